@@ -1,0 +1,208 @@
+"""Every knob: one annotated frozen field is the flag, its help, its default, its row in the docs and its Python keyword.
+
+Names are vLLM's. `None` means "derived from hardware x model x workload" (planner/decisions.py). The environment is
+read here and nowhere else. This file knows nothing of argparse, torch or what a decision is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.errors import ConfigError
+
+
+def knob(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[Any, ...] | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    short: str | None = None,
+    group: str = "engine",
+) -> Any:
+    """A dataclass field that carries everything the command line, the docs and the checks need to know of it.
+
+    `short` is a one-dash alias ("-tp"). A field of type `dict` is given as JSON on the command line.
+    """
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "minimum": minimum,
+        "maximum": maximum,
+        "short": short,
+        "group": group,
+    }
+    if isinstance(default, dict | list):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
+BLOCK_SIZES = (1, 16, 32, 64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What one engine runs and how. Frozen: a derived setting is a new object made by `replace`."""
+
+    model: str = knob("demo", "`demo`, a local folder, or a Hugging Face id.", group="model")
+    tokenizer: str | None = knob(None, "Folder or id of the tokenizer, if not the model's own.", group="model")
+    revision: str | None = knob(None, "Branch, tag or commit of the model on the hub.", group="model")
+    download_dir: str | None = knob(None, "Where hub files go; default: the hub's cache (HF_HOME).", group="model")
+    load_format: str = knob(
+        "auto",
+        "`auto` and `safetensors` read weights; `dummy` fills random ones from config.json alone.",
+        choices=("auto", "safetensors", "dummy"),
+        group="model",
+    )
+    skip_tokenizer_init: bool = knob(False, "Run without tokenizer: prompts and outputs are token ids.", group="model")
+    trust_remote_code: bool = knob(
+        False, "Accepted for compatibility; code from a model repository is never run.", group="model"
+    )
+    dtype: str = knob("auto", "Data type of weights and activations; `auto` is the checkpoint's.", choices=DTYPES)
+    served_model_name: list[str] = knob([], "Names the API answers to; default: MODEL as given.", group="model")
+    chat_template: str | None = knob(
+        None, "A jinja file, or the template itself, instead of the model's.", group="model"
+    )
+    max_model_len: int | None = knob(None, "Longest sequence, prompt and output together, in tokens.", minimum=1)
+    seed: int = knob(0, "Seeds dummy weights and the seeds drawn for requests that bring none.", minimum=0)
+
+    block_size: int = knob(16, "Tokens in one KV cache block.", choices=BLOCK_SIZES, group="cache")
+    gpu_memory_utilization: float = knob(
+        0.9, "Share of the GPU's memory this instance may use.", minimum=0.01, maximum=1.0, group="cache"
+    )
+    num_gpu_blocks_override: int | None = knob(
+        None, "Use this many KV cache blocks instead of what memory allows.", minimum=1, group="cache"
+    )
+    cpu_kv_cache_gib: float | None = knob(
+        None, "KV cache size on CPU, in GiB (VLLM_CPU_KVCACHE_SPACE).", minimum=0.0, group="cache"
+    )
+    enable_prefix_caching: bool = knob(True, "Reuse KV blocks of prompts that start alike.", group="cache")
+
+    max_num_seqs: int | None = knob(None, "Most requests that run at once.", minimum=1, group="scheduler")
+    max_num_batched_tokens: int | None = knob(None, "Most tokens in one step.", minimum=1, group="scheduler")
+    enable_chunked_prefill: bool = knob(
+        True, "Split long prompts over steps so that running decodes never wait for them.", group="scheduler"
+    )
+    scheduling_policy: str = knob(
+        "fcfs",
+        "Who runs first: by arrival, or by the request's `priority`.",
+        choices=("fcfs", "priority"),
+        group="scheduler",
+    )
+    async_scheduling: bool = knob(True, "Schedule step N+1 while step N runs on the device.", group="scheduler")
+
+    tensor_parallel_size: int = knob(
+        1, "GPUs over which each layer is split.", minimum=1, short="-tp", group="parallel"
+    )
+    attention_backend: str | None = knob(None, "Attention backend (see the start-up log for why one was chosen).")
+    enforce_eager: bool = knob(False, "Capture no CUDA graphs (same as cudagraph_mode NONE).")
+    compilation_config: dict[str, Any] = knob(
+        {}, 'JSON, e.g. \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\'; modes here: NONE, FULL_DECODE_ONLY.'
+    )
+    device: str = knob("auto", "Where to run.", choices=("auto", "cuda", "cpu"))
+    disable_log_requests: bool = knob(True, "Do not log each request.", group="server")
+    disable_log_stats: bool = knob(False, "Do not log throughput every ten seconds.", group="server")
+
+    def __post_init__(self) -> None:
+        check_knobs(self)
+        limit, seqs = self.max_num_batched_tokens, self.max_num_seqs
+        if limit is not None and seqs is not None and seqs > limit:
+            raise ConfigError(
+                f"max_num_seqs ({seqs}) must not exceed max_num_batched_tokens ({limit}): "
+                "every running request gets a token in every step"
+            )
+
+    def replace(self, **changes: Any) -> EngineConfig:
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """The HTTP side of `serve`."""
+
+    host: str = knob("127.0.0.1", "Address to listen on; 0.0.0.0 for all.", group="server")
+    port: int = knob(8000, "Port to listen on.", minimum=0, maximum=65535, group="server")
+    api_key: list[str] = knob([], "Keys, one of which every route but /health asks for (VLLM_API_KEY).", group="server")
+    max_request_bytes: int = knob(32 * 1024 * 1024, "Largest request body, in bytes.", minimum=1024, group="server")
+    allowed_origins: list[str] = knob([], "CORS origins.", group="server")
+    root_path: str = knob("", "Path prefix behind a proxy.", group="server")
+    uvicorn_log_level: str = knob(
+        "warning",
+        "Log level of the HTTP server.",
+        choices=("critical", "error", "warning", "info", "debug"),
+        group="server",
+    )
+    enable_request_id_headers: bool = knob(False, "Echo X-Request-Id in responses.", group="server")
+
+    def __post_init__(self) -> None:
+        check_knobs(self)
+
+
+def _plain_type(annotation: Any) -> tuple[type, bool]:
+    """`int | None` -> (int, True); `list[str]` -> (list, False)."""
+    optional = False
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        arms = [arm for arm in typing.get_args(annotation) if arm is not type(None)]
+        optional = len(arms) < len(typing.get_args(annotation))
+        annotation = arms[0]
+    return typing.get_origin(annotation) or annotation, optional
+
+
+def knob_types(config_class: type) -> dict[str, tuple[type, bool]]:
+    """Field name -> (plain type, may be None)."""
+    return {name: _plain_type(hint) for name, hint in typing.get_type_hints(config_class).items()}
+
+
+def check_knobs(config: Any) -> None:
+    """Check each field against its own metadata; raises ConfigError naming field, value and what is accepted."""
+    kinds = knob_types(type(config))
+    for field in dataclasses.fields(config):
+        value, meta = getattr(config, field.name), field.metadata
+        kind, optional = kinds[field.name]
+        if value is None and optional:
+            continue
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ConfigError(f"{field.name} must be of type {kind.__name__}, got {value!r}")
+        if meta["choices"] is not None and value not in meta["choices"]:
+            raise ConfigError(f"{field.name} must be one of {', '.join(map(str, meta['choices']))}; got {value!r}")
+        if meta["minimum"] is not None and not value >= meta["minimum"]:
+            raise ConfigError(f"{field.name} must be at least {meta['minimum']}, got {value!r}")
+        if meta["maximum"] is not None and not value <= meta["maximum"]:
+            raise ConfigError(f"{field.name} must be at most {meta['maximum']}, got {value!r}")
+
+
+ENVIRONMENT_KNOBS = {"VLLM_CPU_KVCACHE_SPACE": "cpu_kv_cache_gib", "VLLM_API_KEY": "api_key"}
+
+
+def knobs_from_environment(config_class: type, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Values that environment variables give to knobs of `config_class`; flags win over them."""
+    environ = os.environ if environ is None else environ
+    kinds = knob_types(config_class)
+    values: dict[str, Any] = {}
+    for variable, name in ENVIRONMENT_KNOBS.items():
+        text = environ.get(variable)
+        if not text or name not in kinds:
+            continue
+        kind = kinds[name][0]
+        try:
+            values[name] = [text] if kind is list else kind(text)
+        except ValueError:
+            raise ConfigError(
+                f"environment variable {variable} must be of type {kind.__name__}, got {text!r}"
+            ) from None
+    return values
+
+
+def child_environment(**extra: str) -> dict[str, str]:
+    """The environment for a child process: ours, with `extra` set where the user has not set it."""
+    return {**extra, **os.environ}

@@ -1,0 +1,88 @@
+"""The tree of errors. Each knows the HTTP status it becomes and the exit code a command ends with.
+
+A `UserError` is bad input at start-up: one clear line on stderr, exit code 2, no traceback.
+A `RequestError` is bad input of one request: an OpenAI error object, harming that request alone.
+This file knows nothing of HTTP libraries or of the command line.
+"""
+
+from __future__ import annotations
+
+
+class HeadraceError(Exception):
+    """Any error that headrace raises on purpose."""
+
+    http_status: int = 500
+    error_type: str = "internal_server_error"
+    exit_code: int = 1
+
+
+class UserError(HeadraceError):
+    """Bad input at start-up (a flag, a file, a port): its message is one line naming field, value and remedy."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """A knob has a value that cannot work."""
+
+
+class ModelNotFoundError(UserError):
+    """MODEL is neither `demo`, nor a local folder, nor a hub id that can be had."""
+
+
+class UnsupportedModelError(UserError):
+    """config.json names an architecture, or a feature of one, that no registered family covers."""
+
+
+class CheckpointError(UserError):
+    """A weights file is missing, truncated or holds a tensor of the wrong shape (the message names the tensor)."""
+
+
+class TokenizerError(UserError):
+    """The model's folder has no usable tokenizer."""
+
+
+class PortInUseError(UserError):
+    """The address to listen on is taken."""
+
+
+class OutOfMemoryError(UserError):
+    """Not even the smallest plan fits the device."""
+
+
+class RequestError(HeadraceError):
+    """One request is invalid. `param` is the name of the offending field, as the OpenAI error object carries it."""
+
+    http_status = 400
+    error_type = "invalid_request_error"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class AuthenticationError(RequestError):
+    http_status = 401
+    error_type = "authentication_error"
+
+
+class NotFoundError(RequestError):
+    """An unknown model or route."""
+
+    http_status = 404
+    error_type = "not_found_error"
+
+
+class PayloadTooLargeError(RequestError):
+    http_status = 413
+
+
+class UnsupportedMediaTypeError(RequestError):
+    http_status = 415
+
+
+class EngineDeadError(HeadraceError):
+    """The engine core is gone or no longer steps."""
+
+    http_status = 503
+    error_type = "service_unavailable_error"

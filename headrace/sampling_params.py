@@ -1,0 +1,142 @@
+"""What a user may ask of sampling, validated here and nowhere else. Field names and meanings are vLLM's.
+
+Knows nothing of models: limits that depend on one (vocabulary size, max_model_len) are checked by the engine's
+input processor, which alone knows them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from headrace.errors import RequestError
+
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 64
+MAX_SEED = 2**63 - 1
+SAMPLING_EPS = 1e-5
+"""Temperatures below this are greedy."""
+
+
+def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise RequestError(f"{name} must be a finite number, got {value!r}", name)
+    if value < low or (low_open and value == low) or value > high:
+        bracket = "(" if low_open else "["
+        raise RequestError(f"{name} must be in {bracket}{low:g}, {high:g}], got {value!r}", name)
+
+
+def _integer(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise RequestError(f"{name} must be an integer between {low} and {high}, got {value!r}", name)
+
+
+def _token_ids(name: str, value: object, limit: int | None) -> None:
+    if not isinstance(value, list) or any(isinstance(t, bool) or not isinstance(t, int) or t < 0 for t in value):
+        raise RequestError(f"{name} must be a list of token ids (integers >= 0), got {value!r:.100}", name)
+    if limit is not None and len(value) > limit:
+        raise RequestError(f"{name} may hold at most {limit} token ids, got {len(value)}", name)
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Immutable; raises RequestError naming the field, the value and what would be accepted."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1: no limit."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: list[str] = []
+    """A plain string is accepted too and becomes a list of one."""
+    stop_token_ids: list[int] = []
+    bad_words: list[str] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    """None: as many as max_model_len leaves room for."""
+    min_tokens: int = 0
+    logprobs: int | None = None
+    """Top alternatives per output token, the sampled token always included; 0: the sampled token alone."""
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("stop", "bad_words"):
+            value = getattr(self, name)
+            normal = [] if value is None else [value] if isinstance(value, str) else value
+            if normal is not value:
+                msgspec.structs.force_setattr(self, name, normal)
+        if self.stop_token_ids is None:
+            msgspec.structs.force_setattr(self, "stop_token_ids", [])
+        _integer("n", self.n, 1, MAX_N)
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _integer("top_k", self.top_k, -1, 2**31 - 1)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        if self.seed is not None:
+            _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        self._check_stops()
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}", "min_tokens"
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        self._check_token_constraints()
+
+    def _check_stops(self) -> None:
+        for name, limit in (("stop", MAX_STOP_STRINGS), ("bad_words", MAX_BAD_WORDS)):
+            words = getattr(self, name)
+            if not isinstance(words, list) or any(not isinstance(w, str) or not w for w in words):
+                raise RequestError(f"{name} must be a string or a list of non-empty strings, got {words!r:.100}", name)
+            if len(words) > limit:
+                raise RequestError(f"{name} may hold at most {limit} strings, got {len(words)}", name)
+            if any(len(w) > MAX_STOP_STRING_CHARS for w in words):
+                raise RequestError(f"each string of {name} may have at most {MAX_STOP_STRING_CHARS} characters", name)
+        if self.stop and not self.detokenize:
+            raise RequestError("stop needs detokenize=true, got detokenize=false", "stop")
+        _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+
+    def _check_token_constraints(self) -> None:
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, dict):
+                raise RequestError(
+                    f"logit_bias must map token ids to numbers, got {self.logit_bias!r:.100}", "logit_bias"
+                )
+            if len(self.logit_bias) > MAX_LOGIT_BIAS:
+                raise RequestError(
+                    f"logit_bias may hold at most {MAX_LOGIT_BIAS} entries, got {len(self.logit_bias)}", "logit_bias"
+                )
+            _token_ids("logit_bias", list(self.logit_bias), None)
+            for bias in self.logit_bias.values():
+                _number("logit_bias", bias, -100.0, 100.0)
+        if self.allowed_token_ids is not None:
+            _token_ids("allowed_token_ids", self.allowed_token_ids, None)
+            if not self.allowed_token_ids:
+                raise RequestError("allowed_token_ids must not be empty", "allowed_token_ids")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < SAMPLING_EPS

@@ -1,0 +1,93 @@
+"""The one contract between deciding (scheduler) and computing (runner): plain integers, sent as msgspec.
+
+A *row* is a slot in the runner's permanent tables (token ids, block table, sampling parameters). A request owns one
+row from admission until it finishes, also while it is preempted. Steps run on the device in the order in which they
+were scheduled, so a row or block freed by one step may be reused by the next.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from headrace.sampling_params import SamplingParams
+
+
+class NewRow(msgspec.Struct, frozen=True, array_like=True):
+    """Fill a row: sent once, in the step in which the request is first scheduled."""
+
+    row: int
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    stop_token_ids: list[int]
+    """Every token id that ends the request (eos included unless ignored): what min_tokens forbids."""
+    bad_words_token_ids: list[list[int]] = []
+    seed: int = 0
+    """Always set: the user's seed, or a random one drawn by the input processor."""
+
+
+class BlockUpdate(msgspec.Struct, frozen=True, array_like=True):
+    """block_table[row, start : start + len(block_ids)] = block_ids."""
+
+    row: int
+    start: int
+    block_ids: list[int]
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
+    """One step. The lists from `rows` on are parallel: entry i is the i-th request of the batch; requests that run one
+    token come before longer chunks."""
+
+    step: int
+    new_rows: list[NewRow]
+    freed_rows: list[int]
+    """Rows whose request ended since the last step: drop their state. Applied before `new_rows`."""
+    block_updates: list[BlockUpdate]
+    rows: list[int]
+    num_computed_tokens: list[int]
+    """Tokens whose KV is in the cache before this step; also the position of the first token computed in it."""
+    num_scheduled_tokens: list[int]
+    samples: list[bool]
+    """True where this step reaches the last known token, so that its logits give the next one."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens)
+
+
+class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position, over the model's raw distribution (before penalties and temperature)."""
+
+    token_ids: list[int]
+    """First the token itself, then the k most likely ones, best first."""
+    logprobs: list[float]
+    rank: int
+    """1-based rank of the first token in the whole vocabulary."""
+
+
+class RunnerOutput(msgspec.Struct, frozen=True, array_like=True):
+    """What one step computed. `token_ids` has one entry for each True in `SchedulerOutput.samples`, in that order."""
+
+    step: int
+    token_ids: list[int]
+    logprobs: list[Logprobs | None] = []
+    """Parallel to `token_ids`, or empty if no request of the step asked for logprobs."""
+    prompt_logprobs: dict[int, list[Logprobs]] = {}
+    """row -> entries for the prompt tokens that follow the positions computed in this step: position p gives the entry
+    of prompt token p + 1. Only rows that asked."""
+
+
+class WorkerFacts(msgspec.Struct, frozen=True):
+    """What a rank reports upwards; ranks never decide."""
+
+    device: str
+    device_name: str
+    total_memory: int
+    """bytes"""
+    available_kv_memory: int
+    """bytes that may go to the KV cache, after weights and the profiled peak of activations"""
+    kv_bytes_per_block: int
+    """bytes on this rank, all layers"""
+    weight_bytes: int
+    attention_backend: str
+    notes: list[str] = []
+    """Lines for the start-up log (what was passed over, demoted or shrunk, and why)."""
