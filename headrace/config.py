@@ -1,4 +1,4 @@
-"""Every knob: one annotated frozen field is the flag, its help, its default, its row in the docs and its Python keyword.
+"""Every knob: one annotated frozen field is flag, help, default, row in the docs and Python keyword at once.
 
 Names are vLLM's. `None` means "derived from hardware x model x workload" (planner/decisions.py). The environment is
 read here and nowhere else. This file knows nothing of argparse, torch or what a decision is.
