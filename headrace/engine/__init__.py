@@ -1,0 +1,1 @@
+"""Text to tokens and back, and the loop around scheduler and executor."""

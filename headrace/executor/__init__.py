@@ -1,0 +1,1 @@
+"""Starts ranks and hands them steps."""

@@ -1,0 +1,1 @@
+"""Triton kernels with a torch reference beside each; tensors in, tensors out."""

@@ -1,0 +1,1 @@
+"""The layers that models are made of; tensor parallelism lives in these names."""

@@ -1,0 +1,1 @@
+"""Derives settings from hardware, model and workload, with reasons."""

@@ -1,0 +1,1 @@
+"""Weight formats: how a linear layer holds and applies its weight."""

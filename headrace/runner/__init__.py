@@ -1,0 +1,1 @@
+"""One rank: turns a SchedulerOutput into a RunnerOutput."""
