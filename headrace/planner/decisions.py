@@ -1,0 +1,130 @@
+"""Settings derived from hardware, model and workload, each as a record that says why.
+
+Pure Python, no torch: the same code answers before a start and on a machine without the device. Knows nothing of how
+a setting is carried out.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.config import EngineConfig
+from headrace.errors import ConfigError, OutOfMemoryError
+from headrace.model_config import ModelConfig
+from headrace.step import WorkerFacts
+
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+
+
+@dataclass(frozen=True)
+class Decision:
+    field: str
+    value: Any
+    reason: str
+    runner_up: str = ""
+    source: str = "derived"
+    """user | derived | measured | legacy"""
+
+    def __str__(self) -> str:
+        other = f" (instead of {self.runner_up})" if self.runner_up else ""
+        return f"{self.field} = {self.value}: {self.reason}{other}"
+
+
+def decide_before_load(
+    config: EngineConfig, model: ModelConfig, device_type: str
+) -> tuple[EngineConfig, list[Decision]]:
+    """Fill in every None that does not need the device's facts.
+
+    Returns the resolved config and one Decision per setting. Raises ConfigError where a user's value cannot work.
+    """
+    decisions: list[Decision] = []
+    changes: dict[str, Any] = {}
+
+    def settle(field: str, value: Any, reason: str, runner_up: str = "") -> Any:
+        given = getattr(config, field)
+        if given is not None and given != "auto":
+            decisions.append(Decision(field, given, "given", source="user"))
+            return given
+        decisions.append(Decision(field, value, reason, runner_up))
+        changes[field] = value
+        return value
+
+    settle("device", device_type, "the device that torch finds here")
+    dtype = settle("dtype", *_dtype(model, device_type))
+    changes["dtype"] = DTYPE_ALIASES.get(dtype, dtype)
+    context = model.max_position_embeddings
+    length = settle("max_model_len", context, "the model's max_position_embeddings")
+    if length > context:
+        raise ConfigError(f"max_model_len must be at most {context} (the model's max_position_embeddings), got {length}")
+
+    budget, why = (8192, "a prefill chunk that fills a GPU") if device_type == "cuda" else (2048, "bounds a step on CPU")
+    if not config.enable_chunked_prefill and budget < length:
+        budget, why = length, "without chunked prefill a whole prompt must fit into one step"
+    elif config.max_num_seqs is not None and budget < config.max_num_seqs:
+        budget, why = config.max_num_seqs, "every running request gets a token in every step"
+    budget = settle("max_num_batched_tokens", budget, why)
+    if not config.enable_chunked_prefill and budget < length:
+        raise ConfigError(
+            f"max_num_batched_tokens must be at least max_model_len ({length}) when chunked prefill is off, got {budget}"
+        )
+    seqs = 1024 if device_type == "cuda" else 64
+    settle("max_num_seqs", min(seqs, budget), f"what {device_type} serves before latency suffers")
+
+    if config.tensor_parallel_size > 1 and model.num_heads % config.tensor_parallel_size:
+        raise ConfigError(
+            f"tensor_parallel_size must divide the model's {model.num_heads} attention heads, "
+            f"got {config.tensor_parallel_size}"
+        )
+    return config.replace(**changes), decisions
+
+
+def _dtype(model: ModelConfig, device_type: str) -> tuple[str, str]:
+    if device_type == "cuda" and model.dtype == "float32":
+        return "bfloat16", "float32 checkpoints run in bfloat16 on a GPU, as vLLM does (--dtype float32 keeps them)"
+    return model.dtype, "the checkpoint's"
+
+
+def decide_num_blocks(config: EngineConfig, facts: list[WorkerFacts]) -> tuple[int, list[Decision]]:
+    """How many KV blocks every rank allocates: what the tightest rank can hold, and no more than can ever be used.
+
+    Raises OutOfMemoryError when not one sequence of max_model_len fits.
+    """
+    assert config.max_model_len is not None
+    assert config.max_num_seqs is not None
+    blocks_per_seq = -(-config.max_model_len // config.block_size)
+    if config.num_gpu_blocks_override is not None:
+        count = config.num_gpu_blocks_override
+        return count, [Decision("num_gpu_blocks", count, "given", source="user")]
+    by_memory = min(fact.available_kv_memory // fact.kv_bytes_per_block for fact in facts)
+    useful = 2 * config.max_num_seqs * blocks_per_seq
+    count = min(by_memory, useful)
+    if count < blocks_per_seq:
+        tokens = max(0, by_memory) * config.block_size
+        raise OutOfMemoryError(
+            f"the KV cache has room for {tokens} tokens, fewer than max_model_len ({config.max_model_len}); "
+            f"lower --max-model-len to {tokens} or free memory on {facts[0].device_name}"
+        )
+    if by_memory <= useful:
+        reason = f"what memory leaves: {count * config.block_size:,} tokens"
+    else:
+        reason = f"twice what {config.max_num_seqs} longest sequences need: {count * config.block_size:,} tokens"
+    return count, [Decision("num_gpu_blocks", count, reason, source="measured")]
+
+
+def cpu_kv_bytes(config: EngineConfig, memory_available: int) -> tuple[int, str]:
+    """Bytes for the KV cache on CPU and why; `memory_available` is what the machine has left, in bytes."""
+    if config.cpu_kv_cache_gib is not None:
+        return int(config.cpu_kv_cache_gib * 2**30), "given"
+    return min(4 * 2**30, memory_available // 4), "a quarter of free memory, at most 4 GiB"
+
+
+def cpu_threads(beside_server: bool) -> int:
+    """Torch threads for one rank on CPU.
+
+    Beside an HTTP process one core stays free: OpenMP's spin barriers cost milliseconds an operation when cores are
+    shared with another busy process.
+    """
+    cores = len(os.sched_getaffinity(0))
+    return max(1, cores - 1) if beside_server else cores

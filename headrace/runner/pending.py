@@ -1,0 +1,79 @@
+"""A step between launch and result: the copies to the host that are under way, and the lists they become.
+
+Knows nothing of models; it only turns tensors into a RunnerOutput.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.sampling.logprobs import LogprobTensors
+from headrace.step import Logprobs, RunnerOutput
+
+
+@dataclass(frozen=True)
+class HostLogprobs:
+    """LogprobTensors on their way to the host, and how many alternatives each entry's request asked for."""
+
+    token_ids: Tensor
+    logprobs: Tensor
+    ranks: Tensor
+    ks: list[int | None]
+    """per entry; None: this request asked for no logprobs"""
+
+    def entries(self) -> list[Logprobs | None]:
+        ids, values, ranks = self.token_ids.tolist(), self.logprobs.tolist(), self.ranks.tolist()
+        return [
+            None if k is None else Logprobs(ids[i][: k + 1], values[i][: k + 1], ranks[i])
+            for i, k in enumerate(self.ks)
+        ]
+
+
+class PendingStep:
+    """A step whose work is queued on the device. Construct it right after queueing; `result()` waits for it."""
+
+    def __init__(
+        self,
+        step: int,
+        token_ids: Tensor | None = None,
+        logprobs: HostLogprobs | None = None,
+        prompt_logprobs: dict[int, HostLogprobs] | None = None,
+        event: torch.cuda.Event | None = None,
+    ) -> None:
+        self._step = step
+        self._token_ids = token_ids
+        self._logprobs = logprobs
+        self._prompt_logprobs = prompt_logprobs or {}
+        self._event = event
+
+    def done(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def result(self) -> RunnerOutput:
+        if self._event is not None:
+            self._event.synchronize()
+        return RunnerOutput(
+            self._step,
+            [] if self._token_ids is None else self._token_ids.tolist(),
+            [] if self._logprobs is None else self._logprobs.entries(),
+            {
+                row: [entry for entry in host.entries() if entry is not None]
+                for row, host in self._prompt_logprobs.items()
+            },
+        )
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy on the host, queued on the current stream; valid once the stream has reached it. On CPU a copy too, so
+    that a later step cannot change it."""
+    if tensor.device.type == "cpu":
+        return tensor.clone()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def logprobs_to_host(tensors: LogprobTensors, ks: list[int | None]) -> HostLogprobs:
+    return HostLogprobs(to_host(tensors.token_ids), to_host(tensors.logprobs), to_host(tensors.ranks), ks)

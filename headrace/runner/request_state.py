@@ -1,0 +1,79 @@
+"""The permanent rows: what a rank keeps of every admitted request, on the device.
+
+A row is filled once at admission and lives until the request ends; each step only reads through an index. Knows
+nothing of scheduling: which row is whose is the scheduler's business.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.sampling.state import SamplingState
+from headrace.step import SchedulerOutput
+
+
+class RequestState:
+    """Tables on `device`:
+
+    - `token_table` [max_rows + 1, max_model_len + 1] int32: every known token; sampling writes the next one here
+    - `block_table` [max_rows + 1, max_blocks] int32
+
+    The last row is scratch: padding of captured graphs lives there and writes to `scratch_block`, which no request has.
+    - `sampling`: the sampling parameters, a row each
+    """
+
+    def __init__(
+        self, max_rows: int, max_model_len: int, block_size: int, vocab_size: int, scratch_block: int, device: torch.device
+    ) -> None:
+        self.device = device
+        self.token_table = torch.zeros(max_rows + 1, max_model_len + 1, dtype=torch.int32, device=device)
+        max_blocks = -(-max_model_len // block_size)
+        self.block_table = torch.zeros(max_rows + 1, max_blocks, dtype=torch.int32, device=device)
+        self.block_table[max_rows] = scratch_block
+        self.sampling = SamplingState(max_rows, vocab_size, max_model_len, device)
+        self.prompt_logprobs: dict[int, tuple[int, int]] = {}
+        """row -> (k, prompt length) of the requests that asked for prompt logprobs"""
+        self.wants_logprobs: dict[int, int] = {}
+        """row -> k of the requests that asked for logprobs"""
+
+    def apply(self, step: SchedulerOutput) -> None:
+        """Free, then fill rows and block tables as the step says: one copy to the device a table."""
+        if step.freed_rows:
+            self.sampling.remove(step.freed_rows)
+            for row in step.freed_rows:
+                self.prompt_logprobs.pop(row, None)
+                self.wants_logprobs.pop(row, None)
+        if step.new_rows:
+            self.sampling.add(step.new_rows)
+            width = self.token_table.shape[1]
+            self._scatter(self.token_table, [(new.row * width, new.prompt_token_ids) for new in step.new_rows])
+            for new in step.new_rows:
+                if new.params.prompt_logprobs is not None:
+                    self.prompt_logprobs[new.row] = (new.params.prompt_logprobs, len(new.prompt_token_ids))
+                if new.params.logprobs is not None:
+                    self.wants_logprobs[new.row] = new.params.logprobs
+        if step.block_updates:
+            width = self.block_table.shape[1]
+            self._scatter(self.block_table, [(u.row * width + u.start, u.block_ids) for u in step.block_updates])
+
+    def _scatter(self, table: Tensor, runs: list[tuple[int, list[int]]]) -> None:
+        """table.flatten()[start : start + len(values)] = values for each (start, values)."""
+        counts = np.fromiter((len(values) for _, values in runs), dtype=np.int64, count=len(runs))
+        total = int(counts.sum())
+        packed = np.empty((2, total), dtype=np.int64)
+        starts = np.fromiter((start for start, _ in runs), dtype=np.int64, count=len(runs))
+        begins = np.cumsum(counts) - counts
+        packed[0] = np.arange(total) + np.repeat(starts - begins, counts)
+        packed[1] = [value for _, values in runs for value in values]
+        index, values = to_device(packed, self.device)
+        table.view(-1)[index] = values.to(torch.int32)
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A host array as a device tensor; on a GPU the copy is queued on the current stream and nobody waits for it."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
