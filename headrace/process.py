@@ -1,0 +1,73 @@
+"""Child processes that read their config from an inherited descriptor and never outlive their parent.
+
+Nothing travels as pickle or on the command line. The parent holds the write end of a pipe, the *lifeline*: when the
+parent dies, by whatever signal, the child's blocking read ends and the child exits at once. Knows nothing of what the
+children do.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from typing import IO
+
+from headrace.config import child_environment
+
+
+@dataclass(frozen=True)
+class Child:
+    process: subprocess.Popen[bytes]
+    lifeline: IO[bytes]
+    """Write end of the pipe; closing it makes the child exit."""
+
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def stop(self, timeout: float) -> None:
+        """SIGTERM, then SIGKILL after `timeout` seconds; returns when the process is gone."""
+        if self.is_alive():
+            self.process.terminate()
+            try:
+                self.process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        self.process.wait()
+        self.lifeline.close()
+
+
+def spawn(module: str, config: bytes, **environment: str) -> Child:
+    """Start `python -m module CONFIG_FD LIFELINE_FD`; `environment` is set where the user has not set it."""
+    config_fd = os.memfd_create("headrace-config")
+    os.write(config_fd, config)
+    os.lseek(config_fd, 0, os.SEEK_SET)
+    child_end, parent_end = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(config_fd), str(child_end)],
+            pass_fds=(config_fd, child_end),
+            env=child_environment(**environment),
+            stdin=subprocess.DEVNULL,
+        )
+    except OSError:
+        os.close(parent_end)
+        raise
+    finally:
+        os.close(config_fd)
+        os.close(child_end)
+    return Child(process, os.fdopen(parent_end, "wb"))
+
+
+def read_config(argv: list[str]) -> bytes:
+    """In the child, first of all: the config bytes; from here on the child dies with its parent."""
+    config_fd, lifeline_fd = int(argv[1]), int(argv[2])
+
+    def watch() -> None:
+        os.read(lifeline_fd, 1)  # returns only at end of file: nobody ever writes
+        os._exit(1)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+    with os.fdopen(config_fd, "rb") as file:
+        return file.read()
