@@ -57,9 +57,13 @@ def decide_before_load(
     context = model.max_position_embeddings
     length = settle("max_model_len", context, "the model's max_position_embeddings")
     if length > context:
-        raise ConfigError(f"max_model_len must be at most {context} (the model's max_position_embeddings), got {length}")
+        raise ConfigError(
+            f"max_model_len must be at most {context} (the model's max_position_embeddings), got {length}"
+        )
 
-    budget, why = (8192, "a prefill chunk that fills a GPU") if device_type == "cuda" else (2048, "bounds a step on CPU")
+    budget, why = (
+        (8192, "a prefill chunk that fills a GPU") if device_type == "cuda" else (2048, "bounds a step on CPU")
+    )
     if not config.enable_chunked_prefill and budget < length:
         budget, why = length, "without chunked prefill a whole prompt must fit into one step"
     elif config.max_num_seqs is not None and budget < config.max_num_seqs:

@@ -25,7 +25,13 @@ class RequestState:
     """
 
     def __init__(
-        self, max_rows: int, max_model_len: int, block_size: int, vocab_size: int, scratch_block: int, device: torch.device
+        self,
+        max_rows: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        scratch_block: int,
+        device: torch.device,
     ) -> None:
         self.device = device
         self.token_table = torch.zeros(max_rows + 1, max_model_len + 1, dtype=torch.int32, device=device)

@@ -1,0 +1,52 @@
+"""Picks the executor for a resolved config. Imports torch only inside its functions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from headrace.config import EngineConfig
+from headrace.errors import ConfigError
+from headrace.model_config import ModelConfig
+from headrace.step import RunnerOutput, SchedulerOutput, WorkerFacts
+
+
+class StepHandle(Protocol):
+    """A step under way. `result` raises HeadraceError if that step failed, EngineDeadError if the executor is gone."""
+
+    def done(self) -> bool: ...
+
+    def result(self) -> RunnerOutput: ...
+
+
+class Executor(Protocol):
+    """Runs steps in the order given; several may be under way."""
+
+    def load(self) -> list[WorkerFacts]: ...
+
+    def initialize_cache(self, num_blocks: int) -> None: ...
+
+    def execute(self, step: SchedulerOutput) -> StepHandle: ...
+
+    def shutdown(self) -> None: ...
+
+
+def detect_device(config: EngineConfig) -> str:
+    """`cuda` or `cpu`; ConfigError where the one asked for is not there."""
+    import torch
+
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    if config.device == "cuda" and found != "cuda":
+        raise ConfigError("device is `cuda`, but torch finds no GPU here; use --device cpu or a GPU build of torch")
+    return found if config.device == "auto" else config.device
+
+
+def make_executor(config: EngineConfig, folder: Path, model_config: ModelConfig, beside_server: bool) -> Executor:
+    """`config` is resolved; `beside_server`: another process of ours wants a core."""
+    if config.tensor_parallel_size > 1:
+        from headrace.executor.multiproc import MultiprocExecutor
+
+        return MultiprocExecutor(config, folder, beside_server)
+    from headrace.executor.uniproc import UniprocExecutor
+
+    return UniprocExecutor(config, folder, model_config, beside_server)

@@ -1,0 +1,101 @@
+"""One rank's process: `python -m headrace.executor.rank CONFIG_FD LIFELINE_FD`, obeying commands in order.
+
+Results leave through a thread of their own, so that the next command is taken up while the device still computes.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from headrace.errors import HeadraceError
+from headrace.executor.messages import (
+    CacheReady,
+    Command,
+    Execute,
+    Failed,
+    InitializeCache,
+    Load,
+    Loaded,
+    RankConfig,
+    StepDone,
+)
+from headrace.model_config import ModelConfig
+from headrace.process import read_config
+from headrace.runner.pending import PendingStep
+from headrace.runner.worker import Worker
+
+
+def _send_results(
+    config: RankConfig, context: zmq.Context[zmq.Socket[bytes]], pending: queue.Queue[PendingStep]
+) -> None:
+    """Rank 0's answers, in order; runs until the process ends."""
+    socket = context.socket(zmq.PUSH)
+    socket.connect(config.replies)
+    encoder = msgspec.msgpack.Encoder()
+    while True:
+        step = pending.get()
+        try:
+            reply: StepDone | Failed = StepDone(step.result())
+        except Exception as error:
+            reply = _failure(config.rank, error)
+        socket.send(encoder.encode(reply))
+
+
+def _failure(rank: int, error: Exception) -> Failed:
+    if not isinstance(error, HeadraceError):
+        traceback.print_exc(file=sys.stderr)
+    return Failed(rank, type(error).__name__, str(error))
+
+
+def main(argv: list[str]) -> int:
+    config = msgspec.msgpack.decode(read_config(argv), type=RankConfig)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    context = zmq.Context()
+    commands = context.socket(zmq.PULL)
+    commands.connect(config.commands)
+    replies = context.socket(zmq.PUSH)
+    replies.connect(config.replies)
+    pending: queue.Queue[PendingStep] = queue.Queue()
+    if config.rank == 0:
+        threading.Thread(target=_send_results, args=(config, context, pending), name="results", daemon=True).start()
+    encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Command)
+    folder = Path(config.folder)
+    try:
+        worker = Worker(
+            config.config,
+            folder,
+            ModelConfig.from_folder(folder),
+            rank=config.rank,
+            rendezvous=config.rendezvous,
+            beside_server=config.beside_server,
+        )
+        while True:
+            command = decoder.decode(commands.recv())
+            if isinstance(command, Execute):
+                step = worker.execute(command.step)
+                if config.rank == 0:
+                    pending.put(step)
+            elif isinstance(command, Load):
+                replies.send(encoder.encode(Loaded(config.rank, worker.load())))
+            elif isinstance(command, InitializeCache):
+                worker.initialize_cache(command.num_blocks)
+                replies.send(encoder.encode(CacheReady(config.rank)))
+            else:
+                worker.close()
+                return 0
+    except Exception as error:
+        replies.send(encoder.encode(_failure(config.rank, error)))
+        context.destroy(linger=2000)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
