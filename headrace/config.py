@@ -108,6 +108,7 @@ class EngineConfig:
         {}, 'JSON, e.g. \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\'; modes here: NONE, FULL_DECODE_ONLY.'
     )
     device: str = knob("auto", "Where to run.", choices=("auto", "cuda", "cpu"))
+    cpu_threads: int | None = knob(None, "Torch threads of one rank on CPU.", minimum=1)
     disable_log_requests: bool = knob(True, "Do not log each request.", group="server")
     disable_log_stats: bool = knob(False, "Do not log throughput every ten seconds.", group="server")
 

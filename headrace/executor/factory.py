@@ -41,12 +41,12 @@ def detect_device(config: EngineConfig) -> str:
     return found if config.device == "auto" else config.device
 
 
-def make_executor(config: EngineConfig, folder: Path, model_config: ModelConfig, beside_server: bool) -> Executor:
-    """`config` is resolved; `beside_server`: another process of ours wants a core."""
+def make_executor(config: EngineConfig, folder: Path, model_config: ModelConfig) -> Executor:
+    """`config` is resolved by the planner."""
     if config.tensor_parallel_size > 1:
         from headrace.executor.multiproc import MultiprocExecutor
 
-        return MultiprocExecutor(config, folder, beside_server)
+        return MultiprocExecutor(config, folder)
     from headrace.executor.uniproc import UniprocExecutor
 
-    return UniprocExecutor(config, folder, model_config, beside_server)
+    return UniprocExecutor(config, folder, model_config)

@@ -18,7 +18,6 @@ class RankConfig(msgspec.Struct, frozen=True):
     """zmq address on which the rank receives commands"""
     replies: str
     """zmq address to which the rank sends replies"""
-    beside_server: bool
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):

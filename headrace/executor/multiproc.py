@@ -30,7 +30,6 @@ from headrace.executor.messages import (
     StepDone,
     Stop,
 )
-from headrace.planner.decisions import cpu_threads
 from headrace.process import Child, spawn
 from headrace.step import RunnerOutput, SchedulerOutput, WorkerFacts
 
@@ -53,7 +52,7 @@ class _Handle:
 
 
 class MultiprocExecutor:
-    def __init__(self, config: EngineConfig, folder: Path, beside_server: bool) -> None:
+    def __init__(self, config: EngineConfig, folder: Path) -> None:
         self._size = config.tensor_parallel_size
         self._directory = tempfile.TemporaryDirectory(prefix="headrace-")  # mode 0700: nobody else can connect
         self._context = zmq.Context()
@@ -68,16 +67,14 @@ class MultiprocExecutor:
         self._replies.bind(replies)
         self._commands: list[zmq.Socket[bytes]] = []
         self._children: list[Child] = []
-        threads = str(max(1, cpu_threads(beside_server) // self._size))
+        threads = str(config.cpu_threads or 1)
         for rank in range(self._size):
             address = f"ipc://{base}/rank{rank}"
             socket = self._context.socket(zmq.PUSH)
             socket.setsockopt(zmq.LINGER, 1000)
             socket.bind(address)
             self._commands.append(socket)
-            rank_config = RankConfig(
-                config, str(folder), rank, f"file://{base}/rendezvous", address, replies, beside_server
-            )
+            rank_config = RankConfig(config, str(folder), rank, f"file://{base}/rendezvous", address, replies)
             self._children.append(
                 spawn("headrace.executor.rank", self._encoder.encode(rank_config), OMP_NUM_THREADS=threads)
             )

@@ -75,7 +75,6 @@ def main(argv: list[str]) -> int:
             ModelConfig.from_folder(folder),
             rank=config.rank,
             rendezvous=config.rendezvous,
-            beside_server=config.beside_server,
         )
         while True:
             command = decoder.decode(commands.recv())

@@ -12,8 +12,8 @@ from headrace.step import SchedulerOutput, WorkerFacts
 
 
 class UniprocExecutor:
-    def __init__(self, config: EngineConfig, folder: Path, model_config: ModelConfig, beside_server: bool) -> None:
-        self._worker = Worker(config, folder, model_config, beside_server=beside_server)
+    def __init__(self, config: EngineConfig, folder: Path, model_config: ModelConfig) -> None:
+        self._worker = Worker(config, folder, model_config)
 
     def load(self) -> list[WorkerFacts]:
         return [self._worker.load()]

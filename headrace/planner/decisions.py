@@ -33,9 +33,9 @@ class Decision:
 
 
 def decide_before_load(
-    config: EngineConfig, model: ModelConfig, device_type: str
+    config: EngineConfig, model: ModelConfig, device_type: str, beside_server: bool = False
 ) -> tuple[EngineConfig, list[Decision]]:
-    """Fill in every None that does not need the device's facts.
+    """Fill in every None that does not need the device's facts. `beside_server`: an HTTP process shares the machine.
 
     Returns the resolved config and one Decision per setting. Raises ConfigError where a user's value cannot work.
     """
@@ -71,7 +71,7 @@ def decide_before_load(
     budget = settle("max_num_batched_tokens", budget, why)
     if not config.enable_chunked_prefill and budget < length:
         raise ConfigError(
-            f"max_num_batched_tokens must be at least max_model_len ({length}) when chunked prefill is off, got {budget}"
+            f"max_num_batched_tokens must be at least max_model_len ({length}) without chunked prefill, got {budget}"
         )
     seqs = 1024 if device_type == "cuda" else 64
     settle("max_num_seqs", min(seqs, budget), f"what {device_type} serves before latency suffers")
@@ -81,6 +81,8 @@ def decide_before_load(
             f"tensor_parallel_size must divide the model's {model.num_heads} attention heads, "
             f"got {config.tensor_parallel_size}"
         )
+    if device_type == "cpu":
+        settle("cpu_threads", *_cpu_threads(config.tensor_parallel_size, beside_server))
     return config.replace(**changes), decisions
 
 
@@ -101,7 +103,7 @@ def decide_num_blocks(config: EngineConfig, facts: list[WorkerFacts]) -> tuple[i
     if config.num_gpu_blocks_override is not None:
         count = config.num_gpu_blocks_override
         return count, [Decision("num_gpu_blocks", count, "given", source="user")]
-    by_memory = min(fact.available_kv_memory // fact.kv_bytes_per_block for fact in facts)
+    by_memory = min(_kv_bytes(config, fact) // fact.kv_bytes_per_block for fact in facts)
     useful = 2 * config.max_num_seqs * blocks_per_seq
     count = min(by_memory, useful)
     if count < blocks_per_seq:
@@ -117,18 +119,18 @@ def decide_num_blocks(config: EngineConfig, facts: list[WorkerFacts]) -> tuple[i
     return count, [Decision("num_gpu_blocks", count, reason, source="measured")]
 
 
-def cpu_kv_bytes(config: EngineConfig, memory_available: int) -> tuple[int, str]:
-    """Bytes for the KV cache on CPU and why; `memory_available` is what the machine has left, in bytes."""
+def _kv_bytes(config: EngineConfig, fact: WorkerFacts) -> int:
+    """Bytes of KV cache on one rank. A GPU is ours up to gpu_memory_utilization; a CPU's memory belongs to everybody."""
+    if fact.device != "cpu":
+        return fact.available_kv_memory
     if config.cpu_kv_cache_gib is not None:
-        return int(config.cpu_kv_cache_gib * 2**30), "given"
-    return min(4 * 2**30, memory_available // 4), "a quarter of free memory, at most 4 GiB"
+        return int(config.cpu_kv_cache_gib * 2**30) // config.tensor_parallel_size
+    return min(4 * 2**30, fact.available_kv_memory // 4) // config.tensor_parallel_size
 
 
-def cpu_threads(beside_server: bool) -> int:
-    """Torch threads for one rank on CPU.
-
-    Beside an HTTP process one core stays free: OpenMP's spin barriers cost milliseconds an operation when cores are
-    shared with another busy process.
-    """
+def _cpu_threads(ranks: int, beside_server: bool) -> tuple[int, str]:
     cores = len(os.sched_getaffinity(0))
-    return max(1, cores - 1) if beside_server else cores
+    if beside_server and cores > 1:
+        # OpenMP's spin barriers cost milliseconds an operation when a core is shared with another busy process.
+        return max(1, (cores - 1) // ranks), f"the machine's {cores} cores but one, which the HTTP process needs"
+    return max(1, cores // ranks), f"the machine's {cores} cores over {ranks} rank{'s' if ranks > 1 else ''}"

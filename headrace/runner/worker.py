@@ -17,7 +17,6 @@ from headrace.kernels.table import select_kernels
 from headrace.layers.context import LayerContext
 from headrace.model_config import ModelConfig
 from headrace.models.loader import load_model
-from headrace.planner.decisions import cpu_kv_bytes, cpu_threads
 from headrace.runner.kv_cache import KVCacheShape
 from headrace.runner.model_runner import ModelRunner, RunnerLimits
 from headrace.runner.pending import PendingStep
@@ -37,7 +36,6 @@ class Worker:
         model_config: ModelConfig,
         rank: int = 0,
         rendezvous: str = "",
-        beside_server: bool = False,
     ) -> None:
         """`config` is resolved by the planner."""
         self.config = config
@@ -47,8 +45,8 @@ class Worker:
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        elif config.tensor_parallel_size == 1:
-            torch.set_num_threads(cpu_threads(beside_server))
+        elif config.cpu_threads is not None:
+            torch.set_num_threads(config.cpu_threads)
         self.mesh = init_mesh(rank, config.tensor_parallel_size, rendezvous, self.device)
 
     def load(self) -> WorkerFacts:
@@ -96,11 +94,8 @@ class Worker:
             name = torch.cuda.get_device_name(self.device)
             total = torch.cuda.get_device_properties(self.device).total_memory
         else:
-            total, free = _cpu_memory()
-            available, why = cpu_kv_bytes(config, free)
-            available //= config.tensor_parallel_size
+            total, available = _cpu_memory()
             name = "CPU"
-            notes.append(f"KV cache may take {available / 2**30:.2f} GiB on this rank: {why}.")
         return WorkerFacts(
             device=self.device.type,
             device_name=name,
