@@ -120,7 +120,7 @@ def decide_num_blocks(config: EngineConfig, facts: list[WorkerFacts]) -> tuple[i
 
 
 def _kv_bytes(config: EngineConfig, fact: WorkerFacts) -> int:
-    """Bytes of KV cache on one rank. A GPU is ours up to gpu_memory_utilization; a CPU's memory belongs to everybody."""
+    """Bytes of cache on one rank: a GPU is ours up to gpu_memory_utilization, a CPU's memory belongs to everybody."""
     if fact.device != "cpu":
         return fact.available_kv_memory
     if config.cpu_kv_cache_gib is not None:

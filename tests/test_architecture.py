@@ -1,0 +1,126 @@
+"""The laws of docs/architecture.md, held by reading the source as a tree."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "headrace"
+FILES = sorted(PACKAGE.rglob("*.py"))
+ROOT_NOUNS = {
+    "config", "model_config", "sampling_params", "request", "errors", "step", "hub", "process",
+}  # fmt: skip
+ORDER = [
+    "cli", "llm", "server", "engine", "planner", "scheduler", "executor", "runner", "spec_decode", "sampling", "models",
+    "layers", "attention", "quantization", "distributed", "kernels", "platforms",
+]  # fmt: skip
+"""Each may import only what stands below it, and the root nouns."""
+FORBIDDEN = {("executor", "scheduler"), ("planner", "executor")}
+"""Pairs that the order would allow but the design does not: (importer, imported)."""
+
+
+def room(path: Path) -> str:
+    """`headrace/models/llama.py` -> `models`; `headrace/config.py` -> `config`; the package itself -> ``."""
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else path.stem.replace("__init__", "")
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Every absolute module name imported anywhere in the file, inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def own_rooms(path: Path) -> set[str]:
+    parts = (name.split(".") for name in imported_modules(path))
+    return {part[1] for part in parts if part[0] == "headrace" and len(part) > 1 and part[1] not in ("__version__",)}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_only_downward(path: Path) -> None:
+    here = room(path)
+    if here == "":
+        return  # the package's lazy public surface
+    for target in own_rooms(path) - {here}:
+        if target in ROOT_NOUNS:
+            continue
+        assert here in ORDER, f"root noun {here} imports {target}: root nouns import only each other"
+        assert target in ORDER, f"{here} imports {target}, which has no place in the order"
+        assert ORDER.index(target) > ORDER.index(here), f"{here} imports {target}, which stands above it"
+        assert (here, target) not in FORBIDDEN
+
+
+def test_root_nouns_have_no_import_circle() -> None:
+    edges = {name: own_rooms(PACKAGE / f"{name}.py") & ROOT_NOUNS - {name} for name in ROOT_NOUNS}
+    while edges:
+        free = {name for name, targets in edges.items() if not targets & edges.keys()}
+        assert free, f"circle among {sorted(edges)}"
+        edges = {name: targets for name, targets in edges.items() if name not in free}
+
+
+@pytest.mark.parametrize("name", ["scheduler", "runner", "models", "layers", "attention", "sampling"])
+def test_each_room_exists(name: str) -> None:
+    assert (PACKAGE / name / "__init__.py").is_file()
+
+
+def test_scheduler_imports_only_root_nouns_and_kernels_nothing_of_ours() -> None:
+    for path in PACKAGE.glob("scheduler/*.py"):
+        assert own_rooms(path) <= ROOT_NOUNS | {"scheduler"}, path
+    for path in PACKAGE.glob("kernels/*.py"):
+        assert own_rooms(path) <= {"kernels"}, path
+
+
+def test_no_pickle_no_global_no_environment_outside_config() -> None:
+    for path in FILES:
+        names = {name.split(".")[0] for name in imported_modules(path)}
+        assert not names & {"pickle", "cloudpickle", "dill", "marshal", "shelve"}, path
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not isinstance(node, ast.Global), f"{path}:{node.lineno}: global"
+            if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv"):
+                assert path.name == "config.py", f"{path}:{node.lineno}: the environment is read in config.py alone"
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in ("eval", "exec"), f"{path}:{node.lineno}: {node.func.id}"
+
+
+def test_no_branch_on_a_family_outside_models() -> None:
+    for path in FILES:
+        if room(path) in ("models", "model_config"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare):
+                text = ast.unparse(node)
+                assert "model_type" not in text, f"{path}:{node.lineno}: {text}"
+                assert ".architecture" not in text, f"{path}:{node.lineno}: {text}"
+
+
+def test_nothing_is_written_twice_over() -> None:
+    for path in FILES:
+        assert not path.stem.endswith(("_v2", "_legacy", "_old", "_new")), path
+
+
+def test_frozen_dataclasses_stay_frozen() -> None:
+    """object.__setattr__ is how one would get around it."""
+    for path in FILES:
+        assert "object.__setattr__" not in path.read_text(), path
+
+
+TORCH_FREE = ["headrace", "headrace.scheduler.scheduler", "headrace.planner.decisions", "headrace.server.app",
+              "headrace.server.run", "headrace.engine.async_engine", "headrace.cli.main", "headrace.models.registry",
+              "headrace.attention.table", "headrace.executor.factory"]  # fmt: skip
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_loads_no_torch(module: str) -> None:
+    code = f"import sys, {module}; print([m for m in ('torch', 'triton', 'transformers') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
