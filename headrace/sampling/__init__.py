@@ -1,1 +1,1 @@
-"""From logits to tokens, on the device."""
+"""Logits -> tokens, on the device, for the whole batch at once."""

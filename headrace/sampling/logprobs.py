@@ -1,0 +1,70 @@
+"""Log-probabilities over the model's raw distribution, with the best alternatives and the token's rank.
+
+Knows nothing of requests or of how a token was chosen.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS = 1 << 24
+"""Logits looked at in one go: bounds the scratch memory (28 bytes an element at the peak)."""
+
+
+class LogprobTensors(NamedTuple):
+    token_ids: Tensor
+    """[n, 1 + k] int64: the token itself, then the k most likely ones, best first (of equals the lowest id first)"""
+    logprobs: Tensor
+    """[n, 1 + k] float32"""
+    ranks: Tensor
+    """[n] int64: 1 + how many tokens are more likely than the token itself"""
+
+
+def gather_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> LogprobTensors:
+    """Score token_ids [n] int64 under log_softmax(logits [n, vocab_size], any float dtype), `k` alternatives each.
+
+    k beyond the vocabulary is cut to it. Works through the rows in chunks of bounded memory; each row's result depends
+    on that row alone.
+    """
+    k = min(k, logits.shape[1])
+    step = max(1, CHUNK_ELEMENTS // logits.shape[1])
+    parts = [_gather(logits[i : i + step], token_ids[i : i + step], k) for i in range(0, logits.shape[0], step)]
+    if len(parts) == 1:
+        return parts[0]
+    if not parts:
+        return _gather(logits, token_ids, k)
+    return LogprobTensors(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def prompt_logprobs(logits: Tensor, targets: Tensor, k: int) -> LogprobTensors:
+    """`gather_logprobs` for prompt positions: targets [m] int64 are the prompt tokens that follow them."""
+    return gather_logprobs(logits, targets, k)
+
+
+def _gather(logits: Tensor, token_ids: Tensor, k: int) -> LogprobTensors:
+    logits = logits.float()
+    chosen = logits.gather(1, token_ids[:, None])
+    ranks = (logits > chosen).sum(dim=1) + 1
+    total = logits.logsumexp(dim=1, keepdim=True)
+    if k:
+        best = _best(logits, k)
+        token_ids = torch.cat([token_ids[:, None], best], dim=1)
+        chosen = logits.gather(1, token_ids)
+    else:
+        token_ids = token_ids[:, None]
+    return LogprobTensors(token_ids, chosen - total, ranks)
+
+
+def _best(logits: Tensor, k: int) -> Tensor:
+    """Ids of the k largest of logits [n, vocab_size] float32, best first, of equals the lowest id first.
+
+    bf16 logits tie often and `topk` alone may pick any of them, so value and id are compared as one int64.
+    """
+    vocab_size = logits.shape[1]
+    bits = (logits + 0.0).view(torch.int32)  # adding 0 turns -0 into +0, which equals it
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers that order as the floats do
+    key = (ordered.long() << 32) + torch.arange(vocab_size - 1, -1, -1, device=logits.device)
+    return vocab_size - 1 - (key.topk(k, dim=1).values & 0xFFFFFFFF)

@@ -1,0 +1,67 @@
+"""Whole-row changes to logits that can move the argmax: allowed tokens and penalties, on batched tensors.
+
+Each works in place and in chunks of rows whose scratch memory is bounded. A row that did not ask keeps its logits bit
+for bit. Knows nothing of where parameters are kept.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS = 1 << 23
+"""Elements of scratch in one go (at most 32 bytes each)."""
+
+
+def apply_allowed_mask_(logits: Tensor, masks: Tensor, has_mask: Tensor, rows: Tensor) -> None:
+    """Forbid what a row's mask does not allow.
+
+    logits [n, vocab_size] float32; masks [max_rows, ceil(vocab_size / 32)] int32, bit t % 32 of word t // 32 for token
+    t; has_mask [n] int32: 0 where the row has none; rows [n] int64.
+    """
+    num_reqs, vocab_size = logits.shape
+    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
+    step = max(1, CHUNK_ELEMENTS // vocab_size)
+    for start in range(0, num_reqs, step):
+        part = slice(start, start + step)
+        words = masks.index_select(0, rows[part]) | (has_mask[part, None] - 1)  # no mask: 0 - 1 is all ones
+        bits = (words[:, :, None] >> shifts) & 1
+        forbidden = bits.view(words.shape[0], -1)[:, :vocab_size] == 0
+        logits[part].masked_fill_(forbidden, float("-inf"))
+
+
+def apply_penalties_(
+    logits: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+    tokens: Tensor,
+    rows: Tensor,
+    num_tokens: Tensor,
+    num_prompt_tokens: Tensor,
+) -> None:
+    """Repetition penalty for every token of prompt and output, then frequency and presence penalty for output tokens.
+
+    logits [n, vocab_size] float32; repetition, frequency, presence [n] float32; tokens [max_rows, width] int32: known
+    tokens of each row, wide enough for every num_tokens; rows, num_tokens, num_prompt_tokens [n] integers.
+    """
+    num_reqs, vocab_size = logits.shape
+    width = tokens.shape[1]
+    positions = torch.arange(width, device=logits.device)
+    step = max(1, CHUNK_ELEMENTS // max(vocab_size, width))
+    for start in range(0, num_reqs, step):
+        part = slice(start, start + step)
+        ids = tokens.index_select(0, rows[part])
+        # Entries past num_tokens are left over from earlier owners of the row.
+        known = (positions < num_tokens[part, None]) & (ids < vocab_size)
+        sampled = known & (positions >= num_prompt_tokens[part, None])
+        index = ids.long().clamp_(0, vocab_size - 1)
+        zeros = torch.zeros(index.shape[0], vocab_size, dtype=torch.int32, device=logits.device)
+        seen = zeros.scatter_add(1, index, known.int()) > 0
+        counts = zeros.scatter_add_(1, index, sampled.int())
+        values = logits[part]
+        factor = repetition[part, None]
+        repeated = torch.where(values > 0, values / factor, values * factor)
+        torch.where(seen, repeated, values, out=values)
+        values -= frequency[part, None] * counts
+        values -= presence[part, None] * (counts > 0)

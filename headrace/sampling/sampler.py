@@ -1,0 +1,104 @@
+"""One step's logits -> one token a request, the whole batch at once, without waiting for the device.
+
+Order, as vLLM documents it for its sampler:
+
+1. raw logits: logprobs, alternatives and ranks are of this distribution
+2. float32, where anything below needs it
+3. allowed_token_ids
+4. logit_bias, bad_words and min_tokens: a sum and bans, whose order does not matter
+5. repetition, then frequency and presence penalty
+6. greedy rows: argmax, of equals the lowest id
+7. the others: temperature, min_p, top_k, top_p, then a draw whose random numbers depend on (seed, position, token id)
+   alone, whatever else is in the batch
+
+A stage that no live row needs is skipped, and changes nothing in the rows that did not ask for it; so a row's token
+does not depend on its neighbours. Every tensor-parallel rank runs this on the same logits and gets the same ids. Knows
+rows, not requests; nothing here reads a device value on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.sampling.draft import filter_logits, gumbel_argmax
+from headrace.sampling.logprobs import LogprobTensors, gather_logprobs
+from headrace.sampling.processors import apply_allowed_mask_, apply_penalties_
+from headrace.sampling.state import BatchParams, Feature, SamplingState
+
+CHANGES_LOGITS = Feature.ALLOWED_MASK | Feature.RULES | Feature.PENALTIES
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    token_ids: Tensor
+    """[n] int64, always within the vocabulary"""
+    invalid: Tensor
+    """[n] bool: there was nothing to sample from (NaN among the logits, or every token forbidden); the token means
+    nothing, and the request, it alone, should fail"""
+    logprobs: LogprobTensors | None
+    """Of every row, if a live row asked; k is the most that any live row asked for."""
+
+
+class Sampler:
+    def __init__(self, state: SamplingState) -> None:
+        self.state = state
+
+    def sample(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        num_tokens: Tensor,
+        token_table: Tensor,
+        max_num_tokens: int | None = None,
+    ) -> SampleResult:
+        """Choose the next token of each row; `logits` is left as it is.
+
+        logits [n, vocab_size] any float dtype; rows [n] int64, each at most once; num_tokens [n] int64: tokens known
+        before the one to be sampled, which is also its position; token_table [>= max_rows, width] int32 holds them.
+        `max_num_tokens`, a bound of num_tokens that the host knows, saves the penalties work; default: width.
+        """
+        state, features = self.state, self.state.features
+        params = state.gather(rows)
+        scores = logits
+        if features & CHANGES_LOGITS:
+            scores = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+            self._change_(scores, params, rows, num_tokens, token_table[:, :max_num_tokens])
+        # NaN wins a maximum, so the maximum also tells rows without any usable logit.
+        best, token_ids = scores.max(dim=1)
+        invalid = ~(best > float("-inf"))
+        if Feature.RANDOM in features:
+            token_ids = torch.where(invalid, token_ids, self._draw(scores.float(), params, num_tokens))
+        logprobs = None if state.max_logprobs is None else gather_logprobs(logits, token_ids, state.max_logprobs)
+        return SampleResult(token_ids, invalid, logprobs)
+
+    def _change_(self, scores: Tensor, params: BatchParams, rows: Tensor, num_tokens: Tensor, tokens: Tensor) -> None:
+        """Stages 3 to 5, in place."""
+        state, features = self.state, self.state.features
+        if Feature.ALLOWED_MASK in features and state.allowed_masks is not None:
+            apply_allowed_mask_(scores, state.allowed_masks, params.has_allowed_mask, rows)
+        if Feature.RULES in features:
+            num_outputs = num_tokens - params.num_prompt_tokens
+            state.rules.apply_(scores, rows, num_tokens, num_outputs, tokens)
+        if Feature.PENALTIES in features:
+            apply_penalties_(
+                scores,
+                params.repetition_penalty,
+                params.frequency_penalty,
+                params.presence_penalty,
+                tokens,
+                rows,
+                num_tokens,
+                params.num_prompt_tokens,
+            )
+
+    def _draw(self, scores: Tensor, params: BatchParams, positions: Tensor) -> Tensor:
+        """Stage 7; greedy rows come out as their argmax."""
+        if Feature.FILTERS in self.state.features:
+            temperature = params.temperature[:, None]
+            scaled = scores / torch.where(temperature == 0, 1.0, temperature)
+            kept = filter_logits(scaled, params.top_k, params.top_p, params.min_p)
+            scores = scores.masked_fill(kept == float("-inf"), float("-inf"))
+        return gumbel_argmax(scores, params.temperature, params.seed, positions)
