@@ -12,6 +12,10 @@ import msgspec
 from headrace.sampling_params import SamplingParams
 
 
+INVALID_TOKEN = -1
+"""In RunnerOutput.token_ids: this row had nothing to sample from (NaN logits, or every token forbidden)."""
+
+
 class NewRow(msgspec.Struct, frozen=True, array_like=True):
     """Fill a row: sent once, in the step in which the request is first scheduled."""
 

@@ -22,7 +22,7 @@ from headrace.runner.pending import HostLogprobs, PendingStep, logprobs_to_host,
 from headrace.runner.request_state import RequestState
 from headrace.sampling.logprobs import LogprobTensors, prompt_logprobs
 from headrace.sampling.sampler import Sampler
-from headrace.step import SchedulerOutput
+from headrace.step import INVALID_TOKEN, SchedulerOutput
 
 PROMPT_LOGPROBS_CHUNK = 256
 """Positions whose full-vocabulary logits are held at once."""
@@ -152,7 +152,7 @@ class ModelRunner:
                 logits[: batch.num_samples], batch.sample_rows, batch.sample_positions, state.token_table
             )
             state.token_table[batch.sample_rows, batch.sample_positions] = result.token_ids.to(torch.int32)
-            token_ids = to_host(result.token_ids)
+            token_ids = to_host(torch.where(result.invalid, INVALID_TOKEN, result.token_ids))
             if result.logprobs is not None and state.wants_logprobs:
                 sampled_rows = [row for row, samples in zip(step.rows, step.samples, strict=True) if samples]
                 logprobs = logprobs_to_host(result.logprobs, [state.wants_logprobs.get(row) for row in sampled_rows])
