@@ -1,0 +1,86 @@
+"""Token embedding and the head that gives logits, both split over the ranks by vocabulary."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.distributed.mesh import Group
+from headrace.layers.layer import Layer, empty_parameter
+from headrace.layers.linear import Linear
+from headrace.quantization.scheme import LinearSpec, Part, Slot
+
+VOCAB_ALIGNMENT = 64
+"""Rows a rank holds are a multiple of this (matrix units want round sizes); the rest is zeros and never seen."""
+
+
+def vocab_share(vocab_size: int, group: Group) -> tuple[int, slice]:
+    """-> (rows that each rank holds, the vocabulary's rows among this rank's)."""
+    step = VOCAB_ALIGNMENT * group.size
+    local = (vocab_size + step - 1) // step * VOCAB_ALIGNMENT
+    return local, slice(min(group.rank * local, vocab_size), min((group.rank + 1) * local, vocab_size))
+
+
+class VocabParallelEmbedding(Layer):
+    """input_ids [num_tokens] -> [num_tokens, hidden_size]."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, group: Group, dtype: torch.dtype) -> None:
+        super().__init__()
+        local, self.rows = vocab_share(vocab_size, group)
+        self.shape = (vocab_size, hidden_size)
+        self.weight = empty_parameter(local, hidden_size, dtype=dtype)
+        self.holds_all = self.rows == slice(0, vocab_size)
+        self.first = group.rank * local
+        self.all_reduce = group.all_reduce
+
+    def create_weights(self, device: torch.device) -> None:
+        super().create_weights(device)
+        self.weight[self.rows.stop - self.rows.start :].zero_()
+
+    def slots(self, path: str) -> dict[str, Slot]:
+        mine = self.weight[: self.rows.stop - self.rows.start]
+        return {f"{path}.weight": Slot(self.shape, (self.rows, slice(0, self.shape[1])), mine)}
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        if self.holds_all:
+            return F.embedding(input_ids, self.weight)
+        local = input_ids - self.first
+        elsewhere = (local < 0) | (local >= self.weight.shape[0])
+        embedded = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self.all_reduce(embedded.masked_fill_(elsewhere.unsqueeze(-1), 0))
+
+
+class ParallelLMHead(Linear):
+    """hidden [n, hidden_size] -> logits [n, vocab_size], all of the vocabulary on every rank."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        group: Group,
+        dtype: torch.dtype,
+        tied_to: VocabParallelEmbedding | None = None,
+    ) -> None:
+        """`tied_to`: take this embedding's weights and none from the checkpoint."""
+        local, rows = vocab_share(vocab_size, group)
+        part = Part(None, (vocab_size, hidden_size), rows, slice(0, hidden_size), 0)
+        super().__init__(LinearSpec(hidden_size, local, (part,), dtype))
+        self.vocab_size = vocab_size
+        self.all_gather = group.all_gather
+        self.tied_to = (tied_to,)  # in a tuple, so that it does not become a child
+
+    def create_weights(self, device: torch.device) -> None:
+        if self.tied_to[0] is None:
+            super().create_weights(device)
+
+    def slots(self, path: str) -> dict[str, Slot]:
+        return super().slots(path) if self.tied_to[0] is None else {}
+
+    def finalize(self) -> None:
+        if self.tied_to[0] is not None:
+            self.weights = {"weight": self.tied_to[0].weight.data}
+        super().finalize()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.all_gather(self.compute(hidden))[..., : self.vocab_size]

@@ -1,0 +1,102 @@
+"""The Llama family and those shaped like it: Mistral, Qwen2, Qwen3.
+
+What sets them apart (biases, QK norm, sliding windows) stands as data in registry.py. Names of attributes are those of
+the checkpoint, but for fused layers, which know their parts' names.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from headrace.attention.backend import AttentionMetadata
+from headrace.attention.table import AttentionSpec
+from headrace.layers.attention import Attention
+from headrace.layers.context import LayerContext
+from headrace.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from headrace.layers.layer import Layer
+from headrace.layers.mlp import GatedMLP
+from headrace.layers.norm import RMSNorm
+from headrace.layers.rotary import rope_table
+from headrace.model_config import ModelConfig
+from headrace.models.registry import ModelEntry, attention_specs
+
+
+def _said(quirk: bool | None, otherwise: bool) -> bool:
+    return otherwise if quirk is None else quirk
+
+
+class LlamaDecoderLayer(Layer):
+    def __init__(
+        self, config: ModelConfig, entry: ModelEntry, spec: AttentionSpec, cos_sin: Tensor, context: LayerContext
+    ) -> None:
+        super().__init__()
+        norm = (config.hidden_size, config.rms_norm_eps, context.kernels, context.dtype)
+        self.input_layernorm = RMSNorm(*norm)
+        self.self_attn = Attention(
+            config,
+            spec,
+            cos_sin,
+            context,
+            qkv_bias=_said(entry.qkv_bias, config.attention_bias),
+            o_bias=_said(entry.o_bias, config.attention_bias),
+            qk_norm=entry.qk_norm,
+        )
+        self.post_attention_layernorm = RMSNorm(*norm)
+        mlp_bias = _said(entry.mlp_bias, config.mlp_bias)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, mlp_bias, context)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, metadata: AttentionMetadata, kv_cache: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """x, residual [num_tokens, hidden_size] -> the same; their sum is the hidden state."""
+        x, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(x, positions, metadata, kv_cache)
+        x, residual = self.post_attention_layernorm(x, residual)
+        return self.mlp(x), residual
+
+
+class LlamaModel(Layer):
+    def __init__(self, config: ModelConfig, entry: ModelEntry, context: LayerContext) -> None:
+        super().__init__()
+        self.attention_specs = attention_specs(
+            config,
+            tp_size=context.mesh.tp.size,
+            block_size=context.block_size,
+            dtype=str(context.dtype).removeprefix("torch."),
+            device_type=context.device.type,
+        )
+        cos_sin = rope_table(config, context.device)
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, context.mesh.tp, context.dtype
+        )
+        self.layers = nn.ModuleList(
+            LlamaDecoderLayer(config, entry, spec, cos_sin, context) for spec in self.attention_specs
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context.kernels, context.dtype)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv_caches: list[Tensor]
+    ) -> Tensor:
+        x, residual = self.embed_tokens(input_ids), None
+        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+            x, residual = layer(x, residual, positions, metadata, kv_cache)
+        return self.norm(x, residual)[0]
+
+
+class LlamaForCausalLM(Layer):
+    def __init__(self, config: ModelConfig, entry: ModelEntry, context: LayerContext) -> None:
+        super().__init__()
+        self.model = LlamaModel(config, entry, context)
+        self.attention_specs = self.model.attention_specs
+        tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, context.mesh.tp, context.dtype, tied_to)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, attn_metadata: AttentionMetadata, kv_caches: list[Tensor]
+    ) -> Tensor:
+        """input_ids, positions [num_tokens]; one cache a layer -> [num_tokens, hidden_size], after the last norm."""
+        return self.model(input_ids, positions, attn_metadata, kv_caches)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden_size] -> [n, vocab_size] in the model's dtype, the whole vocabulary on every rank."""
+        return self.lm_head(hidden)

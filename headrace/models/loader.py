@@ -1,0 +1,148 @@
+"""From a folder to a model that runs: build, attach the format, make room, fill it, settle.
+
+Layers say which tensors they want (`slots`); this file offers them what the checkpoint holds, or random numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from torch import Tensor
+
+from headrace.errors import CheckpointError
+from headrace.layers.context import LayerContext
+from headrace.layers.layer import Layer
+from headrace.layers.linear import Linear
+from headrace.model_config import ModelConfig
+from headrace.models.checkpoint import READABLE_DTYPES, StoredTensor, checkpoint_files, stored_tensors
+from headrace.models.registry import resolve
+from headrace.quantization.scheme import Slot
+from headrace.quantization.table import resolve_format
+
+DUMMY_RANGE = 1e-3
+PROGRESS_FROM_BYTES = 1e9
+NOT_NEEDED = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|\.attn\.bias)$")
+"""Tensors that old checkpoints carry and that follow from config.json."""
+
+
+def build_model(config: ModelConfig, context: LayerContext) -> Any:
+    """The model without memory for its weights. Raises UnsupportedModelError, or ConfigError where the mesh does not
+    divide it."""
+    entry = resolve(config)
+    model_class = getattr(importlib.import_module(entry.module), entry.class_name)
+    return model_class(config, entry, context)
+
+
+def load_model(
+    folder: Path, config: ModelConfig, context: LayerContext, load_format: str = "auto", seed: int = 0
+) -> Any:
+    """The model on `context.device`, ready to run, with this rank's slices of the weights in `context.dtype`.
+
+    `load_format` dummy: random weights, the same whole model whatever the number of ranks. Raises CheckpointError
+    naming the file or tensor, UnsupportedModelError, ConfigError.
+    """
+    with torch.no_grad():
+        model = build_model(config, context)
+        layers = [(path, module) for path, module in model.named_modules() if isinstance(module, Layer)]
+        attach_format(config, layers)
+        slots: dict[str, Slot] = {}
+        for path, layer in layers:
+            layer.create_weights(context.device)
+            slots.update(layer.slots(path))
+        if load_format == "dummy":
+            fill_with_dummies(slots, seed)
+        else:
+            fill_from_checkpoint(slots, folder, tied=config.tie_word_embeddings)
+        for _, layer in layers:
+            layer.finalize()
+    return model
+
+
+def attach_format(config: ModelConfig, layers: list[tuple[str, Layer]]) -> None:
+    entry = resolve_format(config)
+    scheme = getattr(importlib.import_module(entry.module), entry.class_name)()
+    for _, layer in layers:
+        if isinstance(layer, Linear):
+            layer.scheme = scheme
+
+
+def fill_from_checkpoint(slots: dict[str, Slot], folder: Path, tied: bool = False) -> None:
+    """Copy every tensor's slice to where it belongs. Names may come with or without the prefix `model.`"""
+    files = checkpoint_files(folder)
+    total = sum(file.stat().st_size for file in files)
+    waiting = dict(slots)
+    with _progress(total) as advance:
+        for file in files:
+            for stored in stored_tensors(file):
+                name = stored.name if stored.name in slots else f"model.{stored.name}"
+                if name not in slots:
+                    if NOT_NEEDED.search(stored.name) or (tied and stored.name == "lm_head.weight"):
+                        continue
+                    raise CheckpointError(f"{file.name} holds tensor {stored.name!r}, which this model does not have")
+                _copy(stored, slots[name])
+                waiting.pop(name, None)
+                advance(stored)
+    if waiting:
+        some = ", ".join(sorted(waiting)[:3]) + (f" and {len(waiting) - 3} more" if len(waiting) > 3 else "")
+        raise CheckpointError(f"{folder} lacks {some} (read {', '.join(file.name for file in files[:3])})")
+
+
+def _copy(stored: StoredTensor, slot: Slot) -> None:
+    if stored.shape != slot.shape:
+        raise CheckpointError(
+            f"tensor {stored.name!r} in {stored.file.name} has shape {list(stored.shape)}, "
+            f"config.json asks for {list(slot.shape)}"
+        )
+    if stored.dtype not in READABLE_DTYPES:
+        raise CheckpointError(
+            f"tensor {stored.name!r} in {stored.file.name} is of type {stored.dtype}; "
+            f"accepted: {', '.join(READABLE_DTYPES)}"
+        )
+    if slot.destination is not None:
+        slot.destination.copy_(stored.data[slot.source])
+
+
+def fill_with_dummies(slots: dict[str, Slot], seed: int) -> None:
+    """Uniform in +-DUMMY_RANGE, from `seed` and the tensor's name alone; ranks slice the same whole tensor."""
+    for name, slot in slots.items():
+        if slot.destination is None:
+            continue
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        generator = torch.Generator(slot.destination.device).manual_seed(int.from_bytes(digest[:7], "little"))
+        if tuple(slot.destination.shape) == slot.shape:
+            _uniform(slot.destination, generator)
+        else:
+            whole = torch.empty(slot.shape, dtype=slot.destination.dtype, device=slot.destination.device)
+            slot.destination.copy_(_uniform(whole, generator)[slot.source])
+
+
+def _uniform(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    return tensor.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
+
+
+@contextmanager
+def _progress(total_bytes: int) -> Iterator[Callable[[StoredTensor], None]]:
+    """A bar on stderr where a person waits long enough to want one."""
+    if total_bytes < PROGRESS_FROM_BYTES or not sys.stderr.isatty():
+        yield lambda stored: None
+        return
+    columns = (
+        TextColumn("Loading weights"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=total_bytes)
+        yield lambda stored: progress.advance(task, stored.num_bytes)

@@ -1,0 +1,185 @@
+"""The model families: which class serves an architecture, what its config.json leaves unsaid, and what it cannot do.
+
+Imports no torch: planner, server and the command line read this table too. A family is one line of `MODELS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.attention.table import AttentionSpec
+from headrace.errors import UnsupportedModelError
+from headrace.model_config import ModelConfig
+from headrace.quantization.table import resolve_format
+
+Windows = Callable[[ModelConfig], tuple[int | None, ...]]
+"""-> each layer's sliding window: the keys a query may look back on, itself included; None: all"""
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    architecture: str
+    module: str
+    class_name: str
+    windows: Windows
+    qkv_bias: bool | None = None
+    """None here and below: as config.json's `attention_bias` says"""
+    o_bias: bool | None = None
+    mlp_bias: bool | None = None
+    """None: as config.json's `mlp_bias` says"""
+    qk_norm: bool = False
+    needs: tuple[str, ...] = ()
+    """fields that config.json must hold, because the family's default for them is not the usual one"""
+
+    def reasons(self, config: ModelConfig) -> list[str]:
+        """Why this model cannot be served: field, value and what is accepted. Empty: it can."""
+        missing = [f"`{name}` is missing" for name in self.needs if config.raw.get(name) is None]
+        return [*missing, *_shape_reasons(config), *_rope_reasons(config), *_feature_reasons(config)]
+
+
+def no_window(config: ModelConfig) -> tuple[int | None, ...]:
+    return (None,) * config.num_layers
+
+
+def same_window(config: ModelConfig) -> tuple[int | None, ...]:
+    """Mistral's rule: `sliding_window` on every layer (4096 where the field is absent, none where it is null)."""
+    window = config.sliding_window if "sliding_window" in config.raw else 4096
+    return (window,) * config.num_layers
+
+
+def upper_window(config: ModelConfig) -> tuple[int | None, ...]:
+    """Qwen's rule: `layer_types` if given, else the layers from `max_window_layers` (28) on; only with
+    `use_sliding_window`."""
+    raw = config.raw
+    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
+    types = raw.get("layer_types")
+    if types is None:
+        first = raw.get("max_window_layers", 28)
+        types = ["sliding_attention" if i >= first else "full_attention" for i in range(config.num_layers)]
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+LLAMA = ("headrace.models.llama", "LlamaForCausalLM")
+
+MODELS = (
+    ModelEntry("LlamaForCausalLM", *LLAMA, no_window),
+    ModelEntry(
+        "MistralForCausalLM",
+        *LLAMA,
+        same_window,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        needs=("num_key_value_heads",),
+    ),
+    ModelEntry(
+        "Qwen2ForCausalLM",
+        *LLAMA,
+        upper_window,
+        qkv_bias=True,
+        o_bias=False,
+        mlp_bias=False,
+        needs=("num_key_value_heads",),
+    ),
+    ModelEntry(
+        "Qwen3ForCausalLM",
+        *LLAMA,
+        upper_window,
+        mlp_bias=False,
+        qk_norm=True,
+        needs=("num_key_value_heads", "head_dim"),
+    ),
+)
+
+ROPE_FIELDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": (),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (),
+}
+"""rope_type -> the fields it cannot do without"""
+
+
+def resolve(config: ModelConfig) -> ModelEntry:
+    """The entry that serves `config`. Raises UnsupportedModelError naming what is supported: of architectures, of one
+    architecture's features, or of weight formats."""
+    for entry in MODELS:
+        if entry.architecture == config.architecture:
+            break
+    else:
+        supported = ", ".join(entry.architecture for entry in MODELS)
+        raise UnsupportedModelError(f"architecture {config.architecture!r} is not supported; supported: {supported}")
+    reasons = entry.reasons(config)
+    if reasons:
+        raise UnsupportedModelError(f"config.json of {config.architecture}: {'; '.join(reasons)}")
+    resolve_format(config)
+    return entry
+
+
+def attention_specs(
+    config: ModelConfig, *, tp_size: int, block_size: int, dtype: str, device_type: str
+) -> tuple[AttentionSpec, ...]:
+    """What attention has to be on one rank of `tp_size`, layer by layer (KV heads are never split below one)."""
+    return tuple(
+        AttentionSpec(
+            num_heads=config.num_heads // tp_size,
+            num_kv_heads=max(1, config.num_kv_heads // tp_size),
+            head_dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+            block_size=block_size,
+            dtype=dtype,
+            sliding_window=window,
+            device_type=device_type,
+        )
+        for window in resolve(config).windows(config)
+    )
+
+
+def _shape_reasons(config: ModelConfig) -> list[str]:
+    reasons = []
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
+        if getattr(config, name) < 1:
+            reasons.append(f"`{name}` is {getattr(config, name)}; must be at least 1")
+    if config.num_kv_heads > 0 and config.num_heads % config.num_kv_heads:
+        reasons.append(
+            f"`num_key_value_heads` is {config.num_kv_heads}; must divide num_attention_heads ({config.num_heads})"
+        )
+    if config.head_dim < 2 or config.head_dim % 2:
+        reasons.append(f"`head_dim` is {config.head_dim}; must be even")
+    types = config.raw.get("layer_types")
+    if types is not None and (len(types) != config.num_layers or set(types) - {"full_attention", "sliding_attention"}):
+        reasons.append(
+            f"`layer_types` is {types}; must name full_attention or sliding_attention for each of the "
+            f"{config.num_layers} layers"
+        )
+    return reasons
+
+
+def _rope_reasons(config: ModelConfig) -> list[str]:
+    parameters: dict[str, Any] = config.raw.get("rope_parameters") or {}
+    if any(isinstance(value, dict) for value in parameters.values()):
+        return ["`rope_parameters` differs between layers; accepted: one set for all"]
+    reasons = []
+    partial = config.raw.get("partial_rotary_factor", parameters.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        reasons.append(f"`partial_rotary_factor` is {partial}; accepted: 1.0")
+    scaling = config.rope_scaling or {}
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    if rope_type not in ROPE_FIELDS:
+        return [*reasons, f"rope type is {rope_type!r}; accepted: {', '.join(ROPE_FIELDS)}"]
+    missing = [name for name in ROPE_FIELDS[rope_type] if not scaling.get(name)]
+    if missing:
+        reasons.append(f"`rope_scaling` of type {rope_type} lacks {', '.join(missing)}")
+    return reasons
+
+
+def _feature_reasons(config: ModelConfig) -> list[str]:
+    reasons = []
+    if config.hidden_act not in ("silu", "swish"):
+        reasons.append(f"`hidden_act` is {config.hidden_act!r}; accepted: silu")
+    if config.dtype not in ("float16", "bfloat16", "float32"):
+        reasons.append(f"`dtype` is {config.dtype!r}; accepted: float16, bfloat16, float32")
+    return reasons

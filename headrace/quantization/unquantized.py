@@ -1,0 +1,42 @@
+"""Weights as they are in the checkpoint: float16, bfloat16 or float32, one `weight` and perhaps one `bias` a part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.quantization.scheme import Compute, LinearSpec, Part, Slot
+
+
+class Unquantized:
+    def create_weights(self, spec: LinearSpec, device: torch.device) -> dict[str, Tensor]:
+        weight = torch.empty(spec.out_features, spec.in_features, dtype=spec.dtype, device=device)
+        used = max(part.offset + _length(part.rows) for part in spec.parts)
+        weight[used:].zero_()
+        weights = {"weight": weight}
+        if spec.bias and spec.adds_bias:
+            weights["bias"] = torch.zeros(spec.out_features, dtype=spec.dtype, device=device)
+        return weights
+
+    def slots(self, spec: LinearSpec, weights: dict[str, Tensor]) -> Iterator[tuple[Part, str, Slot]]:
+        for part in spec.parts:
+            rows = slice(part.offset, part.offset + _length(part.rows))
+            yield part, "weight", Slot(part.shape, (part.rows, part.columns), weights["weight"][rows])
+            if spec.bias:
+                bias = weights["bias"][rows] if spec.adds_bias else None
+                yield part, "bias", Slot(part.shape[:1], (part.rows,), bias)
+
+    def finalize(self, spec: LinearSpec, weights: dict[str, Tensor]) -> tuple[Compute, dict[str, Tensor]]:
+        weight, bias = weights["weight"], weights.get("bias")
+
+        def compute(x: Tensor) -> Tensor:
+            return F.linear(x, weight, bias)
+
+        return compute, weights
+
+
+def _length(rows: slice) -> int:
+    return int(rows.stop) - int(rows.start)
