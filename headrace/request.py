@@ -71,15 +71,20 @@ class Request:
     """
 
     __slots__ = (
+        "admitted_step",
         "block_hashes",
         "block_ids",
         "core_request",
         "finish_reason",
+        "max_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_inflight",
         "num_preemptions",
+        "num_prompt_logprobs_sent",
         "num_prompt_tokens",
+        "num_registered_blocks",
+        "order",
         "request_id",
         "row",
         "status",
@@ -96,6 +101,15 @@ class Request:
         self.num_inflight = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.num_prompt_logprobs_sent = 0
+        self.max_total_tokens = 0
+        """prompt and output together; set when the scheduler, which knows max_model_len, accepts it"""
+        self.order: tuple[int, float, str] = (0, 0.0, self.request_id)
+        """unique; the scheduling policy's rank of this request, lowest first"""
+        self.admitted_step = -1
+        """the step that last put it among the running ones, anew or resumed"""
+        self.num_registered_blocks = 0
+        """leading blocks of `block_ids` that need not be offered to the prefix cache any more"""
         self.row = -1
         self.block_ids: list[int] = []
         self.block_hashes: list[bytes] = []

@@ -1,0 +1,394 @@
+"""Decides, step by step, how many of whose tokens run and which KV blocks they own.
+
+There are no phases. A request is a gap: tokens known, on the host or in flight on the device, minus tokens computed.
+A step hands out a budget of tokens so that gaps close: decodes (gap 1) first, then the prompt under way, then
+admissions. Steps may be scheduled ahead of the results of earlier ones; the device runs them in order, so a row or a
+block freed here may be reused by the very next step. Knows only integers: no torch, no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from headrace.errors import ConfigError, RequestError
+from headrace.request import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    Request,
+    RequestStatus,
+    SchedulerStats,
+)
+from headrace.scheduler.kv_cache_manager import KVCacheManager
+from headrace.scheduler.request_queue import RequestQueue
+from headrace.step import BlockUpdate, Logprobs, NewRow, RunnerOutput, SchedulerOutput
+
+POLICIES = ("fcfs", "priority")
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Raises ConfigError for limits under which some request could never run."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    policy: str = "fcfs"
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_blocks"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.policy not in POLICIES:
+            raise ConfigError(f"scheduling_policy must be one of {', '.join(POLICIES)}; got {self.policy!r}")
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            raise ConfigError(
+                f"max_num_seqs ({self.max_num_seqs}) must not exceed max_num_batched_tokens "
+                f"({self.max_num_batched_tokens}): every running request gets a token in every step"
+            )
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_model_len "
+                f"({self.max_model_len}) when chunked prefill is off: a prompt then runs in one step"
+            )
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A step under construction: nothing but blocks has been given yet."""
+
+    decodes: list[Request] = field(default_factory=list)
+    """one token each, which samples; in the order of the running ones"""
+    chunks: list[tuple[Request, int]] = field(default_factory=list)
+    new_rows: list[NewRow] = field(default_factory=list)
+    block_updates: list[BlockUpdate] = field(default_factory=list)
+    preempted: bool = False
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.kv_cache = KVCacheManager(config.num_blocks, config.block_size, config.enable_prefix_caching)
+        self.requests: dict[str, Request] = {}
+        """the unfinished ones, each in the queue of its status"""
+        self.waiting = RequestQueue()
+        self.preempted = RequestQueue()
+        self.running = RequestQueue()
+        self._queues = {
+            RequestStatus.WAITING: self.waiting,
+            RequestStatus.PREEMPTED: self.preempted,
+            RequestStatus.RUNNING: self.running,
+        }
+        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self._freed_rows: list[int] = []
+        """freed since the last step; told with the next one"""
+        self._steps: dict[int, list[Request]] = {}
+        """step number -> its requests, until its result comes back; rows may belong to others by then"""
+        self._next_step = 0
+        self._num_added = 0
+        self._num_preemptions = 0
+        self._cache_queries = 0
+        self._cache_hits = 0
+
+    # ---- requests come and go
+
+    def add_request(self, core_request: EngineCoreRequest) -> None:
+        """Queue a request. Raises RequestError if it could never run, or if its id is in use."""
+        config = self.config
+        request = Request(core_request)
+        if core_request.request_id in self.requests:
+            raise RequestError(f"request_id {core_request.request_id!r} is in use by an unfinished request")
+        if not 0 < request.num_prompt_tokens < config.max_model_len:
+            raise RequestError(
+                f"the prompt must have between 1 and {config.max_model_len - 1} tokens (max_model_len is "
+                f"{config.max_model_len}), got {request.num_prompt_tokens}",
+                "prompt",
+            )
+        if core_request.max_tokens < 1:
+            raise RequestError(f"max_tokens must be at least 1, got {core_request.max_tokens}", "max_tokens")
+        request.max_total_tokens = min(request.num_prompt_tokens + core_request.max_tokens, config.max_model_len)
+        # The last token is sampled but never computed, so it needs no place in the cache.
+        needed = self.kv_cache.num_blocks_for(request.max_total_tokens - 1)
+        if needed > config.num_blocks:
+            raise RequestError(
+                f"a prompt of {request.num_prompt_tokens} tokens with max_tokens {core_request.max_tokens} needs "
+                f"{needed} KV cache blocks of {config.block_size} tokens, but there are only {config.num_blocks}",
+                "max_tokens",
+            )
+        self._num_added += 1
+        request.order = request.sort_key if config.policy == "priority" else (self._num_added, 0.0, request.request_id)
+        self.requests[request.request_id] = request
+        self.waiting.add(request)
+
+    def abort(self, request_id: str, num_output_tokens_kept: int | None = None) -> None:
+        """End a request without output, whatever its status; an unknown id is one that ended by itself meanwhile.
+
+        `num_output_tokens_kept`: where a stop string found late cut the output. What was computed beyond it leaves the
+        prefix cache too.
+        """
+        request = self.requests.get(request_id)
+        if request is None:
+            return
+        self._finish(request, FinishReason.ABORT)
+        if num_output_tokens_kept is not None:
+            self.kv_cache.forget_after(request, request.num_prompt_tokens + num_output_tokens_kept)
+
+    def fail(self, step: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
+        """A step brought no result: its requests end with an error, all others live on."""
+        outputs = []
+        for request in self._steps.pop(step.step):
+            if request.finish_reason is None:
+                self._finish(request, FinishReason.ERROR)
+                outputs.append(
+                    EngineCoreOutput(
+                        request_id=request.request_id,
+                        new_token_ids=[],
+                        finish_reason=FinishReason.ERROR,
+                        error=message,
+                    )
+                )
+        return outputs
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        self._queues[request.status].remove(request)
+        self.kv_cache.free(request)
+        if request.row >= 0:
+            self._free_rows.append(request.row)
+            self._freed_rows.append(request.row)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        del self.requests[request.request_id]
+
+    # ---- deciding a step
+
+    def schedule(self) -> SchedulerOutput | None:
+        """The next step, or None if nothing can run before a result comes back or a request is added."""
+        plan = _Plan()
+        partial = self._plan_decodes(plan)
+        budget = self.config.max_num_batched_tokens - len(plan.decodes)
+        if partial is not None:
+            gap = partial.num_tokens - partial.num_computed_tokens
+            count = min(gap, budget)
+            if self._ensure_blocks(partial, partial.num_computed_tokens + count, plan):
+                plan.chunks.append((partial, count))
+                budget -= count
+        if not plan.preempted:  # else what was taken from one would go to the next, and be taken again
+            self._plan_admissions(plan, budget)
+        if not plan.decodes and not plan.chunks:
+            return None
+        return self._commit(plan)
+
+    def _plan_decodes(self, plan: _Plan) -> Request | None:
+        """Give each running request with a gap of 1 its token. Returns the one whose prompt is under way: there is
+        never more than one, since only the end of the budget cuts a prompt. Its row is one of max_num_seqs, so that
+        the budget leaves at least a token for it."""
+        decodes, block_size = plan.decodes, self.config.block_size
+        partial = None
+        for request in self.running.items:  # preemption shortens it from behind
+            computed = request.num_computed_tokens
+            total = len(request.token_ids) + request.num_inflight
+            if total - computed != 1:
+                partial = request
+                continue
+            if total >= request.max_total_tokens:  # ends when what is in flight comes back
+                continue
+            if computed >= len(request.block_ids) * block_size and not self._ensure_blocks(request, total, plan):
+                break
+            decodes.append(request)
+        return partial
+
+    def _ensure_blocks(self, request: Request, num_tokens: int, plan: _Plan) -> bool:
+        """Make room for `num_tokens` tokens of a running request, preempting from the end of the order. False if that
+        preempted the request itself. It ends, since one request alone always fits."""
+        while (fresh := self.kv_cache.grow(request, num_tokens)) is None:
+            victim = self.running.items[-1]
+            self._preempt(victim, plan)
+            if victim is request:
+                return False
+        if fresh:
+            plan.block_updates.append(BlockUpdate(request.row, len(request.block_ids) - len(fresh), fresh))
+        return True
+
+    def _preempt(self, victim: Request, plan: _Plan) -> None:
+        """Take the last running request's blocks back, and its part in this step. It keeps its row and its tokens."""
+        if plan.decodes and plan.decodes[-1] is victim:
+            plan.decodes.pop()
+        if plan.block_updates and plan.block_updates[-1].row == victim.row:
+            plan.block_updates.pop()
+        plan.preempted = True
+        self.running.remove(victim)
+        self.kv_cache.free(victim)
+        victim.num_computed_tokens = 0
+        victim.status = RequestStatus.PREEMPTED
+        victim.num_preemptions += 1
+        self._num_preemptions += 1
+        self.preempted.add(victim)
+
+    def _next_candidate(self) -> Request | None:
+        """First in order among the preempted and, where a row is free, the waiting. (To wait for a row that only
+        preempted requests hold would be to wait for ever.)"""
+        resumable, fresh = self.preempted.first, self.waiting.first if self._free_rows else None
+        if resumable is None or (fresh is not None and fresh.order < resumable.order):
+            return fresh
+        return resumable
+
+    def _plan_admissions(self, plan: _Plan, budget: int) -> None:
+        """Admit in strict order while budget and blocks last. Nobody overtakes the first that does not fit, so that it
+        cannot starve."""
+        config, kv_cache = self.config, self.kv_cache
+        while budget > 0:
+            request = self._next_candidate()
+            if request is None or request.num_inflight:  # its tokens must be known to be looked up and hashed
+                return
+            cached = kv_cache.find_cached(request)
+            computed = len(cached) * config.block_size
+            gap = request.num_tokens - computed
+            count = min(gap, budget)
+            if count < gap and not config.enable_chunked_prefill:
+                return
+            if not kv_cache.admit(request, cached, computed + count):
+                return
+            self._queues[request.status].remove(request)
+            if request.status is RequestStatus.WAITING:
+                plan.new_rows.append(self._take_row(request))
+                request.num_cached_tokens = computed
+                if config.enable_prefix_caching and request.core_request.params.prompt_logprobs is None:
+                    self._cache_queries += request.num_prompt_tokens
+                    self._cache_hits += computed
+            request.status = RequestStatus.RUNNING
+            request.num_computed_tokens = computed
+            request.admitted_step = self._next_step
+            self.running.add(request)
+            plan.block_updates.append(BlockUpdate(request.row, 0, list(request.block_ids)))
+            plan.chunks.append((request, count))
+            budget -= count
+
+    def _take_row(self, request: Request) -> NewRow:
+        request.row = self._free_rows.pop()
+        core = request.core_request
+        return NewRow(
+            request.row,
+            core.prompt_token_ids,
+            core.params,
+            core.stop_token_ids,
+            core.bad_words_token_ids,
+            core.seed,
+        )
+
+    def _commit(self, plan: _Plan) -> SchedulerOutput:
+        """Count what was planned as computed and in flight, and write it down as a step."""
+        requests = plan.decodes
+        rows = [request.row for request in requests]
+        computed = [request.num_computed_tokens for request in requests]
+        counts = [1] * len(requests)
+        samples = [True] * len(requests)
+        for request in requests:
+            request.num_computed_tokens += 1
+            request.num_inflight += 1
+        for request, count in sorted(plan.chunks, key=lambda chunk: chunk[1] > 1):
+            requests.append(request)
+            rows.append(request.row)
+            computed.append(request.num_computed_tokens)
+            counts.append(count)
+            request.num_computed_tokens += count
+            reaches_end = request.num_computed_tokens == request.num_tokens
+            samples.append(reaches_end)
+            request.num_inflight += reaches_end
+        number = self._next_step
+        self._next_step += 1
+        self._steps[number] = requests
+        freed_rows, self._freed_rows = self._freed_rows, []
+        return SchedulerOutput(number, plan.new_rows, freed_rows, plan.block_updates, rows, computed, counts, samples)
+
+    # ---- taking a result
+
+    def update(self, step: SchedulerOutput, result: RunnerOutput) -> list[EngineCoreOutput]:
+        """Close the books of a step. Results come back in the order of their steps."""
+        token_ids, logprobs, prompt_logprobs = result.token_ids, result.logprobs, result.prompt_logprobs
+        block_size = self.config.block_size
+        outputs = []
+        next_sample = 0
+        for request, row, computed, count, samples in zip(
+            self._steps.pop(step.step),
+            step.rows,
+            step.num_computed_tokens,
+            step.num_scheduled_tokens,
+            step.samples,
+            strict=True,
+        ):
+            sample = next_sample
+            next_sample += samples
+            if request.finish_reason is not None:  # ended while this step was under way: what it sampled is dropped
+                continue
+            end = computed + count
+            if count > 1 or end % block_size == 0:
+                self._register(step.step, request, end)
+            if samples:
+                token = token_ids[sample]
+                tokens = request.token_ids
+                tokens.append(token)
+                request.num_inflight -= 1
+                num_tokens = len(tokens)
+                output = EngineCoreOutput(request_id=request.request_id, new_token_ids=[token])
+                outputs.append(output)
+                if num_tokens == request.num_prompt_tokens + 1:
+                    output.num_cached_tokens = request.num_cached_tokens
+                if logprobs and (entry := logprobs[sample]) is not None:
+                    output.new_logprobs = [entry]
+                if row in prompt_logprobs:
+                    output.new_prompt_logprobs = self._unsent(request, computed, prompt_logprobs[row])
+                if token in request.stop_set or num_tokens >= request.max_total_tokens:
+                    self._end(request, token, output)
+            elif row in prompt_logprobs and (unsent := self._unsent(request, computed, prompt_logprobs[row])):
+                outputs.append(
+                    EngineCoreOutput(
+                        request_id=request.request_id,
+                        new_token_ids=[],
+                        new_prompt_logprobs=unsent,
+                    )
+                )
+        return outputs
+
+    def _register(self, step: int, request: Request, num_tokens: int) -> None:
+        """A step from before the request's last preemption wrote to blocks that are no longer its own."""
+        if step >= request.admitted_step and request.status is RequestStatus.RUNNING:
+            self.kv_cache.register(request, num_tokens)
+
+    def _unsent(self, request: Request, computed: int, entries: list[Logprobs]) -> list[Logprobs]:
+        """The entries, of which the first scores prompt token `computed + 1`, that no earlier step has brought:
+        recomputing after a preemption brings them again."""
+        unsent = entries[request.num_prompt_logprobs_sent - computed :]
+        request.num_prompt_logprobs_sent += len(unsent)
+        return unsent
+
+    def _end(self, request: Request, token: int, output: EngineCoreOutput) -> None:
+        """End the request if its newest token is a stop (and min_tokens is reached) or fills its length."""
+        params = request.core_request.params
+        if token in request.stop_set and request.num_output_tokens >= params.min_tokens:
+            output.finish_reason = FinishReason.STOP
+            output.stop_token_id = token if token in params.stop_token_ids else None
+        elif request.num_tokens >= request.max_total_tokens:
+            output.finish_reason = FinishReason.LENGTH
+        if output.finish_reason is not None:
+            self._finish(request, output.finish_reason)
+
+    # ---- looking in
+
+    def has_work(self) -> bool:
+        """Whether any request is unfinished. Rows still to be freed are no work: they are told with the next step."""
+        return bool(self.requests)
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            num_running=len(self.running),
+            num_waiting=len(self.waiting) + len(self.preempted),
+            num_blocks=self.config.num_blocks,
+            num_free_blocks=self.kv_cache.pool.num_available,
+            num_preemptions=self._num_preemptions,
+            prefix_cache_queries=self._cache_queries,
+            prefix_cache_hits=self._cache_hits,
+        )
