@@ -1,0 +1,115 @@
+"""Every None becomes a value with a reason; what a user gives wins or fails with what would work."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.config import EngineConfig
+from headrace.errors import ConfigError, OutOfMemoryError
+from headrace.model_config import ModelConfig
+from headrace.planner.decisions import decide_before_load, decide_num_blocks
+from headrace.step import WorkerFacts
+
+MODEL = ModelConfig.from_dict(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 172,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 512,
+        "torch_dtype": "float32",
+    }
+)
+
+
+def facts(available: int, device: str = "cuda") -> WorkerFacts:
+    return WorkerFacts(device, "a device", 10**9, available, 1000, 0, "ANY")
+
+
+def test_every_derived_field_is_settled_and_explained() -> None:
+    config, decisions = decide_before_load(EngineConfig(), MODEL, "cpu")
+    assert config.device == "cpu"
+    assert config.dtype == "float32"
+    assert config.max_model_len == 512
+    assert config.max_num_seqs is not None
+    assert config.max_num_batched_tokens is not None
+    assert config.cpu_threads is not None
+    assert all(decision.reason for decision in decisions)
+    assert {decision.source for decision in decisions} == {"derived"}
+
+
+def test_a_given_value_wins_and_is_marked() -> None:
+    config, decisions = decide_before_load(EngineConfig(max_model_len=100, dtype="half"), MODEL, "cpu")
+    assert (config.max_model_len, config.dtype) == (100, "float16")
+    assert {d.field for d in decisions if d.source == "user"} == {"max_model_len", "dtype"}
+
+
+def test_float32_checkpoints_run_in_bfloat16_on_a_gpu_unless_told() -> None:
+    assert decide_before_load(EngineConfig(), MODEL, "cuda")[0].dtype == "bfloat16"
+    assert decide_before_load(EngineConfig(dtype="float32"), MODEL, "cuda")[0].dtype == "float32"
+
+
+def test_a_small_token_budget_bounds_the_sequences() -> None:
+    config, _ = decide_before_load(EngineConfig(max_num_batched_tokens=16), MODEL, "cpu")
+    assert config.max_num_seqs == 16
+
+
+def test_many_sequences_raise_the_token_budget() -> None:
+    config, _ = decide_before_load(EngineConfig(max_num_seqs=5000), MODEL, "cpu")
+    assert config.max_num_batched_tokens == 5000
+
+
+def test_without_chunked_prefill_a_whole_prompt_fits_into_a_step() -> None:
+    long = ModelConfig.from_dict({**MODEL.raw, "max_position_embeddings": 40_000})
+    config, _ = decide_before_load(EngineConfig(enable_chunked_prefill=False), long, "cpu")
+    assert config.max_num_batched_tokens == 40_000
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens .* 40000"):
+        decide_before_load(EngineConfig(enable_chunked_prefill=False, max_num_batched_tokens=100), long, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_model_len": 513}, r"max_model_len must be at most 512 .* got 513"),
+        ({"tensor_parallel_size": 3}, r"tensor_parallel_size must divide .* 8 attention heads, got 3"),
+    ],
+)
+def test_impossible_values_name_field_value_and_limit(given: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        decide_before_load(EngineConfig(**given), MODEL, "cpu")
+
+
+def resolved(**given: object) -> EngineConfig:
+    return decide_before_load(EngineConfig(**given), MODEL, "cuda")[0]
+
+
+def test_blocks_fill_what_the_tightest_rank_has() -> None:
+    count, decisions = decide_num_blocks(resolved(), [facts(50_000), facts(40_000)])
+    assert count == 40
+    assert decisions[0].source == "measured"
+
+
+def test_no_more_blocks_than_can_ever_be_used() -> None:
+    count, _ = decide_num_blocks(resolved(max_num_seqs=2), [facts(10**9)])
+    assert count == 2 * 2 * 512 // 16
+
+
+def test_on_cpu_only_a_share_of_memory_is_taken() -> None:
+    config = decide_before_load(EngineConfig(max_num_seqs=1024), MODEL, "cpu")[0]
+    assert decide_num_blocks(config, [facts(4_000_000, "cpu")])[0] == 1000
+    config = decide_before_load(EngineConfig(cpu_kv_cache_gib=0.001), MODEL, "cpu")[0]
+    assert decide_num_blocks(config, [facts(10**9, "cpu")])[0] == int(0.001 * 2**30) // 1000
+
+
+def test_too_little_memory_says_what_would_fit() -> None:
+    with pytest.raises(OutOfMemoryError, match=r"room for 160 tokens.*--max-model-len to 160"):
+        decide_num_blocks(resolved(), [facts(10_000)])
+
+
+def test_an_override_is_taken_as_it_is() -> None:
+    count, decisions = decide_num_blocks(resolved(num_gpu_blocks_override=7), [facts(0)])
+    assert count == 7
+    assert decisions[0].source == "user"

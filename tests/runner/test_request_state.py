@@ -1,0 +1,60 @@
+"""Rows are filled at admission, updated by blocks, and forgotten when freed."""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.runner.request_state import RequestState
+from headrace.sampling_params import SamplingParams
+from headrace.step import BlockUpdate, NewRow, SchedulerOutput
+
+
+def state() -> RequestState:
+    return RequestState(
+        max_rows=3,
+        max_model_len=10,
+        block_size=4,
+        vocab_size=32,
+        scratch_block=99,
+        device=torch.device("cpu"),
+    )
+
+
+def step(
+    new: list[NewRow] | None = None, freed: list[int] | None = None, blocks: list[BlockUpdate] | None = None
+) -> SchedulerOutput:
+    return SchedulerOutput(1, new or [], freed or [], blocks or [], [], [], [], [])
+
+
+def test_prompts_of_several_rows_land_in_one_go() -> None:
+    rows = state()
+    rows.apply(step([NewRow(2, [5, 6, 7], SamplingParams(), []), NewRow(0, [9], SamplingParams(), [])]))
+    assert rows.token_table[2, :3].tolist() == [5, 6, 7]
+    assert rows.token_table[0, :1].tolist() == [9]
+    assert rows.token_table[1].eq(0).all()
+
+
+def test_block_updates_write_where_they_say() -> None:
+    rows = state()
+    rows.apply(step(blocks=[BlockUpdate(1, 0, [4, 8]), BlockUpdate(0, 2, [3])]))
+    rows.apply(step(blocks=[BlockUpdate(1, 2, [6])]))
+    assert rows.block_table[1].tolist() == [4, 8, 6]
+    assert rows.block_table[0].tolist() == [0, 0, 3]
+
+
+def test_the_scratch_row_points_at_the_scratch_block() -> None:
+    rows = state()
+    assert rows.block_table.shape == (4, 3)
+    assert rows.block_table[3].tolist() == [99, 99, 99]
+
+
+def test_a_row_freed_and_reused_in_one_step_keeps_only_the_new_request() -> None:
+    rows = state()
+    wants = SamplingParams(logprobs=3, prompt_logprobs=2)
+    rows.apply(step([NewRow(1, [5, 6], wants, [])]))
+    assert rows.wants_logprobs == {1: 3}
+    assert rows.prompt_logprobs == {1: (2, 2)}
+    rows.apply(step([NewRow(1, [7], SamplingParams(), [])], freed=[1]))
+    assert rows.wants_logprobs == {}
+    assert rows.prompt_logprobs == {}
+    assert rows.token_table[1, :1].tolist() == [7]
