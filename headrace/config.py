@@ -25,11 +25,13 @@ def knob(
     minimum: float | None = None,
     maximum: float | None = None,
     short: str | None = None,
+    aliases: tuple[str, ...] = (),
     group: str = "engine",
 ) -> Any:
     """A dataclass field that carries everything the command line, the docs and the checks need to know of it.
 
-    `short` is a one-dash alias ("-tp"). A field of type `dict` is given as JSON on the command line.
+    `short` is a one-dash alias ("-tp"), `aliases` are further names ("--dataset"). A field of type `dict` is given as
+    JSON on the command line.
     """
     metadata = {
         "help": help,
@@ -37,6 +39,7 @@ def knob(
         "minimum": minimum,
         "maximum": maximum,
         "short": short,
+        "aliases": aliases,
         "group": group,
     }
     if isinstance(default, dict | list):
@@ -162,24 +165,30 @@ def knob_types(config_class: type) -> dict[str, tuple[type, bool]]:
     return {name: _plain_type(hint) for name, hint in typing.get_type_hints(config_class).items()}
 
 
+def knob_problem(meta: Mapping[str, Any], kind: type, optional: bool, value: Any) -> str | None:
+    """What is wrong with `value`, naming what is accepted ("must be at least 1, got 0"); None: nothing."""
+    if value is None and optional:
+        return None
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        return f"must be of type {kind.__name__}, got {value!r}"
+    if meta["choices"] is not None and value not in meta["choices"]:
+        return f"must be one of {', '.join(map(str, meta['choices']))}; got {value!r}"
+    if meta["minimum"] is not None and not value >= meta["minimum"]:
+        return f"must be at least {meta['minimum']}, got {value!r}"
+    if meta["maximum"] is not None and not value <= meta["maximum"]:
+        return f"must be at most {meta['maximum']}, got {value!r}"
+    return None
+
+
 def check_knobs(config: Any) -> None:
     """Check each field against its own metadata; raises ConfigError naming field, value and what is accepted."""
     kinds = knob_types(type(config))
     for field in dataclasses.fields(config):
-        value, meta = getattr(config, field.name), field.metadata
-        kind, optional = kinds[field.name]
-        if value is None and optional:
-            continue
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise ConfigError(f"{field.name} must be of type {kind.__name__}, got {value!r}")
-        if meta["choices"] is not None and value not in meta["choices"]:
-            raise ConfigError(f"{field.name} must be one of {', '.join(map(str, meta['choices']))}; got {value!r}")
-        if meta["minimum"] is not None and not value >= meta["minimum"]:
-            raise ConfigError(f"{field.name} must be at least {meta['minimum']}, got {value!r}")
-        if meta["maximum"] is not None and not value <= meta["maximum"]:
-            raise ConfigError(f"{field.name} must be at most {meta['maximum']}, got {value!r}")
+        problem = knob_problem(field.metadata, *kinds[field.name], getattr(config, field.name))
+        if problem is not None:
+            raise ConfigError(f"{field.name} {problem}")
 
 
 ENVIRONMENT_KNOBS = {"VLLM_CPU_KVCACHE_SPACE": "cpu_kv_cache_gib", "VLLM_API_KEY": "api_key"}

@@ -1,0 +1,103 @@
+"""Where a model's files are: the embedded demo, a local folder, or the Hugging Face hub's cache.
+
+Knows nothing of what is in the files. Tokens stay inside huggingface_hub: none is read, kept or logged here.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from headrace.errors import ModelNotFoundError
+
+DEMO_MODEL = "demo"
+DEMO_FOLDER = Path(__file__).parent / "demo_model"
+CONFIG_PATTERNS = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
+WEIGHT_PATTERNS = ["*.safetensors"]
+IGNORED = ["*/*", "consolidated*"]
+"""Second copies of the weights in other layouts (original/, metal/, onnx/, consolidated.safetensors)."""
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+def resolve_model_folder(
+    model: str, revision: str | None = None, download_dir: str | None = None, load_format: str = "auto"
+) -> Path:
+    """The folder that holds config.json, and the weights unless `load_format` is dummy.
+
+    `demo` is the embedded model; then an existing local folder wins; everything else is a hub id. Raises
+    ModelNotFoundError with the remedy in one line.
+    """
+    folder = _resolve(model, revision, download_dir, weights=load_format != "dummy")
+    if not (folder / "config.json").is_file():
+        raise ModelNotFoundError(f"model folder {str(folder)!r} has no config.json; name a folder in Hugging Face layout")
+    return folder
+
+
+def resolve_tokenizer_folder(tokenizer: str, revision: str | None = None, download_dir: str | None = None) -> Path:
+    """As `resolve_model_folder`, for a folder or hub id of which only the tokenizer is wanted."""
+    return _resolve(tokenizer, revision, download_dir, weights=False)
+
+
+def local_model_folder(model: str) -> Path | None:
+    """The folder if MODEL can be had without asking the hub at all, else None. Never raises."""
+    folder = DEMO_FOLDER if model == DEMO_MODEL else Path(model).expanduser()
+    return folder if (folder / "config.json").is_file() else None
+
+
+def _resolve(model: str, revision: str | None, download_dir: str | None, weights: bool) -> Path:
+    if model == DEMO_MODEL:
+        if not (DEMO_FOLDER / "config.json").is_file():
+            raise ModelNotFoundError(
+                f"the embedded demo model is missing from this installation ({DEMO_FOLDER}); "
+                "reinstall headrace, or name a local folder or a Hugging Face id"
+            )
+        return DEMO_FOLDER
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ModelNotFoundError(f"{model!r} is a file; name the folder that holds config.json")
+    if model.startswith(("/", "./", "../", "~")) or model in (".", "..") or not HUB_ID.fullmatch(model):
+        raise ModelNotFoundError(f"folder {model!r} does not exist")
+    return _from_hub(model, revision, download_dir, weights)
+
+
+def _from_hub(model: str, revision: str | None, download_dir: str | None, weights: bool) -> Path:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import errors as hub_errors
+
+    where = f"{model!r} at revision {revision!r}" if revision else repr(model)
+    try:
+        return Path(
+            snapshot_download(
+                model,
+                revision=revision,
+                cache_dir=download_dir,
+                allow_patterns=CONFIG_PATTERNS + (WEIGHT_PATTERNS if weights else []),
+                ignore_patterns=IGNORED,
+            )
+        )
+    except hub_errors.GatedRepoError:
+        raise ModelNotFoundError(
+            f"model {where} is gated: accept its terms on https://huggingface.co/{model} and set HF_TOKEN"
+        ) from None
+    except hub_errors.RepositoryNotFoundError:
+        raise ModelNotFoundError(
+            f"model {where} is neither a local folder nor a repository that the Hugging Face hub shows us; "
+            "check the spelling, or set HF_TOKEN if it is private"
+        ) from None
+    except hub_errors.RevisionNotFoundError:
+        raise ModelNotFoundError(f"model {model!r} has no revision {revision!r} on the Hugging Face hub") from None
+    except hub_errors.HFValidationError:
+        raise ModelNotFoundError(f"{model!r} is neither a local folder nor a valid Hugging Face id") from None
+    except (hub_errors.LocalEntryNotFoundError, hub_errors.OfflineModeIsEnabled):
+        if constants.HF_HUB_OFFLINE:
+            reason, remedy = "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE to download it"
+        else:
+            reason, remedy = "the Hugging Face hub cannot be reached", "check the network (HF_ENDPOINT, proxies)"
+        raise ModelNotFoundError(
+            f"model {where} is no local folder and not in the hub cache, and {reason}; {remedy}, or name a local folder"
+        ) from None
+    except (hub_errors.HfHubHTTPError, OSError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelNotFoundError(f"model {where} could not be downloaded: {first_line:.200}") from None
