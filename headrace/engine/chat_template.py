@@ -1,0 +1,168 @@
+"""Chat messages -> prompt text through a model's jinja template, in a sandbox bounded in time and size.
+
+A template is data from a model's repository: it can read what it is given and nothing else, cannot outrun its deadline
+and cannot write more than a bounded text. Knows nothing of tokens or of HTTP.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from headrace.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+MAX_RENDERED_CHARS = 16 * 2**20
+MAX_RENDER_SECONDS = 2.0
+MAX_REPEAT = 10**6
+"""Largest result of `text * n`, and largest result of `a ** b` in bits."""
+RESERVED_KWARGS = frozenset(
+    "messages tools documents chat_template tokenize tokenizer add_generation_prompt conversation continue_final_message "
+    "return_dict return_tensors padding truncation max_length tokenizer_kwargs return_assistant_tokens_mask".split()
+)
+"""What `chat_template_kwargs` of a request may not set."""
+_WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*(\d{5}|\*)")
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what training learns from; when rendering it is just its body."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node | list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Looks at the clock wherever a template can spend time: calls, attribute and item access, products."""
+
+    intercepted_binops = frozenset(("*", "**", "%"))
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._clock = threading.local()  # several threads may render at once
+
+    def start_clock(self) -> None:
+        self._clock.deadline = time.monotonic() + MAX_RENDER_SECONDS
+
+    def check_clock(self) -> None:
+        if time.monotonic() > getattr(self._clock, "deadline", float("inf")):
+            raise jinja2.sandbox.SecurityError(f"rendering took more than {MAX_RENDER_SECONDS:g} s")
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  (jinja's signature)
+        __self.check_clock()
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        self.check_clock()
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        self.check_clock()
+        return super().getitem(obj, argument)
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        self.check_clock()
+        if operator == "*":
+            for sequence, count in ((left, right), (right, left)):
+                if isinstance(sequence, str | list | tuple) and isinstance(count, int):
+                    _bounded(len(sequence) * count)
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            _bounded(left.bit_length() * right)
+        elif operator == "%" and isinstance(left, str) and _WIDE_FORMAT.search(left):
+            raise jinja2.sandbox.SecurityError(f"{left!r:.100} asks for a wide text")
+        return super().call_binop(context, operator, left, right)
+
+
+def _bounded(size: int) -> None:
+    if size > MAX_REPEAT:
+        raise jinja2.sandbox.SecurityError(f"a product of size {size} is over the limit of {MAX_REPEAT}")
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.datetime.now().strftime(format)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """jinja's own filter escapes HTML, which a prompt is not."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class ChatTemplate:
+    """One compiled template. The constructor raises jinja2.TemplateError if `source` is not a template."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self.source = source
+        self._special_tokens = dict(special_tokens)
+        environment = _Sandbox(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        self._template = environment.from_string(source)
+        self._environment = environment
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, Any],
+    ) -> str:
+        """Raises RequestError (param `messages`, or `chat_template_kwargs` for a reserved name)."""
+        for name in kwargs:
+            if name in RESERVED_KWARGS or name in self._special_tokens or name.startswith("_"):
+                raise RequestError(f"chat_template_kwargs may not set {name!r}", "chat_template_kwargs")
+        context = {
+            **self._special_tokens,
+            **kwargs,
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        parts: list[str] = []
+        size = 0
+        self._environment.start_clock()
+        try:
+            for part in self._template.generate(context):
+                parts.append(part)
+                size += len(part)
+                if size > MAX_RENDERED_CHARS:
+                    raise jinja2.sandbox.SecurityError(f"the prompt has more than {MAX_RENDERED_CHARS} characters")
+                self._environment.check_clock()
+        except Exception as error:  # a template may fail in any way that Python code can
+            logger.debug("chat template failed", exc_info=True)
+            raise RequestError(f"chat template: {_describe(error)}", "messages") from error
+        return "".join(parts)
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, jinja2.TemplateError):
+        return str(error.message or type(error).__name__)
+    return f"{type(error).__name__}: {error}"

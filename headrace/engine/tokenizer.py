@@ -1,0 +1,279 @@
+"""tokenizer.json and its companions: text <-> ids, and the chat template. Equal to transformers' AutoTokenizer, without it.
+
+Holds no torch and no per-request state; encoding releases the GIL and may run in any thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import msgspec
+import tokenizers
+from tokenizers import AddedToken, processors
+
+from headrace.engine.chat_template import ChatTemplate
+from headrace.engine.pieces import PieceTable
+from headrace.errors import ConfigError, RequestError, TokenizerError
+
+NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+CLASS_DEFAULTS: dict[str, dict[str, str]] = {
+    "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+    "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>"),
+    "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
+}
+"""Tokens that a `tokenizer_class` brings where tokenizer_config.json does not say."""
+
+
+class Tokenizer:
+    """Text <-> ids of one model."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str],
+        templates: Mapping[str, str],
+        template_override: str | None = None,
+    ) -> None:
+        """`special_tokens`: name (`bos_token`, ...) -> text. `templates`: name -> jinja source."""
+        self._backend = backend
+        self.special_tokens = dict(special_tokens)
+        self.bos_token_id = self._special_id("bos_token")
+        self.eos_token_id = self._special_id("eos_token")
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        self.pieces = PieceTable(backend)
+        self._templates, self._broken = self._compile(templates, template_override)
+
+    @classmethod
+    def from_folder(cls, folder: Path, chat_template: str | None = None) -> Tokenizer:
+        """`chat_template` overrides the model's: the path of a file, or the template itself.
+
+        Raises TokenizerError if the folder has no usable tokenizer, ConfigError if the override is not a template.
+        """
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerError(
+                f"{folder} has no tokenizer.json; name a folder that has one with --tokenizer, "
+                "or run on token ids with --skip-tokenizer-init"
+            )
+        try:
+            content = path.read_bytes()
+            source = msgspec.json.decode(content, type=_TokenizerFile)
+            config = _read_object(folder / "tokenizer_config.json")
+            if "added_tokens_decoder" not in config:  # newer folders have everything in tokenizer_config.json
+                config = {**config, **_read_object(folder / "special_tokens_map.json")}
+            backend = _backend(content, source, config)
+            special_tokens = _named_tokens(config)
+            _finish_backend(backend, config, special_tokens, source.post_processor is None)
+            templates = _templates(folder, config)
+        except TokenizerError:
+            raise
+        except Exception as error:  # `tokenizers` raises plain Exception for a file it cannot use
+            raise TokenizerError(f"{path} cannot be used: {type(error).__name__}: {error}") from error
+        override = None if chat_template is None else _read_template(chat_template)
+        return cls(backend, special_tokens, templates, override)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (UnicodeEncodeError, TypeError) as error:
+            raise RequestError(f"text cannot be encoded as UTF-8: {error}", "prompt") from None
+
+    def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        try:
+            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        except (UnicodeEncodeError, TypeError) as error:
+            raise RequestError(f"text cannot be encoded as UTF-8: {error}", "prompt") from None
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Ids that the vocabulary does not know (a model's may be padded) decode to nothing."""
+        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """What the token adds to a running text, its leading space included; U+FFFD for a part of a character."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        piece = self.pieces.get(token_id)
+        if piece is not None:
+            return piece.data
+        return self._backend.decode([token_id], skip_special_tokens=False).encode()
+
+    @property
+    def has_chat_template(self) -> bool:
+        return "default" in self._templates
+
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt of a conversation; encode it with `add_special_tokens=False`.
+
+        `kwargs` go to the template. Raises RequestError, naming `messages`, if there is no template or if it fails.
+        """
+        template = (self._templates.get("tool_use") if tools else None) or self._templates.get("default")
+        if template is None:
+            why = f"its chat template is broken: {self._broken}" if self._broken else "it has no chat template"
+            raise RequestError(
+                f"this model cannot take chat messages, as {why}; give one with --chat-template", "messages"
+            )
+        return template.render(messages, tools, add_generation_prompt, kwargs)
+
+    def _special_id(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
+        return None if text is None else self._backend.token_to_id(text)
+
+    def _compile(
+        self, templates: Mapping[str, str], override: str | None
+    ) -> tuple[dict[str, ChatTemplate], str | None]:
+        if override is not None:
+            try:
+                return {"default": ChatTemplate(override, self.special_tokens)}, None
+            except jinja2.TemplateError as error:
+                raise ConfigError(f"chat_template is not a valid jinja template: {error}") from None
+        compiled: dict[str, ChatTemplate] = {}
+        for name, source in templates.items():
+            try:
+                compiled[name] = ChatTemplate(source, self.special_tokens)
+            except jinja2.TemplateError as error:  # completions still work; chat requests say what is wrong
+                return {}, str(error)
+        return compiled, None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object from a file that may be absent."""
+    if not path.is_file():
+        return {}
+    value = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+class _TokenizerFile(msgspec.Struct):
+    """What matters here of tokenizer.json; the vocabulary, its bulk, is not looked at."""
+
+    model: _Model
+    pre_tokenizer: Any = None
+    decoder: Any = None
+    post_processor: Any = None
+
+
+class _Model(msgspec.Struct):
+    type: str | None = None
+
+
+def _backend(content: bytes, source: _TokenizerFile, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """tokenizer.json as transformers 5 reads it: as it is, but sentencepiece Llama files get Metaspace.
+
+    Such files prepend a space to every stretch of text between special tokens; sentencepiece itself, which the models
+    were trained with, prepends one to the text's beginning only (`legacy` false).
+    """
+    class_name = str(config.get("tokenizer_class") or "").removesuffix("Fast")
+    byte_level = '"ByteLevel"' in json.dumps([source.pre_tokenizer, source.decoder])
+    if class_name == "LlamaTokenizer" and not byte_level and source.model.type == "BPE":
+        prefix_space = config.get("add_prefix_space") is not False
+        scheme = ("always" if config.get("legacy") else "first") if prefix_space else "never"
+        decoders: list[dict[str, Any]] = [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+        ]
+        if prefix_space:
+            decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+        changed = {
+            **json.loads(content),
+            "normalizer": None,
+            "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False},
+            "decoder": {"type": "Sequence", "decoders": decoders},
+        }
+        content = json.dumps(changed).encode()
+    return tokenizers.Tokenizer.from_buffer(content)
+
+
+def _finish_backend(
+    backend: tokenizers.Tokenizer,
+    config: Mapping[str, Any],
+    special_tokens: Mapping[str, str],
+    without_post_processor: bool,
+) -> None:
+    """Special tokens of the config that tokenizer.json lacks, and the tokens put around every text."""
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
+    declared = config.get("added_tokens_decoder") or {}
+    missing = [_added_token(value) for _, value in sorted(declared.items(), key=lambda item: int(item[0]))]
+    backend.add_tokens([token for token in missing if backend.token_to_id(token.content) is None])
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    names = [*special_tokens.values(), *(_token_content(token) for token in extra if not isinstance(extra, Mapping))]
+    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names if name])
+    if without_post_processor or "add_bos_token" in config or "add_eos_token" in config:
+        around = {
+            "bos": special_tokens.get("bos_token") if config.get("add_bos_token") else None,
+            "eos": special_tokens.get("eos_token") if config.get("add_eos_token") else None,
+        }
+        single = [part for part in (around["bos"], "$A", around["eos"]) if part]
+        used = [(token, backend.token_to_id(token)) for token in dict.fromkeys(around.values()) if token]
+        backend.post_processor = processors.TemplateProcessing(
+            single=single, pair=[*single, "$B"], special_tokens=used
+        )
+
+
+def _added_token(value: Mapping[str, Any]) -> AddedToken:
+    flags = {name: bool(value[name]) for name in ("lstrip", "rstrip", "single_word", "normalized") if name in value}
+    return AddedToken(value["content"], special=bool(value.get("special", False)), **flags)
+
+
+def _token_content(value: Any) -> str:
+    return str(value["content"]) if isinstance(value, Mapping) else str(value)
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token` and its like, and whatever else the config names `*_token`."""
+    class_name = str(config.get("tokenizer_class") or "").removesuffix("Fast")
+    found: dict[str, str] = {}
+    extra = config.get("extra_special_tokens")
+    for name, value in {
+        **CLASS_DEFAULTS.get(class_name, {}),
+        **config,
+        **(extra if isinstance(extra, Mapping) else {}),
+    }.items():
+        if (name in NAMED_TOKENS or name.endswith("_token")) and isinstance(value, str | Mapping):
+            found[name] = _token_content(value)
+    return found
+
+
+def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """chat_template.jinja and additional_chat_templates/ win over tokenizer_config.json."""
+    found: dict[str, str] = {}
+    declared = config.get("chat_template")
+    if isinstance(declared, str):
+        found["default"] = declared
+    elif isinstance(declared, list):
+        found = {str(entry["name"]): str(entry["template"]) for entry in declared}
+    elif isinstance(declared, Mapping):
+        found = {str(name): str(source) for name, source in declared.items()}
+    files: Iterable[Path] = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    of_files = {file.stem: file.read_text(encoding="utf-8") for file in files}
+    default = folder / "chat_template.jinja"
+    if default.is_file():
+        of_files["default"] = default.read_text(encoding="utf-8")
+    return of_files or found
+
+
+def _read_template(given: str) -> str:
+    """`--chat-template` is a template if it looks like one, else the path of a file."""
+    if "{" in given or "\n" in given:
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template {given!r} is neither a readable file nor a template: {error}") from None
