@@ -1,0 +1,289 @@
+"""Flags out of config fields: every knob of a config class becomes one flag, spelled any way vLLM's users spell it.
+
+`canonical` rewrites a command line to `--flag=value` form; argparse does the rest. Knows nothing of what a knob means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeVar
+
+from headrace.config import knob_problem, knob_types, knobs_from_environment
+from headrace.errors import ConfigError
+
+Config = TypeVar("Config")
+
+GROUP_TITLES = {
+    "model": "model",
+    "engine": "engine",
+    "cache": "KV cache",
+    "scheduler": "scheduler",
+    "parallel": "parallelism",
+    "server": "server and logs",
+}
+INERT_FLAGS: dict[str, tuple[bool, str]] = {
+    "--num-scheduler-steps": (True, "every step is already scheduled while the one before runs"),
+    "--use-v2-block-manager": (False, "there is one block manager"),
+    "--max-seq-len-to-capture": (True, "captured graphs do not depend on sequence length"),
+    "--swap-space": (True, "preempted requests are recomputed, not swapped"),
+}
+"""Flags of older vLLM editions: (takes a value, why they do nothing here)."""
+SWITCH_WORDS = {"true": True, "false": False}
+
+
+def human_int(text: str) -> int:
+    """`4096`, `8k` (8,000), `8K` (8,192), `2M`, `1.5k`: small letters count in thousands, capitals in 1,024s."""
+    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)([kKmMgG])", text)
+    if match is None:
+        return int(text)
+    number, unit = match.groups()
+    power = "kmg".index(unit.lower()) + 1
+    value = float(number) * (1000 if unit.islower() else 1024) ** power
+    if value != int(value):
+        raise ValueError(f"{text} is not a whole number")
+    return int(value)
+
+
+def parse_switch(text: str) -> bool:
+    if text.lower() not in SWITCH_WORDS:
+        raise ValueError(text)
+    return SWITCH_WORDS[text.lower()]
+
+
+def parse_json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(text)
+    return value
+
+
+PARSERS: dict[type, tuple[Callable[[str], Any], str]] = {
+    int: (human_int, "a whole number such as 4096, 8k or 8K"),
+    float: (float, "a number"),
+    str: (str, "text"),
+    bool: (parse_switch, "true or false"),
+    dict: (parse_json_object, "a JSON object"),
+}
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+class FlagParser:
+    """An argparse parser whose flags come from knobs. `parse` raises ConfigError: one line, naming the flag."""
+
+    def __init__(self, command: str, summary: str, examples: str, *, model: bool = True) -> None:
+        """`model`: MODEL may be given as first positional as well as by `--model`."""
+        usage = f"headrace {command} [MODEL] [flags]" if model else f"headrace {command} [flags]"
+        self._parser = _Argparse(
+            usage=usage,
+            description=summary,
+            epilog="examples:\n" + examples,
+            formatter_class=_help_formatter,
+            allow_abbrev=False,
+            add_help=False,
+        )
+        self._parser.add_argument("-h", "--help", action="help", help="Show this help.")
+        if model:
+            self._parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="The model; the same as --model.")
+        self._groups: dict[str, Any] = {}
+        self._switches: dict[str, tuple[str, bool]] = {}
+        self._dicts: set[str] = set()
+        self._flags: set[str] = {"-h", "--help"}
+
+    def add_knobs(
+        self, config_class: type, *, skip: tuple[str, ...] = (), single: tuple[str, ...] = (), **defaults: Any
+    ) -> None:
+        """A flag for every field of `config_class`; `defaults` are shown in the help where a command has its own.
+
+        Lists named in `single` take one value a flag, so that MODEL may follow.
+        """
+        kinds = knob_types(config_class)
+        for field in dataclasses.fields(config_class):
+            if field.name in skip:
+                continue
+            factory = field.default_factory
+            default = factory() if factory is not dataclasses.MISSING else field.default
+            default = defaults.get(field.name, default)
+            nargs = 1 if field.name in single else "+"
+            self.add_flag(field.name, *kinds[field.name], default, field.metadata, nargs=nargs)
+
+    def add_flag(
+        self,
+        name: str,
+        kind: type,
+        optional: bool,
+        default: Any,
+        meta: Mapping[str, Any],
+        element: type = str,
+        nargs: int | str = "+",
+    ) -> None:
+        """One flag. `meta` is what `config.knob` keeps; `element` and `nargs` are the items of a list."""
+        names = [flag_of(name), *(flag_of(alias.lstrip("-")) for alias in meta["aliases"])]
+        if meta["short"]:
+            names.append(meta["short"])
+        options: dict[str, Any] = {
+            "dest": name,
+            "default": argparse.SUPPRESS,
+            "help": _help_text(name, kind, optional, default, meta["help"]).replace("%", "%%"),
+        }
+        if kind is list:
+            options |= {"nargs": nargs, "action": "extend", "type": _reader(element, True, meta), "metavar": "VALUE"}
+        else:
+            options |= {"type": _reader(kind, optional, meta), "metavar": _metavar(kind, meta)}
+        title = GROUP_TITLES.get(meta["group"], meta["group"])
+        if title not in self._groups:
+            self._groups[title] = self._parser.add_argument_group(title)
+        self._groups[title].add_argument(*names, **options)
+        self._flags.update(names)
+        if kind is dict:
+            self._dicts.add(names[0])
+        if kind is bool:
+            for spelling in names:
+                self._switches |= {spelling: (names[0], True), "--no-" + spelling[2:]: (names[0], False)}
+            for one, other in (("--enable-", "--disable-"), ("--disable-", "--enable-")):
+                if names[0].startswith(one):
+                    self._switches[other + names[0].removeprefix(one)] = (names[0], False)
+
+    def parse(self, argv: list[str]) -> argparse.Namespace:
+        """Only what was given is in the namespace: defaults belong to the config classes."""
+        values = self._parser.parse_args(self.canonical(argv))
+        tag = vars(values).pop("model_tag", None)
+        if tag is not None:
+            if getattr(values, "model", tag) != tag:
+                raise ConfigError(f"two models given: {tag!r} and --model {values.model!r}")
+            values.model = tag
+        return values
+
+    def canonical(self, argv: list[str]) -> list[str]:
+        """Every spelling to `--flag=value`: underscores, switches, negations, dotted JSON keys, inert old flags."""
+        result: list[str] = []
+        objects: dict[str, dict[str, Any]] = {}
+        tokens = list(argv)
+        while tokens:
+            token = tokens.pop(0)
+            if token == "--":
+                return result + [token, *tokens]
+            head, equals, value = token.partition("=")
+            if not head.startswith("-") or head == "-" or " " in head or re.match(r"-\.?\d", head):
+                result.append(token)
+                continue
+            base, dot, path = head.partition(".")
+            if base.startswith("--"):
+                base = base.replace("_", "-")
+            if base in self._switches:
+                flag, meaning = self._switches[base]
+                if not equals and tokens and tokens[0].lower() in SWITCH_WORDS:
+                    equals, value = "=", tokens.pop(0)
+                if equals and value.lower() in SWITCH_WORDS:
+                    value = str(SWITCH_WORDS[value.lower()] is meaning)
+                elif not equals:
+                    value = str(meaning)
+                result.append(f"{flag}={value}")
+            elif base in self._dicts:
+                if not equals:
+                    value = self._value_after(head, tokens)
+                _merge(objects.setdefault(base, {}), path if dot else "", value, head)
+            elif base in self._flags:
+                result.append(base + equals + value)
+            elif base in INERT_FLAGS:
+                takes_value, why = INERT_FLAGS[base]
+                if takes_value and not equals:
+                    self._value_after(head, tokens)
+                print(f"headrace: note: {base} has no effect: {why}", file=sys.stderr)
+            else:
+                raise ConfigError(self._unknown(base))
+        return [f"{flag}={json.dumps(value)}" for flag, value in objects.items()] + result
+
+    def _value_after(self, flag: str, tokens: list[str]) -> str:
+        if not tokens:
+            raise ConfigError(f"{flag} needs a value")
+        return tokens.pop(0)
+
+    def _unknown(self, flag: str) -> str:
+        near = difflib.get_close_matches(flag, sorted(self._flags | self._switches.keys()), 1, 0.6)
+        return f"unknown flag {flag}" + (f"; did you mean {near[0]}?" if near else "; --help lists the flags")
+
+
+def build_config(config_class: type[Config], values: argparse.Namespace, **defaults: Any) -> Config:
+    """`defaults` of the command, then the environment, then flags: the later wins. Raises ConfigError."""
+    given = vars(values)
+    names = {field.name for field in dataclasses.fields(config_class)}  # type: ignore[arg-type]
+    flags = {name: given[name] for name in names & given.keys()}
+    return config_class(**(defaults | knobs_from_environment(config_class) | flags))
+
+
+def _reader(kind: type, optional: bool, meta: Mapping[str, Any]) -> Callable[[str], Any]:
+    parse, wanted = PARSERS[kind]
+
+    def read(text: str) -> Any:
+        try:
+            value = parse(text)
+        except (ValueError, OverflowError):
+            raise argparse.ArgumentTypeError(f"must be {wanted}, got {text!r}") from None
+        problem = knob_problem(meta, kind, optional, value)
+        if problem is not None:
+            raise argparse.ArgumentTypeError(problem)
+        return value
+
+    return read
+
+
+def _merge(target: dict[str, Any], path: str, text: str, flag: str) -> None:
+    """Put JSON `text` into `target` at the dotted `path` ("" = the whole object)."""
+    if not path:
+        try:
+            target.update(parse_json_object(text))
+        except ValueError:
+            raise ConfigError(f"{flag} must be a JSON object, got {text!r}") from None
+        return
+    *parents, last = path.replace("-", "_").split(".")
+    for key in parents:
+        child = target.setdefault(key, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"{flag}: {key!r} is not a JSON object")
+        target = child
+    try:
+        target[last] = json.loads(text)
+    except ValueError:
+        target[last] = text
+
+
+def _metavar(kind: type, meta: Mapping[str, Any]) -> str:
+    if meta["choices"]:
+        return "{" + ",".join(map(str, meta["choices"])) + "}"
+    return {int: "N", float: "X", bool: "", dict: "JSON"}.get(kind, "VALUE")
+
+
+def _help_text(name: str, kind: type, optional: bool, default: Any, text: str) -> str:
+    if kind is bool:
+        if not default:
+            return text
+        positive = name.startswith("disable_")
+        off = flag_of("enable_" + name.removeprefix("disable_")) if positive else "--no-" + flag_of(name)[2:]
+        return f"{text} (default: on; {off} turns it off)"
+    if default is None and optional and kind in (int, float):
+        return text if "default" in text else f"{text} (default: derived)"
+    if default in (None, "", [], {}):
+        return text
+    return f"{text} (default: {default})"
+
+
+def _help_formatter(prog: str) -> argparse.HelpFormatter:
+    width = min(shutil.get_terminal_size().columns, 120)
+    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=width)
+
+
+class _Argparse(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        message = re.sub(r"^argument (?:\S*/)?(-\S+?): ", r"\1 ", message)
+        message = re.sub(r"^unrecognized arguments: ", "unexpected argument ", message)
+        raise ConfigError(message.replace("\n", " "))

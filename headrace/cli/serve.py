@@ -1,0 +1,28 @@
+"""`headrace serve`: flags to EngineConfig and ServerConfig, then the server's own `run_server`."""
+
+from __future__ import annotations
+
+from headrace.cli.arguments import FlagParser, build_config
+from headrace.config import EngineConfig, ServerConfig
+
+EXAMPLES = """\
+  headrace serve demo
+  headrace serve meta-llama/Llama-3.1-8B-Instruct --port 8000 --api-key SECRET
+  headrace serve ./model -tp 2 --max-model-len 32K --served-model-name llama"""
+
+
+def build_parser() -> FlagParser:
+    parser = FlagParser("serve", "Serve a model over the OpenAI HTTP API.", EXAMPLES)
+    parser.add_knobs(EngineConfig)
+    parser.add_knobs(ServerConfig)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    values = build_parser().parse(argv)
+    config, server_config = build_config(EngineConfig, values), build_config(ServerConfig, values)
+
+    from headrace.server.run import run_server
+
+    run_server(config, server_config)
+    return 0
