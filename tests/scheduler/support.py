@@ -1,0 +1,178 @@
+"""What the scheduler's tests share: short ways to say "a scheduler", "a request", "one step", and a fake device.
+
+The fake device keeps what a real one keeps (token rows, block tables, KV slots), but the KV of a position is a digest of
+all tokens up to it. So it can tell whether a step reads what it should: a wrong prefix hit, a block given away too early
+or a stale block table shows up as a wrong digest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.request import EngineCoreOutput, EngineCoreRequest
+from headrace.sampling_params import SamplingParams
+from headrace.scheduler.scheduler import Scheduler, SchedulerConfig
+from headrace.step import Logprobs, RunnerOutput, SchedulerOutput
+
+FILLER = 7
+"""The token that `results` samples unless told otherwise."""
+
+
+def make_scheduler(**changes: Any) -> Scheduler:
+    """Roomy unless said: 4 rows, 64 tokens a step, 16 blocks of 4 tokens."""
+    settings: dict[str, Any] = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 64,
+        "block_size": 4,
+        "num_blocks": 16,
+    }
+    return Scheduler(SchedulerConfig(**settings | changes))
+
+
+def make_request(
+    request_id: str,
+    prompt: int | list[int],
+    max_tokens: int = 8,
+    *,
+    stop_token_ids: list[int] | None = None,
+    priority: int = 0,
+    arrival_time: float = 0.0,
+    cache_salt: str | None = None,
+    seed: int = 0,
+    **params: Any,
+) -> EngineCoreRequest:
+    """`prompt`: token ids, or how many of 100, 101, 102, ... `stop_token_ids` are those of the model (eos) and the user."""
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=list(range(100, 100 + prompt)) if isinstance(prompt, int) else prompt,
+        params=SamplingParams(max_tokens=max_tokens, **params),
+        max_tokens=max_tokens,
+        seed=seed,
+        stop_token_ids=stop_token_ids or [],
+        priority=priority,
+        arrival_time=arrival_time,
+        cache_salt=cache_salt,
+    )
+
+
+def results(step: SchedulerOutput, token: int = FILLER) -> RunnerOutput:
+    """The result of a step in which every sample gave `token`."""
+    return RunnerOutput(step.step, [token] * sum(step.samples))
+
+
+def run_step(scheduler: Scheduler, token: int = FILLER) -> tuple[SchedulerOutput, list[EngineCoreOutput]]:
+    """Schedule one step, which must be possible, and close it."""
+    step = scheduler.schedule()
+    assert step is not None
+    return step, scheduler.update(step, results(step, token))
+
+
+def run_to_end(scheduler: Scheduler, token: int = FILLER) -> list[EngineCoreOutput]:
+    outputs = []
+    while scheduler.has_work():
+        outputs += run_step(scheduler, token)[1]
+    return outputs
+
+
+def batch(scheduler: Scheduler, step: SchedulerOutput) -> dict[str, int]:
+    """Request id -> tokens in this step, in batch order."""
+    owners = {request.row: request.request_id for request in scheduler.requests.values()}
+    return {owners[row]: count for row, count in zip(step.rows, step.num_scheduled_tokens, strict=True)}
+
+
+@dataclass
+class Script:
+    """What one request is, and every token a faithful device would give it."""
+
+    request: EngineCoreRequest
+    outcome: int
+    """Scripts of equal outcome sample equal tokens at equal positions."""
+    max_model_len: int
+
+    def __post_init__(self) -> None:
+        prompt = self.request.prompt_token_ids
+        length = min(len(prompt) + self.request.max_tokens, self.max_model_len)
+        self.tokens = prompt + [self.sampled(position) for position in range(len(prompt), length)]
+        digest = hash(self.request.cache_salt)
+        self.digests = [digest := hash((digest, token)) for token in self.tokens]
+
+    def sampled(self, position: int) -> int:
+        return hash((self.outcome, position)) % 17
+
+    def expected_output(self) -> tuple[list[int], str]:
+        """Tokens and finish reason, had it run alone."""
+        output = self.tokens[len(self.request.prompt_token_ids) :]
+        for count, token in enumerate(output, start=1):
+            if token in self.request.stop_token_ids and count >= self.request.params.min_tokens:
+                return output[:count], "stop"
+        return output, "length"
+
+
+class FakeDevice:
+    """Runs steps at once, in the order given. `scripts[seed]` is the request whose NewRow carries that seed."""
+
+    def __init__(self, block_size: int, scripts: list[Script]) -> None:
+        self.block_size = block_size
+        self.scripts = scripts
+        self.owner: dict[int, Script] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.block_table: dict[int, list[int]] = {}
+        self.kv: dict[int, int] = {}
+
+    def execute(self, step: SchedulerOutput) -> RunnerOutput:
+        for row in step.freed_rows:
+            del self.owner[row]  # KeyError: freed twice
+        for new in step.new_rows:
+            assert new.row not in self.owner, "a row with two owners"
+            self.owner[new.row] = self.scripts[new.seed]
+            self.tokens[new.row] = list(new.prompt_token_ids)
+            self.block_table[new.row] = []
+        for update in step.block_updates:
+            table = self.block_table[update.row]
+            assert update.block_ids
+            assert update.start <= len(table), "a hole in the block table"
+            table[update.start :] = update.block_ids
+        assert len(set(step.rows)) == len(step.rows)
+        batch = list(
+            zip(step.rows, step.num_computed_tokens, step.num_scheduled_tokens, step.samples, strict=True),
+        )
+        for row, computed, count, _ in batch:
+            self._write(row, computed, count)
+        for row, computed, count, _ in batch:
+            self._check_reads(row, computed + count)
+        return self._sample(step.step, batch)
+
+    def _slot(self, row: int, position: int) -> int:
+        return self.block_table[row][position // self.block_size] * self.block_size + position % self.block_size
+
+    def _write(self, row: int, computed: int, count: int) -> None:
+        script, tokens = self.owner[row], self.tokens[row]
+        assert count >= 1
+        assert computed + count <= len(tokens), "a step computes tokens that nobody knows yet"
+        assert tokens[: computed + count] == script.tokens[: computed + count]
+        for position in range(computed, computed + count):
+            self.kv[self._slot(row, position)] = script.digests[position]
+
+    def _check_reads(self, row: int, end: int) -> None:
+        found = [self.kv.get(self._slot(row, position)) for position in range(end)]
+        assert found == self.owner[row].digests[:end], f"row {row} reads KV that is not its own"
+
+    def _sample(self, number: int, batch: list[tuple[int, int, int, bool]]) -> RunnerOutput:
+        sampled: list[int] = []
+        logprobs: list[Logprobs | None] = []
+        prompt_logprobs: dict[int, list[Logprobs]] = {}
+        for row, computed, count, samples in batch:
+            script, tokens, end = self.owner[row], self.tokens[row], computed + count
+            params, prompt = script.request.params, script.request.prompt_token_ids
+            if params.prompt_logprobs is not None and computed < len(prompt) - 1:
+                entries = prompt[computed + 1 : end + 1]
+                prompt_logprobs[row] = [Logprobs([token], [-1.0], 1) for token in entries]
+            assert samples == (end == len(tokens)), "sampling before the last known token, or not at it"
+            if samples:
+                token = script.sampled(end)
+                tokens.append(token)
+                sampled.append(token)
+                logprobs.append(Logprobs([token], [-2.0], 1) if params.logprobs is not None else None)
+        return RunnerOutput(number, sampled, logprobs if any(logprobs) else [], prompt_logprobs)

@@ -1,0 +1,249 @@
+"""Thousands of random traffic histories against a fake device that knows what every read must find.
+
+Each history draws limits (tiny pools, odd block sizes, both policies, chunking and caching on and off, one to three
+steps in flight) and a list of operations: add, schedule, take a result, abort, fail. After every operation the books
+must balance; at the end every request has exactly the tokens its script dictates.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from headrace.errors import RequestError
+from headrace.request import EngineCoreOutput, FinishReason, Request, RequestStatus
+from headrace.scheduler.scheduler import Scheduler, SchedulerConfig
+from headrace.step import RunnerOutput, SchedulerOutput
+
+from .support import FakeDevice, Script, make_request
+
+MOST_STEPS = 3000
+"""No history here needs as many: one that does is not getting anywhere."""
+
+
+@dataclass
+class Received:
+    token_ids: list[int]
+    logprobs: list[int]
+    prompt_logprobs: list[int]
+    finish_reason: FinishReason | None = None
+    cut_short: bool = False
+
+
+class Traffic:
+    def __init__(self, config: SchedulerConfig, scripts: list[Script], depth: int) -> None:
+        self.config = config
+        self.depth = depth
+        self.scheduler = Scheduler(config)
+        self.device = FakeDevice(config.block_size, scripts)
+        self.upcoming = deque(scripts)
+        self.script_of: dict[str, Script] = {}
+        self.received: dict[str, Received] = {}
+        self.in_flight: deque[tuple[SchedulerOutput, RunnerOutput]] = deque()
+        self.admitted: list[str] = []
+        self.num_steps = 0
+
+    # ---- operations
+
+    def add(self) -> None:
+        if not self.upcoming:
+            return
+        script = self.upcoming.popleft()
+        request = script.request
+        self.script_of[request.request_id] = script
+        needed = -(-(len(script.tokens) - 1) // self.config.block_size)
+        if needed > self.config.num_blocks:
+            with pytest.raises(RequestError, match=f"needs {needed} KV cache blocks"):
+                self.scheduler.add_request(request)
+            return
+        self.scheduler.add_request(request)
+        self.received[request.request_id] = Received([], [], [])
+
+    def schedule(self) -> None:
+        if len(self.in_flight) >= self.depth:
+            self.take_result()
+        due = [request for request in self.scheduler.running.items if self.is_due(request)]
+        step = self.scheduler.schedule()
+        if step is None:
+            # With nothing in flight there is no excuse: something can always run.
+            assert self.in_flight or not self.scheduler.has_work()
+            return
+        self.num_steps += 1
+        assert self.num_steps < MOST_STEPS, "no progress"
+        self.check_step(step, due)
+        self.in_flight.append((step, self.device.execute(step)))
+        for request in self.scheduler.running.items:
+            assert self.device.block_table[request.row] == request.block_ids
+
+    @staticmethod
+    def is_due(request: Request) -> bool:
+        """A decode with a token to compute and room for the next."""
+        total = request.num_tokens + request.num_inflight
+        return total - request.num_computed_tokens == 1 and total < request.max_total_tokens
+
+    def check_step(self, step: SchedulerOutput, due: list[Request]) -> None:
+        assert step.rows
+        assert step.num_tokens <= self.config.max_num_batched_tokens
+        assert step.num_scheduled_tokens == sorted(step.num_scheduled_tokens, key=lambda count: count > 1)
+        for request in due:
+            assert request.row in step.rows or request.status is RequestStatus.PREEMPTED
+        owners = {request.row: request for request in self.scheduler.requests.values() if request.row >= 0}
+        assert len(owners) == sum(request.row >= 0 for request in self.scheduler.requests.values())
+        self.admitted += [owners[new.row].request_id for new in step.new_rows]
+        if not self.config.enable_chunked_prefill:
+            assert all(step.samples)
+
+    def take_result(self) -> None:
+        if self.in_flight:
+            for output in self.scheduler.update(*self.in_flight.popleft()):
+                self.receive(output)
+
+    def receive(self, output: EngineCoreOutput) -> None:
+        seen = self.received[output.request_id]
+        assert seen.finish_reason is None
+        assert not seen.cut_short
+        assert output.new_token_ids or output.new_prompt_logprobs or output.finish_reason is FinishReason.ERROR
+        seen.token_ids += output.new_token_ids
+        seen.logprobs += [entry.token_ids[0] for entry in output.new_logprobs]
+        seen.prompt_logprobs += [entry.token_ids[0] for entry in output.new_prompt_logprobs]
+        seen.finish_reason = output.finish_reason
+        assert output.num_cached_tokens < len(self.script_of[output.request_id].request.prompt_token_ids)
+
+    def abort(self, choice: int) -> None:
+        if not self.received:
+            return
+        request_id = sorted(self.received)[choice % len(self.received)]
+        request = self.scheduler.requests.get(request_id)
+        if choice % 2 or request is None:
+            self.scheduler.abort(request_id)
+        else:
+            kept = choice % (request.num_output_tokens + 1)
+            self.scheduler.abort(request_id, num_output_tokens_kept=kept)
+            pool = self.scheduler.kv_cache.pool
+            for digest in request.block_hashes[(request.num_prompt_tokens + kept) // self.config.block_size :]:
+                block = pool.find(digest)
+                assert block is None or pool.ref_count(block) > 0
+        self.received[request_id].cut_short = True
+
+    def fail(self) -> None:
+        if self.in_flight:
+            step, _ = self.in_flight.popleft()
+            for output in self.scheduler.fail(step, "out of luck"):
+                assert output.error == "out of luck"
+                self.receive(output)
+
+    # ---- what must always hold
+
+    def check(self) -> None:
+        scheduler = self.scheduler
+        pool = scheduler.kv_cache.pool
+        pool.check_invariant()
+        assert pool.num_free + pool.num_held + pool.num_cached == pool.num_blocks
+        holders = Counter(block for request in scheduler.requests.values() for block in request.block_ids)
+        assert pool.num_held == len(holders)
+        assert all(pool.ref_count(block) == count for block, count in holders.items())
+        assert len(scheduler.running) + len(scheduler.preempted) <= self.config.max_num_seqs
+        stats = scheduler.stats()
+        assert stats.num_running + stats.num_waiting == len(scheduler.requests)
+        if not self.config.enable_prefix_caching:
+            assert pool.num_cached == 0
+
+    def check_end(self) -> None:
+        assert not self.scheduler.has_work()
+        assert self.scheduler.schedule() is None
+        assert self.scheduler.kv_cache.pool.num_held == 0
+        for request_id, seen in self.received.items():
+            script = self.script_of[request_id]
+            tokens, reason = script.expected_output()
+            prompt = script.request.prompt_token_ids
+            if seen.cut_short or seen.finish_reason is FinishReason.ERROR:
+                assert seen.token_ids == tokens[: len(seen.token_ids)]
+                continue
+            assert (seen.token_ids, seen.finish_reason) == (tokens, reason)
+            params = script.request.params
+            assert seen.logprobs == (tokens if params.logprobs is not None else [])
+            assert seen.prompt_logprobs == (prompt[1:] if params.prompt_logprobs is not None else [])
+        if self.config.policy == "fcfs":
+            assert self.admitted == sorted(self.admitted), "a later request overtook an earlier one"
+
+    def run(self, operations: list[int]) -> None:
+        for operation in operations:
+            kind, choice = operation % 16, operation // 16
+            if kind < 7:
+                self.schedule()
+            elif kind < 10:
+                self.take_result()
+            elif kind < 14:
+                self.add()
+            elif kind < 15:
+                self.abort(choice)
+            else:
+                self.fail()
+            self.check()
+        while self.upcoming:
+            self.add()
+        while self.scheduler.has_work() or self.in_flight:
+            self.schedule()
+            self.take_result()
+            self.check()
+        self.check_end()
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> SchedulerConfig:
+    max_model_len = draw(st.integers(2, 40))
+    chunked = draw(st.booleans())
+    max_num_seqs = draw(st.integers(1, 5))
+    fewest_tokens = max_num_seqs if chunked else max(max_num_seqs, max_model_len)
+    block_size = draw(st.sampled_from([1, 2, 3, 4, 5, 16, 32, 64]))
+    for_one = -(-max_model_len // block_size)
+    return SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=fewest_tokens + draw(st.integers(0, 20)),
+        max_model_len=max_model_len,
+        block_size=block_size,
+        num_blocks=max(1, for_one + draw(st.integers(-1, for_one))),
+        enable_prefix_caching=draw(st.booleans()),
+        enable_chunked_prefill=chunked,
+        policy=draw(st.sampled_from(["fcfs", "priority"])),
+    )
+
+
+@st.composite
+def script_lists(draw: st.DrawFn, max_model_len: int) -> list[Script]:
+    """Requests with prompts of few families, so that prefixes are often shared; ids in order of arrival."""
+    scripts = []
+    for index in range(draw(st.integers(1, 9))):
+        family = draw(st.integers(0, 1))
+        length = draw(st.integers(1, max_model_len - 1))
+        max_tokens = draw(st.integers(1, 12))
+        options = draw(st.integers(0, 255))
+        request = make_request(
+            f"r{index}",
+            [100 + family * (position // 6) for position in range(length)],
+            max_tokens,
+            stop_token_ids=[3, 4] if options & 1 else [],
+            min_tokens=min(2, max_tokens) if options & 2 else 0,
+            cache_salt="salt" if options & 12 == 12 else None,
+            prompt_logprobs=0 if options & 48 == 48 else None,
+            logprobs=0 if options & 64 else None,
+            priority=draw(st.integers(0, 2)),
+            arrival_time=float(index),
+            seed=index,
+        )
+        scripts.append(Script(request, outcome=family, max_model_len=max_model_len))
+    return scripts
+
+
+@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_random_traffic(data: st.DataObject) -> None:
+    config = data.draw(configs())
+    scripts = data.draw(script_lists(config.max_model_len))
+    depth = data.draw(st.integers(1, 3))
+    operations = data.draw(st.lists(st.integers(0, 255), max_size=50))
+    Traffic(config, scripts, depth).run(operations)
