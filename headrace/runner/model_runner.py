@@ -7,13 +7,12 @@ Decides nothing: what runs comes in the SchedulerOutput, which kernels serve com
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from headrace.attention.metadata import AttentionMetadata
-from headrace.attention.table import AttentionSpec
+from headrace.attention.backend import AttentionMetadata, Backend
 from headrace.kernels.table import KernelTable
 from headrace.runner.cuda_graph import DecodeGraphs
 from headrace.runner.input_batch import Batch, InputBatch
@@ -51,8 +50,7 @@ class ModelRunner:
     def __init__(
         self,
         model: CausalModel,
-        backend: Any,
-        spec: AttentionSpec,
+        backend: Backend,
         kernels: KernelTable,
         shape: KVCacheShape,
         limits: RunnerLimits,
@@ -61,7 +59,6 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.backend = backend
-        self.spec = spec
         self.kernels = kernels
         self.shape = shape
         self.limits = limits

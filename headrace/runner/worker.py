@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from headrace.attention.table import AttentionSpec, load_backend, select_backend
+from headrace.attention.table import load_backend, select_backend
 from headrace.config import EngineConfig
 from headrace.distributed.mesh import init_mesh
 from headrace.errors import OutOfMemoryError
@@ -17,6 +17,7 @@ from headrace.kernels.table import select_kernels
 from headrace.layers.context import LayerContext
 from headrace.model_config import ModelConfig
 from headrace.models.loader import load_model
+from headrace.models.registry import attention_specs
 from headrace.runner.kv_cache import KVCacheShape
 from headrace.runner.model_runner import ModelRunner, RunnerLimits
 from headrace.runner.pending import PendingStep
@@ -52,26 +53,19 @@ class Worker:
     def load(self) -> WorkerFacts:
         config, model_config = self.config, self.model_config
         free_before = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
-        heads = model_config.num_heads // config.tensor_parallel_size
-        kv_heads = max(1, model_config.num_kv_heads // config.tensor_parallel_size)
-        spec = AttentionSpec(
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=model_config.head_dim,
-            scale=model_config.head_dim**-0.5,
+        specs = attention_specs(
+            model_config,
+            tp_size=config.tensor_parallel_size,
             block_size=config.block_size,
             dtype=config.dtype,
-            sliding_window=model_config.sliding_window,
             device_type=self.device.type,
         )
-        chosen = select_backend(spec, config.attention_backend)
+        chosen = select_backend(specs[0], config.attention_backend)
         backend = load_backend(chosen.name)
         kernels = select_kernels(self.device.type)
-        context = LayerContext(
-            mesh=self.mesh, kernels=kernels, backend=backend, spec=spec, dtype=self.dtype, device=self.device
-        )
+        context = LayerContext(self.mesh, kernels, backend, config.block_size, self.dtype, self.device)
         model = load_model(self.folder, model_config, context, config.load_format, config.seed)
-        weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        weight_bytes = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
         assert config.max_num_seqs is not None
         assert config.max_num_batched_tokens is not None
         assert config.max_model_len is not None
@@ -82,9 +76,9 @@ class Worker:
             config.block_size,
             model_config.vocab_size,
         )
-        shape = KVCacheShape(model_config.num_layers, kv_heads, model_config.head_dim, config.block_size, self.dtype)
+        shape = KVCacheShape(len(specs), specs[0].num_kv_heads, model_config.head_dim, config.block_size, self.dtype)
         use_graphs = self._use_graphs() and backend.supports_full_decode_graph
-        self.runner = ModelRunner(model, backend, spec, kernels, shape, self.limits, self.device, use_graphs)
+        self.runner = ModelRunner(model, backend, kernels, shape, self.limits, self.device, use_graphs)
         notes = [f"Using {chosen.name} backend: {chosen.why}."]
         notes += [f"Passed over {passed}" for passed in chosen.passed_over]
         if self.device.type == "cuda":
