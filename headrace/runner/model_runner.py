@@ -91,13 +91,11 @@ class ModelRunner:
         return self._sample(step, batch, logits, self._prompt_logprobs(step, hidden))
 
     def _padded_size(self, step: SchedulerOutput) -> int | None:
-        """The captured batch size that serves this step, or None where it runs eagerly."""
-        num_reqs = len(step.rows)
-        if self.graphs is None or self.state.prompt_logprobs or not all(step.samples):
+        """The captured batch size that serves this step, or None where it runs eagerly: a step of anything but decodes.
+        (A token that samples is never one that prompt logprobs are wanted after.)"""
+        if self.graphs is None or not all(step.samples) or step.num_tokens != len(step.rows):
             return None
-        if any(count != 1 for count in step.num_scheduled_tokens):
-            return None
-        return self.graphs.padded_size(num_reqs)
+        return self.graphs.padded_size(len(step.rows))
 
     def _hidden(self, batch: Batch, max_seq_len: int) -> Tensor:
         """# [num_tokens, hidden_size] after the last norm"""
