@@ -7,7 +7,7 @@ asked, nor how a token is chosen.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,14 +23,16 @@ CHUNK_ELEMENTS = 1 << 22
 
 @dataclass(frozen=True)
 class _RowRules:
-    """What one request brings, before it is merged with the others."""
+    """What one request brings, on the host; R differs between the three kinds."""
 
-    biases: list[tuple[int, float]] = field(default_factory=list)
-    """(token id, value)"""
-    bans: list[tuple[int, int]] = field(default_factory=list)
-    """(token id, number of output tokens from which on it is allowed)"""
-    phrases: list[tuple[int, list[int]]] = field(default_factory=list)
-    """(token id, the tokens after which it is forbidden: at least one)"""
+    biases: np.ndarray
+    """[3, R] int32: row, token id, bits of the float32 to add"""
+    bans: np.ndarray
+    """[3, R] int32: row, token id, number of output tokens from which on it is allowed"""
+    phrases: np.ndarray
+    """[3, R] int32: row, token id, how many tokens the prefix has after which it is forbidden (at least one)"""
+    prefixes: np.ndarray
+    """[R, longest prefix of this request] int32, right-aligned"""
 
 
 @dataclass(frozen=True)
@@ -65,18 +67,23 @@ class RuleTable:
 
     def add(self, new: NewRow) -> None:
         vocab_size, params = self.vocab_size, new.params
-        rules = _RowRules()
-        rules.biases.extend((token, bias) for token, bias in (params.logit_bias or {}).items() if token < vocab_size)
-        if params.min_tokens > 0:
-            rules.bans.extend((t, params.min_tokens) for t in set(new.stop_token_ids) if t < vocab_size)
-        for *prefix, last in new.bad_words_token_ids:
-            if last >= vocab_size:
-                continue
-            if prefix:
-                rules.phrases.append((last, prefix))
-            else:
-                rules.bans.append((last, FOREVER))
-        self._rows[new.row] = rules
+        biases = {token: value for token, value in (params.logit_bias or {}).items() if token < vocab_size}
+        stops = set(new.stop_token_ids) if params.min_tokens > 0 else ()
+        bans = [(token, params.min_tokens) for token in stops if token < vocab_size]
+        words = [word for word in new.bad_words_token_ids if word and word[-1] < vocab_size]
+        bans += [(word[0], FOREVER) for word in words if len(word) == 1]
+        phrases = [word for word in words if len(word) > 1]
+        longest = max(map(len, phrases), default=1) - 1
+        prefixes = np.zeros((len(phrases), longest), dtype=np.int32)
+        for line, word in zip(prefixes, phrases, strict=True):
+            line[longest + 1 - len(word) :] = word[:-1]
+        values = np.fromiter(biases.values(), dtype=np.float32, count=len(biases)).view(np.int32)
+        self._rows[new.row] = _RowRules(
+            biases=_columns(new.row, list(biases), values),
+            bans=_columns(new.row, [token for token, _ in bans], [until for _, until in bans]),
+            phrases=_columns(new.row, [word[-1] for word in phrases], [len(word) - 1 for word in phrases]),
+            prefixes=prefixes,
+        )
         self._merged = None
 
     def remove(self, row: int) -> None:
@@ -130,34 +137,41 @@ class RuleTable:
 
     def _merge(self) -> _DeviceRules:
         """All rows' rules in one int32 array, copied at once and cut up on the device."""
-        biases = [(row, token, value) for row, r in self._rows.items() for token, value in r.biases]
-        bans = [(row, token, until) for row, r in self._rows.items() for token, until in r.bans]
-        phrases = [(row, token, prefix) for row, r in self._rows.items() for token, prefix in r.phrases]
-        longest = max((len(prefix) for _, _, prefix in phrases), default=1)
-        prefixes = np.zeros((len(phrases), longest), dtype=np.int32)
-        for line, (_, _, prefix) in zip(prefixes, phrases, strict=True):
-            line[longest - len(prefix) :] = prefix
-        columns = [
-            *(np.array([bias[i] for bias in biases], dtype=np.int32) for i in (0, 1)),
-            np.array([bias[2] for bias in biases], dtype=np.float32).view(np.int32),
-            *(np.array([ban[i] for ban in bans], dtype=np.int32) for i in (0, 1, 2)),
-            *(np.array([phrase[i] for phrase in phrases], dtype=np.int32) for i in (0, 1)),
-            np.array([len(prefix) for _, _, prefix in phrases], dtype=np.int32),
-            prefixes.reshape(-1),
+        owners = list(self._rows.values())
+        tables = [
+            np.concatenate([rules.biases for rules in owners], axis=1),
+            np.concatenate([rules.bans for rules in owners], axis=1),
+            np.concatenate([rules.phrases for rules in owners], axis=1),
         ]
-        parts = to_device(np.concatenate(columns), self.device).split([len(column) for column in columns])
+        longest = max(rules.prefixes.shape[1] for rules in owners)
+        prefixes = np.zeros((tables[2].shape[1], longest), dtype=np.int32)
+        first = 0
+        for rules in owners:
+            count, width = rules.prefixes.shape
+            prefixes[first : first + count, longest - width :] = rules.prefixes
+            first += count
+        packed = to_device(np.concatenate([part.ravel() for part in (*tables, prefixes)]), self.device)
+        *parts, flat_prefixes = packed.split([*(table.size for table in tables), prefixes.size])
+        biases, bans, phrases = (part.view(3, -1) for part in parts)
         return _DeviceRules(
-            bias_rows=parts[0].long(),
-            bias_tokens=parts[1].long(),
-            bias_values=parts[2].view(torch.float32),
-            ban_rows=parts[3].long(),
-            ban_tokens=parts[4].long(),
-            ban_until=parts[5],
-            phrase_rows=parts[6].long(),
-            phrase_tokens=parts[7].long(),
-            prefix_lens=parts[8].long(),
-            prefixes=parts[9].view(-1, longest),
+            bias_rows=biases[0].long(),
+            bias_tokens=biases[1].long(),
+            bias_values=biases[2].view(torch.float32),
+            ban_rows=bans[0].long(),
+            ban_tokens=bans[1].long(),
+            ban_until=bans[2],
+            phrase_rows=phrases[0].long(),
+            phrase_tokens=phrases[1].long(),
+            prefix_lens=phrases[2].long(),
+            prefixes=flat_prefixes.view(-1, longest) if longest else flat_prefixes.view(0, 1),
         )
+
+
+def _columns(row: int, token_ids: list[int], third: list[int] | np.ndarray) -> np.ndarray:
+    """# [3, len(token_ids)] int32"""
+    table = np.empty((3, len(token_ids)), dtype=np.int32)
+    table[0], table[1], table[2] = row, token_ids, third
+    return table
 
 
 def _ban_(flat: Tensor, index: Tensor, banned: Tensor) -> None:

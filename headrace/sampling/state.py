@@ -114,17 +114,10 @@ class SamplingState:
         self._live: dict[int, Feature] = {}
         self._num_live = Counter[Feature]()
         self._num_logprobs: dict[int, int] = {}
+        self.features = Feature.NONE
+        """What at least one live row needs."""
         self.max_logprobs: int | None = None
         """The most alternatives that a live row asked for; None: no row wants logprobs."""
-
-    @property
-    def features(self) -> Feature:
-        """What at least one live row needs."""
-        found = Feature.NONE
-        for feature, count in self._num_live.items():
-            if count:
-                found |= feature
-        return found
 
     def add(self, new_rows: list[NewRow]) -> None:
         """Fill rows: one copy to the device for all of them (a second where token masks came along)."""
@@ -144,7 +137,7 @@ class SamplingState:
         packed = to_device(records.view(np.int32).reshape(len(new_rows), _WIDTH), self.device)
         self._records.index_copy_(0, packed[:, _COLUMN["row"]].long(), packed)
         self._write_masks([(new.row, new.params.allowed_token_ids or []) for new in new_rows if _has_mask(new.params)])
-        self.max_logprobs = max(self._num_logprobs.values(), default=None)
+        self._sum_up()
 
     def remove(self, rows: list[int]) -> None:
         """Forget rows; rows that hold nothing are passed over. No work on the device: a dead row is never read."""
@@ -154,7 +147,7 @@ class SamplingState:
             self._num_logprobs.pop(row, None)
             if Feature.RULES in found:
                 self.rules.remove(row)
-        self.max_logprobs = max(self._num_logprobs.values(), default=None)
+        self._sum_up()
 
     def gather(self, rows: Tensor) -> BatchParams:
         """The records of `rows` [n] int64."""
@@ -169,6 +162,13 @@ class SamplingState:
             },
             repetition_penalty=floats[:, _COLUMN["repetition_penalty"]],
         )
+
+    def _sum_up(self) -> None:
+        self.features = Feature.NONE
+        for feature, count in self._num_live.items():
+            if count:
+                self.features |= feature
+        self.max_logprobs = max(self._num_logprobs.values(), default=None)
 
     def _fill(self, record: np.void, new: NewRow) -> None:
         params = new.params
@@ -196,8 +196,7 @@ class SamplingState:
         packed = np.zeros((len(masks), num_words + 1), dtype=np.int32)
         for line, (row, token_ids) in zip(packed, masks, strict=True):
             bits = np.zeros(num_words * 32, dtype=np.uint8)
-            ids = np.asarray(token_ids, dtype=np.int64)
-            bits[ids[ids < self.vocab_size]] = 1
+            bits[[token for token in token_ids if token < self.vocab_size]] = 1
             line[0] = row
             line[1:] = np.packbits(bits, bitorder="little").view("<i4")
         on_device = to_device(packed, self.device)
