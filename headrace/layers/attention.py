@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from headrace.attention.backend import AttentionMetadata
+from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.table import AttentionSpec
 from headrace.layers.context import LayerContext
 from headrace.layers.layer import Layer

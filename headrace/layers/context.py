@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from headrace.attention.backend import Backend
+from headrace.attention.table import AttentionSpec
 from headrace.distributed.mesh import Mesh
 from headrace.kernels.table import KernelTable
 
@@ -15,7 +16,8 @@ from headrace.kernels.table import KernelTable
 class LayerContext:
     mesh: Mesh
     kernels: KernelTable
-    backend: Backend
-    block_size: int
+    backend: Any
+    spec: AttentionSpec
+    """attention on this rank; the model replaces `sliding_window` by each layer's own"""
     dtype: torch.dtype
     device: torch.device

@@ -47,7 +47,7 @@ class Linear(Layer):
         }
 
     def finalize(self) -> None:
-        self.compute, self.weights = self.scheme.finalize(self.spec, self.weights)
+        self.compute, self.weights = self.scheme.finalize(self.spec, self.weights), {}
 
     def forward(self, x: Tensor) -> Tensor:
         return self.compute(x)

@@ -6,9 +6,11 @@ the checkpoint, but for fused layers, which know their parts' names.
 
 from __future__ import annotations
 
+import dataclasses
+
 from torch import Tensor, nn
 
-from headrace.attention.backend import AttentionMetadata
+from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.table import AttentionSpec
 from headrace.layers.attention import Attention
 from headrace.layers.context import LayerContext
@@ -18,7 +20,7 @@ from headrace.layers.mlp import GatedMLP
 from headrace.layers.norm import RMSNorm
 from headrace.layers.rotary import rope_table
 from headrace.model_config import ModelConfig
-from headrace.models.registry import ModelEntry, attention_specs
+from headrace.models.registry import ModelEntry
 
 
 def _said(quirk: bool | None, otherwise: bool) -> bool:
@@ -58,20 +60,12 @@ class LlamaDecoderLayer(Layer):
 class LlamaModel(Layer):
     def __init__(self, config: ModelConfig, entry: ModelEntry, context: LayerContext) -> None:
         super().__init__()
-        self.attention_specs = attention_specs(
-            config,
-            tp_size=context.mesh.tp.size,
-            block_size=context.block_size,
-            dtype=str(context.dtype).removeprefix("torch."),
-            device_type=context.device.type,
-        )
+        specs = [dataclasses.replace(context.spec, sliding_window=window) for window in entry.windows(config)]
         cos_sin = rope_table(config, context.device)
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, context.mesh.tp, context.dtype
         )
-        self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, entry, spec, cos_sin, context) for spec in self.attention_specs
-        )
+        self.layers = nn.ModuleList(LlamaDecoderLayer(config, entry, spec, cos_sin, context) for spec in specs)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context.kernels, context.dtype)
 
     def forward(
@@ -87,7 +81,6 @@ class LlamaForCausalLM(Layer):
     def __init__(self, config: ModelConfig, entry: ModelEntry, context: LayerContext) -> None:
         super().__init__()
         self.model = LlamaModel(config, entry, context)
-        self.attention_specs = self.model.attention_specs
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, context.mesh.tp, context.dtype, tied_to)
 

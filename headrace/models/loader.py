@@ -26,7 +26,7 @@ from headrace.layers.linear import Linear
 from headrace.model_config import ModelConfig
 from headrace.models.checkpoint import READABLE_DTYPES, StoredTensor, checkpoint_files, stored_tensors
 from headrace.models.registry import resolve
-from headrace.quantization.scheme import Slot
+from headrace.quantization.scheme import Scheme, Slot
 from headrace.quantization.table import resolve_format
 
 DUMMY_RANGE = 1e-3
@@ -48,13 +48,14 @@ def load_model(
 ) -> Any:
     """The model on `context.device`, ready to run, with this rank's slices of the weights in `context.dtype`.
 
+    `model.weight_bytes` says how much of a checkpoint in that dtype is here.
     `load_format` dummy: random weights, the same whole model whatever the number of ranks. Raises CheckpointError
     naming the file or tensor, UnsupportedModelError, ConfigError.
     """
     with torch.no_grad():
         model = build_model(config, context)
         layers = [(path, module) for path, module in model.named_modules() if isinstance(module, Layer)]
-        attach_format(config, layers)
+        attach_format(config, [layer for _, layer in layers if isinstance(layer, Linear)], context.device)
         slots: dict[str, Slot] = {}
         for path, layer in layers:
             layer.create_weights(context.device)
@@ -63,17 +64,19 @@ def load_model(
             fill_with_dummies(slots, seed)
         else:
             fill_from_checkpoint(slots, folder, tied=config.tie_word_embeddings)
+        model.weight_bytes = sum(slot.num_bytes for slot in slots.values())
         for _, layer in layers:
             layer.finalize()
     return model
 
 
-def attach_format(config: ModelConfig, layers: list[tuple[str, Layer]]) -> None:
+def attach_format(config: ModelConfig, linears: list[Linear], device: torch.device) -> None:
+    """Hand every linear to the checkpoint's format."""
     entry = resolve_format(config)
-    scheme = getattr(importlib.import_module(entry.module), entry.class_name)()
-    for _, layer in layers:
-        if isinstance(layer, Linear):
-            layer.scheme = scheme
+    scheme: Scheme = getattr(importlib.import_module(entry.module), entry.class_name)()
+    scheme.prepare([linear.spec for linear in linears], device)
+    for linear in linears:
+        linear.scheme = scheme
 
 
 def fill_from_checkpoint(slots: dict[str, Slot], folder: Path, tied: bool = False) -> None:

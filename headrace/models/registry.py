@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.attention.table import AttentionSpec
-from headrace.errors import UnsupportedModelError
+from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.model_config import ModelConfig
 from headrace.quantization.table import resolve_format
 
@@ -119,22 +119,30 @@ def resolve(config: ModelConfig) -> ModelEntry:
     return entry
 
 
-def attention_specs(
+def attention_spec(
     config: ModelConfig, *, tp_size: int, block_size: int, dtype: str, device_type: str
-) -> tuple[AttentionSpec, ...]:
-    """What attention has to be on one rank of `tp_size`, layer by layer (KV heads are never split below one)."""
-    return tuple(
-        AttentionSpec(
-            num_heads=config.num_heads // tp_size,
-            num_kv_heads=max(1, config.num_kv_heads // tp_size),
-            head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
-            block_size=block_size,
-            dtype=dtype,
-            sliding_window=window,
-            device_type=device_type,
+) -> AttentionSpec:
+    """What attention has to be on one rank of `tp_size`; with a sliding window if any layer has one.
+
+    Raises UnsupportedModelError, and ConfigError where `tp_size` does not divide the heads.
+    """
+    if config.num_heads % tp_size:
+        raise ConfigError(f"tensor_parallel_size {tp_size} does not divide num_attention_heads ({config.num_heads})")
+    kv_heads = config.num_kv_heads
+    if kv_heads % tp_size and tp_size % kv_heads:
+        raise ConfigError(
+            f"tensor_parallel_size {tp_size} must divide num_key_value_heads ({kv_heads}) or be a multiple of it"
         )
-        for window in resolve(config).windows(config)
+    windows = [window for window in resolve(config).windows(config) if window is not None]
+    return AttentionSpec(
+        num_heads=config.num_heads // tp_size,
+        num_kv_heads=max(1, kv_heads // tp_size),
+        head_dim=config.head_dim,
+        scale=config.head_dim**-0.5,
+        block_size=block_size,
+        dtype=dtype,
+        sliding_window=min(windows, default=None),
+        device_type=device_type,
     )
 
 

@@ -28,6 +28,10 @@ class Slot:
     destination: Tensor | None
     """a view of that slice's size in the model's memory; None: this rank has no use for the tensor"""
 
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self.destination is None else self.destination.numel() * self.destination.element_size()
+
 
 @dataclass(frozen=True)
 class Part:
@@ -59,11 +63,16 @@ class LinearSpec:
 
 
 class Scheme(Protocol):
+    """One object serves every linear of a model."""
+
+    def prepare(self, specs: list[LinearSpec], device: torch.device) -> None:
+        """Before anything else: all the linears there will be."""
+
     def create_weights(self, spec: LinearSpec, device: torch.device) -> dict[str, Tensor]:
         """Uninitialized tensors, by the name that the checkpoint gives them (`weight`, `bias`)."""
 
     def slots(self, spec: LinearSpec, weights: dict[str, Tensor]) -> Iterator[tuple[Part, str, Slot]]:
         """For each part and tensor name: where it goes."""
 
-    def finalize(self, spec: LinearSpec, weights: dict[str, Tensor]) -> tuple[Compute, dict[str, Tensor]]:
-        """After loading: the function that applies the weights, and the tensors that it holds on to."""
+    def finalize(self, spec: LinearSpec, weights: dict[str, Tensor]) -> Compute:
+        """After loading: the function that applies the weights. It may hold them in another form, and only so."""

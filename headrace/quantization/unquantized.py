@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.quantization.cpu_linear import Choice, choose_all, hold_plain, spare_memory
 from headrace.quantization.scheme import Compute, LinearSpec, Part, Slot
 
 
 class Unquantized:
+    def __init__(self) -> None:
+        self.choices: dict[tuple[int, int, torch.dtype], Choice] = {}
+
+    def prepare(self, specs: list[LinearSpec], device: torch.device) -> None:
+        if device.type == "cpu":
+            self.choices = choose_all(specs, spare_bytes=spare_memory())
+
     def create_weights(self, spec: LinearSpec, device: torch.device) -> dict[str, Tensor]:
         weight = torch.empty(spec.out_features, spec.in_features, dtype=spec.dtype, device=device)
         used = max(part.offset + _length(part.rows) for part in spec.parts)
@@ -29,13 +36,12 @@ class Unquantized:
                 bias = weights["bias"][rows] if spec.adds_bias else None
                 yield part, "bias", Slot(part.shape[:1], (part.rows,), bias)
 
-    def finalize(self, spec: LinearSpec, weights: dict[str, Tensor]) -> tuple[Compute, dict[str, Tensor]]:
+    def finalize(self, spec: LinearSpec, weights: dict[str, Tensor]) -> Compute:
         weight, bias = weights["weight"], weights.get("bias")
-
-        def compute(x: Tensor) -> Tensor:
-            return F.linear(x, weight, bias)
-
-        return compute, weights
+        choice = self.choices.get((spec.out_features, spec.in_features, spec.dtype))
+        if choice is None:
+            return hold_plain(weight, bias)
+        return choice.hold(weight, bias)
 
 
 def _length(rows: slice) -> int:

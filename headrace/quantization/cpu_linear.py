@@ -1,0 +1,165 @@
+"""How a CPU best holds the weight of a linear layer: found by trying, once per size at load, in about a second in all.
+
+`F.linear` is up to seven times slower than the best way, and which that is depends on the processor (has it bf16
+units?), on the sizes and on the number of tokens. Knows nothing of parts, checkpoints or ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.quantization.scheme import Compute, LinearSpec
+
+Hold = Callable[[Tensor, Tensor | None], Compute]
+"""weight [out, in], bias [out] or None -> the function that applies them, which keeps what it needs of them."""
+
+
+def hold_plain(weight: Tensor, bias: Tensor | None) -> Compute:
+    return lambda x: F.linear(x, weight, bias)
+
+
+def hold_transposed(weight: Tensor, bias: Tensor | None) -> Compute:
+    """[in, out]: what sgemm wants when tokens are few."""
+    transposed = weight.t().contiguous()
+    if bias is None:
+        return lambda x: torch.mm(x, transposed)
+    return lambda x: torch.addmm(bias, x, transposed)
+
+
+def hold_packed(weight: Tensor, bias: Tensor | None) -> Compute:
+    """In oneDNN's blocked layout."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 8)
+    linear = torch.ops.mkldnn._linear_pointwise.default
+    return lambda x: linear(x, packed, bias, "none", [], "")
+
+
+def hold_packed_float32(weight: Tensor, bias: Tensor | None) -> Compute:
+    """For 16-bit weights on a CPU that multiplies 32-bit numbers only: converted once, not in every product. Sums are
+    float32 either way."""
+    dtype = weight.dtype
+    linear = hold_packed(weight.float(), None if bias is None else bias.float())
+    return lambda x: linear(x.float()).to(dtype)
+
+
+@dataclass(frozen=True)
+class Way:
+    name: str
+    hold: Hold
+    bytes_per_weight: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`few` serves fewer than `threshold` tokens, `many` the rest; they may be the same."""
+
+    few: Way
+    many: Way
+    threshold: int = 1
+
+    def hold(self, weight: Tensor, bias: Tensor | None) -> Compute:
+        few = self.few.hold(weight, bias)
+        if self.many is self.few:
+            return few
+        many, threshold = self.many.hold(weight, bias), self.threshold
+        return lambda x: few(x) if x.shape[0] < threshold else many(x)
+
+
+def ways(dtype: torch.dtype) -> list[Way]:
+    """The ways to try for `dtype`; the first is taken unless another is clearly faster."""
+    found = [Way("transposed", hold_transposed, dtype.itemsize), Way("plain", hold_plain, dtype.itemsize)]
+    if not torch.backends.mkldnn.is_available():
+        return found
+    native = {
+        torch.float32: lambda: True,
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    if native[dtype]():
+        found.append(Way("packed", hold_packed, dtype.itemsize))
+    if dtype != torch.float32:
+        found.append(Way("packed as float32", hold_packed_float32, 4))
+    return found
+
+
+SIZES = (1, 4, 16)
+"""numbers of tokens tried"""
+WORTH = 0.9
+"""A way must take less than this share of a simpler one's time."""
+IN_CACHE = 16 << 20
+"""Weights of fewer bytes in all stay in the CPU's cache between steps; others come from memory each time."""
+STREAMED = 8 << 20
+"""elements of the weight on which the latter are tried, so that no cache holds much of it"""
+SECONDS_PER_WAY = 0.001
+ROUNDS = (2, 30)
+"""fewest and most runs of one way at one size; the fastest counts"""
+
+
+def choose_all(specs: list[LinearSpec], spare_bytes: int) -> dict[tuple[int, int, torch.dtype], Choice]:
+    """(out, in, dtype) -> how to hold such a weight. `spare_bytes`: what the model may take beyond one copy of its
+    weights; if a second one in float32 does not fit, there is one copy, in the checkpoint's type."""
+    count = sum(spec.out_features * spec.in_features for spec in specs)
+    stored = sum(spec.out_features * spec.in_features * spec.dtype.itemsize for spec in specs)
+    roomy = 4 * count <= spare_bytes
+    choices: dict[tuple[int, int, torch.dtype], Choice] = {}
+    streamed: dict[tuple[int, torch.dtype], Choice] = {}
+    for spec in specs:
+        size, width = (spec.out_features, spec.in_features, spec.dtype), (spec.in_features, spec.dtype)
+        if size not in choices and stored < IN_CACHE:
+            choices[size] = choose(*size, roomy)
+        elif size not in choices:
+            if width not in streamed:
+                streamed[width] = choose(max(1, STREAMED // spec.in_features), *width, roomy)
+            choices[size] = streamed[width]
+    return choices
+
+
+def choose(out_features: int, in_features: int, dtype: torch.dtype, roomy: bool = True) -> Choice:
+    """Try every way on a weight of these sizes. `roomy`: a second copy may be held."""
+    candidates = [way for way in ways(dtype) if roomy or way.bytes_per_weight == dtype.itemsize]
+    weight = torch.full((out_features, in_features), 0.01, dtype=dtype)
+    held = [way.hold(weight, None) for way in candidates]
+    times = {size: _try(held, torch.full((size, in_features), 0.01, dtype=dtype)) for size in SIZES}
+    few, many = _fastest(times[SIZES[0]]), _fastest(times[SIZES[-1]])
+    for single in (few, many):  # one copy is enough where it is nearly as good for both
+        if all(times[size][single] * WORTH <= min(times[size]) for size in (SIZES[0], SIZES[-1])):
+            return Choice(candidates[single], candidates[single])
+    if not roomy:
+        return Choice(candidates[few], candidates[few])
+    threshold = next(size for size in SIZES if times[size][many] < times[size][few])
+    return Choice(candidates[few], candidates[many], threshold)
+
+
+def spare_memory() -> int:
+    """Half of what this machine has free, in bytes: the rest is for the weights' first copy and the KV cache."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024 // 2
+    return 0
+
+
+def _try(held: list[Compute], x: Tensor) -> list[float]:
+    """-> seconds of each on x, tried in turns so that a busy moment hits them alike."""
+    best = [float("inf")] * len(held)
+    start, rounds = time.perf_counter(), 0
+    while rounds < ROUNDS[0] or (rounds < ROUNDS[1] and time.perf_counter() - start < SECONDS_PER_WAY * len(held)):
+        for index, compute in enumerate(held):
+            before = time.perf_counter()
+            compute(x)
+            best[index] = min(best[index], time.perf_counter() - before)
+        rounds += 1
+    return best
+
+
+def _fastest(times: list[float]) -> int:
+    best = 0
+    for index, seconds in enumerate(times):
+        if seconds < times[best] * WORTH:
+            best = index
+    return best
