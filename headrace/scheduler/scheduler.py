@@ -229,8 +229,7 @@ class Scheduler:
         self.preempted.add(victim)
 
     def _next_candidate(self) -> Request | None:
-        """First in order among the preempted and, where a row is free, the waiting. (To wait for a row that only
-        preempted requests hold would be to wait for ever.)"""
+        """First in order among the preempted, which have their rows, and, where a row is free, the waiting."""
         resumable, fresh = self.preempted.first, self.waiting.first if self._free_rows else None
         if resumable is None or (fresh is not None and fresh.order < resumable.order):
             return fresh

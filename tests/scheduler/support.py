@@ -1,8 +1,8 @@
 """What the scheduler's tests share: short ways to say "a scheduler", "a request", "one step", and a fake device.
 
-The fake device keeps what a real one keeps (token rows, block tables, KV slots), but the KV of a position is a digest of
-all tokens up to it. So it can tell whether a step reads what it should: a wrong prefix hit, a block given away too early
-or a stale block table shows up as a wrong digest.
+The fake device keeps what a real one keeps (token rows, block tables, KV slots), but the KV of a position is a digest
+of all tokens up to it. So it can tell whether a step reads what it should: a wrong prefix hit, a block given away too
+early or a stale block table shows up as a wrong digest.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def make_request(
     seed: int = 0,
     **params: Any,
 ) -> EngineCoreRequest:
-    """`prompt`: token ids, or how many of 100, 101, 102, ... `stop_token_ids` are those of the model (eos) and the user."""
+    """`prompt`: token ids, or how many of 100, 101, 102, ... `stop_token_ids`: the model's (eos) and the user's."""
     return EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=list(range(100, 100 + prompt)) if isinstance(prompt, int) else prompt,

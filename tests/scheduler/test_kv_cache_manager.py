@@ -1,0 +1,116 @@
+"""Block hashes say "same tokens from the start, same salt" and nothing less; hits leave the last token to compute."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from headrace.request import Request
+from headrace.scheduler.kv_cache_manager import KVCacheManager, extend_block_hashes
+
+from .support import make_request
+
+
+def hashes(prompt: list[int], block_size: int = 2, cache_salt: str | None = None) -> list[bytes]:
+    request = Request(make_request("r", prompt, cache_salt=cache_salt))
+    extend_block_hashes(request, len(prompt) // block_size, block_size)
+    return request.block_hashes
+
+
+def cached_request(manager: KVCacheManager, prompt: list[int], cache_salt: str | None = None) -> Request:
+    """A request that has computed its prompt and gone, leaving its full blocks in the cache."""
+    request = Request(make_request("earlier", prompt, cache_salt=cache_salt))
+    assert manager.admit(request, [], len(prompt))
+    manager.register(request, len(prompt))
+    manager.free(request)
+    return request
+
+
+def test_equal_prefixes_have_equal_hashes() -> None:
+    a, b = hashes([1, 2, 3, 4, 5, 6]), hashes([1, 2, 3, 4, 9, 9, 9])
+    assert len(a) == len(b) == 3
+    assert a[:2] == b[:2]
+    assert a[2] != b[2]
+
+
+def test_a_hash_covers_everything_before_its_block() -> None:
+    assert hashes([1, 2, 8, 8])[1] != hashes([3, 4, 8, 8])[1]
+    assert hashes([8, 8, 8, 8])[0] != hashes([8, 8, 8, 8])[1]
+
+
+def test_token_boundaries_and_salts_cannot_be_forged() -> None:
+    prompts = [[1, 23], [12, 3], [123, 0], [0, 123], [258, 0], [2, 1]]
+    salts = [None, "", "a", "b", "salt:", "unsalted", "\ud800"]
+    found = [hashes(prompt, cache_salt=salt)[0] for prompt, salt in itertools.product(prompts, salts)]
+    assert len(set(found)) == len(prompts) * len(salts)
+
+
+def test_hashing_in_parts_gives_the_same_chain() -> None:
+    whole = hashes(list(range(9)), block_size=3)
+    request = Request(make_request("r", list(range(9))))
+    for num_blocks in (1, 1, 3, 2):
+        extend_block_hashes(request, num_blocks, 3)
+    assert request.block_hashes == whole
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 32, 64])
+def test_a_hit_is_every_full_block_but_never_the_last_token(block_size: int) -> None:
+    manager = KVCacheManager(num_blocks=300, block_size=block_size, enable_prefix_caching=True)
+    prompt = list(range(200))
+    cached_request(manager, prompt)
+    for length in (1, block_size, block_size + 1, 2 * block_size, 199, 200):
+        found = manager.find_cached(Request(make_request("r", prompt[:length])))
+        assert len(found) == (length - 1) // block_size
+
+
+def test_a_hit_ends_at_the_first_difference() -> None:
+    manager = KVCacheManager(num_blocks=10, block_size=2, enable_prefix_caching=True)
+    cached_request(manager, [1, 2, 3, 4, 5, 6, 7])
+    assert len(manager.find_cached(Request(make_request("r", [1, 2, 3, 9, 5, 6, 7])))) == 1
+
+
+def test_salts_do_not_see_each_other() -> None:
+    manager = KVCacheManager(num_blocks=10, block_size=2, enable_prefix_caching=True)
+    cached_request(manager, [1, 2, 3], cache_salt="mine")
+    assert len(manager.find_cached(Request(make_request("r", [1, 2, 3], cache_salt="mine")))) == 1
+    assert manager.find_cached(Request(make_request("r", [1, 2, 3], cache_salt="yours"))) == []
+    assert manager.find_cached(Request(make_request("r", [1, 2, 3]))) == []
+
+
+def test_prompt_logprobs_need_every_position_computed() -> None:
+    manager = KVCacheManager(num_blocks=10, block_size=2, enable_prefix_caching=True)
+    cached_request(manager, [1, 2, 3])
+    assert manager.find_cached(Request(make_request("r", [1, 2, 3], prompt_logprobs=0))) == []
+
+
+def test_without_prefix_caching_nothing_is_hashed() -> None:
+    manager = KVCacheManager(num_blocks=10, block_size=2, enable_prefix_caching=False)
+    request = cached_request(manager, [1, 2, 3])
+    assert manager.find_cached(Request(make_request("r", [1, 2, 3]))) == []
+    assert request.block_hashes == []
+    assert manager.pool.num_free == 10
+
+
+def test_admission_counts_cached_blocks_that_nobody_holds_as_both_hit_and_taken() -> None:
+    manager = KVCacheManager(num_blocks=4, block_size=2, enable_prefix_caching=True)
+    cached_request(manager, [1, 2, 3, 4, 5])  # leaves 2 cached blocks, 2 free
+    request = Request(make_request("r", [1, 2, 3, 4, *range(10, 15)]))  # needs 5 blocks
+    cached = manager.find_cached(request)
+    assert len(cached) == 2
+    assert not manager.admit(request, cached, 5)
+    assert manager.pool.num_held == 0
+
+    request = Request(make_request("r", [1, 2, 3, 4, *range(10, 14)]))  # needs 4
+    assert manager.admit(request, manager.find_cached(request), 5)
+    assert request.block_ids[:2] == cached
+    assert len(request.block_ids) == 3, "blocks for the first chunk only"
+    manager.pool.check_invariant()
+
+
+def test_what_lies_beyond_a_cut_is_forgotten() -> None:
+    manager = KVCacheManager(num_blocks=10, block_size=2, enable_prefix_caching=True)
+    request = cached_request(manager, [1, 2, 3, 4, 5, 6])
+    manager.forget_after(request, 3)
+    assert [manager.pool.find(digest) is not None for digest in request.block_hashes] == [True, False, False]
+    manager.pool.check_invariant()

@@ -1,0 +1,232 @@
+"""When blocks run out, the last in order gives its own back and computes again later."""
+
+from __future__ import annotations
+
+from headrace.request import FinishReason, RequestStatus
+from headrace.scheduler.scheduler import Scheduler
+from headrace.step import BlockUpdate, Logprobs, RunnerOutput
+
+from .support import batch, make_request, make_scheduler, results, run_step, run_to_end
+
+
+def two_decodes(**changes: object) -> Scheduler:
+    """a and b, 3 tokens each and a block of 4, in a pool of 3: the third block goes to one of them alone."""
+    scheduler = make_scheduler(**{"num_blocks": 3} | changes)
+    scheduler.add_request(make_request("a", [1, 2, 3]))
+    scheduler.add_request(make_request("b", [4, 5, 6]))
+    for _ in range(2):
+        run_step(scheduler)  # b is told its second token: both have 5 now, of which 4 are computed
+    return scheduler
+
+
+def test_the_last_in_order_is_preempted_and_keeps_its_row() -> None:
+    scheduler = two_decodes()
+    b = scheduler.requests["b"]
+    step, _ = run_step(scheduler)
+    assert batch(scheduler, step) == {"a": 1}
+    assert b.status is RequestStatus.PREEMPTED
+    assert (b.row, b.block_ids, b.num_computed_tokens, b.num_preemptions) == (1, [], 0, 1)
+    stats = scheduler.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_preemptions) == (1, 1, 1)
+
+
+def test_the_preempted_resumes_by_computing_prompt_and_output_again() -> None:
+    scheduler = two_decodes(enable_prefix_caching=False)
+    run_step(scheduler)
+    scheduler.abort("a")
+    step, _ = run_step(scheduler)
+    assert step.new_rows == []
+    assert (step.rows, step.num_computed_tokens, step.num_scheduled_tokens, step.samples) == ([1], [0], [5], [True])
+    assert len(step.block_updates[0].block_ids) == 2
+    assert len(run_to_end(scheduler)) == 5
+
+
+def test_what_is_still_cached_need_not_be_computed_again() -> None:
+    scheduler = two_decodes()
+    run_step(scheduler)
+    scheduler.abort("a")
+    step, _ = run_step(scheduler)
+    assert (step.num_computed_tokens, step.num_scheduled_tokens) == ([4], [1])
+    assert scheduler.requests["b"].num_cached_tokens == 0, "that counts the first admission only"
+
+
+def test_nothing_is_admitted_in_a_step_that_preempts_and_the_preempted_go_first() -> None:
+    scheduler = two_decodes()
+    scheduler.add_request(make_request("c", 1))
+    step, _ = run_step(scheduler)
+    assert batch(scheduler, step) == {"a": 1}
+    scheduler.abort("a")
+    step, _ = run_step(scheduler)
+    assert batch(scheduler, step) == {"b": 1, "c": 1}
+    assert scheduler.requests["c"].row == 0
+
+
+def test_every_request_comes_through_however_small_the_pool() -> None:
+    scheduler = make_scheduler(num_blocks=4, max_num_seqs=4)
+    for name in "abcd":
+        scheduler.add_request(make_request(name, 3, max_tokens=13))
+    tokens = dict.fromkeys("abcd", 0)
+    for output in run_to_end(scheduler):
+        tokens[output.request_id] += len(output.new_token_ids)
+    assert set(tokens.values()) == {13}
+    assert scheduler.stats().num_preemptions > 0
+
+
+def test_priority_decides_who_is_preempted() -> None:
+    scheduler = make_scheduler(policy="priority", num_blocks=3)
+    scheduler.add_request(make_request("patient", [1, 2, 3], priority=5))
+    run_step(scheduler)
+    scheduler.add_request(make_request("urgent", [4, 5, 6], priority=0))
+    run_step(scheduler)  # patient has 5 tokens, 4 computed; urgent has 4, of which 3 are computed
+    step, _ = run_step(scheduler)  # patient takes the third block
+    assert batch(scheduler, step) == {"urgent": 1, "patient": 1}
+    step, _ = run_step(scheduler)  # urgent wants it
+    assert batch(scheduler, step) == {"urgent": 1}
+    assert scheduler.requests["patient"].status is RequestStatus.PREEMPTED
+
+
+def test_a_row_that_falls_free_goes_to_an_urgent_newcomer_before_the_preempted_resume() -> None:
+    scheduler = make_scheduler(policy="priority", num_blocks=3, max_num_seqs=2)
+    for name in ("a", "b"):
+        scheduler.add_request(make_request(name, [3, 4, 5], priority=3))
+    for _ in range(3):
+        run_step(scheduler)
+    assert scheduler.requests["b"].status is RequestStatus.PREEMPTED
+    scheduler.add_request(make_request("urgent", 1, max_tokens=1, priority=0))
+    order = [output.request_id for output in run_to_end(scheduler) if output.finish_reason]
+    assert order == ["a", "urgent", "b"]
+
+
+def test_a_prompt_under_way_takes_blocks_from_those_behind_it_out_of_the_same_step() -> None:
+    """Under the priority policy a better prompt may still be growing while a worse request decodes already."""
+    scheduler = make_scheduler(policy="priority", num_blocks=6, max_num_batched_tokens=8, max_model_len=30)
+    scheduler.add_request(make_request("worse", [1, 2, 3], max_tokens=9, priority=1))
+    run_step(scheduler)
+    scheduler.add_request(make_request("better", 17, max_tokens=2, priority=0))
+    step, _ = run_step(scheduler)
+    assert batch(scheduler, step) == {"worse": 1, "better": 7}
+    # worse takes its second block, leaving 2; better has 2 and wants 4
+    step, _ = run_step(scheduler)
+    assert batch(scheduler, step) == {"worse": 1, "better": 7}
+    # better wants its fifth: only worse's are left, whose decode is in this very step already
+    step, _ = run_step(scheduler)
+    assert batch(scheduler, step) == {"better": 3}
+    assert step.num_tokens == 3
+    assert scheduler.requests["worse"].status is RequestStatus.PREEMPTED
+    assert scheduler.requests["worse"].num_inflight == 0
+
+
+def test_the_block_update_of_a_decode_taken_out_goes_with_it() -> None:
+    scheduler = make_scheduler(policy="priority", num_blocks=5, max_num_batched_tokens=8, max_model_len=30)
+    scheduler.add_request(make_request("worse", [1, 2, 3], max_tokens=9, priority=1))
+    run_step(scheduler)
+    scheduler.add_request(make_request("better", 14, max_tokens=2, priority=0))
+    run_step(scheduler)  # worse: 4 computed, 1 block; better: 7 computed, 2 blocks
+    step, _ = run_step(scheduler)  # worse's second block would be the fourth; better then wants two more
+    assert batch(scheduler, step) == {"better": 7}
+    better = scheduler.requests["better"]
+    assert step.block_updates == [BlockUpdate(better.row, 2, better.block_ids[2:])]
+    scheduler.kv_cache.pool.check_invariant()
+
+
+def prompt_under_way(**params: object) -> Scheduler:
+    """a decodes; b computes the first 5 of 9 prompt tokens in the next step and will lack a block in the one after,
+    since a takes the last."""
+    scheduler = make_scheduler(num_blocks=4, max_num_batched_tokens=6)
+    scheduler.add_request(make_request("a", [1, 2, 3], max_tokens=6))
+    run_step(scheduler)
+    scheduler.add_request(make_request("b", list(range(20, 29)), max_tokens=2, **params))
+    return scheduler
+
+
+def test_a_prompt_under_way_may_have_to_preempt_itself() -> None:
+    scheduler = prompt_under_way()
+    assert batch(scheduler, run_step(scheduler)[0]) == {"a": 1, "b": 5}
+    assert batch(scheduler, run_step(scheduler)[0]) == {"a": 1}
+    assert scheduler.requests["b"].status is RequestStatus.PREEMPTED
+
+
+# ---- with results outstanding
+
+
+def test_the_preempted_resume_only_when_their_tokens_are_back() -> None:
+    scheduler = make_scheduler(num_blocks=3)
+    scheduler.add_request(make_request("a", [1, 2, 3]))
+    scheduler.add_request(make_request("b", [4, 5, 6]))
+    steps = [scheduler.schedule() for _ in range(3)]
+    b = scheduler.requests["b"]
+    assert (b.status, b.num_inflight) == (RequestStatus.PREEMPTED, 2)
+    scheduler.abort("a")
+    assert scheduler.schedule() is None, "b could run, but two of its tokens are not known yet"
+    for step in steps:
+        outputs = scheduler.update(step, results(step))
+        assert [output.request_id for output in outputs] in (["b"], [])
+    assert b.token_ids == [4, 5, 6, 7, 7]
+    assert batch(scheduler, scheduler.schedule()) == {"b": 5}
+
+
+def test_a_request_may_end_while_preempted() -> None:
+    scheduler = make_scheduler(num_blocks=3)
+    scheduler.add_request(make_request("a", [1, 2, 3]))
+    scheduler.add_request(make_request("b", [4, 5, 6], stop_token_ids=[7]))
+    steps = [scheduler.schedule() for _ in range(3)]
+    assert scheduler.requests["b"].status is RequestStatus.PREEMPTED
+    _, ended = scheduler.update(steps[0], results(steps[0]))
+    assert (ended.request_id, ended.finish_reason) == ("b", FinishReason.STOP)
+    assert len(scheduler.preempted) == 0
+    outputs = scheduler.update(steps[1], results(steps[1])) + scheduler.update(steps[2], results(steps[2]))
+    assert [output.request_id for output in outputs] == ["a", "a"]
+
+
+def test_an_abort_of_a_preempted_request_forgets_what_it_left_in_the_cache() -> None:
+    scheduler = two_decodes()
+    run_step(scheduler)
+    b = scheduler.requests["b"]
+    assert scheduler.kv_cache.pool.find(b.block_hashes[0]) is not None
+    scheduler.abort("b", num_output_tokens_kept=0)
+    assert scheduler.kv_cache.pool.find(b.block_hashes[0]) is None
+    scheduler.kv_cache.pool.check_invariant()
+
+
+def test_a_step_from_before_the_preemption_registers_nothing() -> None:
+    """Its blocks have been given back."""
+    scheduler = prompt_under_way()
+    chunk, preempting = scheduler.schedule(), scheduler.schedule()
+    assert [batch(scheduler, step) for step in (chunk, preempting)] == [{"a": 1, "b": 5}, {"a": 1}]
+    scheduler.update(chunk, results(chunk))
+    b = scheduler.requests["b"]
+    assert b.num_registered_blocks == 0
+    assert scheduler.kv_cache.find_cached(b) == []
+
+
+def test_nor_when_it_has_resumed_meanwhile() -> None:
+    """What it has got since is not computed yet."""
+    scheduler = prompt_under_way()
+    chunk, preempting = scheduler.schedule(), scheduler.schedule()
+    scheduler.abort("a")
+    resumed = scheduler.schedule()
+    assert batch(scheduler, resumed) == {"b": 6}
+    b = scheduler.requests["b"]
+    scheduler.update(chunk, results(chunk))
+    scheduler.update(preempting, results(preempting))
+    assert b.num_registered_blocks == 0
+    scheduler.update(resumed, results(resumed))
+    assert b.num_registered_blocks == 1
+
+
+def test_prompt_logprobs_computed_again_are_not_sent_again() -> None:
+    scheduler = prompt_under_way(prompt_logprobs=0)
+    prompt = scheduler.requests["b"].token_ids[:]
+    received: list[int] = []
+    while scheduler.has_work():
+        step = scheduler.schedule()
+        result = results(step)
+        for row, computed, count in zip(step.rows, step.num_computed_tokens, step.num_scheduled_tokens, strict=True):
+            if row == 1 and computed < len(prompt) - 1:
+                scored = prompt[computed + 1 : computed + count + 1]
+                result = RunnerOutput(step.step, result.token_ids, [], {1: [Logprobs([t], [-1.0], 1) for t in scored]})
+        outputs = scheduler.update(step, result)
+        received += [entry.token_ids[0] for output in outputs for entry in output.new_prompt_logprobs]
+        assert all(output.new_token_ids or output.new_prompt_logprobs for output in outputs)
+    assert scheduler.stats().num_preemptions == 1
+    assert received == prompt[1:]

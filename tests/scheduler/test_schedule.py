@@ -1,0 +1,254 @@
+"""What a step contains: budget, order of the batch, chunks, admissions, rows. No step ahead of its results here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace.errors import ConfigError, RequestError
+from headrace.request import RequestStatus
+from headrace.step import BlockUpdate, NewRow
+
+from .support import batch, make_request, make_scheduler, run_step, run_to_end
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, got 0"),
+        ({"num_blocks": 0}, "num_blocks must be at least 1, got 0"),
+        ({"policy": "lifo"}, "scheduling_policy must be one of fcfs, priority; got 'lifo'"),
+        ({"max_num_seqs": 65}, r"max_num_seqs \(65\) must not exceed max_num_batched_tokens \(64\)"),
+        (
+            {"enable_chunked_prefill": False, "max_model_len": 65},
+            r"max_num_batched_tokens \(64\) must be at least max_model_len \(65\) when chunked prefill is off",
+        ),
+    ],
+)
+def test_limits_that_cannot_work(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_scheduler(**changes)
+
+
+def test_requests_that_could_never_run() -> None:
+    scheduler = make_scheduler(num_blocks=5)  # of 4 tokens
+    with pytest.raises(RequestError, match=r"between 1 and 63 tokens .* got 0") as empty:
+        scheduler.add_request(make_request("a", 0))
+    assert empty.value.param == "prompt"
+    with pytest.raises(RequestError, match=r"between 1 and 63 tokens .* got 64"):
+        scheduler.add_request(make_request("a", 64))
+    request = make_request("a", 10)
+    with pytest.raises(RequestError, match="max_tokens must be at least 1, got 0"):
+        scheduler.add_request(msgspec.structs.replace(request, max_tokens=0))
+    with pytest.raises(
+        RequestError, match=r"10 tokens with max_tokens 12 needs 6 .* of 4 tokens, but there are only 5"
+    ):
+        scheduler.add_request(make_request("a", 10, max_tokens=12))
+    assert not scheduler.has_work()
+
+    scheduler.add_request(make_request("a", 10, max_tokens=11))  # 20 tokens computed, the 21st only sampled
+    with pytest.raises(RequestError, match="request_id 'a' is in use"):
+        scheduler.add_request(make_request("a", 1))
+    assert len(run_to_end(scheduler)) == 11
+
+
+# ---- one request
+
+
+def test_the_first_step_of_a_request_brings_all_that_the_device_must_know() -> None:
+    scheduler = make_scheduler()
+    assert scheduler.schedule() is None
+    request = make_request("a", 6, stop_token_ids=[2], seed=11)
+    scheduler.add_request(request)
+    assert scheduler.has_work()
+
+    step, outputs = run_step(scheduler)
+    assert step.new_rows == [NewRow(0, request.prompt_token_ids, request.params, [2], [], 11)]
+    assert step.block_updates == [BlockUpdate(0, 0, [0, 1])]
+    assert (step.rows, step.num_computed_tokens, step.num_scheduled_tokens, step.samples) == ([0], [0], [6], [True])
+    assert [output.new_token_ids for output in outputs] == [[7]]
+
+
+def test_a_decode_tells_of_blocks_only_when_one_is_added() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", 6))
+    steps = [run_step(scheduler)[0] for _ in range(4)]
+    assert [step.num_computed_tokens for step in steps] == [[0], [6], [7], [8]]
+    assert [step.block_updates for step in steps[1:]] == [[], [], [BlockUpdate(0, 2, [2])]]
+    assert all(not step.new_rows for step in steps[1:])
+
+
+def test_steps_are_numbered_and_an_idle_scheduler_spends_none() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", 1, max_tokens=1))
+    assert run_step(scheduler)[0].step == 0
+    assert scheduler.schedule() is None
+    scheduler.add_request(make_request("b", 1, max_tokens=1))
+    assert run_step(scheduler)[0].step == 1
+
+
+# ---- the budget
+
+
+def test_a_long_prompt_is_split_and_samples_only_at_its_end() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=10)
+    scheduler.add_request(make_request("a", 25))
+    steps = [run_step(scheduler)[0] for _ in range(4)]
+    assert [step.num_computed_tokens for step in steps] == [[0], [10], [20], [25]]
+    assert [step.num_scheduled_tokens for step in steps] == [[10], [10], [5], [1]]
+    assert [step.samples for step in steps] == [[False], [False], [True], [True]]
+
+
+def test_decodes_come_first_then_the_prompt_under_way_then_new_ones() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=10)
+    scheduler.add_request(make_request("a", 3))
+    run_step(scheduler)
+    scheduler.add_request(make_request("b", 14))
+    scheduler.add_request(make_request("c", 30))
+    batches = []
+    for _ in range(3):
+        step, _ = run_step(scheduler)
+        assert step.num_tokens <= 10
+        batches.append(batch(scheduler, step))
+    assert batches == [{"a": 1, "b": 9}, {"a": 1, "b": 5, "c": 4}, {"a": 1, "b": 1, "c": 8}]
+
+
+def test_one_token_requests_stand_before_chunks_even_when_they_are_prompts() -> None:
+    scheduler = make_scheduler()
+    for name, length in (("long", 5), ("short", 1), ("longer", 6)):
+        scheduler.add_request(make_request(name, length))
+    step, _ = run_step(scheduler)
+    assert batch(scheduler, step) == {"short": 1, "long": 5, "longer": 6}
+
+
+def test_a_chunk_may_be_a_single_token_that_does_not_sample() -> None:
+    scheduler = make_scheduler(max_num_seqs=2, max_num_batched_tokens=2)
+    scheduler.add_request(make_request("a", 1))
+    scheduler.add_request(make_request("b", 3))
+    steps = [run_step(scheduler)[0] for _ in range(3)]
+    assert [step.num_scheduled_tokens for step in steps] == [[1, 1], [1, 1], [1, 1]]
+    assert [step.samples for step in steps] == [[True, False], [True, False], [True, True]]
+
+
+def test_without_chunking_a_prompt_waits_until_it_fits_whole_and_nobody_overtakes_it() -> None:
+    scheduler = make_scheduler(enable_chunked_prefill=False, num_blocks=40)
+    for name, first, length in (("a", 1, 10), ("b", 100, 60), ("c", 1, 1)):
+        scheduler.add_request(make_request(name, list(range(first, first + length))))
+    step, _ = run_step(scheduler)
+    assert batch(scheduler, step) == {"a": 10}
+    step, _ = run_step(scheduler)
+    assert batch(scheduler, step) == {"a": 1, "c": 1, "b": 60}
+    assert step.samples == [True, True, True]
+
+
+# ---- admission
+
+
+def test_rows_are_held_to_the_end_and_told_when_freed() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    for name, max_tokens in (("a", 1), ("b", 3), ("c", 9)):
+        scheduler.add_request(make_request(name, 2, max_tokens))
+    first, _ = run_step(scheduler)
+    assert [new.row for new in first.new_rows] == [0, 1]
+    assert scheduler.stats().num_waiting == 1
+
+    second, _ = run_step(scheduler)  # a has ended: its row is freed first, then filled for c
+    assert second.freed_rows == [0]
+    assert [new.row for new in second.new_rows] == [0]
+    assert batch(scheduler, second) == {"b": 1, "c": 2}
+    assert run_step(scheduler)[0].freed_rows == []
+
+
+def test_freed_rows_wait_for_the_next_step_and_are_no_work_by_themselves() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", 2, max_tokens=1))
+    run_step(scheduler)
+    assert not scheduler.has_work()
+    assert scheduler.schedule() is None
+    scheduler.add_request(make_request("b", 2))
+    assert run_step(scheduler)[0].freed_rows == [0]
+
+
+def test_a_prompt_is_admitted_only_when_all_of_it_would_fit() -> None:
+    scheduler = make_scheduler(num_blocks=8, max_num_batched_tokens=8)
+    scheduler.add_request(make_request("a", list(range(15)), max_tokens=3))  # 4 blocks, 5 in the end
+    run_step(scheduler)
+    scheduler.add_request(make_request("b", 17, max_tokens=3))  # 5 blocks, the first chunk only 2
+    scheduler.add_request(make_request("c", 1, max_tokens=3))
+    batches = [batch(scheduler, run_step(scheduler)[0]) for _ in range(2)]
+    assert batches == [{"a": 7}, {"a": 1}], "and c does not overtake b"
+    run_step(scheduler)  # the last of a
+    assert batch(scheduler, run_step(scheduler)[0]) == {"b": 8}
+    assert scheduler.stats().num_preemptions == 0
+
+
+def test_priority_orders_the_waiting_and_ties_go_by_arrival() -> None:
+    scheduler = make_scheduler(policy="priority", max_num_seqs=1)
+    for name, priority, arrival in (("late", 1, 9.0), ("early", 1, 2.0), ("urgent", 0, 10.0)):
+        scheduler.add_request(make_request(name, 2, max_tokens=1, priority=priority, arrival_time=arrival))
+    outputs = run_to_end(scheduler)
+    assert [output.request_id for output in outputs] == ["urgent", "early", "late"]
+
+
+def test_fcfs_ignores_priority() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    for name, priority in (("first", 5), ("second", 0)):
+        scheduler.add_request(make_request(name, 2, max_tokens=1, priority=priority))
+    assert [output.request_id for output in run_to_end(scheduler)] == ["first", "second"]
+
+
+# ---- prefix caching
+
+
+def test_a_warm_prompt_computes_only_what_is_new() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("cold", 10, max_tokens=1))
+    _, (cold,) = run_step(scheduler)
+    scheduler.add_request(make_request("warm", 11, max_tokens=2))
+    step, (warm,) = run_step(scheduler)
+    assert (step.num_computed_tokens, step.num_scheduled_tokens) == ([8], [3])
+    assert step.block_updates[0].block_ids[:2] == [0, 1]
+    assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 8)
+    _, (second,) = run_step(scheduler)
+    assert second.num_cached_tokens == 0, "told once"
+    stats = scheduler.stats()
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (21, 8)
+    assert (stats.num_blocks, stats.num_free_blocks) == (16, 16)
+
+
+def test_outputs_are_cached_too_once_the_host_knows_them() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("turn 1", 4, max_tokens=6))
+    run_to_end(scheduler, token=7)
+    history = [100, 101, 102, 103, 7, 7, 7, 7, 7, 7]
+    scheduler.add_request(make_request("turn 2", [*history, 1], max_tokens=1))
+    assert run_step(scheduler)[0].num_computed_tokens == [8]
+
+
+def test_requests_under_way_share_blocks() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", 9))
+    run_step(scheduler)
+    scheduler.add_request(make_request("b", 9))
+    run_step(scheduler)
+    a, b = scheduler.requests["a"], scheduler.requests["b"]
+    assert a.block_ids[:2] == b.block_ids[:2]
+    assert a.block_ids[2] != b.block_ids[2]
+    scheduler.abort("a")
+    assert scheduler.kv_cache.pool.num_held == 3
+    scheduler.kv_cache.pool.check_invariant()
+
+
+def test_a_status_follows_the_request() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", 2, max_tokens=2))
+    request = scheduler.requests["a"]
+    seen = [request.status]
+    for _ in range(2):
+        run_step(scheduler)
+        seen.append(request.status)
+    assert seen == [RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.FINISHED]

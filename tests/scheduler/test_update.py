@@ -1,0 +1,213 @@
+"""What results do to a request: tokens, ends, logprobs, errors, aborts; also when steps run ahead of results."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from headrace.request import EngineCoreOutput, FinishReason
+from headrace.scheduler.scheduler import Scheduler
+from headrace.step import Logprobs, RunnerOutput
+
+from .support import make_request, make_scheduler, results, run_step, run_to_end
+
+EOS, USER_STOP = 2, 5
+
+
+def entry(token: int) -> Logprobs:
+    return Logprobs([token], [-1.0], 1)
+
+
+def feed(scheduler: Scheduler, *tokens: int) -> list[EngineCoreOutput]:
+    """One step for each token; the last step's outputs."""
+    outputs = []
+    for token in tokens:
+        _, outputs = run_step(scheduler, token)
+    return outputs
+
+
+# ---- how a request ends
+
+
+def test_length() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", 3, max_tokens=2))
+    first, second = run_to_end(scheduler)
+    assert (first.new_token_ids, first.finish_reason) == ([7], None)
+    assert (second.new_token_ids, second.finish_reason) == ([7], FinishReason.LENGTH)
+
+
+def test_length_by_max_model_len() -> None:
+    scheduler = make_scheduler(max_model_len=6)
+    scheduler.add_request(make_request("a", 4, max_tokens=50))
+    assert [output.finish_reason for output in run_to_end(scheduler)] == [None, FinishReason.LENGTH]
+
+
+@pytest.mark.parametrize(("token", "told"), [(EOS, None), (USER_STOP, USER_STOP)])
+def test_stop_tokens_end_a_request_and_stay_in_its_output(token: int, told: int | None) -> None:
+    scheduler = make_scheduler()
+    request = make_request("a", 3, stop_token_ids=[EOS, USER_STOP])
+    params = msgspec.structs.replace(request.params, stop_token_ids=[USER_STOP])
+    scheduler.add_request(msgspec.structs.replace(request, params=params))
+    (output,) = feed(scheduler, 7, token)
+    assert output == EngineCoreOutput(
+        request_id="a", new_token_ids=[token], finish_reason=FinishReason.STOP, stop_token_id=told
+    )
+    assert not scheduler.has_work()
+
+
+def test_a_stop_counts_as_stop_even_where_the_length_is_reached() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", 3, max_tokens=2, stop_token_ids=[EOS]))
+    (output,) = feed(scheduler, 7, EOS)
+    assert output.finish_reason is FinishReason.STOP
+
+
+def test_a_stop_before_min_tokens_is_none() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", 3, stop_token_ids=[EOS], min_tokens=3))
+    (second,) = feed(scheduler, EOS, EOS)
+    assert second.finish_reason is None
+    (third,) = feed(scheduler, EOS)
+    assert third.finish_reason is FinishReason.STOP
+
+
+# ---- logprobs
+
+
+def test_logprobs_go_to_the_request_that_asked() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("plain", 2))
+    scheduler.add_request(make_request("asked", 2, logprobs=0))
+    step = scheduler.schedule()
+    plain, asked = scheduler.update(step, RunnerOutput(step.step, [7, 8], [None, entry(8)]))
+    assert plain.new_logprobs == []
+    assert asked.new_logprobs == [entry(8)]
+
+
+def test_prompt_logprobs_come_as_chunks_complete() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    scheduler.add_request(make_request("a", [10, 11, 12, 13, 14, 15], prompt_logprobs=0))
+    step = scheduler.schedule()
+    (chunk,) = scheduler.update(step, RunnerOutput(0, [], [], {0: [entry(t) for t in (11, 12, 13, 14)]}))
+    assert chunk.new_token_ids == []
+    assert [e.token_ids for e in chunk.new_prompt_logprobs] == [[11], [12], [13], [14]]
+    step = scheduler.schedule()
+    (last,) = scheduler.update(step, RunnerOutput(1, [7], [], {0: [entry(15)]}))
+    assert last.new_token_ids == [7]
+    assert last.new_prompt_logprobs == [entry(15)]
+
+
+# ---- steps ahead of results
+
+
+def test_the_next_step_computes_the_token_in_flight() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", 3))
+    steps = [scheduler.schedule() for _ in range(3)]
+    assert [step.num_computed_tokens for step in steps] == [[0], [3], [4]]
+    assert scheduler.requests["a"].num_inflight == 3
+    for step in steps:
+        scheduler.update(step, results(step))
+    assert scheduler.requests["a"].num_inflight == 0
+
+
+def test_no_sample_is_scheduled_beyond_the_length() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", 3, max_tokens=2))
+    steps = [scheduler.schedule(), scheduler.schedule()]
+    assert scheduler.schedule() is None, "both tokens are in flight"
+    assert scheduler.has_work()
+    assert [scheduler.update(step, results(step))[0].finish_reason for step in steps] == [None, FinishReason.LENGTH]
+
+
+def test_a_token_sampled_after_the_stop_is_dropped() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("stops", 3, stop_token_ids=[EOS]))
+    scheduler.add_request(make_request("goes on", 3))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    scheduler.update(first, RunnerOutput(first.step, [EOS, 7]))
+    scheduler.add_request(make_request("heir", 3))  # takes the freed row before the old result is back
+    third = scheduler.schedule()
+    assert (third.freed_rows, third.new_rows[0].row) == ([0], 0)
+    outputs = scheduler.update(second, RunnerOutput(second.step, [8, 9]))
+    assert [(output.request_id, output.new_token_ids) for output in outputs] == [("goes on", [9])]
+    scheduler.update(third, results(third))
+    assert scheduler.requests["heir"].token_ids == [100, 101, 102, 7]
+
+
+def test_tokens_in_flight_are_not_cached() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", 3))
+    steps = [scheduler.schedule() for _ in range(2)]  # the second fills the first block
+    scheduler.update(steps[0], results(steps[0]))
+    assert scheduler.requests["a"].num_registered_blocks == 0
+    scheduler.update(steps[1], results(steps[1]))
+    assert scheduler.requests["a"].num_registered_blocks == 1
+
+
+# ---- aborts
+
+
+def test_an_abort_frees_everything_in_any_status_and_says_nothing() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    scheduler.add_request(make_request("running", 3))
+    scheduler.add_request(make_request("waiting", 3))
+    step = scheduler.schedule()
+    scheduler.abort("running")
+    scheduler.abort("waiting")
+    scheduler.abort("unknown")
+    assert not scheduler.has_work()
+    assert scheduler.kv_cache.pool.num_held == 0
+    assert scheduler.update(step, results(step)) == []
+
+
+def test_a_stop_string_found_late_takes_the_overlapped_tokens_out_of_the_cache() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", 4, max_tokens=20))
+    feed(scheduler, *[7] * 9)  # computed: 4 + 8, three full blocks
+    prefix = [100, 101, 102, 103, *[7] * 8]
+    scheduler.abort("a", num_output_tokens_kept=5)  # 9 tokens remain: the third block has some beyond
+    scheduler.add_request(make_request("b", [*prefix, 1]))
+    assert run_step(scheduler)[0].num_computed_tokens == [8]
+
+
+def test_what_another_live_request_shares_stays_in_the_cache() -> None:
+    scheduler = make_scheduler()
+    prefix = [100, 101, 102, 103, *[7] * 8]
+    scheduler.add_request(make_request("a", 4, max_tokens=20))
+    feed(scheduler, *[7] * 9)
+    scheduler.add_request(make_request("b", [*prefix, 1]))
+    run_step(scheduler)
+    scheduler.abort("a", num_output_tokens_kept=0)
+    scheduler.add_request(make_request("c", [*prefix, 1]))
+    assert run_step(scheduler)[0].num_computed_tokens[-1] == 12
+
+
+def test_a_plain_abort_leaves_the_cache_as_it_is() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", 9))
+    run_step(scheduler)
+    scheduler.abort("a")
+    scheduler.add_request(make_request("b", 9))
+    assert run_step(scheduler)[0].num_computed_tokens == [8]
+
+
+# ---- failures
+
+
+def test_a_failed_step_ends_its_requests_and_no_others() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", 3))
+    scheduler.add_request(make_request("gone", 3))
+    failing = scheduler.schedule()
+    scheduler.abort("gone")
+    scheduler.add_request(make_request("c", 3))
+    following = scheduler.schedule()
+    assert scheduler.fail(failing, "device lost") == [
+        EngineCoreOutput(request_id="a", new_token_ids=[], finish_reason=FinishReason.ERROR, error="device lost")
+    ]
+    outputs = scheduler.update(following, results(following))
+    assert [output.request_id for output in outputs] == ["c"]
+    assert run_to_end(scheduler)[-1].finish_reason is FinishReason.LENGTH
+    assert scheduler.kv_cache.pool.num_held == 0
