@@ -53,6 +53,8 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Entries of prompt tokens 1, 2, ... in order, as chunks complete."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache; set in the first output."""
+    scheduled_time: float = 0.0
+    """seconds, time.monotonic() of the first step it was part of; set in the first output"""
     error: str | None = None
 
 

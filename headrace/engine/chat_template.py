@@ -30,8 +30,9 @@ MAX_RENDER_SECONDS = 2.0
 MAX_REPEAT = 10**6
 """Largest result of `text * n`, and largest result of `a ** b` in bits."""
 RESERVED_KWARGS = frozenset(
-    "messages tools documents chat_template tokenize tokenizer add_generation_prompt conversation continue_final_message "
-    "return_dict return_tensors padding truncation max_length tokenizer_kwargs return_assistant_tokens_mask".split()
+    "messages tools documents chat_template tokenize tokenizer add_generation_prompt "
+    "conversation continue_final_message return_dict return_tensors padding truncation max_length "
+    "tokenizer_kwargs return_assistant_tokens_mask".split()
 )
 """What `chat_template_kwargs` of a request may not set."""
 _WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*(\d{5}|\*)")
@@ -63,7 +64,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if time.monotonic() > getattr(self._clock, "deadline", float("inf")):
             raise jinja2.sandbox.SecurityError(f"rendering took more than {MAX_RENDER_SECONDS:g} s")
 
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  (jinja's signature)
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         __self.check_clock()
         return super().call(__context, __obj, *args, **kwargs)
 
@@ -118,9 +119,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self.source = source
         self._special_tokens = dict(special_tokens)
-        environment = _Sandbox(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
-        )
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation])
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now

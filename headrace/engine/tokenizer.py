@@ -1,4 +1,4 @@
-"""tokenizer.json and its companions: text <-> ids, and the chat template. Equal to transformers' AutoTokenizer, without it.
+"""tokenizer.json and its companions: text <-> ids, and the chat template; equal to transformers' AutoTokenizer.
 
 Holds no torch and no per-request state; encoding releases the GIL and may run in any thread.
 """
@@ -222,9 +222,7 @@ def _finish_backend(
         }
         single = [part for part in (around["bos"], "$A", around["eos"]) if part]
         used = [(token, backend.token_to_id(token)) for token in dict.fromkeys(around.values()) if token]
-        backend.post_processor = processors.TemplateProcessing(
-            single=single, pair=[*single, "$B"], special_tokens=used
-        )
+        backend.post_processor = processors.TemplateProcessing(single=single, pair=[*single, "$B"], special_tokens=used)
 
 
 def _added_token(value: Mapping[str, Any]) -> AddedToken:

@@ -1,0 +1,206 @@
+"""The engine core: the loop around scheduler and executor, in its own process beside a server or in this one for LLM.
+
+One step is scheduled and submitted while the one before it still runs, so that the device never waits for the host.
+Imports no torch: executors are made lazily. Knows nothing of text or sockets.
+"""
+
+from __future__ import annotations
+
+import collections
+import importlib
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.config import EngineConfig
+from headrace.engine.messages import Abort, CoreFacts
+from headrace.errors import ConfigError, EngineDeadError, HeadraceError
+from headrace.executor.factory import Executor, StepHandle, detect_device, make_executor
+from headrace.model_config import ModelConfig
+from headrace.planner.decisions import decide_before_load, decide_num_blocks
+from headrace.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from headrace.scheduler.scheduler import Scheduler, SchedulerConfig
+from headrace.step import SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+ExecutorFactory = Callable[[EngineConfig, Path, ModelConfig], Executor]
+PIPELINE_DEPTH = 2
+"""Steps submitted and not collected: the one that runs and the one behind it."""
+
+
+@dataclass(frozen=True)
+class _Inflight:
+    plan: SchedulerOutput
+    handle: StepHandle
+
+
+class EngineCore:
+    """`add_request` and `abort` at any time between steps; `step` until `has_work` is false."""
+
+    def __init__(self, facts: CoreFacts, scheduler: Scheduler, executor: Executor) -> None:
+        self.facts = facts
+        self.scheduler = scheduler
+        self._executor = executor
+        self._depth = PIPELINE_DEPTH if facts.config.async_scheduling else 1
+        self._inflight: collections.deque[_Inflight] = collections.deque()
+        self._refused: list[EngineCoreOutput] = []
+        self._scheduled_at: dict[str, float] = {}
+        """request id -> time.monotonic() of its first step, until its first output takes it along"""
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Never raises: what is wrong with one request comes back as its own output, with finish_reason `error`."""
+        try:
+            self.scheduler.add_request(request)
+        except HeadraceError as error:
+            self._refused.append(
+                EngineCoreOutput(
+                    request_id=request.request_id,
+                    new_token_ids=[],
+                    finish_reason=FinishReason.ERROR,
+                    error=str(error),
+                )
+            )
+
+    def abort(self, aborts: Iterable[Abort]) -> None:
+        for abort in aborts:
+            self._scheduled_at.pop(abort.request_id, None)
+            self.scheduler.abort(abort.request_id, abort.num_output_tokens_kept)
+
+    def has_work(self) -> bool:
+        return bool(self._refused) or bool(self._inflight) or self.scheduler.has_work()
+
+    @property
+    def busy(self) -> bool:
+        """A step is under way."""
+        return bool(self._inflight)
+
+    def step(self) -> EngineCoreOutputs | None:
+        """Keep the device fed and collect one step or more; waits only if none is done and the pipeline is full.
+
+        None if there was nothing to collect. Raises EngineDeadError when the executor is gone; any other failure of a
+        step ends the requests of that step alone.
+        """
+        outputs, self._refused = self._refused, []
+        collected = self._collect_done(outputs)
+        collected |= self._submit(outputs)
+        if not collected and self._inflight:
+            self._collect(outputs)
+            collected = True
+        if not collected and not outputs:
+            return None
+        return self.snapshot(outputs)
+
+    def snapshot(self, outputs: list[EngineCoreOutput]) -> EngineCoreOutputs:
+        for output in outputs:
+            if (scheduled := self._scheduled_at.pop(output.request_id, None)) is not None:
+                output.scheduled_time = scheduled
+        return EngineCoreOutputs(outputs=outputs, stats=self.scheduler.stats(), timestamp=time.monotonic())
+
+    def shutdown(self) -> None:
+        self._inflight.clear()
+        self._executor.shutdown()
+
+    def _submit(self, outputs: list[EngineCoreOutput]) -> bool:
+        """Fill the pipeline. True if a step was collected on the way (executors that compute at once)."""
+        collected = False
+        while len(self._inflight) < self._depth:
+            plan = self.scheduler.schedule()
+            if plan is None:
+                break
+            if plan.new_rows:
+                self._note_admissions(plan)
+            try:
+                handle = self._executor.execute(plan)
+            except EngineDeadError:
+                raise
+            except Exception as error:
+                self._fail(plan, error, outputs)
+                collected = True
+                continue
+            self._inflight.append(_Inflight(plan, handle))
+            if self._collect_done(outputs):
+                return True
+        return collected
+
+    def _collect_done(self, outputs: list[EngineCoreOutput]) -> bool:
+        collected = False
+        while self._inflight and self._inflight[0].handle.done():
+            self._collect(outputs)
+            collected = True
+        return collected
+
+    def _collect(self, outputs: list[EngineCoreOutput]) -> None:
+        """Take the oldest step's result, waiting for it if need be."""
+        step = self._inflight.popleft()
+        try:
+            result = step.handle.result()
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            self._fail(step.plan, error, outputs)
+            return
+        outputs.extend(self.scheduler.update(step.plan, result))
+
+    def _fail(self, plan: SchedulerOutput, error: Exception, outputs: list[EngineCoreOutput]) -> None:
+        logger.error("step %d failed", plan.step, exc_info=error)
+        outputs.extend(self.scheduler.fail(plan, f"the step failed: {type(error).__name__}: {error}"))
+
+    def _note_admissions(self, plan: SchedulerOutput) -> None:
+        now = time.monotonic()
+        rows = {new_row.row for new_row in plan.new_rows}
+        for request in self.scheduler.running.items:
+            if request.admitted_step == plan.step and request.row in rows:
+                self._scheduled_at[request.request_id] = now
+
+
+def build_core(config: EngineConfig, folder: Path, beside_server: bool, executor: str | None = None) -> EngineCore:
+    """Decide, load and allocate; everything that can be wrong with a start is raised here, as a UserError.
+
+    `executor`: `module:attribute` of a function like `make_executor`, for tests.
+    """
+    model_config = ModelConfig.from_folder(folder)
+    device, factory = _executor_factory(config, executor)
+    resolved, decisions = decide_before_load(config, model_config, device, beside_server)
+    for decision in decisions:
+        logger.info("%s", decision)
+    runner = factory(resolved, folder, model_config)
+    try:
+        workers = runner.load()
+        for worker in workers[:1]:
+            for note in worker.notes:
+                logger.info("%s", note)
+        num_blocks, more = decide_num_blocks(resolved, workers)
+        for decision in more:
+            logger.info("%s", decision)
+        runner.initialize_cache(num_blocks)
+        scheduler = Scheduler(_scheduler_config(resolved, num_blocks))
+    except BaseException:
+        runner.shutdown()
+        raise
+    return EngineCore(CoreFacts(resolved, [*decisions, *more], workers, num_blocks), scheduler, runner)
+
+
+def _executor_factory(config: EngineConfig, path: str | None) -> tuple[str, ExecutorFactory]:
+    """The device to decide for, and what makes the executor."""
+    if path is None:
+        return detect_device(config), make_executor
+    module, _, attribute = path.partition(":")
+    return "cpu" if config.device == "auto" else config.device, getattr(importlib.import_module(module), attribute)
+
+
+def _scheduler_config(config: EngineConfig, num_blocks: int) -> SchedulerConfig:
+    if config.max_num_seqs is None or config.max_num_batched_tokens is None or config.max_model_len is None:
+        raise ConfigError("the planner left max_num_seqs, max_num_batched_tokens or max_model_len open")
+    return SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        enable_prefix_caching=config.enable_prefix_caching,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        policy=config.scheduling_policy,
+    )

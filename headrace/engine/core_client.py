@@ -1,0 +1,190 @@
+"""The two ways to an engine core: in this process (LLM), or in its own behind two local sockets (servers)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from headrace import errors
+from headrace.config import EngineConfig
+from headrace.engine.core import EngineCore, build_core
+from headrace.engine.messages import Abort, AbortMany, Add, Command, CoreConfig, CoreFacts, Failed, Ready, Reply
+from headrace.errors import EngineDeadError, HeadraceError, UserError
+from headrace.process import Child, spawn
+from headrace.request import EngineCoreOutputs, EngineCoreRequest
+
+logger = logging.getLogger(__name__)
+
+STOP_SECONDS = 3.0
+"""Time a core has to end by itself before it is killed."""
+IDLE_SILENCE_SECONDS = 10.0
+BUSY_SILENCE_SECONDS = 120.0
+"""A loop silent for longer no longer steps. Busy: one step may take long on a slow device."""
+LAST_WORDS_SECONDS = 0.2
+MAX_DIRECTORY_CHARS = 80
+"""Of a socket's path; the system allows 107 in all."""
+
+
+class InprocClient:
+    """The core in this very process: the caller turns the loop."""
+
+    def __init__(self, config: EngineConfig, folder: Path, executor: str | None = None) -> None:
+        self._core: EngineCore = build_core(config, folder, beside_server=False, executor=executor)
+        self.facts: CoreFacts = self._core.facts
+
+    def add(self, requests: list[EngineCoreRequest]) -> None:
+        for request in requests:
+            self._core.add_request(request)
+
+    def abort(self, aborts: list[Abort]) -> None:
+        self._core.abort(aborts)
+
+    def has_work(self) -> bool:
+        return self._core.has_work()
+
+    def step(self) -> EngineCoreOutputs | None:
+        return self._core.step()
+
+    def shutdown(self) -> None:
+        self._core.shutdown()
+
+
+class AsyncMPClient:
+    """The core in a child process, which never outlives this one.
+
+    Used from one event loop. Sending never waits; `receive` raises EngineDeadError once the core has failed or died.
+    """
+
+    def __init__(self, config: EngineConfig, folder: Path, executor: str | None = None) -> None:
+        """Starts the process; `ready` waits for it."""
+        self._loop = asyncio.get_running_loop()
+        self._directory = tempfile.TemporaryDirectory(prefix="headrace-")  # mode 0700: nobody else can connect
+        if len(self._directory.name) > MAX_DIRECTORY_CHARS:
+            self._directory.cleanup()
+            self._directory = tempfile.TemporaryDirectory(prefix="headrace-", dir="/tmp")
+        self._context = zmq.asyncio.Context()
+        self._receiver = self._context.socket(zmq.PULL)
+        self._receiver.set(zmq.RCVHWM, 0)
+        self._sender = zmq.Context(self._context).socket(zmq.PUSH)
+        self._sender.set(zmq.SNDHWM, 0)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Reply)
+        self._dead: HeadraceError | None = None
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._last_heard = time.monotonic()
+        self._core_busy = False
+        requests, replies = (f"ipc://{self._directory.name}/{name}" for name in ("requests", "replies"))
+        self._sender.bind(requests)
+        self._receiver.bind(replies)
+        core_config = CoreConfig(config, str(folder), requests, replies, executor)
+        self._child: Child = spawn(
+            "headrace.engine.core_process", self._encoder.encode(core_config), OMP_WAIT_POLICY="PASSIVE"
+        )
+        threading.Thread(target=self._watch, name="core-watch", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._child.process.pid
+
+    async def ready(self) -> CoreFacts:
+        """Waits until the core can take requests; raises what went wrong there as its own class."""
+        reply = await self._next()
+        if isinstance(reply, Failed):
+            raise _rebuild(reply)
+        if not isinstance(reply, Ready):
+            raise EngineDeadError(f"the engine core said {type(reply).__name__} before it was ready")
+        self._directory.cleanup()  # both ends are connected; a path that is gone cannot be connected to or left behind
+        return reply.facts
+
+    def add(self, requests: list[EngineCoreRequest]) -> None:
+        self._send(Add(requests))
+
+    def abort(self, aborts: list[Abort]) -> None:
+        self._send(AbortMany(aborts))
+
+    async def receive(self) -> EngineCoreOutputs:
+        """The next step's outputs, which may be none."""
+        if self._dead is not None:
+            raise self._dead
+        try:
+            reply = await self._next()
+        except EngineDeadError as error:
+            self._dead = error
+            raise
+        if isinstance(reply, Failed):
+            self._dead = EngineDeadError(f"the engine core failed: {reply.error_class}: {reply.message}")
+            raise self._dead
+        if isinstance(reply, Ready):
+            raise EngineDeadError("the engine core started twice")
+        self._core_busy = reply.busy
+        return reply.outputs
+
+    def check_health(self, has_requests: bool) -> None:
+        """Raises EngineDeadError unless the core's loop has shown itself lately."""
+        if self._dead is not None:
+            raise self._dead
+        if not self._child.is_alive():
+            raise self._death()
+        silence = time.monotonic() - self._last_heard
+        allowed = BUSY_SILENCE_SECONDS if has_requests or self._core_busy else IDLE_SILENCE_SECONDS
+        if silence > allowed:
+            raise EngineDeadError(f"the engine core has been silent for {silence:.0f} s")
+
+    async def shutdown(self, timeout: float = STOP_SECONDS) -> None:
+        """SIGTERM, then SIGKILL: returns when the process is gone."""
+        self._dead = self._dead or EngineDeadError("the engine is shut down")
+        try:
+            await asyncio.shield(asyncio.to_thread(self._child.stop, timeout))
+        except asyncio.CancelledError:
+            self._child.process.kill()
+            raise
+        finally:
+            self._receiver.close(linger=0)
+            self._sender.close(linger=0)
+            self._context.term()
+            self._directory.cleanup()
+
+    def _send(self, command: Command) -> None:
+        if self._dead is not None:
+            raise self._dead
+        self._sender.send(self._encoder.encode(command), zmq.NOBLOCK)
+
+    async def _next(self) -> Reply:
+        """The next message; EngineDeadError if the process ends without one."""
+        receiving: asyncio.Future[bytes] = self._receiver.recv()  # type: ignore[assignment]
+        if not receiving.done():
+            await asyncio.wait((receiving, self._ended), return_when=asyncio.FIRST_COMPLETED)
+            if not receiving.done():  # the process has ended; its last words may still be on their way
+                await asyncio.wait((receiving,), timeout=LAST_WORDS_SECONDS)
+            if not receiving.done():
+                receiving.cancel()
+                raise self._death()
+        self._last_heard = time.monotonic()
+        return self._decoder.decode(receiving.result())
+
+    def _watch(self) -> None:
+        """In a thread of its own: wait for the process to end."""
+        self._child.process.wait()
+        try:
+            self._loop.call_soon_threadsafe(self._ended.set_result, None)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            logger.debug("the engine core ended after the event loop")
+
+    def _death(self) -> EngineDeadError:
+        return EngineDeadError(f"the engine core died (exit code {self._child.process.poll()})")
+
+
+def _rebuild(failed: Failed) -> HeadraceError:
+    """What the core raised while starting: bad input as its own class, anything else as an error of ours."""
+    error_class = getattr(errors, failed.error_class, None)
+    if isinstance(error_class, type) and issubclass(error_class, UserError | EngineDeadError):
+        return error_class(failed.message)
+    return HeadraceError(f"the engine core could not start: {failed.error_class}: {failed.message}")

@@ -1,0 +1,117 @@
+"""The engine core's own process: `python -m headrace.engine.core_process CONFIG_FD LIFELINE_FD`.
+
+Commands come in and outputs go out over two local sockets; the loop shows itself at least once a second, so that
+whoever waits knows whether it steps. Ends on SIGTERM, and at once when its parent dies.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+import zmq
+
+from headrace.engine.core import EngineCore, build_core
+from headrace.engine.messages import Add, Command, CoreConfig, Failed, Ready, Reply, Stepped
+from headrace.errors import HeadraceError
+from headrace.process import read_config
+
+HEARTBEAT_SECONDS = 0.5
+"""Longest silence of a loop that goes round."""
+LINGER_MS = 2000
+"""How long the last words may take to leave."""
+
+
+class _Stop:
+    """Set by SIGTERM. Before the loop runs nothing needs finishing, and the process ends on the spot."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.looping = False
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self.looping:
+            os._exit(0)
+        self.asked = True
+
+
+class _Outbox:
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._encoder = msgspec.msgpack.Encoder()
+        self.last_sent = 0.0
+
+    def send(self, reply: Reply) -> None:
+        self._socket.send(self._encoder.encode(reply))
+        self.last_sent = time.monotonic()
+
+
+def main(argv: list[str]) -> int:
+    core_config = msgspec.msgpack.decode(read_config(argv), type=CoreConfig)
+    stop = _Stop()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s [core] %(message)s", datefmt="%H:%M:%S")
+    context = zmq.Context()
+    requests = context.socket(zmq.PULL)
+    requests.set(zmq.RCVHWM, 0)
+    requests.connect(core_config.requests)
+    socket = context.socket(zmq.PUSH)
+    socket.set(zmq.SNDHWM, 0)
+    socket.connect(core_config.replies)
+    outbox = _Outbox(socket)
+    core: EngineCore | None = None
+    try:
+        core = build_core(core_config.config, Path(core_config.folder), True, core_config.executor)
+        stop.looping = True
+        outbox.send(Ready(core.facts))
+        _loop(core, requests, outbox, stop)
+        return 0
+    except Exception as error:
+        if not isinstance(error, HeadraceError):
+            traceback.print_exc(file=sys.stderr)
+        outbox.send(Failed(type(error).__name__, str(error)))
+        return 1
+    finally:
+        context.destroy(linger=LINGER_MS)
+        if core is not None:
+            core.shutdown()
+
+
+def _loop(core: EngineCore, requests: zmq.Socket[bytes], outbox: _Outbox, stop: _Stop) -> None:
+    decoder = msgspec.msgpack.Decoder(Command)
+    idle_ms = 0
+    while not stop.asked:
+        if requests.poll(idle_ms):
+            _take_commands(core, requests, decoder)
+        stepped = core.step()
+        if stepped is not None and stepped.outputs:
+            outbox.send(Stepped(stepped, core.busy))
+        elif time.monotonic() - outbox.last_sent > HEARTBEAT_SECONDS:
+            outbox.send(Stepped(core.snapshot([]), core.busy))
+        idle_ms = 0 if stepped is not None or core.busy else int(HEARTBEAT_SECONDS * 500)
+
+
+def _take_commands(core: EngineCore, requests: zmq.Socket[bytes], decoder: msgspec.msgpack.Decoder[Command]) -> None:
+    """Everything that has arrived."""
+    while True:
+        try:
+            command = decoder.decode(requests.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            return
+        if isinstance(command, Add):
+            for request in command.requests:
+                core.add_request(request)
+        else:
+            core.abort(command.aborts)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,205 @@
+"""A prompt and SamplingParams -> requests for the engine core, checked against the model before anything is allocated.
+
+Knows the model's limits, which SamplingParams cannot; knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import msgspec
+
+from headrace.config import EngineConfig
+from headrace.engine.tokenizer import Tokenizer
+from headrace.errors import RequestError
+from headrace.model_config import ModelConfig
+from headrace.request import EngineCoreRequest
+from headrace.sampling_params import MAX_SEED, SamplingParams
+
+MAX_CHARS_PER_TOKEN = 256
+"""Longest stretch of text that one token of a plausible vocabulary covers."""
+PROBE_CHARS_PER_TOKEN = 16
+"""Texts with more characters for each token of room are measured by their beginning first."""
+MAX_PRIORITY = 2**31 - 1
+MAX_CACHE_SALT_CHARS = 256
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    vocab_size: int
+    """Rows of the model's embedding; a tokenizer may know fewer or more."""
+    max_model_len: int
+    """Prompt and output together: what the model, the user and the KV cache allow."""
+    eos_token_ids: tuple[int, ...]
+    why: str = ""
+    """What set max_model_len, if it was not the model or the user."""
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, model_config: ModelConfig, num_blocks: int, tokenizer: Tokenizer | None
+    ) -> ModelLimits:
+        """`config` is resolved. One sequence alone must fit into the cache; its last token needs no place there."""
+        configured = config.max_model_len or model_config.max_position_embeddings
+        room = num_blocks * config.block_size + 1
+        why = f" (the KV cache has only {num_blocks} blocks of {config.block_size} tokens)" if room < configured else ""
+        eos = list(model_config.eos_token_ids)
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            eos.append(tokenizer.eos_token_id)
+        known = tuple(dict.fromkeys(token_id for token_id in eos if 0 <= token_id < model_config.vocab_size))
+        return cls(model_config.vocab_size, min(configured, room), known, why)
+
+
+class InputProcessor:
+    """Every method raises RequestError naming field, value and limit."""
+
+    def __init__(self, limits: ModelLimits, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
+        self.limits = limits
+        self._tokenizer = tokenizer
+        self._with_priority = config.scheduling_policy == "priority"
+        self._seeds = random.Random(config.seed)
+
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Bounded work: a text that cannot fit is refused by its length, or by the tokens of its beginning."""
+        if self._tokenizer is None:
+            raise RequestError("prompt must be a list of token ids, as the server runs without tokenizer", "prompt")
+        room = self.limits.max_model_len
+        if len(text) > room * MAX_CHARS_PER_TOKEN:
+            raise self._too_long(f"at least {-(-len(text) // MAX_CHARS_PER_TOKEN)}")
+        probe = room * PROBE_CHARS_PER_TOKEN
+        if len(text) > probe:
+            count = len(self._tokenizer.encode(text[:probe], add_special_tokens=False))
+            if count > room + 1:
+                raise self._too_long(f"more than {count}")
+        return self._tokenizer.encode(text, add_special_tokens)
+
+    def process(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        arrival_time: float,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> list[EngineCoreRequest]:
+        """`params.n` requests of one output each; ids `REQUEST_ID-i`, seeds that follow each other."""
+        self._check_prompt(prompt_token_ids)
+        self._check_params(params)
+        self._check_envelope(request_id, priority, cache_salt)
+        max_tokens = self._max_tokens(len(prompt_token_ids), params)
+        stops = [*params.stop_token_ids, *(() if params.ignore_eos else self.limits.eos_token_ids)]
+        bad_words = self._bad_words(params.bad_words)
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        # Strings mean nothing to the core, and only the first of n needs to score the prompt.
+        first = msgspec.structs.replace(params, n=1, stop=[], bad_words=[])
+        others = msgspec.structs.replace(first, prompt_logprobs=None)
+        return [
+            EngineCoreRequest(
+                request_id=f"{request_id}-{i}",
+                prompt_token_ids=prompt_token_ids,
+                params=first if i == 0 else others,
+                max_tokens=max_tokens,
+                seed=_wrapped(seed + i),
+                stop_token_ids=list(dict.fromkeys(stops)),
+                bad_words_token_ids=bad_words,
+                priority=priority,
+                arrival_time=arrival_time,
+                cache_salt=cache_salt,
+            )
+            for i in range(params.n)
+        ]
+
+    def _check_prompt(self, ids: list[int]) -> None:
+        if not isinstance(ids, list) or not all(type(token_id) is int for token_id in ids):
+            raise RequestError("prompt must be a text or a list of token ids (integers)", "prompt")
+        if not ids:
+            raise RequestError("prompt must not be empty: it needs at least one token", "prompt")
+        if len(ids) >= self.limits.max_model_len:
+            raise self._too_long(str(len(ids)))
+        self._check_ids("prompt", [min(ids), max(ids)])
+
+    def _check_params(self, params: SamplingParams) -> None:
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("logit_bias", list(params.logit_bias or ()))
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or [])
+        if self._tokenizer is None:
+            for name in ("stop", "bad_words"):
+                if getattr(params, name):
+                    raise RequestError(f"{name} needs a tokenizer, but the server runs without one", name)
+
+    def _check_ids(self, name: str, ids: list[int]) -> None:
+        for token_id in ids:
+            if not 0 <= token_id < self.limits.vocab_size:
+                raise RequestError(
+                    f"{name} has token id {token_id}, which is not in the model's vocabulary "
+                    f"(0 to {self.limits.vocab_size - 1})",
+                    name,
+                )
+
+    def _check_envelope(self, request_id: str, priority: int, cache_salt: str | None) -> None:
+        if not _is_text(request_id):
+            raise RequestError("request_id must be valid text", "request_id")
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
+            raise RequestError(f"priority must be an integer of at most {MAX_PRIORITY}, got {priority!r}", "priority")
+        if priority and not self._with_priority:
+            raise RequestError(
+                f"priority is {priority}, but the server schedules by arrival (--scheduling-policy fcfs)", "priority"
+            )
+        if cache_salt is not None and not (_is_text(cache_salt) and 0 < len(cache_salt) <= MAX_CACHE_SALT_CHARS):
+            raise RequestError(f"cache_salt must be a text of 1 to {MAX_CACHE_SALT_CHARS} characters", "cache_salt")
+
+    def _max_tokens(self, prompt_len: int, params: SamplingParams) -> int:
+        room = self.limits.max_model_len - prompt_len
+        if params.max_tokens is None:
+            if params.min_tokens > room:
+                raise RequestError(
+                    f"min_tokens is {params.min_tokens}, but after a prompt of {prompt_len} tokens the context leaves "
+                    f"room for {room}{self.limits.why}",
+                    "min_tokens",
+                )
+            return room
+        if params.max_tokens > room:
+            raise RequestError(
+                f"This model's maximum context length is {self.limits.max_model_len} tokens{self.limits.why}. However, "
+                f"you requested {prompt_len + params.max_tokens} tokens ({prompt_len} in the prompt, "
+                f"{params.max_tokens} in the completion). Please reduce the length of the prompt or max_tokens.",
+                "max_tokens",
+            )
+        return params.max_tokens
+
+    def _bad_words(self, words: list[str]) -> list[list[int]]:
+        """Each word as it is written at a text's beginning, and after a space."""
+        if self._tokenizer is None:
+            return []
+        found: list[list[int]] = []
+        for word in words:
+            for text in (word, " " + word.lstrip()):
+                ids = self._tokenizer.encode(text, add_special_tokens=False)
+                if ids and ids not in found and max(ids) < self.limits.vocab_size:
+                    found.append(ids)
+        return found
+
+    def _too_long(self, count: str) -> RequestError:
+        return RequestError(
+            f"This model's maximum context length is {self.limits.max_model_len} tokens{self.limits.why}, of which at "
+            f"least one must be left for the completion. However, your prompt has {count} tokens. Please reduce its "
+            "length.",
+            "prompt",
+        )
+
+
+def _is_text(value: object) -> bool:
+    """Text that can be written as UTF-8 (JSON lets half a character through)."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _wrapped(seed: int) -> int:
+    """Into a signed 64-bit integer."""
+    return (seed + MAX_SEED + 1) % 2**64 - MAX_SEED - 1

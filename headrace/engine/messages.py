@@ -1,0 +1,72 @@
+"""What the front end and the engine core say to each other over their sockets, as msgspec structs."""
+
+from __future__ import annotations
+
+import msgspec
+
+from headrace.config import EngineConfig
+from headrace.planner.decisions import Decision
+from headrace.request import EngineCoreOutputs, EngineCoreRequest
+from headrace.step import WorkerFacts
+
+
+class CoreConfig(msgspec.Struct, frozen=True):
+    """What the core's process reads from its inherited descriptor."""
+
+    config: EngineConfig
+    folder: str
+    requests: str
+    """zmq address on which the core receives"""
+    replies: str
+    """zmq address to which the core sends"""
+    executor: str | None = None
+    """`module:attribute` of a function like `make_executor`, in place of it."""
+
+
+class CoreFacts(msgspec.Struct, frozen=True):
+    """What the core found out and settled while it started."""
+
+    config: EngineConfig
+    """resolved: nothing is None that the core needs"""
+    decisions: list[Decision]
+    workers: list[WorkerFacts]
+    num_blocks: int
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    requests: list[EngineCoreRequest]
+
+
+class Abort(msgspec.Struct, frozen=True):
+    request_id: str
+    num_output_tokens_kept: int | None = None
+    """Where a stop string cut the output; None: nobody wants the output."""
+
+
+class AbortMany(msgspec.Struct, frozen=True, tag=True):
+    aborts: list[Abort]
+
+
+Command = Add | AbortMany
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    facts: CoreFacts
+
+
+class Stepped(msgspec.Struct, frozen=True, tag=True):
+    """The loop went round. Sent with each step's outputs, and without any at least once a second."""
+
+    outputs: EngineCoreOutputs
+    busy: bool
+    """A step is under way on the device: the next message may take as long as that step."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The core could not start, or cannot go on. The process ends after it."""
+
+    error_class: str
+    message: str
+
+
+Reply = Ready | Stepped | Failed

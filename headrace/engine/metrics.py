@@ -1,0 +1,200 @@
+"""What /metrics shows, under vLLM's names so that its dashboards work; one registry an engine.
+
+Counts are the user's: tokens dropped after a stop string do not appear. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from headrace.request import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerStats
+from headrace.sampling_params import SamplingParams
+
+FIRST_TOKEN_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0),
+    *(80.0, 160.0, 640.0, 2560.0),
+)
+TOKEN_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_SECONDS = (
+    *(0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0),
+    *(480.0, 960.0, 1920.0, 7680.0),
+)
+ITERATION_TOKENS = tuple(2**i for i in (0, *range(3, 15)))
+CHOICES = (1, 2, 5, 10, 20)
+
+
+def token_buckets(largest: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, ... up to `largest`."""
+    found: list[int] = []
+    scale = 1
+    while True:
+        for step in (1, 2, 5):
+            if step * scale > largest:
+                return tuple(found)
+            found.append(step * scale)
+        scale *= 10
+
+
+@dataclass
+class RequestTimes:
+    """Moments of one choice: seconds, time.monotonic(); 0.0 where not reached."""
+
+    arrival: float
+    scheduled: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+
+
+class EngineMetrics:
+    """`begin_iteration` with each step's outputs, `request_finished` for each choice."""
+
+    def __init__(self, model_name: str, max_model_len: int, cache_config: dict[str, object]) -> None:
+        self.registry = CollectorRegistry()
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self.running = self._gauge("num_requests_running", "Requests in the running batch.")
+        self.waiting = self._gauge("num_requests_waiting", "Requests waiting to run.")
+        self.kv_usage = self._gauge("kv_cache_usage_perc", "KV cache in use; 1 is all of it.")
+        self.preemptions = self._counter("num_preemptions", "Requests whose cache was taken back.")
+        self.queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self.hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.iteration_tokens = self._histogram("iteration_tokens_total", "Tokens a step.", ITERATION_TOKENS)
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_SECONDS
+        )
+        self.inter_token = self._histogram("inter_token_latency_seconds", "Token to next token.", TOKEN_SECONDS)
+        self.per_token_old = self._histogram(
+            "time_per_output_token_seconds", "Deprecated name of inter_token_latency_seconds.", TOKEN_SECONDS
+        )
+        self.per_token = self._histogram(
+            "request_time_per_output_token_seconds", "Mean time a token after the first.", TOKEN_SECONDS
+        )
+        seconds = [
+            self._histogram(name, help, REQUEST_SECONDS)
+            for name, help in (
+                ("e2e_request_latency_seconds", "Arrival to end."),
+                ("request_queue_time_seconds", "Arrival to first step."),
+                ("request_inference_time_seconds", "First step to end."),
+                ("request_prefill_time_seconds", "First step to first token."),
+                ("request_decode_time_seconds", "First token to end."),
+            )
+        ]
+        self.e2e, self.queue_time, self.inference_time, self.prefill_time, self.decode_time = seconds
+        sizes = token_buckets(max_model_len)
+        self.request_prompt = self._histogram("request_prompt_tokens", "Prompt tokens a request.", sizes)
+        self.request_generation = self._histogram("request_generation_tokens", "Generated tokens a request.", sizes)
+        self.params_n = self._histogram("request_params_n", "Parameter n.", CHOICES)
+        self.params_max_tokens = self._histogram("request_params_max_tokens", "Parameter max_tokens.", sizes)
+        names = tuple(self._labels)
+        success = Counter(
+            "vllm:request_success", "Requests by end.", (*names, "finished_reason"), registry=self.registry
+        )
+        self.success = {reason: success.labels(**self._labels, finished_reason=reason.value) for reason in FinishReason}
+        info = {"engine": "0", **{name: str(value) for name, value in cache_config.items()}}
+        Gauge("vllm:cache_config_info", "Settings of the KV cache.", tuple(info), registry=self.registry).labels(
+            **info
+        ).set(1)
+        self.stats = SchedulerStats()
+        """the core's latest"""
+        self.num_prompt_tokens = 0
+        self.num_generation_tokens = 0
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the blocks that requests hold."""
+        return 1 - self.stats.num_free_blocks / self.stats.num_blocks if self.stats.num_blocks else 0.0
+
+    def render(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def begin_iteration(self, outputs: EngineCoreOutputs) -> Iteration:
+        stats, seen = outputs.stats, self.stats
+        self.stats = stats
+        self.running.set(stats.num_running)
+        self.waiting.set(stats.num_waiting)
+        self.kv_usage.set(self.kv_cache_usage)
+        self.preemptions.inc(stats.num_preemptions - seen.num_preemptions)
+        self.queries.inc(stats.prefix_cache_queries - seen.prefix_cache_queries)
+        self.hits.inc(stats.prefix_cache_hits - seen.prefix_cache_hits)
+        return Iteration(self, outputs.timestamp or time.monotonic())
+
+    def request_finished(
+        self,
+        reason: FinishReason,
+        times: RequestTimes,
+        num_prompt_tokens: int,
+        num_output_tokens: int,
+        params: SamplingParams,
+    ) -> None:
+        self.success[reason].inc()
+        self.e2e.observe(time.monotonic() - times.arrival)
+        self.params_n.observe(params.n)
+        if params.max_tokens is not None:
+            self.params_max_tokens.observe(params.max_tokens)
+        if not times.first_token:  # it never ran to a token
+            return
+        self.request_prompt.observe(num_prompt_tokens)
+        self.request_generation.observe(num_output_tokens)
+        decode = times.last_token - times.first_token
+        self.decode_time.observe(decode)
+        if num_output_tokens > 1:
+            self.per_token.observe(decode / (num_output_tokens - 1))
+        if times.scheduled:
+            self.queue_time.observe(max(0.0, times.scheduled - times.arrival))
+            self.prefill_time.observe(max(0.0, times.first_token - times.scheduled))
+            self.inference_time.observe(max(0.0, times.last_token - times.scheduled))
+
+    def _gauge(self, name: str, help: str) -> Gauge:
+        return Gauge(f"vllm:{name}", help, tuple(self._labels), registry=self.registry).labels(**self._labels)
+
+    def _counter(self, name: str, help: str) -> Counter:
+        return Counter(f"vllm:{name}", help, tuple(self._labels), registry=self.registry).labels(**self._labels)
+
+    def _histogram(self, name: str, help: str, buckets: Iterable[float]) -> Histogram:
+        return Histogram(
+            f"vllm:{name}", help, tuple(self._labels), registry=self.registry, buckets=tuple(buckets)
+        ).labels(**self._labels)
+
+
+class Iteration:
+    """The tokens of one step, whose `now` (seconds, monotonic) is the core's."""
+
+    def __init__(self, metrics: EngineMetrics, now: float) -> None:
+        self._metrics = metrics
+        self._now = now
+        self._num_tokens = 0
+
+    def record(self, times: RequestTimes, output: EngineCoreOutput, num_prompt_tokens: int, num_kept: int) -> None:
+        """One choice's part; `num_kept`: its new tokens that count."""
+        metrics = self._metrics
+        if output.scheduled_time:
+            times.scheduled = output.scheduled_time
+        if not num_kept:
+            return
+        metrics.generation_tokens.inc(num_kept)
+        metrics.num_generation_tokens += num_kept
+        self._num_tokens += num_kept
+        if not times.first_token:
+            times.first_token = self._now
+            self._num_tokens += num_prompt_tokens
+            metrics.prompt_tokens.inc(num_prompt_tokens)
+            metrics.num_prompt_tokens += num_prompt_tokens
+            metrics.first_token.observe(max(0.0, time.monotonic() - times.arrival))
+        else:
+            gap = max(0.0, self._now - times.last_token)
+            metrics.inter_token.observe(gap)
+            metrics.per_token_old.observe(gap)
+        times.last_token = self._now
+
+    def end(self) -> None:
+        if self._num_tokens:
+            self._metrics.iteration_tokens.observe(self._num_tokens)

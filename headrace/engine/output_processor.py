@@ -1,0 +1,277 @@
+"""Outputs of the engine core -> RequestOutputs: text, logprobs, finish reasons, and n choices merged into one request.
+
+A stop string is found here, one step or more after the core sampled its last token: what came later is dropped, and
+the core is told how many tokens count. Knows nothing of sockets or event loops.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from headrace.engine.detokenizer import Detokenizer
+from headrace.engine.messages import Abort
+from headrace.engine.metrics import EngineMetrics, RequestTimes
+from headrace.engine.tokenizer import Tokenizer
+from headrace.errors import HeadraceError, RequestError
+from headrace.request import (
+    CompletionOutput,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    Logprob,
+    RequestOutput,
+)
+from headrace.sampling_params import SamplingParams
+from headrace.step import Logprobs
+
+OutputKind = Literal["delta", "final"]
+
+
+class Sink(Protocol):
+    """Where a request's outputs go."""
+
+    def put(self, output: RequestOutput) -> None: ...
+
+    def fail(self, error: HeadraceError) -> None: ...
+
+
+@dataclass
+class _Choice:
+    """One of a request's n outputs. The lists hold what has not been handed out yet."""
+
+    index: int
+    core_id: str
+    detokenizer: Detokenizer | None
+    times: RequestTimes
+    num_tokens: int = 0
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def hand_out(self) -> CompletionOutput:
+        output = CompletionOutput(
+            self.index,
+            "".join(self.texts),
+            self.token_ids,
+            self.cumulative_logprob,
+            self.logprobs,
+            None if self.finish_reason is None else self.finish_reason.value,
+            self.stop_reason,
+        )
+        self.texts, self.token_ids = [], []
+        self.logprobs = None if self.logprobs is None else []
+        return output
+
+
+@dataclass
+class _Parent:
+    """One request as the user made it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    kind: OutputKind
+    sink: Sink
+    arrival_time: float
+    choices: list[_Choice] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+
+class OutputProcessor:
+    def __init__(self, tokenizer: Tokenizer | None, metrics: EngineMetrics) -> None:
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._parents: dict[str, _Parent] = {}
+        self._by_core_id: dict[str, tuple[_Parent, _Choice]] = {}
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._parents)
+
+    def add(
+        self,
+        request_id: str,
+        prompt: str | None,
+        requests: list[EngineCoreRequest],
+        params: SamplingParams,
+        kind: OutputKind,
+        sink: Sink,
+    ) -> None:
+        """Expect outputs for `requests`, the choices of one request. Raises RequestError if its id is in use."""
+        if request_id in self._parents:
+            raise RequestError(f"request_id {request_id!r} is in use by an unfinished request", "request_id")
+        first = requests[0]
+        parent = _Parent(request_id, prompt, first.prompt_token_ids, params, kind, sink, first.arrival_time)
+        if params.prompt_logprobs is not None:
+            parent.prompt_logprobs = [None]
+        with_text = self._tokenizer is not None and params.detokenize
+        for index, request in enumerate(requests):
+            choice = _Choice(
+                index,
+                request.request_id,
+                Detokenizer(self._tokenizer, first.prompt_token_ids, params)
+                if with_text and self._tokenizer is not None
+                else None,
+                RequestTimes(request.arrival_time),
+            )
+            if params.logprobs is not None:
+                choice.logprobs, choice.cumulative_logprob = [], 0.0
+            parent.choices.append(choice)
+            self._by_core_id[request.request_id] = (parent, choice)
+        self._parents[request_id] = parent
+
+    def process(self, outputs: EngineCoreOutputs) -> list[Abort]:
+        """Hand out what a step brought; returns what the core must stop computing."""
+        aborts: list[Abort] = []
+        changed: dict[str, tuple[_Parent, list[_Choice]]] = {}
+        iteration = self._metrics.begin_iteration(outputs)
+        for output in outputs.outputs:
+            entry = self._by_core_id.get(output.request_id)
+            if entry is None:  # it ended here while the step was under way
+                continue
+            parent, choice = entry
+            if output.finish_reason is FinishReason.ERROR:
+                aborts.extend(Abort(core_id) for core_id in self._forget(parent) if core_id != output.request_id)
+                changed.pop(parent.request_id, None)
+                self._metrics.request_finished(FinishReason.ERROR, choice.times, 0, 0, parent.params)
+                parent.sink.fail(HeadraceError(output.error or "the request failed in the engine"))
+                continue
+            num_before = choice.num_tokens
+            if self._take(parent, choice, output):
+                aborts.append(Abort(choice.core_id, choice.num_tokens))
+            num_prompt = len(parent.prompt_token_ids)
+            iteration.record(choice.times, output, num_prompt, choice.num_tokens - num_before)
+            if choice.finish_reason is not None:
+                del self._by_core_id[output.request_id]
+                self._metrics.request_finished(
+                    choice.finish_reason, choice.times, num_prompt, choice.num_tokens, parent.params
+                )
+            changed.setdefault(parent.request_id, (parent, []))[1].append(choice)
+        iteration.end()
+        for parent, choices in changed.values():
+            self._emit(parent, choices)
+        return aborts
+
+    def abort(self, request_id: str) -> list[Abort]:
+        """Forget a request nobody waits for any more; returns what the core must stop computing."""
+        parent = self._parents.get(request_id)
+        if parent is None:
+            return []
+        for choice in parent.choices:
+            if choice.finish_reason is None:
+                self._metrics.request_finished(
+                    FinishReason.ABORT, choice.times, len(parent.prompt_token_ids), choice.num_tokens, parent.params
+                )
+        return [Abort(core_id) for core_id in self._forget(parent)]
+
+    def finish_aborted(self, request_id: str) -> list[Abort]:
+        """As `abort`, for a request somebody else ended: who waits for it gets what there is, finish_reason `abort`."""
+        parent = self._parents.get(request_id)
+        aborts = self.abort(request_id)
+        if parent is not None:
+            ended = [choice for choice in parent.choices if choice.finish_reason is None]
+            for choice in ended:
+                choice.finish_reason = FinishReason.ABORT
+                if choice.detokenizer is not None:
+                    choice.texts.append(choice.detokenizer.finish())
+            parent.sink.put(self._request_output(parent, parent.choices if parent.kind == "final" else ended))
+        return aborts
+
+    def fail_all(self, error: HeadraceError) -> None:
+        """The core is gone: every open request gets the error."""
+        for parent in list(self._parents.values()):
+            self._forget(parent)
+            parent.sink.fail(error)
+
+    def _forget(self, parent: _Parent) -> list[str]:
+        """Returns the ids that the core may still be working on."""
+        del self._parents[parent.request_id]
+        open_ids = [choice.core_id for choice in parent.choices if choice.core_id in self._by_core_id]
+        for core_id in open_ids:
+            del self._by_core_id[core_id]
+        return open_ids
+
+    def _take(self, parent: _Parent, choice: _Choice, output: EngineCoreOutput) -> bool:
+        """One step's addition to one choice. True if a stop string ended it, so that the core must be told."""
+        token_ids = output.new_token_ids
+        stop: str | None = None
+        if choice.detokenizer is not None:
+            by_token = output.finish_reason is FinishReason.STOP
+            text, num_kept, stop = choice.detokenizer.append(token_ids, last_is_stop_token=by_token)
+            choice.texts.append(text)
+            token_ids = token_ids[:num_kept]
+            if stop is None and output.finish_reason is not None:
+                choice.texts.append(choice.detokenizer.finish())
+        choice.token_ids.extend(token_ids)
+        choice.num_tokens += len(token_ids)
+        if choice.logprobs is not None:
+            for entry in output.new_logprobs[: len(token_ids)]:
+                choice.logprobs.append(self._logprobs(entry))
+                choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + entry.logprobs[0]
+        if parent.prompt_logprobs is not None:
+            parent.prompt_logprobs.extend(self._logprobs(entry) for entry in output.new_prompt_logprobs)
+        if output.num_cached_tokens and choice.index == 0:
+            parent.num_cached_tokens = output.num_cached_tokens
+        if stop is not None:
+            choice.finish_reason, choice.stop_reason = FinishReason.STOP, stop
+        elif output.finish_reason is not None:
+            choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_token_id
+        return stop is not None
+
+    def _logprobs(self, entry: Logprobs) -> dict[int, Logprob]:
+        """The token itself first, with its rank; then the best ones, ranked 1, 2, ..."""
+        found: dict[int, Logprob] = {}
+        for position, (token_id, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
+            if token_id not in found:
+                text = None if self._tokenizer is None else self._tokenizer.token_text(token_id)
+                found[token_id] = Logprob(logprob, position or entry.rank, text)
+        return found
+
+    def _emit(self, parent: _Parent, choices: list[_Choice]) -> None:
+        finished = parent.finished
+        if finished:
+            del self._parents[parent.request_id]
+        if parent.kind == "final":
+            if finished:
+                parent.sink.put(self._request_output(parent, parent.choices))
+        elif any(choice.token_ids or choice.finish_reason is not None for choice in choices):
+            parent.sink.put(self._request_output(parent, choices))
+
+    def _request_output(self, parent: _Parent, choices: list[_Choice]) -> RequestOutput:
+        """Prompt logprobs are complete with the first choice's first token, and go out with it alone."""
+        prompt_logprobs = None
+        first = parent.choices[0]
+        if parent.prompt_logprobs is not None and first in choices and first.num_tokens:
+            prompt_logprobs, parent.prompt_logprobs = parent.prompt_logprobs, None
+        finished = parent.finished
+        return RequestOutput(
+            request_id=parent.request_id,
+            prompt=parent.prompt,
+            prompt_token_ids=parent.prompt_token_ids,
+            outputs=[choice.hand_out() for choice in choices],
+            finished=finished,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=parent.num_cached_tokens,
+            metrics=_times(parent) if finished else {},
+        )
+
+
+def _times(parent: _Parent) -> dict[str, float]:
+    firsts = [choice.times.first_token for choice in parent.choices if choice.times.first_token]
+    return {
+        "arrival_time": parent.arrival_time,
+        "first_token_time": min(firsts, default=0.0),
+        "finished_time": time.monotonic(),
+    }

@@ -1,0 +1,226 @@
+"""Offline inference: prompts in, RequestOutputs out, in their order. The engine core runs in this very process."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from headrace.config import EngineConfig
+from headrace.engine.async_engine import load_tokenizer, make_metrics, model_folder
+from headrace.engine.core_client import InprocClient
+from headrace.engine.input_processor import InputProcessor, ModelLimits
+from headrace.engine.output_processor import OutputProcessor
+from headrace.errors import ConfigError, HeadraceError, RequestError
+from headrace.model_config import ModelConfig
+from headrace.request import RequestOutput
+from headrace.sampling_params import SamplingParams
+
+Prompt = str | list[int] | Mapping[str, Any]
+"""Text, token ids, or a mapping with `prompt` or `prompt_token_ids`."""
+Conversation = list[dict[str, Any]]
+
+
+class LLM:
+    """`LLM(model, **keywords of EngineConfig)`. Close it with `shutdown`, a `with` block or by dropping it."""
+
+    def __init__(self, model: str = "demo", *, executor: str | None = None, **config: Any) -> None:
+        """Raises UserError for whatever cannot work. `executor`: `module:attribute`, in place of the real one."""
+        try:
+            engine_config = EngineConfig(model=model, **config)
+        except TypeError as error:
+            raise ConfigError(f"LLM: {error}") from None
+        folder = model_folder(engine_config)
+        model_config = ModelConfig.from_folder(folder)
+        self.tokenizer = load_tokenizer(engine_config, folder)
+        self._client = InprocClient(engine_config, folder, executor)
+        self._finalizer = weakref.finalize(self, self._client.shutdown)
+        facts = self._client.facts
+        self.config = facts.config
+        self.decisions = facts.decisions
+        self.model_config = model_config
+        limits = ModelLimits.of(facts.config, model_config, facts.num_blocks, self.tokenizer)
+        self.max_model_len = limits.max_model_len
+        self.metrics = make_metrics(facts, limits)
+        self._inputs = InputProcessor(limits, facts.config, self.tokenizer)
+        self._outputs = OutputProcessor(self.tokenizer, self.metrics)
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_special_tokens: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """One RequestOutput a prompt. `sampling_params`: one for all (default: SamplingParams()) or one a prompt.
+
+        Raises RequestError for the first invalid prompt, before any runs.
+        """
+        return self._run(_as_list(prompts), sampling_params, use_tqdm, add_special_tokens, priority)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """One conversation, or several: the model's next message in each."""
+        if self.tokenizer is None:
+            raise RequestError("chat needs a tokenizer, but skip_tokenizer_init is set", "messages")
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts: list[Prompt] = [
+            self.tokenizer.render_chat(
+                conversation,  # type: ignore[arg-type]
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        return self._run(prompts, sampling_params, use_tqdm, add_special_tokens=False, priority=None)
+
+    def get_tokenizer(self) -> Any:
+        return self.tokenizer
+
+    def shutdown(self) -> None:
+        """Free the device. The LLM cannot be used any more."""
+        self._finalizer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _run(
+        self,
+        prompts: list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        add_special_tokens: bool,
+        priority: Sequence[int] | None,
+    ) -> list[RequestOutput]:
+        if not self._finalizer.alive:
+            raise HeadraceError("this LLM has been shut down")
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(prompts)
+        else:
+            params = list(sampling_params)
+        for name, values in (("sampling_params", params), ("priority", priority)):
+            if values is not None and len(values) != len(prompts):
+                raise RequestError(f"{name} must be one a prompt: {len(prompts)} prompts, got {len(values)}", name)
+        arrival_time = time.monotonic()
+        texts, ids = self._tokenize(prompts, add_special_tokens)
+        collected: list[_Collector] = []
+        names: list[str] = []
+        finished = False
+        try:
+            batch = []
+            for i, (text, prompt_ids) in enumerate(zip(texts, ids, strict=True)):
+                name = str(next(self._ids))
+                requests = self._inputs.process(
+                    name,
+                    prompt_ids,
+                    params[i],
+                    arrival_time=arrival_time,
+                    priority=0 if priority is None else priority[i],
+                )
+                collector = _Collector()
+                self._outputs.add(name, text, requests, params[i], "final", collector)
+                names.append(name)
+                collected.append(collector)
+                batch.extend(requests)
+            self._client.add(batch)
+            self._step_until_done(collected, use_tqdm)
+            finished = True
+        finally:
+            if not finished:  # an invalid prompt, Ctrl-C, a failed step: leave nothing running
+                for name in names:
+                    self._client.abort(self._outputs.abort(name))
+        return [collector.result() for collector in collected]
+
+    def _tokenize(self, prompts: list[Prompt], add_special_tokens: bool) -> tuple[list[str | None], list[list[int]]]:
+        texts: list[str | None] = []
+        ids: list[list[int]] = []
+        for prompt in prompts:
+            given: Any = prompt
+            if isinstance(prompt, Mapping):
+                given = prompt.get("prompt_token_ids")
+                given = prompt.get("prompt") if given is None else given
+            if isinstance(given, str):
+                texts.append(given)
+                ids.append(self._inputs.tokenize(given, add_special_tokens))
+            else:
+                texts.append(None)
+                ids.append(given)
+        return texts, ids
+
+    def _step_until_done(self, collected: list[_Collector], use_tqdm: bool) -> None:
+        progress = Progress(
+            TextColumn("Processed prompts"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[speed]}"),
+            console=Console(stderr=True),
+            disable=not use_tqdm,
+        )
+        started, tokens_before = time.monotonic(), self.metrics.num_generation_tokens
+        with progress:
+            task = progress.add_task("", total=len(collected), speed="")
+            while self._outputs.num_requests:
+                outputs = self._client.step()
+                if outputs is None:
+                    raise HeadraceError("the engine stopped with requests unfinished")
+                self._client.abort(self._outputs.process(outputs))
+                if use_tqdm and any(output.finish_reason for output in outputs.outputs):
+                    tokens = self.metrics.num_generation_tokens - tokens_before
+                    progress.update(
+                        task,
+                        completed=len(collected) - self._outputs.num_requests,
+                        speed=f"{tokens / (time.monotonic() - started):.1f} tokens/s",
+                    )
+
+
+class _Collector:
+    """Where one request's final output lands."""
+
+    def __init__(self) -> None:
+        self._output: RequestOutput | None = None
+        self._error: HeadraceError | None = None
+
+    def put(self, output: RequestOutput) -> None:
+        self._output = output
+
+    def fail(self, error: HeadraceError) -> None:
+        self._error = error
+
+    def result(self) -> RequestOutput:
+        if self._output is None:
+            raise self._error or HeadraceError("the request brought no output")
+        return self._output
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several: a list of integers is one."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if prompts and all(isinstance(entry, int) for entry in prompts):
+        return [list(prompts)]  # type: ignore[arg-type]
+    return list(prompts)  # type: ignore[arg-type]
