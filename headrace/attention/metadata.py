@@ -1,0 +1,50 @@
+"""What every layer's attention is told about a step, and what a backend is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from headrace.attention.table import AttentionSpec
+
+
+@dataclass
+class AttentionMetadata:
+    """R requests with T tokens in all; tensors on the device, integers on the host."""
+
+    rows: Tensor
+    """[R] int32: row of the tables that each request owns"""
+    query_start_loc: Tensor
+    """[R + 1] int32"""
+    seq_lens: Tensor
+    """[R] int32: known tokens, this step's included; 0 for padding"""
+    positions: Tensor
+    """[T] int64"""
+    slot_mapping: Tensor
+    """[T] int64: cache slot of each token; negative: none"""
+    block_table: Tensor
+    """[max_rows, max_blocks] int32"""
+    num_reqs: int
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    """Upper bound of seq_lens; max_model_len inside a graph"""
+    num_decodes: int = 0
+    """Requests at the front known to run one token each (all of them if max_query_len is 1)"""
+    plan: Any = None
+    """The backend's own, made once a step"""
+
+
+class Backend(Protocol):
+    name: str
+    supports_full_decode_graph: bool
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        """On the host, once a step, before any layer: prepare what all layers share."""
+
+    def forward(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, spec: AttentionSpec) -> Tensor:
+        """Attention of q # [T, Hq, D] over kv_cache # [2, num_blocks, block_size, Hkv, D], the step's own k and v
+        already in it; returns # [T, Hq, D] contiguous."""
+        ...

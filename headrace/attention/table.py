@@ -1,0 +1,119 @@
+"""The attention backends in order of preference, and the choice among them with its reasons.
+
+Torch-free: the planner reads it too. What a backend does is said in its own file, loaded by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
+
+from headrace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headrace.attention.metadata import Backend
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What a layer asks of attention, on one rank."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    block_size: int
+    dtype: str
+    """float16, bfloat16 or float32: of activations and cache"""
+    sliding_window: int | None = None
+    """Keys a query sees, itself included; None: all"""
+    device_type: str = "cuda"
+
+
+@dataclass(frozen=True)
+class BackendEntry:
+    name: str
+    why: str
+    """What speaks for it, as the start-up log says it"""
+    reasons: Callable[[AttentionSpec], list[str]]
+    """Why it cannot serve a spec; empty: it can"""
+    path: str
+    """module:class, imported when chosen"""
+
+
+class Selection(NamedTuple):
+    name: str
+    why: str
+    passed_over: list[str]
+    """`NAME: reason; reason` of each backend tried before"""
+
+
+def _triton_reasons(spec: AttentionSpec) -> list[str]:
+    reasons = []
+    if spec.device_type != "cuda":
+        reasons.append(f"runs on GPUs, not on {spec.device_type}")
+    if spec.head_dim > 256:
+        reasons.append(f"head_dim {spec.head_dim} is over 256")
+    if spec.num_heads % spec.num_kv_heads:
+        reasons.append(f"{spec.num_heads} query heads are no multiple of {spec.num_kv_heads} KV heads")
+    return reasons
+
+
+def _sdpa_reasons(spec: AttentionSpec) -> list[str]:
+    if spec.num_heads % spec.num_kv_heads:
+        return [f"{spec.num_heads} query heads are no multiple of {spec.num_kv_heads} KV heads"]
+    return []
+
+
+BACKENDS = (
+    BackendEntry(
+        "TRITON_ATTN",
+        "one Triton kernel family for prefill, chunks and decode, inside CUDA graphs",
+        _triton_reasons,
+        "headrace.attention.triton_attn:TritonAttention",
+    ),
+    BackendEntry(
+        "TORCH_SDPA",
+        "torch's scaled_dot_product_attention over gathered blocks, the CPU path and reference",
+        _sdpa_reasons,
+        "headrace.attention.torch_sdpa:TorchSdpa",
+    ),
+)
+
+
+def select_backend(spec: AttentionSpec, forced: str | None = None) -> Selection:
+    """The first backend without reasons against `spec`, or the forced one.
+
+    Raises ConfigError when the forced one is unknown or cannot serve, naming its reasons and the ones that can.
+    """
+    verdicts = {entry.name: entry.reasons(spec) for entry in BACKENDS}
+    usable = [name for name, reasons in verdicts.items() if not reasons]
+    if forced is not None:
+        name = forced.upper()
+        if name not in verdicts:
+            raise ConfigError(f"attention_backend {forced!r} is unknown; choose from {', '.join(verdicts)}")
+        if verdicts[name]:
+            raise ConfigError(
+                f"attention_backend {name} cannot serve this model here: {'; '.join(verdicts[name])}; "
+                f"choose from {', '.join(usable) or 'none'}"
+            )
+        return Selection(name, "given", [])
+    if not usable:
+        listed = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in verdicts.items())
+        raise ConfigError(f"no attention backend can serve this model here: {listed}")
+    chosen = next(entry for entry in BACKENDS if entry.name == usable[0])
+    names = list(verdicts)
+    passed = [f"{name}: {'; '.join(verdicts[name])}" for name in names[: names.index(chosen.name)]]
+    return Selection(chosen.name, chosen.why, passed)
+
+
+def load_backend(name: str) -> Backend:
+    """Import and build the backend of that name. ConfigError if there is none."""
+    for entry in BACKENDS:
+        if entry.name == name:
+            module, attribute = entry.path.split(":")
+            backend: Backend = getattr(import_module(module), attribute)()
+            return backend
+    raise ConfigError(f"attention_backend {name!r} is unknown; choose from {', '.join(e.name for e in BACKENDS)}")

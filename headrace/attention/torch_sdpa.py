@@ -1,0 +1,173 @@
+"""TORCH_SDPA: torch's own attention over K and V gathered from the paged cache. The CPU path.
+
+On a CPU the count of operations is what costs. So a step's requests are put into few groups, each padded to its
+longest member and served by one gather and one scaled_dot_product_attention; the groups, gather indices and masks are
+made once a step and shared by all layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.attention.metadata import AttentionMetadata
+from headrace.attention.table import AttentionSpec
+
+GROUP_COST = 60_000
+"""Nanoseconds that one more group costs in a layer."""
+GATHER_COST = 0.3
+"""Nanoseconds to gather and read one element of K or V."""
+PAIR_COST = 0.1
+"""Nanoseconds for one element of the product of a query with a key, weighting of the value included."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    index: int
+    start: int
+    """its first token in the batch"""
+    query_len: int
+    seq_len: int
+    skipped: int
+    """leading keys, in whole blocks, that no query of this step can see"""
+
+    @property
+    def span(self) -> int:
+        return self.seq_len - self.skipped
+
+
+@dataclass(frozen=True)
+class _Group:
+    """B requests padded to Q queries and L keys."""
+
+    size: int
+    query_len: int
+    blocks: Tensor
+    """[B * L / block_size] int64"""
+    mask: Tensor | None
+    """additive # [B, 1, rows, L], rows = group of heads x Q (B > 1) or Q (B = 1); None: plainly causal"""
+    first: int
+    """first token, where the group's tokens are a run in the batch"""
+    tokens: Tensor | None
+    """[B * Q] int64: tokens of the batch, padding repeating each request's last one; None: a run from `first`"""
+
+
+class TorchSdpa:
+    name = "TORCH_SDPA"
+    supports_full_decode_graph = False
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        metadata.plan = {}
+
+    def forward(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, spec: AttentionSpec) -> Tensor:
+        groups = metadata.plan.get(spec)
+        if groups is None:
+            groups = metadata.plan[spec] = _plan_groups(metadata, spec, q.dtype)
+        if len(groups) == 1 and groups[0].tokens is None and groups[0].size * groups[0].query_len == q.shape[0]:
+            return _attend(groups[0], q, kv_cache, spec)
+        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+        for group in groups:
+            if group.tokens is None:
+                stop = group.first + group.size * group.query_len
+                out[group.first : stop] = _attend(group, q[group.first : stop], kv_cache, spec)
+            else:
+                # padding repeats a request's last token with that token's own mask, so whoever writes last is right
+                out[group.tokens] = _attend(group, q[group.tokens], kv_cache, spec)
+        return out
+
+
+def _attend(group: _Group, q: Tensor, kv_cache: Tensor, spec: AttentionSpec) -> Tensor:
+    """q # [B * Q, Hq, D] -> the same shape. Query heads that share a KV head are rows of one product."""
+    size, queries = group.size, group.query_len
+    kv_heads, head_dim = spec.num_kv_heads, spec.head_dim
+    shared = spec.num_heads // kv_heads
+    gathered = kv_cache.index_select(1, group.blocks)
+    mask = group.mask
+    if size == 1 and queries > 1:  # [Hkv, shared, Q, D] against keys repeated without a copy
+        length = queries if mask is None else mask.shape[-1]
+        key, value = gathered.view(2, -1, kv_heads, head_dim)[:, :length].transpose(1, 2).unsqueeze(2).unbind()
+        query = q.view(queries, kv_heads, shared, head_dim).permute(1, 2, 0, 3)
+        key, value = key.expand(-1, shared, -1, -1), value.expand(-1, shared, -1, -1)
+        out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, scale=spec.scale)
+        return out.permute(2, 0, 1, 3).reshape(q.shape)
+    key, value = gathered.view(2, size, -1, kv_heads, head_dim).transpose(2, 3).unbind()
+    if queries == 1:
+        query = q.view(size, kv_heads, shared, head_dim)
+        return F.scaled_dot_product_attention(query, key, value, mask, scale=spec.scale).reshape(q.shape)
+    query = q.view(size, queries, kv_heads, shared, head_dim).permute(0, 2, 3, 1, 4)
+    query = query.reshape(size, kv_heads, shared * queries, head_dim)
+    out = F.scaled_dot_product_attention(query, key, value, mask, scale=spec.scale)
+    return out.view(size, kv_heads, shared, queries, head_dim).permute(0, 3, 1, 2, 4).reshape(q.shape)
+
+
+def _plan_groups(metadata: AttentionMetadata, spec: AttentionSpec, dtype: torch.dtype) -> list[_Group]:
+    starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+    window, block_size = spec.sliding_window, spec.block_size
+    requests: list[_Request] = []
+    for index, seq_len in enumerate(lengths):
+        query_len = starts[index + 1] - starts[index]
+        if seq_len == 0 or query_len == 0:
+            continue
+        hidden = max(0, seq_len - query_len - window + 1) if window else 0
+        requests.append(_Request(index, starts[index], query_len, seq_len, hidden // block_size * block_size))
+    return [_make_group(members, metadata, spec, dtype) for members in _partition(requests, spec)]
+
+
+def _partition(requests: list[_Request], spec: AttentionSpec) -> list[list[_Request]]:
+    """Requests of like size together, wherever padding costs less than one more group."""
+    per_key = GATHER_COST * 2 * spec.num_kv_heads * spec.head_dim
+    per_pair = PAIR_COST * spec.num_heads * spec.head_dim
+
+    def cost(count: int, query_len: int, span: int) -> float:
+        return GROUP_COST + count * span * (per_key + query_len * per_pair)
+
+    groups: list[list[_Request]] = []
+    widest = longest = 0
+    for request in sorted(requests, key=lambda r: (r.query_len, r.span), reverse=True):
+        if groups:
+            count, span = len(groups[-1]), max(longest, request.span)
+            apart = cost(count, widest, longest) + cost(1, request.query_len, request.span)
+            if cost(count + 1, widest, span) <= apart:
+                groups[-1].append(request)
+                longest = span
+                continue
+        groups.append([request])
+        widest, longest = request.query_len, request.span
+    return [sorted(group, key=lambda r: r.index) for group in groups]
+
+
+def _make_group(
+    members: list[_Request], metadata: AttentionMetadata, spec: AttentionSpec, dtype: torch.dtype
+) -> _Group:
+    block_size, window = spec.block_size, spec.sliding_window
+    size = len(members)
+    queries = max(member.query_len for member in members)
+    num_blocks = max(-(-member.span // block_size) for member in members)
+    facts = torch.tensor([(m.index, m.start, m.query_len, m.seq_len, m.skipped) for m in members]).T
+    index, start, query_len, seq_len, skipped = facts.unsqueeze(-1)
+    last_column = metadata.block_table.shape[1] - 1
+    columns = (skipped // block_size + torch.arange(num_blocks)).clamp_(max=last_column)
+    blocks = metadata.block_table[metadata.rows[index].long(), columns].flatten().long()
+
+    tokens = None
+    offset = torch.arange(queries).clamp(max=query_len - 1) if queries > 1 else torch.zeros(size, 1, dtype=torch.long)
+    first = members[0].start
+    if any(member.start != first + i * queries or member.query_len != queries for i, member in enumerate(members)):
+        tokens = (start + offset).flatten()
+    lone = members[0]
+    if size == 1 and queries > 1 and lone.seq_len == queries and (window is None or window >= queries):
+        return _Group(size, queries, blocks, None, first, tokens)
+
+    query_at = seq_len - query_len + offset  # [B, Q]
+    key_at = (skipped + torch.arange(num_blocks * block_size)).unsqueeze(1)  # [B, 1, L]
+    query_at = query_at.unsqueeze(2)
+    hidden = key_at > query_at
+    if window is not None:
+        hidden |= key_at <= query_at - window
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    if size > 1 and queries > 1:
+        mask = mask.repeat(1, spec.num_heads // spec.num_kv_heads, 1)  # rows: heads that share, then queries
+    return _Group(size, queries, blocks, mask.unsqueeze(1), first, tokens)

@@ -1,0 +1,50 @@
+"""TRITON_ATTN: our own kernels. The step's launches are planned once for each shape of layer."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from headrace.attention.metadata import AttentionMetadata
+from headrace.attention.table import AttentionSpec
+from headrace.kernels._triton import DEVICE_FAMILY
+from headrace.kernels.attention import multiprocessor_count, paged_attention
+from headrace.kernels.attention_config import plan_attention
+
+
+class TritonAttention:
+    name = "TRITON_ATTN"
+    supports_full_decode_graph = True
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        metadata.plan = {}
+
+    def forward(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, spec: AttentionSpec) -> Tensor:
+        plan = metadata.plan.get(spec)
+        if plan is None:
+            decodes = metadata.num_reqs if metadata.max_query_len == 1 else metadata.num_decodes
+            plan = metadata.plan[spec] = plan_attention(
+                metadata.num_reqs,
+                metadata.num_tokens,
+                decodes,
+                metadata.max_seq_len,
+                spec.num_heads,
+                spec.num_kv_heads,
+                spec.head_dim,
+                q.element_size(),
+                DEVICE_FAMILY,
+                multiprocessor_count(q.device),
+            )
+        return paged_attention(
+            q,
+            kv_cache,
+            metadata.block_table,
+            metadata.rows,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            spec.scale,
+            metadata.max_query_len,
+            metadata.max_seq_len,
+            spec.sliding_window,
+            None,
+            plan,
+        )

@@ -1,0 +1,392 @@
+"""Paged attention: prefill, chunk and decode in one family of kernels over the paged KV cache.
+
+A program takes a tile of rows (query tokens x the query heads that share a KV head) and one part of the keys. Where
+the keys are cut into parts, a second kernel combines them. Knows layouts and lengths, nothing of requests.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Triton functions are typed by what they are launched with.
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from headrace.kernels._triton import DEVICE_FAMILY, next_power_of_2, tl, triton
+from headrace.kernels.attention_config import AttentionConfig, AttentionPlan, plan_attention
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _attend(
+    q,
+    acc,
+    row_max,
+    row_sum,
+    begin,
+    end,
+    limit,
+    first_visible,
+    row_position,
+    qk_scale,
+    keys_ptr,
+    values_ptr,
+    blocks_ptr,
+    slot_stride,
+    column,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Fold keys [begin, end) into the running softmax; MASKED tiles look at `limit`, causality and window."""
+    in_head = column < HEAD_DIM
+    for start in range(begin, end, BLOCK_N):
+        position = start + tl.arange(0, BLOCK_N)
+        if MASKED:
+            known = position < limit
+            block = tl.load(blocks_ptr + position // BLOCK_SIZE, mask=known, other=0)
+        else:
+            block = tl.load(blocks_ptr + position // BLOCK_SIZE)
+        slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+        offset = slot * slot_stride
+        key_ptrs = keys_ptr + offset[None, :] + column[:, None]
+        value_ptrs = values_ptr + offset[:, None] + column[None, :]
+        if MASKED:
+            key = tl.load(key_ptrs, mask=in_head[:, None] & known[None, :], other=0.0)
+            value = tl.load(value_ptrs, mask=in_head[None, :] & known[:, None], other=0.0)
+        elif column.shape[0] > HEAD_DIM:
+            key = tl.load(key_ptrs, mask=in_head[:, None], other=0.0)
+            value = tl.load(value_ptrs, mask=in_head[None, :], other=0.0)
+        else:
+            key = tl.load(key_ptrs)
+            value = tl.load(value_ptrs)
+        scores = tl.dot(q, key, input_precision=PRECISION) * qk_scale
+        if MASKED:
+            visible = (position[None, :] <= row_position[:, None]) & known[None, :]
+            if WINDOWED:
+                visible = visible & (position[None, :] >= first_visible[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
+        weights = tl.exp2(scores - shift[:, None])
+        decay = tl.exp2(row_max - shift)
+        row_sum = row_sum * decay + tl.sum(weights, axis=1)
+        acc = acc * decay[:, None]
+        acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=PRECISION)
+        row_max = new_max
+    return acc, row_max, row_sum
+
+
+@triton.jit(do_not_specialize=["window", "first_req", "num_reqs", "search_steps", "num_splits"])
+def _attention_kernel(
+    out_ptr,
+    lse_ptr,
+    q_ptr,
+    cache_ptr,
+    block_table_ptr,
+    rows_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    qk_scale,
+    window,
+    value_offset,
+    block_table_stride,
+    q_stride,
+    q_head_stride,
+    num_heads,
+    num_kv_heads,
+    first_req,
+    num_reqs,
+    search_steps,
+    num_splits,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DECODE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid (KV heads, tiles of queries, splits). Without SPLIT `out` is [T, Hq, D]; with it fp32 [T, Hq, splits, D] and
+    `lse` [T, Hq, splits] holds log2 of each part's sum, -inf where the part is empty."""
+    kv_head = tl.program_id(0)
+    split = tl.program_id(2)
+    BLOCK_Q: tl.constexpr = 1 if DECODE else BLOCK_M // GROUP
+    if DECODE:
+        request = tl.program_id(1)
+        query_start = tl.load(query_start_loc_ptr + request)
+        query_len = 1
+        tile = 0
+    else:
+        # late tiles see most keys: start them first
+        tile = tl.num_programs(1) - 1 - tl.program_id(1)
+        request = first_req
+        high = num_reqs
+        for _ in range(search_steps):  # the last request whose first tile is not behind this one
+            middle = (request + high) // 2
+            first_tile = (tl.load(query_start_loc_ptr + middle) - first_req) // BLOCK_Q + middle - first_req
+            request = tl.where(first_tile <= tile, middle, request)
+            high = tl.where(first_tile <= tile, high, middle)
+        query_start = tl.load(query_start_loc_ptr + request)
+        query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
+        tile -= (query_start - first_req) // BLOCK_Q + request - first_req
+        if tile * BLOCK_Q >= query_len:
+            return
+    seq_len = tl.load(seq_lens_ptr + request)
+    table_row = tl.load(rows_ptr + request).to(tl.int64)
+
+    lane = tl.arange(0, BLOCK_M)
+    query = tile * BLOCK_Q + lane // GROUP
+    head = kv_head * GROUP + lane % GROUP
+    row_in = (lane < BLOCK_Q * GROUP) & (query < query_len)
+    column = tl.arange(0, BLOCK_D)
+    in_head = column < HEAD_DIM
+    token = (query_start + query).to(tl.int64)
+    mask = row_in[:, None] & in_head[None, :]
+    q = tl.load(q_ptr + (token * q_stride + head * q_head_stride)[:, None] + column[None, :], mask=mask, other=0.0)
+
+    first_position = seq_len - query_len + tile * BLOCK_Q
+    row_position = seq_len - query_len + query
+    limit = tl.minimum(first_position + BLOCK_Q, seq_len)
+    begin = 0
+    first_visible = row_position
+    if WINDOWED:
+        first_visible = row_position - window + 1
+        begin = tl.maximum(first_position - window + 1, 0) // BLOCK_N * BLOCK_N
+    end = limit
+    if SPLIT:
+        part = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N), num_splits) * BLOCK_N
+        begin += split * part
+        end = tl.minimum(begin + part, end)
+
+    slot_stride = num_kv_heads * HEAD_DIM
+    keys_ptr = cache_ptr + kv_head * HEAD_DIM
+    values_ptr = keys_ptr + value_offset
+    blocks_ptr = block_table_ptr + table_row * block_table_stride
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    if WINDOWED:  # tiles that the window of some row cuts
+        front = tl.cdiv(tl.maximum(limit - window, 0), BLOCK_N) * BLOCK_N
+        front = tl.minimum(tl.maximum(front, begin), end)
+        acc, row_max, row_sum = _attend(
+            q,
+            acc,
+            row_max,
+            row_sum,
+            begin,
+            front,
+            limit,
+            first_visible,
+            row_position,
+            qk_scale,
+            keys_ptr,
+            values_ptr,
+            blocks_ptr,
+            slot_stride,
+            column,
+            HEAD_DIM,
+            BLOCK_N,
+            BLOCK_SIZE,
+            True,
+            True,
+            PRECISION,
+        )
+        begin = tl.maximum(begin, front)
+    whole = tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, end)  # tiles that every row sees whole: no masks
+    acc, row_max, row_sum = _attend(
+        q,
+        acc,
+        row_max,
+        row_sum,
+        begin,
+        whole,
+        limit,
+        first_visible,
+        row_position,
+        qk_scale,
+        keys_ptr,
+        values_ptr,
+        blocks_ptr,
+        slot_stride,
+        column,
+        HEAD_DIM,
+        BLOCK_N,
+        BLOCK_SIZE,
+        False,
+        False,
+        PRECISION,
+    )
+    begin = tl.maximum(begin, whole)
+    acc, row_max, row_sum = _attend(
+        q,
+        acc,
+        row_max,
+        row_sum,
+        begin,
+        end,
+        limit,
+        first_visible,
+        row_position,
+        qk_scale,
+        keys_ptr,
+        values_ptr,
+        blocks_ptr,
+        slot_stride,
+        column,
+        HEAD_DIM,
+        BLOCK_N,
+        BLOCK_SIZE,
+        True,
+        WINDOWED,
+        PRECISION,
+    )
+
+    acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    target = token * num_heads + head
+    if SPLIT:
+        target = target * num_splits + split
+        tl.store(lse_ptr + target, tl.where(row_sum == 0.0, float("-inf"), row_max + tl.log2(row_sum)), mask=row_in)
+        mask = mask & (row_sum > 0.0)[:, None]  # empty parts are told by their lse alone
+    tl.store(out_ptr + target[:, None] * HEAD_DIM + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _combine_kernel(
+    out_ptr, parts_ptr, lse_ptr, num_splits, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr
+):
+    """One program: one query head of one token. Zeros where no part saw a key."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, BLOCK_S)
+    column = tl.arange(0, BLOCK_D)
+    in_head = column < HEAD_DIM
+    lse = tl.load(lse_ptr + row * num_splits + split, mask=split < num_splits, other=float("-inf"))
+    seen = lse > float("-inf")
+    weight = tl.where(seen, tl.exp2(lse - tl.max(lse, axis=0)), 0.0)
+    part_ptrs = parts_ptr + (row * num_splits + split)[:, None] * HEAD_DIM + column[None, :]
+    parts = tl.load(part_ptrs, mask=seen[:, None] & in_head[None, :], other=0.0)
+    total = tl.sum(weight, axis=0)
+    out = tl.sum(parts * weight[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + row * HEAD_DIM + column, out.to(out_ptr.dtype.element_ty), mask=in_head)
+
+
+@lru_cache(maxsize=16)
+def multiprocessor_count(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def paged_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    rows: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    max_query_len: int,
+    max_seq_len: int,
+    sliding_window: int | None = None,
+    out: Tensor | None = None,
+    plan: AttentionPlan | None = None,
+) -> Tensor:
+    """Causal attention of q [T, Hq, D] over the paged cache [2, num_blocks, block_size, Hkv, D]; returns [T, Hq, D].
+
+    Request i has the tokens query_start_loc[i] : query_start_loc[i + 1], the last of seq_lens[i] known ones, and finds
+    its blocks in block_table[rows[i]]. A query sees itself and `sliding_window` - 1 keys before it, or all. Requests of
+    seq_len 0 (padding) give zeros. Launches depend on host integers alone, never on current lengths; `max_seq_len` is
+    an upper bound. `plan` comes from plan_attention and says how many leading requests run one token.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = kv_cache.shape[3]
+    if out is None:
+        out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    num_reqs = rows.shape[0]
+    if not num_tokens:
+        return out
+    if plan is None:
+        num_decodes = num_reqs if max_query_len == 1 else 0
+        plan = plan_attention(
+            num_reqs, num_tokens, num_decodes, max_seq_len, num_heads, num_kv_heads, head_dim, q.element_size(),
+            DEVICE_FAMILY, multiprocessor_count(q.device),
+        )  # fmt: skip
+    arguments = (q, kv_cache, block_table, rows, query_start_loc, seq_lens, scale * LOG2_E, sliding_window)
+    decodes = plan.num_decodes
+    if decodes:
+        _run(out[:decodes], *arguments, 0, decodes, decodes, plan.decode, plan.decode_splits, True)
+    if plan.prefill_tiles:
+        _run(out, *arguments, decodes, num_reqs, plan.prefill_tiles, plan.prefill, plan.prefill_splits, False)
+    return out
+
+
+def _run(
+    out: Tensor, q: Tensor, kv_cache: Tensor, block_table: Tensor, rows: Tensor, query_start_loc: Tensor,
+    seq_lens: Tensor, qk_scale: float, window: int | None, first_req: int, end_req: int, tiles: int,
+    config: AttentionConfig, splits: int, decode: bool,
+) -> None:  # fmt: skip
+    """One launch for requests first_req : end_req, whose tokens begin at first_req, and its combine if split."""
+    num_tokens, num_heads, head_dim = out.shape
+    num_kv_heads = kv_cache.shape[3]
+    block_d = max(16, next_power_of_2(head_dim))
+    target, lse = out, out
+    if splits > 1:
+        target = torch.empty((num_tokens, num_heads, splits, head_dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty((num_tokens, num_heads, splits), dtype=torch.float32, device=q.device)
+    _attention_kernel[(num_kv_heads, tiles, splits)](
+        target, lse, q, kv_cache, block_table, rows, query_start_loc, seq_lens, qk_scale, window or 0,
+        kv_cache.stride(0), block_table.stride(0), q.stride(0), q.stride(1), num_heads, num_kv_heads,
+        first_req, end_req, (end_req - first_req - 1).bit_length(), splits,
+        HEAD_DIM=head_dim, BLOCK_D=block_d, GROUP=num_heads // num_kv_heads, BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n, BLOCK_SIZE=kv_cache.shape[2], DECODE=decode, SPLIT=splits > 1,
+        WINDOWED=window is not None, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    if splits > 1:
+        first = first_req * num_heads
+        _combine_kernel[(num_tokens * num_heads - first,)](
+            out[first_req:], target[first_req:], lse[first_req:], splits,
+            HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_S=splits, num_warps=4,
+        )  # fmt: skip
+
+
+def paged_attention_reference(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    rows: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    max_query_len: int,
+    max_seq_len: int,
+    sliding_window: int | None = None,
+    out: Tensor | None = None,
+    plan: AttentionPlan | None = None,
+) -> Tensor:
+    out = torch.empty_like(q) if out is None else out
+    block_size, num_kv_heads = kv_cache.shape[2:4]
+    group = q.shape[1] // num_kv_heads
+    starts = query_start_loc.tolist()
+    for request, (row, length) in enumerate(zip(rows.tolist(), seq_lens.tolist(), strict=True)):
+        first, last = starts[request], starts[request + 1]
+        if length == 0:
+            out[first:last] = 0
+            continue
+        blocks = block_table[row, : -(-length // block_size)].long()
+        key, value = kv_cache[:, blocks].flatten(1, 2)[:, :length].repeat_interleave(group, dim=2).float()
+        scores = torch.einsum("qhd,khd->hqk", q[first:last].float(), key) * scale
+        seen_from = torch.arange(length, device=q.device)
+        at = torch.arange(length - (last - first), length, device=q.device)[:, None]
+        hidden = seen_from > at
+        if sliding_window is not None:
+            hidden |= seen_from <= at - sliding_window
+        weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
+        out[first:last] = torch.einsum("hqk,khd->qhd", weights, value).to(q.dtype)
+    return out

@@ -1,0 +1,123 @@
+"""How the attention kernel is launched, as data: tile sizes, warps, stages and splits by shape and device family.
+
+Pure arithmetic on integers; the tables below are what tests compile ahead of time for GPUs that are not here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """One way to run the attention kernel. A tile is block_m rows (query tokens x GQA group) by block_n keys."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+DECODE: dict[tuple[str, int, int], AttentionConfig] = {
+    # (family, bytes an element, widest head_dim): keys wanted in flight, so many stages and few warps
+    ("cuda", 2, 64): AttentionConfig(16, 64, 4, 4),
+    ("cuda", 2, 128): AttentionConfig(16, 64, 4, 3),
+    ("cuda", 2, 256): AttentionConfig(16, 32, 4, 3),
+    ("cuda", 4, 64): AttentionConfig(16, 32, 4, 3),
+    ("cuda", 4, 128): AttentionConfig(16, 32, 4, 2),
+    ("cuda", 4, 256): AttentionConfig(16, 16, 4, 2),
+    ("hip", 2, 64): AttentionConfig(16, 64, 4, 2),
+    ("hip", 2, 128): AttentionConfig(16, 64, 4, 2),
+    ("hip", 2, 256): AttentionConfig(16, 32, 4, 2),
+    ("hip", 4, 64): AttentionConfig(16, 32, 4, 1),
+    ("hip", 4, 128): AttentionConfig(16, 32, 4, 1),
+    ("hip", 4, 256): AttentionConfig(16, 16, 4, 1),
+}
+
+PREFILL: dict[tuple[str, int, int], AttentionConfig] = {
+    ("cuda", 2, 64): AttentionConfig(128, 64, 4, 3),
+    ("cuda", 2, 128): AttentionConfig(128, 64, 8, 3),
+    ("cuda", 2, 256): AttentionConfig(128, 32, 8, 2),
+    ("cuda", 4, 64): AttentionConfig(32, 32, 4, 2),
+    ("cuda", 4, 128): AttentionConfig(32, 32, 4, 2),
+    ("cuda", 4, 256): AttentionConfig(16, 16, 4, 2),
+    ("hip", 2, 64): AttentionConfig(128, 64, 4, 1),
+    ("hip", 2, 128): AttentionConfig(128, 64, 4, 1),
+    ("hip", 2, 256): AttentionConfig(64, 32, 4, 1),
+    ("hip", 4, 64): AttentionConfig(32, 32, 4, 1),
+    ("hip", 4, 128): AttentionConfig(32, 32, 4, 1),
+    ("hip", 4, 256): AttentionConfig(16, 16, 4, 1),
+}
+
+WIDEST_HEAD = 256
+MAX_SPLITS = 64
+PROGRAMS_PER_SM = 8
+"""Programs wanted: enough that the last wave is short even where lengths are ragged."""
+TILES_PER_SPLIT = 2
+"""Fewest tiles of keys worth a program of their own."""
+
+
+def pick_config(decode: bool, head_dim: int, group: int, element_size: int, family: str) -> AttentionConfig:
+    """The tables' choice; `group` is the number of query heads per KV head. KeyError past WIDEST_HEAD."""
+    width = next(width for width in (64, 128, 256, head_dim) if head_dim <= width)
+    config = (DECODE if decode else PREFILL)[family, element_size, width]
+    block_m = max(config.block_m, 1 << (group - 1).bit_length())
+    return replace(config, block_m=block_m)
+
+
+def pick_splits(tiles_of_queries: int, num_kv_heads: int, max_seq_len: int, block_n: int, num_sms: int) -> int:
+    """Into how many parts to cut the keys of each tile of queries: a power of two, 1 where there is parallelism enough.
+
+    Depends on the longest length possible, not on current ones, so that it may be baked into a graph; parts beyond a
+    sequence's own length end at once.
+    """
+    programs = tiles_of_queries * num_kv_heads
+    wanted = -(-PROGRAMS_PER_SM * num_sms // programs)
+    if wanted <= 2:
+        return 1
+    useful = -(-max_seq_len // (block_n * TILES_PER_SPLIT))
+    splits = max(1, min(wanted, useful, MAX_SPLITS))
+    return 1 << (splits - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What one step's attention launches are, the same for every layer of a shape."""
+
+    num_decodes: int
+    """Requests at the front of the batch that run one token each; they get the decode configuration."""
+    decode: AttentionConfig
+    decode_splits: int
+    prefill: AttentionConfig
+    prefill_splits: int
+    prefill_tiles: int
+    """Upper bound of the tiles of queries that the requests behind the decodes fill; 0: none"""
+
+
+@lru_cache(maxsize=1024)
+def plan_attention(
+    num_reqs: int,
+    num_tokens: int,
+    num_decodes: int,
+    max_seq_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    element_size: int,
+    family: str,
+    num_sms: int,
+) -> AttentionPlan:
+    """Integers in, launches out. `max_seq_len` is a bound: max_model_len where the launch goes into a graph."""
+    group = num_heads // num_kv_heads
+    decode = pick_config(True, head_dim, group, element_size, family)
+    prefill = pick_config(False, head_dim, group, element_size, family)
+    decode_splits = prefill_splits = 1
+    tiles = 0
+    if num_decodes:
+        decode_splits = pick_splits(num_decodes, num_kv_heads, max_seq_len, decode.block_n, num_sms)
+    if num_reqs > num_decodes:
+        # a request of n tokens touches at most n // block_q + 1 tiles
+        tiles = (num_tokens - num_decodes) // (prefill.block_m // group) + num_reqs - num_decodes
+        prefill_splits = pick_splits(2 * tiles, num_kv_heads, max_seq_len, prefill.block_n, num_sms)
+    return AttentionPlan(num_decodes, decode, decode_splits, prefill, prefill_splits, tiles)

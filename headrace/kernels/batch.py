@@ -1,0 +1,114 @@
+"""Gathers a step's inputs from the permanent rows: token ids, positions and cache slots of every token.
+
+Knows how a batch is laid out (query_start_loc) and nothing of who is in it.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Triton functions are typed by what they are launched with.
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace.kernels._triton import tl, triton
+
+
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "search_steps"])
+def _prepare_batch_kernel(
+    input_ids_ptr,
+    positions_ptr,
+    slot_mapping_ptr,
+    rows_ptr,
+    num_computed_ptr,
+    query_start_loc_ptr,
+    token_table_ptr,
+    block_table_ptr,
+    token_table_stride,
+    block_table_stride,
+    num_reqs,
+    num_tokens,
+    search_steps,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < num_tokens
+    low = tl.zeros([BLOCK], tl.int32)
+    high = tl.full([BLOCK], 1, tl.int32) * num_reqs
+    for _ in range(search_steps):  # the last request that starts at or before the token
+        middle = (low + high) // 2
+        starts = tl.load(query_start_loc_ptr + middle, mask=inside, other=0)
+        low = tl.where(starts <= token, middle, low)
+        high = tl.where(starts <= token, high, middle)
+    row = tl.load(rows_ptr + low, mask=inside, other=0).to(tl.int64)
+    first = tl.load(query_start_loc_ptr + low, mask=inside, other=0)
+    position = tl.load(num_computed_ptr + low, mask=inside, other=0) + token - first
+    token_id = tl.load(token_table_ptr + row * token_table_stride + position, mask=inside, other=0)
+    block = tl.load(block_table_ptr + row * block_table_stride + position // BLOCK_SIZE, mask=inside, other=0)
+    slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+    tl.store(input_ids_ptr + token, token_id, mask=inside)
+    tl.store(positions_ptr + token, position.to(tl.int64), mask=inside)
+    tl.store(slot_mapping_ptr + token, slot, mask=inside)
+
+
+def prepare_batch(
+    rows: Tensor,
+    num_computed: Tensor,
+    query_start_loc: Tensor,
+    token_table: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    num_tokens: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(input_ids [num_tokens] int32, positions [num_tokens] int64, slot_mapping [num_tokens] int64).
+
+    rows, num_computed [num_reqs] and query_start_loc [num_reqs + 1] are int32, as are the tables
+    token_table [max_rows, max_model_len] and block_table [max_rows, max_blocks]. num_tokens == query_start_loc[-1].
+    """
+    device = rows.device
+    input_ids = torch.empty(num_tokens, dtype=torch.int32, device=device)
+    positions = torch.empty(num_tokens, dtype=torch.int64, device=device)
+    slot_mapping = torch.empty(num_tokens, dtype=torch.int64, device=device)
+    num_reqs = rows.shape[0]
+    if num_tokens:
+        _prepare_batch_kernel[(-(-num_tokens // 128),)](
+            input_ids,
+            positions,
+            slot_mapping,
+            rows,
+            num_computed,
+            query_start_loc,
+            token_table,
+            block_table,
+            token_table.stride(0),
+            block_table.stride(0),
+            num_reqs,
+            num_tokens,
+            num_reqs.bit_length(),
+            BLOCK_SIZE=block_size,
+            BLOCK=128,
+            num_warps=4,
+        )
+    return input_ids, positions, slot_mapping
+
+
+def prepare_batch_reference(
+    rows: Tensor,
+    num_computed: Tensor,
+    query_start_loc: Tensor,
+    token_table: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    num_tokens: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if num_tokens == rows.shape[0]:  # a token each
+        positions = num_computed.long()
+    else:
+        counts = query_start_loc.diff()
+        shift = num_computed - query_start_loc[:-1]
+        packed = torch.stack((rows, shift)).repeat_interleave(counts, dim=1, output_size=num_tokens)
+        rows = packed[0]
+        positions = torch.arange(num_tokens, device=rows.device) + packed[1]
+    rows = rows.long()
+    blocks = block_table[rows, positions // block_size].long()
+    return token_table[rows, positions], positions, blocks * block_size + positions % block_size

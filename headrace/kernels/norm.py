@@ -1,0 +1,88 @@
+"""RMS norm, alone and fused with the residual addition. Knows nothing of layers or of tensor parallelism."""
+
+# mypy: disable-error-code="no-untyped-def"
+# Triton functions are typed by what they are launched with.
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.kernels._triton import next_power_of_2, tl, triton
+
+
+@triton.jit
+def _rms_norm_kernel(
+    out_ptr,
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    x_stride,
+    residual_stride,
+    hidden,
+    eps,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < hidden
+    x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    dtype = out_ptr.dtype.element_ty
+    if ADD:
+        address = residual_ptr + row * residual_stride + columns
+        residual = tl.load(address, mask=inside, other=0.0).to(tl.float32)
+        total = (residual + x).to(dtype)
+        tl.store(address, total, mask=inside)
+        x = total.to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / hidden + eps)
+    normed = (x * scale).to(dtype).to(tl.float32)
+    tl.store(out_ptr + row * hidden + columns, (normed * weight).to(dtype), mask=inside)
+
+
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    hidden = x.shape[-1]
+    rows = x if x.dim() == 2 else x.reshape(-1, hidden)
+    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    if rows.shape[0]:
+        block = next_power_of_2(hidden)
+        added = rows if residual is None else residual.view(-1, hidden)
+        _rms_norm_kernel[(rows.shape[0],)](
+            out,
+            rows,
+            added,
+            weight,
+            rows.stride(0),
+            added.stride(0),
+            hidden,
+            eps,
+            BLOCK=block,
+            ADD=residual is not None,
+            num_warps=min(16, max(1, block // 512)),
+        )
+    return out if x.dim() == 2 else out.view(x.shape)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., hidden] / rms(x) * weight [hidden], contiguous, in x's dtype.
+
+    Normalized in fp32, rounded to x's dtype, then multiplied by the weight, as Hugging Face models do.
+    """
+    return _launch(x, None, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """residual += x in place (rounded to its dtype), then (rms_norm(residual), residual); all [..., hidden]."""
+    return _launch(x, residual, weight, eps), residual
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x, weight.shape, None, eps) * weight  # rounds before it multiplies
+
+
+def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    residual += x
+    return rms_norm_reference(residual, weight, eps), residual

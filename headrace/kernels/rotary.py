@@ -1,0 +1,259 @@
+"""Rotary embedding of q and k, optional QK norm before it, and the write of k and v into the paged cache, in one pass.
+
+Knows the layout of a cache tensor, not which request owns a slot.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Triton functions are typed by what they are launched with.
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.kernels._triton import next_power_of_2, tl, triton
+
+
+@triton.jit
+def _norm_and_rotate(
+    x_ptr,
+    weight_ptr,
+    heads,
+    head_stride,
+    half,
+    head_in,
+    half_in,
+    rest,
+    rest_in,
+    cos,
+    sin,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HAS_REST: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """The heads' (first half, second half, rest beyond the rotary part), normed and rotated, in fp32."""
+    base = x_ptr + heads[:, None] * head_stride
+    mask = head_in[:, None] & half_in[None, :]
+    rest_mask = head_in[:, None] & rest_in[None, :]
+    dtype = x_ptr.dtype.element_ty
+    first = tl.load(base + half[None, :], mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(base + HALF + half[None, :], mask=mask, other=0.0).to(tl.float32)
+    tail = first
+    if HAS_REST:
+        tail = tl.load(base + rest[None, :], mask=rest_mask, other=0.0).to(tl.float32)
+    if NORM:
+        squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+        if HAS_REST:
+            squares += tl.sum(tail * tail, axis=1)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        weight = tl.load(weight_ptr + half, mask=half_in, other=0.0).to(tl.float32)[None, :]
+        first = ((first * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+        weight = tl.load(weight_ptr + HALF + half, mask=half_in, other=0.0).to(tl.float32)[None, :]
+        second = ((second * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+        if HAS_REST:
+            weight = tl.load(weight_ptr + rest, mask=rest_in, other=0.0).to(tl.float32)[None, :]
+            tail = ((tail * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+    return first * cos - second * sin, second * cos + first * sin, tail
+
+
+@triton.jit
+def _rotary_and_cache_kernel(
+    out_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_sin_ptr,
+    positions_ptr,
+    cache_ptr,
+    slot_mapping_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    eps,
+    q_stride,
+    k_stride,
+    v_stride,
+    q_head_stride,
+    k_head_stride,
+    v_head_stride,
+    value_offset,
+    num_heads,
+    num_kv_heads,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """One program: one token, one KV head and the query heads that read it."""
+    token = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    half = tl.arange(0, BLOCK_HALF)
+    half_in = half < HALF
+    rest = 2 * HALF + tl.arange(0, BLOCK_REST)
+    rest_in = rest < HEAD_DIM
+    HAS_REST: tl.constexpr = 2 * HALF < HEAD_DIM
+    position = tl.load(positions_ptr + token)
+    position = tl.maximum(position, 0)  # padding
+    angles = cos_sin_ptr + position * (2 * HALF) + half
+    cos = tl.load(angles, mask=half_in, other=0.0)[None, :]
+    sin = tl.load(angles + HALF, mask=half_in, other=0.0)[None, :]
+    dtype = out_ptr.dtype.element_ty
+
+    member = tl.arange(0, BLOCK_G)
+    member_in = member < GROUP
+    heads = kv_head * GROUP + member
+    first, second, tail = _norm_and_rotate(
+        q_ptr + token * q_stride,
+        q_norm_ptr,
+        heads,
+        q_head_stride,
+        half,
+        member_in,
+        half_in,
+        rest,
+        rest_in,
+        cos,
+        sin,
+        eps,
+        HEAD_DIM,
+        HALF,
+        HAS_REST,
+        NORM,
+    )
+    target = out_ptr + (token * num_heads + heads[:, None]) * HEAD_DIM
+    mask = member_in[:, None] & half_in[None, :]
+    tl.store(target + half[None, :], first.to(dtype), mask=mask)
+    tl.store(target + HALF + half[None, :], second.to(dtype), mask=mask)
+    if HAS_REST:
+        tl.store(target + rest[None, :], tail.to(dtype), mask=member_in[:, None] & rest_in[None, :])
+
+    slot = tl.load(slot_mapping_ptr + token)
+    if slot >= 0:
+        one = tl.arange(0, 1)
+        one_in = one < 1
+        first, second, tail = _norm_and_rotate(
+            k_ptr + token * k_stride,
+            k_norm_ptr,
+            one + kv_head,
+            k_head_stride,
+            half,
+            one_in,
+            half_in,
+            rest,
+            rest_in,
+            cos,
+            sin,
+            eps,
+            HEAD_DIM,
+            HALF,
+            HAS_REST,
+            NORM,
+        )
+        cached = cache_ptr + (slot * num_kv_heads + kv_head) * HEAD_DIM
+        mask = one_in[:, None] & half_in[None, :]
+        tl.store(cached + half[None, :], first.to(dtype), mask=mask)
+        tl.store(cached + HALF + half[None, :], second.to(dtype), mask=mask)
+        if HAS_REST:
+            tl.store(cached + rest[None, :], tail.to(dtype), mask=one_in[:, None] & rest_in[None, :])
+        column = tl.arange(0, BLOCK_D)
+        value = tl.load(v_ptr + token * v_stride + kv_head * v_head_stride + column, mask=column < HEAD_DIM)
+        tl.store(cached + value_offset + column, value, mask=column < HEAD_DIM)
+
+
+def rotary_and_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Rotate q [T, Hq, D] and k [T, Hkv, D], write k and v into the cache, return the rotated q.
+
+    q, k, v may be views of one tensor (last dim contiguous). With `q_norm` and `k_norm` [D], heads are RMS-normed
+    first. cos_sin [max_pos, rotary_dim] fp32 is cos | sin, each rotary_dim // 2 wide; dimension i turns with
+    i + rotary_dim // 2 (half-split), and what lies beyond rotary_dim stays. kv_cache is contiguous
+    [2, num_blocks, block_size, Hkv, D]; tokens whose slot_mapping [T] int64 is negative are not written.
+    positions [T] int64.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    if not num_tokens:
+        return out
+    half = cos_sin.shape[1] // 2
+    group = num_heads // num_kv_heads
+    _rotary_and_cache_kernel[(num_tokens, num_kv_heads)](
+        out, q, k, v, cos_sin, positions, kv_cache, slot_mapping, q_norm, k_norm,
+        eps, q.stride(0), k.stride(0), v.stride(0), q.stride(1), k.stride(1), v.stride(1), kv_cache.stride(0),
+        num_heads, num_kv_heads,
+        GROUP=group, BLOCK_G=next_power_of_2(group), HEAD_DIM=head_dim, BLOCK_D=next_power_of_2(head_dim), HALF=half,
+        BLOCK_HALF=next_power_of_2(half), BLOCK_REST=next_power_of_2(max(1, head_dim - 2 * half)),
+        NORM=q_norm is not None, num_warps=2 if group * head_dim >= 512 else 1,
+    )  # fmt: skip
+    return out
+
+
+def rotary_and_cache_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    num_heads, num_kv_heads, head_dim = q.shape[1], k.shape[1], k.shape[2]
+    angles = cos_sin.index_select(0, positions).unsqueeze(1)
+    if q_norm is not None and k_norm is not None:
+        q = F.rms_norm(q, q_norm.shape, None, eps) * q_norm
+        k = F.rms_norm(k, k_norm.shape, None, eps) * k_norm
+    both = _joined(q, k)
+    if both is None:
+        q, k = _rotate(q, angles), _rotate(k, angles)
+    else:
+        q, k = _rotate(both, angles).split((num_heads, num_kv_heads), dim=1)
+    if slot_mapping.numel() and int(slot_mapping.min()) < 0:
+        written = (slot_mapping >= 0).nonzero().squeeze(1)
+        slot_mapping, k, v = slot_mapping[written], k[written], v[written]
+    keys, values = kv_cache.view(2, -1, num_kv_heads, head_dim).unbind()
+    keys.index_copy_(0, slot_mapping, k)
+    values.index_copy_(0, slot_mapping, v)
+    return q
+
+
+def _joined(q: Tensor, k: Tensor) -> Tensor | None:
+    """q and k as one [T, Hq + Hkv, D] if k's heads follow q's in memory: half the operations on a CPU."""
+    num_tokens, num_heads, head_dim = q.shape
+    if q.stride() != k.stride() or q.stride(1) != head_dim:
+        return None
+    if k.data_ptr() - q.data_ptr() != num_heads * head_dim * q.element_size():
+        return None
+    return q.as_strided((num_tokens, num_heads + k.shape[1], head_dim), q.stride(), q.storage_offset())
+
+
+def _rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """x [T, H, D] turned in fp32 by angles [T, 1, rotary_dim] = cos | sin; in x's dtype."""
+    rotary_dim = angles.shape[-1]
+    half = rotary_dim // 2
+    halves = x[..., :rotary_dim].unflatten(-1, (2, half))
+    first, second = halves.unbind(2)
+    cos, sin = angles[..., :half], angles[..., half:]
+    turned = halves * cos.unsqueeze(2)
+    turned_first, turned_second = turned.unbind(2)
+    turned_first.addcmul_(second, sin, value=-1)
+    turned_second.addcmul_(first, sin)
+    out = turned.flatten(2).to(x.dtype)
+    return out if rotary_dim == x.shape[-1] else torch.cat((out, x[..., rotary_dim:]), dim=-1)

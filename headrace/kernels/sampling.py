@@ -1,0 +1,163 @@
+"""Picks one token a row: greedy, or by Gumbel noise that depends on (seed, position, token id) alone.
+
+The noise comes from a counter-based hash in 32-bit integers, so that Triton and torch, and any batch a request happens
+to be in, draw the same numbers. Knows nothing of requests or sampling parameters beyond temperature and seed.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Triton functions are typed by what they are launched with.
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace.kernels._triton import tl, triton
+
+GREEDY_BELOW = 1e-5
+"""Temperatures under this mean greedy."""
+
+# multipliers and shifts of a 32-bit finalizer with low bias (C. Wellons, hash-prospector)
+_M1, _M2 = 0x7FEB352D, 0x846CA68B
+_GOLDEN = 0x9E3779B9
+_HIGHEST = 0xFFFFFF00
+"""Largest hash whose fp32 value stays below 2**32"""
+
+
+@triton.jit
+def _mix(x):
+    """uint32 -> uint32, every bit of the input spread over all of the output"""
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _noise(key, other_key, token):
+    """Gumbel noise, fp32, for uint32 token ids"""
+    bits = _mix(_mix(token ^ key) + other_key)
+    bits = tl.minimum(tl.maximum(bits, 1), 0xFFFFFF00)
+    u = bits.to(tl.float32) * 2.3283064365386963e-10  # 2**-32, exact
+    # -log(1 - u), by its series where 1 - u would round u's low bits away
+    series = u * (1.0 + u * (0.5 + u * (0.3333333432674408 + u * 0.25)))
+    waiting = tl.where(u < 0.015625, series, -tl.log(1.0 - u))
+    return -tl.log(waiting)
+
+
+@triton.jit
+def _gumbel_kernel(
+    best_ptr,
+    index_ptr,
+    logits_ptr,
+    temperature_ptr,
+    seeds_ptr,
+    positions_ptr,
+    logits_stride,
+    vocab_size,
+    num_blocks,
+    GREEDY_BELOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Best score and its token id within one block of the vocabulary."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab_size
+    score = tl.load(logits_ptr + row * logits_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
+    temperature = tl.load(temperature_ptr + row)
+    if temperature >= GREEDY_BELOW:
+        seed = tl.load(seeds_ptr + row)
+        low = seed.to(tl.uint32)
+        high = (seed >> 32).to(tl.uint32)
+        position = tl.load(positions_ptr + row).to(tl.uint32)
+        key = _mix(_mix(low + 0x9E3779B9) ^ position)
+        other_key = _mix(high ^ key)
+        score = score / temperature + _noise(key, other_key, token.to(tl.uint32))
+    score = tl.where(inside, score, float("-inf"))
+    best, index = tl.max(score, axis=0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(best_ptr + row * num_blocks + block, best)
+    tl.store(index_ptr + row * num_blocks + block, block * BLOCK + index)
+
+
+@triton.jit
+def _pick_kernel(out_ptr, best_ptr, index_ptr, num_blocks, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, BLOCK)
+    inside = block < num_blocks
+    best = tl.load(best_ptr + row * num_blocks + block, mask=inside, other=float("-inf"))
+    winner = tl.argmax(best, axis=0, tie_break_left=True)
+    tl.store(out_ptr + row, tl.load(index_ptr + row * num_blocks + winner).to(tl.int64))
+
+
+def gumbel_argmax(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """argmax(logits / temperature + Gumbel(seed, position, token id)) a row: token ids [n] int64.
+
+    That is a draw from softmax(logits / temperature). logits [n, V] (last dim contiguous), temperature [n] fp32, seeds
+    and positions [n] int64. Rows with temperature under 1e-5 are greedy. Ties go to the lowest id.
+    """
+    rows, vocab_size = logits.shape
+    device = logits.device
+    out = torch.empty(rows, dtype=torch.int64, device=device)
+    if rows:
+        block = 1024
+        blocks = -(-vocab_size // block)
+        best = torch.empty((rows, blocks), dtype=torch.float32, device=device)
+        index = torch.empty((rows, blocks), dtype=torch.int32, device=device)
+        _gumbel_kernel[(rows, blocks)](
+            best, index, logits, temperature, seeds, positions, logits.stride(0), vocab_size, blocks,
+            GREEDY_BELOW=GREEDY_BELOW, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+        _pick_kernel[(rows,)](out, best, index, blocks, BLOCK=1 << (blocks - 1).bit_length(), num_warps=1)
+    return out
+
+
+def _mix_reference(x: Tensor) -> Tensor:
+    """On int32 bit patterns; products wrap, shifts are logical through a mask."""
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * _signed(_M1)
+    x = x ^ ((x >> 15) & 0x1FFFF)
+    x = x * _signed(_M2)
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def hash_bits_reference(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """The hash behind the noise # [n, vocab_size] int64 in 0 .. 2**32 - 1"""
+    low, high = seeds.to(torch.int32), (seeds >> 32).to(torch.int32)
+    key = _mix_reference(_mix_reference(low + _signed(_GOLDEN)) ^ positions.to(torch.int32))
+    other_key = _mix_reference(high ^ key)
+    token = torch.arange(vocab_size, dtype=torch.int32, device=seeds.device)
+    bits = _mix_reference(_mix_reference(token ^ key[:, None]) + other_key[:, None])
+    return bits.long() & 0xFFFFFFFF
+
+
+def gumbel_argmax_reference(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    sampled = temperature >= GREEDY_BELOW
+    if logits.device.type == "cpu" and not bool(sampled.any()):
+        return logits.argmax(-1)
+    u = hash_bits_reference(seeds, positions, logits.shape[1]).clamp_(1, _HIGHEST).float().mul_(2.0**-32)
+    series = u * (1.0 + u * (0.5 + u * (1 / 3 + u * 0.25)))
+    noise = torch.where(u < 0.015625, series, (1.0 - u).log_().neg_()).log_().neg_()
+    column = sampled[:, None]
+    scores = logits.float() / torch.where(sampled, temperature, 1.0)[:, None]
+    return torch.where(column, scores + noise, scores).argmax(-1)
+
+
+def filter_logits_reference(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    floor = logits.amax(-1, keepdim=True) + min_p.log()[:, None]
+    logits = logits.float().masked_fill(logits < floor, float("-inf"))
+    ordered = logits.sort(dim=-1, descending=True).values
+    vocab_size = logits.shape[1]
+    count = torch.where((top_k <= 0) | (top_k > vocab_size), vocab_size, top_k).long()
+    kth = ordered.gather(1, count[:, None] - 1)
+    ordered = ordered.masked_fill_(ordered < kth, float("-inf"))
+    probs = ordered.softmax(-1)
+    before = probs.cumsum(-1) - probs
+    kept = (before < top_p[:, None]) | (top_p >= 1.0)[:, None]
+    kept[:, 0] = True
+    last = ordered.masked_fill_(~kept, float("inf")).amin(-1, keepdim=True)
+    return logits.masked_fill_(logits < torch.maximum(last, kth), float("-inf"))

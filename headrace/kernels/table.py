@@ -1,0 +1,58 @@
+"""Which function serves each operation, chosen once at load and handed to the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from headrace.kernels import activation, attention, batch, norm, rotary, sampling
+from headrace.kernels._triton import HAS_TRITON
+
+
+@dataclass(frozen=True)
+class KernelTable:
+    """One callable an operation; signatures are those of the functions of the same name in this package."""
+
+    rms_norm: Callable[..., Tensor]
+    add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
+    silu_and_mul: Callable[[Tensor], Tensor]
+    rotary_and_cache: Callable[..., Tensor]
+    paged_attention: Callable[..., Tensor]
+    prepare_batch: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    gumbel_argmax: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    filter_logits: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+REFERENCE_KERNELS = KernelTable(
+    rms_norm=norm.rms_norm_reference,
+    add_rms_norm=norm.add_rms_norm_reference,
+    silu_and_mul=activation.silu_and_mul_reference,
+    rotary_and_cache=rotary.rotary_and_cache_reference,
+    paged_attention=attention.paged_attention_reference,
+    prepare_batch=batch.prepare_batch_reference,
+    gumbel_argmax=sampling.gumbel_argmax_reference,
+    filter_logits=sampling.filter_logits_reference,
+)
+
+TRITON_KERNELS = KernelTable(
+    rms_norm=norm.rms_norm,
+    add_rms_norm=norm.add_rms_norm,
+    silu_and_mul=activation.silu_and_mul,
+    rotary_and_cache=rotary.rotary_and_cache,
+    paged_attention=attention.paged_attention,
+    prepare_batch=batch.prepare_batch,
+    gumbel_argmax=sampling.gumbel_argmax,
+    filter_logits=sampling.filter_logits_reference,
+)
+
+
+def select_kernels(device_type: str) -> KernelTable:
+    """Triton's on a GPU, the references on a CPU. RuntimeError on a GPU without Triton: a build of torch for GPUs
+    brings its own, so its absence is a broken installation, not a reason to run slowly in silence."""
+    if device_type == "cpu":
+        return REFERENCE_KERNELS
+    if not HAS_TRITON:
+        raise RuntimeError(f"device {device_type!r} needs Triton, which cannot be imported here")
+    return TRITON_KERNELS
