@@ -1,13 +1,11 @@
-"""What every layer's attention is told about a step, and what a backend is."""
+"""What every layer's attention is told about a step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
-
-from headrace.attention.table import AttentionSpec
 
 
 @dataclass
@@ -35,16 +33,3 @@ class AttentionMetadata:
     """Requests at the front known to run one token each (all of them if max_query_len is 1)"""
     plan: Any = None
     """The backend's own, made once a step"""
-
-
-class Backend(Protocol):
-    name: str
-    supports_full_decode_graph: bool
-
-    def plan(self, metadata: AttentionMetadata) -> None:
-        """On the host, once a step, before any layer: prepare what all layers share."""
-
-    def forward(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, spec: AttentionSpec) -> Tensor:
-        """Attention of q # [T, Hq, D] over kv_cache # [2, num_blocks, block_size, Hkv, D], the step's own k and v
-        already in it; returns # [T, Hq, D] contiguous."""
-        ...

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headrace.attention.metadata import Backend
+    from headrace.attention.backend import Backend
 
 
 @dataclass(frozen=True)

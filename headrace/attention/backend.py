@@ -1,0 +1,23 @@
+"""What an attention backend is."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from headrace.attention.metadata import AttentionMetadata
+from headrace.attention.table import AttentionSpec
+
+
+class Backend(Protocol):
+    name: str
+    supports_full_decode_graph: bool
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        """On the host, once a step, before any layer: prepare what all layers share."""
+
+    def forward(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, spec: AttentionSpec) -> Tensor:
+        """Attention of q # [T, Hq, D] over kv_cache # [2, num_blocks, block_size, Hkv, D], the step's own k and v
+        already in it; returns # [T, Hq, D] contiguous."""
+        ...
