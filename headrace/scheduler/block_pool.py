@@ -15,8 +15,8 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()
-        """least recently released first"""
+        self._cached: OrderedDict[int, bytes] = OrderedDict()
+        """block -> digest, least recently released first"""
         self._ref_counts = [0] * num_blocks
         self._digest_of: list[bytes | None] = [None] * num_blocks
         self._block_with: dict[bytes, int] = {}
@@ -55,8 +55,8 @@ class BlockPool:
             if free:
                 block = free.pop()
             else:
-                block, _ = cached.popitem(last=False)
-                self._unregister(block)
+                block, digest = cached.popitem(last=False)
+                self._unregister(block, digest)
             self._ref_counts[block] = 1
             blocks.append(block)
         return blocks
@@ -75,10 +75,11 @@ class BlockPool:
             self._ref_counts[block] -= 1
             if self._ref_counts[block]:
                 continue
-            if self._digest_of[block] is None:
+            digest = self._digest_of[block]
+            if digest is None:
                 self._free.append(block)
             else:
-                self._cached[block] = None
+                self._cached[block] = digest
 
     def register(self, block: int, digest: bytes) -> None:
         """Let a held block be found by the digest of its content. Where another block already has that content, this
@@ -92,14 +93,12 @@ class BlockPool:
         block = self._block_with.get(digest)
         if block is not None and self._ref_counts[block] == 0:
             del self._cached[block]
-            self._unregister(block)
+            self._unregister(block, digest)
             self._free.append(block)
 
-    def _unregister(self, block: int) -> None:
-        digest = self._digest_of[block]
-        if digest is not None:
-            del self._block_with[digest]
-            self._digest_of[block] = None
+    def _unregister(self, block: int, digest: bytes) -> None:
+        del self._block_with[digest]
+        self._digest_of[block] = None
 
     def check_invariant(self) -> None:
         """Look at every block; raises RuntimeError if the books do not balance. For tests: it costs O(num_blocks)."""
@@ -108,7 +107,7 @@ class BlockPool:
         in_one_state = sorted([*self._free, *self._cached, *held]) == list(range(self.num_blocks))
         no_negative = all(count >= 0 for count in self._ref_counts)
         findable = registered == self._block_with
-        cached_have_digests = all(self._digest_of[block] is not None for block in self._cached)
+        cached_have_digests = all(self._digest_of[block] == digest for block, digest in self._cached.items())
         free_have_none = all(self._digest_of[block] is None for block in self._free)
         if not (in_one_state and no_negative and findable and cached_have_digests and free_have_none):
             raise RuntimeError(
