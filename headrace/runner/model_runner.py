@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headrace.attention.backend import AttentionMetadata, Backend
+from headrace.attention.backend import Backend
+from headrace.attention.metadata import AttentionMetadata
 from headrace.kernels.table import KernelTable
 from headrace.runner.cuda_graph import DecodeGraphs
 from headrace.runner.input_batch import Batch, InputBatch

@@ -17,7 +17,7 @@ from headrace.kernels.table import select_kernels
 from headrace.layers.context import LayerContext
 from headrace.model_config import ModelConfig
 from headrace.models.loader import load_model
-from headrace.models.registry import attention_specs
+from headrace.models.registry import attention_spec
 from headrace.runner.kv_cache import KVCacheShape
 from headrace.runner.model_runner import ModelRunner, RunnerLimits
 from headrace.runner.pending import PendingStep
@@ -53,17 +53,17 @@ class Worker:
     def load(self) -> WorkerFacts:
         config, model_config = self.config, self.model_config
         free_before = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
-        specs = attention_specs(
+        spec = attention_spec(
             model_config,
             tp_size=config.tensor_parallel_size,
             block_size=config.block_size,
             dtype=config.dtype,
             device_type=self.device.type,
         )
-        chosen = select_backend(specs[0], config.attention_backend)
+        chosen = select_backend(spec, config.attention_backend)
         backend = load_backend(chosen.name)
         kernels = select_kernels(self.device.type)
-        context = LayerContext(self.mesh, kernels, backend, config.block_size, self.dtype, self.device)
+        context = LayerContext(self.mesh, kernels, backend, spec, self.dtype, self.device)
         model = load_model(self.folder, model_config, context, config.load_format, config.seed)
         weight_bytes = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
         assert config.max_num_seqs is not None
@@ -76,7 +76,7 @@ class Worker:
             config.block_size,
             model_config.vocab_size,
         )
-        shape = KVCacheShape(len(specs), specs[0].num_kv_heads, model_config.head_dim, config.block_size, self.dtype)
+        shape = KVCacheShape(model_config.num_layers, spec.num_kv_heads, spec.head_dim, config.block_size, self.dtype)
         use_graphs = self._use_graphs() and backend.supports_full_decode_graph
         self.runner = ModelRunner(model, backend, kernels, shape, self.limits, self.device, use_graphs)
         notes = [f"Using {chosen.name} backend: {chosen.why}."]
