@@ -13,6 +13,8 @@ class HeadraceError(Exception):
 
     http_status: int = 500
     error_type: str = "internal_server_error"
+    code: str | None = None
+    """What OpenAI's error object carries as `code`."""
     exit_code: int = 1
 
 
@@ -64,21 +66,36 @@ class RequestError(HeadraceError):
 class AuthenticationError(RequestError):
     http_status = 401
     error_type = "authentication_error"
+    code = "invalid_api_key"
 
 
 class NotFoundError(RequestError):
-    """An unknown model or route."""
+    """An unknown route."""
 
     http_status = 404
     error_type = "not_found_error"
+    code = "not_found"
+
+
+class ModelNotServedError(NotFoundError):
+    """A request names a model that this server does not serve."""
+
+    code = "model_not_found"
+
+
+class MethodNotAllowedError(RequestError):
+    http_status = 405
+    code = "method_not_allowed"
 
 
 class PayloadTooLargeError(RequestError):
     http_status = 413
+    code = "request_too_large"
 
 
 class UnsupportedMediaTypeError(RequestError):
     http_status = 415
+    code = "unsupported_media_type"
 
 
 class EngineDeadError(HeadraceError):
@@ -86,3 +103,15 @@ class EngineDeadError(HeadraceError):
 
     http_status = 503
     error_type = "service_unavailable_error"
+    code = "engine_dead"
+
+
+class ServerStoppingError(HeadraceError):
+    """The server was told to stop while a request was open."""
+
+    http_status = 503
+    error_type = "service_unavailable_error"
+    code = "server_stopping"
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down")

@@ -1,0 +1,175 @@
+"""POST /v1/chat/completions: messages to a Generation, and outputs to OpenAI's chat completion objects."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+
+from headrace.errors import RequestError
+from headrace.request import CompletionOutput, RequestOutput
+from headrace.server.body import decode, read_body
+from headrace.server.chat_prompt import render_prompt
+from headrace.server.generation import Generation, GenerationResponse, UsageCount
+from headrace.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from headrace.server.protocol import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionRequest,
+    ChatLogprobs,
+    Delta,
+    Usage,
+)
+from headrace.server.replies import encoder
+from headrace.server.requests import check_choices, check_common, check_logprobs, check_max_tokens, sampling_params
+from headrace.server.serving import Serving, new_id, request_id_headers
+
+_DECODER = msgspec.json.Decoder(ChatCompletionRequest)
+
+
+async def answer_chat(serving: Serving, http: Request) -> GenerationResponse:
+    request = decode(await read_body(http, serving.config.max_request_bytes), _DECODER)
+    generation = await _plan(serving, request)
+    headers = request_id_headers(http, serving.config, request.request_id, generation.response_id)
+    answer = ChatAnswer(serving, request, generation)
+    return GenerationResponse(serving, generation, answer, bool(request.stream), headers)
+
+
+async def _plan(serving: Serving, request: ChatCompletionRequest) -> Generation:
+    model = serving.resolve_model(request.model)
+    check_common(request)
+    check_max_tokens("max_tokens", request.max_tokens)
+    check_max_tokens("max_completion_tokens", request.max_completion_tokens)
+    check_logprobs("top_logprobs", request.top_logprobs)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+    check_choices([""], request.n)
+    max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    params = sampling_params(
+        request,
+        max_tokens=max_tokens,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        prompt_logprobs=request.prompt_logprobs,
+        detokenize=True,
+    )
+    text = await render_prompt(serving, request, _tools_wanted(request))
+    return Generation(
+        response_id=new_id("chatcmpl"),
+        model=model,
+        prompts=[text],
+        params=params,
+        add_special_tokens=bool(request.add_special_tokens),  # the template has written them
+        priority=request.priority or 0,
+        cache_salt=request.cache_salt,
+    )
+
+
+def _tools_wanted(request: ChatCompletionRequest) -> bool:
+    """Whether the model is shown the tools: `none` hides them, `auto` leaves the choice to the model."""
+    choice = request.tool_choice
+    if choice is None or choice == "auto":
+        return True
+    if choice == "none":
+        return False
+    if choice == "required" or isinstance(choice, dict):
+        raise RequestError("tool_choice can be 'none' or 'auto': forcing a call is not yet supported", "tool_choice")
+    raise RequestError(f"tool_choice must be 'none' or 'auto', got {choice!r:.100}", "tool_choice")
+
+
+class ChatAnswer:
+    """Implements generation.Answer."""
+
+    def __init__(self, serving: Serving, request: ChatCompletionRequest, generation: Generation) -> None:
+        tokenizer = serving.engine.tokenizer
+        options = request.stream_options
+        self.request = request
+        self.generation = generation
+        self.names = TokenNames(
+            bool(request.return_tokens_as_token_ids), None if tokenizer is None else tokenizer.token_bytes
+        )
+        self.want_usage = options is not None and bool(options.include_usage)
+        self.continuous = self.want_usage and options is not None and bool(options.continuous_usage_stats)
+        self.created = int(time.time())
+        self.count = UsageCount()
+        self.begun: set[int] = set()
+
+    def whole(self, outputs: list[RequestOutput]) -> bytes:
+        output = outputs[0]
+        self.count.add(0, output)
+        choices = []
+        for said in output.outputs:
+            self.count.completion_tokens[said.index] = len(said.token_ids)
+            choice = ChatChoice(
+                said.index,
+                AssistantMessage(self._echoed() + said.text),
+                self._logprobs(said),
+                said.finish_reason,
+                said.stop_reason,
+                said.token_ids if self.request.return_token_ids else UNSET,
+            )
+            choices.append(choice)
+        completion = ChatCompletion(
+            self.generation.response_id, self.created, self.generation.model, choices, usage=self.count.total()
+        )
+        if output.prompt_logprobs is not None:
+            completion.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+        if self.request.return_token_ids:
+            completion.prompt_token_ids = output.prompt_token_ids
+        return encoder.encode(completion)
+
+    def events(self, prompt_index: int, output: RequestOutput) -> bytes:
+        self.count.add(prompt_index, output)
+        events: list[bytes] = []
+        for said in output.outputs:
+            if said.index not in self.begun:
+                self.begun.add(said.index)
+                opening = ChatChunkChoice(said.index, Delta(role="assistant", content=self._echoed()))
+                ids = output.prompt_token_ids if self.request.return_token_ids else UNSET
+                events.append(self._event(opening, ids))
+            tokens = self.count.completion_tokens
+            tokens[said.index] = tokens.get(said.index, 0) + len(said.token_ids)
+            if said.token_ids or said.text:
+                part = ChatChunkChoice(said.index, Delta(content=said.text), self._logprobs(said))
+                if self.request.return_token_ids:
+                    part.token_ids = said.token_ids
+                events.append(self._event(part))
+            if said.finish_reason is not None:
+                end = ChatChunkChoice(said.index, Delta(), None, said.finish_reason, said.stop_reason)
+                events.append(self._event(end))
+        return b"".join(events)
+
+    def last_events(self) -> bytes:
+        if not self.want_usage:
+            return b""
+        return self._encode(ChatChunk(self.generation.response_id, self.created, self.generation.model, [],
+                                      usage=self.count.total()))  # fmt: skip
+
+    def _event(self, choice: ChatChunkChoice, prompt_token_ids: list[int] | UnsetType = UNSET) -> bytes:
+        usage: Usage | UnsetType | None = None if self.want_usage else UNSET
+        if self.continuous:
+            usage = self.count.of_choice(0, choice.index)
+        chunk = ChatChunk(self.generation.response_id, self.created, self.generation.model, [choice], usage=usage)
+        chunk.prompt_token_ids = prompt_token_ids
+        return self._encode(chunk)
+
+    @staticmethod
+    def _encode(chunk: ChatChunk) -> bytes:
+        return b"data: %b\n\n" % encoder.encode(chunk)
+
+    def _logprobs(self, said: CompletionOutput) -> ChatLogprobs | None:
+        if not self.request.logprobs:
+            return None
+        return chat_logprobs(said.token_ids, said.logprobs or [], self.request.top_logprobs or 0, self.names)
+
+    def _echoed(self) -> str:
+        """vLLM's `echo`: the assistant's last message, which the answer continues."""
+        last = self.request.messages[-1]
+        if not self.request.echo or last.role != "assistant":
+            return ""
+        content = last.content or ""
+        return content if isinstance(content, str) else "\n".join(part.text or "" for part in content)

@@ -1,0 +1,130 @@
+"""Chat messages -> the prompt text that the model's template makes of them. For chat completions and /tokenize."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from headrace.errors import RequestError
+from headrace.server.body import check_depth
+from headrace.server.protocol import ChatCompletionRequest, ChatMessage, ContentPart, TokenizeRequest, Tool
+from headrace.server.serving import Serving
+
+MAX_TOOLS = 1024
+MAX_TEMPLATE_KWARGS = 32
+RESERVED_KWARGS = frozenset(("self", "messages", "tools", "add_generation_prompt", "chat_template"))
+"""What a request sets by fields of its own, or not at all; the engine's template refuses more."""
+_ARGUMENTS = msgspec.json.Decoder(dict[str, Any])
+
+
+async def render_prompt(serving: Serving, request: ChatCompletionRequest | TokenizeRequest, tools_wanted: bool) -> str:
+    """Raises RequestError. Rendering runs in a thread: a long conversation must not hold up other requests' tokens."""
+    tokenizer = serving.engine.tokenizer
+    if tokenizer is None:
+        raise RequestError("this server runs without tokenizer and takes token ids only", "messages")
+    if request.chat_template is not None:
+        raise RequestError(
+            "chat_template is not accepted in a request; start the server with --chat-template", "chat_template"
+        )
+    kwargs = _template_kwargs(request.chat_template_kwargs)
+    continue_final = bool(request.continue_final_message)
+    add_generation_prompt = request.add_generation_prompt is not False
+    if continue_final and add_generation_prompt:
+        raise RequestError("continue_final_message needs add_generation_prompt to be false", "continue_final_message")
+    messages = [_template_message(index, message) for index, message in enumerate(request.messages or [])]
+    if not messages:
+        raise RequestError("messages must not be empty", "messages")
+    tools = _template_tools(request.tools) if tools_wanted else None
+    text = await asyncio.to_thread(
+        tokenizer.render_chat, messages, tools, add_generation_prompt=add_generation_prompt, **kwargs
+    )
+    return _cut_after(text, messages[-1]["content"]) if continue_final else text
+
+
+def _template_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
+    name = "chat_template_kwargs"
+    kwargs = given or {}
+    if len(kwargs) > MAX_TEMPLATE_KWARGS:
+        raise RequestError(f"{name} may hold at most {MAX_TEMPLATE_KWARGS} entries, got {len(kwargs)}", name)
+    for key in kwargs:
+        if key in RESERVED_KWARGS or not key.isidentifier():
+            raise RequestError(f"{name} may not set {key!r:.100}", name)
+    check_depth(name, kwargs)
+    return kwargs
+
+
+def _template_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
+    if not tools:
+        return None
+    if len(tools) > MAX_TOOLS:
+        raise RequestError(f"tools may hold at most {MAX_TOOLS} entries, got {len(tools)}", "tools")
+    for index, tool in enumerate(tools):
+        if not isinstance(tool.function.get("name"), str) or not tool.function["name"]:
+            raise RequestError(f"tools[{index}].function.name is required", "tools")
+        check_depth("tools", tool.function)
+    return [{"type": tool.type, "function": tool.function} for tool in tools]
+
+
+def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
+    """The form that templates know: text content, and the arguments of tool calls as objects."""
+    where = f"messages[{index}]"
+    if message.content is None and message.role != "assistant":
+        raise RequestError(f"{where}.content may be null for the assistant only, got role {message.role!r}", "messages")
+    found: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": _text(where, message.content),
+    }
+    if message.name is not None:
+        found["name"] = message.name
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": call.type,
+                "function": {"name": call.function.name, "arguments": _arguments(where, call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return found
+
+
+def _text(where: str, content: str | list[ContentPart] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for number, part in enumerate(content):
+        text = {"text": part.text, "input_text": part.text, "refusal": part.refusal}.get(part.type)
+        if text is None:
+            known = part.type in ("text", "input_text", "refusal")
+            why = f"has no {part.type}" if known else f"is of type {part.type[:50]!r}; this model takes text only"
+            raise RequestError(f"{where}.content[{number}] {why}", "messages")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _arguments(where: str, given: str | dict[str, Any] | None) -> dict[str, Any]:
+    """OpenAI sends JSON text; templates write objects."""
+    if isinstance(given, str):
+        try:
+            given = _ARGUMENTS.decode(given) if given.strip() else {}
+        except (msgspec.DecodeError, RecursionError):
+            raise RequestError(f"{where}.tool_calls: arguments must be a JSON object as text", "messages") from None
+    check_depth(f"{where}.tool_calls", given)
+    return given or {}
+
+
+def _cut_after(text: str, final: str) -> str:
+    """The rendered prompt up to the end of the last message, which the model goes on with."""
+    stripped = final.strip()
+    start = text.rfind(stripped) if stripped else -1
+    if start < 0:
+        raise RequestError(
+            "continue_final_message: the template does not show the last message's text", "continue_final_message"
+        )
+    if text.startswith(final, start - (len(final) - len(final.lstrip()))):
+        return text[: start + len(final.lstrip())]
+    return text[: start + len(stripped)]

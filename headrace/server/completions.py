@@ -1,0 +1,179 @@
+"""POST /v1/completions: a request's fields to a Generation, and outputs to OpenAI's completion objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+
+from headrace.request import CompletionOutput, RequestOutput
+from headrace.sampling_params import SamplingParams
+from headrace.server.body import decode, read_body
+from headrace.server.generation import Generation, GenerationResponse, UsageCount
+from headrace.server.logprobs import TokenNames, completion_logprobs, joined, prompt_logprobs
+from headrace.server.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
+from headrace.server.replies import encoder
+from headrace.server.requests import (
+    check_choices,
+    check_common,
+    check_logprobs,
+    check_max_tokens,
+    parse_prompts,
+    sampling_params,
+)
+from headrace.server.serving import Serving, new_id, request_id_headers
+
+DEFAULT_MAX_TOKENS = 16
+_DECODER = msgspec.json.Decoder(CompletionRequest)
+
+
+async def answer_completion(serving: Serving, http: Request) -> GenerationResponse:
+    request = decode(await read_body(http, serving.config.max_request_bytes), _DECODER)
+    generation = _plan(serving, request)
+    headers = request_id_headers(http, serving.config, request.request_id, generation.response_id)
+    answer = CompletionAnswer(serving, request, generation)
+    return GenerationResponse(serving, generation, answer, bool(request.stream), headers)
+
+
+def _plan(serving: Serving, request: CompletionRequest) -> Generation:
+    model = serving.resolve_model(request.model)
+    check_common(request)
+    check_logprobs("logprobs", request.logprobs)
+    max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    if not (request.echo and max_tokens == 0):
+        check_max_tokens("max_tokens", max_tokens)
+    prompts = parse_prompts(request.prompt)
+    check_choices(prompts, request.n)
+    for_prompt = [k for k in (request.prompt_logprobs, request.logprobs if request.echo else None) if k is not None]
+    params = sampling_params(
+        request,
+        max_tokens=max(max_tokens, 1),  # an echo of the prompt alone: its one token is dropped
+        logprobs=request.logprobs,
+        prompt_logprobs=max(for_prompt, default=None),
+        detokenize=serving.engine.tokenizer is not None,
+    )
+    return Generation(
+        response_id=new_id("cmpl"),
+        model=model,
+        prompts=prompts,
+        params=params,
+        add_special_tokens=request.add_special_tokens is not False,
+        priority=request.priority or 0,
+        cache_salt=request.cache_salt,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Echo:
+    """The prompt as an answer repeats it."""
+
+    text: str = ""
+    logprobs: CompletionLogprobs | None = None
+
+
+class CompletionAnswer:
+    """Implements generation.Answer."""
+
+    def __init__(self, serving: Serving, request: CompletionRequest, generation: Generation) -> None:
+        tokenizer = serving.engine.tokenizer
+        options = request.stream_options
+        self.serving = serving
+        self.request = request
+        self.generation = generation
+        self.names = TokenNames(bool(request.return_tokens_as_token_ids) or tokenizer is None)
+        self.params: SamplingParams = generation.params
+        self.echo_alone = bool(request.echo) and request.max_tokens == 0
+        self.echo_logprobs = bool(request.echo) and request.logprobs is not None
+        self.want_usage = options is not None and bool(options.include_usage)
+        self.continuous = self.want_usage and options is not None and bool(options.continuous_usage_stats)
+        self.created = int(time.time())
+        self.count = UsageCount()
+        self.echoes: dict[int, Echo] = {}
+        """by prompt"""
+        self.waiting: dict[int, list[RequestOutput]] = {}
+        self.text_offsets: dict[int, int] = {}
+        """by choice, once it has begun: where its next token begins"""
+
+    def whole(self, outputs: list[RequestOutput]) -> bytes:
+        choices: list[CompletionChoice] = []
+        for prompt_index, output in enumerate(outputs):
+            self.count.add(prompt_index, output)
+            echo = self._echo(prompt_index, output)
+            for said in output.outputs:
+                choice = self._choice(prompt_index * self.params.n + said.index, said, echo, len(echo.text))
+                if self.request.prompt_logprobs is not None and output.prompt_logprobs is not None:
+                    choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+                if self.request.return_token_ids:
+                    choice.prompt_token_ids = output.prompt_token_ids
+                choices.append(choice)
+        return encoder.encode(self._completion(choices, self.count.total()))
+
+    def events(self, prompt_index: int, output: RequestOutput) -> bytes:
+        self.count.add(prompt_index, output)
+        waiting = self.waiting.setdefault(prompt_index, [])
+        waiting.append(output)
+        if prompt_index not in self.echoes:
+            if self.echo_logprobs and output.prompt_logprobs is None:
+                return b""  # another choice was faster than the one that scores the prompt
+            self.echoes[prompt_index] = self._echo(prompt_index, output)
+        self.waiting[prompt_index] = []
+        return b"".join([self._event(prompt_index, one, said) for one in waiting for said in one.outputs])
+
+    def _event(self, prompt_index: int, output: RequestOutput, said: CompletionOutput) -> bytes:
+        index = prompt_index * self.params.n + said.index
+        first = index not in self.text_offsets
+        echo = self.echoes[prompt_index] if first else Echo()
+        choice = self._choice(index, said, echo, len(echo.text) if first else self.text_offsets[index])
+        logprobs = choice.logprobs
+        self.text_offsets.setdefault(index, len(echo.text))
+        if logprobs is not None and logprobs.tokens:
+            self.text_offsets[index] = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
+        if self.request.return_token_ids and first:
+            choice.prompt_token_ids = output.prompt_token_ids
+        usage: Usage | UnsetType | None = None if self.want_usage else UNSET
+        if self.continuous:
+            usage = self.count.of_choice(prompt_index, index)
+        return b"data: %b\n\n" % encoder.encode(self._completion([choice], usage))
+
+    def last_events(self) -> bytes:
+        if not self.want_usage:
+            return b""
+        return b"data: %b\n\n" % encoder.encode(self._completion([], self.count.total()))
+
+    def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
+        return Completion(self.generation.response_id, self.created, self.generation.model, choices, usage=usage)
+
+    def _choice(self, index: int, said: CompletionOutput, echo: Echo, offset: int) -> CompletionChoice:
+        """`offset`: where in the choice's text the new tokens begin."""
+        if self.echo_alone:
+            reason = None if said.finish_reason is None else "length"
+            said = dataclasses.replace(said, text="", token_ids=[], logprobs=[], finish_reason=reason, stop_reason=None)
+        tokens = self.count.completion_tokens
+        tokens[index] = tokens.get(index, 0) + len(said.token_ids)
+        logprobs = None
+        if self.request.logprobs is not None:
+            logprobs = completion_logprobs(said.token_ids, said.logprobs or [], offset, self.names)
+            logprobs = logprobs if echo.logprobs is None else joined(echo.logprobs, logprobs)
+        choice = CompletionChoice(index, echo.text + said.text, logprobs, said.finish_reason, said.stop_reason)
+        if self.request.return_token_ids:
+            choice.token_ids = said.token_ids
+        return choice
+
+    def _echo(self, prompt_index: int, output: RequestOutput) -> Echo:
+        if not self.request.echo:
+            return Echo()
+        prompt, tokenizer = self.generation.prompts[prompt_index], self.serving.engine.tokenizer
+        if isinstance(prompt, str):
+            text = prompt
+        elif tokenizer is None:
+            text = ""
+        else:
+            text = tokenizer.decode(output.prompt_token_ids, skip_special_tokens=self.params.skip_special_tokens)
+        if not self.echo_logprobs:
+            return Echo(text)
+        first_text = None if tokenizer is None else tokenizer.token_text
+        entries = output.prompt_logprobs or []
+        return Echo(text, completion_logprobs(output.prompt_token_ids, entries, 0, self.names, first_text))

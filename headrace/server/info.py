@@ -1,0 +1,94 @@
+"""The routes that generate nothing: models, tokenize, detokenize, health, metrics, version."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace import __version__
+from headrace.engine.tokenizer import Tokenizer
+from headrace.errors import EngineDeadError, ModelNotServedError, RequestError
+from headrace.server.body import decode, read_body
+from headrace.server.chat_prompt import render_prompt
+from headrace.server.protocol import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    ModelCard,
+    ModelList,
+    TokenizeAnswer,
+    TokenizeRequest,
+)
+from headrace.server.replies import error_response, json_response
+from headrace.server.serving import Serving
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
+
+
+def _card(serving: Serving, name: str) -> ModelCard:
+    return ModelCard(name, serving.created, serving.engine.config.model, serving.engine.max_model_len)
+
+
+def list_models(serving: Serving) -> Response:
+    return json_response(ModelList([_card(serving, name) for name in serving.model_names]))
+
+
+def show_model(serving: Serving, name: str) -> Response:
+    if name not in serving.model_names:
+        served = ", ".join(serving.model_names)
+        raise ModelNotServedError(f"the model {name[:200]!r} does not exist; served here: {served}", "model")
+    return json_response(_card(serving, name))
+
+
+async def tokenize(serving: Serving, http: Request) -> Response:
+    request = decode(await read_body(http, serving.config.max_request_bytes), _TOKENIZE)
+    serving.resolve_model(request.model)
+    tokenizer = _tokenizer(serving)
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestError("give either prompt or messages", "prompt")
+    if request.prompt is None:
+        text, special = await render_prompt(serving, request, True), request.add_special_tokens is True
+    else:
+        text, special = request.prompt, request.add_special_tokens is not False
+    ids = await asyncio.to_thread(tokenizer.encode, text, special)
+    names = [tokenizer.token_text(token_id) for token_id in ids] if request.return_token_strs else None
+    return json_response(TokenizeAnswer(len(ids), serving.engine.max_model_len, ids, names))
+
+
+async def detokenize(serving: Serving, http: Request) -> Response:
+    request = decode(await read_body(http, serving.config.max_request_bytes), _DETOKENIZE)
+    serving.resolve_model(request.model)
+    tokenizer = _tokenizer(serving)
+    limit = serving.engine.vocab_size
+    wrong = next((token_id for token_id in request.tokens if not 0 <= token_id < limit), None)
+    if wrong is not None:
+        raise RequestError(f"tokens must hold ids from 0 to {limit - 1}, got {wrong}", "tokens")
+    return json_response(DetokenizeAnswer(await asyncio.to_thread(tokenizer.decode, request.tokens, False)))
+
+
+def health(serving: Serving) -> Response:
+    """200 only while the engine steps."""
+    try:
+        serving.engine.check_health()
+    except EngineDeadError as error:
+        return error_response(error)
+    return Response(status_code=200)
+
+
+def metrics(serving: Serving) -> Response:
+    return Response(serving.engine.metrics.render(), 200, media_type=METRICS_TYPE)
+
+
+def version() -> Response:
+    return json_response({"version": __version__})
+
+
+def _tokenizer(serving: Serving) -> Tokenizer:
+    tokenizer = serving.engine.tokenizer
+    if tokenizer is None:
+        raise RequestError("this server runs without tokenizer (--skip-tokenizer-init)")
+    return tokenizer

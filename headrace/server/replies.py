@@ -1,0 +1,48 @@
+"""Errors as OpenAI error objects, and JSON answers. Knows nothing of routes or of the engine."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from headrace.errors import HeadraceError
+
+logger = logging.getLogger(__name__)
+
+
+class ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorObject(msgspec.Struct):
+    error: ErrorDetail
+
+
+encoder = msgspec.json.Encoder()
+
+
+def error_body(error: BaseException) -> tuple[int, bytes]:
+    """(HTTP status, OpenAI error object). What is not ours is logged and shown as a bare 500: it may name internals."""
+    if not isinstance(error, HeadraceError):
+        logger.error("unexpected error while answering a request", exc_info=error)
+        error = HeadraceError("internal server error")
+    param: str | None = getattr(error, "param", None)
+    message = str(error).encode("utf-8", "replace").decode()  # a lone surrogate in a quoted value cannot be encoded
+    detail = ErrorDetail(message, error.error_type, param, error.code)
+    return error.http_status, encoder.encode(ErrorObject(detail))
+
+
+def error_response(error: BaseException, headers: dict[str, str] | None = None) -> Response:
+    status, body = error_body(error)
+    return Response(body, status, headers, "application/json")
+
+
+def json_response(value: Any, headers: dict[str, str] | None = None) -> Response:
+    """`value`: anything that msgspec encodes."""
+    return Response(encoder.encode(value), 200, headers, "application/json")

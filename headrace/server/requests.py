@@ -1,0 +1,139 @@
+"""From the fields of a request to what the engine takes: prompts, SamplingParams, priority. Limits before allocation.
+
+Values of sampling parameters are checked by SamplingParams itself; here is what only the API knows.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import msgspec
+
+from headrace.errors import RequestError
+from headrace.sampling_params import MAX_LOGPROBS, MAX_N, SamplingParams
+from headrace.server.body import decode
+from headrace.server.protocol import GenerateRequest
+
+MAX_CHOICES = 1024
+"""Most choices (prompts x n) of one HTTP request."""
+MAX_CACHE_SALT_CHARS = 256
+MAX_PRIORITY = 2**31 - 1
+_FIRST_ITEM = re.compile(rb"\[\s*(.)?", re.DOTALL)
+_ONE_TEXT = msgspec.json.Decoder(str)
+_TEXTS = msgspec.json.Decoder(list[str])
+_IDS = msgspec.json.Decoder(list[int])
+_LISTS_OF_IDS = msgspec.json.Decoder(list[list[int]])
+UNSUPPORTED = (
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "truncate_prompt_tokens",
+    "suffix", "prompt_embeds",
+)  # fmt: skip
+"""Ignoring these would give a wrong answer that looks right, so they are refused."""
+PASSED_ON = tuple(
+    name
+    for name in SamplingParams.__struct_fields__
+    if name in GenerateRequest.__struct_fields__ and name not in ("max_tokens", "prompt_logprobs")
+)
+"""Fields that mean in a request what they mean in SamplingParams."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one HTTP request asks of the engine."""
+
+    response_id: str
+    model: str
+    prompts: list[str | list[int]]
+    params: SamplingParams
+    add_special_tokens: bool
+    priority: int
+    cache_salt: str | None
+
+
+def parse_prompts(raw: msgspec.Raw) -> list[str | list[int]]:
+    """A text, texts, ids, or lists of ids. Raises RequestError, also for what is empty and for too many prompts."""
+    view = memoryview(raw)
+    prompts: list[str | list[int]]
+    if bytes(view[:1]) != b"[":
+        prompts = [decode(raw, _ONE_TEXT, "prompt")]
+    else:
+        match = _FIRST_ITEM.match(view)
+        first = (match[1] if match else None) or b""
+        if first == b'"':
+            prompts = [*decode(raw, _TEXTS, "prompt")]
+        elif first == b"[":
+            _check_count("prompt", view.tobytes().count(b"[") - 1, 1)
+            prompts = [*decode(raw, _LISTS_OF_IDS, "prompt")]
+        else:
+            prompts = [decode(raw, _IDS, "prompt")]
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            name = "prompt" if len(prompts) == 1 else f"prompt[{index}]"
+            raise RequestError(f"{name} must not be empty", "prompt")
+    return prompts
+
+
+def check_choices(prompts: list[str | list[int]], n: int | None) -> None:
+    if n is not None and not 1 <= n <= MAX_N:
+        raise RequestError(f"n must be an integer between 1 and {MAX_N}, got {n}", "n")
+    _check_count("prompt", len(prompts), n or 1)
+
+
+def _check_count(name: str, count: int, n: int) -> None:
+    if count * n > MAX_CHOICES:
+        times = f" x n={n}" if n > 1 else ""
+        raise RequestError(f"{name} holds {count} prompts{times}; one request may ask for {MAX_CHOICES} choices", name)
+
+
+def check_common(request: GenerateRequest) -> None:
+    """What completions and chat refuse alike."""
+    for name in UNSUPPORTED:
+        if getattr(request, name, None) not in (None, ""):
+            raise RequestError(f"{name} is not yet supported", name)
+    if request.use_beam_search:
+        raise RequestError("use_beam_search is not supported", "use_beam_search")
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise RequestError(f"best_of must equal n ({request.n or 1}) or be left out, got {request.best_of}", "best_of")
+    form = request.response_format
+    if form is not None and form != {"type": "text"}:
+        kind = form.get("type") if isinstance(form, dict) else form
+        raise RequestError(
+            f"response_format must be {{'type': 'text'}}, got {kind!r:.100}: structured output is not yet supported",
+            "response_format",
+        )
+    if request.stream_options is not None and not request.stream:
+        raise RequestError("stream_options is only allowed when stream is true", "stream_options")
+    if request.stream and request.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs is not available when stream is true", "prompt_logprobs")
+    if request.priority is not None and abs(request.priority) > MAX_PRIORITY:
+        raise RequestError(f"priority must be within +-{MAX_PRIORITY}, got {request.priority}", "priority")
+    salt = request.cache_salt
+    if salt is not None and not 1 <= len(salt) <= MAX_CACHE_SALT_CHARS:
+        raise RequestError(
+            f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters, got {len(salt)}", "cache_salt"
+        )
+
+
+def check_logprobs(name: str, value: int | None) -> None:
+    if value is not None and not 0 <= value <= MAX_LOGPROBS:
+        raise RequestError(f"{name} must be an integer between 0 and {MAX_LOGPROBS}, got {value}", name)
+
+
+def check_max_tokens(name: str, value: int | None) -> None:
+    if value is not None and not 1 <= value < 2**31:
+        raise RequestError(f"{name} must be an integer between 1 and {2**31 - 1}, got {value}", name)
+
+
+def sampling_params(
+    request: GenerateRequest,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    detokenize: bool,
+) -> SamplingParams:
+    """Raises RequestError naming the field, its value and what would be accepted."""
+    given = {name: value for name in PASSED_ON if (value := getattr(request, name)) is not None}
+    return SamplingParams(
+        **given, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, detokenize=detokenize
+    )

@@ -1,0 +1,169 @@
+"""`headrace serve`: takes the port, starts the engine, serves until told to stop, and leaves nothing behind.
+
+Knows the order of starting and stopping; what is served is in app.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+
+import uvicorn
+import uvloop
+from starlette.types import ASGIApp
+
+from headrace import __version__
+from headrace.config import EngineConfig, ServerConfig
+from headrace.engine.async_engine import AsyncEngine
+from headrace.errors import ConfigError, PortInUseError
+from headrace.server.app import build_app
+from headrace.server.http_limits import BoundedHttpProtocol
+
+StartEngine = Callable[[EngineConfig], Awaitable[AsyncEngine]]
+BACKLOG = 2048
+KEEP_ALIVE_SECONDS = 75
+"""Longer than common clients and proxies keep idle connections, so that it is they who close them."""
+FINISH_SECONDS = 1.5
+"""What running requests have to finish by themselves after the first signal. All in all a stop takes under 5 s."""
+CLOSE_SECONDS = 1
+ENGINE_SECONDS = 1.5
+EXIT_AT_ONCE = 130
+
+
+def run_server(config: EngineConfig, server_config: ServerConfig, start_engine: StartEngine | None = None) -> int:
+    """Returns the exit code. Raises UserError for what the user can mend: a taken port, a model that is not there."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
+    listener = take_port(server_config.host, server_config.port)
+    with contextlib.closing(listener), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(config, server_config, listener, start_engine or AsyncEngine.start))
+
+
+def take_port(host: str, port: int) -> socket.socket:
+    """A listening socket, held from now on: the engine is not started for a port that is taken.
+
+    Connections made while the model loads wait in the backlog and are answered once it is there.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"host {host!r} is not an address to listen on: {error}") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise PortInUseError(f"cannot listen on {host}:{port}: {error}; choose another --port") from None
+    listener.setblocking(False)
+    return listener
+
+
+async def _serve(
+    config: EngineConfig, server_config: ServerConfig, listener: socket.socket, start_engine: StartEngine
+) -> int:
+    say(f"headrace {__version__}: loading {config.model}")
+    with _signals() as stop:
+        starting = asyncio.ensure_future(start_engine(config))
+        stopped = asyncio.ensure_future(stop.wait())
+        await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            return 0
+        try:
+            engine = await starting
+        finally:
+            stopped.cancel()
+        try:
+            await _serve_engine(engine, server_config, listener, stop)
+        finally:
+            await engine.shutdown(ENGINE_SECONDS)
+    say("stopped")
+    return 0
+
+
+async def _serve_engine(
+    engine: AsyncEngine, server_config: ServerConfig, listener: socket.socket, stop: asyncio.Event
+) -> None:
+    for decision in engine.decisions:
+        say(f"  {decision}")
+    names = engine.config.served_model_name or [engine.config.model]
+    app = build_app(engine, server_config, names)
+    server = _Server(_uvicorn_config(app, server_config))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.005)
+    if not serving.done():
+        host, port = listener.getsockname()[:2]
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        say("Application startup complete")
+        say(f"serving {', '.join(names)} on http://{address} (docs: http://{address}/docs; Ctrl-C stops)")
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+    if not serving.done():
+        say("stopping: running requests may finish (Ctrl-C again: at once)")
+        server.should_exit = True
+        await asyncio.wait((serving,), timeout=FINISH_SECONDS)
+        app.state.serving.stop()
+    await serving
+
+
+def _uvicorn_config(app: ASGIApp, server_config: ServerConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=BoundedHttpProtocol,
+        ws="none",
+        lifespan="off",
+        loop="none",
+        access_log=server_config.uvicorn_log_level in ("info", "debug"),
+        log_level=server_config.uvicorn_log_level,
+        proxy_headers=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=int(FINISH_SECONDS + CLOSE_SECONDS + 0.5),
+    )
+
+
+class _Server(uvicorn.Server):
+    """Signals are ours: uvicorn would raise them again after a clean stop, and the exit code would not be 0."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[asyncio.Event]:
+    """The first SIGINT or SIGTERM sets the event, the second ends the process; its children die with it."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            os._exit(EXIT_AT_ONCE)
+        stop.set()
+
+    handled = (signal.SIGINT, signal.SIGTERM)
+    for number in handled:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield stop
+    finally:
+        for number in handled:
+            loop.remove_signal_handler(number)
+
+
+def say(line: str) -> None:
+    """A start-up line, on standard output at once."""
+    print(line, flush=True)

@@ -1,0 +1,81 @@
+"""What every route shares: the engine, the names it answers to, and the requests in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.types import Receive
+
+from headrace.config import ServerConfig
+from headrace.errors import ModelNotServedError
+
+if TYPE_CHECKING:
+    from headrace.engine.async_engine import AsyncEngine
+
+_PLAIN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
+
+
+@dataclass
+class Serving:
+    engine: AsyncEngine
+    config: ServerConfig
+    model_names: list[str]
+    """The first is the one that answers carry."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    stopping: bool = False
+    _running: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def resolve_model(self, name: str | None) -> str:
+        """The name to answer with; no name means the one served."""
+        if name is None or name == "":
+            return self.model_names[0]
+        if name not in self.model_names:
+            served = ", ".join(self.model_names)
+            raise ModelNotServedError(f"the model {name[:200]!r} does not exist; served here: {served}", "model")
+        return name
+
+    def stop(self) -> None:
+        """End every open request: 503 where nothing was sent, else an error event."""
+        self.stopping = True
+        for task in self._running:
+            task.cancel()
+
+    async def until_disconnect(self, receive: Receive, work: Coroutine[None, None, None]) -> None:
+        """Run `work`; a client that leaves cancels it at once. The body must have been read."""
+        task = asyncio.create_task(work)
+        watcher = asyncio.create_task(_disconnected(receive))
+        self._running.add(task)
+        try:
+            await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+        finally:
+            self._running.discard(task)
+            task.cancel()
+            watcher.cancel()
+            await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def new_id(prefix: str) -> str:
+    """Unique and ours: what a client sends is never a key of the engine."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def request_id_headers(request: Request, config: ServerConfig, given: str | None, response_id: str) -> dict[str, str]:
+    """`X-Request-Id` of the answer: the client's own if it is short and plain, else the response's id."""
+    if not config.enable_request_id_headers:
+        return {}
+    wanted = request.headers.get("x-request-id", given) or ""
+    return {"x-request-id": wanted if _PLAIN_ID.fullmatch(wanted) else response_id}
