@@ -119,7 +119,7 @@ def _gloo_group(rank: int, size: int, processes: dist.ProcessGroupGloo) -> Group
         return gathered.movedim(0, -2).flatten(-2)
 
     def broadcast(tensor: Tensor) -> Tensor:
-        processes.broadcast([tensor], 0).wait()
+        processes.broadcast([tensor]).wait()
         return tensor
 
     return Group(rank, size, all_reduce, all_gather, broadcast)

@@ -40,12 +40,16 @@ def hold_packed(weight: Tensor, bias: Tensor | None) -> Compute:
     return lambda x: linear(x, packed, bias, "none", [], "")
 
 
-def hold_packed_float32(weight: Tensor, bias: Tensor | None) -> Compute:
+def in_float32(hold: Hold) -> Hold:
     """For 16-bit weights on a CPU that multiplies 32-bit numbers only: converted once, not in every product. Sums are
     float32 either way."""
-    dtype = weight.dtype
-    linear = hold_packed(weight.float(), None if bias is None else bias.float())
-    return lambda x: linear(x.float()).to(dtype)
+
+    def hold_converted(weight: Tensor, bias: Tensor | None) -> Compute:
+        dtype = weight.dtype
+        linear = hold(weight.float(), None if bias is None else bias.float())
+        return lambda x: linear(x.float()).to(dtype)
+
+    return hold_converted
 
 
 @dataclass(frozen=True)
@@ -71,21 +75,25 @@ class Choice:
         return lambda x: few(x) if x.shape[0] < threshold else many(x)
 
 
-def ways(dtype: torch.dtype) -> list[Way]:
-    """The ways to try for `dtype`; the first is taken unless another is clearly faster."""
+def ways(dtype: torch.dtype, in_cache: bool) -> list[Way]:
+    """The ways to try for `dtype`; the first is taken unless another is clearly faster. Packing is for weights that
+    come from memory: a call of it costs more than a small product does."""
     found = [Way("transposed", hold_transposed, dtype.itemsize), Way("plain", hold_plain, dtype.itemsize)]
-    if not torch.backends.mkldnn.is_available():
-        return found
-    native = {
-        torch.float32: lambda: True,
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-    }
-    if native[dtype]():
+    packs = torch.backends.mkldnn.is_available() and not in_cache
+    if packs and _multiplies(dtype):
         found.append(Way("packed", hold_packed, dtype.itemsize))
     if dtype != torch.float32:
-        found.append(Way("packed as float32", hold_packed_float32, 4))
+        found.append(Way("float32", in_float32(hold_packed if packs else hold_transposed), 4))
     return found
+
+
+def _multiplies(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has kernels for `dtype` on this CPU."""
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return True
 
 
 SIZES = (1, 4, 16)
@@ -112,17 +120,17 @@ def choose_all(specs: list[LinearSpec], spare_bytes: int) -> dict[tuple[int, int
     for spec in specs:
         size, width = (spec.out_features, spec.in_features, spec.dtype), (spec.in_features, spec.dtype)
         if size not in choices and stored < IN_CACHE:
-            choices[size] = choose(*size, roomy)
+            choices[size] = choose(*size, roomy, in_cache=True)
         elif size not in choices:
             if width not in streamed:
-                streamed[width] = choose(max(1, STREAMED // spec.in_features), *width, roomy)
+                streamed[width] = choose(max(1, STREAMED // spec.in_features), *width, roomy, in_cache=False)
             choices[size] = streamed[width]
     return choices
 
 
-def choose(out_features: int, in_features: int, dtype: torch.dtype, roomy: bool = True) -> Choice:
+def choose(out_features: int, in_features: int, dtype: torch.dtype, roomy: bool, in_cache: bool) -> Choice:
     """Try every way on a weight of these sizes. `roomy`: a second copy may be held."""
-    candidates = [way for way in ways(dtype) if roomy or way.bytes_per_weight == dtype.itemsize]
+    candidates = [way for way in ways(dtype, in_cache) if roomy or way.bytes_per_weight == dtype.itemsize]
     weight = torch.full((out_features, in_features), 0.01, dtype=dtype)
     held = [way.hold(weight, None) for way in candidates]
     times = {size: _try(held, torch.full((size, in_features), 0.01, dtype=dtype)) for size in SIZES}

@@ -1,0 +1,52 @@
+"""Two ranks over gloo compute what one computes, on both ranks bit for bit the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "models"))
+from driver import Driver  # noqa: E402
+from tiny_configs import save_tiny_model  # noqa: E402
+from tp_rank import run  # noqa: E402
+
+CASES = [
+    ("LlamaForCausalLM", "biases"),
+    ("LlamaForCausalLM", "mqa-odd-vocab"),  # one KV head, held by both ranks; 101 rows of vocabulary
+    ("MistralForCausalLM", "sliding"),
+    ("Qwen2ForCausalLM", "tied"),
+    ("Qwen3ForCausalLM", "full"),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Each case's model, with what the two ranks computed of it."""
+    root = tmp_path_factory.mktemp("tp")
+    folders = {f"{architecture}-{variant}": root / f"{architecture}-{variant}" for architecture, variant in CASES}
+    for (architecture, variant), folder in zip(CASES, folders.values(), strict=True):
+        save_tiny_model(architecture, variant, folder)
+    command = [sys.executable, str(HERE / "tp_rank.py")]
+    rest = [str(root / "rendezvous"), *map(str, folders.values())]
+    ranks = [subprocess.Popen([*command, str(rank), *rest]) for rank in (0, 1)]
+    try:
+        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return folders
+
+
+@pytest.mark.parametrize("case", [f"{architecture}-{variant}" for architecture, variant in CASES])
+def test_two_ranks_equal_one(folders: dict[str, Path], case: str) -> None:
+    expected = run(Driver(folders[case]))
+    first, second = load_file(folders[case] / "rank0"), load_file(folders[case] / "rank1")
+    for step, logits in expected.items():
+        assert torch.equal(first[step], second[step])
+        assert (first[step] - logits).abs().max() <= 1e-5 * logits.abs().max()

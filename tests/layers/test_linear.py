@@ -1,0 +1,129 @@
+"""How linears and embeddings share themselves out: which rows and columns of which part a rank takes, and that the
+ranks' results add up to the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.distributed.mesh import Group
+from headrace.errors import ConfigError
+from headrace.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from headrace.layers.layer import Layer
+from headrace.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+
+F32 = torch.float32
+CPU = torch.device("cpu")
+
+
+def filled(layer: Layer, path: str, tensors: dict[str, Tensor]) -> Layer:
+    layer.create_weights(CPU)
+    slots = layer.slots(path)
+    assert set(slots) == set(tensors)
+    for name, slot in slots.items():
+        assert slot.shape == tuple(tensors[name].shape)
+        if slot.destination is not None:
+            slot.destination.copy_(tensors[name][slot.source])
+    layer.finalize()
+    return layer
+
+
+def ranks(size: int) -> list[Group]:
+    return [Group(rank, size) for rank in range(size)]
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def test_merged_columns_keep_parts_together() -> None:
+    gate, up, x = random(8, 6), random(8, 6) + 1, random(3, 6)
+    tensors = {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
+    for group in ranks(2):
+        made = MergedColumnParallelLinear(6, {"gate_proj": 8, "up_proj": 8}, group, F32, bias=False)
+        y = filled(made, "mlp.gate_up_proj", tensors)(x)
+        mine = slice(4 * group.rank, 4 * group.rank + 4)
+        torch.testing.assert_close(y, torch.cat((x @ gate[mine].T, x @ up[mine].T), dim=1))
+
+
+@pytest.mark.parametrize(("size", "kv_of_rank"), [(1, [[0, 1]]), (2, [[0], [1]]), (4, [[0], [0], [1], [1]])])
+def test_qkv_goes_by_heads_and_kv_heads_are_repeated(size: int, kv_of_rank: list[list[int]]) -> None:
+    heads, kv_heads, dim, x = 4, 2, 2, random(3, 6)
+    tensors = {
+        f"attn.{name}_proj.{kind}": random(count * dim, 6)[:, slice(None) if kind == "weight" else 0]
+        for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+        for kind in ("weight", "bias")
+    }
+    whole = {
+        name: F.linear(x, tensors[f"attn.{name}_proj.weight"], tensors[f"attn.{name}_proj.bias"]).unflatten(
+            1, (-1, dim)
+        )
+        for name in "qkv"
+    }
+    for group, kv in zip(ranks(size), kv_of_rank, strict=True):
+        made = QKVParallelLinear(6, heads, kv_heads, dim, group, F32, bias=True)
+        y = filled(made, "attn.qkv_proj", tensors)(x).unflatten(1, (-1, dim))
+        share = heads // size
+        q = whole["q"][:, group.rank * share : (group.rank + 1) * share]
+        torch.testing.assert_close(y, torch.cat((q, whole["k"][:, kv], whole["v"][:, kv]), dim=1))
+
+
+def test_rows_add_up_and_the_bias_is_added_once() -> None:
+    weight, bias, x = random(5, 8), random(5), random(3, 8)
+    total = torch.zeros(3, 5)
+    for group in ranks(2):
+        made = RowParallelLinear(8, 5, group, F32, bias=True)
+        total += filled(made, "o", {"o.weight": weight, "o.bias": bias})(x[:, 4 * group.rank : 4 * group.rank + 4])
+    torch.testing.assert_close(total, F.linear(x, weight, bias))
+
+
+def test_columns_concatenate() -> None:
+    weight, x = random(6, 4), random(3, 4)
+    made = [filled(ColumnParallelLinear(4, 6, group, F32, bias=False), "c", {"c.weight": weight}) for group in ranks(3)]
+    torch.testing.assert_close(torch.cat([layer(x) for layer in made], dim=1), x @ weight.T)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("vocab", "size"), [(128, 1), (101, 1), (101, 2), (70, 3)])
+def test_vocabulary_is_padded_and_split(vocab: int, size: int, tied: bool) -> None:
+    table, ids, hidden = random(vocab, 8), torch.tensor([0, 5, vocab - 1, vocab // 2]), random(2, 8)
+    embedded, logits = torch.zeros(4, 8), []
+    for group in ranks(size):
+        embedding = VocabParallelEmbedding(vocab, 8, group, F32)
+        filled(embedding, "e", {"e.weight": table})
+        assert embedding.weight.shape[0] % 64 == 0
+        embedded += embedding(ids)
+        head = ParallelLMHead(vocab, 8, group, F32, embedding if tied else None)
+        filled(head, "h", {} if tied else {"h.weight": table})
+        logits.append(head.compute(hidden))
+        assert torch.isfinite(logits[-1]).all()
+    torch.testing.assert_close(embedded, table[ids])
+    torch.testing.assert_close(torch.cat(logits, dim=1)[:, :vocab], hidden @ table.T)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda group: QKVParallelLinear(8, 4, 4, 2, group, F32, False), "3 does not divide num_attention_heads"),
+        (lambda group: QKVParallelLinear(8, 6, 2, 2, group, F32, False), "3 must divide num_key_value_heads"),
+        (lambda group: RowParallelLinear(8, 8, group, F32, False), "3 does not divide the inputs"),
+        (lambda group: MergedColumnParallelLinear(8, {"up_proj": 8}, group, F32, False), "the outputs of up_proj"),
+    ],
+)
+def test_what_a_mesh_cannot_divide_is_named(make: Callable[[Group], Layer], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(Group(0, 3))
+
+
+def test_a_layer_without_weights_says_so() -> None:
+    with pytest.raises(RuntimeError, match="before its weights"):
+        ColumnParallelLinear(4, 6, Group(), F32, bias=False)(random(1, 4))

@@ -1,0 +1,78 @@
+"""The rope table equals transformers' cosines and sines, for every type of scaling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from headrace.layers.rotary import rope_table
+from headrace.model_config import ModelConfig
+
+SCALINGS: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 3.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+    "yarn-mscale": {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.8,
+        "beta_fast": 16,
+        "beta_slow": 2,
+        "truncate": False,
+    },
+    "yarn-attention-factor": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "attention_factor": 1.25,
+    },
+}
+
+
+@pytest.mark.parametrize("theta", [10000.0, 500000.0])
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS.keys())
+def test_table_equals_transformers(scaling: dict[str, Any], theta: float) -> None:
+    reference = LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        rope_parameters=scaling | {"rope_theta": theta},
+    )
+    raw = reference.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    ours = rope_table(ModelConfig.from_dict(raw), torch.device("cpu"))
+    cos, sin = LlamaRotaryEmbedding(reference)(torch.zeros(1), torch.arange(512)[None])
+    assert ours.shape == (512, 64)
+    torch.testing.assert_close(ours, torch.cat((cos[0, :, :32], sin[0, :, :32]), dim=-1), rtol=0, atol=1e-4)
+
+
+def test_old_spelling_of_the_type_is_read() -> None:
+    base = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "max_position_embeddings": 32,
+    }
+    old, new = (
+        rope_table(ModelConfig.from_dict(base | {"rope_scaling": {key: "linear", "factor": 2.0}}), torch.device("cpu"))
+        for key in ("type", "rope_type")
+    )
+    plain = rope_table(ModelConfig.from_dict(base), torch.device("cpu"))
+    assert torch.equal(old, new)
+    torch.testing.assert_close(old[2::2], plain[1:16])

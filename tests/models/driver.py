@@ -1,0 +1,88 @@
+"""The least that runs a model over a paged cache: ragged prefill, then decode, blocks in no particular order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.attention.metadata import AttentionMetadata
+from headrace.attention.table import load_backend, select_backend
+from headrace.distributed.mesh import Mesh
+from headrace.kernels.table import select_kernels
+from headrace.layers.context import LayerContext
+from headrace.model_config import ModelConfig
+from headrace.models.loader import load_model
+from headrace.models.registry import attention_spec
+
+
+def make_context(
+    config: ModelConfig, mesh: Mesh | None = None, dtype: torch.dtype = torch.float32, block_size: int = 16
+) -> LayerContext:
+    mesh = mesh or Mesh()
+    spec = attention_spec(
+        config,
+        tp_size=mesh.tp.size,
+        block_size=block_size,
+        dtype=str(dtype).removeprefix("torch."),
+        device_type="cpu",
+    )
+    backend = load_backend(select_backend(spec).name)
+    return LayerContext(mesh, select_kernels("cpu"), backend, spec, dtype, torch.device("cpu"))
+
+
+class Driver:
+    def __init__(self, folder: Path, mesh: Mesh | None = None, load_format: str = "auto", max_len: int = 128) -> None:
+        self.config = ModelConfig.from_folder(folder)
+        self.context = make_context(self.config, mesh)
+        self.model: Any = load_model(folder, self.config, self.context, load_format)
+        self.max_len = max_len
+
+    def start(self, num_requests: int) -> None:
+        spec = self.context.spec
+        blocks = (self.max_len + spec.block_size - 1) // spec.block_size
+        order = torch.randperm(num_requests * blocks, generator=torch.Generator().manual_seed(0))
+        self.block_table = order.view(num_requests, blocks).to(torch.int32)
+        shape = (2, num_requests * blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        self.kv_caches = [torch.zeros(shape, dtype=self.context.dtype) for _ in range(self.config.num_layers)]
+        self.computed = [0] * num_requests
+
+    @torch.inference_mode()
+    def step(self, tokens: list[list[int]]) -> Tensor:
+        """Append `tokens[i]` to request i; returns the logits of all these tokens, in order."""
+        block_size, counts = self.context.spec.block_size, [len(chunk) for chunk in tokens]
+        lengths = [done + count for done, count in zip(self.computed, counts, strict=True)]
+        positions = torch.cat([torch.arange(done, length) for done, length in zip(self.computed, lengths, strict=True)])
+        owner = torch.repeat_interleave(torch.arange(len(tokens)), torch.tensor(counts))
+        slots = self.block_table[owner, positions // block_size].long() * block_size + positions % block_size
+        metadata = AttentionMetadata(
+            rows=torch.arange(len(tokens), dtype=torch.int32),
+            query_start_loc=torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32),
+            seq_lens=torch.tensor(lengths, dtype=torch.int32),
+            positions=positions,
+            slot_mapping=slots,
+            block_table=self.block_table,
+            num_reqs=len(tokens),
+            num_tokens=len(positions),
+            max_query_len=max(counts),
+            max_seq_len=max(lengths),
+        )
+        self.context.backend.plan(metadata)
+        input_ids = torch.tensor([token for chunk in tokens for token in chunk])
+        hidden = self.model(input_ids, positions, metadata, self.kv_caches)
+        self.computed = lengths
+        return self.model.compute_logits(hidden)
+
+    def greedy(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+        """Prompts must be sorted by length (requests of one token come first)."""
+        self.start(len(prompts))
+        ends = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0) - 1
+        latest = self.step(prompts)[ends].argmax(-1).tolist()
+        generated = [[token] for token in latest]
+        for _ in range(new_tokens - 1):
+            latest = self.step([[token] for token in latest]).argmax(-1).tolist()
+            for row, token in zip(generated, latest, strict=True):
+                row.append(token)
+        return generated

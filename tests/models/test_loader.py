@@ -1,0 +1,177 @@
+"""What the loader reads, and what it says of a checkpoint that is not as it should be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from driver import Driver, make_context
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny_configs import save_tiny_model
+from torch import Tensor
+
+from headrace.distributed.mesh import Group, Mesh
+from headrace.errors import CheckpointError
+from headrace.model_config import ModelConfig
+from headrace.models import loader
+from headrace.models.loader import load_model
+
+PROMPT = [[5, 9, 33, 2, 71]]
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_tiny_model("LlamaForCausalLM", "gqa", tmp_path)
+    return tmp_path
+
+
+def logits(folder: Path) -> Tensor:
+    driver = Driver(folder)
+    driver.start(1)
+    return driver.step(PROMPT)
+
+
+def edit(folder: Path, **changes: Tensor | None) -> None:
+    """Rewrite model.safetensors with tensors replaced, added or (None) taken out."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in changes.items():
+        if tensor is None:
+            del tensors[name]
+        else:
+            tensors[name] = tensor
+    save_file(tensors, folder / "model.safetensors")
+
+
+def shard(folder: Path) -> None:
+    """Split model.safetensors into two files and an index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {}
+    for number, part in enumerate((names[::2], names[1::2]), 1):
+        file = f"model-{number:05}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_sharded_equals_single_file(folder: Path) -> None:
+    expected = logits(folder)
+    shard(folder)
+    torch.testing.assert_close(logits(folder), expected)
+    (folder / "model.safetensors.index.json").unlink()
+    torch.testing.assert_close(logits(folder), expected)
+
+
+def test_names_without_prefix_and_superfluous_tensors_are_read(folder: Path) -> None:
+    expected = logits(folder)
+    tensors = load_file(folder / "model.safetensors")
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    bare["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(bare, folder / "model.safetensors")
+    torch.testing.assert_close(logits(folder), expected)
+
+
+def test_tied_head_in_the_checkpoint_is_ignored(tmp_path: Path) -> None:
+    save_tiny_model("LlamaForCausalLM", "mha-tied", tmp_path)
+    expected = logits(tmp_path)
+    edit(tmp_path, **{"lm_head.weight": torch.zeros(128, 64)})
+    torch.testing.assert_close(logits(tmp_path), expected)
+
+
+def test_weights_are_converted_to_the_model_dtype(folder: Path) -> None:
+    config = ModelConfig.from_folder(folder)
+    model = load_model(folder, config, make_context(config, dtype=torch.bfloat16))
+    assert model.model.norm.weight.dtype == torch.bfloat16
+    assert model.model.embed_tokens.weight.dtype == torch.bfloat16
+
+
+def test_missing_tensor_is_named(folder: Path) -> None:
+    edit(folder, **{K_PROJ: None})
+    with pytest.raises(CheckpointError, match=f"lacks {K_PROJ}"):
+        logits(folder)
+
+
+def test_shape_mismatch_names_tensor_and_both_shapes(folder: Path) -> None:
+    edit(folder, **{K_PROJ: torch.zeros(16, 64)})
+    with pytest.raises(CheckpointError, match=rf"{K_PROJ}.*\[16, 64\].*\[32, 64\]"):
+        logits(folder)
+
+
+def test_unexpected_tensor_is_named(folder: Path) -> None:
+    edit(folder, **{"model.layers.0.self_attn.sinks": torch.zeros(4)})
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.self_attn\.sinks"):
+        logits(folder)
+
+
+def test_integer_weights_are_refused(folder: Path) -> None:
+    edit(folder, **{K_PROJ: torch.zeros(32, 64, dtype=torch.int8)})
+    with pytest.raises(CheckpointError, match=f"{K_PROJ}.*I8.*accepted"):
+        logits(folder)
+
+
+@pytest.mark.parametrize("keep", [4, 3000, -1000], ids=["in the length", "in the header", "in the data"])
+def test_truncated_file_is_named(folder: Path, keep: int) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*truncated"):
+        logits(folder)
+
+
+def test_index_that_names_a_missing_file(folder: Path) -> None:
+    shard(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors.*does not exist"):
+        logits(folder)
+
+
+def test_index_that_is_no_index(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="not a safetensors index"):
+        logits(folder)
+
+
+def test_pickled_weights_are_never_read(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"no \.safetensors.*pytorch_model\.bin.*pickled"):
+        logits(folder)
+
+
+def rank_mesh(rank: int, size: int) -> Mesh:
+    return Mesh(Group(rank, size))
+
+
+def slots_of(config: ModelConfig, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """What a dummy load puts where, by checkpoint name."""
+    seen: dict[str, Tensor] = {}
+    fill = loader.fill_with_dummies
+
+    def spy(slots: dict[str, loader.Slot], seed: int) -> None:
+        fill(slots, seed)
+        seen.update({name: slot.destination.clone() for name, slot in slots.items() if slot.destination is not None})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loader, "fill_with_dummies", spy)
+        load_model(Path("nowhere"), config, make_context(config, mesh), "dummy", seed=3)
+    return seen
+
+
+def test_dummy_weights_fill_everything_alike_on_any_mesh(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig.from_folder(folder)
+    whole = slots_of(config, Mesh(), monkeypatch)
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert set(whole) == set(file.keys())
+    for name, tensor in whole.items():
+        assert 0 < tensor.abs().max() <= 1e-3, name
+        assert tensor.std() > 4e-4, name
+    assert not torch.equal(whole[K_PROJ], whole[K_PROJ.replace("k_proj", "v_proj")])
+    halves = [slots_of(config, rank_mesh(rank, 2), monkeypatch) for rank in (0, 1)]
+    for name in (K_PROJ, "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"):
+        torch.testing.assert_close(torch.cat([half[name] for half in halves]), whole[name])
+    name = "model.layers.0.mlp.down_proj.weight"
+    torch.testing.assert_close(torch.cat([half[name] for half in halves], dim=1), whole[name])

@@ -1,0 +1,87 @@
+"""Tiny models of every registered architecture, made by transformers in the Hugging Face layout.
+
+A new line in the registry needs an entry here; the conformance tests then cover it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+BASE: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "LlamaForCausalLM": {
+        "gqa": {},
+        "mha-tied": {"num_key_value_heads": 4, "tie_word_embeddings": True},
+        "mqa-odd-vocab": {"num_key_value_heads": 1, "vocab_size": 101},
+        "biases": {"attention_bias": True, "mlp_bias": True},
+        "wide-heads": {"head_dim": 32},
+        "rope-llama3": {"rope_parameters": LLAMA3_ROPE},
+        "rope-yarn": {"rope_parameters": YARN_ROPE},
+        "rope-linear": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+        "rope-dynamic": {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}},
+    },
+    "MistralForCausalLM": {
+        "sliding": {"sliding_window": 8},
+        "full": {"sliding_window": None, "head_dim": 32},
+    },
+    "Qwen2ForCausalLM": {
+        "full": {},
+        "tied": {"tie_word_embeddings": True},
+        "upper-sliding": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    },
+    "Qwen3ForCausalLM": {
+        "full": {"head_dim": 32},
+        "bias-tied": {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True},
+        "upper-sliding": {"head_dim": 16, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    },
+}
+
+CASES = [(architecture, variant) for architecture, variants in VARIANTS.items() for variant in variants]
+
+
+def save_tiny_model(architecture: str, variant: str, folder: Path) -> torch.nn.Module:
+    """Random weights on disk, every parameter far from its usual start (norms off one, biases off zero), so that none
+    can be dropped or swapped unseen. Returns transformers' own float32 model."""
+    config_class = getattr(transformers, architecture.replace("ForCausalLM", "Config"))
+    config = config_class(**BASE | VARIANTS[architecture][variant], architectures=[architecture])
+    torch.manual_seed(7)
+    model = getattr(transformers, architecture)(config).eval()
+    generator = torch.Generator().manual_seed(len(variant))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0, 1.5 * parameter.shape[1] ** -0.5, generator=generator)
+            else:
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
+    model.save_pretrained(folder)
+    return model

@@ -1,0 +1,87 @@
+"""Every way to hold a weight on the CPU computes the same product; the choice keeps to its memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from headrace.quantization.cpu_linear import (
+    IN_CACHE,
+    Choice,
+    choose,
+    choose_all,
+    hold_packed,
+    hold_plain,
+    hold_transposed,
+    spare_memory,
+    ways,
+)
+from headrace.quantization.scheme import LinearSpec
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("in_cache", [False, True])
+def test_all_ways_agree(dtype: torch.dtype, bias: bool, in_cache: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(48, 40, generator=generator).to(dtype)
+    offset = torch.randn(48, generator=generator).to(dtype) if bias else None
+    tried = ways(dtype, in_cache)
+    assert len(tried) >= 2
+    for tokens in (1, 3, 17):
+        x = torch.randn(tokens, 40, generator=generator).to(dtype)
+        exact = F.linear(x.double(), weight.double(), None if offset is None else offset.double())
+        for way in tried:
+            y = way.hold(weight, offset)(x)
+            assert y.dtype == dtype
+            assert (y.double() - exact).abs().max() <= TOLERANCE[dtype] * exact.abs().max(), way.name
+
+
+def test_two_ways_share_the_work_by_number_of_tokens() -> None:
+    plain, transposed = ways(torch.float32, in_cache=True)[1], ways(torch.float32, in_cache=True)[0]
+    assert (plain.hold, transposed.hold) == (hold_plain, hold_transposed)
+    calls: list[int] = []
+
+    def spy(weight: torch.Tensor, bias: torch.Tensor | None) -> object:
+        return lambda x: calls.append(x.shape[0]) or x
+
+    few = type(plain)("spy", spy, 4)  # type: ignore[arg-type]
+    held = Choice(few, plain, threshold=4).hold(torch.ones(2, 3), None)
+    for tokens in (1, 3, 4, 9):
+        held(torch.ones(tokens, 3))
+    assert calls == [1, 3]
+
+
+def test_choices_cover_every_size_and_keep_to_memory() -> None:
+    sizes = [(64, 32), (32, 64), (64, 32)]
+    specs = [LinearSpec(inside, outside, (), torch.bfloat16) for outside, inside in sizes]
+    choices = choose_all(specs, spare_bytes=1 << 30)
+    assert set(choices) == {(64, 32, torch.bfloat16), (32, 64, torch.bfloat16)}
+    for choice in choose_all(specs, spare_bytes=0).values():
+        assert choice.few is choice.many
+        assert choice.few.bytes_per_weight == 2
+
+
+def test_large_models_are_tried_on_weights_that_no_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def record(out_features: int, in_features: int, dtype: torch.dtype, roomy: bool, in_cache: bool) -> Choice:
+        tried.append(out_features * in_features)
+        assert not in_cache
+        return Choice(way := ways(dtype, True)[0], way)
+
+    monkeypatch.setattr("headrace.quantization.cpu_linear.choose", record)
+    rows = IN_CACHE // 4 // 256
+    choices = choose_all([LinearSpec(256, rows + extra, (), torch.float32) for extra in (0, 64)], spare_bytes=0)
+    assert len(choices) == 2
+    assert len(tried) == 1
+    assert tried[0] >= 1 << 22
+
+
+def test_a_choice_is_one_of_the_ways() -> None:
+    choice = choose(32, 16, torch.float32, roomy=True, in_cache=True)
+    assert {choice.few.hold, choice.many.hold} <= {hold_plain, hold_transposed, hold_packed}
+    assert spare_memory() > 0
