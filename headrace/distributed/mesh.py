@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,10 +69,11 @@ def init_mesh(
     if device.type == "cuda":
         dist.init_process_group("nccl", store=store, rank=rank, world_size=tp_size, timeout=timeout, device_id=device)
         return Mesh(_nccl_group(rank, tp_size), close=dist.destroy_process_group)
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    gloo: Any = dist.ProcessGroupGloo  # torch's stubs know little of it
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
     options._timeout = timeout
-    processes = dist.ProcessGroupGloo(dist.PrefixStore("tp", store), rank, tp_size, options)
+    processes = gloo(dist.PrefixStore("tp", store), rank, tp_size, options)
     return Mesh(_gloo_group(rank, tp_size, processes), close=processes.shutdown)
 
 
@@ -106,7 +108,7 @@ def _nccl_group(rank: int, size: int) -> Group:
     return Group(rank, size, all_reduce, all_gather, broadcast)
 
 
-def _gloo_group(rank: int, size: int, processes: dist.ProcessGroupGloo) -> Group:
+def _gloo_group(rank: int, size: int, processes: Any) -> Group:
     """Without torch's global default group: nothing to clean up but `processes`, and it listens on loopback only."""
 
     def all_reduce(tensor: Tensor) -> Tensor:
