@@ -56,7 +56,7 @@ def sample_stories(teacher: Path, count: int, seed: int) -> list[str]:
     prompts = [rng.choice(OPENINGS) for _ in range(count)]
     params = [
         SamplingParams(
-            temperature=rng.uniform(0.6, 1.0), top_p=0.95, max_tokens=None, stop_token_ids=stop_ids, seed=seed + i
+            temperature=rng.uniform(0.4, 0.8), top_p=0.95, max_tokens=None, stop_token_ids=stop_ids, seed=seed + i
         )
         for i in range(count)
     ]

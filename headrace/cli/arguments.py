@@ -171,7 +171,7 @@ class FlagParser:
         while tokens:
             token = tokens.pop(0)
             if token == "--":
-                return result + [token, *tokens]
+                return [*result, token, *tokens]
             head, equals, value = token.partition("=")
             if not head.startswith("-") or head == "-" or " " in head or re.match(r"-\.?\d", head):
                 result.append(token)
@@ -284,6 +284,6 @@ def _help_formatter(prog: str) -> argparse.HelpFormatter:
 
 class _Argparse(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        message = re.sub(r"^argument (?:\S*/)?(-\S+?): ", r"\1 ", message)
+        message = re.sub(r"^argument (-[^\s/]+)\S*: ", r"\1 ", message)
         message = re.sub(r"^unrecognized arguments: ", "unexpected argument ", message)
         raise ConfigError(message.replace("\n", " "))

@@ -85,7 +85,7 @@ def build_parser() -> FlagParser:
         kind, optional, element = _sampling_type(hints[field.name])
         default = DEFAULT_MAX_TOKENS if field.name == "max_tokens" else field.default
         default = None if default is msgspec.NODEFAULT else default
-        meta = {"help": SAMPLING_HELP[field.name], "choices": None, "minimum": None, "maximum": None}
+        meta: dict[str, Any] = {"help": SAMPLING_HELP[field.name], "choices": None, "minimum": None, "maximum": None}
         meta |= {"short": None, "aliases": (), "group": "sampling"}
         # None is a value of its own in SamplingParams, not "derived": say nothing of it.
         parser.add_flag(field.name, kind, optional and default is not None, default, meta, element)

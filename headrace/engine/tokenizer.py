@@ -215,7 +215,7 @@ def _finish_backend(
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     names = [*special_tokens.values(), *(_token_content(token) for token in extra if not isinstance(extra, Mapping))]
     backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names if name])
-    if without_post_processor or "add_bos_token" in config or "add_eos_token" in config:
+    if without_post_processor:  # else it alone says what is put around a text, whatever the config holds
         around = {
             "bos": special_tokens.get("bos_token") if config.get("add_bos_token") else None,
             "eos": special_tokens.get("eos_token") if config.get("add_eos_token") else None,

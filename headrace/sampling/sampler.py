@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.sampling.draft import filter_logits, gumbel_argmax
+from headrace.kernels.table import KernelTable, select_kernels
 from headrace.sampling.logprobs import LogprobTensors, gather_logprobs
 from headrace.sampling.processors import apply_allowed_mask_, apply_penalties_
 from headrace.sampling.state import BatchParams, Feature, SamplingState
@@ -43,8 +43,11 @@ class SampleResult:
 
 
 class Sampler:
-    def __init__(self, state: SamplingState) -> None:
+    """Reads `state`; draws with `kernels`, by default the device's own."""
+
+    def __init__(self, state: SamplingState, kernels: KernelTable | None = None) -> None:
         self.state = state
+        self.kernels = kernels or select_kernels(state.device.type)
 
     def sample(
         self,
@@ -60,9 +63,9 @@ class Sampler:
         before the one to be sampled, which is also its position; token_table [>= max_rows, width] int32 holds them.
         `max_num_tokens`, a bound of num_tokens that the host knows, saves the penalties work; default: width.
         """
-        state, features = self.state, self.state.features
-        params = state.gather(rows)
-        scores = logits
+        state, features, scores = self.state, self.state.features, logits
+        if features & ~Feature.LOGPROBS:
+            params = state.gather(rows)
         if features & CHANGES_LOGITS:
             scores = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
             self._change_(scores, params, rows, num_tokens, token_table[:, :max_num_tokens])
@@ -70,7 +73,7 @@ class Sampler:
         best, token_ids = scores.max(dim=1)
         invalid = ~(best > float("-inf"))
         if Feature.RANDOM in features:
-            token_ids = torch.where(invalid, token_ids, self._draw(scores.float(), params, num_tokens))
+            token_ids = torch.where(invalid, token_ids, self._draw(scores, params, num_tokens))
         logprobs = None if state.max_logprobs is None else gather_logprobs(logits, token_ids, state.max_logprobs)
         return SampleResult(token_ids, invalid, logprobs)
 
@@ -98,7 +101,9 @@ class Sampler:
         """Stage 7; greedy rows come out as their argmax."""
         if Feature.FILTERS in self.state.features:
             temperature = params.temperature[:, None]
-            scaled = scores / torch.where(temperature == 0, 1.0, temperature)
-            kept = filter_logits(scaled, params.top_k, params.top_p, params.min_p)
+            scaled = scores.float() / torch.where(temperature == 0, 1.0, temperature)
+            kept = self.kernels.filter_logits(scaled, params.top_k, params.top_p, params.min_p)
+            # The draw gets the scores as they were and divides them itself, as it does where nobody filters: a
+            # division that rounds otherwise must not change the token of a row that never asked for filters.
             scores = scores.masked_fill(kept == float("-inf"), float("-inf"))
-        return gumbel_argmax(scores, params.temperature, params.seed, positions)
+        return self.kernels.gumbel_argmax(scores, params.temperature.contiguous(), params.seed.contiguous(), positions)

@@ -119,7 +119,8 @@ def _add_plain_routes(app: FastAPI, serving: Serving) -> None:
         methods=["POST"], openapi_extra=openapi.takes(protocol.DetokenizeRequest),
     )  # fmt: skip
     add("/health", health, "200 while the engine steps", None, 503)
-    add("/ping", health, "The same as /health, behind the key", None, 401, 503, methods=["GET", "POST"])
+    add("/ping", health, "The same as /health, behind the key", None, 401, 503)
+    app.add_api_route("/ping", health, methods=["POST"], include_in_schema=False, response_model=None)
     add("/metrics", metrics, "Prometheus metrics", None, 401)
     add("/version", version, "The version of headrace", None, 401)
     app.add_api_route("/docs", docs, methods=["GET"], include_in_schema=False, response_model=None)

@@ -197,18 +197,20 @@ class Traffic:
 
 @st.composite
 def configs(draw: st.DrawFn) -> SchedulerConfig:
-    max_model_len = draw(st.integers(2, 48))
-    chunked = draw(st.booleans())
+    """Half of them tight: prompts run in many chunks and the pool is short of blocks all the time."""
+    tight = draw(st.booleans())
+    max_model_len = draw(st.integers(12 if tight else 2, 48))
+    chunked = tight or draw(st.booleans())
     max_num_seqs = draw(st.integers(1, 5))
     fewest_tokens = max_num_seqs if chunked else max(max_num_seqs, max_model_len)
-    block_size = draw(st.sampled_from([1, 1, 2, 2, 3, 4, 5, 16, 32, 64]))
+    block_size = draw(st.sampled_from([1, 2, 3] if tight else [1, 2, 3, 4, 5, 16, 32, 64]))
     for_one = -(-max_model_len // block_size)
     return SchedulerConfig(
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=fewest_tokens + draw(st.integers(0, 12)),
+        max_num_batched_tokens=fewest_tokens + draw(st.integers(0, 3 if tight else 12)),
         max_model_len=max_model_len,
         block_size=block_size,
-        num_blocks=max(1, for_one + draw(st.integers(-1, 4))),
+        num_blocks=max(1, for_one + draw(st.integers(-2, 4))),
         enable_prefix_caching=draw(st.booleans()),
         enable_chunked_prefill=chunked,
         policy=draw(st.sampled_from(["fcfs", "priority"])),
