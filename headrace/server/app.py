@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
@@ -18,7 +19,7 @@ from headrace.server import info, openapi, protocol
 from headrace.server.auth import RequireApiKey
 from headrace.server.chat import answer_chat
 from headrace.server.completions import answer_completion
-from headrace.server.replies import error_response
+from headrace.server.replies import error_response, json_response
 from headrace.server.serving import Serving
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def build_app(engine: AsyncEngine, server_config: ServerConfig, model_names: lis
     app = FastAPI(
         title="headrace",
         version=__version__,
+        openapi_url=None,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -42,7 +44,7 @@ def build_app(engine: AsyncEngine, server_config: ServerConfig, model_names: lis
     app.state.serving = serving
     _add_generating_routes(app, serving)
     _add_plain_routes(app, serving)
-    app.openapi_schema = openapi.complete(app.openapi(), bool(server_config.api_key))
+    _add_description(app, server_config)
     # Each new middleware stands in front of those before it: CORS answers preflights, which carry no key.
     if server_config.api_key:
         app.add_middleware(RequireApiKey, keys=server_config.api_key, root_path=server_config.root_path)
@@ -98,9 +100,6 @@ def _add_plain_routes(app: FastAPI, serving: Serving) -> None:
     async def version() -> Response:
         return info.version()
 
-    async def docs() -> Response:
-        return HTMLResponse(openapi.page(app.openapi(), f"{serving.config.root_path}/openapi.json"))
-
     def add(path: str, endpoint: Any, summary: str, shape: type | None, *errors: int, **more: Any) -> None:
         methods = more.pop("methods", ["GET"])
         app.add_api_route(
@@ -123,7 +122,21 @@ def _add_plain_routes(app: FastAPI, serving: Serving) -> None:
     app.add_api_route("/ping", health, methods=["POST"], include_in_schema=False, response_model=None)
     add("/metrics", metrics, "Prometheus metrics", None, 401)
     add("/version", version, "The version of headrace", None, 401)
-    app.add_api_route("/docs", docs, methods=["GET"], include_in_schema=False, response_model=None)
+
+
+def _add_description(app: FastAPI, server_config: ServerConfig) -> None:
+    @functools.cache
+    def description() -> dict[str, Any]:
+        return openapi.complete(app.openapi(), bool(server_config.api_key))
+
+    async def openapi_json() -> Response:
+        return json_response(description())
+
+    async def docs() -> Response:
+        return HTMLResponse(openapi.page(description(), f"{server_config.root_path}/openapi.json"))
+
+    for path, endpoint in (("/openapi.json", openapi_json), ("/docs", docs)):
+        app.add_api_route(path, endpoint, methods=["GET"], include_in_schema=False, response_model=None)
 
 
 def _exception_handlers() -> dict[int | type[Exception], Any]:

@@ -193,16 +193,13 @@ async def _merge(
             items = [await queue.get()]
             while not queue.empty():
                 items.append(queue.get_nowait())
-            batch: list[tuple[int, RequestOutput]] = []
-            for index, item in items:
-                if isinstance(item, Exception):
-                    raise item
-                elif item is None:
-                    running -= 1
-                else:
-                    batch.append((index, item))
+            batch = [(index, item) for index, item in items if isinstance(item, RequestOutput)]
             if batch:
                 yield batch
+            for _, item in items:
+                if isinstance(item, Exception):
+                    raise item
+                running -= item is None
     finally:
         for task in tasks:
             task.cancel()

@@ -1,0 +1,194 @@
+"""An engine of scripted tokens behind AsyncEngine's interface, and what the server's tests share.
+
+Prompts are checked by the real input processor; every answer is TEXT, cut to max_tokens. No core, no executor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import AsyncIterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+from headrace.config import EngineConfig, ServerConfig
+from headrace.engine.input_processor import InputProcessor, ModelLimits
+from headrace.engine.tokenizer import Tokenizer
+from headrace.errors import EngineDeadError, HeadraceError
+from headrace.request import CompletionOutput, Logprob, RequestOutput
+from headrace.sampling_params import SamplingParams
+from headrace.server.app import build_app
+from tests.engine import fakes
+
+TEXT = "Once upon a time there was a wheel."
+MODEL = "tiny"
+MAX_MODEL_LEN = 256
+EOS = 2
+
+
+@cache
+def byte_level_tokenizer() -> Tokenizer:
+    """One token a byte."""
+    with tempfile.TemporaryDirectory() as folder:
+        return Tokenizer.from_folder(fakes.model_folder(Path(folder)))
+
+
+class FakeMetrics:
+    def render(self) -> bytes:
+        return b"# HELP vllm:num_requests_running x\nvllm:num_requests_running 0.0\n"
+
+
+class FakeEngine:
+    """`delay`: seconds before each token. `fail_at`: the token before which `error` is raised in every request."""
+
+    def __init__(self, *, with_tokenizer: bool = True, **config: Any) -> None:
+        self.config = EngineConfig(model=MODEL, **config)
+        self.tokenizer = byte_level_tokenizer() if with_tokenizer else None
+        self.max_model_len = MAX_MODEL_LEN
+        self.vocab_size = fakes.VOCAB_SIZE
+        self.metrics = FakeMetrics()
+        self.decisions: list[Any] = []
+        self.delay = 0.0
+        self.tokens_a_step = 1
+        self.fail_at: int | None = None
+        self.error: Exception = EngineDeadError("the engine core died")
+        self.dead = False
+        self.requests: list[dict[str, Any]] = []
+        self.active: set[str] = set()
+        self.aborted: list[str] = []
+        limits = ModelLimits(self.vocab_size, MAX_MODEL_LEN, (EOS,))
+        self.inputs = InputProcessor(limits, self.config, self.tokenizer)
+
+    def check_health(self) -> None:
+        if self.dead:
+            raise self.error
+
+    async def generate(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        request_id: str,
+        *,
+        add_special_tokens: bool = True,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        output_kind: str = "delta",
+    ) -> AsyncIterator[RequestOutput]:
+        if self.dead:
+            raise self.error
+        ids = self.inputs.tokenize(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+        max_tokens = self.inputs.process(request_id, ids, params, arrival_time=0.0, priority=priority,
+                                         cache_salt=cache_salt)[0].max_tokens  # fmt: skip
+        self.requests.append({"id": request_id, "prompt": prompt, "ids": ids, "params": params, "salt": cache_salt,
+                              "priority": priority, "special": add_special_tokens})  # fmt: skip
+        self.active.add(request_id)
+        finished = False
+        try:
+            async for output in self._say(ids, params, max_tokens, output_kind):
+                finished = output.finished
+                yield output
+        except HeadraceError:
+            finished = True
+            raise
+        finally:
+            self.active.discard(request_id)
+            if not finished:
+                self.aborted.append(request_id)
+
+    async def _say(
+        self, ids: list[int], params: SamplingParams, max_tokens: int, output_kind: str
+    ) -> AsyncIterator[RequestOutput]:
+        script = [3 + sorted(fakes.tokenizers.pre_tokenizers.ByteLevel.alphabet()).index(c if c != " " else "Ġ")
+                  for c in TEXT]  # fmt: skip
+        if params.ignore_eos:
+            script = (script * (max_tokens // len(script) + 1))[:max_tokens]
+        said, reason = script[:max_tokens], "length" if len(script) >= max_tokens else "stop"
+        step = len(said) if output_kind == "final" else self.tokens_a_step
+        for start in range(0, len(said), step):
+            if self.delay:
+                await asyncio.sleep(self.delay * (1 if output_kind == "delta" else len(said)))
+            if self.fail_at is not None and start + step > self.fail_at:
+                raise self.error
+            now = said[start : start + step]
+            last = start + step >= len(said)
+            choices = [
+                CompletionOutput(
+                    index=index,
+                    text="".join(map(self._text, now)),
+                    token_ids=now,
+                    logprobs=None if params.logprobs is None else [self._logprob(t, params.logprobs) for t in now],
+                    finish_reason=reason if last else None,
+                )
+                for index in range(params.n)
+            ]
+            scored = None
+            if params.prompt_logprobs is not None and start == 0:
+                scored = [None, *(self._logprob(t, params.prompt_logprobs) for t in ids[1:])]
+            yield RequestOutput("", None, ids, choices, last, prompt_logprobs=scored, num_cached_tokens=0)
+
+    def _text(self, token_id: int) -> str:
+        return "" if self.tokenizer is None else self.tokenizer.token_text(token_id)
+
+    def _logprob(self, token_id: int, k: int) -> dict[int, Logprob]:
+        """The token itself is the second best of all: rank 2."""
+        others = [(token_id + 1 + i) % 250 + 3 for i in range(k)]
+        text = (lambda t: None) if self.tokenizer is None else self.tokenizer.token_text
+        entry = {token_id: Logprob(-1.0, 2, text(token_id))}
+        for rank, other in enumerate(others, 1):
+            entry.setdefault(other, Logprob(-0.5 if rank == 1 else -1.0 - rank, rank, text(other)))
+        return entry
+
+
+def make_app(engine: FakeEngine | None = None, **server: Any) -> FastAPI:
+    return build_app(engine or FakeEngine(), ServerConfig(**server), [MODEL, "alias"])  # type: ignore[arg-type]
+
+
+def send(app: FastAPI, method: str, path: str, **request: Any) -> httpx.Response:
+    """One request, in this process."""
+
+    async def go() -> httpx.Response:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, **request)
+
+    return asyncio.run(go())
+
+
+def post(app: FastAPI, path: str, body: Any, **request: Any) -> httpx.Response:
+    return send(app, "POST", path, json=body, **request)
+
+
+def complete(app: FastAPI, **fields: Any) -> httpx.Response:
+    return post(app, "/v1/completions", {"prompt": "Hello", **fields})
+
+
+def chat(app: FastAPI, **fields: Any) -> httpx.Response:
+    return post(app, "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}], **fields})
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """What a stream said; the string `[DONE]` if that is its end."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    parts = response.text.split("\n\n")
+    assert parts[-1] == ""
+    found = []
+    for part in parts[:-1]:
+        assert part.startswith("data: ")
+        data = part.removeprefix("data: ")
+        found.append(data if data == "[DONE]" else json.loads(data))
+    return found
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The OpenAI error object, its shape checked."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert list(body) == ["error"]
+    assert sorted(body["error"]) == ["code", "message", "param", "type"]
+    return body["error"]
