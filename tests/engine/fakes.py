@@ -46,11 +46,13 @@ def echo(prompt: list[int], index: int) -> int:
 class FakeStep:
     result_: RunnerOutput | Exception
     ready_at: float
+    late: bool = False
 
     def done(self) -> bool:
-        return time.monotonic() >= self.ready_at
+        return not self.late and time.monotonic() >= self.ready_at
 
     def result(self) -> RunnerOutput:
+        self.late = False
         while not self.done():
             time.sleep(max(0.0, min(self.ready_at - time.monotonic(), 0.01)))
         if isinstance(self.result_, Exception):
@@ -60,10 +62,12 @@ class FakeStep:
 
 @dataclass
 class FakeExecutor:
-    """`delay`: seconds from a step's submission to its result; steps run one after the other, as on a device."""
+    """`delay`: seconds from a step's submission to its result; steps run one after the other, as on a device. `late`:
+    no result is there before it is waited for, so that steps overlap whatever the clock says."""
 
     script: Script = echo
     delay: float = 0.0
+    late: bool = False
     steps: list[SchedulerOutput] = field(default_factory=list)
     closed: bool = False
     _rows: dict[int, NewRow] = field(default_factory=dict)
@@ -86,10 +90,10 @@ class FakeExecutor:
         delay = 1e9 if STUCK_TOKEN in firsts else 0.05 if SLOW_TOKEN in firsts else self.delay
         self._free_at = max(self._free_at, time.monotonic()) + delay
         if FAIL_TOKEN in firsts:
-            return FakeStep(HeadraceError("scripted failure"), self._free_at)
+            return FakeStep(HeadraceError("scripted failure"), self._free_at, self.late)
         if DEAD_TOKEN in firsts:
-            return FakeStep(EngineDeadError("scripted death of the executor"), self._free_at)
-        return FakeStep(self._compute(step), self._free_at)
+            return FakeStep(EngineDeadError("scripted death of the executor"), self._free_at, self.late)
+        return FakeStep(self._compute(step), self._free_at, self.late)
 
     def shutdown(self) -> None:
         self.closed = True

@@ -1,0 +1,314 @@
+"""The engine over its own process: streaming, aborts, and what happens when either side dies."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from headrace.config import EngineConfig
+from headrace.engine.async_engine import AsyncEngine
+from headrace.engine.core_client import AsyncMPClient
+from headrace.errors import CheckpointError, ConfigError, EngineDeadError, HeadraceError, RequestError, TokenizerError
+from headrace.request import RequestOutput
+from headrace.sampling_params import SamplingParams
+from tests.engine.fakes import DEAD_TOKEN, DIE_TOKEN, FAIL_TOKEN, SLOW_TOKEN, STUCK_TOKEN, model_folder
+
+ROOT = Path(__file__).parents[2]
+Body = Callable[[AsyncEngine], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture(autouse=True)
+def _children_find_the_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return model_folder(tmp_path)
+
+
+@contextlib.asynccontextmanager
+async def started(folder: Path, executor: str = "make_delayed", **config: object) -> AsyncIterator[AsyncEngine]:
+    engine = await AsyncEngine.start(
+        EngineConfig(model=str(folder), **config),  # type: ignore[arg-type]
+        executor=f"tests.engine.fakes:{executor}",
+    )
+    try:
+        yield engine
+    finally:
+        await engine.shutdown()
+        assert not psutil.pid_exists(engine.core_pid)
+
+
+def params(**values: object) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 8, **values})  # type: ignore[arg-type]
+
+
+async def collect(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
+    return [output async for output in stream]
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_streaming_aborting_and_refusing(folder: Path) -> None:
+    """One engine for what does not hurt it, since each start costs a process."""
+
+    async def body() -> None:
+        async with started(folder) as engine:
+            await check_deltas(engine)
+            await check_final_and_n(engine)
+            await check_late_stop(engine)
+            await check_slow_reader(engine)
+            await check_many_at_once(engine)
+            await check_closing_aborts(engine)
+            await check_abort_from_outside(engine)
+            await check_refusals(engine)
+            await check_failed_step(engine)
+            await check_long_prompts_leave_the_loop_free(engine)
+            engine.check_health()
+
+    async def check_deltas(engine: AsyncEngine) -> None:
+        outputs = await collect(engine.generate("✓ab", params(), "deltas"))
+        assert "".join(o.outputs[0].text for o in outputs) == "✓ab✓"
+        assert [t for o in outputs for t in o.outputs[0].token_ids] == engine.tokenizer.encode("✓ab✓")  # type: ignore[union-attr]
+        assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
+        assert outputs[-1].outputs[0].finish_reason == "length"
+
+    async def check_final_and_n(engine: AsyncEngine) -> None:
+        (output,) = await collect(engine.generate("abc", params(n=3), "final", output_kind="final"))
+        assert [(c.index, c.text) for c in output.outputs] == [(i, "abcabcab") for i in range(3)]
+
+    async def check_late_stop(engine: AsyncEngine) -> None:
+        outputs = await collect(engine.generate("abcd", params(stop="bc", max_tokens=50), "late stop"))
+        assert "".join(o.outputs[0].text for o in outputs) == "a"
+        assert sum(len(o.outputs[0].token_ids) for o in outputs) == 3
+
+    async def check_slow_reader(engine: AsyncEngine) -> None:
+        stream = engine.generate("abcd", params(max_tokens=20), "slow reader")
+        first = await anext(stream)
+        await eventually(lambda: engine.num_requests == 0)
+        rest = await collect(stream)
+        assert len(rest) == 1
+        assert (first.outputs[0].text + rest[0].outputs[0].text) == "abcd" * 5
+
+    async def check_many_at_once(engine: AsyncEngine) -> None:
+        prompts = [f"prompt {i:03}" for i in range(50)]
+        streams = [engine.generate(p, params(max_tokens=10), p, output_kind="final") for p in prompts]
+        results = await asyncio.gather(*(collect(stream) for stream in streams))
+        assert [result[0].outputs[0].text for result in results] == prompts
+
+    async def check_closing_aborts(engine: AsyncEngine) -> None:
+        stream = engine.generate([SLOW_TOKEN], params(max_tokens=200), "closed")
+        await anext(stream)
+        await stream.aclose()  # type: ignore[attr-defined]
+        task = asyncio.create_task(collect(engine.generate([SLOW_TOKEN], params(max_tokens=200), "cancelled")))
+        await eventually(lambda: engine.metrics.stats.num_running > 0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert engine.num_requests == 0
+        await eventually(lambda: engine.metrics.stats.num_running == 0)
+        stats = engine.metrics.stats
+        assert stats.num_free_blocks == stats.num_blocks
+
+    async def check_abort_from_outside(engine: AsyncEngine) -> None:
+        stream = engine.generate([SLOW_TOKEN], params(max_tokens=200), "aborted")
+        await anext(stream)
+        await engine.abort("aborted")
+        rest = await collect(stream)
+        assert rest[-1].outputs[0].finish_reason == "abort"
+        await engine.abort("never heard of")
+
+    async def check_refusals(engine: AsyncEngine) -> None:
+        for prompt, message in (
+            ([], "empty"),
+            ([512], "vocabulary"),
+            ("x" * 300, "maximum context"),
+            ("\ud800", "UTF-8"),
+        ):
+            with pytest.raises(RequestError, match=message):
+                await collect(engine.generate(prompt, params(), "refused"))  # type: ignore[arg-type]
+        stream = engine.generate([SLOW_TOKEN], params(), "twice")
+        await anext(stream)
+        with pytest.raises(RequestError, match="in use"):
+            await collect(engine.generate([5], params(), "twice"))
+        assert len(await collect(stream)) > 0  # the refusal did not touch the first
+
+    async def check_failed_step(engine: AsyncEngine) -> None:
+        with pytest.raises(HeadraceError, match="scripted failure"):
+            await collect(engine.generate([FAIL_TOKEN], params(), "failed"))
+        assert len(await collect(engine.generate([5], params(), "after a failure"))) > 0
+
+    async def check_long_prompts_leave_the_loop_free(engine: AsyncEngine) -> None:
+        with pytest.raises(RequestError, match="maximum context"):
+            await engine.tokenize("ab " * 1400)
+
+    asyncio.run(body())
+
+
+def test_health_follows_the_loop(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red while a step is stuck; green as long as an idle loop shows itself."""
+    monkeypatch.setattr("headrace.engine.core_client.IDLE_SILENCE_SECONDS", 1.5)
+    monkeypatch.setattr("headrace.engine.core_client.BUSY_SILENCE_SECONDS", 0.3)
+
+    async def body() -> None:
+        async with started(folder, "make_echo") as engine:
+            await asyncio.sleep(2.0)
+            engine.check_health()
+            task = asyncio.create_task(collect(engine.generate([STUCK_TOKEN], params(), "stuck")))
+            await asyncio.sleep(1.0)
+            with pytest.raises(EngineDeadError, match="silent"):
+                engine.check_health()
+            task.cancel()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "in a step", "executor gone"])
+def test_death_of_the_core_ends_open_requests(folder: Path, how: str) -> None:
+    async def body() -> None:
+        async with started(folder) as engine:
+            waiting = asyncio.create_task(collect(engine.generate([SLOW_TOKEN], params(max_tokens=200), "open")))
+            await eventually(lambda: engine.metrics.num_generation_tokens > 0)
+            if how == "SIGKILL":
+                os.kill(engine.core_pid, signal.SIGKILL)
+            else:
+                token = DIE_TOKEN if how == "in a step" else DEAD_TOKEN
+                with pytest.raises(EngineDeadError):
+                    await collect(engine.generate([token], params(), "last"))
+            async with asyncio.timeout(5):
+                with pytest.raises(EngineDeadError):
+                    await waiting
+            with pytest.raises(EngineDeadError):
+                engine.check_health()
+            with pytest.raises(EngineDeadError):
+                await collect(engine.generate([5], params(), "too late"))
+
+    asyncio.run(body())
+
+
+def test_shutdown_with_open_requests(folder: Path) -> None:
+    async def body() -> None:
+        async with started(folder) as engine:
+            waiting = asyncio.create_task(collect(engine.generate([STUCK_TOKEN], params(), "open")))
+            await asyncio.sleep(0.2)
+            started_at = time.monotonic()
+            await engine.shutdown(timeout=1.0)
+            assert time.monotonic() - started_at < 3
+            with pytest.raises(EngineDeadError, match="shutting down"):
+                await waiting
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("executor", "config", "error", "message"),
+    [
+        ("make_broken", {}, CheckpointError, "lacks `model.norm.weight`"),
+        ("make_echo", {"max_model_len": 999}, ConfigError, "max_model_len must be at most 256"),
+        ("make_crashing", {}, EngineDeadError, "exit code -9"),
+        ("no_such_name", {}, HeadraceError, "could not start: AttributeError"),
+        ("make_slow_start", {"tokenizer": "/"}, TokenizerError, "no tokenizer.json"),
+    ],
+)
+def test_what_is_wrong_with_a_start_arrives_as_its_class(
+    folder: Path, executor: str, config: dict[str, object], error: type[HeadraceError], message: str
+) -> None:
+    async def body() -> None:
+        with pytest.raises(error, match=message) as caught:
+            async with started(folder, executor, **config):
+                pass
+        assert type(caught.value) is error
+
+    asyncio.run(body())
+    assert not [child for child in psutil.Process().children() if "core_process" in " ".join(child.cmdline())]
+
+
+PARENT = """
+import asyncio, sys
+from headrace.config import EngineConfig
+from headrace.engine.async_engine import AsyncEngine
+from headrace.engine.core_client import AsyncMPClient
+from pathlib import Path
+
+async def main():
+    if sys.argv[2] == "make_slow_start":
+        client = AsyncMPClient(EngineConfig(), Path(sys.argv[1]), "tests.engine.fakes:make_slow_start")
+        print(client.pid, flush=True)
+    else:
+        engine = await AsyncEngine.start(EngineConfig(model=sys.argv[1]), executor="tests.engine.fakes:" + sys.argv[2])
+        print(engine.core_pid, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("executor", ["make_echo", "make_slow_start"])
+def test_the_core_does_not_outlive_its_parent(folder: Path, executor: str) -> None:
+    """However the parent dies; also while the core is still starting."""
+    with subprocess.Popen([sys.executable, "-c", PARENT, str(folder), executor], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        core = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        core.wait(timeout=5)
+    assert not core.is_running()
+
+
+def test_ctrl_c_is_the_parents_business(folder: Path) -> None:
+    async def body() -> None:
+        async with started(folder) as engine:
+            os.kill(engine.core_pid, signal.SIGINT)
+            assert len(await collect(engine.generate([5], params(), "after Ctrl-C"))) > 0
+
+    asyncio.run(body())
+
+
+def test_no_socket_is_left_to_connect_to(folder: Path) -> None:
+    """Once both ends are connected the sockets' folder is gone; before that nobody else can enter it."""
+
+    async def body() -> None:
+        client = AsyncMPClient(EngineConfig(), folder, "tests.engine.fakes:make_echo")
+        directory = Path(client._directory.name)
+        try:
+            assert directory.stat().st_mode & 0o777 == 0o700
+            await client.ready()
+            assert not directory.exists()
+        finally:
+            await client.shutdown()
+
+    asyncio.run(body())
+
+
+def test_uvloop(folder: Path) -> None:
+    uvloop = pytest.importorskip("uvloop")
+
+    async def body() -> None:
+        async with started(folder) as engine:
+            assert len(await collect(engine.generate([5], params(), "a"))) > 0
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(body())
+
+
+def test_the_front_end_loads_no_torch() -> None:
+    code = (
+        "import sys; import headrace.engine.async_engine, headrace.engine.core_process, headrace.llm; "
+        "sys.exit(' '.join(name for name in ('torch', 'triton', 'transformers') if name in sys.modules) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,179 @@
+"""The loop: steps overlap, results are collected as they come, and a step that fails takes only its requests along."""
+
+from pathlib import Path
+
+import pytest
+
+from headrace.config import EngineConfig
+from headrace.engine.core import EngineCore, build_core
+from headrace.engine.messages import Abort, CoreFacts
+from headrace.errors import ConfigError, EngineDeadError, OutOfMemoryError
+from headrace.request import EngineCoreOutput, EngineCoreRequest, FinishReason
+from headrace.sampling_params import SamplingParams
+from headrace.scheduler.scheduler import Scheduler, SchedulerConfig
+from tests.engine.fakes import DEAD_TOKEN, FAIL_TOKEN, FakeExecutor, model_folder
+
+
+def make_core(executor: FakeExecutor, *, overlap: bool = True, num_blocks: int = 64) -> EngineCore:
+    limits = SchedulerConfig(
+        max_num_seqs=8, max_num_batched_tokens=32, max_model_len=128, block_size=4, num_blocks=num_blocks
+    )
+    facts = CoreFacts(EngineConfig(async_scheduling=overlap), [], [], num_blocks)
+    return EngineCore(facts, Scheduler(limits), executor)
+
+
+def request(name: str, prompt: list[int], max_tokens: int = 6, **more: object) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id=name,
+        prompt_token_ids=prompt,
+        params=SamplingParams(max_tokens=max_tokens),
+        max_tokens=max_tokens,
+        seed=0,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def drain(core: EngineCore) -> list[EngineCoreOutput]:
+    outputs = []
+    while core.has_work():
+        stepped = core.step()
+        assert stepped is not None
+        outputs.extend(stepped.outputs)
+    return outputs
+
+
+def tokens_of(outputs: list[EngineCoreOutput], name: str) -> list[int]:
+    return [token for output in outputs if output.request_id == name for token in output.new_token_ids]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("late", [False, True])
+def test_same_tokens_however_steps_overlap(overlap: bool, late: bool) -> None:
+    core = make_core(FakeExecutor(late=late), overlap=overlap)
+    core.add_request(request("a", [10, 11, 12]))
+    core.add_request(request("b", list(range(20, 60)), max_tokens=9))  # two chunks
+    outputs = drain(core)
+    assert tokens_of(outputs, "a") == [10, 11, 12, 10, 11, 12]
+    assert tokens_of(outputs, "b") == list(range(20, 29))
+    assert [o.finish_reason for o in outputs if o.finish_reason] == [FinishReason.LENGTH] * 2
+
+
+def test_the_next_step_is_submitted_before_the_last_one_is_collected() -> None:
+    executor = FakeExecutor(late=True)
+    core = make_core(executor)
+    core.add_request(request("a", [10, 11, 12]))
+    assert core.step() is not None
+    assert len(executor.steps) == 2  # one came back, the next is running
+    assert core.busy
+
+
+def test_without_async_scheduling_each_step_is_waited_for() -> None:
+    executor = FakeExecutor(late=True)
+    core = make_core(executor, overlap=False)
+    core.add_request(request("a", [10, 11, 12]))
+    for number in (1, 2, 3):
+        assert core.step() is not None
+        assert len(executor.steps) == number
+        assert not core.busy
+
+
+def test_a_result_that_is_there_is_used_before_deciding() -> None:
+    """An executor that computes at once never computes a token beyond the end."""
+    executor = FakeExecutor()
+    core = make_core(executor)
+    core.add_request(request("a", [10, 2, 12], max_tokens=50, stop_token_ids=[2]))
+    assert tokens_of(drain(core), "a") == [10, 2]
+    assert len(executor.steps) == 2
+
+
+def test_steps_beyond_a_stop_are_dropped() -> None:
+    executor = FakeExecutor(late=True)
+    core = make_core(executor)
+    core.add_request(request("a", [10, 2, 12], max_tokens=50, stop_token_ids=[2]))
+    assert tokens_of(drain(core), "a") == [10, 2]
+    assert len(executor.steps) == 3  # one was under way when the stop came back
+
+
+def test_nothing_to_do_is_no_step() -> None:
+    core = make_core(FakeExecutor())
+    assert not core.has_work()
+    assert core.step() is None
+
+
+def test_abort_frees_the_blocks() -> None:
+    core = make_core(FakeExecutor(late=True))
+    core.add_request(request("a", list(range(10, 40)), max_tokens=50))
+    core.step()
+    core.abort([Abort("a"), Abort("never heard of")])
+    drain(core)
+    stats = core.snapshot([]).stats
+    assert (stats.num_running, stats.num_free_blocks) == (0, stats.num_blocks)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_failed_step_ends_its_requests_alone(late: bool) -> None:
+    core = make_core(FakeExecutor(late=late))
+    core.add_request(request("bad", [FAIL_TOKEN, 1]))
+    core.step()
+    core.add_request(request("good", [10, 11]))
+    outputs = drain(core)
+    failed = [o for o in outputs if o.request_id == "bad"]
+    assert [o.finish_reason for o in failed] in ([FinishReason.ERROR], [])  # its output may have come with the step
+    assert tokens_of(outputs, "good") == [10, 11, 10, 11, 10, 11]
+
+
+def test_what_a_failed_step_says() -> None:
+    core = make_core(FakeExecutor())
+    core.add_request(request("bad", [FAIL_TOKEN, 1]))
+    (output,) = drain(core)
+    assert output.finish_reason is FinishReason.ERROR
+    assert output.error == "the step failed: HeadraceError: scripted failure"
+
+
+def test_a_request_that_can_never_run_is_answered_not_raised() -> None:
+    core = make_core(FakeExecutor(), num_blocks=2)
+    core.add_request(request("big", list(range(10, 40))))
+    (output,) = drain(core)
+    assert output.finish_reason is FinishReason.ERROR
+    assert "KV cache blocks" in (output.error or "")
+
+
+def test_a_dead_executor_ends_the_core() -> None:
+    core = make_core(FakeExecutor())
+    core.add_request(request("a", [DEAD_TOKEN]))
+    with pytest.raises(EngineDeadError):
+        drain(core)
+
+
+def test_first_outputs_say_when_they_were_scheduled() -> None:
+    core = make_core(FakeExecutor())
+    core.add_request(request("a", [10, 11]))
+    outputs = drain(core)
+    assert outputs[0].scheduled_time > 0
+    assert all(output.scheduled_time == 0 for output in outputs[1:])
+
+
+class TestBuild:
+    def test_decides_loads_and_allocates(self, tmp_path: Path) -> None:
+        config = EngineConfig(num_gpu_blocks_override=7)
+        core = build_core(config, model_folder(tmp_path), False, "tests.engine.fakes:make_echo")
+        assert core.facts.num_blocks == 7
+        assert core.facts.config.max_model_len == 256
+        assert {"max_model_len", "max_num_seqs", "num_gpu_blocks"} <= {d.field for d in core.facts.decisions}
+
+    def test_bad_settings_are_user_errors(self, tmp_path: Path) -> None:
+        folder = model_folder(tmp_path)
+        with pytest.raises(ConfigError, match="max_model_len"):
+            build_core(EngineConfig(max_model_len=999), folder, False, "tests.engine.fakes:make_echo")
+
+    def test_a_start_that_fails_closes_the_executor(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        executor = FakeExecutor()
+        monkeypatch.setattr("tests.engine.fakes.make_echo", lambda *_: executor)
+
+        def no_room(*_: object) -> None:
+            raise OutOfMemoryError("no room")
+
+        monkeypatch.setattr("headrace.engine.core.decide_num_blocks", no_room)
+        with pytest.raises(OutOfMemoryError):
+            build_core(EngineConfig(), model_folder(tmp_path), False, "tests.engine.fakes:make_echo")
+        assert executor.closed

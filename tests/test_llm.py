@@ -1,0 +1,121 @@
+"""Offline inference with scripted tokens: order, parameters, chat, refusals."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from headrace import LLM, SamplingParams
+from headrace.errors import ConfigError, HeadraceError, RequestError
+from tests.engine.fakes import FAIL_TOKEN, model_folder
+
+ECHO = "tests.engine.fakes:make_echo"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(str(folder), executor=ECHO, max_num_seqs=4) as llm:
+        yield llm
+
+
+def texts(outputs: list) -> list[str]:
+    return [output.outputs[0].text for output in outputs]
+
+
+def test_outputs_come_in_the_order_of_their_prompts(llm: LLM) -> None:
+    prompts = [f"p{i:02}" for i in range(20)]
+    params = [SamplingParams(max_tokens=3 * (1 + i % 5)) for i in range(20)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert texts(outputs) == [prompt * (1 + i % 5) for i, prompt in enumerate(prompts)]
+    assert [output.prompt for output in outputs] == prompts
+    assert all(output.finished for output in outputs)
+
+
+def test_defaults_are_vllms(llm: LLM) -> None:
+    (output,) = llm.generate("ab")
+    assert len(output.outputs[0].token_ids) == 16
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    ["ab", ["ab"], [100, 101], [[100, 101]], {"prompt_token_ids": [100, 101]}, [{"prompt": "ab"}]],
+    ids=["text", "texts", "ids", "lists of ids", "mapping", "mappings"],
+)
+def test_every_way_to_give_a_prompt(llm: LLM, prompts: object) -> None:
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=4), use_tqdm=False)  # type: ignore[arg-type]
+    assert len(outputs) == 1
+    assert outputs[0].outputs[0].token_ids == outputs[0].prompt_token_ids * 2
+
+
+def test_no_prompts_no_outputs(llm: LLM) -> None:
+    assert llm.generate([]) == []
+
+
+def test_n_and_stop(llm: LLM) -> None:
+    (output,) = llm.generate("abcd", SamplingParams(n=2, stop="cd"), use_tqdm=False)
+    assert [(c.index, c.text, c.finish_reason, c.stop_reason) for c in output.outputs] == [
+        (0, "ab", "stop", "cd"),
+        (1, "ab", "stop", "cd"),
+    ]
+
+
+def test_chat(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "hi"}]
+    one = llm.chat(conversation, SamplingParams(max_tokens=3, skip_special_tokens=False), use_tqdm=False)
+    assert one[0].prompt == "<|user|>hi</s><|assistant|>"
+    assert one[0].prompt_token_ids.count(2) == 1
+    assert len(llm.chat([conversation, conversation], use_tqdm=False)) == 2
+    with pytest.raises(RequestError, match="chat_template_kwargs"):
+        llm.chat(conversation, chat_template_kwargs={"eos_token": "x"})
+
+
+def test_an_invalid_prompt_stops_all_before_any_runs(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="empty"):
+        llm.generate(["ok", [], "ok"], use_tqdm=False)
+    assert llm._outputs.num_requests == 0
+    assert texts(llm.generate("ab", SamplingParams(max_tokens=2), use_tqdm=False)) == ["ab"]
+
+
+def test_as_many_parameters_as_prompts(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="2 prompts, got 1"):
+        llm.generate(["a", "b"], [SamplingParams()])
+
+
+def test_a_failed_step_is_raised_and_the_engine_lives_on(llm: LLM) -> None:
+    with pytest.raises(HeadraceError, match="scripted failure"):
+        llm.generate([[FAIL_TOKEN]], use_tqdm=False)
+    assert texts(llm.generate("ab", SamplingParams(max_tokens=2), use_tqdm=False)) == ["ab"]
+
+
+def test_progress_goes_to_stderr(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(["a", "b"])
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Processed prompts" in captured.err
+    llm.generate(["a", "b"], use_tqdm=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_without_tokenizer(folder: Path) -> None:
+    with LLM(str(folder), executor=ECHO, skip_tokenizer_init=True) as llm:
+        (output,) = llm.generate([[7, 8]], SamplingParams(max_tokens=3, logprobs=0), use_tqdm=False)
+        assert (output.outputs[0].token_ids, output.outputs[0].text) == ([7, 8, 7], "")
+        with pytest.raises(RequestError, match="token ids"):
+            llm.generate("text")
+        with pytest.raises(RequestError, match="chat needs a tokenizer"):
+            llm.chat([{"role": "user", "content": "hi"}])
+
+
+def test_unknown_keyword_and_use_after_shutdown(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="no_such_knob"):
+        LLM(str(folder), executor=ECHO, no_such_knob=1)
+    llm = LLM(str(folder), executor=ECHO)
+    llm.shutdown()
+    llm.shutdown()
+    with pytest.raises(HeadraceError, match="shut down"):
+        llm.generate("a")
