@@ -213,6 +213,15 @@ def knobs_from_environment(config_class: type, environ: Mapping[str, str] | None
     return values
 
 
+def calm_openmp() -> None:
+    """Keep OpenMP's barriers from spinning for milliseconds when cores are shared with another busy process; call it
+    before torch is first imported. Children inherit it, and what the user has set stays.
+
+    (16 tiny sequences on 2 busy cores: 115 ms a step with libgomp's own default, 10 ms with this.)
+    """
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
 def child_environment(**extra: str) -> dict[str, str]:
     """The environment for a child process: ours, with `extra` set where the user has not set it."""
     return {**extra, **os.environ}

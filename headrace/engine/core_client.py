@@ -85,9 +85,7 @@ class AsyncMPClient:
         self._sender.bind(requests)
         self._receiver.bind(replies)
         core_config = CoreConfig(config, str(folder), requests, replies, executor)
-        self._child: Child = spawn(
-            "headrace.engine.core_process", self._encoder.encode(core_config), OMP_WAIT_POLICY="PASSIVE"
-        )
+        self._child: Child = spawn("headrace.engine.core_process", self._encoder.encode(core_config))
         threading.Thread(target=self._watch, name="core-watch", daemon=True).start()
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from headrace.config import EngineConfig
+from headrace.config import EngineConfig, calm_openmp
 from headrace.errors import ConfigError
 from headrace.model_config import ModelConfig
 from headrace.step import RunnerOutput, SchedulerOutput, WorkerFacts
@@ -33,6 +33,7 @@ class Executor(Protocol):
 
 def detect_device(config: EngineConfig) -> str:
     """`cuda` or `cpu`; ConfigError where the one asked for is not there."""
+    calm_openmp()
     import torch
 
     found = "cuda" if torch.cuda.is_available() else "cpu"
