@@ -10,7 +10,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, Response
-from starlette.types import ExceptionHandler
+from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
 
 from headrace import __version__
 from headrace.config import ServerConfig
@@ -37,7 +37,6 @@ def build_app(engine: AsyncEngine, server_config: ServerConfig, model_names: lis
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        root_path=server_config.root_path,
         exception_handlers=_exception_handlers(),
     )
     serving = Serving(engine, server_config, model_names)
@@ -55,7 +54,20 @@ def build_app(engine: AsyncEngine, server_config: ServerConfig, model_names: lis
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
         )
+    if server_config.root_path:
+        app.add_middleware(UnderRootPath, root_path=server_config.root_path)
     return app
+
+
+class UnderRootPath:
+    """Tells the router of a prefix that a proxy may or may not have taken off the path."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self.app = app
+        self.root_path = root_path.rstrip("/")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app({**scope, "root_path": self.root_path}, receive, send)
 
 
 def _add_generating_routes(app: FastAPI, serving: Serving) -> None:
@@ -82,8 +94,8 @@ def _add_plain_routes(app: FastAPI, serving: Serving) -> None:
     async def models() -> Response:
         return info.list_models(serving)
 
-    async def model(model_id: str) -> Response:
-        return info.show_model(serving, model_id)
+    async def model(request: Request) -> Response:
+        return info.show_model(serving, request.path_params["model_id"])
 
     async def tokenize(request: Request) -> Response:
         return await info.tokenize(serving, request)
@@ -108,7 +120,10 @@ def _add_plain_routes(app: FastAPI, serving: Serving) -> None:
         )  # fmt: skip
 
     add("/v1/models", models, "List the served models", protocol.ModelList, 401)
-    add("/v1/models/{model_id:path}", model, "Show a served model", protocol.ModelCard, 401, 404)
+    add(
+        "/v1/models/{model_id:path}", model, "Show a served model", protocol.ModelCard, 401, 404,
+        openapi_extra=openapi.takes_path("model_id"),
+    )  # fmt: skip
     add(
         "/tokenize", tokenize, "Text or messages to token ids", protocol.TokenizeAnswer, 400, 401, 404, 413, 415,
         methods=["POST"], openapi_extra=openapi.takes(protocol.TokenizeRequest),
@@ -127,7 +142,7 @@ def _add_plain_routes(app: FastAPI, serving: Serving) -> None:
 def _add_description(app: FastAPI, server_config: ServerConfig) -> None:
     @functools.cache
     def description() -> dict[str, Any]:
-        return openapi.complete(app.openapi(), bool(server_config.api_key))
+        return openapi.complete(app.openapi(), bool(server_config.api_key), server_config.root_path)
 
     async def openapi_json() -> Response:
         return json_response(description())

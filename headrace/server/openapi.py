@@ -32,6 +32,11 @@ def takes(shape: type) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": _content(shape)}}
 
 
+def takes_path(name: str) -> dict[str, Any]:
+    """The same for a parameter in the path, which FastAPI sees only in an endpoint's signature."""
+    return {"parameters": [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]}
+
+
 def gives(shape: type | None, *errors: int, event: type | None = None) -> dict[int | str, dict[str, Any]]:
     """FastAPI's `responses`: `shape`, and error objects for these statuses. `event`: the shape of a streamed event."""
     answer: dict[str, Any] = {"description": "OK"}
@@ -44,10 +49,12 @@ def gives(shape: type | None, *errors: int, event: type | None = None) -> dict[i
     return found
 
 
-def complete(schema: dict[str, Any], with_keys: bool) -> dict[str, Any]:
+def complete(schema: dict[str, Any], with_keys: bool, root_path: str) -> dict[str, Any]:
     """FastAPI's description of the routes, with the shapes that they refer to."""
     _, components = msgspec.json.schema_components(SHAPES, ref_template=REF)
     filled = {**schema, "components": {**schema.get("components", {}), "schemas": components}}
+    if root_path:
+        filled["servers"] = [{"url": root_path}]
     if with_keys:
         filled["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         filled["security"] = [{"key": []}]

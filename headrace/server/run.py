@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import Awaitable, Callable, Iterator
 
 import uvicorn
@@ -38,7 +37,7 @@ EXIT_AT_ONCE = 130
 
 def run_server(config: EngineConfig, server_config: ServerConfig, start_engine: StartEngine | None = None) -> int:
     """Returns the exit code. Raises UserError for what the user can mend: a taken port, a model that is not there."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     listener = take_port(server_config.host, server_config.port)
     with contextlib.closing(listener), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(config, server_config, listener, start_engine or AsyncEngine.start))
@@ -70,7 +69,7 @@ def take_port(host: str, port: int) -> socket.socket:
 async def _serve(
     config: EngineConfig, server_config: ServerConfig, listener: socket.socket, start_engine: StartEngine
 ) -> int:
-    say(f"headrace {__version__}: loading {config.model}")
+    say(f"headrace {__version__}: loading {config.model}")  # the core logs each decision as it makes it
     with _signals() as stop:
         starting = asyncio.ensure_future(start_engine(config))
         stopped = asyncio.ensure_future(stop.wait())
@@ -94,8 +93,6 @@ async def _serve(
 async def _serve_engine(
     engine: AsyncEngine, server_config: ServerConfig, listener: socket.socket, stop: asyncio.Event
 ) -> None:
-    for decision in engine.decisions:
-        say(f"  {decision}")
     names = engine.config.served_model_name or [engine.config.model]
     app = build_app(engine, server_config, names)
     server = _Server(_uvicorn_config(app, server_config))

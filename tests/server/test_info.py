@@ -1,0 +1,110 @@
+"""Models, tokenize, detokenize, health, metrics, version and the description of the API."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from headrace import __version__
+from tests.server.fake_engine import FakeEngine, error_of, make_app, post, send
+
+
+def test_models() -> None:
+    data = send(make_app(), "GET", "/v1/models").json()
+    assert data["object"] == "list"
+    assert [card["id"] for card in data["data"]] == ["tiny", "alias"]
+    assert data["data"][0]["object"] == "model"
+    assert data["data"][0]["max_model_len"] == 256
+    assert send(make_app(), "GET", "/v1/models/alias").json()["id"] == "alias"
+
+
+def test_tokenize_and_back() -> None:
+    app = make_app()
+    answer = post(app, "/tokenize", {"prompt": "Hé", "return_token_strs": True}).json()
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) == 3
+    assert answer["max_model_len"] == 256
+    assert answer["token_strs"][0] == "H"
+    assert post(app, "/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "Hé"}
+    assert post(app, "/tokenize", {"prompt": ""}).json()["tokens"] == []
+
+
+def test_tokenize_messages() -> None:
+    app = make_app()
+    answer = post(app, "/tokenize", {"messages": [{"role": "user", "content": "Hi"}]}).json()
+    assert post(app, "/detokenize", {"tokens": answer["tokens"]}).json()["prompt"] == "<|user|>Hi</s><|assistant|>"
+    assert answer["token_strs"] is None
+
+
+BAD = [
+    ("/tokenize", {}, "prompt"),
+    ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
+    ("/tokenize", {"prompt": 5}, "prompt"),
+    ("/tokenize", {"messages": []}, "messages"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "chat_template": "x"}, "chat_template"),
+    ("/detokenize", {}, "tokens"),
+    ("/detokenize", {"tokens": "a"}, "tokens"),
+    ("/detokenize", {"tokens": [512]}, "tokens"),
+    ("/detokenize", {"tokens": [-1]}, "tokens"),
+    ("/detokenize", {"tokens": [10**30]}, "tokens"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), BAD)
+def test_bad_tokenize(path: str, body: Any, param: str) -> None:
+    assert error_of(post(make_app(), path, body), 400)["param"] == param
+
+
+def test_without_tokenizer() -> None:
+    app = make_app(FakeEngine(with_tokenizer=False))
+    for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})):
+        assert "without tokenizer" in error_of(post(app, path, body), 400)["message"]
+
+
+def test_health_and_ping() -> None:
+    engine = FakeEngine()
+    app = make_app(engine)
+    for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
+        engine.dead = False
+        assert send(app, method, path).status_code == 200
+        engine.dead = True
+        error_of(send(app, method, path), 503)
+
+
+def test_metrics_and_version() -> None:
+    answer = send(make_app(), "GET", "/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert "vllm:num_requests_running" in answer.text
+    assert send(make_app(), "GET", "/version").json() == {"version": __version__}
+
+
+def test_openapi_describes_every_route_and_shape() -> None:
+    schema = send(make_app(), "GET", "/openapi.json").json()
+    body = schema["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    fields = schema["components"]["schemas"][body["$ref"].rsplit("/")[-1]]["properties"]
+    assert {"prompt", "max_tokens", "temperature", "min_p", "cache_salt", "return_tokens_as_token_ids"} <= fields.keys()
+    assert len(fields["prompt"]["oneOf"]) == 4
+    references = str(schema).split("#/components/schemas/")[1:]
+    assert {reference.split("'")[0] for reference in references} <= schema["components"]["schemas"].keys()
+    assert "securitySchemes" not in schema["components"]
+    keyed = send(make_app(api_key=["k"]), "GET", "/openapi.json", headers={"authorization": "Bearer k"}).json()
+    assert keyed["components"]["securitySchemes"]
+
+
+def test_docs_need_no_internet() -> None:
+    page = send(make_app(), "GET", "/docs").text
+    assert "/v1/chat/completions" in page
+    assert "max_completion_tokens" in page
+    assert "http://" not in page
+    assert "https://" not in page
+    assert "<script" not in page
+
+
+def test_server_loads_no_torch() -> None:
+    code = (
+        "import sys, headrace.server.run; print([m for m in ('torch', 'triton', 'transformers') if m in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
