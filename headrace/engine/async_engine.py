@@ -115,11 +115,11 @@ class AsyncEngine:
                 yield output
         except HeadraceError:
             finished = True  # the engine ended it
-            self._outputs.abort(request_id)
+            self._outputs.abort(request_id, stream)
             raise
         finally:
             if not finished:
-                self._abort(self._outputs.abort(request_id))
+                self._abort(self._outputs.abort(request_id, stream))
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Raises RequestError if the text cannot fit into the model's context; long texts leave the event loop free."""

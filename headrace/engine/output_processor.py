@@ -83,10 +83,12 @@ class _Parent:
     choices: list[_Choice] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
+    num_open: int = 0
+    """choices that have not ended"""
 
     @property
     def finished(self) -> bool:
-        return all(choice.finish_reason is not None for choice in self.choices)
+        return not self.num_open
 
 
 class OutputProcessor:
@@ -129,6 +131,7 @@ class OutputProcessor:
             if params.logprobs is not None:
                 choice.logprobs, choice.cumulative_logprob = [], 0.0
             parent.choices.append(choice)
+            parent.num_open += 1
             self._by_core_id[request.request_id] = (parent, choice)
         self._parents[request_id] = parent
 
@@ -154,6 +157,7 @@ class OutputProcessor:
             num_prompt = len(parent.prompt_token_ids)
             iteration.record(choice.times, output, num_prompt, choice.num_tokens - num_before)
             if choice.finish_reason is not None:
+                parent.num_open -= 1
                 del self._by_core_id[output.request_id]
                 self._metrics.request_finished(
                     choice.finish_reason, choice.times, num_prompt, choice.num_tokens, parent.params
@@ -164,10 +168,13 @@ class OutputProcessor:
             self._emit(parent, choices)
         return aborts
 
-    def abort(self, request_id: str) -> list[Abort]:
-        """Forget a request nobody waits for any more; returns what the core must stop computing."""
+    def abort(self, request_id: str, sink: Sink | None = None) -> list[Abort]:
+        """Forget a request nobody waits for any more; returns what the core must stop computing.
+
+        `sink`: only if it is still the request of this sink, as its id may be another's by now.
+        """
         parent = self._parents.get(request_id)
-        if parent is None:
+        if parent is None or (sink is not None and parent.sink is not sink):
             return []
         for choice in parent.choices:
             if choice.finish_reason is None:
@@ -183,6 +190,7 @@ class OutputProcessor:
         if parent is not None:
             ended = [choice for choice in parent.choices if choice.finish_reason is None]
             for choice in ended:
+                parent.num_open -= 1
                 choice.finish_reason = FinishReason.ABORT
                 if choice.detokenizer is not None:
                     choice.texts.append(choice.detokenizer.finish())
