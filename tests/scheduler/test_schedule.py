@@ -113,8 +113,12 @@ def test_decodes_come_first_then_the_prompt_under_way_then_new_ones() -> None:
     for _ in range(3):
         step, _ = run_step(scheduler)
         assert step.num_tokens <= 10
-        batches.append(batch(scheduler, step))
-    assert batches == [{"a": 1, "b": 9}, {"a": 1, "b": 5, "c": 4}, {"a": 1, "b": 1, "c": 8}]
+        batches.append(list(batch(scheduler, step).items()))
+    assert batches == [
+        [("a", 1), ("b", 9)],
+        [("a", 1), ("b", 5), ("c", 4)],
+        [("a", 1), ("b", 1), ("c", 8)],
+    ]
 
 
 def test_one_token_requests_stand_before_chunks_even_when_they_are_prompts() -> None:
@@ -122,7 +126,7 @@ def test_one_token_requests_stand_before_chunks_even_when_they_are_prompts() -> 
     for name, length in (("long", 5), ("short", 1), ("longer", 6)):
         scheduler.add_request(make_request(name, length))
     step, _ = run_step(scheduler)
-    assert batch(scheduler, step) == {"short": 1, "long": 5, "longer": 6}
+    assert list(batch(scheduler, step).items()) == [("short", 1), ("long", 5), ("longer", 6)]
 
 
 def test_a_chunk_may_be_a_single_token_that_does_not_sample() -> None:

@@ -91,6 +91,7 @@ class Traffic:
         assert step.rows
         assert step.num_tokens <= self.config.max_num_batched_tokens
         assert step.num_scheduled_tokens == sorted(step.num_scheduled_tokens, key=lambda count: count > 1)
+        assert {update.row for update in step.block_updates} <= set(step.rows)
         for request in due:
             assert request.row in step.rows or request.status is RequestStatus.PREEMPTED
         owners = {request.row: request for request in self.scheduler.requests.values() if request.row >= 0}
