@@ -69,8 +69,8 @@ def take_port(host: str, port: int) -> socket.socket:
 async def _serve(
     config: EngineConfig, server_config: ServerConfig, listener: socket.socket, start_engine: StartEngine
 ) -> int:
-    say(f"headrace {__version__}: loading {config.model}")  # the core logs each decision as it makes it
     with _signals() as stop:
+        say(f"headrace {__version__}: loading {config.model}")  # the core logs each decision as it makes it
         starting = asyncio.ensure_future(start_engine(config))
         stopped = asyncio.ensure_future(stop.wait())
         await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
