@@ -103,7 +103,9 @@ class AsyncMPClient:
         return reply.facts
 
     def add(self, requests: list[EngineCoreRequest]) -> None:
-        self._send(Add(requests))
+        """`requests`: the choices of one request, which share their prompt."""
+        bare = [msgspec.structs.replace(request, prompt_token_ids=[]) for request in requests]
+        self._send(Add(requests[0].prompt_token_ids, bare))
 
     def abort(self, aborts: list[Abort]) -> None:
         self._send(AbortMany(aborts))

@@ -108,10 +108,13 @@ def _take_commands(core: EngineCore, requests: zmq.Socket[bytes], decoder: msgsp
             return
         if isinstance(command, Add):
             for request in command.requests:
-                core.add_request(request)
+                core.add_request(msgspec.structs.replace(request, prompt_token_ids=command.prompt_token_ids))
         else:
             core.abort(command.aborts)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    exit_code = main(sys.argv)
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(exit_code)  # all is closed; taking torch apart object by object would only take time

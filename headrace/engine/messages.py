@@ -34,7 +34,11 @@ class CoreFacts(msgspec.Struct, frozen=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
+    """The choices of one request. Their prompt travels, and lies in the core's memory, once."""
+
+    prompt_token_ids: list[int]
     requests: list[EngineCoreRequest]
+    """without prompt"""
 
 
 class Abort(msgspec.Struct, frozen=True):
