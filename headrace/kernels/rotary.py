@@ -136,7 +136,7 @@ def _rotary_and_cache_kernel(
     if slot >= 0:
         one = tl.arange(0, 1)
         one_in = one < 1
-        first, second, tail = _norm_and_rotate(
+        k_first, k_second, k_tail = _norm_and_rotate(
             k_ptr + token * k_stride,
             k_norm_ptr,
             one + kv_head,
@@ -155,11 +155,11 @@ def _rotary_and_cache_kernel(
             NORM,
         )
         cached = cache_ptr + (slot * num_kv_heads + kv_head) * HEAD_DIM
-        mask = one_in[:, None] & half_in[None, :]
-        tl.store(cached + half[None, :], first.to(dtype), mask=mask)
-        tl.store(cached + HALF + half[None, :], second.to(dtype), mask=mask)
+        k_mask = one_in[:, None] & half_in[None, :]
+        tl.store(cached + half[None, :], k_first.to(dtype), mask=k_mask)
+        tl.store(cached + HALF + half[None, :], k_second.to(dtype), mask=k_mask)
         if HAS_REST:
-            tl.store(cached + rest[None, :], tail.to(dtype), mask=one_in[:, None] & rest_in[None, :])
+            tl.store(cached + rest[None, :], k_tail.to(dtype), mask=one_in[:, None] & rest_in[None, :])
         column = tl.arange(0, BLOCK_D)
         value = tl.load(v_ptr + token * v_stride + kv_head * v_head_stride + column, mask=column < HEAD_DIM)
         tl.store(cached + value_offset + column, value, mask=column < HEAD_DIM)
