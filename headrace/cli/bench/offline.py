@@ -1,0 +1,43 @@
+"""What the offline benchmarks share: an engine, its model's facts, and the result file."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+from headrace.config import EngineConfig
+from headrace.errors import ConfigError
+from headrace.hub import resolve_model_folder
+from headrace.model_config import ModelConfig
+
+
+def model_facts(config: EngineConfig) -> tuple[int, int]:
+    """(vocab_size, max_model_len) before anything is loaded."""
+    folder = resolve_model_folder(config.model, config.revision, config.download_dir, config.load_format)
+    model = ModelConfig.from_folder(folder)
+    return model.vocab_size, config.max_model_len or model.max_position_embeddings
+
+
+def check_lengths(longest: int, max_model_len: int) -> None:
+    if longest > max_model_len:
+        raise ConfigError(
+            f"input and output together need {longest} tokens, more than max_model_len ({max_model_len}); "
+            "lower --input-len or --output-len, or raise --max-model-len"
+        )
+
+
+def start_engine(config: EngineConfig) -> Any:
+    from headrace.llm import LLM
+
+    return LLM(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+
+
+def warn_of_ragged_batches(num_prompts: int, max_num_seqs: int | None) -> None:
+    """A last batch that is not full makes the throughput look lower than it is."""
+    if max_num_seqs and num_prompts > max_num_seqs and num_prompts % max_num_seqs:
+        print(
+            f"headrace: warning: --num-prompts {num_prompts} is not a multiple of max_num_seqs ({max_num_seqs}): "
+            "the last batch runs part empty",
+            file=sys.stderr,
+        )
