@@ -148,6 +148,8 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_knobs(self)
+        if any(not key.strip() for key in self.api_key):
+            raise ConfigError("api_key must not be empty: an empty key would let everybody in")
 
 
 def _plain_type(annotation: Any) -> tuple[type, bool]:

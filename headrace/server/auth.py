@@ -23,7 +23,7 @@ class RequireApiKey:
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], root_path: str = "") -> None:
         self.app = app
-        self.digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self.digests = [hashlib.sha256(key.strip().encode()).digest() for key in keys]
         self.free_paths = frozenset((FREE_PATH, root_path.rstrip("/") + FREE_PATH))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

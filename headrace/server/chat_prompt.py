@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import Any
 
 import msgspec
@@ -12,6 +13,8 @@ from headrace.server.body import check_depth
 from headrace.server.protocol import ChatCompletionRequest, ChatMessage, ContentPart, TokenizeRequest, Tool
 from headrace.server.serving import Serving
 
+INLINE_CHARS = 4096
+"""Longer conversations, and those with tools, are rendered in a thread: they must not hold up others' tokens."""
 MAX_TOOLS = 1024
 MAX_TEMPLATE_KWARGS = 32
 RESERVED_KWARGS = frozenset(("self", "messages", "tools", "add_generation_prompt", "chat_template"))
@@ -20,7 +23,7 @@ _ARGUMENTS = msgspec.json.Decoder(dict[str, Any])
 
 
 async def render_prompt(serving: Serving, request: ChatCompletionRequest | TokenizeRequest, tools_wanted: bool) -> str:
-    """Raises RequestError. Rendering runs in a thread: a long conversation must not hold up other requests' tokens."""
+    """Raises RequestError."""
     tokenizer = serving.engine.tokenizer
     if tokenizer is None:
         raise RequestError("this server runs without tokenizer and takes token ids only", "messages")
@@ -37,9 +40,11 @@ async def render_prompt(serving: Serving, request: ChatCompletionRequest | Token
     if not messages:
         raise RequestError("messages must not be empty", "messages")
     tools = _template_tools(request.tools) if tools_wanted else None
-    text = await asyncio.to_thread(
+    render = functools.partial(
         tokenizer.render_chat, messages, tools, add_generation_prompt=add_generation_prompt, **kwargs
     )
+    short = not tools and not kwargs and sum(len(message["content"]) for message in messages) <= INLINE_CHARS
+    text = render() if short else await asyncio.to_thread(render)
     return _cut_after(text, messages[-1]["content"]) if continue_final else text
 
 

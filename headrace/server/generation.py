@@ -81,6 +81,9 @@ class GenerationResponse(Response):
         self.extra_headers = [(name.encode(), value.encode()) for name, value in headers.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.serving.stopping:
+            await self._send_json(send, *error_body(ServerStoppingError()))
+            return
         await self.serving.until_disconnect(receive, self._stream(send) if self.stream else self._whole(send))
 
     async def _whole(self, send: Send) -> None:

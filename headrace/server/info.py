@@ -30,7 +30,7 @@ _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 
 def _card(serving: Serving, name: str) -> ModelCard:
-    return ModelCard(name, serving.created, serving.engine.config.model, serving.engine.max_model_len)
+    return ModelCard(name, serving.created, name, serving.engine.max_model_len)
 
 
 def list_models(serving: Serving) -> Response:

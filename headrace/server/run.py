@@ -12,17 +12,19 @@ import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING
 
 import uvicorn
 import uvloop
-from starlette.types import ASGIApp
 
 from headrace import __version__
 from headrace.config import EngineConfig, ServerConfig
 from headrace.engine.async_engine import AsyncEngine
 from headrace.errors import ConfigError, PortInUseError
-from headrace.server.app import build_app
 from headrace.server.http_limits import BoundedHttpProtocol
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 StartEngine = Callable[[EngineConfig], Awaitable[AsyncEngine]]
 BACKLOG = 2048
@@ -72,29 +74,35 @@ async def _serve(
     with _signals() as stop:
         say(f"headrace {__version__}: loading {config.model}")  # the core logs each decision as it makes it
         starting = asyncio.ensure_future(start_engine(config))
+        build_app = await asyncio.to_thread(_routes)
         stopped = asyncio.ensure_future(stop.wait())
         await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
             return 0
+        stopped.cancel()
+        engine = await starting
+        names = engine.config.served_model_name or [engine.config.model]
         try:
-            engine = await starting
-        finally:
-            stopped.cancel()
-        try:
-            await _serve_engine(engine, server_config, listener, stop)
+            app = build_app(engine, server_config, names)
+            await _serve_app(app, names, server_config, listener, stop)
         finally:
             await engine.shutdown(ENGINE_SECONDS)
     say("stopped")
     return 0
 
 
-async def _serve_engine(
-    engine: AsyncEngine, server_config: ServerConfig, listener: socket.socket, stop: asyncio.Event
+def _routes() -> Callable[[AsyncEngine, ServerConfig, list[str]], FastAPI]:
+    """FastAPI takes a second to import; the core loads meanwhile."""
+    from headrace.server.app import build_app
+
+    return build_app
+
+
+async def _serve_app(
+    app: FastAPI, names: list[str], server_config: ServerConfig, listener: socket.socket, stop: asyncio.Event
 ) -> None:
-    names = engine.config.served_model_name or [engine.config.model]
-    app = build_app(engine, server_config, names)
     server = _Server(_uvicorn_config(app, server_config))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
@@ -115,7 +123,7 @@ async def _serve_engine(
     await serving
 
 
-def _uvicorn_config(app: ASGIApp, server_config: ServerConfig) -> uvicorn.Config:
+def _uvicorn_config(app: FastAPI, server_config: ServerConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=BoundedHttpProtocol,

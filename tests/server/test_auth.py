@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from starlette.routing import Route
 
+from headrace.errors import ConfigError
 from tests.server.fake_engine import error_of, make_app, send
 
 KEYS = ["first-key", "second-key"]
@@ -146,6 +147,12 @@ def test_cors_preflight_needs_no_key_and_the_request_does() -> None:
     refused = send(app, "GET", "/v1/models", headers={"origin": "https://page.example"})
     error_of(refused, 401)
     assert refused.headers["access-control-allow-origin"] == "https://page.example"
+
+
+@pytest.mark.parametrize("keys", [[""], ["good", " "]])
+def test_an_empty_key_is_refused_at_start(keys: list[str]) -> None:
+    with pytest.raises(ConfigError, match="must not be empty"):
+        make_app(api_key=keys)
 
 
 def test_without_keys_all_is_open() -> None:

@@ -111,6 +111,19 @@ def test_stopping_the_server_ends_open_requests(stream: bool) -> None:
     asyncio.run(go())
 
 
+def test_a_request_that_comes_while_stopping() -> None:
+    async def go() -> None:
+        engine = FakeEngine()
+        app = make_app(engine)
+        app.state.serving.stop()
+        client = Client(app, {"prompt": "a"})
+        await client.task
+        assert client.sent[0]["status"] == 503
+        assert not engine.requests
+
+    asyncio.run(go())
+
+
 def test_tasks_are_not_left_behind() -> None:
     async def go() -> None:
         app = make_app()
