@@ -44,7 +44,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     step: int
     new_rows: list[NewRow]
     freed_rows: list[int]
-    """Rows whose request ended since the last step: drop their state. Applied before `new_rows`."""
+    """Rows whose request ended since the last step: drop their state. Applied before `new_rows`. After a failed step
+    some may be told again, or never have been filled."""
     block_updates: list[BlockUpdate]
     rows: list[int]
     num_computed_tokens: list[int]

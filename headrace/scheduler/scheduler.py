@@ -21,9 +21,10 @@ from headrace.request import (
 )
 from headrace.scheduler.kv_cache_manager import KVCacheManager
 from headrace.scheduler.request_queue import RequestQueue
-from headrace.step import BlockUpdate, Logprobs, NewRow, RunnerOutput, SchedulerOutput
+from headrace.step import INVALID_TOKEN, BlockUpdate, Logprobs, NewRow, RunnerOutput, SchedulerOutput
 
 POLICIES = ("fcfs", "priority")
+NOTHING_TO_SAMPLE = "the model gave no usable logits: NaN, or every token forbidden"
 
 
 @dataclass(frozen=True)
@@ -138,20 +139,23 @@ class Scheduler:
             self.kv_cache.forget_after(request, request.num_prompt_tokens + num_output_tokens_kept)
 
     def fail(self, step: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
-        """A step brought no result: its requests end with an error, all others live on."""
+        """A step brought no result: its requests end with an error, all others live on. May be called before results
+        of earlier steps are in. The device may not have heard of the rows that the step freed: it is told again."""
+        untold = set(self._free_rows).difference(self._freed_rows)
+        self._freed_rows += [row for row in step.freed_rows if row in untold]
         outputs = []
         for request in self._steps.pop(step.step):
             if request.finish_reason is None:
-                self._finish(request, FinishReason.ERROR)
-                outputs.append(
-                    EngineCoreOutput(
-                        request_id=request.request_id,
-                        new_token_ids=[],
-                        finish_reason=FinishReason.ERROR,
-                        error=message,
-                    )
-                )
+                outputs.append(self._fail_request(request, message))
         return outputs
+
+    def _fail_request(self, request: Request, message: str) -> EngineCoreOutput:
+        """What it computed may be the fault: nobody else shall find it in the prefix cache."""
+        self._finish(request, FinishReason.ERROR)
+        self.kv_cache.forget_after(request, 0)
+        return EngineCoreOutput(
+            request_id=request.request_id, new_token_ids=[], finish_reason=FinishReason.ERROR, error=message
+        )
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         self._queues[request.status].remove(request)
@@ -323,11 +327,14 @@ class Scheduler:
             next_sample += samples
             if request.finish_reason is not None:  # ended while this step was under way: what it sampled is dropped
                 continue
+            token = token_ids[sample] if samples else 0
+            if token == INVALID_TOKEN:
+                outputs.append(self._fail_request(request, NOTHING_TO_SAMPLE))
+                continue
             end = computed + count
             if count > 1 or end % block_size == 0:
                 self._register(step.step, request, end)
             if samples:
-                token = token_ids[sample]
                 tokens = request.token_ids
                 tokens.append(token)
                 request.num_inflight -= 1

@@ -8,6 +8,7 @@ must balance; at the end every request has exactly the tokens its script dictate
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pytest
@@ -94,9 +95,9 @@ class Traffic:
         assert {update.row for update in step.block_updates} <= set(step.rows)
         for request in due:
             assert request.row in step.rows or request.status is RequestStatus.PREEMPTED
-        owners = {request.row: request for request in self.scheduler.requests.values() if request.row >= 0}
-        assert len(owners) == sum(request.row >= 0 for request in self.scheduler.requests.values())
-        self.admitted += [owners[new.row].request_id for new in step.new_rows]
+        owned = [request.row for request in self.scheduler.requests.values() if request.row >= 0]
+        assert len(owned) == len(set(owned))
+        self.admitted += self.owners_of(new.row for new in step.new_rows)
         if not self.config.enable_chunked_prefill:
             assert all(step.samples)
 
@@ -132,12 +133,21 @@ class Traffic:
                 assert block is None or pool.ref_count(block) > 0
         self.received[request_id].cut_short = True
 
-    def fail(self) -> None:
-        if self.in_flight:
-            step, _ = self.in_flight.popleft()
+    def fail(self, choice: int) -> None:
+        """Lose the oldest result, or have the device refuse a step before it does anything of it."""
+        if choice % 2:
+            step = self.in_flight.popleft()[0] if self.in_flight else None
+        else:
+            step = self.scheduler.schedule()
+            self.admitted += [] if step is None else self.owners_of(new.row for new in step.new_rows)
+        if step is not None:
             for output in self.scheduler.fail(step, "out of luck"):
                 assert output.error == "out of luck"
                 self.receive(output)
+
+    def owners_of(self, rows: Iterable[int]) -> list[str]:
+        owners = {request.row: request.request_id for request in self.scheduler.requests.values()}
+        return [owners[row] for row in rows]
 
     # ---- what must always hold
 
@@ -185,7 +195,7 @@ class Traffic:
             elif kind < 15:
                 self.abort(choice)
             else:
-                self.fail()
+                self.fail(choice)
             self.check()
         while self.upcoming:
             self.add()

@@ -7,7 +7,7 @@ import pytest
 
 from headrace.request import EngineCoreOutput, FinishReason
 from headrace.scheduler.scheduler import Scheduler
-from headrace.step import Logprobs, RunnerOutput
+from headrace.step import INVALID_TOKEN, Logprobs, RunnerOutput
 
 from .support import make_request, make_scheduler, results, run_step, run_to_end
 
@@ -194,6 +194,61 @@ def test_a_plain_abort_leaves_the_cache_as_it_is() -> None:
 
 
 # ---- failures
+
+
+def test_a_request_without_usable_logits_ends_alone_and_leaves_nothing_in_the_cache() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    scheduler.add_request(make_request("good", 2))
+    scheduler.add_request(make_request("bad", list(range(9))))
+    run_step(scheduler)
+    step = scheduler.schedule()
+    bad = scheduler.requests["bad"]
+    assert bad.num_registered_blocks == 1
+    good, ended = scheduler.update(step, RunnerOutput(step.step, [7, INVALID_TOKEN]))
+    assert (good.request_id, good.new_token_ids) == ("good", [7])
+    assert (ended.request_id, ended.new_token_ids, ended.finish_reason) == ("bad", [], FinishReason.ERROR)
+    assert "no usable logits" in ended.error
+    assert [scheduler.kv_cache.pool.find(digest) for digest in bad.block_hashes] == [None, None]
+
+
+def test_rows_that_a_failed_step_should_have_freed_are_told_again() -> None:
+    scheduler = make_scheduler()
+    for name, max_tokens in (("a", 1), ("b", 1), ("c", 9)):
+        scheduler.add_request(make_request(name, 3, max_tokens))
+    run_step(scheduler)
+    scheduler.add_request(make_request("heir", 3))
+    failing = scheduler.schedule()
+    assert (failing.freed_rows, [new.row for new in failing.new_rows]) == ([0, 1], [1])
+    scheduler.fail(failing, "refused")
+    scheduler.add_request(make_request("next", 3))
+    step, _ = run_step(scheduler)
+    assert sorted(step.freed_rows) == [0, 1, 2]
+
+
+def test_a_failed_step_does_not_free_a_row_that_has_a_new_owner() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    for name, max_tokens in (("a", 1), ("b", 9)):
+        scheduler.add_request(make_request(name, 3, max_tokens))
+    run_step(scheduler)
+    failing = scheduler.schedule()
+    assert failing.freed_rows == [0]
+    scheduler.add_request(make_request("heir", 3))
+    following = scheduler.schedule()
+    assert [new.row for new in following.new_rows] == [0]
+    scheduler.fail(failing, "lost")
+    assert [output.request_id for output in scheduler.update(following, results(following))] == ["heir"]
+    assert run_step(scheduler)[0].freed_rows == [1]
+
+
+def test_a_step_may_fail_before_the_results_of_earlier_ones_are_in() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", 3))
+    first = scheduler.schedule()
+    scheduler.add_request(make_request("b", 3))
+    second = scheduler.schedule()
+    assert [output.request_id for output in scheduler.fail(second, "refused")] == ["a", "b"]
+    assert scheduler.update(first, results(first)) == []
+    assert not scheduler.has_work()
 
 
 def test_a_failed_step_ends_its_requests_and_no_others() -> None:
