@@ -76,14 +76,18 @@ class Choice:
 
 
 def ways(dtype: torch.dtype, in_cache: bool) -> list[Way]:
-    """The ways to try for `dtype`; the first is taken unless another is clearly faster. Packing is for weights that
-    come from memory: a call of it costs more than a small product does."""
-    found = [Way("transposed", hold_transposed, dtype.itemsize), Way("plain", hold_plain, dtype.itemsize)]
+    """The ways to try for `dtype`; the first is taken unless another is clearly faster.
+
+    Weights that come from memory gain little from another order, but may from packing; a small product is over before
+    a packed one has begun.
+    """
+    plain, transposed = (Way(hold.__name__, hold, dtype.itemsize) for hold in (hold_plain, hold_transposed))
+    found = [transposed, plain] if in_cache else [plain, transposed]
     packs = torch.backends.mkldnn.is_available() and not in_cache
     if packs and _multiplies(dtype):
-        found.append(Way("packed", hold_packed, dtype.itemsize))
+        found.append(Way("hold_packed", hold_packed, dtype.itemsize))
     if dtype != torch.float32:
-        found.append(Way("float32", in_float32(hold_packed if packs else hold_transposed), 4))
+        found.append(Way("in_float32", in_float32(hold_packed if packs else hold_transposed), 4))
     return found
 
 
@@ -98,7 +102,7 @@ def _multiplies(dtype: torch.dtype) -> bool:
 
 SIZES = (1, 4, 16)
 """numbers of tokens tried"""
-WORTH = 0.9
+WORTH = 0.8
 """A way must take less than this share of a simpler one's time."""
 IN_CACHE = 16 << 20
 """Weights of fewer bytes in all stay in the CPU's cache between steps; others come from memory each time."""
