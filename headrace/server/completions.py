@@ -176,4 +176,8 @@ class CompletionAnswer:
             return Echo(text)
         first_text = None if tokenizer is None else tokenizer.token_text
         entries = output.prompt_logprobs or []
-        return Echo(text, completion_logprobs(output.prompt_token_ids, entries, 0, self.names, first_text))
+        logprobs = completion_logprobs(output.prompt_token_ids, entries, 0, self.names, first_text)
+        # What the tokens say more than the text stands at its beginning: <s>, and the space of a first word.
+        excess = logprobs.text_offset[-1] + len(logprobs.tokens[-1]) - len(text)
+        logprobs.text_offset = [max(0, offset - max(0, excess)) for offset in logprobs.text_offset]
+        return Echo(text, logprobs)

@@ -89,6 +89,16 @@ def test_echo_with_logprobs_as_lm_eval_sends_it() -> None:
         assert logprobs["text_offset"] == list(range(length + 1))
 
 
+def test_offsets_of_an_echo_are_those_of_its_text() -> None:
+    """<s> is a token of the prompt and no part of the text."""
+    choice = complete(make_app(), prompt=[1, 75, 76], max_tokens=1, logprobs=0, echo=True).json()["choices"][0]
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"][0] == "<s>"
+    assert logprobs["text_offset"] == [0, 0, 1, 2]
+    for token, offset in list(zip(logprobs["tokens"], logprobs["text_offset"], strict=True))[1:]:
+        assert choice["text"][offset:].startswith(token)
+
+
 def test_echo_of_the_prompt_alone() -> None:
     answer = complete(make_app(), max_tokens=0, echo=True, logprobs=1).json()
     choice = answer["choices"][0]
