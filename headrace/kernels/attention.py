@@ -28,48 +28,53 @@ def _attend(
     begin,
     end,
     limit,
-    first_visible,
     row_position,
+    window,
     qk_scale,
     keys_ptr,
-    values_ptr,
+    value_offset,
     blocks_ptr,
-    slot_stride,
     column,
+    SLOT_STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """Fold keys [begin, end) into the running softmax; MASKED tiles look at `limit`, causality and window."""
+    """Fold keys [begin, end) into the running softmax; MASKED tiles look at `limit`, causality and window.
+
+    Rows behind the queries' end compute something finite that nobody stores.
+    """
+    WHOLE_HEAD: tl.constexpr = column.shape[0] == HEAD_DIM
     in_head = column < HEAD_DIM
     for start in range(begin, end, BLOCK_N):
         position = start + tl.arange(0, BLOCK_N)
+        known = position < limit
         if MASKED:
-            known = position < limit
             block = tl.load(blocks_ptr + position // BLOCK_SIZE, mask=known, other=0)
         else:
             block = tl.load(blocks_ptr + position // BLOCK_SIZE)
-        slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
-        offset = slot * slot_stride
+        offset = block.to(tl.int64) * (BLOCK_SIZE * SLOT_STRIDE) + position % BLOCK_SIZE * SLOT_STRIDE
         key_ptrs = keys_ptr + offset[None, :] + column[:, None]
-        value_ptrs = values_ptr + offset[:, None] + column[None, :]
-        if MASKED:
+        value_ptrs = keys_ptr + value_offset + offset[:, None] + column[None, :]
+        if MASKED and WHOLE_HEAD:
+            key = tl.load(key_ptrs, mask=known[None, :], other=0.0)
+            value = tl.load(value_ptrs, mask=known[:, None], other=0.0)
+        elif MASKED:
             key = tl.load(key_ptrs, mask=in_head[:, None] & known[None, :], other=0.0)
             value = tl.load(value_ptrs, mask=in_head[None, :] & known[:, None], other=0.0)
-        elif column.shape[0] > HEAD_DIM:
-            key = tl.load(key_ptrs, mask=in_head[:, None], other=0.0)
-            value = tl.load(value_ptrs, mask=in_head[None, :], other=0.0)
-        else:
+        elif WHOLE_HEAD:
             key = tl.load(key_ptrs)
             value = tl.load(value_ptrs)
-        scores = tl.dot(q, key, input_precision=PRECISION) * qk_scale
+        else:
+            key = tl.load(key_ptrs, mask=in_head[:, None], other=0.0)
+            value = tl.load(value_ptrs, mask=in_head[None, :], other=0.0)
+        scores = tl.dot(q, key, input_precision="ieee") * qk_scale
         if MASKED:
-            visible = (position[None, :] <= row_position[:, None]) & known[None, :]
+            visible = position[None, :] <= row_position[:, None]
             if WINDOWED:
-                visible = visible & (position[None, :] >= first_visible[:, None])
+                visible = visible & (position[None, :] > row_position[:, None] - window)
             scores = tl.where(visible, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))
         shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
@@ -77,14 +82,15 @@ def _attend(
         decay = tl.exp2(row_max - shift)
         row_sum = row_sum * decay + tl.sum(weights, axis=1)
         acc = acc * decay[:, None]
-        acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=PRECISION)
+        acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
         row_max = new_max
     return acc, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=["window", "first_req", "num_reqs", "search_steps", "num_splits"])
+@triton.jit(do_not_specialize=["window", "first_req", "num_reqs", "search_steps"])
 def _attention_kernel(
     out_ptr,
+    parts_ptr,
     lse_ptr,
     q_ptr,
     cache_ptr,
@@ -96,14 +102,10 @@ def _attention_kernel(
     window,
     value_offset,
     block_table_stride,
-    q_stride,
-    q_head_stride,
-    num_heads,
-    num_kv_heads,
     first_req,
     num_reqs,
     search_steps,
-    num_splits,
+    NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     GROUP: tl.constexpr,
@@ -111,15 +113,15 @@ def _attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     DECODE: tl.constexpr,
-    SPLIT: tl.constexpr,
     WINDOWED: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """Grid (KV heads, tiles of queries, splits). Without SPLIT `out` is [T, Hq, D]; with it fp32 [T, Hq, splits, D] and
-    `lse` [T, Hq, splits] holds log2 of each part's sum, -inf where the part is empty."""
+    """Grid (KV heads, tiles of queries, splits). One split writes `out` [T, Hq, D]; more write `parts` fp32
+    [T, Hq, splits, D] and `lse` [T, Hq, splits], log2 of each part's sum, -inf where a part saw no key."""
     kv_head = tl.program_id(0)
     split = tl.program_id(2)
+    num_splits = tl.num_programs(2)
     BLOCK_Q: tl.constexpr = 1 if DECODE else BLOCK_M // GROUP
+    SLOT_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     if DECODE:
         request = tl.program_id(1)
         query_start = tl.load(query_start_loc_ptr + request)
@@ -145,123 +147,70 @@ def _attention_kernel(
 
     lane = tl.arange(0, BLOCK_M)
     query = tile * BLOCK_Q + lane // GROUP
-    head = kv_head * GROUP + lane % GROUP
     row_in = (lane < BLOCK_Q * GROUP) & (query < query_len)
     column = tl.arange(0, BLOCK_D)
-    in_head = column < HEAD_DIM
-    token = (query_start + query).to(tl.int64)
-    mask = row_in[:, None] & in_head[None, :]
-    q = tl.load(q_ptr + (token * q_stride + head * q_head_stride)[:, None] + column[None, :], mask=mask, other=0.0)
+    mask = row_in[:, None]
+    if BLOCK_D > HEAD_DIM:
+        mask = mask & (column < HEAD_DIM)[None, :]
+    # row of [T * Hq, D]
+    target = (query_start + query).to(tl.int64) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + lane % GROUP
+    q = tl.load(q_ptr + target[:, None] * HEAD_DIM + column[None, :], mask=mask, other=0.0)
 
     first_position = seq_len - query_len + tile * BLOCK_Q
     row_position = seq_len - query_len + query
     limit = tl.minimum(first_position + BLOCK_Q, seq_len)
     begin = 0
-    first_visible = row_position
     if WINDOWED:
-        first_visible = row_position - window + 1
         begin = tl.maximum(first_position - window + 1, 0) // BLOCK_N * BLOCK_N
-    end = limit
-    if SPLIT:
-        part = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N), num_splits) * BLOCK_N
-        begin += split * part
-        end = tl.minimum(begin + part, end)
+    part = tl.cdiv(tl.cdiv(tl.maximum(limit - begin, 0), BLOCK_N), num_splits) * BLOCK_N
+    begin += split * part
+    end = tl.minimum(begin + part, limit)
+    sees_keys = begin < end
 
-    slot_stride = num_kv_heads * HEAD_DIM
     keys_ptr = cache_ptr + kv_head * HEAD_DIM
-    values_ptr = keys_ptr + value_offset
     blocks_ptr = block_table_ptr + table_row * block_table_stride
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    if WINDOWED:  # tiles that the window of some row cuts
-        front = tl.cdiv(tl.maximum(limit - window, 0), BLOCK_N) * BLOCK_N
-        front = tl.minimum(tl.maximum(front, begin), end)
+    if not DECODE:
+        if WINDOWED:  # tiles that the window of some row cuts
+            front = tl.cdiv(tl.maximum(limit - window, 0), BLOCK_N) * BLOCK_N
+            front = tl.minimum(tl.maximum(front, begin), end)
+            acc, row_max, row_sum = _attend(
+                q, acc, row_max, row_sum, begin, front, limit, row_position, window, qk_scale, keys_ptr, value_offset,
+                blocks_ptr, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, True,
+            )  # fmt: skip
+            begin = tl.maximum(begin, front)
+        whole = tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, end)  # tiles that every row sees: no masks
         acc, row_max, row_sum = _attend(
-            q,
-            acc,
-            row_max,
-            row_sum,
-            begin,
-            front,
-            limit,
-            first_visible,
-            row_position,
-            qk_scale,
-            keys_ptr,
-            values_ptr,
-            blocks_ptr,
-            slot_stride,
-            column,
-            HEAD_DIM,
-            BLOCK_N,
-            BLOCK_SIZE,
-            True,
-            True,
-            PRECISION,
-        )
-        begin = tl.maximum(begin, front)
-    whole = tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, end)  # tiles that every row sees whole: no masks
+            q, acc, row_max, row_sum, begin, whole, limit, row_position, window, qk_scale, keys_ptr, value_offset,
+            blocks_ptr, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, False, False,
+        )  # fmt: skip
+        begin = tl.maximum(begin, whole)
     acc, row_max, row_sum = _attend(
-        q,
-        acc,
-        row_max,
-        row_sum,
-        begin,
-        whole,
-        limit,
-        first_visible,
-        row_position,
-        qk_scale,
-        keys_ptr,
-        values_ptr,
-        blocks_ptr,
-        slot_stride,
-        column,
-        HEAD_DIM,
-        BLOCK_N,
-        BLOCK_SIZE,
-        False,
-        False,
-        PRECISION,
-    )
-    begin = tl.maximum(begin, whole)
-    acc, row_max, row_sum = _attend(
-        q,
-        acc,
-        row_max,
-        row_sum,
-        begin,
-        end,
-        limit,
-        first_visible,
-        row_position,
-        qk_scale,
-        keys_ptr,
-        values_ptr,
-        blocks_ptr,
-        slot_stride,
-        column,
-        HEAD_DIM,
-        BLOCK_N,
-        BLOCK_SIZE,
-        True,
-        WINDOWED,
-        PRECISION,
-    )
+        q, acc, row_max, row_sum, begin, end, limit, row_position, window, qk_scale, keys_ptr, value_offset,
+        blocks_ptr, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, WINDOWED,
+    )  # fmt: skip
 
     acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
-    target = token * num_heads + head
-    if SPLIT:
+    if num_splits == 1:
+        tl.store(out_ptr + target[:, None] * HEAD_DIM + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
         target = target * num_splits + split
         tl.store(lse_ptr + target, tl.where(row_sum == 0.0, float("-inf"), row_max + tl.log2(row_sum)), mask=row_in)
-        mask = mask & (row_sum > 0.0)[:, None]  # empty parts are told by their lse alone
-    tl.store(out_ptr + target[:, None] * HEAD_DIM + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+        if sees_keys:
+            tl.store(parts_ptr + target[:, None] * HEAD_DIM + column[None, :], acc, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _combine_kernel(
-    out_ptr, parts_ptr, lse_ptr, num_splits, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr
+    out_ptr,
+    parts_ptr,
+    lse_ptr,
+    num_splits,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):
     """One program: one query head of one token. Zeros where no part saw a key."""
     row = tl.program_id(0).to(tl.int64)
@@ -311,6 +260,7 @@ def paged_attention(
     num_reqs = rows.shape[0]
     if not num_tokens:
         return out
+    q = q.contiguous()
     if plan is None:
         num_decodes = num_reqs if max_query_len == 1 else 0
         plan = plan_attention(
@@ -335,23 +285,21 @@ def _run(
     num_tokens, num_heads, head_dim = out.shape
     num_kv_heads = kv_cache.shape[3]
     block_d = max(16, next_power_of_2(head_dim))
-    target, lse = out, out
+    parts = lse = out
     if splits > 1:
-        target = torch.empty((num_tokens, num_heads, splits, head_dim), dtype=torch.float32, device=q.device)
+        parts = torch.empty((num_tokens, num_heads, splits, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((num_tokens, num_heads, splits), dtype=torch.float32, device=q.device)
     _attention_kernel[(num_kv_heads, tiles, splits)](
-        target, lse, q, kv_cache, block_table, rows, query_start_loc, seq_lens, qk_scale, window or 0,
-        kv_cache.stride(0), block_table.stride(0), q.stride(0), q.stride(1), num_heads, num_kv_heads,
-        first_req, end_req, (end_req - first_req - 1).bit_length(), splits,
-        HEAD_DIM=head_dim, BLOCK_D=block_d, GROUP=num_heads // num_kv_heads, BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n, BLOCK_SIZE=kv_cache.shape[2], DECODE=decode, SPLIT=splits > 1,
-        WINDOWED=window is not None, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        out, parts, lse, q, kv_cache, block_table, rows, query_start_loc, seq_lens, qk_scale, window or 0,
+        kv_cache.stride(0), block_table.stride(0), first_req, end_req, (end_req - first_req - 1).bit_length(),
+        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, GROUP=num_heads // num_kv_heads,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_SIZE=kv_cache.shape[2], DECODE=decode,
+        WINDOWED=window is not None,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     if splits > 1:
-        first = first_req * num_heads
-        _combine_kernel[(num_tokens * num_heads - first,)](
-            out[first_req:], target[first_req:], lse[first_req:], splits,
+        _combine_kernel[((num_tokens - first_req) * num_heads,)](
+            out[first_req:], parts[first_req:], lse[first_req:], splits,
             HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_S=splits, num_warps=4,
         )  # fmt: skip
 

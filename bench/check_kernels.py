@@ -1,0 +1,440 @@
+"""Checks every Triton kernel against its reference on a GPU, and times the ones that matter.
+
+    python bench/check_kernels.py                       check all, then time
+    python bench/check_kernels.py --check --shard 2/8   only that share of the checks (they are mostly compiling)
+    python bench/check_kernels.py --time                only time, against torch's attention
+    python bench/check_kernels.py --tune                time other attention configurations than the table's
+
+Inputs are random and fresh, outputs are poisoned with NaN, errors are ||out - ref|| / ||ref|| against fp32 arithmetic
+on the same inputs. Timings are medians of graph replays that walk through more memory than the L2 cache holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from headrace.kernels._triton import DEVICE_FAMILY
+from headrace.kernels.attention import multiprocessor_count, paged_attention, paged_attention_reference
+from headrace.kernels.attention_config import AttentionConfig, AttentionPlan, plan_attention
+from headrace.kernels.table import REFERENCE_KERNELS, TRITON_KERNELS
+
+DEVICE = torch.device("cuda")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 8e-4, torch.float32: 2e-6}
+Check = tuple[str, Callable[[], float], float]
+
+
+def error(out: Tensor, reference: Tensor) -> float:
+    """||out - reference|| / ||reference||; NaN where a NaN is."""
+    difference = out.double() - reference.double()
+    return float(difference.norm() / reference.double().norm().clamp_min(1e-30))
+
+
+def randn(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def ints(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def check_norm(rows: int, hidden: int, dtype: torch.dtype) -> float:
+    x, weight, residual = randn(rows, hidden, dtype=dtype), randn(hidden, dtype=dtype), randn(rows, hidden, dtype=dtype)
+    expected = REFERENCE_KERNELS.rms_norm(x.float(), weight.float(), 1e-5)
+    total = (x.float() + residual.float()).to(dtype)
+    expected_sum = REFERENCE_KERNELS.rms_norm(total.float(), weight.float(), 1e-5)
+    plain = TRITON_KERNELS.rms_norm(x, weight, 1e-5)
+    normed, summed = TRITON_KERNELS.add_rms_norm(x, residual, weight, 1e-5)
+    return max(error(plain, expected), error(normed, expected_sum), error(summed, total))
+
+
+def check_silu(rows: int, width: int, dtype: torch.dtype) -> float:
+    x = randn(rows, 2 * width, dtype=dtype)
+    return error(TRITON_KERNELS.silu_and_mul(x), REFERENCE_KERNELS.silu_and_mul(x.float()))
+
+
+def check_rotary(heads: tuple[int, int, int], rotary_dim: int, norm: bool, dtype: torch.dtype) -> float:
+    num_heads, kv_heads, dim = heads
+    tokens, block_size, blocks = 37, 16, 9
+    q, k, v = randn(tokens, num_heads + 2 * kv_heads, dim, dtype=dtype).split((num_heads, kv_heads, kv_heads), dim=1)
+    angle = torch.rand(4096, rotary_dim // 2, device=DEVICE) * 6.28
+    cos_sin = torch.cat((angle.cos(), angle.sin()), dim=-1)
+    positions = torch.randint(0, 4096, (tokens,), device=DEVICE)
+    slots = torch.randperm(blocks * block_size, device=DEVICE)[:tokens]
+    slots[::7] = -1
+    cache = randn(2, blocks, block_size, kv_heads, dim, dtype=dtype)
+    expected_cache = cache.float()
+    weights = [randn(dim, dtype=dtype) if norm else None for _ in range(2)]
+    wide = [weight.float() if weight is not None else None for weight in weights]
+    out = TRITON_KERNELS.rotary_and_cache(q, k, v, cos_sin, positions, cache, slots, *weights)
+    expected = REFERENCE_KERNELS.rotary_and_cache(
+        q.float(), k.float(), v.float(), cos_sin, positions, expected_cache, slots, *wide
+    )
+    return max(error(out, expected), error(cache, expected_cache))
+
+
+def check_prepare() -> float:
+    counts = [1] * 50 + [random.randint(1, 300) for _ in range(20)]
+    computed = [random.randint(0, 2000) for _ in counts]
+    starts = ints([0, *itertools.accumulate(counts)])
+    tokens = torch.randint(0, 2**31 - 1, (80, 2400), dtype=torch.int32, device=DEVICE)
+    blocks = torch.randint(0, 2**31 - 1, (80, 150), dtype=torch.int32, device=DEVICE)
+    rows = torch.randperm(80, device=DEVICE)[: len(counts)].int()
+    arguments = (rows, ints(computed), starts, tokens, blocks, 16, sum(counts))
+    pairs = zip(
+        TRITON_KERNELS.prepare_batch(*arguments), REFERENCE_KERNELS.prepare_batch(*arguments), strict=True
+    )  # fmt: skip
+    return 0.0 if all(torch.equal(a, b) for a, b in pairs) else 1.0
+
+
+def check_gumbel(rows: int, vocab: int, dtype: torch.dtype) -> float:
+    logits = randn(rows, vocab, dtype=dtype)
+    temperature = torch.rand(rows, device=DEVICE) * 2
+    temperature[::3] = 0
+    seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), device=DEVICE)
+    positions = torch.randint(0, 2**17, (rows,), device=DEVICE)
+    arguments = (logits, temperature, seeds, positions)
+    same = TRITON_KERNELS.gumbel_argmax(*arguments) == REFERENCE_KERNELS.gumbel_argmax(*arguments)
+    return 1.0 - float(same.double().mean())
+
+
+def attention_inputs(
+    counts: list[int], lengths: list[int], heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """(q, kv_cache, block_table, rows, query_start_loc, seq_lens) with blocks scattered over the cache"""
+    num_heads, kv_heads, dim = heads
+    width = -(-max(lengths) // block_size) + 3
+    total = sum(-(-length // block_size) for length in lengths)
+    table = torch.randint(0, total, (len(counts) + 4, width), dtype=torch.int32, device=DEVICE)
+    rows = torch.randperm(len(counts) + 4, device=DEVICE)[: len(counts)].int()
+    blocks = torch.randperm(total, device=DEVICE).int()
+    used = 0
+    for row, length in zip(rows.tolist(), lengths, strict=True):
+        needed = -(-length // block_size)
+        table[row, :needed] = blocks[used : used + needed]
+        used += needed
+    cache = randn(2, total + 1, block_size, kv_heads, dim, dtype=dtype)
+    q = randn(sum(counts), num_heads, dim, dtype=dtype)
+    return q, cache, table, rows, ints([0, *itertools.accumulate(counts)]), ints(lengths)
+
+
+def check_attention(
+    kind: str, heads: tuple[int, int, int], block_size: int, window: int | None, dtype: torch.dtype
+) -> float:
+    """One ragged batch: decodes (some padding), prefills, chunks, or decodes followed by chunks."""
+    decodes = [1] * 9 if kind in ("decode", "mixed") else []
+    chunks = [random.randint(2, 300) for _ in range(4)] if kind != "decode" else []
+    counts = decodes + chunks
+    past = 0 if kind == "prefill" else 700
+    lengths = [count + random.randint(0, past) for count in counts]
+    if kind == "decode":
+        lengths[4] = 0
+        lengths[5] = 1
+    inputs = attention_inputs(counts, lengths, heads, block_size, dtype)
+    q = inputs[0]
+    plan = plan_attention(
+        len(counts), len(q), len(decodes), max(lengths), *heads, q.element_size(), DEVICE_FAMILY,
+        multiprocessor_count(DEVICE),
+    )  # fmt: skip
+    scale, longest = heads[2] ** -0.5, (max(counts), max(lengths))
+    reference = paged_attention_reference(
+        *(t.float() if t.is_floating_point() else t for t in inputs), scale, *longest, window
+    )
+    worst = 0.0
+    for splits in (1, 4, None):
+        forced = plan if splits is None else replace(plan, decode_splits=splits, prefill_splits=splits)
+        out = torch.full_like(q, float("nan"))
+        paged_attention(*inputs, scale, *longest, window, out, forced)
+        worst = max(worst, error(out, reference)) if worst == worst else worst
+    return worst
+
+
+ROTARY_SHAPES = (
+    # ((query heads, KV heads, head_dim), rotary_dim, QK norm)
+    ((32, 8, 128), 128, False),
+    ((16, 8, 128), 128, True),
+    ((12, 2, 64), 64, False),
+    ((8, 4, 8), 8, False),
+    ((5, 5, 80), 32, True),
+    ((6, 1, 96), 96, False),
+)
+ATTENTION_SHAPES = (
+    (32, 8, 128),
+    (8, 8, 64),
+    (8, 1, 64),
+    (8, 8, 128),
+    (8, 2, 256),
+    (8, 8, 256),
+    (12, 3, 80),
+    (8, 4, 8),
+    (14, 2, 96),
+    (32, 1, 16),
+)
+
+
+def checks() -> Iterator[Check]:
+    for dtype in DTYPES:
+        name, limit = str(dtype).removeprefix("torch."), TOLERANCE[dtype]
+        for rows, hidden in ((1, 4096), (33, 8192), (7, 100), (5, 16384)):
+            yield f"norm {rows}x{hidden} {name}", partial(check_norm, rows, hidden, dtype), limit
+        for rows, width in ((1, 14336), (65, 1000), (3, 7)):
+            yield f"silu_and_mul {rows}x{width} {name}", partial(check_silu, rows, width, dtype), limit
+        for heads, rotary, norm in ROTARY_SHAPES:
+            yield f"rotary {heads}/{rotary} {name}", partial(check_rotary, heads, rotary, norm, dtype), limit
+        for rows, vocab in ((1, 128256), (33, 151936), (7, 513)):
+            yield f"gumbel_argmax {rows}x{vocab} {name}", partial(check_gumbel, rows, vocab, dtype), 0.0
+        for heads in ATTENTION_SHAPES:
+            for kind in ("decode", "prefill", "chunk", "mixed"):
+                size = {"decode": 16, "prefill": 64, "chunk": 1, "mixed": 32}[kind]
+                window = 77 if kind in ("chunk", "decode") and heads in ((32, 8, 128), (12, 3, 80)) else None
+                label = f"attention {kind} {heads} block {size} window {window} {name}"
+                yield label, partial(check_attention, kind, heads, size, window, dtype), limit
+    yield "prepare_batch", check_prepare, 0.0
+
+
+def run_checks(shard: int, of: int) -> bool:
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills torch.empty with NaN
+    torch.manual_seed(torch.seed())
+    passed, worst = 0, dict.fromkeys(DTYPES, 0.0)
+    failures = []
+    for number, (name, check, limit) in enumerate(checks()):
+        if number % of != shard:
+            continue
+        try:
+            found = check()
+        except Exception as problem:  # the sweep goes on, the failure is reported below
+            failures.append(f"{name}: {type(problem).__name__}: {str(problem)[:300]}")
+            continue
+        if not found <= limit:
+            failures.append(f"{name}: error {found:.2e} > {limit:.0e}")
+            continue
+        passed += 1
+        for dtype in DTYPES:
+            if name.endswith(str(dtype).removeprefix("torch.")) and "gumbel" not in name:
+                worst[dtype] = max(worst[dtype], found)
+    torch.use_deterministic_algorithms(False)
+    errors = ", ".join(f"{str(dtype).removeprefix('torch.')} {value:.1e}" for dtype, value in worst.items())
+    print(f"checks {shard}/{of}: {passed} passed, {len(failures)} failed; worst errors {errors}")
+    for failure in failures:
+        print(f"  FAILED {failure}")
+    return not failures
+
+
+# --- timing -----------------------------------------------------------------------------------------------------------
+
+
+def graph_time(calls: list[Callable[[], object]], repeats: int = 15) -> float:
+    """Median microseconds of one call, from replays of a graph of all `calls`."""
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for turn in range(repeats + 2):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        if turn >= 2:
+            times.append(start.elapsed_time(stop) * 1e3 / len(calls))
+    return sorted(times)[len(times) // 2]
+
+
+def decode_calls(
+    batch: int, context: int, heads: tuple[int, int, int], block_size: int, max_len: int | None = None,
+    change: Callable[[AttentionPlan], AttentionPlan] = lambda plan: plan,
+) -> tuple[list[Callable[[], object]], int]:  # fmt: skip
+    """(calls over caches that together overflow the L2, bytes of K and V a call reads)"""
+    size = 2 * batch * context * heads[1] * heads[2] * 2
+    q, cache, table, rows, starts, lengths = attention_inputs(
+        [1] * batch, [context] * batch, heads, block_size, torch.bfloat16
+    )
+    caches = [cache, *(cache.clone() for _ in range(min(31, int(3e8 / size))))]
+    longest = max_len or context
+    plan = change(plan_attention(batch, batch, batch, longest, *heads, 2, DEVICE_FAMILY, multiprocessor_count(DEVICE)))
+    calls = [
+        partial(paged_attention, q, c, table, rows, starts, lengths, heads[2] ** -0.5, 1, longest, None, None, plan)
+        for c in caches
+    ]
+    return [call for _ in range(max(1, 8 // len(calls))) for call in calls], size
+
+
+def prefill_call(
+    batch: int, length: int, heads: tuple[int, int, int], change: Callable[[AttentionPlan], AttentionPlan] = lambda p: p
+) -> Callable[[], object]:
+    inputs = attention_inputs([length] * batch, [length] * batch, heads, 16, torch.bfloat16)
+    plan = change(
+        plan_attention(
+            batch, batch * length, 0, length, *heads, 2, DEVICE_FAMILY, multiprocessor_count(DEVICE)
+        )
+    )  # fmt: skip
+    return partial(paged_attention, *inputs, heads[2] ** -0.5, length, length, None, None, plan)
+
+
+def torch_prefill_call(batch: int, length: int, heads: tuple[int, int, int], backend: object) -> Callable[[], object]:
+    from torch.nn.attention import sdpa_kernel
+
+    q = randn(batch, heads[0], length, heads[2], dtype=torch.bfloat16)
+    k, v = (randn(batch, heads[1], length, heads[2], dtype=torch.bfloat16) for _ in range(2))
+
+    def call() -> Tensor:
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    return call
+
+
+LLAMA_8B = (32, 8, 128)
+
+
+def time_all() -> None:
+    from torch.nn.attention import SDPBackend
+
+    source, target = (torch.empty(2**31, dtype=torch.uint8, device=DEVICE) for _ in range(2))
+    source.random_()
+    spent = graph_time([partial(target.copy_, source)])
+    print(f"device copy: {2 * 2**31 / spent / 1e3:.0f} GB/s (read + written)")
+    source = target = None
+    print("decode, Hq 32, Hkv 8, D 128, bf16, block 16: us a layer, GB/s of K and V read")
+    for context in (512, 4096, 32768):
+        cells = []
+        for batch in (1, 8, 32, 128):
+            calls, size = decode_calls(batch, context, LLAMA_8B, 16)
+            spent = graph_time(calls)
+            cells.append(f"batch {batch}: {spent:8.1f} us {size / spent / 1e3:6.0f} GB/s")
+            del calls
+        print(f"  context {context:6d}  " + "   ".join(cells))
+    calls, size = decode_calls(1, 512, LLAMA_8B, 16, max_len=131072)
+    print(f"  batch 1, context 512 in a graph for 131072: {graph_time(calls):.1f} us")
+    for block_size in (1, 64):
+        calls, size = decode_calls(32, 4096, LLAMA_8B, block_size)
+        spent = graph_time(calls)
+        print(f"  batch 32, context 4096, block {block_size}: {spent:.1f} us {size / spent / 1e3:.0f} GB/s")
+    print("prefill, causal, bf16: TFLOP/s")
+    for batch, length in ((1, 2048), (8, 2048), (1, 8192)):
+        work = 2 * batch * length * length * LLAMA_8B[0] * LLAMA_8B[2] / 1e6
+        cells = [f"ours {work / graph_time([prefill_call(batch, length, LLAMA_8B)]):.0f}"]
+        for name, backend in (("cuDNN", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
+            try:
+                spent = graph_time([torch_prefill_call(batch, length, LLAMA_8B, backend)])
+                cells.append(f"torch {name} {work / spent:.0f}")
+            except RuntimeError as problem:
+                cells.append(f"torch {name} unavailable ({str(problem)[:60]})")
+        print(f"  {batch} x {length}: " + ", ".join(cells))
+    time_small()
+
+
+def time_small() -> None:
+    print("other kernels, bf16, Llama-8B shapes: us at 1 / 64 / 8192 tokens (GB/s at 8192)")
+    weight = randn(4096, dtype=torch.bfloat16)
+
+    def norm(tokens: int) -> Callable[[], object]:
+        return partial(TRITON_KERNELS.rms_norm, randn(tokens, 4096, dtype=torch.bfloat16), weight, 1e-5)
+
+    def add_norm(tokens: int) -> Callable[[], object]:
+        x, residual = (randn(tokens, 4096, dtype=torch.bfloat16) for _ in range(2))
+        return partial(TRITON_KERNELS.add_rms_norm, x, residual, weight, 1e-5)
+
+    def silu(tokens: int) -> Callable[[], object]:
+        return partial(TRITON_KERNELS.silu_and_mul, randn(tokens, 28672, dtype=torch.bfloat16))
+
+    for make, elements in ((norm, 2 * 4096), (add_norm, 4 * 4096), (silu, 3 * 14336), (rotary_call, 2 * 6144)):
+        cells = []
+        for tokens in (1, 64, 8192):
+            spent = graph_time([make(tokens)] * 10)
+            cells.append(f"{spent:.1f}")
+        print(f"  {make.__name__}: {' / '.join(cells)} us ({8192 * elements * 2 / spent / 1e3:.0f} GB/s)")
+    for rows in (1, 64, 256):
+        logits = randn(rows, 128256, dtype=torch.bfloat16)
+        state = (torch.ones(rows, device=DEVICE), *(torch.arange(rows, device=DEVICE) for _ in range(2)))
+        spent = graph_time([partial(TRITON_KERNELS.gumbel_argmax, logits, *state)] * 4)
+        filters = (torch.full((rows,), 50, device=DEVICE), torch.full((rows,), 0.9, device=DEVICE))
+        call = partial(TRITON_KERNELS.filter_logits, logits.float(), *filters, torch.full((rows,), 0.05, device=DEVICE))
+        print(f"  {rows} x 128256: gumbel_argmax {spent:.1f} us, filter_logits {graph_time([call]):.1f} us")
+
+
+def rotary_call(tokens: int) -> Callable[[], object]:
+    q, k, v = randn(tokens, 48, 128, dtype=torch.bfloat16).split((32, 8, 8), dim=1)
+    cos_sin = torch.rand(8192, 128, device=DEVICE)
+    slots = torch.arange(tokens, device=DEVICE)
+    cache = randn(2, tokens // 16 + 1, 16, 8, 128, dtype=torch.bfloat16)
+    return partial(TRITON_KERNELS.rotary_and_cache, q, k, v, cos_sin, slots.clone(), cache, slots)
+
+
+def tune() -> None:
+    decode = itertools.product((16,), (32, 64, 128), (1, 2, 4), (3, 4, 5))
+    shapes = ((1, 4096), (1, 32768), (8, 4096), (32, 4096), (128, 512), (128, 4096))
+    print(f"decode GB/s at (batch, context): {shapes}")
+    made = {shape: decode_calls(*shape, LLAMA_8B, 16) for shape in shapes}
+    rows = []
+    for block_m, block_n, warps, stages in decode:
+        for wanted in (4, 8, 16):
+            cells = []
+            for shape in shapes:
+                programs = shape[0] * LLAMA_8B[1]
+                splits = 1 << max(0, -(-wanted * multiprocessor_count(DEVICE) // programs) - 1).bit_length()
+                splits = max(1, min(splits, 64, shape[1] // (block_n * 2)))
+                config = AttentionConfig(block_m, block_n, warps, stages)
+                calls, size = made[shape]
+                plan = replace(calls[0].args[-1], decode=config, decode_splits=splits)
+                try:
+                    spent = graph_time([partial(c.func, *c.args[:-1], plan) for c in calls], repeats=5)
+                    cells.append(size / spent / 1e3)
+                except Exception as problem:
+                    cells.append(0.0)
+                    print(config, type(problem).__name__, str(problem)[:80])
+            rows.append((sum(cells), (block_m, block_n, warps, stages), wanted, [round(c) for c in cells]))
+    for row in sorted(rows, reverse=True)[:20]:
+        print("  ", *row[1:])
+    print("prefill TFLOP/s at 1 x 2048, 8 x 2048")
+    for block_m, block_n, warps, stages in (
+        (128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3),
+        (64, 64, 4, 2), (64, 128, 4, 2), (128, 32, 8, 4), (128, 64, 4, 3), (256, 64, 16, 3),
+    ):  # fmt: skip
+        config = AttentionConfig(block_m, block_n, warps, stages)
+        cells = []
+        for batch in (1, 8):
+            tiles = batch * 2048 // (block_m // 4) + batch
+            try:
+                call = prefill_call(batch, 2048, LLAMA_8B, partial(replace, prefill=config, prefill_tiles=tiles))
+                cells.append(f"{2 * batch * 2048**2 * 4096 / 1e6 / graph_time([call]):.0f}")
+            except Exception as problem:
+                cells.append(f"{type(problem).__name__} {str(problem)[:60]}")
+        print("  ", (block_m, block_n, warps, stages), *cells)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--time", action="store_true")
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--shard", default="0/1", help="I/N: every N-th check from the I-th")
+    options = parser.parse_args()
+    everything = not (options.check or options.time or options.tune)
+    good = True
+    if options.check or everything:
+        good = run_checks(*map(int, options.shard.split("/")))
+    if options.time or everything:
+        time_all()
+    if options.tune:
+        tune()
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
