@@ -19,7 +19,7 @@ from headrace.engine.input_processor import InputProcessor, ModelLimits
 from headrace.engine.output_processor import OutputProcessor
 from headrace.errors import ConfigError, HeadraceError, RequestError
 from headrace.model_config import ModelConfig
-from headrace.request import RequestOutput
+from headrace.request import RequestOutput, SchedulerStats
 from headrace.sampling_params import SamplingParams
 
 Prompt = str | list[int] | Mapping[str, Any]
@@ -91,6 +91,10 @@ class LLM:
             for conversation in conversations
         ]
         return self._run(prompts, sampling_params, use_tqdm, add_special_tokens=False, priority=None)
+
+    def stats(self) -> SchedulerStats:
+        """Running and waiting requests, KV blocks, preemptions and prefix hits since start."""
+        return self._client.stats()
 
     def get_tokenizer(self) -> Any:
         return self.tokenizer

@@ -24,5 +24,4 @@ def main(argv: list[str]) -> int:
 
     from headrace.server.run import run_server
 
-    run_server(config, server_config)
-    return 0
+    return run_server(config, server_config)

@@ -162,6 +162,7 @@ class AsyncEngine:
             while True:
                 outputs = await self._client.receive()
                 self._abort(self._outputs.process(outputs))
+                await asyncio.sleep(0)  # a core faster than this loop must not keep the readers from their tokens
         except EngineDeadError as error:
             self._die(error)
         except Exception as error:  # a bug on this side must not leave requests waiting for ever

@@ -19,7 +19,7 @@ from headrace.engine.core import EngineCore, build_core
 from headrace.engine.messages import Abort, AbortMany, Add, Command, CoreConfig, CoreFacts, Failed, Ready, Reply
 from headrace.errors import EngineDeadError, HeadraceError, UserError
 from headrace.process import Child, spawn
-from headrace.request import EngineCoreOutputs, EngineCoreRequest
+from headrace.request import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,9 @@ class InprocClient:
 
     def has_work(self) -> bool:
         return self._core.has_work()
+
+    def stats(self) -> SchedulerStats:
+        return self._core.scheduler.stats()
 
     def step(self) -> EngineCoreOutputs | None:
         return self._core.step()

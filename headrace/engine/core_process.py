@@ -6,6 +6,7 @@ whoever waits knows whether it steps. Ends on SIGTERM, and at once when its pare
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -71,6 +72,8 @@ def main(argv: list[str]) -> int:
     try:
         core = build_core(core_config.config, Path(core_config.folder), True, core_config.executor)
         stop.looping = True
+        gc.collect()
+        gc.freeze()  # what the start left will never be garbage, and looking through it costs tens of milliseconds
         outbox.send(Ready(core.facts))
         _loop(core, requests, outbox, stop)
         return 0

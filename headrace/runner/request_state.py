@@ -48,9 +48,9 @@ class RequestState:
         """Free, then fill rows and block tables as the step says: one copy to the device a table."""
         if step.freed_rows:
             self.sampling.remove(step.freed_rows)
-            for row in step.freed_rows:
-                self.prompt_logprobs.pop(row, None)
-                self.wants_logprobs.pop(row, None)
+        for row in (*step.freed_rows, *(new.row for new in step.new_rows)):
+            self.prompt_logprobs.pop(row, None)
+            self.wants_logprobs.pop(row, None)
         if step.new_rows:
             self.sampling.add(step.new_rows)
             width = self.token_table.shape[1]
