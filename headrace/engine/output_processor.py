@@ -46,6 +46,8 @@ class _Choice:
     core_id: str
     detokenizer: Detokenizer | None
     times: RequestTimes
+    text_at_end: bool = False
+    """Nobody looks at the text before the end, so it is made in one go."""
     num_tokens: int = 0
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -53,6 +55,13 @@ class _Choice:
     cumulative_logprob: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+
+    def close_text(self, last_is_stop_token: bool) -> None:
+        """No token comes any more: add what the detokenizer has held back."""
+        if self.detokenizer is not None:
+            if self.text_at_end:
+                self.texts.append(self.detokenizer.append(self.token_ids, last_is_stop_token=last_is_stop_token)[0])
+            self.texts.append(self.detokenizer.finish())
 
     def hand_out(self) -> CompletionOutput:
         output = CompletionOutput(
@@ -127,6 +136,7 @@ class OutputProcessor:
                 if with_text and self._tokenizer is not None
                 else None,
                 RequestTimes(request.arrival_time),
+                text_at_end=kind == "final" and not params.stop,
             )
             if params.logprobs is not None:
                 choice.logprobs, choice.cumulative_logprob = [], 0.0
@@ -192,8 +202,7 @@ class OutputProcessor:
             for choice in ended:
                 parent.num_open -= 1
                 choice.finish_reason = FinishReason.ABORT
-                if choice.detokenizer is not None:
-                    choice.texts.append(choice.detokenizer.finish())
+                choice.close_text(last_is_stop_token=False)
             parent.sink.put(self._request_output(parent, parent.choices if parent.kind == "final" else ended))
         return aborts
 
@@ -215,14 +224,14 @@ class OutputProcessor:
         """One step's addition to one choice. True if a stop string ended it, so that the core must be told."""
         token_ids = output.new_token_ids
         stop: str | None = None
-        if choice.detokenizer is not None:
-            by_token = output.finish_reason is FinishReason.STOP
+        by_token = output.finish_reason is FinishReason.STOP
+        if choice.detokenizer is not None and not choice.text_at_end:
             text, num_kept, stop = choice.detokenizer.append(token_ids, last_is_stop_token=by_token)
             choice.texts.append(text)
             token_ids = token_ids[:num_kept]
-            if stop is None and output.finish_reason is not None:
-                choice.texts.append(choice.detokenizer.finish())
         choice.token_ids.extend(token_ids)
+        if stop is None and output.finish_reason is not None:
+            choice.close_text(by_token)
         choice.num_tokens += len(token_ids)
         if choice.logprobs is not None:
             for entry in output.new_logprobs[: len(token_ids)]:
