@@ -65,7 +65,6 @@ class Worker:
         kernels = select_kernels(self.device.type)
         context = LayerContext(self.mesh, kernels, backend, spec, self.dtype, self.device)
         model = load_model(self.folder, model_config, context, config.load_format, config.seed)
-        weight_bytes = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
         assert config.max_num_seqs is not None
         assert config.max_num_batched_tokens is not None
         assert config.max_model_len is not None
@@ -96,7 +95,7 @@ class Worker:
             total_memory=total,
             available_kv_memory=available,
             kv_bytes_per_block=shape.bytes_per_block,
-            weight_bytes=weight_bytes,
+            weight_bytes=model.weight_bytes,
             attention_backend=chosen.name,
             notes=notes,
         )
