@@ -217,12 +217,13 @@ def test_rows_without_usable_logits_are_told_and_harm_nobody(params: SamplingPar
 
 def test_infinite_logits_win() -> None:
     bench = Bench(vocab_size=6)
-    params = [GREEDY, SamplingParams(), SamplingParams(presence_penalty=1.0, repetition_penalty=2.0, min_tokens=1)]
+    penalized = SamplingParams(presence_penalty=1.0, repetition_penalty=2.0, min_tokens=1)
+    params = [GREEDY, SamplingParams(), penalized, SamplingParams(top_p=0.5, top_k=3, min_p=0.2)]
     bench.add({row: Case(p, [4], [4], [5]) for row, p in enumerate(params)})
-    logits = torch.randn(3, 6)
+    logits = torch.randn(4, 6)
     logits[:, 4] = math.inf
-    result = bench.sample(logits, [0, 1, 2])
-    assert result.token_ids.tolist() == [4, 4, 4]
+    result = bench.sample(logits, [0, 1, 2, 3])
+    assert result.token_ids.tolist() == [4] * 4
     assert not result.invalid.any()
 
 
