@@ -1,0 +1,70 @@
+"""Choosing an attention backend: by reasons, by force, and without loading torch."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from headrace.attention.table import BACKENDS, AttentionSpec, load_backend, select_backend
+from headrace.errors import ConfigError
+
+GPU = AttentionSpec(32, 8, 128, 128**-0.5, 16, "bfloat16")
+CPU = replace(GPU, device_type="cpu")
+
+
+def test_the_gpu_gets_triton_and_passes_over_nothing():
+    chosen = select_backend(GPU)
+    assert chosen.name == "TRITON_ATTN"
+    assert chosen.passed_over == []
+
+
+def test_the_cpu_gets_torch_and_says_what_it_passed_over():
+    chosen = select_backend(CPU)
+    assert chosen.name == "TORCH_SDPA"
+    assert chosen.passed_over == ["TRITON_ATTN: runs on GPUs, not on cpu"]
+
+
+def test_heads_too_wide_for_triton():
+    chosen = select_backend(replace(GPU, head_dim=512))
+    assert chosen.name == "TORCH_SDPA"
+    assert "head_dim 512 is over 256" in chosen.passed_over[0]
+
+
+def test_a_forced_backend_in_any_case():
+    assert select_backend(GPU, "torch_sdpa").name == "TORCH_SDPA"
+
+
+@pytest.mark.parametrize(
+    ("spec", "forced", "words"),
+    [
+        (CPU, "TRITON_ATTN", ["TRITON_ATTN cannot serve", "runs on GPUs, not on cpu", "choose from TORCH_SDPA"]),
+        (GPU, "FLASHINFER", ["FLASHINFER", "unknown", "TRITON_ATTN, TORCH_SDPA"]),
+        (replace(GPU, num_heads=30), None, ["no attention backend", "30 query heads are no multiple of 8"]),
+    ],
+)
+def test_impossible_choices_name_reasons_and_remedies(spec, forced, words):
+    with pytest.raises(ConfigError) as caught:
+        select_backend(spec, forced)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("entry", BACKENDS, ids=lambda entry: entry.name)
+def test_every_entry_loads_under_its_name(entry):
+    if entry.name == "TRITON_ATTN":
+        pytest.importorskip("triton", reason="this backend's kernels need Triton")
+    backend = load_backend(entry.name)
+    assert backend.name == entry.name
+    assert isinstance(backend.supports_full_decode_graph, bool)
+
+
+def test_loading_an_unknown_backend():
+    with pytest.raises(ConfigError, match="unknown"):
+        load_backend("NONE_SUCH")
+
+
+def test_the_table_loads_no_torch():
+    code = "import sys, headrace.attention.table; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "False"

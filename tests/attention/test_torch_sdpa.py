@@ -1,0 +1,91 @@
+"""TORCH_SDPA against the plain reference: whatever batch, however it is grouped and padded."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from headrace.attention.metadata import AttentionMetadata
+from headrace.attention.table import AttentionSpec
+from headrace.attention.torch_sdpa import TorchSdpa
+from headrace.kernels.attention import paged_attention_reference
+
+HEADS = [(4, 2, 8), (3, 1, 24), (4, 4, 16)]
+
+
+def attend(batch, heads, block_size, window=None, dtype=torch.float32, layers=1):
+    """(out of the last of `layers` equal layers, reference, metadata) for a batch of (query_len, seq_len)"""
+    counts, lengths = zip(*batch, strict=True)
+    num_heads, kv_heads, dim = heads
+    width = -(-max(lengths) // block_size) + 1
+    size = len(batch) + 2
+    table, rows = torch.randperm(size * width).view(size, width).int(), torch.randperm(size)[: len(batch)].int()
+    cache = torch.randn(2, size * width + 1, block_size, kv_heads, dim).to(dtype)
+    q = torch.randn(sum(counts), num_heads, dim).to(dtype)
+    starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+    seq_lens = torch.tensor(lengths, dtype=torch.int32)
+    spec = AttentionSpec(num_heads, kv_heads, dim, 0.3, block_size, str(dtype), window, "cpu")
+    metadata = AttentionMetadata(
+        rows, starts, seq_lens, starts, starts, table, len(batch), len(q), max(counts), max(lengths)
+    )
+    backend = TorchSdpa()
+    backend.plan(metadata)
+    for _ in range(layers):
+        out = backend.forward(q, cache, metadata, spec)
+    reference = paged_attention_reference(
+        q, cache, table, rows, starts, seq_lens, 0.3, max(counts), max(lengths), window
+    )
+    return out, reference, metadata
+
+
+@pytest.mark.parametrize("window", [None, 5, 20])
+@pytest.mark.parametrize("block_size", [1, 16, 64])
+def test_random_batches(block_size, window):
+    for heads in HEADS * 3:
+        counts = sorted(random.choice((1, 1, 3, 3, 17, 60)) for _ in range(random.randint(1, 7)))
+        batch = [(count, count + random.choice((0, 0, 5, 40, 200))) for count in counts]
+        out, reference, _ = attend(batch, heads, block_size, window)
+        torch.testing.assert_close(out, reference, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_a_decode_batch_is_one_group(heads):
+    out, reference, metadata = attend([(1, 9), (1, 30), (1, 33), (1, 1)], heads, 16)
+    torch.testing.assert_close(out, reference, rtol=1e-4, atol=1e-5)
+    (groups,) = metadata.plan.values()
+    assert len(groups) == 1
+    assert groups[0].tokens is None
+
+
+def test_one_long_sequence_does_not_pad_the_short_ones():
+    out, reference, metadata = attend([(1, 20)] * 15 + [(1, 20_000)], (4, 2, 16), 16)
+    torch.testing.assert_close(out, reference, rtol=1e-4, atol=1e-5)
+    (groups,) = metadata.plan.values()
+    assert sorted(group.size for group in groups) == [1, 15]
+
+
+def test_a_lone_prompt_needs_no_mask():
+    out, reference, metadata = attend([(40, 40)], (4, 2, 8), 16)
+    torch.testing.assert_close(out, reference, rtol=1e-4, atol=1e-5)
+    (groups,) = metadata.plan.values()
+    assert groups[0].mask is None
+
+
+def test_padding_requests_give_zeros():
+    out, reference, _ = attend([(1, 9), (1, 0), (1, 4)], (4, 2, 8), 16)
+    assert out[1].abs().sum() == 0
+    torch.testing.assert_close(out, reference, rtol=1e-4, atol=1e-5)
+
+
+def test_all_layers_share_one_plan():
+    out, reference, metadata = attend([(3, 9), (5, 5)], (4, 2, 8), 1, layers=3)
+    torch.testing.assert_close(out, reference, rtol=1e-4, atol=1e-5)
+    assert len(metadata.plan) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(dtype):
+    out, reference, _ = attend([(1, 40), (1, 7), (12, 30)], (4, 2, 16), 16, dtype=dtype)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, reference, rtol=2e-2, atol=2e-2)

@@ -1,0 +1,63 @@
+"""`python -m tests.kernels.compile_kernels TARGET`: compile, through the very functions that launch them, every kernel
+at the configurations that the tables pick for TARGET. One JSON line a kernel: what it is, spills, shared memory."""
+
+import itertools
+import json
+import sys
+
+import torch
+
+from headrace.kernels import activation, attention, batch, norm, rotary, sampling
+from headrace.kernels.attention_config import plan_attention
+from tests.kernels.offline_target import TARGETS, compiled, spills, use_target
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def report(label, kernel, known):
+    fresh = [found for found in compiled(kernel) if id(found) not in known]
+    known.update(map(id, fresh))
+    for found in fresh:
+        print(json.dumps({"kernel": label, "spills": spills(found), "shared": found.metadata.shared}), flush=True)
+
+
+def compile_attention(family):
+    known = set()
+    numbers = torch.zeros(16, dtype=torch.int32)
+    for dtype, head_dim, group in itertools.product(DTYPES, (64, 128, 256), (1, 4, 8)):
+        kv_heads = 2
+        q = torch.zeros(64, group * kv_heads, head_dim, dtype=dtype)
+        cache = torch.zeros(2, 4, 16, kv_heads, head_dim, dtype=dtype)
+        for decodes, counts in ((16, 16), (0, 64)):
+            plan = plan_attention(16, counts, decodes, 1 << 17, group * kv_heads, kv_heads, head_dim, 2, family, 132)
+            kind = "decode" if decodes else "prefill"
+            attention.paged_attention(
+                q[:counts], cache, numbers.view(1, 16), numbers, numbers, numbers, 1.0, 4, 64, plan=plan
+            )
+            report(f"attention {kind} {dtype} head_dim {head_dim} group {group}", attention._attention_kernel, known)
+
+
+def compile_rest():
+    numbers, wide = torch.zeros(16, dtype=torch.int32), torch.zeros(16, dtype=torch.int64)
+    x = torch.zeros(16, 4096, dtype=torch.bfloat16)
+    norm.rms_norm(x, x[0], 1e-5)
+    norm.add_rms_norm(x, x, x[0], 1e-5)
+    activation.silu_and_mul(x)
+    batch.prepare_batch(numbers, numbers, torch.zeros(17, dtype=torch.int32), x.int(), x.int(), 16, 16)
+    q, k, v = torch.zeros(16, 48, 128, dtype=torch.bfloat16).split((32, 8, 8), dim=1)
+    cache, angles = torch.zeros(2, 4, 16, 8, 128, dtype=torch.bfloat16), torch.zeros(8, 128)
+    for weight in (None, x[0, :128]):
+        rotary.rotary_and_cache(q, k, v, angles, wide, cache, wide, weight, weight)
+    sampling.gumbel_argmax(x, torch.zeros(16), wide, wide)
+    rest = (
+        norm._rms_norm_kernel, activation._silu_and_mul_kernel, batch._prepare_batch_kernel,
+        rotary._rotary_and_cache_kernel, sampling._gumbel_kernel, sampling._pick_kernel, attention._combine_kernel,
+    )  # fmt: skip
+    for kernel in rest:
+        report(kernel.__name__, kernel, set())
+
+
+if __name__ == "__main__":
+    use_target(sys.argv[1])
+    compile_attention(TARGETS[sys.argv[1]][0].backend)
+    compile_rest()

@@ -1,0 +1,64 @@
+"""Makes Triton's interpreter right for bf16, which it treats as raw 16-bit integers: dots, sums, comparisons and casts
+go through float32 and round as torch does."""
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+Builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+plain = {name: getattr(Builder, name) for name in ("binary_op", "unary_op", "create_dot")}
+plain_convert = interpreter._convert_float
+
+
+def is_bf16(handle):
+    return getattr(handle.dtype.scalar, "name", "") == "bf16"
+
+
+def widen(bits):
+    return (np.ascontiguousarray(bits).astype(np.uint32) << 16).view(np.float32)
+
+
+def narrow(values):
+    rounded = torch.from_numpy(np.array(values, dtype=np.float32)).to(torch.bfloat16)
+    return rounded.view(torch.int16).numpy().view(np.uint16)
+
+
+def wide(handle):
+    return Handle(widen(handle.data), tl.float32) if is_bf16(handle) else handle
+
+
+def convert_float(value, source, target, rounding):
+    if "bf16" not in (source.name, target.name) or {source.name, target.name} - {"bf16", "fp32", "fp16", "fp64"}:
+        return plain_convert(value, source, target, rounding)
+    numbers = widen(value) if source.name == "bf16" else np.ascontiguousarray(value)
+    if source.name != "bf16" and numbers.dtype.kind == "u":
+        numbers = numbers.view({2: np.float16, 4: np.float32, 8: np.float64}[numbers.dtype.itemsize])
+    if target.name == "bf16":
+        return narrow(numbers).reshape(value.shape)
+    kind = {"fp16": np.float16, "fp32": np.float32, "fp64": np.float64}[target.name]
+    converted = numbers.astype(kind)
+    return converted.view({2: np.uint16, 4: np.uint32, 8: np.uint64}[converted.itemsize]).reshape(value.shape)
+
+
+def binary_op(self, left, right, op):
+    if not (is_bf16(left) and is_bf16(right)):
+        return plain["binary_op"](self, left, right, op)
+    result = op(widen(left.data), widen(right.data))
+    if result.dtype.kind == "f":
+        return Handle(narrow(result).reshape(result.shape), tl.bfloat16)
+    return Handle(result, tl.int1)
+
+
+def unary_op(self, argument, op):
+    if not is_bf16(argument):
+        return plain["unary_op"](self, argument, op)
+    return Handle(narrow(op(widen(argument.data))), tl.bfloat16)
+
+
+def create_dot(self, left, right, total, *options):
+    return plain["create_dot"](self, wide(left), wide(right), total, *options)
+
+
+interpreter._convert_float = convert_float
+Builder.binary_op, Builder.unary_op, Builder.create_dot = binary_op, unary_op, create_dot

@@ -1,0 +1,120 @@
+"""The paged attention kernels against the reference: ragged batches, every block size, split keys, sliding windows."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from headrace.attention import triton_attn
+from headrace.attention.metadata import AttentionMetadata
+from headrace.attention.table import AttentionSpec
+from headrace.kernels.attention import paged_attention, paged_attention_reference
+from headrace.kernels.attention_config import AttentionConfig, plan_attention
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+SMALL = AttentionConfig(16, 16, 4, 1)
+BATCHES = {
+    # (query length, tokens known) of each request
+    "decode": [(1, 37), (1, 1), (1, 0), (1, 17), (1, 64)],
+    "prefill": [(9, 9), (1, 1), (33, 33)],
+    "chunks": [(5, 30), (2, 50), (16, 48)],
+    "mixed": [(1, 37), (1, 0), (1, 2), (3, 3), (21, 60)],
+}
+
+
+def make_inputs(batch, heads, block_size, dtype):
+    num_heads, kv_heads, dim = heads
+    counts, lengths = zip(*batch, strict=True)
+    width = -(-64 // block_size) + 1
+    table = torch.randperm(8 * width).view(8, width).int()
+    cache = torch.randn(2, 8 * width, block_size, kv_heads, dim).to(dtype)
+    cache[:, table[7].long()] = float("nan")  # nobody's blocks
+    q = torch.randn(sum(counts), num_heads, dim).to(dtype)
+    starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+    rows = torch.randperm(7)[: len(batch)].int()
+    return (q, cache, table, rows, starts, torch.tensor(lengths, dtype=torch.int32)), max(counts), max(lengths)
+
+
+def small_plan(batch, q, heads, decodes, splits):
+    """The planner's launches, with tiles small enough for the interpreter."""
+    plan = plan_attention(len(batch), len(q), decodes, 64, *heads, q.element_size(), "cuda", 1)
+    tiles = 0
+    if decodes < len(batch):
+        tiles = (len(q) - decodes) // (16 // (heads[0] // heads[1])) + len(batch) - decodes
+    return replace(plan, decode=SMALL, prefill=SMALL, decode_splits=splits, prefill_splits=splits, prefill_tiles=tiles)
+
+
+def run(kind, heads, block_size, window, splits, dtype):
+    batch = BATCHES[kind]
+    inputs, longest_query, longest = make_inputs(batch, heads, block_size, dtype)
+    scale = random.uniform(0.1, 1.0)
+    expected = paged_attention_reference(*inputs, scale, longest_query, longest, window)
+    decodes = {"decode": len(batch), "mixed": random.choice((0, 3))}.get(kind, 0)
+    out = torch.full_like(inputs[0], float("nan"))
+    plan = small_plan(batch, inputs[0], heads, decodes, splits)
+    assert paged_attention(*inputs, scale, longest_query, longest, window, out, plan) is out
+    error = (out.double() - expected.double()).norm() / expected.double().norm()
+    assert error <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("block_size", [1, 16, 64])
+def test_batches_and_block_sizes(kind, splits, block_size):
+    run(kind, (4, 2, 8), block_size, None, splits, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["decode", "chunks"])
+@pytest.mark.parametrize("window", [1, 7, 40])
+def test_sliding_window(kind, window):
+    run(kind, (4, 2, 8), 16, window, random.choice((1, 2)), torch.float32)
+
+
+@pytest.mark.parametrize("heads", [(3, 1, 24), (4, 4, 16), (5, 1, 40)], ids=str)
+@pytest.mark.parametrize("kind", ["decode", "mixed"])
+def test_odd_heads(kind, heads):
+    run(kind, heads, 16, None, 2, torch.float32)
+
+
+def test_more_query_heads_than_rows_of_the_usual_tile():
+    batch, heads = BATCHES["decode"], (17, 1, 8)
+    inputs, _, longest = make_inputs(batch, heads, 16, torch.float32)
+    plan = plan_attention(len(batch), len(batch), len(batch), 64, *heads, 4, "cuda", 1)
+    assert plan.decode.block_m == 32
+    out = paged_attention(*inputs, 0.3, 1, longest, plan=plan)
+    torch.testing.assert_close(out, paged_attention_reference(*inputs, 0.3, 1, longest))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["decode", "mixed"])
+def test_half_precision(kind, dtype):
+    run(kind, (4, 2, 16), 16, None, 2, dtype)
+
+
+def test_no_tokens():
+    q = torch.empty(0, 4, 8)
+    table, none = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+    cache = torch.zeros(2, 2, 16, 2, 8)
+    out = paged_attention(q, cache, table, none, torch.zeros(1, dtype=torch.int32), none, 1.0, 0, 0)
+    assert out.shape == (0, 4, 8)
+
+
+def test_backend_plans_once_a_step_for_each_shape_of_layer(monkeypatch):
+    monkeypatch.setattr(triton_attn, "multiprocessor_count", lambda device: 1)
+    batch = BATCHES["decode"]
+    inputs, longest_query, longest = make_inputs(batch, (4, 2, 8), 16, torch.float32)
+    q, cache, table, rows, starts, lengths = inputs
+    metadata = AttentionMetadata(
+        rows, starts, lengths, lengths, lengths, table, len(batch), len(q), longest_query, longest
+    )
+    backend = triton_attn.TritonAttention()
+    backend.plan(metadata)
+    full = AttentionSpec(4, 2, 8, 0.5, 16, "float32")
+    windowed = replace(full, sliding_window=5)
+    for spec in (full, windowed, full):
+        out = backend.forward(q, cache, metadata, spec)
+        reference = paged_attention_reference(*inputs, 0.5, longest_query, longest, spec.sliding_window)
+        torch.testing.assert_close(out, reference)
+    assert len(metadata.plan) == 2

@@ -1,0 +1,102 @@
+"""Norms, activation, rotary + cache, batch preparation and sampling against their references."""
+
+import itertools
+
+import pytest
+import torch
+
+from headrace.kernels.table import REFERENCE_KERNELS as REFERENCE
+from headrace.kernels.table import TRITON_KERNELS as TRITON
+
+DTYPES = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_inputs_and_poisoned_outputs():
+    torch.seed()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty gives NaN
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def assert_close(out, reference):
+    assert out.shape == reference.shape
+    assert out.dtype == reference.dtype
+    error = (out.double() - reference.double()).norm() / reference.double().norm().clamp_min(1e-30)
+    assert error <= DTYPES[out.dtype]
+
+
+@each_dtype
+@pytest.mark.parametrize(("rows", "hidden"), [(3, 48), (1, 129), (0, 16)])
+def test_norms(dtype, rows, hidden):
+    x, residual, weight = (torch.randn(*shape).to(dtype) for shape in ((rows, hidden), (rows, hidden), (hidden,)))
+    assert_close(TRITON.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5))
+    theirs = residual.clone()
+    normed, summed = TRITON.add_rms_norm(x, residual, weight, 1e-5)
+    assert summed.data_ptr() == residual.data_ptr()
+    assert_close(normed, REFERENCE.add_rms_norm(x, theirs, weight, 1e-5)[0])
+    assert torch.equal(residual, theirs)
+
+
+def test_norm_of_a_strided_view_and_of_three_dimensions():
+    wide, weight = torch.randn(4, 80), torch.randn(32)
+    assert_close(TRITON.rms_norm(wide[:, 16:48], weight, 1e-6), REFERENCE.rms_norm(wide[:, 16:48], weight, 1e-6))
+    deep = torch.randn(2, 3, 32)
+    assert_close(TRITON.rms_norm(deep, weight, 1e-6), REFERENCE.rms_norm(deep, weight, 1e-6))
+
+
+@each_dtype
+@pytest.mark.parametrize(("rows", "width"), [(5, 33), (1, 1100), (0, 8)])
+def test_silu_and_mul(dtype, rows, width):
+    x = torch.randn(rows, 2 * width).to(dtype) * 4
+    assert_close(TRITON.silu_and_mul(x), REFERENCE.silu_and_mul(x))
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotary_dim", "norm"),
+    [(6, 2, 8, 8, False), (3, 3, 24, 24, True), (5, 1, 32, 16, True), (4, 2, 10, 4, False)],
+)
+def test_rotary_and_cache(dtype, heads, kv_heads, dim, rotary_dim, norm):
+    q, k, v = torch.randn(5, heads + 2 * kv_heads, dim).to(dtype).split((heads, kv_heads, kv_heads), dim=1)
+    angles, positions = torch.rand(64, rotary_dim // 2) * 6, torch.randint(0, 64, (5,))
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    cache = torch.randn(2, 4, 4, kv_heads, dim).to(dtype)
+    expected_cache, untouched = cache.clone(), cache.clone()
+    slots = torch.tensor([3, -1, 7, 15, 0])
+    weights = [torch.randn(dim).to(dtype) if norm else None for _ in range(2)]
+    out = TRITON.rotary_and_cache(q, k, v, cos_sin, positions, cache, slots, *weights)
+    assert_close(out, REFERENCE.rotary_and_cache(q, k, v, cos_sin, positions, expected_cache, slots, *weights))
+    assert_close(cache, expected_cache)
+    unwritten = [slot for slot in range(16) if slot not in slots]
+    assert torch.equal(cache.view(2, 16, -1)[:, unwritten], untouched.view(2, 16, -1)[:, unwritten])
+
+
+@pytest.mark.parametrize("counts", [[1, 1, 1], [1, 5, 2, 140], [300]], ids=str)
+@pytest.mark.parametrize("block_size", [1, 16, 64])
+def test_prepare_batch(counts, block_size):
+    tokens = torch.randint(0, 99, (6, 400), dtype=torch.int32)
+    blocks = torch.randint(0, 2**31 - 1, (6, -(-400 // block_size)), dtype=torch.int32)
+    rows = torch.randperm(6)[: len(counts)].int()
+    computed = torch.randint(0, 90, (len(counts),), dtype=torch.int32)
+    starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+    arguments = (rows, computed, starts, tokens, blocks, block_size, sum(counts))
+    for out, reference in zip(TRITON.prepare_batch(*arguments), REFERENCE.prepare_batch(*arguments), strict=True):
+        assert out.dtype == reference.dtype
+        assert torch.equal(out, reference)
+
+
+@each_dtype
+@pytest.mark.parametrize("vocab_size", [1, 37, 1500])
+def test_gumbel_argmax(dtype, vocab_size):
+    logits = torch.randn(6, vocab_size).to(dtype) * 3
+    logits[2] = logits[2, 0]  # a greedy row of ties, and a sampled one
+    logits[3] = float("-inf")
+    logits[3, -1] = 0.0
+    temperature = torch.tensor([0.0, 1.0, 0.0, 0.7, 2.0, 1e-6])
+    seeds, positions = torch.randint(-(2**63), 2**63 - 1, (6,)), torch.randint(0, 1 << 20, (6,))
+    out = TRITON.gumbel_argmax(logits, temperature, seeds, positions)
+    assert out.tolist() == REFERENCE.gumbel_argmax(logits, temperature, seeds, positions).tolist()
+    assert out[2] == 0
+    assert out[3] == vocab_size - 1

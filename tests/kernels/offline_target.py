@@ -1,0 +1,85 @@
+"""Compiles Triton kernels for a GPU that is not here: a stand-in driver names the target, and launches do nothing.
+
+One target a process, since a kernel keeps what it compiled by device.
+"""
+
+import os
+import re
+import subprocess
+import tempfile
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+TARGETS = {
+    # name: (target, shared memory of a program in bytes)
+    "sm_90": (GPUTarget("cuda", 90, 32), 232448),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), 65536),
+    "gfx950": (GPUTarget("hip", "gfx950", 64), 163840),
+}
+
+
+class OfflineDriver:
+    class launcher_cls:
+        def __init__(self, *args, **kwargs):
+            pass
+
+        def __call__(self, *args, **kwargs):
+            pass
+
+    class utils:
+        @staticmethod
+        def load_binary(*args):
+            return 1, 1, 0, 0, 1024  # module, function, registers, spills, most threads
+
+    def __init__(self, name):
+        self.target, shared = TARGETS[name]
+        properties = {"max_shared_mem": shared, "warpSize": self.target.warp_size, "multiprocessor_count": 132}
+        self.utils.get_device_properties = staticmethod(lambda device: properties)
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+    def set_current_device(self, device):
+        pass
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+    def map_python_to_cpp_type(self, kind):
+        return kind
+
+    def get_benchmarker(self):
+        return None
+
+
+def use_target(name):
+    driver.set_active(OfflineDriver(name))
+
+
+def compiled(kernel):
+    """What `kernel` has compiled so far."""
+    return [found for cache in kernel.device_caches.values() for found in cache[0].values()]
+
+
+def spills(found):
+    """Bytes of stack (NVIDIA) or registers (AMD) that the compiled kernel spills, out of the binary's own record."""
+    if "amdgcn" in found.asm:
+        return sum(map(int, re.findall(r"\.[vs]gpr_spill_count:\s+(\d+)", found.asm["amdgcn"])))
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(found.asm["cubin"])
+        file.flush()
+        report = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    usage = re.findall(r"(?:STACK|LOCAL):(\d+)", report)
+    if not usage:
+        raise RuntimeError(f"cuobjdump names no stack: {report}")
+    return sum(map(int, usage))

@@ -1,0 +1,62 @@
+"""The planned launches: enough tiles for any batch, splits that a graph may hold, tiles that fit any head."""
+
+import itertools
+import random
+
+import pytest
+
+from headrace.kernels.attention_config import DECODE, MAX_SPLITS, PREFILL, pick_config, pick_splits, plan_attention
+
+FAMILIES = ("cuda", "hip")
+
+
+def test_both_tables_have_the_same_rows():
+    assert DECODE.keys() == PREFILL.keys()
+    assert {family for family, _, _ in DECODE} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("element_size", [2, 4])
+def test_a_tile_holds_at_least_one_query_of_every_group(family, element_size):
+    for head_dim, group, decode in itertools.product((8, 80, 128, 256), (1, 3, 8, 17, 71), (True, False)):
+        config = pick_config(decode, head_dim, group, element_size, family)
+        assert config.block_m >= group
+        for size in (config.block_m, config.block_n):
+            assert size >= 16
+            assert size & (size - 1) == 0
+
+
+def test_wider_heads_than_the_tables_are_refused():
+    with pytest.raises(KeyError):
+        pick_config(True, 512, 1, 2, "cuda")
+
+
+def test_tiles_are_enough_however_tokens_fall_on_requests():
+    for _ in range(300):
+        decodes, chunks = random.randint(0, 5), [random.randint(1, 200) for _ in range(random.randint(1, 9))]
+        group = random.choice((1, 3, 4, 8))
+        plan = plan_attention(
+            decodes + len(chunks), decodes + sum(chunks), decodes, 4096, 2 * group, 2, 128, 2, "cuda", 132
+        )
+        block_q = plan.prefill.block_m // group
+        start = 0
+        for index, count in enumerate(chunks):
+            last_tile = start // block_q + index + -(-count // block_q) - 1
+            assert last_tile < plan.prefill_tiles
+            start += count
+
+
+def test_splits_are_few_where_there_is_parallelism_and_many_where_not():
+    assert pick_splits(1024, 8, 131072, 64, 132) == 1
+    assert pick_splits(1, 8, 131072, 64, 132) == MAX_SPLITS
+    assert pick_splits(1, 8, 100, 64, 132) == 1
+    for tiles, length in itertools.product((1, 3, 8, 40), (1, 500, 9000)):
+        splits = pick_splits(tiles, 8, length, 32, 132)
+        assert splits & (splits - 1) == 0
+        assert splits <= MAX_SPLITS
+
+
+def test_a_decode_batch_plans_no_prefill():
+    plan = plan_attention(7, 7, 7, 8192, 32, 8, 128, 2, "cuda", 132)
+    assert plan.prefill_tiles == 0
+    assert plan.num_decodes == 7

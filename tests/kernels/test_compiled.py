@@ -1,0 +1,27 @@
+"""Every kernel compiles ahead of time for GPUs that are not here, and attention spills no registers."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.config import child_environment
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.compiles
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("target", ["sm_90", "gfx942", "gfx950"])
+def test_kernels_compile_without_spilling(target):
+    pytest.importorskip("triton", reason="compiling needs Triton; the references are tested without it")
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.compile_kernels", target]
+    done = subprocess.run(command, capture_output=True, text=True, env=child_environment(), cwd=ROOT, timeout=850)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    attention = [entry for entry in found if entry["kernel"].startswith("attention")]
+    assert len(attention) == 2 * 2 * 3 * 3  # decode and prefill, dtypes, head_dims, groups
+    assert len({entry["kernel"] for entry in found} - {entry["kernel"] for entry in attention}) == 7
+    assert [entry for entry in found if entry["spills"]] == []

@@ -1,0 +1,20 @@
+"""Runs interpreted/ in a process of its own: Triton reads TRITON_INTERPRET when kernels are defined."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.config import child_environment
+
+FOLDER = Path(__file__).parent / "interpreted"
+
+
+@pytest.mark.parametrize("file", sorted(path.name for path in FOLDER.glob("test_*.py")))
+def test_triton_kernels_equal_their_references(file):
+    pytest.importorskip("triton", reason="kernels need Triton; the references are tested without it")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(FOLDER / file)]
+    environment = {**child_environment(), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

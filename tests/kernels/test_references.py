@@ -1,0 +1,161 @@
+"""The references say what the kernels mean, so they are held against Hugging Face's formulas and plain statistics."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from headrace.kernels.sampling import hash_bits_reference
+from headrace.kernels.table import REFERENCE_KERNELS as KERNELS
+from headrace.kernels.table import select_kernels
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rms_norm_rounds_as_hugging_face_does(dtype):
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    theirs = LlamaRMSNorm(96, eps=1e-5).to(dtype)
+    torch.nn.init.normal_(theirs.weight)
+    x = torch.randn(7, 96).to(dtype)
+    torch.testing.assert_close(KERNELS.rms_norm(x, theirs.weight.data, 1e-5), theirs(x).detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_add_rms_norm_adds_in_place():
+    x, residual, weight = torch.randn(3, 16), torch.randn(3, 16), torch.randn(16)
+    total = x + residual
+    normed, summed = KERNELS.add_rms_norm(x, residual, weight, 1e-5)
+    assert summed is residual
+    assert torch.equal(residual, total)
+    assert torch.equal(normed, KERNELS.rms_norm(total, weight, 1e-5))
+
+
+def test_silu_and_mul():
+    x = torch.randn(4, 10)
+    torch.testing.assert_close(KERNELS.silu_and_mul(x), torch.nn.functional.silu(x[:, :5]) * x[:, 5:])
+
+
+@pytest.mark.parametrize("joined", [True, False], ids=["views of one tensor", "apart"])
+def test_rotary_turns_as_hugging_face_does(joined):
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    q, k, v = torch.randn(6, 8, 16).split((4, 2, 2), dim=1)
+    if not joined:
+        q, k = q.clone(), k.clone()
+    angles, positions = torch.rand(32, 8) * 6, torch.randint(0, 32, (6,))
+    cache = torch.zeros(2, 3, 4, 2, 16)
+    slots = torch.tensor([0, 5, -1, 11, 7, 2])
+    original = k.clone()
+    out = KERNELS.rotary_and_cache(q, k, v, torch.cat((angles.cos(), angles.sin()), dim=-1), positions, cache, slots)
+    both = torch.cat((angles, angles), dim=-1)[positions]
+    expected_q, expected_k = apply_rotary_pos_emb(q[None], k[None], both.cos(), both.sin(), unsqueeze_dim=1)
+    torch.testing.assert_close(out, expected_q[0])
+    assert torch.equal(k, original)
+    written = slots >= 0
+    flat = cache.view(2, 12, 2, 16)
+    torch.testing.assert_close(flat[0, slots[written]], expected_k[0, written])
+    torch.testing.assert_close(flat[1, slots[written]], v[written])
+    assert flat[:, [1, 3, 4, 6, 8, 9, 10]].abs().sum() == 0
+
+
+def test_prepare_batch_finds_tokens_positions_and_slots():
+    tokens = torch.arange(60, dtype=torch.int32).view(3, 20)
+    blocks = torch.tensor([[9, 8, 7, 6, 5], [4, 3, 2, 1, 0], [10, 11, 12, 13, 14]], dtype=torch.int32)
+    rows, computed = torch.tensor([2, 0], dtype=torch.int32), torch.tensor([3, 6], dtype=torch.int32)
+    starts = torch.tensor([0, 1, 4], dtype=torch.int32)
+    ids, positions, slots = KERNELS.prepare_batch(rows, computed, starts, tokens, blocks, 4, 4)
+    assert ids.tolist() == [43, 6, 7, 8]
+    assert positions.tolist() == [3, 6, 7, 8]
+    assert slots.tolist() == [10 * 4 + 3, 8 * 4 + 2, 8 * 4 + 3, 7 * 4 + 0]
+
+
+def test_draws_follow_the_softmax():
+    draws, logits = 20_000, torch.tensor([0.0, 1.0, 2.0, -1.0, float("-inf")])
+    out = KERNELS.gumbel_argmax(
+        logits.expand(draws, -1), torch.full((draws,), 0.8), torch.full((draws,), 1234), torch.arange(draws)
+    )
+    expected = (logits / 0.8).softmax(0)
+    observed = torch.bincount(out, minlength=5) / draws
+    sigma = (expected * (1 - expected) / draws).sqrt()
+    assert ((observed - expected).abs() <= 4.5 * sigma).all()
+
+
+def test_draws_depend_on_seed_and_position_alone():
+    logits, temperature = torch.randn(64, 50), torch.ones(64)
+    seeds, positions = torch.randint(-(2**63), 2**63 - 1, (64,)), torch.randint(0, 9999, (64,))
+    together = KERNELS.gumbel_argmax(logits, temperature, seeds, positions)
+    order = torch.randperm(64)
+    shuffled = KERNELS.gumbel_argmax(logits[order], temperature, seeds[order], positions[order])
+    assert torch.equal(together[order], shuffled)
+    moved = KERNELS.gumbel_argmax(logits, temperature, seeds, positions + 1)
+    assert (moved != together).float().mean() > 0.3
+
+
+def test_hash_bits_are_balanced_and_change_with_every_bit_of_the_seed():
+    seeds, position = torch.tensor([77]), torch.tensor([5])
+    plain = hash_bits_reference(seeds, position, 4096)
+    assert plain.min() >= 0
+    assert plain.max() < 2**32
+    for bit in range(32):
+        share = ((plain >> bit) & 1).double().mean()
+        assert abs(share - 0.5) < 0.05
+    for bit in range(64):
+        flipped = hash_bits_reference(seeds ^ torch.tensor(1).bitwise_left_shift(bit), position, 4096)
+        changed = sum(((plain ^ flipped) >> place & 1).double().mean() for place in range(32))
+        assert 14 < changed < 18
+
+
+def test_greedy_rows_take_the_lowest_of_equal_tokens():
+    logits = torch.tensor([[1.0, 3.0, 3.0], [2.0, 0.0, 2.0]])
+    zeros = torch.zeros(2, dtype=torch.int64)
+    assert KERNELS.gumbel_argmax(logits, torch.zeros(2), zeros, zeros).tolist() == [1, 0]
+    assert KERNELS.gumbel_argmax(logits, torch.tensor([0.0, 1.0]), zeros, zeros)[0] == 1
+
+
+def brute_filter(logits, top_k, top_p, min_p):
+    """Token ids kept, one row, straight from the definitions."""
+    probs = logits.double().softmax(0)
+    kept = {i for i in range(len(logits)) if probs[i] >= min_p * probs.max() and logits[i] > float("-inf")}
+    if 0 < top_k < len(kept):
+        kth = sorted((float(logits[i]) for i in kept), reverse=True)[top_k - 1]
+        kept = {i for i in kept if logits[i] >= kth}
+    total = sum(float(probs[i]) for i in kept)
+    if top_p < 1:
+        above = {i: sum(float(probs[j]) for j in kept if logits[j] > logits[i]) / total for i in kept}
+        kept = {i for i in kept if above[i] < top_p or logits[i] == max(logits)}
+    return kept
+
+
+def test_filter_logits_keeps_what_the_definitions_say():
+    logits = torch.randn(40, 24).mul(2).round(decimals=1)  # rounded, so that ties occur
+    logits[3, 5:] = float("-inf")
+    top_k = torch.randint(-1, 26, (40,))
+    top_p, min_p = torch.rand(40), torch.rand(40) * 0.3
+    top_p[::4], min_p[::3], top_p[1] = 1.0, 0.0, 0.0
+    out = KERNELS.filter_logits(logits, top_k, top_p, min_p)
+    for row in range(40):
+        kept = set((out[row] > float("-inf")).nonzero().flatten().tolist())
+        assert kept == brute_filter(logits[row], int(top_k[row]), float(top_p[row]), float(min_p[row]))
+        assert torch.equal(out[row, list(kept)], logits[row, list(kept)])
+
+
+def test_references_load_and_run_without_triton():
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch\n"
+        "from headrace.kernels.table import REFERENCE_KERNELS, select_kernels\n"
+        "from headrace.kernels._triton import HAS_TRITON\n"
+        "from headrace.attention.table import load_backend\n"
+        "assert not HAS_TRITON and select_kernels('cpu') is REFERENCE_KERNELS\n"
+        "assert load_backend('TORCH_SDPA').name == 'TORCH_SDPA'\n"
+        "print(select_kernels('cpu').silu_and_mul(torch.ones(1, 4)).shape)\n"
+        "try:\n    select_kernels('cuda')\nexcept RuntimeError as error:\n    print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "torch.Size([1, 2])" in done.stdout
+    assert "needs Triton" in done.stdout
+
+
+def test_the_cpu_gets_the_references():
+    assert select_kernels("cpu") is KERNELS
