@@ -29,7 +29,7 @@ def test_random_logits(dtype: torch.dtype, k: int) -> None:
 
 
 def test_ties_are_listed_by_id_and_share_a_rank() -> None:
-    logits = torch.tensor([[1.0, 2.0, 2.0, 0.0, -0.0, -1.0, -1.0, 2.0]])
+    logits = torch.tensor([[1.0, 2.0, 2.0, -0.0, 0.0, -1.0, -1.0, 2.0]])
     check(logits, torch.tensor([2]), 7)
     assert gather_logprobs(logits, torch.tensor([7]), 2).token_ids.tolist() == [[7, 1, 2]]
     assert gather_logprobs(logits, torch.tensor([7]), 2).ranks.tolist() == [1]

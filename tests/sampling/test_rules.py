@@ -52,7 +52,7 @@ def test_min_tokens_forbids_stop_ids_until_enough_are_out() -> None:
 
 def test_bad_words_forbid_the_last_token_after_their_prefix() -> None:
     bench = Bench(vocab_size=16)
-    words = [[9], [1, 2, 3], [2, 5], [7, 1, 2, 6], [1, 2, 900], [900, 2, 8]]
+    words = [[9], [1, 2, 3], [2, 5], [7, 1, 2, 6], [1, 2, 900], [900, 2, 8], [1, 1, 11]]
     bench.add({0: Case(SamplingParams(), [1], [], bad_words=words)})
     assert banned(bench, 0) == [9], "a single token is always forbidden; a prefix longer than the text never matches"
     bench.append([0], [2])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.sampling.sampler import SampleResult
+from headrace.sampling.sampler import Sampler, SampleResult
 from headrace.sampling.state import Feature
 
 from .oracle import Bench, Case, SamplingParams, forbidden_tokens, kept_tokens, processed_logits, random_case
@@ -213,6 +213,21 @@ def test_rows_without_usable_logits_are_told_and_harm_nobody(params: SamplingPar
     healthy = Bench(vocab_size=20)
     healthy.add(good)
     assert healthy.sample(logits[[0, 2]], [0, 2]).token_ids.tolist() == result.token_ids[[0, 2]].tolist()
+
+
+def test_an_invalid_row_gets_a_valid_id_whatever_the_draw_makes_of_it() -> None:
+    bench = Bench(vocab_size=20)
+    bench.add({0: Case(SamplingParams(), [1]), 1: Case(SamplingParams(), [1])})
+    logits = torch.randn(2, 20)
+    logits[0, 3] = math.nan
+    kernels = replace(bench.sampler.kernels, gumbel_argmax=lambda scores, *_: torch.tensor([1023, 7]))
+    ids = (
+        Sampler(bench.state, kernels)
+        .sample(logits, torch.tensor([0, 1]), torch.tensor([1, 1]), bench.token_table)
+        .token_ids
+    )
+    assert 0 <= ids[0] < 20
+    assert ids[1] == 7
 
 
 def test_infinite_logits_win() -> None:
