@@ -1,0 +1,164 @@
+"""Every spelling of a flag that vLLM's users type, and what each mistake gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from headrace.cli.arguments import FlagParser, build_config, human_int
+from headrace.cli.bench.command import build_parser as bench_parser
+from headrace.cli.generate import build_parser as generate_parser
+from headrace.cli.serve import build_parser as serve_parser
+from headrace.config import EngineConfig, ServerConfig, knob
+from headrace.errors import ConfigError
+
+
+def parse(line: str) -> dict[str, Any]:
+    return vars(serve_parser().parse(line.split()))
+
+
+SPELLINGS = [
+    ("demo", {"model": "demo"}),
+    ("--model demo", {"model": "demo"}),
+    ("demo --model demo", {"model": "demo"}),
+    ("--port 80 demo", {"port": 80, "model": "demo"}),
+    ("--max-model-len 4096", {"max_model_len": 4096}),
+    ("--max_model_len=4096", {"max_model_len": 4096}),
+    ("--max-model-len 8k", {"max_model_len": 8000}),
+    ("--max-model-len 8K", {"max_model_len": 8192}),
+    ("--max-num-batched-tokens 2M", {"max_num_batched_tokens": 2 * 1024 * 1024}),
+    ("--gpu-memory-utilization .95", {"gpu_memory_utilization": 0.95}),
+    ("-tp 2", {"tensor_parallel_size": 2}),
+    ("-tp=2", {"tensor_parallel_size": 2}),
+    ("--tensor_parallel_size 2", {"tensor_parallel_size": 2}),
+    ("--enforce-eager", {"enforce_eager": True}),
+    ("--enforce-eager demo", {"enforce_eager": True, "model": "demo"}),
+    ("--no-enforce-eager", {"enforce_eager": False}),
+    ("--enforce-eager false", {"enforce_eager": False}),
+    ("--enable-chunked-prefill False", {"enable_chunked_prefill": False}),
+    ("--enable-chunked-prefill=false", {"enable_chunked_prefill": False}),
+    ("--enable_chunked_prefill True demo", {"enable_chunked_prefill": True, "model": "demo"}),
+    ("--no-enable-chunked-prefill", {"enable_chunked_prefill": False}),
+    ("--no_enable_chunked_prefill", {"enable_chunked_prefill": False}),
+    ("--no-enable-prefix-caching", {"enable_prefix_caching": False}),
+    ("--disable-prefix-caching", {"enable_prefix_caching": False}),
+    ("--no-async-scheduling", {"async_scheduling": False}),
+    ("--disable-log-requests", {"disable_log_requests": True}),
+    ("--enable-log-requests", {"disable_log_requests": False}),
+    ("--served-model-name a b", {"served_model_name": ["a", "b"]}),
+    ("--served-model-name a --served-model-name b", {"served_model_name": ["a", "b"]}),
+    ("--api-key a b --port 1", {"api_key": ["a", "b"], "port": 1}),
+    ('--compilation-config {"cudagraph_mode":"NONE"}', {"compilation_config": {"cudagraph_mode": "NONE"}}),
+    ("--compilation-config.cudagraph_mode NONE", {"compilation_config": {"cudagraph_mode": "NONE"}}),
+    ("--compilation_config.cudagraph-mode=NONE", {"compilation_config": {"cudagraph_mode": "NONE"}}),
+    ("--compilation-config.a.b 1 --compilation-config.a.c x", {"compilation_config": {"a": {"b": 1, "c": "x"}}}),
+    ('--compilation-config {"a":1} --compilation-config.b [2]', {"compilation_config": {"a": 1, "b": [2]}}),
+    ("-- demo", {"model": "demo"}),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), SPELLINGS, ids=[line for line, _ in SPELLINGS])
+def test_spellings(line: str, expected: dict[str, Any]) -> None:
+    assert parse(line) == expected
+
+
+MISTAKES = [
+    ("--max-model-length 5", "unknown flag --max-model-length; did you mean --max-model-len?"),
+    ("--no-enforce-eagr", "unknown flag --no-enforce-eagr; did you mean --no-enforce-eager?"),
+    ("--qqqqqqqq", "unknown flag --qqqqqqqq; --help lists the flags"),
+    ("-x", "unknown flag -x"),
+    ("--max-model-len x", "--max-model-len must be a whole number such as 4096, 8k or 8K, got 'x'"),
+    ("--max-model-len 0", "--max-model-len must be at least 1, got 0"),
+    ("--max-model-len", "--max-model-len expected one argument"),
+    ("-tp two", "--tensor-parallel-size must be a whole number"),
+    ("--dtype int4", "--dtype must be one of auto, half, float16, bfloat16, float, float32; got 'int4'"),
+    ("--block-size 17", "--block-size must be one of 1, 16, 32, 64; got 17"),
+    ("--gpu-memory-utilization much", "--gpu-memory-utilization must be a number, got 'much'"),
+    ("--enforce-eager=maybe", "--enforce-eager must be true or false, got 'maybe'"),
+    ("--compilation-config [1]", "--compilation-config must be a JSON object, got '[1]'"),
+    ("--compilation-config", "--compilation-config needs a value"),
+    ("--compilation-config.a 1 --compilation-config.a.b 2", "'a' is not a JSON object"),
+    ("a b", "unexpected argument b"),
+    ("a --model b", "two models given: 'a' and --model 'b'"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), MISTAKES, ids=[line for line, _ in MISTAKES])
+def test_mistakes_name_flag_value_and_what_is_accepted(line: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(line)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("7", 7), ("-1", -1), ("1k", 1000), ("1K", 1024), ("1.5k", 1500), ("25.6k", 25600), ("1m", 10**6), ("1G", 2**30)],
+)
+def test_human_numbers(text: str, number: int) -> None:
+    assert human_int(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "k", "1.5", "1.0001k", "1kk", "0x10", "1 k"])
+def test_no_human_numbers(text: str) -> None:
+    with pytest.raises(ValueError):
+        human_int(text)
+
+
+def test_values_that_look_like_flags() -> None:
+    values = generate_parser().parse(["--prompt", "- a list", "--prompt=--x_y=1", "--seed", "-1"])
+    assert (values.prompt, values.seed) == (["- a list", "--x_y=1"], -1)
+
+
+def test_only_what_was_given_is_taken_from_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "from-environment")
+    assert build_config(ServerConfig, serve_parser().parse([])).api_key == ["from-environment"]
+    assert build_config(ServerConfig, serve_parser().parse(["--api-key", "flag"])).api_key == ["flag"]
+    values = bench_parser("latency").parse([])
+    assert build_config(EngineConfig, values, enable_prefix_caching=False).enable_prefix_caching is False
+    values = bench_parser("latency").parse(["--enable-prefix-caching"])
+    assert build_config(EngineConfig, values, enable_prefix_caching=False).enable_prefix_caching is True
+
+
+def test_a_knob_is_a_flag_with_its_aliases() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        size: int = knob(3, "The size.", minimum=1, aliases=("--length",), group="mine")
+
+    parser = FlagParser("x", "Summary.", "  none", model=False)
+    parser.add_knobs(Options)
+    assert build_config(Options, parser.parse(["--length", "2k"])).size == 2000
+    assert build_config(Options, parser.parse([])).size == 3
+
+
+def test_flags_of_older_editions_are_accepted_with_a_notice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse("--num_scheduler_steps 10 --use-v2-block-manager --swap-space=16 demo") == {"model": "demo"}
+    notes = capsys.readouterr().err.splitlines()
+    assert [note.split()[2] for note in notes] == ["--num-scheduler-steps", "--use-v2-block-manager", "--swap-space"]
+
+
+@pytest.mark.parametrize("name", ["latency", "throughput", "serve"])
+def test_amd_spellings_of_the_benchmarks(name: str) -> None:
+    lines = {
+        "latency": "--model m -tp 8 --batch-size 1 --input-len 128 --output-len 2048 --num-iters-warmup 3 --num-iters 5"
+        " --output-json o.json --disable-detokenize --trust-remote-code",
+        "throughput": "--model m -tp 1 --dataset ShareGPT.json --num-prompts 1500 --max-num-seqs 1500 --input-len 4k"
+        " --random-output-len 512 --enable-chunked-prefill False --max-seq-len-to-capture 131072",
+        "serve": "--port 8000 --model m --dataset-name random --random-input-len 4096 --random-output-len 512"
+        " --request-rate 1 --ignore-eos --num-prompts 500 --percentile-metrics ttft,tpot,itl,e2el",
+    }
+    assert bench_parser(name).parse(lines[name].split()).model == "m"
+
+
+@pytest.mark.parametrize("parser", [serve_parser(), generate_parser(), *map(bench_parser, ["latency", "throughput"])])
+def test_help_names_every_engine_knob(parser: FlagParser, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parser.parse(["--help"])
+    text = capsys.readouterr().out
+    assert caught.value.code == 0
+    for name in EngineConfig.__dataclass_fields__:
+        assert "--" + name.replace("_", "-") in text
+    assert "examples:" in text
+    assert "(default:" in text

@@ -1,0 +1,134 @@
+"""The command as a shell sees it: output, errors of one line, exit codes, and how little a help page loads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from headrace import __version__
+from headrace.cli import main as main_module
+from headrace.cli.main import main
+from headrace.errors import EngineDeadError
+
+
+def headrace(*argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "headrace.cli.main", *argv], input=stdin, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["help"]])
+def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    for command in ("generate", "serve", "bench"):
+        assert command in text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"headrace {__version__}"
+
+
+MISTAKES = [
+    (["generat"], "unknown command 'generat'; did you mean generate?"),
+    (["--frob"], "unknown flag '--frob'; commands are generate, serve, bench"),
+    (["bench", "latncy"], "unknown benchmark 'latncy'; did you mean latency?"),
+    (["serve", "--prot", "1"], "unknown flag --prot; did you mean --port?"),
+    (["serve", "--port", "99999"], "--port must be at most 65535, got 99999"),
+    (["generate", "/no/such/folder", "--prompt", "x"], "folder '/no/such/folder' does not exist"),
+    (["bench", "latency", "/no/such/folder"], "folder '/no/such/folder' does not exist"),
+    (["bench", "throughput", "/no/such/folder"], "folder '/no/such/folder' does not exist"),
+    (["generate", "--top-p", "0", "--prompt", "x"], "--top-p must be in (0, 1], got 0"),
+    (["generate", "--prompts-file", "/no/such", "--prompt", "x"], "--prompts-file '/no/such' cannot be read"),
+    (["generate", "--seed", "-1", "--prompt", "x"], "--seed must be at least 0, got -1"),
+    (["bench", "serve", "--percentile-metrics", "ttft,foo"], "--percentile-metrics must be of ttft, tpot, itl, e2el"),
+    (["bench", "serve", "--metric-percentiles", "101"], "--metric-percentiles must be numbers from 0 to 100"),
+    (["bench", "serve", "--goodput", "itl:5"], "--goodput must be METRIC:MILLISECONDS"),
+    (["bench", "serve", "--base-url", "localhost"], "--base-url must look like http://host:port, got 'localhost'"),
+    (["bench", "serve", "--trace-speed", "2"], "--trace-speed needs a trace"),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), MISTAKES, ids=[" ".join(argv) for argv, _ in MISTAKES])
+def test_a_mistake_is_one_line_and_exit_code_2(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("headrace: error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_exit_codes_of_other_ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def ending(error: BaseException) -> int:
+        def fail(argv: list[str]) -> int:
+            raise error
+
+        monkeypatch.setattr(main_module, "_dispatch", fail)
+        return main([])
+
+    assert ending(EngineDeadError("two\nlines")) == 1
+    assert capsys.readouterr().err == "headrace: error: two lines\n"
+    assert ending(KeyboardInterrupt()) == 130
+    with pytest.raises(ZeroDivisionError):  # a bug shows its traceback
+        ending(ZeroDivisionError())
+
+
+def test_the_shell_sees_the_same() -> None:
+    done = headrace("serve", "--max-model-length", "5")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "headrace: error: unknown flag --max-model-length; did you mean --max-model-len?\n"
+
+
+def test_no_prompt_is_an_error_of_one_line() -> None:
+    done = headrace("generate", "demo", stdin="")
+    assert done.returncode == 2
+    assert "no prompt given" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("folder_name", ["plain", "broken"])
+def test_a_folder_that_is_no_model(folder_name: str, tmp_path: Path) -> None:
+    if folder_name == "broken":
+        (tmp_path / "config.json").write_text("{")
+    done = headrace("generate", str(tmp_path), "--prompt", "x")
+    assert done.returncode == 2
+    assert "config.json" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+HELP_PAGES = [["--help"], ["generate", "-h"], ["serve", "-h"], *(["bench", b, "-h"] for b in ("latency", "throughput", "serve"))]
+HEAVY = ("torch", "triton", "transformers", "numpy", "huggingface_hub", "tokenizers", "fastapi", "rich")
+PROBE = f"""
+import sys
+from headrace.cli.main import main
+try:
+    main(sys.argv[1:])
+except SystemExit:
+    pass
+print("LOADED", [name for name in {HEAVY} if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize("argv", HELP_PAGES, ids=" ".join)
+def test_help_loads_nothing_heavy(argv: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-c", PROBE, *argv], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "LOADED []"
+
+
+@pytest.mark.parametrize("argv", [["-m", "headrace.cli.main", "serve", "--help"], ["-c", "import headrace"]], ids=str)
+def test_help_and_import_are_quick(argv: list[str]) -> None:
+    """The promise is 0.3 s; the bound leaves room for a machine that is busy with other tests."""
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        subprocess.run([sys.executable, *argv], stdout=subprocess.DEVNULL, check=True)
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(3)) < 1.0

@@ -1,0 +1,131 @@
+"""MODEL to folder: the demo, paths, the hub's cache on disk, and one-line errors for the rest. No network is used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+from huggingface_hub import errors as hub_errors
+
+from headrace import hub
+from headrace.errors import ModelNotFoundError
+
+
+def make_folder(path: Path) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text("{}")
+    return path
+
+
+def make_cached(cache: Path, model: str, revision: str = "main") -> Path:
+    """A model as huggingface_hub leaves it in its cache."""
+    commit = "a" * 40
+    repo = cache / ("models--" + model.replace("/", "--"))
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / revision).write_text(commit)
+    return make_folder(repo / "snapshots" / commit)
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "is_offline_mode", lambda: True, raising=False)
+
+
+def test_a_local_folder_is_itself(tmp_path: Path) -> None:
+    assert hub.resolve_model_folder(str(make_folder(tmp_path / "m"))) == tmp_path / "m"
+
+
+def test_a_relative_folder_wins_over_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_folder(tmp_path / "org" / "name")
+    monkeypatch.chdir(tmp_path)
+    assert hub.resolve_model_folder("org/name").resolve() == (tmp_path / "org" / "name").resolve()
+
+
+def test_demo_is_the_embedded_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "DEMO_FOLDER", tmp_path)
+    with pytest.raises(ModelNotFoundError, match="embedded demo model is missing"):
+        hub.resolve_model_folder("demo")
+    make_folder(tmp_path)
+    assert hub.resolve_model_folder("demo") == tmp_path
+    assert hub.local_model_folder("demo") == tmp_path
+
+
+@pytest.mark.parametrize("model", ["/no/such", "./no", "../no", "~/no-such-folder", "a/b/c", "with space"])
+def test_what_looks_like_a_path_is_never_asked_of_the_hub(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
+    with pytest.raises(ModelNotFoundError, match="does not exist"):
+        hub.resolve_model_folder(model)
+
+
+def test_a_file_and_a_folder_without_config(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelNotFoundError, match="is a file"):
+        hub.resolve_model_folder(str(tmp_path / "file"))
+    with pytest.raises(ModelNotFoundError, match=r"has no config\.json"):
+        hub.resolve_model_folder(str(tmp_path))
+    assert hub.resolve_tokenizer_folder(str(tmp_path)) == tmp_path
+
+
+def test_cached_model_is_found_without_network(tmp_path: Path, offline: None) -> None:
+    snapshot = make_cached(tmp_path, "org/name")
+    assert hub.resolve_model_folder("org/name", download_dir=str(tmp_path)) == snapshot
+
+
+def test_cached_revision(tmp_path: Path, offline: None) -> None:
+    snapshot = make_cached(tmp_path, "org/name", revision="v2")
+    assert hub.resolve_model_folder("org/name", revision="v2", download_dir=str(tmp_path)) == snapshot
+    with pytest.raises(ModelNotFoundError, match="at revision 'v3'.*HF_HUB_OFFLINE"):
+        hub.resolve_model_folder("org/name", revision="v3", download_dir=str(tmp_path))
+
+
+def test_not_cached_and_offline_names_the_remedy(tmp_path: Path, offline: None) -> None:
+    with pytest.raises(ModelNotFoundError, match="unset HF_HUB_OFFLINE") as caught:
+        hub.resolve_model_folder("org/name", download_dir=str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def hub_error(kind: type[Exception]) -> Exception:
+    error = kind.__new__(kind)
+    Exception.__init__(error, "long\nstory with a secret hf_token")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (hub_errors.GatedRepoError, "gated.*HF_TOKEN"),
+        (hub_errors.RepositoryNotFoundError, "neither a local folder nor a repository.*HF_TOKEN"),
+        (hub_errors.RevisionNotFoundError, "no revision 'x'"),
+        (hub_errors.HFValidationError, "nor a valid Hugging Face id"),
+        (hub_errors.LocalEntryNotFoundError, "cannot be reached.*name a local folder"),
+        (ConnectionError, "could not be downloaded: long"),
+    ],
+)
+def test_every_hub_error_is_one_line(kind: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise hub_error(kind)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(ModelNotFoundError, match=words) as caught:
+        hub.resolve_model_folder("org/name", revision="x")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("load_format", "weights"), [("auto", True), ("dummy", False)])
+def test_dummy_weights_are_not_downloaded(
+    load_format: str, weights: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, list[str]] = {}
+
+    def download(model: str, **kwargs: list[str]) -> str:
+        asked.update(kwargs)
+        return str(make_folder(tmp_path))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    hub.resolve_model_folder("org/name", load_format=load_format)
+    assert ("*.safetensors" in asked["allow_patterns"]) is weights
+    assert not {"*.bin", "*.py", "*"} & set(asked["allow_patterns"])
