@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--teacher", type=Path, action="append", required=True, help="folder of a teacher (repeatable)")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--stories", type=int, default=120_000, help="stories sampled from each teacher")
-    parser.add_argument("--minutes", type=float, default=3.0, help="training time")
+    parser.add_argument("--minutes", type=float, default=1.0, help="training time")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
