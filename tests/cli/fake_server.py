@@ -23,12 +23,14 @@ class FakeServer:
     headers: list[str] = field(default_factory=list)
     most_at_once: int = 0
     now_open: int = 0
+    connections: int = 0
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
@@ -114,7 +116,9 @@ if __name__ == "__main__":
     import uvloop
 
     async def forever() -> None:
-        server = await asyncio.start_server(FakeServer(chunk_delay=float(sys.argv[2])).handle, "127.0.0.1", int(sys.argv[1]))
+        server = await asyncio.start_server(
+            FakeServer(chunk_delay=float(sys.argv[2])).handle, "127.0.0.1", int(sys.argv[1])
+        )
         await server.serve_forever()
 
     uvloop.run(forever())

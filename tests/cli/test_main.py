@@ -103,7 +103,12 @@ def test_a_folder_that_is_no_model(folder_name: str, tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
-HELP_PAGES = [["--help"], ["generate", "-h"], ["serve", "-h"], *(["bench", b, "-h"] for b in ("latency", "throughput", "serve"))]
+HELP_PAGES = [
+    ["--help"],
+    ["generate", "-h"],
+    ["serve", "-h"],
+    *(["bench", b, "-h"] for b in ("latency", "throughput", "serve")),
+]
 HEAVY = ("torch", "triton", "transformers", "numpy", "huggingface_hub", "tokenizers", "fastapi", "rich")
 PROBE = f"""
 import sys
