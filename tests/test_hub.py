@@ -77,7 +77,7 @@ def test_cached_model_is_found_without_network(tmp_path: Path, offline: None) ->
 def test_cached_revision(tmp_path: Path, offline: None) -> None:
     snapshot = make_cached(tmp_path, "org/name", revision="v2")
     assert hub.resolve_model_folder("org/name", revision="v2", download_dir=str(tmp_path)) == snapshot
-    with pytest.raises(ModelNotFoundError, match="at revision 'v3'.*HF_HUB_OFFLINE"):
+    with pytest.raises(ModelNotFoundError, match=r"at revision 'v3'.*HF_HUB_OFFLINE"):
         hub.resolve_model_folder("org/name", revision="v3", download_dir=str(tmp_path))
 
 

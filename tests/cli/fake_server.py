@@ -112,7 +112,7 @@ def running(fake: FakeServer) -> Iterator[FakeServer]:
 
 
 if __name__ == "__main__":
-    # A process of its own, to find out how many tokens a second the client takes.
+    # PORT SECONDS_BETWEEN_TOKENS: a process of its own, to find out how many tokens a second the client takes.
     import uvloop
 
     async def forever() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from typing import Any
 
+from headrace.cli.bench.datasets import BenchRequest
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.hub import resolve_model_folder
@@ -17,6 +18,20 @@ def model_facts(config: EngineConfig) -> tuple[int, int]:
     folder = resolve_model_folder(config.model, config.revision, config.download_dir, config.load_format)
     model = ModelConfig.from_folder(folder)
     return model.vocab_size, config.max_model_len or model.max_position_embeddings
+
+
+def fitting(requests: list[BenchRequest], max_model_len: int) -> list[BenchRequest]:
+    """Those of a file's requests that the model can take; what is left out is told. Raises ConfigError for none."""
+    fit = [request for request in requests if request.prompt_len + request.output_len <= max_model_len]
+    if not fit:
+        raise ConfigError(f"every request of the dataset is longer than max_model_len ({max_model_len})")
+    if len(fit) < len(requests):
+        print(
+            f"headrace: warning: {len(requests) - len(fit)} of {len(requests)} requests are longer than max_model_len "
+            f"({max_model_len}) and left out",
+            file=sys.stderr,
+        )
+    return fit
 
 
 def check_lengths(longest: int, max_model_len: int) -> None:

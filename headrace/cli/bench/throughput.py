@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.cli.arguments import build_config
 from headrace.cli.bench.datasets import PromptMaker, load_requests
-from headrace.cli.bench.offline import check_lengths, model_facts, start_engine, warn_of_ragged_batches
+from headrace.cli.bench.offline import check_lengths, fitting, model_facts, start_engine, warn_of_ragged_batches
 from headrace.cli.bench.options import DatasetOptions, ThroughputOptions
 from headrace.cli.bench.serve import write_json
 from headrace.config import EngineConfig
@@ -30,7 +30,10 @@ def run(values: argparse.Namespace) -> int:
         return lambda text: len(tokenizer.encode(text))
 
     requests = load_requests(dataset, counter)
-    check_lengths(max(request.prompt_len + request.output_len for request in requests), max_model_len)
+    if dataset.kind == "random":
+        check_lengths(max(request.prompt_len + request.output_len for request in requests), max_model_len)
+    else:
+        requests = fitting(requests, max_model_len)
     maker = PromptMaker(dataset.seed, vocab_size)
     prompts = [request.text if request.text is not None else maker.token_ids(request) for request in requests]
     detokenize = not (options.disable_detokenize or config.skip_tokenizer_init)

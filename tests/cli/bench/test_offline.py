@@ -86,6 +86,19 @@ def test_more_tokens_than_the_model_takes(bench: str, model_folder: str, capsys:
     assert "need 129 tokens, more than max_model_len (128)" in capsys.readouterr().err
 
 
+def test_requests_of_a_file_that_do_not_fit_are_left_out(
+    fake_llm: type[FakeLLM], model_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.csv"
+    rows = ["2023-11-16 18:17:03,100,28", "2023-11-16 18:17:04,100,29"]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    argv = ["bench", "throughput", model_folder, "--dataset", str(trace), "--disable-tqdm", "--num-warmups", "0"]
+    assert main(argv) == 0
+    assert [len(prompt) for prompt in fake_llm.made[0].calls[0][0]] == [100]
+    assert "1 of 2 requests are longer than max_model_len (128)" in capsys.readouterr().err
+    assert main([*argv, "--max-model-len", "50"]) == 2
+
+
 def test_an_unwritable_result_file(
     fake_llm: type[FakeLLM], model_folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
