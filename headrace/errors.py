@@ -57,6 +57,7 @@ class RequestError(HeadraceError):
 
     http_status = 400
     error_type = "invalid_request_error"
+    exit_code = 2
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)

@@ -12,7 +12,7 @@ import pytest
 from headrace import __version__
 from headrace.cli import main as main_module
 from headrace.cli.main import main
-from headrace.errors import EngineDeadError
+from headrace.errors import EngineDeadError, RequestError
 
 
 def headrace(*argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -73,6 +73,8 @@ def test_exit_codes_of_other_ends(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         monkeypatch.setattr(main_module, "_dispatch", fail)
         return main([])
 
+    assert ending(RequestError("the prompt is too long", "prompt")) == 2
+    assert capsys.readouterr().err == "headrace: error: the prompt is too long\n"
     assert ending(EngineDeadError("two\nlines")) == 1
     assert capsys.readouterr().err == "headrace: error: two lines\n"
     assert ending(KeyboardInterrupt()) == 130
