@@ -29,9 +29,7 @@ def resolve_model_folder(
     """
     folder = _resolve(model, revision, download_dir, weights=load_format != "dummy")
     if not (folder / "config.json").is_file():
-        raise ModelNotFoundError(
-            f"model folder {str(folder)!r} has no config.json; is it in Hugging Face layout?"
-        )
+        raise ModelNotFoundError(f"model folder {str(folder)!r} has no config.json; is it in Hugging Face layout?")
     return folder
 
 
