@@ -38,7 +38,7 @@ DECODE: dict[tuple[str, int, int], AttentionConfig] = {
 PREFILL: dict[tuple[str, int, int], AttentionConfig] = {
     ("cuda", 2, 64): AttentionConfig(128, 64, 4, 3),
     ("cuda", 2, 128): AttentionConfig(64, 64, 4, 2),
-    ("cuda", 2, 256): AttentionConfig(128, 32, 8, 2),
+    ("cuda", 2, 256): AttentionConfig(64, 32, 8, 2),
     ("cuda", 4, 64): AttentionConfig(32, 32, 4, 2),
     ("cuda", 4, 128): AttentionConfig(32, 32, 4, 2),
     ("cuda", 4, 256): AttentionConfig(16, 16, 4, 2),
