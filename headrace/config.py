@@ -74,6 +74,12 @@ class EngineConfig:
     chat_template: str | None = knob(
         None, "A jinja file, or the template itself, instead of the model's.", group="model"
     )
+    generation_config: str = knob(
+        "auto",
+        "Sampling defaults of requests: `auto`, those of the model's generation_config.json; `vllm`, none.",
+        choices=("auto", "vllm"),
+        group="model",
+    )
     max_model_len: int | None = knob(None, "Longest sequence, prompt and output together, in tokens.", minimum=1)
     seed: int = knob(0, "Seeds dummy weights and the seeds drawn for requests that bring none.", minimum=0)
 

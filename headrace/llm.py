@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from headrace.config import EngineConfig
 from headrace.engine.async_engine import load_tokenizer, make_metrics, model_folder
 from headrace.engine.core_client import InprocClient
-from headrace.engine.input_processor import InputProcessor, ModelLimits
+from headrace.engine.input_processor import InputProcessor, ModelLimits, sampling_defaults
 from headrace.engine.output_processor import OutputProcessor
 from headrace.errors import ConfigError, HeadraceError, RequestError
 from headrace.model_config import ModelConfig
@@ -38,6 +38,7 @@ class LLM:
             raise ConfigError(f"LLM: {error}") from None
         folder = model_folder(engine_config)
         model_config = ModelConfig.from_folder(folder)
+        self._defaults = SamplingParams(**sampling_defaults(engine_config, model_config))
         self.tokenizer = load_tokenizer(engine_config, folder)
         self._client = InprocClient(engine_config, folder, executor)
         self._finalizer = weakref.finalize(self, self._client.shutdown)
@@ -61,7 +62,8 @@ class LLM:
         add_special_tokens: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """One RequestOutput a prompt. `sampling_params`: one for all (default: SamplingParams()) or one a prompt.
+        """One RequestOutput a prompt. `sampling_params`: one for all or one a prompt (default:
+        `get_default_sampling_params`).
 
         Raises RequestError for the first invalid prompt, before any runs.
         """
@@ -96,6 +98,10 @@ class LLM:
         """Running and waiting requests, KV blocks, preemptions and prefix hits since start."""
         return self._client.stats()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """SamplingParams() with what the model's generation_config.json says."""
+        return self._defaults
+
     def get_tokenizer(self) -> Any:
         return self.tokenizer
 
@@ -122,7 +128,7 @@ class LLM:
         if not self._finalizer.alive:
             raise HeadraceError("this LLM has been shut down")
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or SamplingParams()] * len(prompts)
+            params = [sampling_params or self._defaults] * len(prompts)
         else:
             params = list(sampling_params)
         for name, values in (("sampling_params", params), ("priority", priority)):

@@ -38,6 +38,8 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     quantization: dict[str, Any] | None = None
+    generation: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """generation_config.json as it is."""
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """config.json as it is, for what only one family reads."""
 
@@ -60,6 +62,8 @@ class ModelConfig:
                 generation = json.loads(generation_path.read_text())
             except ValueError as error:
                 raise ModelNotFoundError(f"{generation_path} is not valid JSON: {error}") from None
+            if not isinstance(generation, dict):
+                raise ModelNotFoundError(f"{generation_path} must hold a JSON object, got {type(generation).__name__}")
         return cls.from_dict(raw, generation)
 
     @classmethod
@@ -102,6 +106,7 @@ class ModelConfig:
             bos_token_id=raw.get("bos_token_id"),
             eos_token_ids=_ids(raw.get("eos_token_id"), (generation or {}).get("eos_token_id")),
             quantization=raw.get("quantization_config"),
+            generation=generation or {},
             raw=raw,
         )
 

@@ -41,6 +41,20 @@ def test_defaults_are_vllms(llm: LLM) -> None:
     assert len(output.outputs[0].token_ids) == 16
 
 
+def test_sampling_defaults_of_the_model(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path)
+    (folder / "generation_config.json").write_text(
+        '{"temperature": 0.6, "top_p": 0.9, "min_p": null, "do_sample": true}'
+    )
+    with LLM(str(folder), executor=ECHO) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.6, top_p=0.9)
+    with LLM(str(folder), executor=ECHO, generation_config="vllm") as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+    (folder / "generation_config.json").write_text('{"top_p": 7}')
+    with pytest.raises(ConfigError, match=r"generation_config.json: top_p .*7; --generation-config vllm"):
+        LLM(str(folder), executor=ECHO)
+
+
 @pytest.mark.parametrize(
     "prompts",
     ["ab", ["ab"], [100, 101], [[100, 101]], {"prompt_token_ids": [100, 101]}, [{"prompt": "ab"}]],

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from headrace.config import EngineConfig
 from headrace.engine.core_client import STOP_SECONDS, AsyncMPClient
-from headrace.engine.input_processor import InputProcessor, ModelLimits
+from headrace.engine.input_processor import InputProcessor, ModelLimits, sampling_defaults
 from headrace.engine.messages import Abort, CoreFacts
 from headrace.engine.metrics import EngineMetrics
 from headrace.engine.output_processor import OutputKind, OutputProcessor
@@ -48,6 +48,11 @@ class AsyncEngine:
         self.max_model_len: int = limits.max_model_len
         self.vocab_size: int = limits.vocab_size
         self.metrics = make_metrics(facts, limits)
+        self.default_sampling = sampling_defaults(facts.config, model_config)
+        """Fields of SamplingParams for requests that leave them out."""
+        if self.default_sampling:
+            said = ", ".join(f"{name}={value}" for name, value in self.default_sampling.items())
+            logger.info("sampling defaults: %s (generation_config.json; --generation-config vllm ignores it)", said)
         self._client = client
         self._inputs = InputProcessor(limits, facts.config, tokenizer)
         self._outputs = OutputProcessor(tokenizer, self.metrics)
@@ -65,6 +70,7 @@ class AsyncEngine:
         """
         folder = await asyncio.to_thread(model_folder, config)
         model_config = ModelConfig.from_folder(folder)
+        sampling_defaults(config, model_config)  # what is wrong with them is told before anything is loaded
         client = AsyncMPClient(config, folder, executor)
         try:
             # The tokenizer loads while the core does.

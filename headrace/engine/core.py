@@ -99,6 +99,10 @@ class EngineCore:
                 output.scheduled_time = scheduled
         return EngineCoreOutputs(outputs=outputs, stats=self.scheduler.stats(), timestamp=time.monotonic())
 
+    def check(self) -> None:
+        """Raises EngineDeadError if the executor is gone; for a loop that has nothing to step."""
+        self._executor.check()
+
     def shutdown(self) -> None:
         self._inflight.clear()
         self._executor.shutdown()

@@ -98,6 +98,7 @@ def _loop(core: EngineCore, requests: zmq.Socket[bytes], outbox: _Outbox, stop: 
         if stepped is not None and stepped.outputs:
             outbox.send(Stepped(stepped, core.busy))
         elif time.monotonic() - outbox.last_sent > HEARTBEAT_SECONDS:
+            core.check()
             outbox.send(Stepped(core.snapshot([]), core.busy))
         idle_ms = 0 if stepped is not None or core.busy else int(HEARTBEAT_SECONDS * 500)
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from headrace.config import EngineConfig
 from headrace.engine.tokenizer import Tokenizer
-from headrace.errors import RequestError
+from headrace.errors import ConfigError, RequestError
 from headrace.model_config import ModelConfig
 from headrace.request import EngineCoreRequest
 from headrace.sampling_params import MAX_SEED, SamplingParams
@@ -48,6 +49,22 @@ class ModelLimits:
             eos.append(tokenizer.eos_token_id)
         known = tuple(dict.fromkeys(token_id for token_id in eos if 0 <= token_id < model_config.vocab_size))
         return cls(model_config.vocab_size, min(configured, room), known, why)
+
+
+DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""What a model's generation_config.json may set for requests that do not."""
+
+
+def sampling_defaults(config: EngineConfig, model_config: ModelConfig) -> dict[str, Any]:
+    """Fields of SamplingParams. Raises ConfigError where the file holds what no request could ask for."""
+    if config.generation_config != "auto":
+        return {}
+    found = {name: model_config.generation[name] for name in DEFAULTED if model_config.generation.get(name) is not None}
+    try:
+        SamplingParams(**found)
+    except RequestError as error:
+        raise ConfigError(f"generation_config.json: {error}; --generation-config vllm ignores the file") from None
+    return found
 
 
 class InputProcessor:

@@ -28,6 +28,9 @@ class Executor(Protocol):
 
     def execute(self, step: SchedulerOutput) -> StepHandle: ...
 
+    def check(self) -> None:
+        """Raises EngineDeadError if a rank is gone. Asked while idle: a step would find it out by itself."""
+
     def shutdown(self) -> None: ...
 
 

@@ -87,10 +87,16 @@ class MultiprocExecutor:
     def initialize_cache(self, num_blocks: int) -> None:
         self._send(InitializeCache(num_blocks))
         self._gather(CacheReady)
+        self._directory.cleanup()  # all are connected, and a path that is gone is not left behind by a killed process
 
     def execute(self, step: SchedulerOutput) -> _Handle:
         self._send(Execute(step))
         return _Handle(self, step.step)
+
+    def check(self) -> None:
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+        self._receive(timeout_ms=0)
 
     def shutdown(self) -> None:
         if self._dead is None:

@@ -24,5 +24,8 @@ class UniprocExecutor:
     def execute(self, step: SchedulerOutput) -> StepHandle:
         return self._worker.execute(step)
 
+    def check(self) -> None:
+        """The rank lives as long as this process."""
+
     def shutdown(self) -> None:
         self._worker.close()

@@ -52,6 +52,7 @@ async def _plan(serving: Serving, request: ChatCompletionRequest) -> Generation:
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     params = sampling_params(
         request,
+        serving.engine.default_sampling,
         max_tokens=max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         prompt_logprobs=request.prompt_logprobs,

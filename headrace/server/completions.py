@@ -50,6 +50,7 @@ def _plan(serving: Serving, request: CompletionRequest) -> Generation:
     for_prompt = [k for k in (request.prompt_logprobs, request.logprobs if request.echo else None) if k is not None]
     params = sampling_params(
         request,
+        serving.engine.default_sampling,
         max_tokens=max(max_tokens, 1),  # an echo of the prompt alone: its one token is dropped
         logprobs=request.logprobs,
         prompt_logprobs=max(for_prompt, default=None),

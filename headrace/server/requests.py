@@ -6,7 +6,9 @@ Values of sampling parameters are checked by SamplingParams itself; here is what
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -126,14 +128,16 @@ def check_max_tokens(name: str, value: int | None) -> None:
 
 def sampling_params(
     request: GenerateRequest,
+    defaults: Mapping[str, Any],
     *,
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
     detokenize: bool,
 ) -> SamplingParams:
-    """Raises RequestError naming the field, its value and what would be accepted."""
-    given = {name: value for name in PASSED_ON if (value := getattr(request, name)) is not None}
+    """`defaults` fill what the request leaves out. Raises RequestError naming the field, its value and what would be
+    accepted."""
+    given = dict(defaults) | {name: value for name in PASSED_ON if (value := getattr(request, name)) is not None}
     return SamplingParams(
         **given, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, detokenize=detokenize
     )

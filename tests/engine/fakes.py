@@ -95,6 +95,9 @@ class FakeExecutor:
             return FakeStep(EngineDeadError("scripted death of the executor"), self._free_at, self.late)
         return FakeStep(self._compute(step), self._free_at, self.late)
 
+    def check(self) -> None:
+        pass
+
     def shutdown(self) -> None:
         self.closed = True
 

@@ -51,6 +51,7 @@ class FakeEngine:
         self.tokenizer = byte_level_tokenizer() if with_tokenizer else None
         self.max_model_len = MAX_MODEL_LEN
         self.vocab_size = fakes.VOCAB_SIZE
+        self.default_sampling: dict[str, Any] = {}
         self.metrics = FakeMetrics()
         self.decisions: list[Any] = []
         self.delay = 0.0

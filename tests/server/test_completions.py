@@ -189,6 +189,14 @@ def test_parameters_reach_the_engine() -> None:
     assert (request["special"], request["priority"], request["salt"]) == (False, 3, "salt")
 
 
+def test_sampling_defaults_fill_what_is_left_out() -> None:
+    engine = FakeEngine()
+    engine.default_sampling = {"temperature": 0.5, "top_k": 7}
+    assert complete(make_app(engine), temperature=0.0, top_p=None).status_code == 200
+    params = engine.requests[0]["params"]
+    assert (params.temperature, params.top_k, params.top_p) == (0.0, 7, 1.0)
+
+
 def test_null_means_default() -> None:
     names = (
         "n temperature top_p top_k stop max_tokens logprobs echo stream stream_options seed logit_bias model".split()
