@@ -76,6 +76,10 @@ def decide_before_load(
     seqs = 1024 if device_type == "cuda" else 64
     settle("max_num_seqs", min(seqs, budget), f"what {device_type} serves before latency suffers")
 
+    decision = _graph_mode(config, device_type)
+    decisions.append(decision)
+    changes["compilation_config"] = {**config.compilation_config, "cudagraph_mode": decision.value}
+
     if config.tensor_parallel_size > 1 and model.num_heads % config.tensor_parallel_size:
         raise ConfigError(
             f"tensor_parallel_size must divide the model's {model.num_heads} attention heads, "
@@ -84,6 +88,34 @@ def decide_before_load(
     if device_type == "cpu":
         settle("cpu_threads", *_cpu_threads(config.tensor_parallel_size, beside_server))
     return config.replace(**changes), decisions
+
+
+GRAPH_MODES = {
+    "NONE": "NONE",
+    "PIECEWISE": "NONE",
+    "FULL": "FULL_DECODE_ONLY",
+    "FULL_DECODE_ONLY": "FULL_DECODE_ONLY",
+    "FULL_AND_PIECEWISE": "FULL_DECODE_ONLY",
+}
+"""cudagraph_mode as asked for -> what there is of it"""
+
+
+def _graph_mode(config: EngineConfig, device_type: str) -> Decision:
+    """Raises ConfigError for a mode that nobody knows."""
+    given = config.compilation_config.get("cudagraph_mode")
+    if given is not None and str(given).upper() not in GRAPH_MODES:
+        raise ConfigError(f"compilation_config.cudagraph_mode must be one of {', '.join(GRAPH_MODES)}; got {given!r}")
+    if device_type != "cuda":
+        return Decision("cudagraph_mode", "NONE", f"{device_type} has no graphs")
+    if config.enforce_eager:
+        return Decision("cudagraph_mode", "NONE", "enforce_eager is given", source="user")
+    if given is None:
+        return Decision("cudagraph_mode", "FULL_DECODE_ONLY", "a decode step is many short kernels", "NONE")
+    asked = str(given).upper()
+    mode = GRAPH_MODES[asked]
+    if mode == asked:
+        return Decision("cudagraph_mode", mode, "given", source="user")
+    return Decision("cudagraph_mode", mode, f"{asked} is not there yet; this is what it has in common", asked)
 
 
 def _dtype(model: ModelConfig, device_type: str) -> tuple[str, str]:

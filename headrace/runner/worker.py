@@ -76,7 +76,8 @@ class Worker:
             model_config.vocab_size,
         )
         shape = KVCacheShape(model_config.num_layers, spec.num_kv_heads, spec.head_dim, config.block_size, self.dtype)
-        use_graphs = self._use_graphs() and backend.supports_full_decode_graph
+        wants_graphs = config.compilation_config.get("cudagraph_mode") != GRAPHS_OFF
+        use_graphs = self.device.type == "cuda" and wants_graphs and backend.supports_full_decode_graph
         self.runner = ModelRunner(model, backend, kernels, shape, self.limits, self.device, use_graphs)
         notes = [f"Using {chosen.name} backend: {chosen.why}."]
         notes += [f"Passed over {passed}" for passed in chosen.passed_over]
@@ -113,10 +114,6 @@ class Worker:
 
     def close(self) -> None:
         self.mesh.close()
-
-    def _use_graphs(self) -> bool:
-        mode = str(self.config.compilation_config.get("cudagraph_mode", "FULL_DECODE_ONLY")).upper()
-        return self.device.type == "cuda" and not self.config.enforce_eager and mode != GRAPHS_OFF
 
     def _profile_gpu(self, free_before: int) -> int:
         """Bytes left for the KV cache after running the largest step on an empty cache of one block."""
