@@ -1,13 +1,14 @@
 """Child processes that read their config from an inherited descriptor and never outlive their parent.
 
 Nothing travels as pickle or on the command line. The parent holds the write end of a pipe, the *lifeline*: when the
-parent dies, by whatever signal, the child's blocking read ends and the child exits at once. Knows nothing of what the
-children do.
+parent dies, by whatever signal, the child's blocking read ends and the child exits at once, even while it still
+imports: `python -m headrace.process MODULE CONFIG_FD LIFELINE_FD` watches first. Knows nothing of what children do.
 """
 
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 import threading
@@ -39,14 +40,14 @@ class Child:
 
 
 def spawn(module: str, config: bytes, **environment: str) -> Child:
-    """Start `python -m module CONFIG_FD LIFELINE_FD`; `environment` is set where the user has not set it."""
+    """Run `module` as a child's main program, which reads `config`; `environment` is set where the user has not."""
     config_fd = os.memfd_create("headrace-config")
     os.write(config_fd, config)
     os.lseek(config_fd, 0, os.SEEK_SET)
     child_end, parent_end = os.pipe()
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(config_fd), str(child_end)],
+            [sys.executable, "-m", "headrace.process", module, str(config_fd), str(child_end)],
             pass_fds=(config_fd, child_end),
             env=child_environment(**environment),
             stdin=subprocess.DEVNULL,
@@ -61,13 +62,20 @@ def spawn(module: str, config: bytes, **environment: str) -> Child:
 
 
 def read_config(argv: list[str]) -> bytes:
-    """In the child, first of all: the config bytes; from here on the child dies with its parent."""
-    config_fd, lifeline_fd = int(argv[1]), int(argv[2])
+    """In the child, whose `sys.argv` this is: the config bytes."""
+    with os.fdopen(int(argv[1]), "rb") as file:
+        return file.read()
 
+
+def _die_with_parent(lifeline_fd: int) -> None:
     def watch() -> None:
         os.read(lifeline_fd, 1)  # returns only at end of file: nobody ever writes
         os._exit(1)
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
-    with os.fdopen(config_fd, "rb") as file:
-        return file.read()
+
+
+if __name__ == "__main__":
+    _die_with_parent(int(sys.argv[3]))
+    sys.argv = sys.argv[1:3]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -1,4 +1,4 @@
-"""The engine core's own process: `python -m headrace.engine.core_process CONFIG_FD LIFELINE_FD`.
+"""The engine core's own process.
 
 Commands come in and outputs go out over two local sockets; the loop shows itself at least once a second, so that
 whoever waits knows whether it steps. Ends on SIGTERM, and at once when its parent dies.

@@ -1,4 +1,4 @@
-"""One rank's process: `python -m headrace.executor.rank CONFIG_FD LIFELINE_FD`, obeying commands in order.
+"""One rank's process, obeying commands in order.
 
 Results leave through a thread of their own, so that the next command is taken up while the device still computes.
 """

@@ -1,0 +1,200 @@
+"""The real thing for tests: `headrace serve` as a process of its own, watched from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+import psutil
+
+DEMO = Path(__file__).parents[2] / "headrace" / "demo_model"
+START_SECONDS = 60
+STOP_SECONDS = 5
+"""What a stop, or a death, may take until the last process is gone."""
+LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 480, "ignore_eos": True, "temperature": 0}
+"""Seconds of work."""
+HELD = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+
+
+def headrace(*arguments: str, **popen: Any) -> subprocess.Popen[str]:
+    """The command, as a process group of its own with one thread of torch a rank."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "headrace.cli.main", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=popen.pop("stderr", subprocess.STDOUT),
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+        **popen,
+    )
+
+
+class Serve:
+    """`headrace serve ARGUMENTS --port 0`. `lines` is what it has printed so far."""
+
+    def __init__(self, *arguments: str, wait: bool = True) -> None:
+        self.process = headrace("serve", *(arguments or ("demo",)), "--port", "0")
+        self.lines: list[str] = []
+        self.url = ""
+        self._new: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        if wait:
+            self.url = self.wait_for(" on http://").split(" on ")[1].split()[0]
+
+    def __enter__(self) -> Serve:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Whatever a test did, nothing is left of the process group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            self._new.put(line.rstrip("\n"))
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait_for(self, text: str) -> str:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and (self.process.poll() is None or not self._new.empty()):
+            try:
+                line = self._new.get(timeout=0.1)
+            except queue.Empty:
+                continue
+            if text in line:
+                return line
+        raise AssertionError(f"no line with {text!r}:\n{self.text}")
+
+    def children(self, module: str = "") -> list[psutil.Process]:
+        """All below it, or those that run `module`."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return [child for child in children if module in " ".join(child.cmdline())]
+
+    def core(self) -> psutil.Process:
+        (core,) = self.children("headrace.engine.core_process")
+        return core
+
+    def ranks(self) -> list[psutil.Process]:
+        return self.children("headrace.executor.rank")
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json=body, timeout=30, **options)
+
+    def complete(self, **fields: Any) -> str:
+        """Text of a greedy completion."""
+        answer = self.post("/v1/completions", {"prompt": "Once upon a time", "temperature": 0, **fields})
+        assert answer.status_code == 200, answer.text
+        text: str = answer.json()["choices"][0]["text"]
+        return text
+
+    def health(self) -> int:
+        return httpx.get(f"{self.url}/health", timeout=5).status_code
+
+    def wait_for_health(self, status: int, seconds: float) -> float:
+        """How long it took."""
+        started = time.monotonic()
+        while self.health() != status:
+            assert time.monotonic() - started < seconds, f"/health is not {status} after {seconds} s"
+            time.sleep(0.05)
+        return time.monotonic() - started
+
+    def held(self) -> dict[str, float]:
+        """Requests in the engine, and the share of its cache that they hold."""
+        return metrics(httpx.get(f"{self.url}/metrics", timeout=10).text, HELD)
+
+    def wait_until_free(self, seconds: float = 5) -> None:
+        deadline = time.monotonic() + seconds
+        while any(self.held().values()):
+            assert time.monotonic() < deadline, f"still held: {self.held()}"
+            time.sleep(0.05)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Exit code; no process is left after STOP_SECONDS."""
+        everything = self.children()
+        started = time.monotonic()
+        self.process.send_signal(number)
+        code = self.process.wait(STOP_SECONDS)
+        gone(everything, STOP_SECONDS - (time.monotonic() - started))
+        return code
+
+
+def metrics(text: str, names: tuple[str, ...]) -> dict[str, float]:
+    found = {line.split("{")[0]: float(line.split()[-1]) for line in text.splitlines() if line.startswith(names)}
+    assert len(found) == len(names), text
+    return found
+
+
+def gone(processes: list[psutil.Process], seconds: float = STOP_SECONDS) -> None:
+    """Raises AssertionError unless they all end. An orphan that waits for the system's first process has ended."""
+    deadline = time.monotonic() + seconds
+    while alive := [process for process in processes if not _ended(process)]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.02)
+
+
+def _ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+class Reader:
+    """Reads one stream in a thread."""
+
+    def __init__(self, server: Serve, **fields: Any) -> None:
+        self.started = threading.Event()
+        self.lines: list[str] = []
+        self.status = 0
+        self.thread = threading.Thread(target=self._read, args=(server.url, {**LONG, "stream": True, **fields}))
+        self.thread.start()
+        assert self.started.wait(10)
+
+    def _read(self, url: str, body: dict[str, Any]) -> None:
+        try:
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer:
+                self.status = answer.status_code
+                for line in answer.iter_lines():
+                    if line:
+                        self.lines.append(line)
+                        self.started.set()
+        except httpx.HTTPError as error:
+            self.lines.append(f"broken off: {error}")
+        finally:
+            self.started.set()
+
+    def error(self) -> dict[str, Any]:
+        """The one error event that ended the stream, which has no [DONE]."""
+        self.thread.join(10)
+        assert "data: [DONE]" not in self.lines
+        assert [i for i, line in enumerate(self.lines) if '"error"' in line] == [len(self.lines) - 1], self.lines[-3:]
+        error: dict[str, Any] = json.loads(self.lines[-1].removeprefix("data: "))["error"]
+        return error
+
+
+def demo_copy(folder: Path, *without: str) -> Path:
+    """The demo model's folder, to be spoilt."""
+    for path in DEMO.iterdir():
+        if path.is_file() and path.name not in without:
+            shutil.copy(path, folder / path.name)
+    return folder

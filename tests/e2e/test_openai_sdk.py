@@ -1,0 +1,177 @@
+"""The openai SDK, sync and async, against `headrace serve demo`: the model's own words, not a script."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.e2e.serving import Serve
+
+USER: list[Any] = [{"role": "user", "content": "Tell me a story about a dog."}]
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def client(server: Serve) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30) as sdk:
+        yield sdk
+
+
+@pytest.fixture(scope="module")
+def story(client: openai.OpenAI) -> str:
+    """What the model says greedily, 24 tokens of it."""
+    return client.completions.create(model="demo", prompt=PROMPT, max_tokens=24, temperature=0).choices[0].text
+
+
+def test_models(client: openai.OpenAI) -> None:
+    (model,) = client.models.list()
+    assert model.id == "demo"
+    assert client.models.retrieve("demo").id == "demo"
+
+
+def test_completion(client: openai.OpenAI, story: str) -> None:
+    answer = client.completions.create(model="demo", prompt=[PROMPT, PROMPT], max_tokens=24, temperature=0)
+    assert [choice.text for choice in answer.choices] == [story, story]
+    assert [choice.finish_reason for choice in answer.choices] == ["length", "length"]
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 48
+    assert len(story.split()) > 10
+    assert all(word.strip(".,!?\"'").isalpha() for word in story.split()[1:])
+
+
+def test_completion_stream_is_the_whole_in_parts(client: openai.OpenAI, story: str) -> None:
+    stream = client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=24, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == story
+    assert len(chunks) > 5
+    assert chunks[-1].usage is not None
+    assert (chunks[-1].choices, chunks[-1].usage.completion_tokens) == ([], 24)
+
+
+def test_completion_logprobs(client: openai.OpenAI, story: str) -> None:
+    answer = client.completions.create(model="demo", prompt=PROMPT, max_tokens=24, temperature=0, logprobs=3)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens
+    assert logprobs.token_logprobs
+    assert logprobs.top_logprobs
+    assert "".join(logprobs.tokens) == story
+    for own, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert top is not None
+        assert own is not None
+        assert own == max(top.values())
+        assert sum(map(math.exp, top.values())) <= 1.0001
+
+
+def test_echo_scores_the_prompt(client: openai.OpenAI, story: str) -> None:
+    """Scoring a text gives each token what it had when it was generated."""
+    said = client.completions.create(model="demo", prompt=PROMPT, max_tokens=8, temperature=0, logprobs=0).choices[0]
+    echo = client.completions.create(
+        model="demo", prompt=PROMPT + said.text, max_tokens=1, temperature=0, logprobs=0, echo=True
+    ).choices[0]
+    assert said.logprobs is not None
+    assert echo.logprobs is not None
+    assert echo.logprobs.token_logprobs is not None
+    assert said.logprobs.token_logprobs is not None
+    assert echo.logprobs.token_logprobs[0] is None
+    assert echo.logprobs.token_logprobs[-9:-1] == pytest.approx(said.logprobs.token_logprobs, abs=1e-3)
+
+
+def test_stop(client: openai.OpenAI, story: str) -> None:
+    word = story.split()[6]
+    answer = client.completions.create(model="demo", prompt=PROMPT, max_tokens=24, temperature=0, stop=[word])
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (story[: story.index(word)], "stop")
+
+
+def test_n_and_seed(client: openai.OpenAI) -> None:
+    def ask() -> list[str]:
+        answer = client.completions.create(model="demo", prompt=PROMPT, max_tokens=24, n=4, seed=7, temperature=1.5)
+        return [choice.text for choice in answer.choices]
+
+    first = ask()
+    assert len(set(first)) == 4
+    assert ask() == first
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="demo", messages=USER, max_tokens=24, temperature=0, logprobs=True, top_logprobs=2
+    )
+    choice = answer.choices[0]
+    assert choice.message.role == "assistant"
+    assert choice.message.content is not None
+    assert len(choice.message.content.split()) > 5
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert "".join(entry.token for entry in choice.logprobs.content).startswith(choice.message.content)
+    for entry in choice.logprobs.content:
+        assert len(entry.top_logprobs) == 2
+        assert bytes(entry.bytes or []).decode() == entry.token
+    parts: list[Any] = [{"role": "user", "content": [{"type": "text", "text": USER[0]["content"]}]}]
+    again = client.chat.completions.create(model="demo", messages=parts, max_tokens=24, temperature=0)
+    assert again.choices[0].message.content == choice.message.content
+
+
+def test_chat_stream_n(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="demo", messages=USER, max_tokens=12, n=2, seed=1, stream=True, stream_options={"include_usage": True}
+    )
+    texts, reasons, roles, usage = {0: "", 1: ""}, {}, set(), None
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            roles.add(choice.delta.role)
+            if choice.finish_reason:
+                reasons[choice.index] = choice.finish_reason
+    assert roles == {"assistant", None}
+    assert set(reasons) == {0, 1}
+    assert texts[0]
+    assert texts[1]
+    assert texts[0] != texts[1]
+    assert usage is not None
+    assert usage.completion_tokens <= 24
+
+
+def test_forbidden_tokens_have_a_logprob_that_json_can_say(client: openai.OpenAI) -> None:
+    """Where nothing else is allowed, the rest of the vocabulary has no chance at all; JSON has no infinity."""
+    answer = client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=3, logprobs=5, extra_body={"allowed_token_ids": [100]}
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs is not None
+    assert all(value is not None and math.isfinite(value) for value in logprobs.token_logprobs)
+
+
+def test_errors_are_the_sdks_own(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.completions.create(model="demo", prompt=PROMPT, max_tokens=8, temperature=-1)
+    assert bad.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError, match="demo"):
+        client.chat.completions.create(model="gpt-4", messages=USER)
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 512 tokens"):
+        client.completions.create(model="demo", prompt=PROMPT, max_tokens=600)
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 512 tokens"):
+        client.completions.create(model="demo", prompt="word " * 3000, stream=True)
+
+
+def test_async(server: Serve, story: str) -> None:
+    """Many at once give what one alone gives."""
+
+    async def one(sdk: openai.AsyncOpenAI) -> str:
+        stream = await sdk.completions.create(model="demo", prompt=PROMPT, max_tokens=24, temperature=0, stream=True)
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    async def go() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk:
+            return await asyncio.gather(*(one(sdk) for _ in range(24)))
+
+    assert set(asyncio.run(go())) == {story}

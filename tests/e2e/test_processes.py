@@ -1,0 +1,113 @@
+"""What lives and dies with what: the real server, its core and its ranks, killed in every order."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.serving import STOP_SECONDS, Reader, Serve, gone, headrace
+
+
+def test_killed_core_ends_open_requests_and_turns_health_red() -> None:
+    with Serve() as server:
+        readers = [Reader(server), Reader(server, n=2)]
+        server.core().kill()
+        for reader in readers:
+            assert reader.status == 200
+            assert reader.error()["code"] == "engine_dead"
+        assert server.health() == 503
+        for stream in (False, True):
+            answer = server.post("/v1/completions", {"prompt": "a", "stream": stream})
+            assert answer.status_code == 503
+            assert answer.json()["error"]["type"] == "service_unavailable_error"
+        assert server.stop() == 0
+
+
+def test_ctrl_c_while_requests_run() -> None:
+    """As from a terminal: the signal reaches every process of the group."""
+    with Serve() as server:
+        reader = Reader(server)
+        everything = server.children()
+        started = time.monotonic()
+        os.killpg(server.process.pid, signal.SIGINT)
+        assert server.process.wait(STOP_SECONDS) == 0
+        gone(everything, STOP_SECONDS - (time.monotonic() - started))
+        reader.thread.join(5)
+        assert reader.lines[-1] == "data: [DONE]" or reader.error()["code"] == "server_stopping"
+        assert "Traceback" not in server.text
+
+
+@pytest.mark.parametrize(("number", "seconds"), [(signal.SIGINT, 0.0), (signal.SIGTERM, 0.4), (signal.SIGINT, 1.5)])
+def test_stop_while_starting(number: int, seconds: float) -> None:
+    with Serve(wait=False) as server:
+        server.wait_for("loading demo")
+        time.sleep(seconds)
+        everything = server.children()
+        server.process.send_signal(number)
+        assert server.process.wait(STOP_SECONDS) == 0
+        gone(everything, 1)
+        assert "Traceback" not in server.text
+
+
+def test_port_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = headrace("serve", "demo", "--port", str(port))
+        output, _ = process.communicate(timeout=10)
+    assert process.returncode == 2
+    assert output.count("\n") == 1
+    assert f"127.0.0.1:{port}" in output
+    assert "--port" in output
+
+
+class TestTensorParallel:
+    def test_killed_rank_while_idle_turns_health_red(self) -> None:
+        before = set(Path("/tmp").glob("headrace-*"))
+        with Serve("demo", "-tp", "2", "--dtype", "float32") as server:
+            assert len(server.ranks()) == 2
+            assert not set(Path("/tmp").glob("headrace-*")) - before  # nothing is left behind by whoever is killed
+            text = server.complete(max_tokens=8)
+            assert len(text) > 8
+            ranks = server.ranks()
+            ranks[1].kill()
+            server.wait_for_health(503, 3)
+            gone([server.process, *ranks][1:])
+            assert server.post("/v1/completions", {"prompt": "a"}).status_code == 503
+            assert "rank 1 died" in server.post("/v1/completions", {"prompt": "a"}).text
+            assert server.stop() == 0
+
+    def test_killed_rank_ends_open_requests(self) -> None:
+        with Serve("demo", "-tp", "2") as server:
+            reader = Reader(server)
+            ranks = server.ranks()
+            ranks[0].kill()
+            assert reader.error()["code"] == "engine_dead"
+            assert server.health() == 503
+            gone(ranks)
+
+    def test_killed_server_takes_core_and_ranks_along(self) -> None:
+        with Serve("demo", "-tp", "2") as server:
+            everything = server.children()
+            assert len(everything) >= 3
+            reader = Reader(server)
+            server.process.kill()
+            gone(everything)
+            reader.thread.join(5)
+            assert reader.lines[-1].startswith("broken off")
+
+    def test_stop_while_ranks_load(self) -> None:
+        with Serve("demo", "-tp", "2", wait=False) as server:
+            deadline = time.monotonic() + 30
+            while len(server.ranks()) < 2:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            everything: list[psutil.Process] = server.children()
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(STOP_SECONDS) == 0
+            gone(everything, 2)
