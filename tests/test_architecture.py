@@ -17,7 +17,7 @@ ROOT_NOUNS = {
 }  # fmt: skip
 ORDER = [
     "cli", "llm", "server", "engine", "planner", "scheduler", "executor", "runner", "spec_decode", "sampling", "models",
-    "layers", "attention", "quantization", "distributed", "kernels", "platforms",
+    "layers", "attention", "quantization", "distributed", "kernels",
 ]  # fmt: skip
 """Each may import only what stands below it, and the root nouns."""
 FORBIDDEN = {("executor", "scheduler"), ("planner", "executor")}

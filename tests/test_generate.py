@@ -52,7 +52,12 @@ def expected() -> list[list[int]]:
     for ids in prompt_ids():
         with torch.inference_mode():
             output = model.generate(
-                torch.tensor([ids]), do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=0, eos_token_id=-1
+                torch.tensor([ids]),
+                attention_mask=torch.ones(1, len(ids)),  # else transformers takes ids equal to pad_token_id for padding
+                do_sample=False,
+                max_new_tokens=NEW_TOKENS,
+                pad_token_id=0,
+                eos_token_id=-1,
             )
         found.append(output[0, len(ids) :].tolist())
     return found

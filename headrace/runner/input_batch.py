@@ -35,6 +35,8 @@ class Batch:
     num_reqs: int
     num_tokens: int
     num_samples: int
+    num_decodes: int
+    """requests at the front that run one token each"""
     max_query_len: int
     max_seq_len: int
     decode_only: bool
@@ -100,6 +102,7 @@ class InputBatch:
             num_reqs=padded,
             num_tokens=int(starts[-1]) + padded - num_reqs,
             num_samples=num_samples,
+            num_decodes=padded if max_query_len == 1 else int(np.argmax(scheduled > 1)),
             max_query_len=max_query_len,
             max_seq_len=int(ends.max()),
             decode_only=max_query_len == 1 and num_samples == num_reqs,

@@ -121,6 +121,7 @@ class ModelRunner:
             num_tokens=batch.num_tokens,
             max_query_len=batch.max_query_len,
             max_seq_len=max_seq_len,
+            num_decodes=batch.num_decodes,
         )
         self.backend.plan(metadata)
         return self.model(input_ids, positions, metadata, self.kv_caches)

@@ -25,6 +25,7 @@ def test_a_mixed_step() -> None:
     assert batch.sample_positions.tolist() == [10, 4]
     assert (batch.num_reqs, batch.num_tokens, batch.num_samples) == (3, 6, 2)
     assert (batch.max_query_len, batch.max_seq_len, batch.decode_only) == (4, 10, False)
+    assert batch.num_decodes == 2
 
 
 def test_the_last_token_of_a_chunk_is_the_one_that_samples() -> None:
@@ -40,6 +41,7 @@ def test_padding_sits_in_the_scratch_row_with_no_context() -> None:
     assert batch.query_start_loc.tolist() == [0, 1, 2, 3, 4]
     assert (batch.num_reqs, batch.num_tokens, batch.num_samples) == (4, 4, 1)
     assert batch.decode_only
+    assert batch.num_decodes == 4
 
 
 def test_a_full_step_uses_every_slot() -> None:

@@ -1,1 +1,0 @@
-"""What this device is and can do."""
