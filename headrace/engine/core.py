@@ -17,7 +17,8 @@ from pathlib import Path
 from headrace.config import EngineConfig
 from headrace.engine.messages import Abort, CoreFacts
 from headrace.errors import ConfigError, EngineDeadError, HeadraceError
-from headrace.executor.factory import Executor, StepHandle, detect_device, make_executor
+from headrace.executor.base import Executor, StepHandle
+from headrace.executor.factory import detect_device, make_executor
 from headrace.model_config import ModelConfig
 from headrace.planner.decisions import decide_before_load, decide_num_blocks
 from headrace.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason

@@ -3,35 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
 
 from headrace.config import EngineConfig, calm_openmp
 from headrace.errors import ConfigError
+from headrace.executor.base import Executor
 from headrace.model_config import ModelConfig
-from headrace.step import RunnerOutput, SchedulerOutput, WorkerFacts
-
-
-class StepHandle(Protocol):
-    """A step under way. `result` raises HeadraceError if that step failed, EngineDeadError if the executor is gone."""
-
-    def done(self) -> bool: ...
-
-    def result(self) -> RunnerOutput: ...
-
-
-class Executor(Protocol):
-    """Runs steps in the order given; several may be under way."""
-
-    def load(self) -> list[WorkerFacts]: ...
-
-    def initialize_cache(self, num_blocks: int) -> None: ...
-
-    def execute(self, step: SchedulerOutput) -> StepHandle: ...
-
-    def check(self) -> None:
-        """Raises EngineDeadError if a rank is gone. Asked while idle: a step would find it out by itself."""
-
-    def shutdown(self) -> None: ...
 
 
 def detect_device(config: EngineConfig) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from headrace.config import EngineConfig
-from headrace.executor.factory import StepHandle
+from headrace.executor.base import StepHandle
 from headrace.model_config import ModelConfig
 from headrace.runner.worker import Worker
 from headrace.step import SchedulerOutput, WorkerFacts
