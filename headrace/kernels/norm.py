@@ -4,8 +4,9 @@
 # Triton functions are typed by what they are launched with.
 from __future__ import annotations
 
+import functools
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels._triton import next_power_of_2, tl, triton
@@ -77,10 +78,16 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return _launch(x, residual, weight, eps), residual
 
 
+@functools.cache
+def _constant(value: float, device: torch.device) -> Tensor:
+    return torch.tensor([value], device=device)
+
+
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if x.dtype == torch.float32:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    return F.rms_norm(x, weight.shape, None, eps) * weight  # rounds before it multiplies
+    # mean square = norm squared / hidden; half as many operations as F.rms_norm, which counts on a CPU
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    scale = torch.addcmul(_constant(eps, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    return (x * scale).to(x.dtype).mul_(weight)  # rounds before it multiplies
 
 
 def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -8,10 +8,10 @@ Knows the layout of a cache tensor, not which request owns a slot.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels._triton import next_power_of_2, tl, triton
+from headrace.kernels.norm import rms_norm_reference
 
 
 @triton.jit
@@ -203,28 +203,41 @@ def rotary_and_cache(
     return out
 
 
+def step_angles(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What every layer of a step hands to rotary_and_cache as `cos_sin` and `positions`: here, the table itself."""
+    return cos_sin, positions
+
+
+def step_angles_reference(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+    """On a CPU the rows of the step's tokens, gathered once for all layers: ([2, T, 1, rotary_dim] = cos | cos, then
+    -sin | sin; None)."""
+    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))), None
+
+
 def rotary_and_cache_reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     cos_sin: Tensor,
-    positions: Tensor,
+    positions: Tensor | None,
     kv_cache: Tensor,
     slot_mapping: Tensor,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    num_heads, num_kv_heads, head_dim = q.shape[1], k.shape[1], k.shape[2]
-    angles = cos_sin.index_select(0, positions).unsqueeze(1)
+    """`positions` None: `cos_sin` is what step_angles_reference made of the table."""
+    num_heads, (num_kv_heads, head_dim) = q.shape[1], k.shape[1:]
+    angles = cos_sin if positions is None else step_angles_reference(cos_sin, positions)[0]
     if q_norm is not None and k_norm is not None:
-        q = F.rms_norm(q, q_norm.shape, None, eps) * q_norm
-        k = F.rms_norm(k, k_norm.shape, None, eps) * k_norm
+        q, k = rms_norm_reference(q, q_norm, eps), rms_norm_reference(k, k_norm, eps)
     both = _joined(q, k)
     if both is None:
         q, k = _rotate(q, angles), _rotate(k, angles)
     else:
-        q, k = _rotate(both, angles).split((num_heads, num_kv_heads), dim=1)
+        both = _rotate(both, angles)
+        q, k = both[:, :num_heads], both[:, num_heads:]
     if slot_mapping.numel() and int(slot_mapping.min()) < 0:
         written = (slot_mapping >= 0).nonzero().squeeze(1)
         slot_mapping, k, v = slot_mapping[written], k[written], v[written]
@@ -245,15 +258,9 @@ def _joined(q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def _rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """x [T, H, D] turned in fp32 by angles [T, 1, rotary_dim] = cos | sin; in x's dtype."""
-    rotary_dim = angles.shape[-1]
-    half = rotary_dim // 2
-    halves = x[..., :rotary_dim].unflatten(-1, (2, half))
-    first, second = halves.unbind(2)
-    cos, sin = angles[..., :half], angles[..., half:]
-    turned = halves * cos.unsqueeze(2)
-    turned_first, turned_second = turned.unbind(2)
-    turned_first.addcmul_(second, sin, value=-1)
-    turned_second.addcmul_(first, sin)
-    out = turned.flatten(2).to(x.dtype)
-    return out if rotary_dim == x.shape[-1] else torch.cat((out, x[..., rotary_dim:]), dim=-1)
+    """x [T, H, D] turned in fp32 by angles [2, T, 1, rotary_dim] = cos | cos, -sin | sin; in x's dtype."""
+    cos, sin = angles.unbind()
+    rotary_dim = cos.shape[-1]
+    turning = x if rotary_dim == x.shape[-1] else x[..., :rotary_dim]
+    turned = (turning * cos).addcmul_(turning.roll(rotary_dim // 2, -1), sin).to(x.dtype)
+    return turned if turning is x else torch.cat((turned, x[..., rotary_dim:]), dim=-1)

@@ -18,6 +18,7 @@ class KernelTable:
     rms_norm: Callable[..., Tensor]
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
     silu_and_mul: Callable[[Tensor], Tensor]
+    step_angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
     rotary_and_cache: Callable[..., Tensor]
     paged_attention: Callable[..., Tensor]
     prepare_batch: Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -29,6 +30,7 @@ REFERENCE_KERNELS = KernelTable(
     rms_norm=norm.rms_norm_reference,
     add_rms_norm=norm.add_rms_norm_reference,
     silu_and_mul=activation.silu_and_mul_reference,
+    step_angles=rotary.step_angles_reference,
     rotary_and_cache=rotary.rotary_and_cache_reference,
     paged_attention=attention.paged_attention_reference,
     prepare_batch=batch.prepare_batch_reference,
@@ -40,6 +42,7 @@ TRITON_KERNELS = KernelTable(
     rms_norm=norm.rms_norm,
     add_rms_norm=norm.add_rms_norm,
     silu_and_mul=activation.silu_and_mul,
+    step_angles=rotary.step_angles,
     rotary_and_cache=rotary.rotary_and_cache,
     paged_attention=attention.paged_attention,
     prepare_batch=batch.prepare_batch,

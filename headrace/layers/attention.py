@@ -12,21 +12,22 @@ from headrace.layers.linear import QKVParallelLinear, RowParallelLinear
 from headrace.layers.norm import RMSNorm
 from headrace.model_config import ModelConfig
 
+Angles = tuple[Tensor, Tensor | None]
+"""What the kernel table's `step_angles` made of the rope table and the step's positions."""
+
 
 class Attention(Layer):
     def __init__(
         self,
         config: ModelConfig,
         spec: AttentionSpec,
-        cos_sin: Tensor,
         context: LayerContext,
         *,
         qkv_bias: bool,
         o_bias: bool,
         qk_norm: bool,
     ) -> None:
-        """`spec` says what is on this rank; `cos_sin` is the model's rope table; `qk_norm`: RMS norm over each head of
-        q and k before rotating."""
+        """`spec` says what is on this rank; `qk_norm`: RMS norm over each head of q and k before rotating."""
         super().__init__()
         group, dtype, width = context.mesh.tp, context.dtype, config.num_heads * config.head_dim
         self.qkv_proj = QKVParallelLinear(
@@ -39,16 +40,15 @@ class Attention(Layer):
         self.qk_norm = qk_norm
         self.eps = config.rms_norm_eps
         self.spec = spec
-        self.cos_sin = cos_sin
         self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         self.rotary_and_cache = context.kernels.rotary_and_cache
         self.attend = context.backend.forward
 
-    def forward(self, x: Tensor, positions: Tensor, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor:
         """x [num_tokens, hidden_size] -> the same; this step's keys and values go into `kv_cache`."""
         qkv = self.qkv_proj(x).view(x.shape[0], -1, self.spec.head_dim)
         q, k, v = qkv.split(self.heads, dim=1)
         norms = (self.q_norm.weight, self.k_norm.weight) if self.qk_norm else (None, None)
-        q = self.rotary_and_cache(q, k, v, self.cos_sin, positions, kv_cache, metadata.slot_mapping, *norms, self.eps)
+        q = self.rotary_and_cache(q, k, v, *angles, kv_cache, metadata.slot_mapping, *norms, self.eps)
         attended = self.attend(q, kv_cache, metadata, self.spec)
         return self.o_proj(attended.view(x.shape[0], -1))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.table import AttentionSpec
-from headrace.layers.attention import Attention
+from headrace.layers.attention import Angles, Attention
 from headrace.layers.context import LayerContext
 from headrace.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from headrace.layers.layer import Layer
@@ -28,16 +28,13 @@ def _said(quirk: bool | None, otherwise: bool) -> bool:
 
 
 class LlamaDecoderLayer(Layer):
-    def __init__(
-        self, config: ModelConfig, entry: ModelEntry, spec: AttentionSpec, cos_sin: Tensor, context: LayerContext
-    ) -> None:
+    def __init__(self, config: ModelConfig, entry: ModelEntry, spec: AttentionSpec, context: LayerContext) -> None:
         super().__init__()
         norm = (config.hidden_size, config.rms_norm_eps, context.kernels, context.dtype)
         self.input_layernorm = RMSNorm(*norm)
         self.self_attn = Attention(
             config,
             spec,
-            cos_sin,
             context,
             qkv_bias=_said(entry.qkv_bias, config.attention_bias),
             o_bias=_said(entry.o_bias, config.attention_bias),
@@ -48,11 +45,11 @@ class LlamaDecoderLayer(Layer):
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, mlp_bias, context)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, positions: Tensor, metadata: AttentionMetadata, kv_cache: Tensor
+        self, x: Tensor, residual: Tensor | None, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor
     ) -> tuple[Tensor, Tensor]:
         """x, residual [num_tokens, hidden_size] -> the same; their sum is the hidden state."""
         x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, positions, metadata, kv_cache)
+        x = self.self_attn(x, angles, metadata, kv_cache)
         x, residual = self.post_attention_layernorm(x, residual)
         return self.mlp(x), residual
 
@@ -61,19 +58,21 @@ class LlamaModel(Layer):
     def __init__(self, config: ModelConfig, entry: ModelEntry, context: LayerContext) -> None:
         super().__init__()
         specs = [dataclasses.replace(context.spec, sliding_window=window) for window in entry.windows(config)]
-        cos_sin = rope_table(config, context.device)
+        self.cos_sin = rope_table(config, context.device)
+        self.step_angles = context.kernels.step_angles
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, context.mesh.tp, context.dtype
         )
-        self.layers = nn.ModuleList(LlamaDecoderLayer(config, entry, spec, cos_sin, context) for spec in specs)
+        self.layers = nn.ModuleList(LlamaDecoderLayer(config, entry, spec, context) for spec in specs)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context.kernels, context.dtype)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv_caches: list[Tensor]
     ) -> Tensor:
         x, residual = self.embed_tokens(input_ids), None
+        angles = self.step_angles(self.cos_sin, positions)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            x, residual = layer(x, residual, positions, metadata, kv_cache)
+            x, residual = layer(x, residual, angles, metadata, kv_cache)
         return self.norm(x, residual)[0]
 
 
