@@ -43,64 +43,75 @@ class Batch:
     """Every request runs one token and samples: request i is token i is sample i."""
 
 
+@dataclass(frozen=True)
+class _Buffers:
+    small: Tensor
+    """# [4, max_rows + 1] int32: rows, num_computed, seq_lens, query_start_loc"""
+    large: Tensor
+    """# [3, max_rows + 1] int64: sample_index, sample_rows, sample_positions"""
+
+    @staticmethod
+    def allocate(width: int, device: torch.device | str, pinned: bool = False) -> _Buffers:
+        small = torch.zeros(4, width, dtype=torch.int32, device=device, pin_memory=pinned)
+        return _Buffers(small, torch.zeros(3, width, dtype=torch.int64, device=device, pin_memory=pinned))
+
+
 class InputBatch:
-    """Buffers for at most `max_rows` requests. On a GPU, `stages` pinned host copies rotate so that one may be filled
-    while the device still reads another."""
+    """Buffers for at most `max_rows` requests. `stages` host copies rotate so that one may be filled while another is
+    still read; on a CPU they are the device's too."""
 
     def __init__(self, max_rows: int, device: torch.device, stages: int = 4) -> None:
         self.device = device
         self.max_rows = max_rows
         pinned = device.type != "cpu"
-        self._host = [torch.zeros(7, max_rows + 1, dtype=torch.int64, pin_memory=pinned) for _ in range(stages)]
+        self._stages = [_Buffers.allocate(max_rows + 1, "cpu", pinned) for _ in range(stages)]
+        self._arrays = [(stage.small.numpy(), stage.large.numpy()) for stage in self._stages]
+        self._device = _Buffers.allocate(max_rows + 1, device) if pinned else None
+        self._views = [
+            (*buffers.small.unbind(), *buffers.large.unbind())
+            for buffers in (self._device or stage for stage in self._stages)
+        ]
         self._turn = 0
-        self._device = torch.zeros(7, max_rows + 1, dtype=torch.int64, device=device) if pinned else None
-        self._device32 = torch.zeros(4, max_rows + 1, dtype=torch.int32, device=device)
 
     def fill(self, step: SchedulerOutput, padded_reqs: int | None = None) -> Batch:
         """Copy the step's integers to the device. Requests beyond the step's own, up to `padded_reqs` (only for steps
         of single tokens), have seq_len 0 and sit in the scratch row."""
         num_reqs = len(step.rows)
         padded = padded_reqs or num_reqs
-        host = self._host[self._turn]
-        self._turn = (self._turn + 1) % len(self._host)
-        table: np.ndarray = host.numpy()
-        computed = np.asarray(step.num_computed_tokens, dtype=np.int64)
-        scheduled = np.asarray(step.num_scheduled_tokens, dtype=np.int64)
-        ends = computed + scheduled
-        starts = np.cumsum(scheduled)
-        table[0, :num_reqs] = step.rows
-        table[1, :num_reqs] = computed
-        table[2, :num_reqs] = ends
-        table[3, 0] = 0
-        table[3, 1 : num_reqs + 1] = starts
+        self._turn = (self._turn + 1) % len(self._stages)
+        small, large = self._arrays[self._turn]
+        facts = np.array((step.rows, step.num_computed_tokens, step.num_scheduled_tokens))
+        scheduled = facts[2]
+        ends = facts[1] + scheduled
+        starts = scheduled.cumsum()
+        small[:2, :num_reqs] = facts[:2]
+        small[2, :num_reqs] = ends
+        small[3, 1 : num_reqs + 1] = starts
         if padded > num_reqs:
-            table[0, num_reqs:padded] = self.max_rows  # the scratch row, whose block belongs to nobody
-            table[1:3, num_reqs:padded] = 0
-            table[3, num_reqs + 1 : padded + 1] = np.arange(num_reqs + 1, padded + 1)
-        samples = np.asarray(step.samples, dtype=bool)
-        chosen = np.flatnonzero(samples)
-        num_samples = len(chosen)
-        table[4, :num_samples] = starts[chosen] - 1
-        table[5, :num_samples] = table[0, chosen]
-        table[6, :num_samples] = ends[chosen]
-        if self._device is None:
-            device_table = host
-        else:
-            device_table = self._device
-            device_table.copy_(host, non_blocking=True)
-        small = self._device32
-        small.copy_(device_table[:4])
-        max_query_len = int(scheduled.max())
+            small[0, num_reqs:padded] = self.max_rows  # the scratch row, whose block belongs to nobody
+            small[1:3, num_reqs:padded] = 0
+            small[3, num_reqs + 1 : padded + 1] = np.arange(num_reqs + 1, padded + 1)
+        num_samples = sum(step.samples)
+        chosen = slice(None) if num_samples == num_reqs else np.array(step.samples)
+        large[0, :num_samples] = starts[chosen] - 1
+        large[1, :num_samples] = facts[0, chosen]
+        large[2, :num_samples] = ends[chosen]
+        if self._device is not None:
+            self._device.small.copy_(self._stages[self._turn].small, non_blocking=True)
+            self._device.large.copy_(self._stages[self._turn].large, non_blocking=True)
+        views = self._views[self._turn]
+        rows, num_computed, seq_lens, query_start_loc, sample_index, sample_rows, sample_positions = views
+        max_query_len = max(step.num_scheduled_tokens)
         return Batch(
-            rows=small[0, :padded],
-            num_computed=small[1, :padded],
-            seq_lens=small[2, :padded],
-            query_start_loc=small[3, : padded + 1],
-            sample_index=device_table[4, :num_samples],
-            sample_rows=device_table[5, :num_samples],
-            sample_positions=device_table[6, :num_samples],
+            rows=rows[:padded],
+            num_computed=num_computed[:padded],
+            seq_lens=seq_lens[:padded],
+            query_start_loc=query_start_loc[: padded + 1],
+            sample_index=sample_index[:num_samples],
+            sample_rows=sample_rows[:num_samples],
+            sample_positions=sample_positions[:num_samples],
             num_reqs=padded,
-            num_tokens=int(starts[-1]) + padded - num_reqs,
+            num_tokens=step.num_tokens + padded - num_reqs,
             num_samples=num_samples,
             num_decodes=padded if max_query_len == 1 else int(np.argmax(scheduled > 1)),
             max_query_len=max_query_len,
