@@ -32,6 +32,8 @@ def error_body(error: BaseException) -> tuple[int, bytes]:
     if not isinstance(error, HeadraceError):
         logger.error("unexpected error while answering a request", exc_info=error)
         error = HeadraceError("internal server error")
+    elif error.http_status == 500:
+        logger.error("a request failed: %s", error)
     param: str | None = getattr(error, "param", None)
     message = str(error).encode("utf-8", "replace").decode()  # a lone surrogate in a quoted value cannot be encoded
     detail = ErrorDetail(message, error.error_type, param, error.code)

@@ -1,4 +1,4 @@
-"""One server for a module's tests."""
+"""One server for all tests that do not harm it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import pytest
 
 from tests.e2e.serving import Serve
 
+KEY = "a key"
 
-@pytest.fixture(scope="module")
+
+@pytest.fixture(scope="session")
 def server() -> Iterator[Serve]:
-    with Serve("demo", "--dtype", "float32") as server:
+    with Serve("demo", "--dtype", "float32", "--max-request-bytes", "1M", key=KEY) as server:
         yield server
         server.wait_until_free()
         assert "Traceback" not in server.text

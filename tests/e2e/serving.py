@@ -44,7 +44,10 @@ def headrace(*arguments: str, **popen: Any) -> subprocess.Popen[str]:
 class Serve:
     """`headrace serve ARGUMENTS --port 0`. `lines` is what it has printed so far."""
 
-    def __init__(self, *arguments: str, wait: bool = True) -> None:
+    def __init__(self, *arguments: str, key: str = "", wait: bool = True) -> None:
+        if key:
+            arguments = (*arguments, "--api-key", key)
+        self.headers = {"authorization": f"Bearer {key}"} if key else {}
         self.process = headrace("serve", *(arguments or ("demo",)), "--port", "0")
         self.lines: list[str] = []
         self.url = ""
@@ -98,7 +101,7 @@ class Serve:
         return self.children("headrace.executor.rank")
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}{path}", json=body, timeout=30, **options)
+        return httpx.post(f"{self.url}{path}", timeout=30, **{"json": body, "headers": self.headers, **options})
 
     def complete(self, **fields: Any) -> str:
         """Text of a greedy completion."""
@@ -120,7 +123,7 @@ class Serve:
 
     def held(self) -> dict[str, float]:
         """Requests in the engine, and the share of its cache that they hold."""
-        return metrics(httpx.get(f"{self.url}/metrics", timeout=10).text, HELD)
+        return metrics(httpx.get(f"{self.url}/metrics", timeout=10, headers=self.headers).text, HELD)
 
     def wait_until_free(self, seconds: float = 5) -> None:
         deadline = time.monotonic() + seconds

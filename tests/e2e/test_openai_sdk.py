@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.e2e.conftest import KEY
 from tests.e2e.serving import Serve
 
 USER: list[Any] = [{"role": "user", "content": "Tell me a story about a dog."}]
@@ -18,7 +19,7 @@ PROMPT = "Once upon a time"
 
 @pytest.fixture(scope="module")
 def client(server: Serve) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30) as sdk:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=30) as sdk:
         yield sdk
 
 
@@ -171,7 +172,7 @@ def test_async(server: Serve, story: str) -> None:
         return "".join([chunk.choices[0].text async for chunk in stream])
 
     async def go() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as sdk:
             return await asyncio.gather(*(one(sdk) for _ in range(24)))
 
     assert set(asyncio.run(go())) == {story}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.server.fake_engine import MODEL, TEXT, FakeEngine, complete, error_of, events, make_app
+from headrace.request import Logprob
+from tests.server.fake_engine import MODEL, TEXT, FakeEngine, chat, complete, error_of, events, make_app
 
 
 def test_answer_has_openai_shape() -> None:
@@ -66,6 +67,19 @@ def test_logprobs() -> None:
 def test_logprobs_zero_gives_the_sampled_token_alone() -> None:
     logprobs = complete(make_app(), max_tokens=1, logprobs=0).json()["choices"][0]["logprobs"]
     assert logprobs["top_logprobs"] == [{"O": -1.0}]
+
+
+@pytest.mark.parametrize("value", [float("-inf"), float("nan"), -1e30])
+def test_what_json_cannot_say_is_the_lowest_logprob(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in vLLM; JSON has no infinity."""
+    entry = {5: Logprob(value, 9, "x"), 6: Logprob(-0.1, 1, "y")}
+    monkeypatch.setattr(FakeEngine, "_logprob", lambda self, token_id, k: entry | {token_id: entry[5]})
+    choice = complete(make_app(), max_tokens=1, logprobs=2, echo=True, prompt_logprobs=1).json()["choices"][0]
+    assert choice["logprobs"]["token_logprobs"] == [None, *[-9999.0] * 5]
+    assert choice["logprobs"]["top_logprobs"][-1]["x"] == -9999.0
+    assert choice["prompt_logprobs"][1]["5"]["logprob"] == -9999.0
+    content = chat(make_app(), max_tokens=1, logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]["content"]
+    assert content[0]["logprob"] == -9999.0
 
 
 def test_tokens_as_ids() -> None:
