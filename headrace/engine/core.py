@@ -151,6 +151,7 @@ class EngineCore:
 
     def _fail(self, plan: SchedulerOutput, error: Exception, outputs: list[EngineCoreOutput]) -> None:
         logger.error("step %d failed", plan.step, exc_info=error)
+        self._executor.check()  # else every later step would fail too, and /health would stay green
         outputs.extend(self.scheduler.fail(plan, f"the step failed: {type(error).__name__}: {error}"))
 
     def _note_admissions(self, plan: SchedulerOutput) -> None:

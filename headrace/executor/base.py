@@ -25,6 +25,7 @@ class Executor(Protocol):
     def execute(self, step: SchedulerOutput) -> StepHandle: ...
 
     def check(self) -> None:
-        """Raises EngineDeadError if a rank is gone. Asked while idle: a step would find it out by itself."""
+        """Raises EngineDeadError if no step can succeed any more: a rank is gone, or its GPU's context is broken. Asked
+        while idle and after a failed step; it must not wait for steps under way."""
 
     def shutdown(self) -> None: ...

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from headrace.config import EngineConfig
+from headrace.errors import EngineDeadError
 from headrace.executor.base import StepHandle
 from headrace.model_config import ModelConfig
 from headrace.runner.worker import Worker
@@ -25,7 +28,13 @@ class UniprocExecutor:
         return self._worker.execute(step)
 
     def check(self) -> None:
-        """The rank lives as long as this process."""
+        """The rank lives as long as this process, but a fault on a GPU leaves its context useless for good."""
+        device = self._worker.device
+        try:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).query()
+        except RuntimeError as error:
+            raise EngineDeadError(f"{device} can compute no more: {str(error).splitlines()[0]}") from error
 
     def shutdown(self) -> None:
         self._worker.close()

@@ -145,6 +145,19 @@ def test_a_dead_executor_ends_the_core() -> None:
         drain(core)
 
 
+def test_a_failed_step_that_broke_the_device_ends_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = FakeExecutor()
+    core = make_core(executor)
+    core.add_request(request("bad", [FAIL_TOKEN, 1]))
+
+    def broken() -> None:
+        raise EngineDeadError("the device can compute no more")
+
+    monkeypatch.setattr(executor, "check", broken)
+    with pytest.raises(EngineDeadError, match="can compute no more"):
+        drain(core)
+
+
 def test_first_outputs_say_when_they_were_scheduled() -> None:
     core = make_core(FakeExecutor())
     core.add_request(request("a", [10, 11]))
