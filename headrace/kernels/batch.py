@@ -110,5 +110,6 @@ def prepare_batch_reference(
         rows = packed[0]
         positions = torch.arange(num_tokens, device=rows.device) + packed[1]
     rows = rows.long()
-    blocks = block_table[rows, positions // block_size].long()
-    return token_table[rows, positions], positions, blocks * block_size + positions % block_size
+    column = positions // block_size
+    shift = block_table[rows, column] - column  # in blocks, from where a token is in its sequence to where in the cache
+    return token_table[rows, positions], positions, positions.add(shift, alpha=block_size)

@@ -85,6 +85,7 @@ class ModelRunner:
             return PendingStep(step.step)
         padded = self._padded_size(step)
         batch = self.inputs.fill(step, padded)
+        logits: Tensor | None
         if padded is not None and self.graphs is not None:
             hidden, logits = self.graphs.run(batch, self._forward_decode)
         else:
@@ -146,10 +147,14 @@ class ModelRunner:
         token_ids = logprobs = None
         if logits is not None:
             result = self.sampler.sample(
-                logits[: batch.num_samples], batch.sample_rows, batch.sample_positions, state.token_table
+                logits[: batch.num_samples],
+                batch.sample_rows,
+                batch.sample_positions,
+                state.token_table,
+                max_num_tokens=batch.max_seq_len,
             )
             state.token_table[batch.sample_rows, batch.sample_positions] = result.token_ids.to(torch.int32)
-            token_ids = to_host(torch.where(result.invalid, INVALID_TOKEN, result.token_ids))
+            token_ids = to_host(result.token_ids.masked_fill(result.invalid, INVALID_TOKEN))
             if result.logprobs is not None and state.wants_logprobs:
                 sampled_rows = [row for row, samples in zip(step.rows, step.samples, strict=True) if samples]
                 logprobs = logprobs_to_host(result.logprobs, [state.wants_logprobs.get(row) for row in sampled_rows])

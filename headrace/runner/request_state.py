@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.sampling.state import SamplingState
+from headrace.sampling.transfer import to_device
 from headrace.step import SchedulerOutput
 
 
@@ -75,11 +76,3 @@ class RequestState:
         packed[1] = [value for _, values in runs for value in values]
         index, values = to_device(packed, self.device)
         table.view(-1)[index] = values.to(torch.int32)
-
-
-def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A host array as a device tensor; on a GPU the copy is queued on the current stream and nobody waits for it."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
