@@ -22,6 +22,7 @@ class KernelTable:
     rotary_and_cache: Callable[..., Tensor]
     paged_attention: Callable[..., Tensor]
     prepare_batch: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    best_token: Callable[[Tensor], tuple[Tensor, Tensor]]
     gumbel_argmax: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     filter_logits: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -34,6 +35,7 @@ REFERENCE_KERNELS = KernelTable(
     rotary_and_cache=rotary.rotary_and_cache_reference,
     paged_attention=attention.paged_attention_reference,
     prepare_batch=batch.prepare_batch_reference,
+    best_token=sampling.best_token_reference,
     gumbel_argmax=sampling.gumbel_argmax_reference,
     filter_logits=sampling.filter_logits_reference,
 )
@@ -46,6 +48,7 @@ TRITON_KERNELS = KernelTable(
     rotary_and_cache=rotary.rotary_and_cache,
     paged_attention=attention.paged_attention,
     prepare_batch=batch.prepare_batch,
+    best_token=sampling.best_token,
     gumbel_argmax=sampling.gumbel_argmax,
     filter_logits=sampling.filter_logits_reference,
 )

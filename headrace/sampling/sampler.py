@@ -70,7 +70,7 @@ class Sampler:
             scores = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
             self._change_(scores, params, rows, num_tokens, token_table[:, :max_num_tokens])
         # NaN wins a maximum, so the maximum also tells rows without any usable logit.
-        best, token_ids = scores.max(dim=1)
+        best, token_ids = self.kernels.best_token(scores)
         invalid = ~(best > float("-inf"))
         if Feature.RANDOM in features:
             token_ids = torch.where(invalid, token_ids, self._draw(scores, params, num_tokens))
