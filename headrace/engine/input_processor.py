@@ -128,12 +128,15 @@ class InputProcessor:
         ]
 
     def _check_prompt(self, ids: list[int]) -> None:
-        if not isinstance(ids, list) or not all(type(token_id) is int for token_id in ids):
-            raise RequestError("prompt must be a text or a list of token ids (integers)", "prompt")
+        wrong_type = RequestError("prompt must be a text or a list of token ids (integers)", "prompt")
+        if not isinstance(ids, list):
+            raise wrong_type
         if not ids:
             raise RequestError("prompt must not be empty: it needs at least one token", "prompt")
-        if len(ids) >= self.limits.max_model_len:
+        if len(ids) >= self.limits.max_model_len:  # before the ids are looked at: there may be millions
             raise self._too_long(str(len(ids)))
+        if not all(type(token_id) is int for token_id in ids):
+            raise wrong_type
         self._check_ids("prompt", [min(ids), max(ids)])
 
     def _check_params(self, params: SamplingParams) -> None:

@@ -54,8 +54,8 @@ async def tokenize(serving: Serving, http: Request) -> Response:
         text, special = await render_prompt(serving, request, True), request.add_special_tokens is True
     else:
         text, special = request.prompt, request.add_special_tokens is not False
-    ids = await asyncio.to_thread(tokenizer.encode, text, special)
-    names = [tokenizer.token_text(token_id) for token_id in ids] if request.return_token_strs else None
+    ids = await serving.engine.tokenize(text, special)  # bounded work: no text far beyond the context
+    names = await asyncio.to_thread(lambda: [*map(tokenizer.token_text, ids)]) if request.return_token_strs else None
     return json_response(TokenizeAnswer(len(ids), serving.engine.max_model_len, ids, names))
 
 
@@ -64,9 +64,9 @@ async def detokenize(serving: Serving, http: Request) -> Response:
     serving.resolve_model(request.model)
     tokenizer = _tokenizer(serving)
     limit = serving.engine.vocab_size
-    wrong = next((token_id for token_id in request.tokens if not 0 <= token_id < limit), None)
-    if wrong is not None:
-        raise RequestError(f"tokens must hold ids from 0 to {limit - 1}, got {wrong}", "tokens")
+    for token_id in (min(request.tokens, default=0), max(request.tokens, default=0)):
+        if not 0 <= token_id < limit:
+            raise RequestError(f"tokens must hold ids from 0 to {limit - 1}, got {token_id}", "tokens")
     return json_response(DetokenizeAnswer(await asyncio.to_thread(tokenizer.decode, request.tokens, False)))
 
 

@@ -79,6 +79,7 @@ class TestInput:
             ([VOCAB_SIZE], {}, "prompt", "token id 512, which is not in the model's vocabulary"),
             ([-1], {}, "prompt", "token id -1"),
             ([5] * 64, {}, "prompt", "maximum context length is 64 tokens"),
+            ([None] * 64, {}, "prompt", "maximum context length is 64 tokens"),
             ([5] * 50, {"max_tokens": 15}, "max_tokens", r"you requested 65 tokens \(50 in the prompt, 15 in"),
             ([5] * 60, {"max_tokens": None, "min_tokens": 5}, "min_tokens", "room for 4"),
             ([5], {"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids", "512"),

@@ -69,6 +69,9 @@ class FakeEngine:
         if self.dead:
             raise self.error
 
+    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.inputs.tokenize(text, add_special_tokens)
+
     async def generate(
         self,
         prompt: str | list[int],
@@ -82,7 +85,7 @@ class FakeEngine:
     ) -> AsyncIterator[RequestOutput]:
         if self.dead:
             raise self.error
-        ids = self.inputs.tokenize(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+        ids = await self.tokenize(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
         max_tokens = self.inputs.process(request_id, ids, params, arrival_time=0.0, priority=priority,
                                          cache_salt=cache_salt)[0].max_tokens  # fmt: skip
         self.requests.append({"id": request_id, "prompt": prompt, "ids": ids, "params": params, "salt": cache_salt,

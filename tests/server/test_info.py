@@ -38,6 +38,12 @@ def test_tokenize_messages() -> None:
     assert answer["token_strs"] is None
 
 
+def test_tokenize_counts_what_is_too_long_but_not_without_bound() -> None:
+    app = make_app()
+    assert post(app, "/tokenize", {"prompt": "a" * 1000}).json()["count"] == 1000
+    assert "maximum context length" in error_of(post(app, "/tokenize", {"prompt": "a" * 100_000}), 400)["message"]
+
+
 BAD = [
     ("/tokenize", {}, "prompt"),
     ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
