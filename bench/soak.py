@@ -246,8 +246,11 @@ def main() -> int:
     parser.add_argument("--max-growth-mib", type=float, default=32, help="of each process's private memory")
     parser.add_argument("--url", help="a server that runs already")
     parser.add_argument("--api-key", default="", help="of that server")
-    parser.add_argument("serve_flags", nargs="*", help="after --: flags of headrace serve")
-    options = parser.parse_args()
+    own, flags = sys.argv[1:], []
+    if "--" in own:
+        own, flags = own[: own.index("--")], own[own.index("--") + 1 :]
+    options = parser.parse_args(own)
+    options.serve_flags = flags
     if options.url:
         headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
         tally = soak(Target(options.url, headers), None, options)
