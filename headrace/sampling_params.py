@@ -19,6 +19,8 @@ MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 64
+MAX_ALLOWED_TOKEN_IDS = 2**20
+"""Beyond any vocabulary."""
 MAX_SEED = 2**63 - 1
 SAMPLING_EPS = 1e-5
 """Temperatures below this are greedy."""
@@ -37,11 +39,11 @@ def _integer(name: str, value: object, low: int, high: int) -> None:
         raise RequestError(f"{name} must be an integer between {low} and {high}, got {value!r}", name)
 
 
-def _token_ids(name: str, value: object, limit: int | None) -> None:
+def _token_ids(name: str, value: object, limit: int) -> None:
+    if isinstance(value, list) and len(value) > limit:
+        raise RequestError(f"{name} may hold at most {limit} token ids, got {len(value)}", name)
     if not isinstance(value, list) or any(isinstance(t, bool) or not isinstance(t, int) or t < 0 for t in value):
         raise RequestError(f"{name} must be a list of token ids (integers >= 0), got {value!r:.100}", name)
-    if limit is not None and len(value) > limit:
-        raise RequestError(f"{name} may hold at most {limit} token ids, got {len(value)}", name)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -129,11 +131,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise RequestError(
                     f"logit_bias may hold at most {MAX_LOGIT_BIAS} entries, got {len(self.logit_bias)}", "logit_bias"
                 )
-            _token_ids("logit_bias", list(self.logit_bias), None)
+            _token_ids("logit_bias", list(self.logit_bias), MAX_LOGIT_BIAS)
             for bias in self.logit_bias.values():
                 _number("logit_bias", bias, -100.0, 100.0)
         if self.allowed_token_ids is not None:
-            _token_ids("allowed_token_ids", self.allowed_token_ids, None)
+            _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
             if not self.allowed_token_ids:
                 raise RequestError("allowed_token_ids must not be empty", "allowed_token_ids")
 

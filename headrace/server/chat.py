@@ -26,7 +26,14 @@ from headrace.server.protocol import (
     Usage,
 )
 from headrace.server.replies import encoder
-from headrace.server.requests import check_choices, check_common, check_logprobs, check_max_tokens, sampling_params
+from headrace.server.requests import (
+    check_choices,
+    check_common,
+    check_copies,
+    check_logprobs,
+    check_max_tokens,
+    sampling_params,
+)
 from headrace.server.serving import Serving, new_id, request_id_headers
 
 _DECODER = msgspec.json.Decoder(ChatCompletionRequest)
@@ -58,6 +65,7 @@ async def _plan(serving: Serving, request: ChatCompletionRequest) -> Generation:
         prompt_logprobs=request.prompt_logprobs,
         detokenize=True,
     )
+    check_copies(params, params.n)
     text = await render_prompt(serving, request, _tools_wanted(request))
     return Generation(
         response_id=new_id("chatcmpl"),

@@ -19,6 +19,7 @@ from headrace.server.replies import encoder
 from headrace.server.requests import (
     check_choices,
     check_common,
+    check_copies,
     check_logprobs,
     check_max_tokens,
     parse_prompts,
@@ -56,6 +57,7 @@ def _plan(serving: Serving, request: CompletionRequest) -> Generation:
         prompt_logprobs=max(for_prompt, default=None),
         detokenize=serving.engine.tokenizer is not None,
     )
+    check_copies(params, len(prompts) * params.n)
     return Generation(
         response_id=new_id("cmpl"),
         model=model,

@@ -19,6 +19,10 @@ from headrace.server.protocol import GenerateRequest
 
 MAX_CHOICES = 1024
 """Most choices (prompts x n) of one HTTP request."""
+MAX_COPIED = 2**22
+"""Most token ids in the lists of which each choice holds a copy, all choices together."""
+IDS_PER_CHAR = 16
+"""What a character of bad_words counts for: it costs more than an id, and becomes several."""
 MAX_CACHE_SALT_CHARS = 256
 MAX_PRIORITY = 2**31 - 1
 _FIRST_ITEM = re.compile(rb"\[\s*(.)?", re.DOTALL)
@@ -85,6 +89,19 @@ def _check_count(name: str, count: int, n: int) -> None:
     if count * n > MAX_CHOICES:
         times = f" x n={n}" if n > 1 else ""
         raise RequestError(f"{name} holds {count} prompts{times}; one request may ask for {MAX_CHOICES} choices", name)
+
+
+def check_copies(params: SamplingParams, choices: int) -> None:
+    """Else a body of kilobytes would take gigabytes."""
+    allowed, words = len(params.allowed_token_ids or ()), sum(map(len, params.bad_words))
+    for name, size, unit, limit in (
+        ("allowed_token_ids", allowed, "ids", MAX_COPIED),
+        ("bad_words", words, "characters", MAX_COPIED // IDS_PER_CHAR),
+    ):
+        if size * choices > limit:
+            raise RequestError(
+                f"{name} has {size} {unit} for each of {choices} choices; one request may hold {limit} in all", name
+            )
 
 
 def check_common(request: GenerateRequest) -> None:

@@ -47,6 +47,25 @@ def test_prompt_list_fan_out(prompt: Any) -> None:
     assert not engine.requests
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": ["a"] * 1000, "bad_words": ["\u4e2d" * 256] * 64},
+        {"n": 128, "bad_words": ["\u4e2d" * 256] * 64},
+        {"n": 128, "allowed_token_ids": [5] * 100_000},
+        {"allowed_token_ids": [5] * (2**20 + 1)},
+    ],
+    ids=["words x prompts", "words x n", "ids x n", "ids"],
+)
+def test_lists_that_each_choice_copies(fields: dict[str, Any]) -> None:
+    """The same class: a body of kilobytes became gigabytes of token ids, and minutes of tokenizing."""
+    engine = FakeEngine()
+    error = error_of(complete(make_app(engine), **fields), 400)
+    assert error["param"] in fields
+    assert not engine.requests
+    still_works(engine)
+
+
 def test_lists_of_ids_are_counted_before_they_are_made() -> None:
     body = b'{"prompt": [' + b",".join([b"[5]"] * 200_000) + b"]}"
     app = make_app()
