@@ -8,7 +8,9 @@ made once a step and shared by all layers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,21 +24,20 @@ GATHER_COST = 0.3
 """Nanoseconds to gather and read one element of K or V."""
 PAIR_COST = 0.1
 """Nanoseconds for one element of the product of a query with a key, weighting of the value included."""
+MASKED, UNMASKED = np.float32("-inf"), np.float32(0)
 
 
-@dataclass(frozen=True)
-class _Request:
-    index: int
+class _Request(NamedTuple):
+    place: int
+    """in the batch"""
     start: int
     """its first token in the batch"""
     query_len: int
     seq_len: int
     skipped: int
     """leading keys, in whole blocks, that no query of this step can see"""
-
-    @property
-    def span(self) -> int:
-        return self.seq_len - self.skipped
+    span: int
+    """keys that are left"""
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class _Group:
 
     size: int
     query_len: int
-    blocks: Tensor
-    """[B * L / block_size] int64"""
+    blocks: Tensor | slice
+    """[B * L / block_size] int64; a slice if they lie one after the other, and need no gathering"""
     mask: Tensor | None
     """additive # [B, 1, rows, L], rows = group of heads x Q (B > 1) or Q (B = 1); None: plainly causal"""
     first: int
@@ -84,7 +85,8 @@ def _attend(group: _Group, q: Tensor, kv_cache: Tensor, spec: AttentionSpec) -> 
     size, queries = group.size, group.query_len
     kv_heads, head_dim = spec.num_kv_heads, spec.head_dim
     shared = spec.num_heads // kv_heads
-    gathered = kv_cache.index_select(1, group.blocks)
+    blocks = group.blocks
+    gathered = kv_cache[:, blocks] if isinstance(blocks, slice) else kv_cache.index_select(1, blocks)
     mask = group.mask
     if size == 1 and queries > 1:  # [Hkv, shared, Q, D] against keys repeated without a copy
         length = queries if mask is None else mask.shape[-1]
@@ -112,7 +114,8 @@ def _plan_groups(metadata: AttentionMetadata, spec: AttentionSpec, dtype: torch.
         if seq_len == 0 or query_len == 0:
             continue
         hidden = max(0, seq_len - query_len - window + 1) if window else 0
-        requests.append(_Request(index, starts[index], query_len, seq_len, hidden // block_size * block_size))
+        skipped = hidden // block_size * block_size
+        requests.append(_Request(index, starts[index], query_len, seq_len, skipped, seq_len - skipped))
     return [_make_group(members, metadata, spec, dtype) for members in _partition(requests, spec)]
 
 
@@ -128,6 +131,9 @@ def _partition(requests: list[_Request], spec: AttentionSpec) -> list[list[_Requ
     widest = longest = 0
     for request in sorted(requests, key=lambda r: (r.query_len, r.span), reverse=True):
         if groups:
+            if request.query_len == widest and request.span == longest:  # alike: surely together
+                groups[-1].append(request)
+                continue
             count, span = len(groups[-1]), max(longest, request.span)
             apart = cost(count, widest, longest) + cost(1, request.query_len, request.span)
             if cost(count + 1, widest, span) <= apart:
@@ -136,7 +142,7 @@ def _partition(requests: list[_Request], spec: AttentionSpec) -> list[list[_Requ
                 continue
         groups.append([request])
         widest, longest = request.query_len, request.span
-    return [sorted(group, key=lambda r: r.index) for group in groups]
+    return [sorted(group, key=lambda r: r.place) for group in groups]
 
 
 def _make_group(
@@ -146,28 +152,28 @@ def _make_group(
     size = len(members)
     queries = max(member.query_len for member in members)
     num_blocks = max(-(-member.span // block_size) for member in members)
-    facts = torch.tensor([(m.index, m.start, m.query_len, m.seq_len, m.skipped) for m in members]).T
-    index, start, query_len, seq_len, skipped = facts.unsqueeze(-1)
-    last_column = metadata.block_table.shape[1] - 1
-    columns = (skipped // block_size + torch.arange(num_blocks)).clamp_(max=last_column)
-    blocks = metadata.block_table[metadata.rows[index].long(), columns].flatten().long()
+    table = metadata.block_table.numpy()
+    index, start, query_len, seq_len, skipped, _ = np.array(members).T[..., None]
+    columns = np.minimum(skipped // block_size + np.arange(num_blocks), table.shape[1] - 1)
+    block_ids = table[metadata.rows.numpy()[index], columns].ravel().astype(np.int64)
+    one_run = block_ids[-1] - block_ids[0] == block_ids.size - 1 and bool((np.diff(block_ids) == 1).all())
+    blocks = slice(int(block_ids[0]), int(block_ids[-1]) + 1) if one_run else torch.from_numpy(block_ids)
 
     tokens = None
-    offset = torch.arange(queries).clamp(max=query_len - 1) if queries > 1 else torch.zeros(size, 1, dtype=torch.long)
+    offset = np.minimum(np.arange(queries), query_len - 1)
     first = members[0].start
     if any(member.start != first + i * queries or member.query_len != queries for i, member in enumerate(members)):
-        tokens = (start + offset).flatten()
+        tokens = torch.from_numpy((start + offset).ravel())
     lone = members[0]
     if size == 1 and queries > 1 and lone.seq_len == queries and (window is None or window >= queries):
         return _Group(size, queries, blocks, None, first, tokens)
 
-    query_at = seq_len - query_len + offset  # [B, Q]
-    key_at = (skipped + torch.arange(num_blocks * block_size)).unsqueeze(1)  # [B, 1, L]
-    query_at = query_at.unsqueeze(2)
+    query_at = (seq_len - query_len + offset)[..., None]  # [B, Q, 1]
+    key_at = (skipped + np.arange(num_blocks * block_size))[:, None]  # [B, 1, L]
     hidden = key_at > query_at
     if window is not None:
         hidden |= key_at <= query_at - window
-    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    mask = torch.from_numpy(np.where(hidden, MASKED, UNMASKED)).to(dtype)
     if size > 1 and queries > 1:
         mask = mask.repeat(1, spec.num_heads // spec.num_kv_heads, 1)  # rows: heads that share, then queries
     return _Group(size, queries, blocks, mask.unsqueeze(1), first, tokens)
