@@ -110,6 +110,21 @@ def check_gumbel(rows: int, vocab: int, dtype: torch.dtype) -> float:
     return 1.0 - float(same.double().mean())
 
 
+def check_filter(rows: int, vocab: int, spread: float, dtype: torch.dtype) -> float:
+    """Share of rows whose limit differs; a row alone must get what it gets among others."""
+    logits = (torch.randn(rows, vocab, device=DEVICE) * spread).to(dtype)
+    temperature, top_p, min_p = (torch.rand(rows, device=DEVICE) for _ in range(3))
+    top_k = torch.randint(-1, random.choice((60, 3000, 2 * vocab)), (rows,), device=DEVICE, dtype=torch.int32)
+    top_k[::3], top_p[1::4], min_p = 0, 1.0, min_p * 0.1
+    min_p[::2] = 0
+    logits[0, : vocab // 2], logits[-1] = float("-inf"), 1.0
+    params = (temperature + 0.05, top_k, top_p, min_p)
+    found = TRITON_KERNELS.filter_floor(logits, *params)
+    alone = TRITON_KERNELS.filter_floor(logits[1:2], *(value[1:2] for value in params))
+    same = found == REFERENCE_KERNELS.filter_floor(logits, *params)
+    return 1.0 - float(same.double().mean()) + float(alone[0] != found[min(1, rows - 1)])
+
+
 def attention_inputs(
     counts: list[int], lengths: list[int], heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
@@ -195,6 +210,9 @@ def checks() -> Iterator[Check]:
             yield f"rotary {heads}/{rotary} {name}", partial(check_rotary, heads, rotary, norm, dtype), limit
         for rows, vocab in ((1, 128256), (33, 151936), (7, 513)):
             yield f"gumbel_argmax {rows}x{vocab} {name}", partial(check_gumbel, rows, vocab, dtype), 0.0
+        for rows, vocab, spread in ((2, 128256, 1.0), (33, 151936, 4.0), (7, 513, 1e-3), (64, 32000, 20.0)):
+            label = f"filter_floor {rows}x{vocab}x{spread} {name}"
+            yield label, partial(check_filter, rows, vocab, spread, dtype), 0.0
         for heads in ATTENTION_SHAPES:
             for kind in ("decode", "prefill", "chunk", "mixed"):
                 size = {"decode": 16, "prefill": 64, "chunk": 1, "mixed": 32}[kind]
@@ -222,7 +240,7 @@ def run_checks(shard: int, of: int) -> bool:
             continue
         passed += 1
         for dtype in DTYPES:
-            if name.split()[-1] == str(dtype).removeprefix("torch.") and "gumbel" not in name:
+            if name.split()[-1] == str(dtype).removeprefix("torch.") and name.split("_")[0] not in ("gumbel", "filter"):
                 worst[dtype] = max(worst[dtype], found)
     torch.use_deterministic_algorithms(False)
     errors = ", ".join(f"{str(dtype).removeprefix('torch.')} {value:.1e}" for dtype, value in worst.items())
@@ -362,9 +380,21 @@ def time_small() -> None:
         logits = randn(rows, 128256, dtype=torch.bfloat16)
         state = (torch.ones(rows, device=DEVICE), *(torch.arange(rows, device=DEVICE) for _ in range(2)))
         spent = graph_time([partial(TRITON_KERNELS.gumbel_argmax, logits, *state)] * 4)
-        filters = (torch.full((rows,), 50, device=DEVICE), torch.full((rows,), 0.9, device=DEVICE))
-        call = partial(TRITON_KERNELS.filter_logits, logits.float(), *filters, torch.full((rows,), 0.05, device=DEVICE))
-        print(f"  {rows} x 128256: gumbel_argmax {spent:.1f} us, filter_logits {graph_time([call]):.1f} us")
+        print(f"  {rows} x 128256: gumbel_argmax {spent:.1f} us, filter_floor: " + ", ".join(filter_times(rows)))
+
+
+def filter_times(rows: int) -> Iterator[str]:
+    """random logits (no model's are as flat), then such as models have: few tokens hold most of the probability"""
+    flat = randn(rows, 128256, dtype=torch.bfloat16)
+    ones = torch.ones(rows, device=DEVICE)
+    for shape, logits in (("flat", flat), ("peaked", flat * 3)):
+        for name, k, p, min_p in (
+            ("off", 0, 1.0, 0.0), ("min_p", 0, 1.0, 0.05), ("top_k 50", 50, 1.0, 0.0), ("top_p 0.9", 0, 0.9, 0.0),
+            ("top_k 50 top_p 0.9", 50, 0.9, 0.0), ("top_k 5000 top_p 0.9", 5000, 0.9, 0.0),
+        ):  # fmt: skip
+            if shape == "flat" or "p 0.9" in name:
+                call = partial(TRITON_KERNELS.filter_floor, logits, ones, (ones * k).int(), ones * p, ones * min_p)
+                yield f"{shape} {name} {graph_time([call] * 4):.1f} us"
 
 
 def rotary_call(tokens: int) -> Callable[[], object]:

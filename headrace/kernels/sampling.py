@@ -53,6 +53,7 @@ def _gumbel_kernel(
     temperature_ptr,
     seeds_ptr,
     positions_ptr,
+    floor_ptr,
     logits_stride,
     vocab_size,
     num_blocks,
@@ -65,6 +66,8 @@ def _gumbel_kernel(
     token = block * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab_size
     score = tl.load(logits_ptr + row * logits_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
+    if floor_ptr is not None:
+        score = tl.where(score < tl.load(floor_ptr + row), float("-inf"), score)
     temperature = tl.load(temperature_ptr + row)
     if temperature >= GREEDY_BELOW:
         seed = tl.load(seeds_ptr + row)
@@ -90,11 +93,14 @@ def _pick_kernel(out_ptr, best_ptr, index_ptr, num_blocks, BLOCK: tl.constexpr):
     tl.store(out_ptr + row, tl.load(index_ptr + row * num_blocks + winner).to(tl.int64))
 
 
-def gumbel_argmax(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+def gumbel_argmax(
+    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, floor: Tensor | None = None
+) -> Tensor:
     """argmax(logits / temperature + Gumbel(seed, position, token id)) a row: token ids [n] int64.
 
     That is a draw from softmax(logits / temperature). logits [n, V] (last dim contiguous), temperature [n] fp32, seeds
-    and positions [n] int64. Rows with temperature under 1e-5 are greedy. Ties go to the lowest id.
+    and positions [n] int64, floor [n] fp32: logits below it are never drawn. Rows with temperature under 1e-5 are
+    greedy. Ties go to the lowest id.
     """
     rows, vocab_size = logits.shape
     device = logits.device
@@ -105,7 +111,7 @@ def gumbel_argmax(logits: Tensor, temperature: Tensor, seeds: Tensor, positions:
         best = torch.empty((rows, blocks), dtype=torch.float32, device=device)
         index = torch.empty((rows, blocks), dtype=torch.int32, device=device)
         _gumbel_kernel[(rows, blocks)](
-            best, index, logits, temperature, seeds, positions, logits.stride(0), vocab_size, blocks,
+            best, index, logits, temperature, seeds, positions, floor, logits.stride(0), vocab_size, blocks,
             GREEDY_BELOW=GREEDY_BELOW, BLOCK=block, num_warps=4,
         )  # fmt: skip
         _pick_kernel[(rows,)](out, best, index, blocks, BLOCK=1 << (blocks - 1).bit_length(), num_warps=1)
@@ -148,7 +154,11 @@ def hash_bits_reference(seeds: Tensor, positions: Tensor, vocab_size: int) -> Te
     return bits.long() & 0xFFFFFFFF
 
 
-def gumbel_argmax_reference(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+def gumbel_argmax_reference(
+    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, floor: Tensor | None = None
+) -> Tensor:
+    if floor is not None:
+        logits = logits.masked_fill(logits.float() < floor[:, None], float("-inf"))
     sampled = temperature >= GREEDY_BELOW
     if logits.device.type == "cpu" and not bool(sampled.any()):
         return logits.argmax(-1)
@@ -158,19 +168,3 @@ def gumbel_argmax_reference(logits: Tensor, temperature: Tensor, seeds: Tensor, 
     column = sampled[:, None]
     scores = logits.float() / torch.where(sampled, temperature, 1.0)[:, None]
     return torch.where(column, scores + noise, scores).argmax(-1)
-
-
-def filter_logits_reference(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    floor = logits.amax(-1, keepdim=True) + min_p.log()[:, None]
-    logits = logits.float().masked_fill(logits < floor, float("-inf"))
-    ordered = logits.sort(dim=-1, descending=True).values
-    vocab_size = logits.shape[1]
-    count = torch.where((top_k <= 0) | (top_k > vocab_size), vocab_size, top_k).long()
-    kth = ordered.gather(1, count[:, None] - 1)
-    ordered = ordered.masked_fill_(ordered < kth, float("-inf"))
-    probs = ordered.softmax(-1)
-    before = probs.cumsum(-1) - probs
-    kept = (before < top_p[:, None]) | (top_p >= 1.0)[:, None]
-    kept[:, 0] = True
-    last = ordered.masked_fill_(~kept, float("inf")).amin(-1, keepdim=True)
-    return logits.masked_fill_(logits < torch.maximum(last, kth), float("-inf"))

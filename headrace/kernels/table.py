@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headrace.kernels import activation, attention, batch, norm, rotary, sampling
+from headrace.kernels import activation, attention, batch, filter, norm, rotary, sampling
 from headrace.kernels._triton import HAS_TRITON
 
 
@@ -23,8 +23,8 @@ class KernelTable:
     paged_attention: Callable[..., Tensor]
     prepare_batch: Callable[..., tuple[Tensor, Tensor, Tensor]]
     best_token: Callable[[Tensor], tuple[Tensor, Tensor]]
-    gumbel_argmax: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-    filter_logits: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    gumbel_argmax: Callable[..., Tensor]
+    filter_floor: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 REFERENCE_KERNELS = KernelTable(
@@ -37,7 +37,7 @@ REFERENCE_KERNELS = KernelTable(
     prepare_batch=batch.prepare_batch_reference,
     best_token=sampling.best_token_reference,
     gumbel_argmax=sampling.gumbel_argmax_reference,
-    filter_logits=sampling.filter_logits_reference,
+    filter_floor=filter.filter_floor_reference,
 )
 
 TRITON_KERNELS = KernelTable(
@@ -50,7 +50,7 @@ TRITON_KERNELS = KernelTable(
     prepare_batch=batch.prepare_batch,
     best_token=sampling.best_token,
     gumbel_argmax=sampling.gumbel_argmax,
-    filter_logits=sampling.filter_logits_reference,
+    filter_floor=filter.filter_floor,
 )
 
 

@@ -99,11 +99,7 @@ class Sampler:
 
     def _draw(self, scores: Tensor, params: BatchParams, positions: Tensor) -> Tensor:
         """Stage 7; greedy rows come out as their argmax."""
+        temperature, floor = params.temperature, None
         if Feature.FILTERS in self.state.features:
-            temperature = params.temperature[:, None]
-            scaled = scores.float() / torch.where(temperature == 0, 1.0, temperature)
-            kept = self.kernels.filter_logits(scaled, params.top_k, params.top_p, params.min_p)
-            # The draw gets the scores as they were and divides them itself, as it does where nobody filters: a
-            # division that rounds otherwise must not change the token of a row that never asked for filters.
-            scores = scores.masked_fill(kept == float("-inf"), float("-inf"))
-        return self.kernels.gumbel_argmax(scores, params.temperature.contiguous(), params.seed.contiguous(), positions)
+            floor = self.kernels.filter_floor(scores, temperature, params.top_k, params.top_p, params.min_p)
+        return self.kernels.gumbel_argmax(scores, temperature.contiguous(), params.seed.contiguous(), positions, floor)

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from headrace.kernels import activation, attention, batch, norm, rotary, sampling
+from headrace.kernels import activation, attention, batch, filter, norm, rotary, sampling
 from headrace.kernels.attention_config import plan_attention
 from tests.kernels.offline_target import TARGETS, compiled, spills, use_target
 
@@ -49,9 +49,12 @@ def compile_rest():
     for weight in (None, x[0, :128]):
         rotary.rotary_and_cache(q, k, v, angles, wide, cache, wide, weight, weight)
     sampling.gumbel_argmax(x, torch.zeros(16), wide, wide)
+    ones = torch.ones(16)
+    filter.filter_floor(torch.zeros(16, 128256), ones, numbers, ones, ones)
     rest = (
         norm._rms_norm_kernel, activation._silu_and_mul_kernel, batch._prepare_batch_kernel,
         rotary._rotary_and_cache_kernel, sampling._gumbel_kernel, sampling._pick_kernel, attention._combine_kernel,
+        filter._groups_kernel, filter._histogram_kernel, filter._limit_kernel,
     )  # fmt: skip
     for kernel in rest:
         report(kernel.__name__, kernel, set())

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from headrace.kernels.filter import weights_reference
 from headrace.kernels.sampling import hash_bits_reference
 from headrace.kernels.table import REFERENCE_KERNELS as KERNELS
 from headrace.kernels.table import select_kernels
@@ -126,17 +127,46 @@ def brute_filter(logits, top_k, top_p, min_p):
     return kept
 
 
-def test_filter_logits_keeps_what_the_definitions_say():
+def test_filter_floor_keeps_what_the_definitions_say():
     logits = torch.randn(40, 24).mul(2).round(decimals=1)  # rounded, so that ties occur
     logits[3, 5:] = float("-inf")
+    temperature = torch.rand(40) * 2 + 0.2
     top_k = torch.randint(-1, 26, (40,))
     top_p, min_p = torch.rand(40), torch.rand(40) * 0.3
     top_p[::4], min_p[::3], top_p[1] = 1.0, 0.0, 0.0
-    out = KERNELS.filter_logits(logits, top_k, top_p, min_p)
+    floor = KERNELS.filter_floor(logits, temperature, top_k, top_p, min_p)
     for row in range(40):
-        kept = set((out[row] > float("-inf")).nonzero().flatten().tolist())
-        assert kept == brute_filter(logits[row], int(top_k[row]), float(top_p[row]), float(min_p[row]))
-        assert torch.equal(out[row, list(kept)], logits[row, list(kept)])
+        kept = {i for i in range(24) if logits[row, i] >= floor[row] and logits[row, i] > float("-inf")}
+        expected = brute_filter(logits[row] / temperature[row], int(top_k[row]), float(top_p[row]), float(min_p[row]))
+        assert kept == expected
+
+
+def test_filter_floor_of_a_row_depends_on_that_row_alone():
+    logits, temperature = torch.randn(12, 4000), torch.rand(12) + 0.5
+    params = temperature, torch.randint(-1, 50, (12,)), torch.rand(12), torch.rand(12) * 0.1
+    together = KERNELS.filter_floor(logits, *params)
+    alone = [KERNELS.filter_floor(logits[i : i + 1], *(value[i : i + 1] for value in params)) for i in range(12)]
+    assert together.tolist() == torch.cat(alone).tolist()
+
+
+def test_weights_are_exponentials_and_never_rise():
+    distance = torch.cat((torch.linspace(0, 32, 1 << 17), torch.tensor([1e30, float("inf")])))
+    weights = weights_reference(distance[None], torch.tensor([0.8]))[0]
+    assert weights[0] == 1 << 40
+    assert (weights.diff() <= 0).all()
+    expected = (-distance.double() / 0.8).exp() * 2.0**40
+    torch.testing.assert_close(weights.double(), expected, rtol=4e-6, atol=2.0)
+
+
+def test_no_draw_falls_below_the_floor():
+    logits, floor = torch.randn(500, 6), torch.randn(500) * 0.3
+    logits[:, 0] = 0.9
+    seeds = torch.arange(500)
+    out = KERNELS.gumbel_argmax(logits, torch.ones(500), seeds, seeds, floor)
+    assert (logits[seeds, out] >= torch.minimum(floor, logits.amax(1))).all()
+    free = KERNELS.gumbel_argmax(logits, torch.ones(500), seeds, seeds, torch.full((500,), float("-inf")))
+    assert torch.equal(free, KERNELS.gumbel_argmax(logits, torch.ones(500), seeds, seeds))
+    assert not torch.equal(free, out)
 
 
 def test_references_load_and_run_without_triton():

@@ -1,0 +1,334 @@
+"""min_p, top_k and top_p as one number a row: the lowest logit that may be sampled.
+
+Probabilities are summed as 64-bit integers, so sums are exact and no order of summing, batch, rank or device family can
+move a token over the edge of top_p; Triton and torch agree to the last bit. No sort: a histogram of the row finds the
+bin that a limit falls into, then a bisection the limit within the bin. Knows nothing of requests or of the draw.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Triton functions are typed by what they are launched with.
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from headrace.kernels._triton import next_power_of_2, tl, triton
+from headrace.kernels.sampling import GREEDY_BELOW
+
+_STEPS = 1 << 18
+"""Steps an octave that probabilities are rounded to: 2.6e-6 from one to the next"""
+_OCTAVES = 41
+"""From the most probable token down; what lies deeper weighs nothing."""
+_POLYNOMIAL = (1 << 30, 744257403, 257891463, 59375083, 9884647, 1014581)
+"""2**(30 - f) for 0 <= f < 1, in powers of f with alternating signs; 9e-8 off at most, and monotone over all octaves"""
+_STEPS_A_NAT = float(torch.tensor(_STEPS / math.log(2.0)))
+_BINS = 4096
+_GROUP, _CHUNK, _SWEEP, _TILE = 128, 4096, 4096, 2048
+
+
+@triton.jit
+def _weight(distance, steps):
+    """2**40 * exp(-distance / temperature) as int64, fp32 distances >= 0, `steps` for a distance of 1"""
+    step = tl.minimum(distance * steps, 41.0 * 262144).to(tl.int32)
+    f = (step << 14).to(tl.uint32)
+    r = 9884647 - tl.umulhi(tl.full(f.shape, 1014581, tl.uint32), f)
+    r = 59375083 - tl.umulhi(r.to(tl.uint32), f)
+    r = 257891463 - tl.umulhi(r.to(tl.uint32), f)
+    r = 744257403 - tl.umulhi(r.to(tl.uint32), f)
+    r = 1073741824 - tl.umulhi(r.to(tl.uint32), f)
+    return (r.to(tl.int64) << 10) >> (step >> 18).to(tl.int64)
+
+
+@triton.jit
+def _distance(x, best):
+    return tl.where(x == best, 0.0, best - x)  # inf is 0 from inf
+
+
+@triton.jit
+def _bin(x, best, scale, BINS: tl.constexpr):
+    """Never lower for a lower x; always inside, even for NaN"""
+    return tl.maximum(tl.minimum(_distance(x, best) * scale, BINS - 1.0).to(tl.int32), 0)
+
+
+@triton.jit
+def _key(x):
+    """int32 in the order of fp32; its own inverse, but for the types"""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _params(row, top_k_ptr, top_p_ptr, drop_ptr, temperature_ptr, stride, vocab_size, GREEDY_BELOW: tl.constexpr):
+    """(temperature, top_k, top_p, drop, by_count, by_mass, any filter at all)"""
+    temperature = tl.load(temperature_ptr + row * stride)
+    top_k = tl.load(top_k_ptr + row * stride).to(tl.int32)
+    top_p = tl.load(top_p_ptr + row * stride)
+    drop = tl.load(drop_ptr + row)
+    sampled = temperature >= GREEDY_BELOW
+    by_count = sampled & (top_k > 0) & (top_k < vocab_size)
+    by_mass = sampled & (top_p < 1.0)
+    return temperature, top_k, top_p, drop, by_count, by_mass, by_count | by_mass | (sampled & (drop > float("-inf")))
+
+
+@triton.jit
+def _extent(highest, lowest_ptr, groups, inside, temperature, drop, BINS: tl.constexpr):
+    """(highest logit, lowest that min_p keeps, bins for a distance of 1) of a row"""
+    best = tl.max(highest, axis=0)
+    lowest = tl.min(tl.load(lowest_ptr + groups, mask=inside, other=float("inf")), axis=0)
+    width = tl.maximum(tl.minimum(best - lowest, temperature * 29.0), 1e-30)
+    scale = tl.div_rn(tl.full((), BINS - 1.0, tl.float32), width)
+    return best, tl.where(drop > float("-inf"), best + drop * temperature, float("-inf")), scale
+
+
+@triton.jit
+def _groups_kernel(
+    highest_ptr, lowest_ptr, counts_ptr, weights_ptr, logits_ptr,
+    top_k_ptr, top_p_ptr, drop_ptr, temperature_ptr,
+    logits_stride, stride, vocab_size, num_groups,
+    GREEDY_BELOW: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, BINS: tl.constexpr, CLEARED: tl.constexpr,
+):  # fmt: skip
+    """Highest and lowest finite logit of each group of neighbours; an empty histogram."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    _, _, _, _, _, _, wanted = _params(
+        row, top_k_ptr, top_p_ptr, drop_ptr, temperature_ptr, stride, vocab_size, GREEDY_BELOW
+    )
+    if wanted:
+        group = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
+        token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        inside = token < vocab_size
+        x = tl.load(logits_ptr + row * logits_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
+        at = row * num_groups + group
+        tl.store(highest_ptr + at, tl.max(x, axis=1), mask=group < num_groups)
+        finite = tl.where(x > float("-inf"), x, float("inf"))
+        tl.store(lowest_ptr + at, tl.min(finite, axis=1), mask=group < num_groups)
+        cleared = chunk * CLEARED + tl.arange(0, CLEARED)
+        tl.store(counts_ptr + row * BINS + cleared, tl.zeros((CLEARED,), tl.int32), mask=cleared < BINS)
+        tl.store(weights_ptr + row * BINS + cleared, tl.zeros((CLEARED,), tl.int64), mask=cleared < BINS)
+
+
+@triton.jit
+def _histogram_kernel(
+    counts_ptr, weights_ptr, highest_ptr, lowest_ptr, logits_ptr,
+    top_k_ptr, top_p_ptr, drop_ptr, temperature_ptr,
+    logits_stride, stride, vocab_size, num_groups, steps_a_nat,
+    GREEDY_BELOW: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """How many logits fall into each bin, and their weight; only of logits high enough to matter."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature, top_k, _top_p, drop, by_count, by_mass, _wanted = _params(
+        row, top_k_ptr, top_p_ptr, drop_ptr, temperature_ptr, stride, vocab_size, GREEDY_BELOW
+    )
+    if by_count | by_mass:
+        groups = tl.arange(0, GROUPS)
+        known = groups < num_groups
+        highest_ptr += row * num_groups
+        highest = tl.load(highest_ptr + groups, mask=known, other=float("-inf"))
+        best, floor, scale = _extent(highest, lowest_ptr + row * num_groups, groups, known, temperature, drop, BINS)
+        if by_count:
+            # Where k groups reach, k logits reach at least: a bound from below, by a few steps towards the best.
+            low = tl.min(tl.where(highest > float("-inf"), highest, float("inf")), axis=0)
+            if tl.sum((highest >= low).to(tl.int32), axis=0) >= top_k:
+                high = best
+                for _step in range(8):
+                    middle = low + (high - low) * 0.5
+                    reached = tl.sum((highest >= middle).to(tl.int32), axis=0) >= top_k
+                    low = tl.where(reached, middle, low)
+                    high = tl.where(reached, high, middle)
+                floor = tl.maximum(floor, low)
+        token = chunk * CHUNK + tl.arange(0, CHUNK)
+        group_high = tl.load(highest_ptr + token // GROUP, mask=token < vocab_size, other=float("-inf"))
+        matters = (token < vocab_size) & (group_high >= floor)
+        x = tl.load(logits_ptr + row * logits_stride + token, mask=matters, other=float("-inf")).to(tl.float32)
+        matters = (x >= floor) & (x > float("-inf"))
+        at = row * BINS + _bin(x, best, scale, BINS)
+        if by_count:
+            tl.atomic_add(counts_ptr + at, tl.full((CHUNK,), 1, tl.int32), mask=matters, sem="relaxed")
+        if by_mass:
+            weight = _weight(_distance(x, best), tl.div_rn(steps_a_nat, temperature))
+            tl.atomic_add(weights_ptr + at, weight, mask=matters & (weight > 0), sem="relaxed")
+
+
+@triton.jit
+def _share(top_p, total):
+    """Least weight, at least 1, that is not below top_p of `total`"""
+    share = top_p.to(tl.float64) * total.to(tl.float64)
+    whole = share.to(tl.int64)
+    return tl.maximum(tl.where(whole.to(tl.float64) < share, whole + 1, whole), 1)
+
+
+@triton.jit
+def _found(found_ptr, start, num_found, wanted_bin, floor, best, scale, BINS: tl.constexpr, TILE: tl.constexpr):
+    """A tile of what was gathered: logits, and which of them are in the bin and not below `floor`"""
+    at = start + tl.arange(0, TILE)
+    x = tl.load(found_ptr + at, mask=at < num_found, other=float("-inf"))
+    return x, (at < num_found) & (x >= floor) & (_bin(x, best, scale, BINS) == wanted_bin)
+
+
+@triton.jit
+def _lowest_reaching(
+    goal, found_ptr, num_found, wanted_bin, floor, best, scale, steps,
+    BY_MASS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """(highest logit of the bin such that those not below it number, or weigh, `goal`, what they do weigh)"""
+    low, high = tl.full((), 0x7FFFFFFF, tl.int64), tl.full((), -0x80000000, tl.int64)
+    for start in range(0, num_found, TILE):
+        x, inside = _found(found_ptr, start, num_found, wanted_bin, floor, best, scale, BINS, TILE)
+        low = tl.minimum(low, tl.min(tl.where(inside, _key(x), 0x7FFFFFFF), axis=0).to(tl.int64))
+        high = tl.maximum(high, tl.max(tl.where(inside, _key(x), -0x80000000), axis=0).to(tl.int64))
+    while low < high:
+        middle = low + (high - low + 1) // 2
+        total = tl.zeros((), tl.int64)
+        for start in range(0, num_found, TILE):
+            x, inside = _found(found_ptr, start, num_found, wanted_bin, floor, best, scale, BINS, TILE)
+            inside = inside & (_key(x) >= middle)
+            value = _weight(_distance(x, best), steps) if BY_MASS else tl.full((TILE,), 1, tl.int64)
+            total += tl.sum(tl.where(inside, value, 0), axis=0)
+        reached = total >= goal
+        low = tl.where(reached, middle, low)
+        high = tl.where(reached, high, middle - 1)
+    key = low.to(tl.int32)
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _limit_kernel(
+    out_ptr, found_ptr, counts_ptr, weights_ptr, highest_ptr, lowest_ptr, logits_ptr,
+    top_k_ptr, top_p_ptr, drop_ptr, temperature_ptr,
+    logits_stride, stride, vocab_size, num_groups, steps_a_nat,
+    GREEDY_BELOW: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, BINS: tl.constexpr,
+    SWEEP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One row: the bins that the limits fall into, their logits gathered, the limits among them."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature, top_k, top_p, drop, by_count, by_mass, wanted = _params(
+        row, top_k_ptr, top_p_ptr, drop_ptr, temperature_ptr, stride, vocab_size, GREEDY_BELOW
+    )
+    limit = tl.full((), float("-inf"), tl.float32)
+    if wanted:
+        groups = tl.arange(0, GROUPS)
+        highest_ptr += row * num_groups
+        highest = tl.load(highest_ptr + groups, mask=groups < num_groups, other=float("-inf"))
+        best, limit, scale = _extent(
+            highest, lowest_ptr + row * num_groups, groups, groups < num_groups, temperature, drop, BINS
+        )
+        if by_count | by_mass:
+            steps = tl.div_rn(steps_a_nat, temperature)
+            index = tl.arange(0, BINS)
+            counts = tl.load(counts_ptr + row * BINS + index)
+            weights = tl.load(weights_ptr + row * BINS + index)
+            # The k-th falls into k_bin; none where fewer than k are left.
+            k_bin = tl.min(tl.where(tl.cumsum(counts, axis=0) >= top_k, index, BINS), axis=0)
+            k_bin = tl.where(by_count, k_bin, BINS)
+            k_goal = top_k.to(tl.int64) - tl.sum(tl.where(index < k_bin, counts, 0), axis=0)
+            # What top_p is a share of is only known to within k_bin yet, so its limit to within first .. last.
+            kept = tl.sum(tl.where(index < k_bin, weights, 0), axis=0)
+            most = kept + tl.sum(tl.where(index == k_bin, weights, 0), axis=0)
+            upto = tl.cumsum(weights, axis=0)
+            first = tl.min(tl.where(upto >= _share(top_p, kept), index, BINS), axis=0)
+            first = tl.where(by_mass, first, BINS)
+            last = tl.min(tl.where(upto >= _share(top_p, most), index, BINS), axis=0)
+            last = tl.where(by_mass, last, BINS)
+            deepest = tl.maximum(tl.where(k_bin < BINS, k_bin, 0), tl.where(last < BINS, last, 0))
+            found_ptr += row * vocab_size
+            num_found = tl.zeros((), tl.int32)
+            for start in range(0, vocab_size, SWEEP):
+                token = start + tl.arange(0, SWEEP)
+                group_high = tl.load(highest_ptr + token // GROUP, mask=token < vocab_size, other=float("-inf"))
+                near = (token < vocab_size) & (_bin(group_high, best, scale, BINS) <= deepest)
+                x = tl.load(logits_ptr + row * logits_stride + token, mask=near, other=float("-inf")).to(tl.float32)
+                at = _bin(x, best, scale, BINS)
+                needed = (x >= limit) & (x > float("-inf")) & ((at == k_bin) | ((at >= first) & (at <= last)))
+                place = num_found + tl.cumsum(needed.to(tl.int32), axis=0) - 1
+                tl.store(found_ptr + place, x, mask=needed)
+                num_found += tl.sum(needed.to(tl.int32), axis=0)
+            tl.debug_barrier()  # the searches below read what other threads have written
+            floor = limit
+            if k_bin < BINS:
+                limit = _lowest_reaching(
+                    k_goal, found_ptr, num_found, k_bin, floor, best, scale, steps, False, BINS, TILE
+                )
+                for start in range(0, num_found, TILE):
+                    x, inside = _found(found_ptr, start, num_found, k_bin, limit, best, scale, BINS, TILE)
+                    kept += tl.sum(tl.where(inside, _weight(_distance(x, best), steps), 0), axis=0)
+            if by_mass:
+                goal = _share(top_p, kept)
+                weights = tl.load(weights_ptr + row * BINS + index)  # again, for they cannot stay in registers
+                upto = tl.cumsum(weights, axis=0)
+                p_bin = tl.min(tl.where(upto >= goal, index, BINS), axis=0)
+                if p_bin < BINS:
+                    p_goal = goal - tl.sum(tl.where(index < p_bin, weights, 0), axis=0)
+                    limit = _lowest_reaching(
+                        p_goal, found_ptr, num_found, p_bin, limit, best, scale, steps, True, BINS, TILE
+                    )
+    tl.store(out_ptr + row, limit)
+
+
+def filter_floor(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """The lowest logit of each row that its filters let through # [n] fp32; -inf where there is no filter.
+
+    logits [n, V] (any float type, last dim contiguous, V <= 2**22) before the division by temperature; temperature,
+    top_p, min_p [n] fp32; top_k [n] int32 or int64. In this order: min_p, top_k, then top_p of what those left; logits
+    equal to the last one kept are kept, and so is the best. Off: min_p 0, top_k < 1 or >= V, top_p >= 1, any greedy
+    row (temperature < 1e-5). A row's result depends on that row alone.
+    """
+    rows, vocab_size = logits.shape
+    device = logits.device
+    out = torch.empty(rows, dtype=torch.float32, device=device)
+    if not rows:
+        return out
+    stride = temperature.stride(0)
+    if not stride == top_k.stride(0) == top_p.stride(0):
+        temperature, top_k, top_p, stride = temperature.contiguous(), top_k.contiguous(), top_p.contiguous(), 1
+    chunks, num_groups = -(-vocab_size // _CHUNK), -(-vocab_size // _GROUP)
+    highest, lowest = torch.empty((2, rows, num_groups), dtype=torch.float32, device=device)
+    counts = torch.empty((rows, _BINS), dtype=torch.int32, device=device)
+    weights = torch.empty((rows, _BINS), dtype=torch.int64, device=device)
+    found = torch.empty((rows, vocab_size), dtype=torch.float32, device=device)
+    params = (top_k, top_p, min_p.log(), temperature, logits.stride(0), stride, vocab_size, num_groups)
+    common = {"GREEDY_BELOW": GREEDY_BELOW, "GROUP": _GROUP, "BINS": _BINS, "enable_fp_fusion": False}
+    groups = max(16, next_power_of_2(num_groups))
+    _groups_kernel[(rows, chunks)](
+        highest, lowest, counts, weights, logits, *params,
+        CHUNK=_CHUNK, CLEARED=next_power_of_2(-(-_BINS // chunks)), num_warps=4, **common,
+    )  # fmt: skip
+    _histogram_kernel[(rows, chunks)](
+        counts, weights, highest, lowest, logits, *params, _STEPS_A_NAT,
+        CHUNK=_CHUNK, GROUPS=groups, num_warps=4, **common,
+    )  # fmt: skip
+    _limit_kernel[(rows,)](
+        out, found, counts, weights, highest, lowest, logits, *params, _STEPS_A_NAT,
+        GROUPS=groups, SWEEP=_SWEEP, TILE=_TILE, num_warps=16, **common,
+    )  # fmt: skip
+    return out
+
+
+def weights_reference(distance: Tensor, temperature: Tensor) -> Tensor:
+    """2**40 * exp(-distance / temperature), as the kernels round it # int64; distance [n, V] fp32 >= 0"""
+    steps = torch.full_like(temperature, _STEPS_A_NAT) / temperature
+    step = (distance * steps[:, None]).clamp_max_(_OCTAVES * _STEPS).int()
+    f = (step & (_STEPS - 1)).long()
+    value = torch.full_like(f, _POLYNOMIAL[-1])
+    for coefficient in reversed(_POLYNOMIAL[:-1]):
+        value = coefficient - ((value * f) >> 18)
+    return (value << 10) >> (step >> 18)
+
+
+def filter_floor_reference(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    sampled, vocab_size = temperature >= GREEDY_BELOW, logits.shape[1]
+    temperature = torch.where(sampled, temperature, 1.0)
+    nothing = torch.full_like(temperature, float("-inf"))
+    ordered = logits.float().sort(dim=-1, descending=True).values
+    best, drop = ordered[:, 0], min_p.log()
+    limit = torch.where(drop > nothing, best + drop * temperature, nothing)
+    by_count = (top_k > 0) & (top_k < vocab_size)
+    kth = ordered.gather(1, torch.where(by_count, top_k, 1).long()[:, None] - 1)[:, 0]
+    limit = torch.maximum(limit, torch.where(by_count, kth, nothing))
+    distance = torch.where(ordered == best[:, None], 0.0, best[:, None] - ordered)
+    kept = (ordered >= limit[:, None]) & (ordered > float("-inf"))
+    upto = weights_reference(distance, temperature).mul_(kept).cumsum(-1)
+    goal = (top_p.double() * upto[:, -1].double()).ceil().long().clamp_min(1)
+    last = (upto < goal[:, None]).sum(-1, keepdim=True).clamp_max_(vocab_size - 1)
+    limit = torch.maximum(limit, torch.where(top_p < 1.0, ordered.gather(1, last)[:, 0], nothing))
+    return torch.where(sampled, limit, nothing)
