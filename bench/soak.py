@@ -46,9 +46,12 @@ class Target:
         """(verify: loading certificates would hold up all clients.)"""
         return httpx.AsyncClient(base_url=self.url, headers=self.headers, timeout=120, verify=False)
 
-    def held(self) -> dict[str, float]:
+    def metrics(self, names: tuple[str, ...]) -> dict[str, float]:
         text = httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=30).text
-        return {line.split("{")[0]: float(line.split()[-1]) for line in text.splitlines() if line.startswith(HELD)}
+        return {line.split("{")[0]: float(line.split()[-1]) for line in text.splitlines() if line.startswith(names)}
+
+    def held(self) -> dict[str, float]:
+        return self.metrics(HELD)
 
     def probe(self) -> str:
         answer = httpx.post(f"{self.url}/v1/completions", json=PROBE, headers=self.headers, timeout=60)
@@ -187,6 +190,7 @@ def soak(target: Target, process: psutil.Process | None, options: argparse.Names
     files = process.num_fds() if process else 0
     asyncio.run(crowd(target, options.clients, options.duration, options.seed, tally))
     check_drained(target, tally)
+    tally.events["preemptions"] = int(sum(target.metrics(("vllm:num_preemptions_total",)).values()))
     after = target.probe()
     if after != before:
         tally.problem(f"the greedy answer has changed: {before!r}, now {after!r}")

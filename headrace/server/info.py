@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import msgspec
 from starlette.requests import Request
@@ -23,6 +24,8 @@ from headrace.server.protocol import (
 )
 from headrace.server.replies import error_response, json_response
 from headrace.server.serving import Serving
+
+logger = logging.getLogger(__name__)
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
@@ -75,6 +78,7 @@ def health(serving: Serving) -> Response:
     try:
         serving.engine.check_health()
     except EngineDeadError as error:
+        logger.error("/health is red: %s", error)
         return error_response(error)
     return Response(status_code=200)
 

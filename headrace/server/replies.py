@@ -8,9 +8,11 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from headrace.errors import HeadraceError
+from headrace.errors import EngineDeadError, HeadraceError
 
 logger = logging.getLogger(__name__)
+
+DEAD = "the engine is dead or no longer steps; the server's log says why"
 
 
 class ErrorDetail(msgspec.Struct):
@@ -28,14 +30,16 @@ encoder = msgspec.json.Encoder()
 
 
 def error_body(error: BaseException) -> tuple[int, bytes]:
-    """(HTTP status, OpenAI error object). What is not ours is logged and shown as a bare 500: it may name internals."""
+    """(HTTP status, OpenAI error object). What is not ours is logged and shown as a bare 500: it may name internals. So
+    may a dead engine's last words, which the engine has logged (and /health is open to all)."""
     if not isinstance(error, HeadraceError):
         logger.error("unexpected error while answering a request", exc_info=error)
         error = HeadraceError("internal server error")
     elif error.http_status == 500:
         logger.error("a request failed: %s", error)
     param: str | None = getattr(error, "param", None)
-    message = str(error).encode("utf-8", "replace").decode()  # a lone surrogate in a quoted value cannot be encoded
+    message = DEAD if isinstance(error, EngineDeadError) else str(error)
+    message = message.encode("utf-8", "replace").decode()  # a lone surrogate in a quoted value cannot be encoded
     detail = ErrorDetail(message, error.error_type, param, error.code)
     return error.http_status, encoder.encode(ErrorObject(detail))
 
