@@ -74,6 +74,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    """Accepted for compatibility: it changed the text of slow tokenizers only."""
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
 

@@ -48,7 +48,7 @@ SAMPLING_HELP = {
     "prompt_logprobs": "The same for the prompt's tokens.",
     "detokenize": "Turn token ids into text.",
     "skip_special_tokens": "Leave special tokens out of the text.",
-    "spaces_between_special_tokens": "Separate special tokens by spaces.",
+    "spaces_between_special_tokens": "Accepted for compatibility; special tokens are written as they are.",
     "logit_bias": "JSON, e.g. '{\"42\": -100}': added to logits by token id.",
     "allowed_token_ids": "The only token ids that may be generated.",
 }

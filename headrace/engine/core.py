@@ -152,7 +152,8 @@ class EngineCore:
     def _fail(self, plan: SchedulerOutput, error: Exception, outputs: list[EngineCoreOutput]) -> None:
         logger.error("step %d failed", plan.step, exc_info=error)
         self._executor.check()  # else every later step would fail too, and /health would stay green
-        outputs.extend(self.scheduler.fail(plan, f"the step failed: {type(error).__name__}: {error}"))
+        said = f": {error}" if isinstance(error, HeadraceError) else ""  # other words may name internals: logged alone
+        outputs.extend(self.scheduler.fail(plan, f"the step failed: {type(error).__name__}{said}"))
 
     def _note_admissions(self, plan: SchedulerOutput) -> None:
         now = time.monotonic()

@@ -104,10 +104,6 @@ class Tokenizer:
             return piece.data
         return self._backend.decode([token_id], skip_special_tokens=False).encode()
 
-    @property
-    def has_chat_template(self) -> bool:
-        return "default" in self._templates
-
     def render_chat(
         self,
         messages: list[dict[str, Any]],

@@ -130,6 +130,19 @@ def test_what_a_failed_step_says() -> None:
     assert output.error == "the step failed: HeadraceError: scripted failure"
 
 
+def test_a_failure_of_others_is_named_but_not_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = FakeExecutor()
+    core = make_core(executor)
+    core.add_request(request("bad", [10]))
+
+    def fail(step: object) -> None:
+        raise RuntimeError("process 1234 has 77 GiB of GPU 0 in use")
+
+    monkeypatch.setattr(executor, "execute", fail)
+    (output,) = drain(core)
+    assert output.error == "the step failed: RuntimeError"
+
+
 def test_a_request_that_can_never_run_is_answered_not_raised() -> None:
     core = make_core(FakeExecutor(), num_blocks=2)
     core.add_request(request("big", list(range(10, 40))))
