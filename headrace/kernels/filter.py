@@ -25,7 +25,10 @@ _POLYNOMIAL = (1 << 30, 744257403, 257891463, 59375083, 9884647, 1014581)
 """2**(30 - f) for 0 <= f < 1, in powers of f with alternating signs; 9e-8 off at most, and monotone over all octaves"""
 _STEPS_A_NAT = float(torch.tensor(_STEPS / math.log(2.0)))
 _BINS = 4096
-_GROUP, _CHUNK, _SWEEP, _TILE = 128, 4096, 4096, 2048
+_GROUP, _CHUNK, _TILE = 128, 4096, 2048
+_NOTES = 8
+"""int32 that the programs of a row leave each other: programs done with the histogram, programs done with gathering,
+logits gathered, k_bin, first, last; two free"""
 
 
 @triton.jit
@@ -84,12 +87,12 @@ def _extent(highest, lowest_ptr, groups, inside, temperature, drop, BINS: tl.con
 
 @triton.jit
 def _groups_kernel(
-    highest_ptr, lowest_ptr, counts_ptr, weights_ptr, logits_ptr,
+    notes_ptr, highest_ptr, lowest_ptr, counts_ptr, weights_ptr, logits_ptr,
     top_k_ptr, top_p_ptr, drop_ptr, temperature_ptr,
     logits_stride, stride, vocab_size, num_groups,
     GREEDY_BELOW: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, BINS: tl.constexpr, CLEARED: tl.constexpr,
 ):  # fmt: skip
-    """Highest and lowest finite logit of each group of neighbours; an empty histogram."""
+    """Highest and lowest finite logit of each group of neighbours; an empty histogram, empty notes."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, _, _, _, _, _, wanted = _params(
         row, top_k_ptr, top_p_ptr, drop_ptr, temperature_ptr, stride, vocab_size, GREEDY_BELOW
@@ -106,18 +109,48 @@ def _groups_kernel(
         cleared = chunk * CLEARED + tl.arange(0, CLEARED)
         tl.store(counts_ptr + row * BINS + cleared, tl.zeros((CLEARED,), tl.int32), mask=cleared < BINS)
         tl.store(weights_ptr + row * BINS + cleared, tl.zeros((CLEARED,), tl.int64), mask=cleared < BINS)
+        if chunk == 0:
+            tl.store(notes_ptr + row * 8 + tl.arange(0, 8), tl.zeros((8,), tl.int32))
+
+
+@triton.jit
+def _share(top_p, total):
+    """Least weight, at least 1, that is not below top_p of `total`"""
+    share = top_p.to(tl.float64) * total.to(tl.float64)
+    whole = share.to(tl.int64)
+    return tl.maximum(tl.where(whole.to(tl.float64) < share, whole + 1, whole), 1)
+
+
+@triton.jit
+def _note_bins(notes_ptr, counts_ptr, weights_ptr, top_k, top_p, by_count, by_mass, BINS: tl.constexpr):
+    """From the whole histogram: k_bin, where the k-th is; first .. last, where the limit of top_p may be: until k_bin
+    has been searched, what top_p is a share of is only known to within that bin. BINS: there is none."""
+    index = tl.arange(0, BINS)
+    counts = tl.load(counts_ptr + index, cache_modifier=".cg")
+    weights = tl.load(weights_ptr + index, cache_modifier=".cg")
+    k_bin = tl.min(tl.where(tl.cumsum(counts, axis=0) >= top_k, index, BINS), axis=0)
+    k_bin = tl.where(by_count, k_bin, BINS)
+    upto = tl.cumsum(weights, axis=0)
+    least = tl.sum(tl.where(index < k_bin, weights, 0), axis=0)
+    most = tl.sum(tl.where(index <= k_bin, weights, 0), axis=0)
+    first = tl.min(tl.where(upto >= _share(top_p, least), index, BINS), axis=0)
+    last = tl.min(tl.where(upto >= _share(top_p, most), index, BINS), axis=0)
+    tl.store(notes_ptr + 3, k_bin)
+    tl.store(notes_ptr + 4, tl.where(by_mass, first, BINS))
+    tl.store(notes_ptr + 5, tl.where(by_mass, last, BINS))
 
 
 @triton.jit
 def _histogram_kernel(
-    counts_ptr, weights_ptr, highest_ptr, lowest_ptr, logits_ptr,
+    notes_ptr, counts_ptr, weights_ptr, highest_ptr, lowest_ptr, logits_ptr,
     top_k_ptr, top_p_ptr, drop_ptr, temperature_ptr,
     logits_stride, stride, vocab_size, num_groups, steps_a_nat,
     GREEDY_BELOW: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """How many logits fall into each bin, and their weight; only of logits high enough to matter."""
+    """How many logits fall into each bin, and their weight; only of logits high enough to matter. The last program of
+    a row notes the bins that the limits fall into."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    temperature, top_k, _top_p, drop, by_count, by_mass, _wanted = _params(
+    temperature, top_k, top_p, drop, by_count, by_mass, _wanted = _params(
         row, top_k_ptr, top_p_ptr, drop_ptr, temperature_ptr, stride, vocab_size, GREEDY_BELOW
     )
     if by_count | by_mass:
@@ -148,14 +181,12 @@ def _histogram_kernel(
         if by_mass:
             weight = _weight(_distance(x, best), tl.div_rn(steps_a_nat, temperature))
             tl.atomic_add(weights_ptr + at, weight, mask=matters & (weight > 0), sem="relaxed")
-
-
-@triton.jit
-def _share(top_p, total):
-    """Least weight, at least 1, that is not below top_p of `total`"""
-    share = top_p.to(tl.float64) * total.to(tl.float64)
-    whole = share.to(tl.int64)
-    return tl.maximum(tl.where(whole.to(tl.float64) < share, whole + 1, whole), 1)
+        tl.debug_barrier()  # every thread's share is in before the program says so
+        notes_ptr += row * 8
+        if tl.atomic_add(notes_ptr, 1, sem="acq_rel") == tl.num_programs(1) - 1:
+            _note_bins(
+                notes_ptr, counts_ptr + row * BINS, weights_ptr + row * BINS, top_k, top_p, by_count, by_mass, BINS
+            )
 
 
 @triton.jit
@@ -193,19 +224,46 @@ def _lowest_reaching(
 
 
 @triton.jit
+def _search(
+    found_ptr, num_found, counts_ptr, weights_ptr, top_k, top_p, by_mass, k_bin, floor, best, scale, steps,
+    BINS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The limit: the k-th of the row, then what top_p leaves of those"""
+    index = tl.arange(0, BINS)
+    limit = floor
+    kept = tl.sum(tl.where(index < k_bin, tl.load(weights_ptr + index), 0), axis=0)
+    if k_bin < BINS:
+        goal = top_k.to(tl.int64) - tl.sum(tl.where(index < k_bin, tl.load(counts_ptr + index), 0), axis=0)
+        limit = _lowest_reaching(goal, found_ptr, num_found, k_bin, floor, best, scale, steps, False, BINS, TILE)
+        if by_mass:
+            for start in range(0, num_found, TILE):
+                x, inside = _found(found_ptr, start, num_found, k_bin, limit, best, scale, BINS, TILE)
+                kept += tl.sum(tl.where(inside, _weight(_distance(x, best), steps), 0), axis=0)
+    if by_mass:
+        weights = tl.load(weights_ptr + index)
+        goal = _share(top_p, kept)
+        p_bin = tl.min(tl.where(tl.cumsum(weights, axis=0) >= goal, index, BINS), axis=0)
+        if p_bin < BINS:
+            goal -= tl.sum(tl.where(index < p_bin, weights, 0), axis=0)
+            limit = _lowest_reaching(goal, found_ptr, num_found, p_bin, limit, best, scale, steps, True, BINS, TILE)
+    return limit
+
+
+@triton.jit
 def _limit_kernel(
-    out_ptr, found_ptr, counts_ptr, weights_ptr, highest_ptr, lowest_ptr, logits_ptr,
+    out_ptr, found_ptr, notes_ptr, counts_ptr, weights_ptr, highest_ptr, lowest_ptr, logits_ptr,
     top_k_ptr, top_p_ptr, drop_ptr, temperature_ptr,
     logits_stride, stride, vocab_size, num_groups, steps_a_nat,
-    GREEDY_BELOW: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, BINS: tl.constexpr,
-    SWEEP: tl.constexpr, TILE: tl.constexpr,
+    GREEDY_BELOW: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, BINS: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """One row: the bins that the limits fall into, their logits gathered, the limits among them."""
-    row = tl.program_id(0).to(tl.int64)
+    """Gathers the logits of the bins in the notes; the last program of a row searches them for the limits."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, top_k, top_p, drop, by_count, by_mass, wanted = _params(
         row, top_k_ptr, top_p_ptr, drop_ptr, temperature_ptr, stride, vocab_size, GREEDY_BELOW
     )
     limit = tl.full((), float("-inf"), tl.float32)
+    finished = chunk == 0
     if wanted:
         groups = tl.arange(0, GROUPS)
         highest_ptr += row * num_groups
@@ -214,55 +272,30 @@ def _limit_kernel(
             highest, lowest_ptr + row * num_groups, groups, groups < num_groups, temperature, drop, BINS
         )
         if by_count | by_mass:
-            steps = tl.div_rn(steps_a_nat, temperature)
-            index = tl.arange(0, BINS)
-            counts = tl.load(counts_ptr + row * BINS + index)
-            weights = tl.load(weights_ptr + row * BINS + index)
-            # The k-th falls into k_bin; none where fewer than k are left.
-            k_bin = tl.min(tl.where(tl.cumsum(counts, axis=0) >= top_k, index, BINS), axis=0)
-            k_bin = tl.where(by_count, k_bin, BINS)
-            k_goal = top_k.to(tl.int64) - tl.sum(tl.where(index < k_bin, counts, 0), axis=0)
-            # What top_p is a share of is only known to within k_bin yet, so its limit to within first .. last.
-            kept = tl.sum(tl.where(index < k_bin, weights, 0), axis=0)
-            most = kept + tl.sum(tl.where(index == k_bin, weights, 0), axis=0)
-            upto = tl.cumsum(weights, axis=0)
-            first = tl.min(tl.where(upto >= _share(top_p, kept), index, BINS), axis=0)
-            first = tl.where(by_mass, first, BINS)
-            last = tl.min(tl.where(upto >= _share(top_p, most), index, BINS), axis=0)
-            last = tl.where(by_mass, last, BINS)
-            deepest = tl.maximum(tl.where(k_bin < BINS, k_bin, 0), tl.where(last < BINS, last, 0))
+            notes_ptr += row * 8
             found_ptr += row * vocab_size
-            num_found = tl.zeros((), tl.int32)
-            for start in range(0, vocab_size, SWEEP):
-                token = start + tl.arange(0, SWEEP)
-                group_high = tl.load(highest_ptr + token // GROUP, mask=token < vocab_size, other=float("-inf"))
-                near = (token < vocab_size) & (_bin(group_high, best, scale, BINS) <= deepest)
-                x = tl.load(logits_ptr + row * logits_stride + token, mask=near, other=float("-inf")).to(tl.float32)
-                at = _bin(x, best, scale, BINS)
-                needed = (x >= limit) & (x > float("-inf")) & ((at == k_bin) | ((at >= first) & (at <= last)))
-                place = num_found + tl.cumsum(needed.to(tl.int32), axis=0) - 1
-                tl.store(found_ptr + place, x, mask=needed)
-                num_found += tl.sum(needed.to(tl.int32), axis=0)
-            tl.debug_barrier()  # the searches below read what other threads have written
-            floor = limit
-            if k_bin < BINS:
-                limit = _lowest_reaching(
-                    k_goal, found_ptr, num_found, k_bin, floor, best, scale, steps, False, BINS, TILE
-                )
-                for start in range(0, num_found, TILE):
-                    x, inside = _found(found_ptr, start, num_found, k_bin, limit, best, scale, BINS, TILE)
-                    kept += tl.sum(tl.where(inside, _weight(_distance(x, best), steps), 0), axis=0)
-            if by_mass:
-                goal = _share(top_p, kept)
-                weights = tl.load(weights_ptr + row * BINS + index)  # again, for they cannot stay in registers
-                upto = tl.cumsum(weights, axis=0)
-                p_bin = tl.min(tl.where(upto >= goal, index, BINS), axis=0)
-                if p_bin < BINS:
-                    p_goal = goal - tl.sum(tl.where(index < p_bin, weights, 0), axis=0)
-                    limit = _lowest_reaching(
-                        p_goal, found_ptr, num_found, p_bin, limit, best, scale, steps, True, BINS, TILE
-                    )
-    tl.store(out_ptr + row, limit)
+            k_bin, first, last = tl.load(notes_ptr + 3), tl.load(notes_ptr + 4), tl.load(notes_ptr + 5)
+            deepest = tl.maximum(tl.where(k_bin < BINS, k_bin, -1), tl.where(last < BINS, last, -1))
+            token = chunk * CHUNK + tl.arange(0, CHUNK)
+            group_high = tl.load(highest_ptr + token // GROUP, mask=token < vocab_size, other=float("-inf"))
+            near = (token < vocab_size) & (_bin(group_high, best, scale, BINS) <= deepest)
+            x = tl.load(logits_ptr + row * logits_stride + token, mask=near, other=float("-inf")).to(tl.float32)
+            at = _bin(x, best, scale, BINS)
+            needed = (x >= limit) & (x > float("-inf")) & ((at == k_bin) | ((at >= first) & (at <= last)))
+            count = tl.sum(needed.to(tl.int32), axis=0)
+            if count > 0:
+                place = tl.atomic_add(notes_ptr + 2, count, sem="relaxed")
+                tl.store(found_ptr + place + tl.cumsum(needed.to(tl.int32), axis=0) - 1, x, mask=needed)
+            tl.debug_barrier()  # every thread's share is in before the program says so
+            finished = tl.atomic_add(notes_ptr + 1, 1, sem="acq_rel") == tl.num_programs(1) - 1
+            if finished:
+                limit = _search(
+                    found_ptr, tl.load(notes_ptr + 2, cache_modifier=".cg"), counts_ptr + row * BINS,
+                    weights_ptr + row * BINS, top_k, top_p, by_mass, k_bin, limit, best, scale,
+                    tl.div_rn(steps_a_nat, temperature), BINS, TILE,
+                )  # fmt: skip
+    if finished:
+        tl.store(out_ptr + row, limit)
 
 
 def filter_floor(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -286,21 +319,18 @@ def filter_floor(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tens
     counts = torch.empty((rows, _BINS), dtype=torch.int32, device=device)
     weights = torch.empty((rows, _BINS), dtype=torch.int64, device=device)
     found = torch.empty((rows, vocab_size), dtype=torch.float32, device=device)
+    notes = torch.empty((rows, _NOTES), dtype=torch.int32, device=device)
     params = (top_k, top_p, min_p.log(), temperature, logits.stride(0), stride, vocab_size, num_groups)
     common = {"GREEDY_BELOW": GREEDY_BELOW, "GROUP": _GROUP, "BINS": _BINS, "enable_fp_fusion": False}
-    groups = max(16, next_power_of_2(num_groups))
+    wide = {"CHUNK": _CHUNK, "GROUPS": max(16, next_power_of_2(num_groups)), "num_warps": 8, **common}
     _groups_kernel[(rows, chunks)](
-        highest, lowest, counts, weights, logits, *params,
+        notes, highest, lowest, counts, weights, logits, *params,
         CHUNK=_CHUNK, CLEARED=next_power_of_2(-(-_BINS // chunks)), num_warps=4, **common,
     )  # fmt: skip
-    _histogram_kernel[(rows, chunks)](
-        counts, weights, highest, lowest, logits, *params, _STEPS_A_NAT,
-        CHUNK=_CHUNK, GROUPS=groups, num_warps=4, **common,
-    )  # fmt: skip
-    _limit_kernel[(rows,)](
-        out, found, counts, weights, highest, lowest, logits, *params, _STEPS_A_NAT,
-        GROUPS=groups, SWEEP=_SWEEP, TILE=_TILE, num_warps=16, **common,
-    )  # fmt: skip
+    _histogram_kernel[(rows, chunks)](notes, counts, weights, highest, lowest, logits, *params, _STEPS_A_NAT, **wide)
+    _limit_kernel[(rows, chunks)](
+        out, found, notes, counts, weights, highest, lowest, logits, *params, _STEPS_A_NAT, TILE=_TILE, **wide
+    )
     return out
 
 
