@@ -11,7 +11,6 @@ import msgspec
 
 from headrace.sampling_params import SamplingParams
 
-
 INVALID_TOKEN = -1
 """In RunnerOutput.token_ids: this row had nothing to sample from (NaN logits, or every token forbidden)."""
 

@@ -6,6 +6,7 @@ and serving begins at once. Knows nothing of what the forward function computes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +15,11 @@ from torch import Tensor
 
 from headrace.runner.input_batch import Batch
 
-Forward = Callable[[Batch], tuple[Tensor, Tensor]]
+logger = logging.getLogger(__name__)
+
+Forward = Callable[[Batch], Tensor]
+"""A decode batch -> hidden states [num_tokens, hidden_size]. Logits stay outside: every graph keeps its outputs for
+good, and the logits of all sizes together took 2.5 GiB for a vocabulary of 128k."""
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
@@ -27,7 +32,6 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
 class _Captured:
     graph: torch.cuda.CUDAGraph
     hidden: Tensor
-    logits: Tensor
 
 
 class DecodeGraphs:
@@ -39,26 +43,32 @@ class DecodeGraphs:
         for size in reversed(self.sizes):
             self._padded[: size + 1] = [size] * (size + 1)
         self._seen: set[int] = set()
+        self._refused: set[int] = set()
         self._captured: dict[int, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     def padded_size(self, num_reqs: int) -> int:
         return self._padded[num_reqs]
 
-    def run(self, batch: Batch, forward: Forward) -> tuple[Tensor, Tensor]:
-        """(hidden, logits) of a decode batch; the tensors are overwritten by the next run of any size."""
+    def run(self, batch: Batch, forward: Forward) -> Tensor:
+        """Hidden states of a decode batch; overwritten by the next run of any size."""
         size = batch.num_reqs
         captured = self._captured.get(size)
         if captured is None:
-            if size not in self._seen:
+            if size in self._refused or size not in self._seen:
                 self._seen.add(size)
                 return forward(batch)
-            captured = self._captured[size] = self._capture(batch, forward)
+            try:
+                captured = self._captured[size] = self._capture(batch, forward)
+            except torch.OutOfMemoryError as error:
+                logger.warning("no room to capture a graph for batch size %d, which stays eager: %s", size, error)
+                self._refused.add(size)
+                return forward(batch)
         captured.graph.replay()
-        return captured.hidden, captured.logits
+        return captured.hidden
 
     def _capture(self, batch: Batch, forward: Forward) -> _Captured:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            hidden, logits = forward(batch)
-        return _Captured(graph, hidden, logits)
+            hidden = forward(batch)
+        return _Captured(graph, hidden)

@@ -64,13 +64,15 @@ class ModelRunner:
         self.shape = shape
         self.limits = limits
         self.device = device
-        self.graphs = DecodeGraphs(limits.max_num_seqs) if use_graphs else None
+        self.use_graphs = use_graphs
         self.inputs = InputBatch(limits.max_num_seqs, device)
         self.allocate(num_blocks=1)
 
     def allocate(self, num_blocks: int) -> None:
-        """(Re)build cache and rows for `num_blocks` blocks; whatever they held is gone."""
+        """(Re)build cache and rows for `num_blocks` blocks; whatever they held is gone, and the graphs that know their
+        addresses with it."""
         limits = self.limits
+        self.graphs = DecodeGraphs(limits.max_num_seqs) if self.use_graphs else None
         self.kv_caches: list[Tensor] = []
         self.kv_caches = allocate_kv_cache(self.shape, num_blocks, self.device)
         self.state = RequestState(
@@ -85,12 +87,11 @@ class ModelRunner:
             return PendingStep(step.step)
         padded = self._padded_size(step)
         batch = self.inputs.fill(step, padded)
-        logits: Tensor | None
         if padded is not None and self.graphs is not None:
-            hidden, logits = self.graphs.run(batch, self._forward_decode)
+            hidden = self.graphs.run(batch, self._hidden_of_decodes)
         else:
-            hidden, logits = self._forward(batch)
-        return self._sample(step, batch, logits, self._prompt_logprobs(step, hidden))
+            hidden = self._hidden(batch, batch.max_seq_len)
+        return self._sample(step, batch, self._logits(batch, hidden), self._prompt_logprobs(step, hidden))
 
     def _padded_size(self, step: SchedulerOutput) -> int | None:
         """The captured batch size that serves this step, or None where it runs eagerly: a step of anything but decodes.
@@ -127,17 +128,16 @@ class ModelRunner:
         self.backend.plan(metadata)
         return self.model(input_ids, positions, metadata, self.kv_caches)
 
-    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        hidden = self._hidden(batch, batch.max_seq_len)
-        if not batch.num_samples:
-            return hidden, None
-        sampled = hidden if batch.decode_only else hidden.index_select(0, batch.sample_index)
-        return hidden, self.model.compute_logits(sampled)
-
-    def _forward_decode(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _hidden_of_decodes(self, batch: Batch) -> Tensor:
         """What a decode graph holds: nothing in it may depend on the current lengths."""
-        hidden = self._hidden(batch, self.limits.max_model_len)
-        return hidden, self.model.compute_logits(hidden)
+        return self._hidden(batch, self.limits.max_model_len)
+
+    def _logits(self, batch: Batch, hidden: Tensor) -> Tensor | None:
+        """# [num_samples, vocab_size]"""
+        if not batch.num_samples:
+            return None
+        sampled = hidden[: batch.num_samples] if batch.decode_only else hidden.index_select(0, batch.sample_index)
+        return self.model.compute_logits(sampled)
 
     def _sample(
         self, step: SchedulerOutput, batch: Batch, logits: Tensor | None, prompts: dict[int, HostLogprobs]
@@ -147,7 +147,7 @@ class ModelRunner:
         token_ids = logprobs = None
         if logits is not None:
             result = self.sampler.sample(
-                logits[: batch.num_samples],
+                logits,
                 batch.sample_rows,
                 batch.sample_positions,
                 state.token_table,

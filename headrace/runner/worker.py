@@ -51,6 +51,16 @@ class Worker:
         self.mesh = init_mesh(rank, config.tensor_parallel_size, rendezvous, self.device)
 
     def load(self) -> WorkerFacts:
+        """Raises OutOfMemoryError if the weights, or the largest step, do not fit."""
+        try:
+            return self._load()
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(
+                f"the weights and a step of {self.config.max_num_batched_tokens} tokens do not fit on {self.device}; "
+                f"lower --max-num-batched-tokens or --max-num-seqs, or use more GPUs (-tp): {error}"
+            ) from None
+
+    def _load(self) -> WorkerFacts:
         config, model_config = self.config, self.model_config
         free_before = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
         spec = attention_spec(
@@ -123,10 +133,12 @@ class Worker:
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device)
         torch.cuda.empty_cache()
+        reserved = torch.cuda.memory_reserved(self.device)
+        outside = max(0, free_before - torch.cuda.mem_get_info(self.device)[0] - reserved)  # kernels, cuBLAS, NCCL
         total = torch.cuda.get_device_properties(self.device).total_memory
         allowed = min(int(total * self.config.gpu_memory_utilization), free_before)
         reserve = GRAPH_RESERVE if self.runner.graphs is not None else 0
-        return max(0, allowed - peak - reserve)
+        return max(0, allowed - peak - outside - reserve)
 
 
 def _largest_step(limits: RunnerLimits) -> SchedulerOutput:
