@@ -18,8 +18,13 @@ def test_rms_norm_rounds_as_hugging_face_does(dtype):
 
     theirs = LlamaRMSNorm(96, eps=1e-5).to(dtype)
     torch.nn.init.normal_(theirs.weight)
-    x = torch.randn(7, 96).to(dtype)
-    torch.testing.assert_close(KERNELS.rms_norm(x, theirs.weight.data, 1e-5), theirs(x).detach(), rtol=1e-6, atol=1e-6)
+    x = torch.randn(70, 96).to(dtype)
+    ours, expected = KERNELS.rms_norm(x, theirs.weight.data, 1e-5), theirs(x).detach()
+    ulp = torch.finfo(dtype).eps
+    torch.testing.assert_close(ours, expected, rtol=2 * ulp, atol=ulp)
+    if dtype != torch.float32:
+        # A sum in another order may tip a rare rounding; multiplying before rounding would tip a quarter of them.
+        assert (ours != expected).float().mean() < 0.01
 
 
 def test_add_rms_norm_adds_in_place():
