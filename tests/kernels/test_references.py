@@ -21,7 +21,7 @@ def test_rms_norm_rounds_as_hugging_face_does(dtype):
     x = torch.randn(70, 96).to(dtype)
     ours, expected = KERNELS.rms_norm(x, theirs.weight.data, 1e-5), theirs(x).detach()
     ulp = torch.finfo(dtype).eps
-    torch.testing.assert_close(ours, expected, rtol=2 * ulp, atol=ulp)
+    torch.testing.assert_close(ours, expected, rtol=4 * ulp, atol=ulp)
     if dtype != torch.float32:
         # A sum in another order may tip a rare rounding; multiplying before rounding would tip a quarter of them.
         assert (ours != expected).float().mean() < 0.01
