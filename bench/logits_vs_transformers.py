@@ -13,6 +13,7 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,9 +39,9 @@ class RecordingSampler:
         self._sampler = sampler
         self.logits: list[Tensor] = []
 
-    def sample(self, logits: Tensor, *args: Tensor) -> SampleResult:
+    def sample(self, logits: Tensor, *args: Any, **keywords: Any) -> SampleResult:
         self.logits.append(logits.float().cpu())
-        return self._sampler.sample(logits, *args)
+        return self._sampler.sample(logits, *args, **keywords)
 
 
 def run_headrace(worker: Worker, scheduler: Scheduler, prompts: list[list[int]]) -> list[tuple[list[int], Tensor]]:

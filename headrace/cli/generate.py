@@ -195,7 +195,7 @@ def json_lines(outputs: list[RequestOutput]) -> Iterator[str]:
             }
             if output.prompt_logprobs is not None:
                 record["prompt_logprobs"] = _logprobs(output.prompt_logprobs)
-            yield json.dumps(record, ensure_ascii=False)
+            yield msgspec.json.encode(record).decode()  # infinities, which JSON does not know, become null
 
 
 def _logprobs(positions: Any) -> list[dict[str, Any] | None] | None:
