@@ -463,9 +463,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--tune", action="store_true")
-    parser.add_argument(
-        "--shard", help="I/N: every N-th check from the I-th; default: all, a process a core"
-    )
+    parser.add_argument("--shard", help="I/N: every N-th check from the I-th; default: all, a process a core")
     options = parser.parse_args()
     everything = not (options.check or options.time or options.tune)
     good = True
