@@ -52,6 +52,15 @@ class OutOfMemoryError(UserError):
     """Not even the smallest plan fits the device."""
 
 
+def rebuild(error_class: str, message: str, otherwise: HeadraceError) -> HeadraceError:
+    """An error that crossed a process boundary as data: bad start-up input as its own class, anything else as
+    `otherwise`."""
+    known = globals().get(error_class)
+    if isinstance(known, type) and issubclass(known, UserError):
+        return known(message)
+    return otherwise
+
+
 class RequestError(HeadraceError):
     """One request is invalid. `param` is the name of the offending field, as the OpenAI error object carries it."""
 

@@ -13,11 +13,10 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from headrace import errors
 from headrace.config import EngineConfig
 from headrace.engine.core import EngineCore, build_core
 from headrace.engine.messages import Abort, AbortMany, Add, Command, CoreConfig, CoreFacts, Failed, Ready, Reply
-from headrace.errors import EngineDeadError, HeadraceError, UserError
+from headrace.errors import EngineDeadError, HeadraceError, rebuild
 from headrace.process import Child, spawn
 from headrace.request import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 
@@ -99,7 +98,9 @@ class AsyncMPClient:
         """Waits until the core can take requests; raises what went wrong there as its own class."""
         reply = await self._next()
         if isinstance(reply, Failed):
-            raise _rebuild(reply)
+            what = f"the engine core could not start: {reply.error_class}: {reply.message}"
+            dead = reply.error_class == EngineDeadError.__name__
+            raise rebuild(reply.error_class, reply.message, EngineDeadError(what) if dead else HeadraceError(what))
         if not isinstance(reply, Ready):
             raise EngineDeadError(f"the engine core said {type(reply).__name__} before it was ready")
         self._directory.cleanup()  # both ends are connected; a path that is gone cannot be connected to or left behind
@@ -183,11 +184,3 @@ class AsyncMPClient:
 
     def _death(self) -> EngineDeadError:
         return EngineDeadError(f"the engine core died (exit code {self._child.process.poll()})")
-
-
-def _rebuild(failed: Failed) -> HeadraceError:
-    """What the core raised while starting: bad input as its own class, anything else as an error of ours."""
-    error_class = getattr(errors, failed.error_class, None)
-    if isinstance(error_class, type) and issubclass(error_class, UserError | EngineDeadError):
-        return error_class(failed.message)
-    return HeadraceError(f"the engine core could not start: {failed.error_class}: {failed.message}")

@@ -14,9 +14,8 @@ from typing import TypeVar
 import msgspec
 import zmq
 
-from headrace import errors
 from headrace.config import EngineConfig
-from headrace.errors import EngineDeadError, HeadraceError
+from headrace.errors import EngineDeadError, HeadraceError, rebuild
 from headrace.executor.messages import (
     CacheReady,
     Command,
@@ -145,7 +144,7 @@ class MultiprocExecutor:
         if isinstance(reply, StepDone):
             self._outputs[reply.output.step] = reply.output
         elif isinstance(reply, Failed):
-            raise self._fail(_rebuild(reply))
+            raise self._fail(rebuild(reply.error_class, reply.message, EngineDeadError(_what_failed(reply))))
         else:
             self._notices.append(reply)
         return True
@@ -157,9 +156,5 @@ class MultiprocExecutor:
         return error
 
 
-def _rebuild(failed: Failed) -> HeadraceError:
-    """The rank's error as its own class if it is a start-up error, else as the death of the group."""
-    error_class = getattr(errors, failed.error_class, None)
-    if isinstance(error_class, type) and issubclass(error_class, errors.UserError):
-        return error_class(failed.message)
-    return EngineDeadError(f"rank {failed.rank} failed: {failed.error_class}: {failed.message}")
+def _what_failed(reply: Failed) -> str:
+    return f"rank {reply.rank} failed: {reply.error_class}: {reply.message}"

@@ -20,7 +20,7 @@ from headrace.runner.input_batch import Batch, InputBatch
 from headrace.runner.kv_cache import KVCacheShape, allocate_kv_cache
 from headrace.runner.pending import HostLogprobs, PendingStep, logprobs_to_host, to_host
 from headrace.runner.request_state import RequestState
-from headrace.sampling.logprobs import LogprobTensors, prompt_logprobs
+from headrace.sampling.logprobs import LogprobTensors, gather_logprobs
 from headrace.sampling.sampler import Sampler
 from headrace.step import INVALID_TOKEN, SchedulerOutput
 
@@ -183,7 +183,7 @@ class ModelRunner:
                 logits = self.model.compute_logits(hidden[start + offset : start + offset + size])
                 position = computed + offset + 1
                 targets = self.state.token_table[row, position : position + size].long()
-                parts.append(prompt_logprobs(logits, targets, k))
+                parts.append(gather_logprobs(logits, targets, k))
             if parts:
                 joined = LogprobTensors(
                     torch.cat([part.token_ids for part in parts]),

@@ -39,11 +39,6 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> LogprobTensors
     return LogprobTensors(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def prompt_logprobs(logits: Tensor, targets: Tensor, k: int) -> LogprobTensors:
-    """`gather_logprobs` for prompt positions: targets [m] int64 are the prompt tokens that follow them."""
-    return gather_logprobs(logits, targets, k)
-
-
 def _gather(logits: Tensor, token_ids: Tensor, k: int) -> LogprobTensors:
     logits = logits.float()
     chosen = logits.gather(1, token_ids[:, None])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headrace.sampling import logprobs
-from headrace.sampling.logprobs import gather_logprobs, prompt_logprobs
+from headrace.sampling.logprobs import gather_logprobs
 
 
 def check(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> None:
@@ -53,11 +53,11 @@ def test_chunks_change_nothing(chunk: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_prompt_logprobs_scores_the_tokens_that_follow() -> None:
     logits, targets = torch.randn(5, 40), torch.randint(40, (5,))
-    result = prompt_logprobs(logits, targets, 3)
+    result = gather_logprobs(logits, targets, 3)
     expected = logits.log_softmax(dim=1).gather(1, targets[:, None])
     torch.testing.assert_close(result.logprobs[:, :1], expected)
     assert result.token_ids[:, 0].tolist() == targets.tolist()
-    empty = prompt_logprobs(logits[:0], targets[:0], 3)
+    empty = gather_logprobs(logits[:0], targets[:0], 3)
     assert empty.token_ids.shape == empty.logprobs.shape == (0, 4)
 
 
