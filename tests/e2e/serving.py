@@ -41,6 +41,13 @@ def headrace(*arguments: str, **popen: Any) -> subprocess.Popen[str]:
     )
 
 
+def _command_line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):  # ended meanwhile: short-lived children come and go
+        return ""
+
+
 class Serve:
     """`headrace serve ARGUMENTS --port 0`. `lines` is what it has printed so far."""
 
@@ -91,7 +98,7 @@ class Serve:
     def children(self, module: str = "") -> list[psutil.Process]:
         """All below it, or those that run `module`."""
         children = psutil.Process(self.process.pid).children(recursive=True)
-        return [child for child in children if module in " ".join(child.cmdline())]
+        return [child for child in children if module in _command_line(child)]
 
     def core(self) -> psutil.Process:
         (core,) = self.children("headrace.engine.core_process")
