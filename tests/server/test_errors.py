@@ -273,7 +273,7 @@ def test_one_bad_prompt_ends_its_request_and_no_other() -> None:
 
 def test_unexpected_error_names_no_internals() -> None:
     engine = FakeEngine()
-    engine.fail_at, engine.error = 0, ValueError("secret path /root/model")
+    engine.fail_at, engine.error = 0, ValueError("secret path /srv/model")
     for stream in (False, True):
         error = error_of(complete(make_app(engine), stream=stream), 500)
         assert error["message"] == "internal server error"
