@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,8 +30,31 @@ DEVICE_FAMILY = "hip" if torch.version.hip else "cuda"
 """Vendor of the GPUs that this build of torch drives: it keys the tables of kernel configurations."""
 
 
+@triton.jit
+def wait_for_inputs(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first line of every kernel launched with `overlap()`, or the first after loads of constants (weights): lets
+    the next kernel start beside this one, then waits until all before it has been written. A program that returns
+    without waiting would let the next kernel believe that everything before this one is done."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+_OVERLAP, _NO_OVERLAP = {"OVERLAP": True, "launch_pdl": True}, {"OVERLAP": False}
+
+
+@lru_cache(maxsize=1)
+def overlap() -> dict[str, bool]:
+    """Launch options of kernels that begin with `wait_for_inputs`: programmatic dependent launch where the GPU has it
+    (NVIDIA, compute capability 9.0 and above), so that a kernel is on the chip when the one before it ends."""
+    if triton.knobs.runtime.interpret:
+        return _NO_OVERLAP
+    target = triton.runtime.driver.active.get_current_target()
+    return _OVERLAP if target.backend == "cuda" and target.arch >= 90 else _NO_OVERLAP
+
+
 def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-__all__ = ["DEVICE_FAMILY", "HAS_TRITON", "next_power_of_2", "tl", "triton"]
+__all__ = ["DEVICE_FAMILY", "HAS_TRITON", "next_power_of_2", "overlap", "tl", "triton", "wait_for_inputs"]

@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels._triton import next_power_of_2, tl, triton
+from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_for_inputs
 
 
 @triton.jit
-def _silu_and_mul_kernel(out_ptr, x_ptr, x_stride, width, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(out_ptr, x_ptr, x_stride, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -29,7 +30,8 @@ def silu_and_mul(x: Tensor) -> Tensor:
     out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
     if num_tokens:
         block = min(1024, next_power_of_2(width))
-        _silu_and_mul_kernel[(num_tokens, -(-width // block))](out, x, x.stride(0), width, BLOCK=block, num_warps=4)
+        grid = (num_tokens, -(-width // block))
+        _silu_and_mul_kernel[grid](out, x, x.stride(0), width, BLOCK=block, num_warps=4, **overlap())
     return out
 
 

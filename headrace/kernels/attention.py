@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from headrace.kernels._triton import DEVICE_FAMILY, next_power_of_2, tl, triton
+from headrace.kernels._triton import DEVICE_FAMILY, next_power_of_2, overlap, tl, triton, wait_for_inputs
 from headrace.kernels.attention_config import AttentionConfig, AttentionPlan, plan_attention
 
 LOG2_E = 1.4426950408889634
@@ -114,9 +114,11 @@ def _attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     DECODE: tl.constexpr,
     WINDOWED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Grid (KV heads, tiles of queries, splits). One split writes `out` [T, Hq, D]; more write `parts` fp32
     [T, Hq, splits, D] and `lse` [T, Hq, splits], log2 of each part's sum, -inf where a part saw no key."""
+    wait_for_inputs(OVERLAP)
     kv_head = tl.program_id(0)
     split = tl.program_id(2)
     num_splits = tl.num_programs(2)
@@ -211,8 +213,10 @@ def _combine_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One program: one query head of one token. Zeros where no part saw a key."""
+    wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, BLOCK_S)
     column = tl.arange(0, BLOCK_D)
@@ -295,12 +299,12 @@ def _run(
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, GROUP=num_heads // num_kv_heads,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_SIZE=kv_cache.shape[2], DECODE=decode,
         WINDOWED=window is not None,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        num_warps=config.num_warps, num_stages=config.num_stages, **overlap(),
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[((num_tokens - first_req) * num_heads,)](
             out[first_req:], parts[first_req:], lse[first_req:], splits,
-            HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_S=splits, num_warps=4,
+            HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_S=splits, num_warps=4, **overlap(),
         )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.kernels._triton import tl, triton
+from headrace.kernels._triton import overlap, tl, triton, wait_for_inputs
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens", "search_steps"])
@@ -30,7 +30,9 @@ def _prepare_batch_kernel(
     search_steps,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAP)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < num_tokens
     low = tl.zeros([BLOCK], tl.int32)
@@ -88,6 +90,7 @@ def prepare_batch(
             BLOCK_SIZE=block_size,
             BLOCK=128,
             num_warps=4,
+            **overlap(),
         )
     return input_ids, positions, slot_mapping
 

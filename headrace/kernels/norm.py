@@ -9,7 +9,7 @@ import functools
 import torch
 from torch import Tensor
 
-from headrace.kernels._triton import next_power_of_2, tl, triton
+from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_for_inputs
 
 
 @triton.jit
@@ -24,7 +24,9 @@ def _rms_norm_kernel(
     eps,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden
@@ -61,6 +63,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> T
             BLOCK=block,
             ADD=residual is not None,
             num_warps=min(16, max(1, block // 512)),
+            **overlap(),
         )
     return out if x.dim() == 2 else out.view(x.shape)
 

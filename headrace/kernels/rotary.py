@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.kernels._triton import next_power_of_2, tl, triton
+from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_for_inputs
 from headrace.kernels.norm import rms_norm_reference
 
 
@@ -88,8 +88,10 @@ def _rotary_and_cache_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One program: one token, one KV head and the query heads that read it."""
+    wait_for_inputs(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     half = tl.arange(0, BLOCK_HALF)
@@ -198,7 +200,7 @@ def rotary_and_cache(
         num_heads, num_kv_heads,
         GROUP=group, BLOCK_G=next_power_of_2(group), HEAD_DIM=head_dim, BLOCK_D=next_power_of_2(head_dim), HALF=half,
         BLOCK_HALF=next_power_of_2(half), BLOCK_REST=next_power_of_2(max(1, head_dim - 2 * half)),
-        NORM=q_norm is not None, num_warps=2 if group * head_dim >= 512 else 1,
+        NORM=q_norm is not None, num_warps=2 if group * head_dim >= 512 else 1, **overlap(),
     )  # fmt: skip
     return out
 
