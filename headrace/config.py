@@ -12,6 +12,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError
@@ -219,6 +220,14 @@ def knobs_from_environment(config_class: type, environ: Mapping[str, str] | None
                 f"environment variable {variable} must be of type {kind.__name__}, got {text!r}"
             ) from None
     return values
+
+
+def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """Where measurements of this machine are kept: HEADRACE_CACHE, else `headrace` in the user's cache folder."""
+    environ = os.environ if environ is None else environ
+    if given := environ.get("HEADRACE_CACHE"):
+        return Path(given)
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
 
 
 def calm_openmp() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from headrace.quantization import gpu_linear
 from headrace.quantization.cpu_linear import Choice, choose_all, hold_plain, spare_memory
 from headrace.quantization.scheme import Compute, LinearSpec, Part, Slot
 
@@ -14,10 +15,13 @@ from headrace.quantization.scheme import Compute, LinearSpec, Part, Slot
 class Unquantized:
     def __init__(self) -> None:
         self.choices: dict[tuple[int, int, torch.dtype], Choice] = {}
+        self.plans: dict[gpu_linear.Size, gpu_linear.Plan] = {}
 
     def prepare(self, specs: list[LinearSpec], device: torch.device) -> None:
         if device.type == "cpu":
             self.choices = choose_all(specs, spare_bytes=spare_memory())
+        else:
+            self.plans = gpu_linear.plan_all(specs, device)
 
     def create_weights(self, spec: LinearSpec, device: torch.device) -> dict[str, Tensor]:
         weight = torch.empty(spec.out_features, spec.in_features, dtype=spec.dtype, device=device)
@@ -38,6 +42,9 @@ class Unquantized:
 
     def finalize(self, spec: LinearSpec, weights: dict[str, Tensor]) -> Compute:
         weight, bias = weights["weight"], weights.get("bias")
+        plan = self.plans.get((spec.dtype.itemsize, spec.out_features, spec.in_features))
+        if plan is not None:
+            return gpu_linear.hold(weight, bias, plan)
         choice = self.choices.get((spec.out_features, spec.in_features, spec.dtype))
         if choice is None:
             return hold_plain(weight, bias)

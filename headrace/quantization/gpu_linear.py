@@ -1,0 +1,155 @@
+"""How a GPU best applies a linear layer over few tokens: our kernels or the vendor's library, found by trying.
+
+Once per machine and size: what ships with headrace for a device is taken as it is, what was measured before is read
+from a file in the cache folder, and only the rest is measured, at load. Knows nothing of parts, checkpoints or ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.config import cache_folder
+from headrace.kernels._triton import DEVICE_FAMILY
+from headrace.kernels.gemm import skinny_linear
+from headrace.kernels.gemm_config import BUCKETS, CANDIDATES, GemmConfig
+from headrace.quantization.scheme import Compute, LinearSpec
+
+logger = logging.getLogger(__name__)
+
+Plan = tuple[GemmConfig | None, ...]
+"""one a bucket; None: the vendor's library"""
+Size = tuple[int, int, int]
+"""(bytes an element, out_features, in_features)"""
+VERSION = 1
+"""of the kernels and of this file's form: measurements of another one are not used"""
+SHIPPED = Path(__file__).with_name("gemm_tables.json")
+ROTATED_BYTES = 256 << 20
+"""Weights to walk through while measuring, so that no cache holds them."""
+WORTH = 1.02
+"""Our kernel is taken up to this multiple of the library's time alone: it starts beside the kernel before it."""
+
+
+def plan_all(specs: list[LinearSpec], device: torch.device) -> dict[Size, Plan]:
+    """A plan for each size among `specs` that our kernels can serve."""
+    sizes = {(spec.dtype.itemsize, spec.out_features, spec.in_features): spec.dtype for spec in specs}
+    sizes = {size: dtype for size, dtype in sizes.items() if (DEVICE_FAMILY, size[0], BUCKETS[0]) in CANDIDATES}
+    name = torch.cuda.get_device_name(device)
+    known = {**_read(_measured_file(name), name), **_read(SHIPPED, name)}
+    missing = {size: dtype for size, dtype in sizes.items() if size not in known}
+    if missing:
+        logger.info("measuring linears of %d sizes that are new on %s", len(missing), name)
+        known.update({size: _measure(size, dtype, device) for size, dtype in missing.items()})
+        torch.cuda.empty_cache()
+        _write(_measured_file(name), name, known)
+    return {size: known[size] for size in sizes}
+
+
+def hold(weight: Tensor, bias: Tensor | None, plan: Plan) -> Compute:
+    """weight [out, in], bias [out] or None."""
+    by_tokens = by_number_of_tokens(plan)
+    most = len(by_tokens) - 1
+
+    def compute(x: Tensor) -> Tensor:
+        tokens = x.shape[0]
+        config = by_tokens[tokens] if tokens <= most else None
+        if config is None:
+            return F.linear(x, weight, bias)
+        return skinny_linear(x, weight, bias, config)
+
+    return compute
+
+
+def by_number_of_tokens(plan: Plan) -> list[GemmConfig | None]:
+    """Entry t serves t tokens."""
+    table: list[GemmConfig | None] = [None]
+    for bucket, config in zip(BUCKETS, plan, strict=True):
+        table += [config] * (bucket + 1 - len(table))
+    return table
+
+
+def _measure(size: Size, dtype: torch.dtype, device: torch.device) -> Plan:
+    """The fastest at each bucket's number of tokens, the library among them."""
+    itemsize, out_features, in_features = size
+    copies = max(2, -(-ROTATED_BYTES // (itemsize * out_features * in_features)))
+    weights = [
+        torch.empty(out_features, in_features, dtype=dtype, device=device).uniform_(-0.1, 0.1) for _ in range(copies)
+    ]
+    plan: list[GemmConfig | None] = []
+    for bucket in BUCKETS:
+        x = torch.empty(bucket, in_features, dtype=dtype, device=device).uniform_(-1, 1)
+        best, fastest = None, WORTH * _seconds(lambda weight, x=x: F.linear(x, weight), weights)  # type: ignore[misc]
+        for config in CANDIDATES[DEVICE_FAMILY, itemsize, bucket]:
+            seconds = _seconds(lambda weight, x=x, c=config: skinny_linear(x, weight, None, c), weights)  # type: ignore[misc]
+            if seconds < fastest:
+                best, fastest = config, seconds
+        plan.append(best)
+    return tuple(plan)
+
+
+def _seconds(run: Callable[[Tensor], Tensor], weights: list[Tensor]) -> float:
+    """Of one run, inside a graph that walks through the weights; median of three replays."""
+    run(weights[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for weight in weights:
+            run(weight)
+    graph.replay()
+    times = []
+    for _ in range(3):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1000 / len(weights))
+    return statistics.median(times)
+
+
+def _measured_file(name: str) -> Path:
+    key = "".join(letter if letter.isalnum() else "-" for letter in f"{name}-torch-{torch.__version__}")
+    return cache_folder() / f"gemm-{key}.json"
+
+
+def _read(file: Path, name: str) -> dict[Size, Plan]:
+    """What a file says of the device `name`; nothing where it is missing, of another version, or no such file."""
+    try:
+        content = json.loads(file.read_text())
+        if content["version"] != VERSION:
+            return {}
+        entries = content["devices"].get(name, [])
+        return {tuple(entry["size"]): tuple(map(_config, entry["plan"])) for entry in entries}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("%s is not a table of measured linears and is not used: %r", file, error)
+        return {}
+
+
+def _config(entry: dict[str, Any] | None) -> GemmConfig | None:
+    return None if entry is None else GemmConfig(**entry)
+
+
+def _write(file: Path, name: str, plans: dict[Size, Plan]) -> None:
+    """Whole or not at all; a folder that cannot be written costs the next start a measurement, no more."""
+    entries = [{"size": size, "plan": [config and asdict(config) for config in plan]} for size, plan in plans.items()]
+    content = json.dumps({"version": VERSION, "devices": {name: entries}}, indent=1)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as fresh:
+            fresh.write(content)
+        os.replace(fresh.name, file)
+    except OSError as error:
+        logger.warning("what was measured cannot be kept in %s: %s", file, error)

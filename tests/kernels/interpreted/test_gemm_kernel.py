@@ -1,0 +1,73 @@
+"""Linears over few tokens against torch, in every way that the tables name and some that they do not."""
+
+import itertools
+
+import pytest
+import torch
+
+from headrace.kernels.gemm import skinny_linear, skinny_linear_reference
+from headrace.kernels.gemm_config import CANDIDATES, GemmConfig
+
+CONFIGS = [
+    GemmConfig(1, 4, 32, 4),
+    GemmConfig(16, 16, 32, 4, 3),
+    GemmConfig(16, 64, 16, 4, 3, swap=True),
+    GemmConfig(32, 32, 64, 4, 2, prefetch=64),
+]
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_outputs():
+    torch.seed()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty gives NaN
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def error(out, reference):
+    return float((out.double() - reference.double()).norm() / reference.double().norm().clamp_min(1e-30))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(1, 24, 64), (7, 67, 96), (33, 5, 80), (0, 8, 32)])
+def test_equals_torch(config, tokens, outputs, inputs, dtype):
+    if config.block_m == 1 and tokens > 1:
+        pytest.skip("made for one token")
+    wide = torch.randn(tokens, inputs + 16).to(dtype)
+    x, weight, bias = wide[:, :inputs], torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)
+    for given in (None, bias):
+        out = skinny_linear(x, weight, given, config)
+        assert out.dtype == dtype
+        assert error(out, skinny_linear_reference(x, weight, given)) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_scales_multiply_the_sums(config):
+    tokens = 1 if config.block_m == 1 else 5
+    x, weight = torch.randn(tokens, 64).half(), torch.randn(19, 64).half()
+    scales = (torch.rand(tokens, 1) + 0.5, torch.rand(19) + 0.5)
+    out = skinny_linear(x, weight, None, config, *scales, torch.float32)
+    assert error(out, (x.float() @ weight.float().T) * scales[0] * scales[1]) <= 1e-6
+
+
+def test_a_configuration_fits_its_bucket():
+    for (_, _, bucket), configs in CANDIDATES.items():
+        assert all(config.block_m == bucket for config in configs)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_best_token(dtype):
+    from headrace.kernels.sampling import best_token, best_token_reference
+
+    for rows, vocab in itertools.product((1, 3), (5, 2048, 5000)):
+        scores = torch.randn(rows, vocab).to(dtype)
+        scores[0, vocab // 2 :] = scores[0, 1]
+        best, token = best_token(scores)
+        expected, expected_token = best_token_reference(scores)
+        assert torch.equal(best, expected)
+        assert torch.equal(token, expected_token)
+        scores[-1, 3] = float("nan")
+        assert best_token(scores)[0].isnan().tolist() == [False] * (rows - 1) + [True]
+        assert best_token(torch.full((1, vocab), float("-inf")))[0].item() == float("-inf")
