@@ -95,3 +95,5 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     attention_backend: str
     notes: list[str] = []
     """Lines for the start-up log (what was passed over, demoted or shrunk, and why)."""
+    step_times: list[tuple[int, float]] = []
+    """(prompt tokens, milliseconds) of steps measured at load, smallest first; empty where none were."""

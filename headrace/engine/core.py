@@ -20,7 +20,7 @@ from headrace.errors import ConfigError, EngineDeadError, HeadraceError
 from headrace.executor.base import Executor, StepHandle
 from headrace.executor.factory import detect_device, make_executor
 from headrace.model_config import ModelConfig
-from headrace.planner.decisions import decide_before_load, decide_num_blocks
+from headrace.planner.decisions import decide_before_load, decide_mixed_step, decide_num_blocks
 from headrace.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from headrace.scheduler.scheduler import Scheduler, SchedulerConfig
 from headrace.step import SchedulerOutput
@@ -180,10 +180,12 @@ def build_core(config: EngineConfig, folder: Path, beside_server: bool, executor
             for note in worker.notes:
                 logger.info("%s", note)
         num_blocks, more = decide_num_blocks(resolved, workers)
+        mixed_step, chunk = decide_mixed_step(resolved, workers)
+        more += chunk
         for decision in more:
             logger.info("%s", decision)
         runner.initialize_cache(num_blocks)
-        scheduler = Scheduler(_scheduler_config(resolved, num_blocks))
+        scheduler = Scheduler(_scheduler_config(resolved, num_blocks, mixed_step))
     except BaseException:
         runner.shutdown()
         raise
@@ -198,7 +200,7 @@ def _executor_factory(config: EngineConfig, path: str | None) -> tuple[str, Exec
     return "cpu" if config.device == "auto" else config.device, getattr(importlib.import_module(module), attribute)
 
 
-def _scheduler_config(config: EngineConfig, num_blocks: int) -> SchedulerConfig:
+def _scheduler_config(config: EngineConfig, num_blocks: int, mixed_step_tokens: int | None) -> SchedulerConfig:
     if config.max_num_seqs is None or config.max_num_batched_tokens is None or config.max_model_len is None:
         raise ConfigError("the planner left max_num_seqs, max_num_batched_tokens or max_model_len open")
     return SchedulerConfig(
@@ -210,4 +212,5 @@ def _scheduler_config(config: EngineConfig, num_blocks: int) -> SchedulerConfig:
         enable_prefix_caching=config.enable_prefix_caching,
         enable_chunked_prefill=config.enable_chunked_prefill,
         policy=config.scheduling_policy,
+        mixed_step_tokens=mixed_step_tokens,
     )

@@ -15,6 +15,8 @@ from headrace.errors import ConfigError, OutOfMemoryError
 from headrace.model_config import ModelConfig
 from headrace.step import WorkerFacts
 
+PREFILL_SHARE = 0.9
+"""A step that decodes wait for must run prompts at this share of the best rate measured, or more."""
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
@@ -149,6 +151,32 @@ def decide_num_blocks(config: EngineConfig, facts: list[WorkerFacts]) -> tuple[i
     else:
         reason = f"twice what {config.max_num_seqs} longest sequences need: {count * config.block_size:,} tokens"
     return count, [Decision("num_gpu_blocks", count, reason, source="measured")]
+
+
+def decide_mixed_step(config: EngineConfig, facts: list[WorkerFacts]) -> tuple[int | None, list[Decision]]:
+    """How many tokens a step with decodes has at most, while few prompts wait: a decode waits for its whole step, and
+    beyond the knee of the GPU's curve a larger one makes prompts hardly faster. The slowest rank counts.
+
+    None, and no decision, where no step was measured, or where prompts run whole.
+    """
+    measured = [dict(fact.step_times) for fact in facts]
+    sizes = [size for size in measured[0] if size <= (config.max_num_batched_tokens or 0)]
+    if not sizes or not config.enable_chunked_prefill:
+        return None, []
+    times = {size: max(rank[size] for rank in measured) for size in sizes}
+    best = max(sizes, key=lambda size: size / times[size])
+
+    def share(size: int) -> float:
+        return size / times[size] * times[best] / best
+
+    def describe(size: int) -> str:
+        return f"{size} in {times[size]:.1f} ms"
+
+    chosen = min(size for size in sizes if share(size) >= PREFILL_SHARE)
+    reason = f"where decodes wait; {describe(chosen)} is {share(chosen):.0%} of the best prefill rate, {describe(best)}"
+    smaller = max((size for size in sizes if size < chosen), default=None)
+    other = "" if smaller is None else f"{describe(smaller)}: {share(smaller):.0%}"
+    return chosen, [Decision("mixed_step_tokens", chosen, reason, other, source="measured")]
 
 
 def _kv_bytes(config: EngineConfig, fact: WorkerFacts) -> int:

@@ -21,6 +21,7 @@ from headrace.models.registry import attention_spec
 from headrace.runner.kv_cache import KVCacheShape
 from headrace.runner.model_runner import ModelRunner, RunnerLimits
 from headrace.runner.pending import PendingStep
+from headrace.runner.step_times import measure_step_times
 from headrace.sampling_params import SamplingParams
 from headrace.step import BlockUpdate, NewRow, SchedulerOutput, WorkerFacts
 
@@ -91,10 +92,12 @@ class Worker:
         self.runner = ModelRunner(model, backend, kernels, shape, self.limits, self.device, use_graphs)
         notes = [f"Using {chosen.name} backend: {chosen.why}."]
         notes += [f"Passed over {passed}" for passed in chosen.passed_over]
+        step_times: list[tuple[int, float]] = []
         if self.device.type == "cuda":
             graphs = "full decode graphs, captured as batch sizes come up" if use_graphs else "no graphs"
             notes.append(f"CUDA graphs: {graphs}.")
             available = self._profile_gpu(free_before)
+            step_times = measure_step_times(self.runner)
             name = torch.cuda.get_device_name(self.device)
             total = torch.cuda.get_device_properties(self.device).total_memory
         else:
@@ -109,6 +112,7 @@ class Worker:
             weight_bytes=model.weight_bytes,
             attention_backend=chosen.name,
             notes=notes,
+            step_times=step_times,
         )
 
     def initialize_cache(self, num_blocks: int) -> None:

@@ -16,6 +16,8 @@ class RequestQueue:
     def __init__(self) -> None:
         self.items: list[Request] = []
         """Lowest order first. To be read, not changed."""
+        self.num_prompt_tokens = 0
+        """of all the requests together"""
 
     def __len__(self) -> int:
         return len(self.items)
@@ -26,7 +28,9 @@ class RequestQueue:
 
     def add(self, request: Request) -> None:
         insort(self.items, request, key=_order)
+        self.num_prompt_tokens += request.num_prompt_tokens
 
     def remove(self, request: Request) -> None:
         """`request` must be in the queue."""
         del self.items[bisect_left(self.items, request.order, key=_order)]
+        self.num_prompt_tokens -= request.num_prompt_tokens

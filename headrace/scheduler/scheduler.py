@@ -2,8 +2,9 @@
 
 There are no phases. A request is a gap: tokens known, on the host or in flight on the device, minus tokens computed.
 A step hands out a budget of tokens so that gaps close: decodes (gap 1) first, then the prompt under way, then
-admissions. Steps may be scheduled ahead of the results of earlier ones; the device runs them in order, so a row or a
-block freed here may be reused by the very next step. Knows only integers: no torch, no I/O, no clock.
+admissions. Beside decodes, which wait for whatever shares their step, prompts get a smaller budget. Steps may be
+scheduled ahead of the results of earlier ones; the device runs them in order, so a row or a block freed here may be
+reused by the very next step. Knows only integers: no torch, no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from headrace.scheduler.request_queue import RequestQueue
 from headrace.step import INVALID_TOKEN, BlockUpdate, Logprobs, NewRow, RunnerOutput, SchedulerOutput
 
 POLICIES = ("fcfs", "priority")
+BACKLOG_STEPS = 6
+"""Beside decodes a step takes at least one part in so many of the prompt tokens that wait."""
 NOTHING_TO_SAMPLE = "the model gave no usable logits: NaN, or every token forbidden"
 
 
@@ -39,11 +42,15 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     policy: str = "fcfs"
+    mixed_step_tokens: int | None = None
+    """Tokens of a step in which requests decode, while few prompt tokens wait; None: max_num_batched_tokens"""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_blocks"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.mixed_step_tokens is not None and self.mixed_step_tokens < 1:
+            raise ConfigError(f"mixed_step_tokens must be at least 1, got {self.mixed_step_tokens}")
         if self.policy not in POLICIES:
             raise ConfigError(f"scheduling_policy must be one of {', '.join(POLICIES)}; got {self.policy!r}")
         if self.max_num_seqs > self.max_num_batched_tokens:
@@ -173,7 +180,7 @@ class Scheduler:
         """The next step, or None if nothing can run before a result comes back or a request is added."""
         plan = _Plan()
         partial = self._plan_decodes(plan)
-        budget = self.config.max_num_batched_tokens - len(plan.decodes)
+        budget = self._prompt_budget(len(plan.decodes), partial)
         if partial is not None:
             gap = partial.num_tokens - partial.num_computed_tokens
             count = min(gap, budget)
@@ -204,6 +211,23 @@ class Scheduler:
                 break
             decodes.append(request)
         return partial
+
+    def _prompt_budget(self, num_decodes: int, partial: Request | None) -> int:
+        """Prompt tokens of a step beside `num_decodes` decodes, at least 1 if there is a partial prompt.
+
+        A decode waits for its whole step, so the step is kept to `mixed_step_tokens`, of which prompts get half or
+        more. A backlog raises that, else many prompts at once would wait longer in all than the decodes do. Without
+        decodes there is nobody to spare, and without chunks a prompt could wait for its turn forever.
+        """
+        config = self.config
+        most = config.max_num_batched_tokens - num_decodes
+        if not num_decodes or config.mixed_step_tokens is None or not config.enable_chunked_prefill:
+            return most
+        backlog = self.waiting.num_prompt_tokens + self.preempted.num_prompt_tokens
+        if partial is not None:
+            backlog += partial.num_tokens - partial.num_computed_tokens
+        limit = max(config.mixed_step_tokens, backlog // BACKLOG_STEPS)
+        return min(most, max(limit - num_decodes, -(-limit // 2)))
 
     def _ensure_blocks(self, request: Request, num_tokens: int, plan: _Plan) -> bool:
         """Make room for `num_tokens` tokens of a running request, preempting from the end of the order. False if that

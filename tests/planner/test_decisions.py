@@ -7,7 +7,7 @@ import pytest
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, OutOfMemoryError
 from headrace.model_config import ModelConfig
-from headrace.planner.decisions import decide_before_load, decide_num_blocks
+from headrace.planner.decisions import decide_before_load, decide_mixed_step, decide_num_blocks
 from headrace.step import WorkerFacts
 
 MODEL = ModelConfig.from_dict(
@@ -135,3 +135,33 @@ def test_an_override_is_taken_as_it_is() -> None:
     count, decisions = decide_num_blocks(resolved(num_gpu_blocks_override=7), [facts(0)])
     assert count == 7
     assert decisions[0].source == "user"
+
+
+def timed(*times: tuple[int, float]) -> WorkerFacts:
+    return WorkerFacts("cuda", "a device", 10**9, 10**9, 1000, 0, "ANY", step_times=list(times))
+
+
+def test_a_step_with_decodes_is_the_smallest_that_prefills_at_nearly_full_rate() -> None:
+    rank = timed((128, 7.0), (256, 7.1), (384, 9.8), (512, 12.9), (2048, 50.0))
+    size, (decision,) = decide_mixed_step(resolved(), [rank])
+    assert (size, decision.value, decision.source) == (384, 384, "measured")
+    assert str(decision) == (
+        "mixed_step_tokens = 384: where decodes wait; 384 in 9.8 ms is 96% of the best prefill rate, 2048 in 50.0 ms "
+        "(instead of 256 in 7.1 ms: 88%)"
+    )
+    slow_rank = timed((128, 7.0), (256, 7.1), (384, 11.0), (512, 12.9), (2048, 50.0))
+    assert decide_mixed_step(resolved(), [rank, slow_rank])[0] == 512
+    assert decide_mixed_step(resolved(max_num_batched_tokens=256, max_num_seqs=8), [rank])[0] == 256
+
+
+def test_where_size_costs_nothing_the_largest_measured_step_is_taken() -> None:
+    size, (decision,) = decide_mixed_step(resolved(), [timed((128, 2.0), (2048, 2.1))])
+    assert size == 2048
+    assert "128 in 2.0 ms: 7%" in decision.runner_up
+    assert decide_mixed_step(resolved(), [timed((128, 1.0), (256, 2.0))])[1][0].runner_up == ""
+
+
+def test_steps_stay_whole_where_nothing_was_measured_or_prompts_are_not_cut() -> None:
+    assert decide_mixed_step(resolved(), [facts(0)]) == (None, [])
+    assert decide_mixed_step(resolved(max_num_batched_tokens=64), [timed((128, 1.0))]) == (None, [])
+    assert decide_mixed_step(resolved(enable_chunked_prefill=False), [timed((128, 1.0))]) == (None, [])

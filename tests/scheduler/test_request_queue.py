@@ -9,7 +9,7 @@ from .support import make_request
 
 
 def request_of_rank(rank: int) -> Request:
-    request = Request(make_request(f"r{rank}", 1))
+    request = Request(make_request(f"r{rank}", rank + 1))
     request.order = (rank, 0.0, request.request_id)
     return request
 
@@ -22,7 +22,9 @@ def test_order_first_and_removal() -> None:
         queue.add(requests[rank])
     assert queue.items == requests
     assert queue.first is requests[0]
+    assert queue.num_prompt_tokens == 1 + 2 + 3 + 4
     queue.remove(requests[2])
     queue.remove(requests[0])
     assert queue.items == [requests[1], requests[3]]
     assert len(queue) == 2
+    assert queue.num_prompt_tokens == 2 + 4

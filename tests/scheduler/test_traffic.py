@@ -160,6 +160,10 @@ class Traffic:
         assert pool.num_held == len(holders)
         assert all(pool.ref_count(block) == count for block, count in holders.items())
         assert len(scheduler.running) + len(scheduler.preempted) <= self.config.max_num_seqs
+        running = scheduler.running.items
+        assert sum(r.num_tokens + r.num_inflight - r.num_computed_tokens > 1 for r in running) <= 1  # partial prompts
+        for queue in (scheduler.waiting, scheduler.preempted):
+            assert queue.num_prompt_tokens == sum(request.num_prompt_tokens for request in queue.items)
         stats = scheduler.stats()
         assert stats.num_running + stats.num_waiting == len(scheduler.requests)
         if not self.config.enable_prefix_caching:
@@ -225,6 +229,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         enable_prefix_caching=draw(st.booleans()),
         enable_chunked_prefill=chunked,
         policy=draw(st.sampled_from(["fcfs", "priority"])),
+        mixed_step_tokens=draw(st.none() | st.integers(1, 8)),
     )
 
 

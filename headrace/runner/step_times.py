@@ -1,0 +1,66 @@
+"""How long steps of prompts take on this GPU, measured at load on made-up tokens.
+
+From these the planner decides how much of a prompt may share a step with running decodes. Reports; decides nothing.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+
+from headrace.runner.model_runner import ModelRunner
+from headrace.sampling_params import SamplingParams
+from headrace.step import BlockUpdate, NewRow, SchedulerOutput
+
+SIZES = (2048, 1024, 768, 512, 384, 256, 128)
+"""tokens; the largest first, which loads what the others need too"""
+ROUNDS = 2
+"""Steps timed of each size, one behind the other as in serving, after one that is not"""
+
+
+def measure_step_times(runner: ModelRunner) -> list[tuple[int, float]]:
+    """(tokens of prompts in a step, milliseconds it takes), smallest first, for the sizes that the limits allow.
+
+    On an empty cache of which block 0 may be overwritten, and with every row free; leaves them so. Takes some 0.3 s for
+    8 billion weights. All ranks run it alike.
+    """
+    limits = runner.limits
+    most = min(limits.max_num_batched_tokens, limits.max_num_seqs * limits.max_model_len)
+    times = [(size, _milliseconds(runner, _prompts(runner, size))) for size in SIZES if size <= most]
+    rows = list(range(limits.max_num_seqs))
+    runner.execute(SchedulerOutput(0, [], rows, [], [], [], [], []))
+    return times[::-1]
+
+
+def _milliseconds(runner: ModelRunner, step: SchedulerOutput) -> float:
+    runner.execute(step).result()
+    step = msgspec.structs.replace(step, new_rows=[], freed_rows=[], block_updates=[])  # the rows are filled
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(ROUNDS):
+        pending = runner.execute(step)
+    end.record()
+    pending.result()
+    end.synchronize()
+    return start.elapsed_time(end) / ROUNDS
+
+
+def _prompts(runner: ModelRunner, num_tokens: int) -> SchedulerOutput:
+    """A step of `num_tokens` tokens in as few prompts as max_model_len allows, which all end in it; their blocks are
+    all block 0. The ids differ, so that a mixture of experts uses them all."""
+    limits = runner.limits
+    longest = limits.max_model_len
+    counts = [min(longest, num_tokens - first) for first in range(0, num_tokens, longest)]
+    rows = list(range(len(counts)))
+    params = SamplingParams(temperature=0.0, max_tokens=None, seed=0)
+    ids = [index * 7919 % limits.vocab_size for index in range(counts[0])]
+    return SchedulerOutput(
+        step=0,
+        new_rows=[NewRow(row, ids[:count], params, []) for row, count in zip(rows, counts, strict=True)],
+        freed_rows=rows,
+        block_updates=[BlockUpdate(row, 0, [0]) for row in rows],
+        rows=rows,
+        num_computed_tokens=[0] * len(rows),
+        num_scheduled_tokens=counts,
+        samples=[True] * len(rows),
+    )
