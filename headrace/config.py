@@ -50,6 +50,15 @@ def knob(
 
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 BLOCK_SIZES = (1, 16, 32, 64)
+GRAPH_MODES = {
+    "NONE": ("none", "none"),
+    "PIECEWISE": ("piecewise", "piecewise"),
+    "FULL": ("full", "full"),
+    "FULL_DECODE_ONLY": ("full", "none"),
+    "FULL_AND_PIECEWISE": ("full", "piecewise"),
+}
+"""cudagraph_mode -> how steps of decodes run, and how all others do: eagerly, from graphs of the pieces between
+attention, or from one graph"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +124,9 @@ class EngineConfig:
     attention_backend: str | None = knob(None, "Attention backend (see the start-up log for why one was chosen).")
     enforce_eager: bool = knob(False, "Capture no CUDA graphs (same as cudagraph_mode NONE).")
     compilation_config: dict[str, Any] = knob(
-        {}, 'JSON, e.g. \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\'; modes here: NONE, FULL_DECODE_ONLY.'
+        {},
+        'JSON, e.g. \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\' (NONE, PIECEWISE, FULL, FULL_DECODE_ONLY, '
+        "FULL_AND_PIECEWISE), cudagraph_capture_sizes, max_cudagraph_capture_size.",
     )
     device: str = knob("auto", "Where to run.", choices=("auto", "cuda", "cpu"))
     cpu_threads: int | None = knob(None, "Torch threads of one rank on CPU.", minimum=1)

@@ -11,13 +11,21 @@ from headrace.attention.table import AttentionSpec
 
 
 class Backend(Protocol):
+    """What it can serve, and inside which graphs, stands in table.py."""
+
     name: str
-    supports_full_decode_graph: bool
 
     def plan(self, metadata: AttentionMetadata) -> None:
         """On the host, once a step, before any layer: prepare what all layers share."""
 
-    def forward(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, spec: AttentionSpec) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Attention of q # [T, Hq, D] over kv_cache # [2, num_blocks, block_size, Hkv, D], the step's own k and v
-        already in it; returns # [T, Hq, D] contiguous."""
+        already in it; returns # [T, Hq, D] contiguous: `out` if given. Tokens of requests with seq_len 0 get zeros."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,3 +34,6 @@ class AttentionMetadata:
     """Requests at the front known to run one token each (all of them if max_query_len is 1)"""
     plan: Any = None
     """The backend's own, made once a step"""
+    cut: Callable[..., Tensor] | None = None
+    """Takes attention's calls where the step is captured in pieces around them: cut(attend, q, kv_cache, *rest) in
+    place of attend(q, kv_cache, metadata, *rest)"""

@@ -43,6 +43,8 @@ class BackendEntry:
     """module:class, imported when chosen"""
 
 
+    full_graphs: str = "none"
+    """Steps whose attention may be inside a CUDA graph: `any`, `decode` (one token a request) or `none`"""
 class Selection(NamedTuple):
     name: str
     why: str
@@ -50,6 +52,7 @@ class Selection(NamedTuple):
     """`NAME: reason; reason` of each backend tried before"""
 
 
+    full_graphs: str
 def _triton_reasons(spec: AttentionSpec) -> list[str]:
     reasons = []
     if spec.device_type != "cuda":
@@ -78,6 +81,7 @@ BACKENDS = (
         "TORCH_SDPA",
         "torch's scaled_dot_product_attention over gathered blocks, the CPU path and reference",
         _sdpa_reasons,
+        full_graphs="any",
         "headrace.attention.torch_sdpa:TorchSdpa",
     ),
 )
@@ -99,14 +103,15 @@ def select_backend(spec: AttentionSpec, forced: str | None = None) -> Selection:
                 f"attention_backend {name} cannot serve this model here: {'; '.join(verdicts[name])}; "
                 f"choose from {', '.join(usable) or 'none'}"
             )
-        return Selection(name, "given", [])
+        entry = next(entry for entry in BACKENDS if entry.name == name)
+        return Selection(name, "given", [], entry.full_graphs)
     if not usable:
         listed = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in verdicts.items())
         raise ConfigError(f"no attention backend can serve this model here: {listed}")
     chosen = next(entry for entry in BACKENDS if entry.name == usable[0])
     names = list(verdicts)
     passed = [f"{name}: {'; '.join(verdicts[name])}" for name in names[: names.index(chosen.name)]]
-    return Selection(chosen.name, chosen.why, passed)
+    return Selection(chosen.name, chosen.why, passed, chosen.full_graphs)
 
 
 def load_backend(name: str) -> Backend:

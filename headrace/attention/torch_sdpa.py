@@ -58,18 +58,25 @@ class _Group:
 
 class TorchSdpa:
     name = "TORCH_SDPA"
-    supports_full_decode_graph = False
 
     def plan(self, metadata: AttentionMetadata) -> None:
         metadata.plan = {}
 
-    def forward(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, spec: AttentionSpec) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        out: Tensor | None = None,
+    ) -> Tensor:
         groups = metadata.plan.get(spec)
         if groups is None:
             groups = metadata.plan[spec] = _plan_groups(metadata, spec, q.dtype)
         if len(groups) == 1 and groups[0].tokens is None and groups[0].size * groups[0].query_len == q.shape[0]:
-            return _attend(groups[0], q, kv_cache, spec)
-        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+            attended = _attend(groups[0], q, kv_cache, spec)
+            return attended if out is None else out.copy_(attended)
+        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out.zero_()
         for group in groups:
             if group.tokens is None:
                 stop = group.first + group.size * group.query_len

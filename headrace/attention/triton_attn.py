@@ -13,12 +13,18 @@ from headrace.kernels.attention_config import plan_attention
 
 class TritonAttention:
     name = "TRITON_ATTN"
-    supports_full_decode_graph = True
 
     def plan(self, metadata: AttentionMetadata) -> None:
         metadata.plan = {}
 
-    def forward(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, spec: AttentionSpec) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        out: Tensor | None = None,
+    ) -> Tensor:
         plan = metadata.plan.get(spec)
         if plan is None:
             decodes = metadata.num_reqs if metadata.max_query_len == 1 else metadata.num_decodes
@@ -45,6 +51,6 @@ class TritonAttention:
             metadata.max_query_len,
             metadata.max_seq_len,
             spec.sliding_window,
-            None,
+            out,
             plan,
         )

@@ -22,7 +22,7 @@ from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import EngineDeadError, HeadraceError
 from headrace.hub import resolve_model_folder, resolve_tokenizer_folder
 from headrace.model_config import ModelConfig
-from headrace.planner.decisions import Decision
+from headrace.planner.record import Decision
 from headrace.request import CompletionOutput, RequestOutput
 from headrace.sampling_params import SamplingParams
 

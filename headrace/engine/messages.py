@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from headrace.config import EngineConfig
-from headrace.planner.decisions import Decision
+from headrace.planner.record import Decision
 from headrace.request import EngineCoreOutputs, EngineCoreRequest
 from headrace.step import WorkerFacts
 

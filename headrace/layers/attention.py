@@ -50,5 +50,8 @@ class Attention(Layer):
         q, k, v = qkv.split(self.heads, dim=1)
         norms = (self.q_norm.weight, self.k_norm.weight) if self.qk_norm else (None, None)
         q = self.rotary_and_cache(q, k, v, *angles, kv_cache, metadata.slot_mapping, *norms, self.eps)
-        attended = self.attend(q, kv_cache, metadata, self.spec)
+        if metadata.cut is None:
+            attended = self.attend(q, kv_cache, metadata, self.spec)
+        else:
+            attended = metadata.cut(self.attend, q, kv_cache, self.spec)
         return self.o_proj(attended.view(x.shape[0], -1))

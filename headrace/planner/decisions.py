@@ -7,31 +7,20 @@ a setting is carried out.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Any
 
+from headrace.attention.table import select_backend
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, OutOfMemoryError
 from headrace.model_config import ModelConfig
+from headrace.models.registry import attention_spec
+from headrace.planner.graphs import decide_graphs
+from headrace.planner.record import Decision
 from headrace.step import WorkerFacts
 
 PREFILL_SHARE = 0.9
 """A step that decodes wait for must run prompts at this share of the best rate measured, or more."""
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
-
-
-@dataclass(frozen=True)
-class Decision:
-    field: str
-    value: Any
-    reason: str
-    runner_up: str = ""
-    source: str = "derived"
-    """user | derived | measured | legacy"""
-
-    def __str__(self) -> str:
-        other = f" (instead of {self.runner_up})" if self.runner_up else ""
-        return f"{self.field} = {self.value}: {self.reason}{other}"
 
 
 def decide_before_load(
@@ -78,10 +67,6 @@ def decide_before_load(
     seqs = 1024 if device_type == "cuda" else 64
     settle("max_num_seqs", min(seqs, budget), f"what {device_type} serves before latency suffers")
 
-    decision = _graph_mode(config, device_type)
-    decisions.append(decision)
-    changes["compilation_config"] = {**config.compilation_config, "cudagraph_mode": decision.value}
-
     if config.tensor_parallel_size > 1 and model.num_heads % config.tensor_parallel_size:
         raise ConfigError(
             f"tensor_parallel_size must divide the model's {model.num_heads} attention heads, "
@@ -89,35 +74,22 @@ def decide_before_load(
         )
     if device_type == "cpu":
         settle("cpu_threads", *_cpu_threads(config.tensor_parallel_size, beside_server))
-    return config.replace(**changes), decisions
+    changes["compilation_config"], more = decide_graphs(
+        config, device_type, *_attention(config.replace(**changes), model, device_type)
+    )
+    return config.replace(**changes), decisions + more
 
 
-GRAPH_MODES = {
-    "NONE": "NONE",
-    "PIECEWISE": "NONE",
-    "FULL": "FULL_DECODE_ONLY",
-    "FULL_DECODE_ONLY": "FULL_DECODE_ONLY",
-    "FULL_AND_PIECEWISE": "FULL_DECODE_ONLY",
-}
-"""cudagraph_mode as asked for -> what there is of it"""
-
-
-def _graph_mode(config: EngineConfig, device_type: str) -> Decision:
-    """Raises ConfigError for a mode that nobody knows."""
-    given = config.compilation_config.get("cudagraph_mode")
-    if given is not None and str(given).upper() not in GRAPH_MODES:
-        raise ConfigError(f"compilation_config.cudagraph_mode must be one of {', '.join(GRAPH_MODES)}; got {given!r}")
-    if device_type != "cuda":
-        return Decision("cudagraph_mode", "NONE", f"{device_type} has no graphs")
-    if config.enforce_eager:
-        return Decision("cudagraph_mode", "NONE", "enforce_eager is given", source="user")
-    if given is None:
-        return Decision("cudagraph_mode", "FULL_DECODE_ONLY", "a decode step is many short kernels", "NONE")
-    asked = str(given).upper()
-    mode = GRAPH_MODES[asked]
-    if mode == asked:
-        return Decision("cudagraph_mode", mode, "given", source="user")
-    return Decision("cudagraph_mode", mode, f"{asked} is not there yet; this is what it has in common", asked)
+def _attention(config: EngineConfig, model: ModelConfig, device_type: str) -> tuple[str, str]:
+    """The attention backend that the ranks will choose, and the steps it can serve inside a CUDA graph."""
+    if device_type == "cpu":
+        return "", "none"
+    tp_size = config.tensor_parallel_size
+    spec = attention_spec(
+        model, tp_size=tp_size, block_size=config.block_size, dtype=config.dtype, device_type=device_type
+    )
+    chosen = select_backend(spec, config.attention_backend)
+    return chosen.name, chosen.full_graphs
 
 
 def _dtype(model: ModelConfig, device_type: str) -> tuple[str, str]:

@@ -1,74 +1,355 @@
-"""CUDA graphs of whole decode steps, one a padded batch size, captured when a size is used for the second time.
+"""CUDA graphs of steps: whole ones, or the pieces between attention calls, captured when a size is used a second time.
 
 The first use of a size runs eagerly, which loads every kernel that the capture will hold; so a start captures nothing
-and serving begins at once. Knows nothing of what the forward function computes.
+and serving begins at once. A size for which there is no room stays eager. Knows nothing of what the model computes.
 """
 
 from __future__ import annotations
 
-import logging
+import contextlib
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from headrace.attention.metadata import AttentionMetadata
+from headrace.config import GRAPH_MODES
 from headrace.runner.input_batch import Batch
+from headrace.runner.memory import is_out_of_memory
+from headrace.step import SchedulerOutput
 
-logger = logging.getLogger(__name__)
-
-Forward = Callable[[Batch], Tensor]
-"""A decode batch -> hidden states [num_tokens, hidden_size]. Logits stay outside: every graph keeps its outputs for
-good, and the logits of all sizes together took 2.5 GiB for a vocabulary of 128k."""
+MOST_TOKENS = 512
+"""Steps with prompts in them are captured up to here: a larger one computes for longer than it takes to launch."""
 
 
-def capture_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes worth a graph: 1, 2, 4, then every 8 up to 64, every 16 up to 256, every 64 above."""
-    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(320, max_num_seqs + 64, 64)]
-    return sorted({min(size, max_num_seqs) for size in sizes})
+def capture_sizes(largest: int) -> list[int]:
+    """Sizes worth a graph: 1, 2, 4, then every 8 up to 64, every 16 up to 256, every 32 up to 512, every 64 above."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32), *range(576, largest + 64, 64)]
+    return sorted({min(size, largest) for size in sizes})
+
+
+@dataclass(frozen=True)
+class GraphSettings:
+    """What is captured: `none`, `piecewise` or `full`, for steps of decodes and for all others, and at which sizes."""
+
+    decode: str
+    other: str
+    decode_sizes: tuple[int, ...]
+    """numbers of requests"""
+    other_sizes: tuple[int, ...]
+    """numbers of tokens"""
+    max_num_seqs: int
+    max_model_len: int
+
+    @staticmethod
+    def of(
+        compilation_config: dict[str, Any], max_num_seqs: int, max_tokens: int, max_model_len: int
+    ) -> GraphSettings | None:
+        """`compilation_config` is resolved by the planner. None: nothing is captured."""
+        decode, other = GRAPH_MODES[compilation_config["cudagraph_mode"]]
+        if decode == other == "none":
+            return None
+        sizes = compilation_config.get("cudagraph_capture_sizes")
+        most = compilation_config.get("max_cudagraph_capture_size")
+        decode_sizes = sizes or capture_sizes(max_num_seqs)
+        other_sizes = sizes or capture_sizes(min(most or MOST_TOKENS, max_tokens))
+        return GraphSettings(
+            decode,
+            other,
+            tuple(size for size in decode_sizes if size <= min(most or max_num_seqs, max_num_seqs)),
+            tuple(size for size in other_sizes if size <= min(most or max_tokens, max_tokens)),
+            max_num_seqs,
+            max_model_len,
+        )
+
+    @property
+    def most_tokens(self) -> int:
+        """of a captured step"""
+        decode = self.decode_sizes if self.decode != "none" else ()
+        return max((*decode, *(self.other_sizes if self.other != "none" else ())), default=0)
+
+
+class Shape(NamedTuple):
+    """What a step is padded to, and the key of its graph."""
+
+    kind: str
+    """full | piecewise"""
+    decode: bool
+    """Padding is requests of one token; else one request with all of it, and requests without tokens."""
+    num_reqs: int
+    num_tokens: int
+
+    def __str__(self) -> str:
+        what = f"{self.num_reqs} decodes" if self.decode else f"{self.num_tokens} tokens"
+        return f"{self.kind} graph of {what}"
+
+
+class Graph(Protocol):
+    """torch.cuda.CUDAGraph, as far as it is used here."""
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None: ...
+
+    def capture_end(self) -> None: ...
+
+    def replay(self) -> None: ...
+
+
+class GraphDevice(Protocol):
+    """Where graphs come from. Tests bring a recorder."""
+
+    pool: Any
+
+    def new_graph(self) -> Graph: ...
+
+    def capturing(self) -> contextlib.AbstractContextManager[Any]:
+        """A stream of its own, with nothing running; entered around all captures of one size."""
+        ...
+
+    def used_memory(self) -> int:
+        """bytes, of this device"""
+        ...
+
+    def give_back(self) -> None:
+        """Return cached memory to the device, once what runs has ended."""
+        ...
+
+    def borrow(self, tensor: Tensor) -> Tensor:
+        """The same memory without keeping it: what is in a graph's pool may be reused by whatever is captured next,
+        since replays follow one another."""
+        ...
+
+
+class CudaDevice:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def new_graph(self) -> Graph:
+        return torch.cuda.CUDAGraph()
+
+    def capturing(self) -> contextlib.AbstractContextManager[Any]:
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.stream(self._stream)
+
+    def used_memory(self) -> int:
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
+
+    def give_back(self) -> None:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+
+    def borrow(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_contiguous():
+            return tensor
+        memory = torch.as_tensor(_Memory(tensor), device=tensor.device)
+        return memory.view(tensor.dtype).view(tensor.shape)
+
+
+class _Memory:
+    """A tensor's bytes, not owned."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
+
+
+class Forward(Protocol):
+    """What the runner lends: both take a batch whose tensors are views at fixed addresses."""
+
+    def forward(self, batch: Batch, cut: Cut | None = None) -> tuple[Tensor, AttentionMetadata]:
+        """Hidden states [num_tokens, hidden_size] and what attention was told. With `cut`, attention goes through it,
+        and nothing else depends on how the batch's tokens are spread over requests."""
+        ...
+
+    def metadata(self, batch: Batch, positions: Tensor, slot_mapping: Tensor) -> AttentionMetadata:
+        """What attention is told of a batch whose inputs are gathered elsewhere."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A graph, and the attention call that follows it."""
+
+    graph: Graph
+    attend: Callable[..., Tensor]
+    q: Tensor
+    kv_cache: Tensor
+    rest: tuple[Any, ...]
+    out: Tensor
+
+
+class Cut:
+    """Handed to the layers while pieces are captured: at each attention call it ends one graph and begins the next.
+    Attention itself is left out, and gives its result in `out` when the pieces are replayed."""
+
+    def __init__(self, device: GraphDevice, buffer: Callable[[Tensor], Tensor]) -> None:
+        self._device = device
+        self._buffer = buffer
+        self._current: Graph | None = None
+        self.pieces: list[_Piece] = []
+
+    def begin(self) -> None:
+        graph = self._device.new_graph()
+        graph.capture_begin(pool=self._device.pool, capture_error_mode="thread_local")
+        self._current = graph
+
+    def end(self) -> Graph:
+        assert self._current is not None
+        graph, self._current = self._current, None
+        graph.capture_end()
+        return graph
+
+    def __call__(self, attend: Callable[..., Tensor], q: Tensor, kv_cache: Tensor, *rest: Any) -> Tensor:
+        """In place of attend(q, kv_cache, metadata, *rest)."""
+        graph = self.end()
+        out = self._buffer(q)
+        self.pieces.append(_Piece(graph, attend, self._device.borrow(q), kv_cache, rest, out))
+        self.begin()
+        return out
+
+    def abandon(self) -> None:
+        """Leave no capture under way after a failure."""
+        if self._current is not None:
+            with contextlib.suppress(RuntimeError):  # the failure that led here is the one to tell
+                self.end()
 
 
 @dataclass(frozen=True)
 class _Captured:
-    graph: torch.cuda.CUDAGraph
+    """Hidden states come out of the last graph; `metadata` is what the capture was told, and says where the pieces
+    write positions and slots."""
+
+    pieces: list[_Piece]
+    last: Graph
     hidden: Tensor
+    metadata: AttentionMetadata
 
 
-class DecodeGraphs:
-    """All graphs share one memory pool; a batch's tensors must be views at fixed addresses (InputBatch)."""
+class StepGraphs:
+    """All graphs share one memory pool."""
 
-    def __init__(self, max_num_seqs: int) -> None:
-        self.sizes = capture_sizes(max_num_seqs)
-        self._padded = [0] * (max_num_seqs + 1)
-        for size in reversed(self.sizes):
-            self._padded[: size + 1] = [size] * (size + 1)
-        self._seen: set[int] = set()
-        self._refused: set[int] = set()
-        self._captured: dict[int, _Captured] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+    def __init__(self, settings: GraphSettings, model: Forward, device: GraphDevice, notes: list[str]) -> None:
+        """`notes` takes lines for the log."""
+        self.settings = settings
+        self.notes = notes
+        self.bytes: Counter[str] = Counter()
+        """Memory that the graphs of each kind took"""
+        self._model = model
+        self._device = device
+        self._seen: set[Shape] = set()
+        self._refused: set[Shape] = set()
+        self._captured: dict[Shape, _Captured] = {}
+        self._count: Counter[str] = Counter()
+        self._buffers: dict[tuple[Any, ...], Tensor] = {}
+        self._decode_shapes = self._lookup(settings.decode, True, settings.decode_sizes)
+        self._other_shapes = self._lookup(settings.other, False, settings.other_sizes)
 
-    def padded_size(self, num_reqs: int) -> int:
-        return self._padded[num_reqs]
+    @staticmethod
+    def _lookup(kind: str, decode: bool, sizes: tuple[int, ...]) -> list[Shape | None]:
+        """size -> what it is padded to; a mixed step's number of requests is filled in later"""
+        if kind == "none" or not sizes:
+            return []
+        found: list[Shape | None] = [None] * (sizes[-1] + 1)
+        for size in reversed(sizes):
+            found[: size + 1] = [Shape(kind, decode, size, size)] * (size + 1)
+        return found
 
-    def run(self, batch: Batch, forward: Forward) -> Tensor:
-        """Hidden states of a decode batch; overwritten by the next run of any size."""
-        size = batch.num_reqs
-        captured = self._captured.get(size)
+    def shape_of(self, step: SchedulerOutput) -> Shape | None:
+        """What the step is padded to, or None where it runs eagerly.
+
+        A step of decodes is one in which every request runs one token and samples. (A token that samples is never one
+        that prompt logprobs are wanted after.)
+        """
+        num_reqs, num_tokens = len(step.rows), step.num_tokens
+        if num_tokens == num_reqs and all(step.samples):
+            return self._decode_shapes[num_reqs] if num_reqs < len(self._decode_shapes) else None
+        shape = self._other_shapes[num_tokens] if num_tokens < len(self._other_shapes) else None
+        if shape is None or shape.num_tokens - num_tokens > self.settings.max_model_len:
+            return None
+        reqs = num_reqs + 1  # one for the padding tokens
+        if shape.kind == "full":
+            reqs = min(1 << (reqs - 1).bit_length(), self.settings.max_num_seqs + 1)
+        return shape._replace(num_reqs=reqs)
+
+    def run(self, shape: Shape, batch: Batch) -> Tensor:
+        """Hidden states of a batch padded to `shape`; overwritten by the next run."""
+        key = Shape("piecewise", False, 0, shape.num_tokens) if shape.kind == "piecewise" else shape
+        captured = self._captured.get(key)
         if captured is None:
-            if size in self._refused or size not in self._seen:
-                self._seen.add(size)
-                return forward(batch)
-            try:
-                captured = self._captured[size] = self._capture(batch, forward)
-            except torch.OutOfMemoryError as error:
-                logger.warning("no room to capture a graph for batch size %d, which stays eager: %s", size, error)
-                self._refused.add(size)
-                return forward(batch)
-        captured.graph.replay()
+            if shape.kind == "full":
+                batch = _for_any_lengths(batch, shape, self.settings.max_model_len)
+            captured = self._try(key, batch)
+            if captured is None:
+                return self._model.forward(batch)[0]
+        if captured.pieces:
+            told = captured.metadata
+            metadata = self._model.metadata(batch, told.positions, told.slot_mapping)
+            for piece in captured.pieces:
+                piece.graph.replay()
+                piece.attend(piece.q, piece.kv_cache, metadata, *piece.rest, out=piece.out)
+        captured.last.replay()
         return captured.hidden
 
-    def _capture(self, batch: Batch, forward: Forward) -> _Captured:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            hidden = forward(batch)
-        return _Captured(graph, hidden)
+    def _try(self, key: Shape, batch: Batch) -> _Captured | None:
+        """Capture `key` if this is not its first use and there is room."""
+        if key in self._refused:
+            return None
+        if key not in self._seen:
+            self._seen.add(key)
+            return None
+        before = self._device.used_memory()
+        said = ""
+        for _ in range(2):
+            try:
+                captured = self._captured[key] = self._capture(key, batch)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                said = str(error).splitlines()[0]
+            else:
+                self._count[key.kind] += 1
+                self.bytes[key.kind] += max(0, self._device.used_memory() - before)
+                total = f"{self._count[key.kind]} {key.kind} graphs: {self.bytes[key.kind] / 2**20:.1f} MiB"
+                self.notes.append(f"captured a {key} ({total})")
+                return captured
+            self._device.give_back()
+        self.notes.append(f"no room for a {key}, which stays eager: {said}")
+        self._refused.add(key)
+        return None
+
+    def _capture(self, key: Shape, batch: Batch) -> _Captured:
+        cut = Cut(self._device, self._buffer)
+        with self._device.capturing():
+            try:
+                cut.begin()
+                hidden, metadata = self._model.forward(batch, cut if key.kind == "piecewise" else None)
+                return _Captured(cut.pieces, cut.end(), hidden, metadata)
+            finally:
+                cut.abandon()
+
+    def _buffer(self, q: Tensor) -> Tensor:
+        """Where attention's result lies between two pieces: one buffer for all layers and sizes."""
+        key = (*q.shape[1:], q.dtype)
+        buffer = self._buffers.get(key)
+        if buffer is None:
+            size = (self.settings.most_tokens, *q.shape[1:])
+            buffer = self._buffers[key] = torch.empty(size, dtype=q.dtype, device=q.device)
+        return buffer[: q.shape[0]]
+
+
+def _for_any_lengths(batch: Batch, shape: Shape, max_model_len: int) -> Batch:
+    """What a whole graph is told of its batch: nothing that depends on current lengths. In a mixed step any request may
+    be of any length, so that none is known to be a decode."""
+    if shape.decode:
+        return replace(batch, max_seq_len=max_model_len)
+    return replace(batch, max_seq_len=max_model_len, max_query_len=max(2, shape.num_tokens), num_decodes=0)

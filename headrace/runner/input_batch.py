@@ -6,6 +6,7 @@ Knows how a SchedulerOutput is laid out; nothing of models or of what a row hold
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ class Batch:
     sample_positions: Tensor
     """[S] int64: number of tokens known before the sampled one, which is the position it takes"""
     num_reqs: int
+    """R, padding included, as in the numbers below"""
     num_tokens: int
     num_samples: int
     num_decodes: int
@@ -43,12 +45,23 @@ class Batch:
     """Every request runs one token and samples: request i is token i is sample i."""
 
 
+class Everyone(NamedTuple):
+    """All requests that a batch may have, at fixed addresses: those behind the step's own have no tokens."""
+
+    rows: Tensor
+    """[max_rows + 1] int32"""
+    num_computed: Tensor
+    """[max_rows + 1] int32"""
+    query_start_loc: Tensor
+    """[max_rows + 2] int32"""
+
+
 @dataclass(frozen=True)
 class _Buffers:
     small: Tensor
-    """# [4, max_rows + 1] int32: rows, num_computed, seq_lens, query_start_loc"""
+    """# [4, max_rows + 2] int32: rows, num_computed, seq_lens, query_start_loc"""
     large: Tensor
-    """# [3, max_rows + 1] int64: sample_index, sample_rows, sample_positions"""
+    """# [3, max_rows + 2] int64: sample_index, sample_rows, sample_positions"""
 
     @staticmethod
     def allocate(width: int, device: torch.device | str, pinned: bool = False) -> _Buffers:
@@ -57,27 +70,35 @@ class _Buffers:
 
 
 class InputBatch:
-    """Buffers for at most `max_rows` requests. `stages` host copies rotate so that one may be filled while another is
-    still read; on a CPU they are the device's too."""
+    """Buffers for at most `max_rows` requests and one of padding. `stages` host copies rotate so that one may be filled
+    while another is still read. On a CPU they are the device's too, unless addresses are to be `fixed`."""
 
-    def __init__(self, max_rows: int, device: torch.device, stages: int = 4) -> None:
+    def __init__(self, max_rows: int, device: torch.device, stages: int = 4, fixed: bool = False) -> None:
         self.device = device
         self.max_rows = max_rows
         pinned = device.type != "cpu"
-        self._stages = [_Buffers.allocate(max_rows + 1, "cpu", pinned) for _ in range(stages)]
+        width = max_rows + 2
+        self._stages = [_Buffers.allocate(width, "cpu", pinned) for _ in range(stages)]
         self._arrays = [(stage.small.numpy(), stage.large.numpy()) for stage in self._stages]
-        self._device = _Buffers.allocate(max_rows + 1, device) if pinned else None
+        self._device = _Buffers.allocate(width, device) if pinned or fixed else None
         self._views = [
             (*buffers.small.unbind(), *buffers.large.unbind())
             for buffers in (self._device or stage for stage in self._stages)
         ]
         self._turn = 0
 
-    def fill(self, step: SchedulerOutput, padded_reqs: int | None = None) -> Batch:
-        """Copy the step's integers to the device. Requests beyond the step's own, up to `padded_reqs` (only for steps
-        of single tokens), have seq_len 0 and sit in the scratch row."""
-        num_reqs = len(step.rows)
+    def everyone(self) -> Everyone:
+        """Of the batch filled last, and with `fixed` addresses of all that follow."""
+        rows, num_computed, _, query_start_loc, *_ = self._views[self._turn]
+        return Everyone(rows[: self.max_rows + 1], num_computed[: self.max_rows + 1], query_start_loc)
+
+    def fill(self, step: SchedulerOutput, padded_reqs: int | None = None, padded_tokens: int | None = None) -> Batch:
+        """Copy the step's integers to the device. Requests beyond the step's own, up to `padded_reqs`, have seq_len 0
+        and sit in the scratch row: of one token each, or, with `padded_tokens`, the first of all tokens up to there
+        and the others of none."""
+        num_reqs, num_tokens = len(step.rows), step.num_tokens
         padded = padded_reqs or num_reqs
+        tokens = padded_tokens or num_tokens + padded - num_reqs
         self._turn = (self._turn + 1) % len(self._stages)
         small, large = self._arrays[self._turn]
         facts = np.array((step.rows, step.num_computed_tokens, step.num_scheduled_tokens))
@@ -87,10 +108,11 @@ class InputBatch:
         small[:2, :num_reqs] = facts[:2]
         small[2, :num_reqs] = ends
         small[3, 1 : num_reqs + 1] = starts
-        if padded > num_reqs:
-            small[0, num_reqs:padded] = self.max_rows  # the scratch row, whose block belongs to nobody
-            small[1:3, num_reqs:padded] = 0
-            small[3, num_reqs + 1 : padded + 1] = np.arange(num_reqs + 1, padded + 1)
+        small[0, num_reqs:] = self.max_rows  # the scratch row, whose block belongs to nobody
+        small[1:3, num_reqs:] = 0
+        small[3, num_reqs + 1 :] = tokens
+        if padded > num_reqs and padded_tokens is None:
+            small[3, num_reqs + 1 : padded + 1] = np.arange(num_tokens + 1, tokens + 1)
         num_samples = sum(step.samples)
         chosen = slice(None) if num_samples == num_reqs else np.array(step.samples)
         large[0, :num_samples] = starts[chosen] - 1
@@ -101,7 +123,8 @@ class InputBatch:
             self._device.large.copy_(self._stages[self._turn].large, non_blocking=True)
         views = self._views[self._turn]
         rows, num_computed, seq_lens, query_start_loc, sample_index, sample_rows, sample_positions = views
-        max_query_len = max(step.num_scheduled_tokens)
+        longest = max(step.num_scheduled_tokens)
+        num_decodes = num_reqs if longest == 1 else int(np.argmax(scheduled > 1))
         return Batch(
             rows=rows[:padded],
             num_computed=num_computed[:padded],
@@ -111,10 +134,11 @@ class InputBatch:
             sample_rows=sample_rows[:num_samples],
             sample_positions=sample_positions[:num_samples],
             num_reqs=padded,
-            num_tokens=step.num_tokens + padded - num_reqs,
+            num_tokens=tokens,
             num_samples=num_samples,
-            num_decodes=padded if max_query_len == 1 else int(np.argmax(scheduled > 1)),
-            max_query_len=max_query_len,
+            num_decodes=padded if longest == 1 and padded_tokens is None else num_decodes,
+            # 1 would mean one token each, which requests without tokens have not
+            max_query_len=longest if padded_tokens is None else max(longest, tokens - num_tokens, 2),
             max_seq_len=int(ends.max()),
-            decode_only=max_query_len == 1 and num_samples == num_reqs,
+            decode_only=longest == 1 and num_samples == num_reqs,
         )

@@ -6,6 +6,7 @@ Decides nothing: what runs comes in the SchedulerOutput, which kernels serve com
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from headrace.attention.backend import Backend
 from headrace.attention.metadata import AttentionMetadata
 from headrace.kernels.table import KernelTable
-from headrace.runner.cuda_graph import DecodeGraphs
+from headrace.runner.cuda_graph import Cut, CudaDevice, GraphDevice, GraphSettings, StepGraphs
 from headrace.runner.input_batch import Batch, InputBatch
 from headrace.runner.kv_cache import KVCacheShape, allocate_kv_cache
 from headrace.runner.pending import HostLogprobs, PendingStep, logprobs_to_host, to_host
@@ -56,23 +57,39 @@ class ModelRunner:
         shape: KVCacheShape,
         limits: RunnerLimits,
         device: torch.device,
-        use_graphs: bool,
+        graph_settings: GraphSettings | None = None,
+        graph_device: Callable[[torch.device], GraphDevice] = CudaDevice,
     ) -> None:
+        """Ready to be profiled, on a cache of one block and without graphs; `allocate` makes it ready to serve."""
         self.model = model
         self.backend = backend
         self.kernels = kernels
         self.shape = shape
         self.limits = limits
         self.device = device
-        self.use_graphs = use_graphs
-        self.inputs = InputBatch(limits.max_num_seqs, device)
-        self.allocate(num_blocks=1)
+        self.graph_settings = graph_settings
+        self.graphs: StepGraphs | None = None
+        self.notes: list[str] = []
+        """Lines for the log; they go up with the next step's result."""
+        self._graph_device = graph_device
+        self.inputs = InputBatch(limits.max_num_seqs, device, fixed=graph_settings is not None)
+        self._build(num_blocks=1)
 
     def allocate(self, num_blocks: int) -> None:
         """(Re)build cache and rows for `num_blocks` blocks; whatever they held is gone, and the graphs that know their
         addresses with it."""
+        self._build(num_blocks)
+        self.renew_graphs()
+
+    def renew_graphs(self) -> None:
+        """Free all graphs; they come back as sizes are used."""
+        self.graphs = None
+        if self.graph_settings is not None:
+            self.graphs = StepGraphs(self.graph_settings, self, self._graph_device(self.device), self.notes)
+
+    def _build(self, num_blocks: int) -> None:
         limits = self.limits
-        self.graphs = DecodeGraphs(limits.max_num_seqs) if self.use_graphs else None
+        self.graphs = None
         self.kv_caches: list[Tensor] = []
         self.kv_caches = allocate_kv_cache(self.shape, num_blocks, self.device)
         self.state = RequestState(
@@ -85,52 +102,52 @@ class ModelRunner:
         self.state.apply(step)
         if not step.rows:
             return PendingStep(step.step)
-        padded = self._padded_size(step)
-        batch = self.inputs.fill(step, padded)
-        if padded is not None and self.graphs is not None:
-            hidden = self.graphs.run(batch, self._hidden_of_decodes)
+        graphs = self.graphs
+        shape = None if graphs is None else graphs.shape_of(step)
+        if graphs is None or shape is None:
+            batch = self.inputs.fill(step)
+            hidden, _ = self.forward(batch)
         else:
-            hidden = self._hidden(batch, batch.max_seq_len)
+            batch = self.inputs.fill(step, shape.num_reqs, None if shape.decode else shape.num_tokens)
+            hidden = graphs.run(shape, batch)
         return self._sample(step, batch, self._logits(batch, hidden), self._prompt_logprobs(step, hidden))
 
-    def _padded_size(self, step: SchedulerOutput) -> int | None:
-        """The captured batch size that serves this step, or None where it runs eagerly: a step of anything but decodes.
-        (A token that samples is never one that prompt logprobs are wanted after.)"""
-        if self.graphs is None or not all(step.samples) or step.num_tokens != len(step.rows):
-            return None
-        return self.graphs.padded_size(len(step.rows))
+    def forward(self, batch: Batch, cut: Cut | None = None) -> tuple[Tensor, AttentionMetadata]:
+        """Hidden states [num_tokens, hidden_size] after the last norm, and what attention was told.
 
-    def _hidden(self, batch: Batch, max_seq_len: int) -> Tensor:
-        """# [num_tokens, hidden_size] after the last norm"""
-        state, limits = self.state, self.limits
+        With `cut` (see cuda_graph.py) inputs are gathered as for any batch of that many tokens.
+        """
+        state, whose = self.state, batch if cut is None else self.inputs.everyone()
         input_ids, positions, slot_mapping = self.kernels.prepare_batch(
-            batch.rows,
-            batch.num_computed,
-            batch.query_start_loc,
+            whose.rows,
+            whose.num_computed,
+            whose.query_start_loc,
             state.token_table,
             state.block_table,
-            limits.block_size,
+            self.limits.block_size,
             batch.num_tokens,
         )
+        metadata = self.metadata(batch, positions, slot_mapping)
+        metadata.cut = cut
+        return self.model(input_ids, positions, metadata, self.kv_caches), metadata
+
+    def metadata(self, batch: Batch, positions: Tensor, slot_mapping: Tensor) -> AttentionMetadata:
+        """What attention is told of the step, planned for."""
         metadata = AttentionMetadata(
             rows=batch.rows,
             query_start_loc=batch.query_start_loc,
             seq_lens=batch.seq_lens,
             positions=positions,
             slot_mapping=slot_mapping,
-            block_table=state.block_table,
+            block_table=self.state.block_table,
             num_reqs=batch.num_reqs,
             num_tokens=batch.num_tokens,
             max_query_len=batch.max_query_len,
-            max_seq_len=max_seq_len,
+            max_seq_len=batch.max_seq_len,
             num_decodes=batch.num_decodes,
         )
         self.backend.plan(metadata)
-        return self.model(input_ids, positions, metadata, self.kv_caches)
-
-    def _hidden_of_decodes(self, batch: Batch) -> Tensor:
-        """What a decode graph holds: nothing in it may depend on the current lengths."""
-        return self._hidden(batch, self.limits.max_model_len)
+        return metadata
 
     def _logits(self, batch: Batch, hidden: Tensor) -> Tensor | None:
         """# [num_samples, vocab_size]"""

@@ -18,6 +18,7 @@ from headrace.layers.context import LayerContext
 from headrace.model_config import ModelConfig
 from headrace.models.loader import load_model
 from headrace.models.registry import attention_spec
+from headrace.runner.cuda_graph import GraphSettings
 from headrace.runner.kv_cache import KVCacheShape
 from headrace.runner.model_runner import ModelRunner, RunnerLimits
 from headrace.runner.pending import PendingStep
@@ -25,7 +26,6 @@ from headrace.runner.step_times import measure_step_times
 from headrace.sampling_params import SamplingParams
 from headrace.step import BlockUpdate, NewRow, SchedulerOutput, WorkerFacts
 
-GRAPHS_OFF = "NONE"
 GRAPH_RESERVE = 1 << 30
 """Bytes left for decode graphs, which are captured after the cache has been sized."""
 
@@ -87,15 +87,16 @@ class Worker:
             model_config.vocab_size,
         )
         shape = KVCacheShape(model_config.num_layers, spec.num_kv_heads, spec.head_dim, config.block_size, self.dtype)
-        wants_graphs = config.compilation_config.get("cudagraph_mode") != GRAPHS_OFF
-        use_graphs = self.device.type == "cuda" and wants_graphs and backend.supports_full_decode_graph
-        self.runner = ModelRunner(model, backend, kernels, shape, self.limits, self.device, use_graphs)
+        graphs = None
+        if self.device.type == "cuda":
+            graphs = GraphSettings.of(
+                config.compilation_config, config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len
+            )
+        self.runner = ModelRunner(model, backend, kernels, shape, self.limits, self.device, graphs)
         notes = [f"Using {chosen.name} backend: {chosen.why}."]
         notes += [f"Passed over {passed}" for passed in chosen.passed_over]
         step_times: list[tuple[int, float]] = []
         if self.device.type == "cuda":
-            graphs = "full decode graphs, captured as batch sizes come up" if use_graphs else "no graphs"
-            notes.append(f"CUDA graphs: {graphs}.")
             available = self._profile_gpu(free_before)
             step_times = measure_step_times(self.runner)
             name = torch.cuda.get_device_name(self.device)
@@ -141,7 +142,7 @@ class Worker:
         outside = max(0, free_before - torch.cuda.mem_get_info(self.device)[0] - reserved)  # kernels, cuBLAS, NCCL
         total = torch.cuda.get_device_properties(self.device).total_memory
         allowed = min(int(total * self.config.gpu_memory_utilization), free_before)
-        reserve = GRAPH_RESERVE if self.runner.graphs is not None else 0
+        reserve = GRAPH_RESERVE if self.runner.graph_settings is not None else 0
         return max(0, allowed - peak - outside - reserve)
 
 

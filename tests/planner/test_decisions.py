@@ -52,28 +52,6 @@ def test_float32_checkpoints_run_in_bfloat16_on_a_gpu_unless_told() -> None:
     assert decide_before_load(EngineConfig(dtype="float32"), MODEL, "cuda")[0].dtype == "float32"
 
 
-@pytest.mark.parametrize(
-    ("given", "device", "mode"),
-    [
-        ({}, "cuda", "FULL_DECODE_ONLY"),
-        ({}, "cpu", "NONE"),
-        ({"enforce_eager": True}, "cuda", "NONE"),
-        ({"compilation_config": {"cudagraph_mode": "none"}}, "cuda", "NONE"),
-        ({"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}, "cuda", "FULL_DECODE_ONLY"),
-        ({"compilation_config": {"cudagraph_mode": "PIECEWISE"}}, "cuda", "NONE"),
-    ],
-)
-def test_graph_modes_that_are_not_there_step_down_with_a_reason(given: dict, device: str, mode: str) -> None:
-    config, decisions = decide_before_load(EngineConfig(**given), MODEL, device)
-    assert config.compilation_config["cudagraph_mode"] == mode
-    assert next(d for d in decisions if d.field == "cudagraph_mode").reason
-
-
-def test_an_unknown_graph_mode_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"cudagraph_mode must be one of NONE, .*; got 'SOME'"):
-        decide_before_load(EngineConfig(compilation_config={"cudagraph_mode": "SOME"}), MODEL, "cuda")
-
-
 def test_a_small_token_budget_bounds_the_sequences() -> None:
     config, _ = decide_before_load(EngineConfig(max_num_batched_tokens=16), MODEL, "cpu")
     assert config.max_num_seqs == 16

@@ -1,0 +1,305 @@
+"""Five graph modes give the tokens of none, through the real runner, scheduler and core, with graphs that a recorder
+stands in for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import headrace
+from headrace.config import GRAPH_MODES, EngineConfig
+from headrace.distributed.mesh import Mesh
+from headrace.engine.core import EngineCore
+from headrace.engine.messages import CoreFacts
+from headrace.layers.context import LayerContext
+from headrace.model_config import ModelConfig
+from headrace.models.loader import load_model
+from headrace.models.registry import attention_spec
+from headrace.request import EngineCoreRequest
+from headrace.runner.cuda_graph import GraphSettings, Shape, StepGraphs, capture_sizes
+from headrace.runner.kv_cache import KVCacheShape
+from headrace.runner.model_runner import ModelRunner, RunnerLimits
+from headrace.runner.pending import PendingStep
+from headrace.sampling_params import SamplingParams
+from headrace.scheduler.scheduler import Scheduler, SchedulerConfig
+from headrace.step import SchedulerOutput
+from tests.runner.fakes import KERNELS, AttentionInGraphs, RecordingDevice, shapes_of
+
+CPU = torch.device("cpu")
+LIMITS = RunnerLimits(max_num_seqs=6, max_num_batched_tokens=24, max_model_len=96, block_size=4, vocab_size=61)
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+    "eos_token_id": 60,
+    "dtype": "float32",
+}
+MODELS = {
+    "llama": LLAMA,
+    "sliding": {**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": 7},
+    "qk_norm": {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
+}
+
+
+DEMO = Path(headrace.__file__).parent / "demo_model"
+
+
+def make_runner(name: str, mode: str, **sizes: object) -> ModelRunner:
+    model_config = ModelConfig.from_folder(DEMO) if name == "demo" else ModelConfig.from_dict(MODELS[name])
+    spec = attention_spec(model_config, tp_size=1, block_size=4, dtype="float32", device_type="cpu")
+    backend = AttentionInGraphs()
+    context = LayerContext(Mesh(), KERNELS, backend, spec, torch.float32, CPU)
+    model = load_model(DEMO, model_config, context, "auto" if name == "demo" else "dummy")
+    shape = KVCacheShape(model_config.num_layers, spec.num_kv_heads, spec.head_dim, 4, torch.float32)
+    settings = GraphSettings.of(
+        {"cudagraph_mode": mode, **sizes}, LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, LIMITS.max_model_len
+    )
+    limits = replace(LIMITS, vocab_size=model_config.vocab_size)
+    return ModelRunner(model, backend, KERNELS, shape, limits, CPU, settings, RecordingDevice)
+
+
+@pytest.fixture(autouse=True)
+def weights_that_tell_tokens_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dummy weights of +-1e-3 make all logits alike."""
+    monkeypatch.setattr("headrace.models.loader.DUMMY_RANGE", 0.5)
+
+
+class InThisProcess:
+    """An executor around a runner, which keeps the steps that it was given."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.steps: list[SchedulerOutput] = []
+
+    def execute(self, step: SchedulerOutput) -> PendingStep:
+        self.steps.append(step)
+        return self.runner.execute(step)
+
+    def check(self) -> None:
+        pass
+
+
+def make_core(runner: ModelRunner, num_blocks: int) -> EngineCore:
+    runner.allocate(num_blocks)
+    scheduler = SchedulerConfig(
+        LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, LIMITS.max_model_len, LIMITS.block_size, num_blocks
+    )
+    facts = CoreFacts(EngineConfig(), [], [], num_blocks)
+    return EngineCore(facts, Scheduler(scheduler), InThisProcess(runner))  # type: ignore[arg-type]
+
+
+def traffic() -> list[EngineCoreRequest]:
+    """Prompts of 1 to 60 tokens, some of which begin alike; chunks of 24; greedy and drawn; some want prompt logprobs."""
+    rng = random.Random(3)
+    shared = [rng.randrange(60) for _ in range(21)]
+    requests = []
+    for number in range(18):
+        prompt = [rng.randrange(60) for _ in range(rng.choice((1, 2, 5, 11, 30, 60)))]
+        if number % 3 == 0:
+            prompt = shared + prompt[:9]
+        params = SamplingParams(
+            max_tokens=rng.randrange(8, 30),
+            temperature=1.0 if number % 4 == 1 else 0.0,
+            prompt_logprobs=1 if number == 5 else None,
+            logprobs=1 if number % 5 == 0 else None,
+        )
+        requests.append(
+            EngineCoreRequest(
+                request_id=str(number),
+                prompt_token_ids=prompt,
+                params=params,
+                max_tokens=params.max_tokens or 1,
+                seed=number,
+            )
+        )
+    return requests
+
+
+def serve(core: EngineCore) -> tuple[dict[str, list[int]], dict[str, list[float]]]:
+    """Tokens, and scores of prompt tokens, by request; arrivals are spread over the steps."""
+    tokens: dict[str, list[int]] = {}
+    scores: dict[str, list[float]] = {}
+    arriving = traffic()
+    for turn in range(2000):
+        if arriving and turn % 2 == 0:
+            core.add_request(arriving.pop(0))
+        stepped = core.step() if core.has_work() else None
+        for output in stepped.outputs if stepped else ():
+            assert output.error is None
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+            for entry in output.new_prompt_logprobs or ():
+                scores.setdefault(output.request_id, []).append(entry.logprobs[0])
+        if not arriving and not core.has_work():
+            return tokens, scores
+    raise AssertionError("never done")
+
+
+@pytest.fixture(scope="module", params=[*MODELS, "demo"])
+def expected(request: pytest.FixtureRequest) -> Iterator[tuple[str, dict[str, list[int]], dict[str, list[float]]]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("headrace.models.loader.DUMMY_RANGE", 0.5)
+        core = make_core(make_runner(request.param, "NONE"), num_blocks=26)
+        tokens, scores = serve(core)
+    stats = core.scheduler.stats()
+    assert stats.num_preemptions > 0
+    assert stats.prefix_cache_hits > 0
+    assert len(scores["5"]) > 1
+    steps = core._executor.steps  # type: ignore[attr-defined]
+    kinds = {(max(s.num_scheduled_tokens) == 1, all(s.samples), len(s.rows) > 1) for s in steps if s.rows}
+    assert {(True, True, True), (False, True, True), (False, False, True)} <= kinds, "mixed steps and chunks"
+    yield request.param, tokens, scores
+
+
+@pytest.mark.parametrize("mode", [mode for mode in GRAPH_MODES if mode != "NONE"])
+def test_five_modes_give_the_same_tokens(
+    mode: str, expected: tuple[str, dict[str, list[int]], dict[str, list[float]]]
+) -> None:
+    name, tokens, scores = expected
+    runner = make_runner(name, mode)
+    got_tokens, got_scores = serve(make_core(runner, num_blocks=26))
+    assert got_tokens == tokens
+    assert got_scores["5"] == pytest.approx(scores["5"], abs=1e-4)
+    assert runner.graphs is not None
+    kinds = {(shape.kind, shape.decode) for shape in shapes_of(runner.graphs)}
+    decode, other = GRAPH_MODES[mode]
+    wanted = {(decode, decode == "full")} | ({(other, False)} if other != "none" else set())
+    assert kinds == wanted
+    replayed = [graph.replays for graph in runner.graphs._device.graphs]  # type: ignore[attr-defined]
+    assert min(replayed) >= 1
+    assert max(replayed) > 2
+
+
+def decode_step(number: int, rows: list[int], computed: int) -> SchedulerOutput:
+    return SchedulerOutput(number, [], [], [], rows, [computed] * len(rows), [1] * len(rows), [True] * len(rows))
+
+
+def graphs_of(runner: ModelRunner) -> StepGraphs:
+    runner.allocate(8)
+    assert runner.graphs is not None
+    return runner.graphs
+
+
+def test_a_size_is_captured_when_it_is_used_again() -> None:
+    runner = make_runner("llama", "FULL_DECODE_ONLY")
+    graphs = graphs_of(runner)
+    for number, captured in enumerate([set(), {Shape("full", True, 4, 4)}, {Shape("full", True, 4, 4)}]):
+        runner.execute(decode_step(number, [0, 1, 2], 0)).result()
+        assert shapes_of(graphs) == captured
+    assert graphs.bytes == {"full": 1000}
+    assert runner.notes == ["captured a full graph of 4 decodes (1 full graphs: 0.0 MiB)"]
+
+
+@pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "PIECEWISE"])
+def test_without_room_a_size_stays_eager_and_says_so(mode: str) -> None:
+    runner = make_runner("llama", mode)
+    graphs = graphs_of(runner)
+    device = graphs._device
+    assert isinstance(device, RecordingDevice)
+    runner.execute(decode_step(0, [0, 1], 0)).result()
+    device.failures = 2
+    tokens = [runner.execute(decode_step(number, [0, 1], 0)).result().token_ids for number in (1, 2)]
+    assert tokens[0] == tokens[1]
+    assert shapes_of(graphs) == set()
+    assert device.given_back == 2
+    (note,) = runner.notes
+    assert note.startswith("no room for a ")
+    assert note.endswith("which stays eager: CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+
+def test_a_capture_that_finds_room_after_memory_is_given_back() -> None:
+    runner = make_runner("llama", "FULL_DECODE_ONLY")
+    graphs = graphs_of(runner)
+    device = graphs._device
+    assert isinstance(device, RecordingDevice)
+    runner.execute(decode_step(0, [0, 1], 0)).result()
+    device.failures = 1
+    runner.execute(decode_step(1, [0, 1], 0)).result()
+    assert shapes_of(graphs) == {Shape("full", True, 2, 2)}
+
+
+def test_memory_that_ends_within_a_forward_pass_leaves_no_capture_under_way() -> None:
+    runner = make_runner("llama", "PIECEWISE")
+    graphs = graphs_of(runner)
+    device = graphs._device
+    assert isinstance(device, RecordingDevice)
+    runner.execute(decode_step(0, [0, 1], 0)).result()
+    calls = []
+
+    def second_capture_fails() -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    device.fail_if_told = second_capture_fails  # type: ignore[method-assign]
+    runner.execute(decode_step(1, [0, 1], 0)).result()
+    assert not device.under_way
+    assert shapes_of(graphs) == {Shape("piecewise", False, 0, 2)}, "the second try succeeded"
+
+
+def test_other_failures_of_a_capture_are_raised() -> None:
+    runner = make_runner("llama", "FULL_DECODE_ONLY")
+    device = graphs_of(runner)._device
+    assert isinstance(device, RecordingDevice)
+    runner.execute(decode_step(0, [0], 0)).result()
+
+    def fail() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    device.fail_if_told = fail  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="not permitted"):
+        runner.execute(decode_step(1, [0], 0))
+
+
+def test_sizes() -> None:
+    assert capture_sizes(6) == [1, 2, 4, 6]
+    assert capture_sizes(512)[-3:] == [448, 480, 512]
+    assert capture_sizes(1000)[-2:] == [960, 1000]
+
+    def of(tokens: int = 8192, **given: object) -> GraphSettings:
+        settings = GraphSettings.of({"cudagraph_mode": "FULL_AND_PIECEWISE", **given}, 100, tokens, 4096)
+        assert settings is not None
+        return settings
+
+    assert of().decode_sizes[-1] == 100
+    assert of().other_sizes[-1] == 512
+    assert of().most_tokens == 512
+    assert of(200).other_sizes[-1] == 200
+    assert of(cudagraph_capture_sizes=[2, 64, 1000]).decode_sizes == (2, 64)
+    assert of(cudagraph_capture_sizes=[2, 64, 1000]).other_sizes == (2, 64, 1000)
+    assert of(max_cudagraph_capture_size=16).decode_sizes == (1, 2, 4, 8, 16)
+    assert of(max_cudagraph_capture_size=1024).other_sizes[-1] == 1024
+    assert GraphSettings.of({"cudagraph_mode": "NONE"}, 100, 8192, 4096) is None
+
+
+def test_what_is_padded_to_what() -> None:
+    runner = make_runner("llama", "FULL_AND_PIECEWISE", cudagraph_capture_sizes=[2, 4, 16])
+    graphs = graphs_of(runner)
+
+    def shape(counts: list[int], samples: list[bool]) -> Shape | None:
+        rows = list(range(len(counts)))
+        return graphs.shape_of(SchedulerOutput(0, [], [], [], rows, [0] * len(rows), counts, samples))
+
+    assert shape([1, 1, 1], [True] * 3) == Shape("full", True, 4, 4)
+    assert shape([1] * 5, [True] * 5) is None, "more than the largest size"
+    assert shape([1, 1, 1], [True, True, False]) == Shape("piecewise", False, 4, 4)
+    assert shape([1, 4], [True, True]) == Shape("piecewise", False, 3, 16)
+    assert shape([1, 15], [True, True]) == Shape("piecewise", False, 3, 16)
+    assert shape([1, 16], [True, True]) is None
+
+
+def test_padding_longer_than_a_sequence_may_be_is_left_alone() -> None:
+    runner = make_runner("llama", "PIECEWISE", cudagraph_capture_sizes=[2, 24])
+    graphs = graphs_of(runner)
+    graphs.settings = replace(graphs.settings, max_model_len=20)
+    step = SchedulerOutput(0, [], [], [], [0], [0], [3], [True])
+    assert graphs.shape_of(step) is None
