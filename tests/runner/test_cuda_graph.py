@@ -4,7 +4,6 @@ stands in for."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,7 +98,7 @@ def make_core(runner: ModelRunner, num_blocks: int) -> EngineCore:
 
 
 def traffic() -> list[EngineCoreRequest]:
-    """Prompts of 1 to 60 tokens, some of which begin alike; chunks of 24; greedy and drawn; some want prompt logprobs."""
+    """Prompts of 1 to 60 tokens, some of which begin alike; chunks of 24; greedy and drawn ones."""
     rng = random.Random(3)
     shared = [rng.randrange(60) for _ in range(21)]
     requests = []
@@ -145,7 +144,7 @@ def serve(core: EngineCore) -> tuple[dict[str, list[int]], dict[str, list[float]
 
 
 @pytest.fixture(scope="module", params=[*MODELS, "demo"])
-def expected(request: pytest.FixtureRequest) -> Iterator[tuple[str, dict[str, list[int]], dict[str, list[float]]]]:
+def expected(request: pytest.FixtureRequest) -> tuple[str, dict[str, list[int]], dict[str, list[float]]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("headrace.models.loader.DUMMY_RANGE", 0.5)
         core = make_core(make_runner(request.param, "NONE"), num_blocks=26)
@@ -157,7 +156,7 @@ def expected(request: pytest.FixtureRequest) -> Iterator[tuple[str, dict[str, li
     steps = core._executor.steps  # type: ignore[attr-defined]
     kinds = {(max(s.num_scheduled_tokens) == 1, all(s.samples), len(s.rows) > 1) for s in steps if s.rows}
     assert {(True, True, True), (False, True, True), (False, False, True)} <= kinds, "mixed steps and chunks"
-    yield request.param, tokens, scores
+    return request.param, tokens, scores
 
 
 @pytest.mark.parametrize("mode", [mode for mode in GRAPH_MODES if mode != "NONE"])
