@@ -184,6 +184,13 @@ def metric_values(good: Sequence[RequestResult], metric: str) -> list[float]:
     return [result.latency for result in good]
 
 
+def events_per_token(results: Sequence[RequestResult]) -> float:
+    """1 where each token came in an event of its own; below, where a busy server or client merged some."""
+    good = [result for result in results if result.success]
+    tokens = sum(result.output_len for result in good)
+    return sum(len(result.itl) + 1 for result in good) / tokens if tokens else 0.0
+
+
 def _milliseconds(statistic: Callable[..., Any], values: list[float]) -> float:
     return float(statistic(values)) * 1000 if values else 0.0
 

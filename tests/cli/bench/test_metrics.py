@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from headrace.cli.bench.metrics import RequestResult, StreamRecorder, percentile_name, summarize, table
+from headrace.cli.bench.metrics import (
+    RequestResult,
+    StreamRecorder,
+    events_per_token,
+    percentile_name,
+    summarize,
+    table,
+)
 
 DONE = b"[DONE]"
 
@@ -133,6 +140,15 @@ def test_goodput() -> None:
 def test_nothing_succeeded() -> None:
     summary = summarize([RESULTS[-1]], 10.0, ["ttft"], [99])
     assert (summary["completed"], summary["mean_ttft_ms"], summary["p99_ttft_ms"]) == (0, 0.0, 0.0)
+
+
+def test_merged_events_show() -> None:
+    one_each = RequestResult(success=True, itl=[0.1] * 3, output_len=4)
+    merged = RequestResult(success=True, itl=[0.1], output_len=4)
+    failed = RequestResult(success=False, itl=[], output_len=9)
+    assert events_per_token([one_each, failed]) == 1.0
+    assert events_per_token([one_each, merged]) == 0.75
+    assert events_per_token([failed]) == 0.0
 
 
 def test_percentile_names() -> None:

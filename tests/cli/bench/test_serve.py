@@ -59,6 +59,8 @@ def test_random_load_sends_token_ids_and_writes_vllms_json(
     text = capsys.readouterr().out
     assert "============ Serving Benchmark Result ============" in text
     assert "CPU share of each client process:" in text
+    assert result["events_per_output_token"] == 1.0
+    assert "Token events per output token:           1.000" in text
 
 
 def test_connections_are_kept_and_concurrency_is_held(fake: FakeServer) -> None:

@@ -1,0 +1,114 @@
+"""An engine core stepped by hand, one step at a time, so that logits can be kept and tokens be put in place of its own.
+
+`reference_path` makes cores that run the plain thing: torch references of every kernel, library matmuls, no graphs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from headrace.config import EngineConfig
+from headrace.engine.core import EngineCore, build_core
+from headrace.kernels.table import REFERENCE_KERNELS
+from headrace.request import EngineCoreRequest
+from headrace.sampling_params import SamplingParams
+
+
+class RecordingSampler:
+    """Keeps the logits of each step, and answers with the tokens it is given, where it is given some."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self.logits: list[Tensor] = []
+        self.forced: list[int] | None = None
+        """the next step's tokens"""
+
+    def sample(self, logits: Tensor, *args: Any, **keywords: Any) -> Any:
+        self.logits.append(logits.clone())
+        result = self._sampler.sample(logits, *args, **keywords)
+        if self.forced is None:
+            return result
+        tokens = torch.tensor(self.forced, dtype=result.token_ids.dtype, device=logits.device)
+        return dataclasses.replace(result, token_ids=tokens)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequence:
+    tokens: list[int]
+    """the output alone"""
+    logits: Tensor
+    """[len(tokens), vocab_size] that each was chosen from"""
+
+
+@contextlib.contextmanager
+def stepped_core(config: EngineConfig, folder: Path) -> Iterator[EngineCore]:
+    """The device's memory is free again afterwards."""
+    core = build_core(config, folder, beside_server=False)
+    try:
+        yield core
+    finally:
+        core.shutdown()
+        del core
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def reference_path() -> Iterator[None]:
+    """Cores made here take no fast path; give them enforce_eager too."""
+    kernels = {"return_value": REFERENCE_KERNELS}
+    with (
+        patch("headrace.runner.worker.select_kernels", **kernels),
+        patch("headrace.sampling.sampler.select_kernels", **kernels),
+        patch("headrace.quantization.gpu_linear.plan_all", return_value={}),
+    ):
+        yield
+
+
+def run(
+    core: EngineCore, prompts: list[list[int]], new_tokens: int, forced: list[list[int]] | None = None
+) -> list[Sequence]:
+    """One greedy batch. `forced`: the output tokens of each prompt to go on with, whatever the logits say."""
+    worker = core._executor._worker  # type: ignore[attr-defined]
+    recorder = RecordingSampler(worker.runner.sampler)
+    worker.runner.sampler = recorder
+    for index, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+        core.scheduler.add_request(
+            EngineCoreRequest(
+                request_id=str(index), prompt_token_ids=prompt, params=params, max_tokens=new_tokens, seed=0
+            )
+        )
+    tokens: list[list[int]] = [[] for _ in prompts]
+    logits: list[list[Tensor]] = [[] for _ in prompts]
+    try:
+        while core.scheduler.has_work():
+            step = core.scheduler.schedule()
+            if step is None:
+                break
+            owners = {request.row: int(request.request_id) for request in core.scheduler.running.items}
+            sampling = [owners[row] for row, samples in zip(step.rows, step.samples, strict=True) if samples]
+            if forced is not None:
+                recorder.forced = [forced[index][len(tokens[index])] for index in sampling]
+            recorder.logits.clear()
+            output = worker.execute(step).result()
+            core.scheduler.update(step, output)
+            for place, index in enumerate(sampling):
+                logits[index].append(recorder.logits[0][place])
+                tokens[index].append(output.token_ids[place])
+    finally:
+        worker.runner.sampler = recorder._sampler
+    return [Sequence(ids, torch.stack(rows)) for ids, rows in zip(tokens, logits, strict=True)]

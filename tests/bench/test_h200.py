@@ -1,0 +1,79 @@
+"""The command itself: which parts share a process, toy runs on the CPU, and the comparison of logits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from h200 import DEFAULT_PARTS, ENGINE_PARTS, PARTS, grouped
+from h200_parts.forced import Sequence
+from h200_parts.models import MODELS
+from h200_parts.numerics import compare
+from h200_parts.rows import SPECS
+from h200_parts.settings import Settings
+
+SCRIPT = Path(__file__).parents[2] / "bench" / "h200.py"
+
+
+def test_parts_of_one_engine_share_a_process() -> None:
+    assert grouped(["idle", "serve", "moe", "bf16"]) == [["bf16", "idle"], ["moe"], ["serve"]]
+    assert grouped(["serve", "start"])[0] == ["start"]
+    assert {spec.part for spec in SPECS.values()} <= set(DEFAULT_PARTS)
+    assert set(ENGINE_PARTS.values()) == set(MODELS)
+    assert len(set(PARTS)) == len(PARTS)
+
+
+def test_server_and_engine_get_the_same_settings(tmp_path: Path) -> None:
+    settings = Settings(work=tmp_path, engine={"max_num_seqs": 7, "compilation_config": {"cudagraph_mode": "NONE"}})
+    flags = settings.serve_flags(MODELS["fp8"])
+    assert flags[0] == str(tmp_path / "fp8")
+    assert json.loads((tmp_path / "fp8" / "config.json").read_text())["num_hidden_layers"] == 32
+    assert flags[flags.index("--max-num-seqs") + 1] == "7"
+    assert flags[flags.index("--quantization") + 1] == "fp8"
+    assert json.loads(flags[flags.index("--compilation-config") + 1]) == {"cudagraph_mode": "NONE"}
+    assert {"--no-enable-prefix-caching", "--skip-tokenizer-init"} <= set(flags)
+
+
+def test_a_toy_run_writes_rows_that_merge(tmp_path: Path) -> None:
+    out = tmp_path / "runs" / "toy.json"
+    command = [sys.executable, str(SCRIPT), "--smoke", "--part", "throughput-bf16,bf16", "--json", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(out.read_text())
+    assert record["parts"] == ["bf16", "throughput-bf16"]
+    assert {row["name"] for row in record["rows"]} == {
+        spec.name for spec in SPECS.values() if spec.part in record["parts"]
+    }
+    assert all(row["value"] > 0 and row["bound"] > 0 and row["valid"] for row in record["rows"])
+    merged = subprocess.run(
+        [sys.executable, str(SCRIPT), "--merge", str(out.parent)], capture_output=True, text=True, check=True
+    ).stdout
+    assert "| 1000 prompts 128/512: 8B bf16 / fp8 / Qwen3, output tok/s | 20,915 |" in merged
+
+
+def test_an_unknown_part_is_named() -> None:
+    done = subprocess.run([sys.executable, str(SCRIPT), "--part", "bf17"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "unknown part bf17; parts are start, bf16" in done.stderr
+
+
+def test_logits_are_compared_where_the_reference_is_sure() -> None:
+    reference = torch.tensor([[5.0, 1.0, 0.0], [2.0, 1.9, 0.0], [0.0, 3.0, 0.0]])
+    found = reference.clone()
+    found[1] = torch.tensor([1.9, 2.0, 0.0])  # unsure: another best token is no fault
+    tokens = [0, 0, 1]
+    result = compare([Sequence(tokens, found)], [Sequence(tokens, reference)])
+    assert result.largest == pytest.approx(0.1)
+    assert result.error == pytest.approx(0.02**0.5 / float(reference.norm()), rel=1e-4)
+    assert (result.positions, result.unlike) == (3, 0)
+    assert result.covered == pytest.approx(2 / 3)
+    assert result.perplexity_change > 0
+
+    found[0, 1] = 5.1
+    assert compare([Sequence(tokens, found)], [Sequence(tokens, reference)]).unlike == 0  # too unlike to cover anything
+    found = reference + torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.5, 0.0, 0.0]])
+    assert compare([Sequence(tokens, found)], [Sequence(tokens, reference)]).covered == pytest.approx(2 / 3)

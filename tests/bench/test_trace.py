@@ -1,0 +1,55 @@
+"""Idle shares and gaps of made-up traces."""
+
+from __future__ import annotations
+
+import pytest
+from h200_parts.trace import Interval, gap_lines, gaps, idle_share, intervals_of, kernel_lines, short_name, step_window
+
+
+def test_overlapping_kernels_leave_no_gap() -> None:
+    ran = [Interval(0, 10, "a"), Interval(8, 12, "b"), Interval(9, 11, "c"), Interval(15, 20, "d")]
+    assert [(gap.length, gap.before, gap.after) for gap in gaps(ran, 0, 25)] == [(3, "b", "d"), (5, "d", "(end)")]
+    assert idle_share(ran, 0, 25) == pytest.approx(8 / 25)
+    assert idle_share([], 0, 10) == 1.0
+    assert idle_share([Interval(0, 10, "a")], 0, 10) == 0.0
+
+
+def test_a_trace_counts_what_ran_on_the_device() -> None:
+    def event(name: str, ts: float, dur: float, cat: str = "kernel", ph: str = "X") -> dict[str, object]:
+        return {"name": name, "ts": ts, "dur": dur, "cat": cat, "ph": ph}
+
+    events = [
+        event("late", 20, 5),
+        event("copy", 10, 2, "gpu_memcpy"),
+        event("host", 0, 100, "cpu_op"),
+        event("flow", 0, 9, ph="s"),
+    ]
+    assert intervals_of({"traceEvents": events}) == [Interval(10, 12, "copy"), Interval(20, 25, "late")]
+
+
+def test_the_window_runs_from_step_to_step() -> None:
+    ran = []
+    for step in range(10):
+        begin = 100.0 * step
+        ran += [Interval(begin, begin + 40, "matmul"), Interval(begin + 40, begin + 80, "matmul")]
+        ran.append(Interval(begin + 80, begin + 90, "pick"))
+    start, end, steps = step_window(sorted(ran), num_steps=10, skip=2)
+    assert (start, end, steps) == (190.0, 990.0, 8)
+    with pytest.raises(ValueError, match="once in each of 9 steps"):
+        step_window(sorted(ran), num_steps=9, skip=2)
+
+
+def test_lines_are_per_step_and_largest_first() -> None:
+    ran = [Interval(0, 4, "a"), Interval(5, 25, "b"), Interval(26, 30, "a"), Interval(31, 51, "b")]
+    assert kernel_lines(ran, 2) == [
+        "    20.00 us a step in    1.00 launches: b",
+        "     4.00 us a step in    1.00 launches: a",
+    ]
+    assert gap_lines(gaps(ran, 0, 51), 2)[0] == "     1.00 us a step in    1.00 gaps: a -> b"
+
+
+def test_names_are_cut_to_what_tells_them_apart() -> None:
+    name = "void (anonymous namespace)::elementwise<float, Foo<int, 3> >::kernel<4>(int, float*)"
+    assert short_name(name) == "elementwise::kernel"
+    assert short_name("skinny_linear_kernel") == "skinny_linear_kernel"
+    assert len(short_name("x" * 300)) == 80
