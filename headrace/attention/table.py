@@ -41,18 +41,18 @@ class BackendEntry:
     """Why it cannot serve a spec; empty: it can"""
     path: str
     """module:class, imported when chosen"""
-
-
     full_graphs: str = "none"
     """Steps whose attention may be inside a CUDA graph: `any`, `decode` (one token a request) or `none`"""
+
+
 class Selection(NamedTuple):
     name: str
     why: str
     passed_over: list[str]
     """`NAME: reason; reason` of each backend tried before"""
-
-
     full_graphs: str
+
+
 def _triton_reasons(spec: AttentionSpec) -> list[str]:
     reasons = []
     if spec.device_type != "cuda":
@@ -76,12 +76,12 @@ BACKENDS = (
         "one Triton kernel family for prefill, chunks and decode, inside CUDA graphs",
         _triton_reasons,
         "headrace.attention.triton_attn:TritonAttention",
+        full_graphs="any",
     ),
     BackendEntry(
         "TORCH_SDPA",
         "torch's scaled_dot_product_attention over gathered blocks, the CPU path and reference",
         _sdpa_reasons,
-        full_graphs="any",
         "headrace.attention.torch_sdpa:TorchSdpa",
     ),
 )
