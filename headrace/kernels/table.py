@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headrace.kernels import activation, attention, batch, filter, norm, rotary, sampling
+from headrace.kernels import activation, attention, batch, filter, moe, norm, rotary, sampling
 from headrace.kernels._triton import HAS_TRITON
 
 
@@ -25,6 +25,7 @@ class KernelTable:
     best_token: Callable[[Tensor], tuple[Tensor, Tensor]]
     gumbel_argmax: Callable[..., Tensor]
     filter_floor: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    fused_moe: Callable[..., tuple[Tensor, Tensor]]
 
 
 REFERENCE_KERNELS = KernelTable(
@@ -38,6 +39,7 @@ REFERENCE_KERNELS = KernelTable(
     best_token=sampling.best_token_reference,
     gumbel_argmax=sampling.gumbel_argmax_reference,
     filter_floor=filter.filter_floor_reference,
+    fused_moe=moe.fused_moe_reference,
 )
 
 TRITON_KERNELS = KernelTable(
@@ -51,6 +53,7 @@ TRITON_KERNELS = KernelTable(
     best_token=sampling.best_token,
     gumbel_argmax=sampling.gumbel_argmax,
     filter_floor=filter.filter_floor,
+    fused_moe=moe.fused_moe,
 )
 
 

@@ -1,7 +1,7 @@
-"""The Llama family and those shaped like it: Mistral, Qwen2, Qwen3.
+"""The Llama family and those shaped like it: Mistral, Qwen2, Qwen3; with sparse layers Mixtral, Qwen2-MoE, Qwen3-MoE.
 
-What sets them apart (biases, QK norm, sliding windows) stands as data in registry.py. Names of attributes are those of
-the checkpoint, but for fused layers, which know their parts' names.
+What sets them apart (biases, QK norm, sliding windows, experts) stands as data in registry.py. Names of attributes are
+those of the checkpoint, but for fused layers, which know their parts' names.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from headrace.layers.context import LayerContext
 from headrace.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from headrace.layers.layer import Layer
 from headrace.layers.mlp import GatedMLP
+from headrace.layers.moe import SparseMoE
+from headrace.layers.moe_spec import MoeSpec
 from headrace.layers.norm import RMSNorm
 from headrace.layers.rotary import rope_table
 from headrace.model_config import ModelConfig
@@ -28,7 +30,15 @@ def _said(quirk: bool | None, otherwise: bool) -> bool:
 
 
 class LlamaDecoderLayer(Layer):
-    def __init__(self, config: ModelConfig, entry: ModelEntry, spec: AttentionSpec, context: LayerContext) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        entry: ModelEntry,
+        spec: AttentionSpec,
+        experts: MoeSpec | None,
+        context: LayerContext,
+    ) -> None:
+        """`experts`: None where the layer is dense."""
         super().__init__()
         norm = (config.hidden_size, config.rms_norm_eps, context.kernels, context.dtype)
         self.input_layernorm = RMSNorm(*norm)
@@ -41,8 +51,11 @@ class LlamaDecoderLayer(Layer):
             qk_norm=entry.qk_norm,
         )
         self.post_attention_layernorm = RMSNorm(*norm)
-        mlp_bias = _said(entry.mlp_bias, config.mlp_bias)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, mlp_bias, context)
+        if experts is not None:
+            self.mlp: Layer = SparseMoE(config.hidden_size, experts, context)
+        else:
+            mlp_bias = _said(entry.mlp_bias, config.mlp_bias)
+            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, mlp_bias, context)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor
@@ -63,7 +76,11 @@ class LlamaModel(Layer):
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, context.mesh.tp, context.dtype
         )
-        self.layers = nn.ModuleList(LlamaDecoderLayer(config, entry, spec, context) for spec in specs)
+        moe = entry.moe(config) if entry.moe else None
+        experts = [moe if sparse else None for sparse in moe.sparse] if moe else [None] * len(specs)
+        self.layers = nn.ModuleList(
+            LlamaDecoderLayer(config, entry, spec, moe, context) for spec, moe in zip(specs, experts, strict=True)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context.kernels, context.dtype)
 
     def forward(

@@ -6,16 +6,19 @@ Imports no torch: planner, server and the command line read this table too. A fa
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.attention.table import AttentionSpec
 from headrace.errors import ConfigError, UnsupportedModelError
+from headrace.layers.moe_spec import ExpertNames, MoeSpec
 from headrace.model_config import ModelConfig
 from headrace.quantization.table import resolve_format
 
 Windows = Callable[[ModelConfig], tuple[int | None, ...]]
 """-> each layer's sliding window: the keys a query may look back on, itself included; None: all"""
+
+Experts = Callable[[ModelConfig], MoeSpec]
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,14 @@ class ModelEntry:
     qk_norm: bool = False
     needs: tuple[str, ...] = ()
     """fields that config.json must hold, because the family's default for them is not the usual one"""
+    moe: Experts | None = None
+    """None: every layer is dense"""
 
     def reasons(self, config: ModelConfig) -> list[str]:
         """Why this model cannot be served: field, value and what is accepted. Empty: it can."""
         missing = [f"`{name}` is missing" for name in self.needs if config.raw.get(name) is None]
-        return [*missing, *_shape_reasons(config), *_rope_reasons(config), *_feature_reasons(config)]
+        sparse = _moe_reasons(config, self.moe(config)) if self.moe and not missing else []
+        return [*missing, *_shape_reasons(config), *sparse, *_rope_reasons(config), *_feature_reasons(config)]
 
 
 def no_window(config: ModelConfig) -> tuple[int | None, ...]:
@@ -59,6 +65,55 @@ def upper_window(config: ModelConfig) -> tuple[int | None, ...]:
         first = raw.get("max_window_layers", 28)
         types = ["sliding_attention" if i >= first else "full_attention" for i in range(config.num_layers)]
     return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def raw_window(config: ModelConfig) -> tuple[int | None, ...]:
+    """Mixtral's rule: `sliding_window` on every layer, none where the field is absent."""
+    return (config.sliding_window,) * config.num_layers
+
+
+def switched_window(config: ModelConfig) -> tuple[int | None, ...]:
+    """Qwen3-MoE's rule: `sliding_window` (4096) on every layer, only with `use_sliding_window`."""
+    raw = config.raw
+    return (raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None,) * config.num_layers
+
+
+def alternate_window(config: ModelConfig) -> tuple[int | None, ...]:
+    """Qwen2-MoE's rule: `layer_types` if given, else every other layer below `max_window_layers` (28), from the first;
+    only with `use_sliding_window`."""
+    raw = config.raw
+    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
+    below = raw.get("max_window_layers", 28)
+    usual = ["sliding_attention" if i % 2 == 0 and i < below else "full_attention" for i in range(config.num_layers)]
+    return tuple(window if kind == "sliding_attention" else None for kind in raw.get("layer_types") or usual)
+
+
+def mixtral_experts(config: ModelConfig) -> MoeSpec:
+    return MoeSpec(
+        num_experts=config.raw["num_local_experts"],
+        top_k=config.raw["num_experts_per_tok"],
+        intermediate_size=config.intermediate_size,
+        renormalize=True,
+        sparse=(True,) * config.num_layers,
+        names=ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
+    )
+
+
+def qwen_experts(config: ModelConfig) -> MoeSpec:
+    """Every `decoder_sparse_step`-th layer but `mlp_only_layers`. transformers 5 writes `num_local_experts`."""
+    raw = config.raw
+    step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+    return MoeSpec(
+        num_experts=raw.get("num_experts") or raw.get("num_local_experts") or 0,
+        top_k=raw["num_experts_per_tok"],
+        intermediate_size=raw["moe_intermediate_size"],
+        renormalize=bool(raw.get("norm_topk_prob", False)),
+        sparse=tuple(step > 0 and (i + 1) % step == 0 and i not in dense for i in range(config.num_layers)),
+    )
+
+
+def qwen_experts_and_shared(config: ModelConfig) -> MoeSpec:
+    return replace(qwen_experts(config), shared_intermediate_size=config.raw["shared_expert_intermediate_size"])
 
 
 LLAMA = ("headrace.models.llama", "LlamaForCausalLM")
@@ -91,6 +146,39 @@ MODELS = (
         qk_norm=True,
         needs=("num_key_value_heads", "head_dim"),
     ),
+    ModelEntry(
+        "MixtralForCausalLM",
+        *LLAMA,
+        raw_window,
+        qkv_bias=False,
+        o_bias=False,
+        needs=("num_key_value_heads", "num_local_experts", "num_experts_per_tok"),
+        moe=mixtral_experts,
+    ),
+    ModelEntry(
+        "Qwen2MoeForCausalLM",
+        *LLAMA,
+        alternate_window,
+        qkv_bias=True,
+        o_bias=False,
+        mlp_bias=False,
+        needs=(
+            "num_key_value_heads",
+            "num_experts_per_tok",
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+        ),
+        moe=qwen_experts_and_shared,
+    ),
+    ModelEntry(
+        "Qwen3MoeForCausalLM",
+        *LLAMA,
+        switched_window,
+        mlp_bias=False,
+        qk_norm=True,
+        needs=("num_key_value_heads", "num_experts_per_tok", "moe_intermediate_size"),
+        moe=qwen_experts,
+    ),
 )
 
 ROPE_FIELDS: dict[str, tuple[str, ...]] = {
@@ -120,7 +208,7 @@ def resolve(config: ModelConfig) -> ModelEntry:
 
 
 def attention_spec(
-    config: ModelConfig, *, tp_size: int, block_size: int, dtype: str, device_type: str
+    config: ModelConfig, *, tp_size: int, block_size: int, dtype: str, device_type: str, batch_invariant: bool = False
 ) -> AttentionSpec:
     """What attention has to be on one rank of `tp_size`; with a sliding window if any layer has one.
 
@@ -143,6 +231,7 @@ def attention_spec(
         dtype=dtype,
         sliding_window=min(windows, default=None),
         device_type=device_type,
+        batch_invariant=batch_invariant,
     )
 
 
@@ -163,6 +252,24 @@ def _shape_reasons(config: ModelConfig) -> list[str]:
             f"`layer_types` is {types}; must name full_attention or sliding_attention for each of the "
             f"{config.num_layers} layers"
         )
+    return reasons
+
+
+def _moe_reasons(config: ModelConfig, moe: MoeSpec) -> list[str]:
+    raw = config.raw
+    reasons = []
+    if moe.num_experts < 1:
+        reasons.append(f"`num_experts` is {moe.num_experts}; must be at least 1")
+    elif not 1 <= moe.top_k <= moe.num_experts:
+        reasons.append(f"`num_experts_per_tok` is {moe.top_k}; must be in [1, {moe.num_experts}]")
+    if moe.intermediate_size < 1:
+        reasons.append(f"`moe_intermediate_size` is {moe.intermediate_size}; must be at least 1")
+    if "shared_expert_intermediate_size" in raw and moe.shared_intermediate_size < 1:
+        reasons.append(f"`shared_expert_intermediate_size` is {moe.shared_intermediate_size}; must be at least 1")
+    if raw.get("decoder_sparse_step", 1) < 1:
+        reasons.append(f"`decoder_sparse_step` is {raw['decoder_sparse_step']}; must be at least 1")
+    if raw.get("qkv_bias", True) is not True:
+        reasons.append(f"`qkv_bias` is {raw['qkv_bias']}; accepted: true")
     return reasons
 
 

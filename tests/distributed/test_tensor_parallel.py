@@ -22,6 +22,9 @@ CASES = [
     ("MistralForCausalLM", "sliding"),
     ("Qwen2ForCausalLM", "tied"),
     ("Qwen3ForCausalLM", "full"),
+    ("MixtralForCausalLM", "full"),
+    ("Qwen2MoeForCausalLM", "dense-layers"),  # the shared expert is summed before the ranks are
+    ("Qwen3MoeForCausalLM", "full"),
 ]
 
 

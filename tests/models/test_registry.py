@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import ConfigError, UnsupportedModelError
+from headrace.layers.moe_spec import MoeSpec
 from headrace.model_config import ModelConfig
 from headrace.models.registry import MODELS, ROPE_FIELDS, attention_spec, resolve
 
@@ -21,6 +22,44 @@ RAW: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
+}
+
+
+SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+QWEN3_30B_A3B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
 }
 
 
@@ -76,6 +115,60 @@ def test_windows_follow_each_family() -> None:
     assert windows(architectures=["MistralForCausalLM"], sliding_window=None) == (None,) * 4
     assert windows(architectures=["MistralForCausalLM"]) == (4096,) * 4
     assert windows(architectures=["LlamaForCausalLM"], sliding_window=8) == (None,) * 4
+
+
+def test_windows_of_the_sparse_families() -> None:
+    qwen2 = {"architectures": ["Qwen2MoeForCausalLM"], **SPARSE, "shared_expert_intermediate_size": 8}
+    sliding = {"sliding_window": 8, "use_sliding_window": True}
+    assert windows(**qwen2, sliding_window=0, use_sliding_window=False) == (None,) * 4
+    assert windows(**qwen2, **sliding) == (8, None, 8, None)
+    assert windows(**qwen2, **sliding, max_window_layers=2) == (8, None, None, None)
+    assert windows(**qwen2, **sliding, layer_types=["full_attention"] * 3 + ["sliding_attention"])[3] == 8
+    qwen3 = {"architectures": ["Qwen3MoeForCausalLM"], **SPARSE}
+    assert windows(**qwen3, sliding_window=8) == (None,) * 4
+    assert windows(**qwen3, **sliding) == (8,) * 4
+    mixtral = {"architectures": ["MixtralForCausalLM"], **SPARSE, "num_local_experts": 4}
+    assert windows(**mixtral) == (None,) * 4
+    assert windows(**mixtral, sliding_window=8) == (8,) * 4
+
+
+def test_which_layers_are_sparse_and_what_of() -> None:
+    def experts(raw: dict[str, Any]) -> MoeSpec:
+        made = ModelConfig.from_dict(raw)
+        entry = resolve(made)
+        assert entry.moe is not None
+        return entry.moe(made)
+
+    spec = experts(QWEN3_30B_A3B)
+    assert (spec.num_experts, spec.top_k, spec.intermediate_size, spec.renormalize) == (128, 8, 768, True)
+    assert spec.sparse == (True,) * 48
+    assert spec.shared_intermediate_size == 0
+    qwen2 = RAW | {"architectures": ["Qwen2MoeForCausalLM"], **SPARSE, "shared_expert_intermediate_size": 40}
+    spec = experts(qwen2 | {"decoder_sparse_step": 2, "mlp_only_layers": [3]})
+    assert spec.sparse == (False, True, False, False)
+    assert (spec.shared_intermediate_size, spec.renormalize) == (40, False)
+    renamed = {key: value for key, value in qwen2.items() if key != "num_experts"} | {"num_local_experts": 6}
+    assert experts(renamed).num_experts == 6
+    mixtral = RAW | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
+    assert (experts(mixtral).intermediate_size, experts(mixtral).renormalize) == (96, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": 9}, r"`num_experts_per_tok` is 9; must be in \[1, 4\]"),
+        ({"num_experts": 0}, "`num_experts` is 0; must be at least 1"),
+        ({"moe_intermediate_size": None}, "`moe_intermediate_size` is missing"),
+        ({"moe_intermediate_size": 0}, "`moe_intermediate_size` is 0; must be at least 1"),
+        ({"shared_expert_intermediate_size": 0}, "`shared_expert_intermediate_size` is 0"),
+        ({"decoder_sparse_step": 0}, "`decoder_sparse_step` is 0; must be at least 1"),
+        ({"qkv_bias": False}, "`qkv_bias` is False; accepted: true"),
+    ],
+)
+def test_sparse_models_that_cannot_be_served(changes: dict[str, Any], message: str) -> None:
+    base = {"architectures": ["Qwen2MoeForCausalLM"], **SPARSE, "shared_expert_intermediate_size": 8}
+    with pytest.raises(UnsupportedModelError, match=message):
+        resolve(config(**base | changes))
 
 
 def test_attention_spec_of_a_rank() -> None:

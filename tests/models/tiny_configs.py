@@ -38,6 +38,8 @@ YARN_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
+QWEN_EXPERTS = {"num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "LlamaForCausalLM": {
         "gqa": {},
@@ -64,6 +66,37 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "bias-tied": {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True},
         "upper-sliding": {"head_dim": 16, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     },
+    "MixtralForCausalLM": {
+        "full": {"num_local_experts": 6, "num_experts_per_tok": 2},
+        "sliding-one-expert": {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 8, "head_dim": 32},
+    },
+    "Qwen2MoeForCausalLM": {
+        "full": QWEN_EXPERTS | {"shared_expert_intermediate_size": 40, "norm_topk_prob": False},
+        "dense-layers": QWEN_EXPERTS
+        | {
+            "shared_expert_intermediate_size": 72,
+            "norm_topk_prob": True,
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+        },
+        "sliding": QWEN_EXPERTS
+        | {"shared_expert_intermediate_size": 40, "use_sliding_window": True, "sliding_window": 8},
+    },
+    "Qwen3MoeForCausalLM": {
+        "full": QWEN_EXPERTS | {"head_dim": 32, "norm_topk_prob": True},
+        "unnormalized-tied": QWEN_EXPERTS
+        | {"head_dim": 16, "norm_topk_prob": False, "tie_word_embeddings": True, "attention_bias": True},
+        "dense-layers-sliding": QWEN_EXPERTS
+        | {
+            "head_dim": 16,
+            "norm_topk_prob": True,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "use_sliding_window": True,
+            "sliding_window": 8,
+        },
+    },
 }
 
 CASES = [(architecture, variant) for architecture, variants in VARIANTS.items() for variant in variants]
@@ -79,8 +112,8 @@ def save_tiny_model(architecture: str, variant: str, folder: Path) -> torch.nn.M
     generator = torch.Generator().manual_seed(len(variant))
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0, 1.5 * parameter.shape[1] ** -0.5, generator=generator)
+            if parameter.dim() >= 2:
+                parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5, generator=generator)
             else:
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
     model.save_pretrained(folder)

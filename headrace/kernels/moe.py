@@ -1,0 +1,332 @@
+"""The experts of a sparse layer: two products over gathered tokens with silu(gate) * up between, then the weighted sum.
+
+Few tokens: each token's experts are read by themselves, and the second kernel adds them up. More: pairs are sorted into
+tiles (moe_route.py), a tile's programs read one expert, and a last kernel adds a token's experts in the order in which
+it chose them. Either way no sum depends on who comes first. Knows nothing of layers or of tensor parallelism.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Triton functions are typed by what they are launched with.
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.kernels._triton import DEVICE_FAMILY, next_power_of_2, overlap, tl, triton, wait_for_inputs
+from headrace.kernels.moe_config import MoeConfig, Tile, pick_moe_config
+from headrace.kernels.moe_route import Routing, route_reference, router_and_route
+
+PREFETCH_BYTES = 1 << 17
+"""Most that one program asks for ahead: all programs on the chip together must not overrun the L2 cache."""
+
+
+@triton.jit
+def _wait_then_launch(OVERLAP: tl.constexpr):
+    """Like wait_for_inputs, but lets the next kernel start only when all before this one has been written, so that the
+    next kernel may read, before it waits, what the kernels before this one wrote."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _prefetch(address, size):
+    """Ask for `size` bytes (a multiple of 16, aligned so) at each address to come to the L2 cache."""
+    tl.inline_asm_elementwise(
+        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [address, size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _silu_times(gate, up):
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def _shared_expert(shared_ptr, gate_ptr, gate_stride, token, column, inside, HIDDEN: tl.constexpr):
+    """sigmoid(gate) * shared of one token, in fp32; zeros without a shared expert"""
+    if shared_ptr is None:
+        shared = tl.zeros(column.shape, tl.float32)
+    else:
+        gate = tl.load(gate_ptr + token * gate_stride).to(tl.float32)
+        shared = tl.load(shared_ptr + token * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
+        shared = shared / (1.0 + tl.exp(-gate))
+    return shared
+
+
+@triton.jit
+def _up_one_by_one_kernel(
+    out_ptr, x_ptr, weight_ptr, ids_ptr, x_stride,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of N, pairs): out[pair] = silu(gate) * up, weight [experts, 2 * N, K]."""
+    _wait_then_launch(OVERLAP)
+    pair = tl.program_id(1)
+    expert = tl.load(ids_ptr + pair).to(tl.int64)
+    lane = tl.arange(0, 2 * BLOCK_N)
+    column = tl.program_id(0) * BLOCK_N + lane // 2
+    k = tl.arange(0, BLOCK_K)
+    row = tl.minimum(column, N - 1) + lane % 2 * N  # gate and up next to each other
+    weight_ptrs = weight_ptr + expert * (2 * N * K) + row[:, None] * K + k[None, :]
+    x_ptrs = x_ptr + pair // TOP_K * x_stride + k
+    acc = tl.zeros([2 * BLOCK_N, BLOCK_K], tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        if K % BLOCK_K == 0:
+            weight, x = tl.load(weight_ptrs + start), tl.load(x_ptrs + start)
+        else:
+            weight = tl.load(weight_ptrs + start, mask=(start + k < K)[None, :], other=0.0)
+            x = tl.load(x_ptrs + start, mask=start + k < K, other=0.0)
+        acc += weight.to(tl.float32) * x.to(tl.float32)[None, :]
+    gate, up = tl.split(tl.reshape(tl.sum(acc, axis=1), [BLOCK_N, 2]))
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tl.store(out_ptr + pair * N + column, _silu_times(gate, up).to(out_ptr.dtype.element_ty), mask=column < N)
+
+
+@triton.jit
+def _down_one_by_one_kernel(
+    out_ptr, x_ptr, weight_ptr, ids_ptr, weights_ptr, shared_ptr, gate_ptr, gate_stride,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of N, tokens): out[token] = sum over its experts of their weight times weight [experts, N, K] @ x.
+
+    Its expert ids were written before the kernel in front of it began, so their weights can be asked for at once.
+    """
+    token = tl.program_id(1)
+    first = tl.program_id(0) * BLOCK_N
+    if PREFETCH and OVERLAP:
+        choice = tl.minimum(tl.arange(0, BLOCK_E), TOP_K - 1)
+        experts = tl.load(ids_ptr + token * TOP_K + choice, cache_modifier=".cg").to(tl.int64)
+        address = weight_ptr + experts * (N * K) + first * K
+        _prefetch(address.to(tl.int64), tl.zeros([BLOCK_E], tl.int32) + tl.minimum(N - first, BLOCK_N) * PREFETCH)
+    wait_for_inputs(OVERLAP)
+    column = first + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    offset = tl.minimum(column, N - 1)[:, None] * K + k[None, :]
+    PARTS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for step in tl.range(0, TOP_K * PARTS, num_stages=STAGES):
+        pair = token * TOP_K + step // PARTS
+        start = step % PARTS * BLOCK_K
+        expert = tl.load(ids_ptr + pair).to(tl.int64)
+        share = tl.load(weights_ptr + pair)
+        if K % BLOCK_K == 0:
+            weight = tl.load(weight_ptr + expert * (N * K) + offset + start)
+            x = tl.load(x_ptr + pair * K + start + k)
+        else:
+            inside = start + k < K
+            weight = tl.load(weight_ptr + expert * (N * K) + offset + start, mask=inside[None, :], other=0.0)
+            x = tl.load(x_ptr + pair * K + start + k, mask=inside, other=0.0)
+        acc += weight.to(tl.float32) * (x.to(tl.float32) * share)[None, :]
+    inside = column < N
+    total = tl.sum(acc, axis=1) + _shared_expert(shared_ptr, gate_ptr, gate_stride, token, column, inside, N)
+    tl.store(out_ptr + token * N + column, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["max_tiles"])
+def _tiles_kernel(
+    out_ptr, x_ptr, weight_ptr, order_ptr, tiles_ptr, max_tiles, x_stride,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, PREFETCH: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_N outputs of one tile's pairs, out [pairs, N].
+
+    GATED: x has a row a token, weight is [experts, 2 * N, K], out is silu(gate) * up. Otherwise x has a row a pair,
+    weight is [experts, N, K], and the tiles were written before the kernel in front of this one began, so that weights
+    can be asked for at once.
+    """
+    BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    tile, first = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BLOCK_N
+    lane = tl.arange(0, ROWS)
+    if GATED:  # gate and up next to each other
+        row = tl.minimum(first + lane // 2, N - 1) + lane % 2 * N
+    else:
+        row = tl.minimum(first + lane, N - 1)
+    if PREFETCH and OVERLAP:
+        used = tl.load(tiles_ptr + 2 * max_tiles + tile, cache_modifier=".cg") > 0
+        if used:
+            expert = tl.load(tiles_ptr + tile, cache_modifier=".cg").to(tl.int64)
+            address = weight_ptr + expert * (N * K) + row * K
+            _prefetch(address.to(tl.int64), tl.full([ROWS], PREFETCH, tl.int32))
+    _wait_then_launch(OVERLAP)
+    count = tl.load(tiles_ptr + 2 * max_tiles + tile)
+    if count > 0:
+        expert = tl.load(tiles_ptr + tile).to(tl.int64)
+        member = tl.arange(0, BLOCK_M)
+        inside = (member < count)[:, None]
+        pair = tl.load(order_ptr + tl.load(tiles_ptr + max_tiles + tile) + member, mask=member < count, other=0)
+        source = (pair // TOP_K if GATED else pair).to(tl.int64)
+        k = tl.arange(0, BLOCK_K)
+        x_ptrs = x_ptr + source[:, None] * x_stride + k[None, :]
+        weight_ptrs = weight_ptr + expert * (ROWS // BLOCK_N * N * K) + row[:, None] * K + k[None, :]
+        if SWAP:
+            acc = tl.zeros([ROWS, BLOCK_M], tl.float32)
+        else:
+            acc = tl.zeros([BLOCK_M, ROWS], tl.float32)
+        for start in range(0, K, BLOCK_K):
+            if K % BLOCK_K == 0:
+                weight = tl.load(weight_ptrs + start)
+                x = tl.load(x_ptrs + start, mask=inside, other=0.0)
+            else:
+                rest = (start + k < K)[None, :]
+                weight = tl.load(weight_ptrs + start, mask=rest, other=0.0)
+                x = tl.load(x_ptrs + start, mask=inside & rest, other=0.0)
+            if SWAP:
+                acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+            else:
+                acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+        if SWAP:
+            acc = tl.trans(acc)
+        if GATED:
+            gate, up = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N, 2]))
+            acc = _silu_times(gate, up)
+        column = first + tl.arange(0, BLOCK_N)
+        out_ptrs = out_ptr + pair.to(tl.int64)[:, None] * N + column[None, :]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside & (column < N)[None, :])
+
+
+@triton.jit
+def _sum_kernel(
+    out_ptr, x_ptr, weights_ptr, shared_ptr, gate_ptr, gate_stride,
+    N: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of N, tokens): out[token] = the weighted sum of x [pairs, N] over its pairs."""
+    wait_for_inputs(OVERLAP)
+    token = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = column < N
+    total = _shared_expert(shared_ptr, gate_ptr, gate_stride, token, column, inside, N)
+    for choice in tl.static_range(TOP_K):
+        pair = token * TOP_K + choice
+        x = tl.load(x_ptr + pair * N + column, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(weights_ptr + pair) * x
+    tl.store(out_ptr + token * N + column, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def fused_moe(
+    x: Tensor,
+    router: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    top_k: int,
+    renormalize: bool,
+    shared: Tensor | None = None,
+    config: MoeConfig | None = None,
+) -> tuple[Tensor, Tensor]:
+    """-> (the layer's output [T, hidden], the experts of each token [T, top_k] int32, best first).
+
+    x [T, hidden]; router [experts, hidden]; w13 [experts, 2 * n, hidden], gate above up; w2 [experts, hidden, n]; all
+    of one dtype, weights contiguous. Weights of a token's experts are the softmax of its router logits (rounded to x's
+    dtype) in fp32, divided by their sum if `renormalize`. `shared` [T, hidden]: the shared expert's output, added times
+    the sigmoid of its gate, whose weight is then the router's last row.
+    """
+    num_tokens, hidden = x.shape
+    num_experts, n = w13.shape[0], w13.shape[1] // 2
+    out = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
+    if not num_tokens:
+        return out, torch.empty((0, top_k), dtype=torch.int32, device=x.device)
+    if config is None:
+        config = pick_moe_config(num_tokens, top_k, num_experts, x.element_size(), DEVICE_FAMILY)
+    one_by_one = config.block_m == 1
+    block_m = 0 if one_by_one else config.block_m
+    routing, logits = router_and_route(x, router, num_experts, top_k, renormalize, block_m)
+    extra = (shared, logits[:, num_experts:], logits.stride(0)) if shared is not None else (None, None, 0)
+    run = _one_by_one if one_by_one else _by_tiles
+    run(out, x, w13, w2, n, top_k, routing, extra, config)
+    return out, routing.ids
+
+
+Extra = tuple[Tensor | None, Tensor | None, int]
+"""(shared expert's output, its gate's logits, their stride)"""
+
+
+def _one_by_one(
+    out: Tensor, x: Tensor, w13: Tensor, w2: Tensor, n: int, top_k: int, routing: Routing, extra: Extra,
+    config: MoeConfig,
+) -> None:  # fmt: skip
+    num_tokens, hidden = x.shape
+    inner = torch.empty((num_tokens * top_k, n), dtype=x.dtype, device=x.device)
+    up, down = _fit(config.up, n, hidden), _fit(config.down, hidden, n)
+    _up_one_by_one_kernel[(-(-n // up.block_n), num_tokens * top_k)](
+        inner, x, w13, routing.ids, x.stride(0),
+        N=n, K=hidden, TOP_K=top_k, BLOCK_N=up.block_n, BLOCK_K=up.block_k, STAGES=up.num_stages,
+        num_warps=up.num_warps, **overlap(),
+    )  # fmt: skip
+    _down_one_by_one_kernel[(-(-hidden // down.block_n), num_tokens)](
+        out, inner, w2, routing.ids, routing.weights, *extra,
+        N=hidden, K=n, TOP_K=top_k, BLOCK_N=down.block_n, BLOCK_K=down.block_k, BLOCK_E=next_power_of_2(top_k),
+        STAGES=down.num_stages, PREFETCH=_row_bytes(w2, down.block_n * top_k), num_warps=down.num_warps, **overlap(),
+    )  # fmt: skip
+
+
+def _by_tiles(
+    out: Tensor, x: Tensor, w13: Tensor, w2: Tensor, n: int, top_k: int, routing: Routing, extra: Extra,
+    config: MoeConfig,
+) -> None:  # fmt: skip
+    num_tokens, hidden = x.shape
+    inner = torch.empty((num_tokens * top_k, n), dtype=x.dtype, device=x.device)
+    outer = torch.empty((num_tokens * top_k, hidden), dtype=x.dtype, device=x.device)
+    tiles = routing.tiles.shape[1]
+    for target, source, weight, gated, tile in (
+        (inner, x, w13, True, _fit(config.up, n, hidden)),
+        (outer, inner, w2, False, _fit(config.down, hidden, n)),
+    ):
+        _tiles_kernel[(tiles * -(-target.shape[1] // tile.block_n),)](
+            target, source, weight, routing.order, routing.tiles, tiles, source.stride(0),
+            N=target.shape[1], K=source.shape[1], TOP_K=top_k, GATED=gated, BLOCK_M=config.block_m,
+            BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SWAP=tile.swap,
+            PREFETCH=0 if gated or config.block_m > 32 else _row_bytes(weight, tile.block_n),
+            num_warps=tile.num_warps, num_stages=tile.num_stages, **overlap(),
+        )  # fmt: skip
+    block = min(1024, next_power_of_2(hidden)) if num_tokens > 64 else min(256, next_power_of_2(hidden))
+    _sum_kernel[(-(-hidden // block), num_tokens)](
+        out, outer, routing.weights, *extra, N=hidden, TOP_K=top_k, BLOCK_N=block, num_warps=block // 256 or 1,
+        **overlap(),
+    )  # fmt: skip
+
+
+def _fit(tile: Tile, n: int, k: int) -> Tile:
+    """Smaller blocks where the weight is smaller."""
+    block_n, block_k = min(tile.block_n, max(16, next_power_of_2(n))), min(tile.block_k, max(16, next_power_of_2(k)))
+    return Tile(block_n, block_k, tile.num_warps, tile.num_stages, tile.swap)
+
+
+def _row_bytes(weight: Tensor, rows: int) -> int:
+    """Bytes of a weight's row if it begins and ends at multiples of 16 and `rows` of them may be asked for, else 0."""
+    size = weight.shape[-1] * weight.element_size()
+    return size if size % 16 == 0 == weight.data_ptr() % 16 and size * rows <= PREFETCH_BYTES else 0
+
+
+def fused_moe_reference(
+    x: Tensor,
+    router: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    top_k: int,
+    renormalize: bool,
+    shared: Tensor | None = None,
+    config: MoeConfig | None = None,
+) -> tuple[Tensor, Tensor]:
+    num_experts = w13.shape[0]
+    logits = F.linear(x, router)
+    ids, weights, *_ = route_reference(logits[:, :num_experts], top_k, renormalize)
+    out = torch.zeros_like(x)
+    for expert in ids.unique().tolist():
+        token, choice = (ids == expert).nonzero(as_tuple=True)
+        gate, up = F.linear(x[token], w13[expert]).chunk(2, dim=-1)
+        inner = F.linear(F.silu(gate).mul_(up), w2[expert])
+        out.index_add_(0, token, (inner * weights[token, choice, None]).to(x.dtype))
+    if shared is not None:
+        out += torch.sigmoid(logits[:, num_experts:]) * shared
+    return out, ids
+
+
+__all__ = ["fused_moe", "fused_moe_reference"]

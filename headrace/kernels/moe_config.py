@@ -1,0 +1,71 @@
+"""How the experts' kernels are launched, as data: tile sizes, warps and stages by tokens, experts and device family.
+
+Pure arithmetic on integers. The "hip" rows are derived from the chip's 64-wide waves and 64 kB of LDS, not measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One product of tokens by an expert's weight: block_n outputs (each of the gate and of up in the first one)."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    swap: bool = False
+    """the weight is the left operand of the matrix units"""
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    block_m: int
+    """pairs of a tile; 1: no tiles, each token by itself, by multiply and add"""
+    up: Tile
+    down: Tile
+
+
+FEW_TOKENS = {("cuda", 2): 2, ("cuda", 4): 2, ("hip", 2): 2, ("hip", 4): 2}
+"""(family, bytes an element) -> most tokens that are served one by one. They share hardly an expert, so that nothing is
+read twice, and there is no sorting and no adding up behind."""
+
+FEW: dict[tuple[str, int], MoeConfig] = {
+    ("cuda", 2): MoeConfig(1, Tile(8, 512, 4, 4), Tile(8, 256, 4, 4)),
+    ("cuda", 4): MoeConfig(1, Tile(8, 256, 4, 3), Tile(8, 256, 4, 3)),
+    ("hip", 2): MoeConfig(1, Tile(8, 512, 4, 2), Tile(8, 256, 4, 2)),
+    ("hip", 4): MoeConfig(1, Tile(8, 256, 4, 2), Tile(8, 256, 4, 2)),
+}
+
+MANY: dict[tuple[str, int], tuple[tuple[float, MoeConfig], ...]] = {
+    # pairs per expert, at most -> what serves them; up to about 16 weights are all there is to read
+    ("cuda", 2): (
+        (4, MoeConfig(16, Tile(32, 128, 4, 4), Tile(64, 128, 4, 4))),
+        (12, MoeConfig(32, Tile(32, 128, 4, 4), Tile(64, 128, 4, 4))),
+        (80, MoeConfig(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))),
+        (float("inf"), MoeConfig(128, Tile(128, 64, 8, 3), Tile(256, 64, 8, 3))),
+    ),
+    ("cuda", 4): (
+        (16, MoeConfig(16, Tile(16, 64, 4, 3), Tile(32, 64, 4, 3))),
+        (float("inf"), MoeConfig(32, Tile(16, 32, 4, 3), Tile(32, 32, 4, 3))),
+    ),
+    ("hip", 2): (
+        (8, MoeConfig(16, Tile(32, 128, 4, 2), Tile(64, 128, 4, 2))),
+        (64, MoeConfig(64, Tile(32, 64, 4, 2), Tile(64, 64, 4, 2))),
+        (float("inf"), MoeConfig(128, Tile(64, 64, 8, 2), Tile(128, 64, 8, 2))),
+    ),
+    ("hip", 4): (
+        (16, MoeConfig(16, Tile(16, 64, 4, 2), Tile(32, 64, 4, 2))),
+        (float("inf"), MoeConfig(32, Tile(16, 32, 4, 2), Tile(32, 32, 4, 2))),
+    ),
+}
+
+
+def pick_moe_config(num_tokens: int, top_k: int, num_experts: int, element_size: int, family: str) -> MoeConfig:
+    """The tables' choice."""
+    key = (family, element_size)
+    if num_tokens <= FEW_TOKENS[key]:
+        return FEW[key]
+    return next(config for most, config in MANY[key] if num_tokens * top_k <= most * num_experts)

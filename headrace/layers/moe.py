@@ -1,0 +1,79 @@
+"""The sparse feed-forward layer: a router picks each token's experts, whose weighted outputs are summed.
+
+Every rank holds a slice of every expert's intermediate size. How tokens reach their experts is the kernel's affair.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from headrace.distributed.mesh import Group, Mesh
+from headrace.layers.context import LayerContext
+from headrace.layers.layer import Layer, empty_parameter, whole_slot
+from headrace.layers.linear import divide
+from headrace.layers.mlp import GatedMLP
+from headrace.layers.moe_spec import MoeSpec
+from headrace.quantization.scheme import Slot
+
+
+class SparseMoE(Layer):
+    def __init__(self, hidden_size: int, spec: MoeSpec, context: LayerContext) -> None:
+        super().__init__()
+        group, dtype = context.mesh.tp, context.dtype
+        local = divide(spec.intermediate_size, group, "an expert's intermediate size")
+        self.spec, self.hidden_size, self.local = spec, hidden_size, local
+        self.rows = slice(group.rank * local, (group.rank + 1) * local)
+        has_shared = spec.shared_intermediate_size > 0
+        self.router = empty_parameter(spec.num_experts + has_shared, hidden_size, dtype=dtype)
+        self.w13 = empty_parameter(spec.num_experts, 2 * local, hidden_size, dtype=dtype)
+        self.w2 = empty_parameter(spec.num_experts, hidden_size, local, dtype=dtype)
+        if has_shared:
+            # this rank's part of the sum: the layer adds up routed and shared experts, then reduces once
+            unreduced = replace(context, mesh=Mesh(Group(group.rank, group.size)))
+            self.shared_expert = GatedMLP(hidden_size, spec.shared_intermediate_size, False, unreduced)
+        self.has_shared = has_shared
+        self.fused_moe = context.kernels.fused_moe
+        self.all_reduce = group.all_reduce
+        self.kept_ids: Tensor | None = None
+
+    def slots(self, path: str) -> dict[str, Slot]:
+        spec, names, local, hidden = self.spec, self.spec.names, self.local, self.hidden_size
+        block = f"{path.rpartition('.')[0]}.{names.block}"
+        slots = {f"{block}.gate.weight": whole_slot(self.router[: spec.num_experts])}
+        if self.has_shared:
+            slots[f"{block}.shared_expert_gate.weight"] = whole_slot(self.router[spec.num_experts :])
+        wide, everything = (spec.intermediate_size, hidden), slice(0, hidden)
+        for expert in range(spec.num_experts):
+            name, w13 = f"{block}.experts.{expert}", self.w13[expert]
+            slots[f"{name}.{names.gate}.weight"] = Slot(wide, (self.rows, everything), w13[:local])
+            slots[f"{name}.{names.up}.weight"] = Slot(wide, (self.rows, everything), w13[local:])
+            slots[f"{name}.{names.down}.weight"] = Slot(wide[::-1], (everything, self.rows), self.w2[expert])
+        return slots
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[num_tokens, hidden_size] -> the same."""
+        shared = self.shared_expert(x) if self.has_shared else None
+        spec = self.spec
+        out, ids = self.fused_moe(x, self.router, self.w13, self.w2, spec.top_k, spec.renormalize, shared)
+        if self.kept_ids is not None:
+            self.kept_ids.fill_(-1)[: ids.shape[0]] = ids
+        return self.all_reduce(out)
+
+
+def keep_expert_ids(model: nn.Module, max_tokens: int) -> None:
+    """From now on every sparse layer of `model` remembers which experts its latest step (of at most `max_tokens`
+    tokens) used, also in graphs captured after this call. `max_tokens` 0: no longer."""
+    for layer in model.modules():
+        if isinstance(layer, SparseMoE):
+            shape, device = (max_tokens, layer.spec.top_k), layer.w13.device
+            layer.kept_ids = torch.full(shape, -1, dtype=torch.int32, device=device) if max_tokens else None
+
+
+def distinct_experts(model: nn.Module) -> list[int]:
+    """How many experts each sparse layer read in the latest step, in the order of layers; waits for the device.
+    Only after `keep_expert_ids`."""
+    kept = [layer.kept_ids for layer in model.modules() if isinstance(layer, SparseMoE)]
+    return [int(ids[ids >= 0].unique().numel()) for ids in kept if ids is not None]

@@ -1,0 +1,127 @@
+"""Routing, sorting and the experts' products against their references: odd sizes, ties, few and many tokens."""
+
+import pytest
+import torch
+
+from headrace.kernels import moe_route
+from headrace.kernels.moe import fused_moe, fused_moe_reference
+from headrace.kernels.moe_config import MoeConfig, Tile
+from headrace.kernels.moe_route import max_tiles, route, route_reference
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
+FEW = MoeConfig(1, Tile(16, 16, 4, 1), Tile(16, 16, 4, 2))
+MANY = MoeConfig(16, Tile(16, 16, 4, 1), Tile(16, 32, 4, 1))
+SWAPPED = MoeConfig(16, Tile(16, 32, 4, 1, swap=True), Tile(16, 16, 4, 1, swap=True))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_inputs_and_poisoned_outputs():
+    torch.seed()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty gives NaN
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def assert_same_routing(found, expected):
+    assert torch.equal(found.ids, expected.ids)
+    torch.testing.assert_close(found.weights, expected.weights, rtol=2e-6, atol=0)
+    assert torch.equal(found.order, expected.order)
+    used = expected.tiles[2] > 0
+    assert torch.equal(found.tiles[2], expected.tiles[2])
+    assert torch.equal(found.tiles[:, used], expected.tiles[:, used])
+
+
+@pytest.mark.parametrize("one_program", [True, False], ids=["one program", "several"])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k"), [(1, 8, 2), (5, 60, 4), (33, 12, 3), (70, 5, 5), (64, 1, 1)]
+)
+@pytest.mark.parametrize("block_m", [0, 1, 16])
+def test_routes_and_sorts(num_tokens, num_experts, top_k, block_m, one_program, monkeypatch):
+    monkeypatch.setattr(moe_route, "ONE_PROGRAM", 1 << 20 if one_program else 0)
+    wide = torch.randn(num_tokens, num_experts + 3)
+    wide[num_tokens // 2] = 1.5  # ties
+    wide[-1, 1:3] = -float("inf")
+    logits = wide[:, :num_experts]
+    renormalize = bool(torch.rand(()) < 0.5)
+    expected = route_reference(logits, top_k, renormalize, block_m)
+    assert_same_routing(route(logits, top_k, renormalize, block_m), expected)
+    assert_same_routing(
+        route(logits.half(), top_k, True, block_m), route_reference(logits.half(), top_k, True, block_m)
+    )
+
+
+def test_all_tokens_on_one_expert_and_no_logit_that_orders():
+    logits = torch.zeros(40, 6)
+    logits[:, 4] = 9.0
+    expected = route_reference(logits, 1, False, 16)
+    assert_same_routing(route(logits, 1, False, 16), expected)
+    assert expected.tiles[:, :3].tolist() == [[4, 4, 4], [0, 16, 32], [16, 16, 8]]
+    broken = route(torch.full((3, 6), float("nan")), 2, True, 16)
+    assert ((broken.ids >= 0) & (broken.ids < 6)).all()
+    assert sorted(broken.order.tolist()) == list(range(6))
+
+
+def test_tiles_never_outgrow_their_bound():
+    for pairs, experts, block_m in ((7, 3, 16), (1000, 128, 16), (64, 128, 64), (4096, 8, 32)):
+        for counts in ([pairs], [1] * min(pairs, experts - 1) + [max(0, pairs - experts + 1)]):
+            assert sum(-(-count // block_m) for count in counts) <= max_tiles(pairs, experts, block_m)
+
+
+def make_layer(num_tokens, hidden, num_experts, n, dtype, shared):
+    x = torch.randn(num_tokens, hidden).to(dtype)
+    router = torch.randn(num_experts + shared, hidden).to(dtype) * 0.4
+    w13, w2 = torch.randn(num_experts, 2 * n, hidden) * hidden**-0.5, torch.randn(num_experts, hidden, n) * n**-0.5
+    return x, router, w13.to(dtype), w2.to(dtype), torch.randn(num_tokens, hidden).to(dtype) if shared else None
+
+
+def run(num_tokens, hidden, num_experts, n, top_k, config, dtype=torch.float32, shared=False):
+    x, router, w13, w2, extra = make_layer(num_tokens, hidden, num_experts, n, dtype, shared)
+    renormalize = bool(torch.rand(()) < 0.5)
+    out, ids = fused_moe(x, router, w13, w2, top_k, renormalize, extra, config)
+    wide = [None if tensor is None else tensor.float() for tensor in (x, router, w13, w2, extra)]
+    expected, expected_ids = fused_moe_reference(*wide[:4], top_k, renormalize, wide[4])
+    assert out.dtype == dtype
+    same = (ids == expected_ids).all(dim=1)  # a rounded logit may choose another expert
+    assert same.float().mean() >= (1.0 if dtype == torch.float32 else 0.6)
+    error = (out[same].double() - expected[same].double()).norm() / expected[same].double().norm()
+    assert error <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("config", [FEW, MANY, SWAPPED], ids=["one by one", "tiles", "swapped"])
+@pytest.mark.parametrize(
+    ("num_tokens", "hidden", "num_experts", "n", "top_k"),
+    [(1, 32, 8, 32, 2), (3, 48, 5, 20, 3), (21, 33, 3, 17, 2), (37, 16, 4, 16, 1)],
+)
+@pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
+def test_layers(num_tokens, hidden, num_experts, n, top_k, config, shared):
+    if config is FEW:
+        num_tokens = min(num_tokens, 4)
+    run(num_tokens, hidden, num_experts, n, top_k, config, shared=shared)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("config", [FEW, MANY, SWAPPED], ids=["one by one", "tiles", "swapped"])
+def test_half_precision(dtype, config):
+    run(4, 64, 6, 32, 2, config, dtype, shared=True)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 17])
+def test_the_tables_choice_and_a_strided_input(num_tokens):
+    run(num_tokens, 32, 6, 16, 2, None)
+    x, router, w13, w2, _ = make_layer(num_tokens, 64, 4, 16, torch.float32, False)
+    arguments = (x[:, :32], router[:, :32].contiguous(), w13[..., :32].contiguous(), w2[:, :32].contiguous(), 2, True)
+    torch.testing.assert_close(fused_moe(*arguments)[0], fused_moe_reference(*arguments)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_token_gets_the_same_whoever_else_is_there():
+    x, router, w13, w2, _ = make_layer(9, 32, 4, 16, torch.float32, False)
+    together = fused_moe(x, router, w13, w2, 2, True, None, MANY)[0]
+    alone = fused_moe(x[4:5], router, w13, w2, 2, True, None, MANY)[0]
+    assert torch.equal(together[4:5], alone)
+
+
+def test_no_tokens():
+    x, router, w13, w2, _ = make_layer(0, 32, 4, 16, torch.float32, False)
+    out, ids = fused_moe(x, router, w13, w2, 2, True)
+    assert out.shape == (0, 32)
+    assert ids.shape == (0, 2)

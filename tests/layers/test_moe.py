@@ -1,0 +1,103 @@
+"""The sparse layer: what fills it, what its dummy weights route to, and how to see which experts a step used."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+from driver import make_context
+
+from headrace.distributed.mesh import Group, Mesh
+from headrace.errors import ConfigError
+from headrace.layers.moe import SparseMoE, distinct_experts, keep_expert_ids
+from headrace.layers.moe_spec import MoeSpec
+from headrace.model_config import ModelConfig
+from headrace.models.loader import load_model
+
+SPEC = MoeSpec(num_experts=4, top_k=2, intermediate_size=12, renormalize=True, sparse=(True,))
+RAW: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [1],
+    "max_position_embeddings": 256,
+}
+
+
+def make_layer(spec: MoeSpec, rank: int = 0, size: int = 1) -> SparseMoE:
+    context = make_context(ModelConfig.from_dict(RAW), Mesh(Group(rank, size)))
+    layer = SparseMoE(8, spec, context)
+    for module in layer.modules():
+        module.create_weights(torch.device("cpu"))  # type: ignore[operator]
+    return layer
+
+
+def test_a_rank_holds_its_slice_of_every_expert_gate_above_up() -> None:
+    layer = make_layer(SPEC, rank=1, size=2)
+    slots = layer.slots("model.layers.3.mlp")
+    checkpoint = {name: torch.randn(slot.shape) for name, slot in slots.items()}
+    for name, slot in slots.items():
+        assert slot.destination is not None
+        slot.destination.copy_(checkpoint[name][slot.source])
+    for expert in range(4):
+        gate, up, down = (
+            checkpoint[f"model.layers.3.mlp.experts.{expert}.{part}_proj.weight"] for part in ("gate", "up", "down")
+        )
+        assert torch.equal(layer.w13[expert], torch.cat((gate[6:], up[6:])))
+        assert torch.equal(layer.w2[expert], down[:, 6:])
+    assert torch.equal(layer.router, checkpoint["model.layers.3.mlp.gate.weight"])
+    assert len(slots) == 1 + 3 * 4
+
+
+def test_ranks_must_divide_the_experts_size() -> None:
+    spec = replace(SPEC, intermediate_size=7)
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel_size 2 does not divide an expert's intermediate size \(7\)"
+    ):
+        make_layer(spec, size=2)
+
+
+@pytest.mark.parametrize(("batch", "expected"), [(8, 51.6), (32, 111.8), (128, 128.0)])
+def test_dummy_weights_route_nearly_uniformly(batch: int, expected: float) -> None:
+    """Distinct tokens of a batch spread over the experts, in every sparse layer, as a uniform choice would."""
+    config = ModelConfig.from_dict(RAW)
+    context = make_context(config, dtype=torch.bfloat16)
+    model = load_model(Path("nowhere"), config, context, load_format="dummy")
+    keep_expert_ids(model, 128)
+    hidden = model.model.embed_tokens(torch.randint(0, 4096, (batch,)))
+    residual = None
+    for layer in model.model.layers:  # all of a layer but attention, whose share of the residual is small
+        normed, residual = layer.post_attention_layernorm(hidden, residual)
+        hidden = layer.mlp(normed)
+    counts = distinct_experts(model)
+    assert len(counts) == 2  # the layer between is dense
+    assert sum(counts) / len(counts) >= 0.9 * expected
+    assert max(counts) <= min(128, 8 * batch)
+    keep_expert_ids(model, 0)
+    assert distinct_experts(model) == []
+
+
+def test_kept_ids_forget_the_step_before() -> None:
+    layer = make_layer(SPEC)
+    for tensor in (layer.router, layer.w13, layer.w2):
+        torch.nn.init.normal_(tensor)
+    keep_expert_ids(layer, 6)
+    layer(torch.randn(6, 8))
+    layer(torch.randn(1, 8))
+    assert distinct_experts(layer) == [2]
