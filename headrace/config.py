@@ -92,6 +92,10 @@ class EngineConfig:
     )
     max_model_len: int | None = knob(None, "Longest sequence, prompt and output together, in tokens.", minimum=1)
     seed: int = knob(0, "Seeds dummy weights and the seeds drawn for requests that bring none.", minimum=0)
+    batch_invariant: bool = knob(
+        False,
+        "Give a request the same tokens, bit for bit, whatever else runs; slower (VLLM_BATCH_INVARIANT).",
+    )
 
     block_size: int = knob(16, "Tokens in one KV cache block.", choices=BLOCK_SIZES, group="cache")
     gpu_memory_utilization: float = knob(
@@ -211,7 +215,12 @@ def check_knobs(config: Any) -> None:
             raise ConfigError(f"{field.name} {problem}")
 
 
-ENVIRONMENT_KNOBS = {"VLLM_CPU_KVCACHE_SPACE": "cpu_kv_cache_gib", "VLLM_API_KEY": "api_key"}
+ENVIRONMENT_KNOBS = {
+    "VLLM_CPU_KVCACHE_SPACE": "cpu_kv_cache_gib",
+    "VLLM_API_KEY": "api_key",
+    "VLLM_BATCH_INVARIANT": "batch_invariant",
+}
+SWITCHES = {"1": True, "true": True, "0": False, "false": False}
 
 
 def knobs_from_environment(config_class: type, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -225,8 +234,11 @@ def knobs_from_environment(config_class: type, environ: Mapping[str, str] | None
             continue
         kind = kinds[name][0]
         try:
-            values[name] = [text] if kind is list else kind(text)
-        except ValueError:
+            if kind is bool:
+                values[name] = SWITCHES[text.lower()]
+            else:
+                values[name] = [text] if kind is list else kind(text)
+        except (ValueError, KeyError):
             raise ConfigError(
                 f"environment variable {variable} must be of type {kind.__name__}, got {text!r}"
             ) from None

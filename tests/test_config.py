@@ -61,11 +61,15 @@ def test_environment_gives_values_by_type() -> None:
     assert knobs_from_environment(EngineConfig, environ) == {"cpu_kv_cache_gib": 2.5}
     assert knobs_from_environment(ServerConfig, environ) == {"api_key": ["secret"]}
     assert knobs_from_environment(EngineConfig, {"VLLM_CPU_KVCACHE_SPACE": ""}) == {}
+    assert knobs_from_environment(EngineConfig, {"VLLM_BATCH_INVARIANT": "1"}) == {"batch_invariant": True}
+    assert knobs_from_environment(EngineConfig, {"VLLM_BATCH_INVARIANT": "0"}) == {"batch_invariant": False}
 
 
 def test_bad_environment_names_the_variable() -> None:
     with pytest.raises(ConfigError, match="environment variable VLLM_CPU_KVCACHE_SPACE must be of type float, got 'x'"):
         knobs_from_environment(EngineConfig, {"VLLM_CPU_KVCACHE_SPACE": "x"})
+    with pytest.raises(ConfigError, match="environment variable VLLM_BATCH_INVARIANT must be of type bool, got 'on'"):
+        knobs_from_environment(EngineConfig, {"VLLM_BATCH_INVARIANT": "on"})
 
 
 def test_a_config_class_of_ones_own() -> None:

@@ -30,6 +30,8 @@ class AttentionSpec:
     sliding_window: int | None = None
     """Keys a query sees, itself included; None: all"""
     device_type: str = "cuda"
+    batch_invariant: bool = False
+    """A query's result must not depend on what else is in the batch, nor on how its prompt was cut"""
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,12 @@ def _triton_reasons(spec: AttentionSpec) -> list[str]:
 
 
 def _sdpa_reasons(spec: AttentionSpec) -> list[str]:
+    reasons = []
     if spec.num_heads % spec.num_kv_heads:
-        return [f"{spec.num_heads} query heads are no multiple of {spec.num_kv_heads} KV heads"]
-    return []
+        reasons.append(f"{spec.num_heads} query heads are no multiple of {spec.num_kv_heads} KV heads")
+    if spec.batch_invariant and spec.device_type != "cpu":
+        reasons.append("batch invariance: torch sums in another order for other sizes of a batch")
+    return reasons
 
 
 BACKENDS = (

@@ -29,12 +29,12 @@ from headrace.executor.messages import (
 )
 from headrace.model_config import ModelConfig
 from headrace.process import read_config
-from headrace.runner.pending import PendingStep
+from headrace.runner.pending import FinishedStep, PendingStep
 from headrace.runner.worker import Worker
 
 
 def _send_results(
-    config: RankConfig, context: zmq.Context[zmq.Socket[bytes]], pending: queue.Queue[PendingStep]
+    config: RankConfig, context: zmq.Context[zmq.Socket[bytes]], pending: queue.Queue[PendingStep | FinishedStep]
 ) -> None:
     """Rank 0's answers, in order; runs until the process ends."""
     socket = context.socket(zmq.PUSH)
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     commands.connect(config.commands)
     replies = context.socket(zmq.PUSH)
     replies.connect(config.replies)
-    pending: queue.Queue[PendingStep] = queue.Queue()
+    pending: queue.Queue[PendingStep | FinishedStep] = queue.Queue()
     if config.rank == 0:
         threading.Thread(target=_send_results, args=(config, context, pending), name="results", daemon=True).start()
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Command)

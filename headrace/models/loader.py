@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,10 @@ def load_model(
     with torch.no_grad():
         model = build_model(config, context)
         layers = [(path, module) for path, module in model.named_modules() if isinstance(module, Layer)]
-        attach_format(config, [layer for _, layer in layers if isinstance(layer, Linear)], context.device)
+        linears = [layer for _, layer in layers if isinstance(layer, Linear)]
+        for linear in linears:
+            linear.spec = replace(linear.spec, batch_invariant=context.spec.batch_invariant)
+        attach_format(config, linears, context.device)
         slots: dict[str, Slot] = {}
         for path, layer in layers:
             layer.create_weights(context.device)

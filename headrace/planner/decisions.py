@@ -72,6 +72,8 @@ def decide_before_load(
             f"tensor_parallel_size must divide the model's {model.num_heads} attention heads, "
             f"got {config.tensor_parallel_size}"
         )
+    if config.batch_invariant:
+        decisions.append(_batch_invariance(config, device_type))
     if device_type == "cpu":
         settle("cpu_threads", *_cpu_threads(config.tensor_parallel_size, beside_server))
     changes["compilation_config"], more = decide_graphs(
@@ -90,6 +92,18 @@ def _attention(config: EngineConfig, model: ModelConfig, device_type: str) -> tu
     )
     chosen = select_backend(spec, config.attention_backend)
     return chosen.name, chosen.full_graphs
+
+
+def _batch_invariance(config: EngineConfig, device_type: str) -> Decision:
+    """How a request's tokens are kept from depending on others. Raises ConfigError where they cannot be."""
+    if device_type == "cpu":
+        return Decision("batch_invariant", True, "given; every token is computed alone", source="user")
+    if config.tensor_parallel_size > 2:
+        raise ConfigError(
+            f"batch_invariant needs tensor_parallel_size 1 or 2, got {config.tensor_parallel_size}: over more GPUs, "
+            "the order of sums depends on the size of the batch"
+        )
+    return Decision("batch_invariant", True, "given; one order of sums whatever the batch, and slower", source="user")
 
 
 def _dtype(model: ModelConfig, device_type: str) -> tuple[str, str]:

@@ -60,6 +60,8 @@ class LinearSpec:
     bias: bool = False
     adds_bias: bool = True
     """False where another rank adds the bias, after which the ranks' outputs are summed"""
+    batch_invariant: bool = False
+    """A token's outputs must not depend on how many others there are"""
 
 
 class Scheme(Protocol):

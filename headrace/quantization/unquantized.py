@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from headrace.kernels.matmul import matmul
 from headrace.quantization import gpu_linear
 from headrace.quantization.cpu_linear import Choice, choose_all, hold_plain, spare_memory
 from headrace.quantization.scheme import Compute, LinearSpec, Part, Slot
@@ -18,6 +19,8 @@ class Unquantized:
         self.plans: dict[gpu_linear.Size, gpu_linear.Plan] = {}
 
     def prepare(self, specs: list[LinearSpec], device: torch.device) -> None:
+        if all(spec.batch_invariant for spec in specs):  # nothing to choose
+            return
         if device.type == "cpu":
             self.choices = choose_all(specs, spare_bytes=spare_memory())
         else:
@@ -42,6 +45,8 @@ class Unquantized:
 
     def finalize(self, spec: LinearSpec, weights: dict[str, Tensor]) -> Compute:
         weight, bias = weights["weight"], weights.get("bias")
+        if spec.batch_invariant and weight.device.type != "cpu":  # a CPU runs tokens one at a time
+            return lambda x: matmul(x, weight, bias)
         plan = self.plans.get((spec.dtype.itemsize, spec.out_features, spec.in_features))
         if plan is not None:
             return gpu_linear.hold(weight, bias, plan)

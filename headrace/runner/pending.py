@@ -32,6 +32,19 @@ class HostLogprobs:
         ]
 
 
+@dataclass(frozen=True)
+class FinishedStep:
+    """A step that left nothing to wait for."""
+
+    output: RunnerOutput
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> RunnerOutput:
+        return self.output
+
+
 class PendingStep:
     """A step whose work is queued on the device. Construct it right after queueing; `result()` waits for it."""
 

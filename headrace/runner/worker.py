@@ -21,7 +21,8 @@ from headrace.models.registry import attention_spec
 from headrace.runner.cuda_graph import GraphSettings
 from headrace.runner.kv_cache import KVCacheShape
 from headrace.runner.model_runner import ModelRunner, RunnerLimits
-from headrace.runner.pending import PendingStep
+from headrace.runner.one_by_one import execute_one_by_one
+from headrace.runner.pending import FinishedStep, PendingStep
 from headrace.runner.step_times import measure_step_times
 from headrace.sampling_params import SamplingParams
 from headrace.step import BlockUpdate, NewRow, SchedulerOutput, WorkerFacts
@@ -70,6 +71,7 @@ class Worker:
             block_size=config.block_size,
             dtype=config.dtype,
             device_type=self.device.type,
+            batch_invariant=config.batch_invariant,
         )
         chosen = select_backend(spec, config.attention_backend)
         backend = load_backend(chosen.name)
@@ -124,7 +126,9 @@ class Worker:
             size = num_blocks * self.runner.shape.bytes_per_block / 2**30
             raise OutOfMemoryError(f"no room for {num_blocks} KV blocks ({size:.1f} GiB): {error}") from None
 
-    def execute(self, step: SchedulerOutput) -> PendingStep:
+    def execute(self, step: SchedulerOutput) -> PendingStep | FinishedStep:
+        if self.config.batch_invariant and self.device.type == "cpu":
+            return execute_one_by_one(self.runner, step)
         return self.runner.execute(step)
 
     def close(self) -> None:

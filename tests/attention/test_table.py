@@ -68,3 +68,9 @@ def test_the_table_loads_no_torch():
     code = "import sys, headrace.attention.table; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_torch_serves_batch_invariance_only_where_tokens_run_one_at_a_time():
+    assert select_backend(replace(CPU, batch_invariant=True)).name == "TORCH_SDPA"
+    with pytest.raises(ConfigError, match="batch invariance"):
+        select_backend(replace(GPU, head_dim=512, batch_invariant=True))

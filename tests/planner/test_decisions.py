@@ -82,6 +82,21 @@ def test_impossible_values_name_field_value_and_limit(given: dict[str, int], mes
         decide_before_load(EngineConfig(**given), MODEL, "cpu")
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_batch_invariance_is_said_to_cost(device: str) -> None:
+    _, decisions = decide_before_load(EngineConfig(batch_invariant=True, tensor_parallel_size=2), MODEL, device)
+    (decision,) = [d for d in decisions if d.field == "batch_invariant"]
+    assert (decision.value, decision.source) == (True, "user")
+    assert not [d for d in decide_before_load(EngineConfig(), MODEL, device)[1] if d.field == "batch_invariant"]
+
+
+def test_batch_invariance_needs_sums_whose_order_is_known() -> None:
+    config = EngineConfig(batch_invariant=True, tensor_parallel_size=4)
+    with pytest.raises(ConfigError, match="batch_invariant needs tensor_parallel_size 1 or 2, got 4"):
+        decide_before_load(config, MODEL, "cuda")
+    decide_before_load(config, MODEL, "cpu")
+
+
 def resolved(**given: object) -> EngineConfig:
     return decide_before_load(EngineConfig(**given), MODEL, "cuda")[0]
 
