@@ -66,6 +66,7 @@ def prepare_batch(
 
     rows, num_computed [num_reqs] and query_start_loc [num_reqs + 1] are int32, as are the tables
     token_table [max_rows, max_model_len] and block_table [max_rows, max_blocks]. num_tokens == query_start_loc[-1].
+    Requests without tokens may stand at the end.
     """
     device = rows.device
     input_ids = torch.empty(num_tokens, dtype=torch.int32, device=device)
@@ -104,7 +105,7 @@ def prepare_batch_reference(
     block_size: int,
     num_tokens: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if num_tokens == rows.shape[0]:  # a token each
+    if num_tokens == rows.shape[0] and int(query_start_loc[-2]) == num_tokens - 1:  # a token each
         positions = num_computed.long()
     else:
         counts = query_start_loc.diff()
