@@ -20,6 +20,27 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
+def _split_pairs(pairs, FP8: tl.constexpr, PTX: tl.constexpr):
+    """int16 pairs of fp8 -> float16 of the low bytes, of the high bytes. With PTX: 3 instructions for 4 numbers where
+    the compiler finds 8."""
+    if PTX and tl.float8e5 == FP8:  # float16 without its last byte
+        low, high = tl.inline_asm_elementwise(
+            "{ prmt.b32 $0, $2, 0, 0x2404; and.b32 $1, $2, 0xff00ff00; }",
+            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif PTX:
+        low, high = tl.inline_asm_elementwise(
+            "{ .reg .b32 bytes; .reg .b16 low, high; prmt.b32 bytes, $2, 0, 0x3120; mov.b32 {low, high}, bytes;"
+            " cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",
+            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        low = pairs.to(tl.uint8).to(FP8, bitcast=True).to(tl.float16)
+        high = (pairs >> 8).to(tl.uint8).to(FP8, bitcast=True).to(tl.float16)
+    return low, high
+
+
+@triton.jit
 def _attend(
     q,
     acc,
@@ -41,36 +62,50 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """Fold keys [begin, end) into the running softmax; MASKED tiles look at `limit`, causality and window.
 
-    Rows behind the queries' end compute something finite that nobody stores.
+    Rows behind the queries' end compute something finite that nobody stores. A cache of another type than q's is
+    converted in registers.
     """
     WHOLE_HEAD: tl.constexpr = column.shape[0] == HEAD_DIM
+    PAIRS: tl.constexpr = len(acc) == 2
+    CUT: tl.constexpr = MASKED and not PAIRS
     in_head = column < HEAD_DIM
+    values_ptr, value_column, value_in = keys_ptr + value_offset, column, in_head
+    if PAIRS:
+        values_ptr = values_ptr.to(tl.pointer_type(tl.int16))
+        value_column = tl.arange(0, column.shape[0] // 2)
+        value_in = value_column < HEAD_DIM // 2
     for start in range(begin, end, BLOCK_N):
         position = start + tl.arange(0, BLOCK_N)
         known = position < limit
-        if MASKED:
-            block = tl.load(blocks_ptr + position // BLOCK_SIZE, mask=known, other=0)
+        place = position
+        if MASKED and PAIRS:  # behind the last key comes that one again: fewer instructions than masks
+            place = tl.minimum(position, limit - 1)
+        if CUT:
+            block = tl.load(blocks_ptr + place // BLOCK_SIZE, mask=known, other=0)
         else:
-            block = tl.load(blocks_ptr + position // BLOCK_SIZE)
-        offset = block.to(tl.int64) * (BLOCK_SIZE * SLOT_STRIDE) + position % BLOCK_SIZE * SLOT_STRIDE
+            block = tl.load(blocks_ptr + place // BLOCK_SIZE)
+        offset = block.to(tl.int64) * (BLOCK_SIZE * SLOT_STRIDE) + place % BLOCK_SIZE * SLOT_STRIDE
         key_ptrs = keys_ptr + offset[None, :] + column[:, None]
-        value_ptrs = keys_ptr + value_offset + offset[:, None] + column[None, :]
-        if MASKED and WHOLE_HEAD:
+        if PAIRS:
+            offset = offset // 2
+        value_ptrs = values_ptr + offset[:, None] + value_column[None, :]
+        if CUT and WHOLE_HEAD:
             key = tl.load(key_ptrs, mask=known[None, :], other=0.0)
-            value = tl.load(value_ptrs, mask=known[:, None], other=0.0)
-        elif MASKED:
+            value = tl.load(value_ptrs, mask=known[:, None], other=0)
+        elif CUT:
             key = tl.load(key_ptrs, mask=in_head[:, None] & known[None, :], other=0.0)
-            value = tl.load(value_ptrs, mask=in_head[None, :] & known[:, None], other=0.0)
+            value = tl.load(value_ptrs, mask=value_in[None, :] & known[:, None], other=0)
         elif WHOLE_HEAD:
             key = tl.load(key_ptrs)
             value = tl.load(value_ptrs)
         else:
             key = tl.load(key_ptrs, mask=in_head[:, None], other=0.0)
-            value = tl.load(value_ptrs, mask=in_head[None, :], other=0.0)
-        scores = tl.dot(q, key, input_precision="ieee") * qk_scale
+            value = tl.load(value_ptrs, mask=value_in[None, :], other=0)
+        scores = tl.dot(q, key.to(q.dtype), input_precision="ieee") * qk_scale
         if MASKED:
             visible = position[None, :] <= row_position[:, None]
             if WINDOWED:
@@ -81,10 +116,24 @@ def _attend(
         weights = tl.exp2(scores - shift[:, None])
         decay = tl.exp2(row_max - shift)
         row_sum = row_sum * decay + tl.sum(weights, axis=1)
-        acc = acc * decay[:, None]
-        acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
+        weights = weights.to(q.dtype)
+        if PAIRS:
+            even, odd = _split_pairs(value, keys_ptr.dtype.element_ty, PTX)
+            even = tl.dot(weights, even.to(q.dtype), acc[0] * decay[:, None], input_precision="ieee")
+            odd = tl.dot(weights, odd.to(q.dtype), acc[1] * decay[:, None], input_precision="ieee")
+            acc = (even, odd)
+        else:
+            acc = (tl.dot(weights, value.to(q.dtype), acc[0] * decay[:, None], input_precision="ieee"),)
         row_max = new_max
     return acc, row_max, row_sum
+
+
+@triton.jit
+def _as_float16(q):
+    """q in float16, each row multiplied by a power of two so that it is at most 1; and 1 / that power # [rows, 1]."""
+    wide = q.to(tl.float32)
+    power = tl.exp2(tl.ceil(tl.log2(tl.maximum(tl.max(tl.abs(wide), axis=1), 1e-30))))[:, None]
+    return (wide / power).to(tl.float16), power
 
 
 @triton.jit(do_not_specialize=["window", "first_req", "num_reqs", "search_steps"])
@@ -98,6 +147,7 @@ def _attention_kernel(
     rows_ptr,
     query_start_loc_ptr,
     seq_lens_ptr,
+    kv_scale_ptr,
     qk_scale,
     window,
     value_offset,
@@ -114,6 +164,8 @@ def _attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     DECODE: tl.constexpr,
     WINDOWED: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    PTX: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid (KV heads, tiles of queries, splits). One split writes `out` [T, Hq, D]; more write `parts` fp32
@@ -157,6 +209,11 @@ def _attention_kernel(
     # row of [T * Hq, D]
     target = (query_start + query).to(tl.int64) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + lane % GROUP
     q = tl.load(q_ptr + target[:, None] * HEAD_DIM + column[None, :], mask=mask, other=0.0)
+    if QUANTIZED:
+        qk_scale = qk_scale * tl.load(kv_scale_ptr)
+        if q.dtype == tl.bfloat16:  # fp8 becomes float16 in one instruction, bfloat16 in five
+            q, power = _as_float16(q)
+            qk_scale = qk_scale * power
 
     first_position = seq_len - query_len + tile * BLOCK_Q
     row_position = seq_len - query_len + query
@@ -171,7 +228,10 @@ def _attention_kernel(
 
     keys_ptr = cache_ptr + kv_head * HEAD_DIM
     blocks_ptr = block_table_ptr + table_row * block_table_stride
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if QUANTIZED:
+        acc = (tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32), tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32))
+    else:
+        acc = (tl.zeros([BLOCK_M, BLOCK_D], tl.float32),)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if not DECODE:
@@ -180,20 +240,24 @@ def _attention_kernel(
             front = tl.minimum(tl.maximum(front, begin), end)
             acc, row_max, row_sum = _attend(
                 q, acc, row_max, row_sum, begin, front, limit, row_position, window, qk_scale, keys_ptr, value_offset,
-                blocks_ptr, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, True,
+                blocks_ptr, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, True, PTX,
             )  # fmt: skip
             begin = tl.maximum(begin, front)
         whole = tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, end)  # tiles that every row sees: no masks
         acc, row_max, row_sum = _attend(
             q, acc, row_max, row_sum, begin, whole, limit, row_position, window, qk_scale, keys_ptr, value_offset,
-            blocks_ptr, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, False, False,
+            blocks_ptr, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, False, False, PTX,
         )  # fmt: skip
         begin = tl.maximum(begin, whole)
     acc, row_max, row_sum = _attend(
         q, acc, row_max, row_sum, begin, end, limit, row_position, window, qk_scale, keys_ptr, value_offset,
-        blocks_ptr, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, WINDOWED,
+        blocks_ptr, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, WINDOWED, PTX,
     )  # fmt: skip
 
+    if QUANTIZED:
+        acc = tl.interleave(acc[0], acc[1]) * tl.load(kv_scale_ptr + 1)
+    else:
+        acc = acc[0]
     acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     if num_splits == 1:
         tl.store(out_ptr + target[:, None] * HEAD_DIM + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
@@ -236,6 +300,20 @@ def multiprocessor_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@lru_cache(maxsize=1)
+def _has_fp8_conversion() -> bool:
+    """NVIDIA's instructions that convert pairs of fp8: compute capability 8.9 and above."""
+    if triton.knobs.runtime.interpret:
+        return False
+    target = triton.runtime.driver.active.get_current_target()
+    return bool(target.backend == "cuda" and target.arch >= 89)
+
+
+def tile_element_size(q: Tensor, kv_cache: Tensor) -> int:
+    """By which the tables of configurations are keyed: the queries' size, but 1 for fp8 read by 2-byte queries."""
+    return 1 if kv_cache.element_size() == 1 and q.element_size() == 2 else q.element_size()
+
+
 def paged_attention(
     q: Tensor,
     kv_cache: Tensor,
@@ -249,13 +327,15 @@ def paged_attention(
     sliding_window: int | None = None,
     out: Tensor | None = None,
     plan: AttentionPlan | None = None,
+    kv_scale: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of q [T, Hq, D] over the paged cache [2, num_blocks, block_size, Hkv, D]; returns [T, Hq, D].
 
     Request i has the tokens query_start_loc[i] : query_start_loc[i + 1], the last of seq_lens[i] known ones, and finds
     its blocks in block_table[rows[i]]. A query sees itself and `sliding_window` - 1 keys before it, or all. Requests of
     seq_len 0 (padding) give zeros. Launches depend on host integers alone, never on current lengths; `max_seq_len` is
-    an upper bound. `plan` comes from plan_attention and says how many leading requests run one token.
+    an upper bound. `plan` comes from plan_attention and says how many leading requests run one token. A cache of one
+    byte an element (fp8) holds K / kv_scale[0] and V / kv_scale[1], fp32 [2] on the device.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv_cache.shape[3]
@@ -268,10 +348,10 @@ def paged_attention(
     if plan is None:
         num_decodes = num_reqs if max_query_len == 1 else 0
         plan = plan_attention(
-            num_reqs, num_tokens, num_decodes, max_seq_len, num_heads, num_kv_heads, head_dim, q.element_size(),
-            DEVICE_FAMILY, multiprocessor_count(q.device),
+            num_reqs, num_tokens, num_decodes, max_seq_len, num_heads, num_kv_heads, head_dim,
+            tile_element_size(q, kv_cache), DEVICE_FAMILY, multiprocessor_count(q.device),
         )  # fmt: skip
-    arguments = (q, kv_cache, block_table, rows, query_start_loc, seq_lens, scale * LOG2_E, sliding_window)
+    arguments = (q, kv_cache, block_table, rows, query_start_loc, seq_lens, kv_scale, scale * LOG2_E, sliding_window)
     decodes = plan.num_decodes
     if decodes:
         _run(out[:decodes], *arguments, 0, decodes, decodes, plan.decode, plan.decode_splits, True)
@@ -282,23 +362,26 @@ def paged_attention(
 
 def _run(
     out: Tensor, q: Tensor, kv_cache: Tensor, block_table: Tensor, rows: Tensor, query_start_loc: Tensor,
-    seq_lens: Tensor, qk_scale: float, window: int | None, first_req: int, end_req: int, tiles: int,
-    config: AttentionConfig, splits: int, decode: bool,
+    seq_lens: Tensor, kv_scale: Tensor | None, qk_scale: float, window: int | None, first_req: int, end_req: int,
+    tiles: int, config: AttentionConfig, splits: int, decode: bool,
 ) -> None:  # fmt: skip
     """One launch for requests first_req : end_req, whose tokens begin at first_req, and its combine if split."""
     num_tokens, num_heads, head_dim = out.shape
     num_kv_heads = kv_cache.shape[3]
-    block_d = max(16, next_power_of_2(head_dim))
+    quantized = kv_cache.element_size() == 1
+    block_d = max(32 if quantized else 16, next_power_of_2(head_dim))  # fp8 values are taken as two halves
     parts = lse = out
     if splits > 1:
         parts = torch.empty((num_tokens, num_heads, splits, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((num_tokens, num_heads, splits), dtype=torch.float32, device=q.device)
     _attention_kernel[(num_kv_heads, tiles, splits)](
-        out, parts, lse, q, kv_cache, block_table, rows, query_start_loc, seq_lens, qk_scale, window or 0,
-        kv_cache.stride(0), block_table.stride(0), first_req, end_req, (end_req - first_req - 1).bit_length(),
+        out, parts, lse, q, kv_cache, block_table, rows, query_start_loc, seq_lens, kv_scale, qk_scale,
+        window or 0, kv_cache.stride(0), block_table.stride(0), first_req, end_req,
+        (end_req - first_req - 1).bit_length(),
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, GROUP=num_heads // num_kv_heads,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_SIZE=kv_cache.shape[2], DECODE=decode,
-        WINDOWED=window is not None,
+        WINDOWED=window is not None, QUANTIZED=quantized,
+        PTX=_has_fp8_conversion(),
         num_warps=config.num_warps, num_stages=config.num_stages, **overlap(),
     )  # fmt: skip
     if splits > 1:
@@ -321,6 +404,7 @@ def paged_attention_reference(
     sliding_window: int | None = None,
     out: Tensor | None = None,
     plan: AttentionPlan | None = None,
+    kv_scale: Tensor | None = None,
 ) -> Tensor:
     out = torch.empty_like(q) if out is None else out
     block_size, num_kv_heads = kv_cache.shape[2:4]
@@ -332,7 +416,10 @@ def paged_attention_reference(
             out[first:last] = 0
             continue
         blocks = block_table[row, : -(-length // block_size)].long()
-        key, value = kv_cache[:, blocks].flatten(1, 2)[:, :length].repeat_interleave(group, dim=2).float()
+        both = kv_cache[:, blocks].flatten(1, 2)[:, :length].float()
+        if kv_scale is not None and kv_cache.element_size() == 1:
+            both = both * kv_scale.view(2, 1, 1, 1)
+        key, value = both.repeat_interleave(group, dim=2)
         scores = torch.einsum("qhd,khd->hqk", q[first:last].float(), key) * scale
         seen_from = torch.arange(length, device=q.device)
         at = torch.arange(length - (last - first), length, device=q.device)[:, None]

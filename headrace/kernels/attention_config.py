@@ -20,13 +20,19 @@ class AttentionConfig:
 
 
 DECODE: dict[tuple[str, int, int], AttentionConfig] = {
-    # (family, bytes an element, widest head_dim): keys wanted in flight, so many stages and few warps
+    # (family, bytes an element of the cache, widest head_dim): keys wanted in flight, so many stages and few warps
+    ("cuda", 1, 64): AttentionConfig(16, 128, 2, 4),
+    ("cuda", 1, 128): AttentionConfig(16, 64, 2, 4),
+    ("cuda", 1, 256): AttentionConfig(16, 32, 4, 4),
     ("cuda", 2, 64): AttentionConfig(16, 64, 2, 4),
     ("cuda", 2, 128): AttentionConfig(16, 32, 1, 4),
     ("cuda", 2, 256): AttentionConfig(16, 32, 4, 3),
     ("cuda", 4, 64): AttentionConfig(16, 32, 4, 3),
     ("cuda", 4, 128): AttentionConfig(16, 32, 4, 2),
     ("cuda", 4, 256): AttentionConfig(16, 16, 4, 2),
+    ("hip", 1, 64): AttentionConfig(16, 64, 4, 2),
+    ("hip", 1, 128): AttentionConfig(16, 64, 4, 2),
+    ("hip", 1, 256): AttentionConfig(16, 32, 4, 2),
     ("hip", 2, 64): AttentionConfig(16, 64, 4, 2),
     ("hip", 2, 128): AttentionConfig(16, 64, 4, 2),
     ("hip", 2, 256): AttentionConfig(16, 32, 4, 2),
@@ -36,12 +42,18 @@ DECODE: dict[tuple[str, int, int], AttentionConfig] = {
 }
 
 PREFILL: dict[tuple[str, int, int], AttentionConfig] = {
+    ("cuda", 1, 64): AttentionConfig(128, 64, 4, 3),
+    ("cuda", 1, 128): AttentionConfig(64, 64, 4, 2),
+    ("cuda", 1, 256): AttentionConfig(64, 32, 8, 2),
     ("cuda", 2, 64): AttentionConfig(128, 64, 4, 3),
     ("cuda", 2, 128): AttentionConfig(64, 64, 4, 2),
     ("cuda", 2, 256): AttentionConfig(64, 32, 8, 2),
     ("cuda", 4, 64): AttentionConfig(32, 32, 4, 2),
     ("cuda", 4, 128): AttentionConfig(32, 32, 4, 2),
     ("cuda", 4, 256): AttentionConfig(16, 16, 4, 2),
+    ("hip", 1, 64): AttentionConfig(128, 32, 4, 1),
+    ("hip", 1, 128): AttentionConfig(128, 32, 4, 1),
+    ("hip", 1, 256): AttentionConfig(64, 32, 4, 1),
     ("hip", 2, 64): AttentionConfig(128, 32, 4, 1),
     ("hip", 2, 128): AttentionConfig(128, 32, 4, 1),
     ("hip", 2, 256): AttentionConfig(64, 32, 4, 1),
@@ -119,3 +131,28 @@ def plan_attention(
         tiles = (num_tokens - num_decodes) // (prefill.block_m // group) + num_reqs - num_decodes
         prefill_splits = pick_splits(2 * tiles, num_kv_heads, max_seq_len, prefill.block_n, num_sms)
     return AttentionPlan(num_decodes, decode, decode_splits, prefill, prefill_splits, tiles)
+
+
+FEW_DECODES: dict[tuple[str, int, int], AttentionConfig] = {
+    # as DECODE, where there are fewer programs than multiprocessors: what counts is how soon one is done
+    ("cuda", 2, 128): AttentionConfig(16, 64, 2, 2),
+}
+DECODES_PER_SM = 16
+"""Programs wanted of the fused decode kernel: those behind a sequence's end cost nothing, and parts need no second
+kernel."""
+
+
+@lru_cache(maxsize=1024)
+def plan_decode(
+    num_reqs: int, num_heads: int, num_kv_heads: int, head_dim: int, element_size: int, family: str, num_sms: int
+) -> tuple[AttentionConfig, int]:
+    """(launch of the fused decode kernel, most parts that a request's keys are cut into); `element_size` of the cache.
+    Does not depend on lengths, so it may go into a graph."""
+    group, programs = num_heads // num_kv_heads, num_reqs * num_kv_heads
+    config = pick_config(True, head_dim, group, element_size, family)
+    if programs < num_sms:
+        width = next(width for width in (64, 128, 256) if head_dim <= width)
+        few = FEW_DECODES.get((family, element_size, width), config)
+        config = replace(few, block_m=config.block_m)
+    splits = max(1, min(DECODES_PER_SM * num_sms // programs, MAX_SPLITS))
+    return config, 1 << (splits.bit_length() - 1)

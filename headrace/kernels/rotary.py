@@ -59,6 +59,13 @@ def _norm_and_rotate(
 
 
 @triton.jit
+def _to_fp8(x, factor, LARGEST: tl.constexpr, FP8: tl.constexpr):
+    """What is too large becomes the largest number; NaN stays."""
+    scaled = x.to(tl.float32) * factor
+    return tl.clamp(scaled, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(FP8)
+
+
+@triton.jit
 def _rotary_and_cache_kernel(
     out_ptr,
     q_ptr,
@@ -70,6 +77,7 @@ def _rotary_and_cache_kernel(
     slot_mapping_ptr,
     q_norm_ptr,
     k_norm_ptr,
+    kv_scale_ptr,
     eps,
     q_stride,
     k_stride,
@@ -88,6 +96,7 @@ def _rotary_and_cache_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     NORM: tl.constexpr,
+    LARGEST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program: one token, one KV head and the query heads that read it."""
@@ -158,12 +167,20 @@ def _rotary_and_cache_kernel(
         )
         cached = cache_ptr + (slot * num_kv_heads + kv_head) * HEAD_DIM
         k_mask = one_in[:, None] & half_in[None, :]
-        tl.store(cached + half[None, :], k_first.to(dtype), mask=k_mask)
-        tl.store(cached + HALF + half[None, :], k_second.to(dtype), mask=k_mask)
-        if HAS_REST:
-            tl.store(cached + rest[None, :], k_tail.to(dtype), mask=one_in[:, None] & rest_in[None, :])
+        k_first, k_second, k_tail = k_first.to(dtype), k_second.to(dtype), k_tail.to(dtype)
         column = tl.arange(0, BLOCK_D)
         value = tl.load(v_ptr + token * v_stride + kv_head * v_head_stride + column, mask=column < HEAD_DIM)
+        if LARGEST is not None:
+            FP8: tl.constexpr = cache_ptr.dtype.element_ty
+            k_factor = 1.0 / tl.load(kv_scale_ptr)
+            k_first = _to_fp8(k_first, k_factor, LARGEST, FP8)
+            k_second = _to_fp8(k_second, k_factor, LARGEST, FP8)
+            k_tail = _to_fp8(k_tail, k_factor, LARGEST, FP8)
+            value = _to_fp8(value, 1.0 / tl.load(kv_scale_ptr + 1), LARGEST, FP8)
+        tl.store(cached + half[None, :], k_first, mask=k_mask)
+        tl.store(cached + HALF + half[None, :], k_second, mask=k_mask)
+        if HAS_REST:
+            tl.store(cached + rest[None, :], k_tail, mask=one_in[:, None] & rest_in[None, :])
         tl.store(cached + value_offset + column, value, mask=column < HEAD_DIM)
 
 
@@ -178,6 +195,7 @@ def rotary_and_cache(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    kv_scale: Tensor | None = None,
 ) -> Tensor:
     """Rotate q [T, Hq, D] and k [T, Hkv, D], write k and v into the cache, return the rotated q.
 
@@ -185,7 +203,8 @@ def rotary_and_cache(
     first. cos_sin [max_pos, rotary_dim] fp32 is cos | sin, each rotary_dim // 2 wide; dimension i turns with
     i + rotary_dim // 2 (half-split), and what lies beyond rotary_dim stays. kv_cache is contiguous
     [2, num_blocks, block_size, Hkv, D]; tokens whose slot_mapping [T] int64 is negative are not written.
-    positions [T] int64.
+    positions [T] int64. A cache of one byte an element (fp8) gets K / kv_scale[0] and V / kv_scale[1], fp32 [2] on the
+    device, held to the largest number it knows.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
@@ -195,14 +214,26 @@ def rotary_and_cache(
     half = cos_sin.shape[1] // 2
     group = num_heads // num_kv_heads
     _rotary_and_cache_kernel[(num_tokens, num_kv_heads)](
-        out, q, k, v, cos_sin, positions, kv_cache, slot_mapping, q_norm, k_norm,
+        out, q, k, v, cos_sin, positions, kv_cache, slot_mapping, q_norm, k_norm, kv_scale,
         eps, q.stride(0), k.stride(0), v.stride(0), q.stride(1), k.stride(1), v.stride(1), kv_cache.stride(0),
         num_heads, num_kv_heads,
         GROUP=group, BLOCK_G=next_power_of_2(group), HEAD_DIM=head_dim, BLOCK_D=next_power_of_2(head_dim), HALF=half,
         BLOCK_HALF=next_power_of_2(half), BLOCK_REST=next_power_of_2(max(1, head_dim - 2 * half)),
-        NORM=q_norm is not None, num_warps=2 if group * head_dim >= 512 else 1, **overlap(),
+        NORM=q_norm is not None, LARGEST=largest_fp8(kv_cache.dtype),
+        num_warps=2 if group * head_dim >= 512 else 1, **overlap(),
     )  # fmt: skip
     return out
+
+
+def largest_fp8(dtype: torch.dtype) -> float | None:
+    """The largest finite number of an fp8 type; None for wider types."""
+    return torch.finfo(dtype).max if dtype.itemsize == 1 else None
+
+
+def quantize_reference(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """x / scale in an fp8 type, saturating; NaN stays."""
+    largest = torch.finfo(dtype).max
+    return (x.float() * (1.0 / scale)).clamp_(-largest, largest).to(dtype)
 
 
 def step_angles(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -228,6 +259,7 @@ def rotary_and_cache_reference(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    kv_scale: Tensor | None = None,
 ) -> Tensor:
     """`positions` None: `cos_sin` is what step_angles_reference made of the table."""
     num_heads, (num_kv_heads, head_dim) = q.shape[1], k.shape[1:]
@@ -243,9 +275,13 @@ def rotary_and_cache_reference(
     if slot_mapping.numel() and int(slot_mapping.min()) < 0:
         written = (slot_mapping >= 0).nonzero().squeeze(1)
         slot_mapping, k, v = slot_mapping[written], k[written], v[written]
+    if kv_scale is not None and kv_cache.dtype.itemsize == 1:  # index_copy_ knows no fp8
+        k = quantize_reference(k, kv_scale[0], kv_cache.dtype).view(torch.uint8)
+        v = quantize_reference(v, kv_scale[1], kv_cache.dtype).view(torch.uint8)
+        kv_cache = kv_cache.view(torch.uint8)
     keys, values = kv_cache.view(2, -1, num_kv_heads, head_dim).unbind()
-    keys.index_copy_(0, slot_mapping, k)
-    values.index_copy_(0, slot_mapping, v)
+    keys.index_copy_(0, slot_mapping, k.to(kv_cache.dtype))
+    values.index_copy_(0, slot_mapping, v.to(kv_cache.dtype))
     return q
 
 

@@ -16,7 +16,7 @@ def test_both_tables_have_the_same_rows():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("element_size", [2, 4])
+@pytest.mark.parametrize("element_size", [1, 2, 4])
 def test_a_tile_holds_at_least_one_query_of_every_group(family, element_size):
     for head_dim, group, decode in itertools.product((8, 80, 128, 256), (1, 3, 8, 17, 71), (True, False)):
         config = pick_config(decode, head_dim, group, element_size, family)

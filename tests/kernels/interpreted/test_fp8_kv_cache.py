@@ -1,0 +1,100 @@
+"""The fp8 KV cache: what rotary_and_cache writes, and attention over it, against their references."""
+
+import random
+
+import pytest
+import torch
+from test_attention_kernel import BATCHES, make_inputs, small_plan
+
+from headrace.kernels.attention import paged_attention, paged_attention_reference
+from headrace.kernels.table import REFERENCE_KERNELS as REFERENCE
+from headrace.kernels.table import TRITON_KERNELS as TRITON
+
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz]
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}
+each_fp8 = pytest.mark.parametrize("fp8", FP8, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_inputs():
+    torch.seed()
+
+
+def fp8_inputs(kind, heads, block_size, dtype, fp8):
+    """Like make_inputs, with K and V of other sizes; and the scales."""
+    (q, cache, *rest), longest_query, longest = make_inputs(BATCHES[kind], heads, block_size, dtype)
+    scale = torch.rand(2) * 0.1 + 0.01
+    held = (cache.float() / scale.view(2, 1, 1, 1, 1)).clamp(-200, 200).to(fp8)
+    return (q, held, *rest), scale, longest_query, longest
+
+
+def attend(kind, heads, block_size, dtype, fp8, window=None, splits=1, times=1.0):
+    (q, *inputs), scale, longest_query, longest = fp8_inputs(kind, heads, block_size, dtype, fp8)
+    q = (q.float() * times).to(dtype)
+    softmax_scale = random.uniform(0.1, 1.0) / times
+    decodes = {"decode": len(BATCHES[kind]), "mixed": random.choice((0, 3))}.get(kind, 0)
+    plan = small_plan(BATCHES[kind], q, heads, decodes, splits)
+    arguments = (q, *inputs, softmax_scale, longest_query, longest, window)
+    expected = paged_attention_reference(*arguments, kv_scale=scale)
+    out = paged_attention(*arguments, torch.full_like(q, float("nan")), plan, scale)
+    error = (out.double() - expected.double()).norm() / expected.double().norm()
+    assert error <= TOLERANCE[dtype]
+
+
+@each_fp8
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("kind", BATCHES)
+def test_attention_reads_fp8(kind, dtype, fp8):
+    attend(kind, (4, 2, 16), 16, dtype, fp8, splits=random.choice((1, 4)))
+
+
+@pytest.mark.parametrize("heads", [(3, 1, 24), (2, 2, 10), (5, 1, 40)], ids=str)
+@pytest.mark.parametrize("window", [None, 7])
+def test_odd_heads_and_windows(heads, window):
+    attend(random.choice(list(BATCHES)), heads, random.choice((1, 64)), torch.bfloat16, FP8[0], window, splits=2)
+
+
+@pytest.mark.parametrize("times", [1e6, 1e-9])
+def test_queries_beyond_the_range_of_float16(times):
+    attend("mixed", (4, 2, 16), 16, torch.bfloat16, FP8[0], times=times)
+
+
+@each_fp8
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("norm", [True, False])
+def test_rotary_writes_fp8(dtype, fp8, norm):
+    dim, rotary_dim, kv_heads = 24, 16, 2
+    q, k, v = torch.randn(6, 8, dim).to(dtype).split((4, 2, 2), dim=1)
+    k[4], v[3], v[5] = float("inf"), 6e4, -6e4
+    angles, positions = torch.rand(64, rotary_dim // 2) * 6, torch.randint(0, 64, (6,))
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    start = (torch.randn(2, 4, 4, kv_heads, dim) * 9).to(fp8)
+    slots = torch.tensor([3, -1, 7, 15, -1, 2])
+    weights = [torch.rand(dim).to(dtype) + 0.5 if norm else None for _ in range(2)]
+    scale = torch.tensor([0.013, 0.4])
+    caches = [start.clone(), start.clone()]
+    outs = [
+        kernels.rotary_and_cache(q, k, v, cos_sin, positions, cache, slots, *weights, 1e-6, scale)
+        for kernels, cache in zip((TRITON, REFERENCE), caches, strict=True)
+    ]
+    torch.testing.assert_close(*outs, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True)
+    ours, theirs = (cache.float() for cache in caches)
+    assert (ours != theirs).float().mean() < 0.02  # a rounding tipped by the last bit of the rotated value
+    torch.testing.assert_close(ours, theirs, rtol=0.3, atol=0.01)
+    written = ours.view(2, 16, kv_heads, dim)[:, slots[slots >= 0]]
+    assert written.isfinite().all()
+    assert written.abs().max() == torch.finfo(fp8).max or fp8 == torch.float8_e5m2
+    kept = [slot for slot in range(16) if slot not in slots]
+    flat = (cache.view(torch.uint8).view(2, 16, -1)[:, kept] for cache in (caches[0], start))
+    assert torch.equal(*flat)
+
+
+@each_fp8
+def test_nan_stays_nan(fp8):
+    k, v = torch.full((2, 1, 8), float("nan")), torch.full((2, 1, 8), float("nan"))
+    table = torch.cat((torch.ones(4, 4), torch.zeros(4, 4)), dim=-1)
+    for kernels in (TRITON, REFERENCE):
+        cache = torch.zeros(2, 1, 2, 1, 8).to(fp8)
+        slots = torch.arange(2)
+        kernels.rotary_and_cache(k, k, v, table, slots, cache, slots, None, None, 1e-6, torch.ones(2))
+        assert cache.float().isnan().all()
