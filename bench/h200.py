@@ -55,6 +55,10 @@ def grouped(parts: list[str]) -> list[list[str]]:
     return list(groups.values())
 
 
+def own_command() -> str:
+    return shlex.join(["python", "bench/h200.py", *sys.argv[1:]])
+
+
 class Run:
     """One process's results, printed and written as they come."""
 
@@ -63,7 +67,7 @@ class Run:
         self.results: list[Result] = []
         self.head: Record = {
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S"),
-            "command": shlex.join(["python", *sys.argv]),
+            "command": own_command(),
             "parts": [],
             "seconds": {},
         }
@@ -160,7 +164,8 @@ def run_groups(groups: list[list[str]], own: list[str]) -> Record:
                 failed.append(",".join(group))
         if failed:
             print(f"parts that failed: {' '.join(failed)}", file=sys.stderr)
-        return {**merge(read_runs(Path(folder))), "failed": failed}
+        runs = read_runs(Path(folder))
+    return {**merge([run | {"command": own_command()} for run in runs]), "failed": failed}
 
 
 def parser() -> argparse.ArgumentParser:

@@ -20,15 +20,15 @@ def mean_distinct_experts(bench: Bench, batches: dict[int, list[list[int]]], out
     worker = core._executor._worker
     runner = worker.runner
     counted: list[float] = []
-    steps = 0
+    size = steps = 0
     execute = runner.execute
 
     def counting(step: Any) -> Any:
         nonlocal steps
         pending = execute(step)
-        if step.rows and step.num_tokens == len(step.rows):
+        if len(step.rows) == step.num_tokens == size:  # a decode step of the whole batch
             steps += 1
-            if steps % EVERY == 0:
+            if steps % EVERY == 1:
                 found = distinct_experts(runner.model)
                 counted.append(sum(found) / len(found))
         return pending
@@ -39,7 +39,7 @@ def mean_distinct_experts(bench: Bench, batches: dict[int, list[list[int]]], out
     try:
         means = {}
         for batch, prompts in batches.items():
-            counted, steps = [], 0
+            counted, size, steps = [], len(prompts), 0
             bench.run(prompts, output_len)
             means[batch] = sum(counted) / max(1, len(counted))
         return means

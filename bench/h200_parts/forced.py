@@ -68,7 +68,8 @@ def stepped_core(config: EngineConfig, folder: Path) -> Iterator[EngineCore]:
 
 @contextlib.contextmanager
 def reference_path() -> Iterator[None]:
-    """Cores made here take no fast path; give them enforce_eager too."""
+    """Cores made here use the kernels' torch references and the library's matmul; graphs and attention are for their
+    config to say (enforce_eager, TORCH_SDPA)."""
     kernels = {"return_value": REFERENCE_KERNELS}
     with (
         patch("headrace.runner.worker.select_kernels", **kernels),

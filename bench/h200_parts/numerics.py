@@ -121,7 +121,7 @@ def check_model(
 
     chunked = base.replace(max_num_batched_tokens=1024)  # prompts are split, and share steps with decodes
     with reference_path():
-        reference = sequences(chunked.replace(enforce_eager=True))
+        reference = sequences(chunked.replace(enforce_eager=True, attention_backend="TORCH_SDPA"))
     fast = compare(sequences(chunked, reference), reference)
     notes = [
         f"{fast.positions} positions, largest difference {fast.largest:.3g}, perplexity {fast.perplexity_change:+.2%}"

@@ -29,7 +29,7 @@ def full_table(rows: list[Record]) -> str:
     lines = [HEADER]
     for row in in_order(rows):
         spec = SPECS.get(row["name"])
-        title = f"{spec.line.split(':')[0]}: {spec.label}" if spec else row["name"]
+        title = f"{spec.line.split(' at batch 1 /')[0].split(':')[0]}, {spec.label}" if spec else row["name"]
         share = "-" if row["share_of_bound"] is None else f"{row['share_of_bound']:.0%}"
         cells = [title, row["unit"], *(number(row[key], row["unit"]) for key in ("vllm", "target", "value", "bound"))]
         lines.append("| " + " | ".join([*cells, share, verdict(row)]) + " |")

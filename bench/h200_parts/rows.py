@@ -100,7 +100,7 @@ def _other_rows() -> list[RowSpec]:
         RowSpec(
             "served/at-once",
             "serve",
-            "served, 1000 prompts 128/512 at once (to reach: 97% of the offline figure)",
+            "served, 1000 prompts 128/512 at once (97% of the offline figure)",
             "output",
             "output tok/s",
             15785,

@@ -40,21 +40,22 @@ def intervals_of(trace: dict[str, Any], categories: Iterable[str] = DEVICE_CATEG
     )
 
 
-def step_window(intervals: Sequence[Interval], num_steps: int, skip: int) -> tuple[float, float, int]:
-    """(start, end, steps): from the end of step `skip` to the end of the last of `num_steps`.
+def step_window(intervals: Sequence[Interval], output_len: int, steps: int) -> tuple[float, float]:
+    """(start, end) of `steps` decode steps of a whole batch that made `output_len` tokens a request.
 
-    A step's end is that of a kernel that runs once in each: the last to begin among those that ran `num_steps` times.
-    Raises ValueError where no kernel does.
+    Steps are told apart by a kernel that ran about once in each: the last to begin among those. Its first runs are of
+    the prefill's steps, its last ones of a batch that has begun to shrink. Raises ValueError where no kernel is such.
     """
     counts = Counter(interval.name for interval in intervals)
-    last: dict[str, list[Interval]] = {}
-    for interval in intervals:
-        if counts[interval.name] == num_steps:
-            last.setdefault(interval.name, []).append(interval)
-    if not last or num_steps <= skip:
-        raise ValueError(f"no kernel ran once in each of {num_steps} steps: the trace is of something else")
-    marks = max(last.values(), key=lambda ran: ran[-1].start)
-    return marks[skip - 1].end, marks[-1].end, num_steps - skip
+    once = {name for name, count in counts.items() if 0.8 * output_len <= count <= 1.6 * output_len}
+    last = max((one for one in intervals if one.name in once), default=None)
+    if last is None:
+        raise ValueError(f"no kernel ran once in each of some {output_len} steps: the trace is of something else")
+    marks = [one.end for one in intervals if one.name == last.name]
+    final = min(len(marks), output_len) - 3
+    if final < steps:
+        raise ValueError(f"the trace holds {len(marks)} steps, {steps} are wanted between its first and last")
+    return marks[final - steps], marks[final]
 
 
 def within(intervals: Sequence[Interval], start: float, end: float) -> list[Interval]:

@@ -77,9 +77,7 @@ def test_tables() -> None:
     results = [Result(f"decode/bf16/{batch}", value) for batch, value in ((1, 3.9), (8, 4.5), (32, 4.5), (128, 6.1))]
     rows = records([*results, Result("something/else", 1.5), Result("decode/moe/8", 7.0, bound=6.0, valid=False)])
     full = full_table(rows).splitlines()
-    assert full[2] == (
-        "| Llama-3.1-8B bf16, decode step at batch 1 / 8 / 32 / 128: batch 1 | ms | 4.97 | 3.95 | 3.90 | - | - | yes |"
-    )
+    assert full[2] == ("| Llama-3.1-8B bf16, decode step, batch 1 | ms | 4.97 | 3.95 | 3.90 | - | - | yes |")
     assert full[-2].endswith("| 9.33 | 7.50 | 7.00 | 6.00 | 86% | invalid |")
     assert full[-1] == "| something/else |  | - | - | 1.50 | - | - | - |"
     short = short_table(rows).splitlines()

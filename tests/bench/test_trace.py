@@ -27,16 +27,17 @@ def test_a_trace_counts_what_ran_on_the_device() -> None:
     assert intervals_of({"traceEvents": events}) == [Interval(10, 12, "copy"), Interval(20, 25, "late")]
 
 
-def test_the_window_runs_from_step_to_step() -> None:
+def test_the_window_is_of_late_steps_before_the_last() -> None:
     ran = []
-    for step in range(10):
+    for step in range(12):  # two of them read prompts: 10 tokens each were asked for
         begin = 100.0 * step
-        ran += [Interval(begin, begin + 40, "matmul"), Interval(begin + 40, begin + 80, "matmul")]
-        ran.append(Interval(begin + 80, begin + 90, "pick"))
-    start, end, steps = step_window(sorted(ran), num_steps=10, skip=2)
-    assert (start, end, steps) == (190.0, 990.0, 8)
-    with pytest.raises(ValueError, match="once in each of 9 steps"):
-        step_window(sorted(ran), num_steps=9, skip=2)
+        ran += [Interval(begin + 10 * layer, begin + 10 * layer + 9, "matmul") for layer in range(4)]
+        ran += [Interval(begin + 50, begin + 55, "early"), Interval(begin + 80, begin + 90, "pick")]
+    assert step_window(sorted(ran), output_len=10, steps=5) == (290.0, 790.0)
+    with pytest.raises(ValueError, match="12 steps, 9 are wanted"):
+        step_window(sorted(ran), output_len=10, steps=9)
+    with pytest.raises(ValueError, match="no kernel ran once in each of some 100"):
+        step_window(sorted(ran), output_len=100, steps=5)
 
 
 def test_lines_are_per_step_and_largest_first() -> None:
