@@ -39,6 +39,7 @@ class TritonAttention:
                 q.element_size(),
                 DEVICE_FAMILY,
                 multiprocessor_count(q.device),
+                spec.batch_invariant,
             )
         return paged_attention(
             q,

@@ -382,7 +382,7 @@ def _run(
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_SIZE=kv_cache.shape[2], DECODE=decode,
         WINDOWED=window is not None, QUANTIZED=quantized,
         PTX=_has_fp8_conversion(),
-        num_warps=config.num_warps, num_stages=config.num_stages, **overlap(),
+        num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=config.fp_fusion, **overlap(),
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[((num_tokens - first_req) * num_heads,)](

@@ -17,6 +17,9 @@ class AttentionConfig:
     block_n: int
     num_warps: int
     num_stages: int
+    fp_fusion: bool = True
+    """A product and a sum may become one instruction, which rounds once: faster, but where that happens may differ from
+    loop to loop"""
 
 
 DECODE: dict[tuple[str, int, int], AttentionConfig] = {
@@ -117,9 +120,17 @@ def plan_attention(
     element_size: int,
     family: str,
     num_sms: int,
+    batch_invariant: bool = False,
 ) -> AttentionPlan:
-    """Integers in, launches out. `max_seq_len` is a bound: max_model_len where the launch goes into a graph."""
+    """Integers in, launches out. `max_seq_len` is a bound: max_model_len where the launch goes into a graph.
+
+    `batch_invariant`: decodes run as prompts of one token, and keys are not split. So the keys of a query are added up
+    in tiles that begin at multiples of block_n, in order, whatever else runs and wherever its prompt was cut.
+    """
     group = num_heads // num_kv_heads
+    if batch_invariant:
+        config = replace(pick_config(False, head_dim, group, element_size, family), fp_fusion=False)
+        return AttentionPlan(0, config, 1, config, 1, num_tokens // (config.block_m // group) + num_reqs)
     decode = pick_config(True, head_dim, group, element_size, family)
     prefill = pick_config(False, head_dim, group, element_size, family)
     decode_splits = prefill_splits = 1

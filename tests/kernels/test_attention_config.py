@@ -60,3 +60,15 @@ def test_a_decode_batch_plans_no_prefill():
     plan = plan_attention(7, 7, 7, 8192, 32, 8, 128, 2, "cuda", 132)
     assert plan.prefill_tiles == 0
     assert plan.num_decodes == 7
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("group", [1, 4, 71])
+def test_batch_invariant_launches_differ_in_nothing_but_their_number(family, group):
+    plans = {
+        plan_attention(reqs, tokens, decodes, longest, 2 * group, 2, 128, 2, family, 132, True)
+        for reqs, tokens, decodes, longest in ((1, 1, 1, 5), (64, 64, 64, 9000), (1, 500, 0, 500), (9, 300, 4, 1 << 17))
+    }
+    assert {(p.num_decodes, p.decode_splits, p.prefill_splits) for p in plans} == {(0, 1, 1)}
+    (config,) = {p.prefill for p in plans}
+    assert not config.fp_fusion

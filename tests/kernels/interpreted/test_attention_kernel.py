@@ -10,6 +10,7 @@ import torch
 from headrace.attention import triton_attn
 from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.table import AttentionSpec
+from headrace.kernels import attention_config
 from headrace.kernels.attention import paged_attention, paged_attention_reference
 from headrace.kernels.attention_config import AttentionConfig, plan_attention
 
@@ -118,3 +119,36 @@ def test_backend_plans_once_a_step_for_each_shape_of_layer(monkeypatch):
         reference = paged_attention_reference(*inputs, 0.5, longest_query, longest, spec.sliding_window)
         torch.testing.assert_close(out, reference)
     assert len(metadata.plan) == 2
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_batch_invariant_plan_gives_a_query_the_same_bits_in_any_chunk(window, monkeypatch):
+    """One sequence's last 40 queries: one at a time, in chunks, beside another request, all at once."""
+    monkeypatch.setattr(attention_config, "PREFILL", {("cuda", 4, width): SMALL for width in (64, 128, 256)})
+    heads, block_size, length, known = (4, 2, 8), 16, 40, 55
+    (q, cache, table, rows, _, _), *_ = make_inputs([(length, known), (9, 9)], heads, block_size, torch.float32)
+    q, cache = exact(q), exact(cache)
+
+    def attend(first, last, with_other):
+        counts, lengths = [last - first], [known - length + last]
+        queries = q[first:last]
+        if with_other:
+            counts, lengths, queries = [*counts, 9], [*lengths, 9], torch.cat((queries, q[length:]))
+        starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+        lengths = torch.tensor(lengths, dtype=torch.int32)
+        plan = plan_attention.__wrapped__(
+            len(counts), len(queries), sum(count == 1 for count in counts), 64, *heads, 4, "cuda", 132, True
+        )
+        out = torch.full_like(queries, float("nan"))
+        paged_attention(queries, cache, table, rows[: len(counts)], starts, lengths, 0.5, 9, 64, window, out, plan)
+        return out[: last - first]
+
+    whole = attend(0, length, False)
+    for size in (1, 7, 23):
+        chunks = [attend(first, min(first + size, length), first % 2 == 0) for first in range(0, length, size)]
+        assert torch.equal(torch.cat(chunks), whole)
+
+
+def exact(x):
+    """Numbers of few bits: products sum exactly, so that what differs is the kernel's order alone, not numpy's."""
+    return (x * 8).round() / 8
