@@ -29,3 +29,24 @@ class Backend(Protocol):
         """Attention of q # [T, Hq, D] over kv_cache # [2, num_blocks, block_size, Hkv, D], the step's own k and v
         already in it; returns # [T, Hq, D] contiguous: `out` if given. Tokens of requests with seq_len 0 get zeros."""
         ...
+
+
+class FusedDecode(Protocol):
+    """What a backend may offer beside: steps of one token a request in one launch."""
+
+    def decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos_sin: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        """q # [R, Hq, D], k and v # [R, Hkv, D] as projected: norms and rotates them, writes k and v to the cache, and
+        attends; -> # [R, Hq, D] contiguous."""
+        ...

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.table import AttentionSpec
 from headrace.kernels._triton import DEVICE_FAMILY
 from headrace.kernels.attention import multiprocessor_count, paged_attention
-from headrace.kernels.attention_config import plan_attention
+from headrace.kernels.attention_config import plan_attention, plan_decode
+from headrace.kernels.decode import decode_attention
 
 
 class TritonAttention:
@@ -54,4 +56,50 @@ class TritonAttention:
             spec.sliding_window,
             out,
             plan,
+        )
+
+    def decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos_sin: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        planned = metadata.plan.get(("decode", spec))
+        if planned is None:
+            config, splits = plan_decode(
+                metadata.num_reqs,
+                spec.num_heads,
+                spec.num_kv_heads,
+                spec.head_dim,
+                kv_cache.element_size(),
+                DEVICE_FAMILY,
+                multiprocessor_count(q.device),
+            )
+            tickets = torch.zeros(metadata.num_reqs * spec.num_kv_heads, dtype=torch.int32, device=q.device)
+            planned = metadata.plan["decode", spec] = (tickets, config, splits)
+        tickets, config, splits = planned
+        return decode_attention(
+            q,
+            k,
+            v,
+            cos_sin,
+            kv_cache,
+            metadata.block_table,
+            metadata.rows,
+            metadata.seq_lens,
+            tickets,
+            spec.scale,
+            config,
+            splits,
+            spec.sliding_window,
+            q_norm,
+            k_norm,
+            eps,
         )

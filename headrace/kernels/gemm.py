@@ -1,8 +1,8 @@
 """Linear layers over few tokens: x @ weight.T where reading the weight is all that costs, in 16-bit or fp8.
 
-Weights are constants, so a program asks for the first of its weights before it waits for the kernel in front of it
-(programmatic dependent launch): memory stays busy across kernel boundaries. Knows nothing of layers; which sizes are
-served here and which by the vendor's library is said in gemm_config.py.
+Weights are constants, so a program for one token asks for its first weights before it waits for the kernel in front
+of it (programmatic dependent launch), and memory stays busy across kernel boundaries. Knows nothing of layers; which
+sizes are served here and which by the vendor's library is said in gemm_config.py.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,34 +16,18 @@ from torch import Tensor
 from headrace.kernels._triton import overlap, tl, triton, wait_for_inputs
 from headrace.kernels.gemm_config import GemmConfig
 
-PREFETCH_CHUNK = 256
-"""Bytes one lane asks for at a time."""
+
+@triton.jit
+def _gated_row(row, half, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of the weight behind a tile: consecutive ones, or as many of the gate as of the part that it multiplies."""
+    if GATED:
+        return tl.where(row % BLOCK < BLOCK // 2, 0, half - BLOCK // 2) + row // BLOCK * (BLOCK // 2) + row % BLOCK
+    return row
 
 
 @triton.jit
-def _prefetch_rows(
-    weight_ptr,
-    first_row,
-    num_rows,
-    first_column,
-    K,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Ask for weight[first_row : + ROWS, first_column : + COLUMNS] to come to the L2 cache; CHUNK elements a lane."""
-    chunks: tl.constexpr = COLUMNS // CHUNK
-    lane = tl.arange(0, ROWS * chunks)
-    row = tl.minimum(first_row + lane // chunks, num_rows - 1).to(tl.int64)
-    address = (weight_ptr + row * K + first_column + lane % chunks * CHUNK).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "{ cp.async.bulk.prefetch.L2.global [$1], 256; mov.u32 $0, 0; }",
-        "=r,l",
-        [address],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+def _silu(x):
+    return x / (1.0 + tl.exp(-x))
 
 
 @triton.jit
@@ -54,32 +38,31 @@ def _skinny_kernel(
     bias_ptr,
     x_scale_ptr,
     weight_scale_ptr,
+    residual_ptr,
     num_tokens,
     N,
     K,
+    eps,
     x_stride,
-    out_stride,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
     EVEN_K: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    CHUNK: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program: BLOCK_N outputs of up to BLOCK_M tokens. SWAP makes the weight the left operand, whose side of the
-    matrix units is the wide one."""
-    block = tl.program_id(0)
-    if PREFETCH and OVERLAP:
-        _prefetch_rows(weight_ptr, block * BLOCK_N, N, 0, K, BLOCK_N, PREFETCH, CHUNK)
+    """One program: BLOCK_N rows of the weight against up to BLOCK_M tokens. SWAP makes the weight the left operand,
+    whose side of the matrix units is the wide one."""
     wait_for_inputs(OVERLAP)
-    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    weight_row = _gated_row(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N // 2, GATED, BLOCK_N)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_in = row < num_tokens
     k = tl.arange(0, BLOCK_K)
-    weight_ptrs = weight_ptr + tl.minimum(column, N - 1).to(tl.int64)[:, None] * K + k[None, :]
+    weight_ptrs = weight_ptr + tl.minimum(weight_row, N - 1).to(tl.int64)[:, None] * K + k[None, :]
     x_ptrs = x_ptr + row[:, None] * x_stride + k[None, :]
+    squares = tl.zeros([BLOCK_M], tl.float32)
     if SWAP:
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     else:
@@ -92,20 +75,39 @@ def _skinny_kernel(
             inside = (start + k < K)[None, :]
             weight = tl.load(weight_ptrs + start, mask=inside, other=0.0)
             x = tl.load(x_ptrs + start, mask=row_in[:, None] & inside, other=0.0)
+        weight = weight.to(x.dtype)
+        if NORM:
+            wide = x.to(tl.float32)
+            squares += tl.sum(wide * wide, axis=1)
         if SWAP:
             acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
         else:
             acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
     if SWAP:
         acc = tl.trans(acc)
-    column_in = column < N
+    if NORM:
+        acc *= tl.rsqrt(squares / K + eps)[:, None]
+    weight_row_in = weight_row < N
     if weight_scale_ptr is not None:
-        acc *= tl.load(weight_scale_ptr + column, mask=column_in, other=0.0)[None, :]
+        acc *= tl.load(weight_scale_ptr + weight_row, mask=weight_row_in, other=0.0)[None, :]
+    if x_scale_ptr is not None:
         acc *= tl.load(x_scale_ptr + row, mask=row_in, other=0.0)[:, None]
     if bias_ptr is not None:
-        acc += tl.load(bias_ptr + column, mask=column_in, other=0.0).to(tl.float32)[None, :]
-    out_ptrs = out_ptr + row[:, None] * out_stride + column[None, :]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=row_in[:, None] & column_in[None, :])
+        acc += tl.load(bias_ptr + weight_row, mask=weight_row_in, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, BLOCK_N // 2]), [0, 2, 1]))
+        out = _silu(gate) * up
+        column = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        width = N // 2
+    else:
+        out = acc
+        column = weight_row
+        width = N
+    offset = row[:, None] * width + column[None, :]
+    stored = row_in[:, None] & (column < width)[None, :]
+    if residual_ptr is not None:
+        out += tl.load(residual_ptr + offset, mask=stored, other=0.0).to(tl.float32)
+    tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=stored)
 
 
 @triton.jit
@@ -116,25 +118,25 @@ def _gemv_kernel(
     bias_ptr,
     x_scale_ptr,
     weight_scale_ptr,
+    residual_ptr,
     N,
     K,
+    eps,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    CHUNK: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program: BLOCK_N outputs of one token, by multiply and add."""
-    block = tl.program_id(0)
-    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    """One program: BLOCK_N rows of the weight against one token, by multiply and add."""
+    weight_row = _gated_row(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N // 2, GATED, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    weight_ptrs = weight_ptr + tl.minimum(column, N - 1).to(tl.int64)[:, None] * K + k[None, :]
+    weight_ptrs = weight_ptr + tl.minimum(weight_row, N - 1).to(tl.int64)[:, None] * K + k[None, :]
     weight = tl.load(weight_ptrs, mask=(k < K)[None, :], other=0.0)
-    if PREFETCH and OVERLAP:
-        _prefetch_rows(weight_ptr, block * BLOCK_N, N, BLOCK_K, K, BLOCK_N, PREFETCH, CHUNK)
     wait_for_inputs(OVERLAP)
     x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+    squares = x * x
     acc = weight.to(tl.float32) * x[None, :]
     for start in range(BLOCK_K, K, BLOCK_K):
         if EVEN_K:
@@ -144,14 +146,31 @@ def _gemv_kernel(
             inside = start + k < K
             weight = tl.load(weight_ptrs + start, mask=inside[None, :], other=0.0)
             x = tl.load(x_ptr + start + k, mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            squares += x * x
         acc += weight.to(tl.float32) * x[None, :]
     total = tl.sum(acc, axis=1)
-    column_in = column < N
+    if NORM:
+        total *= tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+    weight_row_in = weight_row < N
     if weight_scale_ptr is not None:
-        total *= tl.load(weight_scale_ptr + column, mask=column_in, other=0.0) * tl.load(x_scale_ptr)
+        total *= tl.load(weight_scale_ptr + weight_row, mask=weight_row_in, other=0.0)
+    if x_scale_ptr is not None:
+        total *= tl.load(x_scale_ptr)
     if bias_ptr is not None:
-        total += tl.load(bias_ptr + column, mask=column_in, other=0.0).to(tl.float32)
-    tl.store(out_ptr + column, total.to(out_ptr.dtype.element_ty), mask=column_in)
+        total += tl.load(bias_ptr + weight_row, mask=weight_row_in, other=0.0).to(tl.float32)
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(total, [2, BLOCK_N // 2]), [1, 0]))
+        out = _silu(gate) * up
+        column = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        stored = column < N // 2
+    else:
+        out = total
+        column = weight_row
+        stored = weight_row_in
+    if residual_ptr is not None:
+        out += tl.load(residual_ptr + column, mask=stored, other=0.0).to(tl.float32)
+    tl.store(out_ptr + column, out.to(out_ptr.dtype.element_ty), mask=stored)
 
 
 def skinny_linear(
@@ -162,31 +181,39 @@ def skinny_linear(
     x_scale: Tensor | None = None,
     weight_scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    *,
+    norm_eps: float | None = None,
+    gated: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """x [T, K] @ weight [N, K].T + bias [N] -> [T, N] in `dtype` (default x's), sums in fp32.
 
-    Both 16-bit (or fp32), or both fp8 with x_scale [T, 1] and weight_scale [N] fp32, by which the sums are multiplied.
-    The weight is contiguous, x's rows are.
+    The weight may be fp8, with weight_scale [N] fp32, and x too, with x_scale [T, 1]; the sums are multiplied by the
+    scales. The weight is contiguous, x's rows are. `norm_eps`: x is divided by its rows' root mean square first (an RMS
+    norm whose own weight is part of `weight`). `gated`: silu of the first half of the outputs times the second half
+    -> [T, N / 2]. `residual` [T, N], contiguous: the result is added to it, in place.
     """
     num_tokens, k = x.shape
     n = weight.shape[0]
-    out = torch.empty((num_tokens, n), dtype=dtype or x.dtype, device=x.device)
+    if residual is None:
+        width = n // 2 if gated else n
+        out = torch.empty((num_tokens, width), dtype=dtype or x.dtype, device=x.device)
+    else:
+        out = residual
     if not num_tokens:
         return out
-    chunk = PREFETCH_CHUNK // weight.element_size()
-    prefetch = config.prefetch if config.prefetch <= k else 0
+    tensors = (out, x, weight, bias, x_scale, weight_scale, residual)
+    options = {"EVEN_K": k % config.block_k == 0, "NORM": norm_eps is not None, "GATED": gated, **overlap()}
     if config.block_m == 1:
-        _gemv_kernel[(-(-n // config.block_n),)](
-            out, x, weight, bias, x_scale, weight_scale, n, k,
-            BLOCK_N=config.block_n, BLOCK_K=config.block_k, EVEN_K=k % config.block_k == 0, PREFETCH=prefetch,
-            CHUNK=chunk, num_warps=config.num_warps, **overlap(),
-        )  # fmt: skip
+        rows = max(2, config.block_n) if gated else config.block_n
+        _gemv_kernel[(-(-n // rows),)](
+            *tensors, n, k, norm_eps or 0.0, BLOCK_N=rows, BLOCK_K=config.block_k, num_warps=config.num_warps, **options
+        )
         return out
     _skinny_kernel[(-(-n // config.block_n), -(-num_tokens // config.block_m))](
-        out, x, weight, bias, x_scale, weight_scale, num_tokens, n, k, x.stride(0), n,
+        *tensors, num_tokens, n, k, norm_eps or 0.0, x.stride(0),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SWAP=config.swap,
-        EVEN_K=k % config.block_k == 0, PREFETCH=prefetch, CHUNK=chunk,
-        num_warps=config.num_warps, num_stages=config.num_stages, **overlap(),
+        num_warps=config.num_warps, num_stages=config.num_stages, **options,
     )  # fmt: skip
     return out
 
@@ -199,11 +226,19 @@ def skinny_linear_reference(
     x_scale: Tensor | None = None,
     weight_scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    *,
+    norm_eps: float | None = None,
+    gated: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    out = F.linear(x.float(), weight.float())
-    if x_scale is not None and weight_scale is not None:
-        out = out * x_scale * weight_scale
-    return (out if bias is None else out + bias.float()).to(dtype or x.dtype)
-
-
-__all__ = ["skinny_linear", "skinny_linear_reference"]
+    wide = x.float()
+    if norm_eps is not None:
+        wide = wide * (wide.square().mean(-1, keepdim=True) + norm_eps).rsqrt()
+    out = F.linear(wide, weight.float())
+    for scale in (x_scale, weight_scale):
+        out = out if scale is None else out * scale
+    out = out if bias is None else out + bias.float()
+    if gated:
+        gate, up = out.chunk(2, dim=-1)
+        out = F.silu(gate) * up
+    return out.to(dtype or x.dtype) if residual is None else residual.copy_(residual.float() + out)

@@ -20,8 +20,6 @@ class GemmConfig:
     num_stages: int = 1
     swap: bool = False
     """the weight is the left operand of the product"""
-    prefetch: int = 0
-    """columns of the weight asked for before the kernel in front has ended"""
 
 
 BUCKETS = (1, 16, 32, 64)

@@ -43,12 +43,17 @@ class Attention(Layer):
         self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         self.rotary_and_cache = context.kernels.rotary_and_cache
         self.attend = context.backend.forward
+        self.decode = None if spec.batch_invariant else getattr(context.backend, "decode", None)
+        """attention/backend.FusedDecode, where the backend has it; it sums in another order than prompts do"""
 
     def forward(self, x: Tensor, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor:
         """x [num_tokens, hidden_size] -> the same; this step's keys and values go into `kv_cache`."""
         qkv = self.qkv_proj(x).view(x.shape[0], -1, self.spec.head_dim)
         q, k, v = qkv.split(self.heads, dim=1)
         norms = (self.q_norm.weight, self.k_norm.weight) if self.qk_norm else (None, None)
+        if metadata.max_query_len == 1 and self.decode is not None and metadata.cut is None:
+            attended = self.decode(q, k, v, angles[0], kv_cache, metadata, self.spec, *norms, self.eps)
+            return self.o_proj(attended.view(x.shape[0], -1))
         q = self.rotary_and_cache(q, k, v, *angles, kv_cache, metadata.slot_mapping, *norms, self.eps)
         if metadata.cut is None:
             attended = self.attend(q, kv_cache, metadata, self.spec)

@@ -7,8 +7,9 @@ import sys
 
 import torch
 
-from headrace.kernels import activation, attention, batch, filter, norm, rotary, sampling
-from headrace.kernels.attention_config import plan_attention
+from headrace.kernels import activation, attention, batch, decode, filter, gemm, norm, rotary, sampling
+from headrace.kernels.attention_config import plan_attention, plan_decode
+from headrace.kernels.gemm_config import CANDIDATES
 from tests.kernels.offline_target import TARGETS, compiled, spills, use_target
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -37,6 +38,27 @@ def compile_attention(family):
             report(f"attention {kind} {dtype} head_dim {head_dim} group {group}", attention._attention_kernel, known)
 
 
+def compile_decode(family):
+    """Launches of the fused decode kernel for few and for many requests."""
+    known, numbers = set(), torch.zeros(64, dtype=torch.int32)
+    for dtype, head_dim, requests in itertools.product(DTYPES, (64, 128, 256), (1, 64)):
+        q, k, v = torch.zeros(requests, 12, head_dim, dtype=dtype).split((8, 2, 2), dim=1)
+        cache, angles = torch.zeros(2, 4, 16, 2, head_dim, dtype=dtype), torch.zeros(8, head_dim)
+        config, splits = plan_decode(requests, 8, 2, head_dim, 2, family, 132)
+        table = numbers.view(4, 16)
+        decode.decode_attention(q, k, v, angles, cache, table, numbers, numbers, numbers, 1.0, config, splits)
+        report(f"decode {dtype} head_dim {head_dim} requests {requests}", decode._decode_kernel, known)
+
+
+def compile_linears(family):
+    known = set()
+    for (kind, itemsize, bucket), configs in CANDIDATES.items():
+        for config in configs:
+            if kind == family and itemsize == 2:
+                gemm.skinny_linear(torch.zeros(bucket, 4096).bfloat16(), torch.zeros(64, 4096).bfloat16(), None, config)
+                report(f"linear {config}", gemm._gemv_kernel if bucket == 1 else gemm._skinny_kernel, known)
+
+
 def compile_rest():
     numbers, wide = torch.zeros(16, dtype=torch.int32), torch.zeros(16, dtype=torch.int64)
     x = torch.zeros(16, 4096, dtype=torch.bfloat16)
@@ -63,4 +85,6 @@ def compile_rest():
 if __name__ == "__main__":
     use_target(sys.argv[1])
     compile_attention(TARGETS[sys.argv[1]][0].backend)
+    compile_decode(TARGETS[sys.argv[1]][0].backend)
+    compile_linears(TARGETS[sys.argv[1]][0].backend)
     compile_rest()

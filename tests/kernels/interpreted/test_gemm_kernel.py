@@ -12,7 +12,7 @@ CONFIGS = [
     GemmConfig(1, 4, 32, 4),
     GemmConfig(16, 16, 32, 4, 3),
     GemmConfig(16, 64, 16, 4, 3, swap=True),
-    GemmConfig(32, 32, 64, 4, 2, prefetch=64),
+    GemmConfig(32, 32, 64, 4, 2),
 ]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
@@ -50,6 +50,23 @@ def test_scales_multiply_the_sums(config):
     scales = (torch.rand(tokens, 1) + 0.5, torch.rand(19) + 0.5)
     out = skinny_linear(x, weight, None, config, *scales, torch.float32)
     assert error(out, (x.float() @ weight.float().T) * scales[0] * scales[1]) <= 1e-6
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_norm_gate_and_residual_in_the_same_pass(config, dtype):
+    for tokens, half, inputs in ((1, 24, 64), (5, 37, 80)):
+        if config.block_m == 1 and tokens > 1:
+            continue
+        x, weight, bias = (torch.randn(*size).to(dtype) for size in ((tokens, inputs), (2 * half, inputs), (2 * half,)))
+        normed = {"norm_eps": 1e-3}
+        out = skinny_linear(x, weight, bias, config, **normed, gated=True)
+        assert error(out, skinny_linear_reference(x.float(), weight, bias, **normed, gated=True)) <= TOLERANCE[dtype]
+        residual = torch.randn(tokens, 2 * half).to(dtype)
+        expected = skinny_linear_reference(x.float(), weight, bias, **normed) + residual.float()
+        summed = skinny_linear(x, weight, bias, config, **normed, residual=residual)
+        assert summed.data_ptr() == residual.data_ptr()
+        assert error(summed, expected) <= TOLERANCE[dtype]
 
 
 def test_a_configuration_fits_its_bucket():

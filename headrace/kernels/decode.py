@@ -1,0 +1,324 @@
+"""One launch for a decode token's attention: QK norm, rotary embedding, the write of its k and v, and attention over
+what the cache holds, whose parts the last program of a token and KV head puts together.
+
+What earlier steps wrote is known before the kernel in front has ended; only q, k and v are waited for. Knows layouts
+and lengths, nothing of requests.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Triton functions are typed by what they are launched with.
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_for_inputs
+from headrace.kernels.attention import (
+    LOG2_E,
+    _as_float16,
+    _attend,
+    _has_fp8_conversion,
+    paged_attention_reference,
+)
+from headrace.kernels.attention_config import AttentionConfig
+from headrace.kernels.rotary import rotary_and_cache_reference
+
+TILES_PER_PART = 2
+"""Fewest tiles of keys worth a part of their own."""
+
+
+@triton.jit
+def _rotated(
+    ptrs, partner_ptrs, weight_ptr, column, partner, inside, cos, sin, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr
+):
+    """Heads [rows, BLOCK_D] normed and rotated, fp32, rounded where the separate kernels would."""
+    dtype = ptrs.dtype.element_ty
+    x = tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(partner_ptrs, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        in_head = column < HEAD_DIM
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
+        weight = tl.load(weight_ptr + column, mask=in_head, other=0.0).to(tl.float32)[None, :]
+        other_weight = tl.load(weight_ptr + partner, mask=in_head, other=0.0).to(tl.float32)[None, :]
+        x = ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+        other = ((other * scale).to(dtype).to(tl.float32) * other_weight).to(dtype).to(tl.float32)
+    return (x * cos + other * sin).to(dtype)
+
+
+@triton.jit
+def _stored(x, scale, cache_type: tl.constexpr, QUANTIZED: tl.constexpr, LIMIT: tl.constexpr):
+    """x as the cache keeps it."""
+    if QUANTIZED:
+        return tl.minimum(tl.maximum(x.to(tl.float32) / scale, -LIMIT), LIMIT).to(cache_type)
+    return x.to(cache_type)
+
+
+@triton.jit
+def _combined(
+    part_ptrs, lse_ptrs, lane, inside, num_parts, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """The parts' weighted mean, in their order, whoever came last. Read past the first-level cache, as others wrote."""
+    part = tl.arange(0, SPLITS)[:, None]
+    known = (part < num_parts) & (lane < GROUP)[None, :]
+    all_lse = tl.load(lse_ptrs[None, :] + part * GROUP, mask=known, other=float("-inf"), cache_modifier=".cg")
+    top = tl.max(all_lse, axis=0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    norm = tl.sum(tl.exp2(all_lse - top[None, :]), axis=0)
+    total = inside.to(tl.float32) * 0.0
+    for first in range(0, num_parts, AT_ONCE):
+        for offset in tl.static_range(AT_ONCE):
+            index = first + offset
+            row_in = (lane < GROUP) & (index + 0 * lane < num_parts)
+            lse = tl.load(lse_ptrs + index * GROUP, mask=row_in, other=float("-inf"), cache_modifier=".cg")
+            share_in = inside & row_in[:, None]
+            share = tl.load(part_ptrs + index * (GROUP * HEAD_DIM), mask=share_in, other=0.0, cache_modifier=".cg")
+            total += share * tl.exp2(lse - top)[:, None]
+    return total / tl.where(norm == 0.0, 1.0, norm)[:, None]
+
+
+@triton.jit
+def _decode_kernel(
+    out_ptr,
+    parts_ptr,
+    lse_ptr,
+    tickets_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    cache_ptr,
+    block_table_ptr,
+    rows_ptr,
+    seq_lens_ptr,
+    kv_scale_ptr,
+    eps,
+    qk_scale,
+    window,
+    q_stride,
+    k_stride,
+    v_stride,
+    value_offset,
+    block_table_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HALF: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TILES_PER_PART: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    NORM: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    PTX: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Grid (KV heads, requests, splits). A request's keys are cut into as many parts as are worth it, at most SPLITS;
+    programs beyond them end at once. `parts` fp32 [R, Hkv, SPLITS, GROUP, D], `lse` [R, Hkv, SPLITS, GROUP] and
+    `tickets` int32 [R, Hkv], zero before and after."""
+    kv_head = tl.program_id(0)
+    request = tl.program_id(1)
+    split = tl.program_id(2)
+    seq_len = tl.load(seq_lens_ptr + request)
+    table_row = tl.load(rows_ptr + request).to(tl.int64)
+    at = tl.maximum(seq_len - 1, 0)  # the new token's position, and the number of keys before it
+    begin = 0
+    if WINDOWED:
+        begin = tl.maximum(at - window + 1, 0) // BLOCK_N * BLOCK_N
+    tiles = tl.cdiv(at - begin, BLOCK_N)
+    per_part = tl.maximum(tl.cdiv(tiles, SPLITS), TILES_PER_PART)
+    num_parts = tl.maximum(tl.cdiv(tiles, per_part), 1)
+    begin += split * per_part * BLOCK_N
+    end = tl.minimum(begin + per_part * BLOCK_N, at)
+
+    lane = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_D)
+    in_head = (column < HEAD_DIM)[None, :]
+    turns = column < 2 * HALF
+    partner = tl.where(column < HALF, column + HALF, tl.where(turns, column - HALF, column))
+    angle = cos_sin_ptr + at.to(tl.int64) * (2 * HALF) + column % HALF
+    cos = tl.load(angle, mask=turns, other=1.0)[None, :]
+    sin = tl.load(angle + HALF, mask=turns, other=0.0)[None, :]
+    sin = tl.where((column < HALF)[None, :], -sin, sin)
+    blocks_ptr = block_table_ptr + table_row * block_table_stride
+    slot = tl.load(blocks_ptr + at // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE
+    wait_for_inputs(OVERLAP)
+    if split >= num_parts:
+        return
+
+    q_ptrs = q_ptr + request.to(tl.int64) * q_stride + (kv_head * GROUP + lane[:, None]) * HEAD_DIM
+    inside = (lane < GROUP)[:, None] & in_head
+    q = _rotated(
+        q_ptrs + column[None, :], q_ptrs + partner[None, :], q_norm_ptr, column, partner, inside, cos, sin, eps,
+        HEAD_DIM, NORM,
+    )  # fmt: skip
+    k_scale = 1.0
+    v_scale = 1.0
+    if QUANTIZED:
+        k_scale = tl.load(kv_scale_ptr)
+        v_scale = tl.load(kv_scale_ptr + 1)
+        qk_scale = qk_scale * k_scale
+        acc = (tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32), tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32))
+        if q.dtype == tl.bfloat16:  # fp8 becomes float16 in one instruction, bfloat16 in five
+            q, power = _as_float16(q)
+            qk_scale = qk_scale * power
+    else:
+        acc = (tl.zeros([BLOCK_M, BLOCK_D], tl.float32),)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    before = at - 1 + tl.zeros([BLOCK_M], tl.int32)  # keys up to here; the new one is added below
+    keys_ptr = cache_ptr + kv_head * HEAD_DIM
+    acc, row_max, row_sum = _attend(
+        q, acc, row_max, row_sum, begin, end, end, before, window - 1, qk_scale, keys_ptr, value_offset, blocks_ptr,
+        column, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, WINDOWED, PTX,
+    )  # fmt: skip
+
+    if split == num_parts - 1:  # the new token's own key
+        cache_type: tl.constexpr = cache_ptr.dtype.element_ty
+        k_ptrs = k_ptr + request.to(tl.int64) * k_stride + kv_head * HEAD_DIM + tl.zeros([1, BLOCK_D], tl.int32)
+        key = _rotated(
+            k_ptrs + column[None, :], k_ptrs + partner[None, :], k_norm_ptr, column, partner, in_head, cos, sin, eps,
+            HEAD_DIM, NORM,
+        )  # fmt: skip
+        key = _stored(key, k_scale, cache_type, QUANTIZED, LIMIT)
+        cached = keys_ptr + slot * (NUM_KV_HEADS * HEAD_DIM)
+        tl.store(cached + column[None, :], key, mask=(seq_len + 0 * column > 0)[None, :] & in_head)
+        scores = tl.sum(q.to(tl.float32) * key.to(tl.float32), axis=1)
+        if QUANTIZED and q.dtype == tl.float16:
+            scores = scores * tl.reshape(qk_scale + tl.zeros([BLOCK_M, 1], tl.float32), [BLOCK_M])
+        else:
+            scores = scores * qk_scale
+        scores = tl.where(seq_len + 0 * lane > 0, scores, float("-inf"))  # not padding
+        new_max = tl.maximum(row_max, scores)
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(scores - shift)
+        decay = tl.exp2(row_max - shift)
+        row_sum = row_sum * decay + weights
+        row_max = new_max
+        value_ptr = v_ptr + request.to(tl.int64) * v_stride + kv_head * HEAD_DIM
+        if QUANTIZED:
+            pair = 2 * tl.arange(0, BLOCK_D // 2)
+            even = tl.load(value_ptr + pair, mask=pair < HEAD_DIM, other=0.0)
+            odd = tl.load(value_ptr + pair + 1, mask=pair < HEAD_DIM, other=0.0)
+            even = _stored(even, v_scale, cache_type, QUANTIZED, LIMIT)
+            odd = _stored(odd, v_scale, cache_type, QUANTIZED, LIMIT)
+            tl.store(cached + value_offset + pair, even, mask=(pair < HEAD_DIM) & (seq_len + 0 * pair > 0))
+            tl.store(cached + value_offset + pair + 1, odd, mask=(pair < HEAD_DIM) & (seq_len + 0 * pair > 0))
+            acc = (
+                acc[0] * decay[:, None] + weights[:, None] * even.to(tl.float32)[None, :],
+                acc[1] * decay[:, None] + weights[:, None] * odd.to(tl.float32)[None, :],
+            )
+        else:
+            value = tl.load(value_ptr + column, mask=column < HEAD_DIM, other=0.0).to(cache_type)
+            tl.store(cached + value_offset + column, value, mask=(column < HEAD_DIM) & (seq_len + 0 * column > 0))
+            acc = (acc[0] * decay[:, None] + weights[:, None] * value.to(tl.float32)[None, :],)
+
+    if QUANTIZED:
+        total = tl.interleave(acc[0], acc[1]) * v_scale
+    else:
+        total = acc[0]
+    total = total / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    out_ptrs = out_ptr + (request.to(tl.int64) * NUM_KV_HEADS + kv_head) * (GROUP * HEAD_DIM)
+    out_ptrs = out_ptrs + lane[:, None] * HEAD_DIM + column[None, :]
+    if SPLITS == 1:  # noqa: SIM114  (known when compiling: nothing of what follows is compiled in)
+        tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=inside)
+    elif num_parts == 1:
+        tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        pair = request.to(tl.int64) * NUM_KV_HEADS + kv_head
+        part_ptrs = parts_ptr + pair * (SPLITS * GROUP * HEAD_DIM) + lane[:, None] * HEAD_DIM + column[None, :]
+        lse_ptrs = lse_ptr + pair * (SPLITS * GROUP) + lane
+        tl.store(part_ptrs + split * (GROUP * HEAD_DIM), total, mask=inside)
+        lse = tl.where(row_sum == 0.0, float("-inf"), row_max + tl.log2(row_sum))
+        tl.store(lse_ptrs + split * GROUP, lse, mask=lane < GROUP)
+        tl.debug_barrier()  # every thread has stored before one of them says so
+        ticket = tl.atomic_add(tickets_ptr + pair, 1, sem="acq_rel", scope="gpu")
+        if ticket == num_parts - 1:  # the last one to come: all parts are there
+            total = _combined(part_ptrs, lse_ptrs, lane, inside, num_parts, GROUP, HEAD_DIM, SPLITS, 2)
+            tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=inside)
+            tl.store(tickets_ptr + pair, 0)
+
+
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    tickets: Tensor,
+    scale: float,
+    config: AttentionConfig,
+    splits: int,
+    sliding_window: int | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    kv_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attention of one new token a request, q [R, Hq, D], k and v [R, Hkv, D] as projected; -> [R, Hq, D].
+
+    What `rotary_and_cache` and `paged_attention` do one after the other, for requests of one token each, the last of
+    seq_lens [R] known ones; padding (seq_len 0) gives zeros and writes nothing. `tickets` int32, at least R * Hkv
+    zeros, zeros again afterwards. Heads are contiguous within a token. The result does not depend on the order in which
+    parts come in, but on `splits`, the most parts that a request's keys are cut into.
+    """
+    num_reqs, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    group = num_heads // num_kv_heads
+    if out is None:
+        out = torch.empty((num_reqs, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    if not num_reqs:
+        return out
+    parts = lse = out
+    if splits > 1:
+        shape = (num_reqs, num_kv_heads, splits, group)
+        parts = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    quantized = kv_cache.element_size() == 1
+    _decode_kernel[(num_kv_heads, num_reqs, splits)](
+        out, parts, lse, tickets, q, k, v, cos_sin, q_norm, k_norm, kv_cache, block_table, rows, seq_lens, kv_scale,
+        eps, scale * LOG2_E, sliding_window or 0, q.stride(0), k.stride(0), v.stride(0), kv_cache.stride(0),
+        block_table.stride(0),
+        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=max(16, next_power_of_2(head_dim)),
+        HALF=cos_sin.shape[1] // 2, GROUP=group, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        BLOCK_SIZE=kv_cache.shape[2], SPLITS=splits, TILES_PER_PART=TILES_PER_PART, WINDOWED=sliding_window is not None,
+        NORM=q_norm is not None, QUANTIZED=quantized, LIMIT=torch.finfo(kv_cache.dtype).max if quantized else 0.0,
+        PTX=_has_fp8_conversion(), num_warps=config.num_warps, num_stages=config.num_stages, **overlap(),
+    )  # fmt: skip
+    return out
+
+
+def decode_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    block_size = kv_cache.shape[2]
+    at = (seq_lens.long() - 1).clamp_(min=0)
+    slots = block_table[rows.long(), at // block_size].long() * block_size + at % block_size
+    slots = slots.masked_fill(seq_lens == 0, -1)
+    q = rotary_and_cache_reference(q, k, v, cos_sin, at, kv_cache, slots, q_norm, k_norm, eps)
+    starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=q.device)
+    return paged_attention_reference(
+        q, kv_cache, block_table, rows, starts, seq_lens, scale, 1, int(seq_lens.max()), sliding_window
+    )

@@ -1,0 +1,82 @@
+"""The fused decode kernel against rotary, cache write and attention done one after the other."""
+
+import pytest
+import torch
+
+from headrace.kernels.attention_config import AttentionConfig, plan_decode
+from headrace.kernels.decode import decode_attention, decode_attention_reference
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 8e-3}
+LENGTHS = [1, 0, 5, 37, 64, 17]
+BLOCK_SIZE = 4
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_outputs():
+    torch.seed()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty gives NaN
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def error(out, reference):
+    return float((out.double() - reference.double()).norm() / reference.double().norm().clamp_min(1e-30))
+
+
+def scattered_cache(kv_heads, head_dim, dtype):
+    """(cache, block table, rows) with each request's blocks anywhere; the last block is nobody's"""
+    total = sum(-(-length // BLOCK_SIZE) for length in LENGTHS) + 3
+    table = torch.full((len(LENGTHS) + 2, 20), total - 1, dtype=torch.int32)
+    rows = torch.randperm(len(LENGTHS) + 2)[: len(LENGTHS)].int()
+    blocks = torch.randperm(total - 1).int()
+    for row, length in zip(rows.tolist(), LENGTHS, strict=True):
+        needed = -(-length // BLOCK_SIZE)
+        table[row, :needed], blocks = blocks[:needed], blocks[needed:]
+    return torch.randn(2, total, BLOCK_SIZE, kv_heads, head_dim).to(dtype), table, rows
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "rotary_dim", "norm", "window", "splits"),
+    [
+        ((4, 2, 16), 16, False, None, 1),
+        ((4, 2, 16), 16, True, None, 4),
+        ((6, 1, 24), 8, True, 7, 4),
+        ((3, 3, 8), 8, False, 20, 2),
+        ((8, 2, 32), 32, False, None, 8),
+    ],
+)
+def test_equals_the_separate_kernels(dtype, heads, rotary_dim, norm, window, splits):
+    num_heads, kv_heads, head_dim = heads
+    cache, table, rows = scattered_cache(kv_heads, head_dim, dtype)
+    q, k, v = (
+        torch.randn(len(rows), num_heads + 2 * kv_heads, head_dim).to(dtype).split((num_heads, *heads[1:2] * 2), 1)
+    )
+    angles = torch.rand(128, rotary_dim // 2) * 6.28
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    norms = [torch.randn(head_dim).to(dtype) if norm else None for _ in range(2)]
+    lengths, scale = torch.tensor(LENGTHS, dtype=torch.int32), head_dim**-0.5
+    expected_cache = cache.clone()
+    expected = decode_attention_reference(q, k, v, cos_sin, expected_cache, table, rows, lengths, scale, window, *norms)
+    tickets = torch.zeros(len(rows) * kv_heads, dtype=torch.int32)
+    config = AttentionConfig(16, 4, 1, 2)
+    out = decode_attention(
+        q, k, v, cos_sin, cache, table, rows, lengths, tickets, scale, config, splits, window, *norms
+    )
+    assert error(out, expected) <= TOLERANCE[dtype]
+    assert error(cache, expected_cache) <= TOLERANCE[dtype]
+    assert not tickets.any()
+
+
+def test_no_request_is_no_work():
+    empty = torch.zeros(0, 2, 16)
+    numbers = torch.zeros(0, dtype=torch.int32)
+    cache = torch.zeros(2, 1, 4, 2, 16)
+    arguments = (torch.zeros(4, 16), cache, torch.zeros(1, 1, dtype=torch.int32), numbers, numbers, numbers)
+    assert decode_attention(empty, empty, empty, *arguments, 1.0, AttentionConfig(16, 16, 1, 2), 2).shape == (0, 2, 16)
+
+
+def test_plans_fill_the_chip_and_no_more():
+    assert plan_decode(1, 32, 8, 128, 2, "cuda", 132)[1] == 64
+    assert plan_decode(32, 32, 8, 128, 2, "cuda", 132)[1] == 8
+    assert plan_decode(1024, 32, 8, 128, 2, "cuda", 132)[1] == 1
