@@ -147,6 +147,7 @@ def run_engine_parts(parts: list[str], run: Run) -> None:
                 throughput_rows(bench, run.emit)
             else:
                 idle_rows(bench, run.emit)
+            bench.count_experts(run.emit)
             run.done(part, time.perf_counter() - start)
             start = time.perf_counter()
     finally:

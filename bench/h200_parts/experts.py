@@ -1,5 +1,5 @@
-"""How many distinct experts a layer of a mixture reads in a decode step: counted in runs of its own, after the timed
-ones, since keeping the choices costs time."""
+"""How many distinct experts a layer of a mixture reads in a step: counted in runs of their own, after the timed ones,
+since keeping the choices costs time."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ if TYPE_CHECKING:
     from h200_parts.offline import Bench
 
 EVERY = 8
-"""Decode steps between two that are counted."""
+"""Decode steps, of which one is counted."""
+WHOLE = 0.9
+"""of a batch: decode steps of fewer requests are not counted"""
 
 
-def mean_distinct_experts(bench: Bench, batches: dict[int, list[list[int]]], output_len: int) -> dict[int, float]:
-    """Batch size -> mean over layers and counted steps, for the prompts of each."""
+def mean_distinct_experts(bench: Bench, cases: list[tuple[list[list[int]], int]]) -> list[float]:
+    """Mean over layers and counted steps of each case (prompts, output length): decode steps of the whole batch, or,
+    where one token is asked for, the steps that read the prompts."""
     from headrace.layers.moe import distinct_experts, keep_expert_ids
 
     core = bench.llm._client._core
@@ -21,27 +24,30 @@ def mean_distinct_experts(bench: Bench, batches: dict[int, list[list[int]]], out
     runner = worker.runner
     counted: list[float] = []
     size = steps = 0
+    decoding = False
     execute = runner.execute
 
     def counting(step: Any) -> Any:
         nonlocal steps
         pending = execute(step)
-        if len(step.rows) == step.num_tokens == size:  # a decode step of the whole batch
-            steps += 1
-            if steps % EVERY == 1:
-                found = distinct_experts(runner.model)
-                counted.append(sum(found) / len(found))
+        requests = len(step.rows)
+        if not requests or (decoding and not WHOLE * size <= requests == step.num_tokens):
+            return pending
+        steps += 1
+        if not decoding or steps % EVERY == 1:
+            found = distinct_experts(runner.model)
+            counted.append(sum(found) / len(found))
         return pending
 
     keep_expert_ids(runner.model, bench.llm.config.max_num_batched_tokens)
     worker.initialize_cache(core.facts.num_blocks)  # drops the graphs, which keep nothing
     runner.execute = counting
     try:
-        means = {}
-        for batch, prompts in batches.items():
-            counted, size, steps = [], len(prompts), 0
+        means = []
+        for prompts, output_len in cases:
+            counted, size, steps, decoding = [], len(prompts), 0, output_len > 1
             bench.run(prompts, output_len)
-            means[batch] = sum(counted) / max(1, len(counted))
+            means.append(sum(counted) / max(1, len(counted)))
         return means
     finally:
         runner.execute = execute

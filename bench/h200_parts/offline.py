@@ -22,6 +22,8 @@ from headrace.sampling_params import SamplingParams
 
 Emit = Callable[[Result], None]
 INPUT, OUTPUT = 128, 128
+COUNTED = 128
+"""Output tokens of a run in which experts are counted, at most."""
 THROUGHPUT_SHAPES = {"128x512": (1000, 128, 512), "2048x256": (500, 2048, 256)}
 """(prompts, prompt tokens, output tokens)"""
 
@@ -36,6 +38,7 @@ class Bench:
         self.cost = model.cost(settings.smoke)
         self._maker = PromptMaker(SEED, settings.vocab_size(model))
         self._stream = 0
+        self._uncounted: list[tuple[Result, list[list[int]], int]] = []
         start = time.perf_counter()
         self.llm: Any = LLM(**settings.engine_knobs(model), skip_tokenizer_init=True)
         print(f"engine of {model.title} loaded in {time.perf_counter() - start:.1f} s", flush=True)
@@ -59,6 +62,29 @@ class Bench:
             for i in range(count)
         ]
 
+    def settle(self, row: Result, prompts: list[list[int]], output_len: int, emit: Emit) -> None:
+        """A row is done. Those of a mixture of experts wait until theirs have been counted."""
+        if self.cost.num_experts:
+            self._uncounted.append((row, prompts, output_len))
+        else:
+            emit(row)
+
+    def count_experts(self, emit: Emit) -> None:
+        """A row counts only where a layer read enough distinct ones."""
+        waiting, self._uncounted = self._uncounted, []
+        if not waiting:
+            return
+        cost = self.cost
+        means = mean_distinct_experts(self, [(prompts, min(output_len, COUNTED)) for _, prompts, output_len in waiting])
+        for (row, prompts, output_len), found in zip(waiting, means, strict=True):
+            tokens = (
+                len(prompts) if output_len > 1 else min(sum(map(len, prompts)), self.llm.config.max_num_batched_tokens)
+            )
+            wanted = distinct_experts(cost.num_experts, cost.experts_per_token, tokens)
+            row.valid = row.valid and enough_experts(cost, tokens, found)
+            row.notes.append(f"a layer reads {found:.1f} distinct experts; uniformly chosen ones would be {wanted:.1f}")
+            emit(row)
+
     def seconds(self, prompts: list[list[int]], output_len: int) -> float:
         return self.run(prompts, output_len)[0]
 
@@ -76,33 +102,28 @@ def decode_rows(bench: Bench, emit: Emit) -> None:
     input_len, output_len = settings.tokens(INPUT), settings.tokens(OUTPUT)
     options = LatencyOptions(num_iters_warmup=1, num_iters=settings.repeats, disable_tqdm=True, output_len=output_len)
     prompts = {batch: bench.prompts(settings.requests(batch), input_len) for batch in BATCHES}
-    rows: dict[int, Result] = {}
     for batch in BATCHES:
         size, run = len(prompts[batch]), partial(bench.seconds, prompts[batch])
         run(1)  # what the prompts alone need, which a whole run to warm up does not show
         whole, first = measure(run, options)
         found = summarize_latency(whole, first, output_len)
-        rows[batch] = Result(
+        row = Result(
             f"decode/{name}/{batch}",
             found["decode_step_ms"],
             samples=[(end - start) / (output_len - 1) * 1000 for end, start in zip(whole, first, strict=True)],
             tokens={"prompt": size * input_len, "output": size * output_len},
             bound=1000 * decode_floor(bench.cost, bench.ceilings, size, input_len + output_len / 2),
         )
+        bench.settle(row, prompts[batch], output_len, emit)
         if batch == 1:
-            emit(
-                Result(
-                    f"ttft/{name}/1x128",
-                    found["ttft_ms"],
-                    samples=[1000 * seconds for seconds in first],
-                    tokens={"prompt": input_len},
-                    bound=1000 * prefill_floor(bench.cost, bench.ceilings, 1, input_len),
-                )
+            row = Result(
+                f"ttft/{name}/1x128",
+                found["ttft_ms"],
+                samples=[1000 * seconds for seconds in first],
+                tokens={"prompt": input_len},
+                bound=1000 * prefill_floor(bench.cost, bench.ceilings, 1, input_len),
             )
-    if bench.cost.num_experts:
-        hold_to_experts(bench, rows, prompts, output_len)
-    for row in rows.values():
-        emit(row)
+            bench.settle(row, prompts[batch], 1, emit)
 
 
 def prefill_rows(bench: Bench, emit: Emit) -> None:
@@ -115,15 +136,14 @@ def prefill_rows(bench: Bench, emit: Emit) -> None:
         for _ in range(2):
             bench.run(prompts, 1)
         samples = [1000 * bench.seconds(prompts, 1) for _ in range(settings.repeats)]
-        emit(
-            Result(
-                f"prefill/{bench.model.name}/{batch}x2048",
-                median(samples),
-                samples=samples,
-                tokens={"prompt": size * length},
-                bound=1000 * prefill_floor(bench.cost, bench.ceilings, size, length),
-            )
+        row = Result(
+            f"prefill/{bench.model.name}/{batch}x2048",
+            median(samples),
+            samples=samples,
+            tokens={"prompt": size * length},
+            bound=1000 * prefill_floor(bench.cost, bench.ceilings, size, length),
         )
+        bench.settle(row, prompts, 1, emit)
 
 
 def throughput_rows(bench: Bench, emit: Emit) -> None:
@@ -154,7 +174,7 @@ def throughput_rows(bench: Bench, emit: Emit) -> None:
         if found["total_num_output_tokens"] != count * output_len:
             row.valid = False
             row.notes.append(f"{count * output_len:,} output tokens were asked for")
-        emit(row)
+        bench.settle(row, prompts, output_len, emit)
 
 
 def kv_cache_tokens(bench: Bench) -> int:
@@ -166,14 +186,3 @@ def kv_cache_tokens(bench: Bench) -> int:
 def preemptions(bench: Bench) -> int:
     count: int = bench.llm.stats().num_preemptions
     return count
-
-
-def hold_to_experts(
-    bench: Bench, rows: dict[int, Result], prompts: dict[int, list[list[int]]], output_len: int
-) -> None:
-    """Rows of a mixture of experts say how many distinct ones a layer read, and count only with enough of them."""
-    for batch, found in mean_distinct_experts(bench, prompts, output_len).items():
-        row, cost = rows[batch], bench.cost
-        wanted = distinct_experts(cost.num_experts, cost.experts_per_token, len(prompts[batch]))
-        row.valid = row.valid and enough_experts(cost, len(prompts[batch]), found)
-        row.notes.append(f"a layer reads {found:.1f} distinct experts; uniformly chosen ones would be {wanted:.1f}")
