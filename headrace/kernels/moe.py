@@ -219,6 +219,7 @@ def fused_moe(
     top_k: int,
     renormalize: bool,
     shared: Tensor | None = None,
+    invariant: bool = False,
     config: MoeConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """-> (the layer's output [T, hidden], the experts of each token [T, top_k] int32, best first).
@@ -226,7 +227,8 @@ def fused_moe(
     x [T, hidden]; router [experts, hidden]; w13 [experts, 2 * n, hidden], gate above up; w2 [experts, hidden, n]; all
     of one dtype, weights contiguous. Weights of a token's experts are the softmax of its router logits (rounded to x's
     dtype) in fp32, divided by their sum if `renormalize`. `shared` [T, hidden]: the shared expert's output, added times
-    the sigmoid of its gate, whose weight is then the router's last row.
+    the sigmoid of its gate, whose weight is then the router's last row. `invariant`: a token's output has the same bits
+    whoever else is there.
     """
     num_tokens, hidden = x.shape
     num_experts, n = w13.shape[0], w13.shape[1] // 2
@@ -234,10 +236,10 @@ def fused_moe(
     if not num_tokens:
         return out, torch.empty((0, top_k), dtype=torch.int32, device=x.device)
     if config is None:
-        config = pick_moe_config(num_tokens, top_k, num_experts, x.element_size(), DEVICE_FAMILY)
+        config = pick_moe_config(num_tokens, top_k, num_experts, x.element_size(), DEVICE_FAMILY, invariant)
     one_by_one = config.block_m == 1
     block_m = 0 if one_by_one else config.block_m
-    routing, logits = router_and_route(x, router, num_experts, top_k, renormalize, block_m)
+    routing, logits = router_and_route(x, router, num_experts, top_k, renormalize, block_m, invariant)
     extra = (shared, logits[:, num_experts:], logits.stride(0)) if shared is not None else (None, None, 0)
     run = _one_by_one if one_by_one else _by_tiles
     run(out, x, w13, w2, n, top_k, routing, extra, config)
@@ -313,6 +315,7 @@ def fused_moe_reference(
     top_k: int,
     renormalize: bool,
     shared: Tensor | None = None,
+    invariant: bool = False,
     config: MoeConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     num_experts = w13.shape[0]

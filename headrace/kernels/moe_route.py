@@ -12,9 +12,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_for_inputs
+from headrace.kernels.matmul import matmul
 
 ONE_PROGRAM = 8192
 """Most logits (padded to powers of two) that a single program routes and sorts; more take two launches."""
@@ -239,19 +241,19 @@ def _arrivals(device: torch.device) -> Tensor:
 
 
 def router_and_route(
-    x: Tensor, router: Tensor, num_experts: int, top_k: int, renormalize: bool, block_m: int
+    x: Tensor, router: Tensor, num_experts: int, top_k: int, renormalize: bool, block_m: int, invariant: bool = False
 ) -> tuple[Routing, Tensor]:
     """x [num_tokens, hidden], router [num_experts or more, hidden] -> (routing, all logits in x's dtype).
 
     `block_m` 0: ids and weights alone, without order and tiles. At most ROUTER_TOKENS tokens take one launch, those of
-    ONE_PROGRAM two, more three.
+    ONE_PROGRAM two, more three. `invariant`: always three, whose sums know nothing of the number of tokens.
     """
     num_tokens, hidden = x.shape
     num_rows = router.shape[0]
     arrived = _arrivals(x.device)  # also where it is not needed yet: no graph's memory may hold it
-    if num_tokens > ROUTER_TOKENS:
-        logits = torch.nn.functional.linear(x, router)
-        return route(logits[:, :num_experts], top_k, renormalize, block_m), logits
+    if num_tokens > ROUTER_TOKENS or invariant:
+        logits = matmul(x, router) if invariant else F.linear(x, router)
+        return route(logits[:, :num_experts], top_k, renormalize, block_m, invariant), logits
     routing = _empty_routing(num_tokens, num_experts, top_k, block_m, x.device)
     logits = torch.empty((num_tokens, num_rows), dtype=x.dtype, device=x.device)
     block_h = next_power_of_2(hidden)
@@ -265,16 +267,16 @@ def router_and_route(
     return routing, logits
 
 
-def route(logits: Tensor, top_k: int, renormalize: bool, block_m: int) -> Routing:
+def route(logits: Tensor, top_k: int, renormalize: bool, block_m: int, invariant: bool = False) -> Routing:
     """logits [num_tokens, num_experts] (last dim contiguous) -> softmax in fp32, then the best `top_k` of it, whose
-    weights sum to one if `renormalize`. `block_m` as above."""
+    weights sum to one if `renormalize`. `block_m` and `invariant` as above."""
     num_tokens, num_experts = logits.shape
     routing = _empty_routing(num_tokens, num_experts, top_k, block_m, logits.device)
     block_e = next_power_of_2(num_experts)
     choice = {"BLOCK_E": block_e, "LOWEST": _LOWEST, "TOP_K": top_k, "BLOCK_K": next_power_of_2(top_k),
               "RENORMALIZE": renormalize}  # fmt: skip
     block_t = next_power_of_2(num_tokens)
-    if block_t * block_e <= ONE_PROGRAM:
+    if block_t * block_e <= ONE_PROGRAM and not invariant:
         _route_and_sort_kernel[(1,)](
             logits, *routing, num_tokens, num_experts, routing.tiles.shape[1], logits.stride(0),
             BLOCK_T=block_t, BLOCK_M=block_m, BLOCK_TILES=256, **choice,

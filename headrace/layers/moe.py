@@ -36,6 +36,7 @@ class SparseMoE(Layer):
             self.shared_expert = GatedMLP(hidden_size, spec.shared_intermediate_size, False, unreduced)
         self.has_shared = has_shared
         self.fused_moe = context.kernels.fused_moe
+        self.batch_invariant = context.spec.batch_invariant
         self.all_reduce = group.all_reduce
         self.kept_ids: Tensor | None = None
 
@@ -57,7 +58,9 @@ class SparseMoE(Layer):
         """[num_tokens, hidden_size] -> the same."""
         shared = self.shared_expert(x) if self.has_shared else None
         spec = self.spec
-        out, ids = self.fused_moe(x, self.router, self.w13, self.w2, spec.top_k, spec.renormalize, shared)
+        out, ids = self.fused_moe(
+            x, self.router, self.w13, self.w2, spec.top_k, spec.renormalize, shared, self.batch_invariant
+        )
         if self.kept_ids is not None:
             self.kept_ids.fill_(-1)[: ids.shape[0]] = ids
         return self.all_reduce(out)

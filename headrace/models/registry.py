@@ -208,7 +208,14 @@ def resolve(config: ModelConfig) -> ModelEntry:
 
 
 def attention_spec(
-    config: ModelConfig, *, tp_size: int, block_size: int, dtype: str, device_type: str, batch_invariant: bool = False
+    config: ModelConfig,
+    *,
+    tp_size: int,
+    block_size: int,
+    dtype: str,
+    device_type: str,
+    batch_invariant: bool = False,
+    kv_cache_dtype: str = "auto",
 ) -> AttentionSpec:
     """What attention has to be on one rank of `tp_size`; with a sliding window if any layer has one.
 
@@ -232,6 +239,7 @@ def attention_spec(
         sliding_window=min(windows, default=None),
         device_type=device_type,
         batch_invariant=batch_invariant,
+        kv_cache_dtype=kv_cache_dtype,
     )
 
 

@@ -77,7 +77,7 @@ def make_layer(num_tokens, hidden, num_experts, n, dtype, shared):
 def run(num_tokens, hidden, num_experts, n, top_k, config, dtype=torch.float32, shared=False):
     x, router, w13, w2, extra = make_layer(num_tokens, hidden, num_experts, n, dtype, shared)
     renormalize = bool(torch.rand(()) < 0.5)
-    out, ids = fused_moe(x, router, w13, w2, top_k, renormalize, extra, config)
+    out, ids = fused_moe(x, router, w13, w2, top_k, renormalize, extra, config=config)
     wide = [None if tensor is None else tensor.float() for tensor in (x, router, w13, w2, extra)]
     expected, expected_ids = fused_moe_reference(*wide[:4], top_k, renormalize, wide[4])
     assert out.dtype == dtype
@@ -113,11 +113,15 @@ def test_the_tables_choice_and_a_strided_input(num_tokens):
     torch.testing.assert_close(fused_moe(*arguments)[0], fused_moe_reference(*arguments)[0], rtol=1e-5, atol=1e-5)
 
 
-def test_a_token_gets_the_same_whoever_else_is_there():
-    x, router, w13, w2, _ = make_layer(9, 32, 4, 16, torch.float32, False)
-    together = fused_moe(x, router, w13, w2, 2, True, None, MANY)[0]
-    alone = fused_moe(x[4:5], router, w13, w2, 2, True, None, MANY)[0]
-    assert torch.equal(together[4:5], alone)
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_a_token_gets_the_same_whoever_else_is_there(top_k):
+    x, router, w13, w2, shared = make_layer(40, 32, 5, 16, torch.float32, True)
+    together = fused_moe(x, router, w13, w2, top_k, False, shared, invariant=True)[0]
+    for some in (slice(4, 5), slice(2, 21)):
+        alone = fused_moe(x[some], router, w13, w2, top_k, False, shared[some], invariant=True)[0]
+        assert torch.equal(together[some], alone)
+    expected = fused_moe_reference(x, router, w13, w2, top_k, False, shared)[0]
+    torch.testing.assert_close(together, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_no_tokens():
