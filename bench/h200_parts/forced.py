@@ -54,16 +54,15 @@ class Sequence:
 
 @contextlib.contextmanager
 def stepped_core(config: EngineConfig, folder: Path) -> Iterator[EngineCore]:
-    """The device's memory is free again afterwards."""
+    """Frees first what the core before it held."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     core = build_core(config, folder, beside_server=False)
     try:
         yield core
     finally:
         core.shutdown()
-        del core
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager

@@ -14,7 +14,10 @@ from h200_parts.forced import Sequence
 from h200_parts.models import MODELS
 from h200_parts.numerics import compare
 from h200_parts.rows import SPECS
+from h200_parts.serving import package_without_tables
 from h200_parts.settings import Settings
+
+import headrace
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "h200.py"
 
@@ -53,6 +56,15 @@ def test_a_toy_run_writes_rows_that_merge(tmp_path: Path) -> None:
         [sys.executable, str(SCRIPT), "--merge", str(out.parent)], capture_output=True, text=True, check=True
     ).stdout
     assert "| 1000 prompts 128/512: 8B bf16 / fp8 / Qwen3, output tok/s | 20,915 |" in merged
+
+
+def test_tables_are_hidden_by_a_copy_of_the_package(tmp_path: Path) -> None:
+    folder, removed = package_without_tables(tmp_path)
+    assert (folder / "headrace" / "cli" / "main.py").is_file()
+    assert (folder / "headrace" / "demo_model" / "config.json").is_file()
+    for name in removed:
+        assert not (folder / "headrace" / name).exists()
+        assert (Path(headrace.__file__).parent / name).is_file()
 
 
 def test_an_unknown_part_is_named() -> None:

@@ -33,6 +33,7 @@ class Orders(msgspec.Struct, kw_only=True):
 class Report(msgspec.Struct, kw_only=True):
     results: list[RequestResult]
     cpu_seconds: float
+    began: float
     ended: float
     """monotonic seconds"""
 
@@ -46,9 +47,9 @@ def run_orders(orders: Orders) -> Report:
             results.append(result)
             progress.write(b".")
 
-        cpu = time.process_time()
+        cpu, began = time.process_time(), time.monotonic()
         uvloop.run(drive(orders.target, orders.departures, prompts, orders.start, orders.max_concurrency, on_result))
-    return Report(results=results, cpu_seconds=time.process_time() - cpu, ended=time.monotonic())
+    return Report(results=results, cpu_seconds=time.process_time() - cpu, began=began, ended=time.monotonic())
 
 
 def main() -> None:

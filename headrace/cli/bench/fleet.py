@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from headrace.cli.bench.metrics import RequestResult
 from headrace.errors import HeadraceError
 from headrace.process import Child, spawn
 
-START_DELAY = 1.0
+START_DELAY = 1.5
 """seconds from spawning clients to the first request: all have loaded by then"""
 POLL = 0.1
 
@@ -72,7 +73,8 @@ def _in_process(
 
     cpu, start = time.process_time(), time.monotonic()
     uvloop.run(drive(target, departures, prompts, start, max_concurrency, on_result))
-    return [Report(results=results, cpu_seconds=time.process_time() - cpu, ended=time.monotonic())], start
+    spent = time.process_time() - cpu
+    return [Report(results=results, cpu_seconds=spent, began=start, ended=time.monotonic())], start
 
 
 def _spawned(
@@ -116,4 +118,11 @@ def _spawned(
         if any(child.process.returncode for child in children):
             raise HeadraceError("a client process of the benchmark died; its traceback is above")
         decode = msgspec.msgpack.Decoder(Report).decode
-        return [decode(path.read_bytes()) for path in result_paths], start
+        reports = [decode(path.read_bytes()) for path in result_paths]
+        late = max(report.began for report in reports) - start
+        if late > 0:
+            print(
+                f"headrace: warning: a client process was ready {late:.2f} s after the first request's time",
+                file=sys.stderr,
+            )
+        return reports, start
