@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from headrace.kernels import activation, attention, batch, decode, filter, gemm, norm, rotary, sampling
+from headrace.kernels import activation, attention, batch, decode, filter, gemm, moe, moe_route, norm, rotary, sampling
 from headrace.kernels.attention_config import plan_attention, plan_decode
 from headrace.kernels.gemm_config import CANDIDATES
 from tests.kernels.offline_target import TARGETS, compiled, spills, use_target
@@ -59,6 +59,26 @@ def compile_linears(family):
                 report(f"linear {config}", gemm._gemv_kernel if bucket == 1 else gemm._skinny_kernel, known)
 
 
+def compile_experts(family):
+    """Layers like Qwen3-30B-A3B's, Mixtral's and Qwen1.5-MoE's (with a shared expert), from one token to thousands."""
+    known, moe.DEVICE_FAMILY = set(), family
+    kernels = (
+        moe_route._router_kernel, moe_route._route_and_sort_kernel, moe_route._route_kernel, moe_route._sort_kernel,
+        moe._up_one_by_one_kernel, moe._down_one_by_one_kernel, moe._tiles_kernel, moe._sum_kernel,
+    )  # fmt: skip
+    for num_experts, top_k, hidden, n, has_shared in (
+        (128, 8, 2048, 768, False), (8, 2, 4096, 14336, False), (60, 4, 2048, 1408, True),
+    ):  # fmt: skip
+        one = torch.zeros(1, dtype=torch.bfloat16)
+        w13, w2 = one.expand(num_experts, 2 * n, hidden), one.expand(num_experts, hidden, n)
+        router = one.expand(num_experts + has_shared, hidden)
+        for num_tokens in (1, 8, 32, 128, 2048) if num_experts == 128 else (1, 32):
+            x = one.expand(num_tokens, hidden).contiguous()
+            moe.fused_moe(x, router, w13, w2, top_k, True, x if has_shared else None)
+            for kernel in kernels:
+                report(f"experts {kernel.__name__} {num_experts} {num_tokens}", kernel, known)
+
+
 def compile_rest():
     numbers, wide = torch.zeros(16, dtype=torch.int32), torch.zeros(16, dtype=torch.int64)
     x = torch.zeros(16, 4096, dtype=torch.bfloat16)
@@ -87,4 +107,5 @@ if __name__ == "__main__":
     compile_attention(TARGETS[sys.argv[1]][0].backend)
     compile_decode(TARGETS[sys.argv[1]][0].backend)
     compile_linears(TARGETS[sys.argv[1]][0].backend)
+    compile_experts(TARGETS[sys.argv[1]][0].backend)
     compile_rest()
