@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headrace.kernels import activation, attention, batch, filter, moe, norm, rotary, sampling
+from headrace.kernels import activation, attention, batch, filter, logsumexp, moe, norm, rotary, sampling
 from headrace.kernels._triton import HAS_TRITON
 
 
@@ -25,6 +25,7 @@ class KernelTable:
     best_token: Callable[[Tensor], tuple[Tensor, Tensor]]
     gumbel_argmax: Callable[..., Tensor]
     filter_floor: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    logsumexp: Callable[[Tensor], Tensor]
     fused_moe: Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -39,6 +40,7 @@ REFERENCE_KERNELS = KernelTable(
     best_token=sampling.best_token_reference,
     gumbel_argmax=sampling.gumbel_argmax_reference,
     filter_floor=filter.filter_floor_reference,
+    logsumexp=logsumexp.logsumexp_reference,
     fused_moe=moe.fused_moe_reference,
 )
 
@@ -53,6 +55,7 @@ TRITON_KERNELS = KernelTable(
     best_token=sampling.best_token,
     gumbel_argmax=sampling.gumbel_argmax,
     filter_floor=filter.filter_floor,
+    logsumexp=logsumexp.logsumexp,
     fused_moe=moe.fused_moe,
 )
 

@@ -200,7 +200,7 @@ class ModelRunner:
                 logits = self.model.compute_logits(hidden[start + offset : start + offset + size])
                 position = computed + offset + 1
                 targets = self.state.token_table[row, position : position + size].long()
-                parts.append(gather_logprobs(logits, targets, k))
+                parts.append(gather_logprobs(logits, targets, k, self.kernels.logsumexp))
             if parts:
                 joined = LogprobTensors(
                     torch.cat([part.token_ids for part in parts]),

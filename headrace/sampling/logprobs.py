@@ -5,10 +5,13 @@ Knows nothing of requests or of how a token was chosen.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from headrace.kernels.logsumexp import logsumexp_reference
 
 CHUNK_ELEMENTS = 1 << 24
 """Logits looked at in one go: bounds the scratch memory (28 bytes an element at the peak)."""
@@ -23,27 +26,28 @@ class LogprobTensors(NamedTuple):
     """[n] int64: 1 + how many tokens are more likely than the token itself"""
 
 
-def gather_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> LogprobTensors:
+def gather_logprobs(
+    logits: Tensor, token_ids: Tensor, k: int, logsumexp: Callable[[Tensor], Tensor] = logsumexp_reference
+) -> LogprobTensors:
     """Score token_ids [n] int64 under log_softmax(logits [n, vocab_size], any float dtype), `k` alternatives each.
 
-    k beyond the vocabulary is cut to it. Works through the rows in chunks of bounded memory; each row's result depends
+    `logsumexp` is the kernel table's. k beyond the vocabulary is cut to it. Works through the rows in chunks of bounded memory; each row's result depends
     on that row alone.
     """
     k = min(k, logits.shape[1])
     step = max(1, CHUNK_ELEMENTS // logits.shape[1])
-    parts = [_gather(logits[i : i + step], token_ids[i : i + step], k) for i in range(0, logits.shape[0], step)]
+    starts = range(0, max(1, logits.shape[0]), step)
+    parts = [_gather(logits[i : i + step], token_ids[i : i + step], k, logsumexp) for i in starts]
     if len(parts) == 1:
         return parts[0]
-    if not parts:
-        return _gather(logits, token_ids, k)
     return LogprobTensors(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def _gather(logits: Tensor, token_ids: Tensor, k: int) -> LogprobTensors:
+def _gather(logits: Tensor, token_ids: Tensor, k: int, logsumexp: Callable[[Tensor], Tensor]) -> LogprobTensors:
+    total = logsumexp(logits)[:, None]
     logits = logits.float()
     chosen = logits.gather(1, token_ids[:, None])
     ranks = (logits > chosen).sum(dim=1) + 1
-    total = logits.logsumexp(dim=1, keepdim=True)
     if k:
         best = _best(logits, k)
         token_ids = torch.cat([token_ids[:, None], best], dim=1)

@@ -74,7 +74,9 @@ class Sampler:
         invalid = ~(best > float("-inf"))
         if Feature.RANDOM in features:
             token_ids = torch.where(invalid, token_ids, self._draw(scores, params, num_tokens))
-        logprobs = None if state.max_logprobs is None else gather_logprobs(logits, token_ids, state.max_logprobs)
+        logprobs = None
+        if state.max_logprobs is not None:
+            logprobs = gather_logprobs(logits, token_ids, state.max_logprobs, self.kernels.logsumexp)
         return SampleResult(token_ids, invalid, logprobs)
 
     def _change_(self, scores: Tensor, params: BatchParams, rows: Tensor, num_tokens: Tensor, tokens: Tensor) -> None:
