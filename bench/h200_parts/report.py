@@ -45,14 +45,24 @@ def short_table(rows: list[Record]) -> str:
     found = [SHORT_HEADER]
     for line, group in lines.items():
         spec = SPECS[group[0]["name"]]
-        cells = [" / ".join(number(row[key], row["unit"]) for row in group) for key in ("vllm", "target", "value")]
-        sign = ">= " if spec.higher_is_better else "<= "
-        cells[1] = sign + cells[1] if any(row["target"] is not None for row in group) else "-"
+        vllm, value = (" / ".join(number(row[key], row["unit"]) for row in group) for key in ("vllm", "value"))
+        cells = [vllm, _targets(group), value]
         unit = f", {spec.unit}" if spec.unit else ""
         verdicts = [verdict(row) for row in group]
         met = verdicts[0] if len(set(verdicts)) == 1 else " / ".join(verdicts)
         found.append(f"| {line}{unit} | " + " | ".join([*cells, met]) + " |")
     return "\n".join(found)
+
+
+def _targets(group: list[Record]) -> str:
+    """`<= 3.95 / 4.2`, with a sign for each where they differ."""
+    signs = [">= " if SPECS[row["name"]].higher_is_better else "<= " for row in group]
+    numbers = [number(row["target"], row["unit"]) for row in group]
+    if set(numbers) == {"-"}:
+        return "-"
+    if len(set(signs)) == 1:
+        return signs[0] + " / ".join(numbers)
+    return " / ".join(sign + text for sign, text in zip(signs, numbers, strict=True))
 
 
 def verdict(row: Record) -> str:

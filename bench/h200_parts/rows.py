@@ -11,6 +11,9 @@ from typing import Any
 from h200_parts.models import MODELS
 
 BATCHES = (1, 8, 32, 128)
+LOSSY = {"fp8": 0.12, "ptpc_fp8": 0.10, "kv-fp8-e4m3": 0.06, "kv-fp8-e5m2": 0.12}
+"""Formats that round: the relative logit error that each may have. (e4m3 keeps 3 bits of mantissa: about 2.6% a number.)
+"""
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,11 @@ def _numerics_rows() -> list[RowSpec]:
             RowSpec(f"numerics/{model}/argmax", part, line, "argmax unlike, of covered", "positions", None, 0.0),
             RowSpec(f"numerics/{model}/modes", part, line, "unlike among graph modes", "tokens", None, 0.0),
         ]
+        for variant, bound in LOSSY.items():
+            line = f"{title}, {variant}: logit error, perplexity"
+            name = f"numerics/{model}/{variant}"
+            rows.append(RowSpec(f"{name}/error", part, line, "relative logit error", "", None, bound))
+            rows.append(RowSpec(f"{name}/perplexity", part, line, "perplexity, change", "%", None, 5.0))
     return rows
 
 
