@@ -31,8 +31,8 @@ def gather_logprobs(
 ) -> LogprobTensors:
     """Score token_ids [n] int64 under log_softmax(logits [n, vocab_size], any float dtype), `k` alternatives each.
 
-    `logsumexp` is the kernel table's. k beyond the vocabulary is cut to it. Works through the rows in chunks of bounded memory; each row's result depends
-    on that row alone.
+    `logsumexp` is the kernel table's. k beyond the vocabulary is cut to it. Works through the rows in chunks of bounded
+    memory; each row's result depends on that row alone.
     """
     k = min(k, logits.shape[1])
     step = max(1, CHUNK_ELEMENTS // logits.shape[1])

@@ -7,7 +7,21 @@ import sys
 
 import torch
 
-from headrace.kernels import activation, attention, batch, decode, filter, gemm, moe, moe_route, norm, rotary, sampling
+from headrace.kernels import (
+    activation,
+    attention,
+    batch,
+    decode,
+    filter,
+    gemm,
+    logsumexp,
+    matmul,
+    moe,
+    moe_route,
+    norm,
+    rotary,
+    sampling,
+)
 from headrace.kernels.attention_config import plan_attention, plan_decode
 from headrace.kernels.gemm_config import CANDIDATES
 from tests.kernels.offline_target import TARGETS, compiled, spills, use_target
@@ -102,10 +116,28 @@ def compile_rest():
         report(kernel.__name__, kernel, set())
 
 
+def compile_batch_invariant(family):
+    """Linears of few and of many tokens, whole and in parts; attention; logsumexp."""
+    matmul.DEVICE_FAMILY = family
+    for dtype, (n, k), tokens in itertools.product(DTYPES, ((4096, 4096), (28672, 100)), (1, 500)):
+        matmul.matmul(torch.zeros(tokens, k, dtype=dtype), torch.zeros(n, k, dtype=dtype))
+    logsumexp.logsumexp(torch.zeros(2, 128256))
+    for kernel in (matmul._matmul_kernel, matmul._add_parts_kernel, logsumexp._logsumexp_kernel):
+        report(f"batch-invariant {kernel.__name__}", kernel, set())
+    known, numbers = set(map(id, compiled(attention._attention_kernel))), torch.zeros(16, dtype=torch.int32)
+    for head_dim, group in itertools.product((64, 128), (1, 4, 8)):
+        q = torch.zeros(64, group * 2, head_dim, dtype=torch.bfloat16)
+        cache = torch.zeros(2, 4, 16, 2, head_dim, dtype=torch.bfloat16)
+        plan = plan_attention(16, 64, 0, 1 << 17, group * 2, 2, head_dim, 2, family, 132, True)
+        attention.paged_attention(q, cache, numbers.view(1, 16), numbers, numbers, numbers, 1.0, 4, 64, plan=plan)
+        report(f"batch-invariant attention head_dim {head_dim} group {group}", attention._attention_kernel, known)
+
+
 if __name__ == "__main__":
     use_target(sys.argv[1])
     compile_attention(TARGETS[sys.argv[1]][0].backend)
     compile_decode(TARGETS[sys.argv[1]][0].backend)
     compile_linears(TARGETS[sys.argv[1]][0].backend)
     compile_experts(TARGETS[sys.argv[1]][0].backend)
+    compile_batch_invariant(TARGETS[sys.argv[1]][0].backend)
     compile_rest()
