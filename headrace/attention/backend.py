@@ -24,10 +24,12 @@ class Backend(Protocol):
         kv_cache: Tensor,
         metadata: AttentionMetadata,
         spec: AttentionSpec,
+        kv_scale: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Attention of q # [T, Hq, D] over kv_cache # [2, num_blocks, block_size, Hkv, D], the step's own k and v
-        already in it; returns # [T, Hq, D] contiguous: `out` if given. Tokens of requests with seq_len 0 get zeros."""
+        already in it, divided by kv_scale # [2] if the cache is fp8; returns # [T, Hq, D] contiguous: `out` if given.
+        Tokens of requests with seq_len 0 get zeros."""
         ...
 
 
@@ -46,6 +48,7 @@ class FusedDecode(Protocol):
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
+        kv_scale: Tensor | None = None,
     ) -> Tensor:
         """q # [R, Hq, D], k and v # [R, Hkv, D] as projected: norms and rotates them, writes k and v to the cache, and
         attends; -> # [R, Hq, D] contiguous."""

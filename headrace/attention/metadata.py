@@ -35,5 +35,5 @@ class AttentionMetadata:
     plan: Any = None
     """The backend's own, made once a step"""
     cut: Callable[..., Tensor] | None = None
-    """Takes attention's calls where the step is captured in pieces around them: cut(attend, q, kv_cache, *rest) in
-    place of attend(q, kv_cache, metadata, *rest)"""
+    """Takes attention's calls where the step is captured in pieces around them: cut(attend, q, kv_cache, metadata,
+    *rest) in place of attend(q, kv_cache, metadata, *rest)"""

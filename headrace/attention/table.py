@@ -26,12 +26,19 @@ class AttentionSpec:
     scale: float
     block_size: int
     dtype: str
-    """float16, bfloat16 or float32: of activations and cache"""
+    """float16, bfloat16 or float32: of activations"""
     sliding_window: int | None = None
     """Keys a query sees, itself included; None: all"""
     device_type: str = "cuda"
     batch_invariant: bool = False
     """A query's result must not depend on what else is in the batch, nor on how its prompt was cut"""
+    kv_cache_dtype: str = "auto"
+    """of the cache: as `dtype` (auto), another of those, fp8_e4m3 or fp8_e5m2"""
+
+    @property
+    def quantized_cache(self) -> bool:
+        """The cache holds K and V divided by scales."""
+        return self.kv_cache_dtype.startswith("fp8")
 
 
 @dataclass(frozen=True)

@@ -68,32 +68,45 @@ class TorchSdpa:
         kv_cache: Tensor,
         metadata: AttentionMetadata,
         spec: AttentionSpec,
+        kv_scale: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         groups = metadata.plan.get(spec)
         if groups is None:
             groups = metadata.plan[spec] = _plan_groups(metadata, spec, q.dtype)
         if len(groups) == 1 and groups[0].tokens is None and groups[0].size * groups[0].query_len == q.shape[0]:
-            attended = _attend(groups[0], q, kv_cache, spec)
+            attended = _attend(groups[0], q, kv_cache, spec, kv_scale)
             return attended if out is None else out.copy_(attended)
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out.zero_()
         for group in groups:
             if group.tokens is None:
                 stop = group.first + group.size * group.query_len
-                out[group.first : stop] = _attend(group, q[group.first : stop], kv_cache, spec)
+                out[group.first : stop] = _attend(group, q[group.first : stop], kv_cache, spec, kv_scale)
             else:
                 # padding repeats a request's last token with that token's own mask, so whoever writes last is right
-                out[group.tokens] = _attend(group, q[group.tokens], kv_cache, spec)
+                out[group.tokens] = _attend(group, q[group.tokens], kv_cache, spec, kv_scale)
         return out
 
 
-def _attend(group: _Group, q: Tensor, kv_cache: Tensor, spec: AttentionSpec) -> Tensor:
+def _gather(kv_cache: Tensor, blocks: Tensor | slice, dtype: torch.dtype, kv_scale: Tensor | None) -> Tensor:
+    """K and V of `blocks` as attention wants them."""
+    if kv_cache.dtype == dtype:
+        return kv_cache[:, blocks] if isinstance(blocks, slice) else kv_cache.index_select(1, blocks)
+    quantized = kv_cache.element_size() == 1
+    stored = kv_cache.view(torch.uint8) if quantized else kv_cache
+    gathered = stored[:, blocks] if isinstance(blocks, slice) else stored.index_select(1, blocks)
+    converted = gathered.view(kv_cache.dtype).to(dtype)
+    if quantized and kv_scale is not None:
+        converted.mul_(kv_scale.to(dtype).view(2, 1, 1, 1, 1))
+    return converted
+
+
+def _attend(group: _Group, q: Tensor, kv_cache: Tensor, spec: AttentionSpec, kv_scale: Tensor | None) -> Tensor:
     """q # [B * Q, Hq, D] -> the same shape. Query heads that share a KV head are rows of one product."""
     size, queries = group.size, group.query_len
     kv_heads, head_dim = spec.num_kv_heads, spec.head_dim
     shared = spec.num_heads // kv_heads
-    blocks = group.blocks
-    gathered = kv_cache[:, blocks] if isinstance(blocks, slice) else kv_cache.index_select(1, blocks)
+    gathered = _gather(kv_cache, group.blocks, q.dtype, kv_scale)
     mask = group.mask
     if size == 1 and queries > 1:  # [Hkv, shared, Q, D] against keys repeated without a copy
         length = queries if mask is None else mask.shape[-1]

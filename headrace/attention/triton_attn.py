@@ -8,7 +8,7 @@ from torch import Tensor
 from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.table import AttentionSpec
 from headrace.kernels._triton import DEVICE_FAMILY
-from headrace.kernels.attention import multiprocessor_count, paged_attention
+from headrace.kernels.attention import multiprocessor_count, paged_attention, tile_element_size
 from headrace.kernels.attention_config import plan_attention, plan_decode
 from headrace.kernels.decode import decode_attention
 
@@ -25,6 +25,7 @@ class TritonAttention:
         kv_cache: Tensor,
         metadata: AttentionMetadata,
         spec: AttentionSpec,
+        kv_scale: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         plan = metadata.plan.get(spec)
@@ -38,7 +39,7 @@ class TritonAttention:
                 spec.num_heads,
                 spec.num_kv_heads,
                 spec.head_dim,
-                q.element_size(),
+                tile_element_size(q, kv_cache),
                 DEVICE_FAMILY,
                 multiprocessor_count(q.device),
                 spec.batch_invariant,
@@ -56,6 +57,7 @@ class TritonAttention:
             spec.sliding_window,
             out,
             plan,
+            kv_scale,
         )
 
     def decode(
@@ -70,6 +72,7 @@ class TritonAttention:
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
+        kv_scale: Tensor | None = None,
     ) -> Tensor:
         planned = metadata.plan.get(("decode", spec))
         if planned is None:
@@ -78,7 +81,7 @@ class TritonAttention:
                 spec.num_heads,
                 spec.num_kv_heads,
                 spec.head_dim,
-                kv_cache.element_size(),
+                tile_element_size(q, kv_cache),
                 DEVICE_FAMILY,
                 multiprocessor_count(q.device),
             )
@@ -102,4 +105,5 @@ class TritonAttention:
             q_norm,
             k_norm,
             eps,
+            kv_scale,
         )

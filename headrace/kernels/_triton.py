@@ -53,8 +53,18 @@ def overlap() -> dict[str, bool]:
     return _OVERLAP if target.backend == "cuda" and target.arch >= 90 else _NO_OVERLAP
 
 
+@lru_cache(maxsize=16)
+def fp8_dtype(device: torch.device) -> torch.dtype:
+    """The e4m3 that `device` computes with: on gfx942 the one without negative zero, whose largest number is 240."""
+    if device.type == "cuda" and torch.version.hip:
+        name: str = torch.cuda.get_device_properties(device).gcnArchName
+        if name.startswith("gfx94"):
+            return torch.float8_e4m3fnuz
+    return torch.float8_e4m3fn
+
+
 def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-__all__ = ["DEVICE_FAMILY", "HAS_TRITON", "next_power_of_2", "overlap", "tl", "triton", "wait_for_inputs"]
+__all__ = ["DEVICE_FAMILY", "HAS_TRITON", "fp8_dtype", "next_power_of_2", "overlap", "tl", "triton", "wait_for_inputs"]

@@ -5,7 +5,7 @@ What earlier steps wrote is known before the kernel in front has ended; only q, 
 and lengths, nothing of requests.
 """
 
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def,assignment"
 # Triton functions are typed by what they are launched with.
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headrace.kernels.attention import (
     paged_attention_reference,
 )
 from headrace.kernels.attention_config import AttentionConfig
-from headrace.kernels.rotary import rotary_and_cache_reference
+from headrace.kernels.rotary import _to_fp8, rotary_and_cache_reference
 
 TILES_PER_PART = 2
 """Fewest tiles of keys worth a part of their own."""
@@ -49,7 +49,7 @@ def _rotated(
 def _stored(x, scale, cache_type: tl.constexpr, QUANTIZED: tl.constexpr, LIMIT: tl.constexpr):
     """x as the cache keeps it."""
     if QUANTIZED:
-        return tl.minimum(tl.maximum(x.to(tl.float32) / scale, -LIMIT), LIMIT).to(cache_type)
+        return _to_fp8(x, 1.0 / scale, LIMIT, cache_type)
     return x.to(cache_type)
 
 
@@ -289,7 +289,7 @@ def decode_attention(
         out, parts, lse, tickets, q, k, v, cos_sin, q_norm, k_norm, kv_cache, block_table, rows, seq_lens, kv_scale,
         eps, scale * LOG2_E, sliding_window or 0, q.stride(0), k.stride(0), v.stride(0), kv_cache.stride(0),
         block_table.stride(0),
-        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=max(16, next_power_of_2(head_dim)),
+        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=max(32, next_power_of_2(head_dim)),
         HALF=cos_sin.shape[1] // 2, GROUP=group, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_SIZE=kv_cache.shape[2], SPLITS=splits, TILES_PER_PART=TILES_PER_PART, WINDOWED=sliding_window is not None,
         NORM=q_norm is not None, QUANTIZED=quantized, LIMIT=torch.finfo(kv_cache.dtype).max if quantized else 0.0,

@@ -1,4 +1,4 @@
-"""RMS norm, alone and fused with the residual addition. Knows nothing of layers or of tensor parallelism."""
+"""RMS norm. Knows nothing of layers or of tensor parallelism."""
 
 # mypy: disable-error-code="no-untyped-def"
 # Triton functions are typed by what they are launched with.
@@ -16,14 +16,11 @@ from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_
 def _rms_norm_kernel(
     out_ptr,
     x_ptr,
-    residual_ptr,
     weight_ptr,
     x_stride,
-    residual_stride,
     hidden,
     eps,
     BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     wait_for_inputs(OVERLAP)
@@ -32,40 +29,10 @@ def _rms_norm_kernel(
     inside = columns < hidden
     x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     dtype = out_ptr.dtype.element_ty
-    if ADD:
-        address = residual_ptr + row * residual_stride + columns
-        residual = tl.load(address, mask=inside, other=0.0).to(tl.float32)
-        total = (residual + x).to(dtype)
-        tl.store(address, total, mask=inside)
-        x = total.to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / hidden + eps)
     normed = (x * scale).to(dtype).to(tl.float32)
     tl.store(out_ptr + row * hidden + columns, (normed * weight).to(dtype), mask=inside)
-
-
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    hidden = x.shape[-1]
-    rows = x if x.dim() == 2 else x.reshape(-1, hidden)
-    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-    if rows.shape[0]:
-        block = next_power_of_2(hidden)
-        added = rows if residual is None else residual.view(-1, hidden)
-        _rms_norm_kernel[(rows.shape[0],)](
-            out,
-            rows,
-            added,
-            weight,
-            rows.stride(0),
-            added.stride(0),
-            hidden,
-            eps,
-            BLOCK=block,
-            ADD=residual is not None,
-            num_warps=min(16, max(1, block // 512)),
-            **overlap(),
-        )
-    return out if x.dim() == 2 else out.view(x.shape)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -73,12 +40,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Normalized in fp32, rounded to x's dtype, then multiplied by the weight, as Hugging Face models do.
     """
-    return _launch(x, None, weight, eps)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """residual += x in place (rounded to its dtype), then (rms_norm(residual), residual); all [..., hidden]."""
-    return _launch(x, residual, weight, eps), residual
+    hidden = x.shape[-1]
+    rows = x if x.dim() == 2 else x.reshape(-1, hidden)
+    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    if rows.shape[0]:
+        block = next_power_of_2(hidden)
+        _rms_norm_kernel[(rows.shape[0],)](
+            out,
+            rows,
+            weight,
+            rows.stride(0),
+            hidden,
+            eps,
+            BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
+            **overlap(),
+        )
+    return out if x.dim() == 2 else out.view(x.shape)
 
 
 @functools.cache
@@ -91,8 +69,3 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale = torch.addcmul(_constant(eps, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
     return (x * scale).to(x.dtype).mul_(weight)  # rounds before it multiplies
-
-
-def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    residual += x
-    return rms_norm_reference(residual, weight, eps), residual

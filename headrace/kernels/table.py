@@ -16,7 +16,6 @@ class KernelTable:
     """One callable an operation; signatures are those of the functions of the same name in this package."""
 
     rms_norm: Callable[..., Tensor]
-    add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
     silu_and_mul: Callable[[Tensor], Tensor]
     step_angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
     rotary_and_cache: Callable[..., Tensor]
@@ -31,7 +30,6 @@ class KernelTable:
 
 REFERENCE_KERNELS = KernelTable(
     rms_norm=norm.rms_norm_reference,
-    add_rms_norm=norm.add_rms_norm_reference,
     silu_and_mul=activation.silu_and_mul_reference,
     step_angles=rotary.step_angles_reference,
     rotary_and_cache=rotary.rotary_and_cache_reference,
@@ -46,7 +44,6 @@ REFERENCE_KERNELS = KernelTable(
 
 TRITON_KERNELS = KernelTable(
     rms_norm=norm.rms_norm,
-    add_rms_norm=norm.add_rms_norm,
     silu_and_mul=activation.silu_and_mul,
     step_angles=rotary.step_angles,
     rotary_and_cache=rotary.rotary_and_cache,

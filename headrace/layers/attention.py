@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor
 
 from headrace.attention.metadata import AttentionMetadata
@@ -11,9 +14,26 @@ from headrace.layers.layer import Layer
 from headrace.layers.linear import QKVParallelLinear, RowParallelLinear
 from headrace.layers.norm import RMSNorm
 from headrace.model_config import ModelConfig
+from headrace.quantization.scheme import Slot
 
 Angles = tuple[Tensor, Tensor | None]
 """What the kernel table's `step_angles` made of the rope table and the step's positions."""
+
+
+KV_SCALE_NAMES = {
+    "k_proj.k_scale": (0, 1),
+    "v_proj.v_scale": (1, 2),
+    "k_proj.output_scale": (0, 1),
+    "v_proj.output_scale": (1, 2),
+    "attn.k_scale": (0, 1),
+    "attn.v_scale": (1, 2),
+    "k_scale": (0, 1),
+    "v_scale": (1, 2),
+    "kv_scale": (0, 2),
+    **dict.fromkeys(("q_scale", "attn.q_scale", "q_proj.q_scale", "q_proj.output_scale", "prob_scale"), (0, 0)),
+}
+"""What checkpoints call the scales of an fp8 cache, beside the layer's own weights -> which of (K, V) they are for;
+queries and probabilities are not quantized here."""
 
 
 class Attention(Layer):
@@ -26,12 +46,14 @@ class Attention(Layer):
         qkv_bias: bool,
         o_bias: bool,
         qk_norm: bool,
+        norm: RMSNorm,
     ) -> None:
-        """`spec` says what is on this rank; `qk_norm`: RMS norm over each head of q and k before rotating."""
+        """`spec` says what is on this rank; `qk_norm`: RMS norm over each head of q and k before rotating; `norm`: what
+        the layer's input goes through first."""
         super().__init__()
         group, dtype, width = context.mesh.tp, context.dtype, config.num_heads * config.head_dim
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, group, dtype, qkv_bias
+            config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, group, dtype, qkv_bias, norm
         )
         self.o_proj = RowParallelLinear(width, config.hidden_size, group, dtype, o_bias)
         if qk_norm:
@@ -45,18 +67,33 @@ class Attention(Layer):
         self.attend = context.backend.forward
         self.decode = None if spec.batch_invariant else getattr(context.backend, "decode", None)
         """attention/backend.FusedDecode, where the backend has it; it sums in another order than prompts do"""
+        self.kv_scale: Tensor | None = None
+        """[2] float32: what K and V in an fp8 cache are multiplied by. Fixed once loading is over"""
+
+    def create_weights(self, device: torch.device) -> None:
+        super().create_weights(device)
+        if self.spec.quantized_cache:
+            self.kv_scale = torch.full((2,), math.nan, device=device)  # NaN: the checkpoint brings none
+
+    def slots(self, path: str) -> dict[str, Slot]:
+        found = super().slots(path)
+        for name, (first, last) in KV_SCALE_NAMES.items():
+            place = None if self.kv_scale is None or first == last else self.kv_scale[first:last]
+            found[f"{path}.{name}"] = Slot((1,), (), place, optional=True)
+        return found
 
     def forward(self, x: Tensor, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor:
-        """x [num_tokens, hidden_size] -> the same; this step's keys and values go into `kv_cache`."""
+        """x [num_tokens, hidden_size], to which attention's output is added in place; this step's keys and values go
+        into `kv_cache`."""
         qkv = self.qkv_proj(x).view(x.shape[0], -1, self.spec.head_dim)
         q, k, v = qkv.split(self.heads, dim=1)
         norms = (self.q_norm.weight, self.k_norm.weight) if self.qk_norm else (None, None)
         if metadata.max_query_len == 1 and self.decode is not None and metadata.cut is None:
-            attended = self.decode(q, k, v, angles[0], kv_cache, metadata, self.spec, *norms, self.eps)
-            return self.o_proj(attended.view(x.shape[0], -1))
-        q = self.rotary_and_cache(q, k, v, *angles, kv_cache, metadata.slot_mapping, *norms, self.eps)
+            attended = self.decode(q, k, v, angles[0], kv_cache, metadata, self.spec, *norms, self.eps, self.kv_scale)
+            return self.o_proj(attended.view(x.shape[0], -1), x)
+        q = self.rotary_and_cache(q, k, v, *angles, kv_cache, metadata.slot_mapping, *norms, self.eps, self.kv_scale)
         if metadata.cut is None:
-            attended = self.attend(q, kv_cache, metadata, self.spec)
+            attended = self.attend(q, kv_cache, metadata, self.spec, self.kv_scale)
         else:
-            attended = metadata.cut(self.attend, q, kv_cache, self.spec)
-        return self.o_proj(attended.view(x.shape[0], -1))
+            attended = metadata.cut(self.attend, q, kv_cache, metadata, self.spec, self.kv_scale)
+        return self.o_proj(attended.view(x.shape[0], -1), x)

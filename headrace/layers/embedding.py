@@ -83,4 +83,4 @@ class ParallelLMHead(Linear):
         super().finalize()
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.all_gather(self.compute(hidden))[..., : self.vocab_size]
+        return self.all_gather(self.compute(hidden, None))[..., : self.vocab_size]

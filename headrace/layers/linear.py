@@ -5,13 +5,16 @@ Which memory and arithmetic stand behind a linear is its scheme's affair (quanti
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from headrace.distributed.mesh import Group
 from headrace.errors import ConfigError
 from headrace.layers.layer import Layer
-from headrace.quantization.scheme import Compute, LinearSpec, Part, Scheme, Slot
+from headrace.layers.norm import RMSNorm
+from headrace.quantization.scheme import Around, Compute, LinearSpec, Part, Scheme, Slot
 from headrace.quantization.unquantized import Unquantized
 
 
@@ -22,16 +25,23 @@ def divide(total: int, group: Group, what: str) -> int:
     return total // group.size
 
 
-def _not_loaded(x: Tensor) -> Tensor:
+def _not_loaded(x: Tensor, residual: Tensor | None) -> Tensor:
     raise RuntimeError("a linear layer was called before its weights were finalized")
 
 
 class Linear(Layer):
-    """x [num_tokens, spec.in_features] -> [num_tokens, spec.out_features], as one rank holds it."""
+    """x [num_tokens, spec.in_features] -> [num_tokens, spec.out_features], as one rank holds it.
 
-    def __init__(self, spec: LinearSpec) -> None:
+    With `norm`, x is normed first; with `activation` (silu_and_mul of the kernel table), half as many outputs come out.
+    """
+
+    def __init__(
+        self, spec: LinearSpec, norm: RMSNorm | None = None, activation: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         super().__init__()
         self.spec = spec
+        self.norm = (norm,)  # in a tuple, so that it does not become a child
+        self.activation = activation
         self.scheme: Scheme = Unquantized()
         self.weights: dict[str, Tensor] = {}
         self.compute: Compute = _not_loaded
@@ -47,16 +57,28 @@ class Linear(Layer):
         }
 
     def finalize(self) -> None:
-        self.compute, self.weights = self.scheme.finalize(self.spec, self.weights), {}
+        around = Around(activation=self.activation)
+        if (norm := self.norm[0]) is not None:
+            around = Around(norm.weight.data, norm.eps, norm.rms_norm, self.activation)
+        self.compute, self.weights = self.scheme.finalize(self.spec, self.weights, around), {}
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.compute(x)
+        return self.compute(x, None)
 
 
 class MergedColumnParallelLinear(Linear):
     """Several linears over one input, as one; each rank computes its share of every part's outputs, part after part."""
 
-    def __init__(self, in_features: int, parts: dict[str, int], group: Group, dtype: torch.dtype, bias: bool) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        parts: dict[str, int],
+        group: Group,
+        dtype: torch.dtype,
+        bias: bool,
+        norm: RMSNorm | None = None,
+        activation: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         """`parts`: checkpoint name -> its number of outputs."""
         columns = slice(0, in_features)
         placed: list[Part] = []
@@ -66,7 +88,7 @@ class MergedColumnParallelLinear(Linear):
             rows = slice(group.rank * local, (group.rank + 1) * local)
             placed.append(Part(name, (size, in_features), rows, columns, offset))
             offset += local
-        super().__init__(LinearSpec(in_features, offset, tuple(placed), dtype, bias))
+        super().__init__(LinearSpec(in_features, offset, tuple(placed), dtype, bias), norm, activation)
 
 
 class ColumnParallelLinear(Linear):
@@ -94,6 +116,7 @@ class QKVParallelLinear(Linear):
         group: Group,
         dtype: torch.dtype,
         bias: bool,
+        norm: RMSNorm | None = None,
     ) -> None:
         heads = divide(num_heads, group, "num_attention_heads")
         kv_heads, kv_rank = split_kv_heads(num_kv_heads, group)
@@ -109,7 +132,7 @@ class QKVParallelLinear(Linear):
             rows = slice(rank * size, (rank + 1) * size)
             parts.append(Part(name, (total * head_dim, hidden_size), rows, columns, offset))
             offset += size
-        super().__init__(LinearSpec(hidden_size, offset, tuple(parts), dtype, bias))
+        super().__init__(LinearSpec(hidden_size, offset, tuple(parts), dtype, bias), norm)
 
 
 def split_kv_heads(num_kv_heads: int, group: Group) -> tuple[int, int]:
@@ -132,6 +155,11 @@ class RowParallelLinear(Linear):
         part = Part(None, (out_features, in_features), slice(0, out_features), columns, 0)
         super().__init__(LinearSpec(local, out_features, (part,), dtype, bias, adds_bias=group.rank == 0))
         self.all_reduce = group.all_reduce
+        self.alone = group.size == 1
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.all_reduce(self.compute(x))
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """With `residual` [num_tokens, out_features], the sum is written over it."""
+        if self.alone:
+            return self.compute(x, residual)
+        out = self.all_reduce(self.compute(x, None))
+        return out if residual is None else residual.add_(out)

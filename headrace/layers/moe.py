@@ -16,12 +16,15 @@ from headrace.layers.layer import Layer, empty_parameter, whole_slot
 from headrace.layers.linear import divide
 from headrace.layers.mlp import GatedMLP
 from headrace.layers.moe_spec import MoeSpec
+from headrace.layers.norm import RMSNorm
 from headrace.quantization.scheme import Slot
 
 
 class SparseMoE(Layer):
-    def __init__(self, hidden_size: int, spec: MoeSpec, context: LayerContext) -> None:
+    def __init__(self, hidden_size: int, spec: MoeSpec, context: LayerContext, norm: RMSNorm) -> None:
+        """`norm`: what comes in goes through it first."""
         super().__init__()
+        self.norm = (norm,)  # in a tuple, so that it does not become a child
         group, dtype = context.mesh.tp, context.dtype
         local = divide(spec.intermediate_size, group, "an expert's intermediate size")
         self.spec, self.hidden_size, self.local = spec, hidden_size, local
@@ -54,8 +57,9 @@ class SparseMoE(Layer):
             slots[f"{name}.{names.down}.weight"] = Slot(wide[::-1], (everything, self.rows), self.w2[expert])
         return slots
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[num_tokens, hidden_size] -> the same."""
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x [num_tokens, hidden_size] -> the same; the sum is written over `residual` (which may be x)."""
+        x = self.norm[0](x)
         shared = self.shared_expert(x) if self.has_shared else None
         spec = self.spec
         out, ids = self.fused_moe(
@@ -63,7 +67,7 @@ class SparseMoE(Layer):
         )
         if self.kept_ids is not None:
             self.kept_ids.fill_(-1)[: ids.shape[0]] = ids
-        return self.all_reduce(out)
+        return residual.add_(self.all_reduce(out))
 
 
 def keep_expert_ids(model: nn.Module, max_tokens: int) -> None:

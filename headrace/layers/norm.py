@@ -1,4 +1,4 @@
-"""RMS norm, alone or fused with the residual sum before it."""
+"""RMS norm. Where a linear follows, the linear is told of it and may norm in its own pass (layers/linear.py)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ class RMSNorm(Layer):
         self.weight = empty_parameter(size, dtype=dtype)
         self.eps = eps
         self.rms_norm = kernels.rms_norm
-        self.add_rms_norm = kernels.add_rms_norm
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x [num_tokens, size] -> (normed sum, sum). The sum is x where there is no residual yet, else it is written
-        over `residual`."""
-        if residual is None:
-            return self.rms_norm(x, self.weight, self.eps), x
-        return self.add_rms_norm(x, residual, self.weight, self.eps)
+    def forward(self, x: Tensor) -> Tensor:
+        """[num_tokens, size] -> the same."""
+        return self.rms_norm(x, self.weight, self.eps)

@@ -40,8 +40,8 @@ class LlamaDecoderLayer(Layer):
     ) -> None:
         """`experts`: None where the layer is dense."""
         super().__init__()
-        norm = (config.hidden_size, config.rms_norm_eps, context.kernels, context.dtype)
-        self.input_layernorm = RMSNorm(*norm)
+        sizes = (config.hidden_size, config.rms_norm_eps, context.kernels, context.dtype)
+        self.input_layernorm = RMSNorm(*sizes)
         self.self_attn = Attention(
             config,
             spec,
@@ -49,22 +49,20 @@ class LlamaDecoderLayer(Layer):
             qkv_bias=_said(entry.qkv_bias, config.attention_bias),
             o_bias=_said(entry.o_bias, config.attention_bias),
             qk_norm=entry.qk_norm,
+            norm=self.input_layernorm,
         )
-        self.post_attention_layernorm = RMSNorm(*norm)
+        self.post_attention_layernorm = RMSNorm(*sizes)
         if experts is not None:
-            self.mlp: Layer = SparseMoE(config.hidden_size, experts, context)
+            self.mlp: Layer = SparseMoE(config.hidden_size, experts, context, self.post_attention_layernorm)
         else:
             mlp_bias = _said(entry.mlp_bias, config.mlp_bias)
-            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, mlp_bias, context)
+            norm = self.post_attention_layernorm
+            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, mlp_bias, context, norm)
 
-    def forward(
-        self, x: Tensor, residual: Tensor | None, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """x, residual [num_tokens, hidden_size] -> the same; their sum is the hidden state."""
-        x, residual = self.input_layernorm(x, residual)
+    def forward(self, x: Tensor, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor:
+        """x [num_tokens, hidden_size] -> the same, in place. Norms are their followers' affair."""
         x = self.self_attn(x, angles, metadata, kv_cache)
-        x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x), residual
+        return self.mlp(x, x)
 
 
 class LlamaModel(Layer):
@@ -86,11 +84,11 @@ class LlamaModel(Layer):
     def forward(
         self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv_caches: list[Tensor]
     ) -> Tensor:
-        x, residual = self.embed_tokens(input_ids), None
+        x = self.embed_tokens(input_ids)
         angles = self.step_angles(self.cos_sin, positions)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            x, residual = layer(x, residual, angles, metadata, kv_cache)
-        return self.norm(x, residual)[0]
+            x = layer(x, angles, metadata, kv_cache)
+        return self.norm(x)
 
 
 class LlamaForCausalLM(Layer):

@@ -68,7 +68,7 @@ def load_model(
             fill_with_dummies(slots, seed)
         else:
             fill_from_checkpoint(slots, folder, tied=config.tie_word_embeddings)
-        model.weight_bytes = sum(slot.num_bytes for slot in slots.values())
+        model.weight_bytes = sum(slot.num_bytes for slot in slots.values() if not slot.optional)
         for _, layer in layers:
             layer.finalize()
     return model
@@ -87,7 +87,7 @@ def fill_from_checkpoint(slots: dict[str, Slot], folder: Path, tied: bool = Fals
     """Copy every tensor's slice to where it belongs. Names may come with or without the prefix `model.`"""
     files = checkpoint_files(folder)
     total = sum(file.stat().st_size for file in files)
-    waiting = dict(slots)
+    waiting = {name: slot for name, slot in slots.items() if not slot.optional}
     with _progress(total) as advance:
         for file in files:
             for stored in stored_tensors(file):
@@ -105,7 +105,7 @@ def fill_from_checkpoint(slots: dict[str, Slot], folder: Path, tied: bool = Fals
 
 
 def _copy(stored: StoredTensor, slot: Slot) -> None:
-    if stored.shape != slot.shape:
+    if stored.shape != slot.shape and not (slot.optional and slot.shape == (1,) and stored.shape == ()):
         raise CheckpointError(
             f"tensor {stored.name!r} in {stored.file.name} has shape {list(stored.shape)}, "
             f"config.json asks for {list(slot.shape)}"
@@ -122,7 +122,7 @@ def _copy(stored: StoredTensor, slot: Slot) -> None:
 def fill_with_dummies(slots: dict[str, Slot], seed: int) -> None:
     """Uniform in +-DUMMY_RANGE, from `seed` and the tensor's name alone; ranks slice the same whole tensor."""
     for name, slot in slots.items():
-        if slot.destination is None:
+        if slot.destination is None or slot.optional:
             continue
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator(slot.destination.device).manual_seed(int.from_bytes(digest[:7], "little"))

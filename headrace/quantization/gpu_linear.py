@@ -12,7 +12,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from headrace.config import cache_folder
 from headrace.kernels._triton import DEVICE_FAMILY
 from headrace.kernels.gemm import skinny_linear
 from headrace.kernels.gemm_config import BUCKETS, CANDIDATES, GemmConfig
-from headrace.quantization.scheme import Compute, LinearSpec
+from headrace.quantization.scheme import Around, Compute, LinearSpec
 
 logger = logging.getLogger(__name__)
 
@@ -56,17 +56,28 @@ def plan_all(specs: list[LinearSpec], device: torch.device) -> dict[Size, Plan]:
     return {size: known[size] for size in sizes}
 
 
-def hold(weight: Tensor, bias: Tensor | None, plan: Plan) -> Compute:
-    """weight [out, in], bias [out] or None."""
+def hold(weight: Tensor, bias: Tensor | None, plan: Plan, around: Around) -> Compute:
+    """weight [out, in], bias [out] or None. A norm's weight becomes part of `weight`: what is left of the norm is a
+    factor a token, which a kernel can apply to its sums."""
     by_tokens = by_number_of_tokens(plan)
     most = len(by_tokens) - 1
+    norm_eps, gated = None, around.activation is not None
+    if around.norm_weight is not None:
+        norm_eps = around.norm_eps
+        weight.mul_(around.norm_weight)
+        around = replace(around, norm_weight=torch.ones_like(around.norm_weight))
+    transposed = weight.t()
+    one_by_one = around.wrap(lambda x: F.linear(x, weight, bias))
+    adds_only = bias is None and not gated and norm_eps is None
 
-    def compute(x: Tensor) -> Tensor:
+    def compute(x: Tensor, residual: Tensor | None) -> Tensor:
         tokens = x.shape[0]
         config = by_tokens[tokens] if tokens <= most else None
-        if config is None:
-            return F.linear(x, weight, bias)
-        return skinny_linear(x, weight, bias, config)
+        if config is not None:
+            return skinny_linear(x, weight, bias, config, norm_eps=norm_eps, gated=gated, residual=residual)
+        if residual is not None and adds_only:
+            return residual.addmm_(x, transposed)
+        return one_by_one(x, residual)
 
     return compute
 

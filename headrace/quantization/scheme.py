@@ -13,8 +13,39 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-Compute = Callable[[Tensor], Tensor]
+Product = Callable[[Tensor], Tensor]
 """[num_tokens, in_features] -> [num_tokens, out_features]"""
+Compute = Callable[[Tensor, Tensor | None], Tensor]
+"""(x [num_tokens, in_features], residual or None) -> what the linear and what is around it give, added to the residual
+in place if there is one"""
+
+
+@dataclass(frozen=True)
+class Around:
+    """What a linear does beside its product, so that a format may do it in the same pass."""
+
+    norm_weight: Tensor | None = None
+    """[in_features]: x goes through an RMS norm first; None: it does not"""
+    norm_eps: float = 0.0
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] | None = None
+    activation: Callable[[Tensor], Tensor] | None = None
+    """silu of the outputs' first half times their second half; None: no activation"""
+
+    def wrap(self, product: Product) -> Compute:
+        """One after the other."""
+        weight, eps, rms_norm, activation = self.norm_weight, self.norm_eps, self.rms_norm, self.activation
+        if weight is None and activation is None:
+            return lambda x, residual: product(x) if residual is None else residual.add_(product(x))
+
+        def compute(x: Tensor, residual: Tensor | None) -> Tensor:
+            if weight is not None and rms_norm is not None:
+                x = rms_norm(x, weight, eps)
+            out = product(x)
+            if activation is not None:
+                out = activation(out)
+            return out if residual is None else residual.add_(out)
+
+        return compute
 
 
 @dataclass(frozen=True)
@@ -27,6 +58,8 @@ class Slot:
     """this rank's slice of it"""
     destination: Tensor | None
     """a view of that slice's size in the model's memory; None: this rank has no use for the tensor"""
+    optional: bool = False
+    """a checkpoint may lack the tensor; one of shape [1] may also be a scalar there"""
 
     @property
     def num_bytes(self) -> int:
@@ -76,5 +109,6 @@ class Scheme(Protocol):
     def slots(self, spec: LinearSpec, weights: dict[str, Tensor]) -> Iterator[tuple[Part, str, Slot]]:
         """For each part and tensor name: where it goes."""
 
-    def finalize(self, spec: LinearSpec, weights: dict[str, Tensor]) -> Compute:
-        """After loading: the function that applies the weights. It may hold them in another form, and only so."""
+    def finalize(self, spec: LinearSpec, weights: dict[str, Tensor], around: Around) -> Compute:
+        """After loading: the function that applies the weights and what is around them. It may hold them in another
+        form, and only so."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from headrace.kernels.matmul import matmul
 from headrace.quantization import gpu_linear
 from headrace.quantization.cpu_linear import Choice, choose_all, hold_plain, spare_memory
-from headrace.quantization.scheme import Compute, LinearSpec, Part, Slot
+from headrace.quantization.scheme import Around, Compute, LinearSpec, Part, Product, Slot
 
 
 class Unquantized:
@@ -43,13 +43,16 @@ class Unquantized:
                 bias = weights["bias"][rows] if spec.adds_bias else None
                 yield part, "bias", Slot(part.shape[:1], (part.rows,), bias)
 
-    def finalize(self, spec: LinearSpec, weights: dict[str, Tensor]) -> Compute:
+    def finalize(self, spec: LinearSpec, weights: dict[str, Tensor], around: Around) -> Compute:
+        plan = self.plans.get((spec.dtype.itemsize, spec.out_features, spec.in_features))
+        if plan is not None:
+            return gpu_linear.hold(weights["weight"], weights.get("bias"), plan, around)
+        return around.wrap(self._product(spec, weights))
+
+    def _product(self, spec: LinearSpec, weights: dict[str, Tensor]) -> Product:
         weight, bias = weights["weight"], weights.get("bias")
         if spec.batch_invariant and weight.device.type != "cpu":  # a CPU runs tokens one at a time
             return lambda x: matmul(x, weight, bias)
-        plan = self.plans.get((spec.dtype.itemsize, spec.out_features, spec.in_features))
-        if plan is not None:
-            return gpu_linear.hold(weight, bias, plan)
         choice = self.choices.get((spec.out_features, spec.in_features, spec.dtype))
         if choice is None:
             return hold_plain(weight, bias)

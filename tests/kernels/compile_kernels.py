@@ -97,7 +97,6 @@ def compile_rest():
     numbers, wide = torch.zeros(16, dtype=torch.int32), torch.zeros(16, dtype=torch.int64)
     x = torch.zeros(16, 4096, dtype=torch.bfloat16)
     norm.rms_norm(x, x[0], 1e-5)
-    norm.add_rms_norm(x, x, x[0], 1e-5)
     activation.silu_and_mul(x)
     batch.prepare_batch(numbers, numbers, torch.zeros(17, dtype=torch.int32), x.int(), x.int(), 16, 16)
     q, k, v = torch.zeros(16, 48, 128, dtype=torch.bfloat16).split((32, 8, 8), dim=1)

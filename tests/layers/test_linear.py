@@ -104,7 +104,7 @@ def test_vocabulary_is_padded_and_split(vocab: int, size: int, tied: bool) -> No
         embedded += embedding(ids)
         head = ParallelLMHead(vocab, 8, group, F32, embedding if tied else None)
         filled(head, "h", {} if tied else {"h.weight": table})
-        logits.append(head.compute(hidden))
+        logits.append(head.compute(hidden, None))
         assert torch.isfinite(logits[-1]).all()
     torch.testing.assert_close(embedded, table[ids])
     torch.testing.assert_close(torch.cat(logits, dim=1)[:, :vocab], hidden @ table.T)
