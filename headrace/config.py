@@ -49,6 +49,7 @@ def knob(
 
 
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
+KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
 BLOCK_SIZES = (1, 16, 32, 64)
 GRAPH_MODES = {
     "NONE": ("none", "none"),
@@ -106,6 +107,17 @@ class EngineConfig:
     )
     cpu_kv_cache_gib: float | None = knob(
         None, "KV cache size on CPU, in GiB (VLLM_CPU_KVCACHE_SPACE).", minimum=0.0, group="cache"
+    )
+    kv_cache_dtype: str = knob(
+        "auto",
+        "Data type of the KV cache: `fp8` (same as fp8_e4m3) holds twice the tokens; `auto` is the model's own.",
+        choices=KV_CACHE_DTYPES,
+        group="cache",
+    )
+    calculate_kv_scales: bool = knob(
+        True,
+        "With an fp8 KV cache, calculate scales at load where the checkpoint brings none; off: 1.0, as in vLLM.",
+        group="cache",
     )
     enable_prefix_caching: bool = knob(True, "Reuse KV blocks of prompts that start alike.", group="cache")
 

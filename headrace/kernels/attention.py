@@ -231,7 +231,7 @@ def _attention_kernel(
     if QUANTIZED:
         acc = (tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32), tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32))
     else:
-        acc = (tl.zeros([BLOCK_M, BLOCK_D], tl.float32),)
+        acc = (tl.zeros([BLOCK_M, BLOCK_D], tl.float32),)  # type: ignore[assignment]
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if not DECODE:

@@ -312,13 +312,15 @@ def decode_attention_reference(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    kv_scale: Tensor | None = None,
 ) -> Tensor:
     block_size = kv_cache.shape[2]
     at = (seq_lens.long() - 1).clamp_(min=0)
     slots = block_table[rows.long(), at // block_size].long() * block_size + at % block_size
     slots = slots.masked_fill(seq_lens == 0, -1)
-    q = rotary_and_cache_reference(q, k, v, cos_sin, at, kv_cache, slots, q_norm, k_norm, eps)
+    q = rotary_and_cache_reference(q, k, v, cos_sin, at, kv_cache, slots, q_norm, k_norm, eps, kv_scale)
     starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=q.device)
     return paged_attention_reference(
-        q, kv_cache, block_table, rows, starts, seq_lens, scale, 1, int(seq_lens.max()), sliding_window
-    )
+        q, kv_cache, block_table, rows, starts, seq_lens, scale, 1, int(seq_lens.max()), sliding_window,
+        kv_scale=kv_scale,
+    )  # fmt: skip

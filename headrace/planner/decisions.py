@@ -44,7 +44,9 @@ def decide_before_load(
 
     settle("device", device_type, "the device that torch finds here")
     dtype = settle("dtype", *_dtype(model, device_type))
-    changes["dtype"] = DTYPE_ALIASES.get(dtype, dtype)
+    dtype = changes["dtype"] = DTYPE_ALIASES.get(dtype, dtype)
+    kv_dtype = settle("kv_cache_dtype", *_kv_cache_dtype(model, dtype))
+    changes["kv_cache_dtype"] = "fp8_e4m3" if kv_dtype == "fp8" else kv_dtype
     context = model.max_position_embeddings
     length = settle("max_model_len", context, "the model's max_position_embeddings")
     if length > context:
@@ -88,7 +90,12 @@ def _attention(config: EngineConfig, model: ModelConfig, device_type: str) -> tu
         return "", "none"
     tp_size = config.tensor_parallel_size
     spec = attention_spec(
-        model, tp_size=tp_size, block_size=config.block_size, dtype=config.dtype, device_type=device_type
+        model,
+        tp_size=tp_size,
+        block_size=config.block_size,
+        dtype=config.dtype,
+        device_type=device_type,
+        batch_invariant=config.batch_invariant,
     )
     chosen = select_backend(spec, config.attention_backend)
     return chosen.name, chosen.full_graphs
@@ -112,6 +119,19 @@ def _dtype(model: ModelConfig, device_type: str) -> tuple[str, str]:
     return model.dtype, "the checkpoint's"
 
 
+def _kv_cache_dtype(model: ModelConfig, dtype: str) -> tuple[str, str]:
+    """What `auto` means: fp8 where the checkpoint was calibrated for it (compressed-tensors, ModelOpt, Quark)."""
+    quantization = model.quantization or {}
+    scheme = quantization.get("kv_cache_scheme")
+    eight_bits = isinstance(scheme, dict) and scheme.get("type") == "float" and scheme.get("num_bits") == 8
+    if eight_bits or str(quantization.get("kv_cache_quant_algo")).upper() == "FP8":
+        return "fp8_e4m3", "the checkpoint's quantization_config holds scales for it"
+    export = quantization.get("export")
+    if isinstance(export, dict) and export.get("kv_cache_group"):
+        return "fp8_e4m3", "the checkpoint's quantization_config holds scales for it"
+    return dtype, "the model's"
+
+
 def decide_num_blocks(config: EngineConfig, facts: list[WorkerFacts]) -> tuple[int, list[Decision]]:
     """How many KV blocks every rank allocates: what the tightest rank can hold, and no more than can ever be used.
 
@@ -123,7 +143,7 @@ def decide_num_blocks(config: EngineConfig, facts: list[WorkerFacts]) -> tuple[i
     if config.num_gpu_blocks_override is not None:
         count = config.num_gpu_blocks_override
         return count, [Decision("num_gpu_blocks", count, "given", source="user")]
-    by_memory = min(_kv_bytes(config, fact) // fact.kv_bytes_per_block for fact in facts)
+    by_memory = blocks_by_memory(config, facts)
     useful = 2 * config.max_num_seqs * blocks_per_seq
     count = min(by_memory, useful)
     if count < blocks_per_seq:
@@ -137,6 +157,11 @@ def decide_num_blocks(config: EngineConfig, facts: list[WorkerFacts]) -> tuple[i
     else:
         reason = f"twice what {config.max_num_seqs} longest sequences need: {count * config.block_size:,} tokens"
     return count, [Decision("num_gpu_blocks", count, reason, source="measured")]
+
+
+def blocks_by_memory(config: EngineConfig, facts: list[WorkerFacts]) -> int:
+    """KV blocks that the tightest rank can hold; below 0: what is missing without any."""
+    return min(_kv_bytes(config, fact) // fact.kv_bytes_per_block for fact in facts)
 
 
 def decide_mixed_step(config: EngineConfig, facts: list[WorkerFacts]) -> tuple[int | None, list[Decision]]:

@@ -7,6 +7,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headrace.errors import ConfigError
+from headrace.kernels._triton import fp8_dtype
+
+E4M3_CAPABILITY = (8, 9)
+"""The first NVIDIA GPUs that convert e4m3"""
+
+
+def cache_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The torch type of a `kv_cache_dtype` that the planner settled. Raises ConfigError where `device` cannot."""
+    if name == "fp8_e5m2":
+        return torch.float8_e5m2
+    if name != "fp8_e4m3":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    if device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) < E4M3_CAPABILITY:
+        raise ConfigError(
+            f"kv_cache_dtype {name} needs an NVIDIA GPU of compute capability 8.9 or above, this one has "
+            f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}; use fp8_e5m2 or auto"
+        )
+    return fp8_dtype(device)
+
 
 @dataclass(frozen=True)
 class KVCacheShape:
