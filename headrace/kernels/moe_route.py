@@ -260,7 +260,7 @@ def router_and_route(
     rows = min(4, max(1, _ROUTER_TILE // block_h))
     _router_kernel[(-(-num_rows // rows), num_tokens)](
         logits, arrived, x, router, *routing, num_tokens, num_experts, routing.tiles.shape[1], x.stride(0),
-        NUM_ROWS=num_rows, HIDDEN=hidden, ROWS=rows, BLOCK_H=block_h, BLOCK_T=next_power_of_2(num_tokens),
+        NUM_ROWS=num_rows, HIDDEN=hidden, ROWS=rows, BLOCK_H=block_h, BLOCK_T=_next_power_of_4(num_tokens),
         BLOCK_E=next_power_of_2(num_experts), LOWEST=_LOWEST, TOP_K=top_k, BLOCK_K=next_power_of_2(top_k),
         RENORMALIZE=renormalize, BLOCK_M=block_m, BLOCK_TILES=256, num_warps=4, **overlap(),
     )  # fmt: skip
@@ -275,7 +275,7 @@ def route(logits: Tensor, top_k: int, renormalize: bool, block_m: int, invariant
     block_e = next_power_of_2(num_experts)
     choice = {"BLOCK_E": block_e, "LOWEST": _LOWEST, "TOP_K": top_k, "BLOCK_K": next_power_of_2(top_k),
               "RENORMALIZE": renormalize}  # fmt: skip
-    block_t = next_power_of_2(num_tokens)
+    block_t = _next_power_of_4(num_tokens)
     if block_t * block_e <= ONE_PROGRAM and not invariant:
         _route_and_sort_kernel[(1,)](
             logits, *routing, num_tokens, num_experts, routing.tiles.shape[1], logits.stride(0),
@@ -295,6 +295,11 @@ def route(logits: Tensor, top_k: int, renormalize: bool, block_m: int, invariant
             ROWS=_ROWS, BLOCK_E=block_e, TOP_K=top_k, BLOCK_M=block_m, BLOCK_TILES=256, num_warps=8, **overlap(),
         )  # fmt: skip
     return routing
+
+
+def _next_power_of_4(n: int) -> int:
+    """Half as many variants to compile as with powers of two."""
+    return 1 << ((n - 1).bit_length() + 1) // 2 * 2
 
 
 def _empty_routing(num_tokens: int, num_experts: int, top_k: int, block_m: int, device: torch.device) -> Routing:
