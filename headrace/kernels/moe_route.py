@@ -22,7 +22,6 @@ ONE_PROGRAM = 8192
 """Most logits (padded to powers of two) that a single program routes and sorts; more take two launches."""
 ROUTER_TOKENS = 16
 """Most tokens whose router logits are computed by the kernel that routes them."""
-_ROUTER_TILE = 8192
 _ROWS = 32
 """tokens a program where routing takes two launches"""
 _LOWEST = -(1 << 63)
@@ -257,12 +256,14 @@ def router_and_route(
     routing = _empty_routing(num_tokens, num_experts, top_k, block_m, x.device)
     logits = torch.empty((num_tokens, num_rows), dtype=x.dtype, device=x.device)
     block_h = next_power_of_2(hidden)
-    rows = min(4, max(1, _ROUTER_TILE // block_h))
+    # few tokens: a warp chooses without waiting for others; a warp a row of the router, unless rows are very long
+    warps = max(1 if num_tokens <= 4 else 4, block_h // 4096)
+    rows = max(1, min(warps, warps * 4096 // block_h))
     _router_kernel[(-(-num_rows // rows), num_tokens)](
         logits, arrived, x, router, *routing, num_tokens, num_experts, routing.tiles.shape[1], x.stride(0),
         NUM_ROWS=num_rows, HIDDEN=hidden, ROWS=rows, BLOCK_H=block_h, BLOCK_T=_next_power_of_4(num_tokens),
         BLOCK_E=next_power_of_2(num_experts), LOWEST=_LOWEST, TOP_K=top_k, BLOCK_K=next_power_of_2(top_k),
-        RENORMALIZE=renormalize, BLOCK_M=block_m, BLOCK_TILES=256, num_warps=4, **overlap(),
+        RENORMALIZE=renormalize, BLOCK_M=block_m, BLOCK_TILES=256, num_warps=warps, **overlap(),
     )  # fmt: skip
     return routing, logits
 
