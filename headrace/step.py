@@ -78,6 +78,14 @@ class RunnerOutput(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: dict[int, list[Logprobs]] = {}
     """row -> entries for the prompt tokens that follow the positions computed in this step: position p gives the entry
     of prompt token p + 1. Only rows that asked."""
+    notes: list[str] = []
+    """Lines for the log (graphs captured)."""
+    warnings: list[str] = []
+    """... and those that somebody should read (memory that was short)."""
+    short_of_memory: bool = False
+    """There was no memory for the step as it was: later ones should be smaller."""
+    graph_bytes: dict[str, int] = {}
+    """kind of CUDA graph -> memory that all of it take; only where there are notes or warnings"""
 
 
 class WorkerFacts(msgspec.Struct, frozen=True):
@@ -88,7 +96,8 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     total_memory: int
     """bytes"""
     available_kv_memory: int
-    """bytes that may go to the KV cache, after weights and the profiled peak of activations"""
+    """bytes that may go to the KV cache, after weights, the profiled peak of activations and CUDA graphs; below 0:
+    what is missing without any cache"""
     kv_bytes_per_block: int
     """bytes on this rank, all layers"""
     weight_bytes: int
@@ -97,3 +106,7 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     """Lines for the start-up log (what was passed over, demoted or shrunk, and why)."""
     step_times: list[tuple[int, float]] = []
     """(prompt tokens, milliseconds) of steps measured at load, smallest first; empty where none were."""
+    step_bytes: int = 0
+    """what the largest step takes beyond weights for as long as it runs; 0: not measured"""
+    shortfall: str = ""
+    """What the allocator said to what was last tried (the plan's largest step, or its cache); empty: it fits."""

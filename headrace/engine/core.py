@@ -7,6 +7,7 @@ Imports no torch: executors are made lazily. Knows nothing of text or sockets.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import importlib
 import logging
 import time
@@ -15,15 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.config import EngineConfig
+from headrace.engine.fit import fit, told
 from headrace.engine.messages import Abort, CoreFacts
-from headrace.errors import ConfigError, EngineDeadError, HeadraceError
+from headrace.errors import ConfigError, EngineDeadError, HeadraceError, OutOfMemoryError
 from headrace.executor.base import Executor, StepHandle
 from headrace.executor.factory import detect_device, make_executor
 from headrace.model_config import ModelConfig
-from headrace.planner.decisions import decide_before_load, decide_mixed_step, decide_num_blocks
+from headrace.planner.decisions import decide_before_load, decide_mixed_step
+from headrace.planner.smaller import smaller_budget
 from headrace.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from headrace.scheduler.scheduler import Scheduler, SchedulerConfig
-from headrace.step import SchedulerOutput
+from headrace.step import RunnerOutput, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +51,8 @@ class EngineCore:
         self._depth = PIPELINE_DEPTH if facts.config.async_scheduling else 1
         self._inflight: collections.deque[_Inflight] = collections.deque()
         self._refused: list[EngineCoreOutput] = []
+        self._config = facts.config
+        self._graph_bytes: dict[str, int] = {}
         self._scheduled_at: dict[str, float] = {}
         """request id -> time.monotonic() of its first step, until its first output takes it along"""
 
@@ -147,11 +152,34 @@ class EngineCore:
         except Exception as error:
             self._fail(step.plan, error, outputs)
             return
+        if result.notes or result.warnings:
+            self._log(result)
+        if result.short_of_memory:
+            self._shrink(step.plan)
         outputs.extend(self.scheduler.update(step.plan, result))
+
+    def _log(self, result: RunnerOutput) -> None:
+        for note in result.notes:
+            logger.info("%s", note)
+        for warning in result.warnings:
+            logger.warning("%s", warning)
+        self._graph_bytes = result.graph_bytes
+
+    def _shrink(self, plan: SchedulerOutput) -> None:
+        """A step found no memory: plan smaller ones from now on."""
+        smaller = smaller_budget(self._config, plan.num_tokens)
+        if smaller is not None:
+            self._config, decisions = smaller
+            told(decisions, logging.WARNING)
+            tokens = self._config.max_num_batched_tokens
+            assert tokens is not None
+            self.scheduler.config = dataclasses.replace(self.scheduler.config, max_num_batched_tokens=tokens)
 
     def _fail(self, plan: SchedulerOutput, error: Exception, outputs: list[EngineCoreOutput]) -> None:
         logger.error("step %d failed", plan.step, exc_info=error)
         self._executor.check()  # else every later step would fail too, and /health would stay green
+        if isinstance(error, OutOfMemoryError):
+            self._shrink(plan)
         said = f": {error}" if isinstance(error, HeadraceError) else ""  # other words may name internals: logged alone
         outputs.extend(self.scheduler.fail(plan, f"the step failed: {type(error).__name__}{said}"))
 
@@ -171,25 +199,17 @@ def build_core(config: EngineConfig, folder: Path, beside_server: bool, executor
     model_config = ModelConfig.from_folder(folder)
     device, factory = _executor_factory(config, executor)
     resolved, decisions = decide_before_load(config, model_config, device, beside_server)
-    for decision in decisions:
-        logger.info("%s", decision)
+    told(decisions)
     runner = factory(resolved, folder, model_config)
     try:
-        workers = runner.load()
-        for worker in workers[:1]:
-            for note in worker.notes:
-                logger.info("%s", note)
-        num_blocks, more = decide_num_blocks(resolved, workers)
-        mixed_step, chunk = decide_mixed_step(resolved, workers)
-        more += chunk
-        for decision in more:
-            logger.info("%s", decision)
-        runner.initialize_cache(num_blocks)
-        scheduler = Scheduler(_scheduler_config(resolved, num_blocks, mixed_step))
+        fitted = fit(runner, resolved, config)
+        mixed_step, chunk = decide_mixed_step(fitted.config, fitted.workers)
+        decisions += fitted.decisions + told(chunk)
+        scheduler = Scheduler(_scheduler_config(fitted.config, fitted.num_blocks, mixed_step))
     except BaseException:
         runner.shutdown()
         raise
-    return EngineCore(CoreFacts(resolved, [*decisions, *more], workers, num_blocks), scheduler, runner)
+    return EngineCore(CoreFacts(fitted.config, decisions, fitted.workers, fitted.num_blocks), scheduler, runner)
 
 
 def _executor_factory(config: EngineConfig, path: str | None) -> tuple[str, ExecutorFactory]:

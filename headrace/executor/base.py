@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from headrace.config import EngineConfig
 from headrace.step import RunnerOutput, SchedulerOutput, WorkerFacts
 
 
@@ -18,9 +19,18 @@ class StepHandle(Protocol):
 class Executor(Protocol):
     """Runs steps in the order given; several may be under way."""
 
-    def load(self) -> list[WorkerFacts]: ...
+    def load(self) -> list[WorkerFacts]:
+        """Read the weights and run the largest step of the config that this was made for. Facts of every rank, or, if
+        the step does not fit, of at least one with a `shortfall`: then `profile` a smaller config."""
+        ...
 
-    def initialize_cache(self, num_blocks: int) -> None: ...
+    def profile(self, config: EngineConfig) -> list[WorkerFacts]:
+        """As `load`, for another config that differs in how much runs at once, the weights being there."""
+        ...
+
+    def initialize_cache(self, num_blocks: int) -> list[WorkerFacts]:
+        """Facts of every rank; one with a `shortfall` found no room, and says what there is room for."""
+        ...
 
     def execute(self, step: SchedulerOutput) -> StepHandle: ...
 

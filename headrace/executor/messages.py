@@ -24,6 +24,10 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
+class Profile(msgspec.Struct, frozen=True, tag=True):
+    config: EngineConfig
+
+
 class InitializeCache(msgspec.Struct, frozen=True, tag=True):
     num_blocks: int
 
@@ -36,16 +40,21 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-Command = Load | InitializeCache | Execute | Stop
+Command = Load | Profile | InitializeCache | Execute | Stop
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """The answer to Load and Profile."""
+
     rank: int
     facts: WorkerFacts
 
 
 class CacheReady(msgspec.Struct, frozen=True, tag=True):
+    """Unless the facts have a shortfall."""
+
     rank: int
+    facts: WorkerFacts
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):

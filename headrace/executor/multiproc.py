@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,6 +25,7 @@ from headrace.executor.messages import (
     InitializeCache,
     Load,
     Loaded,
+    Profile,
     RankConfig,
     Reply,
     StepDone,
@@ -52,41 +54,68 @@ class _Handle:
 
 class MultiprocExecutor:
     def __init__(self, config: EngineConfig, folder: Path) -> None:
+        self._folder = folder
         self._size = config.tensor_parallel_size
         self._directory = tempfile.TemporaryDirectory(prefix="headrace-")  # mode 0700: nobody else can connect
         self._context = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Reply)
+        self._num_groups = 0
+        self._start(config)
+
+    def _start(self, config: EngineConfig) -> None:
+        """A group of ranks, each waiting for commands."""
         self._outputs: dict[int, RunnerOutput] = {}
         self._notices: collections.deque[Reply] = collections.deque()
         self._dead: str | None = None
-        base = self._directory.name
-        replies = f"ipc://{base}/replies"
+        self._stuck = False
+        self._num_groups += 1
+        base = f"{self._directory.name}/{self._num_groups}"
+        replies = f"ipc://{base}-replies"
         self._replies = self._context.socket(zmq.PULL)
         self._replies.bind(replies)
         self._commands: list[zmq.Socket[bytes]] = []
         self._children: list[Child] = []
         threads = str(config.cpu_threads or 1)
         for rank in range(self._size):
-            address = f"ipc://{base}/rank{rank}"
+            address = f"ipc://{base}-rank{rank}"
             socket = self._context.socket(zmq.PUSH)
             socket.setsockopt(zmq.LINGER, 1000)
             socket.bind(address)
             self._commands.append(socket)
-            rank_config = RankConfig(config, str(folder), rank, f"file://{base}/rendezvous", address, replies)
+            rank_config = RankConfig(config, str(self._folder), rank, f"file://{base}-rendezvous", address, replies)
             self._children.append(
                 spawn("headrace.executor.rank", self._encoder.encode(rank_config), OMP_NUM_THREADS=threads)
             )
 
     def load(self) -> list[WorkerFacts]:
         self._send(Load())
-        facts = {reply.rank: reply.facts for reply in self._gather(Loaded)}
-        return [facts[rank] for rank in range(self._size)]
+        return self._facts()
 
-    def initialize_cache(self, num_blocks: int) -> None:
+    def profile(self, config: EngineConfig) -> list[WorkerFacts]:
+        if not self._stuck:
+            self._send(Profile(config))
+            return self._facts()
+        for child in self._children:
+            child.process.kill()
+            child.stop(timeout=0.0)
+        for socket in (self._replies, *self._commands):
+            socket.close(linger=0)
+        self._start(config)
+        return self.load()
+
+    def _facts(self) -> list[WorkerFacts]:
+        """Of every rank; or of the first one whose step did not fit: others may now wait for it inside a collective for
+        ever, so that this group can do no more."""
+        replies = self._gather(Loaded, until=lambda reply: bool(reply.facts.shortfall))
+        self._stuck = any(reply.facts.shortfall for reply in replies)
+        return [reply.facts for reply in sorted(replies, key=lambda reply: reply.rank)]
+
+    def initialize_cache(self, num_blocks: int) -> list[WorkerFacts]:
         self._send(InitializeCache(num_blocks))
-        self._gather(CacheReady)
+        replies = self._gather(CacheReady)
         self._directory.cleanup()  # all are connected, and a path that is gone is not left behind by a killed process
+        return [reply.facts for reply in sorted(replies, key=lambda reply: reply.rank)]
 
     def execute(self, step: SchedulerOutput) -> _Handle:
         self._send(Execute(step))
@@ -122,8 +151,8 @@ class MultiprocExecutor:
         for socket in self._commands:
             socket.send(message)
 
-    def _gather(self, kind: type[R]) -> list[R]:
-        """One reply of `kind` from every rank."""
+    def _gather(self, kind: type[R], until: Callable[[R], bool] = lambda reply: False) -> list[R]:
+        """One reply of `kind` from every rank, or those that came up to one that `until` is true of."""
         found: list[R] = []
         while len(found) < self._size:
             self._receive(timeout_ms=POLL_MS)
@@ -131,6 +160,8 @@ class MultiprocExecutor:
                 notice = self._notices.popleft()
                 if isinstance(notice, kind):
                     found.append(notice)
+                    if until(notice):
+                        return found
         return found
 
     def _receive(self, timeout_ms: int) -> bool:

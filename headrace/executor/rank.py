@@ -24,6 +24,7 @@ from headrace.executor.messages import (
     InitializeCache,
     Load,
     Loaded,
+    Profile,
     RankConfig,
     StepDone,
 )
@@ -84,9 +85,10 @@ def main(argv: list[str]) -> int:
                     pending.put(step)
             elif isinstance(command, Load):
                 replies.send(encoder.encode(Loaded(config.rank, worker.load())))
+            elif isinstance(command, Profile):
+                replies.send(encoder.encode(Loaded(config.rank, worker.profile(command.config))))
             elif isinstance(command, InitializeCache):
-                worker.initialize_cache(command.num_blocks)
-                replies.send(encoder.encode(CacheReady(config.rank)))
+                replies.send(encoder.encode(CacheReady(config.rank, worker.initialize_cache(command.num_blocks))))
             else:
                 worker.close()
                 return 0

@@ -21,8 +21,11 @@ class UniprocExecutor:
     def load(self) -> list[WorkerFacts]:
         return [self._worker.load()]
 
-    def initialize_cache(self, num_blocks: int) -> None:
-        self._worker.initialize_cache(num_blocks)
+    def profile(self, config: EngineConfig) -> list[WorkerFacts]:
+        return [self._worker.profile(config)]
+
+    def initialize_cache(self, num_blocks: int) -> list[WorkerFacts]:
+        return [self._worker.initialize_cache(num_blocks)]
 
     def execute(self, step: SchedulerOutput) -> StepHandle:
         return self._worker.execute(step)

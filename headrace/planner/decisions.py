@@ -96,6 +96,7 @@ def _attention(config: EngineConfig, model: ModelConfig, device_type: str) -> tu
         dtype=config.dtype,
         device_type=device_type,
         batch_invariant=config.batch_invariant,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
     chosen = select_backend(spec, config.attention_backend)
     return chosen.name, chosen.full_graphs

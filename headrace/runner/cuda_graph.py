@@ -19,6 +19,7 @@ from headrace.attention.metadata import AttentionMetadata
 from headrace.config import GRAPH_MODES
 from headrace.runner.input_batch import Batch
 from headrace.runner.memory import is_out_of_memory
+from headrace.runner.pending import Notes
 from headrace.step import SchedulerOutput
 
 MOST_TOKENS = 512
@@ -70,6 +71,29 @@ class GraphSettings:
         """of a captured step"""
         decode = self.decode_sizes if self.decode != "none" else ()
         return max((*decode, *(self.other_sizes if self.other != "none" else ())), default=0)
+
+    @property
+    def num_full(self) -> int:
+        """graphs of whole steps, if every size comes up"""
+        decode = len(self.decode_sizes) if self.decode == "full" else 0
+        widths = (self.max_num_seqs + 1).bit_length()  # numbers of requests that a mixed step is padded to
+        return decode + (len(self.other_sizes) * widths if self.other == "full" else 0)
+
+    @property
+    def num_piecewise(self) -> int:
+        """sizes captured in pieces, if every one comes up"""
+        return len(self._pieces())
+
+    @property
+    def total_tokens(self) -> int:
+        """of all graphs together: each keeps its hidden states"""
+        decode = sum(self.decode_sizes) if self.decode == "full" else 0
+        widths = (self.max_num_seqs + 1).bit_length()
+        return decode + (sum(self.other_sizes) * widths if self.other == "full" else 0) + sum(self._pieces())
+
+    def _pieces(self) -> set[int]:
+        decode = self.decode_sizes if self.decode == "piecewise" else ()
+        return {*decode, *(self.other_sizes if self.other == "piecewise" else ())}
 
 
 class Shape(NamedTuple):
@@ -166,7 +190,7 @@ class _Memory:
 class Forward(Protocol):
     """What the runner lends: both take a batch whose tensors are views at fixed addresses."""
 
-    def forward(self, batch: Batch, cut: Cut | None = None) -> tuple[Tensor, AttentionMetadata]:
+    def forward(self, batch: Batch, cut: Callable[..., Tensor] | None = None) -> tuple[Tensor, AttentionMetadata]:
         """Hidden states [num_tokens, hidden_size] and what attention was told. With `cut`, attention goes through it,
         and nothing else depends on how the batch's tokens are spread over requests."""
         ...
@@ -209,7 +233,9 @@ class Cut:
         graph.capture_end()
         return graph
 
-    def __call__(self, attend: Callable[..., Tensor], q: Tensor, kv_cache: Tensor, *rest: Any) -> Tensor:
+    def __call__(
+        self, attend: Callable[..., Tensor], q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, *rest: Any
+    ) -> Tensor:
         """In place of attend(q, kv_cache, metadata, *rest)."""
         graph = self.end()
         out = self._buffer(q)
@@ -238,12 +264,9 @@ class _Captured:
 class StepGraphs:
     """All graphs share one memory pool."""
 
-    def __init__(self, settings: GraphSettings, model: Forward, device: GraphDevice, notes: list[str]) -> None:
-        """`notes` takes lines for the log."""
+    def __init__(self, settings: GraphSettings, model: Forward, device: GraphDevice, notes: Notes) -> None:
         self.settings = settings
         self.notes = notes
-        self.bytes: Counter[str] = Counter()
-        """Memory that the graphs of each kind took"""
         self._model = model
         self._device = device
         self._seen: set[Shape] = set()
@@ -290,7 +313,7 @@ class StepGraphs:
                 batch = _for_any_lengths(batch, shape, self.settings.max_model_len)
             captured = self._try(key, batch)
             if captured is None:
-                return self._model.forward(batch)[0]
+                return self._model.forward(batch, _whole if shape.kind == "piecewise" else None)[0]
         if captured.pieces:
             told = captured.metadata
             metadata = self._model.metadata(batch, told.positions, told.slot_mapping)
@@ -318,12 +341,13 @@ class StepGraphs:
                 said = str(error).splitlines()[0]
             else:
                 self._count[key.kind] += 1
-                self.bytes[key.kind] += max(0, self._device.used_memory() - before)
-                total = f"{self._count[key.kind]} {key.kind} graphs: {self.bytes[key.kind] / 2**20:.1f} MiB"
-                self.notes.append(f"captured a {key} ({total})")
+                sizes = self.notes.graph_bytes
+                sizes[key.kind] = sizes.get(key.kind, 0) + max(0, self._device.used_memory() - before)
+                total = f"{self._count[key.kind]} {key.kind} graphs: {sizes[key.kind] / 2**20:.1f} MiB"
+                self.notes.lines.append(f"captured a {key} ({total})")
                 return captured
             self._device.give_back()
-        self.notes.append(f"no room for a {key}, which stays eager: {said}")
+        self.notes.warnings.append(f"no room for a {key}, which stays eager: {said}")
         self._refused.add(key)
         return None
 
@@ -345,6 +369,11 @@ class StepGraphs:
             size = (self.settings.most_tokens, *q.shape[1:])
             buffer = self._buffers[key] = torch.empty(size, dtype=q.dtype, device=q.device)
         return buffer[: q.shape[0]]
+
+
+def _whole(attend: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """A cut that cuts nothing: the kernels of a capture in pieces, run eagerly."""
+    return attend(*arguments)
 
 
 def _for_any_lengths(batch: Batch, shape: Shape, max_model_len: int) -> Batch:

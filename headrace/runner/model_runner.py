@@ -16,10 +16,10 @@ from torch import Tensor
 from headrace.attention.backend import Backend
 from headrace.attention.metadata import AttentionMetadata
 from headrace.kernels.table import KernelTable
-from headrace.runner.cuda_graph import CudaDevice, Cut, GraphDevice, GraphSettings, StepGraphs
+from headrace.runner.cuda_graph import CudaDevice, GraphDevice, GraphSettings, StepGraphs
 from headrace.runner.input_batch import Batch, InputBatch
 from headrace.runner.kv_cache import KVCacheShape, allocate_kv_cache
-from headrace.runner.pending import HostLogprobs, PendingStep, logprobs_to_host, to_host
+from headrace.runner.pending import HostLogprobs, Notes, PendingStep, logprobs_to_host, to_host
 from headrace.runner.request_state import RequestState
 from headrace.sampling.logprobs import LogprobTensors, gather_logprobs
 from headrace.sampling.sampler import Sampler
@@ -69,8 +69,7 @@ class ModelRunner:
         self.device = device
         self.graph_settings = graph_settings
         self.graphs: StepGraphs | None = None
-        self.notes: list[str] = []
-        """Lines for the log; they go up with the next step's result."""
+        self.notes = Notes()
         self._graph_device = graph_device
         self.inputs = InputBatch(limits.max_num_seqs, device, fixed=graph_settings is not None)
         self._build(num_blocks=1)
@@ -84,6 +83,7 @@ class ModelRunner:
     def renew_graphs(self) -> None:
         """Free all graphs; they come back as sizes are used."""
         self.graphs = None
+        self.notes.graph_bytes.clear()
         if self.graph_settings is not None:
             self.graphs = StepGraphs(self.graph_settings, self, self._graph_device(self.device), self.notes)
 
@@ -112,7 +112,7 @@ class ModelRunner:
             hidden = graphs.run(shape, batch)
         return self._sample(step, batch, self._logits(batch, hidden), self._prompt_logprobs(step, hidden))
 
-    def forward(self, batch: Batch, cut: Cut | None = None) -> tuple[Tensor, AttentionMetadata]:
+    def forward(self, batch: Batch, cut: Callable[..., Tensor] | None = None) -> tuple[Tensor, AttentionMetadata]:
         """Hidden states [num_tokens, hidden_size] after the last norm, and what attention was told.
 
         With `cut` (see cuda_graph.py) inputs are gathered as for any batch of that many tokens.
@@ -179,7 +179,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
-        return PendingStep(step.step, token_ids, logprobs, prompts, event)
+        return PendingStep(step.step, token_ids, logprobs, prompts, event, self.notes.take())
 
     def _prompt_logprobs(self, step: SchedulerOutput, hidden: Tensor) -> dict[int, HostLogprobs]:
         """For the rows that asked: the distribution after each prompt position of this step, scored at the prompt token

@@ -5,7 +5,7 @@ Knows nothing of models; it only turns tensors into a RunnerOutput.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -45,6 +45,25 @@ class FinishedStep:
         return self.output
 
 
+@dataclass(frozen=True)
+class Notes:
+    """Lines for the log, which go up with the next step's result."""
+
+    lines: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    graph_bytes: dict[str, int] = field(default_factory=dict)
+    """Memory that CUDA graphs of each kind took"""
+
+    def take(self) -> Notes | None:
+        """What is new, once; None: nothing."""
+        if not self.lines and not self.warnings:
+            return None
+        taken = Notes(self.lines.copy(), self.warnings.copy(), dict(self.graph_bytes))
+        self.lines.clear()
+        self.warnings.clear()
+        return taken
+
+
 class PendingStep:
     """A step whose work is queued on the device. Construct it right after queueing; `result()` waits for it."""
 
@@ -55,12 +74,14 @@ class PendingStep:
         logprobs: HostLogprobs | None = None,
         prompt_logprobs: dict[int, HostLogprobs] | None = None,
         event: torch.cuda.Event | None = None,
+        notes: Notes | None = None,
     ) -> None:
         self._step = step
         self._token_ids = token_ids
         self._logprobs = logprobs
         self._prompt_logprobs = prompt_logprobs or {}
         self._event = event
+        self._notes = notes or Notes()
 
     def done(self) -> bool:
         return self._event is None or self._event.query()
@@ -76,6 +97,9 @@ class PendingStep:
                 row: [entry for entry in host.entries() if entry is not None]
                 for row, host in self._prompt_logprobs.items()
             },
+            self._notes.lines,
+            self._notes.warnings,
+            graph_bytes=self._notes.graph_bytes,
         )
 
 

@@ -19,16 +19,16 @@ from headrace.model_config import ModelConfig
 from headrace.models.loader import load_model
 from headrace.models.registry import attention_spec
 from headrace.runner.cuda_graph import GraphSettings
-from headrace.runner.kv_cache import KVCacheShape
+from headrace.runner.kv_cache import KVCacheShape, cache_dtype
+from headrace.runner.kv_scales import Calibration, settle_kv_scales
+from headrace.runner.memory import device_memory, first_line, is_out_of_memory
 from headrace.runner.model_runner import ModelRunner, RunnerLimits
 from headrace.runner.one_by_one import execute_one_by_one
 from headrace.runner.pending import FinishedStep, PendingStep
+from headrace.runner.profile import measure_memory
+from headrace.runner.rescue import rescue
 from headrace.runner.step_times import measure_step_times
-from headrace.sampling_params import SamplingParams
-from headrace.step import BlockUpdate, NewRow, SchedulerOutput, WorkerFacts
-
-GRAPH_RESERVE = 1 << 30
-"""Bytes left for decode graphs, which are captured after the cache has been sized."""
+from headrace.step import SchedulerOutput, WorkerFacts
 
 
 class Worker:
@@ -51,20 +51,27 @@ class Worker:
         elif config.cpu_threads is not None:
             torch.set_num_threads(config.cpu_threads)
         self.mesh = init_mesh(rank, config.tensor_parallel_size, rendezvous, self.device)
+        self.memory = device_memory(self.device)
+        self.runner: ModelRunner | None = None
 
     def load(self) -> WorkerFacts:
-        """Raises OutOfMemoryError if the weights, or the largest step, do not fit."""
+        """Read the weights, then `profile` this config. Raises OutOfMemoryError if the weights do not fit."""
+        free = self.memory.free()
         try:
-            return self._load()
-        except torch.OutOfMemoryError as error:
+            self._load()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             raise OutOfMemoryError(
-                f"the weights and a step of {self.config.max_num_batched_tokens} tokens do not fit on {self.device}; "
-                f"lower --max-num-batched-tokens or --max-num-seqs, or use more GPUs (-tp): {error}"
+                f"the weights do not fit on {self.device} ({self.memory.name}), which has "
+                f"{self.memory.total / 2**30:.1f} GiB, of which {free / 2**30:.1f} were free; "
+                f"use more GPUs (-tp) or free memory: {first_line(error)}"
             ) from None
+        self.free_at_start = free
+        return self.profile(self.config)
 
-    def _load(self) -> WorkerFacts:
+    def _load(self) -> None:
         config, model_config = self.config, self.model_config
-        free_before = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
         spec = attention_spec(
             model_config,
             tp_size=config.tensor_parallel_size,
@@ -72,116 +79,125 @@ class Worker:
             dtype=config.dtype,
             device_type=self.device.type,
             batch_invariant=config.batch_invariant,
+            kv_cache_dtype=config.kv_cache_dtype,
         )
+        kv_dtype = cache_dtype(config.kv_cache_dtype, self.device)
         chosen = select_backend(spec, config.attention_backend)
-        backend = load_backend(chosen.name)
-        kernels = select_kernels(self.device.type)
-        context = LayerContext(self.mesh, kernels, backend, spec, self.dtype, self.device)
-        model = load_model(self.folder, model_config, context, config.load_format, config.seed)
+        self.backend = load_backend(chosen.name)
+        self.kernels = select_kernels(self.device.type)
+        context = LayerContext(self.mesh, self.kernels, self.backend, spec, self.dtype, self.device)
+        self.model = load_model(self.folder, model_config, context, config.load_format, config.seed)
+        self.shape = KVCacheShape(
+            model_config.num_layers, spec.num_kv_heads, spec.head_dim, config.block_size, kv_dtype
+        )
+        self.notes = [f"Using {chosen.name} backend: {chosen.why}."]
+        self.notes += [f"Passed over {passed}" for passed in chosen.passed_over]
+        if spec.quantized_cache:
+            calibration = Calibration(
+                self.model, self.backend, model_config, self.shape, self.dtype, self.mesh.tp, self.device
+            )
+            self.notes.append(settle_kv_scales(calibration, config.calculate_kv_scales))
+
+    def profile(self, config: EngineConfig) -> WorkerFacts:
+        """What `config`, which may be smaller than the one before, leaves for the KV cache. Where its largest step does
+        not fit, the facts have a `shortfall`, and nothing can run before the next call."""
+        self.config = config
+        self.runner = None
+        self.memory.give_back()
+        try:
+            self._build_runner()
+            return self._measure()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            said = first_line(error)
+        self.runner = None
+        self.memory.give_back()
+        return self._facts(shortfall=said)
+
+    def _build_runner(self) -> None:
+        config = self.config
         assert config.max_num_seqs is not None
         assert config.max_num_batched_tokens is not None
         assert config.max_model_len is not None
-        self.limits = RunnerLimits(
+        limits = RunnerLimits(
             config.max_num_seqs,
             config.max_num_batched_tokens,
             config.max_model_len,
             config.block_size,
-            model_config.vocab_size,
+            self.model_config.vocab_size,
         )
-        shape = KVCacheShape(model_config.num_layers, spec.num_kv_heads, spec.head_dim, config.block_size, self.dtype)
         graphs = None
         if self.device.type == "cuda":
             graphs = GraphSettings.of(
                 config.compilation_config, config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len
             )
-        self.runner = ModelRunner(model, backend, kernels, shape, self.limits, self.device, graphs)
-        notes = [f"Using {chosen.name} backend: {chosen.why}."]
-        notes += [f"Passed over {passed}" for passed in chosen.passed_over]
-        step_times: list[tuple[int, float]] = []
-        if self.device.type == "cuda":
-            available = self._profile_gpu(free_before)
-            step_times = measure_step_times(self.runner)
-            name = torch.cuda.get_device_name(self.device)
-            total = torch.cuda.get_device_properties(self.device).total_memory
-        else:
-            total, available = _cpu_memory()
-            name = "CPU"
+        self.runner = ModelRunner(self.model, self.backend, self.kernels, self.shape, limits, self.device, graphs)
+
+    def _measure(self) -> WorkerFacts:
+        assert self.runner is not None
+        if self.device.type != "cuda":
+            return self._facts(left=self.memory.free())
+        share, hidden_size = self.config.gpu_memory_utilization, self.model_config.hidden_size
+        self.use = measure_memory(self.runner, self.memory, share, self.free_at_start, hidden_size)
+        step_times = measure_step_times(self.runner)
+        total, free = self.memory.total / 2**30, self.free_at_start / 2**30
+        memory = f"Memory of {self.device}: {self.use}; {share:g} of {total:.2f} GiB may be ours, {free:.2f} were free"
+        return self._facts(left=self.use.left, step=self.use.step, step_times=step_times, notes=[memory])
+
+    def _facts(
+        self,
+        left: int = 0,
+        step: int = 0,
+        step_times: list[tuple[int, float]] | None = None,
+        notes: list[str] | None = None,
+        shortfall: str = "",
+    ) -> WorkerFacts:
         return WorkerFacts(
             device=self.device.type,
-            device_name=name,
-            total_memory=total,
-            available_kv_memory=available,
-            kv_bytes_per_block=shape.bytes_per_block,
-            weight_bytes=model.weight_bytes,
-            attention_backend=chosen.name,
-            notes=notes,
-            step_times=step_times,
+            device_name=self.memory.name,
+            total_memory=self.memory.total,
+            available_kv_memory=left,
+            kv_bytes_per_block=self.shape.bytes_per_block,
+            weight_bytes=self.model.weight_bytes,
+            attention_backend=self.backend.name,
+            notes=self.notes + (notes or []),
+            step_times=step_times or [],
+            step_bytes=step,
+            shortfall=shortfall,
         )
 
-    def initialize_cache(self, num_blocks: int) -> None:
-        """Raises OutOfMemoryError if the blocks do not fit after all."""
+    def initialize_cache(self, num_blocks: int) -> WorkerFacts:
+        """Ready to serve, or facts with a `shortfall` and with what there is room for now."""
+        assert self.runner is not None
         try:
             self.runner.allocate(num_blocks)
-        except torch.OutOfMemoryError as error:
-            size = num_blocks * self.runner.shape.bytes_per_block / 2**30
-            raise OutOfMemoryError(f"no room for {num_blocks} KV blocks ({size:.1f} GiB): {error}") from None
+            return self._facts()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            said = first_line(error)
+        self.memory.give_back()
+        self.runner.allocate(1)
+        left = self.memory.free()
+        if self.device.type == "cuda":
+            left -= self.use.step + self.use.graphs
+        return self._facts(left=left, shortfall=said)
 
     def execute(self, step: SchedulerOutput) -> PendingStep | FinishedStep:
+        """A step for which there is no memory is computed in parts, with a note. On several ranks it raises instead:
+        the others are waiting inside a collective for what this one did not compute."""
+        runner = self.runner
+        assert runner is not None
         if self.config.batch_invariant and self.device.type == "cpu":
-            return execute_one_by_one(self.runner, step)
-        return self.runner.execute(step)
+            return execute_one_by_one(runner, step)
+        try:
+            return runner.execute(step)
+        except RuntimeError as error:
+            if not is_out_of_memory(error) or self.config.tensor_parallel_size > 1:
+                raise
+            said = first_line(error)
+        return rescue(runner, self.memory, step, said)
 
     def close(self) -> None:
         self.mesh.close()
-
-    def _profile_gpu(self, free_before: int) -> int:
-        """Bytes left for the KV cache after running the largest step on an empty cache of one block."""
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self.runner.execute(_largest_step(self.limits)).result()
-        self.runner.execute(SchedulerOutput(0, [], list(range(self.limits.max_num_seqs)), [], [], [], [], []))
-        torch.cuda.synchronize(self.device)
-        peak = torch.cuda.max_memory_allocated(self.device)
-        torch.cuda.empty_cache()
-        reserved = torch.cuda.memory_reserved(self.device)
-        outside = max(0, free_before - torch.cuda.mem_get_info(self.device)[0] - reserved)  # kernels, cuBLAS, NCCL
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        allowed = min(int(total * self.config.gpu_memory_utilization), free_before)
-        reserve = GRAPH_RESERVE if self.runner.graph_settings is not None else 0
-        return max(0, allowed - peak - outside - reserve)
-
-
-def _largest_step(limits: RunnerLimits) -> SchedulerOutput:
-    """max_num_batched_tokens tokens in as few sequences as max_model_len allows, the rest of the rows one token each,
-    all of them sampling; every row's blocks point at block 0, so one block of cache is enough."""
-    counts: list[int] = []
-    left = limits.max_num_batched_tokens
-    for row in range(limits.max_num_seqs):
-        rows_after = limits.max_num_seqs - row - 1
-        count = min(limits.max_model_len, max(1, left - rows_after), left)
-        if count == 0:
-            break
-        counts.append(count)
-        left -= count
-    counts.sort()
-    rows = list(range(len(counts)))
-    params = SamplingParams(temperature=1.0, top_p=0.9, top_k=10, max_tokens=None, seed=0)
-    return SchedulerOutput(
-        step=0,
-        new_rows=[NewRow(row, [0], params, []) for row in rows],
-        freed_rows=[],
-        block_updates=[BlockUpdate(row, 0, [0]) for row in rows],
-        rows=rows,
-        num_computed_tokens=[0] * len(rows),
-        num_scheduled_tokens=counts,
-        samples=[True] * len(rows),
-    )
-
-
-def _cpu_memory() -> tuple[int, int]:
-    """(total, available) bytes of this machine."""
-    sizes: dict[str, int] = {}
-    with open("/proc/meminfo") as file:
-        for line in file:
-            name, value = line.split(":")
-            sizes[name] = int(value.split()[0]) * 1024
-    return sizes["MemTotal"], sizes["MemAvailable"]

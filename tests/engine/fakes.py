@@ -76,8 +76,12 @@ class FakeExecutor:
     def load(self) -> list[WorkerFacts]:
         return [WorkerFacts("cpu", "fake", 2**30, 2**26, 2**10, 0, "FAKE", ["no model: scripted tokens"])]
 
-    def initialize_cache(self, num_blocks: int) -> None:
+    def profile(self, config: EngineConfig) -> list[WorkerFacts]:
+        return self.load()
+
+    def initialize_cache(self, num_blocks: int) -> list[WorkerFacts]:
         self.num_blocks = num_blocks
+        return self.load()
 
     def execute(self, step: SchedulerOutput) -> FakeStep:
         self.steps.append(step)

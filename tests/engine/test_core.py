@@ -199,7 +199,7 @@ class TestBuild:
         def no_room(*_: object) -> None:
             raise OutOfMemoryError("no room")
 
-        monkeypatch.setattr("headrace.engine.core.decide_num_blocks", no_room)
+        monkeypatch.setattr("headrace.engine.fit.decide_num_blocks", no_room)
         with pytest.raises(OutOfMemoryError):
             build_core(EngineConfig(), model_folder(tmp_path), False, "tests.engine.fakes:make_echo")
         assert executor.closed

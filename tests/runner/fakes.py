@@ -70,7 +70,13 @@ class AttentionInGraphs:
         metadata.plan = leading
 
     def forward(
-        self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, spec: AttentionSpec, out: Tensor | None = None
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        kv_scale: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         attended: Tensor = torch.ops.headrace_test.attention(
             q,

@@ -93,7 +93,12 @@ def make_core(runner: ModelRunner, num_blocks: int) -> EngineCore:
     scheduler = SchedulerConfig(
         LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, LIMITS.max_model_len, LIMITS.block_size, num_blocks
     )
-    facts = CoreFacts(EngineConfig(), [], [], num_blocks)
+    config = EngineConfig(
+        max_num_seqs=LIMITS.max_num_seqs,
+        max_num_batched_tokens=LIMITS.max_num_batched_tokens,
+        max_model_len=LIMITS.max_model_len,
+    )
+    facts = CoreFacts(config, [], [], num_blocks)
     return EngineCore(facts, Scheduler(scheduler), InThisProcess(runner))  # type: ignore[arg-type]
 
 
@@ -191,11 +196,13 @@ def graphs_of(runner: ModelRunner) -> StepGraphs:
 def test_a_size_is_captured_when_it_is_used_again() -> None:
     runner = make_runner("llama", "FULL_DECODE_ONLY")
     graphs = graphs_of(runner)
+    outputs = []
     for number, captured in enumerate([set(), {Shape("full", True, 4, 4)}, {Shape("full", True, 4, 4)}]):
-        runner.execute(decode_step(number, [0, 1, 2], 0)).result()
+        outputs.append(runner.execute(decode_step(number, [0, 1, 2], 0)).result())
         assert shapes_of(graphs) == captured
-    assert graphs.bytes == {"full": 1000}
-    assert runner.notes == ["captured a full graph of 4 decodes (1 full graphs: 0.0 MiB)"]
+    said = ["captured a full graph of 4 decodes (1 full graphs: 0.0 MiB)"]
+    assert [output.notes for output in outputs] == [[], said, []]
+    assert outputs[1].graph_bytes == {"full": 1000}
 
 
 @pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "PIECEWISE"])
@@ -206,11 +213,12 @@ def test_without_room_a_size_stays_eager_and_says_so(mode: str) -> None:
     assert isinstance(device, RecordingDevice)
     runner.execute(decode_step(0, [0, 1], 0)).result()
     device.failures = 2
-    tokens = [runner.execute(decode_step(number, [0, 1], 0)).result().token_ids for number in (1, 2)]
-    assert tokens[0] == tokens[1]
+    outputs = [runner.execute(decode_step(number, [0, 1], 0)).result() for number in (1, 2)]
+    assert outputs[0].token_ids == outputs[1].token_ids
     assert shapes_of(graphs) == set()
     assert device.given_back == 2
-    (note,) = runner.notes
+    (note,) = outputs[0].warnings
+    assert outputs[1].warnings == []
     assert note.startswith("no room for a ")
     assert note.endswith("which stays eager: CUDA out of memory. Tried to allocate 20.00 MiB.")
 

@@ -1,0 +1,57 @@
+"""From a plan to an executor that holds it: load, profile and allocate, with smaller plans until one fits.
+
+Facts come up from the ranks, the planner decides, and what it decided goes down to all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from headrace.config import EngineConfig
+from headrace.executor.base import Executor
+from headrace.planner.decisions import decide_num_blocks
+from headrace.planner.record import Decision
+from headrace.planner.smaller import fewer_blocks, smaller_plan
+from headrace.step import WorkerFacts
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    config: EngineConfig
+    decisions: list[Decision]
+    workers: list[WorkerFacts]
+    num_blocks: int
+
+
+def fit(executor: Executor, config: EngineConfig, given: EngineConfig) -> Fitted:
+    """Make the executor ready to serve `config`, or the largest plan below it that there is memory for. `given` is what
+    the user asked for.
+
+    Raises OutOfMemoryError where there is none.
+    """
+    decisions: list[Decision] = []
+    workers = executor.load()
+    while (smaller := smaller_plan(config, given, workers)) is not None:
+        config, made = smaller
+        decisions += told(made, logging.WARNING)
+        workers = executor.profile(config)
+    for note in workers[0].notes:
+        logger.info("%s", note)
+    num_blocks, made = decide_num_blocks(config, workers)
+    decisions += told(made)
+    answers = executor.initialize_cache(num_blocks)
+    while any(fact.shortfall for fact in answers):
+        num_blocks, decision = fewer_blocks(config, num_blocks, answers)
+        decisions += told([decision], logging.WARNING)
+        answers = executor.initialize_cache(num_blocks)
+    return Fitted(config, decisions, workers, num_blocks)
+
+
+def told(decisions: list[Decision], level: int = logging.INFO) -> list[Decision]:
+    """The same, printed."""
+    for decision in decisions:
+        logger.log(level, "%s", decision)
+    return decisions

@@ -1,0 +1,106 @@
+"""Smaller plans, for when memory ends: what ranks report goes in, a config that asks for less comes out, with a reason.
+
+Pure functions; the engine core carries out what they say. All ranks get the same plan.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.config import EngineConfig
+from headrace.errors import OutOfMemoryError
+from headrace.planner.decisions import blocks_by_memory
+from headrace.planner.record import Decision
+from headrace.step import WorkerFacts
+
+FEWEST_TOKENS = 16
+"""in a step, where prompts may be cut"""
+SHORTEST_CONTEXT = 2048
+"""A max_model_len that nobody gave may shrink down to here before steps do."""
+
+
+def smaller_plan(
+    config: EngineConfig, given: EngineConfig, facts: list[WorkerFacts]
+) -> tuple[EngineConfig, list[Decision]] | None:
+    """A config that needs less memory than `config`, of which ranks report `facts`; None: it fits, or nothing smaller
+    would help the KV cache, as decide_num_blocks will say.
+
+    `given` is what the user asked for. Raises OutOfMemoryError when not even the smallest step fits.
+    """
+    for fact in facts:
+        if fact.shortfall:
+            return _smaller_step(config, f"a step of {_step(config)} did not fit: {fact.shortfall}")
+    if config.num_gpu_blocks_override is not None:
+        return None
+    assert config.max_model_len is not None
+    blocks = blocks_by_memory(config, facts)
+    missing = -(-config.max_model_len // config.block_size) - blocks
+    if missing <= 0:
+        return None
+    room = blocks * config.block_size
+    if given.max_model_len is None and room >= min(SHORTEST_CONTEXT, config.max_model_len // 2):
+        reason = "what the KV cache has room for; longer sequences need more memory or GPUs"
+        return _change(config, reason, max_model_len=room)
+    if all(missing * fact.kv_bytes_per_block < fact.step_bytes for fact in facts):
+        return _smaller_step(config, f"room for the KV cache beside a step of {_step(config)}")
+    return None
+
+
+def fewer_blocks(config: EngineConfig, num_blocks: int, facts: list[WorkerFacts]) -> tuple[int, Decision]:
+    """After a cache of `num_blocks` blocks did not fit, of which ranks report what there is room for now. Raises
+    OutOfMemoryError when that is not enough for one sequence of max_model_len."""
+    assert config.max_model_len is not None
+    blocks = min(blocks_by_memory(config, facts), num_blocks * 15 // 16)
+    said = next(fact.shortfall for fact in facts if fact.shortfall)
+    if blocks < -(-config.max_model_len // config.block_size):
+        raise OutOfMemoryError(
+            f"the KV cache has room for {max(0, blocks) * config.block_size} tokens, fewer than max_model_len "
+            f"({config.max_model_len}): {said}"
+        )
+    reason = f"{num_blocks} did not fit: {said}"
+    return blocks, Decision("num_gpu_blocks", blocks, reason, str(num_blocks), source="measured")
+
+
+def smaller_budget(config: EngineConfig, num_tokens: int) -> tuple[EngineConfig, list[Decision]] | None:
+    """While serving: a step of `num_tokens` found no memory, so later ones get half of that, but never less than the
+    sequences that may run need; None: it cannot be lowered."""
+    assert config.max_num_seqs is not None
+    assert config.max_num_batched_tokens is not None
+    budget = max(_fewest(config), config.max_num_seqs, num_tokens // 2)
+    if budget >= config.max_num_batched_tokens:
+        return None
+    return _change(config, f"a step of {num_tokens} tokens found no memory", max_num_batched_tokens=budget)
+
+
+def _smaller_step(config: EngineConfig, reason: str) -> tuple[EngineConfig, list[Decision]]:
+    """Half the tokens, down to what the sequences need; then half of both."""
+    tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
+    assert tokens is not None
+    assert seqs is not None
+    fewest = _fewest(config)
+    if tokens > max(fewest, seqs):
+        return _change(config, reason, max_num_batched_tokens=max(fewest, seqs, tokens // 2))
+    if seqs > 1:
+        return _change(config, reason, max_num_seqs=seqs // 2, max_num_batched_tokens=max(fewest, seqs // 2))
+    raise OutOfMemoryError(f"not even the smallest plan fits: {reason}")
+
+
+def _fewest(config: EngineConfig) -> int:
+    """tokens a step may have: a prompt that may not be cut must fit in whole"""
+    if config.enable_chunked_prefill:
+        return FEWEST_TOKENS
+    assert config.max_model_len is not None
+    return config.max_model_len
+
+
+def _step(config: EngineConfig) -> str:
+    return f"{config.max_num_batched_tokens} tokens in up to {config.max_num_seqs} sequences"
+
+
+def _change(config: EngineConfig, reason: str, **changes: Any) -> tuple[EngineConfig, list[Decision]]:
+    decisions = [
+        Decision(field, value, reason, str(getattr(config, field)), source="measured")
+        for field, value in changes.items()
+        if value != getattr(config, field)
+    ]
+    return config.replace(**changes), decisions
