@@ -50,6 +50,15 @@ def test_impossible_choices_name_reasons_and_remedies(spec, forced, words):
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
+def test_fp8_caches_change_no_choice(kind):
+    for spec in (GPU, CPU):
+        quantized = replace(spec, kv_cache_dtype=kind)
+        assert quantized.quantized_cache
+        assert not spec.quantized_cache
+        assert select_backend(quantized).name == select_backend(spec).name
+
+
 @pytest.mark.parametrize("entry", BACKENDS, ids=lambda entry: entry.name)
 def test_every_entry_loads_under_its_name(entry):
     if entry.name == "TRITON_ATTN":

@@ -14,14 +14,15 @@ from headrace.kernels.attention import paged_attention_reference
 HEADS = [(4, 2, 8), (3, 1, 24), (4, 4, 16)]
 
 
-def attend(batch, heads, block_size, window=None, dtype=torch.float32, layers=1):
+def attend(batch, heads, block_size, window=None, dtype=torch.float32, layers=1, cache_dtype=None):
     """(out of the last of `layers` equal layers, reference, metadata) for a batch of (query_len, seq_len)"""
     counts, lengths = zip(*batch, strict=True)
     num_heads, kv_heads, dim = heads
     width = -(-max(lengths) // block_size) + 1
     size = len(batch) + 2
     table, rows = torch.randperm(size * width).view(size, width).int(), torch.randperm(size)[: len(batch)].int()
-    cache = torch.randn(2, size * width + 1, block_size, kv_heads, dim).to(dtype)
+    cache = torch.randn(2, size * width + 1, block_size, kv_heads, dim).to(cache_dtype or dtype)
+    kv_scale = torch.rand(2) + 0.5 if cache.element_size() == 1 else None
     q = torch.randn(sum(counts), num_heads, dim).to(dtype)
     starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
     seq_lens = torch.tensor(lengths, dtype=torch.int32)
@@ -32,9 +33,9 @@ def attend(batch, heads, block_size, window=None, dtype=torch.float32, layers=1)
     backend = TorchSdpa()
     backend.plan(metadata)
     for _ in range(layers):
-        out = backend.forward(q, cache, metadata, spec)
+        out = backend.forward(q, cache, metadata, spec, kv_scale)
     reference = paged_attention_reference(
-        q, cache, table, rows, starts, seq_lens, 0.3, max(counts), max(lengths), window
+        q, cache, table, rows, starts, seq_lens, 0.3, max(counts), max(lengths), window, kv_scale=kv_scale
     )
     return out, reference, metadata
 
@@ -89,3 +90,11 @@ def test_half_precision(dtype):
     out, reference, _ = attend([(1, 40), (1, 7), (12, 30)], (4, 2, 16), 16, dtype=dtype)
     assert out.dtype == dtype
     torch.testing.assert_close(out, reference, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "bfloat16"])
+@pytest.mark.parametrize("batch", [[(1, 40), (1, 7), (12, 30)], [(40, 40)], [(1, 9), (1, 30)]], ids=str)
+def test_caches_of_other_types(batch, kind):
+    out, reference, _ = attend(batch, (4, 2, 16), 16, cache_dtype=getattr(torch, kind))
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, reference, rtol=1e-4, atol=1e-5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from headrace.config import EngineConfig
@@ -50,6 +52,28 @@ def test_a_given_value_wins_and_is_marked() -> None:
 def test_float32_checkpoints_run_in_bfloat16_on_a_gpu_unless_told() -> None:
     assert decide_before_load(EngineConfig(), MODEL, "cuda")[0].dtype == "bfloat16"
     assert decide_before_load(EngineConfig(dtype="float32"), MODEL, "cuda")[0].dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("given", "quantization", "settled", "source"),
+    [
+        ("auto", None, "float32", "derived"),
+        ("auto", {"kv_cache_scheme": {"type": "float", "num_bits": 8}}, "fp8_e4m3", "derived"),
+        ("auto", {"kv_cache_scheme": {"type": "int", "num_bits": 8}}, "float32", "derived"),
+        ("auto", {"kv_cache_scheme": None, "kv_cache_quant_algo": "FP8"}, "fp8_e4m3", "derived"),
+        ("auto", {"export": {"kv_cache_group": ["*k_proj", "*v_proj"]}}, "fp8_e4m3", "derived"),
+        ("bfloat16", {"kv_cache_scheme": {"type": "float", "num_bits": 8}}, "bfloat16", "user"),
+        ("fp8", None, "fp8_e4m3", "user"),
+        ("fp8_e5m2", None, "fp8_e5m2", "user"),
+    ],
+)
+def test_the_kv_cache_is_the_models_or_the_checkpoints_or_the_users(
+    given: str, quantization: dict | None, settled: str, source: str
+) -> None:
+    model = dataclasses.replace(MODEL, quantization=quantization)
+    config, decisions = decide_before_load(EngineConfig(kv_cache_dtype=given), model, "cpu")
+    assert config.kv_cache_dtype == settled
+    assert next(d for d in decisions if d.field == "kv_cache_dtype").source == source
 
 
 def test_a_small_token_budget_bounds_the_sequences() -> None:
