@@ -42,14 +42,12 @@ def _skinny_kernel(
     num_tokens,
     N,
     K,
-    eps,
     x_stride,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
     EVEN_K: tl.constexpr,
-    NORM: tl.constexpr,
     GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -62,7 +60,6 @@ def _skinny_kernel(
     k = tl.arange(0, BLOCK_K)
     weight_ptrs = weight_ptr + tl.minimum(weight_row, N - 1).to(tl.int64)[:, None] * K + k[None, :]
     x_ptrs = x_ptr + row[:, None] * x_stride + k[None, :]
-    squares = tl.zeros([BLOCK_M], tl.float32)
     if SWAP:
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     else:
@@ -76,17 +73,12 @@ def _skinny_kernel(
             weight = tl.load(weight_ptrs + start, mask=inside, other=0.0)
             x = tl.load(x_ptrs + start, mask=row_in[:, None] & inside, other=0.0)
         weight = weight.to(x.dtype)
-        if NORM:
-            wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=1)
         if SWAP:
             acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
         else:
             acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
     if SWAP:
         acc = tl.trans(acc)
-    if NORM:
-        acc *= tl.rsqrt(squares / K + eps)[:, None]
     weight_row_in = weight_row < N
     if weight_scale_ptr is not None:
         acc *= tl.load(weight_scale_ptr + weight_row, mask=weight_row_in, other=0.0)[None, :]
@@ -121,11 +113,9 @@ def _gemv_kernel(
     residual_ptr,
     N,
     K,
-    eps,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
-    NORM: tl.constexpr,
     GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -134,9 +124,16 @@ def _gemv_kernel(
     k = tl.arange(0, BLOCK_K)
     weight_ptrs = weight_ptr + tl.minimum(weight_row, N - 1).to(tl.int64)[:, None] * K + k[None, :]
     weight = tl.load(weight_ptrs, mask=(k < K)[None, :], other=0.0)
+    if GATED:
+        column = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        column_in = column < N // 2
+    else:
+        column = weight_row
+        column_in = weight_row < N
     wait_for_inputs(OVERLAP)
+    if residual_ptr is not None:  # asked for before the sums, not after
+        residual = tl.load(residual_ptr + column, mask=column_in, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-    squares = x * x
     acc = weight.to(tl.float32) * x[None, :]
     for start in range(BLOCK_K, K, BLOCK_K):
         if EVEN_K:
@@ -146,12 +143,8 @@ def _gemv_kernel(
             inside = start + k < K
             weight = tl.load(weight_ptrs + start, mask=inside[None, :], other=0.0)
             x = tl.load(x_ptr + start + k, mask=inside, other=0.0).to(tl.float32)
-        if NORM:
-            squares += x * x
         acc += weight.to(tl.float32) * x[None, :]
     total = tl.sum(acc, axis=1)
-    if NORM:
-        total *= tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
     weight_row_in = weight_row < N
     if weight_scale_ptr is not None:
         total *= tl.load(weight_scale_ptr + weight_row, mask=weight_row_in, other=0.0)
@@ -161,16 +154,10 @@ def _gemv_kernel(
         total += tl.load(bias_ptr + weight_row, mask=weight_row_in, other=0.0).to(tl.float32)
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(total, [2, BLOCK_N // 2]), [1, 0]))
-        out = _silu(gate) * up
-        column = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        stored = column < N // 2
-    else:
-        out = total
-        column = weight_row
-        stored = weight_row_in
+        total = _silu(gate) * up
     if residual_ptr is not None:
-        out += tl.load(residual_ptr + column, mask=stored, other=0.0).to(tl.float32)
-    tl.store(out_ptr + column, out.to(out_ptr.dtype.element_ty), mask=stored)
+        total += residual
+    tl.store(out_ptr + column, total.to(out_ptr.dtype.element_ty), mask=column_in)
 
 
 def skinny_linear(
@@ -182,16 +169,14 @@ def skinny_linear(
     weight_scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
     *,
-    norm_eps: float | None = None,
     gated: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
     """x [T, K] @ weight [N, K].T + bias [N] -> [T, N] in `dtype` (default x's), sums in fp32.
 
     The weight may be fp8, with weight_scale [N] fp32, and x too, with x_scale [T, 1]; the sums are multiplied by the
-    scales. The weight is contiguous, x's rows are. `norm_eps`: x is divided by its rows' root mean square first (an RMS
-    norm whose own weight is part of `weight`). `gated`: silu of the first half of the outputs times the second half
-    -> [T, N / 2]. `residual` [T, N], contiguous: the result is added to it, in place.
+    scales. The weight is contiguous, x's rows are. `gated`: silu of the first half of the outputs times the second
+    half -> [T, N / 2]. `residual` [T, N], contiguous: the result is added to it, in place.
     """
     num_tokens, k = x.shape
     n = weight.shape[0]
@@ -203,15 +188,15 @@ def skinny_linear(
     if not num_tokens:
         return out
     tensors = (out, x, weight, bias, x_scale, weight_scale, residual)
-    options = {"EVEN_K": k % config.block_k == 0, "NORM": norm_eps is not None, "GATED": gated, **overlap()}
+    options = {"EVEN_K": k % config.block_k == 0, "GATED": gated, **overlap()}
     if config.block_m == 1:
         rows = max(2, config.block_n) if gated else config.block_n
         _gemv_kernel[(-(-n // rows),)](
-            *tensors, n, k, norm_eps or 0.0, BLOCK_N=rows, BLOCK_K=config.block_k, num_warps=config.num_warps, **options
+            *tensors, n, k, BLOCK_N=rows, BLOCK_K=config.block_k, num_warps=config.num_warps, **options
         )
         return out
     _skinny_kernel[(-(-n // config.block_n), -(-num_tokens // config.block_m))](
-        *tensors, num_tokens, n, k, norm_eps or 0.0, x.stride(0),
+        *tensors, num_tokens, n, k, x.stride(0),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SWAP=config.swap,
         num_warps=config.num_warps, num_stages=config.num_stages, **options,
     )  # fmt: skip
@@ -227,14 +212,10 @@ def skinny_linear_reference(
     weight_scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
     *,
-    norm_eps: float | None = None,
     gated: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
-    wide = x.float()
-    if norm_eps is not None:
-        wide = wide * (wide.square().mean(-1, keepdim=True) + norm_eps).rsqrt()
-    out = F.linear(wide, weight.float())
+    out = F.linear(x.float(), weight.float())
     for scale in (x_scale, weight_scale):
         out = out if scale is None else out * scale
     out = out if bias is None else out + bias.float()

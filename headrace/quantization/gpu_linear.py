@@ -57,27 +57,23 @@ def plan_all(specs: list[LinearSpec], device: torch.device) -> dict[Size, Plan]:
 
 
 def hold(weight: Tensor, bias: Tensor | None, plan: Plan, around: Around) -> Compute:
-    """weight [out, in], bias [out] or None. A norm's weight becomes part of `weight`: what is left of the norm is a
-    factor a token, which a kernel can apply to its sums."""
+    """weight [out, in], bias [out] or None."""
     by_tokens = by_number_of_tokens(plan)
     most = len(by_tokens) - 1
-    norm_eps, gated = None, around.activation is not None
-    if around.norm_weight is not None:
-        norm_eps = around.norm_eps
-        weight.mul_(around.norm_weight)
-        around = replace(around, norm_weight=torch.ones_like(around.norm_weight))
     transposed = weight.t()
-    one_by_one = around.wrap(lambda x: F.linear(x, weight, bias))
-    adds_only = bias is None and not gated and norm_eps is None
+    gated, norm = around.activation is not None, around.norm()
+    many = replace(around, norm_weight=None).wrap(lambda x: F.linear(x, weight, bias))
 
     def compute(x: Tensor, residual: Tensor | None) -> Tensor:
+        if norm is not None:
+            x = norm(x)
         tokens = x.shape[0]
         config = by_tokens[tokens] if tokens <= most else None
         if config is not None:
-            return skinny_linear(x, weight, bias, config, norm_eps=norm_eps, gated=gated, residual=residual)
-        if residual is not None and adds_only:
+            return skinny_linear(x, weight, bias, config, gated=gated, residual=residual)
+        if residual is not None and bias is None and not gated:
             return residual.addmm_(x, transposed)
-        return one_by_one(x, residual)
+        return many(x, residual)
 
     return compute
 

@@ -31,16 +31,19 @@ class Around:
     activation: Callable[[Tensor], Tensor] | None = None
     """silu of the outputs' first half times their second half; None: no activation"""
 
+    def norm(self) -> Product | None:
+        """x -> x normed; None where it is not."""
+        weight, eps, rms_norm = self.norm_weight, self.norm_eps, self.rms_norm
+        if weight is None or rms_norm is None:
+            return None
+        return lambda x: rms_norm(x, weight, eps)
+
     def wrap(self, product: Product) -> Compute:
         """One after the other."""
-        weight, eps, rms_norm, activation = self.norm_weight, self.norm_eps, self.rms_norm, self.activation
-        if weight is None and activation is None:
-            return lambda x, residual: product(x) if residual is None else residual.add_(product(x))
+        norm, activation = self.norm(), self.activation
 
         def compute(x: Tensor, residual: Tensor | None) -> Tensor:
-            if weight is not None and rms_norm is not None:
-                x = rms_norm(x, weight, eps)
-            out = product(x)
+            out = product(x if norm is None else norm(x))
             if activation is not None:
                 out = activation(out)
             return out if residual is None else residual.add_(out)
