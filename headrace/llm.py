@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from headrace.config import EngineConfig
+from headrace.config import EngineConfig, knobs_from_environment
 from headrace.engine.async_engine import load_tokenizer, make_metrics, model_folder
 from headrace.engine.core_client import InprocClient
 from headrace.engine.input_processor import InputProcessor, ModelLimits, sampling_defaults
@@ -33,7 +33,7 @@ class LLM:
     def __init__(self, model: str = "demo", *, executor: str | None = None, **config: Any) -> None:
         """Raises UserError for whatever cannot work. `executor`: `module:attribute`, in place of the real one."""
         try:
-            engine_config = EngineConfig(model=model, **config)
+            engine_config = EngineConfig(model=model, **(knobs_from_environment(EngineConfig) | config))
         except TypeError as error:
             raise ConfigError(f"LLM: {error}") from None
         folder = model_folder(engine_config)

@@ -125,6 +125,14 @@ def test_without_tokenizer(folder: Path) -> None:
             llm.chat([{"role": "user", "content": "hi"}])
 
 
+def test_the_environment_counts_unless_a_keyword_is_given(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with LLM(str(folder), executor=ECHO) as llm:
+        assert llm.config.batch_invariant
+    with LLM(str(folder), executor=ECHO, batch_invariant=False) as llm:
+        assert not llm.config.batch_invariant
+
+
 def test_unknown_keyword_and_use_after_shutdown(folder: Path) -> None:
     with pytest.raises(ConfigError, match="no_such_knob"):
         LLM(str(folder), executor=ECHO, no_such_knob=1)
