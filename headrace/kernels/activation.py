@@ -9,19 +9,34 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_for_inputs
+from headrace.kernels.fp8 import (
+    LARGEST,
+    Quantized,
+    empty_quantized,
+    quantize_per_token_reference,
+    quantize_row,
+    warps_of_row,
+)
 
 
 @triton.jit
-def _silu_and_mul_kernel(out_ptr, x_ptr, x_stride, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def _silu_and_mul_kernel(
+    out_ptr, scales_ptr, x_ptr, x_stride, width, BLOCK: tl.constexpr, LARGEST: tl.constexpr, OVERLAP: tl.constexpr
+):
+    """Grid (num_tokens, blocks of columns). `out` is fp8 where there are `scales`: then a block is the whole row."""
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     gate = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * x_stride + width + columns, mask=inside, other=0.0).to(tl.float32)
-    dtype = out_ptr.dtype.element_ty
+    dtype = x_ptr.dtype.element_ty
     activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    tl.store(out_ptr + row * width + columns, (activated * up).to(dtype), mask=inside)
+    out = (activated * up).to(dtype)
+    if scales_ptr is None:
+        tl.store(out_ptr + row * width + columns, out, mask=inside)
+    else:
+        quantize_row(out_ptr, scales_ptr, out.to(tl.float32), row, columns, inside, width, LARGEST)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -31,10 +46,26 @@ def silu_and_mul(x: Tensor) -> Tensor:
     if num_tokens:
         block = min(1024, next_power_of_2(width))
         grid = (num_tokens, -(-width // block))
-        _silu_and_mul_kernel[grid](out, x, x.stride(0), width, BLOCK=block, num_warps=4, **overlap())
+        _silu_and_mul_kernel[grid](out, None, x, x.stride(0), width, BLOCK=block, LARGEST=0.0, num_warps=4, **overlap())
+    return out
+
+
+def silu_and_mul_quantized(x: Tensor, fp8: torch.dtype) -> Quantized:
+    """What `silu_and_mul` gives, in fp8."""
+    num_tokens, width = x.shape[0], x.shape[1] // 2
+    out = empty_quantized(num_tokens, width, fp8, x.device)
+    if num_tokens:
+        block = next_power_of_2(width)
+        _silu_and_mul_kernel[(num_tokens, 1)](
+            *out, x, x.stride(0), width, BLOCK=block, LARGEST=LARGEST[fp8], num_warps=warps_of_row(block), **overlap()
+        )
     return out
 
 
 def silu_and_mul_reference(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def silu_and_mul_quantized_reference(x: Tensor, fp8: torch.dtype) -> Quantized:
+    return quantize_per_token_reference(silu_and_mul_reference(x), fp8)

@@ -10,29 +10,63 @@ import torch
 from torch import Tensor
 
 from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_for_inputs
+from headrace.kernels.fp8 import (
+    LARGEST,
+    Quantized,
+    empty_quantized,
+    quantize_per_token_reference,
+    quantize_row,
+    warps_of_row,
+)
 
 
 @triton.jit
 def _rms_norm_kernel(
     out_ptr,
+    scales_ptr,
     x_ptr,
     weight_ptr,
     x_stride,
     hidden,
     eps,
     BLOCK: tl.constexpr,
+    LARGEST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """`out` is fp8 where there are `scales`."""
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden
     x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    dtype = out_ptr.dtype.element_ty
+    dtype = x_ptr.dtype.element_ty
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / hidden + eps)
     normed = (x * scale).to(dtype).to(tl.float32)
-    tl.store(out_ptr + row * hidden + columns, (normed * weight).to(dtype), mask=inside)
+    normed = (normed * weight).to(dtype)
+    if scales_ptr is None:
+        tl.store(out_ptr + row * hidden + columns, normed, mask=inside)
+    else:
+        quantize_row(out_ptr, scales_ptr, normed.to(tl.float32), row, columns, inside, hidden, LARGEST)
+
+
+def _launch(out: Tensor, scales: Tensor | None, rows: Tensor, weight: Tensor, eps: float, largest: float) -> None:
+    if rows.shape[0]:
+        hidden = rows.shape[1]
+        block = next_power_of_2(hidden)
+        _rms_norm_kernel[(rows.shape[0],)](
+            out,
+            scales,
+            rows,
+            weight,
+            rows.stride(0),
+            hidden,
+            eps,
+            BLOCK=block,
+            LARGEST=largest,
+            num_warps=warps_of_row(block),
+            **overlap(),
+        )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -43,20 +77,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     hidden = x.shape[-1]
     rows = x if x.dim() == 2 else x.reshape(-1, hidden)
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-    if rows.shape[0]:
-        block = next_power_of_2(hidden)
-        _rms_norm_kernel[(rows.shape[0],)](
-            out,
-            rows,
-            weight,
-            rows.stride(0),
-            hidden,
-            eps,
-            BLOCK=block,
-            num_warps=min(16, max(1, block // 512)),
-            **overlap(),
-        )
+    _launch(out, None, rows, weight, eps, 0.0)
     return out if x.dim() == 2 else out.view(x.shape)
+
+
+def rms_norm_quantized(x: Tensor, weight: Tensor, eps: float, fp8: torch.dtype) -> Quantized:
+    """What `rms_norm` gives for x [num_tokens, hidden], in fp8."""
+    num_tokens, hidden = x.shape
+    out = empty_quantized(num_tokens, hidden, fp8, x.device)
+    _launch(*out, x, weight, eps, LARGEST[fp8])
+    return out
 
 
 @functools.cache
@@ -69,3 +99,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale = torch.addcmul(_constant(eps, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
     return (x * scale).to(x.dtype).mul_(weight)  # rounds before it multiplies
+
+
+def rms_norm_quantized_reference(x: Tensor, weight: Tensor, eps: float, fp8: torch.dtype) -> Quantized:
+    return quantize_per_token_reference(rms_norm_reference(x, weight, eps), fp8)

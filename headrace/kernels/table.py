@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headrace.kernels import activation, attention, batch, filter, logsumexp, moe, norm, rotary, sampling
+from headrace.kernels import activation, attention, batch, filter, fp8, logsumexp, moe, norm, rotary, sampling
 from headrace.kernels._triton import HAS_TRITON
 
 
@@ -16,7 +16,11 @@ class KernelTable:
     """One callable an operation; signatures are those of the functions of the same name in this package."""
 
     rms_norm: Callable[..., Tensor]
+    rms_norm_quantized: Callable[..., fp8.Quantized]
     silu_and_mul: Callable[[Tensor], Tensor]
+    silu_and_mul_quantized: Callable[..., fp8.Quantized]
+    quantize_per_token: Callable[..., fp8.Quantized]
+    fp8_linear: Callable[..., Tensor]
     step_angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
     rotary_and_cache: Callable[..., Tensor]
     paged_attention: Callable[..., Tensor]
@@ -30,7 +34,11 @@ class KernelTable:
 
 REFERENCE_KERNELS = KernelTable(
     rms_norm=norm.rms_norm_reference,
+    rms_norm_quantized=norm.rms_norm_quantized_reference,
     silu_and_mul=activation.silu_and_mul_reference,
+    silu_and_mul_quantized=activation.silu_and_mul_quantized_reference,
+    quantize_per_token=fp8.quantize_per_token_reference,
+    fp8_linear=fp8.fp8_linear_reference,
     step_angles=rotary.step_angles_reference,
     rotary_and_cache=rotary.rotary_and_cache_reference,
     paged_attention=attention.paged_attention_reference,
@@ -44,7 +52,11 @@ REFERENCE_KERNELS = KernelTable(
 
 TRITON_KERNELS = KernelTable(
     rms_norm=norm.rms_norm,
+    rms_norm_quantized=norm.rms_norm_quantized,
     silu_and_mul=activation.silu_and_mul,
+    silu_and_mul_quantized=activation.silu_and_mul_quantized,
+    quantize_per_token=fp8.quantize_per_token,
+    fp8_linear=fp8.fp8_linear,
     step_angles=rotary.step_angles,
     rotary_and_cache=rotary.rotary_and_cache,
     paged_attention=attention.paged_attention,

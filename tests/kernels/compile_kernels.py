@@ -13,6 +13,7 @@ from headrace.kernels import (
     batch,
     decode,
     filter,
+    fp8,
     gemm,
     logsumexp,
     matmul,
@@ -132,6 +133,21 @@ def compile_batch_invariant(family):
         report(f"batch-invariant attention head_dim {head_dim} group {group}", attention._attention_kernel, known)
 
 
+def compile_fp8(target):
+    """Quantization of rows as wide as those of models of 8B and 70B, alone and inside norm and activation."""
+    fp8.DEVICE_FAMILY = TARGETS[target][0].backend
+    dtype = torch.float8_e4m3fnuz if target == "gfx942" else torch.float8_e4m3fn
+    kernels = (fp8._quantize_kernel, norm._rms_norm_kernel, activation._silu_and_mul_kernel)
+    known = {id(found) for kernel in kernels for found in compiled(kernel)}
+    for width in (4096, 14336, 28672):
+        x = torch.zeros(2, 2 * width, dtype=torch.bfloat16)
+        fp8.quantize_per_token(x[:, :width], dtype)
+        norm.rms_norm_quantized(x[:, :width], x[0, :width], 1e-5, dtype)
+        activation.silu_and_mul_quantized(x, dtype)
+        for kernel in kernels:
+            report(f"fp8 {kernel.__name__} {width}", kernel, known)
+
+
 if __name__ == "__main__":
     use_target(sys.argv[1])
     compile_attention(TARGETS[sys.argv[1]][0].backend)
@@ -140,3 +156,4 @@ if __name__ == "__main__":
     compile_experts(TARGETS[sys.argv[1]][0].backend)
     compile_batch_invariant(TARGETS[sys.argv[1]][0].backend)
     compile_rest()
+    compile_fp8(sys.argv[1])

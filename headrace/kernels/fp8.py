@@ -1,0 +1,136 @@
+"""Activations in fp8 with a scale a token, and linear layers over them (W8A8).
+
+Producers of a linear's input (norm.py, activation.py) quantize in their own pass with `quantize_row`. Knows nothing of
+checkpoints or layers.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Triton functions are typed by what they are launched with.
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.kernels._triton import DEVICE_FAMILY, next_power_of_2, overlap, tl, triton, wait_for_inputs
+
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0}
+"""What a row's largest number becomes. e4m3fnuz has half the values of e4m3fn with the same bits, so with scales twice
+as large both hold the same numbers, and a model gives the same results; its range from 224 to 240 stays unused."""
+SMALLEST = tl.constexpr(1e-12)
+"""Rows of smaller numbers, zeros among them, are scaled as if this were their largest."""
+FAST_ACCUM = True
+"""Let NVIDIA's matrix units add up products without going through a register in between."""
+
+
+class Quantized(NamedTuple):
+    """x = values * scales; it has the shape of x."""
+
+    values: Tensor
+    """[num_tokens, size] fp8, contiguous"""
+    scales: Tensor
+    """[num_tokens, 1] fp32"""
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        return (self.values.float() * self.scales).to(dtype)
+
+
+def empty_quantized(num_tokens: int, size: int, fp8: torch.dtype, device: torch.device) -> Quantized:
+    values = torch.empty((num_tokens, size), dtype=fp8, device=device)
+    return Quantized(values, torch.empty((num_tokens, 1), dtype=torch.float32, device=device))
+
+
+def warps_of_row(block: int) -> int:
+    """For a program that holds a row of up to `block` numbers, and perhaps another beside it, in registers."""
+    most = 32 if DEVICE_FAMILY == "cuda" and block > 16384 else 16  # 16 waves of 64 are all that AMD has (not measured)
+    return min(most, max(1, block // 512))
+
+
+@triton.jit
+def quantize_row(values_ptr, scales_ptr, x, row, columns, inside, width, LARGEST: tl.constexpr):
+    """Stores a row x [BLOCK] fp32, zero where not inside, as fp8 and its scale. NaN stays NaN, and infinity becomes it:
+    x never exceeds LARGEST by more than rounding, so nothing needs to be clamped."""
+    largest = tl.maximum(tl.max(tl.abs(x), axis=0), SMALLEST)
+    factor = tl.div_rn(tl.full((), LARGEST, tl.float32), largest)
+    tl.store(scales_ptr + row, largest * (1.0 / LARGEST))
+    tl.store(values_ptr + row * width + columns, (x * factor).to(values_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _quantize_kernel(
+    values_ptr, scales_ptr, x_ptr, x_stride, width, BLOCK: tl.constexpr, LARGEST: tl.constexpr, OVERLAP: tl.constexpr
+):
+    wait_for_inputs(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    quantize_row(values_ptr, scales_ptr, x, row, columns, inside, width, LARGEST)
+
+
+def quantize_per_token(x: Tensor, fp8: torch.dtype) -> Quantized:
+    """x [num_tokens, size], rows contiguous: each divided by its scale, which makes its largest number LARGEST[fp8]."""
+    num_tokens, width = x.shape
+    out = empty_quantized(num_tokens, width, fp8, x.device)
+    if num_tokens:
+        block = next_power_of_2(width)
+        _quantize_kernel[(num_tokens,)](
+            *out, x, x.stride(0), width, BLOCK=block, LARGEST=LARGEST[fp8], num_warps=warps_of_row(block), **overlap()
+        )
+    return out
+
+
+def quantize_per_token_reference(x: Tensor, fp8: torch.dtype, largest: Tensor | None = None) -> Quantized:
+    """`largest` []: take this for the largest number of every row."""
+    wide = x.float()
+    most = wide.abs().amax(-1, keepdim=True) if largest is None else largest.float().expand(x.shape[0], 1)
+    most = most.clamp_min(1e-12)
+    factor = torch.full_like(most, LARGEST[fp8]).div_(most)  # a number / a tensor would be rounded twice
+    return Quantized((wide * factor).to(fp8), most * (1.0 / LARGEST[fp8]))
+
+
+def fp8_linear(
+    values: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """(values [T, K] * scales [T, 1]) @ (weight [N, K] * weight_scales [N] or [1]).T + bias [N] -> [T, N].
+
+    Values and weight fp8 and contiguous, scales fp32, sums fp32. K and N must be multiples of 16.
+    """
+    n = weight.shape[0]
+    if weight_scales.shape[0] != n:
+        weight_scales = weight_scales.expand(n).contiguous()
+    dtype = torch.bfloat16 if DEVICE_FAMILY == "hip" else out_dtype  # hipBLASLt gives nothing else
+    fused = bias if bias is not None and bias.dtype == dtype and dtype != torch.float32 else None
+    out = torch._scaled_mm(
+        values,
+        weight.t(),
+        scale_a=scales,
+        scale_b=weight_scales.view(1, n),
+        bias=fused,
+        out_dtype=dtype,
+        use_fast_accum=FAST_ACCUM,
+    ).to(out_dtype)
+    return out if bias is fused else out.add_(bias)
+
+
+def fp8_linear_reference(
+    values: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    out = F.linear(values.float(), weight.float()) * scales * weight_scales
+    return (out if bias is None else out + bias.float()).to(out_dtype)
