@@ -1,0 +1,237 @@
+"""A rank that finds no memory says so as a fact, or in one line, and goes on with what it is told next."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import headrace
+from headrace import LLM, SamplingParams
+from headrace.config import EngineConfig
+from headrace.errors import OutOfMemoryError
+from headrace.model_config import ModelConfig
+from headrace.models.llama import LlamaForCausalLM
+from headrace.planner.decisions import decide_before_load
+from headrace.runner import model_runner
+from headrace.runner import worker as worker_module
+from headrace.runner.model_runner import ModelRunner
+from headrace.runner.profile import MARGIN, MOST_OUTSIDE, PIECE_BYTES, WORKSPACE_BYTES, measure_memory
+from headrace.runner.worker import Worker
+from headrace.step import BlockUpdate, NewRow, SchedulerOutput
+from tests.runner.test_cuda_graph import make_runner
+
+DEMO = Path(headrace.__file__).parent / "demo_model"
+SAID = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"
+MIB = 1 << 20
+
+
+class FakeMemory:
+    """A GPU of `total` bytes. Steps take `bytes_per_token`; what the cache asks for is never counted."""
+
+    name = "a fake GPU"
+
+    def __init__(self, total: int, standing: int, bytes_per_token: int, outside: int = 0, others: int = 0) -> None:
+        self.total = total
+        self._standing, self._outside, self._others = standing, outside, others
+        self._bytes_per_token = bytes_per_token
+        self._peak = standing
+
+    def ran(self, tokens: int) -> None:
+        self._peak = max(self._peak, self._standing + tokens * self._bytes_per_token)
+
+    def free(self) -> int:
+        return self.total - self._standing - self._outside - self._others
+
+    def reserved(self) -> int:
+        return self._standing
+
+    def allocated(self) -> int:
+        return self._standing
+
+    def peak(self) -> int:
+        return self._peak
+
+    def reset_peak(self) -> None:
+        self._peak = self._standing
+
+    def give_back(self) -> None:
+        pass
+
+
+def watched(mode: str, memory: FakeMemory) -> ModelRunner:
+    runner = make_runner("llama", mode)
+    execute = runner.execute
+
+    def run(step: SchedulerOutput) -> Any:
+        memory.ran(step.num_tokens)
+        return execute(step)
+
+    runner.execute = run  # type: ignore[method-assign]
+    return runner
+
+
+def test_what_is_left_is_our_share_less_all_that_we_take() -> None:
+    memory = FakeMemory(1000 * MIB, standing=100 * MIB, bytes_per_token=MIB, outside=30 * MIB)
+    use = measure_memory(watched("NONE", memory), memory, 0.9, 1000 * MIB, 32)
+    assert (use.standing, use.step, use.outside, use.graphs) == (100 * MIB, 24 * MIB, 30 * MIB, 0)
+    assert use.left == 900 * MIB - 100 * MIB - 24 * MIB - 30 * MIB
+    assert str(use).startswith("weights and tables 0.10, the largest step 0.02, CUDA graphs 0.00, libraries 0.03, left")
+
+
+def test_graphs_take_what_their_largest_step_takes_and_a_little_each() -> None:
+    memory = FakeMemory(1000 * MIB, standing=0, bytes_per_token=MIB)
+    runner = watched("PIECEWISE", memory)
+    settings = runner.graph_settings
+    assert settings is not None
+    runner.graph_settings = replace(settings, other_sizes=(1, 2, 4, 16), decode_sizes=(1, 2, 6))
+    use = measure_memory(runner, memory, 0.9, 1000 * MIB, 32)
+    sizes = {1, 2, 4, 16, 6}
+    pieces = len(sizes) * 4 * PIECE_BYTES  # three layers
+    assert use.graphs == 16 * MIB + sum(sizes) * 32 * 4 + pieces + WORKSPACE_BYTES
+    assert use.left == 900 * MIB - 24 * MIB - use.graphs
+
+
+def test_a_second_instance_sees_what_the_first_one_took() -> None:
+    first = FakeMemory(1000 * MIB, standing=100 * MIB, bytes_per_token=MIB)
+    alone = measure_memory(watched("NONE", first), first, 0.45, 1000 * MIB, 32)
+    taken = 100 * MIB + alone.left
+    assert taken < 450 * MIB
+    second = FakeMemory(1000 * MIB, standing=100 * MIB, bytes_per_token=MIB, others=taken)
+    assert measure_memory(watched("NONE", second), second, 0.45, 1000 * MIB - taken, 32).left == alone.left
+    greedy = measure_memory(watched("NONE", second), second, 0.9, 1000 * MIB - taken, 32)
+    assert greedy.left == 1000 * MIB - taken - 100 * MIB - 24 * MIB - int(1000 * MIB * MARGIN), (
+        "bounded by what is free"
+    )
+
+
+def test_what_others_take_while_this_one_starts_is_not_counted_as_libraries() -> None:
+    total = 100 << 30
+    memory = FakeMemory(total, standing=10 << 30, bytes_per_token=MIB, outside=1 << 30, others=45 << 30)
+    use = measure_memory(watched("NONE", memory), memory, 0.45, free_at_start=total, hidden_size=32)
+    assert use.outside == MOST_OUTSIDE
+    assert use.left == int(total * 0.45) - (10 << 30) - 24 * MIB - MOST_OUTSIDE
+
+
+def test_too_small_a_share_says_how_much_is_missing() -> None:
+    memory = FakeMemory(1000 * MIB, standing=100 * MIB, bytes_per_token=MIB)
+    assert measure_memory(watched("NONE", memory), memory, 0.05, 1000 * MIB, 32).left == -74 * MIB
+
+
+@pytest.fixture
+def worker() -> Worker:
+    given = EngineConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64, dtype="float32")
+    model_config = ModelConfig.from_folder(DEMO)
+    config, _ = decide_before_load(given, model_config, "cpu")
+    return Worker(config, DEMO, model_config)
+
+
+def fail(*_: object, **__: object) -> None:
+    raise torch.OutOfMemoryError(SAID + "\nmore words")
+
+
+def test_weights_that_do_not_fit_are_one_line(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "load_model", fail)
+    with pytest.raises(OutOfMemoryError) as caught:
+        worker.load()
+    said = str(caught.value)
+    assert said.startswith("the weights do not fit on cpu (CPU), which has ")
+    assert said.endswith(SAID)
+    assert "\n" not in said
+
+
+def test_other_failures_of_loading_are_raised_as_they_are(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a size does not match")
+
+    monkeypatch.setattr(worker_module, "load_model", broken)
+    with pytest.raises(RuntimeError, match="does not match"):
+        worker.load()
+
+
+def test_a_step_that_does_not_fit_is_a_fact_and_a_smaller_one_is_tried(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def runner(*arguments: Any) -> ModelRunner:
+        if arguments[4].max_num_batched_tokens > 16:
+            fail()
+        return ModelRunner(*arguments)
+
+    monkeypatch.setattr(worker_module, "ModelRunner", runner)
+    facts = worker.load()
+    assert facts.shortfall == SAID
+    assert worker.runner is None
+    facts = worker.profile(worker.config.replace(max_num_batched_tokens=16))
+    assert facts.shortfall == ""
+    assert facts.available_kv_memory > 0
+    assert worker.runner is not None
+
+
+def test_a_cache_that_does_not_fit_is_a_fact_and_a_smaller_one_works(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocate = model_runner.allocate_kv_cache
+
+    def tight(shape: Any, num_blocks: int, device: torch.device) -> list[torch.Tensor]:
+        if num_blocks > 100:
+            fail()
+        return allocate(shape, num_blocks, device)
+
+    monkeypatch.setattr(model_runner, "allocate_kv_cache", tight)
+    assert worker.load().shortfall == ""
+    facts = worker.initialize_cache(200)
+    assert facts.shortfall == SAID
+    assert facts.available_kv_memory > 0
+    assert worker.initialize_cache(90).shortfall == ""
+    new = NewRow(0, [5, 6, 7], SamplingParams(temperature=0.0), [])
+    step = SchedulerOutput(0, [new], [], [BlockUpdate(0, 0, [3])], [0], [0], [3], [True])
+    assert len(worker.execute(step).result().token_ids) == 1
+
+
+@pytest.mark.parametrize("plant", ["weights", "step", "cache", "serving", "everything that serves"])
+def test_the_whole_engine_with_memory_that_ends(
+    plant: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Real model, scheduler and core: the same tokens whatever did not fit, and a line that says so."""
+    settings: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "dtype": "float32", "device": "cpu"}
+    prompts, params = [[5, 6, 7] * 20, [9, 8], [4] * 30], SamplingParams(max_tokens=12, temperature=0.0)
+    with LLM("demo", skip_tokenizer_init=True, **settings) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    failures = []
+
+    def planted(name: str, function: Any, when: Any) -> Any:
+        def run(*arguments: Any, **keywords: Any) -> Any:
+            if when(*arguments):
+                failures.append(name)
+                fail()
+            return function(*arguments, **keywords)
+
+        return run
+
+    if plant == "weights":
+        monkeypatch.setattr(worker_module, "load_model", fail)
+        with pytest.raises(OutOfMemoryError, match="the weights do not fit on cpu"):
+            LLM("demo", skip_tokenizer_init=True, **settings)
+        return
+    if plant == "step":
+        big = planted(plant, ModelRunner, lambda *a: a[4].max_num_batched_tokens > 20)
+        monkeypatch.setattr(worker_module, "ModelRunner", big)
+    if plant == "cache":
+        big = planted(plant, model_runner.allocate_kv_cache, lambda shape, blocks, device: blocks > 60)
+        monkeypatch.setattr(model_runner, "allocate_kv_cache", big)
+    if plant == "serving":
+        once = planted(plant, LlamaForCausalLM.forward, lambda *a: len(a[1]) > 20)
+        monkeypatch.setattr(LlamaForCausalLM, "forward", once)
+    with LLM("demo", skip_tokenizer_init=True, **settings) as llm:
+        if plant == "everything that serves":
+            monkeypatch.setattr(LlamaForCausalLM, "forward", fail)
+            with pytest.raises(headrace.errors.HeadraceError, match="no memory for a step of one token"):
+                llm.generate(prompts, params, use_tqdm=False)
+            monkeypatch.undo()
+        found = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    assert found == expected
+    assert SAID in caplog.text
+    assert bool(failures) == (plant != "everything that serves")
