@@ -30,16 +30,16 @@ CANDIDATES: dict[tuple[str, int, int], tuple[GemmConfig, ...]] = {
     ("cuda", 2, 1): (
         GemmConfig(1, 4, 1024, 4),
         GemmConfig(1, 2, 4096, 4),
-        GemmConfig(1, 4, 2048, 4),
+        GemmConfig(1, 16, 1024, 8),
     ),
     ("cuda", 2, 16): (
         GemmConfig(16, 64, 256, 4, 4, swap=True),
-        GemmConfig(16, 16, 512, 2, 3),
+        GemmConfig(16, 16, 512, 2, 4),
         GemmConfig(16, 128, 128, 8, 4, swap=True),
     ),
     ("cuda", 2, 32): (
         GemmConfig(32, 64, 256, 4, 4, swap=True),
-        GemmConfig(32, 64, 256, 4, 3, swap=True),
+        GemmConfig(32, 32, 256, 4, 5),
         GemmConfig(32, 128, 128, 8, 4, swap=True),
     ),
     ("cuda", 2, 64): (
