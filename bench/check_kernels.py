@@ -27,6 +27,7 @@ from torch import Tensor
 from headrace.kernels._triton import DEVICE_FAMILY
 from headrace.kernels.attention import multiprocessor_count, paged_attention, paged_attention_reference
 from headrace.kernels.attention_config import AttentionConfig, AttentionPlan, plan_attention
+from headrace.kernels.moe import Experts
 from headrace.kernels.table import REFERENCE_KERNELS, TRITON_KERNELS
 
 DEVICE = torch.device("cuda")
@@ -123,26 +124,28 @@ def check_filter(rows: int, vocab: int, spread: float, dtype: torch.dtype) -> fl
     return 1.0 - float(same.double().mean()) + float(alone[0] != found[min(1, rows - 1)])
 
 
-def check_experts(tokens: int, experts: tuple[int, int, int, int], shared: bool, dtype: torch.dtype) -> float:
-    """experts: their number, a token's, hidden size, theirs. Where batch invariance is broken: infinite."""
-    count, top_k, hidden, width = experts
-    x, extra = (randn(tokens, hidden, dtype=dtype) for _ in range(2))
-    router = randn(count + shared, hidden, dtype=dtype) * hidden**-0.5
-    w13, w2 = randn(count, 2 * width, hidden, dtype=dtype), randn(count, hidden, width, dtype=dtype)
-    w13 *= hidden**-0.5
-    w2 *= width**-0.5
-    added = extra if shared else None
-    out, ids = TRITON_KERNELS.fused_moe(x, router, w13, w2, top_k, not shared, added)
-    wide = [tensor.float() for tensor in (x, router, w13, w2)]
-    expected, wanted = REFERENCE_KERNELS.fused_moe(*wide, top_k, not shared, extra.float() if shared else None)
+def check_experts(tokens: int, sizes: tuple[int, int, int, int], shared: bool, dtype: torch.dtype) -> float:
+    """sizes: experts, those of a token, hidden, an expert's. Where batch invariance is broken: infinite."""
+    count, top_k, hidden, width = sizes
+    x, residual, extra = (randn(tokens, hidden, dtype=dtype) for _ in range(3))
+    experts = Experts(
+        randn(hidden, dtype=dtype), 1e-6, randn(count + shared, hidden, dtype=dtype) * hidden**-0.5,
+        randn(count, 2 * width, hidden, dtype=dtype) * hidden**-0.5,
+        randn(count, hidden, width, dtype=dtype) * width**-0.5, top_k, not shared,
+    )  # fmt: skip
+    names = ("norm_weight", "router", "w13", "w2")
+    wide = replace(experts, **{name: getattr(experts, name).float() for name in names})
+    expected, wanted = REFERENCE_KERNELS.fused_moe(
+        x.float(), wide, extra.float() if shared else None, residual.clone().float()
+    )  # fmt: skip
+    out, ids = TRITON_KERNELS.fused_moe(x, experts, extra if shared else None, residual.clone())
     same = (ids.sort().values == wanted.sort().values).all(dim=1)  # a rounded logit may choose another expert
-    together = TRITON_KERNELS.fused_moe(x, router, w13, w2, top_k, not shared, added, True)[0]
-    some = slice(tokens // 2, tokens // 2 + 1)
-    alone = TRITON_KERNELS.fused_moe(
-        x[some], router, w13, w2, top_k, not shared, extra[some] if shared else None, True
-    )[0]  # fmt: skip
+    invariant = replace(experts, invariant=True)
+    together, one = residual.clone(), slice(tokens // 2, tokens // 2 + 1)
+    TRITON_KERNELS.fused_moe(x, invariant, extra if shared else None, together)
+    alone = TRITON_KERNELS.fused_moe(x[one], invariant, extra[one] if shared else None, residual[one].clone())[0]
     usual = 0.99 if dtype == torch.float32 else 0.5
-    if not torch.equal(together[some], alone) or (tokens > 16 and same.float().mean() < usual):
+    if not torch.equal(together[one], alone) or (tokens > 16 and same.float().mean() < usual):
         return float("inf")
     return max(error(out[same], expected[same]), error(together[same], expected[same]))
 
@@ -235,10 +238,10 @@ def checks() -> Iterator[Check]:
         for rows, vocab, spread in ((2, 128256, 1.0), (33, 151936, 4.0), (7, 513, 1e-3), (64, 32000, 20.0)):
             label = f"filter_floor {rows}x{vocab}x{spread} {name}"
             yield label, partial(check_filter, rows, vocab, spread, dtype), 0.0
-        for experts in ((128, 8, 2048, 768), (8, 2, 1024, 3584), (60, 4, 2048, 1408), (5, 3, 72, 40)):
+        for sizes in ((128, 8, 2048, 768), (8, 2, 1024, 3584), (60, 4, 2048, 1408), (5, 3, 72, 40)):
             for tokens in (1, 2, 7, 16, 40, 129, 1100):
-                label = f"experts {experts} x {tokens} {name}"
-                yield label, partial(check_experts, tokens, experts, experts[0] < 100, dtype), 2 * limit
+                label = f"experts {sizes} x {tokens} {name}"
+                yield label, partial(check_experts, tokens, sizes, sizes[0] < 100, dtype), 2 * limit
         for heads in ATTENTION_SHAPES:
             for kind in ("decode", "prefill", "chunk", "mixed"):
                 size = {"decode": 16, "prefill": 64, "chunk": 1, "mixed": 32}[kind]

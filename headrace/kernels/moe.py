@@ -9,13 +9,16 @@ it chose them. Either way no sum depends on who comes first. Knows nothing of la
 # Triton functions are typed by what they are launched with.
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels._triton import DEVICE_FAMILY, next_power_of_2, overlap, tl, triton, wait_for_inputs
 from headrace.kernels.moe_config import MoeConfig, Tile, pick_moe_config
-from headrace.kernels.moe_route import Routing, route_reference, router_and_route
+from headrace.kernels.moe_route import Routing, norm_and_route, route_reference
+from headrace.kernels.norm import rms_norm_reference
 
 PREFETCH_BYTES = 1 << 17
 """Most that one program asks for ahead: all programs on the chip together must not overrun the L2 cache."""
@@ -49,20 +52,23 @@ def _silu_times(gate, up):
 
 
 @triton.jit
-def _shared_expert(shared_ptr, gate_ptr, gate_stride, token, column, inside, HIDDEN: tl.constexpr):
-    """sigmoid(gate) * shared of one token, in fp32; zeros without a shared expert"""
-    if shared_ptr is None:
-        shared = tl.zeros(column.shape, tl.float32)
-    else:
+def _beside_the_experts(
+    residual_ptr, shared_ptr, gate_ptr, gate_stride, token, column, inside, HIDDEN: tl.constexpr
+):  # fmt: skip
+    """residual + sigmoid(gate) * shared of one token, in fp32, each if it is there"""
+    total = tl.zeros(column.shape, tl.float32)
+    at = token * HIDDEN + column
+    if residual_ptr is not None:
+        total += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if shared_ptr is not None:
         gate = tl.load(gate_ptr + token * gate_stride).to(tl.float32)
-        shared = tl.load(shared_ptr + token * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
-        shared = shared / (1.0 + tl.exp(-gate))
-    return shared
+        total += tl.load(shared_ptr + at, mask=inside, other=0.0).to(tl.float32) / (1.0 + tl.exp(-gate))
+    return total
 
 
 @triton.jit
 def _up_one_by_one_kernel(
-    out_ptr, x_ptr, weight_ptr, ids_ptr, x_stride,
+    out_ptr, x_ptr, weight_ptr, ids_ptr,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -75,7 +81,7 @@ def _up_one_by_one_kernel(
     k = tl.arange(0, BLOCK_K)
     row = tl.minimum(column, N - 1) + lane % 2 * N  # gate and up next to each other
     weight_ptrs = weight_ptr + expert * (2 * N * K) + row[:, None] * K + k[None, :]
-    x_ptrs = x_ptr + pair // TOP_K * x_stride + k
+    x_ptrs = x_ptr + pair // TOP_K * K + k
     acc = tl.zeros([2 * BLOCK_N, BLOCK_K], tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         if K % BLOCK_K == 0:
@@ -91,11 +97,12 @@ def _up_one_by_one_kernel(
 
 @triton.jit
 def _down_one_by_one_kernel(
-    out_ptr, x_ptr, weight_ptr, ids_ptr, weights_ptr, shared_ptr, gate_ptr, gate_stride,
+    out_ptr, x_ptr, weight_ptr, ids_ptr, weights_ptr, residual_ptr, shared_ptr, gate_ptr, gate_stride,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of N, tokens): out[token] = sum over its experts of their weight times weight [experts, N, K] @ x.
+    """Grid (blocks of N, tokens): out[token] = what is beside the experts + the sum over its experts
+    of their share times weight [experts, N, K] @ x.
 
     Its expert ids were written before the kernel in front of it began, so their weights can be asked for at once.
     """
@@ -126,13 +133,14 @@ def _down_one_by_one_kernel(
             x = tl.load(x_ptr + pair * K + start + k, mask=inside, other=0.0)
         acc += weight.to(tl.float32) * (x.to(tl.float32) * share)[None, :]
     inside = column < N
-    total = tl.sum(acc, axis=1) + _shared_expert(shared_ptr, gate_ptr, gate_stride, token, column, inside, N)
+    beside = _beside_the_experts(residual_ptr, shared_ptr, gate_ptr, gate_stride, token, column, inside, N)
+    total = beside + tl.sum(acc, axis=1)
     tl.store(out_ptr + token * N + column, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["max_tiles"])
 def _tiles_kernel(
-    out_ptr, x_ptr, weight_ptr, order_ptr, tiles_ptr, max_tiles, x_stride,
+    out_ptr, x_ptr, weight_ptr, order_ptr, tiles_ptr, max_tiles,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, PREFETCH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -165,7 +173,7 @@ def _tiles_kernel(
         pair = tl.load(order_ptr + tl.load(tiles_ptr + max_tiles + tile) + member, mask=member < count, other=0)
         source = (pair // TOP_K if GATED else pair).to(tl.int64)
         k = tl.arange(0, BLOCK_K)
-        x_ptrs = x_ptr + source[:, None] * x_stride + k[None, :]
+        x_ptrs = x_ptr + source[:, None] * K + k[None, :]
         weight_ptrs = weight_ptr + expert * (ROWS // BLOCK_N * N * K) + row[:, None] * K + k[None, :]
         if SWAP:
             acc = tl.zeros([ROWS, BLOCK_M], tl.float32)
@@ -195,15 +203,16 @@ def _tiles_kernel(
 
 @triton.jit
 def _sum_kernel(
-    out_ptr, x_ptr, weights_ptr, shared_ptr, gate_ptr, gate_stride,
+    out_ptr, x_ptr, weights_ptr, residual_ptr, shared_ptr, gate_ptr, gate_stride,
     N: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of N, tokens): out[token] = the weighted sum of x [pairs, N] over its pairs."""
+    """Grid (blocks of N, tokens): out[token] = what is beside the experts + the weighted sum of x [pairs, N]
+    over its pairs."""
     wait_for_inputs(OVERLAP)
     token = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < N
-    total = _shared_expert(shared_ptr, gate_ptr, gate_stride, token, column, inside, N)
+    total = _beside_the_experts(residual_ptr, shared_ptr, gate_ptr, gate_stride, token, column, inside, N)
     for choice in tl.static_range(TOP_K):
         pair = token * TOP_K + choice
         x = tl.load(x_ptr + pair * N + column, mask=inside, other=0.0).to(tl.float32)
@@ -211,87 +220,102 @@ def _sum_kernel(
     tl.store(out_ptr + token * N + column, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@dataclass(frozen=True)
+class Experts:
+    """One sparse layer as this rank holds it: weights of one dtype, contiguous, and how tokens are routed."""
+
+    norm_weight: Tensor
+    """# [hidden]; what comes in is normed (RMS) first"""
+    eps: float
+    router: Tensor
+    """# [experts, hidden], with one row more, the shared expert's gate, where there is such an expert"""
+    w13: Tensor
+    """# [experts, 2 * n, hidden], gate above up"""
+    w2: Tensor
+    """# [experts, hidden, n]"""
+    top_k: int
+    renormalize: bool
+    """whether the softmax is divided by its sum over a token's experts"""
+    invariant: bool = False
+    """a token's output has the same bits whoever else is there"""
+
+
 def fused_moe(
     x: Tensor,
-    router: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    top_k: int,
-    renormalize: bool,
+    experts: Experts,
     shared: Tensor | None = None,
-    invariant: bool = False,
+    residual: Tensor | None = None,
     config: MoeConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """-> (the layer's output [T, hidden], the experts of each token [T, top_k] int32, best first).
+    """x [T, hidden] -> (the layer's output [T, hidden], the experts of each token [T, top_k] int32, best first).
 
-    x [T, hidden]; router [experts, hidden]; w13 [experts, 2 * n, hidden], gate above up; w2 [experts, hidden, n]; all
-    of one dtype, weights contiguous. Weights of a token's experts are the softmax of its router logits (rounded to x's
-    dtype) in fp32, divided by their sum if `renormalize`. `shared` [T, hidden]: the shared expert's output, added times
-    the sigmoid of its gate, whose weight is then the router's last row. `invariant`: a token's output has the same bits
-    whoever else is there.
+    A token's experts are weighted by the softmax, in fp32, of its router logits in x's dtype. `shared` [T, hidden]: the
+    shared expert's output, added times the sigmoid of its gate. `residual` [T, hidden] contiguous: the sum with it is
+    written over it, and returned; it may be x.
     """
     num_tokens, hidden = x.shape
-    num_experts, n = w13.shape[0], w13.shape[1] // 2
-    out = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
+    num_experts, n = experts.w13.shape[0], experts.w13.shape[1] // 2
+    out = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device) if residual is None else residual
     if not num_tokens:
-        return out, torch.empty((0, top_k), dtype=torch.int32, device=x.device)
+        return out, torch.empty((0, experts.top_k), dtype=torch.int32, device=x.device)
     if config is None:
-        config = pick_moe_config(num_tokens, top_k, num_experts, x.element_size(), DEVICE_FAMILY, invariant)
+        size = x.element_size()
+        config = pick_moe_config(num_tokens, experts.top_k, num_experts, size, DEVICE_FAMILY, experts.invariant)
     one_by_one = config.block_m == 1
-    block_m = 0 if one_by_one else config.block_m
-    routing, logits = router_and_route(x, router, num_experts, top_k, renormalize, block_m, invariant)
-    extra = (shared, logits[:, num_experts:], logits.stride(0)) if shared is not None else (None, None, 0)
+    routing, logits, normed = norm_and_route(
+        x, experts.norm_weight, experts.eps, experts.router, num_experts, experts.top_k, experts.renormalize,
+        0 if one_by_one else config.block_m, experts.invariant,
+    )  # fmt: skip
+    inner = torch.empty((num_tokens * experts.top_k, n), dtype=x.dtype, device=x.device)
+    gate = (shared, logits[:, num_experts:], logits.stride(0)) if shared is not None else (None, None, 0)
     run = _one_by_one if one_by_one else _by_tiles
-    run(out, x, w13, w2, n, top_k, routing, extra, config)
+    run(out, normed, inner, experts, routing, (residual, *gate), config)
     return out, routing.ids
 
 
-Extra = tuple[Tensor | None, Tensor | None, int]
-"""(shared expert's output, its gate's logits, their stride)"""
+Beside = tuple[Tensor | None, Tensor | None, Tensor | None, int]
+"""(residual, shared expert's output, its gate's logits, their stride)"""
 
 
 def _one_by_one(
-    out: Tensor, x: Tensor, w13: Tensor, w2: Tensor, n: int, top_k: int, routing: Routing, extra: Extra,
-    config: MoeConfig,
-) -> None:  # fmt: skip
-    num_tokens, hidden = x.shape
-    inner = torch.empty((num_tokens * top_k, n), dtype=x.dtype, device=x.device)
+    out: Tensor, x: Tensor, inner: Tensor, experts: Experts, routing: Routing, beside: Beside, config: MoeConfig
+) -> None:
+    (num_tokens, hidden), (pairs, n) = x.shape, inner.shape
+    w2, top_k = experts.w2, experts.top_k
     up, down = _fit(config.up, n, hidden), _fit(config.down, hidden, n)
-    _up_one_by_one_kernel[(-(-n // up.block_n), num_tokens * top_k)](
-        inner, x, w13, routing.ids, x.stride(0),
+    _up_one_by_one_kernel[(-(-n // up.block_n), pairs)](
+        inner, x, experts.w13, routing.ids,
         N=n, K=hidden, TOP_K=top_k, BLOCK_N=up.block_n, BLOCK_K=up.block_k, STAGES=up.num_stages,
         num_warps=up.num_warps, **overlap(),
     )  # fmt: skip
     _down_one_by_one_kernel[(-(-hidden // down.block_n), num_tokens)](
-        out, inner, w2, routing.ids, routing.weights, *extra,
+        out, inner, w2, routing.ids, routing.weights, *beside,
         N=hidden, K=n, TOP_K=top_k, BLOCK_N=down.block_n, BLOCK_K=down.block_k, BLOCK_E=next_power_of_2(top_k),
         STAGES=down.num_stages, PREFETCH=_row_bytes(w2, down.block_n * top_k), num_warps=down.num_warps, **overlap(),
     )  # fmt: skip
 
 
 def _by_tiles(
-    out: Tensor, x: Tensor, w13: Tensor, w2: Tensor, n: int, top_k: int, routing: Routing, extra: Extra,
-    config: MoeConfig,
-) -> None:  # fmt: skip
-    num_tokens, hidden = x.shape
-    inner = torch.empty((num_tokens * top_k, n), dtype=x.dtype, device=x.device)
-    outer = torch.empty((num_tokens * top_k, hidden), dtype=x.dtype, device=x.device)
+    out: Tensor, x: Tensor, inner: Tensor, experts: Experts, routing: Routing, beside: Beside, config: MoeConfig
+) -> None:
+    (num_tokens, hidden), (pairs, n) = x.shape, inner.shape
+    outer = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
     tiles = routing.tiles.shape[1]
     for target, source, weight, gated, tile in (
-        (inner, x, w13, True, _fit(config.up, n, hidden)),
-        (outer, inner, w2, False, _fit(config.down, hidden, n)),
+        (inner, x, experts.w13, True, _fit(config.up, n, hidden)),
+        (outer, inner, experts.w2, False, _fit(config.down, hidden, n)),
     ):
         _tiles_kernel[(tiles * -(-target.shape[1] // tile.block_n),)](
-            target, source, weight, routing.order, routing.tiles, tiles, source.stride(0),
-            N=target.shape[1], K=source.shape[1], TOP_K=top_k, GATED=gated, BLOCK_M=config.block_m,
+            target, source, weight, routing.order, routing.tiles, tiles,
+            N=target.shape[1], K=source.shape[1], TOP_K=experts.top_k, GATED=gated, BLOCK_M=config.block_m,
             BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SWAP=tile.swap,
             PREFETCH=0 if gated or config.block_m > 32 else _row_bytes(weight, tile.block_n),
             num_warps=tile.num_warps, num_stages=tile.num_stages, **overlap(),
         )  # fmt: skip
-    block = min(1024, next_power_of_2(hidden)) if num_tokens > 64 else min(256, next_power_of_2(hidden))
+    block = min(1024 if num_tokens > 64 else 256, next_power_of_2(hidden))
     _sum_kernel[(-(-hidden // block), num_tokens)](
-        out, outer, routing.weights, *extra, N=hidden, TOP_K=top_k, BLOCK_N=block, num_warps=block // 256 or 1,
-        **overlap(),
+        out, outer, routing.weights, *beside, N=hidden, TOP_K=experts.top_k, BLOCK_N=block,
+        num_warps=block // 256 or 1, **overlap(),
     )  # fmt: skip
 
 
@@ -309,27 +333,24 @@ def _row_bytes(weight: Tensor, rows: int) -> int:
 
 def fused_moe_reference(
     x: Tensor,
-    router: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    top_k: int,
-    renormalize: bool,
+    experts: Experts,
     shared: Tensor | None = None,
-    invariant: bool = False,
+    residual: Tensor | None = None,
     config: MoeConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    num_experts = w13.shape[0]
-    logits = F.linear(x, router)
-    ids, weights, *_ = route_reference(logits[:, :num_experts], top_k, renormalize)
+    num_experts = experts.w13.shape[0]
+    normed = rms_norm_reference(x, experts.norm_weight, experts.eps)
+    logits = F.linear(normed, experts.router)
+    ids, weights, *_ = route_reference(logits[:, :num_experts], experts.top_k, experts.renormalize)
     out = torch.zeros_like(x)
     for expert in ids.unique().tolist():
         token, choice = (ids == expert).nonzero(as_tuple=True)
-        gate, up = F.linear(x[token], w13[expert]).chunk(2, dim=-1)
-        inner = F.linear(F.silu(gate).mul_(up), w2[expert])
+        gate, up = F.linear(normed[token], experts.w13[expert]).chunk(2, dim=-1)
+        inner = F.linear(F.silu(gate).mul_(up), experts.w2[expert])
         out.index_add_(0, token, (inner * weights[token, choice, None]).to(x.dtype))
     if shared is not None:
         out += torch.sigmoid(logits[:, num_experts:]) * shared
-    return out, ids
+    return out if residual is None else residual.add_(out), ids
 
 
-__all__ = ["fused_moe", "fused_moe_reference"]
+__all__ = ["Experts", "fused_moe", "fused_moe_reference"]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_for_inputs
 from headrace.kernels.matmul import matmul
+from headrace.kernels.norm import rms_norm
 
 ONE_PROGRAM = 8192
 """Most logits (padded to powers of two) that a single program routes and sorts; more take two launches."""
@@ -137,28 +138,36 @@ def _route_and_sort(
 
 @triton.jit(do_not_specialize=["num_tokens", "max_tiles"])
 def _router_kernel(
-    logits_ptr, arrived_ptr, x_ptr, router_ptr, ids_ptr, weights_ptr, order_ptr, tiles_ptr,
-    num_tokens, num_experts, max_tiles, x_stride,
+    normed_ptr, logits_ptr, arrived_ptr, x_ptr, norm_ptr, router_ptr, ids_ptr, weights_ptr, order_ptr, tiles_ptr,
+    num_tokens, num_experts, max_tiles, x_stride, eps,
     NUM_ROWS: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr, LOWEST: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr,
     RENORMALIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_TILES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS rows of the router for one token. The last to finish routes and sorts all tokens."""
+    """One program: ROWS rows of the router for one token, which it norms first. The last to finish routes and sorts all
+    tokens."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_H)
     row_in, column_in = row < NUM_ROWS, column < HIDDEN
     weight_ptrs = router_ptr + row[:, None] * HIDDEN + column[None, :]
     weight = tl.load(weight_ptrs, mask=row_in[:, None] & column_in[None, :], other=0.0).to(tl.float32)
+    norm = tl.load(norm_ptr + column, mask=column_in, other=0.0).to(tl.float32)
     wait_for_inputs(OVERLAP)
-    x = tl.load(x_ptr + tl.program_id(1) * x_stride + column, mask=column_in, other=0.0).to(tl.float32)
-    logit = tl.sum(weight * x[None, :], axis=1)
-    tl.store(logits_ptr + tl.program_id(1) * NUM_ROWS + row, logit.to(logits_ptr.dtype.element_ty), mask=row_in)
+    token = tl.program_id(1)
+    dtype = normed_ptr.dtype.element_ty
+    x = tl.load(x_ptr + token * x_stride + column, mask=column_in, other=0.0).to(tl.float32)
+    x = (x * tl.rsqrt(tl.sum(x * x, axis=0) / HIDDEN + eps)).to(dtype).to(tl.float32)
+    x = (x * norm).to(dtype)
+    if tl.program_id(0) == 0:
+        tl.store(normed_ptr + token * HIDDEN + column, x, mask=column_in)
+    logit = tl.sum(weight * x.to(tl.float32)[None, :], axis=1)
+    tl.store(logits_ptr + token * NUM_ROWS + row, logit.to(dtype), mask=row_in)
     tl.debug_barrier()  # every thread's logits are written before the program says so
     if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == tl.num_programs(0) * tl.num_programs(1) - 1:
         tl.store(arrived_ptr, 0)
-        token, expert = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_E)
-        inside = (token < num_tokens)[:, None] & (expert < num_experts)[None, :]
-        at = logits_ptr + token[:, None] * NUM_ROWS + expert[None, :]
+        tokens, expert = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_E)
+        inside = (tokens < num_tokens)[:, None] & (expert < num_experts)[None, :]
+        at = logits_ptr + tokens[:, None] * NUM_ROWS + expert[None, :]
         logits = tl.load(at, mask=inside, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
         _route_and_sort(
             logits, ids_ptr, weights_ptr, order_ptr, tiles_ptr, num_tokens, num_experts, max_tiles,
@@ -239,33 +248,37 @@ def _arrivals(device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
-def router_and_route(
-    x: Tensor, router: Tensor, num_experts: int, top_k: int, renormalize: bool, block_m: int, invariant: bool = False
-) -> tuple[Routing, Tensor]:
-    """x [num_tokens, hidden], router [num_experts or more, hidden] -> (routing, all logits in x's dtype).
+def norm_and_route(
+    x: Tensor, norm_weight: Tensor, eps: float, router: Tensor, num_experts: int, top_k: int, renormalize: bool,
+    block_m: int, invariant: bool = False,
+) -> tuple[Routing, Tensor, Tensor]:  # fmt: skip
+    """x [num_tokens, hidden], router [num_experts or more, hidden] -> (routing, all logits, normed x), in x's dtype.
 
     `block_m` 0: ids and weights alone, without order and tiles. At most ROUTER_TOKENS tokens take one launch, those of
-    ONE_PROGRAM two, more three. `invariant`: always three, whose sums know nothing of the number of tokens.
+    ONE_PROGRAM three, more four. `invariant`: always four, whose sums know nothing of the number of tokens.
     """
     num_tokens, hidden = x.shape
     num_rows = router.shape[0]
     arrived = _arrivals(x.device)  # also where it is not needed yet: no graph's memory may hold it
     if num_tokens > ROUTER_TOKENS or invariant:
-        logits = matmul(x, router) if invariant else F.linear(x, router)
-        return route(logits[:, :num_experts], top_k, renormalize, block_m, invariant), logits
+        normed = rms_norm(x, norm_weight, eps)
+        logits = matmul(normed, router) if invariant else F.linear(normed, router)
+        return route(logits[:, :num_experts], top_k, renormalize, block_m, invariant), logits, normed
     routing = _empty_routing(num_tokens, num_experts, top_k, block_m, x.device)
     logits = torch.empty((num_tokens, num_rows), dtype=x.dtype, device=x.device)
+    normed = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
     block_h = next_power_of_2(hidden)
     # few tokens: a warp chooses without waiting for others; a warp a row of the router, unless rows are very long
-    warps = max(1 if num_tokens <= 4 else 4, block_h // 4096)
-    rows = max(1, min(warps, warps * 4096 // block_h))
+    warps = max(1 if num_tokens <= 4 else 4, block_h // 2048)
+    rows = max(1, min(warps, warps * 2048 // block_h))
     _router_kernel[(-(-num_rows // rows), num_tokens)](
-        logits, arrived, x, router, *routing, num_tokens, num_experts, routing.tiles.shape[1], x.stride(0),
+        normed, logits, arrived, x, norm_weight, router, *routing,
+        num_tokens, num_experts, routing.tiles.shape[1], x.stride(0), eps,
         NUM_ROWS=num_rows, HIDDEN=hidden, ROWS=rows, BLOCK_H=block_h, BLOCK_T=_next_power_of_4(num_tokens),
         BLOCK_E=next_power_of_2(num_experts), LOWEST=_LOWEST, TOP_K=top_k, BLOCK_K=next_power_of_2(top_k),
         RENORMALIZE=renormalize, BLOCK_M=block_m, BLOCK_TILES=256, num_warps=warps, **overlap(),
     )  # fmt: skip
-    return routing, logits
+    return routing, logits, normed
 
 
 def route(logits: Tensor, top_k: int, renormalize: bool, block_m: int, invariant: bool = False) -> Routing:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.distributed.mesh import Group, Mesh
+from headrace.kernels.moe import Experts
 from headrace.layers.context import LayerContext
 from headrace.layers.layer import Layer, empty_parameter, whole_slot
 from headrace.layers.linear import divide
@@ -36,11 +37,12 @@ class SparseMoE(Layer):
         if has_shared:
             # this rank's part of the sum: the layer adds up routed and shared experts, then reduces once
             unreduced = replace(context, mesh=Mesh(Group(group.rank, group.size)))
-            self.shared_expert = GatedMLP(hidden_size, spec.shared_intermediate_size, False, unreduced)
+            self.shared_expert = GatedMLP(hidden_size, spec.shared_intermediate_size, False, unreduced, norm)
         self.has_shared = has_shared
         self.fused_moe = context.kernels.fused_moe
         self.batch_invariant = context.spec.batch_invariant
         self.all_reduce = group.all_reduce
+        self.alone = group.size == 1
         self.kept_ids: Tensor | None = None
 
     def slots(self, path: str) -> dict[str, Slot]:
@@ -57,17 +59,20 @@ class SparseMoE(Layer):
             slots[f"{name}.{names.down}.weight"] = Slot(wide[::-1], (everything, self.rows), self.w2[expert])
         return slots
 
+    def finalize(self) -> None:
+        super().finalize()
+        norm, spec = self.norm[0], self.spec
+        self.experts = Experts(
+            norm.weight, norm.eps, self.router, self.w13, self.w2, spec.top_k, spec.renormalize, self.batch_invariant
+        )
+
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         """x [num_tokens, hidden_size] -> the same; the sum is written over `residual` (which may be x)."""
-        x = self.norm[0](x)
         shared = self.shared_expert(x) if self.has_shared else None
-        spec = self.spec
-        out, ids = self.fused_moe(
-            x, self.router, self.w13, self.w2, spec.top_k, spec.renormalize, shared, self.batch_invariant
-        )
+        out, ids = self.fused_moe(x, self.experts, shared, residual if self.alone else None)
         if self.kept_ids is not None:
             self.kept_ids.fill_(-1)[: ids.shape[0]] = ids
-        return residual.add_(self.all_reduce(out))
+        return out if self.alone else residual.add_(self.all_reduce(out))
 
 
 def keep_expert_ids(model: nn.Module, max_tokens: int) -> None:

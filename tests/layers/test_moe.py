@@ -99,6 +99,7 @@ def test_kept_ids_forget_the_step_before() -> None:
     layer = make_layer(SPEC)
     for tensor in (layer.router, layer.w13, layer.w2):
         torch.nn.init.normal_(tensor)
+    layer.finalize()
     keep_expert_ids(layer, 6)
     for tokens in (6, 1):
         layer(torch.randn(tokens, 8), torch.zeros(tokens, 8))

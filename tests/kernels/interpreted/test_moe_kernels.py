@@ -1,10 +1,12 @@
 """Routing, sorting and the experts' products against their references: odd sizes, ties, few and many tokens."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from headrace.kernels import moe_route
-from headrace.kernels.moe import fused_moe, fused_moe_reference
+from headrace.kernels.moe import Experts, fused_moe, fused_moe_reference
 from headrace.kernels.moe_config import MoeConfig, Tile
 from headrace.kernels.moe_route import max_tiles, route, route_reference
 
@@ -67,20 +69,28 @@ def test_tiles_never_outgrow_their_bound():
             assert sum(-(-count // block_m) for count in counts) <= max_tiles(pairs, experts, block_m)
 
 
-def make_layer(num_tokens, hidden, num_experts, n, dtype, shared):
-    x = torch.randn(num_tokens, hidden).to(dtype)
-    router = torch.randn(num_experts + shared, hidden).to(dtype) * 0.4
+def make_layer(num_tokens, hidden, num_experts, n, top_k, dtype, has_shared, **options):
+    """(x, experts, shared, residual)"""
+    x, shared, residual = torch.randn(3, num_tokens, hidden).to(dtype)
+    router = torch.randn(num_experts + has_shared, hidden).to(dtype) * 0.4
     w13, w2 = torch.randn(num_experts, 2 * n, hidden) * hidden**-0.5, torch.randn(num_experts, hidden, n) * n**-0.5
-    return x, router, w13.to(dtype), w2.to(dtype), torch.randn(num_tokens, hidden).to(dtype) if shared else None
+    norm = (torch.rand(hidden) + 0.5).to(dtype)
+    options = {"renormalize": bool(torch.rand(()) < 0.5), **options}
+    experts = Experts(norm, 1e-3, router, w13.to(dtype), w2.to(dtype), top_k, **options)
+    return x * 3, experts, shared if has_shared else None, residual
 
 
-def run(num_tokens, hidden, num_experts, n, top_k, config, dtype=torch.float32, shared=False):
-    x, router, w13, w2, extra = make_layer(num_tokens, hidden, num_experts, n, dtype, shared)
-    renormalize = bool(torch.rand(()) < 0.5)
-    out, ids = fused_moe(x, router, w13, w2, top_k, renormalize, extra, config=config)
-    wide = [None if tensor is None else tensor.float() for tensor in (x, router, w13, w2, extra)]
-    expected, expected_ids = fused_moe_reference(*wide[:4], top_k, renormalize, wide[4])
-    assert out.dtype == dtype
+def in_float32(experts):
+    tensors = {name: getattr(experts, name).float() for name in ("norm_weight", "router", "w13", "w2")}
+    return replace(experts, **tensors)
+
+
+def run(num_tokens, hidden, num_experts, n, top_k, config, dtype=torch.float32, has_shared=False):
+    x, experts, shared, residual = make_layer(num_tokens, hidden, num_experts, n, top_k, dtype, has_shared)
+    wide = [None if tensor is None else tensor.float() for tensor in (x, shared, residual)]
+    expected, expected_ids = fused_moe_reference(wide[0], in_float32(experts), *wide[1:])
+    out, ids = fused_moe(x, experts, shared, residual, config)
+    assert out is residual
     same = (ids == expected_ids).all(dim=1)  # a rounded logit may choose another expert
     assert same.float().mean() >= (1.0 if dtype == torch.float32 else 0.4)
     error = (out[same].double() - expected[same].double()).norm() / expected[same].double().norm()
@@ -92,40 +102,48 @@ def run(num_tokens, hidden, num_experts, n, top_k, config, dtype=torch.float32, 
     ("num_tokens", "hidden", "num_experts", "n", "top_k"),
     [(1, 32, 8, 32, 2), (3, 48, 5, 20, 3), (21, 33, 3, 17, 2), (37, 16, 4, 16, 1)],
 )
-@pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
-def test_layers(num_tokens, hidden, num_experts, n, top_k, config, shared):
+@pytest.mark.parametrize("has_shared", [False, True], ids=["", "shared"])
+def test_layers(num_tokens, hidden, num_experts, n, top_k, config, has_shared):
     if config is FEW:
         num_tokens = min(num_tokens, 4)
-    run(num_tokens, hidden, num_experts, n, top_k, config, shared=shared)
+    run(num_tokens, hidden, num_experts, n, top_k, config, has_shared=has_shared)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("config", [FEW, MANY, SWAPPED], ids=["one by one", "tiles", "swapped"])
 def test_half_precision(dtype, config):
-    run(4, 64, 6, 32, 2, config, dtype, shared=True)
+    run(4, 64, 6, 32, 2, config, dtype, has_shared=True)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 17])
 def test_the_tables_choice_and_a_strided_input(num_tokens):
     run(num_tokens, 32, 6, 16, 2, None)
-    x, router, w13, w2, _ = make_layer(num_tokens, 64, 4, 16, torch.float32, False)
-    arguments = (x[:, :32], router[:, :32].contiguous(), w13[..., :32].contiguous(), w2[:, :32].contiguous(), 2, True)
-    torch.testing.assert_close(fused_moe(*arguments)[0], fused_moe_reference(*arguments)[0], rtol=1e-5, atol=1e-5)
+    x, experts, _, _ = make_layer(num_tokens, 32, 4, 16, 2, torch.float32, False)
+    wide = torch.cat((x, x), dim=1)[:, :32]
+    out, expected = fused_moe(wide, experts)[0], fused_moe_reference(x, experts)[0]
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", [FEW, MANY], ids=["one by one", "tiles"])
+def test_the_residual_may_be_the_input(config):
+    x, experts, _, _ = make_layer(3, 32, 4, 16, 2, torch.float32, False)
+    expected = x + fused_moe_reference(x, experts)[0]
+    assert fused_moe(x, experts, None, x, config)[0] is x
+    torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_a_token_gets_the_same_whoever_else_is_there(top_k):
-    x, router, w13, w2, shared = make_layer(40, 32, 5, 16, torch.float32, True)
-    together = fused_moe(x, router, w13, w2, top_k, False, shared, invariant=True)[0]
+    x, experts, shared, _ = make_layer(40, 32, 5, 16, top_k, torch.float32, True, renormalize=False, invariant=True)
+    together = fused_moe(x, experts, shared)[0]
     for some in (slice(4, 5), slice(2, 21)):
-        alone = fused_moe(x[some], router, w13, w2, top_k, False, shared[some], invariant=True)[0]
-        assert torch.equal(together[some], alone)
-    expected = fused_moe_reference(x, router, w13, w2, top_k, False, shared)[0]
-    torch.testing.assert_close(together, expected, rtol=1e-4, atol=1e-5)
+        assert torch.equal(together[some], fused_moe(x[some], experts, shared[some])[0])
+    torch.testing.assert_close(together, fused_moe_reference(x, experts, shared)[0], rtol=1e-4, atol=1e-5)
 
 
 def test_no_tokens():
-    x, router, w13, w2, _ = make_layer(0, 32, 4, 16, torch.float32, False)
-    out, ids = fused_moe(x, router, w13, w2, 2, True)
+    x, experts, _, residual = make_layer(0, 32, 4, 16, 2, torch.float32, False)
+    out, ids = fused_moe(x, experts)
     assert out.shape == (0, 32)
     assert ids.shape == (0, 2)
+    assert fused_moe(x, experts, None, residual)[0] is residual
