@@ -89,7 +89,8 @@ def compile_experts(family):
         router = one.expand(num_experts + has_shared, hidden)
         for num_tokens in (1, 8, 32, 128, 2048) if num_experts == 128 else (1, 32):
             x = one.expand(num_tokens, hidden).contiguous()
-            moe.fused_moe(x, router, w13, w2, top_k, True, x if has_shared else None)
+            experts = moe.Experts(router[0], 1e-6, router, w13, w2, top_k, True)
+            moe.fused_moe(x, experts, x if has_shared else None, x)
             for kernel in kernels:
                 report(f"experts {kernel.__name__} {num_experts} {num_tokens}", kernel, known)
 
