@@ -50,6 +50,8 @@ def knob(
 
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
+QUANTIZATIONS = {"fp8": "fp8", "fp8_per_tensor": "fp8", "ptpc_fp8": "ptpc_fp8", "ptpc-fp8": "ptpc_fp8"}
+"""what users type -> what it is called here"""
 BLOCK_SIZES = (1, 16, 32, 64)
 GRAPH_MODES = {
     "NONE": ("none", "none"),
@@ -81,6 +83,13 @@ class EngineConfig:
         False, "Accepted for compatibility; code from a model repository is never run.", group="model"
     )
     dtype: str = knob("auto", "Data type of weights and activations; `auto` is the checkpoint's.", choices=DTYPES)
+    quantization: str | None = knob(
+        None,
+        "Round weights of a plain checkpoint to fp8 as they load, and activations in every step: `fp8`, one scale a "
+        "weight tensor; `ptpc_fp8`, one an output.",
+        choices=tuple(QUANTIZATIONS),
+        short="-q",
+    )
     served_model_name: list[str] = knob([], "Names the API answers to; default: MODEL as given.", group="model")
     chat_template: str | None = knob(
         None, "A jinja file, or the template itself, instead of the model's.", group="model"

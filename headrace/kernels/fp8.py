@@ -121,7 +121,7 @@ def fp8_linear(
         out_dtype=dtype,
         use_fast_accum=FAST_ACCUM,
     ).to(out_dtype)
-    return out if bias is fused else out.add_(bias)
+    return out if bias is None or bias is fused else out.add_(bias)
 
 
 def fp8_linear_reference(

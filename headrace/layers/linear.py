@@ -6,6 +6,7 @@ Which memory and arithmetic stand behind a linear is its scheme's affair (quanti
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ def divide(total: int, group: Group, what: str) -> int:
     return total // group.size
 
 
-def _not_loaded(x: Tensor, residual: Tensor | None) -> Tensor:
+def _not_loaded(x: Any, residual: Tensor | None) -> Tensor:
     raise RuntimeError("a linear layer was called before its weights were finalized")
 
 
@@ -36,7 +37,7 @@ class Linear(Layer):
     """
 
     def __init__(
-        self, spec: LinearSpec, norm: RMSNorm | None = None, activation: Callable[[Tensor], Tensor] | None = None
+        self, spec: LinearSpec, norm: RMSNorm | None = None, activation: Callable[[Tensor], Any] | None = None
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -62,7 +63,8 @@ class Linear(Layer):
             around = Around(norm.weight.data, norm.eps, norm.rms_norm, self.activation)
         self.compute, self.weights = self.scheme.finalize(self.spec, self.weights, around), {}
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any) -> Any:
+        """x may be Quantized as the scheme's `input_dtype` says; so is the result if the activation gives it so."""
         return self.compute(x, None)
 
 
@@ -157,7 +159,7 @@ class RowParallelLinear(Linear):
         self.all_reduce = group.all_reduce
         self.alone = group.size == 1
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Any, residual: Tensor | None = None) -> Tensor:
         """With `residual` [num_tokens, out_features], the sum is written over it."""
         if self.alone:
             return self.compute(x, residual)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from headrace.layers.context import LayerContext
@@ -23,9 +25,19 @@ class GatedMLP(Layer):
         super().__init__()
         group, dtype = context.mesh.tp, context.dtype
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        silu_and_mul = context.kernels.silu_and_mul
-        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, parts, group, dtype, bias, norm, silu_and_mul)
+        kernels = context.kernels
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden_size, parts, group, dtype, bias, norm, kernels.silu_and_mul
+        )
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, group, dtype, bias)
+        self.silu_and_mul_quantized = kernels.silu_and_mul_quantized
+
+    def finalize(self) -> None:
+        """Before the parts: the activation of the first learns in which type the second wants its input."""
+        super().finalize()
+        wanted = self.down_proj.scheme.input_dtype(self.down_proj.spec)
+        if wanted is not None:
+            self.gate_up_proj.activation = partial(self.silu_and_mul_quantized, fp8=wanted)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [num_tokens, hidden_size] -> the same; with `residual`, the sum is written over it (it may be x)."""

@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,13 +23,16 @@ from torch import Tensor
 
 from headrace.errors import CheckpointError
 from headrace.layers.context import LayerContext
+from headrace.layers.embedding import ParallelLMHead
 from headrace.layers.layer import Layer
 from headrace.layers.linear import Linear
+from headrace.layers.moe import SparseMoE
 from headrace.model_config import ModelConfig
 from headrace.models.checkpoint import READABLE_DTYPES, StoredTensor, checkpoint_files, stored_tensors
 from headrace.models.registry import resolve
-from headrace.quantization.scheme import Scheme, Slot
+from headrace.quantization.scheme import LinearSpec, Scheme, Slot
 from headrace.quantization.table import resolve_format
+from headrace.quantization.unquantized import Unquantized
 
 DUMMY_RANGE = 1e-3
 PROGRESS_FROM_BYTES = 1e9
@@ -45,21 +49,26 @@ def build_model(config: ModelConfig, context: LayerContext) -> Any:
 
 
 def load_model(
-    folder: Path, config: ModelConfig, context: LayerContext, load_format: str = "auto", seed: int = 0
+    folder: Path,
+    config: ModelConfig,
+    context: LayerContext,
+    load_format: str = "auto",
+    seed: int = 0,
+    quantization: str | None = None,
 ) -> Any:
     """The model on `context.device`, ready to run, with this rank's slices of the weights in `context.dtype`.
 
-    `model.weight_bytes` says how much of a checkpoint in that dtype is here.
+    `model.weight_bytes` says how many bytes they take, `model.notes` which are held otherwise.
     `load_format` dummy: random weights, the same whole model whatever the number of ranks. Raises CheckpointError
     naming the file or tensor, UnsupportedModelError, ConfigError.
     """
     with torch.no_grad():
         model = build_model(config, context)
         layers = [(path, module) for path, module in model.named_modules() if isinstance(module, Layer)]
-        linears = [layer for _, layer in layers if isinstance(layer, Linear)]
-        for linear in linears:
-            linear.spec = replace(linear.spec, batch_invariant=context.spec.batch_invariant)
-        attach_format(config, linears, context.device)
+        for _, layer in layers:
+            if isinstance(layer, Linear):
+                layer.spec = replace(layer.spec, batch_invariant=context.spec.batch_invariant)
+        model.notes = attach_format(config, layers, context.device, quantization)
         slots: dict[str, Slot] = {}
         for path, layer in layers:
             layer.create_weights(context.device)
@@ -74,13 +83,32 @@ def load_model(
     return model
 
 
-def attach_format(config: ModelConfig, linears: list[Linear], device: torch.device) -> None:
-    """Hand every linear to the checkpoint's format."""
-    entry = resolve_format(config)
-    scheme: Scheme = getattr(importlib.import_module(entry.module), entry.class_name)()
-    scheme.prepare([linear.spec for linear in linears], device)
-    for linear in linears:
-        linear.scheme = scheme
+def attach_format(
+    config: ModelConfig, layers: list[tuple[str, Layer]], device: torch.device, quantization: str | None
+) -> list[str]:
+    """Hand every linear to the checkpoint's format, or to that of `quantization`; the head, and those that the format
+    refuses, stay as they are in the checkpoint. Returns lines for the log that name these."""
+    entry = resolve_format(config, quantization)
+    scheme: Scheme = getattr(importlib.import_module(entry.module), entry.class_name)(**entry.options)
+    plain = scheme if isinstance(scheme, Unquantized) else Unquantized()
+    served: dict[Scheme, list[LinearSpec]] = {scheme: [], plain: []}
+    kept: Counter[str] = Counter()
+    for path, layer in layers:
+        name = re.sub(r"\.\d+\.", ".*.", path)
+        if isinstance(layer, Linear):
+            why = scheme.refusal(layer.spec)
+            layer.scheme = plain if why or isinstance(layer, ParallelLMHead) else scheme
+            served[layer.scheme].append(layer.spec)
+            if layer.scheme is not scheme:
+                kept[f"{name} ({why})" if why else name] += 1
+        elif isinstance(layer, SparseMoE):
+            kept[f"{name} (router, experts)"] += 1
+    for used, specs in served.items():
+        used.prepare(specs, device)
+    if scheme is plain:
+        return []
+    names = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in kept.items())
+    return [f"Quantization {entry.name}: {len(served[scheme])} linears in fp8. Unquantized: {names}."]
 
 
 def fill_from_checkpoint(slots: dict[str, Slot], folder: Path, tied: bool = False) -> None:
@@ -116,7 +144,7 @@ def _copy(stored: StoredTensor, slot: Slot) -> None:
             f"accepted: {', '.join(READABLE_DTYPES)}"
         )
     if slot.destination is not None:
-        slot.destination.copy_(stored.data[slot.source])
+        slot.put(stored.data[slot.source])
 
 
 def fill_with_dummies(slots: dict[str, Slot], seed: int) -> None:
@@ -126,11 +154,11 @@ def fill_with_dummies(slots: dict[str, Slot], seed: int) -> None:
             continue
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator(slot.destination.device).manual_seed(int.from_bytes(digest[:7], "little"))
-        if tuple(slot.destination.shape) == slot.shape:
+        if tuple(slot.destination.shape) == slot.shape and slot.store is None:
             _uniform(slot.destination, generator)
         else:
-            whole = torch.empty(slot.shape, dtype=slot.destination.dtype, device=slot.destination.device)
-            slot.destination.copy_(_uniform(whole, generator)[slot.source])
+            whole = torch.empty(slot.shape, dtype=slot.dtype or slot.destination.dtype, device=slot.destination.device)
+            slot.put(_uniform(whole, generator)[slot.source])
 
 
 def _uniform(tensor: Tensor, generator: torch.Generator) -> Tensor:

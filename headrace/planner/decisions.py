@@ -16,6 +16,7 @@ from headrace.model_config import ModelConfig
 from headrace.models.registry import attention_spec
 from headrace.planner.graphs import decide_graphs
 from headrace.planner.record import Decision
+from headrace.quantization.table import resolve_format
 from headrace.step import WorkerFacts
 
 PREFILL_SHARE = 0.9
@@ -47,6 +48,10 @@ def decide_before_load(
     dtype = changes["dtype"] = DTYPE_ALIASES.get(dtype, dtype)
     kv_dtype = settle("kv_cache_dtype", *_kv_cache_dtype(model, dtype))
     changes["kv_cache_dtype"] = "fp8_e4m3" if kv_dtype == "fp8" else kv_dtype
+    if config.quantization is not None:
+        decision = _quantization(config, model, device_type)
+        decisions.append(decision)
+        changes["quantization"] = decision.value
     context = model.max_position_embeddings
     length = settle("max_model_len", context, "the model's max_position_embeddings")
     if length > context:
@@ -112,6 +117,18 @@ def _batch_invariance(config: EngineConfig, device_type: str) -> Decision:
             "the order of sums depends on the size of the batch"
         )
     return Decision("batch_invariant", True, "given; one order of sums whatever the batch, and slower", source="user")
+
+
+def _quantization(config: EngineConfig, model: ModelConfig, device_type: str) -> Decision:
+    """The format under headrace's own name for it. Raises ConfigError where it contradicts the checkpoint's, or another
+    setting."""
+    name = resolve_format(model, config.quantization).name
+    if config.batch_invariant and device_type != "cpu":
+        raise ConfigError(
+            f"quantization {config.quantization!r} does not go with batch_invariant on a GPU: the order of sums of the "
+            "library's fp8 products depends on the size of the batch"
+        )
+    return Decision("quantization", name, "given", source="user")
 
 
 def _dtype(model: ModelConfig, device_type: str) -> tuple[str, str]:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-Product = Callable[[Tensor], Tensor]
-"""[num_tokens, in_features] -> [num_tokens, out_features]"""
-Compute = Callable[[Tensor, Tensor | None], Tensor]
+Product = Callable[[Any], Tensor]
+"""[num_tokens, in_features], a tensor or Quantized (kernels/fp8.py) -> [num_tokens, out_features]"""
+Compute = Callable[[Any, Tensor | None], Any]
 """(x [num_tokens, in_features], residual or None) -> what the linear and what is around it give, added to the residual
-in place if there is one"""
+in place if there is one. x is a tensor, or what the scheme's `input_dtype` asks for; the result is Quantized where the
+activation gives that."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,12 @@ class Around:
     norm_weight: Tensor | None = None
     """[in_features]: x goes through an RMS norm first; None: it does not"""
     norm_eps: float = 0.0
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor] | None = None
-    activation: Callable[[Tensor], Tensor] | None = None
-    """silu of the outputs' first half times their second half; None: no activation"""
+    rms_norm: Callable[[Tensor, Tensor, float], Any] | None = None
+    activation: Callable[[Tensor], Any] | None = None
+    """silu of the outputs' first half times their second half, Quantized if the next linear asks for it; None: no
+    activation"""
 
-    def norm(self) -> Product | None:
+    def norm(self) -> Callable[[Tensor], Any] | None:
         """x -> x normed; None where it is not."""
         weight, eps, rms_norm = self.norm_weight, self.norm_eps, self.rms_norm
         if weight is None or rms_norm is None:
@@ -63,6 +65,17 @@ class Slot:
     """a view of that slice's size in the model's memory; None: this rank has no use for the tensor"""
     optional: bool = False
     """a checkpoint may lack the tensor; one of shape [1] may also be a scalar there"""
+    store: Callable[[Tensor], None] | None = None
+    """takes the slice, of any floating type and on any device, where more than a copy to `destination` is to be done"""
+    dtype: torch.dtype | None = None
+    """of the slice that `store` wants; None: the destination's"""
+
+    def put(self, values: Tensor) -> None:
+        """`values`: this rank's slice of the checkpoint's tensor."""
+        if self.store is not None:
+            self.store(values)
+        elif self.destination is not None:
+            self.destination.copy_(values)
 
     @property
     def num_bytes(self) -> int:
@@ -104,7 +117,13 @@ class Scheme(Protocol):
     """One object serves every linear of a model."""
 
     def prepare(self, specs: list[LinearSpec], device: torch.device) -> None:
-        """Before anything else: all the linears there will be."""
+        """Before anything else: all the linears it will serve."""
+
+    def refusal(self, spec: LinearSpec) -> str:
+        """Why it cannot serve this linear, which then keeps the checkpoint's type; "": it can. Before `prepare`."""
+
+    def input_dtype(self, spec: LinearSpec) -> torch.dtype | None:
+        """In which type whoever makes the linear's input had best give it, with a scale a token; None: as it is."""
 
     def create_weights(self, spec: LinearSpec, device: torch.device) -> dict[str, Tensor]:
         """Uninitialized tensors, by the name that the checkpoint gives them (`weight`, `bias`)."""

@@ -26,6 +26,12 @@ class Unquantized:
         else:
             self.plans = gpu_linear.plan_all(specs, device)
 
+    def refusal(self, spec: LinearSpec) -> str:
+        return ""
+
+    def input_dtype(self, spec: LinearSpec) -> torch.dtype | None:
+        return None
+
     def create_weights(self, spec: LinearSpec, device: torch.device) -> dict[str, Tensor]:
         weight = torch.empty(spec.out_features, spec.in_features, dtype=spec.dtype, device=device)
         used = max(part.offset + _length(part.rows) for part in spec.parts)

@@ -86,12 +86,15 @@ class Worker:
         self.backend = load_backend(chosen.name)
         self.kernels = select_kernels(self.device.type)
         context = LayerContext(self.mesh, self.kernels, self.backend, spec, self.dtype, self.device)
-        self.model = load_model(self.folder, model_config, context, config.load_format, config.seed)
+        self.model = load_model(
+            self.folder, model_config, context, config.load_format, config.seed, config.quantization
+        )
         self.shape = KVCacheShape(
             model_config.num_layers, spec.num_kv_heads, spec.head_dim, config.block_size, kv_dtype
         )
         self.notes = [f"Using {chosen.name} backend: {chosen.why}."]
         self.notes += [f"Passed over {passed}" for passed in chosen.passed_over]
+        self.notes += self.model.notes
         if spec.quantized_cache:
             calibration = Calibration(
                 self.model, self.backend, model_config, self.shape, self.dtype, self.mesh.tp, self.device
