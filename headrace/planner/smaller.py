@@ -47,11 +47,12 @@ def smaller_plan(
 
 
 def fewer_blocks(config: EngineConfig, num_blocks: int, facts: list[WorkerFacts]) -> tuple[int, Decision]:
-    """After a cache of `num_blocks` blocks did not fit, of which ranks report what there is room for now. Raises
-    OutOfMemoryError when that is not enough for one sequence of max_model_len."""
+    """After a cache of `num_blocks` blocks did not fit: the ranks where it did not report what there is room for now.
+    Raises OutOfMemoryError when that is not enough for one sequence of max_model_len."""
     assert config.max_model_len is not None
-    blocks = min(blocks_by_memory(config, facts), num_blocks * 15 // 16)
-    said = next(fact.shortfall for fact in facts if fact.shortfall)
+    short = [fact for fact in facts if fact.shortfall]
+    said = short[0].shortfall
+    blocks = min(blocks_by_memory(config, short), num_blocks * 15 // 16)
     if blocks < -(-config.max_model_len // config.block_size):
         raise OutOfMemoryError(
             f"the KV cache has room for {max(0, blocks) * config.block_size} tokens, fewer than max_model_len "

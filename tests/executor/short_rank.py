@@ -1,5 +1,5 @@
-"""A rank process whose second rank has no memory for steps of more than 20 tokens, while the first waits for it inside a
-collective, as it would in a real step. It has no room for more than 20 blocks either."""
+"""A rank process. The second rank has no memory for steps of more than 20 tokens, while the first waits for it inside
+a collective, as it would in a real step; nor has it room for more than 20 blocks."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_blocks_that_the_user_gave_are_not_questioned_before_they_are_tried() ->
 
 def test_a_cache_that_did_not_fit() -> None:
     config, _ = resolved()
-    blocks, decision = fewer_blocks(config, 100, [facts(), facts(70 * BLOCK, shortfall=SAID)])
+    blocks, decision = fewer_blocks(config, 100, [facts(0), facts(70 * BLOCK, shortfall=SAID)])
     assert blocks == 70
     assert str(decision) == f"num_gpu_blocks = 70: 100 did not fit: {SAID} (instead of 100)"
     assert fewer_blocks(config, 100, [facts(10**6, shortfall=SAID)])[0] == 93, "whatever is reported, it ends"
