@@ -37,20 +37,23 @@ def full_table(rows: list[Record]) -> str:
 
 
 def short_table(rows: list[Record]) -> str:
-    """One line a group of rows, figures beside each other."""
+    """One line a group of rows, figures beside each other; `-` for what was not measured."""
+    measured = {row["name"]: row for row in rows}
     lines: dict[str, list[Record]] = {}
-    for row in in_order(rows):
-        if row["name"] in SPECS:
-            lines.setdefault(SPECS[row["name"]].line, []).append(row)
+    for name, spec in SPECS.items():
+        missing = {"name": name, "value": None, "valid": True, "met": None, "unit": spec.unit, "vllm": spec.vllm}
+        missing["target"] = None if spec.share_of else spec.target
+        lines.setdefault(spec.line, []).append(measured.get(name, missing))
     found = [SHORT_HEADER]
     for line, group in lines.items():
-        spec = SPECS[group[0]["name"]]
+        if all(row["value"] is None for row in group):
+            continue
+        unit = SPECS[group[0]["name"]].unit
         vllm, value = (" / ".join(number(row[key], row["unit"]) for row in group) for key in ("vllm", "value"))
-        cells = [vllm, _targets(group), value]
-        unit = f", {spec.unit}" if spec.unit else ""
         verdicts = [verdict(row) for row in group]
         met = verdicts[0] if len(set(verdicts)) == 1 else " / ".join(verdicts)
-        found.append(f"| {line}{unit} | " + " | ".join([*cells, met]) + " |")
+        cells = [line + (f", {unit}" if unit else ""), vllm, _targets(group), value, met]
+        found.append("| " + " | ".join(cells) + " |")
     return "\n".join(found)
 
 

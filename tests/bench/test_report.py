@@ -86,8 +86,9 @@ def test_tables() -> None:
         "| <= 3.95 / 4.20 / 4.60 / 6.20 | 3.90 / 4.50 / 4.50 / 6.10 | yes / no / yes / yes |"
     )
     assert len(short) == 4
+    assert "| - / 7.00 / - / - | - / invalid / - / - |" in short[3]
     mixed = short_table(records([Result("numerics/demo/error", 0.003), Result("numerics/demo/covered", 90.0)]))
-    assert "| - / - | <= 1.0e-02 / >= 80.0 | 3.0e-03 / 90.0 | yes |" in mixed
+    assert "| <= 1.0e-02 / >= 80.0 / <= 0.00 / <= 0.00 | 3.0e-03 / 90.0 / - / - |" in mixed
 
 
 @pytest.mark.parametrize(
