@@ -182,6 +182,10 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     """prompt tokens looked up since start"""
     prefix_cache_hits: int = 0
     """prompt tokens found since start"""
+    num_short_steps: int = 0
+    """steps that found no memory, since start"""
+    graph_bytes: dict[str, int] = {}
+    """kind of CUDA graph -> memory that all of it take"""
 
 
 class EngineCoreOutputs(msgspec.Struct, kw_only=True):

@@ -53,6 +53,7 @@ class EngineCore:
         self._refused: list[EngineCoreOutput] = []
         self._config = facts.config
         self._graph_bytes: dict[str, int] = {}
+        self._num_short_steps = 0
         self._scheduled_at: dict[str, float] = {}
         """request id -> time.monotonic() of its first step, until its first output takes it along"""
 
@@ -103,7 +104,9 @@ class EngineCore:
         for output in outputs:
             if (scheduled := self._scheduled_at.pop(output.request_id, None)) is not None:
                 output.scheduled_time = scheduled
-        return EngineCoreOutputs(outputs=outputs, stats=self.scheduler.stats(), timestamp=time.monotonic())
+        stats = self.scheduler.stats()
+        stats.num_short_steps, stats.graph_bytes = self._num_short_steps, self._graph_bytes
+        return EngineCoreOutputs(outputs=outputs, stats=stats, timestamp=time.monotonic())
 
     def check(self) -> None:
         """Raises EngineDeadError if the executor is gone; for a loop that has nothing to step."""
@@ -167,6 +170,7 @@ class EngineCore:
 
     def _shrink(self, plan: SchedulerOutput) -> None:
         """A step found no memory: plan smaller ones from now on."""
+        self._num_short_steps += 1
         smaller = smaller_budget(self._config, plan.num_tokens)
         if smaller is not None:
             self._config, decisions = smaller

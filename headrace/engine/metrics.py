@@ -1,4 +1,5 @@
-"""What /metrics shows, under vLLM's names so that its dashboards work; one registry an engine.
+"""What /metrics shows, under vLLM's names so that its dashboards work, and under `headrace:` where it has none; one
+registry an engine.
 
 Counts are the user's: tokens dropped after a stop string do not appear. Knows nothing of HTTP.
 """
@@ -91,6 +92,13 @@ class EngineMetrics:
         self.preemptions = self._counter("num_preemptions", "Requests whose cache was taken back.")
         self.queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self.hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self.short_steps = self._counter("steps_out_of_memory", "Steps that found no memory.", "headrace")
+        self.graph_bytes = Gauge(
+            "headrace:cuda_graph_memory_bytes",
+            "Memory of captured CUDA graphs.",
+            (*self._labels, "kind"),
+            registry=self.registry,
+        )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.iteration_tokens = self._histogram("iteration_tokens_total", "Tokens a step.", ITERATION_TOKENS)
@@ -152,6 +160,11 @@ class EngineMetrics:
         self.preemptions.inc(stats.num_preemptions - seen.num_preemptions)
         self.queries.inc(stats.prefix_cache_queries - seen.prefix_cache_queries)
         self.hits.inc(stats.prefix_cache_hits - seen.prefix_cache_hits)
+        if stats.num_short_steps != seen.num_short_steps:
+            self.short_steps.inc(stats.num_short_steps - seen.num_short_steps)
+        if stats.graph_bytes != seen.graph_bytes:
+            for kind in {*seen.graph_bytes, *stats.graph_bytes}:
+                self.graph_bytes.labels(**self._labels, kind=kind).set(stats.graph_bytes.get(kind, 0))
         return Iteration(self, outputs.timestamp or time.monotonic())
 
     def request_finished(
@@ -183,8 +196,8 @@ class EngineMetrics:
     def _gauge(self, name: str, help: str) -> Gauge:
         return Gauge(f"vllm:{name}", help, tuple(self._labels), registry=self.registry).labels(**self._labels)
 
-    def _counter(self, name: str, help: str) -> Counter:
-        return Counter(f"vllm:{name}", help, tuple(self._labels), registry=self.registry).labels(**self._labels)
+    def _counter(self, name: str, help: str, prefix: str = "vllm") -> Counter:
+        return Counter(f"{prefix}:{name}", help, tuple(self._labels), registry=self.registry).labels(**self._labels)
 
     def _histogram(self, name: str, help: str, buckets: Iterable[float]) -> Histogram:
         histogram = Histogram(f"vllm:{name}", help, buckets, self._labels)

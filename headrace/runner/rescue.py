@@ -27,7 +27,10 @@ def rescue(runner: ModelRunner, memory: DeviceMemory, step: SchedulerOutput, sai
         memory.give_back()
         output, how = _in_parts(runner, memory, step, said), "computed in parts, and CUDA graphs were freed"
     note = f"step {step.step} of {step.num_tokens} tokens found no memory, and was {how}: {said}"
-    return FinishedStep(msgspec.structs.replace(output, warnings=[*output.warnings, note], short_of_memory=True))
+    warnings, graph_bytes = [*output.warnings, note], dict(runner.notes.graph_bytes)
+    return FinishedStep(
+        msgspec.structs.replace(output, warnings=warnings, short_of_memory=True, graph_bytes=graph_bytes)
+    )
 
 
 def halves(step: SchedulerOutput) -> tuple[SchedulerOutput, SchedulerOutput] | None:

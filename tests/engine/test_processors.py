@@ -314,6 +314,17 @@ class TestMetrics:
         assert front.value("vllm:inter_token_latency_seconds_count") == 1
         assert front.value("vllm:request_queue_time_seconds_count") == 1
 
+    def test_memory_of_graphs_and_steps_that_found_none(self) -> None:
+        metrics = EngineMetrics("model", 64, {})
+        for short, graph_bytes in ((0, {"full": 10, "piecewise": 20}), (2, {"full": 30})):
+            stats = SchedulerStats(num_short_steps=short, graph_bytes=graph_bytes)
+            metrics.begin_iteration(EngineCoreOutputs(outputs=[], stats=stats))
+        labels = {"model_name": "model", "engine": "0"}
+        value = metrics.registry.get_sample_value
+        assert value("headrace:steps_out_of_memory_total", labels) == 2
+        assert value("headrace:cuda_graph_memory_bytes", {**labels, "kind": "full"}) == 30
+        assert value("headrace:cuda_graph_memory_bytes", {**labels, "kind": "piecewise"}) == 0
+
     def test_the_cores_counters_and_gauges(self) -> None:
         metrics = EngineMetrics("model", 64, {})
         for preemptions in (2, 5):

@@ -99,6 +99,7 @@ def test_what_is_said_and_done_about_it(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.WARNING):
         serve(core)
     assert executor.memory.given_back == 1
+    assert core.snapshot([]).stats.num_short_steps == 1
     said, decided = (record.message for record in caplog.records)
     assert "tokens found no memory, and was computed once cached memory was given back" in said
     assert said.endswith("Tried to allocate 3.00 GiB.")
