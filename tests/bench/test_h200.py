@@ -55,7 +55,7 @@ def test_a_toy_run_writes_rows_that_merge(tmp_path: Path) -> None:
     merged = subprocess.run(
         [sys.executable, str(SCRIPT), "--merge", str(out.parent)], capture_output=True, text=True, check=True
     ).stdout
-    assert "| 1000 prompts 128/512: 8B bf16 / fp8 / Qwen3, output tok/s | 20,915 |" in merged
+    assert "| 1000 prompts 128/512: 8B bf16 / fp8 / Qwen3, output tok/s | 20,915 / 23,465 / 9,718 |" in merged
 
 
 def test_tables_are_hidden_by_a_copy_of_the_package(tmp_path: Path) -> None:
