@@ -35,8 +35,8 @@ class Fp8:
 
     def prepare(self, specs: list[LinearSpec], device: torch.device) -> None:
         """Raises ConfigError on a GPU without fp8."""
-        self.fp8, self.kernels = fp8_dtype(device), select_kernels(device.type)
-        if device.type == "cpu":
+        self.fp8, self.kernels, self.emulates = fp8_dtype(device), select_kernels(device.type), device.type == "cpu"
+        if self.emulates:
             if not all(spec.batch_invariant for spec in specs):
                 self.choices = choose_all(specs, spare_bytes=spare_memory())
         elif not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 9):
@@ -54,9 +54,9 @@ class Fp8:
         return self.fp8
 
     def create_weights(self, spec: LinearSpec, device: torch.device) -> dict[str, Tensor]:
-        held_as = spec.dtype if device.type == "cpu" else self.fp8
+        held_as = spec.dtype if self.emulates else self.fp8
         weights = {"weight": torch.empty(spec.out_features, spec.in_features, dtype=held_as, device=device)}
-        if device.type != "cpu":
+        if not self.emulates:
             weights["weight_scale"] = torch.empty(spec.out_features, dtype=torch.float32, device=device)
         if spec.bias and spec.adds_bias:
             weights["bias"] = torch.zeros(spec.out_features, dtype=spec.dtype, device=device)

@@ -1,0 +1,234 @@
+"""Linears in fp8: how far from exact, which are refused, what loading takes; as a CPU emulates it and as a GPU holds it
+(there with the kernels' references)."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headrace.config import EngineConfig
+from headrace.distributed.mesh import Group
+from headrace.errors import ConfigError, UnsupportedModelError
+from headrace.kernels.fp8 import LARGEST, Quantized, quantize_per_token_reference
+from headrace.kernels.table import REFERENCE_KERNELS
+from headrace.layers.linear import Linear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from headrace.layers.norm import RMSNorm
+from headrace.model_config import ModelConfig
+from headrace.planner.decisions import decide_before_load
+from headrace.quantization import fp8
+from headrace.quantization.fp8 import Fp8
+from headrace.quantization.table import resolve_format
+
+CPU, ALONE, E4M3 = torch.device("cpu"), Group(0, 1), torch.float8_e4m3fn
+per_channel = pytest.mark.parametrize("per_channel", [False, True], ids=["fp8", "ptpc_fp8"])
+emulates = pytest.mark.parametrize("emulates", [True, False], ids=["cpu", "as on a gpu"])
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(torch.seed() % 2**31)
+
+
+def made(layer: Linear, tensors: dict[str, Tensor], per_channel: bool, emulates: bool = True) -> Linear:
+    """`layer` filled; `tensors` by the names of parts beside it, and whole even where the layer is a rank's share."""
+    scheme = Fp8(per_channel)
+    scheme.prepare([layer.spec], CPU)
+    scheme.emulates, layer.scheme = emulates, scheme
+    layer.create_weights(CPU)
+    for name, slot in layer.slots("x.y").items():
+        if slot.destination is not None:
+            slot.put(tensors[name.removeprefix("x.")][slot.source])
+    layer.finalize()
+    return layer
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact.double()).norm() / exact.double().norm())
+
+
+@per_channel
+@emulates
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_error_of_a_linear(per_channel: bool, emulates: bool, dtype: torch.dtype, generator: torch.Generator) -> None:
+    weight = (torch.randn(192, 256, generator=generator) * 0.02).to(dtype)
+    bias = torch.randn(192, generator=generator).to(dtype) * 0.1
+    x = (torch.randn(17, 256, generator=generator) * torch.rand(17, 1, generator=generator) * 20).to(dtype)
+    layer = RowParallelLinear(256, 192, ALONE, dtype, bias=True)
+    made(layer, {"y.weight": weight, "y.bias": bias}, per_channel, emulates)
+    exact = x.double() @ weight.double().T + bias.double()
+    out = layer(x)
+    assert out.dtype == dtype
+    assert 0.01 < error(out, exact) < 0.045
+    residual = torch.randn(17, 192, generator=generator).to(dtype)
+    wanted = out.double() + residual.double()
+    assert layer(x, residual) is residual
+    assert error(residual, wanted) < 1e-2
+
+
+def test_scale_an_output_helps_where_outputs_differ_in_size(generator: torch.Generator) -> None:
+    sizes = torch.logspace(-7, 0, 64)[:, None]
+    weight = torch.randn(64, 128, generator=generator) * sizes
+    x, errors = torch.randn(9, 128, generator=generator), {}
+    for per_channel in (False, True):
+        out = made(RowParallelLinear(128, 64, ALONE, torch.float32, False), {"y.weight": weight}, per_channel)(x)
+        exact = x @ weight.T
+        errors[per_channel] = float(((out - exact).norm(dim=0) / exact.norm(dim=0)).mean())
+    assert errors[True] < 0.045
+    assert errors[True] < errors[False] / 2
+
+
+@pytest.mark.parametrize("per_channel", [False, True], ids=["fp8", "ptpc_fp8"])
+def test_what_a_gpu_holds_and_what_a_cpu_emulates_are_one(per_channel: bool, generator: torch.Generator) -> None:
+    x = torch.randn(5, 64, generator=generator)
+    names, tensors = ("q_proj", "k_proj", "v_proj"), {}
+    for factor, (name, size) in enumerate(zip(names, (64, 32, 32), strict=True), 1):
+        tensors[f"{name}.weight"] = torch.randn(size, 64, generator=generator) * factor
+    layers = [
+        made(QKVParallelLinear(64, 4, 2, 16, ALONE, torch.float32, False), tensors, per_channel, emulates)
+        for emulates in (True, False)
+    ]
+    torch.testing.assert_close(layers[0](x), layers[1](x))
+    given = quantize_per_token_reference(x, E4M3)
+    torch.testing.assert_close(layers[0](given), layers[0](x))
+
+
+@per_channel
+def test_scales_belong_to_the_parts_of_a_fused_linear(per_channel: bool, generator: torch.Generator) -> None:
+    tensors = {f"{name}.weight": torch.randn(32, 48, generator=generator) * size for name, size in (("a", 1), ("b", 9))}
+    for rank in (0, 1):
+        layer = MergedColumnParallelLinear(48, {"a": 32, "b": 32}, Group(rank, 2), torch.float32, False)
+        scheme = layer.scheme = Fp8(per_channel)
+        scheme.prepare([layer.spec], CPU)
+        scheme.emulates = False
+        layer.create_weights(CPU)
+        for name, slot in layer.slots("x.y").items():
+            slot.put(tensors[name.removeprefix("x.")][slot.source])
+        mine = [tensor[16 * rank : 16 * rank + 16] for tensor in tensors.values()]
+        largest = torch.cat([part.abs().amax(1) if per_channel else part.abs().amax().expand(16) for part in mine])
+        torch.testing.assert_close(layer.weights["weight_scale"], largest / LARGEST[E4M3])
+        back = Quantized(layer.weights["weight"], layer.weights["weight_scale"][:, None]).dequantize(torch.float32)
+        assert error(back, torch.cat(mine)) < 0.035
+
+
+@emulates
+def test_norm_and_activation_around_a_linear(emulates: bool, generator: torch.Generator) -> None:
+    """What goes in is normed, what comes out is gated, and what the next linear asks for is what it gets."""
+    norm = RMSNorm(64, 1e-5, REFERENCE_KERNELS, torch.float32)
+    norm.create_weights(CPU)
+    norm.weight.data.uniform_(0.5, 1.5, generator=generator)
+    activation = partial(REFERENCE_KERNELS.silu_and_mul_quantized, fp8=E4M3)
+    layer = MergedColumnParallelLinear(64, {"a": 32, "b": 32}, ALONE, torch.float32, False, norm, activation)
+    tensors = {f"{name}.weight": torch.randn(32, 64, generator=generator) * 0.2 for name in "ab"}
+    x = torch.randn(6, 64, generator=generator) * 3
+    out = made(layer, tensors, True, emulates)(x)
+    assert isinstance(out, Quantized)
+    normed = x / x.square().mean(-1, keepdim=True).add(1e-5).sqrt() * norm.weight
+    gate, up = (normed @ weight.T for weight in tensors.values())
+    assert out.shape == (6, 32)
+    assert error(out.dequantize(torch.float32), torch.nn.functional.silu(gate) * up) < 0.08
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "said"), [(100, 64, "100 inputs"), (64, 40, "40 outputs"), (8, 8, "and")]
+)
+def test_sizes_that_fp8_cannot_take_are_refused(inputs: int, outputs: int, said: str) -> None:
+    spec = RowParallelLinear(inputs, outputs, ALONE, torch.float32, False).spec
+    assert said in Fp8(True).refusal(spec)
+    assert Fp8(True).refusal(RowParallelLinear(48, 16, ALONE, torch.float32, False).spec) == ""
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors made inside that are still alive, and the most there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.most = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self.known:
+                storage = tensor.untyped_storage()
+                if any(isinstance(one, Tensor) and one.untyped_storage()._cdata == storage._cdata for one in args):
+                    continue
+                self._add(storage._cdata, storage.nbytes())
+                weakref.finalize(tensor, self._remove, storage._cdata, storage.nbytes())
+        return out
+
+    def _add(self, key: int, size: int) -> None:
+        self.known.add(key)
+        self.live += size
+        self.most = max(self.most, self.live)
+
+    def _remove(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.live -= size
+
+
+@per_channel
+def test_loading_takes_little_beside_what_is_kept(per_channel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One part in 16 bits, and a few float32 copies of a part's share: no matter how large or many parts are."""
+    monkeypatch.setattr(fp8, "AT_ONCE", 4096)
+    layer = MergedColumnParallelLinear(256, {"a": 512, "b": 512}, ALONE, torch.bfloat16, False)
+    scheme = layer.scheme = Fp8(per_channel)
+    scheme.prepare([layer.spec], CPU)
+    scheme.emulates = False
+    read = {f"{name}.weight": torch.randn(512, 256) for name in "ab"}  # in float32: converted on the way
+    with LiveBytes() as counted:
+        layer.create_weights(CPU)
+        kept = counted.live
+        for name, slot in layer.slots("x.y").items():
+            slot.put(read[name.removeprefix("x.")])
+    assert kept == 1024 * 256 + 4 * 1024
+    part, share = 2 * 512 * 256, 4 * 4096
+    assert part < counted.most - kept < part + 5 * share
+    assert counted.live == kept
+
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 64,
+}
+
+
+def model_config(**changes: Any) -> ModelConfig:
+    return ModelConfig.from_dict(CONFIG | changes)
+
+
+def test_names_of_formats() -> None:
+    plain = model_config()
+    assert resolve_format(plain).name == ""
+    for typed, name in {"fp8": "fp8", "fp8_per_tensor": "fp8", "ptpc_fp8": "ptpc_fp8", "ptpc-fp8": "ptpc_fp8"}.items():
+        entry = resolve_format(plain, typed)
+        assert (entry.name, entry.options) == (name, {"per_channel": name == "ptpc_fp8"})
+        config, decisions = decide_before_load(EngineConfig(quantization=typed), plain, "cpu")
+        assert config.quantization == name
+        assert [one.source for one in decisions if one.field == "quantization"] == ["user"]
+    with pytest.raises(ConfigError, match=r"quantization must be one of fp8, .*; got 'fp7'"):
+        EngineConfig(quantization="fp7")
+
+
+def test_a_flag_that_contradicts_the_checkpoint() -> None:
+    config = model_config(quantization_config={"quant_method": "gptq"})
+    with pytest.raises(ConfigError, match=r"'fp8' contradicts config\.json.*'gptq'.*no --quantization"):
+        decide_before_load(EngineConfig(quantization="fp8"), config, "cpu")
+    with pytest.raises(UnsupportedModelError, match="'fp8' is not supported"):
+        resolve_format(model_config(quantization_config={"quant_method": "fp8"}), "fp8")
+
+
+def test_batch_invariance_on_a_gpu_is_refused() -> None:
+    config = EngineConfig(quantization="fp8", batch_invariant=True)
+    decide_before_load(config, model_config(), "cpu")
+    with pytest.raises(ConfigError, match="'fp8' does not go with batch_invariant on a GPU"):
+        decide_before_load(config, model_config(), "cuda")
