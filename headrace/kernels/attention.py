@@ -416,9 +416,11 @@ def paged_attention_reference(
             out[first:last] = 0
             continue
         blocks = block_table[row, : -(-length // block_size)].long()
-        both = kv_cache[:, blocks].flatten(1, 2)[:, :length].float()
         if kv_scale is not None and kv_cache.element_size() == 1:
+            both = kv_cache.view(torch.uint8)[:, blocks].view(kv_cache.dtype).flatten(1, 2)[:, :length].float()
             both = both * kv_scale.view(2, 1, 1, 1)
+        else:
+            both = kv_cache[:, blocks].flatten(1, 2)[:, :length].float()
         key, value = both.repeat_interleave(group, dim=2)
         scores = torch.einsum("qhd,khd->hqk", q[first:last].float(), key) * scale
         seen_from = torch.arange(length, device=q.device)

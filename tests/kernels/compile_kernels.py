@@ -65,6 +65,33 @@ def compile_decode(family):
         report(f"decode {dtype} head_dim {head_dim} requests {requests}", decode._decode_kernel, known)
 
 
+def compile_fp8_cache(target):
+    """Attention over an fp8 cache, whole and fused into a decode step; the kernel that writes it."""
+    family = TARGETS[target][0].backend
+    e4m3 = torch.float8_e4m3fnuz if target == "gfx942" else torch.float8_e4m3fn
+    known = {id(found) for kernel in (attention._attention_kernel, decode._decode_kernel) for found in compiled(kernel)}
+    numbers, scale = torch.zeros(64, dtype=torch.int32), torch.ones(2)
+    for dtype, head_dim, group in itertools.product((e4m3, torch.float8_e5m2), (64, 128, 256), (1, 8)):
+        label = f"fp8 cache {dtype} head_dim {head_dim} group {group}"
+        q = torch.zeros(64, group * 2, head_dim, dtype=torch.bfloat16)
+        cache, angles = torch.zeros(2, 4, 16, 2, head_dim).to(dtype), torch.zeros(8, head_dim)
+        for decodes, counts in ((16, 16), (0, 64)):
+            plan = plan_attention(16, counts, decodes, 1 << 17, group * 2, 2, head_dim, 1, family, 132)
+            arguments = (cache, numbers.view(1, 64), numbers[:16], numbers, numbers, 1.0, 4, 64)
+            attention.paged_attention(q[:counts], *arguments, plan=plan, kv_scale=scale)
+            report(f"{label} attention", attention._attention_kernel, known)
+        table, wide = numbers.view(4, 16), torch.zeros(64, dtype=torch.int64)
+        for requests in (1, 64):
+            config, splits = plan_decode(requests, group * 2, 2, head_dim, 1, family, 132)
+            decode.decode_attention(
+                q[:requests], q[:requests, :2], q[:requests, :2], angles, cache, table, numbers, numbers, numbers, 1.0,
+                config, splits, kv_scale=scale,
+            )  # fmt: skip
+            report(f"{label} decode of {requests}", decode._decode_kernel, known)
+        rotary.rotary_and_cache(q, q[:, :2], q[:, :2], angles, wide, cache, wide, kv_scale=scale)
+        report(f"{label} write", rotary._rotary_and_cache_kernel, known)
+
+
 def compile_linears(family):
     known = set()
     for (kind, itemsize, bucket), configs in CANDIDATES.items():
@@ -153,6 +180,7 @@ if __name__ == "__main__":
     use_target(sys.argv[1])
     compile_attention(TARGETS[sys.argv[1]][0].backend)
     compile_decode(TARGETS[sys.argv[1]][0].backend)
+    compile_fp8_cache(sys.argv[1])
     compile_linears(TARGETS[sys.argv[1]][0].backend)
     compile_experts(TARGETS[sys.argv[1]][0].backend)
     compile_batch_invariant(TARGETS[sys.argv[1]][0].backend)
