@@ -5,7 +5,9 @@ Knows nothing of requests or of other ranks but through the mesh.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,23 +54,25 @@ class Worker:
             torch.set_num_threads(config.cpu_threads)
         self.mesh = init_mesh(rank, config.tensor_parallel_size, rendezvous, self.device)
         self.memory = device_memory(self.device)
+        self.model: Any = None
         self.runner: ModelRunner | None = None
 
     def load(self) -> WorkerFacts:
         """Read the weights, then `profile` this config. Raises OutOfMemoryError if the weights do not fit."""
-        free = self.memory.free()
+        self.free_at_start = self.memory.free()
         try:
             self._load()
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            raise OutOfMemoryError(
-                f"the weights do not fit on {self.device} ({self.memory.name}), which has "
-                f"{self.memory.total / 2**30:.1f} GiB, of which {free / 2**30:.1f} were free; "
-                f"use more GPUs (-tp) or free memory: {first_line(error)}"
-            ) from None
-        self.free_at_start = free
-        return self.profile(self.config)
+            said = first_line(error)
+        else:
+            return self.profile(self.config)
+        raise OutOfMemoryError(  # out here, where nothing keeps what was loaded
+            f"the weights do not fit on {self.device} ({self.memory.name}), which has "
+            f"{self.memory.total / 2**30:.1f} GiB, of which {self.free_at_start / 2**30:.1f} were free; "
+            f"use more GPUs (-tp) or free memory: {said}"
+        )
 
     def _load(self) -> None:
         config, model_config = self.config, self.model_config
@@ -203,4 +207,10 @@ class Worker:
         return rescue(runner, self.memory, step, said)
 
     def close(self) -> None:
+        """Leave the group and free the device's memory."""
+        if self.runner is not None:
+            self.runner.graphs = None  # which know the runner
+        self.runner = self.model = None
         self.mesh.close()
+        with contextlib.suppress(RuntimeError):  # a GPU that can compute no more is freed with this process
+            self.memory.give_back()
