@@ -32,7 +32,10 @@ ON_THE_FLY = (
 def resolve_format(config: ModelConfig, quantization: str | None = None) -> FormatEntry:
     """The checkpoint's format, or `quantization` on the fly where its weights are plain. Raises UnsupportedModelError
     naming the formats we read, ConfigError where `quantization` is none or not the checkpoint's own."""
-    name = str((config.quantization or {}).get("quant_method", "unnamed")) if config.quantization else ""
+    given = config.quantization or {}
+    name = str(given.get("quant_method", "unnamed")) if given else ""
+    if given.get("kv_cache_scheme") and not given.get("config_groups", True):
+        name = ""  # it speaks of the KV cache alone, whose scales the attention layers take
     if quantization is not None:
         wanted = QUANTIZATIONS.get(quantization)
         if wanted is None:

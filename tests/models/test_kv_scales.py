@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from tiny_configs import save_tiny_model
 from torch import Tensor
 
 import headrace
+from headrace import LLM, SamplingParams
 from headrace.distributed.mesh import Group
 from headrace.errors import CheckpointError, ConfigError
 from headrace.model_config import ModelConfig
@@ -86,6 +88,22 @@ def test_scales_of_the_checkpoint(names: tuple[str, str], folder: Path, tmp_path
     doubled = replace(calibration(model, "fp8_e4m3"), shape=replace(found.shape, dtype=torch.float8_e4m3fnuz))
     settle_kv_scales(doubled, calculate=True)  # this type reaches 240, not 448
     torch.testing.assert_close(torch.stack(doubled.scales()), 2 * expected, rtol=0.01, atol=0)
+
+
+def test_a_checkpoint_of_which_only_the_cache_is_quantized(folder: Path, tmp_path: Path) -> None:
+    tensors = {
+        f"model.layers.{layer}.self_attn.{kind}_scale": torch.tensor([0.05]) for layer in (0, 1) for kind in "kv"
+    }
+    model = with_tensors(folder, tmp_path / "model", tensors)
+    raw = json.loads((model / "config.json").read_text())
+    scheme = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
+    raw["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
+    (model / "config.json").write_text(json.dumps(raw))
+    with LLM(str(model), dtype="float32", skip_tokenizer_init=True) as llm:
+        assert llm.config.kv_cache_dtype == "fp8_e4m3"
+        assert any("scales the checkpoint's" in note for note in llm._client.facts.workers[0].notes)
+        (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 3
 
 
 @pytest.mark.parametrize("kind", FP8)
