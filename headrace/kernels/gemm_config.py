@@ -47,6 +47,26 @@ CANDIDATES: dict[tuple[str, int, int], tuple[GemmConfig, ...]] = {
         GemmConfig(64, 64, 128, 4, 5, swap=True),
         GemmConfig(64, 128, 128, 8, 4, swap=True),
     ),
+    ("cuda", 1, 1): (
+        GemmConfig(1, 4, 1024, 2),
+        GemmConfig(1, 4, 2048, 4),
+        GemmConfig(1, 8, 1024, 4),
+    ),
+    ("cuda", 1, 16): (
+        GemmConfig(16, 64, 256, 4, 6, swap=True),
+        GemmConfig(16, 64, 512, 4, 4, swap=True),
+        GemmConfig(16, 64, 256, 4, 4, swap=True),
+    ),
+    ("cuda", 1, 32): (
+        GemmConfig(32, 64, 256, 4, 6, swap=True),
+        GemmConfig(32, 64, 512, 4, 4, swap=True),
+        GemmConfig(32, 128, 256, 8, 4, swap=True),
+    ),
+    ("cuda", 1, 64): (
+        GemmConfig(64, 64, 256, 4, 4, swap=True),
+        GemmConfig(64, 32, 256, 4, 6),
+        GemmConfig(64, 128, 128, 4, 4, swap=True),
+    ),
     ("hip", 2, 1): (GemmConfig(1, 4, 1024, 4),),
     ("hip", 2, 16): (GemmConfig(16, 32, 256, 4, 2),),
     ("hip", 2, 32): (GemmConfig(32, 32, 256, 4, 2),),

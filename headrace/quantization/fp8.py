@@ -18,6 +18,7 @@ from headrace.errors import ConfigError
 from headrace.kernels._triton import fp8_dtype
 from headrace.kernels.fp8 import Quantized, quantize_per_token_reference
 from headrace.kernels.table import select_kernels
+from headrace.quantization import gpu_linear
 from headrace.quantization.cpu_linear import Choice, choose_all, hold_plain, spare_memory
 from headrace.quantization.scheme import Around, Compute, LinearSpec, Part, Product, Slot
 
@@ -32,6 +33,7 @@ class Fp8:
         """`per_channel`: a scale for each output, not for each tensor of the checkpoint."""
         self.per_channel = per_channel
         self.choices: dict[tuple[int, int, torch.dtype], Choice] = {}
+        self.plans: dict[gpu_linear.Size, gpu_linear.Plan] = {}
 
     def prepare(self, specs: list[LinearSpec], device: torch.device) -> None:
         """Raises ConfigError on a GPU without fp8."""
@@ -44,6 +46,8 @@ class Fp8:
             raise ConfigError(
                 f"quantization to fp8 needs a GPU of compute capability 8.9 or above, which {name} is not"
             )
+        if not self.emulates and not all(spec.batch_invariant for spec in specs):
+            self.plans = gpu_linear.plan_all(specs, device, self.fp8)
 
     def refusal(self, spec: LinearSpec) -> str:
         sizes = {"inputs": spec.in_features, "outputs": spec.out_features}
@@ -86,15 +90,22 @@ class Fp8:
                 scales[rows] = quantized.scales[:, 0]
 
     def finalize(self, spec: LinearSpec, weights: dict[str, Tensor], around: Around) -> Compute:
-        fp8, kernels, norm = self.fp8, self.kernels, around.rms_norm
-        if norm is not None:
-            norm = partial(kernels.rms_norm_quantized, fp8=fp8)
+        fp8, kernels = self.fp8, self.kernels
+        quantizing = around
+        if around.rms_norm is not None:
+            quantizing = replace(around, rms_norm=partial(kernels.rms_norm_quantized, fp8=fp8))
         product = self._product(spec, weights)
 
         def quantized(x: Tensor | Quantized) -> Tensor:
             return product(x if isinstance(x, Quantized) else kernels.quantize_per_token(x, fp8))
 
-        return replace(around, rms_norm=norm).wrap(quantized)
+        many = quantizing.wrap(quantized)
+        plan = self.plans.get((1, spec.out_features, spec.in_features))
+        if plan is None:
+            return many
+        quantize = quantizing.norm() or partial(kernels.quantize_per_token, fp8=fp8)
+        held = (weights["weight"], weights["weight_scale"], weights.get("bias"))
+        return gpu_linear.hold_fp8(*held, plan, around, quantize, spec.dtype, many)
 
     def _product(self, spec: LinearSpec, weights: dict[str, Tensor]) -> Product:
         weight, scales, bias, dtype = weights["weight"], weights.get("weight_scale"), weights.get("bias"), spec.dtype

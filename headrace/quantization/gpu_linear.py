@@ -13,6 +13,7 @@ import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from headrace.config import cache_folder
 from headrace.kernels._triton import DEVICE_FAMILY
+from headrace.kernels.fp8 import Quantized, fp8_linear, quantize_per_token
 from headrace.kernels.gemm import skinny_linear
 from headrace.kernels.gemm_config import BUCKETS, CANDIDATES, GemmConfig
 from headrace.quantization.scheme import Around, Compute, LinearSpec
@@ -41,16 +43,19 @@ WORTH = 1.02
 """Our kernel is taken up to this multiple of the library's time alone: it starts beside the kernel before it."""
 
 
-def plan_all(specs: list[LinearSpec], device: torch.device) -> dict[Size, Plan]:
-    """A plan for each size among `specs` that our kernels can serve."""
-    sizes = {(spec.dtype.itemsize, spec.out_features, spec.in_features): spec.dtype for spec in specs}
-    sizes = {size: dtype for size, dtype in sizes.items() if (DEVICE_FAMILY, size[0], BUCKETS[0]) in CANDIDATES}
+def plan_all(specs: list[LinearSpec], device: torch.device, fp8: torch.dtype | None = None) -> dict[Size, Plan]:
+    """A plan for each size among `specs` that our kernels can serve. `fp8`: the weights' type, where it is that."""
+    sizes = {
+        ((fp8 or spec.dtype).itemsize, spec.out_features, spec.in_features): (spec.dtype, fp8 or spec.dtype)
+        for spec in specs
+    }
+    sizes = {size: dtypes for size, dtypes in sizes.items() if (DEVICE_FAMILY, size[0], BUCKETS[0]) in CANDIDATES}
     name = torch.cuda.get_device_name(device)
     known = {**_read(_measured_file(name), name), **_read(SHIPPED, name)}
-    missing = {size: dtype for size, dtype in sizes.items() if size not in known}
+    missing = {size: dtypes for size, dtypes in sizes.items() if size not in known}
     if missing:
         logger.info("measuring linears of %d sizes that are new on %s", len(missing), name)
-        known.update({size: _measure(size, dtype, device) for size, dtype in missing.items()})
+        known.update({size: _measure(size, *dtypes, device) for size, dtypes in missing.items()})
         torch.cuda.empty_cache()
         _write(_measured_file(name), name, known)
     return {size: known[size] for size in sizes}
@@ -78,6 +83,38 @@ def hold(weight: Tensor, bias: Tensor | None, plan: Plan, around: Around) -> Com
     return compute
 
 
+def hold_fp8(
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    plan: Plan,
+    around: Around,
+    quantize: Callable[[Tensor], Quantized],
+    dtype: torch.dtype,
+    many: Compute,
+) -> Compute:
+    """weight [out, in] fp8, scales [out]. `quantize` norms too, where `around` does; `many` serves beyond the plan.
+
+    A token alone is not quantized where its product is no matrix units' work: it would be no faster, and less exact.
+    """
+    by_tokens = by_number_of_tokens(plan)
+    most = len(by_tokens) - 1
+    gated, norm = around.activation is not None, around.norm()
+
+    def compute(x: Tensor | Quantized, residual: Tensor | None) -> Any:
+        tokens = x.shape[0]
+        config = by_tokens[tokens] if tokens <= most else None
+        if config is None:
+            return many(x, residual)
+        if isinstance(x, Tensor) and config.block_m == 1:
+            plain = x if norm is None else norm(x)
+            return skinny_linear(plain, weight, bias, config, None, scales, dtype, gated=gated, residual=residual)
+        values, x_scales = x if isinstance(x, Quantized) else quantize(x)
+        return skinny_linear(values, weight, bias, config, x_scales, scales, dtype, gated=gated, residual=residual)
+
+    return compute
+
+
 def by_number_of_tokens(plan: Plan) -> list[GemmConfig | None]:
     """Entry t serves t tokens."""
     table: list[GemmConfig | None] = [None]
@@ -86,23 +123,36 @@ def by_number_of_tokens(plan: Plan) -> list[GemmConfig | None]:
     return table
 
 
-def _measure(size: Size, dtype: torch.dtype, device: torch.device) -> Plan:
+def _measure(size: Size, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device) -> Plan:
     """The fastest at each bucket's number of tokens, the library among them."""
     itemsize, out_features, in_features = size
     copies = max(2, -(-ROTATED_BYTES // (itemsize * out_features * in_features)))
-    weights = [
-        torch.empty(out_features, in_features, dtype=dtype, device=device).uniform_(-0.1, 0.1) for _ in range(copies)
-    ]
+    sizes = (out_features, in_features)
+    weights = [torch.empty(sizes, device=device).uniform_(-0.1, 0.1).to(weight_dtype) for _ in range(copies)]
+    scales = torch.ones(out_features, device=device) if itemsize == 1 else None
     plan: list[GemmConfig | None] = []
     for bucket in BUCKETS:
-        x = torch.empty(bucket, in_features, dtype=dtype, device=device).uniform_(-1, 1)
-        best, fastest = None, WORTH * _seconds(lambda weight, x=x: F.linear(x, weight), weights)  # type: ignore[misc]
+        plain = torch.empty(bucket, in_features, dtype=dtype, device=device).uniform_(-1, 1)
+        best, fastest = None, WORTH * _seconds(_library(plain, weight_dtype, scales), weights)
         for config in CANDIDATES[DEVICE_FAMILY, itemsize, bucket]:
-            seconds = _seconds(lambda weight, x=x, c=config: skinny_linear(x, weight, None, c), weights)  # type: ignore[misc]
+            x, x_scales = plain, None
+            if scales is not None and config.block_m > 1:
+                x, x_scales = quantize_per_token(plain, weight_dtype)
+            run = partial(
+                skinny_linear, x, bias=None, config=config, x_scale=x_scales, weight_scale=scales, dtype=dtype
+            )
+            seconds = _seconds(lambda weight, run=run: run(weight=weight), weights)  # type: ignore[misc]
             if seconds < fastest:
                 best, fastest = config, seconds
         plan.append(best)
     return tuple(plan)
+
+
+def _library(x: Tensor, weight_dtype: torch.dtype, scales: Tensor | None) -> Callable[[Tensor], Tensor]:
+    if scales is None:
+        return lambda weight: F.linear(x, weight)
+    quantized = quantize_per_token(x, weight_dtype)
+    return lambda weight: fp8_linear(*quantized, weight, scales, None, x.dtype)
 
 
 def _seconds(run: Callable[[Tensor], Tensor], weights: list[Tensor]) -> float:

@@ -84,7 +84,8 @@ def test_dummy_weights_route_nearly_uniformly(batch: int, expected: float) -> No
     context = make_context(config, dtype=torch.bfloat16)
     model = load_model(Path("nowhere"), config, context, load_format="dummy")
     keep_expert_ids(model, 128)
-    hidden = model.model.embed_tokens(torch.randint(0, 4096, (batch,)))
+    tokens = torch.randperm(4096, generator=torch.Generator().manual_seed(1))[:batch]
+    hidden = model.model.embed_tokens(tokens)
     for layer in model.model.layers:  # all of a layer but attention, whose share of the sum is small
         hidden = layer.mlp(hidden, hidden)
     counts = distinct_experts(model)
