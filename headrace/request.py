@@ -39,7 +39,7 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
-class EngineCoreOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+class EngineCoreOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """Engine core -> front end: what one step added to one request."""
 
     request_id: str
