@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headrace.kernels._triton import DEVICE_FAMILY
+from headrace.kernels._triton import DEVICE_FAMILY, fp8_dtype
 from headrace.kernels.attention import multiprocessor_count, paged_attention, paged_attention_reference
 from headrace.kernels.attention_config import AttentionConfig, AttentionPlan, plan_attention
 from headrace.kernels.moe import Experts
@@ -62,6 +62,35 @@ def check_norm(rows: int, hidden: int, dtype: torch.dtype) -> float:
 def check_silu(rows: int, width: int, dtype: torch.dtype) -> float:
     x = randn(rows, 2 * width, dtype=dtype)
     return error(TRITON_KERNELS.silu_and_mul(x), REFERENCE_KERNELS.silu_and_mul(x.float()))
+
+
+def check_quantize(rows: int, width: int, dtype: torch.dtype) -> float:
+    """Alone, and inside norm and activation, where it must be what both would give one after the other."""
+    fp8, weight = fp8_dtype(DEVICE), randn(width, dtype=dtype)
+    x = randn(rows, 2 * width, dtype=dtype)
+    half = x[:, width:]
+    pairs = (
+        (TRITON_KERNELS.quantize_per_token(half, fp8), half),
+        (TRITON_KERNELS.rms_norm_quantized(half, weight, 1e-5, fp8), TRITON_KERNELS.rms_norm(half, weight, 1e-5)),
+        (TRITON_KERNELS.silu_and_mul_quantized(x, fp8), TRITON_KERNELS.silu_and_mul(x)),
+    )
+    wide = torch.float64
+    return max(
+        error(found.dequantize(wide), REFERENCE_KERNELS.quantize_per_token(plain, fp8).dequantize(wide))
+        for found, plain in pairs
+    )
+
+
+def check_fp8_linear(rows: int, n: int, k: int, dtype: torch.dtype) -> float:
+    fp8 = fp8_dtype(DEVICE)
+    x = REFERENCE_KERNELS.quantize_per_token(randn(rows, k, dtype=dtype), fp8)
+    weight = REFERENCE_KERNELS.quantize_per_token(randn(n, k, dtype=dtype), fp8)
+    worst = 0.0
+    for bias, scales in itertools.product((None, randn(n, dtype=dtype)), (n, 1)):
+        arguments = (*x, weight.values, weight.scales[:scales, 0].contiguous(), bias)
+        expected = REFERENCE_KERNELS.fp8_linear(*arguments, torch.float32)
+        worst = max(worst, error(TRITON_KERNELS.fp8_linear(*arguments, dtype), expected))
+    return worst
 
 
 def check_rotary(heads: tuple[int, int, int], rotary_dim: int, norm: bool, dtype: torch.dtype) -> float:
@@ -231,6 +260,11 @@ def checks() -> Iterator[Check]:
             yield f"norm {rows}x{hidden} {name}", partial(check_norm, rows, hidden, dtype), limit
         for rows, width in ((1, 14336), (65, 1000), (3, 7)):
             yield f"silu_and_mul {rows}x{width} {name}", partial(check_silu, rows, width, dtype), limit
+        for rows, width in ((1, 4096), (33, 14336), (5, 28672), (7, 100)):
+            yield f"quantize {rows}x{width} {name}", partial(check_quantize, rows, width, dtype), 1e-3
+        for rows, n, k in ((1, 4096, 4096), (17, 6144, 4096), (300, 4096, 14336), (5, 48, 16)):
+            label = f"fp8 linear {rows}x{n}x{k} {name}"
+            yield label, partial(check_fp8_linear, rows, n, k, dtype), max(limit, 4e-3)  # sums of fewer bits
         for heads, rotary, norm in ROTARY_SHAPES:
             yield f"rotary {heads}/{rotary} {name}", partial(check_rotary, heads, rotary, norm, dtype), limit
         for rows, vocab in ((1, 128256), (33, 151936), (7, 513)):

@@ -108,6 +108,8 @@ def fp8_linear(
     Values and weight fp8 and contiguous, scales fp32, sums fp32. K and N must be multiples of 16.
     """
     n = weight.shape[0]
+    if not values.shape[0]:
+        return torch.empty((0, n), dtype=out_dtype, device=values.device)
     if weight_scales.shape[0] != n:
         weight_scales = weight_scales.expand(n).contiguous()
     dtype = torch.bfloat16 if DEVICE_FAMILY == "hip" else out_dtype  # hipBLASLt gives nothing else
