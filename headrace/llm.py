@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import time
 import weakref
@@ -53,8 +52,6 @@ class LLM:
         self._inputs = InputProcessor(limits, facts.config, self.tokenizer)
         self._outputs = OutputProcessor(self.tokenizer, self.metrics)
         self._ids = itertools.count()
-        gc.collect()
-        gc.freeze()  # what a start leaves is kept for good, and looking through it again costs 8% of the throughput
 
     def generate(
         self,
