@@ -1,8 +1,9 @@
 """The two ways to an engine core: in this process (LLM), or in its own behind two local sockets (servers)."""
 
-from __future__ import gc
+from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import tempfile
 import threading
