@@ -18,7 +18,7 @@ from torch import Tensor
 from headrace.attention.metadata import AttentionMetadata
 from headrace.config import GRAPH_MODES
 from headrace.runner.input_batch import Batch
-from headrace.runner.memory import is_out_of_memory
+from headrace.runner.memory import first_line, is_out_of_memory
 from headrace.runner.pending import Notes
 from headrace.step import SchedulerOutput
 
@@ -106,9 +106,12 @@ class Shape(NamedTuple):
     num_reqs: int
     num_tokens: int
 
+    @property
+    def size(self) -> str:
+        return f"{self.num_reqs} decodes" if self.decode else f"{self.num_tokens} tokens"
+
     def __str__(self) -> str:
-        what = f"{self.num_reqs} decodes" if self.decode else f"{self.num_tokens} tokens"
-        return f"{self.kind} graph of {what}"
+        return f"{self.kind} graph of {self.size}"
 
 
 class Graph(Protocol):
@@ -271,6 +274,7 @@ class StepGraphs:
         self._device = device
         self._seen: set[Shape] = set()
         self._refused: set[Shape] = set()
+        self._given_up: set[str] = set()
         self._captured: dict[Shape, _Captured] = {}
         self._count: Counter[str] = Counter()
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
@@ -324,8 +328,9 @@ class StepGraphs:
         return captured.hidden
 
     def _try(self, key: Shape, batch: Batch) -> _Captured | None:
-        """Capture `key` if this is not its first use and there is room."""
-        if key in self._refused:
+        """Capture `key` if this is not its first use. Where that fails nothing has run, and the step can run eagerly:
+        for lack of memory this size does so from now on, for any other reason all of its kind."""
+        if key in self._refused or key.kind in self._given_up:
             return None
         if key not in self._seen:
             self._seen.add(key)
@@ -335,10 +340,13 @@ class StepGraphs:
         for _ in range(2):
             try:
                 captured = self._captured[key] = self._capture(key, batch)
-            except RuntimeError as error:
+            except Exception as error:
+                said = first_line(error)
                 if not is_out_of_memory(error):
-                    raise
-                said = str(error).splitlines()[0]
+                    self._given_up.add(key.kind)
+                    what = f"{type(error).__name__}: {said}"
+                    self.notes.warnings.append(f"no {key.kind} graphs, since one of {key.size} failed: {what}")
+                    return None
             else:
                 self._count[key.kind] += 1
                 sizes = self.notes.graph_bytes

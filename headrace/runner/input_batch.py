@@ -88,14 +88,20 @@ class InputBatch:
         self._turn = 0
 
     def everyone(self) -> Everyone:
-        """Of the batch filled last, and with `fixed` addresses of all that follow."""
+        """Of the batch filled last, and with `fixed` addresses of all that follow that are filled for it."""
         rows, num_computed, _, query_start_loc, *_ = self._views[self._turn]
         return Everyone(rows[: self.max_rows + 1], num_computed[: self.max_rows + 1], query_start_loc)
 
-    def fill(self, step: SchedulerOutput, padded_reqs: int | None = None, padded_tokens: int | None = None) -> Batch:
+    def fill(
+        self,
+        step: SchedulerOutput,
+        padded_reqs: int | None = None,
+        padded_tokens: int | None = None,
+        everyone: bool = False,
+    ) -> Batch:
         """Copy the step's integers to the device. Requests beyond the step's own, up to `padded_reqs`, have seq_len 0
         and sit in the scratch row: of one token each, or, with `padded_tokens`, the first of all tokens up to there
-        and the others of none."""
+        and the others of none. `everyone`: make what `everyone()` gives right, too."""
         num_reqs, num_tokens = len(step.rows), step.num_tokens
         padded = padded_reqs or num_reqs
         tokens = padded_tokens or num_tokens + padded - num_reqs
@@ -108,11 +114,13 @@ class InputBatch:
         small[:2, :num_reqs] = facts[:2]
         small[2, :num_reqs] = ends
         small[3, 1 : num_reqs + 1] = starts
-        small[0, num_reqs:] = self.max_rows  # the scratch row, whose block belongs to nobody
-        small[1:3, num_reqs:] = 0
-        small[3, num_reqs + 1 :] = tokens
-        if padded > num_reqs and padded_tokens is None:
-            small[3, num_reqs + 1 : padded + 1] = np.arange(num_tokens + 1, tokens + 1)
+        end = self.max_rows + 1 if everyone else padded
+        if end > num_reqs:
+            small[0, num_reqs:end] = self.max_rows  # the scratch row, whose block belongs to nobody
+            small[1:3, num_reqs:end] = 0
+            small[3, num_reqs + 1 : end + 1] = tokens
+            if padded_tokens is None:
+                small[3, num_reqs + 1 : padded + 1] = np.arange(num_tokens + 1, tokens + 1)
         num_samples = sum(step.samples)
         chosen = slice(None) if num_samples == num_reqs else np.array(step.samples)
         large[0, :num_samples] = starts[chosen] - 1

@@ -95,7 +95,7 @@ class ModelRunner:
         self.state = RequestState(
             limits.max_num_seqs, limits.max_model_len, limits.block_size, limits.vocab_size, num_blocks, self.device
         )
-        self.sampler = Sampler(self.state.sampling)
+        self.sampler = Sampler(self.state.sampling, self.kernels)
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> PendingStep:
@@ -108,7 +108,8 @@ class ModelRunner:
             batch = self.inputs.fill(step)
             hidden, _ = self.forward(batch)
         else:
-            batch = self.inputs.fill(step, shape.num_reqs, None if shape.decode else shape.num_tokens)
+            tokens = None if shape.decode else shape.num_tokens
+            batch = self.inputs.fill(step, shape.num_reqs, tokens, everyone=shape.kind == "piecewise")
             hidden = graphs.run(shape, batch)
         return self._sample(step, batch, self._logits(batch, hidden), self._prompt_logprobs(step, hidden))
 

@@ -61,7 +61,7 @@ def test_an_earlier_step_is_not_overwritten_while_it_may_still_be_read() -> None
 def test_padding_tokens_belong_to_one_request_of_the_scratch_row() -> None:
     """Else they would count as the last request's, and write over its cache."""
     inputs = InputBatch(8, CPU, fixed=True)
-    batch = inputs.fill(step([5, 2], [9, 3], [1, 4], [True, True]), padded_reqs=4, padded_tokens=8)
+    batch = inputs.fill(step([5, 2], [9, 3], [1, 4], [True, True]), padded_reqs=4, padded_tokens=8, everyone=True)
     assert batch.rows.tolist() == [5, 2, 8, 8]
     assert batch.num_computed.tolist() == [9, 3, 0, 0]
     assert batch.seq_lens.tolist() == [10, 7, 0, 0]
