@@ -108,5 +108,7 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     """(prompt tokens, milliseconds) of steps measured at load, smallest first; empty where none were."""
     step_bytes: int = 0
     """what the largest step takes beyond weights for as long as it runs; 0: not measured"""
+    demoted: list[str] = []
+    """Kernels, graphs and the like that disagreed with their references at load, and do not serve."""
     shortfall: str = ""
     """What the allocator said to what was last tried (the plan's largest step, or its cache); empty: it fits."""

@@ -282,4 +282,4 @@ def make_metrics(facts: CoreFacts, limits: ModelLimits) -> EngineMetrics:
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "enable_prefix_caching": config.enable_prefix_caching,
     }
-    return EngineMetrics(name, limits.max_model_len, cache_config)
+    return EngineMetrics(name, limits.max_model_len, cache_config, facts.workers[0].demoted if facts.workers else ())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter as Tally
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -83,7 +83,10 @@ class Histogram(Collector):
 class EngineMetrics:
     """`begin_iteration` with each step's outputs, `request_finished` for each choice."""
 
-    def __init__(self, model_name: str, max_model_len: int, cache_config: dict[str, object]) -> None:
+    def __init__(
+        self, model_name: str, max_model_len: int, cache_config: dict[str, object], demoted: Sequence[str] = ()
+    ) -> None:
+        """`demoted`: kernels that the self-check took out of service."""
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": "0"}
         self.running = self._gauge("num_requests_running", "Requests in the running batch.")
@@ -137,6 +140,17 @@ class EngineMetrics:
         Gauge("vllm:cache_config_info", "Settings of the KV cache.", tuple(info), registry=self.registry).labels(
             **info
         ).set(1)
+        self._gauge("kernels_demoted", "Kernels that the self-check at load took out of service.", "headrace").set(
+            len(demoted)
+        )
+        named = Gauge(
+            "headrace:kernel_demoted",
+            "1: the self-check at load took this kernel out of service.",
+            (*names, "kernel"),
+            registry=self.registry,
+        )
+        for kernel in demoted:
+            named.labels(**self._labels, kernel=kernel).set(1)
         self.stats = SchedulerStats()
         """the core's latest"""
         self.num_prompt_tokens = 0
@@ -193,8 +207,8 @@ class EngineMetrics:
             self.prefill_time.observe(max(0.0, times.first_token - times.scheduled))
             self.inference_time.observe(max(0.0, times.last_token - times.scheduled))
 
-    def _gauge(self, name: str, help: str) -> Gauge:
-        return Gauge(f"vllm:{name}", help, tuple(self._labels), registry=self.registry).labels(**self._labels)
+    def _gauge(self, name: str, help: str, prefix: str = "vllm") -> Gauge:
+        return Gauge(f"{prefix}:{name}", help, tuple(self._labels), registry=self.registry).labels(**self._labels)
 
     def _counter(self, name: str, help: str, prefix: str = "vllm") -> Counter:
         return Counter(f"{prefix}:{name}", help, tuple(self._labels), registry=self.registry).labels(**self._labels)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headrace.kernels import activation, attention, batch, filter, fp8, logsumexp, moe, norm, rotary, sampling
+from headrace.kernels import activation, batch, filter, fp8, logsumexp, moe, norm, rotary, sampling
 from headrace.kernels._triton import HAS_TRITON
 
 
@@ -23,7 +23,6 @@ class KernelTable:
     fp8_linear: Callable[..., Tensor]
     step_angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
     rotary_and_cache: Callable[..., Tensor]
-    paged_attention: Callable[..., Tensor]
     prepare_batch: Callable[..., tuple[Tensor, Tensor, Tensor]]
     best_token: Callable[[Tensor], tuple[Tensor, Tensor]]
     gumbel_argmax: Callable[..., Tensor]
@@ -41,7 +40,6 @@ REFERENCE_KERNELS = KernelTable(
     fp8_linear=fp8.fp8_linear_reference,
     step_angles=rotary.step_angles_reference,
     rotary_and_cache=rotary.rotary_and_cache_reference,
-    paged_attention=attention.paged_attention_reference,
     prepare_batch=batch.prepare_batch_reference,
     best_token=sampling.best_token_reference,
     gumbel_argmax=sampling.gumbel_argmax_reference,
@@ -59,7 +57,6 @@ TRITON_KERNELS = KernelTable(
     fp8_linear=fp8.fp8_linear,
     step_angles=rotary.step_angles,
     rotary_and_cache=rotary.rotary_and_cache,
-    paged_attention=attention.paged_attention,
     prepare_batch=batch.prepare_batch,
     best_token=sampling.best_token,
     gumbel_argmax=sampling.gumbel_argmax,

@@ -61,7 +61,9 @@ class Linear(Layer):
         around = Around(activation=self.activation)
         if (norm := self.norm[0]) is not None:
             around = Around(norm.weight.data, norm.eps, norm.rms_norm, self.activation)
-        self.compute, self.weights = self.scheme.finalize(self.spec, self.weights, around), {}
+        self.compute = self.scheme.finalize(self.spec, self.weights, around)
+        if any(tensor.device.type == "cpu" for tensor in self.weights.values()):
+            self.weights = {}  # held in another form; on a GPU as they are, and kept for who checks what is computed
 
     def forward(self, x: Any) -> Any:
         """x may be Quantized as the scheme's `input_dtype` says; so is the result if the activation gives it so."""

@@ -68,7 +68,7 @@ def load_model(
         for _, layer in layers:
             if isinstance(layer, Linear):
                 layer.spec = replace(layer.spec, batch_invariant=context.spec.batch_invariant)
-        model.notes = attach_format(config, layers, context.device, quantization)
+        model.notes = attach_format(config, layers, context, quantization)
         slots: dict[str, Slot] = {}
         for path, layer in layers:
             layer.create_weights(context.device)
@@ -84,7 +84,7 @@ def load_model(
 
 
 def attach_format(
-    config: ModelConfig, layers: list[tuple[str, Layer]], device: torch.device, quantization: str | None
+    config: ModelConfig, layers: list[tuple[str, Layer]], context: LayerContext, quantization: str | None
 ) -> list[str]:
     """Hand every linear to the checkpoint's format, or to that of `quantization`; the head, and those that the format
     refuses, stay as they are in the checkpoint. Returns lines for the log that name these."""
@@ -104,7 +104,7 @@ def attach_format(
         elif isinstance(layer, SparseMoE):
             kept[f"{name} (router, experts)"] += 1
     for used, specs in served.items():
-        used.prepare(specs, device)
+        used.prepare(specs, context.device, context.kernels)
     if scheme is plain:
         return []
     names = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in kept.items())

@@ -17,7 +17,7 @@ from torch import Tensor
 from headrace.errors import ConfigError
 from headrace.kernels._triton import fp8_dtype
 from headrace.kernels.fp8 import Quantized, quantize_per_token_reference
-from headrace.kernels.table import select_kernels
+from headrace.kernels.table import KernelTable, select_kernels
 from headrace.quantization import gpu_linear
 from headrace.quantization.cpu_linear import Choice, choose_all, hold_plain, spare_memory
 from headrace.quantization.scheme import Around, Compute, LinearSpec, Part, Product, Slot
@@ -33,11 +33,12 @@ class Fp8:
         """`per_channel`: a scale for each output, not for each tensor of the checkpoint."""
         self.per_channel = per_channel
         self.choices: dict[tuple[int, int, torch.dtype], Choice] = {}
-        self.plans: dict[gpu_linear.Size, gpu_linear.Plan] = {}
+        self.plans: dict[gpu_linear.Size, gpu_linear.Table] = {}
 
-    def prepare(self, specs: list[LinearSpec], device: torch.device) -> None:
+    def prepare(self, specs: list[LinearSpec], device: torch.device, kernels: KernelTable | None = None) -> None:
         """Raises ConfigError on a GPU without fp8."""
-        self.fp8, self.kernels, self.emulates = fp8_dtype(device), select_kernels(device.type), device.type == "cpu"
+        self.fp8, self.emulates = fp8_dtype(device), device.type == "cpu"
+        self.kernels = kernels or select_kernels(device.type)
         if self.emulates:
             if not all(spec.batch_invariant for spec in specs):
                 self.choices = choose_all(specs, spare_bytes=spare_memory())

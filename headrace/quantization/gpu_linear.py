@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 Plan = tuple[GemmConfig | None, ...]
 """one a bucket; None: the vendor's library"""
+Table = list[GemmConfig | None]
+"""Entry t serves t tokens. All linears of a size share it: an entry that becomes None goes to the library from then on,
+but for graphs captured before."""
 Size = tuple[int, int, int]
 """(bytes an element, out_features, in_features)"""
 VERSION = 1
@@ -43,8 +46,8 @@ WORTH = 1.02
 """Our kernel is taken up to this multiple of the library's time alone: it starts beside the kernel before it."""
 
 
-def plan_all(specs: list[LinearSpec], device: torch.device, fp8: torch.dtype | None = None) -> dict[Size, Plan]:
-    """A plan for each size among `specs` that our kernels can serve. `fp8`: the weights' type, where it is that."""
+def plan_all(specs: list[LinearSpec], device: torch.device, fp8: torch.dtype | None = None) -> dict[Size, Table]:
+    """A table for each size among `specs` that our kernels can serve. `fp8`: the weights' type, where it is that."""
     sizes = {
         ((fp8 or spec.dtype).itemsize, spec.out_features, spec.in_features): (spec.dtype, fp8 or spec.dtype)
         for spec in specs
@@ -58,12 +61,11 @@ def plan_all(specs: list[LinearSpec], device: torch.device, fp8: torch.dtype | N
         known.update({size: _measure(size, *dtypes, device) for size, dtypes in missing.items()})
         torch.cuda.empty_cache()
         _write(_measured_file(name), name, known)
-    return {size: known[size] for size in sizes}
+    return {size: by_number_of_tokens(known[size]) for size in sizes}
 
 
-def hold(weight: Tensor, bias: Tensor | None, plan: Plan, around: Around) -> Compute:
+def hold(weight: Tensor, bias: Tensor | None, by_tokens: Table, around: Around) -> Compute:
     """weight [out, in], bias [out] or None."""
-    by_tokens = by_number_of_tokens(plan)
     most = len(by_tokens) - 1
     transposed = weight.t()
     gated, norm = around.activation is not None, around.norm()
@@ -87,17 +89,16 @@ def hold_fp8(
     weight: Tensor,
     scales: Tensor,
     bias: Tensor | None,
-    plan: Plan,
+    by_tokens: Table,
     around: Around,
     quantize: Callable[[Tensor], Quantized],
     dtype: torch.dtype,
     many: Compute,
 ) -> Compute:
-    """weight [out, in] fp8, scales [out]. `quantize` norms too, where `around` does; `many` serves beyond the plan.
+    """weight [out, in] fp8, scales [out]. `quantize` norms too, where `around` does; `many` serves beyond the table.
 
     A token alone is not quantized where its product is no matrix units' work: it would be no faster, and less exact.
     """
-    by_tokens = by_number_of_tokens(plan)
     most = len(by_tokens) - 1
     gated, norm = around.activation is not None, around.norm()
 
@@ -115,9 +116,8 @@ def hold_fp8(
     return compute
 
 
-def by_number_of_tokens(plan: Plan) -> list[GemmConfig | None]:
-    """Entry t serves t tokens."""
-    table: list[GemmConfig | None] = [None]
+def by_number_of_tokens(plan: Plan) -> Table:
+    table: Table = [None]
     for bucket, config in zip(BUCKETS, plan, strict=True):
         table += [config] * (bucket + 1 - len(table))
     return table

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from headrace.kernels.table import KernelTable
+
 Product = Callable[[Any], Tensor]
 """[num_tokens, in_features], a tensor or Quantized (kernels/fp8.py) -> [num_tokens, out_features]"""
 Compute = Callable[[Any, Tensor | None], Any]
@@ -116,8 +118,8 @@ class LinearSpec:
 class Scheme(Protocol):
     """One object serves every linear of a model."""
 
-    def prepare(self, specs: list[LinearSpec], device: torch.device) -> None:
-        """Before anything else: all the linears it will serve."""
+    def prepare(self, specs: list[LinearSpec], device: torch.device, kernels: KernelTable | None = None) -> None:
+        """Before anything else: all the linears it will serve, and with which kernels (default: the device's own)."""
 
     def refusal(self, spec: LinearSpec) -> str:
         """Why it cannot serve this linear, which then keeps the checkpoint's type; "": it can. Before `prepare`."""

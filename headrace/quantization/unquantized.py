@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.matmul import matmul
+from headrace.kernels.table import KernelTable
 from headrace.quantization import gpu_linear
 from headrace.quantization.cpu_linear import Choice, choose_all, hold_plain, spare_memory
 from headrace.quantization.scheme import Around, Compute, LinearSpec, Part, Product, Slot
@@ -16,9 +17,9 @@ from headrace.quantization.scheme import Around, Compute, LinearSpec, Part, Prod
 class Unquantized:
     def __init__(self) -> None:
         self.choices: dict[tuple[int, int, torch.dtype], Choice] = {}
-        self.plans: dict[gpu_linear.Size, gpu_linear.Plan] = {}
+        self.plans: dict[gpu_linear.Size, gpu_linear.Table] = {}
 
-    def prepare(self, specs: list[LinearSpec], device: torch.device) -> None:
+    def prepare(self, specs: list[LinearSpec], device: torch.device, kernels: KernelTable | None = None) -> None:
         if all(spec.batch_invariant for spec in specs):  # nothing to choose
             return
         if device.type == "cpu":

@@ -21,14 +21,18 @@ from headrace.model_config import ModelConfig
 from headrace.models.loader import load_model
 from headrace.models.registry import attention_spec
 from headrace.runner.cuda_graph import GraphSettings
+from headrace.runner.kernel_checks import Subject, kernel_checks
 from headrace.runner.kv_cache import KVCacheShape, cache_dtype
 from headrace.runner.kv_scales import Calibration, settle_kv_scales
+from headrace.runner.layer_checks import layer_checks
 from headrace.runner.memory import device_memory, first_line, is_out_of_memory
 from headrace.runner.model_runner import ModelRunner, RunnerLimits
 from headrace.runner.one_by_one import execute_one_by_one
 from headrace.runner.pending import FinishedStep, PendingStep
 from headrace.runner.profile import measure_memory
 from headrace.runner.rescue import rescue
+from headrace.runner.self_check import WAITS_FOR_THE_HOST, SelfCheck, with_switches
+from headrace.runner.step_checks import scratch_limits, step_checks, without_graphs
 from headrace.runner.step_times import measure_step_times
 from headrace.step import SchedulerOutput, WorkerFacts
 
@@ -88,7 +92,7 @@ class Worker:
         kv_dtype = cache_dtype(config.kv_cache_dtype, self.device)
         chosen = select_backend(spec, config.attention_backend)
         self.backend = load_backend(chosen.name)
-        self.kernels = select_kernels(self.device.type)
+        self.kernels = with_switches(select_kernels(self.device.type))
         context = LayerContext(self.mesh, self.kernels, self.backend, spec, self.dtype, self.device)
         self.model = load_model(
             self.folder, model_config, context, config.load_format, config.seed, config.quantization
@@ -99,11 +103,22 @@ class Worker:
         self.notes = [f"Using {chosen.name} backend: {chosen.why}."]
         self.notes += [f"Passed over {passed}" for passed in chosen.passed_over]
         self.notes += self.model.notes
+        check = SelfCheck(self.mesh.tp, self.device)
+        subject = Subject(
+            self.model, self.backend, self.kernels, self.shape, model_config.vocab_size, self.dtype, self.device
+        )
+        check.run(kernel_checks(subject))
+        check.run(layer_checks(subject))
         if spec.quantized_cache:
             calibration = Calibration(
                 self.model, self.backend, model_config, self.shape, self.dtype, self.mesh.tp, self.device
             )
             self.notes.append(settle_kv_scales(calibration, config.calculate_kv_scales))
+        self.refused_graphs = {"decode", "other"} if WAITS_FOR_THE_HOST & {*check.demoted} else set()
+        limits = scratch_limits(config.block_size, model_config.vocab_size)
+        check.run(step_checks(subject, self._graphs(limits), self.refused_graphs))
+        self.notes += check.notes
+        self.demoted = check.demoted
 
     def profile(self, config: EngineConfig) -> WorkerFacts:
         """What `config`, which may be smaller than the one before, leaves for the KV cache. Where its largest step does
@@ -134,12 +149,15 @@ class Worker:
             config.block_size,
             self.model_config.vocab_size,
         )
-        graphs = None
-        if self.device.type == "cuda":
-            graphs = GraphSettings.of(
-                config.compilation_config, config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len
-            )
+        graphs = without_graphs(self._graphs(limits), self.refused_graphs)
         self.runner = ModelRunner(self.model, self.backend, self.kernels, self.shape, limits, self.device, graphs)
+
+    def _graphs(self, limits: RunnerLimits) -> GraphSettings | None:
+        if self.device.type != "cuda":
+            return None
+        return GraphSettings.of(
+            self.config.compilation_config, limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len
+        )
 
     def _measure(self) -> WorkerFacts:
         assert self.runner is not None
@@ -171,6 +189,7 @@ class Worker:
             notes=self.notes + (notes or []),
             step_times=step_times or [],
             step_bytes=step,
+            demoted=self.demoted,
             shortfall=shortfall,
         )
 

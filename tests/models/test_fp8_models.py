@@ -88,8 +88,8 @@ def test_what_a_gpu_holds_gives_the_same_logits(
     emulated = run(Quantizing(folder, scheme, max_len=256), stories[:1])
     prepare = Fp8.prepare
 
-    def as_on_gpu(self: Fp8, specs: Any, device: torch.device) -> None:
-        prepare(self, specs, device)
+    def as_on_gpu(self: Fp8, specs: Any, device: torch.device, kernels: Any = None) -> None:
+        prepare(self, specs, device, kernels)
         self.emulates = False
 
     monkeypatch.setattr(Fp8, "prepare", as_on_gpu)

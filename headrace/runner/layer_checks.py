@@ -1,0 +1,276 @@
+"""Checks of what layers do by other means than the table's kernels: attention's backend, its fused decode, linears.
+
+Run after kernel_checks.py: norms and activations are right by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.attention.metadata import AttentionMetadata
+from headrace.errors import ConfigError
+from headrace.kernels.attention import paged_attention_reference
+from headrace.kernels.decode import decode_attention_reference
+from headrace.kernels.fp8 import Quantized, quantize_per_token_reference
+from headrace.kernels.gemm_config import BUCKETS
+from headrace.kernels.rotary import quantize_reference
+from headrace.kernels.table import REFERENCE_KERNELS
+from headrace.layers.attention import Attention
+from headrace.layers.linear import Linear, RowParallelLinear
+from headrace.quantization.fp8 import Fp8
+from headrace.quantization.gpu_linear import Table
+from headrace.quantization.scheme import Around
+from headrace.quantization.unquantized import Unquantized
+from headrace.runner.kernel_checks import (
+    TOKENS,
+    WIDE,
+    Subject,
+    attention_layers,
+    cache_bound,
+    cache_scale,
+    head_norms,
+    written,
+)
+from headrace.runner.kv_cache import allocate_kv_cache
+from headrace.runner.self_check import Check, relative_error
+
+W8A8 = {False: 6e-2, True: 0.12}
+"""Products over activations in fp8 beside the same over plain ones; True: gate times up, perhaps in fp8 again"""
+ROWS_AT_ONCE = 1 << 25
+"""elements of a weight that are widened to float32 at a time"""
+LONGEST = 1000
+"""keys of a decode: enough for several parts"""
+
+
+def layer_checks(subject: Subject) -> Iterator[Check]:
+    for layer in attention_layers(subject):
+        if layer.decode is not None:
+            yield _decode_check(subject, layer)
+    if subject.device.type != "cpu" or subject.backend.name != "TORCH_SDPA":  # it is the reference of a CPU
+        for layer in attention_layers(subject):
+            yield _attention_check(subject, layer)
+    yield from _linear_checks(subject)
+    yield from _fp8_checks(subject)
+
+
+def _decode_check(subject: Subject, layer: Attention) -> Check:
+    bound = cache_bound(subject, WIDE)
+
+    def error() -> float:
+        return max(_decode_error(subject, layer, requests) for requests in (1, 8, 40))
+
+    def demote() -> str:
+        for other in subject.layers(Attention):
+            other.decode = None
+        return "separate kernels"
+
+    return Check("decode_attention", error, bound, demote)
+
+
+def _decode_error(subject: Subject, layer: Attention, requests: int) -> float:
+    """Of one step of `requests` decodes, the last one padding if there are several."""
+    longest = min(LONGEST, subject.rope().shape[0])
+    lengths = [longest, *((37 * i) % min(200, longest) + 1 for i in range(1, requests))]
+    if requests > 1:
+        lengths[-1] = 0
+    cache, metadata = _filled_cache(subject, [1] * requests, lengths)
+    norms = head_norms(layer)
+    q, k, v = subject.random(requests, sum(layer.heads), layer.spec.head_dim).split(layer.heads, dim=1)
+    angles = subject.kernels.step_angles(subject.rope(), metadata.positions)[0]
+    scale, other = cache_scale(subject), cache.clone()
+    assert layer.decode is not None
+    out = layer.decode(q, k, v, angles, cache, metadata, layer.spec, *norms, layer.eps, scale)
+    expected = decode_attention_reference(
+        q, k, v, subject.rope(), other, metadata.block_table, metadata.rows, metadata.seq_lens, layer.spec.scale,
+        layer.spec.sliding_window, *norms, layer.eps, scale,
+    )  # fmt: skip
+    slots = metadata.slot_mapping
+    return relative_error((out, *written(cache, slots)), (expected, *written(other, slots)))
+
+
+def _attention_check(subject: Subject, layer: Attention) -> Check:
+    def error() -> float:
+        block = subject.shape.block_size
+        longest = min(LONGEST, subject.rope().shape[0])
+        mixed = ([1, 1, 24, 40], [longest, 3, min(longest, 24 + 2 * block + 1), 40])
+        decodes = ([1] * 4, [1, longest, 17, 2 * block])
+        return max(_attention_error(subject, layer, counts, lengths) for counts, lengths in (mixed, decodes))
+
+    def demote() -> str:
+        raise ConfigError(
+            f"attention backend {subject.backend.name} disagrees with its reference on this model and device: "
+            f"it must not serve; choose another --attention-backend"
+        )
+
+    return Check(f"attention backend {subject.backend.name}", error, cache_bound(subject, WIDE), demote)
+
+
+def _attention_error(subject: Subject, layer: Attention, counts: list[int], lengths: list[int]) -> float:
+    cache, metadata = _filled_cache(subject, counts, lengths)
+    q, spec, scale = subject.random(sum(counts), layer.heads[0], layer.spec.head_dim), layer.spec, cache_scale(subject)
+    out = layer.attend(q, cache, metadata, spec, scale)
+    expected = paged_attention_reference(
+        q, cache, metadata.block_table, metadata.rows, metadata.query_start_loc, metadata.seq_lens, spec.scale,
+        metadata.max_query_len, metadata.max_seq_len, spec.sliding_window, kv_scale=scale,
+    )  # fmt: skip
+    return relative_error(out, expected)
+
+
+def _filled_cache(subject: Subject, counts: list[int], lengths: list[int]) -> tuple[Tensor, AttentionMetadata]:
+    """A layer's cache full of numbers, and a step of `counts` new tokens of requests that then have `lengths`."""
+    size, device = subject.shape.block_size, subject.device
+    needed = [max(1, -(-length // size)) for length in lengths]
+    cache = allocate_kv_cache(replace(subject.shape, num_layers=1), sum(needed), device)[0]
+    content = subject.random(*cache.shape)
+    scale = cache_scale(subject)
+    if scale is None:
+        cache.copy_(content)
+    else:
+        cache.copy_(quantize_reference(content, scale.view(2, 1, 1, 1, 1), cache.dtype))
+    table = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
+    free = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(1)).int()
+    for row, own in enumerate(free.split(needed)):
+        table[row, : len(own)] = own
+    positions, slots = [], []
+    for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        for position in range(length - count, length):
+            positions.append(max(0, position))
+            slots.append(int(table[row, position // size]) * size + position % size if length else -1)
+    ends = torch.tensor(counts).cumsum(0).tolist()
+    metadata = AttentionMetadata(
+        rows=torch.arange(len(lengths), dtype=torch.int32, device=device),
+        query_start_loc=subject.ints(0, *ends),
+        seq_lens=subject.ints(*lengths),
+        positions=subject.ints(*positions, dtype=torch.int64),
+        slot_mapping=subject.ints(*slots, dtype=torch.int64),
+        block_table=table.to(device),
+        num_reqs=len(counts),
+        num_tokens=sum(counts),
+        max_query_len=max(counts),
+        max_seq_len=max(lengths),
+        num_decodes=sum(count == 1 for count in counts),
+    )
+    subject.backend.plan(metadata)
+    return cache, metadata
+
+
+def _linear_checks(subject: Subject) -> Iterator[Check]:
+    """Our own kernels for few tokens, size by size and bucket by bucket; the library is what serves without them."""
+    found: dict[int, tuple[str, Table, list[Linear]]] = {}
+    for layer in subject.ends(
+        Linear, lambda layer: (layer.spec.in_features, layer.spec.out_features, layer.activation)
+    ):
+        table = _table(layer)
+        if table is not None:
+            name = f"linear_{layer.spec.out_features}x{layer.spec.in_features}"
+            found.setdefault(id(table), (name, table, []))[2].append(layer)
+    for name, table, layers in found.values():
+        for low, bucket in zip((0, *BUCKETS), BUCKETS, strict=False):
+            tokens = next(count for count in (*TOKENS, bucket) if low < count <= bucket)
+            if table[tokens] is not None:
+                error = partial(_linear_error, subject, layers, tokens)
+                demote = partial(_by_library, table, low, bucket)
+                yield Check(f"{name}_up_to_{bucket}_tokens", error, WIDE[subject.dtype], demote)
+
+
+def _table(layer: Linear) -> Table | None:
+    """Which kernel serves how many tokens, shared by all linears of the size; None where none is ours."""
+    if not layer.weights or not isinstance(layer.scheme, Unquantized | Fp8):
+        return None
+    itemsize = layer.weights["weight"].dtype.itemsize
+    return layer.scheme.plans.get((itemsize, layer.spec.out_features, layer.spec.in_features))
+
+
+def _by_library(table: Table, low: int, bucket: int) -> str:
+    table[low + 1 : bucket + 1] = [None] * (bucket - low)
+    return "the vendor's library"
+
+
+def _linear_error(subject: Subject, layers: list[Linear], tokens: int) -> float:
+    """Through the layers themselves, beside plain products in float32 of the same weights. What an fp8 linear takes in
+    is in fp8 already, and then it is normed too."""
+    worst = 0.0
+    for layer in layers:
+        x: Any = subject.random(tokens, layer.spec.in_features)
+        fp8 = layer.scheme.input_dtype(layer.spec)
+        if fp8 is not None:
+            x = quantize_per_token_reference(x, fp8)
+        worst = max(worst, _error_beside_plain(subject, layer, x))
+    return worst
+
+
+def _error_beside_plain(subject: Subject, layer: Linear, x: Any) -> float:
+    expected, residual = _plainly(layer, x), None
+    if isinstance(layer, RowParallelLinear):
+        residual = expected.to(subject.dtype).flip(-1).contiguous()
+        expected += residual
+    out = layer.compute(x, residual)
+    found = out.dequantize(subject.dtype) if isinstance(out, Quantized) else out
+    return relative_error(found, expected.to(subject.dtype))
+
+
+def _plainly(layer: Linear, x: Any) -> Tensor:
+    """# [num_tokens, outputs] float32"""
+    norm = layer.norm[0]
+    if isinstance(x, Quantized):
+        x = x.dequantize(torch.float32)
+    elif norm is not None:
+        x = REFERENCE_KERNELS.rms_norm(x, norm.weight, norm.eps)
+    weight, wide = layer.weights["weight"], x.float()
+    step = max(1, ROWS_AT_ONCE // weight.shape[1])
+    out = torch.cat([F.linear(wide, rows.float()) for rows in weight.split(step)], dim=1)
+    if (scales := layer.weights.get("weight_scale")) is not None:
+        out *= scales
+    if (bias := layer.weights.get("bias")) is not None:
+        out += bias.float()
+    if layer.activation is not None:
+        gate, up = out.chunk(2, dim=-1)
+        out = F.silu(gate) * up
+    return out
+
+
+def _fp8_checks(subject: Subject) -> Iterator[Check]:
+    """What fp8 does to activations, size by size."""
+    for layer, _ in subject.fp8_linears():
+        if "weight_scale" in layer.weights:
+            name = f"fp8_linear_{layer.spec.out_features}x{layer.spec.in_features}"
+            demote = partial(_without_fp8, subject, layer)
+            error = partial(_fp8_error, subject, layer)
+            yield Check(name, error, W8A8[layer.activation is not None], demote)
+
+
+def _fp8_error(subject: Subject, layer: Linear) -> float:
+    return max(
+        _error_beside_plain(subject, layer, subject.random(tokens, layer.spec.in_features)) for tokens in (1, 100)
+    )
+
+
+def _without_fp8(subject: Subject, wrong: Linear) -> str:
+    """All linears of the size over the same weights, widened."""
+    plain = Unquantized()
+    for layer in subject.layers(Linear):
+        same = (layer.spec.out_features, layer.spec.in_features) == (wrong.spec.out_features, wrong.spec.in_features)
+        if same and layer.scheme is wrong.scheme and "weight_scale" in layer.weights:
+            weights = dict(layer.weights)
+            weights["weight"] = (weights["weight"].float() * weights.pop("weight_scale")[:, None]).to(subject.dtype)
+            norm = layer.norm[0]
+            around = Around(activation=layer.activation)
+            if norm is not None:
+                around = Around(norm.weight.data, norm.eps, norm.rms_norm, layer.activation)
+            layer.weights = weights
+            layer.compute = _of_plain_inputs(plain.finalize(layer.spec, weights, around), subject.dtype)
+    return "linears over plain activations"
+
+
+def _of_plain_inputs(compute: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    def plainly(x: Any, residual: Tensor | None) -> Any:
+        return compute(x.dequantize(dtype) if isinstance(x, Quantized) else x, residual)
+
+    return plainly

@@ -1,0 +1,154 @@
+"""At load, what is fast is compared with what is plainly right, on this model's weights; what disagrees is replaced.
+
+Kernels are called through switches, which whoever holds one need not know. How each one is run and compared stands in
+kernel_checks.py and step_checks.py. Every rank demotes what any of them found wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.distributed.mesh import Group
+from headrace.kernels.fp8 import Quantized
+from headrace.kernels.table import REFERENCE_KERNELS, KernelTable
+from headrace.runner.memory import first_line, is_out_of_memory
+
+WAITS_FOR_THE_HOST = frozenset({"prepare_batch", "rotary_and_cache", "step_angles", "fused_moe"})
+"""Kernels whose references look at values on the host: no graph can hold them."""
+
+
+class Switch:
+    """A kernel that can be turned to its reference while others hold it."""
+
+    def __init__(self, fast: Callable[..., Any], reference: Callable[..., Any]) -> None:
+        self.fast = fast
+        self.reference = reference
+        self.call = fast
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self.call(*arguments, **options)
+
+    def demote(self) -> None:
+        self.call = self.reference
+
+
+def with_switches(table: KernelTable) -> KernelTable:
+    """The same kernels, those that are not references behind switches."""
+    changed = {}
+    for name, reference in vars(REFERENCE_KERNELS).items():
+        if (fast := getattr(table, name)) is not reference:
+            changed[name] = Switch(fast, reference)
+    return replace(table, **changed)
+
+
+def switches(table: KernelTable) -> dict[str, Switch]:
+    """by kernel"""
+    found = {field.name: getattr(table, field.name) for field in fields(table)}
+    return {name: kernel for name, kernel in found.items() if isinstance(kernel, Switch)}
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    """of what is demoted, as the log and /metrics call it"""
+    error: Callable[[], float]
+    """relative; runs on this rank alone, unless `together`"""
+    bound: float
+    demote: Callable[[], str]
+    """Replaces it; says by what. May raise where nothing can replace it."""
+    together: bool = False
+    """Every rank takes part in running it, so that none may fail alone."""
+
+
+@dataclass(frozen=True)
+class Demotion:
+    name: str
+    error: float
+    """the largest of all ranks; infinite: not numbers, or it could not run"""
+    said: str
+    """a line for the start-up log"""
+
+
+class SelfCheck:
+    """`run` one list of checks after the other; then `notes`."""
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self._count = 0
+        self._seconds = 0.0
+        self.demotions: list[Demotion] = []
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines for the start-up log; none where there was nothing to check."""
+        if not self._count:
+            return []
+        verdict = f"{len(self.demotions)} demoted" if self.demotions else "all agree"
+        summary = f"Self-check: {self._count} checks in {self._seconds:.1f} s, {verdict}."
+        return [summary, *(f"Self-check: {demotion.said}." for demotion in self.demotions)]
+
+    @property
+    def demoted(self) -> list[str]:
+        return [demotion.name for demotion in self.demotions]
+
+    @torch.inference_mode()
+    def run(self, checks: Iterable[Check]) -> None:
+        """One after the other: what one demotes, the next does without. The same checks on every rank."""
+        began = time.perf_counter()
+        for check in checks:
+            self._count += 1
+            own, said = self._attempt(check)
+            error = self._largest(own)
+            if not error <= check.bound:
+                replaced = check.demote()
+                how = said or f"disagrees with its reference (relative error {error:.1e} > {check.bound:.0e})"
+                self.demotions.append(Demotion(check.name, error, f"{check.name} {how} and is replaced by {replaced}"))
+        self._seconds += time.perf_counter() - began
+
+    def _attempt(self, check: Check) -> tuple[float, str]:
+        """(relative error, what it died of). A kernel that cannot run is as wrong as one that lies."""
+        if check.together:
+            return check.error(), ""
+        try:
+            return check.error(), ""
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return math.inf, f"cannot run ({type(error).__name__}: {first_line(error)})"
+
+    def _largest(self, error: float) -> float:
+        """Of all ranks."""
+        if self._group.size == 1:
+            return error
+        mine = torch.tensor([[math.inf if math.isnan(error) else error]], device=self._device)
+        return float(self._group.all_gather(mine).max())
+
+
+def relative_error(found: Any, expected: Any) -> float:
+    """||found - expected|| / ||expected||, the largest of all tensors in two equal nests of them. Infinite where shapes
+    or types differ, or one is not a finite number where the other is another."""
+    if isinstance(found, Quantized) and isinstance(expected, Quantized):
+        return relative_error(found.dequantize(torch.float32), expected.dequantize(torch.float32))
+    if isinstance(found, tuple) and isinstance(expected, tuple) and len(found) == len(expected):
+        return max(relative_error(a, b) for a, b in zip(found, expected, strict=True))
+    if found is None and expected is None:
+        return 0.0
+    if not isinstance(found, Tensor) or not isinstance(expected, Tensor):
+        return math.inf
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return math.inf
+    wide = torch.float64 if not found.is_floating_point() else torch.float32
+    found, expected = found.to(wide), expected.to(wide)
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    if not bool((same | (found.isfinite() & expected.isfinite())).all()):
+        return math.inf
+    difference = float((found - expected).masked_fill_(same, 0.0).norm())
+    return difference / float(expected.masked_fill(~expected.isfinite(), 0.0).norm() or 1e-30) if difference else 0.0

@@ -1,0 +1,151 @@
+"""Checks of whole steps on a small cache: fast kernels together beside their references, graphs beside eager steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from headrace.layers.attention import Attention
+from headrace.layers.moe import SparseMoE
+from headrace.runner.cuda_graph import CudaDevice, GraphDevice, GraphSettings
+from headrace.runner.kernel_checks import Subject
+from headrace.runner.model_runner import ModelRunner, RunnerLimits
+from headrace.runner.self_check import Check, relative_error, switches
+from headrace.sampling_params import SamplingParams
+from headrace.step import BlockUpdate, NewRow, SchedulerOutput
+
+BOUND = {torch.bfloat16: 0.1, torch.float16: 3e-2, torch.float32: 1e-2}
+"""Rounding errors of a whole model, one layer's on top of another's"""
+COARSE = 0.25
+"""... where a small difference may choose another expert, or another number of an fp8 type"""
+PROMPTS = (12, 5)
+"""tokens of the requests before they decode"""
+SEQS, LENGTH = 4, 32
+
+
+def scratch_limits(block_size: int, vocab_size: int) -> RunnerLimits:
+    return RunnerLimits(SEQS, 2 * LENGTH, LENGTH, block_size, vocab_size)
+
+
+def step_checks(
+    subject: Subject,
+    settings: GraphSettings | None,
+    refused: set[str],
+    device: Callable[[torch.device], GraphDevice] = CudaDevice,
+) -> Iterator[Check]:
+    """`settings` is for `scratch_limits`; what must not be captured, `decode` or `other`, is added to `refused`."""
+    limits = scratch_limits(subject.shape.block_size, subject.vocab_size)
+    fused = any(layer.decode is not None for layer in subject.layers(Attention))
+    if not (settings or fused or switches(subject.kernels)):
+        return
+    runner = ModelRunner(
+        subject.model, subject.backend, subject.kernels, subject.shape, limits, subject.device, settings, device
+    )
+    runner.allocate(SEQS * -(-LENGTH // limits.block_size))
+    if fused or switches(subject.kernels):
+        yield _references_check(subject, runner)
+    if settings is not None:
+        for kind in ("decode", "other"):
+            if kind not in refused and getattr(settings, kind) != "none":
+                yield _graph_check(subject, runner, kind, refused)
+
+
+def _bound(subject: Subject) -> float:
+    coarse = subject.shape.dtype.itemsize == 1 or subject.fp8_linears() or subject.layers(SparseMoE)
+    return COARSE if coarse else BOUND[subject.dtype]
+
+
+def _steps(runner: ModelRunner) -> tuple[SchedulerOutput, SchedulerOutput]:
+    """Two prompts, then a decode of each; either may be run again."""
+    limits, rows = runner.limits, list(range(len(PROMPTS)))
+    blocks = -(-limits.max_model_len // limits.block_size)
+    params = SamplingParams(temperature=0.0, max_tokens=None, seed=0)
+    ids = [[(row * 31 + place * 7919) % limits.vocab_size for place in range(PROMPTS[row] + 1)] for row in rows]
+    new = [NewRow(row, ids[row], params, []) for row in rows]
+    owned = [BlockUpdate(row, 0, list(range(row * blocks, (row + 1) * blocks))) for row in rows]
+    prompts = SchedulerOutput(0, new, rows, owned, rows, [0] * len(rows), list(PROMPTS), [True] * len(rows))
+    decodes = SchedulerOutput(1, [], [], [], rows, list(PROMPTS), [1] * len(rows), [True] * len(rows))
+    return prompts, decodes
+
+
+def _references_check(subject: Subject, runner: ModelRunner) -> Check:
+    def error() -> float:
+        fast = _eagerly(runner)
+        with _by_references(subject):
+            expected = _eagerly(runner)
+        return relative_error(fast, expected)
+
+    def demote() -> str:
+        for switch in switches(subject.kernels).values():
+            switch.demote()
+        for layer in subject.layers(Attention):
+            layer.decode = None
+        return "the references of all kernels"
+
+    return Check("whole_step", error, _bound(subject), demote, together=True)
+
+
+def _eagerly(runner: ModelRunner) -> tuple[Tensor, ...]:
+    """Logits of either step's last tokens."""
+    found = []
+    for step in _steps(runner):
+        runner.state.apply(step)
+        batch = runner.inputs.fill(step)
+        hidden, _ = runner.forward(batch)
+        found.append(runner.model.compute_logits(hidden[batch.sample_index]))
+    return tuple(found)
+
+
+@contextmanager
+def _by_references(subject: Subject) -> Iterator[None]:
+    held, layers = switches(subject.kernels).values(), subject.layers(Attention)
+    before = [switch.call for switch in held], [layer.decode for layer in layers]
+    for switch in held:
+        switch.demote()
+    for layer in layers:
+        layer.decode = None
+    try:
+        yield
+    finally:
+        for switch, call in zip(held, before[0], strict=True):
+            switch.call = call
+        for layer, decode in zip(layers, before[1], strict=True):
+            layer.decode = decode
+
+
+def _graph_check(subject: Subject, runner: ModelRunner, kind: str, refused: set[str]) -> Check:
+    def error() -> float:
+        prompts, decodes = _steps(runner)
+        runner.renew_graphs()
+        step = decodes if kind == "decode" else prompts
+        runner.state.apply(prompts)
+        runner.forward(runner.inputs.fill(prompts))
+        graphs = runner.graphs
+        assert graphs is not None
+        shape = graphs.shape_of(step)
+        if shape is None:
+            return 0.0
+        batch = runner.inputs.fill(step, shape.num_reqs, None if shape.decode else shape.num_tokens)
+        expected = runner.forward(batch)[0][: step.num_tokens].clone()
+        worst = 0.0
+        for _ in range(3):  # eager, captured, replayed
+            worst = max(worst, relative_error(graphs.run(shape, batch)[: step.num_tokens], expected))
+        return worst
+
+    def demote() -> str:
+        refused.add(kind)
+        return "eager steps"
+
+    return Check(f"cuda_graph_{kind}", error, _bound(subject), demote, together=True)
+
+
+def without_graphs(settings: GraphSettings | None, refused: set[str]) -> GraphSettings | None:
+    """`settings` but for the kinds that were refused."""
+    if settings is None:
+        return None
+    left = replace(settings, **dict.fromkeys(refused, "none"))  # type: ignore[arg-type]
+    return None if left.decode == left.other == "none" else left
