@@ -15,29 +15,9 @@ from torch import Tensor
 
 from headrace.kernels._triton import DEVICE_FAMILY, next_power_of_2, overlap, tl, triton, wait_for_inputs
 from headrace.kernels.attention_config import AttentionConfig, AttentionPlan, plan_attention
+from headrace.kernels.fp8_cache import as_float16, has_fp8_conversion, split_pairs
 
 LOG2_E = 1.4426950408889634
-
-
-@triton.jit
-def _split_pairs(pairs, FP8: tl.constexpr, PTX: tl.constexpr):
-    """int16 pairs of fp8 -> float16 of the low bytes, of the high bytes. With PTX: 3 instructions for 4 numbers where
-    the compiler finds 8."""
-    if PTX and tl.float8e5 == FP8:  # float16 without its last byte
-        low, high = tl.inline_asm_elementwise(
-            "{ prmt.b32 $0, $2, 0, 0x2404; and.b32 $1, $2, 0xff00ff00; }",
-            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    elif PTX:
-        low, high = tl.inline_asm_elementwise(
-            "{ .reg .b32 bytes; .reg .b16 low, high; prmt.b32 bytes, $2, 0, 0x3120; mov.b32 {low, high}, bytes;"
-            " cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",
-            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        low = pairs.to(tl.uint8).to(FP8, bitcast=True).to(tl.float16)
-        high = (pairs >> 8).to(tl.uint8).to(FP8, bitcast=True).to(tl.float16)
-    return low, high
 
 
 @triton.jit
@@ -118,7 +98,7 @@ def _attend(
         row_sum = row_sum * decay + tl.sum(weights, axis=1)
         weights = weights.to(q.dtype)
         if PAIRS:
-            even, odd = _split_pairs(value, keys_ptr.dtype.element_ty, PTX)
+            even, odd = split_pairs(value, keys_ptr.dtype.element_ty, PTX)
             even = tl.dot(weights, even.to(q.dtype), acc[0] * decay[:, None], input_precision="ieee")
             odd = tl.dot(weights, odd.to(q.dtype), acc[1] * decay[:, None], input_precision="ieee")
             acc = (even, odd)
@@ -126,14 +106,6 @@ def _attend(
             acc = (tl.dot(weights, value.to(q.dtype), acc[0] * decay[:, None], input_precision="ieee"),)
         row_max = new_max
     return acc, row_max, row_sum
-
-
-@triton.jit
-def _as_float16(q):
-    """q in float16, each row multiplied by a power of two so that it is at most 1; and 1 / that power # [rows, 1]."""
-    wide = q.to(tl.float32)
-    power = tl.exp2(tl.ceil(tl.log2(tl.maximum(tl.max(tl.abs(wide), axis=1), 1e-30))))[:, None]
-    return (wide / power).to(tl.float16), power
 
 
 @triton.jit(do_not_specialize=["window", "first_req", "num_reqs", "search_steps"])
@@ -212,7 +184,7 @@ def _attention_kernel(
     if QUANTIZED:
         qk_scale = qk_scale * tl.load(kv_scale_ptr)
         if q.dtype == tl.bfloat16:  # fp8 becomes float16 in one instruction, bfloat16 in five
-            q, power = _as_float16(q)
+            q, power = as_float16(q)
             qk_scale = qk_scale * power
 
     first_position = seq_len - query_len + tile * BLOCK_Q
@@ -300,15 +272,6 @@ def multiprocessor_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@lru_cache(maxsize=1)
-def _has_fp8_conversion() -> bool:
-    """NVIDIA's instructions that convert pairs of fp8: compute capability 8.9 and above."""
-    if triton.knobs.runtime.interpret:
-        return False
-    target = triton.runtime.driver.active.get_current_target()
-    return bool(target.backend == "cuda" and target.arch >= 89)
-
-
 def tile_element_size(q: Tensor, kv_cache: Tensor) -> int:
     """By which the tables of configurations are keyed: the queries' size, but 1 for fp8 read by 2-byte queries."""
     return 1 if kv_cache.element_size() == 1 and q.element_size() == 2 else q.element_size()
@@ -381,7 +344,7 @@ def _run(
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, GROUP=num_heads // num_kv_heads,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_SIZE=kv_cache.shape[2], DECODE=decode,
         WINDOWED=window is not None, QUANTIZED=quantized,
-        PTX=_has_fp8_conversion(),
+        PTX=has_fp8_conversion(),
         num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=config.fp_fusion, **overlap(),
     )  # fmt: skip
     if splits > 1:

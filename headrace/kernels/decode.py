@@ -15,12 +15,11 @@ from torch import Tensor
 from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_for_inputs
 from headrace.kernels.attention import (
     LOG2_E,
-    _as_float16,
     _attend,
-    _has_fp8_conversion,
     paged_attention_reference,
 )
 from headrace.kernels.attention_config import AttentionConfig
+from headrace.kernels.fp8_cache import as_float16, has_fp8_conversion
 from headrace.kernels.rotary import _to_fp8, rotary_and_cache_reference
 
 TILES_PER_PART = 2
@@ -166,7 +165,7 @@ def _decode_kernel(
         qk_scale = qk_scale * k_scale
         acc = (tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32), tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32))
         if q.dtype == tl.bfloat16:  # fp8 becomes float16 in one instruction, bfloat16 in five
-            q, power = _as_float16(q)
+            q, power = as_float16(q)
             qk_scale = qk_scale * power
     else:
         acc = (tl.zeros([BLOCK_M, BLOCK_D], tl.float32),)
@@ -293,7 +292,7 @@ def decode_attention(
         HALF=cos_sin.shape[1] // 2, GROUP=group, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_SIZE=kv_cache.shape[2], SPLITS=splits, TILES_PER_PART=TILES_PER_PART, WINDOWED=sliding_window is not None,
         NORM=q_norm is not None, QUANTIZED=quantized, LIMIT=torch.finfo(kv_cache.dtype).max if quantized else 0.0,
-        PTX=_has_fp8_conversion(), num_warps=config.num_warps, num_stages=config.num_stages, **overlap(),
+        PTX=has_fp8_conversion(), num_warps=config.num_warps, num_stages=config.num_stages, **overlap(),
     )  # fmt: skip
     return out
 
