@@ -165,7 +165,14 @@ def decide_num_blocks(config: EngineConfig, facts: list[WorkerFacts]) -> tuple[i
     useful = 2 * config.max_num_seqs * blocks_per_seq
     count = min(by_memory, useful)
     if count < blocks_per_seq:
-        tokens = max(0, by_memory) * config.block_size
+        tokens = by_memory * config.block_size
+        if tokens <= 0:
+            missing = -min(_kv_bytes(config, fact) for fact in facts) / 2**30
+            raise OutOfMemoryError(
+                f"weights and a step leave no room for a KV cache: {missing:.2f} GiB are missing even without; raise "
+                f"--gpu-memory-utilization (it is {config.gpu_memory_utilization:g}) or free memory on "
+                f"{facts[0].device_name}"
+            )
         raise OutOfMemoryError(
             f"the KV cache has room for {tokens} tokens, fewer than max_model_len ({config.max_model_len}); "
             f"lower --max-model-len to {tokens} or free memory on {facts[0].device_name}"

@@ -21,7 +21,8 @@ WORKSPACE_BYTES = 64 << 20
 MOST_OUTSIDE = 4 << 30
 """Kernels, libraries and communication beside the allocator take no more; if there seems to be, others started too."""
 MARGIN = 1 / 64
-"""Share of the device that stays free when others, not gpu_memory_utilization, bound what is ours"""
+"""Share of the device, up to MOST_MARGIN bytes, that stays free where others bound what is ours, not our share"""
+MOST_MARGIN = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def measure_memory(
     free, reserved = memory.free(), memory.reserved()
     outside = min(max(0, free_at_start - free - reserved), MOST_OUTSIDE)
     by_share = int(memory.total * utilization) - peak - outside - graphs
-    by_free = free + reserved - peak - graphs - int(memory.total * MARGIN)
+    by_free = free + reserved - peak - graphs - min(int(memory.total * MARGIN), MOST_MARGIN)
     return MemoryUse(standing, peak - standing, graphs, outside, min(by_share, by_free))
 
 

@@ -148,6 +148,11 @@ def test_too_little_memory_says_what_would_fit() -> None:
         decide_num_blocks(resolved(), [facts(10_000)])
 
 
+def test_no_room_at_all_says_how_much_is_missing() -> None:
+    with pytest.raises(OutOfMemoryError, match=r"2.00 GiB are missing.*--gpu-memory-utilization \(it is 0.9\)"):
+        decide_num_blocks(resolved(), [facts(50_000), facts(-(2 << 30))])
+
+
 def test_an_override_is_taken_as_it_is() -> None:
     count, decisions = decide_num_blocks(resolved(num_gpu_blocks_override=7), [facts(0)])
     assert count == 7
