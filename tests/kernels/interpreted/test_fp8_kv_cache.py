@@ -140,3 +140,14 @@ def test_fused_decode(heads, window, splits, dtype, fp8):
     assert error <= 2 * TOLERANCE[dtype] + 2e-3  # the new key may round to its neighbour
     ours, theirs = (cache.float() for cache in caches)
     assert (ours != theirs).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_caches_narrower_than_the_model_without_scales(dtype):
+    attend("mixed", (4, 2, 16), 16, dtype, torch.bfloat16)
+    k, v = torch.randn(2, 1, 8).to(dtype), torch.randn(2, 1, 8).to(dtype)
+    table, slots = torch.cat((torch.ones(4, 4), torch.zeros(4, 4)), dim=-1), torch.arange(2)
+    for kernels in (TRITON, REFERENCE):
+        cache = torch.zeros(2, 1, 2, 1, 8).bfloat16()
+        kernels.rotary_and_cache(k, k, v, table, slots, cache, slots)
+        assert torch.equal(cache.view(2, 2, 1, 8), torch.stack((k, v)).bfloat16())
