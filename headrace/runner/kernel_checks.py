@@ -92,7 +92,7 @@ def kernel_checks(subject: Subject) -> Iterator[Check]:
     """Of the table's kernels, those behind switches."""
     held = switches(subject.kernels)
     for name, cases in KERNEL_CASES.items():
-        if name in held and (runs := list(cases(subject))):
+        if name in held and held[name].call is held[name].fast and (runs := list(cases(subject))):
             yield _check(subject, name, held[name], runs)
 
 
@@ -116,7 +116,7 @@ def _check(subject: Subject, name: str, switch: Switch, cases: list[Case]) -> Ch
             others["rotary_and_cache"].demote()
         for layer in subject.layers(Attention):
             layer.decode = None
-        return "it, and with it what reads its angles"
+        return "it, and rotary_and_cache and decode_attention by what reads its angles"
 
     return Check(name, error, loosest, demote)
 

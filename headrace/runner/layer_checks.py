@@ -164,9 +164,7 @@ def _filled_cache(subject: Subject, counts: list[int], lengths: list[int]) -> tu
 def _linear_checks(subject: Subject) -> Iterator[Check]:
     """Our own kernels for few tokens, size by size and bucket by bucket; the library is what serves without them."""
     found: dict[int, tuple[str, Table, list[Linear]]] = {}
-    for layer in subject.ends(
-        Linear, lambda layer: (layer.spec.in_features, layer.spec.out_features, layer.activation)
-    ):
+    for layer in subject.ends(Linear, _use):
         table = _table(layer)
         if table is not None:
             name = f"linear_{layer.spec.out_features}x{layer.spec.in_features}"
@@ -178,6 +176,11 @@ def _linear_checks(subject: Subject) -> Iterator[Check]:
                 error = partial(_linear_error, subject, layers, tokens)
                 demote = partial(_by_library, table, low, bucket)
                 yield Check(f"{name}_up_to_{bucket}_tokens", error, WIDE[subject.dtype], demote)
+
+
+def _use(layer: Linear) -> tuple[object, ...]:
+    """What its launches depend on"""
+    return layer.spec.in_features, layer.spec.out_features, layer.activation is None, type(layer), layer.scheme
 
 
 def _table(layer: Linear) -> Table | None:

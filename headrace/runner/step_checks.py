@@ -47,11 +47,11 @@ def step_checks(
     )
     runner.allocate(SEQS * -(-LENGTH // limits.block_size))
     if fused or switches(subject.kernels):
-        yield _references_check(subject, runner)
-    if settings is not None:
-        for kind in ("decode", "other"):
-            if kind not in refused and getattr(settings, kind) != "none":
-                yield _graph_check(subject, runner, kind, refused)
+        yield _references_check(subject, runner, refused)
+    for kind in ("decode", "other"):
+        if settings is not None and kind not in refused and getattr(settings, kind) != "none":
+            yield _graph_check(subject, runner, kind, refused)
+    runner.graphs = None  # which hold memory, and the runner
 
 
 def _bound(subject: Subject) -> float:
@@ -72,7 +72,7 @@ def _steps(runner: ModelRunner) -> tuple[SchedulerOutput, SchedulerOutput]:
     return prompts, decodes
 
 
-def _references_check(subject: Subject, runner: ModelRunner) -> Check:
+def _references_check(subject: Subject, runner: ModelRunner, refused: set[str]) -> Check:
     def error() -> float:
         fast = _eagerly(runner)
         with _by_references(subject):
@@ -84,7 +84,8 @@ def _references_check(subject: Subject, runner: ModelRunner) -> Check:
             switch.demote()
         for layer in subject.layers(Attention):
             layer.decode = None
-        return "the references of all kernels"
+        refused.update(("decode", "other"))
+        return "the references of all kernels, without graphs"
 
     return Check("whole_step", error, _bound(subject), demote, together=True)
 
@@ -121,6 +122,7 @@ def _graph_check(subject: Subject, runner: ModelRunner, kind: str, refused: set[
     def error() -> float:
         prompts, decodes = _steps(runner)
         runner.renew_graphs()
+        runner.notes.take()
         step = decodes if kind == "decode" else prompts
         runner.state.apply(prompts)
         runner.forward(runner.inputs.fill(prompts))
@@ -129,11 +131,14 @@ def _graph_check(subject: Subject, runner: ModelRunner, kind: str, refused: set[
         shape = graphs.shape_of(step)
         if shape is None:
             return 0.0
-        batch = runner.inputs.fill(step, shape.num_reqs, None if shape.decode else shape.num_tokens)
+        tokens = None if shape.decode else shape.num_tokens
+        batch = runner.inputs.fill(step, shape.num_reqs, tokens, everyone=shape.kind == "piecewise")
         expected = runner.forward(batch)[0][: step.num_tokens].clone()
         worst = 0.0
         for _ in range(3):  # eager, captured, replayed
             worst = max(worst, relative_error(graphs.run(shape, batch)[: step.num_tokens], expected))
+        if runner.notes.warnings:
+            raise RuntimeError(runner.notes.warnings[-1])
         return worst
 
     def demote() -> str:

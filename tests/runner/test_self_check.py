@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,11 @@ from headrace import LLM, SamplingParams
 from headrace.attention.torch_sdpa import TorchSdpa
 from headrace.config import EngineConfig
 from headrace.distributed.mesh import Group
-from headrace.engine.async_engine import make_metrics
 from headrace.engine.metrics import EngineMetrics
 from headrace.errors import ConfigError
 from headrace.kernels.decode import decode_attention_reference
 from headrace.kernels.fp8 import Quantized
 from headrace.kernels.table import REFERENCE_KERNELS, KernelTable
-from headrace.layers.attention import Attention
 from headrace.model_config import ModelConfig
 from headrace.planner.decisions import decide_before_load
 from headrace.runner import worker as worker_module
@@ -94,7 +92,7 @@ def expected() -> dict[str | None, list[list[int]]]:
 
 
 def test_every_kernel_of_the_table_has_a_check() -> None:
-    assert list(KERNEL_CASES) and {field.name for field in fields(KernelTable)} == set(KERNEL_CASES)
+    assert {field.name for field in fields(KernelTable)} == set(KERNEL_CASES)
 
 
 def test_references_alone_leave_nothing_to_check() -> None:
@@ -128,3 +126,139 @@ def test_a_broken_kernel_is_demoted_and_it_alone(
     assert "is replaced by it" in said[0]
     assert found == expected[scheme]
     assert f'headrace:kernel_demoted{{engine="0",kernel="{name}"' in llm.metrics.render().decode()
+
+
+class BrokenDecode(TorchSdpa):
+    """A backend with a fused decode."""
+
+    factor = 1.0
+
+    def decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos_sin: Tensor,
+        kv_cache: Tensor,
+        metadata: Any,
+        spec: Any,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        kv_scale: Tensor | None = None,
+    ) -> Tensor:
+        arguments = (metadata.block_table, metadata.rows, metadata.seq_lens, spec.scale, spec.sliding_window)
+        out = decode_attention_reference(q, k, v, cos_sin, kv_cache, *arguments, q_norm, k_norm, eps, kv_scale)
+        return out * self.factor
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.03, math.nan])
+def test_a_fused_decode(
+    factor: float, expected: dict[str | None, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = BrokenDecode()
+    backend.factor = factor
+    monkeypatch.setattr(worker_module, "load_backend", lambda _: backend)
+    plant(monkeypatch, step_angles=lambda table, positions: (table, positions))  # as Triton's: the table itself
+    monkeypatch.setitem(vars(REFERENCE_KERNELS), "step_angles", lambda table, positions: (table, positions))
+    found, llm = tokens()
+    assert found == expected[None]
+    assert llm._client.facts.workers[0].demoted == ([] if factor == 1.0 else ["decode_attention"])
+
+
+def test_a_backend_that_disagrees_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(TorchSdpa):
+        name = "FAST"
+
+        def forward(self, *arguments: Any, **options: Any) -> Tensor:
+            return super().forward(*arguments, **options) * 1.05
+
+    monkeypatch.setattr(worker_module, "load_backend", lambda _: Broken())
+    with pytest.raises(ConfigError, match="attention backend FAST disagrees with its reference"):
+        loaded()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_percent_is_too_much(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, rms_norm=broken("rms_norm", 1.01))
+    worker = loaded(dtype=dtype)
+    assert worker.demoted == ["rms_norm"]
+    (said,) = [note for note in worker.notes if "rms_norm" in note]
+    expected = "1.0e-02 > 2e-05" if dtype == "float32" else "9.9e-03 > 4e-03"
+    assert f"(relative error {expected}) and is replaced by it" in said
+
+
+@pytest.mark.parametrize("name", ["silu_and_mul", "logsumexp"])
+def test_what_is_no_number_or_cannot_run_is_demoted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: Any) -> Tensor:
+        raise ValueError("no such instruction\nmore")
+
+    plant(monkeypatch, **{name: broken(name, math.nan)})
+    assert loaded().demoted == [name]
+    plant(monkeypatch, **{name: refuses})
+    worker = loaded()
+    assert worker.demoted == [name]
+    assert any(f"{name} cannot run (ValueError: no such instruction) and is" in note for note in worker.notes)
+
+
+def test_several_at_once_and_the_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, rms_norm=broken("rms_norm"), best_token=broken("best_token"))
+    with caplog.at_level(logging.INFO, "headrace"):
+        _, llm = tokens()
+    assert llm._client.facts.workers[0].demoted == ["rms_norm", "best_token"]
+    assert "Self-check: best_token disagrees with its reference" in caplog.text
+    assert "2 demoted" in caplog.text
+
+
+def test_what_only_a_whole_step_shows_turns_every_kernel_to_its_reference(
+    expected: dict[str | None, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silu = copied("silu_and_mul")
+    plant(monkeypatch, silu_and_mul=lambda x: silu(x) * (3.0 if x.shape[0] == 17 else 1.0))
+    found, llm = tokens()
+    assert found == expected[None]
+    facts = llm._client.facts.workers[0]
+    assert facts.demoted == ["whole_step"]
+    assert any("replaced by the references of all kernels" in note for note in facts.notes)
+
+
+def test_no_memory_for_a_check_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        SelfCheck(Group(), CPU).run([Check("any", fails, 1.0, lambda: "it")])
+
+
+def test_what_another_rank_found_is_demoted_here_too() -> None:
+    asked: list[str] = []
+
+    def check(name: str) -> Check:
+        return Check(name, lambda: 0.0, 1e-3, lambda: asked.append(name) or "it")  # type: ignore[func-returns-value]
+
+    theirs = iter([0.0, 0.5, math.inf])
+    group = Group(0, 2, all_gather=lambda mine: torch.cat((mine, torch.tensor([[next(theirs)]])), dim=-1))
+    found = SelfCheck(group, CPU)
+    found.run([check("a"), check("b"), check("c")])
+    assert found.demoted == asked == ["b", "c"]
+    assert "(relative error inf > 1e-03)" in found.notes[2]
+
+
+def test_relative_error() -> None:
+    ones, nan, inf = torch.ones(2, 3), torch.full((2, 3), math.nan), torch.full((2, 3), math.inf)
+    assert relative_error(ones, ones) == relative_error(nan, nan) == relative_error(inf, inf) == 0.0
+    assert relative_error(ones * 1.01, ones) == pytest.approx(0.01, rel=1e-4)
+    assert relative_error(nan, ones) == relative_error(ones, nan) == relative_error(inf, -inf) == math.inf
+    assert relative_error(ones, ones[:1]) == relative_error(ones, ones.bfloat16()) == math.inf
+    assert relative_error((ones, ones * 2), (ones, ones)) == pytest.approx(1.0)
+    assert relative_error(torch.tensor([2**40 + 1]), torch.tensor([2**40])) > 0
+    assert relative_error(torch.empty(0), torch.empty(0)) == 0.0
+    assert relative_error(ones, ones * 0) > 1
+    quantized = Quantized(ones, torch.full((2, 1), 2.0))
+    assert relative_error(quantized, quantized._replace(scales=quantized.scales / 2)) == pytest.approx(1.0)
+
+
+def test_metrics_count_none() -> None:
+    shown = EngineMetrics("m", 100, {}).render().decode()
+    assert 'headrace:kernels_demoted{engine="0",model_name="m"} 0.0' in shown
+    assert "headrace:kernel_demoted{" not in shown

@@ -1,0 +1,233 @@
+"""What a GPU alone does, on stand-ins: our linears for few tokens, fp8 products, experts, graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.distributed.mesh import Group, Mesh
+from headrace.kernels.gemm import skinny_linear_reference
+from headrace.kernels.gemm_config import BUCKETS, GemmConfig
+from headrace.kernels.table import REFERENCE_KERNELS, KernelTable
+from headrace.layers.context import LayerContext
+from headrace.layers.linear import Linear
+from headrace.model_config import ModelConfig
+from headrace.models import loader
+from headrace.models.registry import attention_spec
+from headrace.quantization import gpu_linear
+from headrace.quantization.fp8 import Fp8
+from headrace.quantization.unquantized import Unquantized
+from headrace.runner.cuda_graph import GraphSettings, Shape, StepGraphs
+from headrace.runner.kernel_checks import Subject, kernel_checks
+from headrace.runner.kv_cache import KVCacheShape
+from headrace.runner.layer_checks import layer_checks
+from headrace.runner.self_check import SelfCheck, with_switches
+from headrace.runner.step_checks import scratch_limits, step_checks, without_graphs
+from tests.runner.fakes import KERNELS, AttentionInGraphs, RecordedGraph, RecordingDevice
+from tests.runner.test_cuda_graph import LLAMA
+
+CPU = torch.device("cpu")
+NO_FOLDER = Path()
+MOE = {
+    **LLAMA,
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
+CONFIGS = tuple(GemmConfig(bucket, 1, 1, 1) for bucket in BUCKETS)
+
+
+@pytest.fixture(autouse=True)
+def weights_that_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "DUMMY_RANGE", 0.3)
+
+
+def subject(
+    config: dict[str, Any] = LLAMA, quantization: str | None = None, kernels: KernelTable = REFERENCE_KERNELS
+) -> Subject:
+    """A model of random weights, which keeps them as on a GPU."""
+    model_config = ModelConfig.from_dict(config)
+    spec = attention_spec(model_config, tp_size=1, block_size=4, dtype="float32", device_type="cpu")
+    backend, table = AttentionInGraphs(), with_switches(kernels)
+    context = LayerContext(Mesh(), table, backend, spec, torch.float32, CPU)
+    model = loader.load_model(NO_FOLDER, model_config, context, "dummy", 0, quantization)
+    shape = KVCacheShape(model_config.num_layers, spec.num_kv_heads, spec.head_dim, 4, torch.float32)
+    return Subject(model, backend, table, shape, model_config.vocab_size, torch.float32, CPU)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linears keep their weights, fp8 is held as fp8, and each size has a kernel of ours for few tokens."""
+    finalize, prepare, prepare_plain = Linear.finalize, Fp8.prepare, Unquantized.prepare
+
+    def keeping(self: Linear) -> None:
+        weights = self.weights
+        finalize(self)
+        self.weights = weights or {"weight": self.tied_to[0].weight.data}  # type: ignore[attr-defined]
+
+    def tables(specs: Any, itemsize: int) -> dict[gpu_linear.Size, gpu_linear.Table]:
+        return {
+            (itemsize, spec.out_features, spec.in_features): gpu_linear.by_number_of_tokens(CONFIGS) for spec in specs
+        }
+
+    def planned(self: Unquantized, specs: Any, device: torch.device, kernels: Any = None) -> None:
+        prepare_plain(self, specs, device, kernels)
+        self.plans = tables(specs, 4)
+
+    def planned_fp8(self: Fp8, specs: Any, device: torch.device, kernels: Any = None) -> None:
+        prepare(self, specs, device, kernels)
+        self.emulates, self.plans = False, tables(specs, 1)
+
+    monkeypatch.setattr(Linear, "finalize", keeping)
+    monkeypatch.setattr(Unquantized, "prepare", planned)
+    monkeypatch.setattr(Fp8, "prepare", planned_fp8)
+    monkeypatch.setattr(gpu_linear, "skinny_linear", skinny_linear_reference)
+
+
+def run(subject: Subject) -> SelfCheck:
+    check = SelfCheck(Group(), CPU)
+    check.run(kernel_checks(subject))
+    check.run(layer_checks(subject))
+    return check
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("quantization", [None, "fp8", "ptpc_fp8"])
+def test_linears_that_agree_stay(quantization: str | None) -> None:
+    checked = run(subject(quantization=quantization))
+    assert checked.demoted == []
+    assert checked._count > len(BUCKETS) * 4
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_one_kernel_of_one_size_goes_to_the_library(quantization: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def skinny(x: Tensor, weight: Tensor, bias: Any, config: GemmConfig, *rest: Any, **options: Any) -> Tensor:
+        out = skinny_linear_reference(x, weight, bias, config, *rest, **options)
+        return out.mul_(1.03) if config.block_m == 32 and weight.shape == (96, 32) else out
+
+    monkeypatch.setattr(gpu_linear, "skinny_linear", skinny)
+    found = subject(quantization=quantization)
+    checked = run(found)
+    assert checked.demoted == ["linear_96x32_up_to_32_tokens"]
+    assert "is replaced by the vendor's library" in checked.notes[1]
+    layer = next(layer for layer in found.layers(Linear) if layer.spec.out_features == 96)
+    assert isinstance(layer.scheme, Unquantized | Fp8)
+    table = layer.scheme.plans[4 if quantization is None else 1, 96, 32]
+    assert [tokens for tokens, config in enumerate(table) if config is None] == [0, *range(17, 33)]
+    assert run(found).demoted == []
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_a_wrong_product_in_fp8_is_demoted() -> None:
+    wrong = replace(REFERENCE_KERNELS, fp8_linear=lambda *a: REFERENCE_KERNELS.fp8_linear(*a) * 1.05)
+    found = subject(quantization="fp8", kernels=wrong)
+    assert run(found).demoted == ["fp8_linear"]
+    assert run(found).demoted == []
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_fp8_that_harms_activations_goes_to_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    hold = gpu_linear.hold_fp8
+
+    def coarse(weight: Tensor, *arguments: Any) -> Any:
+        compute = hold(weight, *arguments)
+        wrong = weight.shape == (96, 32)
+        return lambda x, residual: (
+            compute(x * 1.5 if wrong and isinstance(x, Tensor) else x, residual)
+            * (1.2 if wrong and isinstance(x, Tensor) else 1.0)
+        )
+
+    monkeypatch.setattr(gpu_linear, "hold_fp8", coarse)
+    found = subject(quantization="fp8")
+    checked = run(found)
+    assert set(checked.demoted) == {"fp8_linear_96x32"}
+    assert run(found).demoted == []
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.05])
+def test_experts(factor: float) -> None:
+    def fused(*arguments: Any) -> tuple[Tensor, Tensor]:
+        out, ids = REFERENCE_KERNELS.fused_moe(*arguments)
+        return out * factor, ids
+
+    checked = run(subject(MOE, kernels=replace(REFERENCE_KERNELS, fused_moe=fused)))
+    assert checked.demoted == ([] if factor == 1.0 else ["fused_moe"])
+
+
+def other_experts(*arguments: Any) -> tuple[Tensor, Tensor]:
+    out, ids = REFERENCE_KERNELS.fused_moe(*arguments)
+    return out, (ids + 1) % 6
+
+
+def test_other_experts() -> None:
+    assert run(subject(MOE, kernels=replace(REFERENCE_KERNELS, fused_moe=other_experts))).demoted == ["fused_moe"]
+
+
+def settings_of(mode: str, found: Subject) -> GraphSettings | None:
+    limits = scratch_limits(4, found.vocab_size)
+    sizes = (limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len)
+    return GraphSettings.of({"cudagraph_mode": mode}, *sizes)
+
+
+KINDS = {
+    "PIECEWISE": ("piecewise", "piecewise"),
+    "FULL": ("full", "full"),
+    "FULL_DECODE_ONLY": ("full", "none"),
+    "FULL_AND_PIECEWISE": ("full", "piecewise"),
+}
+
+
+def checked_graphs(mode: str) -> tuple[SelfCheck, GraphSettings | None]:
+    """(the check, what is left of `mode`)"""
+    found, refused = subject(kernels=KERNELS), set[str]()
+    check, settings = SelfCheck(Group(), CPU), settings_of(mode, found)
+    check.run(step_checks(found, settings, refused, RecordingDevice))
+    return check, without_graphs(settings, refused)
+
+
+@pytest.mark.parametrize("mode", KINDS)
+@pytest.mark.parametrize("wrong", ["neither", "decode", "other"])
+def test_graphs(mode: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_graph, replays = StepGraphs.run, 0
+
+    def disturbed(self: StepGraphs, shape: Shape, batch: Any) -> Tensor:
+        nonlocal replays
+        hidden = run_graph(self, shape, batch)
+        replays += bool(self._captured)
+        lies = self._captured and wrong == ("decode" if shape.decode else "other")
+        return hidden * 1.2 if lies else hidden
+
+    monkeypatch.setattr(StepGraphs, "run", disturbed)
+    check, left = checked_graphs(mode)
+    kinds = dict(zip(("decode", "other"), KINDS[mode], strict=True))
+    assert replays == 2 * sum(kind != "none" for kind in kinds.values())
+    if wrong == "neither" or kinds[wrong] == "none":
+        assert check.demoted == []
+    else:
+        assert check.demoted == [f"cuda_graph_{wrong}"]
+        kinds[wrong] = "none"
+    assert (left.decode, left.other) == tuple(kinds.values()) if left else set(kinds.values()) == {"none"}
+
+
+def test_graphs_that_do_nothing_or_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecordedGraph, "replay", lambda _: None)
+    check, left = checked_graphs("FULL")
+    assert check.demoted == ["cuda_graph_decode", "cuda_graph_other"]
+    assert left is None
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(RecordedGraph, "capture_begin", fails)
+    check, left = checked_graphs("FULL")
+    assert check.demoted == ["cuda_graph_decode", "cuda_graph_other"]
+    assert "RuntimeError: operation not permitted" in check.notes[1]
+    assert left is None
