@@ -33,9 +33,6 @@ logger = logging.getLogger(__name__)
 ExecutorFactory = Callable[[EngineConfig, Path, ModelConfig], Executor]
 PIPELINE_DEPTH = 2
 """Steps submitted and not collected: the one that runs and the one behind it."""
-PLANNED_AT = 0.6
-"""A step behind one that carries prompts is planned when so much of that one should be over: it is long, and a prompt
-that arrives meanwhile is in time for the next step. What is left is many times what planning takes."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +52,6 @@ class EngineCore:
         self._inflight: collections.deque[_Inflight] = collections.deque()
         self._refused: list[EngineCoreOutput] = []
         self._config = facts.config
-        self._step_times = sorted(facts.workers[0].step_times) if facts.workers else []
-        self._began = 0.0
-        """time.monotonic() at which the oldest step under way began to run, as far as the host can see"""
         self._graph_bytes: dict[str, int] = {}
         self._num_short_steps = 0
         self._scheduled_at: dict[str, float] = {}
@@ -93,13 +87,13 @@ class EngineCore:
     def step(self) -> EngineCoreOutputs | None:
         """Keep the device fed and collect one step or more; waits only if none is done and the pipeline is full.
 
-        None if there was nothing to collect, or if it is too early to plan the next step. Raises EngineDeadError when
-        the executor is gone; any other failure of a step ends the requests of that step alone.
+        None if there was nothing to collect. Raises EngineDeadError when the executor is gone; any other failure of a
+        step ends the requests of that step alone.
         """
         outputs, self._refused = self._refused, []
         collected = self._collect_done(outputs)
         collected |= self._submit(outputs)
-        if not collected and self._inflight and not self._early():
+        if not collected and self._inflight:
             self._collect(outputs)
             collected = True
         if not collected and not outputs:
@@ -122,23 +116,10 @@ class EngineCore:
         self._inflight.clear()
         self._executor.shutdown()
 
-    def _early(self) -> bool:
-        """Whether planning the next step can wait for whoever arrives."""
-        if len(self._inflight) != 1 or not self._step_times:
-            return False
-        plan = self._inflight[0].plan
-        if plan.num_tokens == len(plan.rows):
-            return False
-        expected = next((ms for tokens, ms in self._step_times if tokens >= plan.num_tokens), None)
-        if expected is None:
-            tokens, ms = self._step_times[-1]
-            expected = ms * plan.num_tokens / tokens
-        return time.monotonic() < self._began + PLANNED_AT * expected / 1000
-
     def _submit(self, outputs: list[EngineCoreOutput]) -> bool:
         """Fill the pipeline. True if a step was collected on the way (executors that compute at once)."""
         collected = False
-        while len(self._inflight) < self._depth and not self._early():
+        while len(self._inflight) < self._depth:
             plan = self.scheduler.schedule()
             if plan is None:
                 break
@@ -152,8 +133,6 @@ class EngineCore:
                 self._fail(plan, error, outputs)
                 collected = True
                 continue
-            if not self._inflight:
-                self._began = time.monotonic()
             self._inflight.append(_Inflight(plan, handle))
             if self._collect_done(outputs):
                 return True
@@ -171,7 +150,6 @@ class EngineCore:
         step = self._inflight.popleft()
         try:
             result = step.handle.result()
-            self._began = time.monotonic()
         except EngineDeadError:
             raise
         except Exception as error:

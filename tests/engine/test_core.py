@@ -1,10 +1,8 @@
 """The loop: steps overlap, results are collected as they come, and a step that fails takes only its requests along."""
 
-import time
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
 from headrace.config import EngineConfig
 from headrace.engine.core import EngineCore, build_core
@@ -16,18 +14,11 @@ from headrace.scheduler.scheduler import Scheduler, SchedulerConfig
 from tests.engine.fakes import DEAD_TOKEN, FAIL_TOKEN, FakeExecutor, model_folder
 
 
-def make_core(
-    executor: FakeExecutor,
-    *,
-    overlap: bool = True,
-    num_blocks: int = 64,
-    step_times: list[tuple[int, float]] | None = None,
-) -> EngineCore:
+def make_core(executor: FakeExecutor, *, overlap: bool = True, num_blocks: int = 64) -> EngineCore:
     limits = SchedulerConfig(
         max_num_seqs=8, max_num_batched_tokens=32, max_model_len=128, block_size=4, num_blocks=num_blocks
     )
-    workers = [] if step_times is None else [replace(executor.load()[0], step_times=step_times)]
-    facts = CoreFacts(EngineConfig(async_scheduling=overlap), [], workers, num_blocks)
+    facts = CoreFacts(EngineConfig(async_scheduling=overlap), [], [], num_blocks)
     return EngineCore(facts, Scheduler(limits), executor)
 
 
@@ -74,23 +65,6 @@ def test_the_next_step_is_submitted_before_the_last_one_is_collected() -> None:
     assert core.step() is not None
     assert len(executor.steps) == 2  # one came back, the next is running
     assert core.busy
-
-
-def test_a_prompt_that_arrives_during_a_long_step_is_part_of_the_next_one() -> None:
-    executor = FakeExecutor(delay=0.2)
-    core = make_core(executor, step_times=[(32, 200.0)])
-    core.add_request(request("a", list(range(10, 30))))
-    started = time.monotonic()
-    core.step()
-    assert len(executor.steps) == 1
-    assert core.step() is None  # too early to plan
-    assert time.monotonic() - started < 0.1  # nor does it wait
-    core.add_request(request("b", [40, 41]))
-    while len(executor.steps) < 2:
-        core.step()
-    assert 0.1 < time.monotonic() - started < 0.35  # before the long step was over; its end was waited for then
-    assert len(executor.steps[1].rows) == 2
-    core.abort([Abort("a"), Abort("b")])
 
 
 def test_without_async_scheduling_each_step_is_waited_for() -> None:
