@@ -20,31 +20,6 @@ from headrace.kernels.moe_config import MoeConfig, Tile, pick_moe_config
 from headrace.kernels.moe_route import Routing, norm_and_route, route_reference
 from headrace.kernels.norm import rms_norm_reference
 
-PREFETCH_BYTES = 1 << 17
-"""Most that one program asks for ahead: all programs on the chip together must not overrun the L2 cache."""
-
-
-@triton.jit
-def _wait_then_launch(OVERLAP: tl.constexpr):
-    """Like wait_for_inputs, but lets the next kernel start only when all before this one has been written, so that the
-    next kernel may read, before it waits, what the kernels before this one wrote."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def _prefetch(address, size):
-    """Ask for `size` bytes (a multiple of 16, aligned so) at each address to come to the L2 cache."""
-    tl.inline_asm_elementwise(
-        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [address, size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
 
 @triton.jit
 def _silu_times(gate, up):
@@ -73,7 +48,7 @@ def _up_one_by_one_kernel(
     STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of N, pairs): out[pair] = silu(gate) * up, weight [experts, 2 * N, K]."""
-    _wait_then_launch(OVERLAP)
+    wait_for_inputs(OVERLAP)
     pair = tl.program_id(1)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
     lane = tl.arange(0, 2 * BLOCK_N)
@@ -99,21 +74,13 @@ def _up_one_by_one_kernel(
 def _down_one_by_one_kernel(
     out_ptr, x_ptr, weight_ptr, ids_ptr, weights_ptr, residual_ptr, shared_ptr, gate_ptr, gate_stride,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_E: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, OVERLAP: tl.constexpr,
+    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of N, tokens): out[token] = what is beside the experts + the sum over its experts
-    of their share times weight [experts, N, K] @ x.
-
-    Its expert ids were written before the kernel in front of it began, so their weights can be asked for at once.
-    """
+    of their share times weight [experts, N, K] @ x."""
+    wait_for_inputs(OVERLAP)
     token = tl.program_id(1)
     first = tl.program_id(0) * BLOCK_N
-    if PREFETCH and OVERLAP:
-        choice = tl.minimum(tl.arange(0, BLOCK_E), TOP_K - 1)
-        experts = tl.load(ids_ptr + token * TOP_K + choice, cache_modifier=".cg").to(tl.int64)
-        address = weight_ptr + experts * (N * K) + first * K
-        _prefetch(address.to(tl.int64), tl.zeros([BLOCK_E], tl.int32) + tl.minimum(N - first, BLOCK_N) * PREFETCH)
-    wait_for_inputs(OVERLAP)
     column = first + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     offset = tl.minimum(column, N - 1)[:, None] * K + k[None, :]
@@ -142,13 +109,12 @@ def _down_one_by_one_kernel(
 def _tiles_kernel(
     out_ptr, x_ptr, weight_ptr, order_ptr, tiles_ptr, max_tiles,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, PREFETCH: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N outputs of one tile's pairs, out [pairs, N].
 
     GATED: x has a row a token, weight is [experts, 2 * N, K], out is silu(gate) * up. Otherwise x has a row a pair,
-    weight is [experts, N, K], and the tiles were written before the kernel in front of this one began, so that weights
-    can be asked for at once.
+    weight is [experts, N, K].
     """
     BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
@@ -158,13 +124,7 @@ def _tiles_kernel(
         row = tl.minimum(first + lane // 2, N - 1) + lane % 2 * N
     else:
         row = tl.minimum(first + lane, N - 1)
-    if PREFETCH and OVERLAP:
-        used = tl.load(tiles_ptr + 2 * max_tiles + tile, cache_modifier=".cg") > 0
-        if used:
-            expert = tl.load(tiles_ptr + tile, cache_modifier=".cg").to(tl.int64)
-            address = weight_ptr + expert * (N * K) + row * K
-            _prefetch(address.to(tl.int64), tl.full([ROWS], PREFETCH, tl.int32))
-    _wait_then_launch(OVERLAP)
+    wait_for_inputs(OVERLAP)
     count = tl.load(tiles_ptr + 2 * max_tiles + tile)
     if count > 0:
         expert = tl.load(tiles_ptr + tile).to(tl.int64)
@@ -290,8 +250,8 @@ def _one_by_one(
     )  # fmt: skip
     _down_one_by_one_kernel[(-(-hidden // down.block_n), num_tokens)](
         out, inner, w2, routing.ids, routing.weights, *beside,
-        N=hidden, K=n, TOP_K=top_k, BLOCK_N=down.block_n, BLOCK_K=down.block_k, BLOCK_E=next_power_of_2(top_k),
-        STAGES=down.num_stages, PREFETCH=_row_bytes(w2, down.block_n * top_k), num_warps=down.num_warps, **overlap(),
+        N=hidden, K=n, TOP_K=top_k, BLOCK_N=down.block_n, BLOCK_K=down.block_k, STAGES=down.num_stages,
+        num_warps=down.num_warps, **overlap(),
     )  # fmt: skip
 
 
@@ -309,7 +269,6 @@ def _by_tiles(
             target, source, weight, routing.order, routing.tiles, tiles,
             N=target.shape[1], K=source.shape[1], TOP_K=experts.top_k, GATED=gated, BLOCK_M=config.block_m,
             BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SWAP=tile.swap,
-            PREFETCH=0 if gated or config.block_m > 32 else _row_bytes(weight, tile.block_n),
             num_warps=tile.num_warps, num_stages=tile.num_stages, **overlap(),
         )  # fmt: skip
     block = min(1024 if num_tokens > 64 else 256, next_power_of_2(hidden))
@@ -323,12 +282,6 @@ def _fit(tile: Tile, n: int, k: int) -> Tile:
     """Smaller blocks where the weight is smaller."""
     block_n, block_k = min(tile.block_n, max(16, next_power_of_2(n))), min(tile.block_k, max(16, next_power_of_2(k)))
     return Tile(block_n, block_k, tile.num_warps, tile.num_stages, tile.swap)
-
-
-def _row_bytes(weight: Tensor, rows: int) -> int:
-    """Bytes of a weight's row if it begins and ends at multiples of 16 and `rows` of them may be asked for, else 0."""
-    size = weight.shape[-1] * weight.element_size()
-    return size if size % 16 == 0 == weight.data_ptr() % 16 and size * rows <= PREFETCH_BYTES else 0
 
 
 def fused_moe_reference(

@@ -105,7 +105,7 @@ def compile_experts(family):
     """Layers like Qwen3-30B-A3B's, Mixtral's and Qwen1.5-MoE's (with a shared expert), from one token to thousands."""
     known, moe.DEVICE_FAMILY = set(), family
     kernels = (
-        moe_route._router_kernel, moe_route._route_and_sort_kernel, moe_route._route_kernel, moe_route._sort_kernel,
+        moe_route._router_kernel, moe_route._route_kernel, moe_route._sort_kernel,
         moe._up_one_by_one_kernel, moe._down_one_by_one_kernel, moe._tiles_kernel, moe._sum_kernel,
     )  # fmt: skip
     for num_experts, top_k, hidden, n, has_shared in (

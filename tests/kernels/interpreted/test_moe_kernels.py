@@ -9,6 +9,7 @@ from headrace.kernels import moe_route
 from headrace.kernels.moe import Experts, fused_moe, fused_moe_reference
 from headrace.kernels.moe_config import MoeConfig, Tile
 from headrace.kernels.moe_route import max_tiles, route, route_reference
+from headrace.kernels.norm import rms_norm_reference
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
 FEW = MoeConfig(1, Tile(16, 16, 4, 1), Tile(16, 16, 4, 2))
@@ -33,13 +34,11 @@ def assert_same_routing(found, expected):
     assert torch.equal(found.tiles[:, used], expected.tiles[:, used])
 
 
-@pytest.mark.parametrize("one_program", [True, False], ids=["one program", "several"])
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "top_k"), [(1, 8, 2), (5, 60, 4), (33, 12, 3), (70, 5, 5), (64, 1, 1)]
 )
 @pytest.mark.parametrize("block_m", [0, 1, 16])
-def test_routes_and_sorts(num_tokens, num_experts, top_k, block_m, one_program, monkeypatch):
-    monkeypatch.setattr(moe_route, "ONE_PROGRAM", 1 << 20 if one_program else 0)
+def test_routes_and_sorts(num_tokens, num_experts, top_k, block_m):
     wide = torch.randn(num_tokens, num_experts + 3)
     wide[num_tokens // 2] = 1.5  # ties
     wide[-1, 1:3] = -float("inf")
@@ -47,9 +46,35 @@ def test_routes_and_sorts(num_tokens, num_experts, top_k, block_m, one_program, 
     renormalize = bool(torch.rand(()) < 0.5)
     expected = route_reference(logits, top_k, renormalize, block_m)
     assert_same_routing(route(logits, top_k, renormalize, block_m), expected)
-    assert_same_routing(
-        route(logits.half(), top_k, True, block_m), route_reference(logits.half(), top_k, True, block_m)
-    )
+    for dtype in (torch.float16, torch.bfloat16):
+        rounded = logits.to(dtype)
+        expected = route_reference(rounded, top_k, True, block_m)
+        assert_same_routing(route(rounded, top_k, True, block_m), expected)
+
+
+@pytest.mark.parametrize("num_tokens", [401, 1003, 3000])  # a block, two, and more than a large one
+@pytest.mark.parametrize("block_m", [16, 128])
+def test_sorts_many_pairs(num_tokens, block_m):
+    num_experts, logits = 9, torch.randn(num_tokens, 9)
+    logits[:, 5] = -float("inf")  # nobody's
+    logits[:, 2] += 2.0
+    expected = route_reference(logits, 3, True, block_m)
+    found = expected._replace(order=torch.empty_like(expected.order), tiles=torch.empty_like(expected.tiles))
+    moe_route._sort(found, num_experts, block_m)
+    assert_same_routing(found, expected)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 5])
+def test_one_launch_routes_like_several(num_tokens):
+    x, experts, _, _ = make_layer(num_tokens, 96, 6, 16, 2, torch.float32, True)
+    for block_m in (0, 16):
+        routing, logits, normed = moe_route.norm_and_route(
+            x, experts.norm_weight, experts.eps, experts.router, 6, 2, experts.renormalize, block_m
+        )
+        torch.testing.assert_close(normed, rms_norm_reference(x, experts.norm_weight, experts.eps))
+        torch.testing.assert_close(logits, torch.nn.functional.linear(normed, experts.router), rtol=1e-5, atol=1e-5)
+        assert_same_routing(routing, route_reference(logits[:, :6], 2, experts.renormalize, block_m))
+    assert not moe_route._arrivals(x.device).any()
 
 
 def test_all_tokens_on_one_expert_and_no_logit_that_orders():
@@ -57,16 +82,23 @@ def test_all_tokens_on_one_expert_and_no_logit_that_orders():
     logits[:, 4] = 9.0
     expected = route_reference(logits, 1, False, 16)
     assert_same_routing(route(logits, 1, False, 16), expected)
-    assert expected.tiles[:, :3].tolist() == [[4, 4, 4], [0, 16, 32], [16, 16, 8]]
+    assert expected.tiles[:, expected.tiles[2] > 0].tolist() == [[4, 4, 4], [0, 16, 32], [16, 16, 8]]
     broken = route(torch.full((3, 6), float("nan")), 2, True, 16)
     assert ((broken.ids >= 0) & (broken.ids < 6)).all()
     assert sorted(broken.order.tolist()) == list(range(6))
 
 
 def test_tiles_never_outgrow_their_bound():
-    for pairs, experts, block_m in ((7, 3, 16), (1000, 128, 16), (64, 128, 64), (4096, 8, 32)):
-        for counts in ([pairs], [1] * min(pairs, experts - 1) + [max(0, pairs - experts + 1)]):
+    """Nor do those of any expert reach where the next one's begin."""
+    for pairs, experts, block_m in ((7, 3, 16), (1000, 128, 16), (64, 128, 64), (4096, 8, 32), (300, 64, 1)):
+        spread = torch.randint(experts, (pairs,)).bincount(minlength=experts).tolist()
+        skewed = (torch.rand(pairs) ** 3 * experts).long().bincount(minlength=experts).tolist()
+        for counts in ([pairs], [1] * min(pairs, experts - 1) + [max(0, pairs - experts + 1)], spread, skewed):
             assert sum(-(-count // block_m) for count in counts) <= max_tiles(pairs, experts, block_m)
+            first = 0
+            for expert, count in enumerate(counts):
+                begin, first = max_tiles(first, expert, block_m), first + count
+                assert begin + -(-count // block_m) <= max_tiles(first, expert + 1, block_m)
 
 
 def make_layer(num_tokens, hidden, num_experts, n, top_k, dtype, has_shared, **options):
