@@ -114,7 +114,10 @@ class Worker:
                 self.model, self.backend, model_config, self.shape, self.dtype, self.mesh.tp, self.device
             )
             self.notes.append(settle_kv_scales(calibration, config.calculate_kv_scales))
-        self.refused_graphs = {"decode", "other"} if WAITS_FOR_THE_HOST & {*check.demoted} else set()
+        waiting = WAITS_FOR_THE_HOST & {*check.demoted}
+        self.refused_graphs = {"decode", "other"} if waiting else set()
+        if waiting and self.device.type == "cuda":
+            self.notes.append(f"CUDA graphs are off: the reference of {', '.join(sorted(waiting))} waits for the host.")
         limits = scratch_limits(config.block_size, model_config.vocab_size)
         check.run(step_checks(subject, self._graphs(limits), self.refused_graphs))
         self.notes += check.notes

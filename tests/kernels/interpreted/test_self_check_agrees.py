@@ -1,0 +1,74 @@
+"""The self-check finds nothing wrong with Triton's kernels, and finds one that is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.attention.triton_attn import TritonAttention
+from headrace.distributed.mesh import Group, Mesh
+from headrace.kernels.table import TRITON_KERNELS
+from headrace.layers.attention import Attention
+from headrace.layers.context import LayerContext
+from headrace.model_config import ModelConfig
+from headrace.models import loader
+from headrace.models.registry import attention_spec
+from headrace.runner import layer_checks
+from headrace.runner.kernel_checks import Subject, kernel_checks
+from headrace.runner.kv_cache import KVCacheShape, cache_dtype
+from headrace.runner.self_check import SelfCheck, with_switches
+
+CPU = torch.device("cpu")
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 96,
+    "eos_token_id": 60,
+}
+LLAMA = {**QWEN3, "architectures": ["LlamaForCausalLM"]}
+
+
+def check(config: dict[str, Any], kv: str, quantization: str | None, **broken: Any) -> SelfCheck:
+    model_config = ModelConfig.from_dict(config)
+    spec = attention_spec(
+        model_config, tp_size=1, block_size=16, dtype="bfloat16", device_type="cuda", kv_cache_dtype=kv
+    )
+    backend, kernels = TritonAttention(), with_switches(replace(TRITON_KERNELS, **broken))
+    context = LayerContext(Mesh(), kernels, backend, spec, torch.bfloat16, CPU)
+    model = loader.load_model(Path(), model_config, context, "dummy", 0, quantization)
+    shape = KVCacheShape(2, 2, 32, 16, torch.bfloat16 if kv == "auto" else cache_dtype(kv, CPU))
+    found = SelfCheck(Group(), CPU)
+    subject = Subject(model, backend, kernels, shape, 61, torch.bfloat16, CPU)
+    found.run(kernel_checks(subject))
+    found.run(layer_checks.layer_checks(subject))
+    assert all(layer.decode is not None for layer in subject.layers(Attention))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "DUMMY_RANGE", 0.3)
+    for place in ("headrace.kernels.attention", "headrace.attention.triton_attn"):
+        monkeypatch.setattr(f"{place}.multiprocessor_count", lambda _: 8)
+
+
+@pytest.mark.parametrize(("config", "kv", "quantization"), [(QWEN3, "fp8_e4m3", None), (LLAMA, "auto", "ptpc_fp8")])
+def test_ours_agree(config: dict[str, Any], kv: str, quantization: str | None) -> None:
+    found = check(config, kv, quantization)
+    assert found.demoted == []
+    assert found._count >= 11
+
+
+def test_a_wrong_one_is_found() -> None:
+    wrong = check(QWEN3, "auto", None, rotary_and_cache=lambda *a: TRITON_KERNELS.rotary_and_cache(*a) * 1.02)
+    assert wrong.demoted == ["rotary_and_cache"]
