@@ -172,18 +172,18 @@ def _make_group(
     size = len(members)
     queries = max(member.query_len for member in members)
     num_blocks = max(-(-member.span // block_size) for member in members)
-    table = metadata.block_table.numpy()
+    table, device = metadata.block_table.cpu().numpy(), metadata.block_table.device
     index, start, query_len, seq_len, skipped, _ = np.array(members).T[..., None]
     columns = np.minimum(skipped // block_size + np.arange(num_blocks), table.shape[1] - 1)
-    block_ids = table[metadata.rows.numpy()[index], columns].ravel().astype(np.int64)
+    block_ids = table[metadata.rows.cpu().numpy()[index], columns].ravel().astype(np.int64)
     one_run = block_ids[-1] - block_ids[0] == block_ids.size - 1 and bool((np.diff(block_ids) == 1).all())
-    blocks = slice(int(block_ids[0]), int(block_ids[-1]) + 1) if one_run else torch.from_numpy(block_ids)
+    blocks = slice(int(block_ids[0]), int(block_ids[-1]) + 1) if one_run else torch.from_numpy(block_ids).to(device)
 
     tokens = None
     offset = np.minimum(np.arange(queries), query_len - 1)
     first = members[0].start
     if any(member.start != first + i * queries or member.query_len != queries for i, member in enumerate(members)):
-        tokens = torch.from_numpy((start + offset).ravel())
+        tokens = torch.from_numpy((start + offset).ravel()).to(device)
     lone = members[0]
     if size == 1 and queries > 1 and lone.seq_len == queries and (window is None or window >= queries):
         return _Group(size, queries, blocks, None, first, tokens)
@@ -193,7 +193,7 @@ def _make_group(
     hidden = key_at > query_at
     if window is not None:
         hidden |= key_at <= query_at - window
-    mask = torch.from_numpy(np.where(hidden, MASKED, UNMASKED)).to(dtype)
+    mask = torch.from_numpy(np.where(hidden, MASKED, UNMASKED)).to(device, dtype)
     if size > 1 and queries > 1:
         mask = mask.repeat(1, spec.num_heads // spec.num_kv_heads, 1)  # rows: heads that share, then queries
     return _Group(size, queries, blocks, mask.unsqueeze(1), first, tokens)

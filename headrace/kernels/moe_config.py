@@ -46,8 +46,8 @@ MANY: dict[tuple[str, int], tuple[tuple[float, MoeConfig], ...]] = {
         (4, MoeConfig(16, Tile(32, 128, 4, 4, swap=True), Tile(128, 128, 4, 3, swap=True))),
         (12, MoeConfig(16, Tile(64, 128, 4, 3, swap=True), Tile(128, 128, 4, 3, swap=True))),
         (48, MoeConfig(64, Tile(64, 64, 4, 3), Tile(128, 64, 4, 4))),
-        (256, MoeConfig(128, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4))),
-        (float("inf"), MoeConfig(128, Tile(128, 64, 8, 4), Tile(256, 32, 8, 5))),
+        (256, MoeConfig(128, Tile(128, 64, 8, 3), Tile(256, 64, 8, 3))),
+        (float("inf"), MoeConfig(128, Tile(128, 64, 8, 3), Tile(256, 32, 8, 5))),
     ),
     ("cuda", 4): (
         (16, MoeConfig(16, Tile(16, 64, 4, 3), Tile(32, 64, 4, 3))),

@@ -6,9 +6,11 @@ kernel_checks.py and step_checks.py. Every rank demotes what any of them found w
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -22,6 +24,9 @@ from headrace.runner.memory import first_line, is_out_of_memory
 
 WAITS_FOR_THE_HOST = frozenset({"prepare_batch", "rotary_and_cache", "step_angles", "fused_moe"})
 """Kernels whose references look at values on the host: no graph can hold them."""
+
+
+COMPILING_THREADS = 8
 
 
 class Switch:
@@ -98,6 +103,24 @@ class SelfCheck:
     @property
     def demoted(self) -> list[str]:
         return [demotion.name for demotion in self.demotions]
+
+    def compile_ahead(self, checks: Iterable[Check]) -> None:
+        """Run checks side by side, their results unseen, so that many cores compile the kernels that this machine has
+        never had: Triton's compiler lets go of Python's lock for most of its work. What fails here fails again in
+        `run`, where it counts."""
+        if self._device.type != "cuda":
+            return
+
+        def attempt(check: Check) -> None:
+            with torch.inference_mode(), torch.cuda.device(self._device), contextlib.suppress(Exception):
+                check.error()
+
+        began = time.perf_counter()
+        with ThreadPoolExecutor(COMPILING_THREADS) as threads:
+            for check in checks:
+                threads.submit(attempt, check)
+        torch.cuda.synchronize(self._device)
+        self._seconds += time.perf_counter() - began
 
     @torch.inference_mode()
     def run(self, checks: Iterable[Check]) -> None:

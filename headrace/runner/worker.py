@@ -107,6 +107,7 @@ class Worker:
         subject = Subject(
             self.model, self.backend, self.kernels, self.shape, model_config.vocab_size, self.dtype, self.device
         )
+        check.compile_ahead([*kernel_checks(subject), *layer_checks(subject)])
         check.run(kernel_checks(subject))
         check.run(layer_checks(subject))
         if spec.quantized_cache:
