@@ -30,7 +30,7 @@ def _silu(x):
     return x / (1.0 + tl.exp(-x))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _skinny_kernel(
     out_ptr,
     x_ptr,

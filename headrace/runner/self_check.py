@@ -26,7 +26,7 @@ WAITS_FOR_THE_HOST = frozenset({"prepare_batch", "rotary_and_cache", "step_angle
 """Kernels whose references look at values on the host: no graph can hold them."""
 
 
-COMPILING_THREADS = 8
+COMPILING_THREADS = 16
 
 
 class Switch:
