@@ -40,7 +40,7 @@ def mean_distinct_experts(bench: Bench, cases: list[tuple[list[list[int]], int]]
         return pending
 
     keep_expert_ids(runner.model, bench.llm.config.max_num_batched_tokens)
-    worker.initialize_cache(core.facts.num_blocks)  # drops the graphs, which keep nothing
+    runner.renew_graphs()  # those there are keep nothing
     runner.execute = counting
     try:
         means = []
@@ -52,4 +52,4 @@ def mean_distinct_experts(bench: Bench, cases: list[tuple[list[list[int]], int]]
     finally:
         runner.execute = execute
         keep_expert_ids(runner.model, 0)
-        worker.initialize_cache(core.facts.num_blocks)
+        runner.renew_graphs()

@@ -49,6 +49,7 @@ class FusedDecode(Protocol):
         k_norm: Tensor | None,
         eps: float,
         kv_scale: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """q # [R, Hq, D], k and v # [R, Hkv, D] as projected: norms and rotates them, writes k and v to the cache, and
         attends; -> # [R, Hq, D] contiguous."""

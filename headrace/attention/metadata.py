@@ -36,4 +36,4 @@ class AttentionMetadata:
     """The backend's own, made once a step"""
     cut: Callable[..., Tensor] | None = None
     """Takes attention's calls where the step is captured in pieces around them: cut(attend, q, kv_cache, metadata,
-    *rest) in place of attend(q, kv_cache, metadata, *rest)"""
+    *rest, num_heads=...) in place of attend(q, kv_cache, metadata, *rest)"""

@@ -73,6 +73,7 @@ class TritonAttention:
         k_norm: Tensor | None,
         eps: float,
         kv_scale: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         planned = metadata.plan.get(("decode", spec))
         if planned is None:
@@ -106,4 +107,5 @@ class TritonAttention:
             k_norm,
             eps,
             kv_scale,
+            out,
         )

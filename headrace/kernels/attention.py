@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headrace.kernels._triton import DEVICE_FAMILY, next_power_of_2, overlap, tl, triton, wait_for_inputs
 from headrace.kernels.attention_config import AttentionConfig, AttentionPlan, plan_attention
-from headrace.kernels.fp8_cache import as_float16, has_fp8_conversion, split_pairs
+from headrace.kernels.fp8_cache import as_float16, split_pairs
 
 LOG2_E = 1.4426950408889634
 
@@ -42,7 +42,6 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
-    PTX: tl.constexpr,
 ):
     """Fold keys [begin, end) into the running softmax; MASKED tiles look at `limit`, causality and window.
 
@@ -98,7 +97,7 @@ def _attend(
         row_sum = row_sum * decay + tl.sum(weights, axis=1)
         weights = weights.to(q.dtype)
         if PAIRS:
-            even, odd = split_pairs(value, keys_ptr.dtype.element_ty, PTX)
+            even, odd = split_pairs(value, keys_ptr.dtype.element_ty)
             even = tl.dot(weights, even.to(q.dtype), acc[0] * decay[:, None], input_precision="ieee")
             odd = tl.dot(weights, odd.to(q.dtype), acc[1] * decay[:, None], input_precision="ieee")
             acc = (even, odd)
@@ -137,7 +136,6 @@ def _attention_kernel(
     DECODE: tl.constexpr,
     WINDOWED: tl.constexpr,
     QUANTIZED: tl.constexpr,
-    PTX: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid (KV heads, tiles of queries, splits). One split writes `out` [T, Hq, D]; more write `parts` fp32
@@ -212,18 +210,18 @@ def _attention_kernel(
             front = tl.minimum(tl.maximum(front, begin), end)
             acc, row_max, row_sum = _attend(
                 q, acc, row_max, row_sum, begin, front, limit, row_position, window, qk_scale, keys_ptr, value_offset,
-                blocks_ptr, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, True, PTX,
+                blocks_ptr, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, True,
             )  # fmt: skip
             begin = tl.maximum(begin, front)
         whole = tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, end)  # tiles that every row sees: no masks
         acc, row_max, row_sum = _attend(
             q, acc, row_max, row_sum, begin, whole, limit, row_position, window, qk_scale, keys_ptr, value_offset,
-            blocks_ptr, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, False, False, PTX,
+            blocks_ptr, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, False, False,
         )  # fmt: skip
         begin = tl.maximum(begin, whole)
     acc, row_max, row_sum = _attend(
         q, acc, row_max, row_sum, begin, end, limit, row_position, window, qk_scale, keys_ptr, value_offset,
-        blocks_ptr, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, WINDOWED, PTX,
+        blocks_ptr, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, WINDOWED,
     )  # fmt: skip
 
     if QUANTIZED:
@@ -344,7 +342,6 @@ def _run(
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, GROUP=num_heads // num_kv_heads,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_SIZE=kv_cache.shape[2], DECODE=decode,
         WINDOWED=window is not None, QUANTIZED=quantized,
-        PTX=has_fp8_conversion(),
         num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=config.fp_fusion, **overlap(),
     )  # fmt: skip
     if splits > 1:

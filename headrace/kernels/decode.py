@@ -19,7 +19,7 @@ from headrace.kernels.attention import (
     paged_attention_reference,
 )
 from headrace.kernels.attention_config import AttentionConfig
-from headrace.kernels.fp8_cache import as_float16, has_fp8_conversion
+from headrace.kernels.fp8_cache import as_float16
 from headrace.kernels.rotary import _to_fp8, rotary_and_cache_reference
 
 TILES_PER_PART = 2
@@ -115,7 +115,6 @@ def _decode_kernel(
     NORM: tl.constexpr,
     QUANTIZED: tl.constexpr,
     LIMIT: tl.constexpr,
-    PTX: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid (KV heads, requests, splits). A request's keys are cut into as many parts as are worth it, at most SPLITS;
@@ -175,7 +174,7 @@ def _decode_kernel(
     keys_ptr = cache_ptr + kv_head * HEAD_DIM
     acc, row_max, row_sum = _attend(
         q, acc, row_max, row_sum, begin, end, end, before, window - 1, qk_scale, keys_ptr, value_offset, blocks_ptr,
-        column, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, WINDOWED, PTX,
+        column, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, WINDOWED,
     )  # fmt: skip
 
     if split == num_parts - 1:  # the new token's own key
@@ -292,7 +291,7 @@ def decode_attention(
         HALF=cos_sin.shape[1] // 2, GROUP=group, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_SIZE=kv_cache.shape[2], SPLITS=splits, TILES_PER_PART=TILES_PER_PART, WINDOWED=sliding_window is not None,
         NORM=q_norm is not None, QUANTIZED=quantized, LIMIT=torch.finfo(kv_cache.dtype).max if quantized else 0.0,
-        PTX=has_fp8_conversion(), num_warps=config.num_warps, num_stages=config.num_stages, **overlap(),
+        num_warps=config.num_warps, num_stages=config.num_stages, **overlap(),
     )  # fmt: skip
     return out
 

@@ -86,14 +86,23 @@ class Attention(Layer):
         """x [num_tokens, hidden_size], to which attention's output is added in place; this step's keys and values go
         into `kv_cache`."""
         qkv = self.qkv_proj(x).view(x.shape[0], -1, self.spec.head_dim)
+        if metadata.cut is None:
+            attended = self._rotate_and_attend(qkv, kv_cache, metadata, angles)
+        else:
+            attended = metadata.cut(
+                self._rotate_and_attend, qkv, kv_cache, metadata, angles, num_heads=self.spec.num_heads
+            )
+        return self.o_proj(attended.view(x.shape[0], -1), x)
+
+    def _rotate_and_attend(
+        self, qkv: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, angles: Angles, out: Tensor | None = None
+    ) -> Tensor:
+        """qkv # [num_tokens, heads, head_dim] as projected -> # [num_tokens, num_heads, head_dim]. All that depends on
+        how tokens are spread over requests, so that a step takes the same way with graphs and without."""
         q, k, v = qkv.split(self.heads, dim=1)
         norms = (self.q_norm.weight, self.k_norm.weight) if self.qk_norm else (None, None)
-        if metadata.max_query_len == 1 and self.decode is not None and metadata.cut is None:
-            attended = self.decode(q, k, v, angles[0], kv_cache, metadata, self.spec, *norms, self.eps, self.kv_scale)
-            return self.o_proj(attended.view(x.shape[0], -1), x)
-        q = self.rotary_and_cache(q, k, v, *angles, kv_cache, metadata.slot_mapping, *norms, self.eps, self.kv_scale)
-        if metadata.cut is None:
-            attended = self.attend(q, kv_cache, metadata, self.spec, self.kv_scale)
-        else:
-            attended = metadata.cut(self.attend, q, kv_cache, metadata, self.spec, self.kv_scale)
-        return self.o_proj(attended.view(x.shape[0], -1), x)
+        scale = self.kv_scale
+        if metadata.max_query_len == 1 and self.decode is not None:
+            return self.decode(q, k, v, angles[0], kv_cache, metadata, self.spec, *norms, self.eps, scale, out)
+        q = self.rotary_and_cache(q, k, v, *angles, kv_cache, metadata.slot_mapping, *norms, self.eps, scale)
+        return self.attend(q, kv_cache, metadata, self.spec, scale, out)

@@ -219,7 +219,7 @@ class Cut:
     """Handed to the layers while pieces are captured: at each attention call it ends one graph and begins the next.
     Attention itself is left out, and gives its result in `out` when the pieces are replayed."""
 
-    def __init__(self, device: GraphDevice, buffer: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, device: GraphDevice, buffer: Callable[[Tensor, int], Tensor]) -> None:
         self._device = device
         self._buffer = buffer
         self._current: Graph | None = None
@@ -237,11 +237,17 @@ class Cut:
         return graph
 
     def __call__(
-        self, attend: Callable[..., Tensor], q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, *rest: Any
+        self,
+        attend: Callable[..., Tensor],
+        q: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        *rest: Any,
+        num_heads: int,
     ) -> Tensor:
-        """In place of attend(q, kv_cache, metadata, *rest)."""
+        """In place of attend(q, kv_cache, metadata, *rest), which gives # [tokens of q, num_heads, q's head_dim]."""
         graph = self.end()
-        out = self._buffer(q)
+        out = self._buffer(q, num_heads)
         self.pieces.append(_Piece(graph, attend, self._device.borrow(q), kv_cache, rest, out))
         self.begin()
         return out
@@ -369,17 +375,17 @@ class StepGraphs:
             finally:
                 cut.abandon()
 
-    def _buffer(self, q: Tensor) -> Tensor:
+    def _buffer(self, q: Tensor, num_heads: int) -> Tensor:
         """Where attention's result lies between two pieces: one buffer for all layers and sizes."""
-        key = (*q.shape[1:], q.dtype)
+        key = (num_heads, q.shape[2], q.dtype)
         buffer = self._buffers.get(key)
         if buffer is None:
-            size = (self.settings.most_tokens, *q.shape[1:])
+            size = (self.settings.most_tokens, num_heads, q.shape[2])
             buffer = self._buffers[key] = torch.empty(size, dtype=q.dtype, device=q.device)
         return buffer[: q.shape[0]]
 
 
-def _whole(attend: Callable[..., Tensor], *arguments: Any) -> Tensor:
+def _whole(attend: Callable[..., Tensor], *arguments: Any, num_heads: int) -> Tensor:
     """A cut that cuts nothing: the kernels of a capture in pieces, run eagerly."""
     return attend(*arguments)
 

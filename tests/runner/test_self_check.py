@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -146,10 +147,11 @@ class BrokenDecode(TorchSdpa):
         k_norm: Tensor | None,
         eps: float,
         kv_scale: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         arguments = (metadata.block_table, metadata.rows, metadata.seq_lens, spec.scale, spec.sliding_window)
-        out = decode_attention_reference(q, k, v, cos_sin, kv_cache, *arguments, q_norm, k_norm, eps, kv_scale)
-        return out * self.factor
+        found = decode_attention_reference(q, k, v, cos_sin, kv_cache, *arguments, q_norm, k_norm, eps, kv_scale)
+        return found * self.factor if out is None else out.copy_(found * self.factor)
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.03, math.nan])
@@ -184,8 +186,8 @@ def test_one_percent_is_too_much(dtype: str, monkeypatch: pytest.MonkeyPatch) ->
     worker = loaded(dtype=dtype)
     assert worker.demoted == ["rms_norm"]
     (said,) = [note for note in worker.notes if "rms_norm" in note]
-    expected = "1.0e-02 > 2e-05" if dtype == "float32" else "9.9e-03 > 4e-03"
-    assert f"(relative error {expected}) and is replaced by it" in said
+    expected = r"1\.0e-02 > 2e-05" if dtype == "float32" else r"(9\.\de-03|1\.0e-02) > 4e-03"  # sums differ by machine
+    assert re.search(rf"\(relative error {expected}\) and is replaced by it", said)
 
 
 @pytest.mark.parametrize("name", ["silu_and_mul", "logsumexp"])
