@@ -75,7 +75,15 @@ class Bench:
         if not waiting:
             return
         cost = self.cost
-        means = mean_distinct_experts(self, [(prompts, min(output_len, COUNTED)) for _, prompts, output_len in waiting])
+        cases = [(prompts, min(output_len, COUNTED)) for _, prompts, output_len in waiting]
+        try:
+            means = mean_distinct_experts(self, cases)
+        except Exception:  # what was timed is not lost with it
+            for row, *_ in waiting:
+                row.valid = False
+                row.notes.append("experts were not counted")
+                emit(row)
+            raise
         for (row, prompts, output_len), found in zip(waiting, means, strict=True):
             tokens = (
                 len(prompts) if output_len > 1 else min(sum(map(len, prompts)), self.llm.config.max_num_batched_tokens)
