@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,25 @@ from headrace.config import child_environment
 ROOT = Path(__file__).parents[2]
 
 
+def run(target):
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.compile_kernels", target]
+    return subprocess.run(command, capture_output=True, text=True, env=child_environment(), cwd=ROOT, timeout=850)
+
+
+@pytest.fixture(scope="module")
+def runs(request):
+    """target -> its run, of the targets that were asked for, two at a time"""
+    pytest.importorskip("triton", reason="compiling needs Triton; the references are tested without it")
+    asked = [item.callspec.params["target"] for item in request.session.items if item.path == Path(__file__)]
+    with ThreadPoolExecutor(2) as pool:
+        yield {target: pool.submit(run, target) for target in asked}
+
+
 @pytest.mark.compiles
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("target", ["sm_90", "gfx942", "gfx950"])
-def test_kernels_compile_without_spilling(target):
-    pytest.importorskip("triton", reason="compiling needs Triton; the references are tested without it")
-    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.compile_kernels", target]
-    done = subprocess.run(command, capture_output=True, text=True, env=child_environment(), cwd=ROOT, timeout=850)
+def test_kernels_compile_without_spilling(target, runs):
+    done = runs[target].result()
     assert done.returncode == 0, done.stderr[-4000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     attention = [entry for entry in found if entry["kernel"].startswith("attention")]
