@@ -1,4 +1,4 @@
-"""Runs interpreted/ in processes of their own, two at a time: Triton reads TRITON_INTERPRET when kernels are defined."""
+"""Runs interpreted/ in processes of their own, two at a time: Triton reads TRITON_INTERPRET when it is imported."""
 
 import subprocess
 import sys
