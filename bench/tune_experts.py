@@ -2,8 +2,7 @@
 
     python bench/tune_experts.py --json experts.json           Qwen3-30B-A3B's sizes, bf16; needs a GPU and many cores
     python bench/tune_experts.py --tokens 1,32,1024
-    python bench/tune_experts.py --route                       norm, router, choice and sort alone
-    TRITON_INTERPRET=1 python bench/tune_experts.py --smoke    the script itself, tiny, on a CPU (with --route: that)
+    TRITON_INTERPRET=1 python bench/tune_experts.py --smoke    the script itself, tiny, on a CPU
 
 Tiles are compiled in parallel processes, compared with fp32, and up and down are timed apart, in graphs that walk
 through several sets of weights. At the end is what to paste into headrace/kernels/moe_config.py.
@@ -407,80 +406,9 @@ def paste(best: dict[int, MoeConfig], sizes: Sizes) -> None:
     print(")")
 
 
-# --- routing ----------------------------------------------------------------------------------------------------------
-
-
-def check_routing(sizes: Sizes, routing: moe_route.Routing, logits: Tensor, block_m: int) -> float:
-    """Share of the ids that are torch's; raises where order and tiles are not those of the ids."""
-    if block_m:
-        if not torch.equal(routing.order.long(), routing.ids.flatten().sort(stable=True).indices):
-            raise AssertionError("pairs are not in the order of their experts")
-        first, expected = 0, []
-        for expert, count in enumerate(routing.ids.flatten().bincount(minlength=sizes.experts).tolist()):
-            expected += [(expert, first + i, min(block_m, count - i)) for i in range(0, count, block_m)]
-            first += count
-        if [tile for tile in zip(*routing.tiles.tolist(), strict=True) if tile[2]] != expected:
-            raise AssertionError("tiles are not those of the pairs")
-    if (off := float((routing.weights.sum(1) - 1).abs().max())) > 1e-5:
-        raise AssertionError(f"weights sum to one but for {off:.1e}")
-    wanted = moe_route.route_reference(logits, sizes.top_k, True)
-    return float((routing.ids == wanted.ids).float().mean())
-
-
-def time_routing(sizes: Sizes, counts: list[int]) -> list[dict[str, Any]]:
-    """Microseconds a layer of norm + router + choice + sort, fused and apart, and of their parts."""
-    torch.manual_seed(0)
-    routers = sizes.normal(8 if sizes.smoke else 64, sizes.experts, sizes.hidden, std=sizes.hidden**-0.5)
-    return [time_one_routing(sizes, routers, count) for count in counts]
-
-
-def time_one_routing(sizes: Sizes, routers: Tensor, count: int) -> dict[str, Any]:
-    ones = torch.ones(sizes.hidden, device=sizes.device, dtype=sizes.dtype)
-    x = sizes.normal(count, sizes.hidden)
-    block_m = pick_moe_config(count, sizes.top_k, sizes.experts, 2, "cuda").block_m
-    block_m = 0 if block_m == 1 else block_m
-    turns = range(len(routers) if count <= 128 else 8)
-    row: dict[str, Any] = {"tokens": count, "block_m": block_m}
-
-    def whole(i: int, block_m: int = block_m) -> tuple[moe_route.Routing, Tensor, Tensor]:
-        return moe_route.norm_and_route(x, ones, 1e-6, routers[i], sizes.experts, sizes.top_k, True, block_m)
-
-    def us(call: Callable[[int], object]) -> float:
-        return round(1e6 * sizes.seconds([partial(call, i) for i in turns]), 2)
-
-    limit, normed = moe_route.ROUTER_TOKENS, x
-    try:
-        for most in (64, 0) if count <= 32 else (0,):  # by one launch, and by three
-            moe_route._arrivals.cache_clear()
-            moe_route.ROUTER_TOKENS = most
-            routing, logits, normed = whole(0)
-            exact = F.linear(rms_norm_reference(x, ones, 1e-6), routers[0])
-            if not (wrong := error(logits, exact)) < INEXACT:
-                raise AssertionError(f"logits are wrong by {wrong:.1e}")
-            name = "one launch" if most else "apart"
-            row[f"{name}: ids as torch's"] = check_routing(sizes, routing, logits[:, : sizes.experts], block_m)
-            row[name] = us(whole)
-            if most and block_m:
-                row["one launch without sort"] = us(partial(whole, block_m=0))
-    finally:
-        moe_route._arrivals.cache_clear()
-        moe_route.ROUTER_TOKENS = limit
-    logits_of = [F.linear(normed, router) for router in routers[:8]]
-    row["norm"] = us(lambda i: moe_route.rms_norm(x, ones, 1e-6))
-    row["linear"] = us(lambda i: F.linear(normed, routers[i]))
-    row["route"] = us(lambda i: moe_route.route(logits_of[i % 8], sizes.top_k, True, 0))
-    if block_m:
-        routings = [moe_route.route(one, sizes.top_k, True, block_m) for one in logits_of]
-        row["sort"] = us(lambda i: moe_route._sort(routings[i % 8], sizes.experts, block_m))
-    row["in use"] = "one launch" if count <= limit else "apart"
-    print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-    return row
-
-
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--tokens", help=f"numbers of tokens, separated by commas; default {TOKENS}")
-    made.add_argument("--route", action="store_true", help="time the routing instead")
+    made.add_argument("--tokens", default=TOKENS, help="numbers of tokens, separated by commas")
     made.add_argument("--json", type=Path, help="write what was found to this file")
     made.add_argument("--experts", type=int, default=128)
     made.add_argument("--top-k", type=int, default=8, help="experts of a token")
@@ -496,12 +424,8 @@ def main() -> int:
     sizes = Sizes(options.experts, options.top_k, options.hidden, options.wide)
     if options.smoke:
         sizes = Sizes(8, 2, 64, 32, smoke=True)
-        options.tokens = options.tokens or "2,3"
-    options.tokens = options.tokens or ("1,2,4,8,16,32,64,128,1024,8192" if options.route else TOKENS)
-    if options.route:
-        results = time_routing(sizes, [int(count) for count in options.tokens.split(",")])
-    else:
-        results = tune(sizes, options)
+        options.tokens = "2,3"
+    results = tune(sizes, options)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0
