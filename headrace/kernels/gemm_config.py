@@ -39,7 +39,7 @@ CANDIDATES: dict[tuple[str, int, int], tuple[GemmConfig, ...]] = {
     ),
     ("cuda", 2, 32): (
         GemmConfig(32, 64, 256, 4, 4, swap=True),
-        GemmConfig(32, 32, 256, 4, 5),
+        GemmConfig(32, 32, 512, 4, 3),
         GemmConfig(32, 128, 128, 8, 4, swap=True),
     ),
     ("cuda", 2, 64): (
