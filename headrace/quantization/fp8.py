@@ -2,7 +2,8 @@
 checkpoint (`fp8`) or a scale an output (`ptpc_fp8`), activations with a scale a token, found in every step.
 
 A CPU has no fp8 arithmetic worth using: there weights and activations are rounded to fp8 and back, so that results are
-those of a GPU, and nothing is faster. Scales are this rank's own: it knows its slice alone.
+those of a GPU (which leaves the activations of a lone token as they are), and nothing is faster. Scales are this rank's
+own: it knows its slice alone.
 """
 
 from __future__ import annotations
