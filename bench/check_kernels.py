@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from graph_timing import graph_seconds
 from torch import Tensor
 
 from headrace.kernels._triton import DEVICE_FAMILY, fp8_dtype
@@ -327,22 +328,7 @@ def run_all_checks() -> bool:
 
 def graph_time(calls: list[Callable[[], object]], repeats: int = 15) -> float:
     """Median microseconds of one call, from replays of a graph of all `calls`."""
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for turn in range(repeats + 2):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        if turn >= 2:
-            times.append(start.elapsed_time(stop) * 1e3 / len(calls))
-    return sorted(times)[len(times) // 2]
+    return graph_seconds(calls, repeats) * 1e6
 
 
 def decode_calls(
