@@ -97,7 +97,8 @@ def watched() -> Iterator[Callable[[], str]]:
     def timed(self: SelfCheck, check: Check) -> tuple[float, str]:
         began = time.perf_counter()
         found = attempt(self, check)
-        seen.append((found[0] / check.bound, time.perf_counter() - began, check.name))
+        share = found[0] / check.bound if check.bound else math.inf if found[0] else 0.0  # some must be exact
+        seen.append((share, time.perf_counter() - began, check.name))
         return found
 
     def worst() -> str:
