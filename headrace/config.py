@@ -53,6 +53,7 @@ KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", 
 QUANTIZATIONS = {"fp8": "fp8", "fp8_per_tensor": "fp8", "ptpc_fp8": "ptpc_fp8", "ptpc-fp8": "ptpc_fp8"}
 """what users type -> what it is called here"""
 BLOCK_SIZES = (1, 16, 32, 64)
+OBJECTIVES = ("latency", "interactive", "throughput")
 GRAPH_MODES = {
     "NONE": ("none", "none"),
     "PIECEWISE": ("piecewise", "piecewise"),

@@ -1,0 +1,126 @@
+"""What is asked of a plan: model, GPUs, traffic, and every setting that the user pins.
+
+One annotated field is flag, help and Python keyword, as in config.py. Knows nothing of how a plan is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.config import BLOCK_SIZES, DTYPES, KV_CACHE_DTYPES, OBJECTIVES, check_knobs, knob
+from headrace.errors import ConfigError
+
+ENGINES = ("headrace", "vllm")
+PLAN_FORMATS = {
+    "fp8": "fp8",
+    "fp8_per_tensor": "fp8",
+    "ptpc_fp8": "ptpc_fp8",
+    "ptpc-fp8": "ptpc_fp8",
+    "mxfp4": "mxfp4",
+    "int4": "int4",
+    "awq": "int4",
+    "gptq": "int4",
+    "int8": "int8",
+}
+"""what users type -> what it is called here"""
+MADE_AT_LOAD = ("fp8", "ptpc_fp8")
+"""Formats that a plain checkpoint is rounded to while it loads; the others need a checkpoint that holds them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """None: derived."""
+
+    model: str = knob(
+        "demo",
+        "A name of the catalogue (llama-3.1-405b), a folder, a config.json, or a Hugging Face id whose config.json is in "
+        "the local cache.",
+        group="model",
+    )
+    gpu: str = knob("auto", "Kind of GPU (mi300x, h200, ...), or `cpu`; `auto` reads this machine.", group="hardware")
+    num_gpus: int | None = knob(None, "GPUs to plan for.", minimum=1, group="hardware")
+    price_per_gpu_hour: float | None = knob(
+        None, "What one GPU costs an hour; gives the cost of a million tokens.", minimum=0.0, group="hardware"
+    )
+    input_len: int = knob(1024, "Tokens of a prompt.", minimum=1, group="workload")
+    output_len: int = knob(256, "Tokens of an answer.", minimum=1, group="workload")
+    concurrency: int | None = knob(
+        None,
+        "Requests in flight at once, over all GPUs; default: 1 for latency, 32 for interactive, as many as the KV cache "
+        "holds (up to 1024 an instance) for throughput.",
+        minimum=1,
+        group="workload",
+        aliases=("--max-concurrency",),
+    )
+    num_prompts: int | None = knob(
+        None, "Requests in all; default: as many as keep the load up.", minimum=1, group="workload"
+    )
+    request_rate: float | None = knob(
+        None, "Requests that arrive in a second; default: each client sends the next at once.", group="workload"
+    )
+    objective: str = knob(
+        "interactive",
+        "What to plan for: the shortest answer (latency), most tokens at a pace that people read along with "
+        "(interactive), or most tokens (throughput).",
+        choices=OBJECTIVES,
+        group="workload",
+    )
+    engine: str = knob("headrace", "Whose speed is predicted, and which command comes first.", choices=ENGINES)
+    simulate: bool = knob(False, "Run the whole workload through the scheduler, for percentiles.", group="output")
+    json: bool = knob(False, "Print the plan as JSON.", group="output")
+
+    tensor_parallel_size: int | None = knob(
+        None, "GPUs over which each layer is split.", minimum=1, short="-tp", group="parallel"
+    )
+    pipeline_parallel_size: int | None = knob(
+        None, "GPUs over which the layers are dealt out.", minimum=1, short="-pp", group="parallel"
+    )
+    data_parallel_size: int | None = knob(
+        None, "Replicas, or ranks of data-parallel attention.", minimum=1, short="-dp", group="parallel"
+    )
+    enable_expert_parallel: bool | None = knob(
+        None, "Give each GPU whole experts in place of slices of all.", group="parallel"
+    )
+    enable_dp_attention: bool | None = knob(
+        None, "Data-parallel ranks share the experts, and each keeps the cache of its own requests.", group="parallel"
+    )
+    attention_backend: str | None = knob(None, "Attention backend, by the engine's name for it.")
+    dtype: str = knob("auto", "Data type of activations and plain weights.", choices=DTYPES)
+    quantization: str | None = knob(
+        None,
+        "Weight format: fp8 and ptpc_fp8 are made of a plain checkpoint at load; mxfp4, int4 and int8 stand for a "
+        "checkpoint that holds them. Default: the checkpoint's.",
+        choices=tuple(PLAN_FORMATS),
+        short="-q",
+    )
+    kv_cache_dtype: str = knob("auto", "Data type of the KV cache.", choices=KV_CACHE_DTYPES, group="cache")
+    block_size: int | None = knob(None, "Tokens in one KV cache block.", choices=BLOCK_SIZES, group="cache")
+    gpu_memory_utilization: float = knob(
+        0.9, "Share of a GPU's memory the engine may use.", minimum=0.01, maximum=1.0, group="cache"
+    )
+    max_model_len: int | None = knob(None, "Longest sequence, prompt and output together.", minimum=1)
+    max_num_seqs: int | None = knob(
+        None, "Most requests that run at once on one replica.", minimum=1, group="scheduler"
+    )
+    max_num_batched_tokens: int | None = knob(None, "Most tokens in one step.", minimum=1, group="scheduler")
+    enable_chunked_prefill: bool = knob(True, "Split long prompts over steps.", group="scheduler")
+    async_scheduling: bool = knob(True, "Schedule step N+1 while step N runs.", group="scheduler")
+    enforce_eager: bool = knob(False, "Capture no graphs.")
+    compilation_config: dict[str, Any] = knob({}, 'JSON, e.g. \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\'.')
+
+    def __post_init__(self) -> None:
+        check_knobs(self)
+        if self.request_rate is not None and not self.request_rate > 0:
+            raise ConfigError(f"request_rate must be above 0, got {self.request_rate!r}")
+        seqs, budget = self.max_num_seqs, self.max_num_batched_tokens
+        if seqs is not None and budget is not None and seqs > budget:
+            raise ConfigError(
+                f"max_num_seqs ({seqs}) must not exceed max_num_batched_tokens ({budget}): "
+                "every running request gets a token in every step"
+            )
+
+    @property
+    def weight_format(self) -> str | None:
+        """The pinned weight format under its own name; None: the checkpoint's."""
+        return None if self.quantization is None else PLAN_FORMATS[self.quantization]
