@@ -34,8 +34,8 @@ class PlanRequest:
 
     model: str = knob(
         "demo",
-        "A name of the catalogue (llama-3.1-405b), a folder, a config.json, or a Hugging Face id whose config.json is in "
-        "the local cache.",
+        "A name of the catalogue (llama-3.1-405b), a folder, a config.json, or a Hugging Face id whose config.json is "
+        "in the local cache.",
         group="model",
     )
     gpu: str = knob("auto", "Kind of GPU (mi300x, h200, ...), or `cpu`; `auto` reads this machine.", group="hardware")
@@ -47,8 +47,8 @@ class PlanRequest:
     output_len: int = knob(256, "Tokens of an answer.", minimum=1, group="workload")
     concurrency: int | None = knob(
         None,
-        "Requests in flight at once, over all GPUs; default: 1 for latency, 32 for interactive, as many as the KV cache "
-        "holds (up to 1024 an instance) for throughput.",
+        "Requests in flight at once, over all GPUs; default: 1 for latency, 32 for interactive, as many as the KV "
+        "cache holds (up to 1024 an instance) for throughput.",
         minimum=1,
         group="workload",
         aliases=("--max-concurrency",),
