@@ -144,6 +144,23 @@ class EngineConfig:
     )
     async_scheduling: bool = knob(True, "Schedule step N+1 while step N runs on the device.", group="scheduler")
 
+    objective: str | None = knob(
+        None,
+        "What to plan for: short waits for each token (latency), a pace that people read along with (interactive), or "
+        "most tokens (throughput); default: interactive.",
+        choices=OBJECTIVES,
+        group="workload",
+    )
+    expected_input_len: int | None = knob(
+        None, "Tokens that a prompt is expected to have; default: unknown.", minimum=1, group="workload"
+    )
+    expected_output_len: int | None = knob(
+        None, "Tokens that an answer is expected to have; default: unknown.", minimum=1, group="workload"
+    )
+    expected_concurrency: int | None = knob(
+        None, "Requests that are expected in flight at once; default: unknown.", minimum=1, group="workload"
+    )
+
     tensor_parallel_size: int = knob(
         1, "GPUs over which each layer is split.", minimum=1, short="-tp", group="parallel"
     )

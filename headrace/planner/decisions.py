@@ -19,8 +19,11 @@ from headrace.planner.record import Decision
 from headrace.quantization.table import resolve_format
 from headrace.step import WorkerFacts
 
-PREFILL_SHARE = 0.9
-"""A step that decodes wait for must run prompts at this share of the best rate measured, or more."""
+PREFILL_SHARES = {"latency": 0.7, "interactive": 0.9, "throughput": 0.97}
+"""objective -> A step that decodes wait for must run prompts at this share of the best rate measured, or more."""
+USUAL_OBJECTIVE = "interactive"
+MOST_SEQS = {"cuda": 1024, "cpu": 64}
+FEWEST_SEQS = 8
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
@@ -59,20 +62,15 @@ def decide_before_load(
             f"max_model_len must be at most {context} (the model's max_position_embeddings), got {length}"
         )
 
-    budget, why = (
-        (8192, "a prefill chunk that fills a GPU") if device_type == "cuda" else (2048, "bounds a step on CPU")
+    budget = settle(
+        "max_num_batched_tokens",
+        *token_budget(device_type, config.enable_chunked_prefill, length, config.max_num_seqs),
     )
-    if not config.enable_chunked_prefill and budget < length:
-        budget, why = length, "without chunked prefill a whole prompt must fit into one step"
-    elif config.max_num_seqs is not None and budget < config.max_num_seqs:
-        budget, why = config.max_num_seqs, "every running request gets a token in every step"
-    budget = settle("max_num_batched_tokens", budget, why)
     if not config.enable_chunked_prefill and budget < length:
         raise ConfigError(
             f"max_num_batched_tokens must be at least max_model_len ({length}) without chunked prefill, got {budget}"
         )
-    seqs = 1024 if device_type == "cuda" else 64
-    settle("max_num_seqs", min(seqs, budget), f"what {device_type} serves before latency suffers")
+    settle("max_num_seqs", *sequences(device_type, budget, config.expected_concurrency))
 
     if config.tensor_parallel_size > 1 and model.num_heads % config.tensor_parallel_size:
         raise ConfigError(
@@ -87,6 +85,30 @@ def decide_before_load(
         config, device_type, *_attention(config.replace(**changes), model, device_type)
     )
     return config.replace(**changes), decisions + more
+
+
+def token_budget(device_type: str, chunked: bool, max_model_len: int, max_num_seqs: int | None) -> tuple[int, str]:
+    """max_num_batched_tokens and why."""
+    if device_type == "cuda":
+        budget, why = 8192, "a prefill chunk that fills a GPU"
+    else:
+        budget, why = 2048, "bounds a step on CPU"
+    if not chunked and budget < max_model_len:
+        return max_model_len, "without chunked prefill a whole prompt must fit into one step"
+    if max_num_seqs is not None and budget < max_num_seqs:
+        return max_num_seqs, "every running request gets a token in every step"
+    return budget, why
+
+
+def sequences(device_type: str, budget: int, expected: int | None) -> tuple[int, str]:
+    """max_num_seqs and why. `expected`: requests in flight, if somebody knows."""
+    most = min(MOST_SEQS[device_type], budget)
+    if expected is None:
+        return most, f"what {device_type} serves before latency suffers"
+    enough = max(FEWEST_SEQS, 1 << (expected - 1).bit_length())
+    if enough < most:
+        return enough, f"room for the {expected} that are expected; fewer would queue, more take memory from the cache"
+    return most, f"what {device_type} serves before latency suffers; {expected} are expected"
 
 
 def _attention(config: EngineConfig, model: ModelConfig, device_type: str) -> tuple[str, str]:
@@ -199,8 +221,14 @@ def decide_mixed_step(config: EngineConfig, facts: list[WorkerFacts]) -> tuple[i
     sizes = [size for size in measured[0] if size <= (config.max_num_batched_tokens or 0)]
     if not sizes or not config.enable_chunked_prefill:
         return None, []
-    times = {size: max(rank[size] for rank in measured) for size in sizes}
-    best = max(sizes, key=lambda size: size / times[size])
+    decision = mixed_step({size: max(rank[size] for rank in measured) for size in sizes}, config.objective)
+    return decision.value, [decision]
+
+
+def mixed_step(times: dict[int, float], objective: str | None, source: str = "measured") -> Decision:
+    """Of step sizes and their milliseconds the one that decodes should wait for."""
+    wanted = PREFILL_SHARES[objective or USUAL_OBJECTIVE]
+    best = max(times, key=lambda size: size / times[size])
 
     def share(size: int) -> float:
         return size / times[size] * times[best] / best
@@ -208,11 +236,11 @@ def decide_mixed_step(config: EngineConfig, facts: list[WorkerFacts]) -> tuple[i
     def describe(size: int) -> str:
         return f"{size} in {times[size]:.1f} ms"
 
-    chosen = min(size for size in sizes if share(size) >= PREFILL_SHARE)
+    chosen = min(size for size in times if share(size) >= wanted)
     reason = f"where decodes wait; {describe(chosen)} is {share(chosen):.0%} of the best prefill rate, {describe(best)}"
-    smaller = max((size for size in sizes if size < chosen), default=None)
+    smaller = max((size for size in times if size < chosen), default=None)
     other = "" if smaller is None else f"{describe(smaller)}: {share(smaller):.0%}"
-    return chosen, [Decision("mixed_step_tokens", chosen, reason, other, source="measured")]
+    return Decision("mixed_step_tokens", chosen, reason, other, source)
 
 
 def _kv_bytes(config: EngineConfig, fact: WorkerFacts) -> int:

@@ -81,6 +81,13 @@ def test_a_small_token_budget_bounds_the_sequences() -> None:
     assert config.max_num_seqs == 16
 
 
+@pytest.mark.parametrize(("expected", "seqs"), [(1, 8), (8, 8), (9, 16), (64, 64), (65, 128), (5000, 1024)])
+def test_what_is_expected_bounds_the_sequences(expected: int, seqs: int) -> None:
+    config, decisions = decide_before_load(EngineConfig(expected_concurrency=expected), MODEL, "cuda")
+    assert config.max_num_seqs == seqs
+    assert str(expected) in next(d for d in decisions if d.field == "max_num_seqs").reason
+
+
 def test_many_sequences_raise_the_token_budget() -> None:
     config, _ = decide_before_load(EngineConfig(max_num_seqs=5000), MODEL, "cpu")
     assert config.max_num_batched_tokens == 5000
@@ -174,6 +181,12 @@ def test_a_step_with_decodes_is_the_smallest_that_prefills_at_nearly_full_rate()
     slow_rank = timed((128, 7.0), (256, 7.1), (384, 11.0), (512, 12.9), (2048, 50.0))
     assert decide_mixed_step(resolved(), [rank, slow_rank])[0] == 512
     assert decide_mixed_step(resolved(max_num_batched_tokens=256, max_num_seqs=8), [rank])[0] == 256
+
+
+@pytest.mark.parametrize(("objective", "size"), [("latency", 256), ("interactive", 384), ("throughput", 512)])
+def test_an_objective_moves_how_much_of_the_prefill_rate_decodes_pay_for(objective: str, size: int) -> None:
+    rank = timed((128, 7.0), (256, 7.1), (384, 9.8), (512, 12.4), (2048, 50.0))
+    assert decide_mixed_step(resolved(objective=objective), [rank])[0] == size
 
 
 def test_where_size_costs_nothing_the_largest_measured_step_is_taken() -> None:
