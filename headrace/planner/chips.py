@@ -1,18 +1,23 @@
 """The GPUs that headrace plans for: memory, rates and links, each as the vendor publishes it.
 
-Facts only; nothing here knows a model or how much of a rate is reached. Rates are dense (no sparsity); a bandwidth of links is
-one direction. `measured` holds what we measured ourselves on such a GPU.
+Facts only; nothing here knows a model, or how much of a rate is reached. Rates are dense (no sparsity), a bandwidth of
+links is one direction, memory is what programs see of it. `measured` holds what we measured ourselves on such a GPU.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from dataclasses import dataclass, field
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 from headrace.errors import ConfigError
 
-MIB = 1 << 20
 GIB = 1 << 30
+SAME_MEMORY = 0.03
+"""Tools count what the driver keeps for itself, or not: a total that is so near to the data sheet's is the same."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,7 @@ class Chip:
     arch: str
     """gfx942, sm_90, x86"""
     memory_bytes: int
-    """of one GPU, as its driver reports it"""
+    """of one GPU, as programs see it"""
     memory_bandwidth: float
     """bytes/s, data sheet"""
     flops: dict[str, float] = field(hash=False)
@@ -34,13 +39,25 @@ class Chip:
     link_bandwidth: float
     """bytes/s that one GPU sends over all its links together"""
     network_bandwidth: float
-    """bytes/s between nodes for each GPU"""
+    """bytes/s between nodes, for each GPU"""
     gpus_per_node: int
     source: str
     """where the facts stand"""
     measured: dict[str, float] = field(default_factory=dict, hash=False)
-    """read_bandwidth and copy_bandwidth in bytes/s, bf16_flops and fp8_flops in FLOP/s, where we measured them"""
+    """read_bandwidth and copy_bandwidth in bytes/s, bf16_flops and fp8_flops in FLOP/s (`_short`: before power limits
+    them), where we measured them; empty elsewhere"""
 
+
+def _rates(bf16: float, **others: float) -> dict[str, float]:
+    """TFLOP/s -> FLOP/s"""
+    return {name: rate * 1e12 for name, rate in {"bf16": bf16, "fp16": bf16, **others}.items()}
+
+
+CDNA3 = _rates(1307.4, fp8=2614.9, int8=2614.9)
+HOPPER = _rates(989.4, fp8=1978.9, int8=1978.9)
+NIC_400 = 50e9
+"""One adapter of 400 Gb/s a GPU, as in the vendors' own systems"""
+NIC_200 = 25e9
 
 _ALL = (
     Chip(
@@ -48,46 +65,216 @@ _ALL = (
         title="AMD Instinct MI300X",
         vendor="amd",
         arch="gfx942",
-        memory_bytes=206_141_652_992,
+        memory_bytes=int(191.98 * GIB),
         memory_bandwidth=5.3e12,
-        flops={"bf16": 1307.4e12, "fp16": 1307.4e12, "fp8": 2614.9e12, "int8": 2614.9e12},
-        link="Infinity Fabric, 7 links",
+        flops=CDNA3,
+        link="Infinity Fabric, a link to each of 7 others",
         link_bandwidth=448e9,
-        network_bandwidth=50e9,
+        network_bandwidth=NIC_400,
         gpus_per_node=8,
-        source="https://www.amd.com/content/dam/amd/en/documents/instinct-tech-docs/data-sheets/amd-instinct-mi300x-data-sheet.pdf",
+        source="https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html",
+    ),
+    Chip(
+        name="mi325x",
+        title="AMD Instinct MI325X",
+        vendor="amd",
+        arch="gfx942",
+        memory_bytes=int(255.98 * GIB),
+        memory_bandwidth=6.0e12,
+        flops=CDNA3,
+        link="Infinity Fabric, a link to each of 7 others",
+        link_bandwidth=448e9,
+        network_bandwidth=NIC_400,
+        gpus_per_node=8,
+        source="https://www.amd.com/en/products/accelerators/instinct/mi300/mi325x.html",
+    ),
+    Chip(
+        name="mi350x",
+        title="AMD Instinct MI350X",
+        vendor="amd",
+        arch="gfx950",
+        memory_bytes=int(287.98 * GIB),
+        memory_bandwidth=8.0e12,
+        flops=_rates(2306.9, fp8=4613.7, int8=4613.7, fp4=9227.5),
+        link="Infinity Fabric, a link to each of 7 others",
+        link_bandwidth=537.6e9,
+        network_bandwidth=NIC_400,
+        gpus_per_node=8,
+        source="https://www.amd.com/en/products/accelerators/instinct/mi350/mi350x.html",
+    ),
+    Chip(
+        name="mi355x",
+        title="AMD Instinct MI355X",
+        vendor="amd",
+        arch="gfx950",
+        memory_bytes=int(287.98 * GIB),
+        memory_bandwidth=8.0e12,
+        flops=_rates(2516.6, fp8=5033.2, int8=5033.2, fp4=10066.3),
+        link="Infinity Fabric, a link to each of 7 others",
+        link_bandwidth=537.6e9,
+        network_bandwidth=NIC_400,
+        gpus_per_node=8,
+        source="https://www.amd.com/en/products/accelerators/instinct/mi350/mi355x.html",
+    ),
+    Chip(
+        name="h100",
+        title="NVIDIA H100 SXM",
+        vendor="nvidia",
+        arch="sm_90",
+        memory_bytes=int(79.18 * GIB),
+        memory_bandwidth=3.35e12,
+        flops=HOPPER,
+        link="NVLink 4",
+        link_bandwidth=450e9,
+        network_bandwidth=NIC_400,
+        gpus_per_node=8,
+        source="https://www.nvidia.com/en-us/data-center/h100/",
     ),
     Chip(
         name="h200",
-        title="NVIDIA H200",
+        title="NVIDIA H200 SXM",
         vendor="nvidia",
         arch="sm_90",
-        memory_bytes=143_771 * MIB,
+        memory_bytes=int(139.80 * GIB),
         memory_bandwidth=4.8e12,
-        flops={"bf16": 989.4e12, "fp16": 989.4e12, "fp8": 1978.9e12, "int8": 1978.9e12},
+        flops=HOPPER,
         link="NVLink 4",
         link_bandwidth=450e9,
-        network_bandwidth=50e9,
+        network_bandwidth=NIC_400,
         gpus_per_node=8,
         source="https://www.nvidia.com/en-us/data-center/h200/",
         measured={
             "copy_bandwidth": 4.28e12,
-            "read_bandwidth": 4.4e12,
+            "read_bandwidth": 4.41e12,
             "bf16_flops": 700e12,
+            "bf16_flops_short": 805e12,
             "fp8_flops": 1240e12,
-            "bf16_flops_short": 800e12,
             "fp8_flops_short": 1475e12,
         },
+    ),
+    Chip(
+        name="b200",
+        title="NVIDIA B200 SXM",
+        vendor="nvidia",
+        arch="sm_100",
+        memory_bytes=int(178.35 * GIB),
+        memory_bandwidth=8.0e12,
+        flops=_rates(2250, fp8=4500, int8=4500, fp4=9000),
+        link="NVLink 5",
+        link_bandwidth=900e9,
+        network_bandwidth=NIC_400,
+        gpus_per_node=8,
+        source="https://www.nvidia.com/en-us/data-center/dgx-b200/",
+    ),
+    Chip(
+        name="a100",
+        title="NVIDIA A100 80GB SXM",
+        vendor="nvidia",
+        arch="sm_80",
+        memory_bytes=int(79.25 * GIB),
+        memory_bandwidth=2.039e12,
+        flops=_rates(312, int8=624),
+        link="NVLink 3",
+        link_bandwidth=300e9,
+        network_bandwidth=NIC_200,
+        gpus_per_node=8,
+        source="https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-nvidia-us-2188504-web.pdf",
+    ),
+    Chip(
+        name="l40s",
+        title="NVIDIA L40S",
+        vendor="nvidia",
+        arch="sm_89",
+        memory_bytes=int(44.40 * GIB),
+        memory_bandwidth=864e9,
+        flops=_rates(362.05, fp8=733, int8=733),
+        link="PCIe 4.0 x16",
+        link_bandwidth=32e9,
+        network_bandwidth=NIC_200,
+        gpus_per_node=8,
+        source="https://www.nvidia.com/en-us/data-center/l40s/",
+    ),
+    Chip(
+        name="cpu",
+        title="a server CPU (Xeon Platinum 8480+, one socket, 512 GiB)",
+        vendor="cpu",
+        arch="x86",
+        memory_bytes=512 * GIB,
+        memory_bandwidth=307e9,
+        flops=_rates(114.7, int8=229.4),
+        link="none",
+        link_bandwidth=16e9,
+        network_bandwidth=NIC_200,
+        gpus_per_node=1,
+        source="https://www.intel.com/content/www/us/en/products/sku/231746.html",
     ),
 )
 
 CHIPS: dict[str, Chip] = {chip.name: chip for chip in _ALL}
 
 
-def find_chip(name: str) -> Chip:
-    """The chip of that name, as `mi300x`, `MI300X`, `amd-mi300x` or `NVIDIA H200`. Raises ConfigError with the names."""
+def find_chip(name: str, memory_bytes: int | None = None) -> Chip:
+    """The chip of a name as people or drivers write it: `MI300X`, `amd-mi300x`, `NVIDIA H100 80GB HBM3`.
+
+    With `memory_bytes`, what a tool reports of it: a part or a variant of the GPU keeps that. Raises ConfigError with
+    the names.
+    """
     words = re.findall(r"[a-z0-9]+", name.lower())
-    for word in words:
-        if word in CHIPS:
-            return CHIPS[word]
-    raise ConfigError(f"gpu {name!r} is unknown; choose from {', '.join(CHIPS)}, or auto for the GPUs of this machine")
+    found = next((CHIPS[word] for word in words if word in CHIPS), None)
+    if found is None:
+        raise ConfigError(
+            f"gpu {name!r} is unknown; choose from {', '.join(CHIPS)}, or auto for what is in this machine"
+        )
+    if memory_bytes is None or abs(memory_bytes / found.memory_bytes - 1) <= SAME_MEMORY:
+        return found
+    return replace(found, memory_bytes=memory_bytes, title=f"{found.title}, {memory_bytes / GIB:.0f} GiB of it")
+
+
+Run = Callable[[list[str]], str]
+"""a command -> what it wrote, "" where it could not run"""
+
+
+def run_tool(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def read_gpus(run: Run = run_tool) -> list[tuple[str, int]]:
+    """(name, bytes of memory) of each GPU that nvidia-smi or rocm-smi sees; none of them: []."""
+    listed = run(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"])
+    found = re.findall(r"^(.+), *(\d+)\s*$", listed, re.MULTILINE)
+    if found:
+        return [(name, int(mib) << 20) for name, mib in found]
+    return _read_rocm(run(["rocm-smi", "--showproductname", "--showmeminfo", "vram", "--json"]))
+
+
+def _read_rocm(listed: str) -> list[tuple[str, int]]:
+    try:
+        cards = json.loads(listed[listed.index("{") :])
+    except ValueError:
+        return []
+    found = []
+    for card in cards.values():
+        total = card.get("VRAM Total Memory (B)") if isinstance(card, dict) else None
+        if total is not None:
+            names = (str(card.get(key, "")) for key in ("Card Series", "Card series", "Card Model", "Card model"))
+            found.append((" ".join(names), int(total)))
+    return found
+
+
+def this_machine(run: Run = run_tool) -> tuple[Chip, int]:
+    """What `--gpu auto` means: the chip of this machine and how many there are; without GPUs its CPU, once.
+
+    Raises ConfigError for a GPU that is not in CHIPS, and for GPUs of several kinds.
+    """
+    gpus = read_gpus(run)
+    if not gpus:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return replace(CHIPS["cpu"], title="the CPU of this machine", memory_bytes=memory), 1
+    chips = {find_chip(name, memory) for name, memory in gpus}
+    if len({chip.name for chip in chips}) > 1:
+        kinds = ", ".join(sorted(chip.title for chip in chips))
+        raise ConfigError(f"gpu auto: this machine has GPUs of several kinds ({kinds}); name the one to plan for")
+    return min(chips, key=lambda chip: chip.memory_bytes), len(gpus)
