@@ -1,94 +1,22 @@
 """What a model weighs and caches, layer by layer, counted from its config.json alone.
 
-Pure arithmetic on published fields: no weights are looked at. Knows nothing of GPUs, of weight formats' bytes, nor of how
-layers are spread.
+Pure arithmetic on published fields: no weights are looked at. Knows nothing of GPUs, of the bytes of weight formats,
+nor of how layers are spread.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from headrace.errors import ConfigError
-
-PARTS = ("attention", "dense", "experts")
-"""What a weight format may apply to"""
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """One layer's attention. Of `weights`, `kv_weights` are split over KV heads, `replicated_weights` are on every rank,
-    and what is left is split over query heads."""
-
-    kind: str
-    """gqa, mla (a latent shared by all heads) or linear (no cache that grows)"""
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    """of queries and keys"""
-    v_head_dim: int
-    window: int | None
-    """keys a query sees at most; None: all"""
-    weights: int
-    """parameters, all in all"""
-    kv_values: int
-    """numbers cached for a token (gqa: K and V; mla: latent, rotary part, and index keys)"""
-    sparse_top_k: int | None = None
-    """keys that are attended to after an index has chosen them; None: all in the window"""
-    kv_weights: int = 0
-    """of `weights`: the projections to K and V"""
-    replicated_weights: int = 0
-    """of `weights`: what every rank holds whole (down projections of latents, the indexer, norms of Q and K)"""
-    plain_weights: int = 0
-    """of `weights`: biases, norms, sinks: in the model's dtype whatever the weight format"""
-
-
-@dataclass(frozen=True)
-class MlpShape:
-    dense_weights: int
-    """parameters that every token uses: dense MLP, shared experts, router"""
-    num_experts: int = 0
-    experts_per_token: int = 0
-    expert_weights: int = 0
-    """of one expert"""
-    router_weights: int = 0
-    """of `dense_weights`: on every rank, in the model's dtype whatever the weight format"""
-    expert_plain_weights: int = 0
-    """of `expert_weights`: biases"""
-    intermediate_size: int = 0
-    """width of the dense MLP, or of all shared experts together"""
-    expert_intermediate_size: int = 0
-
-    @property
-    def all_expert_weights(self) -> int:
-        return self.num_experts * self.expert_weights
-
-    @property
-    def weights(self) -> int:
-        return self.dense_weights + self.all_expert_weights
-
-    @property
-    def active_weights(self) -> int:
-        return self.dense_weights + self.experts_per_token * self.expert_weights
-
-
-@dataclass(frozen=True)
-class LayerGroup:
-    """Layers that are alike, wherever they stand."""
-
-    count: int
-    attention: AttentionShape
-    mlp: MlpShape
-    other_weights: int
-    """norms of one layer"""
-
-    @property
-    def weights(self) -> int:
-        return self.count * (self.attention.weights + self.mlp.weights + self.other_weights)
-
-    @property
-    def active_weights(self) -> int:
-        return self.count * (self.attention.weights + self.mlp.active_weights + self.other_weights)
+from headrace.model_config import ModelConfig
+from headrace.models.registry import MODELS, ModelEntry
+from headrace.planner.checkpoint_format import PARTS, holds_kv_scales, read_format
+from headrace.planner.encoders import gemma3_vision, kimi_vision, llama4_vision
+from headrace.planner.layer_shapes import AttentionShape, LayerGroup, MlpShape, dense, gqa, mla, sparse
 
 
 @dataclass(frozen=True)
@@ -116,6 +44,8 @@ class ModelShape:
     """of `extra_weights`: layers that predict further tokens, loaded for speculation alone"""
     format_parts: tuple[str, ...] = PARTS
     """what the checkpoint holds in `weight_format`; the rest is in `dtype`"""
+    format_group: int = 0
+    """weights of the checkpoint that share a scale, where its format leaves that open; 0: the usual number"""
     fp8_kv_cache: bool = False
     """the checkpoint brings scales for an fp8 cache"""
 
@@ -167,8 +97,8 @@ class ModelShape:
 
     @property
     def quantizable(self) -> int:
-        """Parameters that a weight format may apply to: linears of attention, MLPs and experts, not router, norms, biases,
-        embedding and head."""
+        """Parameters that a weight format may apply to: linears of attention, MLPs and experts; not router, norms,
+        biases, embedding and head."""
         return sum(
             group.count
             * (
@@ -186,6 +116,176 @@ class ModelShape:
         return self.format_parts if weight_format == self.weight_format else PARTS
 
 
-def shape_of(config: dict[str, Any], name: str) -> ModelShape:
-    """Count a raw config.json. Raises ConfigError naming the architecture where no family here knows it."""
-    raise ConfigError(f"{name}: not counted yet: {config.get('architectures')}")
+Layer = tuple[AttentionShape, MlpShape, int]
+"""attention, MLP, parameters of its norms"""
+
+
+class _Layers(NamedTuple):
+    layers: list[Layer]
+    vision: int = 0
+    draft: int = 0
+
+
+Config = dict[str, Any]
+
+
+def shape_of(config: Config, name: str, source: str = "") -> ModelShape:
+    """Count a raw config.json. Raises ConfigError where no family here knows its architecture, a field is missing, or
+    the weight format is none of ours."""
+    architecture = next(iter(config.get("architectures") or ["none"]))
+    text: Config = {**config, **(config.get("text_config") or {})}
+    family, registered = _FAMILIES.get(architecture), _REGISTERED.get(architecture)
+    try:
+        if family is not None:
+            text = {**family.defaults, **text}
+            counted = family.layers(text)
+        elif registered is not None:
+            counted = _count_registered(text, registered)
+        else:
+            known = ", ".join(sorted(_FAMILIES.keys() | _REGISTERED.keys()))
+            raise ConfigError(f"architecture {architecture!r} of {name} is not one that can be counted; known: {known}")
+        hidden, vocab = int(text["hidden_size"]), int(text["vocab_size"])
+    except KeyError as error:
+        raise ConfigError(f"config.json of {name} ({architecture}) lacks `{error.args[0]}`") from None
+    layers = Counter(counted.layers)  # in the order in which they first come
+    quantization = text.get("quantization_config")
+    held = read_format(quantization, len(counted.layers))
+    return ModelShape(
+        name=name,
+        architecture=architecture,
+        hidden_size=hidden,
+        vocab_size=vocab,
+        max_position_embeddings=int(text.get("max_position_embeddings") or 2048),
+        groups=tuple(LayerGroup(count, *layer) for layer, count in layers.items()),
+        embedding_weights=hidden * vocab,
+        head_weights=0 if text.get("tie_word_embeddings") else hidden * vocab,
+        extra_weights=counted.vision + counted.draft,
+        dtype=str(text.get("dtype") or text.get("torch_dtype") or "bfloat16").removeprefix("torch."),
+        weight_format=held.name,
+        source=source or name,
+        final_weights=hidden,
+        draft_weights=counted.draft,
+        format_parts=held.parts,
+        format_group=held.group_size,
+        fp8_kv_cache=holds_kv_scales(quantization),
+    )
+
+
+def in_format(shape: ModelShape, weight_format: str, fp8_kv_cache: bool = False) -> ModelShape:
+    """The same model in a checkpoint that holds all its linears in `weight_format`."""
+    return replace(shape, weight_format=weight_format, format_parts=PARTS, format_group=0, fp8_kv_cache=fp8_kv_cache)
+
+
+def _count_registered(c: Config, entry: ModelEntry) -> _Layers:
+    """The families that headrace serves: windows, biases and experts as models/registry.py says."""
+    missing = [field for field in entry.needs if c.get(field) is None]
+    if missing:
+        raise KeyError(missing[0])
+    model = ModelConfig.from_dict(c)
+    hidden, moe = model.hidden_size, entry.moe(model) if entry.moe else None
+    filled = {**c, "num_key_value_heads": model.num_kv_heads, "head_dim": model.head_dim}
+
+    def said(quirk: bool | None, otherwise: bool) -> bool:
+        return otherwise if quirk is None else quirk
+
+    layers: list[Layer] = []
+    for i, window in enumerate(entry.windows(model)):
+        attention = gqa(
+            filled,
+            window,
+            qkv_bias=said(entry.qkv_bias, model.attention_bias),
+            o_bias=said(entry.o_bias, model.attention_bias),
+            head_norms=entry.qk_norm,
+        )
+        if moe and moe.sparse[i]:
+            shared = moe.shared_intermediate_size
+            gate = hidden if shared else 0
+            mlp = sparse(hidden, moe.num_experts, moe.top_k, moe.intermediate_size, shared, gate)
+        else:
+            mlp = dense(hidden, model.intermediate_size, said(entry.mlp_bias, model.mlp_bias))
+        layers.append((attention, mlp, 2 * hidden))
+    return _Layers(layers)
+
+
+def _count_deepseek(c: Config) -> _Layers:
+    """Dense layers first, then experts and shared ones; layers for further tokens are drafts (their embedding and head
+    are the model's own)."""
+    hidden, width = c["hidden_size"], c["moe_intermediate_size"]
+    attention, first = mla(c), c["first_k_dense_replace"]
+    plain = dense(hidden, c["intermediate_size"])
+    shared = width * (c.get("n_shared_experts") or 0)
+    experts = c["n_routed_experts"]
+    routed = sparse(hidden, experts, c["num_experts_per_tok"], width, shared)
+    layers = [(attention, plain if i < first else routed, 2 * hidden) for i in range(c["num_hidden_layers"])]
+    draft = attention.weights + routed.weights + 2 * hidden + 2 * hidden**2 + 3 * hidden
+    vision = kimi_vision(c["vision_config"], hidden) if c.get("vision_config") else 0
+    return _Layers(layers, vision, (c.get("num_nextn_predict_layers") or 0) * draft)
+
+
+def _count_llama4(c: Config) -> _Layers:
+    """Experts in every n-th layer beside a shared one; every fourth layer sees all keys, without positions, the others
+    those of their chunk."""
+    hidden, count, width = c["hidden_size"], c["num_hidden_layers"], c["intermediate_size"]
+    step, chunk = c["interleave_moe_layer_step"], c.get("attention_chunk_size")
+    everything, chunked = gqa(c), gqa(c, chunk)
+    routed = sparse(hidden, c["num_local_experts"], c["num_experts_per_tok"], width, shared=width)
+    plain = dense(hidden, c["intermediate_size_mlp"])
+    layers = [
+        (chunked if (i + 1) % 4 else everything, plain if (i + 1) % step else routed, 2 * hidden) for i in range(count)
+    ]
+    return _Layers(layers, llama4_vision(c["vision_config"], hidden) if c.get("vision_config") else 0)
+
+
+def _count_gpt_oss(c: Config) -> _Layers:
+    """Windows in every other layer, from the first; sinks; biases everywhere."""
+    hidden = c["hidden_size"]
+    kinds = c.get("layer_types") or [
+        "full_attention" if i % 2 else "sliding_attention" for i in range(c["num_hidden_layers"])
+    ]
+    windows = [c["sliding_window"] if kind == "sliding_attention" else None for kind in kinds]
+    mlp = sparse(hidden, c["num_local_experts"], c["num_experts_per_tok"], c["intermediate_size"], bias=True)
+    return _Layers([(gqa(c, window, qkv_bias=True, o_bias=True, sinks=True), mlp, 2 * hidden) for window in windows])
+
+
+def _count_gemma3(c: Config) -> _Layers:
+    """Five layers with a window, then one without; four norms a layer."""
+    hidden, pattern = c["hidden_size"], c["sliding_window_pattern"]
+    windows = [c["sliding_window"] if (i + 1) % pattern else None for i in range(c["num_hidden_layers"])]
+    mlp = dense(hidden, c["intermediate_size"])
+    layers = [(gqa(c, window, head_norms=True), mlp, 4 * hidden) for window in windows]
+    return _Layers(layers, gemma3_vision(c["vision_config"], hidden) if c.get("vision_config") else 0)
+
+
+def _count_minimax(c: Config) -> _Layers:
+    """Experts in every layer. The layers for further tokens that config.json speaks of are in no checkpoint."""
+    hidden = c["hidden_size"]
+    attention = gqa(c, wide_norms=bool(c.get("use_qk_norm", True)))
+    experts = (c["num_local_experts"], c["num_experts_per_tok"], c["intermediate_size"])
+    return _Layers([(attention, sparse(hidden, *experts), 2 * hidden)] * c["num_hidden_layers"])
+
+
+@dataclass(frozen=True)
+class _Family:
+    layers: Callable[[Config], _Layers]
+    defaults: Config = field(default_factory=dict)
+    """what config.json leaves out where it is as usual"""
+
+
+_GEMMA3 = _Family(
+    _count_gemma3,
+    {"vocab_size": 262208, "max_position_embeddings": 131072, "sliding_window_pattern": 6, "tie_word_embeddings": True},
+)
+_DEEPSEEK = _Family(_count_deepseek)
+_FAMILIES = {
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "DeepseekV32ForCausalLM": _DEEPSEEK,
+    "GlmMoeDsaForCausalLM": _DEEPSEEK,
+    "KimiK25ForConditionalGeneration": _DEEPSEEK,
+    "Llama4ForConditionalGeneration": _Family(_count_llama4),
+    "GptOssForCausalLM": _Family(_count_gpt_oss),
+    "Gemma3ForConditionalGeneration": _GEMMA3,
+    "Gemma3ForCausalLM": _GEMMA3,
+    "MiniMaxM2ForCausalLM": _Family(_count_minimax),
+}
+"""The families that headrace does not serve yet; those that it does are in models/registry.py."""
+_REGISTERED = {entry.architecture: entry for entry in MODELS}

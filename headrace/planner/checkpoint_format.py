@@ -1,0 +1,107 @@
+"""In which weight format a checkpoint holds its linears, read from config.json's quantization_config.
+
+Knows the spellings of the tools that write them (compressed-tensors, Quark, ModelOpt, AWQ, GPTQ, fp8, mxfp4), not what
+is done with such weights.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from headrace.errors import ConfigError
+
+PARTS = ("attention", "dense", "experts")
+"""What a weight format may apply to"""
+FORMATS = ("bf16", "fp8", "mxfp4", "int4", "int8")
+_LINEARS = {
+    "attention": ("self_attn.q_proj", "self_attn.o_proj", "self_attn.q_b_proj"),
+    "dense": ("mlp.gate_proj", "mlp.shared_experts.gate_proj", "feed_forward.shared_expert.gate_proj"),
+    "experts": ("mlp.experts.3.gate_proj", "block_sparse_moe.experts.3.w1"),
+}
+"""Names that stand for a part: a part is plain if one of them is on the list of what was left alone."""
+_BY_TYPE = {("float", 8): "fp8", ("int", 8): "int8", ("int", 4): "int4", ("float", 4): "mxfp4"}
+
+
+@dataclass(frozen=True)
+class CheckpointFormat:
+    name: str = "bf16"
+    """bf16: the model's dtype as it is"""
+    parts: tuple[str, ...] = PARTS
+    """what is held in it"""
+    group_size: int = 0
+    """weights that share a scale; 0: a whole row, block or tensor"""
+
+
+def read_format(quantization: dict[str, Any] | None, num_layers: int) -> CheckpointFormat:
+    """Raises ConfigError for a format that is not among FORMATS."""
+    if not quantization:
+        return CheckpointFormat()
+    method = str(quantization.get("quant_method", "")).lower()
+    name, group_size = _name(method, quantization)
+    if name not in FORMATS:
+        raise ConfigError(
+            f"config.json: the format of quantization_config.quant_method {method!r} is {name!r}, which is none of "
+            f"{', '.join(FORMATS)}"
+        )
+    left_alone = [
+        str(entry)
+        for key in ("ignore", "modules_to_not_convert", "ignored_layers", "exclude", "exclude_modules")
+        for entry in quantization.get(key) or []
+    ]
+    prefix = f"model.layers.{num_layers // 2}"
+    plain = {
+        part
+        for part, linears in _LINEARS.items()
+        if any(_names(entry, f"{prefix}.{linear}") for entry in left_alone for linear in linears)
+    }
+    return CheckpointFormat(name, tuple(part for part in PARTS if part not in plain), group_size)
+
+
+def holds_kv_scales(quantization: dict[str, Any] | None) -> bool:
+    """The checkpoint was calibrated for an fp8 KV cache (compressed-tensors, ModelOpt, Quark)."""
+    quantization = quantization or {}
+    scheme, export = quantization.get("kv_cache_scheme"), quantization.get("export")
+    if isinstance(scheme, dict):
+        return bool(scheme.get("type") == "float" and scheme.get("num_bits") == 8)
+    return str(quantization.get("kv_cache_quant_algo")).upper() == "FP8" or bool(
+        isinstance(export, dict) and export.get("kv_cache_group")
+    )
+
+
+def _name(method: str, quantization: dict[str, Any]) -> tuple[str, int]:
+    """-> (format, weights that share a scale where that is said)"""
+    if method == "compressed-tensors":
+        groups = quantization.get("config_groups")
+        if not groups:
+            return "bf16", 0  # it speaks of the KV cache alone
+        weights = next(iter(groups.values())).get("weights") or {}
+        found = _BY_TYPE.get((weights.get("type", "int"), weights.get("num_bits", 8)), str(weights))
+        group_size = int(weights.get("group_size") or 0)
+        return ("nvfp4" if found == "mxfp4" and group_size == 16 else found), max(group_size, 0)
+    if method == "quark":
+        weight = (quantization.get("global_quant_config") or {}).get("weight") or {}
+        weight = weight[0] if isinstance(weight, list) else weight
+        dtype = str(weight.get("dtype", "fp8"))
+        known = {"fp8": "fp8", "fp4": "mxfp4", "int8": "int8", "int4": "int4", "uint4": "int4", "mxfp4": "mxfp4"}
+        return known.get(dtype.split("_")[0], dtype), 0
+    if method in ("awq", "gptq"):
+        bits = quantization.get("bits", quantization.get("w_bit", 4))
+        group_size = int(quantization.get("group_size", quantization.get("q_group_size", 128)) or 0)
+        return {4: "int4", 8: "int8"}.get(bits, f"{bits} bits"), max(group_size, 0)
+    if method.startswith("modelopt"):
+        return str(quantization.get("quant_algo", method)).lower(), 0
+    return {"fbgemm_fp8": "fp8", "": "bf16"}.get(method, method), 0
+
+
+def _names(entry: str, linear: str) -> bool:
+    """Whether an entry of such a list means `linear`: `re:` a pattern, else consecutive parts of its name, `*` any."""
+    if entry.startswith("re:"):
+        return re.match(entry[3:], linear) is not None
+    wanted, parts = entry.split("."), linear.split(".")
+    return any(
+        all(fnmatchcase(part, pattern) for part, pattern in zip(parts[start:], wanted, strict=False))
+        for start in range(len(parts) - len(wanted) + 1)
+    )
