@@ -1,16 +1,47 @@
 """What one step costs, part by part: bytes of weights and cache, operations, collectives, launches, host.
 
-A roofline with named efficiencies (constants.py); knows shapes, rates and numbers of tokens, nothing of requests or time.
+A roofline with named efficiencies (constants.py). Knows shapes, rates and numbers of tokens, nothing of requests or
+of time that passes.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from headrace.planner.chips import Chip
-from headrace.planner.shapes import ModelShape
+from headrace.planner.collectives import Links
+from headrace.planner.constants import NARROW, TRAITS, Efficiency, EngineTraits, find_efficiency
+from headrace.planner.shapes import AttentionShape, LayerGroup, MlpShape, ModelShape
 
-ENGINES = ("headrace", "vllm")
+WEIGHT_BYTES = {
+    "fp32": 4.0,
+    "bf16": 2.0,
+    "fp16": 2.0,
+    "fp8": 1.0,
+    "ptpc_fp8": 1.0,
+    "int8": 1.0,
+    "mxfp4": 0.5 + 1 / 32,
+    "int4": 0.5 + 2.5 / 128,
+}
+"""bytes of one weight, scales included (a byte for 32 of mxfp4; 16 bits and a zero of 4 for 128 of int4)"""
+UNITS = {"fp8": "fp8", "ptpc_fp8": "fp8", "int8": "int8", "mxfp4": "fp4"}
+"""format -> the units that multiply it, where the chip has them; without, and for all others, the 16-bit ones"""
+HEAD_KERNELS = 8
+"""embedding, last norm, head, sampling, and what prepares the step"""
+HEAD_BYTES = 12
+"""that sampling moves for each entry of the vocabulary: 16-bit logits, a copy in fp32, a pass over it"""
+PIECES = 3
+"""operations of a layer that the host starts where pieces between attention calls are graphs"""
+FULL_GRAPH_OPERATIONS = 10
+"""... and of a whole step that is one graph"""
+HOST_OVERLAP = 3.0
+"""how the host's time for the next step hides behind this one's on the GPU; exponent as `Efficiency.overlap`"""
+TILES = (16, 64)
+"""rows of experts' products come in tiles: of as many as an expert has, within these bounds"""
+INDEX_VALUES = 128
+"""numbers of a cached token that choosing keys reads, where an index does (DeepSeek sparse attention)"""
 
 
 @dataclass(frozen=True)
@@ -59,10 +90,10 @@ class Deployment:
 class StepWork:
     """One step of the whole deployment; data-parallel ranks share it evenly."""
 
-    decodes: int
+    decodes: float
     decode_context: float
     """keys that a decode reads, on average"""
-    prefill_tokens: int = 0
+    prefill_tokens: float = 0
     prefill_context: float = 0.0
     """keys that a prompt token sees, on average"""
     prompts: int = 0
@@ -73,8 +104,8 @@ class StepWork:
 class StepCost:
     seconds: float
     parts: dict[str, float]
-    """seconds that each would take alone: weights, kv, flops, activations, links, launches, host. They overlap in part, so they
-    need not add up to `seconds`."""
+    """seconds that each would take alone: weights, kv, flops, activations, links, launches, host. They overlap in
+    part, so they need not add up to `seconds`."""
 
     @property
     def bound(self) -> str:
@@ -83,4 +114,268 @@ class StepCost:
 
 
 def step_cost(deployment: Deployment, work: StepWork) -> StepCost:
-    raise NotImplementedError
+    return step_model(deployment).cost(work)
+
+
+@lru_cache(maxsize=512)
+def step_model(deployment: Deployment) -> StepModel:
+    """The model with the constants of its chip and engine."""
+    return StepModel(deployment, find_efficiency(deployment.chip, deployment.engine))
+
+
+def distinct_experts(num_experts: int, experts_per_token: int, tokens: float) -> float:
+    """Experts that `tokens` tokens choose between them, each evenly."""
+    if not num_experts:
+        return 0.0
+    return num_experts * (1 - (1 - experts_per_token / num_experts) ** tokens)
+
+
+@dataclass(frozen=True)
+class _Linears:
+    """Products with some of a layer's weights, on one GPU."""
+
+    seconds_to_read: float
+    seconds_per_token: float
+
+    def __call__(self, tokens: float) -> tuple[float, float]:
+        """Seconds for bytes, seconds for operations."""
+        return self.seconds_to_read, tokens * self.seconds_per_token
+
+
+class _Experts:
+    """A layer's experts, on the busiest of the GPUs that share them."""
+
+    def __init__(self, mlp: MlpShape, parallel: Parallel, one: _Linears) -> None:
+        self.mlp, self.one = mlp, one
+        self.groups = parallel.expert_gpus if parallel.ep else 1
+        """of whole experts; within one every expert is sliced over `slices` GPUs"""
+        self.slices = parallel.expert_gpus // self.groups
+
+    def __call__(self, tokens: float) -> tuple[float, float]:
+        mlp, groups = self.mlp, self.groups
+        active = distinct_experts(mlp.num_experts, mlp.experts_per_token, tokens)
+        rows = tokens * mlp.experts_per_token
+        if groups > 1:
+            here = mlp.num_experts / groups
+            active = min(here, _busiest(active / groups, groups))
+            rows = min(max(rows / groups, tokens * min(mlp.experts_per_token, here)), _busiest(rows / groups, groups))
+        if active <= 0:
+            return 0.0, 0.0
+        tile = min(max(rows / active, TILES[0]), TILES[1])
+        padded = rows + active * tile / 2
+        return active * self.one.seconds_to_read / self.slices, padded * self.one.seconds_per_token / self.slices
+
+
+def _busiest(mean: float, groups: int) -> float:
+    """Expected largest of `groups` counts that are scattered as by chance around `mean`."""
+    return mean + math.sqrt(2 * mean * math.log(groups))
+
+
+class _Layer:
+    """One layer of a group on one GPU: seconds for each thing that a step counts."""
+
+    def __init__(self, group: LayerGroup, model: StepModel) -> None:
+        deployment, traits, constants = model.deployment, model.traits, model.efficiency
+        shape, parallel = deployment.shape, deployment.parallel
+        attention, mlp, tp = group.attention, group.mlp, parallel.tp
+        self.count, self.attention = group.count, attention
+        parts = shape.parts_in(deployment.weight_format)
+
+        def linears(part: str, weights: float) -> _Linears:
+            weight_format = deployment.weight_format if part in parts else "bf16"
+            seconds = 2 * weights / model.rate(weight_format)
+            return _Linears(weights * WEIGHT_BYTES[weight_format] / model.bandwidth, seconds)
+
+        split = attention.weights - attention.kv_weights - attention.replicated_weights
+        kv_split = min(tp, max(1, attention.num_kv_heads))
+        self.projections = linears(
+            "attention", split / tp + attention.kv_weights / kv_split + attention.replicated_weights
+        )
+        self.dense = linears("dense", mlp.dense_weights / tp)
+        self.experts = _Experts(mlp, parallel, linears("experts", mlp.expert_weights)) if mlp.num_experts else None
+
+        latent = attention.kind == "mla"
+        self.grows = attention.kind != "linear"
+        key_bytes = attention.kv_values * deployment.kv_dtype_bytes / (1 if latent else kv_split)
+        self.seconds_per_key = key_bytes / model.kv_bandwidth
+        heads = attention.num_heads / tp
+        pair = attention.head_dim + attention.v_head_dim
+        self.seconds_per_pair = 2 * heads * pair / model.attention_rate
+        absorbed = 2 * attention.kv_values if latent else pair  # a decode meets the latent itself
+        self.decode_seconds_per_pair = 2 * heads * absorbed / model.attention_rate
+        self.state_seconds = 0.0
+        if not self.grows:  # a state is read and written for every token of a decode
+            self.state_seconds = heads * attention.head_dim * attention.v_head_dim * 8 / model.kv_bandwidth
+
+        self.activation_seconds = _activation_bytes(group, shape, parallel, deployment.weight_format) / model.bandwidth
+        self.kernels = _kernels(attention, mlp, traits, narrow=deployment.weight_format in UNITS)
+        self.launch_seconds = self.kernels * constants.kernel
+
+    def keys(self, context: float) -> tuple[float, float]:
+        """(keys attended to, share of the cached values that is read) by a query with `context` keys before it."""
+        attention = self.attention
+        if not self.grows:
+            return 0.0, 0.0
+        seen = context if attention.window is None else min(context, attention.window)
+        if attention.sparse_top_k is None or seen <= attention.sparse_top_k:
+            return seen, seen
+        index = INDEX_VALUES / max(attention.kv_values, INDEX_VALUES)
+        return attention.sparse_top_k, attention.sparse_top_k + seen * index
+
+
+def _activation_bytes(group: LayerGroup, shape: ModelShape, parallel: Parallel, weight_format: str) -> float:
+    """What kernels between products read and write for one token: norms and residuals, rotary, activation, rounding,
+    sums over experts. 16-bit values."""
+    attention, mlp, hidden = group.attention, group.mlp, shape.hidden_size
+    heads = attention.num_heads * attention.head_dim
+    inner = mlp.intermediate_size / parallel.tp
+    inner += mlp.experts_per_token * mlp.expert_intermediate_size / parallel.expert_gpus
+    values = 8 * hidden + 2 * (heads + 2 * attention.num_kv_heads * attention.head_dim) / parallel.tp + 3 * inner
+    if mlp.num_experts:
+        values += (mlp.experts_per_token + 1) * hidden
+    if weight_format in UNITS:  # 16 bits in, 8 out, before each product
+        values += 1.5 * (2 * hidden + heads / parallel.tp + inner)
+    return 2 * values
+
+
+def _kernels(attention: AttentionShape, mlp: MlpShape, traits: EngineTraits, narrow: bool) -> int:
+    count = traits.attention_kernels + (traits.expert_kernels if mlp.num_experts else traits.dense_kernels)
+    if attention.kind == "mla":
+        count += traits.latent_kernels
+    if attention.sparse_top_k is not None:
+        count += traits.index_kernels
+    if mlp.num_experts and mlp.intermediate_size:  # shared experts beside the routed ones
+        count += traits.dense_kernels - 1
+    return count + (2 * traits.quantize_kernels if narrow else 0)
+
+
+class StepModel:
+    """The cost of any step of one deployment; what does not depend on the step is counted once."""
+
+    def __init__(self, deployment: Deployment, constants: Efficiency) -> None:
+        chip, shape, tp = deployment.chip, deployment.shape, deployment.parallel.tp
+        self.deployment, self.efficiency = deployment, constants
+        self.traits = TRAITS[deployment.engine]
+        self.links = Links.of(chip, constants.link, constants.collective)
+        self.bandwidth = chip.memory_bandwidth * constants.bandwidth
+        self.kv_bandwidth = chip.memory_bandwidth * constants.kv_bandwidth
+        self._peak = chip.flops.get("bf16") or chip.flops.get("fp16") or max(chip.flops.values())
+        self.attention_rate = self._peak * constants.attention
+        self._layers = [_Layer(group, self) for group in shape.groups]
+        head = (shape.head_weights or shape.embedding_weights) / tp
+        self._head = _Linears(head * 2 / self.bandwidth, 2 * head / self.rate("bf16"))
+        self._sampling_seconds = HEAD_BYTES * shape.vocab_size / self.bandwidth
+        self._kernels = HEAD_KERNELS + sum(layer.count * layer.kernels for layer in self._layers)
+
+    def rate(self, weight_format: str) -> float:
+        """Operations a second of large products."""
+        units = self.deployment.chip.flops.get(UNITS.get(weight_format, ""))
+        if units is None:
+            return self._peak * self.efficiency.gemm
+        return units * self.efficiency.gemm * NARROW
+
+    def seconds(self, work: StepWork) -> float:
+        return self._count(work)[0]
+
+    def cost(self, work: StepWork) -> StepCost:
+        seconds, parts = self._count(work)
+        names = ("weights", "kv", "flops", "activations", "links", "launches", "host")
+        return StepCost(seconds, dict(zip(names, parts, strict=True)))
+
+    def _count(self, work: StepWork) -> tuple[float, tuple[float, ...]]:
+        """Seconds, and those of each part alone. One pass of the busiest rank through all layers: with pipeline stages
+        its requests form as many batches as there are stages, and all are under way at once."""
+        parallel, p = self.deployment.parallel, self.efficiency.overlap
+        prompts = work.prompts or (1 if work.prefill_tokens else 0)
+        decodes = work.decodes / parallel.dp
+        if work.decodes and decodes < 1:
+            decodes = 1.0
+        prompts_here = -(-prompts // parallel.dp)
+        prefill = work.prefill_tokens * prompts_here / prompts if prompts else 0.0
+        batches = min(parallel.pp, max(1.0, decodes + prompts_here))
+        decodes, prefill, samples = decodes / batches, prefill / batches, (decodes + prompts_here) / batches
+        tokens = decodes + prefill
+        everywhere = tokens
+        if parallel.dp_attention:
+            everywhere = max(tokens, (work.decodes + work.prefill_tokens) / batches)
+
+        weights = kv = flops = activations = links = launches = total = 0.0
+        for layer in self._layers:
+            keys, read = layer.keys(work.decode_context)
+            cache = decodes * (read * layer.seconds_per_key + layer.state_seconds)
+            looking = decodes * keys * layer.decode_seconds_per_pair
+            prompt_pairs = prefill * layer.keys(work.prefill_context)[0] * layer.seconds_per_pair
+            linears = [layer.projections(tokens), layer.dense(tokens)]
+            if layer.experts is not None:
+                linears.append(layer.experts(everywhere))
+            told = self._tell(layer, tokens, everywhere)
+            elementwise = tokens * layer.activation_seconds
+            products = sum(_norm(read_seconds, compute, p) for read_seconds, compute in linears)
+            count = layer.count
+            total += count * (
+                products + _norm(cache, looking, p) + prompt_pairs + elementwise + told + layer.launch_seconds
+            )
+            weights += count * sum(seconds for seconds, _ in linears)
+            flops += count * (sum(seconds for _, seconds in linears) + looking + prompt_pairs)
+            kv += count * cache
+            activations += count * elementwise
+            links += count * told
+            launches += count * layer.launch_seconds
+
+        head = self._head(samples)
+        sampling = samples * self._sampling_seconds
+        own = HEAD_KERNELS * self.efficiency.kernel
+        between = self._hand_over(tokens)
+        host = self._host(decodes + prompts_here / batches, prefill)
+        total += _norm(*head, p) + sampling + own + between
+        return _norm(total, host, HOST_OVERLAP), (
+            weights + head[0],
+            kv,
+            flops + head[1],
+            activations + sampling,
+            links + between,
+            launches + own,
+            host,
+        )
+
+    def _tell(self, layer: _Layer, tokens: float, everywhere: float) -> float:
+        """A layer's collectives: sums after attention and after the MLP, or tokens to their experts and back."""
+        parallel, width = self.deployment.parallel, 2.0 * self.deployment.shape.hidden_size
+        seconds = self.links.all_reduce(tokens * width, parallel.tp)
+        if layer.experts is None or not parallel.dp_attention:
+            return 2 * seconds
+        gpus = parallel.expert_gpus
+        gathered = self.links.all_reduce(everywhere * width, gpus)
+        if not parallel.ep:
+            return seconds + gathered
+        copies = min(layer.experts.mlp.experts_per_token, gpus) * everywhere / gpus
+        return seconds + min(gathered, 2 * self.links.exchange(copies * width, gpus))
+
+    def _hand_over(self, tokens: float) -> float:
+        """Between pipeline stages."""
+        parallel = self.deployment.parallel
+        if parallel.pp == 1:
+            return 0.0
+        other_node = parallel.tp * parallel.pp > self.deployment.chip.gpus_per_node
+        return (parallel.pp - 1) * self.links.send(tokens * 2.0 * self.deployment.shape.hidden_size, other_node)
+
+    def _host(self, sequences: float, prefill: float) -> float:
+        """Starting what is in no graph, and bookkeeping for each request."""
+        traits, layers = self.traits, sum(layer.count for layer in self._layers)
+        tokens = sequences + prefill
+        if not prefill and sequences <= traits.graph_decodes:
+            operations = FULL_GRAPH_OPERATIONS
+        elif tokens <= traits.graph_tokens:
+            operations = FULL_GRAPH_OPERATIONS + PIECES * layers
+        else:
+            operations = FULL_GRAPH_OPERATIONS + self._kernels
+        return operations * self.efficiency.launch + sequences * self.efficiency.sequence
+
+
+def _norm(a: float, b: float, p: float) -> float:
+    """A maximum with a soft corner: a + b for p = 1, max(a, b) for p without end."""
+    if a <= 0 or b <= 0:
+        return a + b
+    if a < b:
+        a, b = b, a
+    return float(a * (1 + (b / a) ** p) ** (1 / p))

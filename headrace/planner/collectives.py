@@ -1,0 +1,72 @@
+"""Seconds that GPUs spend telling each other: all-reduces, exchanges between experts, hand-over between stages.
+
+Knows sizes, links and nodes, nothing of models.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from headrace.planner.chips import Chip
+
+NETWORK_SECONDS = 15e-6
+"""that a message to another node takes beside its bytes"""
+
+
+@dataclass(frozen=True)
+class Links:
+    bandwidth: float
+    """bytes/s that one GPU sends to all the others of its node together, as a large collective reaches them"""
+    network: float
+    """bytes/s to other nodes, likewise"""
+    latency: float
+    """seconds of the smallest all-reduce over eight GPUs"""
+    gpus_per_node: int
+    direct: bool
+    """each pair has a link of its own, so that a group smaller than the node uses only some; else there is a switch"""
+
+    @classmethod
+    def of(cls, chip: Chip, share: float, latency: float) -> Links:
+        return cls(
+            max(chip.link_bandwidth, 1.0) * share,
+            max(chip.network_bandwidth, 1.0) * share,
+            latency,
+            chip.gpus_per_node,
+            chip.vendor == "amd",
+        )
+
+    def all_reduce(self, size: float, gpus: int) -> float:
+        """Sum `size` bytes of each of `gpus` GPUs: scatter, then gather. Past a node, within each node first."""
+        if gpus < 2:
+            return 0.0
+        inside = min(gpus, self.gpus_per_node)
+        seconds = self._start(inside) + 2 * (inside - 1) / inside * size / self._within(inside) if inside > 1 else 0.0
+        if gpus > inside:
+            nodes = -(-gpus // inside)
+            seconds += 2 * NETWORK_SECONDS + 2 * (nodes - 1) / nodes * size / inside / self.network
+        return seconds
+
+    def exchange(self, size: float, gpus: int) -> float:
+        """Every GPU sends `size` bytes, spread evenly over all `gpus`, and receives as many."""
+        if gpus < 2:
+            return 0.0
+        inside = min(gpus, self.gpus_per_node)
+        outside = (gpus - inside) / gpus
+        seconds = self._start(inside) + (inside - 1) / gpus * size / self._within(inside) if inside > 1 else 0.0
+        return seconds + (NETWORK_SECONDS + outside * size / self.network if outside else 0.0)
+
+    def send(self, size: float, other_node: bool) -> float:
+        """To one neighbour."""
+        if other_node:
+            return NETWORK_SECONDS + size / self.network
+        return self.latency / 2 + size / self._within(2)
+
+    def _start(self, gpus: int) -> float:
+        """Half the latency of eight for two GPUs, and a quarter more with each doubling."""
+        return self.latency * (1 + math.log2(gpus)) / 4
+
+    def _within(self, gpus: int) -> float:
+        if not self.direct:
+            return self.bandwidth
+        return self.bandwidth * (gpus - 1) / max(1, self.gpus_per_node - 1)
