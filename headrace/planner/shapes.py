@@ -15,7 +15,7 @@ from headrace.errors import ConfigError
 from headrace.model_config import ModelConfig
 from headrace.models.registry import MODELS, ModelEntry
 from headrace.planner.checkpoint_format import PARTS, holds_kv_scales, read_format
-from headrace.planner.encoders import gemma3_vision, kimi_vision, llama4_vision
+from headrace.planner.encoders import gemma3_vision, kimi_vision, llama4_vision, qwen3_vision
 from headrace.planner.layer_shapes import AttentionShape, LayerGroup, MlpShape, dense, gqa, mla, sparse
 
 
@@ -256,6 +256,12 @@ def _count_gemma3(c: Config) -> _Layers:
     return _Layers(layers, gemma3_vision(c["vision_config"], hidden) if c.get("vision_config") else 0)
 
 
+def _count_qwen3_vl(c: Config) -> _Layers:
+    """Qwen3-MoE behind a vision encoder."""
+    text = _count_registered({**c, "architectures": ["Qwen3MoeForCausalLM"]}, _REGISTERED["Qwen3MoeForCausalLM"])
+    return _Layers(text.layers, qwen3_vision(c["vision_config"], c["hidden_size"]))
+
+
 def _count_minimax(c: Config) -> _Layers:
     """Experts in every layer. The layers for further tokens that config.json speaks of are in no checkpoint."""
     hidden = c["hidden_size"]
@@ -286,6 +292,7 @@ _FAMILIES = {
     "Gemma3ForConditionalGeneration": _GEMMA3,
     "Gemma3ForCausalLM": _GEMMA3,
     "MiniMaxM2ForCausalLM": _Family(_count_minimax),
+    "Qwen3VLMoeForConditionalGeneration": _Family(_count_qwen3_vl),
 }
 """The families that headrace does not serve yet; those that it does are in models/registry.py."""
 _REGISTERED = {entry.architecture: entry for entry in MODELS}
