@@ -52,6 +52,11 @@ DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
 QUANTIZATIONS = {"fp8": "fp8", "fp8_per_tensor": "fp8", "ptpc_fp8": "ptpc_fp8", "ptpc-fp8": "ptpc_fp8"}
 """what users type -> what it is called here"""
+ATTENTION_OF_VLLM = (
+    "FLASH_ATTN", "FLASHINFER", "XFORMERS", "FLEX_ATTENTION", "TREE_ATTN", "ROCM_FLASH", "ROCM_ATTN", "ROCM_AITER_FA",
+    "ROCM_AITER_UNIFIED_ATTN",
+)  # fmt: skip
+"""vLLM's backends of ordinary attention: whoever names one gets the backend that is chosen here"""
 BLOCK_SIZES = (1, 16, 32, 64)
 OBJECTIVES = ("latency", "interactive", "throughput")
 GRAPH_MODES = {
@@ -258,6 +263,7 @@ ENVIRONMENT_KNOBS = {
     "VLLM_CPU_KVCACHE_SPACE": "cpu_kv_cache_gib",
     "VLLM_API_KEY": "api_key",
     "VLLM_BATCH_INVARIANT": "batch_invariant",
+    "VLLM_ATTENTION_BACKEND": "attention_backend",
 }
 SWITCHES = {"1": True, "true": True, "0": False, "false": False}
 
@@ -270,6 +276,8 @@ def knobs_from_environment(config_class: type, environ: Mapping[str, str] | None
     for variable, name in ENVIRONMENT_KNOBS.items():
         text = environ.get(variable)
         if not text or name not in kinds:
+            continue
+        if name == "attention_backend" and text.upper() in ATTENTION_OF_VLLM:
             continue
         kind = kinds[name][0]
         try:
@@ -290,6 +298,11 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
     if given := environ.get("HEADRACE_CACHE"):
         return Path(given)
     return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
+
+
+def environment() -> dict[str, str]:
+    """A copy of what the environment holds, for whoever examines it rather than obeys it."""
+    return dict(os.environ)
 
 
 def calm_openmp() -> None:

@@ -1,6 +1,7 @@
 """Flags out of config fields: every knob of a config class becomes one flag, spelled any way vLLM's users spell it.
 
-`canonical` rewrites a command line to `--flag=value` form; argparse does the rest. Knows nothing of what a knob means.
+`canonical` rewrites a command line to `--flag=value` form; argparse does the rest. What is no knob is looked up in
+planner/flags.py, which says what becomes of it. Knows nothing of what a knob means.
 """
 
 from __future__ import annotations
@@ -15,8 +16,25 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
-from headrace.config import knob_problem, knob_types, knobs_from_environment
+from headrace.config import (
+    EngineConfig,
+    ServerConfig,
+    environment,
+    knob_problem,
+    knob_types,
+    knobs_from_environment,
+)
 from headrace.errors import ConfigError
+from headrace.planner.flags import (
+    FOREIGN_VALUES,
+    Note,
+    find_flag,
+    foreign_value,
+    human_int,
+    judge,
+    judge_variables,
+    notice,
+)
 
 Config = TypeVar("Config")
 
@@ -28,27 +46,8 @@ GROUP_TITLES = {
     "parallel": "parallelism",
     "server": "server and logs",
 }
-INERT_FLAGS: dict[str, tuple[bool, str]] = {
-    "--num-scheduler-steps": (True, "every step is already scheduled while the one before runs"),
-    "--use-v2-block-manager": (False, "there is one block manager"),
-    "--max-seq-len-to-capture": (True, "captured graphs do not depend on sequence length"),
-    "--swap-space": (True, "preempted requests are recomputed, not swapped"),
-}
-"""Flags of older vLLM editions: (takes a value, why they do nothing here)."""
+OTHER_FLAGS = "Further flags and variables of vLLM are taken by name; `headrace explain` says what becomes of each."
 SWITCH_WORDS = {"true": True, "false": False}
-
-
-def human_int(text: str) -> int:
-    """`4096`, `8k` (8,000), `8K` (8,192), `2M`, `1.5k`: small letters count in thousands, capitals in 1,024s."""
-    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)([kKmMgG])", text)
-    if match is None:
-        return int(text)
-    number, unit = match.groups()
-    power = "kmg".index(unit.lower()) + 1
-    value = float(number) * (1000 if unit.islower() else 1024) ** power
-    if value != int(value):
-        raise ValueError(f"{text} is not a whole number")
-    return int(value)
 
 
 def parse_switch(text: str) -> bool:
@@ -97,7 +96,10 @@ class FlagParser:
         self._groups: dict[str, Any] = {}
         self._switches: dict[str, tuple[str, bool]] = {}
         self._dicts: set[str] = set()
-        self._flags: set[str] = {"-h", "--help"}
+        self._flags: dict[str, str] = {"-h": "--help", "--help": "--help"}
+        """every spelling of a flag of ours -> the one we use"""
+        self._scopes = ["bench"] if command.startswith("bench") else []
+        """of planner/flags.py: where flags of vLLM are looked up that are none of ours"""
 
     def add_knobs(
         self, config_class: type, *, skip: tuple[str, ...] = (), single: tuple[str, ...] = (), **defaults: Any
@@ -107,6 +109,11 @@ class FlagParser:
         Lists named in `single` take one value a flag, so that MODEL may follow.
         """
         kinds = knob_types(config_class)
+        if config_class is EngineConfig:
+            self._scopes = [*(["offline"] if self._scopes else []), *self._scopes, "engine"]
+            self._parser.epilog = f"{self._parser.epilog}\n\n{OTHER_FLAGS}"
+        elif config_class is ServerConfig:
+            self._scopes.append("server")
         for field in dataclasses.fields(config_class):
             if field.name in skip:
                 continue
@@ -143,7 +150,7 @@ class FlagParser:
         if title not in self._groups:
             self._groups[title] = self._parser.add_argument_group(title)
         self._groups[title].add_argument(*names, **options)
-        self._flags.update(names)
+        self._flags |= dict.fromkeys(names, names[0])
         if kind is dict:
             self._dicts.add(names[0])
         if kind is bool:
@@ -154,54 +161,94 @@ class FlagParser:
                     self._switches[other + names[0].removeprefix(one)] = (names[0], False)
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
-        """Only what was given is in the namespace: defaults belong to the config classes."""
-        values = self._parser.parse_args(self.canonical(argv))
+        """Only what was given is in the namespace: defaults belong to the config classes.
+
+        What has no effect here, flags and environment together, is told in one notice on standard error.
+        """
+        args, notes = self.canonical(argv)
+        values = self._parser.parse_args(args)
         tag = vars(values).pop("model_tag", None)
         if tag is not None:
             if getattr(values, "model", tag) != tag:
                 raise ConfigError(f"two models given: {tag!r} and --model {values.model!r}")
             values.model = tag
+        if "engine" in self._scopes:
+            notes += judge_variables(environment())
+        if notes:
+            print(notice(notes), file=sys.stderr)
         return values
 
-    def canonical(self, argv: list[str]) -> list[str]:
-        """Every spelling to `--flag=value`: underscores, switches, negations, dotted JSON keys, inert old flags."""
+    def canonical(self, argv: list[str]) -> tuple[list[str], list[Note]]:
+        """Every spelling to `--flag=value`: underscores, switches, negations, dotted JSON keys; and notes on flags and
+        values of vLLM that are left out."""
         result: list[str] = []
+        notes: list[Note | None] = []
         objects: dict[str, dict[str, Any]] = {}
         tokens = list(argv)
         while tokens:
             token = tokens.pop(0)
             if token == "--":
-                return [*result, token, *tokens]
+                result += [token, *tokens]
+                break
             head, equals, value = token.partition("=")
             if not head.startswith("-") or head == "-" or " " in head or re.match(r"-\.?\d", head):
                 result.append(token)
                 continue
-            base, dot, path = head.partition(".")
+            base, _, path = head.partition(".")
             if base.startswith("--"):
                 base = base.replace("_", "-")
+            given = value if equals else None
             if base in self._switches:
                 flag, meaning = self._switches[base]
-                if not equals and tokens and tokens[0].lower() in SWITCH_WORDS:
-                    equals, value = "=", tokens.pop(0)
-                if equals and value.lower() in SWITCH_WORDS:
-                    value = str(SWITCH_WORDS[value.lower()] is meaning)
-                elif not equals:
-                    value = str(meaning)
-                result.append(f"{flag}={value}")
+                value = _switch_value(given, tokens)
+                if value in SWITCH_WORDS:
+                    value = str(SWITCH_WORDS[value] is meaning)
+                self._keep_or_leave(flag, value, flag, result, notes)
             elif base in self._dicts:
-                if not equals:
-                    value = self._value_after(head, tokens)
-                _merge(objects.setdefault(base, {}), path if dot else "", value, head)
+                value = self._value_after(head, tokens) if given is None else value
+                _merge(objects.setdefault(base, {}), path, value, head)
+            elif self._flags.get(base) in FOREIGN_VALUES:
+                value = self._value_after(head, tokens) if given is None else value
+                self._keep_or_leave(self._flags[base], value, f"{base} {value}", result, notes)
             elif base in self._flags:
                 result.append(base + equals + value)
-            elif base in INERT_FLAGS:
-                takes_value, why = INERT_FLAGS[base]
-                if takes_value and not equals:
-                    self._value_after(head, tokens)
-                print(f"headrace: note: {base} has no effect: {why}", file=sys.stderr)
             else:
-                raise ConfigError(self._unknown(base))
-        return [f"{flag}={json.dumps(value)}" for flag, value in objects.items()] + result
+                notes.append(self._of_vllm(base, path, given, tokens))
+        merged = [f"{flag}={json.dumps(value)}" for flag, value in objects.items()]
+        return merged + result, [note for note in notes if note is not None]
+
+    def _keep_or_leave(self, flag: str, value: str, setting: str, result: list[str], notes: list[Note | None]) -> None:
+        """A flag of ours goes into `result`, unless its value means something to vLLM alone."""
+        why = foreign_value(flag, value)
+        if why is None:
+            result.append(f"{flag}={value}")
+        else:
+            notes.append(Note(setting, why))
+
+    def _of_vllm(self, base: str, path: str, given: str | None, tokens: list[str]) -> Note | None:
+        """What becomes of a flag that is none of ours: a note or nothing, or, pushed back to `tokens`, one of ours."""
+        found = find_flag(base, self._scopes)
+        if found is None or found.known.fate == "ours":
+            raise ConfigError(self._unknown(base))
+        known = found.known
+        if known.kind.name == "switch":
+            value = _switch_value(given, tokens)
+            if found.negated and value in SWITCH_WORDS:
+                value = str(not SWITCH_WORDS[value])
+        elif known.kind.name == "words":
+            words = [self._value_after(base, tokens) if given is None else given]
+            while given is None and tokens and not tokens[0].startswith("-"):
+                words.append(tokens.pop(0))
+            value = ",".join(words)
+        else:
+            value = self._value_after(base, tokens) if given is None else given
+        if known.becomes:
+            listed = f"[{value}]" if known.kind.name == "words" else value
+            tokens.insert(0, f"{known.becomes}{'.' if path else ''}{path}={listed}")
+            return None
+        if path:  # one key of a JSON object
+            return judge(known, f"{base}.{path}", json.dumps({path: value}))
+        return judge(known, found.name if found.name.startswith("--") else known.name, value)
 
     def _value_after(self, flag: str, tokens: list[str]) -> str:
         if not tokens:
@@ -209,8 +256,16 @@ class FlagParser:
         return tokens.pop(0)
 
     def _unknown(self, flag: str) -> str:
-        near = difflib.get_close_matches(flag, sorted(self._flags | self._switches.keys()), 1, 0.6)
+        own = {*self._flags, *self._switches}
+        near = difflib.get_close_matches(flag, sorted(own), 1, 0.6)
         return f"unknown flag {flag}" + (f"; did you mean {near[0]}?" if near else "; --help lists the flags")
+
+
+def _switch_value(given: str | None, tokens: list[str]) -> str:
+    """`true` for a bare switch; a `true` or `false` behind it is its value."""
+    if given is None:
+        given = tokens.pop(0) if tokens and tokens[0].lower() in SWITCH_WORDS else "true"
+    return given.lower() if given.lower() in SWITCH_WORDS else given
 
 
 def build_config(config_class: type[Config], values: argparse.Namespace, **defaults: Any) -> Config:

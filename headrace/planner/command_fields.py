@@ -1,0 +1,173 @@
+"""What a command line asks for, as plain fields with the names of a plan's: model, GPUs, lengths, load, settings.
+
+Only what stands there: None is what the line leaves open. Knows nothing of what is good.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.config import QUANTIZATIONS
+from headrace.errors import ConfigError
+from headrace.planner.command_line import CommandLine, Setting
+from headrace.planner.flags import human_int
+
+AUTO = ("auto", "none", "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandFields:
+    program: str
+    model: str | None = None
+    tensor_parallel_size: int | None = None
+    pipeline_parallel_size: int | None = None
+    data_parallel_size: int | None = None
+    enable_expert_parallel: bool | None = None
+    visible_gpus: int | None = None
+    """how many a variable leaves visible"""
+    dtype: str | None = None
+    quantization: str | None = None
+    """as it is typed: awq, gptq, fp8, ..."""
+    kv_cache_dtype: str | None = None
+    block_size: int | None = None
+    gpu_memory_utilization: float | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    enable_chunked_prefill: bool | None = None
+    async_scheduling: bool | None = None
+    enforce_eager: bool | None = None
+    attention_backend: str | None = None
+    compilation_config: dict[str, Any] | None = None
+    speculative_tokens: int | None = None
+    input_len: int | None = None
+    output_len: int | None = None
+    num_prompts: int | None = None
+    concurrency: int | None = None
+    """requests at once that a benchmark keeps up"""
+    request_rate: float | None = None
+
+    @property
+    def num_gpus(self) -> int:
+        return (self.tensor_parallel_size or 1) * (self.pipeline_parallel_size or 1) * (self.data_parallel_size or 1)
+
+    def plan_keywords(self) -> dict[str, Any]:
+        """What of this a plan can be asked for, by the names of PlanRequest; formats that a checkpoint brings, and
+        whatever is left open, are not among it."""
+        names = (
+            "model tensor_parallel_size pipeline_parallel_size data_parallel_size enable_expert_parallel dtype "
+            "block_size kv_cache_dtype gpu_memory_utilization max_model_len max_num_seqs max_num_batched_tokens "
+            "enable_chunked_prefill async_scheduling enforce_eager compilation_config input_len output_len "
+            "num_prompts concurrency request_rate"
+        ).split()
+        found = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.quantization in QUANTIZATIONS:
+            found["quantization"] = self.quantization
+        return found | {"num_gpus": self.num_gpus}
+
+
+def fields_of(line: CommandLine) -> CommandFields:
+    """Raises ConfigError naming the flag whose value cannot be read."""
+    read = _Reader(line)
+    batch, prompts = read.whole("--batch-size"), read.whole("--num-prompts")
+    seqs, most = read.whole("--max-num-seqs"), read.whole("--max-concurrency")
+    concurrency = batch if line.program == "bench latency" else most
+    if line.program == "bench throughput" and prompts is not None:
+        concurrency = min(prompts, seqs or prompts)
+    rate = read.number("--request-rate")
+    return CommandFields(
+        program=line.program,
+        model=line.model,
+        tensor_parallel_size=read.whole("--tensor-parallel-size"),
+        pipeline_parallel_size=read.whole("--pipeline-parallel-size"),
+        data_parallel_size=read.whole("--data-parallel-size"),
+        enable_expert_parallel=read.switch("--enable-expert-parallel"),
+        visible_gpus=_visible(line),
+        dtype=read.text("--dtype"),
+        quantization=read.text("--quantization"),
+        kv_cache_dtype=read.text("--kv-cache-dtype"),
+        block_size=read.whole("--block-size"),
+        gpu_memory_utilization=read.number("--gpu-memory-utilization"),
+        max_model_len=read.whole("--max-model-len"),
+        max_num_seqs=seqs,
+        max_num_batched_tokens=read.whole("--max-num-batched-tokens"),
+        enable_chunked_prefill=read.switch("--enable-chunked-prefill"),
+        async_scheduling=read.switch("--async-scheduling"),
+        enforce_eager=read.switch("--enforce-eager"),
+        attention_backend=read.text("--attention-backend") or read.text("VLLM_ATTENTION_BACKEND"),
+        compilation_config=read.json("--compilation-config"),
+        speculative_tokens=_speculative_tokens(read),
+        input_len=read.whole("--input-len"),
+        output_len=read.whole("--output-len"),
+        num_prompts=prompts,
+        concurrency=concurrency,
+        request_rate=None if rate == float("inf") else rate,
+    )
+
+
+@dataclass(frozen=True)
+class _Reader:
+    line: CommandLine
+
+    def _read(self, key: str, kind: Any, wanted: str) -> Any:
+        found = self.line.find(key)
+        if found is None:
+            return None
+        try:
+            return kind(found.value)
+        except (ValueError, OverflowError):
+            raise ConfigError(f"{key} must be {wanted}, got {found.value!r}") from None
+
+    def whole(self, key: str) -> int | None:
+        value: int | None = self._read(key, human_int, "a whole number")
+        return value
+
+    def number(self, key: str) -> float | None:
+        value: float | None = self._read(key, float, "a number")
+        return value
+
+    def text(self, key: str) -> str | None:
+        value = self.line.value(key)
+        return None if value is None or value.lower() in AUTO else value
+
+    def switch(self, key: str) -> bool | None:
+        found = self.line.find(key)
+        return None if found is None else found.on
+
+    def json(self, key: str) -> dict[str, Any] | None:
+        """All the parts of it, where it is given key by key."""
+        merged: dict[str, Any] = {}
+        for setting in self.line.settings:
+            if setting.key == key:
+                merged |= object_of(setting)
+        return merged or None
+
+
+def object_of(setting: Setting) -> dict[str, Any]:
+    try:
+        value = json.loads(setting.value)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{setting.name} must be a JSON object, got {setting.value!r}")
+    return value
+
+
+def _visible(line: CommandLine) -> int | None:
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        text = line.value(name)
+        if text and "$" not in text:
+            return len([device for device in text.split(",") if device.strip()])
+    return None
+
+
+def _speculative_tokens(read: _Reader) -> int | None:
+    given = read.json("--speculative-config")
+    if given is None:
+        return read.whole("--num-speculative-tokens")
+    tokens = given.get("num_speculative_tokens", 1)
+    if type(tokens) is not int or tokens < 0:
+        raise ConfigError(f"num_speculative_tokens of --speculative-config must be a whole number, got {tokens!r}")
+    return tokens
