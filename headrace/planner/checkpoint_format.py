@@ -31,8 +31,29 @@ class CheckpointFormat:
     """bf16: the model's dtype as it is"""
     parts: tuple[str, ...] = PARTS
     """what is held in it"""
-    group_size: int = 0
-    """weights that share a scale; 0: a whole row, block or tensor"""
+    bytes_per_weight: float = 0.0
+    """where config.json tells how many weights share a scale; 0: as usual (`bytes_per_weight`)"""
+
+
+ROW = 4096
+"""Weights of an 8-bit format that share a scale of 4 bytes: a row of a middling linear"""
+
+
+def bytes_per_weight(weight_format: str) -> float:
+    """Scales included: one a row of 8-bit formats, a byte for 32 of mxfp4, 16 bits and a zero for 128 of int4.
+
+    Raises ConfigError for a format that is not among FORMATS, ptpc_fp8 (fp8 with a scale a row), fp16 and fp32.
+    """
+    plain = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0}
+    eight_bits = dict.fromkeys(("fp8", "ptpc_fp8", "int8"), 1.0 + 4 / ROW)
+    known = {**plain, **eight_bits, "mxfp4": 0.5 + 1 / 32, "int4": _int4(128)}
+    if weight_format not in known:
+        raise ConfigError(f"weight format must be one of {', '.join(known)}; got {weight_format!r}")
+    return known[weight_format]
+
+
+def _int4(group_size: int, zeros: bool = True) -> float:
+    return 0.5 + (2.5 if zeros else 2.0) / group_size
 
 
 def read_format(quantization: dict[str, Any] | None, num_layers: int) -> CheckpointFormat:
@@ -40,7 +61,7 @@ def read_format(quantization: dict[str, Any] | None, num_layers: int) -> Checkpo
     if not quantization:
         return CheckpointFormat()
     method = str(quantization.get("quant_method", "")).lower()
-    name, group_size = _name(method, quantization)
+    name, exactly = _name(method, quantization)
     if name not in FORMATS:
         raise ConfigError(
             f"config.json: the format of quantization_config.quant_method {method!r} is {name!r}, which is none of "
@@ -57,7 +78,7 @@ def read_format(quantization: dict[str, Any] | None, num_layers: int) -> Checkpo
         for part, linears in _LINEARS.items()
         if any(_names(entry, f"{prefix}.{linear}") for entry in left_alone for linear in linears)
     }
-    return CheckpointFormat(name, tuple(part for part in PARTS if part not in plain), group_size)
+    return CheckpointFormat(name, tuple(part for part in PARTS if part not in plain), exactly)
 
 
 def holds_kv_scales(quantization: dict[str, Any] | None) -> bool:
@@ -71,8 +92,8 @@ def holds_kv_scales(quantization: dict[str, Any] | None) -> bool:
     )
 
 
-def _name(method: str, quantization: dict[str, Any]) -> tuple[str, int]:
-    """-> (format, weights that share a scale where that is said)"""
+def _name(method: str, quantization: dict[str, Any]) -> tuple[str, float]:
+    """-> (format, bytes of a weight where that is said, else 0)"""
     if method == "compressed-tensors":
         groups = quantization.get("config_groups")
         if not groups:
@@ -80,7 +101,9 @@ def _name(method: str, quantization: dict[str, Any]) -> tuple[str, int]:
         weights = next(iter(groups.values())).get("weights") or {}
         found = _BY_TYPE.get((weights.get("type", "int"), weights.get("num_bits", 8)), str(weights))
         group_size = int(weights.get("group_size") or 0)
-        return ("nvfp4" if found == "mxfp4" and group_size == 16 else found), max(group_size, 0)
+        if found == "int4" and group_size > 0:
+            return found, _int4(group_size, zeros=not weights.get("symmetric", True))
+        return ("nvfp4" if found == "mxfp4" and group_size == 16 else found), 0
     if method == "quark":
         weight = (quantization.get("global_quant_config") or {}).get("weight") or {}
         weight = weight[0] if isinstance(weight, list) else weight
@@ -90,7 +113,9 @@ def _name(method: str, quantization: dict[str, Any]) -> tuple[str, int]:
     if method in ("awq", "gptq"):
         bits = quantization.get("bits", quantization.get("w_bit", 4))
         group_size = int(quantization.get("group_size", quantization.get("q_group_size", 128)) or 0)
-        return {4: "int4", 8: "int8"}.get(bits, f"{bits} bits"), max(group_size, 0)
+        return {4: "int4", 8: "int8"}.get(bits, f"{bits} bits"), _int4(
+            group_size
+        ) if group_size > 0 and bits == 4 else 0
     if method.startswith("modelopt"):
         return str(quantization.get("quant_algo", method)).lower(), 0
     return {"fbgemm_fp8": "fp8", "": "bf16"}.get(method, method), 0

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from headrace.errors import ConfigError
 from headrace.model_config import ModelConfig
 from headrace.models.registry import MODELS, ModelEntry
-from headrace.planner.checkpoint_format import PARTS, holds_kv_scales, read_format
+from headrace.planner.checkpoint_format import PARTS, bytes_per_weight, holds_kv_scales, read_format
 from headrace.planner.encoders import gemma3_vision, kimi_vision, llama4_vision, qwen3_vision
 from headrace.planner.layer_shapes import AttentionShape, LayerGroup, MlpShape, dense, gqa, mla, sparse
 
@@ -44,8 +44,8 @@ class ModelShape:
     """of `extra_weights`: layers that predict further tokens, loaded for speculation alone"""
     format_parts: tuple[str, ...] = PARTS
     """what the checkpoint holds in `weight_format`; the rest is in `dtype`"""
-    format_group: int = 0
-    """weights of the checkpoint that share a scale, where its format leaves that open; 0: the usual number"""
+    format_bytes: float = 0.0
+    """of a weight in the checkpoint's format, scales included, where config.json tells; 0: as usual"""
     fp8_kv_cache: bool = False
     """the checkpoint brings scales for an fp8 cache"""
 
@@ -115,6 +115,10 @@ class ModelShape:
         """The parts that are held in `weight_format` when it is asked for: as the checkpoint has it, else all."""
         return self.format_parts if weight_format == self.weight_format else PARTS
 
+    def bytes_per_weight(self, weight_format: str) -> float:
+        """of a weight held in `weight_format`, scales included"""
+        return (weight_format == self.weight_format and self.format_bytes) or bytes_per_weight(weight_format)
+
 
 Layer = tuple[AttentionShape, MlpShape, int]
 """attention, MLP, parameters of its norms"""
@@ -166,14 +170,14 @@ def shape_of(config: Config, name: str, source: str = "") -> ModelShape:
         final_weights=hidden,
         draft_weights=counted.draft,
         format_parts=held.parts,
-        format_group=held.group_size,
+        format_bytes=held.bytes_per_weight,
         fp8_kv_cache=holds_kv_scales(quantization),
     )
 
 
 def in_format(shape: ModelShape, weight_format: str, fp8_kv_cache: bool = False) -> ModelShape:
     """The same model in a checkpoint that holds all its linears in `weight_format`."""
-    return replace(shape, weight_format=weight_format, format_parts=PARTS, format_group=0, fp8_kv_cache=fp8_kv_cache)
+    return replace(shape, weight_format=weight_format, format_parts=PARTS, format_bytes=0.0, fp8_kv_cache=fp8_kv_cache)
 
 
 def _count_registered(c: Config, entry: ModelEntry) -> _Layers:

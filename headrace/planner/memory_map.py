@@ -1,0 +1,349 @@
+"""Where one GPU's memory goes: weights by part, tables, the largest step, graphs, libraries, and the KV cache.
+
+Counted from shapes alone, on the fullest rank; `runner/profile.py` measures the same parts on a device, under the names
+that `MemoryMap` repeats (standing, step, graphs, outside, left). What cannot be counted is a constant with its origin.
+Knows nothing of speed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from headrace.config import GRAPH_MODES
+from headrace.planner.checkpoint_format import bytes_per_weight as bytes_per_weight
+from headrace.planner.chips import GIB, Chip
+from headrace.planner.cost import Parallel
+from headrace.planner.shapes import AttentionShape, LayerGroup, ModelShape
+
+PLAIN = 2
+"""bytes of a weight or activation in the model's dtype; float32 checkpoints run in 16 bits"""
+VOCAB_ALIGNMENT = 64
+"""as layers/embedding.py"""
+LIBRARIES = {
+    ("nvidia", "headrace"): int(0.77 * GIB),
+    ("nvidia", "vllm"): int(0.20 * GIB),
+    ("amd", "headrace"): int(1.20 * GIB),
+    ("amd", "vllm"): int(1.00 * GIB),
+    ("cpu", "headrace"): int(0.50 * GIB),
+    ("cpu", "vllm"): int(0.50 * GIB),
+}
+"""Context, kernels and workspaces of libraries. NVIDIA: what is missing to the KV tokens that one H200 gave (headrace
+Qwen3-30B-A3B 736,384; vLLM 0.26 Llama-3.1-8B 891,392). AMD, CPU: guesses, to be measured."""
+COMMUNICATION = int(0.75 * GIB)
+"""What NCCL or RCCL take of each GPU as soon as there are two; a guess, to be measured"""
+FULL_GRAPH = 1 << 20
+PIECE = 1 << 16
+WORKSPACE = 64 << 20
+"""... of graphs: as runner/profile.py"""
+MOST_GRAPH_TOKENS = 512
+"""as runner/cuda_graph.py"""
+VLLM_GRAPH_SIZES = 51
+"""1, 2, 4, every 8 to 256, every 16 to 512; each in whole and in pieces"""
+VLLM_GRAPH_LAYER = 96 << 10
+"""of each layer and graph of vLLM's; together with LIBRARIES fitted on the KV tokens of Llama-3.1-8B"""
+VLLM_EXPERT_BUFFERS = 3
+"""vLLM keeps so many times what one layer's experts write; fitted on the KV tokens of Qwen3-30B-A3B on an H200"""
+CPU_CACHE = 4 * GIB
+"""A CPU's memory is everybody's: the cache takes this, or a quarter of what is left (planner/decisions.py)"""
+
+
+@dataclass(frozen=True)
+class MemoryMap:
+    """Bytes on one GPU, the fullest of them."""
+
+    total: int
+    usable: int
+    """the engine's share of it"""
+    weights: dict[str, int]
+    """by part: embedding, head, attention, dense, router, experts, norms, extra"""
+    tables: int
+    """tokens and blocks of every row"""
+    activations: int
+    """the largest step, for as long as it runs"""
+    graphs: int
+    reserve: int
+    """context, kernels, workspaces, communication"""
+    kv_pool: int
+    """what is left for the KV cache, 0 at least"""
+    kv_bytes_per_token: int
+    """as the cache is allocated: every layer holds every token"""
+    kv_bytes_windowed: dict[int, int]
+    """window -> of these bytes, those of layers that need no more than their last so many tokens"""
+    kv_tokens: int
+    """that the pool holds, in whole blocks; vLLM's in sequences of `longest`, as it gives back what windows passed"""
+    longest: int
+    """tokens of the longest sequence asked for"""
+    missing: int
+    """bytes that lack for one longest sequence; 0: it fits"""
+
+    @property
+    def fits(self) -> bool:
+        return self.missing == 0
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(self.weights.values())
+
+    @property
+    def max_concurrency(self) -> float:
+        """longest sequences that the pool holds at once"""
+        return self.kv_tokens / self.longest
+
+    def kv_bytes_least(self, tokens: int) -> int:
+        """of one sequence of `tokens`, if layers with a window kept no more than that"""
+        return _least(tokens, self.kv_bytes_per_token, self.kv_bytes_windowed)
+
+    def tokens_at_best(self, tokens: int) -> int:
+        """that the pool could hold in sequences of `tokens`, if layers with a window kept no more than that"""
+        return int(self.kv_pool / self.kv_bytes_least(tokens) * tokens) if tokens > 0 else 0
+
+    def parts(self) -> dict[str, int]:
+        """What adds up to `usable` where it fits, as the plan's table shows it."""
+        weights = {f"weights: {name}": size for name, size in self.weights.items() if size}
+        return {
+            **weights,
+            "tables": self.tables,
+            "activations": self.activations,
+            "graphs": self.graphs,
+            "libraries": self.reserve,
+            "KV cache": self.kv_pool,
+        }
+
+    # runner/profile.py's names
+    @property
+    def standing(self) -> int:
+        return self.weight_bytes + self.tables
+
+    @property
+    def step(self) -> int:
+        return self.activations
+
+    @property
+    def outside(self) -> int:
+        return self.reserve
+
+    @property
+    def left(self) -> int:
+        return self.kv_pool
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """One layer's weights on one GPU."""
+
+    attention: float
+    dense: float
+    """dense MLP and shared experts"""
+    router: float
+    expert: float
+    """one of the experts that the GPU holds, or its slice of one"""
+    experts_here: int
+    norms: float
+
+    @property
+    def total(self) -> float:
+        return self.attention + self.dense + self.router + self.expert * self.experts_here + self.norms
+
+
+def layer_bytes(shape: ModelShape, group: LayerGroup, parallel: Parallel, weight_format: str) -> LayerBytes:
+    """What one GPU holds of a layer of `group` when its linears are in `weight_format`."""
+    held, parts = shape.bytes_per_weight(weight_format), shape.parts_in(weight_format)
+    attention, mlp, tp = group.attention, group.mlp, parallel.tp
+
+    def size(part: str, weights: float, unformatted: float) -> float:
+        return weights * PLAIN if part not in parts else (weights - unformatted) * held + unformatted * PLAIN
+
+    here = attention_weights(attention, tp)
+    local = size("attention", here, attention.plain_weights * here / max(1, attention.weights))
+    expert, experts = size("experts", mlp.expert_weights, mlp.expert_plain_weights), mlp.num_experts
+    if parallel.ep:
+        experts = math.ceil(experts / parallel.expert_gpus)
+    else:
+        expert /= parallel.expert_gpus
+    return LayerBytes(
+        attention=local,
+        dense=size("dense", (mlp.dense_weights - mlp.router_weights) / tp, 0),
+        router=mlp.router_weights * PLAIN,
+        expert=expert,
+        experts_here=experts,
+        norms=group.other_weights * PLAIN,
+    )
+
+
+def attention_weights(attention: AttentionShape, tp: int) -> float:
+    """Parameters of one layer's attention on one of `tp` ranks: where there are fewer KV heads, ranks share copies."""
+    whole = attention.replicated_weights
+    split = attention.weights - attention.kv_weights - whole
+    share = math.ceil(attention.num_heads / tp) / attention.num_heads
+    return split * share + attention.kv_weights * kv_share(attention, tp) + whole
+
+
+def kv_share(attention: AttentionShape, tp: int) -> float:
+    """Of the KV heads, and of the cache, what one of `tp` ranks holds; all of a latent, which has no heads."""
+    return 1.0 if attention.kind == "mla" else math.ceil(attention.num_kv_heads / tp) / attention.num_kv_heads
+
+
+def memory_map(
+    shape: ModelShape,
+    chip: Chip,
+    parallel: Parallel,
+    *,
+    weight_format: str | None = None,
+    kv_dtype_bytes: float = 2.0,
+    max_num_seqs: int = 1024,
+    max_num_batched_tokens: int = 8192,
+    max_model_len: int | None = None,
+    gpu_memory_utilization: float = 0.9,
+    block_size: int = 16,
+    graph_mode: str = "FULL_AND_PIECEWISE",
+    engine: str = "headrace",
+    speculates: bool = False,
+) -> MemoryMap:
+    """The map of one GPU. `weight_format`: of the linears, default the checkpoint's; limits are those of one replica,
+    or of one data-parallel rank; `speculates`: layers that predict further tokens are loaded.
+
+    Nothing is refused: what does not fit says by how much (`missing`), a split that leaves a rest is rounded up.
+    """
+    form = weight_format or shape.weight_format
+    longest = max_model_len or shape.max_position_embeddings
+    layers = _fullest_stage(shape, parallel, form)
+    weights = _weights(shape, layers, parallel, form, speculates)
+    tokens_of_row = longest + 1 if engine == "headrace" else 0  # vLLM keeps them on the host
+    tables = (max_num_seqs + 1) * 4 * (tokens_of_row + math.ceil(longest / block_size))
+    step = _step_bytes(shape, parallel, max_num_batched_tokens, max_num_seqs, engine, sampling=True)
+    graphs = 0
+    if chip.vendor != "cpu" and graph_mode != "NONE":
+        num_layers = sum(count for count, _ in layers)
+        graphs = _graph_bytes(shape, parallel, num_layers, graph_mode, max_num_seqs, max_num_batched_tokens, engine)
+    reserve = LIBRARIES[chip.vendor, engine] + (COMMUNICATION if parallel.gpus > 1 and chip.vendor != "cpu" else 0)
+    usable = int(chip.memory_bytes * gpu_memory_utilization) if chip.vendor != "cpu" else chip.memory_bytes
+    left = usable - sum(weights.values()) - tables - step - graphs - reserve
+    pool = max(0, left) if chip.vendor != "cpu" else max(0, min(CPU_CACHE, left // 4)) // parallel.tp
+    per_token, windowed = 0, dict[int, int]()
+    for count, group in layers:
+        attention = group.attention
+        size = round(count * attention.kv_values * kv_share(attention, parallel.tp) * kv_dtype_bytes)
+        per_token += size
+        if attention.window is not None and size:
+            windowed[attention.window] = windowed.get(attention.window, 0) + size
+    tokens = math.ceil(longest / block_size) * block_size
+    needed = tokens * per_token
+    if engine == "vllm":  # it gives back what windows have passed
+        needed = _least(tokens, per_token, windowed)
+    held = int(pool / needed * tokens) if needed else 0
+    return MemoryMap(
+        total=chip.memory_bytes,
+        usable=usable,
+        weights=weights,
+        tables=tables,
+        activations=step,
+        graphs=graphs,
+        reserve=reserve,
+        kv_pool=pool,
+        kv_bytes_per_token=per_token,
+        kv_bytes_windowed=windowed,
+        kv_tokens=held // block_size * block_size,
+        longest=longest,
+        missing=max(0, needed - (left if left < 0 else pool)),
+    )
+
+
+def _least(tokens: int, per_token: int, windowed: dict[int, int]) -> int:
+    return tokens * per_token - sum(max(0, tokens - window) * size for window, size in windowed.items())
+
+
+def _fullest_stage(shape: ModelShape, parallel: Parallel, form: str) -> list[tuple[int, LayerGroup]]:
+    """(how many layers, of which group) of the pipeline stage that weighs most: of the heaviest layers alone."""
+    room = math.ceil(shape.num_layers / parallel.pp)
+    found = []
+    heaviest = sorted(shape.groups, key=lambda group: -layer_bytes(shape, group, parallel, form).total)
+    for group in heaviest if parallel.pp > 1 else shape.groups:
+        count = min(room, group.count)
+        room -= count
+        if count:
+            found.append((count, group))
+    return found
+
+
+def _weights(
+    shape: ModelShape, layers: list[tuple[int, LayerGroup]], parallel: Parallel, form: str, speculates: bool
+) -> dict[str, int]:
+    tp = parallel.tp
+    rows = math.ceil(shape.vocab_size / (VOCAB_ALIGNMENT * tp)) * VOCAB_ALIGNMENT
+    ends = {"embedding": rows * shape.hidden_size * PLAIN, "head": 0}
+    if shape.head_weights:
+        ends["head"] = ends["embedding"]
+        if parallel.pp > 1:  # at opposite ends of the pipeline
+            ends["embedding"] = 0
+    sums = dict.fromkeys(("attention", "dense", "router", "experts", "norms"), 0.0)
+    for count, group in layers:
+        held = layer_bytes(shape, group, parallel, form)
+        sums["attention"] += count * held.attention
+        sums["dense"] += count * held.dense
+        sums["router"] += count * held.router
+        sums["experts"] += count * held.experts_here * held.expert
+        sums["norms"] += count * held.norms
+    sums["norms"] += shape.final_weights * PLAIN
+    vision = (shape.extra_weights - shape.draft_weights) * PLAIN / tp
+    draft = shape.draft_weights * shape.bytes_per_weight(form) / parallel.expert_gpus if speculates else 0
+    return {**ends, **{name: math.ceil(size) for name, size in sums.items()}, "extra": math.ceil(vision + draft)}
+
+
+def _step_bytes(shape: ModelShape, parallel: Parallel, tokens: int, seqs: int, engine: str, sampling: bool) -> int:
+    """The most that a step of so many tokens holds at once: in the widest layer, or where it samples.
+
+    vLLM keeps the residual beside the stream, and logits in fp32 and twice over.
+    """
+    tp, hidden = parallel.tp, shape.hidden_size
+    stream = hidden if engine == "headrace" else 2 * hidden
+    widest = 0.0
+    for group in shape.groups:
+        attention, mlp = group.attention, group.mlp
+        heads = math.ceil(attention.num_heads / tp)
+        queries, values = heads * attention.head_dim, heads * attention.v_head_dim
+        if attention.kind == "mla":  # prompts: keys and values of every head come out of the latent
+            keys = queries + values + attention.kv_values
+        else:
+            keys = 2 * attention.head_dim * math.ceil(attention.num_kv_heads / tp)
+        widest = max(widest, stream + queries + keys + values)
+        shared = 3 * mlp.intermediate_size / tp
+        if not mlp.num_experts:
+            widest = max(widest, stream + shared)
+        else:
+            width = mlp.expert_intermediate_size / (1 if parallel.ep else parallel.expert_gpus)
+            pairs = mlp.experts_per_token / (parallel.expert_gpus if parallel.ep and not parallel.dp_attention else 1)
+            chosen = width + hidden if engine == "headrace" else VLLM_EXPERT_BUFFERS * (3 * width + hidden)
+            widest = max(widest, stream + hidden + pairs * chosen + shared)
+    most = tokens * widest * PLAIN
+    if sampling:
+        copies = PLAIN if engine == "headrace" else PLAIN + 8
+        gathered = PLAIN / tp if tp > 1 else 0
+        most = max(most, (tokens * stream + tokens * hidden) * PLAIN + seqs * shape.vocab_size * (copies + gathered))
+    return math.ceil(most)
+
+
+def capture_sizes(largest: int) -> list[int]:
+    """As runner/cuda_graph.py, which loads torch."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32), *range(576, largest + 64, 64)]
+    return sorted({min(size, largest) for size in sizes})
+
+
+def _graph_bytes(
+    shape: ModelShape, parallel: Parallel, num_layers: int, mode: str, seqs: int, tokens: int, engine: str
+) -> int:
+    """headrace: what runner/profile.py expects of graphs, if all come up."""
+    decode, other = GRAPH_MODES[mode]
+    if engine == "vllm":
+        kinds = len({decode, other} - {"none"})
+        return kinds * VLLM_GRAPH_SIZES * num_layers * VLLM_GRAPH_LAYER
+    full = capture_sizes(seqs) if decode == "full" else []
+    pieces = set(capture_sizes(min(MOST_GRAPH_TOKENS, tokens)) if other == "piecewise" else [])
+    pieces |= set(capture_sizes(seqs) if decode == "piecewise" else [])
+    mixed = capture_sizes(min(MOST_GRAPH_TOKENS, tokens)) if other == "full" else []
+    widths = (seqs + 1).bit_length()
+    most = max([*full, *pieces, *mixed], default=0)
+    pool = _step_bytes(shape, parallel, most, seqs, engine, sampling=False)
+    hidden = (sum(full) + sum(pieces) + sum(mixed) * widths) * shape.hidden_size * PLAIN
+    driver = (len(full) + len(mixed) * widths) * FULL_GRAPH + len(pieces) * (num_layers + 1) * PIECE
+    return pool + hidden + driver + WORKSPACE
