@@ -16,8 +16,8 @@ ROOT_NOUNS = {
     "config", "model_config", "sampling_params", "request", "errors", "step", "hub", "process",
 }  # fmt: skip
 ORDER = [
-    "cli", "llm", "server", "engine", "planner", "scheduler", "executor", "runner", "spec_decode", "sampling", "models",
-    "layers", "attention", "quantization", "distributed", "kernels",
+    "cli", "llm", "server", "engine", "planner", "doctor", "scheduler", "executor", "runner", "spec_decode", "sampling",
+    "models", "layers", "attention", "quantization", "distributed", "kernels",
 ]  # fmt: skip
 """Each may import only what stands below it, and the root nouns."""
 FORBIDDEN = {("executor", "scheduler"), ("planner", "executor")}
@@ -116,7 +116,7 @@ def test_frozen_dataclasses_stay_frozen() -> None:
 
 TORCH_FREE = ["headrace", "headrace.scheduler.scheduler", "headrace.planner.decisions", "headrace.server.app",
               "headrace.server.run", "headrace.engine.async_engine", "headrace.cli.main", "headrace.models.registry",
-              "headrace.attention.table", "headrace.executor.factory"]  # fmt: skip
+              "headrace.attention.table", "headrace.executor.factory", "headrace.cli.doctor"]  # fmt: skip
 
 
 @pytest.mark.parametrize("module", TORCH_FREE)

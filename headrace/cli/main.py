@@ -17,6 +17,7 @@ COMMANDS = {
     "generate": ("headrace.cli.generate", "Complete prompts: from flags, a file or standard input."),
     "serve": ("headrace.cli.serve", "Serve a model over the OpenAI HTTP API."),
     "bench": ("headrace.cli.bench.command", "Measure latency, throughput, or a running server."),
+    "doctor": ("headrace.cli.doctor", "Check this machine: what would hurt, what it costs, how to mend it."),
 }
 HELP = """\
 usage: headrace COMMAND [MODEL] [flags]

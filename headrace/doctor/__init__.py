@@ -1,0 +1,1 @@
+"""What this machine does to an inference engine: checks, and the findings that they return."""
