@@ -42,11 +42,12 @@ def kimi_vision(vision: Config, hidden_size: int) -> int:
     return embedding + _layers(vision["vt_num_hidden_layers"], hidden, vision["vt_intermediate_size"]) + projector
 
 
-def qwen3_vision(vision: Config, hidden_size: int) -> int:
+def qwen3_vision(vision: Config) -> int:
     """Encoder with learned positions, and a merger of patches after it and after each of `deepstack_visual_indexes`."""
     hidden, patch = vision["hidden_size"], vision["patch_size"]
     volume = 3 * vision["temporal_patch_size"] * patch**2
     embedding = hidden * (volume + 1) + vision["num_position_embeddings"] * hidden
     merged, deep = hidden * vision["spatial_merge_size"] ** 2, len(vision["deepstack_visual_indexes"])
-    mergers = (1 + deep) * (merged**2 + merged + (merged + 1) * hidden_size) + 2 * hidden + 2 * deep * merged
+    mergers = (1 + deep) * (merged**2 + merged + (merged + 1) * vision["out_hidden_size"])
+    mergers += 2 * hidden + 2 * deep * merged
     return embedding + _layers(vision["depth"], hidden, vision["intermediate_size"]) + mergers

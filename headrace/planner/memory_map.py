@@ -200,8 +200,9 @@ def memory_map(
     engine: str = "headrace",
     speculates: bool = False,
 ) -> MemoryMap:
-    """The map of one GPU. `weight_format`: of the linears, default the checkpoint's; limits are those of one replica,
-    or of one data-parallel rank; `speculates`: layers that predict further tokens are loaded.
+    """The map of one GPU. `weight_format`: of the linears, default the checkpoint's; limits, and the tokens that the
+    cache holds, are those of one replica or data-parallel rank; `speculates`: layers that predict further tokens are
+    loaded.
 
     Nothing is refused: what does not fit says by how much (`missing`), a split that leaves a rest is rounded up.
     """
@@ -216,7 +217,8 @@ def memory_map(
     if chip.vendor != "cpu" and graph_mode != "NONE":
         num_layers = sum(count for count, _ in layers)
         graphs = _graph_bytes(shape, parallel, num_layers, graph_mode, max_num_seqs, max_num_batched_tokens, engine)
-    reserve = LIBRARIES[chip.vendor, engine] + (COMMUNICATION if parallel.gpus > 1 and chip.vendor != "cpu" else 0)
+    talks = parallel.gpus > parallel.replicas and chip.vendor != "cpu"
+    reserve = LIBRARIES[chip.vendor, engine] + (COMMUNICATION if talks else 0)
     usable = int(chip.memory_bytes * gpu_memory_utilization) if chip.vendor != "cpu" else chip.memory_bytes
     left = usable - sum(weights.values()) - tables - step - graphs - reserve
     pool = max(0, left) if chip.vendor != "cpu" else max(0, min(CPU_CACHE, left // 4)) // parallel.tp

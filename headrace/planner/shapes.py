@@ -263,7 +263,7 @@ def _count_gemma3(c: Config) -> _Layers:
 def _count_qwen3_vl(c: Config) -> _Layers:
     """Qwen3-MoE behind a vision encoder."""
     text = _count_registered({**c, "architectures": ["Qwen3MoeForCausalLM"]}, _REGISTERED["Qwen3MoeForCausalLM"])
-    return _Layers(text.layers, qwen3_vision(c["vision_config"], c["hidden_size"]))
+    return _Layers(text.layers, qwen3_vision(c["vision_config"]))
 
 
 def _count_minimax(c: Config) -> _Layers:

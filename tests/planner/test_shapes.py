@@ -1,0 +1,239 @@
+"""Shapes: parameters and cache counted from config.json, part by part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace.errors import ConfigError
+from headrace.models.registry import MODELS
+from headrace.planner.catalogue import catalogue, find_model
+from headrace.planner.checkpoint_format import PARTS, bytes_per_weight, read_format
+from headrace.planner.shapes import ModelShape, in_format, shape_of
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "max_position_embeddings": 512,
+    "torch_dtype": "float16",
+}
+
+
+def shape(**changes: Any) -> ModelShape:
+    return shape_of({**LLAMA, **changes}, "tiny")
+
+
+def test_a_llama_by_hand() -> None:
+    found = shape()
+    (group,) = found.groups
+    attention, mlp = group.attention, group.mlp
+    assert (group.count, group.other_weights) == (3, 128)
+    assert attention.weights == 64 * 64 + 2 * 64 * 16 + 64 * 64
+    assert (attention.kv_weights, attention.replicated_weights, attention.plain_weights) == (2 * 64 * 16, 0, 0)
+    assert (attention.kind, attention.head_dim, attention.window, attention.kv_values) == ("gqa", 8, None, 32)
+    assert (mlp.dense_weights, mlp.num_experts, mlp.intermediate_size) == (3 * 64 * 160, 0, 160)
+    assert found.embedding_weights == found.head_weights == 64_000
+    assert found.total_weights == 2 * 64_000 + 3 * (attention.weights + mlp.weights + 128) + 64
+    assert found.active_weights == found.total_weights - 64_000 + 64
+    assert found.quantizable == 3 * (attention.weights + mlp.weights)
+    assert found.kv_values_per_token == 96
+    assert (found.dtype, found.weight_format, found.max_position_embeddings) == ("float16", "bf16", 512)
+    assert not found.is_moe
+    assert not found.is_mla
+
+
+def test_tied_embeddings_serve_as_head() -> None:
+    tied = shape(tie_word_embeddings=True)
+    assert tied.head_weights == 0
+    assert tied.total_weights == shape().total_weights - 64_000
+    assert tied.active_weights == shape().active_weights
+
+
+@pytest.mark.parametrize("entry", MODELS, ids=lambda entry: entry.architecture)
+def test_every_family_that_is_served_can_be_counted(entry: Any) -> None:
+    config = {
+        **LLAMA,
+        "architectures": [entry.architecture],
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    }
+    found = shape_of(config, "tiny")
+    assert found.num_layers == 3
+    assert found.is_moe == (entry.moe is not None)
+    (group,) = {layer.mlp for layer in found.groups}
+    if entry.moe:
+        assert (group.num_experts, group.experts_per_token) == (4, 2)
+        assert group.active_weights == group.dense_weights + 2 * group.expert_weights
+
+
+def test_biases_and_norms_of_heads_are_counted_and_stay_plain() -> None:
+    config = {**LLAMA, "architectures": ["Qwen2ForCausalLM"]}
+    attention = shape_of(config, "tiny").groups[0].attention
+    assert attention.plain_weights == 64 + 2 * 16
+    config = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "head_dim": 8}
+    attention = shape_of(config, "tiny").groups[0].attention
+    assert attention.plain_weights == attention.replicated_weights == 16
+
+
+def test_windows_split_the_layers_into_groups() -> None:
+    gemma, oss, scout = find_model("gemma-3-27b"), find_model("gpt-oss-120b"), find_model("llama-4-scout")
+    assert [(g.count, g.attention.window) for g in gemma.groups] == [(52, 1024), (10, None)]
+    assert [(g.count, g.attention.window) for g in oss.groups] == [(18, 128), (18, None)]
+    assert [(g.count, g.attention.window) for g in scout.groups] == [(36, 8192), (12, None)]
+    maverick = find_model("llama-4-maverick")
+    assert {(g.count, g.attention.window, g.mlp.num_experts) for g in maverick.groups} == {
+        (24, 8192, 0),
+        (12, 8192, 128),
+        (12, None, 128),
+    }
+
+
+def test_latent_attention_caches_one_latent_for_all_heads() -> None:
+    v3, v32 = find_model("deepseek-v3"), find_model("deepseek-v3.2")
+    assert v3.is_mla
+    assert v3.is_moe
+    attention = v3.groups[0].attention
+    assert (attention.kv_values, attention.num_kv_heads, attention.sparse_top_k) == (576, 1, None)
+    down = 7168 * (1536 + 576) + 1536 + 512
+    up = 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168
+    assert (attention.weights, attention.replicated_weights) == (down + up, down)
+    sparse = v32.groups[0].attention
+    assert (sparse.kv_values, sparse.sparse_top_k) == (576 + 128, 2048)
+    assert sparse.weights - attention.weights == 1536 * 64 * 128 + 7168 * 128 + 2 * 128 + 7168 * 64
+    assert [(g.count, g.mlp.num_experts, g.mlp.intermediate_size) for g in v3.groups] == [
+        (3, 0, 18432),
+        (58, 256, 2048),
+    ]
+
+
+def test_what_publishers_say_a_token_uses() -> None:
+    for name, billions in {
+        "deepseek-v3": 36.6,  # "Activation parameters: 36.6B (including 0.9B for the output Head)"
+        "gpt-oss-120b": 5.13,
+        "gpt-oss-20b": 3.61,
+        "mixtral-8x7b": 12.8,  # 12.9 with the embedding, of which one row is read
+    }.items():
+        assert find_model(name).active_weights / 1e9 == pytest.approx(billions, rel=0.01), name
+
+
+def test_the_layer_for_further_tokens_and_the_vision_encoder_are_extra() -> None:
+    v3, gemma, kimi = find_model("deepseek-v3"), find_model("gemma-3-27b"), find_model("kimi-k2.5")
+    assert v3.draft_weights == v3.extra_weights
+    assert v3.extra_weights / 1e9 == pytest.approx(11.6, rel=0.01)  # DeepSeek: "11.5B unique parameters"
+    assert (gemma.draft_weights, kimi.draft_weights) == (0, 0)
+    assert gemma.extra_weights / 1e6 == pytest.approx(423, rel=0.01)
+    assert kimi.extra_weights / 1e6 == pytest.approx(471, rel=0.01)
+
+
+def test_the_format_of_the_checkpoint_and_what_it_leaves_alone() -> None:
+    assert find_model("llama-3.1-8b").weight_format == "bf16"
+    assert find_model("deepseek-r1").weight_format == "fp8"
+    oss, kimi = find_model("gpt-oss-20b"), find_model("kimi-k2.5")
+    assert (oss.weight_format, oss.parts_in("mxfp4")) == ("mxfp4", ("dense", "experts"))
+    assert (kimi.weight_format, kimi.parts_in("int4")) == ("int4", ("experts",))
+    assert kimi.parts_in("fp8") == PARTS
+    assert kimi.bytes_per_weight("int4") == 0.5625  # 32 weights share a scale of two bytes
+    assert kimi.bytes_per_weight("fp8") == bytes_per_weight("fp8")
+
+
+@pytest.mark.parametrize(
+    ("quantization", "name"),
+    [
+        (None, "bf16"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+        ({"quant_method": "fbgemm_fp8"}, "fp8"),
+        ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}, "fp8"),
+        ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4", "group_size": 32}}}, "mxfp4"),
+        ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int8"}}}, "int8"),
+        ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "int4"),
+        ({"quant_method": "gptq", "bits": 8, "group_size": -1}, "int8"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, "bf16"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"g": {"weights": {"type": "float", "num_bits": 8}}},
+            },
+            "fp8",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"type": "int", "num_bits": 8}}}},
+            "int8",
+        ),
+    ],
+)
+def test_formats_as_tools_write_them(quantization: dict[str, Any] | None, name: str) -> None:
+    assert read_format(quantization, 4).name == name
+
+
+@pytest.mark.parametrize(
+    ("left_alone", "parts"),
+    [
+        (["lm_head"], PARTS),
+        (["model.layers.2.mlp.gate", "lm_head"], PARTS),  # the router's name starts like a projection's
+        (["re:.*self_attn.*"], ("dense", "experts")),
+        (["model.layers.*.self_attn", "model.layers.*.mlp.router"], ("dense", "experts")),
+        (["re:.*shared_experts.*", "re:.*self_attn.*"], ("experts",)),
+        (["model.layers.2.self_attn.q_proj"], ("dense", "experts")),
+    ],
+)
+def test_lists_of_what_was_left_alone(left_alone: list[str], parts: tuple[str, ...]) -> None:
+    assert read_format({"quant_method": "fp8", "modules_to_not_convert": left_alone}, 4).parts == parts
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "bitsandbytes"},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"g": {"weights": {"type": "float", "num_bits": 4, "group_size": 16}}},
+        },
+    ],
+)
+def test_a_format_that_is_not_ours_is_named(quantization: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"quant_method.*(bitsandbytes|nvfp4).*bf16, fp8, mxfp4, int4, int8"):
+        shape(quantization_config=quantization)
+
+
+def test_bytes_of_a_weight() -> None:
+    assert bytes_per_weight("bf16") == 2.0
+    assert 1.0 < bytes_per_weight("fp8") == bytes_per_weight("int8") < 1.002
+    assert bytes_per_weight("mxfp4") * 8 == 4.25
+    assert bytes_per_weight("int4") * 128 == 64 + 2 + 0.5
+    with pytest.raises(ConfigError, match="fp5"):
+        bytes_per_weight("fp5")
+
+
+def test_the_same_model_in_another_format() -> None:
+    kimi = find_model("kimi-k2.5")
+    fp8 = in_format(kimi, "fp8", fp8_kv_cache=True)
+    assert (fp8.weight_format, fp8.format_parts, fp8.fp8_kv_cache) == ("fp8", PARTS, True)
+    assert fp8.total_weights == kimi.total_weights
+
+
+def test_errors_name_the_architecture_and_the_field() -> None:
+    with pytest.raises(ConfigError, match=r"'MambaForCausalLM' of tiny .*LlamaForCausalLM"):
+        shape(architectures=["MambaForCausalLM"])
+    with pytest.raises(ConfigError, match="'none'"):
+        shape_of({}, "tiny")
+    config = dict(catalogue()["deepseek-v3"].config)
+    del config["kv_lora_rank"]
+    with pytest.raises(ConfigError, match=r"config.json of mine \(DeepseekV3ForCausalLM\) lacks `kv_lora_rank`"):
+        shape_of(config, "mine")
+
+
+def test_a_shape_can_be_a_key() -> None:
+    assert len({find_model(name) for name in catalogue()}) == len(catalogue())
