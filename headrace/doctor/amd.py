@@ -24,15 +24,18 @@ HOT = 5.0
 """Degrees below the critical temperature at which clocks are already coming down."""
 
 
-def read_gpus(machine: Machine) -> tuple[Gpu, ...]:
-    """In the order of HIP. A node that this container may not use cannot be read, and is left out."""
+def read_gpus(machine: Machine, processes_of_host: bool = False) -> tuple[Gpu, ...]:
+    """In the order of HIP. A node that this container may not use cannot be read, and is left out.
+
+    `processes_of_host`: the driver's pids are not those of /proc here, so that no name is looked up.
+    """
     found = []
     for node in sorted(filter(str.isdigit, machine.names(NODES)), key=int):
         kfd_id = machine.number(f"{NODES}/{node}/gpu_id")
         properties = _properties(machine.read_or(f"{NODES}/{node}/properties"))
         if kfd_id and properties.get("simd_count"):
             found.append((kfd_id, properties))
-    holders = _holders(machine)
+    holders = _holders(machine, named=not processes_of_host)
     return tuple(
         _gpu(machine, index, properties, holders.get(kfd_id, ())) for index, (kfd_id, properties) in enumerate(found)
     )
@@ -85,14 +88,14 @@ def _heat(machine: Machine, sensors: list[str]) -> tuple[str, ...]:
     return ()
 
 
-def _holders(machine: Machine) -> dict[int, tuple[Holder, ...]]:
+def _holders(machine: Machine, named: bool) -> dict[int, tuple[Holder, ...]]:
     """The driver's id of a GPU -> who holds its memory."""
     holders: dict[int, list[Holder]] = {}
     for pid in filter(str.isdigit, machine.names(HOLDERS)):
         for name in machine.names(f"{HOLDERS}/{pid}"):
             held = machine.number(f"{HOLDERS}/{pid}/{name}") if re.fullmatch(r"vram_\d+", name) else None
             if held:
-                command = machine.read_or(f"/proc/{pid}/comm")
+                command = machine.read_or(f"/proc/{pid}/comm") if named else ""
                 holders.setdefault(int(name[5:]), []).append(Holder(int(pid), command, held))
     return {gpu: tuple(found) for gpu, found in holders.items()}
 

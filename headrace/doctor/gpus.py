@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from headrace.doctor.finding import Finding, Severity, hurts, note, ok
-from headrace.doctor.gpu import GIB, Gpu, gib, numbers
+from headrace.doctor.gpu import GIB, Gpu, Holder, gib, numbers
 from headrace.doctor.survey import Survey
 
 HELD_SHARE = 0.1
@@ -22,26 +22,34 @@ def _few(parts: list[str]) -> str:
     return "; ".join(parts[:SHOWN]) + rest
 
 
+def _named(holder: Holder) -> str:
+    name = holder.name.rsplit("/")[-1]
+    return f"{name} (pid {holder.pid})" if name else f"pid {holder.pid}"
+
+
 def _boards(survey: Survey) -> list[Gpu]:
     """One of each board: the partitions of an AMD GPU report the memory, power and heat of all of it."""
-    return list({gpu.bus_id or str(gpu.index): gpu for gpu in reversed(survey.visible)}.values())[::-1]
+    return list({gpu.bus_id or str(gpu.index): gpu for gpu in reversed(survey.concerned)}.values())[::-1]
 
 
 def check_memory(survey: Survey) -> Iterator[Finding]:
     held = [gpu for gpu in _boards(survey) if gpu.memory_used > HELD_LITTLE]
-    if not survey.visible:
+    if not survey.concerned:
         return
     if not held:
-        yield ok("gpu-memory", f"{gib(min(gpu.memory_total - gpu.memory_used for gpu in survey.visible))} free on each")
+        yield ok(
+            "gpu-memory", f"{gib(min(gpu.memory_total - gpu.memory_used for gpu in survey.concerned))} free on each"
+        )
         return
     parts = []
     for gpu in held:
-        names = ", ".join(f"{holder.name.rsplit('/')[-1] or '?'} (pid {holder.pid})" for holder in gpu.holders[:SHOWN])
+        names = ", ".join(map(_named, gpu.holders[:SHOWN]))
         nobody = "a process outside this container" if survey.container else "no process that the driver names"
         parts.append(f"GPU {gpu.index}: {gib(gpu.memory_used)} of {gib(gpu.memory_total)} held by {names or nobody}")
     pids = sorted({str(holder.pid) for gpu in held for holder in gpu.holders}, key=int)
     if pids:
-        fix = f"kill {' '.join(pids)}  # if they are not wanted"
+        # Pids are the host's: inside a container they may be anybody's.
+        fix = f"kill {' '.join(pids)}  # if they are not wanted" + (", on the host" if survey.container else "")
     elif survey.vendor == "nvidia":
         fix = survey.on_host("sudo fuser -v /dev/nvidia*")
     else:
@@ -54,7 +62,7 @@ def check_memory(survey: Survey) -> Iterator[Finding]:
 
 
 def check_persistence(survey: Survey) -> Iterator[Finding]:
-    off = [gpu for gpu in survey.visible if gpu.persistence is False]
+    off = [gpu for gpu in survey.concerned if gpu.persistence is False]
     if off:
         yield note(
             "gpu-persistence",
@@ -62,7 +70,7 @@ def check_persistence(survey: Survey) -> Iterator[Finding]:
             "The driver unloads with its last client: each start pays seconds, and power limits are forgotten.",
             survey.on_host("sudo nvidia-smi -pm 1"),
         )
-    elif any(gpu.persistence for gpu in survey.visible):
+    elif any(gpu.persistence for gpu in survey.concerned):
         yield ok("gpu-persistence", "persistence mode is on")
 
 
@@ -72,11 +80,12 @@ def check_power(survey: Survey) -> Iterator[Finding]:
     for gpu in capped[:1]:
         limits = {(gpu.power_limit, gpu.power_default) for gpu in capped}
         low, usual = min(limits)
-        indices = ",".join(str(gpu.index) for gpu in capped)
+        indices = [str(gpu.index) for gpu in capped]
         if survey.vendor == "nvidia":
-            fix = f"sudo nvidia-smi -i {indices} -pl {gpu.power_default:.0f}"
+            which = "" if len(capped) == len(survey.gpus) else f" -i {','.join(indices)}"
+            fix = f"sudo nvidia-smi{which} -pl {gpu.power_default:.0f}"
         else:
-            fix = f"sudo rocm-smi -d {indices.replace(',', ' ')} --resetpoweroverdrive"
+            fix = f"sudo rocm-smi -d {' '.join(indices)} --resetpoweroverdrive"
         yield hurts(
             "gpu-power",
             f"power limit of {numbers(capped)} is {low:.0f} W, by default {usual:.0f} W",
@@ -97,12 +106,12 @@ def check_heat(survey: Survey) -> Iterator[Finding]:
             "Every step is slower, and of several ranks all wait for the slowest.",
             f"{tool}  # then mend cooling or power supply",
         )
-    elif survey.visible:
+    elif survey.concerned:
         yield ok("gpu-clocks", "no GPU holds its clocks down")
 
 
 def check_faults(survey: Survey) -> Iterator[Finding]:
-    faulty = [gpu for gpu in survey.visible if gpu.faults]
+    faulty = [gpu for gpu in survey.concerned if gpu.faults]
     if faulty:
         fabric = all("fabric" in fault for gpu in faulty for fault in gpu.faults)
         indices = ",".join(str(gpu.index) for gpu in faulty)
@@ -113,7 +122,7 @@ def check_faults(survey: Survey) -> Iterator[Finding]:
             "GPUs are not reachable until the fabric is up." if fabric else "Kernels may fail, or a start may.",
             survey.on_host(fix),
         )
-    elif survey.vendor == "nvidia" and survey.visible:
+    elif survey.vendor == "nvidia" and survey.concerned:
         yield ok("gpu-faults", "the driver asks for no repair")
 
 
@@ -122,7 +131,7 @@ def check_compute_mode(survey: Survey) -> Iterator[Finding]:
         ("Prohibited", Severity.HURTS, "No process may compute on it."),
         ("Exclusive_Process", Severity.NOTE, "One process a GPU: a second server beside the first cannot start."),
     ):
-        gpus = [gpu for gpu in survey.visible if gpu.compute_mode == mode]
+        gpus = [gpu for gpu in survey.concerned if gpu.compute_mode == mode]
         if gpus:
             fix = f"sudo nvidia-smi -i {','.join(str(gpu.index) for gpu in gpus)} -c DEFAULT"
             yield Finding("compute-mode", severity, f"{numbers(gpus)}: {mode}", cost, survey.on_host(fix))
@@ -130,8 +139,8 @@ def check_compute_mode(survey: Survey) -> Iterator[Finding]:
 
 def check_partitions(survey: Survey) -> Iterator[Finding]:
     """MIG, and AMD's compute (SPX, DPX, QPX, CPX) and memory (NPS1, NPS4) partitions."""
-    split = [gpu for gpu in survey.visible if gpu.mig or gpu.compute_partition not in ("", "SPX")]
-    banks = [gpu for gpu in survey.visible if gpu.memory_partition not in ("", "NPS1")]
+    split = [gpu for gpu in survey.concerned if gpu.mig or gpu.compute_partition not in ("", "SPX")]
+    banks = [gpu for gpu in survey.concerned if gpu.memory_partition not in ("", "NPS1")]
     if empty := [gpu for gpu in split if gpu.mig and not gpu.slices]:
         yield hurts(
             "partitions",
@@ -148,8 +157,8 @@ def check_partitions(survey: Survey) -> Iterator[Finding]:
             "A kernel that reads all of the memory crosses its domains.",
             survey.on_host("sudo rocm-smi --setmemorypartition NPS1"),
         )
-    modes = {gpu.compute_partition for gpu in survey.visible} - {""}
-    if not split and not banks and (modes or survey.vendor == "nvidia") and survey.visible:
+    modes = {gpu.compute_partition for gpu in survey.concerned} - {""}
+    if not split and not banks and (modes or survey.vendor == "nvidia") and survey.concerned:
         yield ok("partitions", "GPUs are whole" + (f" ({modes.pop()})" if modes else ""))
 
 

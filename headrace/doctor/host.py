@@ -42,7 +42,7 @@ def check_numa_balancing(survey: Survey) -> Iterator[Finding]:
     elif len(nodes) < 2:
         yield ok("numa-balancing", "on, with one NUMA node to balance")
     else:
-        make = hurts if survey.visible else note
+        make = hurts if survey.concerned else note
         yield make(
             "numa-balancing",
             f"kernel.numa_balancing is {value} on {len(nodes)} NUMA nodes",
@@ -80,10 +80,11 @@ def check_limits(survey: Survey) -> Iterator[Finding]:
     container = survey.container
     files, most_files = limits.get("Max open files", (None, None))
     if files is not None and files < LEAST_FILES:
-        make = hurts if survey.visible else note
-        fix = "docker run --ulimit nofile=65536 ..." if container else "ulimit -n 65536"
-        if not container and most_files is not None and most_files < 65536:
+        make = hurts if survey.concerned else note
+        fix = "ulimit -n 65536"
+        if most_files is not None and most_files < 65536:
             fix = "echo '* - nofile 65536' | sudo tee -a /etc/security/limits.conf  # then log in again"
+            fix = "docker run --ulimit nofile=65536 ..." if container else fix
         cost = "Each open stream is a file: at about as many clients new connections are refused."
         yield make("open-files", f"{files:,} open files at most", cost, fix)
     else:
@@ -188,8 +189,8 @@ def check_host_memory(survey: Survey) -> Iterator[Finding]:
     whose = "available"
     if limit is not None and limit < available:
         available, whose = limit, "allowed by the cgroup"
-    needed, what = RANK_MEMORY * (len(survey.visible) + 1), f"{len(survey.visible)} ranks and the server"
-    if not survey.visible:
+    needed, what = RANK_MEMORY * (len(survey.concerned) + 1), f"{len(survey.concerned)} ranks and the server"
+    if not survey.concerned:
         needed = RANK_MEMORY // 2 + (survey.model_bytes or 0)
         what = "the weights, on the CPU" if survey.model_bytes else "a small model, on the CPU"
     seen = f"{gib(available)} of host memory {whose}"
@@ -214,10 +215,10 @@ def check_cores(survey: Survey) -> Iterator[Finding]:
     seen = f"{cores:.0f} cores"
     if quota is not None and quota < cores:
         seen, cores = f"a cgroup quota of {quota:g} of {cores:.0f} cores", quota
-    needed = len(survey.visible) + EXTRA_CORES
+    needed = len(survey.concerned) + EXTRA_CORES
     fix = "docker run --cpus=0 ...  # no quota" if quota is not None else "taskset -pc 0-$(($(nproc --all)-1)) $$"
-    if cores and survey.visible and cores < needed:
-        cost = f"{len(survey.visible)} ranks, the engine core and the server want {needed}: GPUs wait for the host."
+    if cores and survey.concerned and cores < needed:
+        cost = f"{len(survey.concerned)} ranks, the engine core and the server want {needed}: GPUs wait for the host."
         yield hurts("cpu-cores", seen, cost, fix)
     elif throttled > THROTTLED_SHARE:
         cost = "Each time, all threads stand still for the rest of a period, up to 100 ms."

@@ -25,7 +25,7 @@ def check_links(survey: Survey) -> Iterator[Finding]:
         yield unknown("gpu-links", survey.link_problem)
         return
     links = dict(survey.links)
-    indices = [gpu.index for gpu in survey.visible]
+    indices = [gpu.index for gpu in survey.concerned]
     fast = {pair for pair, kind in links.items() if kind.startswith("NV") or kind == "XGMI"}
     kinds = sorted(set(links.values()))
     tool = "nvidia-smi topo -m" if survey.vendor == "nvidia" else "rocm-smi --showtopo"
@@ -54,7 +54,7 @@ def check_links(survey: Survey) -> Iterator[Finding]:
             "A tensor-parallel group across islands runs at the speed of PCIe.",
             f"export {variable}={','.join(map(str, largest))}  # one server for each island",
         )
-    elif survey.vendor == "amd" and "Instinct MI3" in survey.visible[0].name:
+    elif survey.vendor == "amd" and "Instinct MI3" in survey.concerned[0].name:
         cost = "These GPUs ship fully connected: all-reduces now go over PCIe."
         yield hurts(
             "gpu-links", f"no Infinity Fabric between GPUs ({', '.join(kinds)})", cost, f"{tool}; dmesg | grep -i xgmi"
@@ -83,7 +83,7 @@ def _islands(indices: list[int], pairs: set[tuple[int, int]]) -> list[list[int]]
 
 
 def check_width(survey: Survey) -> Iterator[Finding]:
-    known = [gpu for gpu in survey.visible if gpu.link_width]
+    known = [gpu for gpu in survey.concerned if gpu.link_width]
     narrow = [gpu for gpu in known if gpu.link_width and gpu.link_width[0] < gpu.link_width[1]]
     if narrow:
         parts = [f"GPU {gpu.index}: x{gpu.link_width[0]} of x{gpu.link_width[1]}" for gpu in narrow if gpu.link_width]
@@ -95,10 +95,10 @@ def check_width(survey: Survey) -> Iterator[Finding]:
 
 
 def check_iommu(survey: Survey) -> Iterator[Finding]:
-    if not survey.visible:
+    if not survey.concerned:
         return
     machine = survey.machine
-    modes = {machine.read_or(f"{PCI}/{gpu.bus_id}/iommu_group/type") for gpu in survey.visible} - {""}
+    modes = {machine.read_or(f"{PCI}/{gpu.bus_id}/iommu_group/type") for gpu in survey.concerned} - {""}
     if any(mode.startswith("DMA") for mode in modes):
         if not survey.several:
             yield ok("iommu", "the IOMMU translates, which costs a single GPU little")
@@ -112,8 +112,10 @@ def check_iommu(survey: Survey) -> Iterator[Finding]:
         yield ok("iommu", f"the IOMMU passes the GPUs through ({', '.join(sorted(modes))})")
     elif not machine.names("/sys/kernel/iommu_groups"):
         yield ok("iommu", "no IOMMU is active")
+    elif {"iommu=pt", "iommu.passthrough=1"} & set(machine.read_or("/proc/cmdline").split()):
+        yield ok("iommu", "the kernel was started with iommu=pt")
     else:
-        yield unknown("iommu", f"no {PCI}/{survey.visible[0].bus_id}/iommu_group/type")
+        yield unknown("iommu", f"no {PCI}/{survey.concerned[0].bus_id}/iommu_group/type")
 
 
 def check_acs(survey: Survey) -> Iterator[Finding]:
@@ -124,7 +126,7 @@ def check_acs(survey: Survey) -> Iterator[Finding]:
         yield ok("acs", "in a virtual machine: the hypervisor's concern")
         return
     machine = survey.machine
-    bridges = sorted({name for gpu in survey.visible for name in _bridges_above(machine, gpu.bus_id)})
+    bridges = sorted({name for gpu in survey.concerned for name in _bridges_above(machine, gpu.bus_id)})
     states = {name: _acs_control(machine, name) for name in bridges}
     redirecting = [name for name, control in states.items() if control and control & ACS_REDIRECT]
     if redirecting:

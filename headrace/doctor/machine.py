@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-COMMAND_SECONDS = 20.0
-"""A driver in trouble lets nvidia-smi and rocm-smi hang; eight healthy GPUs take a few seconds."""
+COMMAND_SECONDS = 30.0
+"""A driver in trouble lets nvidia-smi and rocm-smi hang; eight GPUs without persistence mode take ten seconds."""
 
 
 class Unreadable(Exception):

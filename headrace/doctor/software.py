@@ -45,6 +45,11 @@ def check_driver(survey: Survey) -> Iterator[Finding]:
         names = ", ".join(dict.fromkeys(gpu.name for gpu in survey.gpus))
         yield ok("driver", f"{survey.vendor.upper()} driver {survey.driver} drives {len(survey.gpus)} x {names}")
         return
+    if not survey.undriven and survey.gpu_tool:
+        problem = survey.gpu_problem or "nvidia-smi lists no GPU"
+        fix = survey.on_host("sudo dmesg | grep -iE 'nvrm|xid' | tail")
+        yield hurts("driver", f"NVIDIA's driver is installed, but {problem}", "No GPU can be used.", fix)
+        return
     if not survey.undriven:
         yield ok("driver", "no GPU on the PCI bus: headrace runs on the CPU")
         return

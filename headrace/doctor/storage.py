@@ -65,7 +65,7 @@ def check_hub_cache(survey: Survey) -> Iterator[Finding]:
     elif kind == "tmpfs":
         yield note("hub-cache", f"{seen}, in memory (tmpfs)", "Weights take host memory and go with a reboot.", move)
     elif kind == "overlay" and survey.container:
-        cost = "What is fetched goes with the container."
+        cost = "What is fetched is lost with the container."
         fix = f"docker run -v ~/.cache/huggingface:{folder.parent} ..."
         yield note("hub-cache", f"{seen}, inside the container", cost, fix)
     else:
@@ -77,7 +77,7 @@ def check_hub_cache(survey: Survey) -> Iterator[Finding]:
 
 def check_kernel_caches(survey: Survey) -> Iterator[Finding]:
     machine = survey.machine
-    folders = {
+    caches = {
         "kernel-cache": (kernel_folder(machine), "TRITON_CACHE_DIR", "Kernels are compiled again at each start."),
         "measurements": (
             cache_folder(machine.environment),
@@ -85,7 +85,8 @@ def check_kernel_caches(survey: Survey) -> Iterator[Finding]:
             "Choices that are measured once a machine are measured again at each start.",
         ),
     }
-    for id, (folder, variable, cost) in folders.items():
+    lost = []
+    for id, (folder, variable, cost) in caches.items():
         place, free = _nearest(machine, folder)
         fix = f"export {variable}=/path/on/a/local/disk"
         if free is None:
@@ -96,11 +97,15 @@ def check_kernel_caches(survey: Survey) -> Iterator[Finding]:
             yield hurts(id, f"{folder}: {gib(free)} free", cost, fix)
         elif (kind := _filesystem(machine, place)).startswith(NETWORK):
             yield note(id, f"{folder} is on {kind}", "Ranks look up hundreds of small files over the network.", fix)
-        elif kind == "overlay" and survey.container and survey.visible:
-            mount = f"docker run -v headrace-cache:{folder} ..."
-            yield note(id, f"{folder} goes with the container", cost.replace("start", "new container"), mount)
+        elif kind == "overlay" and survey.container and survey.concerned:
+            lost.append((id, folder))
         else:
             yield ok(id, str(folder))
+    if lost:
+        volumes = " ".join(f"-v headrace-{id}:{folder}" for id, folder in lost)
+        seen = " and ".join(str(folder) for _, folder in lost)
+        cost = "Each new container compiles its kernels, and measures what it chooses from, once more."
+        yield note(lost[0][0], f"{seen}: inside the container", cost, f"docker run {volumes} ...")
 
 
 def _nearest(machine: Machine, folder: Path) -> tuple[Path, int | None]:

@@ -43,11 +43,13 @@ class Survey:
     cuda: tuple[int, int] | None = None
     """The newest CUDA that NVIDIA's driver speaks."""
     gpu_problem: str = ""
-    """Why GPUs on the bus could not be listed."""
+    """Why nvidia-smi lists none."""
+    gpu_tool: bool = False
+    """nvidia-smi is installed."""
     undriven: tuple[tuple[str, str], ...] = ()
     """(vendor, kernel driver or "") of GPUs on the bus that their vendor's driver does not drive."""
     links: tuple[tuple[tuple[int, int], str], ...] = ()
-    """((GPU, other GPU), kind of link) between GPUs that are visible."""
+    """((GPU, other GPU), kind of link) between the GPUs that are looked at."""
     link_problem: str = ""
     torch: TorchBuild | None = None
     torch_problem: str = ""
@@ -61,12 +63,17 @@ class Survey:
         return self.selection.gpus
 
     @property
+    def concerned(self) -> tuple[Gpu, ...]:
+        """The GPUs that checks look at: the visible ones, or all where a mistake hides them until it is mended."""
+        return _concerned(self.selection, self.gpus)
+
+    @property
     def several(self) -> bool:
-        return len(self.visible) > 1
+        return len(self.concerned) > 1
 
     @property
     def fast_links(self) -> bool:
-        """Every pair of visible GPUs has NVLink or Infinity Fabric between them."""
+        """Every pair of these GPUs has NVLink or Infinity Fabric between them."""
         return bool(self.links) and all(kind.startswith("NV") or kind == "XGMI" for _, kind in self.links)
 
     def on_host(self, command: str) -> str:
@@ -75,19 +82,19 @@ class Survey:
 
 
 def take_survey(machine: Machine, model_bytes: int | None = None) -> Survey:
-    vendor, driver, cuda, problem = "", "", None, ""
+    vendor, driver, cuda, problem, tool = "", "", None, "", True
     gpus: tuple[Gpu, ...] = ()
     try:
         report = nvidia.parse_report(machine.command("nvidia-smi", "-q", "-x"))
         vendor, gpus, driver, cuda = "nvidia", report.gpus, report.driver, report.cuda
     except Unreadable as error:
-        problem = str(error)
+        problem, tool = str(error), not error.missing
     if not gpus:
-        gpus = amd.read_gpus(machine)
+        gpus = amd.read_gpus(machine, processes_of_host=_in_container(machine))
         vendor = "amd" if gpus else ""
         driver = machine.read_or("/sys/module/amdgpu/version", "of the kernel") if gpus else ""
     selection = select(machine.environment, vendor, gpus)
-    links, link_problem = _links(machine, vendor, selection.gpus)
+    links, link_problem = _links(machine, vendor, _concerned(selection, gpus))
     torch, torch_problem = _torch(machine)
     return Survey(
         machine=machine,
@@ -97,6 +104,7 @@ def take_survey(machine: Machine, model_bytes: int | None = None) -> Survey:
         driver=driver,
         cuda=cuda,
         gpu_problem="" if gpus else problem,
+        gpu_tool=tool,
         undriven=() if gpus else _undriven(machine),
         links=links,
         link_problem=link_problem,
@@ -108,10 +116,12 @@ def take_survey(machine: Machine, model_bytes: int | None = None) -> Survey:
     )
 
 
-def _links(
-    machine: Machine, vendor: str, visible: tuple[Gpu, ...]
-) -> tuple[tuple[tuple[tuple[int, int], str], ...], str]:
-    if len(visible) < 2:
+def _concerned(selection: Selection, gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
+    return selection.gpus or (gpus if selection.problems else ())
+
+
+def _links(machine: Machine, vendor: str, gpus: tuple[Gpu, ...]) -> tuple[tuple[tuple[tuple[int, int], str], ...], str]:
+    if len(gpus) < 2:
         return (), ""
     try:
         if vendor == "nvidia":
@@ -120,7 +130,7 @@ def _links(
             links = amd.parse_links(machine.command("rocm-smi", "--showtopo"))
     except Unreadable as error:
         return (), str(error)
-    shown = {gpu.index for gpu in visible}
+    shown = {gpu.index for gpu in gpus}
     return tuple((pair, kind) for pair, kind in sorted(links.items()) if set(pair) <= shown), ""
 
 

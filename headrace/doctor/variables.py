@@ -49,7 +49,7 @@ def _number(value: str) -> int:
 
 
 def _gpu(when: When) -> When:
-    return lambda value, survey: bool(survey.visible) and when(value, survey)
+    return lambda value, survey: bool(survey.concerned) and when(value, survey)
 
 
 def _several(when: When) -> When:
@@ -141,7 +141,7 @@ RULES = (
     Rule("HIP_FORCE_DEV_KERNARG", _not_amd(_always), NOTE, "Read by ROCm alone."),
     Rule("TORCH_BLAS_PREFER_HIPBLASLT", _not_amd(_always), NOTE, "Read by ROCm builds of torch alone."),
     Rule("TRITON_INTERPRET", _gpu(_on), HURTS, "Kernels run in Python on the CPU, thousands of times slower."),
-    Rule("TRITON_INTERPRET", _one(lambda value, survey: _on(value, survey) and not survey.visible), NOTE,
+    Rule("TRITON_INTERPRET", _one(lambda value, survey: _on(value, survey) and not survey.concerned), NOTE,
          "Triton kernels run in Python; headrace's CPU path does not use them."),
     Rule("PYTORCH_NO_CUDA_MEMORY_CACHING", _gpu(_on), HURTS, "Each tensor asks the driver for memory, which waits."),
     Rule("PYTORCH_TUNABLEOP_ENABLED", _gpu(_on), NOTE, "Each new matrix shape is tuned when it is met: requests wait."),
@@ -170,11 +170,12 @@ def check_variables(survey: Survey) -> Iterator[Finding]:
 def _rccl_names(survey: Survey) -> Iterator[Finding]:
     wrong = [f"RCCL_{name}" for name in RCCL_READS_NCCL if f"RCCL_{name}" in survey.machine.environment]
     if wrong:
-        exports = "; ".join(
-            f"export {name[1:].replace('CCL', 'NCCL', 1)}={survey.machine.environment[name]}" for name in wrong
-        )
-        cost = "RCCL reads these with the prefix NCCL_ alone: they do nothing."
-        yield note(wrong[0], ", ".join(wrong), cost, f"unset {' '.join(wrong)}; {exports}")
+        fix = f"unset {' '.join(wrong)}"
+        if survey.vendor == "amd":
+            exports = (f"export N{name[1:]}={survey.machine.environment[name]}" for name in wrong)
+            fix = "; ".join([fix, *exports])
+        cost = "RCCL, as NCCL, reads these with the prefix NCCL_ alone: they do nothing."
+        yield note(wrong[0], ", ".join(wrong), cost, fix)
 
 
 def _aiter(survey: Survey) -> Iterator[Finding]:
@@ -193,6 +194,6 @@ def _aiter(survey: Survey) -> Iterator[Finding]:
 
 def _kernel_arguments(survey: Survey) -> Iterator[Finding]:
     name = "HIP_FORCE_DEV_KERNARG"
-    if survey.vendor == "amd" and survey.visible and name not in survey.machine.environment:
+    if survey.vendor == "amd" and survey.concerned and name not in survey.machine.environment:
         cost = "Kernels fetch their arguments from host memory: 2 to 3 us a launch."
         yield note(name, f"{name} is not set", cost, f"export {name}=1")

@@ -48,6 +48,16 @@ def test_memory_of_amd_gpus(here: MadeUp) -> None:
     assert (finding.severity, finding.seen) == (HURTS, "GPU 0: 100 GiB of 192 GiB held by vllm (pid 77)")
 
 
+def test_pids_in_a_container_are_the_hosts(here: MadeUp) -> None:
+    here.amd(1).write(f"{BOARD}/mem_info_vram_used", str(100 * GIB))
+    here.write("/sys/class/kfd/kfd/proc/77/vram_50000", str(99 * GIB))
+    here.write("/proc/77/comm", "innocent")
+    here.write("/.dockerenv", "")
+    finding = here.finding("gpu-memory")
+    assert finding.seen == "GPU 0: 100 GiB of 192 GiB held by pid 77"
+    assert finding.fix == "kill 77  # if they are not wanted, on the host"
+
+
 def test_eight_gpus_held_are_not_all_named(here: MadeUp) -> None:
     here.nvidia(8).gpu_xml("<used>4 MiB", "<used>90000 MiB", 8)
     assert here.finding("gpu-memory").seen.endswith("; and 4 more")
@@ -69,7 +79,7 @@ def test_power_limits(here: MadeUp) -> None:
     here.nvidia(4).gpu_xml("<current_power_limit>700.00 W", "<current_power_limit>500.00 W", 4)
     finding = here.finding("gpu-power")
     assert (finding.severity, finding.seen) == (HURTS, "power limit of GPUs 0-3 is 500 W, by default 700 W")
-    assert finding.fix == "sudo nvidia-smi -i 0,1,2,3 -pl 700"
+    assert finding.fix == "sudo nvidia-smi -pl 700"
 
 
 def test_power_limits_of_amd(here: MadeUp) -> None:

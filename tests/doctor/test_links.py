@@ -104,6 +104,8 @@ def test_an_iommu_that_does_no_harm(here: MadeUp) -> None:
     assert here.finding("iommu").severity is OK
     here.remove(f"{PCI}/0000:61:00.0/iommu_group/type")
     assert here.finding("iommu").severity is UNKNOWN
+    here.write("/proc/cmdline", "root=/dev/sda1 amd_iommu=on iommu=pt\n")
+    assert here.finding("iommu").seen == "the kernel was started with iommu=pt"
     here.remove("/sys/kernel/iommu_groups/0/type")
     (here.root / "sys/kernel/iommu_groups/0").rmdir()
     assert here.finding("iommu").seen == "no IOMMU is active"

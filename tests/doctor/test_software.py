@@ -63,6 +63,13 @@ def test_a_driver_that_does_not_answer(here: MadeUp) -> None:
     assert "did not answer within 20 s" in here.finding("driver").seen
 
 
+def test_a_driver_whose_gpu_is_gone(here: MadeUp) -> None:
+    here.commands["nvidia-smi -q -x"] = Unreadable("nvidia-smi ended with code 6: No devices were found")
+    finding = here.finding("driver")
+    assert finding.severity is HURTS
+    assert "code 6: No devices were found" in finding.seen
+
+
 def test_device_files_of_amd(here: MadeUp) -> None:
     here.amd()
     assert here.finding("device-files").severity is OK
@@ -234,6 +241,13 @@ def test_visible_devices_that_are_well(here: MadeUp, vendor: str, environment: d
     here.environment |= environment
     assert [gpu.index for gpu in here.survey().visible] == left
     assert here.finding("visible-devices").severity is OK
+
+
+def test_a_mistake_that_hides_all_gpus_hides_no_findings(here: MadeUp) -> None:
+    here.nvidia(4).environment["CUDA_VISIBLE_DEVICES"] = "4"
+    here.gpu_xml("hw_slowdown>Not Active", "hw_slowdown>Active")
+    here.probe(devices=0, needed=[])
+    assert here.ids(HURTS) == ["visible-devices", "gpu-clocks"]
 
 
 def test_visible_devices_that_are_worth_a_note(here: MadeUp) -> None:

@@ -91,16 +91,26 @@ def test_caches_of_kernels_and_measurements(here: MadeUp, id: str, variable: str
     assert here.finding(id).seen == "/data/cache"
     here.write("/proc/mounts", "server:/x /data nfs rw 0 0\n")
     assert here.finding(id).severity is NOTE
-    here.write("/proc/mounts", "overlay / overlay rw 0 0\n")
-    here.write("/.dockerenv", "")
-    finding = here.finding(id)
-    assert (finding.severity, finding.seen) == (NOTE, "/data/cache goes with the container")
-    assert finding.cost.endswith("again at each new container.")
     here.disks["/data/cache"] = Disk(GIB, GIB // 2)
-    assert here.finding(id).seen == "/data/cache: 0.5 GiB free"
+    finding = here.finding(id)
+    assert (finding.severity, finding.seen) == (HURTS, "/data/cache: 0.5 GiB free")
     here.closed = {"/data/cache"}
     finding = here.finding(id)
     assert (finding.severity, finding.seen) == (HURTS, "/data/cache may not be written")
+    assert finding.fix == f"export {variable}=/path/on/a/local/disk"
+
+
+def test_caches_inside_a_container(here: MadeUp) -> None:
+    here.nvidia().environment |= {"TRITON_CACHE_DIR": "/triton", "HEADRACE_CACHE": "/measured"}
+    here.write("/proc/mounts", "overlay / overlay rw 0 0\n")
+    here.write("/.dockerenv", "")
+    here.write("/triton/x", "")
+    finding = here.finding("kernel-cache")
+    assert (finding.severity, finding.seen) == (NOTE, "/triton and /measured: inside the container")
+    assert finding.fix == "docker run -v headrace-kernel-cache:/triton -v headrace-measurements:/measured ..."
+    here.write("/proc/mounts", "overlay / overlay rw 0 0\n/dev/sda /triton ext4 rw 0 0\n")
+    assert here.finding("kernel-cache").severity is OK
+    assert here.finding("measurements").severity is NOTE
 
 
 def test_a_disk_that_does_not_answer(here: MadeUp) -> None:

@@ -87,6 +87,11 @@ def test_names_that_rccl_does_not_read(here: MadeUp) -> None:
     assert finding.fix == ("unset RCCL_DEBUG RCCL_NET_GDR_LEVEL; export NCCL_DEBUG=INFO; export NCCL_NET_GDR_LEVEL=2")
 
 
+def test_names_that_nccl_does_not_read_either(here: MadeUp) -> None:
+    here.nvidia().environment["RCCL_DEBUG"] = "INFO"
+    assert here.finding("RCCL_DEBUG").fix == "unset RCCL_DEBUG"
+
+
 @pytest.mark.parametrize("vendor", ["", "nvidia"])
 def test_aiter_without_rocm(here: MadeUp, vendor: str) -> None:
     if vendor:
