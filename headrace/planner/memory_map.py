@@ -96,7 +96,7 @@ class MemoryMap:
 
     def tokens_at_best(self, tokens: int) -> int:
         """that the pool could hold in sequences of `tokens`, if layers with a window kept no more than that"""
-        return int(self.kv_pool / self.kv_bytes_least(tokens) * tokens) if tokens > 0 else 0
+        return self.kv_pool * tokens // self.kv_bytes_least(tokens) if tokens > 0 else 0
 
     def parts(self) -> dict[str, int]:
         """What adds up to `usable` where it fits, as the plan's table shows it."""
@@ -146,9 +146,11 @@ class LayerBytes:
         return self.attention + self.dense + self.router + self.expert * self.experts_here + self.norms
 
 
-def layer_bytes(shape: ModelShape, group: LayerGroup, parallel: Parallel, weight_format: str) -> LayerBytes:
+def layer_bytes(
+    shape: ModelShape, group: LayerGroup, parallel: Parallel, weight_format: str, engine: str = "vllm"
+) -> LayerBytes:
     """What one GPU holds of a layer of `group` when its linears are in `weight_format`."""
-    held, parts = shape.bytes_per_weight(weight_format), shape.parts_in(weight_format)
+    held, parts = shape.bytes_per_weight(weight_format), shape.parts_in(weight_format, engine)
     attention, mlp, tp = group.attention, group.mlp, parallel.tp
 
     def size(part: str, weights: float, unformatted: float) -> float:
@@ -208,8 +210,8 @@ def memory_map(
     """
     form = weight_format or shape.weight_format
     longest = max_model_len or shape.max_position_embeddings
-    layers = _fullest_stage(shape, parallel, form)
-    weights = _weights(shape, layers, parallel, form, speculates)
+    layers = _fullest_stage(shape, parallel, form, engine)
+    weights = _weights(shape, layers, parallel, form, engine, speculates)
     tokens_of_row = longest + 1 if engine == "headrace" else 0  # vLLM keeps them on the host
     tables = (max_num_seqs + 1) * 4 * (tokens_of_row + math.ceil(longest / block_size))
     step = _step_bytes(shape, parallel, max_num_batched_tokens, max_num_seqs, engine, sampling=True)
@@ -233,7 +235,7 @@ def memory_map(
     needed = tokens * per_token
     if engine == "vllm":  # it gives back what windows have passed
         needed = _least(tokens, per_token, windowed)
-    held = int(pool / needed * tokens) if needed else 0
+    held = pool * tokens // needed if needed else 0
     return MemoryMap(
         total=chip.memory_bytes,
         usable=usable,
@@ -255,11 +257,11 @@ def _least(tokens: int, per_token: int, windowed: dict[int, int]) -> int:
     return tokens * per_token - sum(max(0, tokens - window) * size for window, size in windowed.items())
 
 
-def _fullest_stage(shape: ModelShape, parallel: Parallel, form: str) -> list[tuple[int, LayerGroup]]:
+def _fullest_stage(shape: ModelShape, parallel: Parallel, form: str, engine: str) -> list[tuple[int, LayerGroup]]:
     """(how many layers, of which group) of the pipeline stage that weighs most: of the heaviest layers alone."""
     room = math.ceil(shape.num_layers / parallel.pp)
     found = []
-    heaviest = sorted(shape.groups, key=lambda group: -layer_bytes(shape, group, parallel, form).total)
+    heaviest = sorted(shape.groups, key=lambda group: -layer_bytes(shape, group, parallel, form, engine).total)
     for group in heaviest if parallel.pp > 1 else shape.groups:
         count = min(room, group.count)
         room -= count
@@ -269,7 +271,12 @@ def _fullest_stage(shape: ModelShape, parallel: Parallel, form: str) -> list[tup
 
 
 def _weights(
-    shape: ModelShape, layers: list[tuple[int, LayerGroup]], parallel: Parallel, form: str, speculates: bool
+    shape: ModelShape,
+    layers: list[tuple[int, LayerGroup]],
+    parallel: Parallel,
+    form: str,
+    engine: str,
+    speculates: bool,
 ) -> dict[str, int]:
     tp = parallel.tp
     rows = math.ceil(shape.vocab_size / (VOCAB_ALIGNMENT * tp)) * VOCAB_ALIGNMENT
@@ -280,7 +287,7 @@ def _weights(
             ends["embedding"] = 0
     sums = dict.fromkeys(("attention", "dense", "router", "experts", "norms"), 0.0)
     for count, group in layers:
-        held = layer_bytes(shape, group, parallel, form)
+        held = layer_bytes(shape, group, parallel, form, engine)
         sums["attention"] += count * held.attention
         sums["dense"] += count * held.dense
         sums["router"] += count * held.router

@@ -111,9 +111,13 @@ class ModelShape:
             for group in self.groups
         )
 
-    def parts_in(self, weight_format: str) -> tuple[str, ...]:
-        """The parts that are held in `weight_format` when it is asked for: as the checkpoint has it, else all."""
-        return self.format_parts if weight_format == self.weight_format else PARTS
+    def parts_in(self, weight_format: str, engine: str = "vllm") -> tuple[str, ...]:
+        """The parts that are held in `weight_format` when it is asked for: as the checkpoint has it, else all; headrace
+        rounds no experts while it loads."""
+        if weight_format == self.weight_format:
+            return self.format_parts
+        made_at_load = self.weight_format == "bf16" and weight_format in ("fp8", "ptpc_fp8")
+        return ("attention", "dense") if made_at_load and engine == "headrace" else PARTS
 
     def bytes_per_weight(self, weight_format: str) -> float:
         """of a weight held in `weight_format`, scales included"""

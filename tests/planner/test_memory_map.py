@@ -1,0 +1,264 @@
+"""The memory map: held against what GPUs reported, against the layers that headrace builds, and against itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.distributed.mesh import Group, Mesh
+from headrace.layers import embedding
+from headrace.layers.layer import Layer
+from headrace.model_config import ModelConfig
+from headrace.models.loader import build_model
+from headrace.planner import memory_map as this
+from headrace.planner.catalogue import catalogue, find_model
+from headrace.planner.chips import CHIPS, GIB
+from headrace.planner.cost import Parallel
+from headrace.planner.memory_map import MemoryMap, attention_weights, kv_share, layer_bytes, memory_map
+from headrace.planner.shapes import ModelShape, shape_of
+from headrace.runner import cuda_graph, profile
+from tests.models.driver import make_context
+
+H200, MI300X, H100 = CHIPS["h200"], CHIPS["mi300x"], CHIPS["h100"]
+ONE = Parallel()
+REPORTED = {
+    # KV tokens at gpu_memory_utilization 0.9, max_model_len 8192, max_num_seqs 1024 on one H200
+    ("vllm", "llama-3.1-8b", "bf16", 16384): 891_392,
+    ("vllm", "llama-3.1-8b", "fp8", 16384): 944_288,
+    ("vllm", "qwen3-30b-a3b", "bf16", 16384): 708_336,
+    ("headrace", "qwen3-30b-a3b", "bf16", 8192): 736_384,
+}
+
+
+def on(chip: Any, name: str, parallel: Parallel = ONE, **settings: Any) -> MemoryMap:
+    return memory_map(find_model(name), chip, parallel, **{"max_model_len": 8192, **settings})
+
+
+def test_kv_tokens_are_those_that_an_h200_reported() -> None:
+    print()
+    for (engine, name, weight_format, budget), tokens in REPORTED.items():
+        found = on(H200, name, engine=engine, weight_format=weight_format, max_num_batched_tokens=budget)
+        print(
+            f"{engine:9}{name:15}{weight_format:5}{tokens:9,}{found.kv_tokens:9,}{found.kv_tokens / tokens - 1:+8.2%}"
+        )
+        assert found.kv_tokens == pytest.approx(tokens, rel=0.02)
+
+
+def test_checkpoints_of_known_size() -> None:
+    """gpt-oss-120b's files hold 60.8 GiB (model card), Kimi K2.5's 554.3 GiB."""
+    oss, kimi = find_model("gpt-oss-120b"), find_model("kimi-k2.5")
+    assert memory_map(oss, MI300X, ONE).weight_bytes / GIB == pytest.approx(60.8, rel=0.005)
+    assert memory_map(kimi, MI300X, Parallel(tp=8)).weight_bytes * 8 / GIB == pytest.approx(554.3, rel=0.05)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "name", ["llama-3.1-8b", "qwen3-8b", "qwen3-30b-a3b", "mixtral-8x7b", "mistral-7b", "llama-3.1-405b"]
+)
+def test_weights_are_those_of_the_layers_that_headrace_builds(name: str, tp: int) -> None:
+    """To the byte, on the first rank, in a model of two layers."""
+    config = {**catalogue()[name].config, "num_hidden_layers": 2}
+    built = ModelConfig.from_dict(config)
+    model = build_model(built, make_context(built, Mesh(Group(0, tp)), torch.bfloat16))
+    layers = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, Layer)]
+    for _, layer in layers:
+        layer.create_weights(torch.device("meta"))
+    slots = {key: slot for path, layer in layers for key, slot in layer.slots(path).items() if not slot.optional}
+    expected = sum(slot.num_bytes for slot in slots.values())
+    assert memory_map(shape_of(config, name), H200, Parallel(tp=tp)).weight_bytes == expected
+
+
+def test_constants_are_the_runners() -> None:
+    assert this.VOCAB_ALIGNMENT == embedding.VOCAB_ALIGNMENT
+    assert (this.FULL_GRAPH, this.PIECE) == (profile.FULL_GRAPH_BYTES, profile.PIECE_BYTES)
+    assert (this.WORKSPACE, this.MOST_GRAPH_TOKENS) == (profile.WORKSPACE_BYTES, cuda_graph.MOST_TOKENS)
+    for largest in (1, 3, 64, 100, 512, 1000, 1024):
+        assert this.capture_sizes(largest) == cuda_graph.capture_sizes(largest)
+
+
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
+def test_graphs_are_counted_as_the_runner_counts_them(mode: str) -> None:
+    shape = find_model("llama-3.1-8b")
+    found = memory_map(shape, H200, ONE, graph_mode=mode, max_num_seqs=256, max_model_len=8192)
+    counted = cuda_graph.GraphSettings.of({"cudagraph_mode": mode}, 256, 8192, 8192)
+    if counted is None:
+        assert found.graphs == 0
+        return
+    hidden = counted.total_tokens * 4096 * 2
+    driver = counted.num_full * profile.FULL_GRAPH_BYTES + counted.num_piecewise * 33 * profile.PIECE_BYTES
+    pool = counted.most_tokens * (4096 + 3 * 14336) * 2
+    assert found.graphs == hidden + driver + pool + profile.WORKSPACE_BYTES
+
+
+def test_parts_add_up_and_bear_the_names_of_what_is_measured() -> None:
+    found = on(H200, "llama-3.1-8b")
+    assert sum(found.parts().values()) == found.usable == int(0.9 * found.total)
+    assert found.weight_bytes == 2 * 8_030_261_248
+    assert found.standing == found.weight_bytes + found.tables
+    assert (found.step, found.outside, found.left) == (found.activations, found.reserve, found.kv_pool)
+    assert {field.name for field in dataclasses.fields(profile.MemoryUse)} <= {*dir(found)}
+    assert found.kv_bytes_per_token == 131_072
+    assert found.fits
+    assert found.max_concurrency == found.kv_tokens / 8192
+
+
+def test_parts_of_a_sparse_model() -> None:
+    weights = on(H200, "qwen3-30b-a3b").weights
+    assert weights["experts"] == 48 * 128 * 3 * 2048 * 768 * 2
+    assert weights["router"] == 48 * 128 * 2048 * 2
+    assert weights["attention"] == 48 * (2 * 2048 * (4096 + 512) + 256) * 2
+    assert (weights["dense"], weights["extra"]) == (0, 0)
+
+
+def test_kv_heads_are_copied_where_ranks_outnumber_them() -> None:
+    attention = find_model("qwen3-235b-a22b").groups[0].attention  # 4 KV heads
+    assert [kv_share(attention, tp) for tp in (1, 2, 4, 8)] == [1, 0.5, 0.25, 0.25]
+    split = attention.weights - attention.kv_weights - attention.replicated_weights
+    assert attention_weights(attention, 8) == split / 8 + attention.kv_weights / 4 + attention.replicated_weights
+    latent = find_model("deepseek-v3").groups[0].attention
+    assert kv_share(latent, 8) == 1
+    assert attention_weights(latent, 8) > latent.weights / 8
+
+
+def test_latents_are_copied_by_tensor_parallelism_and_dealt_out_by_data_parallel_attention() -> None:
+    split = on(H200, "deepseek-v3", Parallel(tp=8), engine="vllm")
+    dealt = on(H200, "deepseek-v3", Parallel(dp=8, ep=True, dp_attention=True), engine="vllm")
+    assert split.kv_bytes_per_token == dealt.kv_bytes_per_token == 61 * 576 * 2
+    assert 8 * dealt.kv_tokens > 3 * split.kv_tokens  # each rank caches its own requests alone
+    assert dealt.weights["experts"] == pytest.approx(split.weights["experts"], rel=1e-6)
+    assert dealt.weights["attention"] > 5 * split.weights["attention"]
+
+
+def test_experts_whole_or_in_slices_weigh_the_same_where_they_divide() -> None:
+    shape = find_model("qwen3-30b-a3b")
+    sliced, whole = (memory_map(shape, H200, Parallel(tp=8, ep=ep)).weights["experts"] for ep in (False, True))
+    assert sliced == whole
+    (group,) = shape.groups
+    held = layer_bytes(shape, group, Parallel(tp=8, ep=True), "bf16")
+    assert (held.experts_here, held.expert) == (16, 3 * 2048 * 768 * 2)
+    assert layer_bytes(shape, group, Parallel(tp=6, ep=True), "bf16").experts_here == 22
+
+
+def test_replicas_share_nothing() -> None:
+    assert on(H200, "llama-3.1-8b", Parallel(dp=8)) == on(H200, "llama-3.1-8b")
+
+
+def test_pipelines_split_layers_and_their_cache() -> None:
+    whole, halves = on(H200, "llama-3.1-70b"), on(H200, "llama-3.1-70b", Parallel(pp=2))
+    assert not whole.fits
+    assert halves.fits
+    assert halves.kv_bytes_per_token == whole.kv_bytes_per_token / 2
+    assert halves.weights["dense"] == whole.weights["dense"] / 2
+    assert (halves.weights["embedding"], halves.weights["head"]) == (0, whole.weights["head"])
+
+
+def test_formats() -> None:
+    plain = on(H200, "llama-3.1-8b")
+    for weight_format, share in {"fp8": 1 / 2, "int8": 1 / 2, "mxfp4": 4.25 / 16, "int4": 4.15625 / 16}.items():
+        found = on(H200, "llama-3.1-8b", weight_format=weight_format)
+        assert found.weights["dense"] == pytest.approx(plain.weights["dense"] * share, rel=2e-3)
+        assert [found.weights[part] for part in ("embedding", "head", "norms")] == [
+            plain.weights[part] for part in ("embedding", "head", "norms")
+        ]
+    halved = on(H200, "llama-3.1-8b", kv_dtype_bytes=1.0)
+    assert halved.kv_bytes_per_token == plain.kv_bytes_per_token / 2
+    assert halved.kv_tokens == pytest.approx(2 * plain.kv_tokens, abs=32)
+
+
+def test_headrace_rounds_no_experts_while_it_loads() -> None:
+    ours, theirs = (on(H200, "qwen3-30b-a3b", weight_format="fp8", engine=engine) for engine in ("headrace", "vllm"))
+    assert ours.weights["experts"] == on(H200, "qwen3-30b-a3b").weights["experts"]
+    assert ours.weights["attention"] == theirs.weights["attention"]
+    assert theirs.weights["experts"] == pytest.approx(ours.weights["experts"] / 2, rel=2e-3)
+
+
+def test_windows_bound_what_is_needed_not_what_is_allocated() -> None:
+    """gpt-oss-120b: 36 layers, of which 18 see 128 keys; 8192 tokens are 576 MiB as allocated, half of that at best."""
+    found = on(MI300X, "gpt-oss-120b", max_model_len=131072)
+    assert found.kv_bytes_per_token == 36 * 2 * 8 * 64 * 2
+    assert 8192 * found.kv_bytes_per_token == 576 << 20
+    assert found.kv_bytes_least(8192) == (18 * 8192 + 18 * 128) * 2 * 8 * 64 * 2
+    assert found.kv_bytes_least(100) == 100 * found.kv_bytes_per_token
+    assert found.tokens_at_best(131072) == pytest.approx(2 * found.kv_tokens, rel=0.01)
+    theirs = on(MI300X, "gpt-oss-120b", max_model_len=131072, engine="vllm")
+    assert theirs.kv_tokens == pytest.approx(theirs.tokens_at_best(131072), abs=16)
+    assert on(H200, "llama-3.1-8b").kv_bytes_windowed == {}
+
+
+def test_what_does_not_fit_says_by_how_much() -> None:
+    found = on(H100, "llama-3.1-70b", max_model_len=16)
+    assert not found.fits
+    assert (found.kv_pool, found.kv_tokens) == (0, 0)
+    over = found.weight_bytes + found.tables + found.activations + found.graphs + found.reserve - found.usable
+    assert found.missing == over + 16 * found.kv_bytes_per_token
+    tight = on(H200, "llama-3.1-8b", max_model_len=131072, max_num_seqs=8, gpu_memory_utilization=0.2)
+    assert 0 < tight.kv_pool < 131072 * tight.kv_bytes_per_token
+    assert tight.missing == 131072 * tight.kv_bytes_per_token - tight.kv_pool
+
+
+def test_speculation_loads_the_layer_for_further_tokens() -> None:
+    without, beside = (on(H200, "deepseek-v3", Parallel(tp=8), speculates=yes) for yes in (False, True))
+    assert without.weights["extra"] == 0
+    assert beside.weights["extra"] / GIB == pytest.approx(11.6e9 / 8 / GIB, rel=0.01)
+
+
+def test_a_cpu_caches_less_and_has_no_graphs() -> None:
+    found = memory_map(find_model("demo"), CHIPS["cpu"], ONE, max_num_seqs=64, max_num_batched_tokens=2048)
+    assert (found.kv_pool, found.graphs) == (4 * GIB, 0)
+    assert found.fits
+
+
+def test_maps_of_every_model_take_no_time(tmp_path: Path) -> None:
+    for name in catalogue():
+        found = on(CHIPS["mi355x"], name, Parallel(tp=8), engine="vllm")
+        assert found.fits, name
+        assert json.dumps(dataclasses.asdict(found))
+
+
+SHAPES = st.sampled_from(sorted(catalogue())).map(find_model)
+SPREADS = st.builds(
+    Parallel,
+    tp=st.sampled_from([1, 2, 4, 8]),
+    pp=st.sampled_from([1, 2]),
+    dp=st.sampled_from([1, 2]),
+    ep=st.booleans(),
+    dp_attention=st.booleans(),
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    SHAPES,
+    st.sampled_from([CHIPS[name] for name in CHIPS if name != "cpu"]),
+    SPREADS,
+    st.sampled_from(["bf16", "fp8", "mxfp4", "int4"]),
+    st.sampled_from(["headrace", "vllm"]),
+    st.integers(64, 131072),
+)
+def test_whatever_is_asked_the_map_is_consistent(
+    shape: ModelShape, chip: Any, parallel: Parallel, weight_format: str, engine: str, length: int
+) -> None:
+    def find(**changes: Any) -> MemoryMap:
+        wanted = {"weight_format": weight_format, "engine": engine, "max_model_len": length, **changes}
+        return memory_map(shape, chip, wanted.pop("parallel", parallel), **wanted)
+
+    found = find()
+    assert all(size >= 0 for size in (*found.weights.values(), found.tables, found.activations, found.graphs))
+    if found.fits:
+        assert found.kv_tokens >= length
+        assert sum(found.parts().values()) == found.usable
+        assert found.kv_bytes_least(length) <= length * found.kv_bytes_per_token
+    else:
+        assert found.missing > 0
+    assert find(gpu_memory_utilization=0.95).kv_tokens >= found.kv_tokens
+    assert find(kv_dtype_bytes=1.0).kv_tokens >= found.kv_tokens
+    assert find(max_num_batched_tokens=16384).kv_pool <= found.kv_pool
+    wider = find(parallel=dataclasses.replace(parallel, tp=2 * parallel.tp))
+    assert wider.weight_bytes <= found.weight_bytes
