@@ -12,20 +12,9 @@ from functools import lru_cache
 
 from headrace.planner.chips import Chip
 from headrace.planner.collectives import Links
-from headrace.planner.constants import NARROW, TRAITS, Efficiency, EngineTraits, find_efficiency
+from headrace.planner.constants import GROUPED, NARROW, Efficiency, EngineTraits, find_efficiency, find_traits
 from headrace.planner.shapes import AttentionShape, LayerGroup, MlpShape, ModelShape
 
-WEIGHT_BYTES = {
-    "fp32": 4.0,
-    "bf16": 2.0,
-    "fp16": 2.0,
-    "fp8": 1.0,
-    "ptpc_fp8": 1.0,
-    "int8": 1.0,
-    "mxfp4": 0.5 + 1 / 32,
-    "int4": 0.5 + 2.5 / 128,
-}
-"""bytes of one weight, scales included (a byte for 32 of mxfp4; 16 bits and a zero of 4 for 128 of int4)"""
 UNITS = {"fp8": "fp8", "ptpc_fp8": "fp8", "int8": "int8", "mxfp4": "fp4"}
 """format -> the units that multiply it, where the chip has them; without, and for all others, the 16-bit ones"""
 HEAD_KERNELS = 8
@@ -36,8 +25,6 @@ PIECES = 3
 """operations of a layer that the host starts where pieces between attention calls are graphs"""
 FULL_GRAPH_OPERATIONS = 10
 """... and of a whole step that is one graph"""
-HOST_OVERLAP = 3.0
-"""how the host's time for the next step hides behind this one's on the GPU; exponent as `Efficiency.overlap`"""
 TILES = (16, 64)
 """rows of experts' products come in tiles: of as many as an expert has, within these bounds"""
 INDEX_VALUES = 128
@@ -183,15 +170,16 @@ class _Layer:
 
         def linears(part: str, weights: float) -> _Linears:
             weight_format = deployment.weight_format if part in parts else "bf16"
-            seconds = 2 * weights / model.rate(weight_format)
-            return _Linears(weights * WEIGHT_BYTES[weight_format] / model.bandwidth, seconds)
+            seconds = 2 * weights / model.rate(weight_format) / (GROUPED if part == "experts" else 1.0)
+            return _Linears(weights * shape.bytes_per_weight(weight_format) / model.bandwidth, seconds)
 
         split = attention.weights - attention.kv_weights - attention.replicated_weights
         kv_split = min(tp, max(1, attention.num_kv_heads))
         self.projections = linears(
             "attention", split / tp + attention.kv_weights / kv_split + attention.replicated_weights
         )
-        self.dense = linears("dense", mlp.dense_weights / tp)
+        self.dense = linears("dense", (mlp.dense_weights - mlp.router_weights) / tp)
+        self.router = linears("router", mlp.router_weights)
         self.experts = _Experts(mlp, parallel, linears("experts", mlp.expert_weights)) if mlp.num_experts else None
 
         latent = attention.kind == "mla"
@@ -210,6 +198,7 @@ class _Layer:
         self.activation_seconds = _activation_bytes(group, shape, parallel, deployment.weight_format) / model.bandwidth
         self.kernels = _kernels(attention, mlp, traits, narrow=deployment.weight_format in UNITS)
         self.launch_seconds = self.kernels * constants.kernel
+        self.operations = self.kernels + (traits.expert_operations - traits.expert_kernels if mlp.num_experts else 0)
 
     def keys(self, context: float) -> tuple[float, float]:
         """(keys attended to, share of the cached values that is read) by a query with `context` keys before it."""
@@ -233,8 +222,8 @@ def _activation_bytes(group: LayerGroup, shape: ModelShape, parallel: Parallel, 
     values = 8 * hidden + 2 * (heads + 2 * attention.num_kv_heads * attention.head_dim) / parallel.tp + 3 * inner
     if mlp.num_experts:
         values += (mlp.experts_per_token + 1) * hidden
-    if weight_format in UNITS:  # 16 bits in, 8 out, before each product
-        values += 1.5 * (2 * hidden + heads / parallel.tp + inner)
+    if weight_format in UNITS:  # 16 bits in, 8 out, before the products that no norm precedes
+        values += 1.5 * (heads / parallel.tp + inner)
     return 2 * values
 
 
@@ -255,7 +244,7 @@ class StepModel:
     def __init__(self, deployment: Deployment, constants: Efficiency) -> None:
         chip, shape, tp = deployment.chip, deployment.shape, deployment.parallel.tp
         self.deployment, self.efficiency = deployment, constants
-        self.traits = TRAITS[deployment.engine]
+        self.traits = find_traits(chip, deployment.engine)
         self.links = Links.of(chip, constants.link, constants.collective)
         self.bandwidth = chip.memory_bandwidth * constants.bandwidth
         self.kv_bandwidth = chip.memory_bandwidth * constants.kv_bandwidth
@@ -265,7 +254,7 @@ class StepModel:
         head = (shape.head_weights or shape.embedding_weights) / tp
         self._head = _Linears(head * 2 / self.bandwidth, 2 * head / self.rate("bf16"))
         self._sampling_seconds = HEAD_BYTES * shape.vocab_size / self.bandwidth
-        self._kernels = HEAD_KERNELS + sum(layer.count * layer.kernels for layer in self._layers)
+        self._operations = HEAD_KERNELS + sum(layer.count * layer.operations for layer in self._layers)
 
     def rate(self, weight_format: str) -> float:
         """Operations a second of large products."""
@@ -288,8 +277,8 @@ class StepModel:
         parallel, p = self.deployment.parallel, self.efficiency.overlap
         prompts = work.prompts or (1 if work.prefill_tokens else 0)
         decodes = work.decodes / parallel.dp
-        if work.decodes and decodes < 1:
-            decodes = 1.0
+        if 0 < decodes < 1:  # a rank has one or none
+            decodes = min(1.0, work.decodes)
         prompts_here = -(-prompts // parallel.dp)
         prefill = work.prefill_tokens * prompts_here / prompts if prompts else 0.0
         batches = min(parallel.pp, max(1.0, decodes + prompts_here))
@@ -305,7 +294,7 @@ class StepModel:
             cache = decodes * (read * layer.seconds_per_key + layer.state_seconds)
             looking = decodes * keys * layer.decode_seconds_per_pair
             prompt_pairs = prefill * layer.keys(work.prefill_context)[0] * layer.seconds_per_pair
-            linears = [layer.projections(tokens), layer.dense(tokens)]
+            linears = [layer.projections(tokens), layer.dense(tokens), layer.router(tokens)]
             if layer.experts is not None:
                 linears.append(layer.experts(everywhere))
             told = self._tell(layer, tokens, everywhere)
@@ -328,7 +317,7 @@ class StepModel:
         between = self._hand_over(tokens)
         host = self._host(decodes + prompts_here / batches, prefill)
         total += _norm(*head, p) + sampling + own + between
-        return _norm(total, host, HOST_OVERLAP), (
+        return _norm(total, host, self.traits.host_overlap), (
             weights + head[0],
             kv,
             flops + head[1],
@@ -345,7 +334,7 @@ class StepModel:
         if layer.experts is None or not parallel.dp_attention:
             return 2 * seconds
         gpus = parallel.expert_gpus
-        gathered = self.links.all_reduce(everywhere * width, gpus)
+        gathered = self.links.gather_and_scatter(everywhere * width, gpus)
         if not parallel.ep:
             return seconds + gathered
         copies = min(layer.experts.mlp.experts_per_token, gpus) * everywhere / gpus
@@ -368,7 +357,7 @@ class StepModel:
         elif tokens <= traits.graph_tokens:
             operations = FULL_GRAPH_OPERATIONS + PIECES * layers
         else:
-            operations = FULL_GRAPH_OPERATIONS + self._kernels
+            operations = FULL_GRAPH_OPERATIONS + self._operations
         return operations * self.efficiency.launch + sequences * self.efficiency.sequence
 
 

@@ -14,29 +14,14 @@ from typing import NamedTuple
 
 from headrace.errors import ConfigError
 from headrace.planner.cost import Deployment, StepModel, StepWork, step_model
+from headrace.planner.predict import CLOSED_ROUNDS, Workload
 from headrace.request import EngineCoreRequest, Request
 from headrace.sampling_params import SamplingParams
 from headrace.scheduler.scheduler import Scheduler, SchedulerConfig
 from headrace.step import RunnerOutput, SchedulerOutput
 
-CLOSED_ROUNDS = 4
-"""requests for each client, where a workload does not say how many there are"""
 OPEN_SECONDS = 60.0
-"""... and for how long they arrive, where they come at a rate"""
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Requests of one kind. With `request_rate` they arrive as by chance at that rate; else `concurrency` clients send
-    one each, and the next when it is done."""
-
-    input_len: int
-    output_len: int
-    concurrency: int
-    num_prompts: int | None = None
-    """in all; None: enough to see the steady state"""
-    request_rate: float | None = None
-    """requests/s"""
+"""for how long requests arrive, where they come at a rate and nobody says how many"""
 
 
 class Arrival(NamedTuple):
@@ -130,9 +115,10 @@ def simulate(
     fits no cache, or where the trace is empty.
     """
     ranks = deployment.parallel.dp
-    clients = 0
+    clients, fresh = 0, 1.0
     if isinstance(load, Workload):
         arrivals, clients = _arrivals(load, ranks, seed)
+        fresh = load.fresh_len / load.input_len
     else:
         arrivals = [Arrival(*entry) for entry in load][::ranks]
     if not arrivals:
@@ -141,7 +127,7 @@ def simulate(
     needed = -(-longest // limits.block_size) * limits.block_size
     if needed > limits.kv_tokens:
         raise ConfigError(f"kv_tokens must be at least {needed} for the longest request, got {limits.kv_tokens}")
-    return _Run(model or step_model(deployment), arrivals, clients, limits, longest, full).result()
+    return _Run(model or step_model(deployment), arrivals, clients, limits, longest, fresh, full).result()
 
 
 def recost(model: StepModel, segments: Sequence[Segment]) -> float:
@@ -197,10 +183,17 @@ class _Life:
 
 class _Run:
     def __init__(
-        self, model: StepModel, arrivals: list[Arrival], clients: int, limits: Limits, longest: int, full: bool
+        self,
+        model: StepModel,
+        arrivals: list[Arrival],
+        clients: int,
+        limits: Limits,
+        longest: int,
+        fresh: float,
+        full: bool,
     ) -> None:
         parallel = model.deployment.parallel
-        self.model, self.ranks, self.full = model, parallel.dp, full
+        self.model, self.ranks, self.fresh, self.full = model, parallel.dp, fresh, full
         # As many batches as stages are under way at once, each with a budget of its own.
         budget = limits.max_num_batched_tokens * parallel.pp
         self.scheduler = Scheduler(
@@ -279,7 +272,7 @@ class _Run:
         scheduler = self.scheduler
         plan = scheduler.schedule()
         assert plan is not None, "an idle scheduler with requests"
-        work = _work(plan)
+        work = _work(plan, self.fresh)
         before, duration = self.now, self.model.seconds(_everywhere(work, self.ranks))
         self._note_preemptions(before)
         self._run(work, 1, duration)
@@ -379,7 +372,8 @@ class _Run:
 _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
 
 
-def _work(plan: SchedulerOutput) -> StepWork:
+def _work(plan: SchedulerOutput, fresh: float) -> StepWork:
+    """What a step computes; of prompts the share `fresh`, as the rest is found in the prefix cache."""
     decodes = keys = tokens = pairs = prompts = 0
     for computed, count, samples in zip(plan.num_computed_tokens, plan.num_scheduled_tokens, plan.samples, strict=True):
         if count == 1 and samples:
@@ -389,4 +383,6 @@ def _work(plan: SchedulerOutput) -> StepWork:
             tokens += count
             pairs += count * computed + count * (count + 1) // 2
             prompts += 1
-    return StepWork(decodes, keys / decodes if decodes else 0.0, tokens, pairs / tokens if tokens else 0.0, prompts)
+    return StepWork(
+        decodes, keys / decodes if decodes else 0.0, tokens * fresh, pairs / tokens if tokens else 0.0, prompts
+    )
