@@ -47,7 +47,7 @@ def decide_before_load(
         return value
 
     settle("device", device_type, "the device that torch finds here")
-    dtype = settle("dtype", *_dtype(model, device_type))
+    dtype = settle("dtype", *activation_dtype(model.dtype, device_type))
     dtype = changes["dtype"] = DTYPE_ALIASES.get(dtype, dtype)
     kv_dtype = settle("kv_cache_dtype", *_kv_cache_dtype(model, dtype))
     changes["kv_cache_dtype"] = "fp8_e4m3" if kv_dtype == "fp8" else kv_dtype
@@ -153,10 +153,11 @@ def _quantization(config: EngineConfig, model: ModelConfig, device_type: str) ->
     return Decision("quantization", name, "given", source="user")
 
 
-def _dtype(model: ModelConfig, device_type: str) -> tuple[str, str]:
-    if device_type == "cuda" and model.dtype == "float32":
+def activation_dtype(checkpoint: str, device_type: str) -> tuple[str, str]:
+    """dtype and why."""
+    if device_type == "cuda" and checkpoint == "float32":
         return "bfloat16", "float32 checkpoints run in bfloat16 on a GPU, as vLLM does (--dtype float32 keeps them)"
-    return model.dtype, "the checkpoint's"
+    return checkpoint, "the checkpoint's"
 
 
 def _kv_cache_dtype(model: ModelConfig, dtype: str) -> tuple[str, str]:
@@ -225,8 +226,10 @@ def decide_mixed_step(config: EngineConfig, facts: list[WorkerFacts]) -> tuple[i
     return decision.value, [decision]
 
 
-def mixed_step(times: dict[int, float], objective: str | None, source: str = "measured") -> Decision:
-    """Of step sizes and their milliseconds the one that decodes should wait for."""
+def mixed_step(
+    times: dict[int, float], objective: str | None, source: str = "measured", field: str = "mixed_step_tokens"
+) -> Decision:
+    """Of step sizes and their milliseconds the one that decodes should wait for, as the decision on `field`."""
     wanted = PREFILL_SHARES[objective or USUAL_OBJECTIVE]
     best = max(times, key=lambda size: size / times[size])
 
@@ -240,7 +243,7 @@ def mixed_step(times: dict[int, float], objective: str | None, source: str = "me
     reason = f"where decodes wait; {describe(chosen)} is {share(chosen):.0%} of the best prefill rate, {describe(best)}"
     smaller = max((size for size in times if size < chosen), default=None)
     other = "" if smaller is None else f"{describe(smaller)}: {share(smaller):.0%}"
-    return Decision("mixed_step_tokens", chosen, reason, other, source)
+    return Decision(field, chosen, reason, other, source)
 
 
 def _kv_bytes(config: EngineConfig, fact: WorkerFacts) -> int:

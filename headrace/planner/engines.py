@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.attention.table import AttentionSpec, select_backend
-from headrace.errors import ConfigError, UnsupportedModelError
+from headrace.attention.table import BACKENDS, AttentionSpec, select_backend
+from headrace.errors import UnsupportedModelError
 from headrace.model_config import ModelConfig
 from headrace.models.registry import MODELS, resolve
 from headrace.planner.chips import Chip
@@ -16,6 +16,12 @@ from headrace.planner.cost import Parallel
 from headrace.planner.record import Decision
 from headrace.planner.shapes import AttentionShape, ModelShape
 
+GRAPHS_OF = {entry.name: entry.full_graphs for entry in BACKENDS} | {
+    "TRITON_ATTN": "any",
+    "ROCM_AITER_UNIFIED_ATTN": "any",
+    "ROCM_ATTN": "any",
+}
+"""backend -> steps whose attention may be inside a whole graph, as attention/table.py says it"""
 AITER_HEAD_DIMS = (64, 128, 256)
 """that ROCM_AITER_FA has kernels for"""
 
@@ -57,7 +63,7 @@ def cache_gaps(kv_dtype: str, chip: Chip) -> list[str]:
 def attention_backend(
     engine: str, shape: ModelShape, chip: Chip, tp: int, dtype: str, kv_dtype: str, block_size: int, given: str | None
 ) -> Decision:
-    """Which kernels run attention. Raises ConfigError where `given` cannot, or where headrace has none."""
+    """Which kernels run attention. Raises ConfigError where `given` cannot."""
     if given is not None and engine == "vllm":
         return Decision("attention_backend", given.upper(), "given", source="user")
     if engine == "headrace":
@@ -67,12 +73,19 @@ def attention_backend(
     return _cuda_backend(shape, chip)
 
 
+def default_block_size(engine: str, shape: ModelShape, chip: Chip) -> int:
+    """Tokens of a block; an index that chooses keys one by one has blocks of its own size in vLLM."""
+    if engine == "vllm" and _widest(shape).sparse_top_k:
+        return 1 if chip.vendor == "amd" else 64
+    return 16
+
+
 def _headrace_backend(
     shape: ModelShape, chip: Chip, tp: int, dtype: str, kv_dtype: str, block_size: int, given: str | None
 ) -> Decision:
     attention = _widest(shape)
     if attention.kind != "gqa":
-        raise ConfigError(f"headrace has no attention backend for {attention.kind} yet")
+        return Decision("attention_backend", "none", f"headrace has none for {attention.kind} yet")
     chosen = select_backend(
         AttentionSpec(
             num_heads=max(1, attention.num_heads // tp),

@@ -29,11 +29,12 @@ def name_of(parallel: Parallel) -> str:
     return f"{parallel.replicas} x {split}" if parallel.replicas > 1 else split
 
 
-def layouts(num_gpus: int, shape: ModelShape) -> Iterator[Parallel]:
-    """Every way to use `num_gpus` GPUs, or as many of them as come out even."""
+def layouts(num_gpus: int, shape: ModelShape, most_ranks: int | None = None) -> Iterator[Parallel]:
+    """Every way to use `num_gpus` GPUs, or as many of them as come out even; with up to `most_ranks` data-parallel
+    ranks, as others would have no request to work on."""
     for tp in range(1, num_gpus + 1):
         for pp in range(1, num_gpus // tp + 1):
-            dp = num_gpus // (tp * pp)
+            dp = min(num_gpus // (tp * pp), most_ranks or num_gpus)
             yield Parallel(tp, pp, dp)
             if not shape.is_moe or pp > 1:
                 continue

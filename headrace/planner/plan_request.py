@@ -5,6 +5,7 @@ One annotated field is flag, help and Python keyword, as in config.py. Knows not
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,6 +120,9 @@ class PlanRequest:
                 f"max_num_seqs ({seqs}) must not exceed max_num_batched_tokens ({budget}): "
                 "every running request gets a token in every step"
             )
+
+    def replace(self, **changes: Any) -> PlanRequest:
+        return dataclasses.replace(self, **changes)
 
     @property
     def weight_format(self) -> str | None:

@@ -1,0 +1,104 @@
+"""Where nothing runs as asked: changes to the request, nearest first, of which each may make it run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from headrace.planner.chips import Chip
+from headrace.planner.plan_request import PlanRequest
+from headrace.planner.shapes import ModelShape
+
+SHORTER = (2, 4, 8, 16, 32, 64)
+LAYOUT_PINS = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "enable_expert_parallel",
+    "enable_dp_attention",
+)
+
+
+def changes(
+    request: PlanRequest, shape: ModelShape, chip: Chip, num_gpus: int, most_gpus: int
+) -> Iterator[list[PlanRequest]]:
+    """Groups of changed requests; of each group the first that runs is of interest.
+
+    In this order: pins let go, lower precision, fewer tokens, more GPUs.
+    """
+    yield list(_without_pins(request, shape))
+    yield list(_lower_precision(request, shape, chip))
+    yield list(_fewer_tokens(request, shape))
+    yield [request.replace(num_gpus=count) for count in _more(num_gpus, most_gpus)]
+
+
+def drastic_changes(
+    request: PlanRequest, shape: ModelShape, chip: Chip, num_gpus: int, most_gpus: int
+) -> Iterator[PlanRequest]:
+    """Several at once, for when none of `changes` is enough."""
+    free = request.replace(**dict.fromkeys(LAYOUT_PINS), max_num_seqs=None, max_num_batched_tokens=None)
+    lower = [free, *_lower_precision(free, shape, chip)]
+    shorter = [short for entry in lower for short in (entry, *_fewer_tokens(entry, shape))]
+    for entry in shorter:
+        yield entry
+    for count in _more(num_gpus, most_gpus):
+        for entry in lower:
+            yield entry.replace(num_gpus=count)
+    for entry in shorter:
+        yield entry.replace(num_gpus=max(num_gpus, most_gpus))
+
+
+def _without_pins(request: PlanRequest, shape: ModelShape) -> Iterator[PlanRequest]:
+    if request.max_model_len is not None:
+        yield request.replace(max_model_len=None)
+    if request.quantization is not None and shape.weight_format != "bf16":
+        yield request.replace(quantization=None)
+    if request.max_num_batched_tokens is not None or request.max_num_seqs is not None:
+        yield request.replace(max_num_batched_tokens=None, max_num_seqs=None)
+    tp = request.tensor_parallel_size
+    if tp is not None:
+        for other in sorted(range(1, 2 * tp + 1), key=lambda size: abs(size - tp)):
+            yield request.replace(tensor_parallel_size=other)
+    pinned = [name for name in LAYOUT_PINS if getattr(request, name) is not None]
+    for name in pinned:
+        yield request.replace(**{name: None})
+    if pinned:
+        yield request.replace(**dict.fromkeys(pinned))
+
+
+def _lower_precision(request: PlanRequest, shape: ModelShape, chip: Chip) -> Iterator[PlanRequest]:
+    """headrace's fp8 cache does not start on GPUs yet, and it reads no checkpoints in fewer bits."""
+    caches, formats = [request.kv_cache_dtype], [request.quantization]
+    if request.kv_cache_dtype != "auto":
+        caches.append("auto")
+    elif "fp8" in chip.flops and request.engine == "vllm":
+        caches.append("fp8")
+    if shape.weight_format == "bf16":
+        lower = ("fp8", "mxfp4", "int4") if request.engine == "vllm" else ("fp8",)
+        formats += [form for form in lower if form != request.quantization]
+    if request.quantization is not None:
+        formats.append(None)
+    for form in formats:
+        for cache in caches:
+            if (form, cache) != (request.quantization, request.kv_cache_dtype):
+                yield request.replace(quantization=form, kv_cache_dtype=cache)
+
+
+def _fewer_tokens(request: PlanRequest, shape: ModelShape) -> Iterator[PlanRequest]:
+    context = shape.max_position_embeddings
+    if request.output_len < context < request.input_len + request.output_len:
+        yield request.replace(input_len=context - request.output_len, max_model_len=None)
+    for part in SHORTER:
+        yield request.replace(
+            input_len=max(1, request.input_len // part),
+            output_len=max(1, request.output_len // part),
+            max_model_len=None,
+        )
+
+
+def _more(num_gpus: int, most: int) -> list[int]:
+    found = []
+    count = 1 << num_gpus.bit_length()
+    while count <= most:
+        found.append(count)
+        count *= 2
+    return found

@@ -1,0 +1,235 @@
+"""Every setting of the chosen layout as a decision: what it is, why, and what came second.
+
+Takes a ranked search and says it in records; measures nothing and ranks nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.config import EngineConfig
+from headrace.planner.chips import Chip
+from headrace.planner.engines import GRAPHS_OF, attention_backend
+from headrace.planner.graphs import decide_graphs
+from headrace.planner.layouts import MANY_REQUESTS, ULTRA_SPARSE
+from headrace.planner.memory_map import capture_sizes
+from headrace.planner.plan_request import PlanRequest
+from headrace.planner.record import Decision
+from headrace.planner.search import Candidate, Found, Terms
+from headrace.planner.shapes import ModelShape
+
+CUSTOM_ALL_REDUCE_MIB = 8
+"""Largest sum that vLLM's own kernels for linked GPUs take; larger ones go to NCCL or RCCL."""
+
+
+def parallel_decisions(terms: Terms, found: Found) -> list[Decision]:
+    """How the GPUs are used."""
+    best, request, shape, chip = found.best, terms.request, terms.shape, terms.chip
+    parallel = best.parallel
+    rival = next((other for other in found.ranked[1:]), None)
+    runner_up = "" if rival is None else f"{rival.name}: {summary(rival)}"
+    why = _why_layout(terms, found)
+
+    def settle(field: str, value: Any, reason: str, runner_up: str = "", given: Any = None) -> Decision:
+        if given is not None:
+            return Decision(field, value, "given", source="user")
+        return Decision(field, value, reason, runner_up)
+
+    stages = (
+        f"{parallel.pp} stages: the layers do not fit into {parallel.tp} GPUs"
+        if parallel.pp > 1
+        else "the layers fit without stages, which would wait for each other"
+    )
+    size = parallel.tp * parallel.pp * (parallel.dp if parallel.dp_attention else 1)
+    replicas = min(parallel.replicas, max(1, chip.gpus_per_node // size))
+    idle = terms.num_gpus - parallel.gpus
+    each = f"each takes {size} GPU{'s' if size > 1 else ''}" + (
+        f"; {idle} of {terms.num_gpus} stay idle" if idle else ""
+    )
+    return [
+        settle("tensor_parallel_size", parallel.tp, why, runner_up, request.tensor_parallel_size),
+        settle("pipeline_parallel_size", parallel.pp, stages, "", request.pipeline_parallel_size),
+        settle("data_parallel_size", parallel.dp, _why_data(terms, best), "", request.data_parallel_size),
+        settle(
+            "enable_expert_parallel",
+            parallel.ep,
+            _why_experts(shape, best),
+            _other(found, "ep"),
+            request.enable_expert_parallel,
+        ),
+        settle(
+            "enable_dp_attention",
+            parallel.dp_attention,
+            _why_attention(terms, best),
+            _other(found, "dp_attention"),
+            request.enable_dp_attention,
+        ),
+        Decision("replicas_per_node", replicas, each),
+        all_reduce(terms, best),
+    ]
+
+
+def summary(candidate: Candidate) -> str:
+    prediction = candidate.prediction
+    return f"{prediction.itl_ms:.1f} ms a token, {prediction.output_tok_s:,.0f} tok/s"
+
+
+def _why_layout(terms: Terms, found: Found) -> str:
+    best = found.best
+    if len(found.ranked) == 1:
+        return f"{best.name} is the one layout that runs: {summary(best)}"
+    aims = {
+        "latency": "the shortest answer",
+        "interactive": "most tokens at a reading pace",
+        "throughput": "most tokens",
+    }
+    return f"{aims[terms.request.objective]} of {len(found.ranked)} layouts: {best.name}, {summary(best)}"
+
+
+def _why_data(terms: Terms, best: Candidate) -> str:
+    parallel = best.parallel
+    if parallel.dp_attention:
+        return "each rank keeps the cache of its own requests; all share the experts"
+    if parallel.dp == 1:
+        return "all GPUs work on each token"
+    return f"{parallel.dp} copies that never wait for each other"
+
+
+def _why_experts(shape: ModelShape, best: Candidate) -> str:
+    if not shape.is_moe:
+        return "a dense model has no experts"
+    if best.parallel.ep:
+        return "whole experts on each GPU: larger products, and tokens travel to them"
+    shares = [group.mlp.experts_per_token / group.mlp.num_experts for group in shape.groups if group.mlp.num_experts]
+    if min(shares) < ULTRA_SPARSE:
+        return f"a token uses {min(shares):.2%} of the experts: whole ones would leave most GPUs idle"
+    if best.parallel.expert_gpus == 1:
+        return "one GPU holds all experts"
+    return "slices of every expert keep all GPUs equally busy"
+
+
+def _why_attention(terms: Terms, best: Candidate) -> str:
+    shape, parallel = terms.shape, best.parallel
+    if not shape.is_moe:
+        return "for mixtures of experts, whose experts ranks can share"
+    if parallel.dp_attention:
+        if shape.is_mla:
+            return f"a latent cache has no heads to split: {parallel.dp} ranks hold {parallel.dp} times the requests"
+        return "no copies of KV heads, and no sums after attention"
+    if shape.is_mla and parallel.tp > 1:
+        over = best.workload.concurrency / parallel.replicas
+        return f"for {over:.0f} requests (below {MANY_REQUESTS}) copies of the latent cost less than ranks of their own"
+    return "predicted to be slower here"
+
+
+def _other(found: Found, name: str) -> str:
+    """The best layout that differs in this."""
+    chosen = getattr(found.best.parallel, name)
+    other = next((entry for entry in found.ranked if getattr(entry.parallel, name) != chosen), None)
+    return "" if other is None else f"{other.name}: {summary(other)}"
+
+
+def all_reduce(terms: Terms, best: Candidate) -> Decision:
+    parallel, field = best.parallel, "all_reduce"
+    if parallel.tp == 1:
+        return Decision(field, "none", "each layer is on one GPU: there is nothing to sum, and nothing to quantize")
+    name = "RCCL" if terms.chip.vendor == "amd" else "NCCL"
+    if terms.chip.vendor == "cpu":
+        return Decision(field, "gloo", "the CPU's")
+    if terms.engine == "headrace":
+        return Decision(field, name, "what headrace has; kernels of its own for small sums are to come")
+    width = 2 * terms.shape.hidden_size
+    decode = best.limits.max_num_seqs * width / 2**20
+    step = best.limits.max_num_batched_tokens * width / 2**20
+    value = f"one kernel over the links up to {CUSTOM_ALL_REDUCE_MIB} MiB, {name} above"
+    reason = f"decode steps sum up to {decode:.1f} MiB, the largest step {step:.0f} MiB"
+    if terms.chip.vendor == "amd":
+        return Decision(field, value, reason, "Quick Reduce INT8 for large steps: faster prompts, rounded sums")
+    return Decision(field, value, reason)
+
+
+def engine_decisions(terms: Terms, best: Candidate, dtype: str) -> list[Decision]:
+    """Attention, cache, scheduler and graphs. Raises ConfigError for a backend that cannot serve."""
+    request = terms.request
+    backend = attention_backend(
+        terms.engine, terms.shape, terms.chip, best.parallel.tp, dtype, terms.kv_dtype, terms.block_size,
+        request.attention_backend,
+    )  # fmt: skip
+    decisions = [backend, _block_size(terms, backend), _model_length(terms, best)]
+    decisions += [best.decisions[name] for name in ("max_num_seqs", "max_num_batched_tokens")]
+    if "mixed_step_tokens" in best.decisions:
+        decisions.append(best.decisions["mixed_step_tokens"])
+    graphs = graph_decision(request, terms.chip, str(backend.value), terms.engine)
+    decisions += [
+        _switch(
+            "enable_chunked_prefill", request.enable_chunked_prefill,
+            "a long prompt delays running requests by one step at most",
+        ),
+        graphs,
+        _graph_sizes(terms, best, str(graphs.value)),
+        _switch("async_scheduling", request.async_scheduling, "the host plans a step while the one before it runs"),
+        _speculation(terms),
+        _utilization(request, terms.chip),
+    ]  # fmt: skip
+    return decisions
+
+
+def graph_decision(request: PlanRequest, chip: Chip, backend: str, engine: str) -> Decision:
+    """cudagraph_mode, by the rules that serving itself follows."""
+    config = EngineConfig(compilation_config=request.compilation_config, enforce_eager=request.enforce_eager)
+    device = "cpu" if chip.vendor == "cpu" else "cuda"
+    return decide_graphs(config, device, backend, GRAPHS_OF.get(backend, "decode"))[1][0]
+
+
+def _block_size(terms: Terms, backend: Decision) -> Decision:
+    if terms.request.block_size is not None:
+        return Decision("block_size", terms.block_size, "given", source="user")
+    if backend.value == "ROCM_AITER_MLA_SPARSE":
+        return Decision("block_size", terms.block_size, "what the sparse backend takes")
+    return Decision("block_size", terms.block_size, "little is left over in last blocks; speed hardly depends on it")
+
+
+def _model_length(terms: Terms, best: Candidate) -> Decision:
+    if terms.request.max_model_len is not None:
+        return Decision("max_model_len", best.max_model_len, "given", source="user")
+    context = terms.shape.max_position_embeddings
+    if best.max_model_len < context:
+        return Decision(
+            "max_model_len", best.max_model_len, "what the KV cache has room for", f"{context}, the model's"
+        )
+    why = "the model's context: the cache holds such a sequence, and nothing is set aside for it"
+    return Decision("max_model_len", best.max_model_len, why)
+
+
+def _switch(field: str, value: bool, reason: str) -> Decision:
+    return Decision(field, value, reason) if value else Decision(field, value, "given", source="user")
+
+
+def _graph_sizes(terms: Terms, best: Candidate, mode: str) -> Decision:
+    field, given = "cudagraph_capture_sizes", terms.request.compilation_config.get("cudagraph_capture_sizes")
+    if mode == "NONE":
+        return Decision(field, [], "no graphs")
+    if given:
+        return Decision(field, given, "given", source="user")
+    sizes = capture_sizes(best.limits.max_num_seqs)
+    return Decision(field, sizes, f"decode steps of up to {sizes[-1]} requests, as many as run at once")
+
+
+def _speculation(terms: Terms) -> Decision:
+    field, drafts = "speculative_config", terms.shape.draft_weights
+    if terms.engine == "headrace":
+        return Decision(field, "off", "headrace does not speculate yet")
+    why = "how many guesses are right is known from traffic alone"
+    if drafts:
+        other = "the checkpoint's own next-token layers with 1 token, below some 32 requests"
+        return Decision(field, "off", f"{why}, and many requests at once make it a loss", other)
+    return Decision(field, "off", f"the checkpoint brings no draft, and {why}")
+
+
+def _utilization(request: PlanRequest, chip: Chip) -> Decision:
+    field, value = "gpu_memory_utilization", request.gpu_memory_utilization
+    if chip.vendor == "cpu":
+        return Decision(field, value, "a CPU's memory belongs to everybody; it bounds nothing here")
+    if value != 0.9:
+        return Decision(field, value, "given", source="user")
+    return Decision(field, value, "weights, steps, graphs and cache together; the rest is for others and for surprises")
