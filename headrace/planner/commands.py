@@ -44,6 +44,8 @@ class Settings:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    bounded_by_cache: bool
+    """max_num_seqs is what the cache holds, which headrace knows too late to derive it"""
     concurrency: int
     """in flight, over all replicas"""
     graph_mode: str
@@ -103,6 +105,8 @@ def headrace_command(settings: Settings) -> Command:
     if settings.quantization:
         flags.append(Flag("--quantization", settings.quantization, "rounds the weights as they load"))
     flags += [Flag(_flag(name), _text(given[name]), "given") for name in PINNED if name in given]
+    if settings.bounded_by_cache and "max_num_seqs" not in given:
+        flags.append(Flag("--max-num-seqs", str(settings.max_num_seqs), "as many as the cache holds"))
     flags += _switches(given)
     flags += [
         Flag("--objective", settings.objective, "how many prompt tokens a step with decodes may hold"),

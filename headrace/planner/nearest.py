@@ -85,12 +85,12 @@ def _lower_precision(request: PlanRequest, shape: ModelShape, chip: Chip) -> Ite
 
 def _fewer_tokens(request: PlanRequest, shape: ModelShape) -> Iterator[PlanRequest]:
     context = shape.max_position_embeddings
-    if request.output_len < context < request.input_len + request.output_len:
-        yield request.replace(input_len=context - request.output_len, max_model_len=None)
+    if request.answer_len < context < request.prompt_len + request.answer_len:
+        yield request.replace(input_len=context - request.answer_len, max_model_len=None)
     for part in SHORTER:
         yield request.replace(
-            input_len=max(1, request.input_len // part),
-            output_len=max(1, request.output_len // part),
+            input_len=max(1, request.prompt_len // part),
+            output_len=max(1, request.answer_len // part),
             max_model_len=None,
         )
 

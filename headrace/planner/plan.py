@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
+from headrace.hub import DEMO_FOLDER, DEMO_MODEL
 from headrace.planner.catalogue import FoundConfig, find_config, find_model
 from headrace.planner.chips import Chip, find_chip, this_machine
 from headrace.planner.commands import Command, Settings, headrace_command, vllm_command
@@ -99,8 +100,10 @@ class _Subject:
     chip: Chip
     num_gpus: int | None
 
-    def model_id(self, asked: str) -> str:
+    def model_id(self, asked: str, engine: str) -> str:
         """As an engine takes it: what was asked where that is a folder or an id, else the catalogue's hub id."""
+        if asked == DEMO_MODEL and engine != "headrace":
+            return str(DEMO_FOLDER)
         if self.config.source.startswith(HUB) and "/" not in asked:
             return "/".join(self.config.source.removeprefix(HUB).split("/")[:2])
         return asked
@@ -112,6 +115,7 @@ def make_plan(request: PlanRequest, machine: tuple[Chip, int] | None = None) -> 
     `machine`: what `gpu="auto"` means, default this machine. Raises ConfigError for a model or GPU that nobody knows.
     """
     subject = _subject(request, machine)
+    request = request.filled(subject.shape.max_position_embeddings)
     plan = _attempt(request, subject)
     if plan.feasible:
         return plan
@@ -210,7 +214,7 @@ def _problems(request: PlanRequest, subject: _Subject) -> list[str]:
     """What no layout could mend."""
     shape, chip = subject.shape, subject.chip
     problems = [format_problem(request, shape, chip), cache_problem(_kv_cache(request, subject).value, chip)]
-    tokens = max(request.input_len + request.output_len, request.max_model_len or 0)
+    tokens = max(request.prompt_len + request.answer_len, request.max_model_len or 0)
     if tokens > shape.max_position_embeddings:
         problems.append(f"{tokens} tokens are more than the model's context of {shape.max_position_embeddings}")
     return [problem for problem in problems if problem]
@@ -321,9 +325,9 @@ def _notices(terms: Terms, best: Candidate, gaps: list[str]) -> list[str]:
                 f"headrace's kernels are compiled for {terms.chip.arch} and have not run there yet: its figures are "
                 "vLLM's on such GPUs"
             )
-    room, wanted = best.prediction.max_concurrency, best.workload.concurrency
+    room, wanted = best.limits.max_num_seqs * best.parallel.dp, best.workload.concurrency
     if room < wanted:
-        notices.append(f"of {wanted} requests {room} run at once; the others wait for room in the KV cache")
+        notices.append(f"of {wanted} requests {room} run at once; the others wait")
     idle = terms.num_gpus - best.parallel.gpus
     if idle:
         notices.append(f"{idle} of {terms.num_gpus} GPUs stay idle: no better layout comes out even")
@@ -354,7 +358,7 @@ def _settings(terms: Terms, candidate: Candidate, subject: _Subject) -> Settings
     request, shape = terms.request, subject.shape
     decisions = {entry.field: entry for entry in engine_decisions(terms, candidate, _dtype(request, subject).value)}
     missing = missing_checkpoint(request, shape)
-    model = subject.model_id(request.model)
+    model = subject.model_id(request.model, request.engine)
     return Settings(
         engine=request.engine,
         model=f"{model}-in-{missing}" if missing else model,
@@ -369,12 +373,13 @@ def _settings(terms: Terms, candidate: Candidate, subject: _Subject) -> Settings
         max_model_len=candidate.max_model_len,
         max_num_seqs=candidate.limits.max_num_seqs,
         max_num_batched_tokens=candidate.limits.max_num_batched_tokens,
+        bounded_by_cache=bool(candidate.decisions["max_num_seqs"].runner_up),
         concurrency=candidate.workload.concurrency,
         graph_mode=decisions["cudagraph_mode"].value,
         gpu_memory_utilization=request.gpu_memory_utilization,
         objective=request.objective,
-        input_len=request.input_len,
-        output_len=request.output_len,
+        input_len=request.prompt_len,
+        output_len=request.answer_len,
         given=_given(request),
     )
 

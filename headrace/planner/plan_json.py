@@ -31,8 +31,8 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "engine": plan.engine,
         "objective": request.objective,
         "workload": {
-            "input_len": request.input_len,
-            "output_len": request.output_len,
+            "input_len": request.prompt_len,
+            "output_len": request.answer_len,
             "concurrency": plan.concurrency or request.concurrency,
             "num_prompts": request.num_prompts,
             "request_rate": request.request_rate,

@@ -25,6 +25,7 @@ PLAN_FORMATS = {
     "int8": "int8",
 }
 """what users type -> what it is called here"""
+USUAL_INPUT, USUAL_OUTPUT = 1024, 256
 MADE_AT_LOAD = ("fp8", "ptpc_fp8")
 """Formats that a plain checkpoint is rounded to while it loads; the others need a checkpoint that holds them."""
 
@@ -44,8 +45,12 @@ class PlanRequest:
     price_per_gpu_hour: float | None = knob(
         None, "What one GPU costs an hour; gives the cost of a million tokens.", minimum=0.0, group="hardware"
     )
-    input_len: int = knob(1024, "Tokens of a prompt.", minimum=1, group="workload")
-    output_len: int = knob(256, "Tokens of an answer.", minimum=1, group="workload")
+    input_len: int | None = knob(
+        None, "Tokens of a prompt; default: 1024, or half the model's context.", minimum=1, group="workload"
+    )
+    output_len: int | None = knob(
+        None, "Tokens of an answer; default: 256, or a quarter of the model's context.", minimum=1, group="workload"
+    )
     concurrency: int | None = knob(
         None,
         "Requests in flight at once, over all GPUs; default: 1 for latency, 32 for interactive, as many as the KV "
@@ -120,6 +125,21 @@ class PlanRequest:
                 f"max_num_seqs ({seqs}) must not exceed max_num_batched_tokens ({budget}): "
                 "every running request gets a token in every step"
             )
+
+    @property
+    def prompt_len(self) -> int:
+        return self.input_len or USUAL_INPUT
+
+    @property
+    def answer_len(self) -> int:
+        return self.output_len or USUAL_OUTPUT
+
+    def filled(self, context: int) -> PlanRequest:
+        """With lengths that go into the context where none are given."""
+        return self.replace(
+            input_len=self.input_len or min(USUAL_INPUT, max(1, context // 2)),
+            output_len=self.output_len or min(USUAL_OUTPUT, max(1, context // 4)),
+        )
 
     def replace(self, **changes: Any) -> PlanRequest:
         return dataclasses.replace(self, **changes)

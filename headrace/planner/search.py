@@ -29,7 +29,7 @@ ABOUT_THE_SAME = 0.02
 USUAL_CONCURRENCY = {"latency": 1, "interactive": 32}
 VLLM_BUDGETS = {"latency": (1024, 2048, 4096), "interactive": (2048, 4096, 8192), "throughput": (8192, 16384)}
 """Token budgets worth asking vLLM for; its steps with decodes are as large as its largest."""
-MOST_SIMULATED = 1500
+MOST_SIMULATED = 1000
 """Requests of one rank whose simulation is worth waiting for unasked: half a second or less"""
 MIXED_SIZES = (128, 256, 384, 512, 768, 1024, 2048)
 """as headrace measures them at load (runner/step_times.py)"""
@@ -67,12 +67,12 @@ class Terms:
     @property
     def tokens(self) -> int:
         """of one request at its end"""
-        return self.request.input_len + self.request.output_len
+        return self.request.prompt_len + self.request.answer_len
 
     @property
     def mean_tokens(self) -> float:
         """of one request over its life"""
-        return self.request.input_len + self.request.output_len / 2
+        return self.request.prompt_len + self.request.answer_len / 2
 
     @property
     def longest(self) -> int:
@@ -197,7 +197,7 @@ def evaluate(terms: Terms, parallel: Parallel) -> Candidate | Short:
         seqs = Decision("max_num_seqs", room, why, str(seqs.value))
     if concurrency is None:
         concurrency = seqs.value * parallel.dp
-    workload = Workload(request.input_len, request.output_len, concurrency, request.num_prompts, request.request_rate)
+    workload = Workload(request.prompt_len, request.answer_len, concurrency, request.num_prompts, request.request_rate)
     decisions = {"max_num_batched_tokens": budget, "max_num_seqs": seqs}
     mixed = None
     if terms.engine == "headrace" and request.enable_chunked_prefill:
@@ -283,12 +283,12 @@ def _budget(terms: Terms, deployment: Deployment) -> Decision:
     sizes = [size for size in VLLM_BUDGETS[request.objective] if size >= (request.max_num_seqs or 0)]
     if not sizes:
         return Decision(field, request.max_num_seqs, "every running request gets a token in every step")
-    return mixed_step(_times(deployment, sizes, request.input_len), request.objective, "derived", field)
+    return mixed_step(_times(deployment, sizes, request.prompt_len), request.objective, "derived", field)
 
 
 def _mixed_step(terms: Terms, deployment: Deployment, budget: int) -> Decision:
     sizes = [size for size in MIXED_SIZES if size <= budget] or [budget]
-    return mixed_step(_times(deployment, sizes, terms.request.input_len), terms.request.objective, "derived")
+    return mixed_step(_times(deployment, sizes, terms.request.prompt_len), terms.request.objective, "derived")
 
 
 def _times(deployment: Deployment, sizes: Iterable[int], input_len: int) -> dict[int, float]:

@@ -15,7 +15,7 @@ from headrace.planner.layouts import MANY_REQUESTS, ULTRA_SPARSE
 from headrace.planner.memory_map import capture_sizes
 from headrace.planner.plan_request import PlanRequest
 from headrace.planner.record import Decision
-from headrace.planner.search import Candidate, Found, Terms
+from headrace.planner.search import FIRST_TOKEN_MS, READING_PACE_MS, Candidate, Found, Terms, score
 from headrace.planner.shapes import ModelShape
 
 CUSTOM_ALL_REDUCE_MIB = 8
@@ -75,15 +75,18 @@ def summary(candidate: Candidate) -> str:
 
 
 def _why_layout(terms: Terms, found: Found) -> str:
-    best = found.best
-    if len(found.ranked) == 1:
-        return f"{best.name} is the one layout that runs: {summary(best)}"
-    aims = {
-        "latency": "the shortest answer",
-        "interactive": "most tokens at a reading pace",
-        "throughput": "most tokens",
-    }
-    return f"{aims[terms.request.objective]} of {len(found.ranked)} layouts: {best.name}, {summary(best)}"
+    best, count = found.best, len(found.ranked)
+    said = f"{best.name}, {summary(best)}"
+    if count == 1:
+        return f"the one layout that runs: {said}"
+    if terms.request.objective == "latency":
+        return f"the shortest answer of {count} layouts: {said}"
+    if terms.request.objective == "throughput":
+        return f"the most tokens of {count} layouts: {said}"
+    if score("interactive", best.prediction) < 0:
+        pace = f"{READING_PACE_MS:.0f} ms a token after {FIRST_TOKEN_MS / 1000:.0f} s"
+        return f"of {count} layouts, none of which keeps to {pace}, the nearest: {said}"
+    return f"the most tokens at a reading pace of {count} layouts: {said}"
 
 
 def _why_data(terms: Terms, best: Candidate) -> str:
@@ -141,7 +144,7 @@ def all_reduce(terms: Terms, best: Candidate) -> Decision:
     width = 2 * terms.shape.hidden_size
     decode = best.limits.max_num_seqs * width / 2**20
     step = best.limits.max_num_batched_tokens * width / 2**20
-    value = f"one kernel over the links up to {CUSTOM_ALL_REDUCE_MIB} MiB, {name} above"
+    value = f"own kernel, {name} above {CUSTOM_ALL_REDUCE_MIB} MiB"
     reason = f"decode steps sum up to {decode:.1f} MiB, the largest step {step:.0f} MiB"
     if terms.chip.vendor == "amd":
         return Decision(field, value, reason, "Quick Reduce INT8 for large steps: faster prompts, rounded sums")
