@@ -124,7 +124,7 @@ EFFICIENCIES: dict[tuple[str, str], Fitted] = {
             collective=12e-6,
         ),
         0.25,
-        "fitted on 26 rows of vLLM 0.26.0 on one H200 (three models); link and collective are likely values, not fitted",
+        "fitted on 26 rows of vLLM 0.26.0 on one H200 (three models); link and collective are likely values",
     ),
     ("h200", "headrace"): Fitted(
         Efficiency(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -214,7 +215,7 @@ class _Run:
         self.gaps: list[tuple[float, float]] = []
         self.e2e: list[tuple[float, float]] = []
         self.segments: list[Segment] = []
-        self.num_steps = self.max_running = 0
+        self.num_steps = self.max_running = self._num_preemptions = 0
         self._prompts: dict[int, list[int]] = {}
         self.tokens_in = sum(arrival.input_len for arrival in arrivals)
         self.tokens_out = sum(arrival.output_len for arrival in arrivals)
@@ -246,7 +247,7 @@ class _Run:
             e2e=Percentiles.of([(value + request, weight) for value, weight in self.e2e]),
             num_requests=self.num_requests * self.ranks,
             num_steps=self.num_steps,
-            num_preemptions=scheduler.stats().num_preemptions,
+            num_preemptions=self._num_preemptions,
             max_running=self.max_running * self.ranks,
             segments=self.segments,
         )
@@ -295,11 +296,14 @@ class _Run:
         self.segments.append(Segment(work, count))
 
     def _note_preemptions(self, last_token: float) -> None:
-        if self.scheduler.preempted.items:
-            for request in self.scheduler.preempted.items:
-                life = self.lives[request.request_id]
-                if life.paused < 0 and life.first >= 0:
-                    life.paused = last_token
+        count = self.scheduler.stats().num_preemptions
+        if count == self._num_preemptions:
+            return
+        self._num_preemptions = count
+        for request in self.scheduler.preempted.items:
+            life = self.lives[request.request_id]
+            if life.paused < 0 and life.first >= 0:
+                life.paused = last_token
 
     def _note_first(self, name: str, duration: float) -> None:
         """A first token, or the first after a preemption."""
@@ -346,21 +350,21 @@ class _Run:
         self._run(work, count, seconds)
         low, high = (self.model.seconds(_everywhere(replace(work, decode_context=context), self.ranks))
                      for context in (contexts, contexts + count - 1))  # fmt: skip
-        for share in range(5):  # the steps of a long stretch differ: tell them in five parts
-            self.gaps.append((low + (high - low) * (share + 0.5) / 5, len(running) * count / 5))
+        parts = min(count, 16)  # the steps of a long stretch differ: told in so many parts
+        for part in range(parts):
+            self.gaps.append((low + (high - low) * (part + 0.5) / parts, len(running) * count / parts))
 
     def _fitting(self, running: list[Request], count: int) -> int:
         """As many of `count` steps as there are blocks for."""
         cache = self.scheduler.kv_cache
+        size, free = cache.block_size, cache.pool.num_available
+        # How many tokens requests can still write into blocks that they own -> how many such requests.
+        slots = Counter(len(request.block_ids) * size - request.num_tokens + 1 for request in running)
 
         def needed(steps: int) -> int:
-            return sum(
-                max(0, cache.num_blocks_for(request.num_tokens + steps - 1) - len(request.block_ids))
-                for request in running
-            )
+            return sum(requests * max(0, -((left - steps) // size)) for left, requests in slots.items())
 
-        free = cache.pool.num_available
-        if count * len(running) <= free * cache.block_size - len(running) * cache.block_size:
+        if needed(count) <= free:
             return count
         low, high = 0, count
         while low < high:

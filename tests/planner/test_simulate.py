@@ -1,0 +1,147 @@
+"""The scheduler on a virtual clock: jumps change nothing, everybody is served, percentiles are those of what happened."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from headrace.errors import ConfigError
+from headrace.planner.cost import Parallel, StepWork, step_model
+from headrace.planner.predict import Workload
+from headrace.planner.simulate import Arrival, Limits, Percentiles, mixed_step_tokens, recost, simulate
+from tests.planner.planner_cases import deployment
+
+ROOMY = Limits(max_num_seqs=1024, max_num_batched_tokens=8192, kv_tokens=891_392)
+TIGHT = Limits(max_num_seqs=64, max_num_batched_tokens=1024, kv_tokens=20_000, mixed_step_tokens=256)
+
+
+def close(found: Percentiles, expected: Percentiles, rel: float) -> None:
+    for name in ("mean", "p50", "p90", "p99"):
+        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=rel), name
+
+
+@pytest.mark.parametrize(
+    ("load", "limits"),
+    [
+        (Workload(128, 512, 300, 300), ROOMY),
+        (Workload(1024, 128, 16, 64), ROOMY),
+        (Workload(700, 200, 1, 60, request_rate=9.0), ROOMY),
+        (Workload(200, 300, 60, 120), TIGHT),
+        (Workload(300, 600, 40, 40), TIGHT),
+        (Workload(300, 100, 8, 60, request_rate=30.0), TIGHT),
+    ],
+)
+def test_jumps_change_nothing(load: Workload, limits: Limits) -> None:
+    short, full = (simulate(deployment(), load, limits, full=full) for full in (False, True))
+    assert short.num_steps == full.num_steps
+    assert short.num_preemptions == full.num_preemptions
+    assert len(short.segments) < len(full.segments)
+    assert short.seconds == pytest.approx(full.seconds, rel=1e-3)
+    close(short.ttft, full.ttft, 2e-3)
+    close(short.e2e, full.e2e, 2e-3)
+    close(short.itl, full.itl, 2e-2)
+
+
+def test_a_thousand_requests_take_few_evaluations() -> None:
+    run = simulate(deployment(), Workload(128, 512, 1000, 1000), ROOMY)
+    assert run.num_steps > 512
+    assert len(run.segments) < 200
+    assert run.max_running == 1000
+    assert run.output_tok_s == pytest.approx(512_000 / run.seconds)
+    assert run.total_tok_s == pytest.approx(640_000 / run.seconds)
+
+
+def test_recost_is_the_run_again() -> None:
+    model = step_model(deployment())
+    run = simulate(deployment(), Workload(256, 300, 100, 150), ROOMY)
+    assert recost(model, run.segments) == pytest.approx(run.seconds)
+
+
+def test_one_request_is_its_prompt_and_its_steps() -> None:
+    model = step_model(deployment())
+    run = simulate(deployment(), Workload(100, 50, 1, 1), ROOMY)
+    prompt = model.seconds(StepWork(0, 0.0, 100, 50.5, 1))
+    steps = sum(model.seconds(StepWork(1, 101 + index)) for index in range(49))
+    assert run.ttft.p50 == pytest.approx(prompt + model.efficiency.request)
+    assert run.seconds == pytest.approx(prompt + steps, rel=1e-6)
+    assert run.e2e.p50 == pytest.approx(prompt + steps + model.efficiency.request, rel=1e-6)
+
+
+def test_no_more_run_than_there_are_clients() -> None:
+    run = simulate(deployment(), Workload(128, 64, 10, 95), ROOMY)
+    assert run.max_running == 10
+    assert run.num_requests == 95
+    assert simulate(deployment(), Workload(128, 64, 10), ROOMY).num_requests == 40
+
+
+def test_a_small_cache_preempts_and_all_are_served() -> None:
+    run = simulate(deployment(), Workload(300, 600, 64, 64), TIGHT)
+    assert run.num_preemptions > 0
+    assert run.e2e.p99 > 0
+    assert run.itl.p99 < run.e2e.p50
+    roomy = simulate(deployment(), Workload(300, 600, 64, 64), ROOMY)
+    assert roomy.seconds < run.seconds
+
+
+def test_a_higher_rate_waits_longer() -> None:
+    slow, fast = (simulate(deployment(), Workload(1024, 128, 1, 200, request_rate=rate), ROOMY) for rate in (2.0, 25.0))
+    assert fast.ttft.p99 > slow.ttft.p99
+    assert fast.itl.p99 > slow.itl.p50
+    again = simulate(deployment(), Workload(1024, 128, 1, 200, request_rate=25.0), ROOMY)
+    assert again.ttft == fast.ttft, "the same seed, the same arrivals"
+
+
+def test_a_trace_of_unlike_requests() -> None:
+    draw = random.Random(1)
+    time, trace = 0.0, []
+    for _ in range(80):
+        trace.append(Arrival(time, draw.randint(1, 3000), draw.randint(1, 200)))
+        time += draw.expovariate(4.0)
+    short, full = (simulate(deployment(), trace, ROOMY, full=full) for full in (False, True))
+    assert short.num_requests == 80
+    assert short.seconds == pytest.approx(full.seconds, rel=1e-3)
+    assert short.seconds >= trace[-1].time
+    close(short.ttft, full.ttft, 5e-3)
+
+
+def test_mixed_steps_spare_decodes() -> None:
+    load = Workload(2000, 200, 1, 100, request_rate=6.0)
+    whole = simulate(deployment(), load, ROOMY)
+    spared = simulate(deployment(), load, Limits(1024, 8192, 891_392, mixed_step_tokens=512))
+    assert spared.itl.p99 < whole.itl.p99
+
+
+def test_ranks_share_the_load() -> None:
+    one = simulate(deployment(), Workload(128, 128, 32, 64), ROOMY)
+    four = simulate(deployment(parallel=Parallel(dp=4)), Workload(128, 128, 128, 256), ROOMY)
+    assert four.num_requests == 256
+    assert four.seconds == pytest.approx(one.seconds)
+    assert four.output_tok_s == pytest.approx(4 * one.output_tok_s)
+
+
+def test_cached_prompts_are_quick() -> None:
+    cold, warm = (simulate(deployment(), Workload(4000, 20, 8, 8, cached_share=share), ROOMY) for share in (0.0, 0.95))
+    assert warm.ttft.p50 < 0.2 * cold.ttft.p50
+
+
+def test_mixed_step_tokens_is_the_knee_of_the_curve() -> None:
+    model = step_model(deployment())
+    chosen = mixed_step_tokens(model, 8192)
+    assert 128 <= chosen <= 2048
+    assert mixed_step_tokens(model, 256) <= 256
+    assert mixed_step_tokens(model, 64) == 64
+
+
+def test_what_cannot_be_served_is_said() -> None:
+    with pytest.raises(ConfigError, match="kv_tokens must be at least 944"):
+        simulate(deployment(), Workload(600, 340, 1, 1), Limits(8, 512, 900))
+    with pytest.raises(ConfigError, match="at least one request"):
+        simulate(deployment(), [], ROOMY)
+
+
+def test_percentiles_are_weighted() -> None:
+    found = Percentiles.of([(3.0, 1), (1.0, 98), (2.0, 1)])
+    assert (found.p50, found.p90, found.p99) == (1.0, 1.0, 2.0)
+    assert found.mean == pytest.approx(1.03)
+    assert Percentiles.of([]) == Percentiles(0.0, 0.0, 0.0, 0.0)
