@@ -16,7 +16,7 @@ from headrace.planner.catalogue import find_model
 from headrace.planner.chips import find_chip
 from headrace.planner.constants import Efficiency
 from headrace.planner.cost import Deployment, Parallel, StepModel, StepWork
-from headrace.planner.predict import Workload
+from headrace.planner.predict import Workload, predict
 from headrace.planner.simulate import Limits, Segment, mixed_step_tokens, recost, simulate
 
 ROW_SPREAD = 0.06
@@ -84,19 +84,28 @@ _NAMES = [field.name for field in fields(Efficiency)]
 
 
 @dataclass(frozen=True)
+class Room:
+    """A cache of so many tokens."""
+
+    kv_tokens: int
+
+
+@dataclass(frozen=True)
 class Row:
     """One measured figure and how to predict it."""
 
     name: str
     kind: str
-    """decode (ms a step), prefill (ms to the first token), latency (s of a batch whose prompts are cached), throughput
-    (output tokens/s of requests that come at once)"""
+    """decode (ms a step), prefill (ms to the first token), latency (s of a batch whose prompts are cached), tpot (ms
+    between tokens of clients that send one request after the other), throughput (output tokens/s of requests that come
+    at once)"""
     deployment: Deployment
     batch: int
     input_len: int
     output_len: int
     value: float
     max_num_batched_tokens: int
+    kv_tokens: int = 1 << 40
     segments: tuple[Segment, ...] = ()
     """of a throughput row, from `prepared`"""
 
@@ -104,6 +113,11 @@ class Row:
         """In the row's unit."""
         if self.kind == "throughput":
             return self.batch * self.output_len / (recost(model, self.segments) + model.efficiency.request)
+        if self.kind == "tpot":
+            load = Workload(self.input_len, self.output_len, self.batch)
+            return predict(
+                self.deployment, load, Room(self.kv_tokens), self.batch, self.max_num_batched_tokens, model=model
+            ).itl_ms
         if self.kind == "prefill":
             return 1000 * (self._prefill(model) + model.efficiency.request)
         step = model.seconds(StepWork(self.batch, self.input_len + self.output_len / 2))
@@ -145,6 +159,7 @@ def read_rows(path: Path) -> list[Row]:
             output_len,
             entry["value"],
             budget,
+            model["kv_tokens"],
         )
         start = StepModel(deployment, likely(deployment))
         mixed = mixed_step_tokens(start, budget) if engine == "headrace" else None

@@ -1,4 +1,4 @@
-"""The scheduler on a virtual clock: jumps change nothing, everybody is served, percentiles are those of what happened."""
+"""The scheduler on a virtual clock: jumps change nothing, all are served, percentiles are those of what happened."""
 
 from __future__ import annotations
 

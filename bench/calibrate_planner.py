@@ -1,0 +1,168 @@
+"""Fits the planner's constants to the measured rows in tests/planner/measured, and shows how far they carry.
+
+    python bench/calibrate_planner.py              what is to stand in headrace/planner/constants.py, and every table
+    python bench/calibrate_planner.py --markdown   the tables of docs/planning.md
+
+Pure arithmetic, no GPU; some ten seconds. tests/planner/test_accuracy.py holds the tables to their bounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, fields
+from functools import cache
+from pathlib import Path
+from statistics import median
+
+from headrace.planner.calibrate import Row, error, fit, read_rows
+from headrace.planner.catalogue import find_model
+from headrace.planner.chips import find_chip
+from headrace.planner.constants import Efficiency, find_efficiency
+from headrace.planner.cost import Deployment, Parallel
+
+MEASURED = Path(__file__).parents[1] / "tests" / "planner" / "measured"
+FITTED_ON = {
+    ("h200", "vllm"): ("h200-vllm",),
+    ("h200", "headrace"): ("h200-headrace",),
+    ("mi300x", "vllm"): ("mi300x-vllm-405b", "mi300x-vllm-70b"),
+}
+"""chip and engine -> tables whose rows its constants are fitted on"""
+MODELS = ("8b bf16", "8b fp8", "30b-a3b bf16")
+FEW_405B = ("latency 1 x 128/2048", "latency 8 x 128/2048", "latency 64 x 128/2048", "throughput 1500 x 128/2048",
+            "throughput 500 x 2048/2048")  # fmt: skip
+"""What the fit for eight MI300X sees of the 405B table"""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Constants fitted on some rows, held against others."""
+
+    title: str
+    fitted: Sequence[Row]
+    tested: Sequence[Row]
+    median_bound: float
+    worst_bound: float
+
+    def constants(self) -> Efficiency:
+        return fit(self.fitted)
+
+    def errors(self) -> list[float]:
+        constants = self.constants()
+        return [error(row, constants) for row in self.tested]
+
+
+@cache
+def rows(table: str) -> tuple[Row, ...]:
+    return tuple(read_rows(MEASURED / f"{table}.json"))
+
+
+def published() -> Experiment:
+    """AMD's rows of Llama-3.1-405B fp8."""
+    seen = [row for row in rows("mi300x-vllm-405b") if row.name.partition(", ")[2] in FEW_405B]
+    unseen = [row for row in rows("mi300x-vllm-405b") if row not in seen]
+    return Experiment("405B fp8, 8 x MI300X: five rows fitted, the others", seen, unseen, 0.10, 0.25)
+
+
+def halves(engine: str) -> Iterator[Experiment]:
+    """Every second row of the H200's tables, and the other way round."""
+    table = rows(f"h200-{engine}")
+    for first, bounds in ((0, (0.12, 0.30)), (1, (0.12, 0.35))):
+        which = "first, third, ..." if first == 0 else "second, fourth, ..."
+        title = f"{engine}, H200: {which} row fitted, the others"
+        yield Experiment(title, table[first::2], table[1 - first :: 2], *bounds)
+
+
+def without_models(engine: str) -> Iterator[Experiment]:
+    """Each model of the H200's tables left out once."""
+    table = rows(f"h200-{engine}")
+    for model in MODELS:
+        own = [row for row in table if row.name.startswith(model)]
+        others = [row for row in table if row not in own]
+        yield Experiment(f"{engine}, H200: without {model}, on it", others, own, 0.20, 0.50)
+
+
+def another_model() -> Experiment:
+    """AMD's 70B rows by constants that have seen 405B alone."""
+    return Experiment(
+        "70B fp8, 8 x MI300X: five rows of 405B fitted, all of 70B",
+        published().fitted,
+        rows("mi300x-vllm-70b"),
+        0.12,
+        0.25,
+    )
+
+
+def experiments() -> list[Experiment]:
+    found = [published(), another_model()]
+    for engine in ("vllm", "headrace"):
+        found += [*halves(engine), *without_models(engine)]
+    return found
+
+
+def elsewhere() -> list[Row]:
+    """Rows of other models, chips and versions that nothing was fitted on."""
+    found = []
+    for table in json.loads((MEASURED / "elsewhere.json").read_text())["tables"]:
+        deployment = Deployment(
+            find_model(table["model"]),
+            find_chip(table["chip"]),
+            Parallel(tp=table["tp"]),
+            table["weight_format"],
+            table["kv_dtype_bytes"],
+            "vllm",
+        )
+        for batch, input_len, output_len, value in table["rows"]:
+            name = f"{table['model']} {table['weight_format']}, {table['tp']} x {table['chip']}, {batch} clients"
+            found.append(Row(name, "tpot", deployment, batch, input_len, output_len, value, 8192))
+    return found
+
+
+def shipped_errors(table: Sequence[Row]) -> list[float]:
+    """By the constants that the planner uses."""
+    return [error(row, find_efficiency(row.deployment.chip, row.deployment.engine)) for row in table]
+
+
+def summary(errors: Sequence[float]) -> str:
+    sizes = [abs(value) for value in errors]
+    return f"median {median(sizes):.1%}, worst {max(sizes):.1%}"
+
+
+def table_of(tested: Sequence[Row], errors: Sequence[float]) -> list[str]:
+    lines = ["| row | measured | predicted | error |", "|---|---|---|---|"]
+    for row, value in zip(tested, errors, strict=True):
+        lines.append(f"| {row.name} | {row.value:,.6g} | {row.value * (1 + value):,.4g} | {value:+.1%} |")
+    return lines
+
+
+def rounded(constants: Efficiency) -> Efficiency:
+    """Three digits."""
+    return Efficiency(*(float(f"{value:.3g}") for value in astuple(constants)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--markdown", action="store_true", help="only the tables, as docs/planning.md has them")
+    markdown = parser.parse_args().markdown
+    if not markdown:
+        for (chip, engine), tables in FITTED_ON.items():
+            constants = rounded(fit([row for table in tables for row in rows(table)]))
+            print(f"({chip!r}, {engine!r}):")
+            for field in fields(constants):
+                print(f"    {field.name}={getattr(constants, field.name)!r},")
+    print("| fitted, and tested | rows | median | worst |\n|---|---|---|---|")
+    found = [(experiment, experiment.errors()) for experiment in experiments()]
+    for experiment, errors in found:
+        sizes = [abs(value) for value in errors]
+        print(f"| {experiment.title} | {len(sizes)} | {median(sizes):.1%} | {max(sizes):.1%} |")
+    for experiment, errors in found:
+        print(f"\n### {experiment.title}\n")
+        print("\n".join(table_of(experiment.tested, errors)))
+    print("\n### Elsewhere: nothing fitted on these\n")
+    others = elsewhere()
+    print("\n".join(table_of(others, shipped_errors(others))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Predictions against what was measured: fitted on some rows, held against others. `pytest -s` shows every table."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from headrace.planner.calibrate import Row, error, fit, likely
+from headrace.planner.chips import find_chip
+from headrace.planner.constants import Efficiency, find_efficiency
+from headrace.planner.cost import Parallel
+from headrace.planner.memory_map import memory_map
+from headrace.planner.predict import Workload, predict
+from tests.planner.planner_cases import deployment
+
+BENCH = str(Path(__file__).parents[2] / "bench")
+if BENCH not in sys.path:
+    sys.path.insert(0, BENCH)
+
+import calibrate_planner as calibration  # noqa: E402
+
+
+def held(title: str, rows: Sequence[Row], errors: Sequence[float], median_bound: float, worst_bound: float) -> None:
+    print(f"\n{title}: {calibration.summary(errors)}")
+    print("\n".join(calibration.table_of(rows, errors)))
+    sizes = [abs(value) for value in errors]
+    assert median(sizes) <= median_bound
+    assert max(sizes) <= worst_bound
+
+
+@pytest.mark.parametrize("experiment", calibration.experiments(), ids=lambda experiment: str(experiment.title))
+def test_rows_that_were_not_fitted(experiment: calibration.Experiment) -> None:
+    assert not set(experiment.fitted) & set(experiment.tested)
+    held(
+        experiment.title,
+        experiment.tested,
+        experiment.errors(),
+        experiment.median_bound,
+        experiment.worst_bound,
+    )
+
+
+def test_the_fit_for_405b_sees_five_rows_of_twenty() -> None:
+    experiment = calibration.published()
+    assert len(experiment.fitted) == 5
+    assert len(experiment.tested) == 15
+
+
+def test_other_models_chips_and_versions() -> None:
+    rows = calibration.elsewhere()
+    held("elsewhere", rows, calibration.shipped_errors(rows), 0.15, 0.25)
+
+
+@pytest.mark.parametrize(("chip", "engine"), list(calibration.FITTED_ON))
+def test_what_is_shipped_is_the_fit_of_all_rows(chip: str, engine: str) -> None:
+    rows = [row for table in calibration.FITTED_ON[chip, engine] for row in calibration.rows(table)]
+    expected, shipped = fit(rows), find_efficiency(find_chip(chip), engine)
+    for field in fields(Efficiency):
+        assert getattr(shipped, field.name) == pytest.approx(getattr(expected, field.name), rel=0.02), field.name
+    held(f"{chip}, {engine}: all rows fitted", rows, calibration.shipped_errors(rows), 0.05, 0.35)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "headrace"])
+def test_it_matters_little_where_the_fit_starts(engine: str) -> None:
+    """Each constant up to a quarter off to either side, but for shares that no chip exceeds."""
+    table, draw = calibration.rows(f"h200-{engine}"), random.Random(7)
+    start = likely(table[0].deployment)
+    names = [field.name for field in fields(Efficiency) if field.name != "bandwidth"]
+    moved = replace(start, **{name: getattr(start, name) * draw.uniform(0.8, 1.25) for name in names})
+    moved = replace(moved, overlap=max(1.0, moved.overlap))
+    constants = fit(table[0::2], moved)
+    sizes = [abs(error(row, constants)) for row in table[1::2]]
+    print(f"\n{engine}, moved start: {calibration.summary(sizes)}")
+    assert median(sizes) <= 0.12
+
+
+def test_whole_plans_of_the_published_throughputs() -> None:
+    """Memory map and closed form together, as a plan puts them: cache counted, not told."""
+    found, rows = [], []
+    for table in ("mi300x-vllm-405b", "mi300x-vllm-70b"):
+        for row in calibration.rows(table):
+            if row.kind != "throughput":
+                continue
+            where = deployment(
+                row.deployment.shape.name, "mi300x", Parallel(tp=8), "fp8", kv_dtype_bytes=1, engine="vllm"
+            )
+            memory = memory_map(
+                where.shape,
+                where.chip,
+                where.parallel,
+                weight_format="fp8",
+                kv_dtype_bytes=1,
+                max_num_seqs=row.batch,
+                max_num_batched_tokens=131_072,
+                max_model_len=8192,
+                engine="vllm",
+            )
+            load = Workload(row.input_len, row.output_len, row.batch, row.batch)
+            prediction = predict(where, load, memory, row.batch, 131_072)
+            rows.append(row)
+            found.append(prediction.output_tok_s / row.value - 1)
+    held("whole plans", rows, found, 0.12, 0.25)
