@@ -248,7 +248,8 @@ class FlagParser:
             return None
         if path:  # one key of a JSON object
             return judge(known, f"{base}.{path}", json.dumps({path: value}))
-        return judge(known, found.name if found.name.startswith("--") else known.name, value)
+        is_short = known.name.startswith("--") and not found.name.startswith("--")
+        return judge(known, known.name if is_short else found.name, value)
 
     def _value_after(self, flag: str, tokens: list[str]) -> str:
         if not tokens:

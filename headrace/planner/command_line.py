@@ -35,7 +35,6 @@ SCRIPTS = {
 MODULES = {
     "vllm.entrypoints.openai.api_server": "serve",
     "vllm.entrypoints.api_server": "serve",
-    "vllm.entrypoints.cli.main": "",
 }
 KEYWORDS = ("do", "then", "else", "time", "sudo", "nohup", "exec", "env", "&&", "{", "export")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
@@ -240,17 +239,16 @@ def _program_at(words: list[str], at: int) -> tuple[str, int, str]:
     """(program, how many words name it, engine) of a program that begins at `at`; "" for none."""
     word, after = PurePath(words[at]).name, words[at + 1 :]
     if word == "-m" and after and after[0] in MODULES:
-        if MODULES[after[0]]:
-            return MODULES[after[0]], 2, "vllm"
-        word, after, at = "vllm", after[1:], at + 1
+        return MODULES[after[0]], 2, "vllm"
     if word in SCRIPTS:
         return SCRIPTS[word], 1, "vllm" if SCRIPTS[word].startswith("bench") else "quark"
     if word in ("huggingface-cli", "hf") and after[:1] == ["download"]:
         return "download", 2, "hub"
-    if word not in ("vllm", "headrace") or not after:
-        return "", 0, ""
-    name = " ".join(after[:2]) if after[0] == "bench" else after[0]
-    return (name, 1 + len(name.split()), word) if name in SCOPES else ("", 0, "")
+    if word in ("vllm", "headrace", "vllm.entrypoints.cli.main") and after:
+        name = " ".join(after[:2]) if after[0] == "bench" else after[0]
+        if name in SCOPES:
+            return name, 1 + len(name.split()), "headrace" if word == "headrace" else "vllm"
+    return "", 0, ""
 
 
 def _command(program: str, words: list[str], place: _Place) -> CommandLine:

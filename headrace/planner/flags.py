@@ -236,10 +236,11 @@ def judge(known: Known, name: str, value: str) -> Note | None:
     if known.accepts is not None:
         if _asks_nothing(known, value):
             return None
-        if known.kind is SWITCH:
-            raise ConfigError(f"{subject} is not supported: {known.why}")
-        wanted = " or ".join(accepted or "empty" for accepted in known.accepts) or "left out"
-        raise ConfigError(f"{subject} must be {wanted}, got {'a value' if known.secret else value!r}: {known.why}")
+        if known.kind is SWITCH or not known.accepts:
+            raise ConfigError(
+                f"{subject if known.kind is SWITCH else shown(name, value, known)} is not supported: {known.why}"
+            )
+        raise ConfigError(f"{subject} must be {' or '.join(known.accepts)}, got {value!r}: {known.why}")
     if known.fate != "inert":
         return None
     return Note(shown(name, value, known), known.why)

@@ -39,7 +39,7 @@ SCHEDULING = (
            "preempted requests are recomputed, not swapped", era=V0),
     _flags("--enable-chunked-prefill", "Splits long prompts over steps so that running decodes do not wait for them."),
     _flags("--max-num-batched-tokens", "Most tokens, of prompts and decodes together, in one step.", WHOLE),
-    _flags("--max-num-seqs", "Most requests that run at once; further ones queue.", WHOLE),
+    _flags("--max-num-seqs", "Most requests that run at once.", WHOLE),
     _flags("--max-num-partial-prefills --max-long-partial-prefills --long-prefill-token-threshold",
            "How prompts in chunks share a step.", WHOLE, "prompts share a step first come, first served"),
     _flags("--disable-async-output-proc --multi-step-stream-outputs", "Output handling of the first engine.", SWITCH,
@@ -60,11 +60,10 @@ SCHEDULING = (
 )  # fmt: skip
 
 MEMORY = (
-    _flags("--gpu-memory-utilization", "Share of the GPU's whole memory for this instance: weights, activations, "
-           "graphs and KV cache together.", AMOUNT),
-    _flags("--max-model-len", "Longest sequence, prompt and output together. Reserves nothing.", WHOLE),
+    _flags("--gpu-memory-utilization", "Share of the GPU's memory for this instance.", AMOUNT),
+    _flags("--max-model-len", "Longest sequence, prompt and output together.", WHOLE),
     _flags("--block-size", "Tokens in one block of the KV cache.", WHOLE),
-    _flags("--kv-cache-dtype", "Type of the KV cache: fp8 holds twice the tokens in the same memory.", TEXT),
+    _flags("--kv-cache-dtype", "Type of the KV cache.", TEXT),
     _flags("--calculate-kv-scales", "Measures the scales of an fp8 KV cache where the checkpoint brings none."),
     _flags("--kv-cache-memory-bytes", "Size of the KV cache itself.", WHOLE,
            "give --gpu-memory-utilization or --num-gpu-blocks-override", accepts=()),
@@ -81,7 +80,7 @@ MEMORY = (
 )  # fmt: skip
 
 PARALLELISM = (
-    _flags("--tensor-parallel-size", "Splits every layer over that many GPUs.", WHOLE),
+    _flags("--tensor-parallel-size", "GPUs over which every layer is split.", WHOLE),
     _flags("--pipeline-parallel-size -pp", "Splits the layers into stages, one a group of GPUs.", COUNT,
            "a model is split inside its layers alone (--tensor-parallel-size)", accepts=("1",)),
     _flags("--data-parallel-size -dp", "That many replicas behind one port.", COUNT, NO_REPLICAS, accepts=("1",)),

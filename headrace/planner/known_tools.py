@@ -18,6 +18,10 @@ def _ours(names: str, does: str, kind: object = WHOLE) -> Known:
     return Known(tuple(names.split()), does, kind, fate="ours", scope="bench")  # type: ignore[arg-type]
 
 
+HELP = tuple(
+    Known(("--help", "-h"), "Shows the flags.", SWITCH, fate="ours", scope=scope)
+    for scope in ("engine", "bench", "quantize", "download")
+)
 BENCH = (
     _ours("--model", "The model; for `bench serve` the name to send.", TEXT),
     _ours("--input-len --random-input-len", "Prompt tokens of a request.", COUNT),
@@ -153,4 +157,4 @@ DOCKER = (
     _docker("--rm -i -t -it -ti -d --detach --interactive --tty --init -dit -itd", "How the container runs.", SWITCH),
 )  # fmt: skip
 
-TOOL_FLAGS = (*BENCH, *OFFLINE, *QUANTIZE, *DOWNLOAD, *DOCKER)
+TOOL_FLAGS = (*HELP, *BENCH, *OFFLINE, *QUANTIZE, *DOWNLOAD, *DOCKER)

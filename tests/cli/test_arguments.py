@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,3 +169,103 @@ def test_help_names_every_engine_knob(parser: FlagParser, capsys: pytest.Capture
         assert "--" + name.replace("_", "-") in text
     assert "examples:" in text
     assert "(default:" in text
+
+
+AMD_COMMANDS = [
+    json.loads(line)
+    for line in (Path(__file__).parents[1] / "planner" / "amd_commands.jsonl").read_text().splitlines()
+    if '"command": "quantize"' not in line
+]
+REFUSED = {
+    "--pipeline-parallel-size 2": "--pipeline-parallel-size must be 1, got '2': a model is split inside its",
+    "--data-parallel-size 8": "--data-parallel-size must be 1, got '8': a server is one replica",
+    "call so the": "unexpected argument so the ROCm runtime",
+}
+"""What of AMD's pages needs what we lack, or is no command at all"""
+
+
+@pytest.mark.parametrize("record", AMD_COMMANDS, ids=lambda record: " ".join([record["command"], *record["argv"]])[:80])
+def test_published_commands_are_taken_as_they_are(
+    record: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in record["env"].items():
+        monkeypatch.setenv(name, value)
+    parser = serve_parser() if record["command"] == "serve" else bench_parser(record["command"].split()[1])
+    refusal = next((text for part, text in REFUSED.items() if part in " ".join(record["argv"])), None)
+    if record["argv"] == ["-h"]:
+        with pytest.raises(SystemExit):
+            parser.parse(record["argv"])
+        return
+    if refusal is not None:
+        with pytest.raises(ConfigError) as caught:
+            parser.parse(record["argv"])
+        assert refusal in str(caught.value)
+        return
+    values = parser.parse(record["argv"])
+    notes = capsys.readouterr().err
+    assert notes.count("headrace: note") <= 1, "one notice"
+    if record["command"] != "bench serve":
+        assert build_config(EngineConfig, values).model == vars(values).get("model", "demo")
+        for name, value in record["env"].items():
+            if name.startswith("VLLM_"):
+                assert f"{name}={value}" in notes
+
+
+def test_flags_of_vllm_become_ours_or_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    values = parse(
+        "m -cc.cudagraph_mode=NONE --cudagraph-capture-sizes 1 2 4 --max-cudagraph-capture-size=8 -pp 1 -q awq "
+        "--attention-backend ROCM_AITER_FA --trust-remote-code --speculative_config.method mtp -O3 --runner generate"
+    )
+    sizes = {"cudagraph_mode": "NONE", "cudagraph_capture_sizes": [1, 2, 4], "max_cudagraph_capture_size": 8}
+    assert values == {"model": "m", "compilation_config": sizes}
+    notes = [line.split(":")[0].strip() for line in capsys.readouterr().err.splitlines()[1:]]
+    assert notes == [
+        "-q awq",
+        "--attention-backend ROCM_AITER_FA",
+        "--trust-remote-code",
+        '--speculative-config.method {"method"',
+        "-O3",
+    ]
+
+
+def test_flags_of_ours_keep_their_values(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--attention-backend TRITON_ATTN -q fp8 --trust-remote-code false"
+    assert parse(line) == {"attention_backend": "TRITON_ATTN", "quantization": "fp8", "trust_remote_code": False}
+    assert capsys.readouterr().err == ""
+
+
+def test_the_environment_is_told_once_and_wrong_values_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_ROCM_USE_AITER", "1")
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "ROCM_AITER_FA")
+    values = serve_parser().parse(["m", "--swap-space", "4"])
+    assert capsys.readouterr().err.count("headrace: note") == 1
+    assert build_config(EngineConfig, values).attention_backend is None
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "TRITON_ATTN")
+    assert build_config(EngineConfig, values).attention_backend == "TRITON_ATTN"
+    bench_parser("serve").parse([])
+    assert capsys.readouterr().err == "", "a client has no engine"
+    monkeypatch.setenv("VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "INT5")
+    with pytest.raises(ConfigError, match="QUICK_REDUCE_QUANTIZATION must be one of NONE, FP, INT8, INT6, INT4"):
+        serve_parser().parse(["m"])
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "message"),
+    [
+        ("latency", "--num-prompts 3", "unknown flag --num-prompts"),
+        ("throughput", "--backend hf", "--backend must be vllm, got 'hf': headrace measures itself"),
+        ("serve", "--tensor-parallel-size 8", "unknown flag --tensor-parallel-size"),
+        ("serve", "--use-beam-search", "--use-beam-search is not supported: the benchmark does not do this"),
+    ],
+)
+def test_what_a_benchmark_does_not_take(name: str, line: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        bench_parser(name).parse(line.split())
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("line", ["--ignore-eos", "--backend vllm", "--async-engine"])
+def test_what_offline_benchmarks_do_anyway(line: str) -> None:
+    assert vars(bench_parser("throughput").parse(line.split())) == {}

@@ -1,0 +1,223 @@
+"""Answers a command line of vLLM flag by flag: what each does, on which hardware, whether it helps here, what is wrong
+with it, what becomes of it in headrace; and better lines for both.
+
+The facts of a flag are in flags.py, opinions in remarks_*.py. Loads no torch and asks no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.config import QUANTIZATIONS
+from headrace.errors import ConfigError
+from headrace.planner.better_line import better_lines
+from headrace.planner.case import Case, Remark, make_case
+from headrace.planner.catalogue import find_config
+from headrace.planner.chips import Chip
+from headrace.planner.command_line import CommandLine, Setting, parse_commands
+from headrace.planner.engines import model_gaps
+from headrace.planner.findings import Finding, findings_of
+from headrace.planner.flags import FOREIGN_VALUES, Note, foreign_value, judge, notice
+from headrace.planner.remarks_engine import ENGINE_RULES
+from headrace.planner.remarks_memory import MEMORY_RULES
+from headrace.planner.remarks_variables import MASTER, VARIABLE_RULES, aiter_part, elsewhere
+
+CLAIMS = {
+    "112-channels-everywhere": "NCCL_MIN_NCHANNELS=112 speeds collectives up",
+    "aiter-switches-work-alone": "an AITER sub-switch works without the master switch",
+    "async-scheduling-hurts-latency": "async scheduling is to be off for latency",
+    "both-visible-devices": "CUDA_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES go together",
+    "chunked-prefill-off-is-faster": "chunked prefill off is faster on MI300X",
+    "experts-always-want-expert-parallelism": "mixtures of experts want expert parallelism",
+    "fewer-seqs-lower-ttft": "a lower max-num-seqs lowers TTFT",
+    "format-follows-from-the-flag": "--quantization tells a quantized checkpoint's format",
+    "four-variables-belong-together": "AITER, MHA, Quick Reduce and HIP_FORCE_DEV_KERNARG must be set together",
+    "fp8-flag-on-a-quantized-checkpoint": "an fp8 checkpoint needs --quantization fp8",
+    "kv-dtype-shrinks-weights": "an fp8 KV cache makes a model's weights fit",
+    "larger-steps-improve-itl": "a larger max-num-batched-tokens improves ITL",
+    "latent-attention-needs-block-size-1": "latent attention (MLA) needs --block-size 1",
+    "max-model-len-preallocates": "max-model-len reserves memory for each sequence, and sizes its blocks",
+    "mha-off-gives-flash-attention": "AITER_MHA=0 gives FlashAttention for ROCm",
+    "models-need-trust-remote-code": "gpt-oss, DeepSeek and others need --trust-remote-code",
+    "more-draft-tokens-are-better": "five guessed tokens a step are better than two",
+    "quick-reduce-helps-on-one-gpu": "Quick Reduce helps at tensor parallel size 1",
+    "rccl-names": "RCCL reads RCCL_DEBUG and RCCL_NET_GDR_LEVEL",
+    "replicas-always-beat-tensor-parallelism": "N servers of one GPU always beat one server of N",
+    "seqs-times-length-must-fit": "the KV cache needs max-num-seqs x max-model-len tokens",
+    "utilization-is-for-the-kv-cache": "gpu-memory-utilization is the share of the KV cache",
+    "without-aiter-generic-torch-runs": "without AITER vLLM runs generic PyTorch operators",
+}
+"""What guides say and what does not hold, or not as they say it, by name"""
+RULES: dict[str, Callable[[Case, Setting], Remark | None]] = {**MEMORY_RULES, **ENGINE_RULES, **VARIABLE_RULES}
+HARDWARE = {"amd": "AMD", "nvidia": "NVIDIA", "": "any"}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of one flag or variable."""
+
+    setting: Setting
+    does: str
+    hardware: str
+    """amd, nvidia or any"""
+    verdict: str
+    """one of case.VERDICTS"""
+    why: str
+    here: str
+    """what becomes of it in headrace"""
+    better: str = ""
+    claim: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        secret = self.setting.known is not None and self.setting.known.secret
+        return {
+            "setting": str(self.setting),
+            "name": self.setting.name,
+            "value": "***" if secret else self.setting.value,
+            "does": self.does,
+            "hardware": self.hardware,
+            "verdict": self.verdict,
+            "why": self.why,
+            "headrace": self.here,
+            "better": self.better,
+            "claim": self.claim,
+        }
+
+
+@dataclass(frozen=True)
+class Explanation:
+    case: Case
+    answers: tuple[Answer, ...]
+    findings: tuple[Finding, ...]
+    better: dict[str, str]
+    """engine -> a better line for it; an engine that cannot run this is left out"""
+    notice: str
+    """what `headrace` itself would say of the line; never empty"""
+    gaps: tuple[str, ...] = ()
+    """why headrace cannot run the model yet"""
+
+    @property
+    def claims(self) -> list[str]:
+        return sorted({answer.claim for answer in self.answers if answer.claim})
+
+    def to_json(self) -> dict[str, Any]:
+        case = self.case
+        return {
+            "command": case.line.program,
+            "model": case.line.model,
+            "gpu": case.chip.name if case.chip is not None else None,
+            "gpu_guessed": case.chip_guessed,
+            "settings": [answer.to_json() for answer in self.answers],
+            "findings": [
+                {"title": found.title, "verdict": found.verdict, "text": found.text} for found in self.findings
+            ],
+            "claims": {claim: CLAIMS[claim] for claim in self.claims},
+            "better": self.better,
+            "headrace_lacks": list(self.gaps),
+            "notice": self.notice,
+        }
+
+
+def explain(text: str, chip: Chip | None = None) -> list[Explanation]:
+    """Every command of a shell line. Raises ConfigError where there is none."""
+    return [explain_line(line, chip) for line in parse_commands(text)]
+
+
+def explain_line(line: CommandLine, chip: Chip | None = None) -> Explanation:
+    case = make_case(line, chip)
+    answers = tuple(answer_of(case, setting) for setting in (*line.settings, *line.container))
+    findings = tuple(findings_of(case))
+    better = better_lines(case, [(answer.setting, answer.better) for answer in answers], findings)
+    return Explanation(case, answers, findings, better, line_notice(line), tuple(_gaps(case)))
+
+
+def answer_of(case: Case, setting: Setting) -> Answer:
+    known = setting.known
+    if known is None:
+        why = "no flag of that name is known here: a slip of the pen, or newer than this table"
+        return Answer(setting, "", "any", "unknown", why, "refused: unknown flag")
+    remark = _remark(case, setting)
+    return Answer(
+        setting,
+        known.does,
+        HARDWARE[known.hardware],
+        remark.verdict,
+        remark.text,
+        becomes(setting),
+        remark.better,
+        remark.claim,
+    )
+
+
+def _remark(case: Case, setting: Setting) -> Remark:
+    known = setting.known
+    assert known is not None
+    problem = known.kind.problem(setting.value)
+    if problem is not None:
+        return Remark("wrong", problem, "drop")
+    rule = RULES.get(setting.key)
+    if rule is None and setting.name.startswith(MASTER):
+        rule = aiter_part
+    found = elsewhere(case, setting) or (rule(case, setting) if rule is not None else None)
+    if found is not None:
+        return found
+    if known.era.startswith("gone"):
+        return Remark("no effect", known.era, "drop")
+    if known.era:
+        return Remark("depends", known.era)
+    if case.line.engine == "headrace" and known.fate == "inert" and known.accepts is None:
+        return Remark("no effect", known.why, "drop")
+    return Remark("fine", "")
+
+
+def becomes(setting: Setting) -> str:
+    """What `headrace serve` or `bench` makes of it."""
+    known = setting.known
+    assert known is not None
+    if known.fate == "library":
+        return known.why
+    if known.fate == "ours":
+        flag = known.becomes or known.name
+        why = foreign_value(flag, setting.value) if flag in FOREIGN_VALUES else None
+        if why is not None:
+            return f"left out: {why}"
+        return f"same as {flag}" if known.becomes else "taken as it is"
+    if known.becomes:
+        return f"same as {known.becomes}"
+    try:
+        note = judge(known, setting.name, setting.value)
+    except ConfigError as error:
+        return f"refused: {error}"
+    return f"no effect: {note.why}" if note is not None else "asks for what is done anyway"
+
+
+def line_notice(line: CommandLine) -> str:
+    """What is inert, refused or unknown of a line, as one notice; where there is nothing of that, it says so."""
+    notes: list[Note] = []
+    refused: list[str] = [f"unknown flag {setting.name}" for setting in line.settings if setting.known is None]
+    for setting in line.settings:
+        known = setting.known
+        if known is None:
+            continue
+        flag = known.becomes or known.name
+        why = foreign_value(flag, setting.value) if flag in FOREIGN_VALUES and known.fate == "ours" else None
+        try:
+            note = Note(str(setting), why) if why is not None else None
+            note = note or (judge(known, setting.name, setting.value) if not known.becomes else None)
+        except ConfigError as error:
+            refused.append(str(error))
+            continue
+        notes += [note] if note is not None else []
+    if line.stray:
+        refused.append(f"words that belong to no flag: {' '.join(line.stray)}")
+    said = [text for text in (notice(notes), *(f"headrace: refused: {text}" for text in refused)) if text]
+    return "\n".join(said) or "headrace: note: nothing of this line is without effect"
+
+
+def _gaps(case: Case) -> list[str]:
+    if case.shape is None or case.line.model is None:
+        return []
+    asked = case.asked.quantization
+    return model_gaps(find_config(case.line.model).config, asked if asked in QUANTIZATIONS else None)
