@@ -134,8 +134,9 @@ def show(console: Console, explanation: Explanation) -> None:
         for claim in explanation.claims:
             console.print(f"  - {escape(CLAIMS[claim])}")
     console.print("\n[bold]In headrace[/bold]")
-    for line in explanation.notice.splitlines():
-        console.print(f"  {escape(line.strip().removeprefix('headrace: note: '))}")
+    for line in explanation.notice.replace(" (`headrace explain` says more)", "").splitlines():
+        indent = "    " if line.startswith("  ") else "  "
+        console.print(f"{indent}{escape(line.strip().removeprefix('headrace: note: '))}")
     for gap in explanation.gaps:
         console.print(f"  [yellow]{escape(gap)}[/yellow]")
     for engine, line in explanation.better.items():
@@ -167,4 +168,4 @@ def _table(answers: tuple[Answer, ...]) -> object:
 def _sentence(text: str) -> str:
     """With a capital and a full stop; names of flags stay as they are."""
     first = text[0].upper() + text[1:] if text[0].isalpha() and text.split()[0].islower() else text
-    return first if first.endswith((".", ")")) else first + "."
+    return first if first.endswith((".", ".)")) else first + "."

@@ -229,6 +229,8 @@ def shown(name: str, value: str, known: Known | None) -> str:
 def judge(known: Known, name: str, value: str) -> Note | None:
     """What a user is told of a setting that is no knob of ours: None where it asks for what is done anyway, or where a
     library reads it. Raises ConfigError where `value` is wrong, or asks for what we lack."""
+    if known.fate == "library":
+        return None  # whose business wrong values are
     subject = name if name.startswith("-") else f"environment variable {name}"
     problem = known.kind.problem(value)
     if problem is not None:

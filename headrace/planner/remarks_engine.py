@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 
 from headrace.config import GRAPH_MODES
-from headrace.errors import ConfigError
 from headrace.planner.case import LEAST_SHARE, Case, Remark, size
 from headrace.planner.command_fields import object_of
 from headrace.planner.command_line import Setting
@@ -25,6 +24,7 @@ UNIFORM_ONLY = ("ROCM_AITER_FA", "ROCM_AITER_MLA", "ROCM_AITER_TRITON_MLA", "ROC
 
 def tensor_parallel_size(case: Case, setting: Setting) -> Remark | None:
     tp, visible = case.tp, case.asked.visible_gpus
+    fewest, least, weights = case.fewest_gpus(), case.fewest_gpus(LEAST_SHARE), case.weight_bytes()
     if visible is not None and case.gpus > visible:
         return Remark(
             "wrong", f"{case.gpus} GPUs are asked for, and {visible} left visible", f"--tensor-parallel-size {visible}"
@@ -33,7 +33,6 @@ def tensor_parallel_size(case: Case, setting: Setting) -> Remark | None:
         problems = reasons(Parallel(tp), case.shape, case.chip)
         if problems:
             return Remark("wrong", "; ".join(problems))
-    fewest, least, weights = case.fewest_gpus(), case.fewest_gpus(LEAST_SHARE), case.weight_bytes()
     if least is not None and weights is not None and case.gpus < least:
         return Remark("wrong", f"{size(weights)} of weights need {least} GPUs", f"--tensor-parallel-size {least}")
     if tp == 1:
@@ -166,10 +165,7 @@ def attention_backend(case: Case, setting: Setting) -> Remark | None:
 
 
 def compilation_config(case: Case, setting: Setting) -> Remark | None:
-    try:
-        given = object_of(setting)
-    except ConfigError:
-        return Remark("wrong", "not a JSON object", "drop")
+    given = object_of(setting)
     mode = given.get("cudagraph_mode")
     if mode is None:
         old = {"use_cudagraph": (True, "PIECEWISE", "NONE"), "full_cuda_graph": (True, "FULL", "PIECEWISE")}

@@ -9,7 +9,7 @@ from headrace.config import QUANTIZATIONS
 from headrace.planner.case import Case, Remark, duration, size
 from headrace.planner.chips import GIB
 from headrace.planner.command_line import Setting
-from headrace.planner.flags import foreign_value
+from headrace.planner.flags import foreign_value, human_int
 
 LARGE_STEP = 16384
 """Prompt tokens of a step, from which more hardly raises throughput while every running request waits for it"""
@@ -139,7 +139,8 @@ def max_num_seqs(case: Case, setting: Setting) -> Remark | None:
         return Remark(
             "wrong", f"a step of {budget:,} tokens has no room for {seqs:,} requests", f"--max-num-seqs {budget}"
         )
-    text = "further requests queue. Lower it for a steadier ITL; TTFT only gets worse by waiting in the queue"
+    usual = "a default of vLLM's (1024 where a GPU has much memory, else 256): " if seqs in (256, 1024) else ""
+    text = f"{usual}further requests queue. Lower it for a steadier ITL; TTFT only gets worse by waiting in the queue"
     if length is not None:
         product, one = case.kv_bytes(length, case.kv_width), ""
         if product is not None:
@@ -241,7 +242,7 @@ def enable_prefix_caching(case: Case, setting: Setting) -> Remark | None:
 
 
 def calibration(case: Case, setting: Setting) -> Remark | None:
-    if case.line.find("--kv-cache-dtype") is not None and int(setting.value) < 512:
+    if case.line.find("--kv-cache-dtype") is not None and human_int(setting.value) < 512:
         return Remark("costs", "scales of a KV cache want 512 prompts or more", "--num-calib-data 512")
     return None
 

@@ -8,15 +8,19 @@ import sys
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from headrace.cli.arguments import build_config
 from headrace.cli.bench.command import build_parser as bench_parser
 from headrace.cli.serve import build_parser as serve_parser
 from headrace.config import EngineConfig
+from headrace.errors import ConfigError
 from headrace.planner.case import VERDICTS
-from headrace.planner.chips import find_chip
+from headrace.planner.chips import CHIPS, find_chip
 from headrace.planner.command_line import from_argv, parse_command
 from headrace.planner.explain import CLAIMS, Answer, Explanation, explain, explain_line
+from headrace.planner.flags import flags_by_name, variables_by_name
 from tests.planner.test_command_line import COMMANDS, name_of
 
 BLOG = (
@@ -296,6 +300,41 @@ def test_lines_of_headrace_are_answered_as_such() -> None:
     found = answer("headrace serve demo --enable-dbo --max-num-seqs 8", "--enable-dbo")
     assert (found.verdict, found.better) == ("no effect", "drop")
     assert "vllm" not in explained("headrace serve demo").better
+
+
+NAMES = sorted({name for scope in ("engine", "server", "bench", "quantize") for name in flags_by_name(scope)})
+VALUES = ["", "0", "1", "2", "8", "1024", "131072", "1k", "0.99", "true", "False", "auto", "fp8", "gptq", "FULL", "{}",
+          '{"cudagraph_mode": "FULL"}', '{"cudagraph_mode": 2}', '{"full_cuda_graph": 1}', "data", "0,1", "x"]  # fmt: skip
+MODELS = [
+    "m",
+    LLAMA,
+    QUARK,
+    "deepseek-ai/DeepSeek-V3.2",
+    "openai/gpt-oss-120b",
+    "Qwen/Qwen3-30B-A3B",
+    "google/gemma-3-27b-it",
+]
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.sampled_from(["serve", "bench latency", "bench throughput", "bench serve", "quantize"]),
+    st.sampled_from(MODELS),
+    st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(VALUES)), max_size=6),
+    st.dictionaries(st.sampled_from(sorted(variables_by_name())), st.sampled_from(VALUES), max_size=4),
+    st.sampled_from([None, *CHIPS]),
+)
+def test_whatever_stands_in_a_line_is_answered_or_refused(
+    program: str, model: str, flags: list[tuple[str, str]], variables: dict[str, str], gpu: str | None
+) -> None:
+    argv = ["--model", model, *(word for flag in flags for word in flag if word)]
+    try:
+        whole = explain_line(from_argv(program, argv, variables), CHIPS[gpu] if gpu else None)
+    except ConfigError:
+        return
+    assert all(found.verdict in VERDICTS and found.here for found in whole.answers)
+    for text in whole.better.values():
+        parse_command(text)
 
 
 def test_loads_no_torch() -> None:
