@@ -303,8 +303,9 @@ def test_lines_of_headrace_are_answered_as_such() -> None:
 
 
 NAMES = sorted({name for scope in ("engine", "server", "bench", "quantize") for name in flags_by_name(scope)})
-VALUES = ["", "0", "1", "2", "8", "1024", "131072", "1k", "0.99", "true", "False", "auto", "fp8", "gptq", "FULL", "{}",
-          '{"cudagraph_mode": "FULL"}', '{"cudagraph_mode": 2}', '{"full_cuda_graph": 1}', "data", "0,1", "x"]  # fmt: skip
+VALUES = ["", "0", "1", "2", "8", "1024", "131072", "1k", "0.99", "true", "False", "auto", "fp8", "gptq", "FULL",
+          '{"cudagraph_mode": "FULL"}', '{"cudagraph_mode": 2}', '{"full_cuda_graph": 1}', "{}",
+          "data", "0,1", "x"]  # fmt: skip
 MODELS = [
     "m",
     LLAMA,
