@@ -78,8 +78,8 @@ LIKELY = {
         collective=14e-6,
     ),
 }
-"""Where a fit starts, by what is known without the rows: rates of single products, reads and kernels (docs/planning.md)
-"""
+"""Where a fit starts: round figures by rates of single products, reads and kernels, chosen with the tables in view.
+From starts up to a quarter off, fits end alike (tests/planner/test_accuracy.py)."""
 _NAMES = [field.name for field in fields(Efficiency)]
 
 
@@ -222,7 +222,6 @@ def fit(rows: Sequence[Row], start: Efficiency | None = None) -> Efficiency:
         values = {}
         for name, offset, width in zip(_NAMES, point, widths, strict=True):
             value = getattr(start, name) * math.exp(offset * width)
-            # bytes and operations cannot do worse than one after the other
             values[name] = max(1.0, value) if name == "overlap" else value
         return Efficiency(**values)
 

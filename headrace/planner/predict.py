@@ -19,6 +19,12 @@ PATIENCE = 60.0
 """seconds for which a rate of requests that is too high is imagined to last"""
 
 
+UNLIKE = 1.5
+MOST_BAND = 0.8
+"""How much wider the band is for stages, whole experts, data-parallel attention, several nodes and latent or linear
+attention, of which nothing was measured; and the widest"""
+
+
 @dataclass(frozen=True)
 class Workload:
     """Requests of one kind. With `request_rate` they arrive as by chance at that rate; else `concurrency` clients send
@@ -168,10 +174,18 @@ def predict(
         total_tok_s=timing.rate * length * ranks,
         max_concurrency=max(1, min(max_num_seqs, memory.kv_tokens // length)) * parallel.dp,
         kv_tokens=memory.kv_tokens * parallel.dp,
-        error_band=find_fitted(deployment.chip, deployment.engine).band,
+        error_band=error_band(deployment),
         bound=typical.bound,
         duration_s=(workload.num_prompts or 0) / (timing.rate * ranks),
     )
+
+
+def error_band(deployment: Deployment) -> float:
+    """The band of the constants, wider where no row that they were fitted on was like it."""
+    band, parallel = find_fitted(deployment.chip, deployment.engine).band, deployment.parallel
+    unlike = parallel.pp > 1 or parallel.ep or parallel.dp_attention or parallel.tp > deployment.chip.gpus_per_node
+    unlike = unlike or any(group.attention.kind != "gqa" for group in deployment.shape.groups)
+    return min(MOST_BAND, band * UNLIKE) if unlike else band
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 
 from headrace.errors import ConfigError
 from headrace.planner.cost import Parallel
-from headrace.planner.predict import Workload, predict
+from headrace.planner.predict import Workload, error_band, predict
 from headrace.planner.simulate import Limits, simulate
 from tests.planner.planner_cases import Room, deployment
 
@@ -69,6 +69,14 @@ def test_consistent_with_itself() -> None:
     assert found.bound in ("weights", "kv", "flops", "activations", "links", "launches", "host")
     counted = predict(deployment(), Workload(500, 300, 64, 640), ROOM, 1024, 8192)
     assert counted.duration_s == pytest.approx(640 * 300 / counted.output_tok_s)
+
+
+def test_the_band_is_wider_where_nothing_was_measured() -> None:
+    plain = error_band(deployment())
+    assert error_band(deployment(chip="h100")) > plain
+    assert error_band(deployment("deepseek-v3", parallel=Parallel(tp=8))) > plain
+    assert error_band(deployment(parallel=Parallel(tp=4, pp=2))) > plain
+    assert error_band(deployment(chip="cpu", parallel=Parallel(pp=2))) < 1
 
 
 def test_more_clients_give_more_and_wait_longer() -> None:
