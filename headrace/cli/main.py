@@ -16,8 +16,8 @@ from headrace.errors import ConfigError, HeadraceError
 COMMANDS = {
     "generate": ("headrace.cli.generate", "Complete prompts: from flags, a file or standard input."),
     "serve": ("headrace.cli.serve", "Serve a model over the OpenAI HTTP API."),
-    "plan": ("headrace.cli.plan", "Plan without a GPU: memory, settings with reasons, speed, cost, commands."),
     "bench": ("headrace.cli.bench.command", "Measure latency, throughput, or a running server."),
+    "plan": ("headrace.cli.plan", "Plan without a GPU: memory, settings with reasons, speed, cost, commands."),
     "explain": ("headrace.cli.explain", "Say of a vLLM command line what each flag does, and write a better one."),
     "doctor": ("headrace.cli.doctor", "Check this machine: what would hurt, what it costs, how to mend it."),
 }

@@ -55,6 +55,8 @@ class Settings:
     output_len: int
     given: dict[str, Any] = field(default_factory=dict)
     """settings that the user pinned, by name"""
+    needs_checkpoint: str = ""
+    """a format that the model's own checkpoint is not in; `model` stands for one that is"""
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,8 @@ def vllm_command(settings: Settings) -> Command:
         say("--compilation-config", json.dumps(graphs), "decode steps of the size that will run, from graphs")
     program = ("vllm", "serve", settings.model)
     notes, servers = _servers(settings) if settings.is_moe and not parallel.dp_attention else (_nodes(settings), ())
+    if settings.needs_checkpoint:
+        notes = (f"put a checkpoint that holds {settings.needs_checkpoint} in place of {settings.model}", *notes)
     return Command("vllm", program, tuple(_variables(settings)), tuple(flags), notes, servers)
 
 

@@ -10,35 +10,38 @@ from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
-from headrace.hub import DEMO_FOLDER, DEMO_MODEL
-from headrace.planner.catalogue import FoundConfig, find_config, find_model
-from headrace.planner.chips import Chip, find_chip, this_machine
+from headrace.planner.chips import Chip
 from headrace.planner.commands import Command, Settings, headrace_command, vllm_command
-from headrace.planner.decisions import DTYPE_ALIASES, activation_dtype
-from headrace.planner.engines import cache_gaps, default_block_size, layout_gaps, model_gaps
+from headrace.planner.engines import cache_gaps, layout_gaps
 from headrace.planner.formats import (
     at_load,
-    cache_problem,
     format_decision,
     format_problem,
-    in_plan_format,
     missing_checkpoint,
-    plan_format,
 )
 from headrace.planner.memory_map import MemoryMap
 from headrace.planner.nearest import changes, drastic_changes
 from headrace.planner.plan_request import PlanRequest
 from headrace.planner.predict import Prediction
 from headrace.planner.record import Decision
-from headrace.planner.search import Candidate, Found, Terms, evaluate, search, simulated
-from headrace.planner.settings import engine_decisions, graph_decision, parallel_decisions
+from headrace.planner.search import Candidate, Found, Short, Terms, evaluate, search, simulated
+from headrace.planner.settings import engine_decisions, parallel_decisions
 from headrace.planner.shapes import ModelShape
 from headrace.planner.simulate import Simulation
+from headrace.planner.subject import (
+    Subject,
+    dtype_of,
+    find_subject,
+    gaps_of_model,
+    kv_cache_of,
+    pinned_gpus,
+    problems_of,
+    terms_of,
+)
 
 GPU_COUNTS = [1, 2, 4, 8, 16, 32, 64]
 """among which the fewest that fit are looked for"""
 MOST_REASONS = 4
-HUB = "https://huggingface.co/"
 
 
 @dataclass(frozen=True)
@@ -91,30 +94,12 @@ class Alternative:
     plan: Plan
 
 
-@dataclass(frozen=True)
-class _Subject:
-    """What a request is about."""
-
-    shape: ModelShape
-    config: FoundConfig
-    chip: Chip
-    num_gpus: int | None
-
-    def model_id(self, asked: str, engine: str) -> str:
-        """As an engine takes it: what was asked where that is a folder or an id, else the catalogue's hub id."""
-        if asked == DEMO_MODEL and engine != "headrace":
-            return str(DEMO_FOLDER)
-        if self.config.source.startswith(HUB) and "/" not in asked:
-            return "/".join(self.config.source.removeprefix(HUB).split("/")[:2])
-        return asked
-
-
 def make_plan(request: PlanRequest, machine: tuple[Chip, int] | None = None) -> Plan:
     """The plan; where nothing runs as asked, its `problems` say why and its `alternatives` what does.
 
     `machine`: what `gpu="auto"` means, default this machine. Raises ConfigError for a model or GPU that nobody knows.
     """
-    subject = _subject(request, machine)
+    subject = find_subject(request, machine)
     request = request.filled(subject.shape.max_position_embeddings)
     plan = _attempt(request, subject)
     if plan.feasible:
@@ -122,15 +107,7 @@ def make_plan(request: PlanRequest, machine: tuple[Chip, int] | None = None) -> 
     return replace(plan, alternatives=tuple(_alternatives(request, subject, plan)))
 
 
-def _subject(request: PlanRequest, machine: tuple[Chip, int] | None) -> _Subject:
-    config, shape = find_config(request.model), find_model(request.model)
-    if request.gpu == "auto":
-        chip, found = machine or this_machine()
-        return _Subject(shape, config, chip, request.num_gpus or found)
-    return _Subject(shape, config, find_chip(request.gpu), request.num_gpus)
-
-
-def _attempt(request: PlanRequest, subject: _Subject) -> Plan:
+def _attempt(request: PlanRequest, subject: Subject) -> Plan:
     """The plan for exactly this request."""
     terms, found, problems = _find(request, subject)
     plan = Plan(request, subject.shape, subject.chip, terms.num_gpus, request.engine, tuple(problems))
@@ -139,23 +116,23 @@ def _attempt(request: PlanRequest, subject: _Subject) -> Plan:
     return _completed(plan, terms, found, subject)
 
 
-def _find(request: PlanRequest, subject: _Subject) -> tuple[Terms, Found, list[str]]:
+def _find(request: PlanRequest, subject: Subject) -> tuple[Terms, Found, list[str]]:
     """The layouts that run, or why there is none."""
-    pinned = request.num_gpus or subject.num_gpus or _pinned_gpus(request)
+    pinned = request.num_gpus or subject.num_gpus or pinned_gpus(request)
     counts = [pinned] if pinned else GPU_COUNTS
-    terms, found = _terms(request, subject, counts[0]), Found([])
-    problems = _problems(request, subject)
+    terms, found = terms_of(request, subject, counts[0]), Found([])
+    problems = problems_of(request, subject)
     if problems:
         return terms, found, problems
     for count in counts:
-        terms = _terms(request, subject, count)
+        terms = terms_of(request, subject, count)
         found = _search(terms, subject)
         if found.ranked:
             return terms, found, []
     return terms, found, _why_nothing(found, terms)
 
 
-def _alternatives(request: PlanRequest, subject: _Subject, plan: Plan) -> Iterator[Alternative]:
+def _alternatives(request: PlanRequest, subject: Subject, plan: Plan) -> Iterator[Alternative]:
     """What does run, nearest first."""
     terms = (request, subject.shape, subject.chip, plan.num_gpus, GPU_COUNTS[-1])
     nearest = [_first(group, subject) for group in changes(*terms)]
@@ -166,7 +143,7 @@ def _alternatives(request: PlanRequest, subject: _Subject, plan: Plan) -> Iterat
             yield Alternative(_difference(request, changed), _attempt(changed, subject))
 
 
-def _first(requests: Iterable[PlanRequest], subject: _Subject) -> PlanRequest | None:
+def _first(requests: Iterable[PlanRequest], subject: Subject) -> PlanRequest | None:
     """The first that runs, if there is any; headrace has it today, if any of them."""
     on_paper = None
     for request in requests:
@@ -190,7 +167,7 @@ def _difference(asked: PlanRequest, changed: PlanRequest) -> str:
     return ", ".join(said)
 
 
-def _search(terms: Terms, subject: _Subject) -> Found:
+def _search(terms: Terms, subject: Subject) -> Found:
     """Layouts that the engine has today, else any: a plan for an engine to come is still a plan."""
     if terms.served_by_headrace:
         found = search(terms)
@@ -199,87 +176,21 @@ def _search(terms: Terms, subject: _Subject) -> Found:
     return search(replace(terms, served_by_headrace=False))
 
 
-def _pinned_gpus(request: PlanRequest) -> int | None:
-    """As many as the pinned layout takes; None: nothing is pinned."""
-    pins = (request.tensor_parallel_size, request.pipeline_parallel_size, request.data_parallel_size)
-    if pins == (None, None, None):
-        return None
-    gpus = 1
-    for pin in pins:
-        gpus *= pin or 1
-    return gpus
-
-
-def _problems(request: PlanRequest, subject: _Subject) -> list[str]:
-    """What no layout could mend."""
-    shape, chip = subject.shape, subject.chip
-    problems = [format_problem(request, shape, chip), cache_problem(_kv_cache(request, subject).value, chip)]
-    tokens = max(request.prompt_len + request.answer_len, request.max_model_len or 0)
-    if tokens > shape.max_position_embeddings:
-        problems.append(f"{tokens} tokens are more than the model's context of {shape.max_position_embeddings}")
-    return [problem for problem in problems if problem]
-
-
-def _terms(request: PlanRequest, subject: _Subject, num_gpus: int) -> Terms:
-    shape = in_plan_format(request, subject.shape)
-    gaps = _model_gaps(request, subject)
-    return Terms(
-        request=request,
-        shape=shape,
-        chip=subject.chip,
-        num_gpus=num_gpus,
-        weight_format=plan_format(request, subject.shape),
-        kv_dtype=_kv_cache(request, subject).value,
-        block_size=request.block_size or default_block_size(request.engine, shape, subject.chip),
-        graph_mode=graph_decision(request, subject.chip, "", request.engine).value,
-        served_by_headrace=request.engine == "headrace" and not gaps,
-    )
-
-
-def _device(chip: Chip) -> str:
-    return "cpu" if chip.vendor == "cpu" else "cuda"
-
-
-def _dtype(request: PlanRequest, subject: _Subject) -> Decision:
-    if request.dtype != "auto":
-        return Decision("dtype", DTYPE_ALIASES.get(request.dtype, request.dtype), "given", source="user")
-    return Decision("dtype", *activation_dtype(subject.shape.dtype, _device(subject.chip)))
-
-
-def _kv_cache(request: PlanRequest, subject: _Subject) -> Decision:
-    if request.kv_cache_dtype != "auto":
-        given = request.kv_cache_dtype
-        return Decision("kv_cache_dtype", "fp8_e4m3" if given == "fp8" else given, "given", source="user")
-    if subject.shape.fp8_kv_cache and "fp8" in subject.chip.flops:
-        return Decision("kv_cache_dtype", "fp8_e4m3", "the checkpoint brings scales for it")
-    why = "the model's; it holds the cache, and no weights: those shrink by --quantization alone"
-    runner_up = "fp8: twice the tokens, rounded" if "fp8" in subject.chip.flops else ""
-    return Decision("kv_cache_dtype", _dtype(request, subject).value, why, runner_up)
-
-
-def _model_gaps(request: PlanRequest, subject: _Subject) -> list[str]:
-    gaps = model_gaps(subject.config.config, request.weight_format)
-    own = subject.config.weight_format
-    if not gaps and own not in (None, "bf16"):
-        gaps = [f"headrace reads no {own} checkpoints yet; it rounds plain ones to fp8 at load"]
-    return gaps
-
-
-def _completed(plan: Plan, terms: Terms, found: Found, subject: _Subject) -> Plan:
+def _completed(plan: Plan, terms: Terms, found: Found, subject: Subject) -> Plan:
     """With everything that follows from the best layout."""
     request = plan.request
     best, simulation = simulated(found.best, request.simulate)
     found = replace(found, ranked=[best, *found.ranked[1:]])
-    dtype = _dtype(request, subject)
+    dtype = dtype_of(request, subject)
     decisions = [
         *_count_decision(request, terms, subject),
         *parallel_decisions(terms, found),
         dtype,
         format_decision(request, subject.shape, subject.chip),
-        _kv_cache(request, subject),
+        kv_cache_of(request, subject),
     ]
     decisions += engine_decisions(terms, best, dtype.value)
-    gaps = [*_model_gaps(request, subject), *layout_gaps(best.parallel), *cache_gaps(terms.kv_dtype, terms.chip)]
+    gaps = _gaps(terms, best, subject)
     return replace(
         plan,
         num_gpus=terms.num_gpus,
@@ -297,12 +208,12 @@ def _completed(plan: Plan, terms: Terms, found: Found, subject: _Subject) -> Pla
     )
 
 
-def _count_decision(request: PlanRequest, terms: Terms, subject: _Subject) -> list[Decision]:
+def _count_decision(request: PlanRequest, terms: Terms, subject: Subject) -> list[Decision]:
     if request.num_gpus is not None:
         return [Decision("num_gpus", request.num_gpus, "given", source="user")]
     if subject.num_gpus is not None:
         return [Decision("num_gpus", subject.num_gpus, "what this machine has", source="measured")]
-    if _pinned_gpus(request) is not None:
+    if pinned_gpus(request) is not None:
         return [Decision("num_gpus", terms.num_gpus, "what the given layout takes")]
     return [Decision("num_gpus", terms.num_gpus, "the fewest that hold it; --num-gpus takes more")]
 
@@ -334,16 +245,28 @@ def _notices(terms: Terms, best: Candidate, gaps: list[str]) -> list[str]:
     return notices
 
 
-def _commands(terms: Terms, best: Candidate, subject: _Subject, gaps: list[str]) -> Iterator[Command]:
+def _gaps(terms: Terms, best: Candidate, subject: Subject) -> list[str]:
+    """Why headrace cannot serve this plan today; empty: it can."""
+    request = terms.request.replace(engine="headrace", attention_backend=_backend_of("headrace", terms.request))
+    gaps = [*gaps_of_model(request, subject), *layout_gaps(best.parallel), *cache_gaps(terms.kv_dtype, terms.chip)]
+    if gaps or terms.engine == "headrace":
+        return gaps
+    if problem := format_problem(request, subject.shape, subject.chip):
+        return [problem]
+    found = evaluate(terms_of(request, subject, terms.num_gpus), best.parallel)
+    return [f"headrace: {found.why}"] if isinstance(found, Short) else []
+
+
+def _commands(terms: Terms, best: Candidate, subject: Subject, gaps: list[str]) -> Iterator[Command]:
     """The planned engine's first."""
     order = sorted(("headrace", "vllm"), key=lambda engine: engine != terms.engine)
     for engine in order:
         if engine == "headrace" and gaps:
             continue
-        request = replace(terms.request, engine=engine, attention_backend=_backend_of(engine, terms.request))
-        own = _terms(request, subject, terms.num_gpus)
+        request = terms.request.replace(engine=engine, attention_backend=_backend_of(engine, terms.request))
+        own = terms_of(request, subject, terms.num_gpus)
         candidate = best if engine == terms.engine else evaluate(own, best.parallel)
-        if not isinstance(candidate, Candidate) or format_problem(request, subject.shape, subject.chip):
+        if isinstance(candidate, Short) or format_problem(request, subject.shape, subject.chip):
             continue
         settings = _settings(own, candidate, subject)
         yield headrace_command(settings) if engine == "headrace" else vllm_command(settings)
@@ -354,14 +277,15 @@ def _backend_of(engine: str, request: PlanRequest) -> str | None:
     return request.attention_backend if engine == request.engine else None
 
 
-def _settings(terms: Terms, candidate: Candidate, subject: _Subject) -> Settings:
+def _settings(terms: Terms, candidate: Candidate, subject: Subject) -> Settings:
     request, shape = terms.request, subject.shape
-    decisions = {entry.field: entry for entry in engine_decisions(terms, candidate, _dtype(request, subject).value)}
+    decisions = {entry.field: entry for entry in engine_decisions(terms, candidate, dtype_of(request, subject).value)}
     missing = missing_checkpoint(request, shape)
     model = subject.model_id(request.model, request.engine)
     return Settings(
         engine=request.engine,
-        model=f"{model}-in-{missing}" if missing else model,
+        model=f"<{model} in {missing}>" if missing else model,
+        needs_checkpoint=missing,
         chip=terms.chip,
         parallel=candidate.parallel,
         is_moe=shape.is_moe,

@@ -29,6 +29,7 @@ ABOUT_THE_SAME = 0.02
 USUAL_CONCURRENCY = {"latency": 1, "interactive": 32}
 VLLM_BUDGETS = {"latency": (1024, 2048, 4096), "interactive": (2048, 4096, 8192), "throughput": (8192, 16384)}
 """Token budgets worth asking vLLM for; its steps with decodes are as large as its largest."""
+SHORTENINGS = 8
 MOST_SIMULATED = 1000
 """Requests of one rank whose simulation is worth waiting for unasked: half a second or less"""
 MIXED_SIZES = (128, 256, 384, 512, 768, 1024, 2048)
@@ -186,11 +187,7 @@ def evaluate(terms: Terms, parallel: Parallel) -> Candidate | Short:
     memory = _map(terms, parallel, budget.value, seqs.value, terms.longest)
     if not memory.fits:
         return _too_little(terms, memory)
-    length = terms.context
-    memory = _map(terms, parallel, budget.value, seqs.value, length)
-    if not memory.fits:
-        length = memory.kv_tokens if memory.kv_tokens >= terms.longest else terms.longest
-        memory = _map(terms, parallel, budget.value, seqs.value, length)
+    memory, length = _longest(terms, parallel, budget.value, seqs.value)
     room = max(1, int(capacity(terms, memory) / terms.mean_tokens))
     if request.max_num_seqs is None and room < seqs.value:
         why = "requests that the cache holds, each with its prompt and half its answer; more would push others out"
@@ -235,10 +232,24 @@ def simulated(candidate: Candidate, full: bool) -> tuple[Candidate, Simulation |
 
 
 def capacity(terms: Terms, memory: MemoryMap) -> int:
-    """Tokens of requests of this workload that the pool of one rank holds. vLLM gives back what has left a window."""
+    """Tokens of requests of this workload that the pool of one rank holds. vLLM gives back what has left a window, of
+    which longer sequences have more."""
     if terms.engine == "vllm":
-        return max(memory.kv_tokens, memory.tokens_at_best(terms.tokens))
+        return max(terms.tokens, memory.tokens_at_best(terms.tokens) // terms.block_size * terms.block_size)
     return memory.kv_tokens
+
+
+def _longest(terms: Terms, parallel: Parallel, budget: int, seqs: int) -> tuple[MemoryMap, int]:
+    """The map with the longest sequence that the cache holds, at most the context. One of `terms.longest` fits."""
+    length = terms.context
+    for _ in range(SHORTENINGS):
+        memory = _map(terms, parallel, budget, seqs, length)
+        if memory.fits:
+            return memory, length
+        if memory.kv_tokens <= terms.longest:
+            break
+        length = min(memory.kv_tokens, length - terms.block_size)
+    return _map(terms, parallel, budget, seqs, terms.longest), terms.longest
 
 
 def _map(terms: Terms, parallel: Parallel, budget: int, seqs: int, longest: int) -> MemoryMap:

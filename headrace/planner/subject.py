@@ -1,0 +1,114 @@
+"""What a request is about: the model's shape, the chip, how many; its types of numbers, and the terms of its search.
+
+Between what was asked and search.py; ranks nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.hub import DEMO_FOLDER, DEMO_MODEL
+from headrace.planner.catalogue import FoundConfig, find_config, find_model
+from headrace.planner.chips import Chip, find_chip, this_machine
+from headrace.planner.decisions import DTYPE_ALIASES, activation_dtype
+from headrace.planner.engines import default_block_size, model_gaps
+from headrace.planner.formats import cache_problem, format_problem, in_plan_format, plan_format
+from headrace.planner.plan_request import PlanRequest
+from headrace.planner.record import Decision
+from headrace.planner.search import Terms
+from headrace.planner.settings import graph_decision
+from headrace.planner.shapes import ModelShape
+
+HUB = "https://huggingface.co/"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a request is about."""
+
+    shape: ModelShape
+    config: FoundConfig
+    chip: Chip
+    num_gpus: int | None
+
+    def model_id(self, asked: str, engine: str) -> str:
+        """As an engine takes it: what was asked where that is a folder or an id, else the catalogue's hub id."""
+        if asked == DEMO_MODEL and engine != "headrace":
+            return str(DEMO_FOLDER)
+        if self.config.source.startswith(HUB) and "/" not in asked:
+            return "/".join(self.config.source.removeprefix(HUB).split("/")[:2])
+        return asked
+
+
+def find_subject(request: PlanRequest, machine: tuple[Chip, int] | None) -> Subject:
+    config, shape = find_config(request.model), find_model(request.model)
+    if request.gpu == "auto":
+        chip, found = machine or this_machine()
+        return Subject(shape, config, chip, request.num_gpus or found)
+    return Subject(shape, config, find_chip(request.gpu), request.num_gpus)
+
+
+def pinned_gpus(request: PlanRequest) -> int | None:
+    """As many as the pinned layout takes; None: nothing is pinned."""
+    pins = (request.tensor_parallel_size, request.pipeline_parallel_size, request.data_parallel_size)
+    if pins == (None, None, None):
+        return None
+    gpus = 1
+    for pin in pins:
+        gpus *= pin or 1
+    return gpus
+
+
+def problems_of(request: PlanRequest, subject: Subject) -> list[str]:
+    """What no layout could mend."""
+    shape, chip = subject.shape, subject.chip
+    problems = [format_problem(request, shape, chip), cache_problem(kv_cache_of(request, subject).value, chip)]
+    tokens = max(request.prompt_len + request.answer_len, request.max_model_len or 0)
+    if tokens > shape.max_position_embeddings:
+        problems.append(f"{tokens} tokens are more than the model's context of {shape.max_position_embeddings}")
+    return [problem for problem in problems if problem]
+
+
+def terms_of(request: PlanRequest, subject: Subject, num_gpus: int) -> Terms:
+    shape = in_plan_format(request, subject.shape)
+    gaps = gaps_of_model(request, subject)
+    return Terms(
+        request=request,
+        shape=shape,
+        chip=subject.chip,
+        num_gpus=num_gpus,
+        weight_format=plan_format(request, subject.shape),
+        kv_dtype=kv_cache_of(request, subject).value,
+        block_size=request.block_size or default_block_size(request.engine, shape, subject.chip),
+        graph_mode=graph_decision(request, subject.chip, "", request.engine).value,
+        served_by_headrace=request.engine == "headrace" and not gaps,
+    )
+
+
+def dtype_of(request: PlanRequest, subject: Subject) -> Decision:
+    if request.dtype != "auto":
+        return Decision("dtype", DTYPE_ALIASES.get(request.dtype, request.dtype), "given", source="user")
+    return Decision("dtype", *activation_dtype(subject.shape.dtype, _device(subject.chip)))
+
+
+def kv_cache_of(request: PlanRequest, subject: Subject) -> Decision:
+    if request.kv_cache_dtype != "auto":
+        given = request.kv_cache_dtype
+        return Decision("kv_cache_dtype", "fp8_e4m3" if given == "fp8" else given, "given", source="user")
+    if subject.shape.fp8_kv_cache and "fp8" in subject.chip.flops:
+        return Decision("kv_cache_dtype", "fp8_e4m3", "the checkpoint brings scales for it")
+    why = "the model's; it holds the cache, and no weights: those shrink by --quantization alone"
+    runner_up = "fp8: twice the tokens, rounded" if "fp8" in subject.chip.flops else ""
+    return Decision("kv_cache_dtype", dtype_of(request, subject).value, why, runner_up)
+
+
+def gaps_of_model(request: PlanRequest, subject: Subject) -> list[str]:
+    gaps = model_gaps(subject.config.config, request.weight_format)
+    own = subject.config.weight_format
+    if not gaps and own not in (None, "bf16"):
+        gaps = [f"headrace reads no {own} checkpoints yet; it rounds plain ones to fp8 at load"]
+    return gaps
+
+
+def _device(chip: Chip) -> str:
+    return "cpu" if chip.vendor == "cpu" else "cuda"

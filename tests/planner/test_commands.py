@@ -1,0 +1,194 @@
+"""The command lines of a plan: what each engine is told, why, and that headrace's own parser takes its line."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+import pytest
+
+from headrace.cli.arguments import build_config
+from headrace.cli.serve import build_parser
+from headrace.config import EngineConfig
+from headrace.planner.commands import Command
+from headrace.planner.plan import make_plan
+from headrace.planner.plan_request import PlanRequest
+
+
+def command(engine: str, model: str = "llama-3.1-8b", gpu: str = "h200", **asked: Any) -> Command:
+    made = make_plan(PlanRequest(model=model, gpu=gpu, engine=asked.pop("plan_for", engine), **asked))
+    assert made.feasible, made.problems
+    return next(entry for entry in made.commands if entry.engine == engine)
+
+
+def flags(found: Command) -> dict[str, str | None]:
+    return {flag.name: flag.value for flag in found.flags}
+
+
+def variables(found: Command) -> dict[str, str | None]:
+    return {variable.name: variable.value for variable in found.variables}
+
+
+PLANS: list[dict[str, Any]] = [
+    {"model": "llama-3.1-8b", "gpu": "h200"},
+    {"model": "llama-3.1-405b", "gpu": "mi300x", "num_gpus": 8, "quantization": "fp8"},
+    {"model": "llama-3.1-70b", "gpu": "h200", "num_gpus": 8, "objective": "throughput"},
+    {"model": "qwen3-30b-a3b", "gpu": "h200", "num_gpus": 4, "objective": "throughput"},
+    {"model": "mixtral-8x7b", "gpu": "h100", "num_gpus": 8, "objective": "latency", "quantization": "ptpc_fp8"},
+    {"model": "llama-3.1-8b", "gpu": "cpu"},
+    {
+        "model": "llama-3.1-8b", "gpu": "h200", "max_model_len": 9000, "max_num_seqs": 12, "dtype": "float16",
+        "max_num_batched_tokens": 9000, "enable_chunked_prefill": False, "async_scheduling": False, "block_size": 32,
+        "attention_backend": "TORCH_SDPA", "gpu_memory_utilization": 0.7,
+        "compilation_config": {"cudagraph_mode": "NONE"},
+    },
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", PLANS, ids=lambda asked: f"{asked['model']}-{len(asked)}")
+def test_headrace_takes_its_own_line(asked: dict[str, Any]) -> None:
+    made = make_plan(PlanRequest(**asked))
+    found = next(entry for entry in made.commands if entry.engine == "headrace")
+    for line in found.lines:
+        words = shlex.split(line)
+        start = words.index("headrace")
+        assert words[start : start + 2] == ["headrace", "serve"]
+        values = build_parser().parse(words[start + 2 :])
+        config = build_config(EngineConfig, argparse_engine(values))
+        assert config.tensor_parallel_size == made.decision("tensor_parallel_size").value
+        assert config.objective == made.request.objective
+        assert config.expected_input_len == made.request.input_len
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size"):
+            if name in asked:
+                assert getattr(config, name) == asked[name]
+
+
+def argparse_engine(values: Any) -> Any:
+    for name in ("port", "host"):
+        vars(values).pop(name, None)
+    return values
+
+
+@pytest.mark.parametrize("asked", PLANS, ids=lambda asked: f"{asked['model']}-{len(asked)}")
+@pytest.mark.parametrize("plan_for", ["headrace", "vllm"])
+def test_every_word_has_a_reason_and_no_line_follows_a_false_claim(asked: dict[str, Any], plan_for: str) -> None:
+    asked = {name: entry for name, entry in asked.items() if name not in ("attention_backend", "quantization")}
+    made = make_plan(PlanRequest(**asked, engine=plan_for))
+    for found in made.commands:
+        assert found.lines
+        for flag in (*found.flags, *found.variables):
+            assert flag.reason
+            assert flag.name not in ("--trust-remote-code", "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "--swap-space")
+        given = flags(found)
+        if "--no-enable-chunked-prefill" in given or "--no-async-scheduling" in given:
+            assert "enable_chunked_prefill" in asked
+
+
+def test_vllm_on_amd_has_its_switches() -> None:
+    one = command("vllm", "llama-3.1-8b", "mi300x", num_gpus=1)
+    assert variables(one)["VLLM_ROCM_USE_AITER"] == "1"
+    assert "NCCL_MIN_NCHANNELS" not in variables(one)
+    assert flags(one)["--attention-backend"] == "ROCM_AITER_FA"
+    eight = command("vllm", "llama-3.1-405b", "mi300x", num_gpus=8, concurrency=64)
+    assert variables(eight)["NCCL_MIN_NCHANNELS"] == "112"
+    assert variables(eight)["VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"] == "1"
+    assert "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT" not in variables(
+        command("vllm", "llama-3.1-405b", "mi300x", num_gpus=8, concurrency=8)
+    )
+    newer = command("vllm", "llama-3.1-405b", "mi355x", num_gpus=8)
+    assert "NCCL_MIN_NCHANNELS" not in variables(newer)
+
+
+def test_vllm_on_nvidia_needs_no_variables_and_chooses_attention_itself() -> None:
+    found = command("vllm", "llama-3.1-70b", "h200", num_gpus=8)
+    assert found.variables == ()
+    assert "--attention-backend" not in flags(found)
+
+
+@pytest.mark.parametrize(
+    ("model", "backend", "block_size"),
+    [
+        ("llama-3.1-70b", "ROCM_AITER_FA", None),
+        ("gpt-oss-120b", "ROCM_AITER_UNIFIED_ATTN", None),
+        ("deepseek-r1", "ROCM_AITER_MLA", None),
+        ("deepseek-v3.2", "ROCM_AITER_MLA_SPARSE", "1"),
+    ],
+)
+def test_attention_on_amd_follows_the_model(model: str, backend: str, block_size: str | None) -> None:
+    found = command("vllm", model, "mi300x", num_gpus=8)
+    assert flags(found)["--attention-backend"] == backend
+    assert flags(found).get("--block-size") == block_size
+    assert ("VLLM_ROCM_USE_AITER_FP4BMM" in variables(found)) == model.startswith("deepseek")
+
+
+def test_replicas_of_a_dense_model_are_one_vllm_and_several_headraces() -> None:
+    asked: dict[str, Any] = {"num_gpus": 4, "tensor_parallel_size": 2, "data_parallel_size": 2}
+    assert flags(command("vllm", **asked))["--data-parallel-size"] == "2"
+    lines = command("headrace", **asked).lines
+    assert [line.split()[0] for line in lines] == ["CUDA_VISIBLE_DEVICES=0,1", "CUDA_VISIBLE_DEVICES=2,3"]
+    assert [line.split()[-2:] for line in lines] == [["--port", "8000"], ["--port", "8001"]]
+    amd = command("headrace", gpu="mi300x", **asked).lines
+    assert amd[1].startswith("HIP_VISIBLE_DEVICES=2,3 ")
+
+
+def test_replicas_of_a_mixture_share_no_experts() -> None:
+    found = command("vllm", "qwen3-30b-a3b", num_gpus=2, data_parallel_size=2, enable_dp_attention=False)
+    assert "--data-parallel-size" not in flags(found)
+    assert len(found.lines) == 2
+
+
+def test_ranks_that_share_experts() -> None:
+    found = command(
+        "vllm", "deepseek-r1", num_gpus=8, data_parallel_size=8, enable_dp_attention=True, enable_expert_parallel=True
+    )
+    assert flags(found)["--data-parallel-size"] == "8"
+    assert flags(found)["--enable-expert-parallel"] is None
+    assert len(found.lines) == 1
+    wide = command("vllm", "deepseek-r1", num_gpus=16, enable_dp_attention=True, enable_expert_parallel=True)
+    assert "--data-parallel-size-local" in flags(wide)
+    assert "2 nodes" in wide.notes[0]
+
+
+def test_stages_beyond_a_node_go_over_ray() -> None:
+    found = command("vllm", "llama-3.1-405b", "h100", num_gpus=16)
+    assert flags(found)["--pipeline-parallel-size"] == "2"
+    assert flags(found)["--distributed-executor-backend"] == "ray"
+    assert "Ray cluster of 2 nodes" in found.notes[0]
+
+
+def test_nodes_of_replicas_run_the_same() -> None:
+    found = command("vllm", "llama-3.1-70b", num_gpus=16, tensor_parallel_size=8)
+    assert "the same on each of 2 nodes" in found.notes[0]
+    assert "--data-parallel-size" not in flags(found)
+
+
+def test_graphs_are_asked_for_where_vllms_own_end() -> None:
+    many = command("vllm", num_gpus=1, objective="throughput", max_num_seqs=800, input_len=128, output_len=128)
+    assert json.loads(flags(many)["--compilation-config"] or "") == {"max_cudagraph_capture_size": 800}
+    assert "--compilation-config" not in flags(command("vllm"))
+    piecewise = command("vllm", compilation_config={"cudagraph_mode": "PIECEWISE"})
+    assert json.loads(flags(piecewise)["--compilation-config"] or "") == {"cudagraph_mode": "PIECEWISE"}
+
+
+def test_a_backend_is_one_engines_name() -> None:
+    made = make_plan(PlanRequest(model="llama-3.1-8b", gpu="mi300x", attention_backend="TRITON_ATTN", engine="vllm"))
+    there, here = made.commands
+    assert flags(there)["--attention-backend"] == "TRITON_ATTN"
+    assert "--attention-backend" not in flags(here)
+
+
+def test_models_are_named_as_each_engine_finds_them() -> None:
+    assert command("vllm").program[-1] == "meta-llama/Llama-3.1-8B"
+    assert command("vllm", "amd/Llama-3.1-8B-Instruct-FP8-KV", "mi300x").program[-1].startswith("amd/")
+    other = command("vllm", quantization="int4")
+    assert other.program[-1] == "<meta-llama/Llama-3.1-8B in int4>"
+    assert "put a checkpoint that holds int4 in place" in other.notes[0]
+    assert command("headrace", "demo").program[-1] == "demo"
+    assert command("vllm", "demo").program[-1].endswith("demo_model")
+
+
+def test_sequences_that_the_cache_bounds_are_told() -> None:
+    found = command("headrace", "qwen3-32b", "h100", objective="throughput")
+    assert "--max-num-seqs" in flags(found)
+    assert "--max-num-seqs" not in flags(command("headrace"))

@@ -1,0 +1,307 @@
+"""A plan as a whole: every decision with its reason and source, what cannot run with what can, and JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.errors import ConfigError
+from headrace.planner.chips import find_chip
+from headrace.planner.plan import Plan, make_plan
+from headrace.planner.plan_json import to_json
+from headrace.planner.plan_request import PlanRequest
+
+FIELDS = [
+    "num_gpus", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel",
+    "enable_dp_attention", "replicas_per_node", "all_reduce", "dtype", "quantization", "kv_cache_dtype",
+    "attention_backend", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+    "enable_chunked_prefill", "cudagraph_mode", "cudagraph_capture_sizes", "async_scheduling", "speculative_config",
+    "gpu_memory_utilization",
+]  # fmt: skip
+
+
+def plan(model: str = "llama-3.1-8b", gpu: str = "h200", **asked: Any) -> Plan:
+    return make_plan(PlanRequest(model=model, gpu=gpu, **asked))
+
+
+def value(made: Plan, field: str) -> Any:
+    return made.decision(field).value
+
+
+def test_405b_on_eight_mi300x() -> None:
+    made = plan("llama-3.1-405b", "mi300x", num_gpus=8, input_len=128, output_len=2048, concurrency=64,
+                price_per_gpu_hour=4.0)  # fmt: skip
+    assert made.feasible
+    assert made.layout == "TP8"
+    assert made.memory is not None
+    assert made.memory.fits
+    assert value(made, "max_num_seqs") == 64
+    assert value(made, "max_model_len") == 131072
+    assert made.prediction is not None
+    assert made.cost is not None
+    assert made.cost.per_hour == 32.0
+    assert made.cost.per_million_output == pytest.approx(32.0 / 3600 / made.prediction.output_tok_s * 1e6)
+    assert made.cost.per_million_total < made.cost.per_million_output
+    assert any("have not run there" in notice for notice in made.notices)
+
+
+@pytest.mark.parametrize("engine", ["headrace", "vllm"])
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-120b", "deepseek-r1", "deepseek-v3.2"])
+def test_every_decision_has_a_reason_and_a_source(model: str, engine: str) -> None:
+    made = plan(model, num_gpus=8, engine=engine)
+    fields = [decision.field for decision in made.decisions]
+    assert [field for field in fields if field != "mixed_step_tokens"] == FIELDS
+    assert ("mixed_step_tokens" in fields) == (engine == "headrace")
+    for decision in made.decisions:
+        assert decision.reason, decision
+        assert decision.source in ("user", "derived", "measured"), decision
+        assert "\n" not in decision.reason
+
+
+PINS: dict[str, Any] = {
+    "tensor_parallel_size": 2,
+    "data_parallel_size": 2,
+    "attention_backend": "TORCH_SDPA",
+    "dtype": "float16",
+    "quantization": "fp8",
+    "kv_cache_dtype": "fp8_e5m2",
+    "block_size": 32,
+    "max_model_len": 5000,
+    "max_num_seqs": 33,
+    "max_num_batched_tokens": 4000,
+    "enable_chunked_prefill": False,
+    "async_scheduling": False,
+    "gpu_memory_utilization": 0.8,
+}
+
+
+@pytest.mark.parametrize("field", PINS)
+def test_what_is_pinned_wins_and_is_marked(field: str) -> None:
+    more = {"max_num_batched_tokens": 8000, "max_model_len": 8000} if field == "enable_chunked_prefill" else {}
+    made = plan(num_gpus=4, **{field: PINS[field]}, **more)
+    assert made.feasible, made.problems
+    decision = made.decision(field)
+    assert (decision.value, decision.source) == (PINS[field], "user")
+
+
+def test_graphs_follow_the_rules_of_serving() -> None:
+    assert value(plan(compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY"}), "cudagraph_mode") == (
+        "FULL_DECODE_ONLY"
+    )
+    eager = plan(enforce_eager=True)
+    assert value(eager, "cudagraph_mode") == "NONE"
+    assert value(eager, "cudagraph_capture_sizes") == []
+    assert value(plan(gpu="cpu"), "cudagraph_mode") == "NONE"
+    assert value(plan(attention_backend="TORCH_SDPA"), "cudagraph_mode") == "PIECEWISE"
+
+
+def test_gpus_that_nobody_counted_are_the_fewest_that_hold_the_model() -> None:
+    assert plan("llama-3.1-8b").num_gpus == 1
+    large = plan("llama-3.1-405b", "mi300x")
+    assert (large.num_gpus, large.decision("num_gpus").source) == (8, "derived")
+    assert plan(tensor_parallel_size=4).num_gpus == 4
+    here = make_plan(PlanRequest(model="llama-3.1-8b"), (find_chip("h100"), 2))
+    assert (here.chip.name, here.num_gpus, here.decision("num_gpus").source) == ("h100", 2, "measured")
+
+
+def test_lengths_that_nobody_gave_go_into_the_context() -> None:
+    made = make_plan(PlanRequest(model="demo"), (find_chip("cpu"), 1))
+    assert made.feasible
+    assert (made.request.input_len, made.request.output_len) == (256, 128)
+
+
+def test_objectives_bring_their_own_load() -> None:
+    loads = {objective: plan(objective=objective).concurrency for objective in ("latency", "interactive", "throughput")}
+    assert (loads["latency"], loads["interactive"]) == (1, 32)
+    assert loads["throughput"] == value(plan(objective="throughput"), "max_num_seqs")
+
+
+def test_the_cache_may_be_fp8_and_weights_do_not_shrink_by_it() -> None:
+    wide, narrow = plan(engine="vllm"), plan(engine="vllm", kv_cache_dtype="fp8")
+    assert wide.memory is not None
+    assert narrow.memory is not None
+    assert narrow.memory.weights == wide.memory.weights
+    assert narrow.memory.kv_tokens == pytest.approx(2 * wide.memory.kv_tokens, rel=0.01)
+
+
+def test_a_checkpoint_with_scales_gets_an_fp8_cache() -> None:
+    made = plan("amd/Llama-3.1-70B-Instruct-FP8-KV", "mi300x", engine="vllm")
+    assert value(made, "kv_cache_dtype") == "fp8_e4m3"
+    assert value(made, "quantization") == "fp8"
+    assert made.gaps
+
+
+def test_experts_stay_as_they_are_in_headrace() -> None:
+    here, there = (plan("mixtral-8x7b", quantization="fp8", engine=engine) for engine in ("headrace", "vllm"))
+    assert here.memory is not None
+    assert there.memory is not None
+    assert here.memory.weights["experts"] > 1.9 * there.memory.weights["experts"]
+    assert "experts stay" in here.decision("quantization").reason
+
+
+def test_nothing_is_summed_on_one_gpu() -> None:
+    one = plan("llama-3.1-8b", "mi300x", num_gpus=1, engine="vllm").decision("all_reduce")
+    assert (one.value, one.runner_up) == ("none", "")
+    assert "nothing to sum" in one.reason
+    many = plan("llama-3.1-405b", "mi300x", num_gpus=8, engine="vllm").decision("all_reduce")
+    assert "RCCL" in many.value
+
+
+def test_what_only_vllm_rounds_small_enough_is_said() -> None:
+    made = plan("mixtral-8x22b", "h200", num_gpus=2, tensor_parallel_size=2, quantization="fp8", engine="vllm")
+    assert made.feasible
+    assert made.gaps[0].startswith("headrace: weights take")
+
+
+GAPS = [
+    ("deepseek-v3", {}, "headrace has no DeepseekV3ForCausalLM yet"),
+    ("gpt-oss-20b", {}, "headrace has no GptOssForCausalLM yet"),
+    ("llama-3.1-8b", {"quantization": "int4"}, "reads no int4 checkpoints yet"),
+    ("llama-3.1-8b", {"kv_cache_dtype": "fp8"}, "refused its fp8 cache"),
+    ("llama-3.1-8b", {"pipeline_parallel_size": 2}, "no pipeline parallelism yet"),
+    ("qwen3-30b-a3b", {"enable_expert_parallel": True, "num_gpus": 2}, "no expert parallelism yet"),
+    ("qwen3-30b-a3b", {"enable_dp_attention": True, "num_gpus": 2}, "no data-parallel attention yet"),
+]
+
+
+@pytest.mark.parametrize(("model", "asked", "gap"), GAPS, ids=lambda value: str(value)[:40])
+def test_what_headrace_lacks_is_said_and_planned_for_all_the_same(model: str, asked: dict[str, Any], gap: str) -> None:
+    made = plan(model, num_gpus=asked.pop("num_gpus", 8), **asked)
+    assert made.feasible
+    assert any(gap in entry for entry in made.gaps)
+    assert any(gap in notice and "for planning" in notice for notice in made.notices)
+    assert [command.engine for command in made.commands] == ["vllm"]
+
+
+def test_what_headrace_has_comes_with_both_commands() -> None:
+    assert [command.engine for command in plan().commands] == ["headrace", "vllm"]
+    assert [command.engine for command in plan(engine="vllm").commands] == ["vllm", "headrace"]
+
+
+REFUSED = [
+    ("llama-3.1-70b", "h200", {"num_gpus": 1}, "weights take 131 GiB", "quantization fp8"),
+    ("llama-3.1-405b", "h100", {"num_gpus": 8}, "weights take 95 GiB", "quantization fp8"),
+    ("llama-3.1-8b", "h200", {"tensor_parallel_size": 3, "num_gpus": 4}, "not divide by 3", "tensor_parallel_size 2"),
+    ("llama-3.1-8b", "h200", {"tensor_parallel_size": 4, "num_gpus": 2}, "no layout of 2 GPUs", "tensor_parallel_size"),
+    ("llama-3.1-8b", "a100", {"quantization": "fp8"}, "has no fp8 units", "quantization left open"),
+    ("llama-3.1-8b", "a100", {"kv_cache_dtype": "fp8"}, "has no fp8 units", "kv_cache_dtype auto"),
+    ("llama-3.1-8b", "mi300x", {"quantization": "mxfp4"}, "has no fp4 units", "quantization"),
+    ("gpt-oss-20b", "h200", {"quantization": "fp8"}, "holds mxfp4 already", "quantization left open"),
+    ("llama-3.1-8b", "h200", {"input_len": 200_000}, "more than the model's context of 131072", "input_len"),
+    ("llama-3.1-8b", "h200", {"max_model_len": 200_000}, "more than the model's context", "max_model_len left open"),
+    ("qwen3-32b", "h100", {"num_gpus": 1, "input_len": 32_000, "output_len": 4_000}, "missing on each", "input_len"),
+    ("llama-4-maverick", "h200", {"enable_expert_parallel": True, "num_gpus": 8}, "0.78% of the experts", "left open"),
+    ("llama-3.1-8b", "h200", {"quantization": "ptpc_fp8", "engine": "vllm"}, "for AMD GPUs only", "quantization fp8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "gpu", "asked", "problem", "change"), REFUSED, ids=lambda value: str(value)[:30])
+def test_what_cannot_run_says_why_and_what_can(
+    model: str, gpu: str, asked: dict[str, Any], problem: str, change: str
+) -> None:
+    made = plan(model, gpu, **asked)
+    assert not made.feasible
+    assert any(problem in said for said in made.problems), made.problems
+    assert any(change in entry.change for entry in made.alternatives), [entry.change for entry in made.alternatives]
+    for entry in made.alternatives:
+        assert entry.plan.feasible
+        assert entry.plan.memory is not None
+        assert entry.plan.memory.fits
+
+
+def test_lower_precision_fewer_tokens_and_more_gpus_are_all_looked_at() -> None:
+    made = plan(
+        "llama-3.3-70b",
+        "h200",
+        num_gpus=1,
+        quantization="fp8",
+        input_len=100_000,
+        output_len=31_000,
+        gpu_memory_utilization=0.6,
+        engine="vllm",
+    )
+    changes = [entry.change for entry in made.alternatives]
+    assert len(changes) == 3
+    assert changes[0].startswith(("kv_cache_dtype", "quantization"))
+    assert changes[1].startswith("input_len")
+    assert changes[2] == "num_gpus 2 (not 1)"
+
+
+def test_several_changes_where_one_is_not_enough() -> None:
+    made = plan("llama-3.1-405b", "l40s", num_gpus=1, tensor_parallel_size=1)
+    assert not made.feasible
+    assert made.alternatives[0].plan.feasible
+
+
+def test_headrace_is_offered_what_it_has() -> None:
+    made = plan("llama-3.1-70b", "h200", num_gpus=1)
+    assert all("mxfp4" not in entry.change and "kv_cache_dtype" not in entry.change for entry in made.alternatives)
+    assert made.alternatives[0].plan.commands[0].engine == "headrace"
+
+
+def test_a_folder_counts_as_the_catalogue_does(tmp_path: Path) -> None:
+    from headrace.planner.catalogue import catalogue
+
+    (tmp_path / "config.json").write_text(json.dumps(catalogue()["llama-3.1-8b"].config))
+    made = plan(str(tmp_path))
+    assert made.shape.total_weights == plan().shape.total_weights
+    assert made.commands[0].program[-1] == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"model": "llama-9"}, "llama-9"),
+        ({"gpu": "h300"}, "h300"),
+        ({"max_num_seqs": 100, "max_num_batched_tokens": 10}, "must not exceed"),
+        ({"request_rate": 0.0}, "request_rate must be above 0"),
+        ({"objective": "speed"}, "objective must be one of latency, interactive, throughput"),
+        ({"attention_backend": "NONE"}, "attention_backend 'NONE' is unknown"),
+    ],
+)
+def test_what_nobody_knows_is_refused(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(**asked)
+
+
+def test_the_simulation_runs_unasked_and_in_full_when_asked() -> None:
+    quick, full = plan(concurrency=8), plan(concurrency=8, simulate=True)
+    assert quick.simulation is not None
+    assert full.simulation is not None
+    assert full.prediction is not None
+    assert quick.prediction is not None
+    assert quick.prediction.output_tok_s == pytest.approx(full.prediction.output_tok_s, rel=0.02)
+    assert quick.prediction.output_tok_s == pytest.approx(quick.simulation.output_tok_s)
+
+
+def test_a_rate_of_requests_is_a_load_too() -> None:
+    made = plan(request_rate=4.0, input_len=512, output_len=128)
+    assert made.prediction is not None
+    assert made.prediction.output_tok_s == pytest.approx(512, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    "asked", [{}, {"num_gpus": 4, "tensor_parallel_size": 3}, {"price_per_gpu_hour": 2.0}], ids=str
+)
+def test_json_holds_all_of_it(asked: dict[str, Any]) -> None:
+    made = plan(**asked)
+    data = json.loads(json.dumps(to_json(made)))
+    assert data["feasible"] == made.feasible
+    if not made.feasible:
+        assert data["problems"]
+        data = data["alternatives"][0]["plan"]
+    assert data["workload"] == {
+        "input_len": 1024, "output_len": 256, "concurrency": 32, "num_prompts": None, "request_rate": None,
+    }  # fmt: skip
+    memory = data["memory_map"]
+    assert sum(memory["parts"].values()) == memory["usable"]
+    assert {"field", "value", "reason", "runner_up", "source"} == set(data["decisions"][0])
+    for name in ("ttft_ms", "itl_ms", "e2e_s", "output_tok_s", "total_tok_s", "max_concurrency", "kv_tokens", "bound",
+                 "error_band"):  # fmt: skip
+        assert name in data["prediction"]
+    assert data["percentiles"]["itl_ms"]["p99"] >= data["percentiles"]["itl_ms"]["p50"]
+    assert all(flag["reason"] for command in data["commands"] for flag in command["flags"])
+    assert (data["cost"] is not None) == ("price_per_gpu_hour" in asked)

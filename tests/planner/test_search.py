@@ -1,0 +1,228 @@
+"""Layouts: what rules forbid, how limits come about, and what is ranked first."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from headrace.planner import layouts as layouts_module
+from headrace.planner import search as search_module
+from headrace.planner.catalogue import find_model
+from headrace.planner.chips import find_chip
+from headrace.planner.cost import Parallel
+from headrace.planner.layouts import layouts, name_of, reasons
+from headrace.planner.plan_request import PlanRequest
+from headrace.planner.search import Candidate, Found, Terms, evaluate, score, search
+
+H200 = find_chip("h200")
+DENSE, SPARSE, LATENT, ULTRA = (find_model(name) for name in ("llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3",
+                                                              "llama-4-maverick"))  # fmt: skip
+
+
+def terms(shape: Any = DENSE, num_gpus: int = 8, *, chip: Any = H200, today: bool = False, **asked: Any) -> Terms:
+    request = PlanRequest(model=shape.name, gpu=chip.name, engine=asked.pop("engine", "vllm"), **asked)
+    request = request.filled(shape.max_position_embeddings)
+    return Terms(
+        request=request,
+        shape=shape,
+        chip=chip,
+        num_gpus=num_gpus,
+        weight_format=shape.weight_format,
+        kv_dtype="bfloat16",
+        block_size=16,
+        graph_mode="FULL_AND_PIECEWISE",
+        served_by_headrace=today,
+    )
+
+
+def candidate(terms: Terms, **parallel: Any) -> Candidate:
+    found = evaluate(terms, Parallel(**parallel))
+    assert isinstance(found, Candidate)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("parallel", "name"),
+    [
+        (Parallel(), "TP1"),
+        (Parallel(tp=8), "TP8"),
+        (Parallel(tp=2, dp=4), "4 x TP2"),
+        (Parallel(tp=8, pp=2), "TP8 PP2"),
+        (Parallel(tp=8, ep=True), "TP8, EP8"),
+        (Parallel(dp=8, dp_attention=True), "DP8 attention, TP8 experts"),
+        (Parallel(tp=2, dp=4, ep=True, dp_attention=True), "DP4 x TP2 attention, EP8 experts"),
+    ],
+)
+def test_a_layout_has_a_name(parallel: Parallel, name: str) -> None:
+    assert name_of(parallel) == name
+
+
+def test_layouts_use_all_gpus_or_as_many_as_come_out_even() -> None:
+    assert {name_of(parallel) for parallel in layouts(6, DENSE) if parallel.pp == 1} == {
+        "6 x TP1", "3 x TP2", "2 x TP3", "TP4", "TP5", "TP6",
+    }  # fmt: skip
+    assert all(parallel.gpus <= 6 for parallel in layouts(6, SPARSE))
+    assert all(parallel.dp <= 2 for parallel in layouts(8, SPARSE, most_ranks=2))
+    assert not any(parallel.ep or parallel.dp_attention for parallel in layouts(8, DENSE))
+
+
+@pytest.mark.parametrize(
+    ("shape", "parallel", "reason"),
+    [
+        (DENSE, Parallel(tp=3), "32 attention heads do not divide by 3"),
+        (DENSE, Parallel(tp=16), "leaves the node of 8"),
+        (DENSE, Parallel(tp=5), "8 KV heads neither divide by 5 nor go into it"),
+        (DENSE, Parallel(tp=2, ep=True), "a dense model has no experts"),
+        (DENSE, Parallel(pp=33), "33 stages for 32 layers"),
+        (LATENT, Parallel(tp=6, pp=2), "do not come out even on nodes of 8"),
+        (SPARSE, Parallel(dp=3, dp_attention=True, ep=True), "128 experts do not divide by 3"),
+        (ULTRA, Parallel(tp=8, ep=True), "uses 0.78% of the experts"),
+        (LATENT, Parallel(dp=16, dp_attention=True), "summed over the network"),
+    ],
+)
+def test_rules_of_models(shape: Any, parallel: Parallel, reason: str) -> None:
+    assert any(reason in found for found in reasons(parallel, shape, H200))
+
+
+@pytest.mark.parametrize(
+    ("shape", "parallel"),
+    [
+        (DENSE, Parallel(tp=8)),
+        (SPARSE, Parallel(tp=4, dp=2)),
+        (SPARSE, Parallel(tp=8, ep=True)),
+        (LATENT, Parallel(dp=8, dp_attention=True, ep=True)),
+        (LATENT, Parallel(dp=16, dp_attention=True, ep=True)),
+        (ULTRA, Parallel(dp=8, dp_attention=True)),
+        (DENSE, Parallel(tp=8, pp=2)),
+    ],
+)
+def test_what_no_rule_forbids(shape: Any, parallel: Parallel) -> None:
+    assert reasons(parallel, shape, H200) == []
+
+
+def test_more_kv_heads_than_ranks_or_fewer_both_split() -> None:
+    few = find_model("qwen3-235b-a22b")
+    assert few.num_kv_heads == 4
+    assert not any("KV heads" in why for why in reasons(Parallel(tp=8), few, H200))
+
+
+def test_the_fewest_waits_win_at_one_request_and_replicas_at_many() -> None:
+    assert search(terms(find_model("llama-3.1-70b"), 8, objective="latency")).best.parallel.tp == 8
+    many = search(terms(DENSE, 8, objective="throughput", concurrency=2048)).best.parallel
+    assert (many.tp, many.replicas) == (1, 8)
+
+
+def test_no_more_ranks_than_requests() -> None:
+    assert search(terms(DENSE, 8, objective="throughput", concurrency=2)).best.parallel.dp <= 2
+
+
+def test_pins_are_kept() -> None:
+    found = search(terms(DENSE, 8, tensor_parallel_size=2))
+    assert {entry.parallel.tp for entry in found.ranked} == {2}
+    found = search(terms(SPARSE, 8, enable_expert_parallel=True))
+    assert found.ranked
+    assert all(entry.parallel.ep for entry in found.ranked)
+    found = search(terms(SPARSE, 8, enable_dp_attention=False, data_parallel_size=2))
+    assert {(entry.parallel.dp, entry.parallel.dp_attention) for entry in found.ranked} == {(2, False)}
+
+
+def test_stages_only_where_nothing_else_fits() -> None:
+    large = find_model("llama-3.1-405b")
+    assert search(terms(large, 8)).best.parallel.pp == 1
+    small = search(terms(large, 16, chip=find_chip("h100"))).best.parallel
+    assert (small.tp, small.pp) == (8, 2)
+    pinned = search(terms(DENSE, 4, pipeline_parallel_size=2)).best.parallel
+    assert pinned.pp == 2
+
+
+def test_a_latent_cache_is_not_copied_for_many_requests() -> None:
+    for objective in ("latency", "interactive", "throughput"):
+        best = search(terms(LATENT, 8, objective=objective, concurrency=layouts_module.MANY_REQUESTS)).best
+        assert best.parallel.dp_attention, objective
+        assert best.parallel.tp == 1, objective
+
+
+def test_headrace_gets_layouts_that_it_has() -> None:
+    found = search(terms(SPARSE, 8, engine="headrace", today=True, objective="throughput", concurrency=512))
+    assert not any(entry.parallel.ep or entry.parallel.dp_attention for entry in found.ranked)
+    assert "no expert parallelism yet" in found.passed_over["TP8, EP8"]
+
+
+def test_nothing_fits_says_what_is_nearest() -> None:
+    found = search(terms(find_model("llama-3.1-405b"), 4))
+    assert not found.ranked
+    assert found.short[0].startswith(("TP4", "TP1 PP4", "TP2 PP2"))
+    assert "GiB on each GPU" in found.short[0]
+    tight = search(terms(find_model("llama-3.1-70b"), 1, gpu_memory_utilization=0.99, max_model_len=131072))
+    assert "missing on each GPU for one sequence of 131072 tokens" in tight.short[0]
+
+
+def test_the_longest_sequence_is_what_the_cache_holds() -> None:
+    tight = candidate(terms(find_model("qwen3-32b"), 1, chip=find_chip("h100")))
+    assert tight.max_model_len <= tight.memory.kv_tokens
+    assert tight.max_model_len < 40960
+    assert tight.memory.fits
+    assert candidate(terms(DENSE, 1)).max_model_len == 131072
+    assert candidate(terms(DENSE, 1, max_model_len=4096)).max_model_len == 4096
+
+
+def test_sequences_are_bounded_by_what_is_expected_and_by_the_cache() -> None:
+    assert candidate(terms(DENSE, 1, concurrency=50)).limits.max_num_seqs == 64
+    assert candidate(terms(DENSE, 8, concurrency=400), tp=1, dp=8).limits.max_num_seqs == 64
+    full = candidate(terms(DENSE, 1, objective="throughput", input_len=8192, output_len=1024))
+    seqs = full.decisions["max_num_seqs"]
+    assert seqs.value < 1024
+    assert "cache holds" in seqs.reason
+    assert full.workload.concurrency == seqs.value
+    given = candidate(terms(DENSE, 1, max_num_seqs=7, concurrency=50)).decisions["max_num_seqs"]
+    assert (given.value, given.source) == (7, "user")
+
+
+def test_vllm_gets_a_budget_that_decodes_can_wait_for() -> None:
+    budgets = {
+        objective: candidate(terms(DENSE, 1, objective=objective)).limits.max_num_batched_tokens
+        for objective in ("latency", "interactive", "throughput")
+    }
+    assert budgets["latency"] <= budgets["interactive"] <= budgets["throughput"]
+    assert budgets["throughput"] >= 8192
+    assert candidate(terms(DENSE, 1, max_num_batched_tokens=3000)).limits.max_num_batched_tokens == 3000
+    whole = candidate(terms(DENSE, 1, enable_chunked_prefill=False, max_model_len=20_000)).limits
+    assert whole.max_num_batched_tokens == 20_000
+
+
+def test_headrace_cuts_prompts_for_decodes_and_keeps_its_budget() -> None:
+    found = candidate(terms(DENSE, 1, engine="headrace"))
+    assert found.limits.max_num_batched_tokens == 8192
+    assert found.limits.mixed_step_tokens == found.decisions["mixed_step_tokens"].value
+    assert found.limits.mixed_step_tokens in search_module.MIXED_SIZES
+    assert "mixed_step_tokens" not in candidate(terms(DENSE, 1)).decisions
+
+
+def test_vllm_gives_back_what_left_a_window() -> None:
+    shape = find_model("gpt-oss-120b")
+    there, here = candidate(terms(shape, 1)), candidate(terms(shape, 1, engine="headrace"))
+    assert there.limits.kv_tokens > here.limits.kv_tokens * 1.5
+    assert here.limits.kv_tokens == here.memory.kv_tokens
+
+
+def test_objectives_score_what_they_say() -> None:
+    one = candidate(terms(DENSE, 1, concurrency=1)).prediction
+    slow = dataclasses.replace(one, e2e_s=one.e2e_s * 2, output_tok_s=one.output_tok_s * 3, itl_ms=80.0)
+    assert score("latency", one) > score("latency", slow)
+    assert score("throughput", slow) > score("throughput", one)
+    assert score("interactive", one) > 0 > score("interactive", slow)
+    late = dataclasses.replace(one, ttft_ms=9000.0)
+    assert score("interactive", late) < score("interactive", slow)
+
+
+def test_of_about_equal_layouts_the_simplest_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    same = candidate(terms(DENSE, 1)).prediction
+    monkeypatch.setattr(search_module, "predict", lambda *args: same)
+    assert search(terms(SPARSE, 8, objective="throughput", concurrency=64)).best.parallel == Parallel(1, 1, 8)
+
+
+def test_an_empty_search_has_no_best() -> None:
+    with pytest.raises(IndexError):
+        _ = Found([]).best
