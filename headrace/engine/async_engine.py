@@ -23,6 +23,7 @@ from headrace.errors import EngineDeadError, HeadraceError
 from headrace.hub import resolve_model_folder, resolve_tokenizer_folder
 from headrace.model_config import ModelConfig
 from headrace.planner.record import Decision
+from headrace.planner.served import expect
 from headrace.request import CompletionOutput, RequestOutput
 from headrace.sampling_params import SamplingParams
 
@@ -53,6 +54,11 @@ class AsyncEngine:
         if self.default_sampling:
             said = ", ".join(f"{name}={value}" for name, value in self.default_sampling.items())
             logger.info("sampling defaults: %s (generation_config.json; --generation-config vllm ignores it)", said)
+        self.expected = expect(facts.config, model_config, facts.workers, facts.num_blocks)
+        """What the planner predicts for the traffic that flags say to expect; None: nothing is known of it."""
+        if self.expected is not None:
+            logger.info("%s", self.expected)
+        self.kv_cache_tokens = facts.num_blocks * facts.config.block_size
         self._client = client
         self._inputs = InputProcessor(limits, facts.config, tokenizer)
         self._outputs = OutputProcessor(tokenizer, self.metrics)

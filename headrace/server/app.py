@@ -97,6 +97,9 @@ def _add_plain_routes(app: FastAPI, serving: Serving) -> None:
     async def model(request: Request) -> Response:
         return info.show_model(serving, request.path_params["model_id"])
 
+    async def plan() -> Response:
+        return info.show_plan(serving)
+
     async def tokenize(request: Request) -> Response:
         return await info.tokenize(serving, request)
 
@@ -124,6 +127,7 @@ def _add_plain_routes(app: FastAPI, serving: Serving) -> None:
         "/v1/models/{model_id:path}", model, "Show a served model", protocol.ModelCard, 401, 404,
         openapi_extra=openapi.takes_path("model_id"),
     )  # fmt: skip
+    add("/v1/plan", plan, "How this server runs, and why", protocol.PlanAnswer, 401)
     add(
         "/tokenize", tokenize, "Text or messages to token ids", protocol.TokenizeAnswer, 400, 401, 404, 413, 415,
         methods=["POST"], openapi_extra=openapi.takes(protocol.TokenizeRequest),

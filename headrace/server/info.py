@@ -1,8 +1,9 @@
-"""The routes that generate nothing: models, tokenize, detokenize, health, metrics, version."""
+"""The routes that generate nothing: models, the plan, tokenize, detokenize, health, metrics, version."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 
 import msgspec
@@ -12,6 +13,7 @@ from starlette.responses import Response
 from headrace import __version__
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import EngineDeadError, ModelNotServedError, RequestError
+from headrace.planner.decisions import USUAL_OBJECTIVE
 from headrace.server.body import decode, read_body
 from headrace.server.chat_prompt import render_prompt
 from headrace.server.protocol import (
@@ -19,6 +21,8 @@ from headrace.server.protocol import (
     DetokenizeRequest,
     ModelCard,
     ModelList,
+    PlanAnswer,
+    PlanDecision,
     TokenizeAnswer,
     TokenizeRequest,
 )
@@ -45,6 +49,24 @@ def show_model(serving: Serving, name: str) -> Response:
         served = ", ".join(serving.model_names)
         raise ModelNotServedError(f"the model {name[:200]!r} does not exist; served here: {served}", "model")
     return json_response(_card(serving, name))
+
+
+def show_plan(serving: Serving) -> Response:
+    engine = serving.engine
+    expected = engine.expected
+    return json_response(
+        PlanAnswer(
+            serving.model_names[0],
+            engine.config.objective or USUAL_OBJECTIVE,
+            [
+                PlanDecision(entry.field, entry.value, entry.reason, entry.runner_up, entry.source)
+                for entry in engine.decisions
+            ],
+            engine.kv_cache_tokens,
+            None if expected is None else dataclasses.asdict(expected.workload),
+            None if expected is None else dataclasses.asdict(expected.prediction),
+        )
+    )
 
 
 async def tokenize(serving: Serving, http: Request) -> Response:

@@ -277,6 +277,27 @@ class ModelList(Struct):
     object: str = "list"
 
 
+class PlanDecision(Struct):
+    field: str
+    value: Any
+    reason: str
+    runner_up: str
+    source: str
+
+
+class PlanAnswer(Struct):
+    """How the server runs, why, and what its planner expects of it."""
+
+    model: str
+    objective: str
+    decisions: list[PlanDecision]
+    kv_cache_tokens: int
+    workload: dict[str, Any] | None
+    """what is expected; null: nobody said (`--expected-input-len` and the like)"""
+    prediction: dict[str, Any] | None
+    """times in ms and s, rates in tokens/s, as `headrace plan --json` has them"""
+
+
 class TokenizeAnswer(Struct):
     count: int
     max_model_len: int

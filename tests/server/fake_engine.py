@@ -54,6 +54,8 @@ class FakeEngine:
         self.default_sampling: dict[str, Any] = {}
         self.metrics = FakeMetrics()
         self.decisions: list[Any] = []
+        self.expected: Any = None
+        self.kv_cache_tokens = 4096
         self.delay = 0.0
         self.tokens_a_step = 1
         self.fail_at: int | None = None

@@ -9,6 +9,11 @@ from typing import Any
 import pytest
 
 from headrace import __version__
+from headrace.model_config import ModelConfig
+from headrace.planner.catalogue import catalogue
+from headrace.planner.record import Decision
+from headrace.planner.served import expect
+from headrace.step import WorkerFacts
 from tests.server.fake_engine import FakeEngine, error_of, make_app, post, send
 
 
@@ -84,6 +89,40 @@ def test_metrics_and_version() -> None:
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert "vllm:num_requests_running" in answer.text
     assert send(make_app(), "GET", "/version").json() == {"version": __version__}
+
+
+def test_the_plan_is_told_with_reasons() -> None:
+    engine = FakeEngine(objective="throughput")
+    engine.decisions = [
+        Decision("max_num_seqs", 64, "room for the 64 that are expected", "1024"),
+        Decision("cudagraph_mode", "NONE", "given", source="user"),
+    ]
+    told = send(make_app(engine), "GET", "/v1/plan").json()
+    assert (told["model"], told["objective"], told["kv_cache_tokens"]) == ("tiny", "throughput", 4096)
+    assert told["decisions"][0] == {
+        "field": "max_num_seqs",
+        "value": 64,
+        "reason": "room for the 64 that are expected",
+        "runner_up": "1024",
+        "source": "derived",
+    }
+    assert told["decisions"][1]["source"] == "user"
+    assert told["workload"] is told["prediction"] is None
+
+
+def test_the_plan_tells_what_is_expected() -> None:
+    engine = FakeEngine(expected_input_len=128, expected_output_len=64, expected_concurrency=8, max_num_seqs=8,
+                        max_num_batched_tokens=8192)  # fmt: skip
+    raw = catalogue()["llama-3.1-8b"].config
+    facts = [WorkerFacts("cuda", "NVIDIA H200", 150_109_106_995, 0, 0, 0, "ANY")]
+    engine.expected = expect(engine.config, ModelConfig.from_dict(raw), facts, 1000)
+    told = send(make_app(engine), "GET", "/v1/plan").json()
+    assert [told["workload"][name] for name in ("input_len", "output_len", "concurrency")] == [128, 64, 8]
+    assert 2 < told["prediction"]["itl_ms"] < 20
+
+
+def test_the_plan_is_behind_the_key() -> None:
+    error_of(send(make_app(api_key=["k"]), "GET", "/v1/plan"), 401)
 
 
 def test_openapi_describes_every_route_and_shape() -> None:
