@@ -165,6 +165,10 @@ def vllm_command(settings: Settings) -> Command:
     say("--max-num-seqs", settings.max_num_seqs, "requests that run at once on one rank")
     say("--max-num-batched-tokens", settings.max_num_batched_tokens, "a decode waits for its whole step")
     flags += _switches(given)
+    if "disable_custom_all_reduce" in given and parallel.tp > 1:
+        say("--disable-custom-all-reduce", None, "given")
+    if "speculative_config" in given:
+        say("--speculative-config", json.dumps(given["speculative_config"]), "given")
     graphs = _graph_config(settings)
     if graphs:
         say("--compilation-config", json.dumps(graphs), "decode steps of the size that will run, from graphs")
@@ -199,10 +203,11 @@ def _graph_config(settings: Settings) -> dict[str, Any]:
     """What vLLM has to be told of graphs beyond its own defaults."""
     if settings.chip.vendor == "cpu":
         return {}
-    config: dict[str, Any] = {}
-    if "compilation_config" in settings.given:
+    config = dict(settings.given.get("compilation_config", {}))
+    if "cudagraph_mode" in config:
         config["cudagraph_mode"] = settings.graph_mode
-    if settings.graph_mode != "NONE" and settings.max_num_seqs > DEFAULT_GRAPH_SIZE:
+    named = {"cudagraph_capture_sizes", "max_cudagraph_capture_size"} & config.keys()
+    if settings.graph_mode != "NONE" and settings.max_num_seqs > DEFAULT_GRAPH_SIZE and not named:
         config["max_cudagraph_capture_size"] = settings.max_num_seqs
     return config
 

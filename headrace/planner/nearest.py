@@ -9,6 +9,7 @@ from headrace.planner.plan_request import PlanRequest
 from headrace.planner.shapes import ModelShape
 
 SHORTER = (2, 4, 8, 16, 32, 64)
+USUAL_UTILIZATION = 0.9
 LAYOUT_PINS = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
@@ -34,17 +35,23 @@ def changes(
 def drastic_changes(
     request: PlanRequest, shape: ModelShape, chip: Chip, num_gpus: int, most_gpus: int
 ) -> Iterator[PlanRequest]:
-    """Several at once, for when none of `changes` is enough."""
-    free = request.replace(**dict.fromkeys(LAYOUT_PINS), max_num_seqs=None, max_num_batched_tokens=None)
-    lower = [free, *_lower_precision(free, shape, chip)]
-    shorter = [short for entry in lower for short in (entry, *_fewer_tokens(entry, shape))]
-    for entry in shorter:
-        yield entry
-    for count in _more(num_gpus, most_gpus):
-        for entry in lower:
-            yield entry.replace(num_gpus=count)
-    for entry in shorter:
-        yield entry.replace(num_gpus=max(num_gpus, most_gpus))
+    """Several at once, for when none of `changes` is enough: every pin but the model's precision let go, then that too,
+    then with fewer tokens."""
+    free = request.replace(
+        **dict.fromkeys((*LAYOUT_PINS, "max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size")),
+        gpu_memory_utilization=max(request.gpu_memory_utilization, USUAL_UTILIZATION),
+        enable_chunked_prefill=True,
+    )
+    lowest = free.replace(quantization=None, kv_cache_dtype="auto")
+    for lower in _lower_precision(lowest, shape, chip):
+        if shape.weight_format != "bf16" or lower.quantization == "fp8":
+            lowest = lower
+    plain = free.replace(quantization=None, kv_cache_dtype="auto")
+    context = shape.max_position_embeddings
+    for tokens in (plain, _shorter(plain, context, 1), _shorter(plain, context, SHORTER[-1])):
+        for count in (num_gpus, *_more(num_gpus, most_gpus)):
+            for entry in (free, plain, lowest):
+                yield entry.replace(num_gpus=count, input_len=tokens.input_len, output_len=tokens.output_len)
 
 
 def _without_pins(request: PlanRequest, shape: ModelShape) -> Iterator[PlanRequest]:
@@ -87,12 +94,16 @@ def _fewer_tokens(request: PlanRequest, shape: ModelShape) -> Iterator[PlanReque
     context = shape.max_position_embeddings
     if request.answer_len < context < request.prompt_len + request.answer_len:
         yield request.replace(input_len=context - request.answer_len, max_model_len=None)
-    for part in SHORTER:
-        yield request.replace(
-            input_len=max(1, request.prompt_len // part),
-            output_len=max(1, request.answer_len // part),
-            max_model_len=None,
-        )
+    for part in (1, *SHORTER):
+        yield _shorter(request, context, part).replace(max_model_len=None)
+
+
+def _shorter(request: PlanRequest, context: int, part: int) -> PlanRequest:
+    """A `part`-th of the tokens, and no more than the context holds."""
+    return request.replace(
+        input_len=max(1, min(request.prompt_len, context // 2) // part),
+        output_len=max(1, min(request.answer_len, context // 4) // part),
+    )
 
 
 def _more(num_gpus: int, most: int) -> list[int]:

@@ -107,13 +107,13 @@ def make_plan(request: PlanRequest, machine: tuple[Chip, int] | None = None) -> 
     return replace(plan, alternatives=tuple(_alternatives(request, subject, plan)))
 
 
-def _attempt(request: PlanRequest, subject: Subject) -> Plan:
-    """The plan for exactly this request."""
+def _attempt(request: PlanRequest, subject: Subject, exact: bool = True) -> Plan:
+    """The plan for exactly this request; the closed form has to do where it need not be exact."""
     terms, found, problems = _find(request, subject)
     plan = Plan(request, subject.shape, subject.chip, terms.num_gpus, request.engine, tuple(problems))
     if problems:
         return replace(plan, passed_over=found.passed_over)
-    return _completed(plan, terms, found, subject)
+    return _completed(plan, terms, found, subject, exact)
 
 
 def _find(request: PlanRequest, subject: Subject) -> tuple[Terms, Found, list[str]]:
@@ -138,9 +138,8 @@ def _alternatives(request: PlanRequest, subject: Subject, plan: Plan) -> Iterato
     nearest = [_first(group, subject) for group in changes(*terms)]
     if not any(nearest):
         nearest = [_first(drastic_changes(*terms), subject)]
-    for changed in nearest:
-        if changed is not None:
-            yield Alternative(_difference(request, changed), _attempt(changed, subject))
+    for number, changed in enumerate(changed for changed in nearest if changed is not None):
+        yield Alternative(_difference(request, changed), _attempt(changed, subject, exact=number == 0))
 
 
 def _first(requests: Iterable[PlanRequest], subject: Subject) -> PlanRequest | None:
@@ -176,10 +175,10 @@ def _search(terms: Terms, subject: Subject) -> Found:
     return search(replace(terms, served_by_headrace=False))
 
 
-def _completed(plan: Plan, terms: Terms, found: Found, subject: Subject) -> Plan:
+def _completed(plan: Plan, terms: Terms, found: Found, subject: Subject, exact: bool) -> Plan:
     """With everything that follows from the best layout."""
     request = plan.request
-    best, simulation = simulated(found.best, request.simulate)
+    best, simulation = simulated(found.best, request.simulate) if exact else (found.best, None)
     found = replace(found, ranked=[best, *found.ranked[1:]])
     dtype = dtype_of(request, subject)
     decisions = [
@@ -236,6 +235,8 @@ def _notices(terms: Terms, best: Candidate, gaps: list[str]) -> list[str]:
                 f"headrace's kernels are compiled for {terms.chip.arch} and have not run there yet: its figures are "
                 "vLLM's on such GPUs"
             )
+    if terms.request.speculative_config:
+        notices.append("speculation is not in the prediction: how many guesses are right is known from traffic alone")
     room, wanted = best.limits.max_num_seqs * best.parallel.dp, best.workload.concurrency
     if room < wanted:
         notices.append(f"of {wanted} requests {room} run at once; the others wait")
@@ -249,6 +250,8 @@ def _gaps(terms: Terms, best: Candidate, subject: Subject) -> list[str]:
     """Why headrace cannot serve this plan today; empty: it can."""
     request = terms.request.replace(engine="headrace", attention_backend=_backend_of("headrace", terms.request))
     gaps = [*gaps_of_model(request, subject), *layout_gaps(best.parallel), *cache_gaps(terms.kv_dtype, terms.chip)]
+    if request.speculative_config:
+        gaps.append("headrace does not speculate yet")
     if gaps or terms.engine == "headrace":
         return gaps
     if problem := format_problem(request, subject.shape, subject.chip):
@@ -311,7 +314,7 @@ def _settings(terms: Terms, candidate: Candidate, subject: Subject) -> Settings:
 def _given(request: PlanRequest) -> dict[str, Any]:
     """What the user pinned."""
     plain = {entry.name: entry.default for entry in fields(request) if entry.default is not MISSING}
-    plain["compilation_config"] = {}
+    plain |= {"compilation_config": {}, "speculative_config": {}}
     return {name: getattr(request, name) for name, usual in plain.items() if getattr(request, name) != usual}
 
 

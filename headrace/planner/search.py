@@ -6,6 +6,7 @@ plan is printed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -31,7 +32,7 @@ VLLM_BUDGETS = {"latency": (1024, 2048, 4096), "interactive": (2048, 4096, 8192)
 """Token budgets worth asking vLLM for; its steps with decodes are as large as its largest."""
 SHORTENINGS = 8
 MOST_SIMULATED = 1000
-"""Requests of one rank whose simulation is worth waiting for unasked: half a second or less"""
+"""Requests of one rank, or steps with their prompts, whose simulation is worth waiting for unasked: half a second"""
 MIXED_SIZES = (128, 256, 384, 512, 768, 1024, 2048)
 """as headrace measures them at load (runner/step_times.py)"""
 
@@ -217,9 +218,11 @@ def simulated(candidate: Candidate, full: bool) -> tuple[Candidate, Simulation |
     What would take too long otherwise stays as it was predicted."""
     workload, limits = candidate.workload, candidate.limits
     coming = workload.request_rate * OPEN_SECONDS if workload.request_rate else CLOSED_ROUNDS * workload.concurrency
-    if not full and (workload.num_prompts or coming) / candidate.parallel.dp > MOST_SIMULATED:
+    requests = (workload.num_prompts or coming) / candidate.parallel.dp
+    chunks = workload.input_len / min(limits.max_num_batched_tokens, limits.mixed_step_tokens or math.inf)
+    if not full and requests * max(1.0, chunks) > MOST_SIMULATED:
         return candidate, None
-    run = simulate(candidate.deployment, workload, limits, full=full)
+    run = simulate(candidate.deployment, workload, _needed(limits, workload), full=full)
     prediction = replace(
         candidate.prediction,
         ttft_ms=1000 * run.ttft.mean,
@@ -231,11 +234,19 @@ def simulated(candidate: Candidate, full: bool) -> tuple[Candidate, Simulation |
     return replace(candidate, prediction=prediction), run
 
 
+def _needed(limits: Limits, workload: Workload) -> Limits:
+    """With no more cache than can ever be in use, as blocks cost the simulator time."""
+    blocks = -(-(workload.input_len + workload.output_len) // limits.block_size) + 1
+    most = min(limits.max_num_seqs, workload.concurrency if workload.request_rate is None else limits.max_num_seqs)
+    return replace(limits, kv_tokens=min(limits.kv_tokens, (most + 1) * blocks * limits.block_size))
+
+
 def capacity(terms: Terms, memory: MemoryMap) -> int:
     """Tokens of requests of this workload that the pool of one rank holds. vLLM gives back what has left a window, of
     which longer sequences have more."""
     if terms.engine == "vllm":
-        return max(terms.tokens, memory.tokens_at_best(terms.tokens) // terms.block_size * terms.block_size)
+        size = terms.block_size
+        return max(-(-terms.tokens // size), memory.tokens_at_best(terms.tokens) // size) * size
     return memory.kv_tokens
 
 
@@ -266,6 +277,7 @@ def _map(terms: Terms, parallel: Parallel, budget: int, seqs: int, longest: int)
         block_size=terms.block_size,
         graph_mode=terms.graph_mode,
         engine=terms.engine,
+        speculates=bool(terms.request.speculative_config) and terms.shape.draft_weights > 0,
     )
 
 

@@ -7,12 +7,12 @@ Takes what the ranks reported of the machine; measures nothing.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.model_config import ModelConfig
-from headrace.planner.chips import Chip, find_chip
+from headrace.planner.chips import CHIPS, Chip, find_chip
 from headrace.planner.cost import Deployment, Parallel
 from headrace.planner.decisions import USUAL_OBJECTIVE
 from headrace.planner.formats import in_plan_format, plan_format
@@ -62,7 +62,9 @@ def expect(config: EngineConfig, model: ModelConfig, facts: list[WorkerFacts], n
 
 
 def _chip(fact: WorkerFacts) -> Chip:
-    return find_chip("cpu" if fact.device == "cpu" else fact.device_name, fact.total_memory)
+    if fact.device == "cpu":
+        return replace(CHIPS["cpu"], title="the CPU of this machine", memory_bytes=fact.total_memory)
+    return find_chip(fact.device_name, fact.total_memory)
 
 
 def _predict(config: EngineConfig, model: ModelConfig, chip: Chip, workload: Workload, num_blocks: int) -> Prediction:

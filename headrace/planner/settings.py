@@ -5,6 +5,7 @@ Takes a ranked search and says it in records; measures nothing and ranks nothing
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from headrace.config import EngineConfig
@@ -146,6 +147,8 @@ def all_reduce(terms: Terms, best: Candidate) -> Decision:
     step = best.limits.max_num_batched_tokens * width / 2**20
     value = f"own kernel, {name} above {CUSTOM_ALL_REDUCE_MIB} MiB"
     reason = f"decode steps sum up to {decode:.1f} MiB, the largest step {step:.0f} MiB"
+    if terms.request.disable_custom_all_reduce:
+        return Decision(field, name, "given", value, source="user")
     if terms.chip.vendor == "amd":
         return Decision(field, value, reason, "Quick Reduce INT8 for large steps: faster prompts, rounded sums")
     return Decision(field, value, reason)
@@ -220,6 +223,8 @@ def _graph_sizes(terms: Terms, best: Candidate, mode: str) -> Decision:
 
 def _speculation(terms: Terms) -> Decision:
     field, drafts = "speculative_config", terms.shape.draft_weights
+    if terms.request.speculative_config:
+        return Decision(field, json.dumps(terms.request.speculative_config), "given; not predicted", source="user")
     if terms.engine == "headrace":
         return Decision(field, "off", "headrace does not speculate yet")
     why = "how many guesses are right is known from traffic alone"

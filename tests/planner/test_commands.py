@@ -171,6 +171,17 @@ def test_graphs_are_asked_for_where_vllms_own_end() -> None:
     assert json.loads(flags(piecewise)["--compilation-config"] or "") == {"cudagraph_mode": "PIECEWISE"}
 
 
+def test_what_only_vllm_has_may_be_pinned() -> None:
+    found = command(
+        "vllm", "deepseek-r1", num_gpus=8, tensor_parallel_size=8, disable_custom_all_reduce=True,
+        speculative_config={"method": "mtp", "num_speculative_tokens": 1},
+        compilation_config={"cudagraph_capture_sizes": [1, 2]},
+    )  # fmt: skip
+    assert flags(found)["--disable-custom-all-reduce"] is None
+    assert json.loads(flags(found)["--speculative-config"] or "")["method"] == "mtp"
+    assert json.loads(flags(found)["--compilation-config"] or "") == {"cudagraph_capture_sizes": [1, 2]}
+
+
 def test_a_backend_is_one_engines_name() -> None:
     made = make_plan(PlanRequest(model="llama-3.1-8b", gpu="mi300x", attention_backend="TRITON_ATTN", engine="vllm"))
     there, here = made.commands

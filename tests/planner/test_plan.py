@@ -162,6 +162,7 @@ GAPS = [
     ("llama-3.1-8b", {"quantization": "int4"}, "reads no int4 checkpoints yet"),
     ("llama-3.1-8b", {"kv_cache_dtype": "fp8"}, "refused its fp8 cache"),
     ("llama-3.1-8b", {"pipeline_parallel_size": 2}, "no pipeline parallelism yet"),
+    ("llama-3.1-8b", {"speculative_config": {"method": "ngram"}}, "does not speculate yet"),
     ("qwen3-30b-a3b", {"enable_expert_parallel": True, "num_gpus": 2}, "no expert parallelism yet"),
     ("qwen3-30b-a3b", {"enable_dp_attention": True, "num_gpus": 2}, "no data-parallel attention yet"),
 ]
@@ -230,10 +231,20 @@ def test_lower_precision_fewer_tokens_and_more_gpus_are_all_looked_at() -> None:
     assert changes[2] == "num_gpus 2 (not 1)"
 
 
-def test_several_changes_where_one_is_not_enough() -> None:
-    made = plan("llama-3.1-405b", "l40s", num_gpus=1, tensor_parallel_size=1)
+@pytest.mark.parametrize(
+    ("model", "gpu", "asked"),
+    [
+        ("deepseek-v3", "l40s", {"num_gpus": 24, "quantization": "int8", "gpu_memory_utilization": 0.1}),
+        ("demo", "h200", {"input_len": 200_000, "output_len": 3000, "tensor_parallel_size": 13}),
+        ("llama-4-scout", "h200", {"num_gpus": 2, "enable_chunked_prefill": False, "data_parallel_size": 2}),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_several_changes_where_one_is_not_enough(model: str, gpu: str, asked: dict[str, Any]) -> None:
+    made = plan(model, gpu, **asked)
     assert not made.feasible
     assert made.alternatives[0].plan.feasible
+    assert made.alternatives[0].change.count(",") >= 1
 
 
 def test_headrace_is_offered_what_it_has() -> None:
