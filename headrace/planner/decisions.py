@@ -240,7 +240,10 @@ def mixed_step(
         return f"{size} in {times[size]:.1f} ms"
 
     chosen = min(size for size in times if share(size) >= wanted)
-    reason = f"where decodes wait; {describe(chosen)} is {share(chosen):.0%} of the best prefill rate, {describe(best)}"
+    rate = "the best prefill rate"
+    if chosen != best:
+        rate = f"{share(chosen):.0%} of {rate}, {describe(best)}"
+    reason = f"where decodes wait; {describe(chosen)} is {rate}"
     smaller = max((size for size in times if size < chosen), default=None)
     other = "" if smaller is None else f"{describe(smaller)}: {share(smaller):.0%}"
     return Decision(field, chosen, reason, other, source)

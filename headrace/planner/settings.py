@@ -95,7 +95,7 @@ def _why_data(terms: Terms, best: Candidate) -> str:
     if parallel.dp_attention:
         return "each rank keeps the cache of its own requests; all share the experts"
     if parallel.dp == 1:
-        return "all GPUs work on each token"
+        return "one GPU" if parallel.gpus == 1 else "all GPUs work on each token"
     return f"{parallel.dp} copies that never wait for each other"
 
 
@@ -120,6 +120,8 @@ def _why_attention(terms: Terms, best: Candidate) -> str:
         if shape.is_mla:
             return f"a latent cache has no heads to split: {parallel.dp} ranks hold {parallel.dp} times the requests"
         return "no copies of KV heads, and no sums after attention"
+    if parallel.expert_gpus == 1:
+        return "a GPU holds the whole model, with nothing to share"
     if shape.is_mla and parallel.tp > 1:
         over = best.workload.concurrency / parallel.replicas
         return f"for {over:.0f} requests (below {MANY_REQUESTS}) copies of the latent cost less than ranks of their own"
@@ -135,6 +137,11 @@ def _other(found: Found, name: str) -> str:
 
 def all_reduce(terms: Terms, best: Candidate) -> Decision:
     parallel, field = best.parallel, "all_reduce"
+    if parallel.dp_attention and parallel.tp == 1:
+        value = "gather and scatter" if terms.engine == "vllm" else "none yet"
+        return Decision(
+            field, value, "nothing is summed over ranks of attention; tokens travel to the experts and back"
+        )
     if parallel.tp == 1:
         return Decision(field, "none", "each layer is on one GPU: there is nothing to sum, and nothing to quantize")
     name = "RCCL" if terms.chip.vendor == "amd" else "NCCL"
