@@ -139,9 +139,7 @@ def all_reduce(terms: Terms, best: Candidate) -> Decision:
     parallel, field = best.parallel, "all_reduce"
     if parallel.dp_attention and parallel.tp == 1:
         value = "gather and scatter" if terms.engine == "vllm" else "none yet"
-        return Decision(
-            field, value, "ranks of attention sum nothing; tokens travel to the experts and back"
-        )
+        return Decision(field, value, "ranks of attention sum nothing; tokens travel to the experts and back")
     if parallel.tp == 1:
         return Decision(field, "none", "each layer is on one GPU: there is nothing to sum, and nothing to quantize")
     name = "RCCL" if terms.chip.vendor == "amd" else "NCCL"
