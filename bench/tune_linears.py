@@ -10,12 +10,13 @@ beside it. The fastest there is the bucket's entry, null where that is the libra
 headrace/quantization/gemm_tables.json; what a file there says of other sizes, devices and buckets stays, so that it may
 be that very file.
 
-Its measurements have run on an H200; in this form they have not yet.
+The shipped entries of Llama-3.1-8B's sizes were chosen inside whole layers, which prefers others where tiles are small.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -40,7 +41,7 @@ from headrace.kernels.norm import rms_norm
 SIZES = "6144x4096,4096x4096,28672x4096,4096x14336,128256x4096,5120x2048,2048x4096,151936x2048"
 """of Llama-3.1-8B and of Qwen3-30B-A3B"""
 FP8 = torch.float8_e4m3fn
-VERSION = 1
+VERSION = 2
 """of the table's form, as in headrace/quantization/gpu_linear.py"""
 POOL_BYTES = 1 << 30
 """of weights to walk through, so that no cache holds them"""
@@ -68,6 +69,8 @@ SWAPPED = (
     (128, 64, 4, 8), (128, 128, 4, 3), (128, 128, 4, 4), (128, 128, 8, 4), (128, 256, 8, 3),
 )  # fmt: skip
 """the same with the weight as the left operand"""
+WIDE = tuple(itertools.product((64, 128, 256), (64, 128), (4, 8), (3, 4, 5)))
+"""both ways for 128 tokens, where a program takes all of them or half"""
 
 
 @dataclass(frozen=True)
@@ -97,11 +100,12 @@ def configs(bucket: int, itemsize: int, smoke: bool = False) -> list[GemmConfig]
     if bucket == 1:
         lengths = (1,) if longer == 1 else (1, longer)
         found = [GemmConfig(1, n, k * times, warps) for n, k, warps in ONE_BY_ONE for times in lengths]
-    block_m = max(16, bucket)
-    for shapes, swap in ((TILES, False), (SWAPPED, True)):
-        for n, k, warps, stages in shapes:
-            if stages * (n + block_m) * k * 2 <= SHARED_MEMORY and not (block_m >= 64 and n < 32):
-                found.append(GemmConfig(block_m, n, k * longer, warps, stages, swap))
+    for block_m in (64, 128) if bucket == 128 else (max(16, bucket),):
+        for shapes, swap in ((TILES, False), (SWAPPED, True)) if bucket < 128 else ((WIDE, False), (WIDE, True)):
+            for n, k, warps, stages in shapes:
+                large = stages * (n + block_m) * k * 2 > SHARED_MEMORY or block_m * n > 4096 * warps
+                if not (large or (block_m >= 64 and n < 32)):
+                    found.append(GemmConfig(block_m, n, k * longer, warps, stages, swap))
     return found[:: len(found) // 2] if smoke else found
 
 

@@ -102,7 +102,7 @@ class Cases:
 
     def tiny(self) -> tuple[bool, str]:
         """So little is free that neither the usual step nor the usual context fits."""
-        with hog(9), self.engine() as llm:
+        with hog(7), self.engine() as llm:
             fine = whole(serve(llm, count=5, length=100, tokens=4), 4)
         smaller = [name for name in ("max_num_batched_tokens", "max_model_len") if self.log.said(name, "instead of")]
         return fine and bool(smaller), f"smaller: {', '.join(smaller) or 'nothing'}"

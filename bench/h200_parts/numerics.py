@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -129,10 +130,11 @@ def check_model(
     emit(Result(f"numerics/{name}/error", fast.error, notes=notes))
     emit(Result(f"numerics/{name}/covered", 100 * fast.covered))
     emit(Result(f"numerics/{name}/argmax", fast.unlike))
-    tokens = {
-        mode: [one.tokens for one in sequences(base.replace(compilation_config={"cudagraph_mode": mode}))]
-        for mode in MODES
-    }
+    with patch("headrace.runner.worker.measure_step_times", return_value=[]):  # chunks must not depend on what it finds
+        tokens = {
+            mode: [one.tokens for one in sequences(base.replace(compilation_config={"cudagraph_mode": mode}))]
+            for mode in MODES
+        }
     unlike = {mode: _unlike(found, tokens["NONE"]) for mode, found in tokens.items()}
     emit(Result(f"numerics/{name}/modes", max(unlike.values()), notes=[f"{mode} {n}" for mode, n in unlike.items()]))
     fields = {field.name for field in dataclasses.fields(EngineConfig)}
@@ -179,7 +181,7 @@ def write_random_model(folder: Path, settings: Settings) -> Path:
     embeddings = torch.empty(vocab, hidden, device=settings.device).normal_(generator=generator)
     after = torch.randperm(vocab, device=settings.device, generator=generator)
     head = torch.empty_like(embeddings).normal_(0.0, 0.02, generator=generator)
-    head[after] += embeddings * 10 / hidden
+    head[after] += embeddings * 20 / hidden
     weights = {
         "model.embed_tokens.weight": embeddings.to(dtype).cpu(),
         "lm_head.weight": head.to(dtype).cpu(),

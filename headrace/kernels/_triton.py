@@ -40,6 +40,19 @@ def wait_for_inputs(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_wait()
 
 
+@triton.jit
+def after_inputs(offset, DIVISOR: tl.constexpr, OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`offset`, a multiple of DIVISOR, once everything before this kernel has been written: loads at addresses made of
+    it have waited, and others in the same loop, of constants, are on their way meanwhile. For a kernel that has let
+    the next one start; behind the loop it waits once more, for what it loads there."""
+    if OVERLAP:
+        waited = tl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.b32 $0, 0;", "=r,r", [offset], dtype=tl.int32, is_pure=True, pack=1
+        )  # a load that depends on it cannot be moved before it
+        offset = tl.multiple_of(offset + waited, DIVISOR)
+    return offset
+
+
 _OVERLAP, _NO_OVERLAP = {"OVERLAP": True, "launch_pdl": True}, {"OVERLAP": False}
 
 
@@ -67,4 +80,7 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-__all__ = ["DEVICE_FAMILY", "HAS_TRITON", "fp8_dtype", "next_power_of_2", "overlap", "tl", "triton", "wait_for_inputs"]
+__all__ = [
+    "DEVICE_FAMILY", "HAS_TRITON", "after_inputs", "fp8_dtype", "next_power_of_2", "overlap", "tl", "triton",
+    "wait_for_inputs",
+]  # fmt: skip

@@ -74,16 +74,16 @@ def _attend(
         value_ptrs = values_ptr + offset[:, None] + value_column[None, :]
         if CUT and WHOLE_HEAD:
             key = tl.load(key_ptrs, mask=known[None, :], other=0.0)
-            value = tl.load(value_ptrs, mask=known[:, None], other=0)
+            value = tl.load(value_ptrs, mask=known[:, None], other=0.0)
         elif CUT:
             key = tl.load(key_ptrs, mask=in_head[:, None] & known[None, :], other=0.0)
-            value = tl.load(value_ptrs, mask=value_in[None, :] & known[:, None], other=0)
+            value = tl.load(value_ptrs, mask=value_in[None, :] & known[:, None], other=0.0)
         elif WHOLE_HEAD:
             key = tl.load(key_ptrs)
             value = tl.load(value_ptrs)
         else:
             key = tl.load(key_ptrs, mask=in_head[:, None], other=0.0)
-            value = tl.load(value_ptrs, mask=value_in[None, :], other=0)
+            value = tl.load(value_ptrs, mask=value_in[None, :], other=0.0)
         scores = tl.dot(q, key.to(q.dtype), input_precision="ieee") * qk_scale
         if MASKED:
             visible = position[None, :] <= row_position[:, None]
@@ -107,7 +107,7 @@ def _attend(
     return acc, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=["window", "first_req", "num_reqs", "search_steps"])
+@triton.jit(do_not_specialize=["window", "num_blocks", "block_table_stride", "first_req", "num_reqs", "search_steps"])
 def _attention_kernel(
     out_ptr,
     parts_ptr,
@@ -121,7 +121,7 @@ def _attention_kernel(
     kv_scale_ptr,
     qk_scale,
     window,
-    value_offset,
+    num_blocks,
     block_table_stride,
     first_req,
     num_reqs,
@@ -146,6 +146,7 @@ def _attention_kernel(
     num_splits = tl.num_programs(2)
     BLOCK_Q: tl.constexpr = 1 if DECODE else BLOCK_M // GROUP
     SLOT_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    value_offset = num_blocks.to(tl.int64) * (BLOCK_SIZE * SLOT_STRIDE)  # values follow all keys
     if DECODE:
         request = tl.program_id(1)
         query_start = tl.load(query_start_loc_ptr + request)
@@ -198,7 +199,8 @@ def _attention_kernel(
 
     keys_ptr = cache_ptr + kv_head * HEAD_DIM
     blocks_ptr = block_table_ptr + table_row * block_table_stride
-    if QUANTIZED:
+    PAIRS: tl.constexpr = QUANTIZED and DECODE  # the wider tiles of prompts go through shared memory converted
+    if PAIRS:
         acc = (tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32), tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32))
     else:
         acc = (tl.zeros([BLOCK_M, BLOCK_D], tl.float32),)  # type: ignore[assignment]
@@ -224,10 +226,12 @@ def _attention_kernel(
         blocks_ptr, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, WINDOWED,
     )  # fmt: skip
 
-    if QUANTIZED:
-        acc = tl.interleave(acc[0], acc[1]) * tl.load(kv_scale_ptr + 1)
+    if PAIRS:
+        acc = tl.interleave(acc[0], acc[1])
     else:
         acc = acc[0]
+    if QUANTIZED:
+        acc = acc * tl.load(kv_scale_ptr + 1)
     acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     if num_splits == 1:
         tl.store(out_ptr + target[:, None] * HEAD_DIM + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
@@ -290,7 +294,8 @@ def paged_attention(
     plan: AttentionPlan | None = None,
     kv_scale: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of q [T, Hq, D] over the paged cache [2, num_blocks, block_size, Hkv, D]; returns [T, Hq, D].
+    """Causal attention of q [T, Hq, D] over the paged cache [2, num_blocks, block_size, Hkv, D], which is
+    contiguous; returns [T, Hq, D].
 
     Request i has the tokens query_start_loc[i] : query_start_loc[i + 1], the last of seq_lens[i] known ones, and finds
     its blocks in block_table[rows[i]]. A query sees itself and `sliding_window` - 1 keys before it, or all. Requests of
@@ -337,7 +342,7 @@ def _run(
         lse = torch.empty((num_tokens, num_heads, splits), dtype=torch.float32, device=q.device)
     _attention_kernel[(num_kv_heads, tiles, splits)](
         out, parts, lse, q, kv_cache, block_table, rows, query_start_loc, seq_lens, kv_scale, qk_scale,
-        window or 0, kv_cache.stride(0), block_table.stride(0), first_req, end_req,
+        window or 0, kv_cache.shape[1], block_table.stride(0), first_req, end_req,
         (end_req - first_req - 1).bit_length(),
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, GROUP=num_heads // num_kv_heads,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_SIZE=kv_cache.shape[2], DECODE=decode,

@@ -46,7 +46,7 @@ DECODE: dict[tuple[str, int, int], AttentionConfig] = {
 }
 
 PREFILL: dict[tuple[str, int, int], AttentionConfig] = {
-    ("cuda", 1, 64): AttentionConfig(128, 64, 4, 3),
+    ("cuda", 1, 64): AttentionConfig(64, 64, 4, 2),
     ("cuda", 1, 128): AttentionConfig(64, 64, 4, 2),
     ("cuda", 1, 256): AttentionConfig(64, 32, 8, 2),
     ("cuda", 2, 64): AttentionConfig(128, 64, 4, 3),

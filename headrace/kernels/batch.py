@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace.kernels._triton import overlap, tl, triton, wait_for_inputs
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "search_steps"])
+@triton.jit(do_not_specialize=["token_table_stride", "block_table_stride", "num_reqs", "num_tokens", "search_steps"])
 def _prepare_batch_kernel(
     input_ids_ptr,
     positions_ptr,

@@ -76,7 +76,7 @@ def _combined(
     return total / tl.where(norm == 0.0, 1.0, norm)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "num_blocks", "block_table_stride"])
 def _decode_kernel(
     out_ptr,
     parts_ptr,
@@ -99,7 +99,7 @@ def _decode_kernel(
     q_stride,
     k_stride,
     v_stride,
-    value_offset,
+    num_blocks,
     block_table_stride,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -172,6 +172,7 @@ def _decode_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     before = at - 1 + tl.zeros([BLOCK_M], tl.int32)  # keys up to here; the new one is added below
     keys_ptr = cache_ptr + kv_head * HEAD_DIM
+    value_offset = num_blocks.to(tl.int64) * (BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM)  # values follow all keys
     acc, row_max, row_sum = _attend(
         q, acc, row_max, row_sum, begin, end, end, before, window - 1, qk_scale, keys_ptr, value_offset, blocks_ptr,
         column, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, WINDOWED,
@@ -285,7 +286,7 @@ def decode_attention(
     quantized = kv_cache.element_size() == 1
     _decode_kernel[(num_kv_heads, num_reqs, splits)](
         out, parts, lse, tickets, q, k, v, cos_sin, q_norm, k_norm, kv_cache, block_table, rows, seq_lens, kv_scale,
-        eps, scale * LOG2_E, sliding_window or 0, q.stride(0), k.stride(0), v.stride(0), kv_cache.stride(0),
+        eps, scale * LOG2_E, sliding_window or 0, q.stride(0), k.stride(0), v.stride(0), kv_cache.shape[1],
         block_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=max(32, next_power_of_2(head_dim)),
         HALF=cos_sin.shape[1] // 2, GROUP=group, BLOCK_M=config.block_m, BLOCK_N=config.block_n,

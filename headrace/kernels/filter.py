@@ -29,6 +29,8 @@ _GROUP, _CHUNK, _TILE = 128, 4096, 2048
 _NOTES = 8
 """int32 that the programs of a row leave each other: programs done with the histogram, programs done with gathering,
 logits gathered, k_bin, first, last; two free"""
+_COLUMNS = ["top_k_ptr", "top_p_ptr", "temperature_ptr"]
+"""Perhaps columns of a table: kernels are compiled for any place and stride"""
 
 
 @triton.jit
@@ -85,7 +87,7 @@ def _extent(highest, lowest_ptr, groups, inside, temperature, drop, BINS: tl.con
     return best, tl.where(drop > float("-inf"), best + drop * temperature, float("-inf")), scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=_COLUMNS)
 def _groups_kernel(
     notes_ptr, highest_ptr, lowest_ptr, counts_ptr, weights_ptr, logits_ptr,
     top_k_ptr, top_p_ptr, drop_ptr, temperature_ptr,
@@ -140,7 +142,7 @@ def _note_bins(notes_ptr, counts_ptr, weights_ptr, top_k, top_p, by_count, by_ma
     tl.store(notes_ptr + 5, tl.where(by_mass, last, BINS))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=_COLUMNS)
 def _histogram_kernel(
     notes_ptr, counts_ptr, weights_ptr, highest_ptr, lowest_ptr, logits_ptr,
     top_k_ptr, top_p_ptr, drop_ptr, temperature_ptr,
@@ -249,7 +251,7 @@ def _search(
     return limit
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=_COLUMNS)
 def _limit_kernel(
     out_ptr, found_ptr, notes_ptr, counts_ptr, weights_ptr, highest_ptr, lowest_ptr, logits_ptr,
     top_k_ptr, top_p_ptr, drop_ptr, temperature_ptr,

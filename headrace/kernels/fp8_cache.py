@@ -1,7 +1,7 @@
 """How attention reads an fp8 KV cache: in registers, as float16, which holds every fp8 number exactly.
 
-Values are loaded as int16 pairs, because the matrix units want them transposed and shared memory transposes 16 bits at
-a time. What is written there, and by whose scales, stands in rotary.py.
+Decodes load values as int16 pairs, because the matrix units want them transposed and shared memory transposes 16 bits
+at a time. What is written there, and by whose scales, stands in rotary.py.
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -1,7 +1,8 @@
 """Linear layers over few tokens: x @ weight.T where reading the weight is all that costs, in 16-bit or fp8.
 
-Weights are constants, so a program for one token asks for its first weights before it waits for the kernel in front
-of it (programmatic dependent launch), and memory stays busy across kernel boundaries. Knows nothing of layers; which
+Weights are constants, so a program asks for its first weights before it waits for the kernel in front of it
+(programmatic dependent launch), and memory stays busy across kernel boundaries. A norm between two linears needs no
+pass of its own: the first leaves what it takes, the second finishes it (HalfNormed). Knows nothing of layers; which
 sizes are served here and which by the vendor's library is said in gemm_config.py.
 """
 
@@ -9,12 +10,15 @@ sizes are served here and which by the vendor's library is said in gemm_config.p
 # Triton functions are typed by what they are launched with.
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels._triton import overlap, tl, triton, wait_for_inputs
+from headrace.kernels._triton import after_inputs, next_power_of_2, overlap, tl, triton, wait_for_inputs
 from headrace.kernels.gemm_config import GemmConfig
+from headrace.kernels.norm import HalfNormed, half_norm_reference
 
 
 @triton.jit
@@ -30,6 +34,24 @@ def _silu(x):
     return x / (1.0 + tl.exp(-x))
 
 
+@triton.jit
+def _half_norm(out, row, row_in, column, offset, stored, scaled_ptr, squares_ptr, next_weight_ptr, width):
+    """Store what the next norm needs of `out` [rows, columns], of which this program has these columns."""
+    weight = tl.load(next_weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    tl.store(scaled_ptr + offset, (out * weight[None, :]).to(scaled_ptr.dtype.element_ty), mask=stored)
+    squares = tl.sum(tl.where(stored, out * out, 0.0), axis=1)
+    tl.store(squares_ptr + row * tl.num_programs(0) + tl.program_id(0), squares, mask=row_in)
+
+
+@triton.jit
+def _row_scale(squares_ptr, row, row_in, parts, K, eps, PARTS: tl.constexpr):
+    """What is left of a norm of rows, out of the parts of their sums of squares."""
+    part = tl.arange(0, PARTS)
+    mask = row_in[:, None] & (part < parts)[None, :]
+    squares = tl.load(squares_ptr + row[:, None] * parts + part[None, :], mask=mask, other=0.0)
+    return tl.rsqrt(tl.sum(squares, axis=1) / K + eps)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _skinny_kernel(
     out_ptr,
@@ -39,9 +61,15 @@ def _skinny_kernel(
     x_scale_ptr,
     weight_scale_ptr,
     residual_ptr,
-    num_tokens,
+    squares_ptr,
+    next_scaled_ptr,
+    next_squares_ptr,
+    next_weight_ptr,
     N,
     K,
+    parts,
+    eps,
+    num_tokens,
     x_stride,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -49,11 +77,13 @@ def _skinny_kernel(
     SWAP: tl.constexpr,
     EVEN_K: tl.constexpr,
     GATED: tl.constexpr,
+    PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program: BLOCK_N rows of the weight against up to BLOCK_M tokens. SWAP makes the weight the left operand,
     whose side of the matrix units is the wide one."""
-    wait_for_inputs(OVERLAP)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     weight_row = _gated_row(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N // 2, GATED, BLOCK_N)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_in = row < num_tokens
@@ -67,16 +97,17 @@ def _skinny_kernel(
     for start in range(0, K, BLOCK_K):
         if EVEN_K:
             weight = tl.load(weight_ptrs + start)
-            x = tl.load(x_ptrs + start, mask=row_in[:, None], other=0.0)
+            x = tl.load(x_ptrs + after_inputs(start, BLOCK_K, OVERLAP), mask=row_in[:, None], other=0.0)
         else:
             inside = (start + k < K)[None, :]
             weight = tl.load(weight_ptrs + start, mask=inside, other=0.0)
-            x = tl.load(x_ptrs + start, mask=row_in[:, None] & inside, other=0.0)
+            x = tl.load(x_ptrs + after_inputs(start, BLOCK_K, OVERLAP), mask=row_in[:, None] & inside, other=0.0)
         weight = weight.to(x.dtype)
         if SWAP:
             acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
         else:
             acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+    wait_for_inputs(OVERLAP)
     if SWAP:
         acc = tl.trans(acc)
     weight_row_in = weight_row < N
@@ -84,6 +115,8 @@ def _skinny_kernel(
         acc *= tl.load(weight_scale_ptr + weight_row, mask=weight_row_in, other=0.0)[None, :]
     if x_scale_ptr is not None:
         acc *= tl.load(x_scale_ptr + row, mask=row_in, other=0.0)[:, None]
+    if squares_ptr is not None:
+        acc *= _row_scale(squares_ptr, row, row_in, parts, K, eps, PARTS)[:, None]
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + weight_row, mask=weight_row_in, other=0.0).to(tl.float32)[None, :]
     if GATED:
@@ -99,7 +132,11 @@ def _skinny_kernel(
     stored = row_in[:, None] & (column < width)[None, :]
     if residual_ptr is not None:
         out += tl.load(residual_ptr + offset, mask=stored, other=0.0).to(tl.float32)
-    tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=stored)
+    rounded = out.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + offset, rounded, mask=stored)
+    if next_scaled_ptr is not None:
+        out = rounded.to(tl.float32)
+        _half_norm(out, row, row_in, column, offset, stored, next_scaled_ptr, next_squares_ptr, next_weight_ptr, width)
 
 
 @triton.jit
@@ -111,12 +148,19 @@ def _gemv_kernel(
     x_scale_ptr,
     weight_scale_ptr,
     residual_ptr,
+    squares_ptr,
+    next_scaled_ptr,
+    next_squares_ptr,
+    next_weight_ptr,
     N,
     K,
+    parts,
+    eps,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     GATED: tl.constexpr,
+    PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program: BLOCK_N rows of the weight against one token, by multiply and add."""
@@ -133,6 +177,9 @@ def _gemv_kernel(
     wait_for_inputs(OVERLAP)
     if residual_ptr is not None:  # asked for before the sums, not after
         residual = tl.load(residual_ptr + column, mask=column_in, other=0.0).to(tl.float32)
+    if squares_ptr is not None:
+        part = tl.arange(0, PARTS)
+        squares = tl.load(squares_ptr + part, mask=part < parts, other=0.0)
     x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
     acc = weight.to(tl.float32) * x[None, :]
     for start in range(BLOCK_K, K, BLOCK_K):
@@ -150,6 +197,8 @@ def _gemv_kernel(
         total *= tl.load(weight_scale_ptr + weight_row, mask=weight_row_in, other=0.0)
     if x_scale_ptr is not None:
         total *= tl.load(x_scale_ptr)
+    if squares_ptr is not None:
+        total *= tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + weight_row, mask=weight_row_in, other=0.0).to(tl.float32)
     if GATED:
@@ -157,11 +206,17 @@ def _gemv_kernel(
         total = _silu(gate) * up
     if residual_ptr is not None:
         total += residual
-    tl.store(out_ptr + column, total.to(out_ptr.dtype.element_ty), mask=column_in)
+    rounded = total.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + column, rounded, mask=column_in)
+    if next_scaled_ptr is not None:
+        out = rounded.to(tl.float32)
+        weight = tl.load(next_weight_ptr + column, mask=column_in, other=0.0).to(tl.float32)
+        tl.store(next_scaled_ptr + column, (out * weight).to(next_scaled_ptr.dtype.element_ty), mask=column_in)
+        tl.store(next_squares_ptr + tl.program_id(0), tl.sum(tl.where(column_in, out * out, 0.0), axis=0))
 
 
 def skinny_linear(
-    x: Tensor,
+    x: Tensor | HalfNormed,
     weight: Tensor,
     bias: Tensor | None,
     config: GemmConfig,
@@ -171,40 +226,53 @@ def skinny_linear(
     *,
     gated: bool = False,
     residual: Tensor | None = None,
-) -> Tensor:
+    eps: float = 0.0,
+    next_norm: Tensor | None = None,
+) -> Any:
     """x [T, K] @ weight [N, K].T + bias [N] -> [T, N] in `dtype` (default x's), sums in fp32.
 
     The weight may be fp8, with weight_scale [N] fp32, and x too, with x_scale [T, 1]; the sums are multiplied by the
     scales. The weight is contiguous, x's rows are. `gated`: silu of the first half of the outputs times the second
-    half -> [T, N / 2]. `residual` [T, N], contiguous: the result is added to it, in place.
+    half -> [T, N / 2]. `residual` [T, N], contiguous: the result is added to it, in place. x may be HalfNormed, of a
+    norm with `eps`; the result is, where `next_norm` [N], the weight of the norm behind the residual, is given.
     """
     num_tokens, k = x.shape
     n = weight.shape[0]
+    squares: Tensor | None = None
+    parts = 1
+    if isinstance(x, HalfNormed):
+        squares, x = x.squares, x.scaled
+        parts = squares.shape[1]
     if residual is None:
         width = n // 2 if gated else n
         out = torch.empty((num_tokens, width), dtype=dtype or x.dtype, device=x.device)
     else:
         out = residual
+    rows = max(2, config.block_n) if gated and config.block_m == 1 else config.block_n
+    programs = -(-n // rows)
+    result: Any = out
+    if next_norm is not None:
+        result = HalfNormed(out, torch.empty_like(out), out.new_empty((num_tokens, programs), dtype=torch.float32))
     if not num_tokens:
-        return out
-    tensors = (out, x, weight, bias, x_scale, weight_scale, residual)
-    options = {"EVEN_K": k % config.block_k == 0, "GATED": gated, **overlap()}
+        return result
+    following = (None, None, None) if next_norm is None else (*result[1:], next_norm)
+    arguments = (out, x, weight, bias, x_scale, weight_scale, residual, squares, *following, n, k, parts, eps)
+    options = {"EVEN_K": k % config.block_k == 0, "GATED": gated, "PARTS": next_power_of_2(parts), **overlap()}
     if config.block_m == 1:
-        rows = max(2, config.block_n) if gated else config.block_n
-        _gemv_kernel[(-(-n // rows),)](
-            *tensors, n, k, BLOCK_N=rows, BLOCK_K=config.block_k, num_warps=config.num_warps, **options
+        _gemv_kernel[(programs,)](
+            *arguments, BLOCK_N=rows, BLOCK_K=config.block_k, num_warps=config.num_warps, **options
         )
-        return out
-    _skinny_kernel[(-(-n // config.block_n), -(-num_tokens // config.block_m))](
-        *tensors, num_tokens, n, k, x.stride(0),
+        return result
+    _skinny_kernel[(programs, -(-num_tokens // config.block_m))](
+        *arguments, num_tokens, x.stride(0),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SWAP=config.swap,
         num_warps=config.num_warps, num_stages=config.num_stages, **options,
     )  # fmt: skip
-    return out
+    return result
 
 
 def skinny_linear_reference(
-    x: Tensor,
+    x: Tensor | HalfNormed,
     weight: Tensor,
     bias: Tensor | None,
     config: GemmConfig | None = None,
@@ -214,7 +282,12 @@ def skinny_linear_reference(
     *,
     gated: bool = False,
     residual: Tensor | None = None,
-) -> Tensor:
+    eps: float = 0.0,
+    next_norm: Tensor | None = None,
+) -> Any:
+    if isinstance(x, HalfNormed):
+        dtype = dtype or x.x.dtype
+        x = x.scaled.float() * torch.rsqrt(x.squares.sum(1, keepdim=True) / x.shape[1] + eps)
     out = F.linear(x.float(), weight.float())
     for scale in (x_scale, weight_scale):
         out = out if scale is None else out * scale
@@ -222,4 +295,5 @@ def skinny_linear_reference(
     if gated:
         gate, up = out.chunk(2, dim=-1)
         out = F.silu(gate) * up
-    return out.to(dtype or x.dtype) if residual is None else residual.copy_(residual.float() + out)
+    out = out.to(dtype or x.dtype) if residual is None else residual.copy_(residual.float() + out)
+    return out if next_norm is None else half_norm_reference(out, next_norm)

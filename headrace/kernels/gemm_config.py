@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """One way to run a skinny GEMM. block_m 1: by multiply and add, for one token; else by the matrix units."""
+    """One way to run a skinny GEMM. block_m 1: by multiply and add, for one token; else by the matrix units, block_m
+    tokens a program."""
 
     block_m: int
     block_n: int
@@ -22,7 +23,7 @@ class GemmConfig:
     """the weight is the left operand of the product"""
 
 
-BUCKETS = (1, 16, 32, 64)
+BUCKETS = (1, 16, 32, 64, 128)
 """A linear over at most this many tokens gets the bucket's kernel; beyond the last, the vendor's library."""
 
 CANDIDATES: dict[tuple[str, int, int], tuple[GemmConfig, ...]] = {
@@ -47,6 +48,11 @@ CANDIDATES: dict[tuple[str, int, int], tuple[GemmConfig, ...]] = {
         GemmConfig(64, 64, 128, 4, 5, swap=True),
         GemmConfig(64, 128, 128, 8, 4, swap=True),
     ),
+    ("cuda", 2, 128): (
+        GemmConfig(128, 256, 64, 8, 4, swap=True),
+        GemmConfig(128, 128, 64, 8, 3),
+        GemmConfig(64, 64, 128, 4, 5, swap=True),
+    ),
     ("cuda", 1, 1): (
         GemmConfig(1, 4, 1024, 2),
         GemmConfig(1, 4, 2048, 4),
@@ -67,8 +73,14 @@ CANDIDATES: dict[tuple[str, int, int], tuple[GemmConfig, ...]] = {
         GemmConfig(64, 32, 256, 4, 6),
         GemmConfig(64, 128, 128, 4, 4, swap=True),
     ),
+    ("cuda", 1, 128): (
+        GemmConfig(128, 128, 128, 8, 3),
+        GemmConfig(128, 64, 256, 4, 4, swap=True),
+        GemmConfig(64, 64, 256, 8, 5),
+    ),
     ("hip", 2, 1): (GemmConfig(1, 4, 1024, 4),),
     ("hip", 2, 16): (GemmConfig(16, 32, 256, 4, 2),),
     ("hip", 2, 32): (GemmConfig(32, 32, 256, 4, 2),),
     ("hip", 2, 64): (GemmConfig(64, 64, 128, 4, 2),),
+    ("hip", 2, 128): (GemmConfig(128, 64, 64, 4, 2),),
 }

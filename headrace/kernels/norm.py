@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ def _rms_norm_kernel(
     out_ptr,
     scales_ptr,
     x_ptr,
+    delta_ptr,
     weight_ptr,
     x_stride,
     hidden,
@@ -33,13 +35,18 @@ def _rms_norm_kernel(
     LARGEST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """`out` is fp8 where there are `scales`."""
+    """`out` is fp8 where there are `scales`. `delta`, contiguous, is first added to x."""
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden
     x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     dtype = x_ptr.dtype.element_ty
+    if delta_ptr is not None:
+        x += tl.load(delta_ptr + row * hidden + columns, mask=inside, other=0.0).to(tl.float32)
+        rounded = x.to(dtype)
+        tl.store(x_ptr + row * x_stride + columns, rounded, mask=inside)
+        x = rounded.to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / hidden + eps)
     normed = (x * scale).to(dtype).to(tl.float32)
@@ -50,7 +57,15 @@ def _rms_norm_kernel(
         quantize_row(out_ptr, scales_ptr, normed.to(tl.float32), row, columns, inside, hidden, LARGEST)
 
 
-def _launch(out: Tensor, scales: Tensor | None, rows: Tensor, weight: Tensor, eps: float, largest: float) -> None:
+def _launch(
+    out: Tensor,
+    scales: Tensor | None,
+    rows: Tensor,
+    weight: Tensor,
+    eps: float,
+    largest: float,
+    delta: Tensor | None = None,
+) -> None:
     if rows.shape[0]:
         hidden = rows.shape[1]
         block = next_power_of_2(hidden)
@@ -58,6 +73,7 @@ def _launch(out: Tensor, scales: Tensor | None, rows: Tensor, weight: Tensor, ep
             out,
             scales,
             rows,
+            delta,
             weight,
             rows.stride(0),
             hidden,
@@ -67,6 +83,51 @@ def _launch(out: Tensor, scales: Tensor | None, rows: Tensor, weight: Tensor, ep
             num_warps=warps_of_row(block),
             **overlap(),
         )
+
+
+class HalfNormed(NamedTuple):
+    """x, and its RMS norm but for a factor a row, which whoever multiplies by a matrix may apply to the products:
+    norm(x) = scaled / sqrt(squares.sum(1) / hidden + eps)."""
+
+    x: Tensor
+    """[num_tokens, hidden]"""
+    scaled: Tensor
+    """[num_tokens, hidden]: x times the norm's weight, rounded once, in x's dtype"""
+    squares: Tensor
+    """[num_tokens, parts] fp32: sums of squares of x over parts of a row"""
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.x.shape
+
+
+class Unsummed(NamedTuple):
+    """x + delta, which whoever norms it first writes over x, in the same pass."""
+
+    x: Tensor
+    """[num_tokens, hidden]"""
+    delta: Tensor
+    """the same"""
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.x.shape
+
+
+def whole(x: Tensor | HalfNormed | Unsummed) -> Tensor:
+    """x itself; of Unsummed, after it was normed."""
+    return x if isinstance(x, Tensor) else x.x
+
+
+def summed(x: Tensor | HalfNormed | Unsummed) -> Tensor:
+    """x itself, before it is normed."""
+    return x.x.add_(x.delta) if isinstance(x, Unsummed) else whole(x)
+
+
+def half_norm_reference(x: Tensor, weight: Tensor, parts: int = 1) -> HalfNormed:
+    """x [num_tokens, hidden]; `parts` divides hidden."""
+    squares = x.float().square().unflatten(1, (parts, -1)).sum(-1)
+    return HalfNormed(x, (x.float() * weight.float()).to(x.dtype), squares)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -81,11 +142,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out if x.dim() == 2 else out.view(x.shape)
 
 
-def rms_norm_quantized(x: Tensor, weight: Tensor, eps: float, fp8: torch.dtype) -> Quantized:
-    """What `rms_norm` gives for x [num_tokens, hidden], in fp8."""
+def rms_norm_quantized(
+    x: Tensor, weight: Tensor, eps: float, fp8: torch.dtype, delta: Tensor | None = None
+) -> Quantized:
+    """What `rms_norm` gives for x [num_tokens, hidden], in fp8; `delta`, of x's shape, is first added to x."""
     num_tokens, hidden = x.shape
     out = empty_quantized(num_tokens, hidden, fp8, x.device)
-    _launch(*out, x, weight, eps, LARGEST[fp8])
+    _launch(*out, x, weight, eps, LARGEST[fp8], delta)
     return out
 
 
@@ -101,5 +164,9 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x * scale).to(x.dtype).mul_(weight)  # rounds before it multiplies
 
 
-def rms_norm_quantized_reference(x: Tensor, weight: Tensor, eps: float, fp8: torch.dtype) -> Quantized:
+def rms_norm_quantized_reference(
+    x: Tensor, weight: Tensor, eps: float, fp8: torch.dtype, delta: Tensor | None = None
+) -> Quantized:
+    if delta is not None:
+        x.add_(delta)
     return quantize_per_token_reference(rms_norm_reference(x, weight, eps), fp8)

@@ -65,7 +65,7 @@ def _to_fp8(x, factor, LARGEST: tl.constexpr, FP8: tl.constexpr):
     return tl.clamp(scaled, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(FP8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def _rotary_and_cache_kernel(
     out_ptr,
     q_ptr,
@@ -85,7 +85,7 @@ def _rotary_and_cache_kernel(
     q_head_stride,
     k_head_stride,
     v_head_stride,
-    value_offset,
+    num_slots,
     num_heads,
     num_kv_heads,
     GROUP: tl.constexpr,
@@ -181,6 +181,7 @@ def _rotary_and_cache_kernel(
         tl.store(cached + HALF + half[None, :], k_second, mask=k_mask)
         if HAS_REST:
             tl.store(cached + rest[None, :], k_tail, mask=one_in[:, None] & rest_in[None, :])
+        value_offset = num_slots.to(tl.int64) * (num_kv_heads * HEAD_DIM)  # values follow all keys
         tl.store(cached + value_offset + column, value, mask=column < HEAD_DIM)
 
 
@@ -215,7 +216,8 @@ def rotary_and_cache(
     group = num_heads // num_kv_heads
     _rotary_and_cache_kernel[(num_tokens, num_kv_heads)](
         out, q, k, v, cos_sin, positions, kv_cache, slot_mapping, q_norm, k_norm, kv_scale,
-        eps, q.stride(0), k.stride(0), v.stride(0), q.stride(1), k.stride(1), v.stride(1), kv_cache.stride(0),
+        eps, q.stride(0), k.stride(0), v.stride(0), q.stride(1), k.stride(1), v.stride(1),
+        kv_cache.shape[1] * kv_cache.shape[2],
         num_heads, num_kv_heads,
         GROUP=group, BLOCK_G=next_power_of_2(group), HEAD_DIM=head_dim, BLOCK_D=next_power_of_2(head_dim), HALF=half,
         BLOCK_HALF=next_power_of_2(half), BLOCK_REST=next_power_of_2(max(1, head_dim - 2 * half)),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.table import AttentionSpec
+from headrace.kernels.norm import HalfNormed
 from headrace.layers.context import LayerContext
 from headrace.layers.layer import Layer
 from headrace.layers.linear import QKVParallelLinear, RowParallelLinear
@@ -82,7 +84,7 @@ class Attention(Layer):
             found[f"{path}.{name}"] = Slot((1,), (), place, optional=True)
         return found
 
-    def forward(self, x: Tensor, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor:
+    def forward(self, x: Tensor | HalfNormed, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor) -> Any:
         """x [num_tokens, hidden_size], to which attention's output is added in place; this step's keys and values go
         into `kv_cache`."""
         qkv = self.qkv_proj(x).view(x.shape[0], -1, self.spec.head_dim)

@@ -6,6 +6,7 @@ Which memory and arithmetic stand behind a linear is its scheme's affair (quanti
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from headrace.distributed.mesh import Group
 from headrace.errors import ConfigError
+from headrace.kernels.norm import HalfNormed, whole
 from headrace.layers.layer import Layer
 from headrace.layers.norm import RMSNorm
 from headrace.quantization.scheme import Around, Compute, LinearSpec, Part, Scheme, Slot
@@ -42,6 +44,8 @@ class Linear(Layer):
         super().__init__()
         self.spec = spec
         self.norm = (norm,)  # in a tuple, so that it does not become a child
+        self.next_norm: tuple[Any] = (None,)
+        """what its sum with a residual goes through next, by a linear that takes it half done; by who knows both"""
         self.activation = activation
         self.scheme: Scheme = Unquantized()
         self.weights: dict[str, Tensor] = {}
@@ -60,7 +64,10 @@ class Linear(Layer):
     def finalize(self) -> None:
         around = Around(activation=self.activation)
         if (norm := self.norm[0]) is not None:
-            around = Around(norm.weight.data, norm.eps, norm.rms_norm, self.activation)
+            around = Around(norm.weight.data, norm.eps, norm.rms_norm, activation=self.activation)
+        next_norm = self.next_norm[0]
+        if next_norm is not None and self.spec.dtype == torch.bfloat16:  # x times the weight is too large for float16
+            around = replace(around, next_norm=next_norm.weight.data)
         self.compute = self.scheme.finalize(self.spec, self.weights, around)
         if any(tensor.device.type == "cpu" for tensor in self.weights.values()):
             self.weights = {}  # held in another form; on a GPU as they are, and kept for who checks what is computed
@@ -161,8 +168,11 @@ class RowParallelLinear(Linear):
         self.all_reduce = group.all_reduce
         self.alone = group.size == 1
 
-    def forward(self, x: Any, residual: Tensor | None = None) -> Tensor:
-        """With `residual` [num_tokens, out_features], the sum is written over it."""
+    def forward(self, x: Any, residual: Tensor | HalfNormed | None = None) -> Any:
+        """With `residual` [num_tokens, out_features], the sum is written over it. It may be HalfNormed, and so may the
+        result, where a norm follows."""
+        if residual is not None:
+            residual = whole(residual)
         if self.alone:
             return self.compute(x, residual)
         out = self.all_reduce(self.compute(x, None))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
+from headrace.kernels.norm import HalfNormed
 from headrace.layers.context import LayerContext
 from headrace.layers.layer import Layer
 from headrace.layers.linear import MergedColumnParallelLinear, RowParallelLinear
@@ -39,6 +41,6 @@ class GatedMLP(Layer):
         if wanted is not None:
             self.gate_up_proj.activation = partial(self.silu_and_mul_quantized, fp8=wanted)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor | HalfNormed, residual: Tensor | HalfNormed | None = None) -> Any:
         """x [num_tokens, hidden_size] -> the same; with `residual`, the sum is written over it (it may be x)."""
         return self.down_proj(self.gate_up_proj(x), residual)

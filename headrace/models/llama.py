@@ -7,11 +7,14 @@ those of the checkpoint, but for fused layers, which know their parts' names.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from typing import Any
 
 from torch import Tensor, nn
 
 from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.table import AttentionSpec
+from headrace.kernels.norm import HalfNormed
 from headrace.layers.attention import Angles, Attention
 from headrace.layers.context import LayerContext
 from headrace.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -58,9 +61,10 @@ class LlamaDecoderLayer(Layer):
             mlp_bias = _said(entry.mlp_bias, config.mlp_bias)
             norm = self.post_attention_layernorm
             self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, mlp_bias, context, norm)
+            self.self_attn.o_proj.next_norm = (norm,)
 
-    def forward(self, x: Tensor, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor:
-        """x [num_tokens, hidden_size] -> the same, in place. Norms are their followers' affair."""
+    def forward(self, x: Tensor | HalfNormed, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor) -> Any:
+        """x [num_tokens, hidden_size] -> the same, in place. Norms are their neighbours' affair."""
         x = self.self_attn(x, angles, metadata, kv_cache)
         return self.mlp(x, x)
 
@@ -79,6 +83,9 @@ class LlamaModel(Layer):
         self.layers = nn.ModuleList(
             LlamaDecoderLayer(config, entry, spec, moe, context) for spec, moe in zip(specs, experts, strict=True)
         )
+        for layer, following in itertools.pairwise(self.layers):
+            if isinstance(layer.mlp, GatedMLP):
+                layer.mlp.down_proj.next_norm = (following.input_layernorm,)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context.kernels, context.dtype)
 
     def forward(

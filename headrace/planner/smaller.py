@@ -38,9 +38,12 @@ def smaller_plan(
     if missing <= 0:
         return None
     room = blocks * config.block_size
-    if given.max_model_len is None and room >= min(SHORTEST_CONTEXT, config.max_model_len // 2):
+    shortest = min(SHORTEST_CONTEXT, config.max_model_len // 2)
+    if given.max_model_len is None and room >= shortest:
         reason = "what the KV cache has room for; longer sequences need more memory or GPUs"
         return _change(config, reason, max_model_len=room)
+    if given.max_model_len is None:  # a smaller step first, then a shorter context
+        missing = -(-shortest // config.block_size) - blocks
     if all(missing * fact.kv_bytes_per_block < fact.step_bytes for fact in facts):
         return _smaller_step(config, f"room for the KV cache beside a step of {_step(config)}")
     return None

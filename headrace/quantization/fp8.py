@@ -8,9 +8,10 @@ own: it knows its slice alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from headrace.errors import ConfigError
 from headrace.kernels._triton import fp8_dtype
 from headrace.kernels.fp8 import Quantized, quantize_per_token_reference
+from headrace.kernels.norm import HalfNormed, Unsummed, whole
 from headrace.kernels.table import KernelTable, select_kernels
 from headrace.quantization import gpu_linear
 from headrace.quantization.cpu_linear import Choice, choose_all, hold_plain, spare_memory
@@ -92,22 +94,30 @@ class Fp8:
                 scales[rows] = quantized.scales[:, 0]
 
     def finalize(self, spec: LinearSpec, weights: dict[str, Tensor], around: Around) -> Compute:
-        fp8, kernels = self.fp8, self.kernels
-        quantizing = around
-        if around.rms_norm is not None:
-            quantizing = replace(around, rms_norm=partial(kernels.rms_norm_quantized, fp8=fp8))
+        quantize = self._quantize(around)
         product = self._product(spec, weights)
 
-        def quantized(x: Tensor | Quantized) -> Tensor:
-            return product(x if isinstance(x, Quantized) else kernels.quantize_per_token(x, fp8))
+        def quantized(x: Any) -> Tensor:
+            return product(x if isinstance(x, Quantized) else quantize(x))
 
-        many = quantizing.wrap(quantized)
+        many = replace(around, norm_weight=None).wrap(quantized)
         plan = self.plans.get((1, spec.out_features, spec.in_features))
         if plan is None:
             return many
-        quantize = quantizing.norm() or partial(kernels.quantize_per_token, fp8=fp8)
         held = (weights["weight"], weights["weight_scale"], weights.get("bias"))
         return gpu_linear.hold_fp8(*held, plan, around, quantize, spec.dtype, many)
+
+    def _quantize(self, around: Around) -> Callable[[Any], Quantized]:
+        """Of what comes in, normed where `around` norms; a sum not yet made is made in the same pass."""
+        fp8, kernels, weight, eps = self.fp8, self.kernels, around.norm_weight, around.norm_eps
+        if weight is None or around.rms_norm is None:
+            return partial(kernels.quantize_per_token, fp8=fp8)
+
+        def quantize(x: Tensor | HalfNormed | Unsummed) -> Quantized:
+            delta = x.delta if isinstance(x, Unsummed) else None
+            return kernels.rms_norm_quantized(whole(x), weight, eps, fp8, delta)
+
+        return quantize
 
     def _product(self, spec: LinearSpec, weights: dict[str, Tensor]) -> Product:
         weight, scales, bias, dtype = weights["weight"], weights.get("weight_scale"), weights.get("bias"), spec.dtype

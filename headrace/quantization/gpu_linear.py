@@ -26,6 +26,7 @@ from headrace.kernels._triton import DEVICE_FAMILY
 from headrace.kernels.fp8 import Quantized, fp8_linear, quantize_per_token
 from headrace.kernels.gemm import skinny_linear
 from headrace.kernels.gemm_config import BUCKETS, CANDIDATES, GemmConfig
+from headrace.kernels.norm import HalfNormed
 from headrace.quantization.scheme import Around, Compute, LinearSpec
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ Table = list[GemmConfig | None]
 but for graphs captured before."""
 Size = tuple[int, int, int]
 """(bytes an element, out_features, in_features)"""
-VERSION = 1
+VERSION = 2
 """of the kernels and of this file's form: measurements of another one are not used"""
 SHIPPED = Path(__file__).with_name("gemm_tables.json")
 ROTATED_BYTES = 256 << 20
@@ -68,16 +69,17 @@ def hold(weight: Tensor, bias: Tensor | None, by_tokens: Table, around: Around) 
     """weight [out, in], bias [out] or None."""
     most = len(by_tokens) - 1
     transposed = weight.t()
-    gated, norm = around.activation is not None, around.norm()
+    gated, norm, eps, next_norm = around.activation is not None, around.norm(), around.norm_eps, around.next_norm
     many = replace(around, norm_weight=None).wrap(lambda x: F.linear(x, weight, bias))
 
-    def compute(x: Tensor, residual: Tensor | None) -> Tensor:
-        if norm is not None:
-            x = norm(x)
+    def compute(x: Any, residual: Tensor | None) -> Any:
         tokens = x.shape[0]
         config = by_tokens[tokens] if tokens <= most else None
+        if norm is not None and (config is None or not isinstance(x, HalfNormed)):
+            x = norm(x)
         if config is not None:
-            return skinny_linear(x, weight, bias, config, gated=gated, residual=residual)
+            following = None if residual is None else next_norm
+            return skinny_linear(x, weight, bias, config, gated=gated, residual=residual, eps=eps, next_norm=following)
         if residual is not None and bias is None and not gated:
             return residual.addmm_(x, transposed)
         return many(x, residual)
@@ -100,16 +102,20 @@ def hold_fp8(
     A token alone is not quantized where its product is no matrix units' work: it would be no faster, and less exact.
     """
     most = len(by_tokens) - 1
-    gated, norm = around.activation is not None, around.norm()
+    gated, norm, eps, next_norm = around.activation is not None, around.norm(), around.norm_eps, around.next_norm
 
-    def compute(x: Tensor | Quantized, residual: Tensor | None) -> Any:
+    def compute(x: Any, residual: Tensor | None) -> Any:
         tokens = x.shape[0]
         config = by_tokens[tokens] if tokens <= most else None
         if config is None:
             return many(x, residual)
-        if isinstance(x, Tensor) and config.block_m == 1:
-            plain = x if norm is None else norm(x)
-            return skinny_linear(plain, weight, bias, config, None, scales, dtype, gated=gated, residual=residual)
+        if config.block_m == 1 and not isinstance(x, Quantized):
+            plain = norm(x) if norm is not None and not isinstance(x, HalfNormed) else x
+            following = None if residual is None else next_norm
+            return skinny_linear(
+                plain, weight, bias, config, None, scales, dtype, gated=gated, residual=residual, eps=eps,
+                next_norm=following,
+            )  # fmt: skip
         values, x_scales = x if isinstance(x, Quantized) else quantize(x)
         return skinny_linear(values, weight, bias, config, x_scales, scales, dtype, gated=gated, residual=residual)
 

@@ -13,14 +13,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from headrace.kernels.norm import Unsummed, summed
 from headrace.kernels.table import KernelTable
 
 Product = Callable[[Any], Tensor]
 """[num_tokens, in_features], a tensor or Quantized (kernels/fp8.py) -> [num_tokens, out_features]"""
 Compute = Callable[[Any, Tensor | None], Any]
 """(x [num_tokens, in_features], residual or None) -> what the linear and what is around it give, added to the residual
-in place if there is one. x is a tensor, or what the scheme's `input_dtype` asks for; the result is Quantized where the
-activation gives that."""
+in place if there is one. x is a tensor, or what the scheme's `input_dtype` asks for, or where the linear norms perhaps
+HalfNormed or Unsummed (kernels/norm.py). The result is Quantized where the activation gives that; where a norm follows,
+it may be HalfNormed or Unsummed."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,9 @@ class Around:
     """[in_features]: x goes through an RMS norm first; None: it does not"""
     norm_eps: float = 0.0
     rms_norm: Callable[[Tensor, Tensor, float], Any] | None = None
+    next_norm: Tensor | None = None
+    """[out_features]: weight of the norm that the sum with the residual goes through next, by a linear that takes it
+    HalfNormed or Unsummed; None: another, or none"""
     activation: Callable[[Tensor], Any] | None = None
     """silu of the outputs' first half times their second half, Quantized if the next linear asks for it; None: no
     activation"""
@@ -40,17 +45,19 @@ class Around:
         weight, eps, rms_norm = self.norm_weight, self.norm_eps, self.rms_norm
         if weight is None or rms_norm is None:
             return None
-        return lambda x: rms_norm(x, weight, eps)
+        return lambda x: rms_norm(summed(x), weight, eps)
 
     def wrap(self, product: Product) -> Compute:
         """One after the other."""
-        norm, activation = self.norm(), self.activation
+        norm, activation, defers = self.norm(), self.activation, self.next_norm is not None
 
-        def compute(x: Tensor, residual: Tensor | None) -> Tensor:
+        def compute(x: Any, residual: Tensor | None) -> Any:
             out = product(x if norm is None else norm(x))
             if activation is not None:
                 out = activation(out)
-            return out if residual is None else residual.add_(out)
+            if residual is None:
+                return out
+            return Unsummed(residual, out) if defers else residual.add_(out)
 
         return compute
 

@@ -59,9 +59,9 @@ class Everyone(NamedTuple):
 @dataclass(frozen=True)
 class _Buffers:
     small: Tensor
-    """# [4, max_rows + 2] int32: rows, num_computed, seq_lens, query_start_loc"""
+    """# [4, max_rows + 2 or more] int32: rows, num_computed, seq_lens, query_start_loc"""
     large: Tensor
-    """# [3, max_rows + 2] int64: sample_index, sample_rows, sample_positions"""
+    """# [3, max_rows + 2 or more] int64: sample_index, sample_rows, sample_positions"""
 
     @staticmethod
     def allocate(width: int, device: torch.device | str, pinned: bool = False) -> _Buffers:
@@ -77,7 +77,9 @@ class InputBatch:
         self.device = device
         self.max_rows = max_rows
         pinned = device.type != "cpu"
-        width = max_rows + 2
+        width = (
+            -(-(max_rows + 2) // 4) * 4
+        )  # every view begins at a multiple of 16 bytes, which kernels are compiled for
         self._stages = [_Buffers.allocate(width, "cpu", pinned) for _ in range(stages)]
         self._arrays = [(stage.small.numpy(), stage.large.numpy()) for stage in self._stages]
         self._device = _Buffers.allocate(width, device) if pinned or fixed else None
@@ -90,7 +92,9 @@ class InputBatch:
     def everyone(self) -> Everyone:
         """Of the batch filled last, and with `fixed` addresses of all that follow that are filled for it."""
         rows, num_computed, _, query_start_loc, *_ = self._views[self._turn]
-        return Everyone(rows[: self.max_rows + 1], num_computed[: self.max_rows + 1], query_start_loc)
+        return Everyone(
+            rows[: self.max_rows + 1], num_computed[: self.max_rows + 1], query_start_loc[: self.max_rows + 2]
+        )
 
     def fill(
         self,

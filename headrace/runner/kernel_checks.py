@@ -135,7 +135,14 @@ def _rms_norm(subject: Subject) -> Iterator[Case]:
 def _rms_norm_quantized(subject: Subject) -> Iterator[Case]:
     for layer, fp8 in subject.fp8_linears():
         if (norm := layer.norm[0]) is not None:
-            yield partial(_call, subject.random(40, norm.weight.shape[0]), norm.weight, norm.eps, fp8), FP8
+            x, delta = subject.random(40, norm.weight.shape[0]), subject.random(40, norm.weight.shape[0])
+            yield partial(_call, x, norm.weight, norm.eps, fp8), FP8
+            yield partial(_summed_and_normed, x, delta, norm, fp8), FP8
+
+
+def _summed_and_normed(x: Tensor, delta: Tensor, norm: RMSNorm, fp8: torch.dtype, kernel: Callable[..., Any]) -> Any:
+    x = x.clone()
+    return kernel(x, norm.weight, norm.eps, fp8, delta), x
 
 
 def _silu_and_mul(subject: Subject) -> Iterator[Case]:

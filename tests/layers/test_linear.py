@@ -12,6 +12,8 @@ from torch import Tensor
 
 from headrace.distributed.mesh import Group
 from headrace.errors import ConfigError
+from headrace.kernels.norm import Unsummed, whole
+from headrace.kernels.table import REFERENCE_KERNELS
 from headrace.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from headrace.layers.layer import Layer
 from headrace.layers.linear import (
@@ -20,6 +22,8 @@ from headrace.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from headrace.layers.norm import RMSNorm
+from headrace.quantization.fp8 import Fp8
 
 F32 = torch.float32
 CPU = torch.device("cpu")
@@ -127,3 +131,31 @@ def test_what_a_mesh_cannot_divide_is_named(make: Callable[[Group], Layer], mess
 def test_a_layer_without_weights_says_so() -> None:
     with pytest.raises(RuntimeError, match="before its weights"):
         ColumnParallelLinear(4, 6, Group(), F32, bias=False)(random(1, 4))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_sum_is_left_to_the_norm_behind_it(fp8: bool) -> None:
+    """Once: after the norm's linear has had it, the sum is in the residual's place."""
+    bf16, alone = torch.bfloat16, Group(0, 1)
+    norm = RMSNorm(32, 1e-5, REFERENCE_KERNELS, bf16)
+    norm.weight = torch.nn.Parameter(random(32).to(bf16), requires_grad=False)
+    results = []
+    for tells in (False, True):
+        before = RowParallelLinear(16, 32, alone, bf16, bias=False)
+        after = ColumnParallelLinear(32, 48, alone, bf16, bias=False)
+        after.norm = (norm,)
+        if tells:
+            before.next_norm = (norm,)
+        if fp8:
+            before.scheme = after.scheme = Fp8(per_channel=True)
+            before.scheme.prepare([before.spec, after.spec], CPU)
+        filled(before, "o_proj", {"o_proj.weight": random(32, 16).to(bf16)})
+        filled(after, "up_proj", {"up_proj.weight": random(48, 32).to(bf16)})
+        residual = random(5, 32).to(bf16)
+        x = before(random(5, 16).to(bf16), residual)
+        assert isinstance(x, Unsummed) == tells
+        out = after(x)
+        assert whole(x) is residual
+        results.append((out, residual))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])

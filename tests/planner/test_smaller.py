@@ -62,6 +62,14 @@ def test_a_context_that_nobody_gave_shrinks_to_what_the_tightest_rank_has() -> N
     assert smaller_plan(config, given, [facts(), facts(20 * BLOCK)]) is None
 
 
+def test_a_step_is_made_smaller_for_the_shortest_context_worth_having() -> None:
+    """16 of the 32 blocks that the longest one takes."""
+    smaller = smaller_plan(*resolved(), [facts(10 * BLOCK, step=10 * BLOCK)])
+    assert smaller is not None
+    assert (smaller[0].max_model_len, smaller[0].max_num_batched_tokens) == (512, 4096)
+    assert smaller_plan(*resolved(), [facts(-10 * BLOCK, step=10 * BLOCK)]) is None
+
+
 def test_a_context_that_was_given_makes_steps_smaller_where_that_helps() -> None:
     config, given = resolved(max_model_len=512)
     smaller = smaller_plan(config, given, [facts(20 * BLOCK, step=100 * BLOCK)])

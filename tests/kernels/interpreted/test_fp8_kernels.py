@@ -78,6 +78,10 @@ def test_norm_quantizes(dtype, fp8, rows, width):
     out = TRITON.rms_norm_quantized(x, weight, 1e-5, fp8)
     assert_same(out, REFERENCE.quantize_per_token(TRITON.rms_norm(x, weight, 1e-5), fp8))
     assert_close(out, REFERENCE.rms_norm_quantized(x, weight, 1e-5, fp8), dtype)
+    delta, ours, theirs = torch.randn(rows, width).to(dtype), x.clone(), x.clone()
+    out = TRITON.rms_norm_quantized(ours, weight, 1e-5, fp8, delta)
+    assert torch.equal(ours, theirs.add_(delta))
+    assert_same(out, TRITON.rms_norm_quantized(theirs, weight, 1e-5, fp8))
 
 
 @each_input

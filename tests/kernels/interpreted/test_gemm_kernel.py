@@ -7,6 +7,7 @@ import torch
 
 from headrace.kernels.gemm import skinny_linear, skinny_linear_reference
 from headrace.kernels.gemm_config import CANDIDATES, GemmConfig
+from headrace.kernels.norm import HalfNormed, half_norm_reference, rms_norm_reference
 
 CONFIGS = [
     GemmConfig(1, 4, 32, 4),
@@ -68,9 +69,36 @@ def test_gate_and_residual_in_the_same_pass(config, dtype):
         assert error(summed, expected) <= TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_a_norm_between_two_linears_is_made_by_both(config, dtype):
+    eps = 1e-3
+    for tokens, inputs, outputs in ((1, 64, 24), (9, 80, 75)):
+        if config.block_m == 1 and tokens > 1:
+            continue
+        x, residual = torch.randn(tokens, inputs).to(dtype), torch.randn(tokens, outputs).to(dtype)
+        weight, norm = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)
+        expected = skinny_linear_reference(x.float(), weight, None) + residual.float()
+        half = skinny_linear(x, weight, None, config, residual=residual, next_norm=norm)
+        assert half.x.data_ptr() == residual.data_ptr()
+        assert error(half.x, expected) <= TOLERANCE[dtype]
+        exact = half_norm_reference(half.x, norm)
+        assert error(half.scaled, exact.scaled) <= TOLERANCE[dtype]
+        assert error(half.squares.sum(1, keepdim=True), exact.squares) <= 1e-5
+        after, scales = torch.randn(38, outputs).to(dtype), torch.rand(38) + 0.5
+        normed = rms_norm_reference(half.x.float(), norm.float(), eps)
+        for gated in (False, True):
+            out = skinny_linear(half, after, None, config, None, scales, gated=gated, eps=eps)
+            wanted = skinny_linear_reference(normed, after, None, None, None, scales, gated=gated)
+            assert out.dtype == dtype
+            assert error(out, wanted) <= 2 * TOLERANCE[dtype]
+    empty = HalfNormed(*(torch.empty(0, 32, dtype=dtype) for _ in range(2)), torch.empty(0, 3))
+    assert skinny_linear(empty, torch.randn(8, 32).to(dtype), None, CONFIGS[1], eps=eps).shape == (0, 8)
+
+
 def test_a_configuration_fits_its_bucket():
     for (_, _, bucket), configs in CANDIDATES.items():
-        assert all(config.block_m == bucket for config in configs)
+        assert all(config.block_m == bucket or (bucket == 128 and config.block_m == 64) for config in configs)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
