@@ -108,7 +108,8 @@ def decode_rows(bench: Bench, emit: Emit) -> None:
     """Steps as `headrace bench latency` computes them: whole runs, and runs of one token in between."""
     settings, name = bench.settings, bench.model.name
     input_len, output_len = settings.tokens(INPUT), settings.tokens(OUTPUT)
-    options = LatencyOptions(num_iters_warmup=1, num_iters=settings.repeats, disable_tqdm=True, output_len=output_len)
+    # two to warm up: a size of graph is captured at its second use
+    options = LatencyOptions(num_iters_warmup=2, num_iters=settings.repeats, disable_tqdm=True, output_len=output_len)
     prompts = {batch: bench.prompts(settings.requests(batch), input_len) for batch in BATCHES}
     for batch in BATCHES:
         size, run = len(prompts[batch]), partial(bench.seconds, prompts[batch])
