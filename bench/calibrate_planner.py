@@ -16,7 +16,8 @@ from functools import cache
 from pathlib import Path
 from statistics import median
 
-from headrace.planner.calibrate import Row, error, fit, read_rows
+from planner_fit import Row, error, fit, read_rows
+
 from headrace.planner.catalogue import find_model
 from headrace.planner.chips import find_chip
 from headrace.planner.constants import Efficiency, find_efficiency

@@ -16,8 +16,8 @@ ROOT_NOUNS = {
     "config", "model_config", "sampling_params", "request", "errors", "step", "hub", "process",
 }  # fmt: skip
 ORDER = [
-    "cli", "llm", "server", "engine", "planner", "doctor", "scheduler", "executor", "runner", "spec_decode", "sampling",
-    "models", "layers", "attention", "quantization", "distributed", "kernels",
+    "cli", "llm", "server", "engine", "explain", "planner", "flags", "doctor", "scheduler", "executor", "runner",
+    "spec_decode", "sampling", "models", "layers", "attention", "quantization", "distributed", "kernels",
 ]  # fmt: skip
 """Each may import only what stands below it, and the root nouns."""
 FORBIDDEN = {("executor", "scheduler"), ("planner", "executor")}

@@ -1,7 +1,7 @@
 """Flags out of config fields: every knob of a config class becomes one flag, spelled any way vLLM's users spell it.
 
 `canonical` rewrites a command line to `--flag=value` form; argparse does the rest. What is no knob is looked up in
-planner/flags.py, which says what becomes of it. Knows nothing of what a knob means.
+flags/table.py, which says what becomes of it. Knows nothing of what a knob means.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from headrace.config import (
     knobs_from_environment,
 )
 from headrace.errors import ConfigError
-from headrace.planner.flags import (
+from headrace.flags.table import (
     FOREIGN_VALUES,
     Note,
     find_flag,
@@ -99,7 +99,7 @@ class FlagParser:
         self._flags: dict[str, str] = {"-h": "--help", "--help": "--help"}
         """every spelling of a flag of ours -> the one we use"""
         self._scopes = ["bench"] if command.startswith("bench") else []
-        """of planner/flags.py: where flags of vLLM are looked up that are none of ours"""
+        """of flags/table.py: where flags of vLLM are looked up that are none of ours"""
 
     def add_knobs(
         self, config_class: type, *, skip: tuple[str, ...] = (), single: tuple[str, ...] = (), **defaults: Any

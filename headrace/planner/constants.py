@@ -1,6 +1,6 @@
 """How much of a chip's published rates an engine reaches: the few fitted numbers behind predictions, with their origin.
 
-Facts and fits only; how they enter a step's cost is cost.py's business, how they were found calibrate.py's.
+Facts and fits only; how they enter a step's cost is cost.py's business, how they were found bench/planner_fit.py's.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from statistics import median
 
 import pytest
 
-from headrace.planner.calibrate import Row, error, fit, likely
 from headrace.planner.chips import find_chip
 from headrace.planner.constants import Efficiency, find_efficiency
 from headrace.planner.cost import Parallel
@@ -24,6 +23,7 @@ if BENCH not in sys.path:
     sys.path.insert(0, BENCH)
 
 import calibrate_planner as calibration  # noqa: E402
+from planner_fit import Row, error, fit, likely  # noqa: E402
 
 
 def held(title: str, rows: Sequence[Row], errors: Sequence[float], median_bound: float, worst_bound: float) -> None:

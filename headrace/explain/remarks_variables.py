@@ -5,8 +5,8 @@ Each function takes the case and the setting, and answers with a remark, or None
 
 from __future__ import annotations
 
-from headrace.planner.case import Case, Remark
-from headrace.planner.command_line import Setting
+from headrace.explain.case import Case, Remark
+from headrace.explain.command_line import Setting
 
 MASTER = "VLLM_ROCM_USE_AITER"
 OFF_BY_DEFAULT = {

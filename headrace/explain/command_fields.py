@@ -11,8 +11,8 @@ from typing import Any
 
 from headrace.config import QUANTIZATIONS
 from headrace.errors import ConfigError
-from headrace.planner.command_line import CommandLine, Setting
-from headrace.planner.flags import human_int
+from headrace.explain.command_line import CommandLine, Setting
+from headrace.flags.table import human_int
 
 AUTO = ("auto", "none", "")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from headrace.errors import ConfigError
-from headrace.planner.flags import FALSE, TRUE, Known, find_flag, find_variable, shown, spelling
+from headrace.flags.table import FALSE, TRUE, Known, find_flag, find_variable, shown, spelling
 
 SCOPES = {
     "serve": ("server", "engine"),

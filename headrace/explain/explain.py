@@ -12,17 +12,17 @@ from typing import Any
 
 from headrace.config import QUANTIZATIONS
 from headrace.errors import ConfigError
-from headrace.planner.better_line import better_lines
-from headrace.planner.case import Case, Remark, make_case
+from headrace.explain.better_line import better_lines
+from headrace.explain.case import Case, Remark, make_case
+from headrace.explain.command_line import CommandLine, Setting, parse_commands
+from headrace.explain.findings import Finding, findings_of
+from headrace.explain.remarks_engine import ENGINE_RULES
+from headrace.explain.remarks_memory import MEMORY_RULES
+from headrace.explain.remarks_variables import MASTER, VARIABLE_RULES, aiter_part, elsewhere
+from headrace.flags.table import FOREIGN_VALUES, Note, foreign_value, judge, notice
 from headrace.planner.catalogue import find_config
 from headrace.planner.chips import Chip
-from headrace.planner.command_line import CommandLine, Setting, parse_commands
 from headrace.planner.engines import model_gaps
-from headrace.planner.findings import Finding, findings_of
-from headrace.planner.flags import FOREIGN_VALUES, Note, foreign_value, judge, notice
-from headrace.planner.remarks_engine import ENGINE_RULES
-from headrace.planner.remarks_memory import MEMORY_RULES
-from headrace.planner.remarks_variables import MASTER, VARIABLE_RULES, aiter_part, elsewhere
 
 CLAIMS = {
     "112-channels-everywhere": "NCCL_MIN_NCHANNELS=112 speeds collectives up",

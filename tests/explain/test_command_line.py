@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import ConfigError
-from headrace.planner.command_fields import fields_of
-from headrace.planner.command_line import CommandLine, from_argv, parse_command, parse_commands
+from headrace.explain.command_fields import fields_of
+from headrace.explain.command_line import CommandLine, from_argv, parse_command, parse_commands
 from headrace.planner.plan_request import PlanRequest
 
 COMMANDS: list[dict[str, Any]] = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.planner.flags import AMOUNT, COUNT, JSON, SWITCH, TEXT, WHOLE, WORDS, Known
+from headrace.flags.table import AMOUNT, COUNT, JSON, SWITCH, TEXT, WHOLE, WORDS, Known
 
 NOT_MEASURED = "the benchmark does not do this"
 FULL_LENGTH = "offline benchmarks always run to the full output length"

@@ -6,10 +6,10 @@ import shlex
 from collections.abc import Iterable
 
 from headrace.errors import ConfigError
-from headrace.planner.case import Case
-from headrace.planner.command_line import SCOPES, Setting
-from headrace.planner.findings import Finding
-from headrace.planner.flags import find_flag, find_variable, foreign_value, judge
+from headrace.explain.case import Case
+from headrace.explain.command_line import SCOPES, Setting
+from headrace.explain.findings import Finding
+from headrace.flags.table import find_flag, find_variable, foreign_value, judge
 
 PROGRAMS = ("serve", "generate", "bench latency", "bench throughput", "bench serve")
 KEPT_VARIABLES = (

@@ -9,7 +9,7 @@ import pytest
 from headrace.cli.bench.options import DatasetOptions, LatencyOptions, ServeBenchOptions, ThroughputOptions
 from headrace.config import ENVIRONMENT_KNOBS, EngineConfig, ServerConfig
 from headrace.errors import ConfigError
-from headrace.planner.flags import (
+from headrace.flags.table import (
     Known,
     Note,
     find_flag,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from headrace.planner.case import Case, size
+from headrace.explain.case import Case, size
+from headrace.explain.remarks_variables import MASTER
 from headrace.planner.chips import Chip
 from headrace.planner.cost import Parallel
 from headrace.planner.layouts import reasons
 from headrace.planner.memory_map import MemoryMap, memory_map
-from headrace.planner.remarks_variables import MASTER
 from headrace.planner.shapes import ModelShape
 
 WORTH_A_CONTEXT = 4096

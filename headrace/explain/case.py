@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from headrace.config import QUANTIZATIONS
 from headrace.errors import ConfigError
+from headrace.explain.command_fields import CommandFields, fields_of
+from headrace.explain.command_line import CommandLine, Setting
 from headrace.planner.catalogue import find_model
 from headrace.planner.chips import GIB, Chip, find_chip
-from headrace.planner.command_fields import CommandFields, fields_of
-from headrace.planner.command_line import CommandLine, Setting
 from headrace.planner.cost import Parallel
 from headrace.planner.memory_map import layer_bytes
 from headrace.planner.shapes import ModelShape

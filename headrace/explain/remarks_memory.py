@@ -6,10 +6,10 @@ Each function takes the case and the setting, and answers with a remark, or None
 from __future__ import annotations
 
 from headrace.config import QUANTIZATIONS
-from headrace.planner.case import Case, Remark, duration, size
+from headrace.explain.case import Case, Remark, duration, size
+from headrace.explain.command_line import Setting
+from headrace.flags.table import foreign_value, human_int
 from headrace.planner.chips import GIB
-from headrace.planner.command_line import Setting
-from headrace.planner.flags import foreign_value, human_int
 
 LARGE_STEP = 16384
 """Prompt tokens of a step, from which more hardly raises throughput while every running request waits for it"""

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 
 from headrace.config import GRAPH_MODES
-from headrace.planner.case import LEAST_SHARE, Case, Remark, size
-from headrace.planner.command_fields import object_of
-from headrace.planner.command_line import Setting
+from headrace.explain.case import LEAST_SHARE, Case, Remark, size
+from headrace.explain.command_fields import object_of
+from headrace.explain.command_line import Setting
 from headrace.planner.cost import Parallel
 from headrace.planner.layouts import MANY_REQUESTS, ULTRA_SPARSE, reasons
 

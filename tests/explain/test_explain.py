@@ -16,12 +16,12 @@ from headrace.cli.bench.command import build_parser as bench_parser
 from headrace.cli.serve import build_parser as serve_parser
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
-from headrace.planner.case import VERDICTS
+from headrace.explain.case import VERDICTS
+from headrace.explain.command_line import from_argv, parse_command
+from headrace.explain.explain import CLAIMS, Answer, Explanation, explain, explain_line
+from headrace.flags.table import flags_by_name, variables_by_name
 from headrace.planner.chips import CHIPS, find_chip
-from headrace.planner.command_line import from_argv, parse_command
-from headrace.planner.explain import CLAIMS, Answer, Explanation, explain, explain_line
-from headrace.planner.flags import flags_by_name, variables_by_name
-from tests.planner.test_command_line import COMMANDS, name_of
+from tests.explain.test_command_line import COMMANDS, name_of
 
 BLOG = (
     "VLLM_ROCM_USE_AITER=1 VLLM_ROCM_QUICK_REDUCE_QUANTIZATION=INT4 VLLM_ROCM_USE_AITER_MHA=0 HIP_FORCE_DEV_KERNARG=1 "
@@ -340,7 +340,7 @@ def test_whatever_stands_in_a_line_is_answered_or_refused(
 
 def test_loads_no_torch() -> None:
     code = (
-        "import sys; from headrace.planner.explain import explain; explain(sys.argv[1]); "
+        "import sys; from headrace.explain.explain import explain; explain(sys.argv[1]); "
         "print([name for name in ('torch', 'triton', 'transformers', 'numpy', 'rich') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code, BLOG], capture_output=True, text=True, check=True)

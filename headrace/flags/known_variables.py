@@ -5,7 +5,7 @@ A name that ends in * stands for all variables that begin so.
 
 from __future__ import annotations
 
-from headrace.planner.flags import AMOUNT, SWITCH, TEXT, WHOLE, Known, one_of
+from headrace.flags.table import AMOUNT, SWITCH, TEXT, WHOLE, Known, one_of
 
 AITER = "AITER's kernels are not part of headrace, which runs kernels of its own on every GPU"
 ONE_ATTENTION = "ordinary attention is served by headrace's own kernels, which the start-up log names"

@@ -147,8 +147,8 @@ def foreign_value(flag: str, value: str) -> str | None:
 @functools.cache
 def flags_by_name(scope: str) -> dict[str, Known]:
     """Every spelling of the flags of one scope."""
-    from headrace.planner.known_flags import FLAGS
-    from headrace.planner.known_tools import TOOL_FLAGS
+    from headrace.flags.known_flags import FLAGS
+    from headrace.flags.known_tools import TOOL_FLAGS
 
     own = {"engine": _knobs(EngineConfig), "server": _knobs(ServerConfig)}.get(scope, [])
     table = {name: known for known in own for name in known.names}
@@ -164,7 +164,7 @@ def flags_by_name(scope: str) -> dict[str, Known]:
 
 @functools.cache
 def variables_by_name() -> dict[str, Known]:
-    from headrace.planner.known_variables import VARIABLES
+    from headrace.flags.known_variables import VARIABLES
 
     return {name: known for known in VARIABLES for name in known.names}
 

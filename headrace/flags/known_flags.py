@@ -6,7 +6,7 @@ little share a row.
 
 from __future__ import annotations
 
-from headrace.planner.flags import AMOUNT, COUNT, JSON, SWITCH, TEXT, WHOLE, WORDS, Known, one_of
+from headrace.flags.table import AMOUNT, COUNT, JSON, SWITCH, TEXT, WHOLE, WORDS, Known, one_of
 
 V0 = "gone with vLLM's first engine (V0)"
 NO_SPECULATION = "headrace does not speculate yet; the tokens are the same without"
