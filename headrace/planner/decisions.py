@@ -7,6 +7,7 @@ a setting is carried out.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from headrace.attention.table import select_backend
@@ -14,6 +15,7 @@ from headrace.config import EngineConfig
 from headrace.errors import ConfigError, OutOfMemoryError
 from headrace.model_config import ModelConfig
 from headrace.models.registry import attention_spec
+from headrace.planner.checkpoint_format import holds_kv_scales
 from headrace.planner.graphs import decide_graphs
 from headrace.planner.record import Decision
 from headrace.quantization.table import resolve_format
@@ -28,21 +30,31 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
 def decide_before_load(
-    config: EngineConfig, model: ModelConfig, device_type: str, beside_server: bool = False
+    config: EngineConfig,
+    model: ModelConfig,
+    device_type: str,
+    beside_server: bool = False,
+    measured: Mapping[str, Decision] | None = None,
 ) -> tuple[EngineConfig, list[Decision]]:
     """Fill in every None that does not need the device's facts. `beside_server`: an HTTP process shares the machine.
+    `measured`: by field, what was measured to be better than what is derived here.
 
     Returns the resolved config and one Decision per setting. Raises ConfigError where a user's value cannot work.
     """
     decisions: list[Decision] = []
     changes: dict[str, Any] = {}
+    measured = measured or {}
 
     def settle(field: str, value: Any, reason: str, runner_up: str = "") -> Any:
         given = getattr(config, field)
         if given is not None and given != "auto":
             decisions.append(Decision(field, given, "given", source="user"))
             return given
-        decisions.append(Decision(field, value, reason, runner_up))
+        if field in measured:
+            value = measured[field].value
+            decisions.append(measured[field])
+        else:
+            decisions.append(Decision(field, value, reason, runner_up))
         changes[field] = value
         return value
 
@@ -81,9 +93,17 @@ def decide_before_load(
         decisions.append(_batch_invariance(config, device_type))
     if device_type == "cpu":
         settle("cpu_threads", *_cpu_threads(config.tensor_parallel_size, beside_server))
+    if "attention_backend" in measured:
+        settle("attention_backend", None, "")
+    graphs = config
+    if "cudagraph_mode" in measured:
+        wanted = {"cudagraph_mode": measured["cudagraph_mode"].value}
+        graphs = config.replace(compilation_config=config.compilation_config | wanted)
     changes["compilation_config"], more = decide_graphs(
-        config, device_type, *_attention(config.replace(**changes), model, device_type)
+        graphs, device_type, *_attention(config.replace(**changes), model, device_type)
     )
+    if "cudagraph_mode" in measured and more[0].value == measured["cudagraph_mode"].value:
+        more[0] = measured["cudagraph_mode"]
     return config.replace(**changes), decisions + more
 
 
@@ -161,14 +181,8 @@ def activation_dtype(checkpoint: str, device_type: str) -> tuple[str, str]:
 
 
 def _kv_cache_dtype(model: ModelConfig, dtype: str) -> tuple[str, str]:
-    """What `auto` means: fp8 where the checkpoint was calibrated for it (compressed-tensors, ModelOpt, Quark)."""
-    quantization = model.quantization or {}
-    scheme = quantization.get("kv_cache_scheme")
-    eight_bits = isinstance(scheme, dict) and scheme.get("type") == "float" and scheme.get("num_bits") == 8
-    if eight_bits or str(quantization.get("kv_cache_quant_algo")).upper() == "FP8":
-        return "fp8_e4m3", "the checkpoint's quantization_config holds scales for it"
-    export = quantization.get("export")
-    if isinstance(export, dict) and export.get("kv_cache_group"):
+    """What `auto` means: fp8 where the checkpoint was calibrated for it."""
+    if holds_kv_scales(model.quantization):
         return "fp8_e4m3", "the checkpoint's quantization_config holds scales for it"
     return dtype, "the model's"
 

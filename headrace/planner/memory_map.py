@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 from headrace.config import GRAPH_MODES
+from headrace.graph_sizes import FULL_GRAPH_BYTES, MOST_TOKENS, PIECE_BYTES, WORKSPACE_BYTES, capture_sizes
 from headrace.planner.checkpoint_format import bytes_per_weight as bytes_per_weight
 from headrace.planner.chips import GIB, Chip
 from headrace.planner.cost import Parallel
@@ -32,12 +33,6 @@ LIBRARIES = {
 Qwen3-30B-A3B 736,384; vLLM 0.26 Llama-3.1-8B 891,392). AMD, CPU: guesses, to be measured."""
 COMMUNICATION = int(0.75 * GIB)
 """What NCCL or RCCL take of each GPU as soon as there are two; a guess, to be measured"""
-FULL_GRAPH = 1 << 20
-PIECE = 1 << 16
-WORKSPACE = 64 << 20
-"""... of graphs: as runner/profile.py"""
-MOST_GRAPH_TOKENS = 512
-"""as runner/cuda_graph.py"""
 VLLM_GRAPH_SIZES = 51
 """1, 2, 4, every 8 to 256, every 16 to 512; each in whole and in pieces"""
 VLLM_GRAPH_LAYER = 96 << 10
@@ -332,12 +327,6 @@ def _step_bytes(shape: ModelShape, parallel: Parallel, tokens: int, seqs: int, e
     return math.ceil(most)
 
 
-def capture_sizes(largest: int) -> list[int]:
-    """As runner/cuda_graph.py, which loads torch."""
-    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32), *range(576, largest + 64, 64)]
-    return sorted({min(size, largest) for size in sizes})
-
-
 def _graph_bytes(
     shape: ModelShape, parallel: Parallel, num_layers: int, mode: str, seqs: int, tokens: int, engine: str
 ) -> int:
@@ -347,12 +336,12 @@ def _graph_bytes(
         kinds = len({decode, other} - {"none"})
         return kinds * VLLM_GRAPH_SIZES * num_layers * VLLM_GRAPH_LAYER
     full = capture_sizes(seqs) if decode == "full" else []
-    pieces = set(capture_sizes(min(MOST_GRAPH_TOKENS, tokens)) if other == "piecewise" else [])
+    pieces = set(capture_sizes(min(MOST_TOKENS, tokens)) if other == "piecewise" else [])
     pieces |= set(capture_sizes(seqs) if decode == "piecewise" else [])
-    mixed = capture_sizes(min(MOST_GRAPH_TOKENS, tokens)) if other == "full" else []
+    mixed = capture_sizes(min(MOST_TOKENS, tokens)) if other == "full" else []
     widths = (seqs + 1).bit_length()
     most = max([*full, *pieces, *mixed], default=0)
     pool = _step_bytes(shape, parallel, most, seqs, engine, sampling=False)
     hidden = (sum(full) + sum(pieces) + sum(mixed) * widths) * shape.hidden_size * PLAIN
-    driver = (len(full) + len(mixed) * widths) * FULL_GRAPH + len(pieces) * (num_layers + 1) * PIECE
-    return pool + hidden + driver + WORKSPACE
+    driver = (len(full) + len(mixed) * widths) * FULL_GRAPH_BYTES + len(pieces) * (num_layers + 1) * PIECE_BYTES
+    return pool + hidden + driver + WORKSPACE_BYTES

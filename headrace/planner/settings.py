@@ -9,11 +9,11 @@ import json
 from typing import Any
 
 from headrace.config import EngineConfig
+from headrace.graph_sizes import capture_sizes
 from headrace.planner.chips import Chip
 from headrace.planner.engines import GRAPHS_OF, attention_backend
 from headrace.planner.graphs import decide_graphs
 from headrace.planner.layouts import MANY_REQUESTS, ULTRA_SPARSE
-from headrace.planner.memory_map import capture_sizes
 from headrace.planner.plan_request import PlanRequest
 from headrace.planner.record import Decision
 from headrace.planner.search import FIRST_TOKEN_MS, READING_PACE_MS, Candidate, Found, Terms, score

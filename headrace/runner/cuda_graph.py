@@ -17,19 +17,11 @@ from torch import Tensor
 
 from headrace.attention.metadata import AttentionMetadata
 from headrace.config import GRAPH_MODES
+from headrace.graph_sizes import MOST_TOKENS, capture_sizes
 from headrace.runner.input_batch import Batch
 from headrace.runner.memory import first_line, is_out_of_memory
 from headrace.runner.pending import Notes
 from headrace.step import SchedulerOutput
-
-MOST_TOKENS = 512
-"""Steps with prompts in them are captured up to here: a larger one computes for longer than it takes to launch."""
-
-
-def capture_sizes(largest: int) -> list[int]:
-    """Sizes worth a graph: 1, 2, 4, then every 8 up to 64, every 16 up to 256, every 32 up to 512, every 64 above."""
-    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32), *range(576, largest + 64, 64)]
-    return sorted({min(size, largest) for size in sizes})
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from headrace.graph_sizes import FULL_GRAPH_BYTES, PIECE_BYTES, WORKSPACE_BYTES
 from headrace.runner.memory import DeviceMemory
 from headrace.runner.model_runner import ModelRunner, RunnerLimits
 from headrace.sampling_params import SamplingParams
 from headrace.step import BlockUpdate, NewRow, SchedulerOutput
 
-FULL_GRAPH_BYTES = 1 << 20
-"""What the driver keeps of one graph of a whole step, beside the pool (H200: 35 took 41 MiB, pool included)"""
-PIECE_BYTES = 1 << 16
-"""... and of one piece of a step"""
-WORKSPACE_BYTES = 64 << 20
-"""... and what the matrix libraries take once more on the stream of the captures"""
 MOST_OUTSIDE = 4 << 30
 """Kernels, libraries and communication beside the allocator take no more; if there seems to be, others started too."""
 MARGIN = 1 / 64

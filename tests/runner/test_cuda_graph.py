@@ -15,12 +15,13 @@ from headrace.config import GRAPH_MODES, EngineConfig
 from headrace.distributed.mesh import Mesh
 from headrace.engine.core import EngineCore
 from headrace.engine.messages import CoreFacts
+from headrace.graph_sizes import capture_sizes
 from headrace.layers.context import LayerContext
 from headrace.model_config import ModelConfig
 from headrace.models.loader import load_model
 from headrace.models.registry import attention_spec
 from headrace.request import EngineCoreRequest
-from headrace.runner.cuda_graph import GraphSettings, Shape, StepGraphs, capture_sizes
+from headrace.runner.cuda_graph import GraphSettings, Shape, StepGraphs
 from headrace.runner.kv_cache import KVCacheShape
 from headrace.runner.model_runner import ModelRunner, RunnerLimits
 from headrace.runner.pending import PendingStep

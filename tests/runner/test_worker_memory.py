@@ -13,13 +13,14 @@ import headrace
 from headrace import LLM, SamplingParams
 from headrace.config import EngineConfig
 from headrace.errors import OutOfMemoryError
+from headrace.graph_sizes import PIECE_BYTES, WORKSPACE_BYTES
 from headrace.model_config import ModelConfig
 from headrace.models.llama import LlamaForCausalLM
 from headrace.planner.decisions import decide_before_load
 from headrace.runner import model_runner
 from headrace.runner import worker as worker_module
 from headrace.runner.model_runner import ModelRunner
-from headrace.runner.profile import MARGIN, MOST_OUTSIDE, PIECE_BYTES, WORKSPACE_BYTES, measure_memory
+from headrace.runner.profile import MARGIN, MOST_OUTSIDE, measure_memory
 from headrace.runner.worker import Worker
 from headrace.step import BlockUpdate, NewRow, SchedulerOutput
 from tests.runner.test_cuda_graph import make_runner
