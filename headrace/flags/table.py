@@ -1,6 +1,6 @@
 """Every flag and environment variable that users of vLLM type, by name: what it does there and what becomes of it here.
 
-The rows are in known_flags.py, known_tools.py and known_variables.py; knobs of ours bring theirs from config.py.
+The rows are in names.json, by scope; knobs of ours bring theirs from config.py.
 Nothing is ignored in silence: a name is a knob, is read by a library below us, asks for what is done anyway, has no
 effect for a reason that is said, or is refused. Knows nothing of argparse, and is handed the environment as a mapping.
 """
@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace.config import ATTENTION_OF_VLLM, EngineConfig, ServerConfig, knob_types
@@ -69,17 +70,12 @@ class Kind:
         return None
 
 
-SWITCH = Kind("switch")
-WHOLE = Kind("whole", minimum=0)
-COUNT = Kind("whole", minimum=1)
-AMOUNT = Kind("number", minimum=0)
-TEXT = Kind("text")
-WORDS = Kind("words")
-JSON = Kind("json")
-
-
-def one_of(*choices: str) -> Kind:
-    return Kind("choice", choices)
+SWITCH, TEXT, WORDS, JSON = Kind("switch"), Kind("text"), Kind("words"), Kind("json")
+WHOLE, COUNT, AMOUNT = Kind("whole", minimum=0), Kind("whole", minimum=1), Kind("number", minimum=0)
+KINDS = {
+    "switch": SWITCH, "text": TEXT, "words": WORDS, "json": JSON, "whole": WHOLE, "count": COUNT, "amount": AMOUNT,
+}  # fmt: skip
+"""as names.json calls them"""
 
 
 @dataclass(frozen=True)
@@ -145,28 +141,46 @@ def foreign_value(flag: str, value: str) -> str | None:
 
 
 @functools.cache
+def _listed() -> dict[str, list[Known]]:
+    """The rows of names.json by scope, those of environment variables as `variables`.
+
+    A row names all spellings; flags that matter little share one. Its reasons may be `@name`s of common ones, its kind
+    the choices there are (`mp|ray`), and what it leaves out has the default of `Known`.
+    """
+    data = json.loads(Path(__file__).with_name("names.json").read_text(encoding="utf-8"))
+    reasons = {f"@{name}": reason for name, reason in data.pop("reasons").items()}
+
+    def known(scope: str, row: dict[str, Any]) -> Known:
+        row = {key: reasons.get(value, value) for key, value in row.items()}
+        kind, accepts = row.pop("kind", "switch"), row.pop("accepts", None)
+        return Known(
+            tuple(row.pop("names").split()),
+            kind=KINDS.get(kind) or Kind("choice", tuple(kind.split("|"))),
+            accepts=None if accepts is None else tuple(accepts.split()),
+            scope="engine" if scope == "variables" else scope,
+            **row,
+        )
+
+    return {scope: [known(scope, row) for row in rows] for scope, rows in data.items()}
+
+
+@functools.cache
 def flags_by_name(scope: str) -> dict[str, Known]:
     """Every spelling of the flags of one scope."""
-    from headrace.flags.known_flags import FLAGS
-    from headrace.flags.known_tools import TOOL_FLAGS
-
     own = {"engine": _knobs(EngineConfig), "server": _knobs(ServerConfig)}.get(scope, [])
     table = {name: known for known in own for name in known.names}
-    for known in (*FLAGS, *TOOL_FLAGS):
-        if known.scope == scope:
-            same = table.get(known.name)
-            if same is not None:  # a knob of ours, of which the row says what it does in vLLM
-                names = dict.fromkeys((*known.names, *same.names))
-                known = dataclasses.replace(same, names=tuple(names), does=known.does, hardware=known.hardware)
-            table |= dict.fromkeys(known.names, known)
+    for known in _listed()[scope]:
+        same = table.get(known.name)
+        if same is not None:  # a knob of ours, of which the row says what it does in vLLM
+            names = dict.fromkeys((*known.names, *same.names))
+            known = dataclasses.replace(same, names=tuple(names), does=known.does, hardware=known.hardware)
+        table |= dict.fromkeys(known.names, known)
     return table
 
 
 @functools.cache
 def variables_by_name() -> dict[str, Known]:
-    from headrace.flags.known_variables import VARIABLES
-
-    return {name: known for known in VARIABLES for name in known.names}
+    return {name: known for known in _listed()["variables"] for name in known.names}
 
 
 def _knobs(config_class: type) -> list[Known]:
