@@ -39,45 +39,18 @@ SPREADS = {
 """How far (a logarithm) each constant is likely to be from where the fit starts"""
 LIKELY = {
     ("nvidia", "vllm"): Efficiency(
-        bandwidth=0.86,
-        kv_bandwidth=0.80,
-        gemm=0.70,
-        attention=0.40,
-        overlap=1.8,
-        kernel=4e-6,
-        launch=37e-6,
-        sequence=25e-6,
-        request=6.5e-3,
-        link=0.7,
-        collective=12e-6,
+        bandwidth=0.86, kv_bandwidth=0.80, gemm=0.70, attention=0.40, overlap=1.8, kernel=4e-6, launch=37e-6,
+        sequence=25e-6, request=6.5e-3, link=0.7, collective=12e-6,
     ),
     ("nvidia", "headrace"): Efficiency(
-        bandwidth=0.88,
-        kv_bandwidth=0.85,
-        gemm=0.70,
-        attention=0.33,
-        overlap=1.5,
-        kernel=2.2e-6,
-        launch=10e-6,
-        sequence=10e-6,
-        request=1e-3,
-        link=0.7,
-        collective=12e-6,
+        bandwidth=0.88, kv_bandwidth=0.85, gemm=0.70, attention=0.33, overlap=1.5, kernel=2.2e-6, launch=10e-6,
+        sequence=10e-6, request=1e-3, link=0.7, collective=12e-6,
     ),
     ("amd", "vllm"): Efficiency(
-        bandwidth=0.70,
-        kv_bandwidth=0.60,
-        gemm=0.45,
-        attention=0.30,
-        overlap=1.2,
-        kernel=4e-6,
-        launch=20e-6,
-        sequence=28e-6,
-        request=4e-3,
-        link=0.6,
-        collective=14e-6,
+        bandwidth=0.70, kv_bandwidth=0.60, gemm=0.45, attention=0.30, overlap=1.2, kernel=4e-6, launch=20e-6,
+        sequence=28e-6, request=4e-3, link=0.6, collective=14e-6,
     ),
-}
+}  # fmt: skip
 """Where a fit starts: round figures by rates of single products, reads and kernels, chosen with the tables in view.
 From starts up to a quarter off, fits end alike (tests/planner/test_accuracy.py)."""
 _NAMES = [field.name for field in fields(Efficiency)]

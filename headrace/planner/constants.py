@@ -66,30 +66,14 @@ class EngineTraits:
 
 TRAITS = {
     "headrace": EngineTraits(
-        attention_kernels=4,
-        latent_kernels=6,
-        index_kernels=5,
-        dense_kernels=3,
-        expert_kernels=7,
-        quantize_kernels=1,
-        graph_decodes=1 << 20,
-        graph_tokens=512,
-        expert_operations=10,
-        host_overlap=3.0,
+        attention_kernels=4, latent_kernels=6, index_kernels=5, dense_kernels=3, expert_kernels=7,
+        quantize_kernels=1, graph_decodes=1 << 20, graph_tokens=512, expert_operations=10, host_overlap=3.0,
     ),
     "vllm": EngineTraits(
-        attention_kernels=6,
-        latent_kernels=10,
-        index_kernels=6,
-        dense_kernels=4,
-        expert_kernels=8,
-        quantize_kernels=1,
-        graph_decodes=512,
-        graph_tokens=512,
-        expert_operations=28,
-        host_overlap=3.0,
+        attention_kernels=6, latent_kernels=10, index_kernels=6, dense_kernels=4, expert_kernels=8,
+        quantize_kernels=1, graph_decodes=512, graph_tokens=512, expert_operations=28, host_overlap=3.0,
     ),
-}
+}  # fmt: skip
 BEFORE_ASYNC = 1.0
 """`host_overlap` of vLLM on AMD's GPUs: the rows there are of 0.9.1 and 0.10.0, which schedule between steps"""
 GROUPED = 0.72
@@ -111,68 +95,32 @@ class Fitted:
 EFFICIENCIES: dict[tuple[str, str], Fitted] = {
     ("h200", "vllm"): Fitted(
         Efficiency(
-            bandwidth=0.861,
-            kv_bandwidth=0.784,
-            gemm=0.718,
-            attention=0.354,
-            overlap=1.83,
-            kernel=4.07e-6,
-            launch=30.6e-6,
-            sequence=23.7e-6,
-            request=5.91e-3,
-            link=0.70,
-            collective=12e-6,
+            bandwidth=0.861, kv_bandwidth=0.784, gemm=0.718, attention=0.354, overlap=1.83, kernel=4.07e-6,
+            launch=30.6e-6, sequence=23.7e-6, request=5.91e-3, link=0.70, collective=12e-6,
         ),
         0.25,
         "fitted on 26 rows of vLLM 0.26.0 on one H200 (three models); link and collective are likely values",
     ),
     ("h200", "headrace"): Fitted(
         Efficiency(
-            bandwidth=0.882,
-            kv_bandwidth=0.839,
-            gemm=0.711,
-            attention=0.405,
-            overlap=1.27,
-            kernel=2.34e-6,
-            launch=10.2e-6,
-            sequence=10.2e-6,
-            request=1.00e-3,
-            link=0.70,
-            collective=12e-6,
+            bandwidth=0.882, kv_bandwidth=0.839, gemm=0.711, attention=0.405, overlap=1.27, kernel=2.34e-6,
+            launch=10.2e-6, sequence=10.2e-6, request=1.00e-3, link=0.70, collective=12e-6,
         ),
         0.15,
         "fitted on 26 rows of docs/performance.md (three models, one H200); link and collective are likely values",
     ),
     ("mi300x", "vllm"): Fitted(
         Efficiency(
-            bandwidth=0.686,
-            kv_bandwidth=0.441,
-            gemm=0.424,
-            attention=0.305,
-            overlap=1.00,
-            kernel=4.19e-6,
-            launch=15.0e-6,
-            sequence=24.8e-6,
-            request=4.00e-3,
-            link=0.638,
-            collective=14.5e-6,
+            bandwidth=0.686, kv_bandwidth=0.441, gemm=0.424, attention=0.305, overlap=1.00, kernel=4.19e-6,
+            launch=15.0e-6, sequence=24.8e-6, request=4.00e-3, link=0.638, collective=14.5e-6,
         ),
         0.15,
         "fitted on AMD's 40 rows of Llama-3.1-70B and 405B fp8, vLLM 0.9.1 to 0.10.0 over eight MI300X",
     ),
     ("mi300x", "headrace"): Fitted(
         Efficiency(
-            bandwidth=0.686,
-            kv_bandwidth=0.441,
-            gemm=0.424,
-            attention=0.305,
-            overlap=1.00,
-            kernel=3.5e-6,
-            launch=10.2e-6,
-            sequence=10.2e-6,
-            request=1.00e-3,
-            link=0.638,
-            collective=14.5e-6,
+            bandwidth=0.686, kv_bandwidth=0.441, gemm=0.424, attention=0.305, overlap=1.00, kernel=3.5e-6,
+            launch=10.2e-6, sequence=10.2e-6, request=1.00e-3, link=0.638, collective=14.5e-6,
         ),
         0.40,
         "not measured: the chip's shares as vLLM reaches them, our own launches and host as on the H200 (kernels take "
@@ -180,22 +128,13 @@ EFFICIENCIES: dict[tuple[str, str], Fitted] = {
     ),
     ("cpu", "headrace"): Fitted(
         Efficiency(
-            bandwidth=0.60,
-            kv_bandwidth=0.30,
-            gemm=0.25,
-            attention=0.10,
-            overlap=1.2,
-            kernel=40e-6,
-            launch=1e-9,
-            sequence=50e-6,
-            request=5e-3,
-            link=0.5,
-            collective=50e-6,
+            bandwidth=0.60, kv_bandwidth=0.30, gemm=0.25, attention=0.10, overlap=1.2, kernel=40e-6, launch=1e-9,
+            sequence=50e-6, request=5e-3, link=0.5, collective=50e-6,
         ),
         0.60,
         "guessed from steps of a model of 2.9 million weights on two cores (docs/performance.md)",
     ),
-}
+}  # fmt: skip
 SAME_ARCHITECTURE, SAME_VENDOR = 0.25, 0.35
 """bands, at least, where constants come from another chip"""
 

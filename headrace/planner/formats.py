@@ -8,12 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headrace.planner.chips import Chip
+from headrace.planner.cost import UNITS
 from headrace.planner.plan_request import MADE_AT_LOAD, PlanRequest
 from headrace.planner.record import Decision
 from headrace.planner.shapes import ModelShape, in_format
-
-UNITS = {"fp8": "fp8", "ptpc_fp8": "fp8", "int8": "int8", "mxfp4": "fp4"}
-"""format -> the units that multiply it; int4 has none anywhere: weights alone are held in it"""
 
 
 def format_problem(request: PlanRequest, shape: ModelShape, chip: Chip) -> str | None:
