@@ -166,6 +166,10 @@ class EngineConfig:
         None, "Requests that are expected in flight at once; default: unknown.", minimum=1, group="workload"
     )
 
+    use_profile: bool = knob(
+        True, "Take what `headrace tune` measured for this model on this machine.", group="workload"
+    )
+
     tensor_parallel_size: int = knob(
         1, "GPUs over which each layer is split.", minimum=1, short="-tp", group="parallel"
     )

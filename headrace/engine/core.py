@@ -23,6 +23,7 @@ from headrace.executor.base import Executor, StepHandle
 from headrace.executor.factory import detect_device, make_executor
 from headrace.model_config import ModelConfig
 from headrace.planner.decisions import decide_before_load, decide_mixed_step
+from headrace.planner.profile import measured_here
 from headrace.planner.smaller import smaller_budget
 from headrace.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from headrace.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -202,7 +203,8 @@ def build_core(config: EngineConfig, folder: Path, beside_server: bool, executor
     """
     model_config = ModelConfig.from_folder(folder)
     device, factory = _executor_factory(config, executor)
-    resolved, decisions = decide_before_load(config, model_config, device, beside_server)
+    measured = measured_here(config, model_config, device)
+    resolved, decisions = decide_before_load(config, model_config, device, beside_server, measured)
     told(decisions)
     runner = factory(resolved, folder, model_config)
     try:

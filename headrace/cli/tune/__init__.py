@@ -1,0 +1,1 @@
+"""`headrace tune`: measures what the plan could only predict."""

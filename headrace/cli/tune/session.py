@@ -1,0 +1,172 @@
+"""One call of `headrace tune`: what is asked, progress while it runs, and what is written at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from headrace import __version__
+from headrace.cli.bench.offline import check_lengths
+from headrace.cli.tune.command import TuneOptions
+from headrace.cli.tune.knobs import KNOBS, is_pinned, trials_of
+from headrace.cli.tune.record import Journal, Result, Trial
+from headrace.cli.tune.report import Report, as_json, failures, page, rich_table, write_png
+from headrace.cli.tune.trial import Traffic, TrialRunner
+from headrace.cli.tune.tuner import RunTrial, Tuner, gain, parse_seconds
+from headrace.config import EngineConfig, cache_folder
+from headrace.errors import ConfigError
+from headrace.hub import resolve_model_folder
+from headrace.model_config import ModelConfig
+from headrace.planner.decisions import USUAL_OBJECTIVE
+from headrace.planner.profile import BASE, Measured, Profile, digest, machine_name, write_profile
+
+ROUNDED = "kv_cache_dtype"
+"""Changes answers, so it wins only where the user has named it."""
+MOST_CLIENTS = 4
+OFF_TERMINAL = 120
+
+
+class Session:
+    def __init__(self, options: TuneOptions, config: EngineConfig) -> None:
+        """Raises ConfigError for what cannot be measured."""
+        self.options, self.config = options, config
+        self.console = Console(stderr=True, highlight=False)
+        self.budget = parse_seconds(options.budget)
+        named = None if options.knobs is None else [name.strip() for name in options.knobs.split(",")]
+        self.knobs = self._knobs(named)
+        self.keep_out = () if named and ROUNDED in named else (ROUNDED,)
+        folder = resolve_model_folder(config.model, config.revision, config.download_dir, config.load_format)
+        self.model = ModelConfig.from_folder(folder)
+        longest = config.max_model_len or self.model.max_position_embeddings
+        check_lengths(options.input_len + options.output_len, longest)
+        self.objective = config.objective or USUAL_OBJECTIVE
+        self.traffic = Traffic(
+            options.input_len, options.output_len, options.num_prompts, options.concurrency, options.request_rate
+        )
+        self.machine = machine_name()
+        task = [dataclasses.asdict(config), dataclasses.asdict(self.traffic), self.machine, __version__, self.model.raw]
+        key = digest(task)
+        name = Path(config.model).name or "model"
+        self.title = f"{name} on {self.machine}"
+        self.folder = Path(options.output) if options.output else cache_folder() / "tune" / f"{name}-{key}"
+        self.journal = Journal(self.folder / "trials.jsonl", key, self.say)
+        self._status: Any = None
+        self._line = ""
+
+    def _knobs(self, named: list[str] | None) -> list[str]:
+        for name in named or ():
+            if name not in KNOBS:
+                raise ConfigError(f"--knobs must be of {', '.join(KNOBS)}; got {name!r}")
+            if is_pinned(name, self.config):
+                self.say(f"{name} is given by a flag, so it is not varied")
+        return [name for name in named or KNOBS if not is_pinned(name, self.config)]
+
+    def say(self, text: str) -> None:
+        self.console.print(f"headrace tune: {text}", markup=False, soft_wrap=True)
+
+    def run(self, run_trial: RunTrial | None = None) -> int:
+        """`run_trial`: in place of engines, for tests."""
+        if self.options.fresh:
+            self.journal.start_anew()
+        if self.journal.results:
+            self.say(f"{len(self.journal.results)} trials of an earlier run are kept (--fresh measures anew)")
+        if run_trial is None:
+            clients = min(MOST_CLIENTS, max(1, len(os.sched_getaffinity(0)) // 4))
+            run_trial = TrialRunner(self.config, self.traffic, self.model.vocab_size, clients, self._on_stage)
+        tuner = Tuner(self.journal, run_trial, self.objective, self.budget, time.monotonic, self._tell)
+        try:
+            with self.console.status("") as self._status:
+                outcome = tuner.tune(self._trials, self.keep_out)
+        except KeyboardInterrupt:
+            self.say(f"interrupted; what was measured is in {self.folder}, and the same command goes on from there")
+            raise
+        self._finish(Report(outcome, self.objective, self.title, self._load()))
+        return 0
+
+    def _trials(self, plan: Result) -> list[Trial]:
+        return trials_of(self.knobs, self.config, self.model, plan.settings, self.traffic)
+
+    def _load(self) -> str:
+        load = self.traffic
+        many = f"{load.num_prompts} requests of {load.input_len} in / {load.output_len} out, "
+        many += "all at once" if load.concurrency is None else f"{load.concurrency} at a time"
+        return many + (f"; waiting times at {load.request_rate:g} requests/s" if load.request_rate else "")
+
+    def _on_stage(self, stage: str) -> None:
+        if self._status is not None:
+            self._status.update(f"{escape(self._line)}: {stage}{self._best_so_far()}")
+
+    def _best_so_far(self) -> str:
+        plan = self.journal.results.get(Trial({}).id)
+        if plan is None:
+            return ""
+        best = max(self.journal.results.values(), key=lambda result: gain(self.objective, result, plan))
+        return f"  [dim]best so far: {escape(best.trial.title)}, {_rate(best)}[/dim]"
+
+    def _tell(self, number: int, total: int, trial: Trial, result: Result | None) -> None:
+        if result is None:
+            self._line = f"{number}/{total} {trial.title}" if trial.changes else trial.title
+            return
+        found = f"{result.status}: {result.why}"
+        if result.ok:
+            felt = result.felt
+            found = f"{_rate(result)}, TTFT p99 {felt.ttft_p99:,.1f} ms, ITL p99 {felt.itl_p99:,.1f} ms"
+        self.console.print(f"{self._line}: {found}  ({result.seconds:.0f} s)", markup=False, soft_wrap=True)
+
+    def _finish(self, report: Report) -> None:
+        picture, text = self.folder / "pareto.png", self.folder / "report.html"
+        text.write_text(page(report))
+        drawn = write_png(report, picture)
+        profile = write_profile(self._profile(report), self.model)
+        if self.options.json:
+            print(json.dumps(as_json(report) | {"folder": str(self.folder), "profile": str(profile)}, indent=1))
+            return
+        console = Console(highlight=False)
+        console = Console(highlight=False, width=console.width if console.is_terminal else OFF_TERMINAL)
+        console.print(rich_table(report))
+        for line in failures(report):
+            console.print(line, markup=False, style="dim")
+        console.print(f"Milliseconds; vs plan in {report.gained}; `-`: too much worse in something else.", style="dim")
+        console.print(report.verdict(), markup=False, style="bold")
+        if report.outcome.left:
+            left = f"{report.outcome.left} trials found no time; the same command goes on with them."
+            console.print(left, style="yellow")
+        if not report.outcome.together:
+            console.print("The winners were not measured together: there was no time.", style="yellow")
+        console.print(f"profile  {profile} (serve and LLM take it; --no-use-profile leaves it)", soft_wrap=True)
+        console.print(f"report   {text}", soft_wrap=True)
+        missing = "none: matplotlib is not installed (headrace[report])"
+        console.print(f"picture  {picture if drawn else missing}", soft_wrap=True, markup=False)
+
+    def _profile(self, report: Report) -> Profile:
+        """Of the best trial, each field with what it gained alone."""
+        outcome = report.outcome
+        alone = {result.trial.id: gain(self.objective, result, outcome.plan) for result in outcome.results}
+        settings = {
+            name: Measured(value, outcome.plan.settings.get(name), alone[Trial({name: value}).id])
+            for name, value in outcome.best.trial.changes.items()
+        }
+        workload = dataclasses.asdict(self.traffic)
+        return Profile(
+            model=self.config.model,
+            machine=self.machine,
+            device=outcome.plan.settings.get("device", ""),
+            base={name: getattr(self.config, name) for name in BASE},
+            objective=self.objective,
+            workload=workload,
+            when=date.today().isoformat(),
+            gained=report.gained,
+            settings=settings,
+        )
+
+
+def _rate(result: Result) -> str:
+    return f"{result.at_once.tok_s:,.0f} tok/s" if result.at_once else result.status

@@ -1,0 +1,155 @@
+"""Settings that `headrace tune` measured to be better than the plan's, kept for one model, machine and version.
+
+A profile is a small JSON file in the cache folder. One that is unreadable, or that was made for something else, is
+ignored, and the log says so. Knows nothing of how anything is measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace import __version__
+from headrace.config import EngineConfig, cache_folder
+from headrace.model_config import ModelConfig
+from headrace.planner.chips import read_gpus
+from headrace.planner.decisions import USUAL_OBJECTIVE
+from headrace.planner.record import Decision
+
+logger = logging.getLogger(__name__)
+
+BASE = ("tensor_parallel_size", "quantization", "dtype", "batch_invariant", "block_size")
+"""Fields in which an engine must equal the one that was tuned."""
+GRAPH_KEYS = ("cudagraph_mode", "use_cudagraph", "full_cuda_graph")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One field that was better than the plan's."""
+
+    value: Any
+    over: Any
+    """what the plan had"""
+    gain: float
+    """1.06: 6% better"""
+
+
+@dataclass(frozen=True)
+class Profile:
+    model: str
+    machine: str
+    device: str
+    base: dict[str, Any]
+    objective: str
+    workload: dict[str, Any]
+    """input_len, output_len, concurrency (None: all at once), request_rate"""
+    when: str
+    """2026-01-31"""
+    gained: str
+    """what `gain` is counted in: `output tok/s`"""
+    settings: dict[str, Measured] = field(default_factory=dict)
+    version: str = __version__
+
+    def reason(self, measured: Measured) -> str:
+        load = f"{self.workload['input_len']}/{self.workload['output_len']}"
+        return f"tuned on {self.when} for {load}: {measured.gain - 1:+.1%} {self.gained} over {measured.over}"
+
+
+def measured_here(config: EngineConfig, model: ModelConfig, device: str) -> dict[str, Decision]:
+    """Field -> what was measured for it here, without what goes against a flag of the user's. Empty: nothing was."""
+    if not config.use_profile:
+        return {}
+    profile = find_profile(model)
+    if profile is None:
+        return {}
+    why_not = _mismatch(profile, config, device)
+    if why_not:
+        logger.info("profile of %s not used: %s", profile.when, why_not)
+        return {}
+    return {
+        name: Decision(name, measured.value, profile.reason(measured), str(measured.over), "measured")
+        for name, measured in profile.settings.items()
+        if _allowed(name, measured.value, config)
+    }
+
+
+def profile_path(model: ModelConfig, machine: str) -> Path:
+    return cache_folder() / "profiles" / f"{digest(model.raw)}-{digest(machine)}.json"
+
+
+def write_profile(profile: Profile, model: ModelConfig) -> Path:
+    path = profile_path(model, profile.machine)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
+    partial.replace(path)
+    return path
+
+
+def find_profile(model: ModelConfig, machine: Callable[[], str] | None = None) -> Profile | None:
+    """Of this model, machine and version; the machine is looked at only where the model has any profile."""
+    folder = cache_folder() / "profiles"
+    if not any(folder.glob(f"{digest(model.raw)}-*.json")):
+        return None
+    here = (machine or machine_name)()
+    path = profile_path(model, here)
+    if not path.is_file():
+        return None
+    try:
+        profile = msgspec.json.decode(path.read_bytes(), type=Profile)
+    except (OSError, msgspec.MsgspecError) as error:
+        logger.warning("profile %s ignored: %s", path, error)
+        return None
+    if profile.version != __version__:
+        logger.info("profile %s ignored: it is of headrace %s; `headrace tune` renews it", path, profile.version)
+        return None
+    return profile
+
+
+def machine_name() -> str:
+    """`NVIDIA H200`, or a machine without GPUs by its CPU: `AMD EPYC 9554, 64 cores`."""
+    gpus = sorted({name.strip() for name, _ in read_gpus()})
+    if gpus:
+        return " + ".join(gpus)
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return f"{found[1].strip() if found else 'CPU'}, {len(os.sched_getaffinity(0))} cores"
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def _mismatch(profile: Profile, config: EngineConfig, device: str) -> str:
+    """Why a profile is for something else; empty: it is for this."""
+    wanted: dict[str, tuple[Any, Any]] = {"device": (profile.device, device)}
+    wanted |= {name: (profile.base.get(name), getattr(config, name)) for name in BASE}
+    wanted["objective"] = (profile.objective, config.objective or USUAL_OBJECTIVE)
+    for name in ("input_len", "output_len", "concurrency"):
+        expected = getattr(config, f"expected_{name}")
+        if expected is not None:
+            wanted[f"expected_{name}"] = (profile.workload.get(name), expected)
+    return "; ".join(f"it is for {name} {a}, not {b}" for name, (a, b) in wanted.items() if a != b)
+
+
+def _allowed(name: str, value: Any, config: EngineConfig) -> bool:
+    if name == "max_num_batched_tokens":
+        return config.enable_chunked_prefill and value >= (config.max_num_seqs or 0)
+    if name == "max_num_seqs":
+        return config.max_num_batched_tokens is None or value <= config.max_num_batched_tokens
+    if name == "cudagraph_mode":
+        return not config.enforce_eager and not any(key in config.compilation_config for key in GRAPH_KEYS)
+    if name == "attention_backend":  # chosen for the cache that it was measured with
+        return config.kv_cache_dtype == "auto"
+    return True
