@@ -78,12 +78,12 @@ class Tuner:
         self._end = clock() + budget
 
     def tune(self, trials_for: Callable[[Result], list[Trial]], keep_out: Iterable[str] = ()) -> Outcome:
-        """`trials_for`: given the plan's result, what else to try. Knobs in `keep_out` are measured, but never win.
+        """`trials_for`: given the plan's result, what else to try. Knobs in `keep_out` come last, and never win.
 
         Raises HeadraceError where not even the plan runs.
         """
         plan = self._journal.results.get(Trial({}).id) or self._measure(0, 1, Trial({}), FIRST_LIMIT)
-        trials = trials_for(plan)
+        trials = sorted(trials_for(plan), key=lambda trial: any(knob in trial.changes for knob in keep_out))
         limit = max(LEAST_LIMIT, PATIENCE * plan.seconds)
         done: list[Result] = []
         left = 0

@@ -1,0 +1,160 @@
+"""The command as a whole: on scripted trials what it prints and writes, and on the demo model real engines."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.cli.arguments import build_config
+from headrace.cli.tune.command import TuneOptions, build_parser
+from headrace.cli.tune.record import Result, Trial
+from headrace.cli.tune.report import pareto, ticks
+from headrace.cli.tune.session import Session
+from headrace.cli.tune.trial import Traffic, TrialRunner
+from headrace.config import EngineConfig
+from headrace.errors import ConfigError, HeadraceError
+from headrace.model_config import ModelConfig
+from headrace.planner.profile import find_profile
+from tests.cli.tune.fake_trials import Clock, FakeRun
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+
+
+def session(*argv: str) -> Session:
+    values = build_parser().parse(["--input-len", "64", "--output-len", "32", *argv])
+    return Session(build_config(TuneOptions, values), build_config(EngineConfig, values))
+
+
+def run(model: str, script: dict[str, Any], *argv: str) -> FakeRun:
+    fake = FakeRun(Clock(), script)
+    assert session(model, "--objective", "throughput", *argv).run(fake) == 0
+    return fake
+
+
+BETTER = Trial({"max_num_seqs": 64}).id
+BROKEN = Trial({"cudagraph_mode": "NONE"}).id
+SCRIPT = {BETTER: 1100.0, BROKEN: "CUDA out of memory <script>"}
+
+
+def test_a_run_leaves_a_table_a_page_a_picture_and_a_profile(
+    model_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(model_folder, SCRIPT, "--output", str(tmp_path / "out"))
+    printed = capsys.readouterr()
+    assert "+10.0%" in printed.out
+    assert "Best: max_num_seqs 64, +10.0% output tok/s against the plan." in printed.out
+    assert "cudagraph_mode NONE: CUDA out of memory <script>" in printed.out
+    assert "1,100 tok/s" in printed.err
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("<svg") == 2
+    assert "max_num_seqs 64: 1,100 tok/s" in page
+    assert "&lt;script&gt;" in page
+    assert "<script>" not in page
+    assert "http" not in page.replace("http-equiv", "")
+    assert (tmp_path / "out" / "pareto.png").is_file() is bool(importlib.util.find_spec("matplotlib"))
+    profile = find_profile(ModelConfig.from_folder(Path(model_folder)))
+    assert profile is not None
+    assert {name: (entry.value, entry.over) for name, entry in profile.settings.items()} == {"max_num_seqs": (64, 1024)}
+    assert profile.settings["max_num_seqs"].gain == pytest.approx(1.1)
+
+
+def test_json_alone_is_on_standard_output(model_folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(model_folder, SCRIPT, "--json")
+    record = json.loads(capsys.readouterr().out)
+    assert record["best"] == {"max_num_seqs": 64}
+    assert record["gain"] == pytest.approx(1.1)
+    assert record["trials"][0]["trial"]["changes"] == {}
+    assert {entry["status"] for entry in record["trials"]} == {"ok", "failed"}
+    assert Path(record["folder"], "trials.jsonl").is_file()
+
+
+def test_the_same_command_goes_on_and_another_load_starts_anew(
+    model_folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = run(model_folder, SCRIPT, "--budget", "15s")
+    assert len(first.ran) > 1
+    assert run(model_folder, SCRIPT).ran == []
+    assert "trials of an earlier run are kept" in capsys.readouterr().err
+    assert len(run(model_folder, SCRIPT, "--fresh").ran) == len(first.ran)
+    assert run(model_folder, SCRIPT, "--num-prompts", "100").ran[0] == {}
+
+
+def test_no_better_setting_empties_an_older_profile(model_folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(model_folder, SCRIPT)
+    run(model_folder, {}, "--fresh")
+    assert "Nothing beats the plan by more than noise (2%)" in capsys.readouterr().out
+    profile = find_profile(ModelConfig.from_folder(Path(model_folder)))
+    assert profile is not None
+    assert profile.settings == {}
+
+
+def test_a_rounded_cache_wins_only_where_it_is_named(model_folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    script = {Trial({"kv_cache_dtype": "fp8"}).id: 2000.0}
+    run(model_folder, script, "--json")
+    assert json.loads(capsys.readouterr().out)["best"] == {}
+    run(model_folder, script, "--json", "--knobs", "kv_cache_dtype")
+    assert json.loads(capsys.readouterr().out)["best"] == {"kv_cache_dtype": "fp8"}
+
+
+def test_what_cannot_be_measured_is_refused(model_folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"--knobs must be of max_num_batched_tokens.*got 'blocks'"):
+        session(model_folder, "--knobs", "blocks")
+    with pytest.raises(ConfigError, match="input and output together need 160 tokens"):
+        session(model_folder, "--input-len", "128")
+    with pytest.raises(ConfigError, match="budget must be a time"):
+        session(model_folder, "--budget", "soon")
+    session(model_folder, "--knobs", "max_num_seqs", "--max-num-seqs", "4")
+    assert "max_num_seqs is given by a flag, so it is not varied" in capsys.readouterr().err
+    with pytest.raises(HeadraceError, match="the plan itself does not run"):
+        run(model_folder, {Trial({}).id: "no"})
+
+
+def test_the_front() -> None:
+    points = [(10.0, 100.0), (20.0, 200.0), (20.0, 150.0), (30.0, 200.0), (5.0, 10.0)]
+    assert pareto(points) == [True, True, False, False, True]
+    assert ticks(0.0, 1.05) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert ticks(77.0, 530.0) == [100, 200, 300, 400, 500]
+    assert 3 <= len(ticks(19_100.0, 23_840.0)) <= 8
+
+
+def test_help_loads_no_torch() -> None:
+    code = (
+        "import sys; from headrace.cli.main import main\n"
+        "try: main(['tune', '--help'])\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('torch', 'triton', 'matplotlib') if m in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines()[-1] == "[]"
+    assert "--budget" in found.stdout
+
+
+def test_real_engines_are_measured_and_real_failures_are_results() -> None:
+    stages: list[str] = []
+    runner = TrialRunner(EngineConfig(model="demo"), Traffic(16, 8, 8, request_rate=20.0), 512, 1, stages.append)
+    result: Result = runner(Trial({"max_num_seqs": 4}), 120)
+    assert result.ok, result.why
+    assert result.settings["max_num_seqs"] == 4
+    assert result.settings["device"] == "cpu"
+    assert result.at_once is not None
+    assert result.at_once.tok_s > 0
+    assert result.at_rate is not None
+    assert 0 < result.felt.itl_p50 <= result.felt.itl_p99
+    assert stages == ["starting", "warm-up", "at once", "20 requests/s"]
+    failed = runner(Trial({"attention_backend": "TRITON_ATTN"}), 120)
+    assert failed.status == "failed"
+    assert "TRITON_ATTN cannot serve this model here: runs on GPUs" in failed.why
+    started = time.monotonic()
+    slow = runner(Trial({}), 0.3)
+    assert slow.status == "timeout"
+    assert time.monotonic() - started < 15

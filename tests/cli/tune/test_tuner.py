@@ -1,0 +1,238 @@
+"""Which trials run in which order, what a budget leaves, what is kept, and who wins; on scripted results."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.cli.tune.knobs import KNOBS, trials_of
+from headrace.cli.tune.record import Journal, Result, Trial
+from headrace.cli.tune.trial import Traffic, changed
+from headrace.cli.tune.tuner import Outcome, Tuner, gain, parse_seconds
+from headrace.config import EngineConfig
+from headrace.errors import ConfigError, HeadraceError
+from headrace.model_config import ModelConfig
+from tests.cli.tune.fake_trials import PLAN, Clock, FakeRun, load
+
+MODEL = ModelConfig.from_dict(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "torch_dtype": "bfloat16",
+    }
+)
+TRAFFIC = Traffic(1024, 128, 1000)
+
+
+def of(**changes: Any) -> Trial:
+    return Trial(changes)
+
+
+SMALL, LARGE = of(max_num_batched_tokens=4096), of(max_num_batched_tokens=16384)
+FEW, EAGER = of(max_num_seqs=512), of(cudagraph_mode="NONE")
+TRIALS = [SMALL, LARGE, FEW, EAGER]
+
+
+@pytest.fixture(name="bench")
+def make_bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path / "trials.jsonl")
+
+
+class Bench:
+    def __init__(self, path: Path) -> None:
+        self.path, self.said = path, list[str]()
+        self.clock = Clock()
+        self.run = FakeRun(self.clock, {})
+
+    def journal(self, key: str = "a") -> Journal:
+        return Journal(self.path, key, self.said.append)
+
+    def tune(self, budget: float = 1000.0, keep_out: tuple[str, ...] = (), objective: str = "throughput") -> Outcome:
+        tuner = Tuner(self.journal(), self.run, objective, budget, self.clock, lambda *told: None)
+        return tuner.tune(lambda plan: TRIALS, keep_out)
+
+
+def test_the_plan_runs_first_and_the_winners_together_last(bench: Bench) -> None:
+    together = of(max_num_batched_tokens=16384, max_num_seqs=512)
+    bench.run.script = {SMALL.id: 1100.0, LARGE.id: 1200.0, FEW.id: 1050.0, together.id: 1250.0}
+    outcome = bench.tune()
+    assert bench.run.ran == [{}, *(trial.changes for trial in TRIALS), together.changes]
+    assert outcome.best.trial == together
+    assert (outcome.left, outcome.together) == (0, True)
+
+
+def test_winners_that_do_worse_together_leave_the_best_alone(bench: Bench) -> None:
+    bench.run.script = {LARGE.id: 1200.0, FEW.id: 1100.0}
+    assert bench.tune().best.trial == LARGE
+
+
+def test_gains_within_the_noise_are_none(bench: Bench) -> None:
+    bench.run.script = {LARGE.id: 1019.0, FEW.id: 1015.0}
+    outcome = bench.tune()
+    assert outcome.best is outcome.plan
+    assert len(bench.run.ran) == 5
+
+
+def test_a_knob_kept_out_is_measured_last_and_never_wins(bench: Bench) -> None:
+    bench.run.script = {FEW.id: 2000.0}
+    outcome = bench.tune(keep_out=("max_num_seqs",))
+    assert outcome.best is outcome.plan
+    assert bench.run.ran[-1] == FEW.changes
+
+
+def test_a_failed_trial_is_a_result_and_not_tried_again(bench: Bench) -> None:
+    bench.run.script = {SMALL.id: "CUDA out of memory", LARGE.id: 1200.0}
+    outcome = bench.tune()
+    assert outcome.best.trial == LARGE
+    assert [result.why for result in outcome.results if not result.ok] == ["CUDA out of memory"]
+    bench.tune()
+    assert bench.run.ran.count(SMALL.changes) == 1
+
+
+def test_a_plan_that_fails_is_an_error_and_is_tried_again(bench: Bench) -> None:
+    bench.run.script = {of().id: "no such GPU"}
+    with pytest.raises(HeadraceError, match=r"the plan itself does not run.*no such GPU"):
+        bench.tune()
+    bench.run.script = {}
+    bench.tune()
+    assert bench.run.ran[:2] == [{}, {}]
+
+
+def test_a_budget_that_ends_early_leaves_what_was_measured(bench: Bench) -> None:
+    bench.run.script = {SMALL.id: 1100.0}
+    outcome = bench.tune(budget=25.0)
+    assert bench.run.ran == [{}, SMALL.changes]
+    assert outcome.best.trial == SMALL
+    assert outcome.left == 3
+    assert bench.clock.now <= 1025
+
+
+def test_time_is_kept_for_the_winners_together(bench: Bench) -> None:
+    bench.run.script = {SMALL.id: 1100.0, LARGE.id: 1200.0, FEW.id: 1100.0}
+    outcome = bench.tune(budget=50.0)
+    assert bench.run.ran[-1] == LARGE.changes | FEW.changes
+    assert (outcome.left, outcome.together) == (1, True)
+
+
+def test_what_a_killed_run_has_measured_is_not_measured_again(bench: Bench) -> None:
+    def kill(trial: Trial) -> None:
+        if trial == FEW:
+            raise KeyboardInterrupt
+
+    bench.run.before = kill
+    with pytest.raises(KeyboardInterrupt):
+        bench.tune()
+    assert bench.run.ran == [{}, SMALL.changes, LARGE.changes]
+    bench.run.before = lambda trial: None
+    outcome = bench.tune()
+    assert bench.run.ran == [{}, *(trial.changes for trial in TRIALS)]
+    assert [result.trial for result in outcome.results] == TRIALS
+    assert not bench.said
+
+
+def test_a_line_cut_off_in_the_middle_is_dropped_and_said(bench: Bench) -> None:
+    bench.tune()
+    whole = bench.path.read_bytes()
+    last = whole.rstrip(b"\n").rindex(b"\n") + 1
+    bench.path.write_bytes(whole[: last + 20])
+    assert len(bench.journal().results) == 4
+    assert bench.path.read_bytes() == whole[:last]
+    assert "cut off in the middle" in bench.said[0]
+    bench.tune()
+    assert bench.run.ran[-1] == EAGER.changes
+    assert len(bench.run.ran) == 6
+
+
+def test_lines_of_other_tasks_and_unreadable_ones_are_left_alone(bench: Bench) -> None:
+    bench.journal("b").add(Result(SMALL, "ok", 1.0, "", load(1.0)))
+    with bench.path.open("a") as file:
+        file.write("nonsense\n")
+    assert bench.journal().results == {}
+    assert "line 2 is left out" in bench.said[0]
+    bench.tune()
+    assert SMALL.changes in bench.run.ran
+    assert list(bench.journal("b").results) == [SMALL.id]
+
+
+def test_a_fresh_start_keeps_the_old_file_beside(bench: Bench) -> None:
+    bench.tune()
+    journal = bench.journal()
+    journal.start_anew()
+    assert journal.results == {}
+    assert not bench.path.exists()
+    assert len(bench.path.with_suffix(".jsonl.old").read_text().splitlines()) == 5
+
+
+def test_what_an_objective_counts() -> None:
+    plan = Result(of(), "ok", 1.0, "", load(1000), load(50, itl=20.0, ttft=100.0))
+
+    def against(**felt: float) -> float:
+        result = Result(SMALL, "ok", 1.0, "", load(1000), load(50, **{"itl": 20.0, "ttft": 100.0} | felt))
+        return gain("interactive", result, plan)
+
+    assert against(itl=10.0) == 2.0
+    assert against(itl=10.0, ttft=109.0) == 2.0
+    assert against(itl=10.0, ttft=111.0) == 0.0
+    slow = Result(SMALL, "ok", 1.0, "", load(2000, itl=30.0))
+    full = Result(of(), "ok", 1.0, "", load(1000))
+    assert gain("throughput", slow, full) == 2.0
+    assert gain("interactive", slow, full) == 0.0
+    assert gain("latency", slow, full) == pytest.approx(1100 / 3100)
+    assert gain("throughput", Result(SMALL, "failed", 1.0, "no"), full) == 0.0
+
+
+def test_every_knob_has_its_values_and_the_plan_is_none_of_them() -> None:
+    trials = trials_of(KNOBS, EngineConfig(), MODEL, PLAN, TRAFFIC)
+    values: dict[str, set[Any]] = {}
+    for trial in trials:
+        ((knob, value),) = trial.changes.items()
+        values.setdefault(knob, set()).add(value)
+    assert values["max_num_batched_tokens"] == {2048, 4096, 16384, 32768, 65536}
+    assert values["max_num_seqs"] == {128, 256, 512}
+    assert values["cudagraph_mode"] == {"FULL_DECODE_ONLY", "PIECEWISE", "NONE"}
+    assert values["kv_cache_dtype"] == {"fp8"}
+    assert values["attention_backend"] == {"TORCH_SDPA"}
+    for trial in trials:
+        changed(EngineConfig(), trial)
+
+
+def test_settings_that_the_load_cannot_tell_apart_are_tried_once() -> None:
+    few = dataclasses.replace(TRAFFIC, num_prompts=1000, concurrency=10)
+    values = [trial.changes for trial in trials_of(KNOBS[:2], EngineConfig(), MODEL, PLAN, few)]
+    assert {16384} == {entry.get("max_num_batched_tokens", 0) for entry in values} - {0, 2048, 4096}
+    assert {2, 4, 8} == {entry.get("max_num_seqs", 0) for entry in values} - {0}
+
+
+def test_what_the_user_pins_is_not_varied() -> None:
+    config = EngineConfig(max_num_seqs=64, enforce_eager=True, kv_cache_dtype="bfloat16")
+    knobs = {knob for trial in trials_of(KNOBS, config, MODEL, PLAN, TRAFFIC) for knob in trial.changes}
+    assert knobs == {"max_num_batched_tokens", "attention_backend"}
+
+
+def test_the_most_promising_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.cli.tune.knobs.read_gpus", lambda: [("NVIDIA H200", 150 << 30)])
+    trials = trials_of(KNOBS, EngineConfig(objective="throughput"), MODEL, PLAN, TRAFFIC)
+    order = [trial.changes for trial in trials]
+    assert order[0] == {"kv_cache_dtype": "fp8"}
+    assert order.index({"max_num_seqs": 512}) < order.index({"max_num_seqs": 128})
+    assert order.index({"max_num_batched_tokens": 16384}) < order.index({"max_num_batched_tokens": 2048})
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("10m", 600), ("90s", 90), ("1.5h", 5400), ("30", 30)])
+def test_budgets(text: str, seconds: float) -> None:
+    assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "m", "-1s", "ten", "inf", "nan"])
+def test_budgets_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="such as 90s, 10m or 1h"):
+        parse_seconds(text)
