@@ -207,7 +207,7 @@ class FlagParser:
             elif base in self._dicts:
                 value = self._value_after(head, tokens) if given is None else value
                 _merge(objects.setdefault(base, {}), path, value, head)
-            elif self._flags.get(base) in FOREIGN_VALUES:
+            elif self._flags.get(base) in FOREIGN_VALUES and "engine" in self._scopes:
                 value = self._value_after(head, tokens) if given is None else value
                 self._keep_or_leave(self._flags[base], value, f"{base} {value}", result, notes)
             elif base in self._flags:

@@ -63,6 +63,8 @@ def sections(plan: Plan) -> Iterator[RenderableType]:
     yield decision_table(plan)
     yield ""
     yield prediction_table(plan)
+    if plan.simulation is None:
+        yield Text("too many steps to go through unasked: --simulate adds percentiles", style="dim")
     for command in plan.commands:
         yield ""
         yield from command_part(command)
@@ -127,7 +129,8 @@ def _refusal(plan: Plan) -> Iterator[RenderableType]:
 def memory_table(plan: Plan) -> Table:
     memory = plan.memory
     assert memory is not None
-    table = _table(f"Memory of each GPU, of {memory.total / GIB:.1f} GiB", "part", "MiB", "", "")
+    whose = "the machine" if plan.chip.vendor == "cpu" else "each GPU"
+    table = _table(f"Memory of {whose}, of {memory.total / GIB:.1f} GiB", "part", "MiB", "", "")
     table.columns[1].justify = "right"
     rows = {**memory.parts(), LEFT: memory.total - memory.usable}
     for name, size in rows.items():
@@ -209,7 +212,7 @@ def prediction_table(plan: Plan) -> Table:
     row("whole answer, s", found.e2e_s, run.e2e if run else None, 1, 2)
     row("output tokens/s", found.output_tok_s, None, 1, 0)
     row("all tokens/s", found.total_tok_s, None, 1, 0)
-    row("requests at once, at most", found.max_concurrency, None, 1, 0)
+    row("whole requests at once, at most", found.max_concurrency, None, 1, 0)
     row("KV cache tokens", found.kv_tokens, None, 1, 0)
     table.add_row("decode steps wait for", BOUNDS.get(found.bound, found.bound))
     if plan.cost is not None:

@@ -44,8 +44,8 @@ class Settings:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    bounded_by_cache: bool
-    """max_num_seqs is what the cache holds, which headrace knows too late to derive it"""
+    bounded_by_cache: tuple[str, ...]
+    """limits that follow from what the cache holds, which headrace knows too late to derive them"""
     concurrency: int
     """in flight, over all replicas"""
     graph_mode: str
@@ -107,8 +107,8 @@ def headrace_command(settings: Settings) -> Command:
     if settings.quantization:
         flags.append(Flag("--quantization", settings.quantization, "rounds the weights as they load"))
     flags += [Flag(_flag(name), _text(given[name]), "given") for name in PINNED if name in given]
-    if settings.bounded_by_cache and "max_num_seqs" not in given:
-        flags.append(Flag("--max-num-seqs", str(settings.max_num_seqs), "as many as the cache holds"))
+    for name in settings.bounded_by_cache:
+        flags.append(Flag(_flag(name), str(getattr(settings, name)), "what the cache leaves room for"))
     flags += _switches(given)
     flags += [
         Flag("--objective", settings.objective, "how many prompt tokens a step with decodes may hold"),
@@ -135,7 +135,8 @@ def vllm_command(settings: Settings) -> Command:
 
     ranks = parallel.dp if parallel.dp_attention or not settings.is_moe else 1
     on_node = max(1, min(ranks, settings.chip.gpus_per_node // (parallel.tp * parallel.pp)))
-    say("--tensor-parallel-size", parallel.tp, "GPUs that share every layer")
+    if parallel.tp > 1:
+        say("--tensor-parallel-size", parallel.tp, "GPUs that share every layer")
     if parallel.pp > 1:
         say("--pipeline-parallel-size", parallel.pp, "layers dealt out: they do not fit otherwise")
     if parallel.dp_attention:
@@ -159,11 +160,15 @@ def vllm_command(settings: Settings) -> Command:
         say("--attention-backend", settings.attention_backend, said)
     if "block_size" in given or settings.attention_backend == "ROCM_AITER_MLA_SPARSE":
         say("--block-size", settings.block_size, "given" if "block_size" in given else "what the sparse backend takes")
-    if settings.chip.vendor != "cpu":
-        say("--gpu-memory-utilization", f"{settings.gpu_memory_utilization:g}", "what the memory map is made for")
+    if "gpu_memory_utilization" in given and settings.chip.vendor != "cpu":
+        say("--gpu-memory-utilization", f"{settings.gpu_memory_utilization:g}", "given")
     say("--max-model-len", settings.max_model_len, "one such sequence has to fit; nothing is set aside for it")
     say("--max-num-seqs", settings.max_num_seqs, "requests that run at once on one rank")
-    say("--max-num-batched-tokens", settings.max_num_batched_tokens, "a decode waits for its whole step")
+    say(
+        "--max-num-batched-tokens",
+        settings.max_num_batched_tokens,
+        "decodes wait for a whole step; prompts want it large",
+    )
     flags += _switches(given)
     if "disable_custom_all_reduce" in given and parallel.tp > 1:
         say("--disable-custom-all-reduce", None, "given")
@@ -235,7 +240,9 @@ def _servers(settings: Settings) -> tuple[tuple[str, ...], tuple[dict[str, str],
     notes.append(
         f"{replicas} servers a node, behind a balancer that sends a request to the one with the fewest running"
     )
-    variable = "HIP_VISIBLE_DEVICES" if chip.vendor == "amd" else "CUDA_VISIBLE_DEVICES"
+    # vLLM reads CUDA's name on AMD's GPUs too, and wants the other unset.
+    amd = chip.vendor == "amd" and settings.engine == "headrace"
+    variable = "HIP_VISIBLE_DEVICES" if amd else "CUDA_VISIBLE_DEVICES"
     servers = []
     for replica in range(replicas):
         devices = ",".join(str(replica * size + gpu) for gpu in range(size))

@@ -115,7 +115,7 @@ def _rocm_backend(shape: ModelShape) -> Decision:
         why = "windows (and sinks) in the same launch as full layers"
         return Decision("attention_backend", "ROCM_AITER_UNIFIED_ATTN", why, "TRITON_ATTN")
     if attention.head_dim in AITER_HEAD_DIMS:
-        why = "AITER's separate paths for decodes, chunks and prompts; vLLM chooses ROCM_ATTN by itself"
+        why = "AITER's separate paths for decodes, chunks and prompts"
         return Decision("attention_backend", "ROCM_AITER_FA", why, "ROCM_ATTN")
     why = f"AITER has no kernel for head_dim {attention.head_dim}"
     return Decision("attention_backend", "TRITON_ATTN", why)

@@ -24,8 +24,8 @@ from headrace.planner.nearest import changes, drastic_changes
 from headrace.planner.plan_request import PlanRequest
 from headrace.planner.predict import Prediction
 from headrace.planner.record import Decision
-from headrace.planner.search import Candidate, Found, Short, Terms, evaluate, search, simulated
-from headrace.planner.settings import engine_decisions, parallel_decisions
+from headrace.planner.search import Candidate, Found, Short, Terms, evaluate, score, search, simulated
+from headrace.planner.settings import PACE, engine_decisions, parallel_decisions
 from headrace.planner.shapes import ModelShape
 from headrace.planner.simulate import Simulation
 from headrace.planner.subject import (
@@ -127,6 +127,9 @@ def _find(request: PlanRequest, subject: Subject) -> tuple[Terms, Found, list[st
     for count in counts:
         terms = terms_of(request, subject, count)
         found = _search(terms, subject)
+        if found.ranked and not pinned and found.best.parallel.gpus < count:  # three nodes, of four
+            terms = terms_of(request, subject, found.best.parallel.gpus)
+            found = _search(terms, subject)
         if found.ranked:
             return terms, found, []
     return terms, found, _why_nothing(found, terms)
@@ -138,8 +141,9 @@ def _alternatives(request: PlanRequest, subject: Subject, plan: Plan) -> Iterato
     nearest = [_first(group, subject) for group in changes(*terms)]
     if not any(nearest):
         nearest = [_first(drastic_changes(*terms), subject)]
-    for number, changed in enumerate(changed for changed in nearest if changed is not None):
-        yield Alternative(_difference(request, changed), _attempt(changed, subject, exact=number == 0))
+    different = {_difference(request, changed): changed for changed in nearest if changed is not None}
+    for number, (change, changed) in enumerate(different.items()):
+        yield Alternative(change, _attempt(changed, subject, exact=number == 0))
 
 
 def _first(requests: Iterable[PlanRequest], subject: Subject) -> PlanRequest | None:
@@ -238,8 +242,16 @@ def _notices(terms: Terms, best: Candidate, gaps: list[str]) -> list[str]:
     if terms.request.speculative_config:
         notices.append("speculation is not in the prediction: how many guesses are right is known from traffic alone")
     room, wanted = best.limits.max_num_seqs * best.parallel.dp, best.workload.concurrency
+    wanted = 0 if best.workload.request_rate else wanted
     if room < wanted:
-        notices.append(f"of {wanted} requests {room} run at once; the others wait")
+        notices.append(f"of {wanted:,} requests {room:,} run at once; the others wait")
+    elif best.prediction.max_concurrency < wanted:
+        notices.append(
+            f"the cache holds {best.prediction.max_concurrency:,} requests to their end: of {wanted:,} at once some "
+            "are pushed out and computed again"
+        )
+    if terms.request.objective == "interactive" and score("interactive", best.prediction) < 0:
+        notices.append(f"nothing here keeps to {PACE}: fewer at once, more GPUs or a smaller format would come nearer")
     idle = terms.num_gpus - best.parallel.gpus
     if idle:
         notices.append(f"{idle} of {terms.num_gpus} GPUs stay idle: no better layout comes out even")
@@ -300,7 +312,9 @@ def _settings(terms: Terms, candidate: Candidate, subject: Subject) -> Settings:
         max_model_len=candidate.max_model_len,
         max_num_seqs=candidate.limits.max_num_seqs,
         max_num_batched_tokens=candidate.limits.max_num_batched_tokens,
-        bounded_by_cache=bool(candidate.decisions["max_num_seqs"].runner_up),
+        bounded_by_cache=tuple(
+            name for name in ("max_num_batched_tokens", "max_num_seqs") if candidate.decisions[name].runner_up
+        ),
         concurrency=candidate.workload.concurrency,
         graph_mode=decisions["cudagraph_mode"].value,
         gpu_memory_utilization=request.gpu_memory_utilization,

@@ -30,6 +30,7 @@ ABOUT_THE_SAME = 0.02
 USUAL_CONCURRENCY = {"latency": 1, "interactive": 32}
 VLLM_BUDGETS = {"latency": (1024, 2048, 4096), "interactive": (2048, 4096, 8192), "throughput": (8192, 16384)}
 """Token budgets worth asking vLLM for; its steps with decodes are as large as its largest."""
+SMALLER_BUDGETS = (4096, 2048, 1024)
 SHORTENINGS = 8
 MOST_SIMULATED = 1000
 """Requests of one rank, or steps with their prompts, whose simulation is worth waiting for unasked: half a second"""
@@ -177,10 +178,31 @@ def _pinned(parallel: Parallel, request: PlanRequest) -> bool:
 
 
 def evaluate(terms: Terms, parallel: Parallel) -> Candidate | Short:
-    """The candidate of a layout; or why there is none."""
-    request, shape = terms.request, terms.shape
-    deployment = Deployment(shape, terms.chip, parallel, terms.weight_format, terms.kv_bytes, terms.engine)
-    budget = _budget(terms, deployment)
+    """The candidate of a layout; or why there is none. Where the cache is what bounds it, smaller steps leave more."""
+    deployment = Deployment(terms.shape, terms.chip, parallel, terms.weight_format, terms.kv_bytes, terms.engine)
+    usual = _budget(terms, deployment)
+    best = _with_budget(terms, deployment, usual)
+    if usual.source == "user" or not terms.request.enable_chunked_prefill or terms.chip.vendor == "cpu":
+        return best
+    for size in SMALLER_BUDGETS:
+        if isinstance(best, Candidate) and not best.decisions["max_num_seqs"].runner_up:
+            break
+        if (terms.request.max_num_seqs or 0) <= size < usual.value:
+            why = f"the cache is short, and a step of {usual.value} tokens takes more from it"
+            found = _with_budget(terms, deployment, Decision(usual.field, size, why, str(usual.value)))
+            if isinstance(found, Candidate) and (isinstance(best, Short) or _beats(terms, found, best)):
+                best = found
+    return best
+
+
+def _beats(terms: Terms, one: Candidate, other: Candidate) -> bool:
+    objective = terms.request.objective
+    ahead = score(objective, one.prediction) - score(objective, other.prediction)
+    return ahead > ABOUT_THE_SAME * abs(score(objective, other.prediction))
+
+
+def _with_budget(terms: Terms, deployment: Deployment, budget: Decision) -> Candidate | Short:
+    request, parallel = terms.request, deployment.parallel
     concurrency = terms.concurrency
     expected = None if concurrency is None else -(-concurrency // parallel.dp)
     seqs = _sequences(terms, budget.value, expected)

@@ -21,6 +21,7 @@ from headrace.planner.shapes import ModelShape
 
 CUSTOM_ALL_REDUCE_MIB = 8
 """Largest sum that vLLM's own kernels for linked GPUs take; larger ones go to NCCL or RCCL."""
+PACE = f"{READING_PACE_MS:.0f} ms a token after {FIRST_TOKEN_MS / 1000:.0f} s"
 
 
 def parallel_decisions(terms: Terms, found: Found) -> list[Decision]:
@@ -85,8 +86,7 @@ def _why_layout(terms: Terms, found: Found) -> str:
     if terms.request.objective == "throughput":
         return f"the most tokens of {count} layouts: {said}"
     if score("interactive", best.prediction) < 0:
-        pace = f"{READING_PACE_MS:.0f} ms a token after {FIRST_TOKEN_MS / 1000:.0f} s"
-        return f"of {count} layouts, none of which keeps to {pace}, the nearest: {said}"
+        return f"of {count} layouts, none of which keeps to {PACE}, the nearest: {said}"
     return f"the most tokens at a reading pace of {count} layouts: {said}"
 
 

@@ -107,6 +107,36 @@ def test_gpus_that_nobody_counted_are_the_fewest_that_hold_the_model() -> None:
     assert (here.chip.name, here.num_gpus, here.decision("num_gpus").source) == ("h100", 2, "measured")
 
 
+def test_as_many_nodes_as_are_used() -> None:
+    made = plan("llama-3.1-405b", "l40s")
+    assert (made.num_gpus, made.layout) == (24, "TP8 PP3")
+    assert not any("idle" in notice for notice in made.notices)
+
+
+def test_where_the_cache_is_short_smaller_steps_leave_more_of_it() -> None:
+    made = plan("llama-3.3-70b", "h100", num_gpus=1, quantization="fp8")
+    budget = made.decision("max_num_batched_tokens")
+    assert (budget.value, budget.runner_up) == (1024, "8192")
+    assert made.prediction is not None
+    fixed = plan("llama-3.3-70b", "h100", num_gpus=1, quantization="fp8", max_num_batched_tokens=8192).prediction
+    assert fixed is not None
+    assert made.prediction.output_tok_s > 1.5 * fixed.output_tok_s
+    flags = {flag.name: flag.value for flag in made.commands[0].flags}
+    assert flags["--max-num-batched-tokens"] == "1024"
+
+
+def test_a_load_that_is_too_much_is_said() -> None:
+    made = plan("llama-3.1-405b", "mi300x", num_gpus=8, input_len=128, output_len=2048, concurrency=1000)
+    assert any("requests to their end: of 1,000 at once some are pushed out" in notice for notice in made.notices)
+    assert any("nothing here keeps to 50 ms a token after 2 s" in notice for notice in made.notices)
+    assert not any("keeps to" in notice for notice in plan().notices)
+
+
+def test_a_change_is_offered_once() -> None:
+    changes = [entry.change for entry in plan(max_model_len=1_000_000).alternatives]
+    assert len(changes) == len(set(changes))
+
+
 def test_lengths_that_nobody_gave_go_into_the_context() -> None:
     made = make_plan(PlanRequest(model="demo"), (find_chip("cpu"), 1))
     assert made.feasible
@@ -193,7 +223,8 @@ REFUSED = [
     ("gpt-oss-20b", "h200", {"quantization": "fp8"}, "holds mxfp4 already", "quantization left open"),
     ("llama-3.1-8b", "h200", {"input_len": 200_000}, "more than the model's context of 131072", "input_len"),
     ("llama-3.1-8b", "h200", {"max_model_len": 200_000}, "more than the model's context", "max_model_len left open"),
-    ("qwen3-32b", "h100", {"num_gpus": 1, "input_len": 32_000, "output_len": 4_000}, "missing on each", "input_len"),
+    ("qwen3-32b", "h100", {"num_gpus": 1, "input_len": 32_000, "output_len": 8_000, "gpu_memory_utilization": 0.88},
+     "missing on each", "input_len"),
     ("llama-4-maverick", "h200", {"enable_expert_parallel": True, "num_gpus": 8}, "0.78% of the experts", "left open"),
     ("llama-3.1-8b", "h200", {"quantization": "ptpc_fp8", "engine": "vllm"}, "for AMD GPUs only", "quantization fp8"),
 ]  # fmt: skip

@@ -3,7 +3,9 @@ own map, keeps to the rules of models, and follows no claim that is known to be 
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ LOADS: list[tuple[str, dict[str, Any]]] = [
     ("interactive", {"input_len": 8192, "output_len": 512, "concurrency": 512}),
     ("latency", {"concurrency": 8, "quantization": "fp8"}),
     ("interactive", {"request_rate": 3.0}),
+    ("throughput", {"concurrency": 256, "kv_cache_dtype": "fp8", "engine": "vllm"}),
 ]
 CASES = [
     (model, *place, *LOADS[(number + 2 * index) % len(LOADS)], ("headrace", "vllm")[(number + index) % 2])
@@ -29,6 +32,16 @@ CASES = [
     for index, place in enumerate(PLACES)
 ]
 SECONDS = 1.0
+LLAMA = {"architectures": ["LlamaForCausalLM"], "hidden_size": 3584, "num_hidden_layers": 28, "vocab_size": 32000,
+         "max_position_embeddings": 32768, "head_dim": 128}  # fmt: skip
+AWKWARD = {
+    "28 heads of 4 KV heads": {"num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 16384},
+    "an odd MLP": {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 11004},
+    "3 KV heads": {"num_attention_heads": 24, "num_key_value_heads": 3, "intermediate_size": 16384},
+}
+"""Sizes that no model of the catalogue has, each of which one rule alone keeps from eight GPUs"""
+LEAST_BYTES = {"none": 2.0, "fp8": 1.0, "ptpc_fp8": 1.0, "int8": 1.0, "mxfp4": 0.5, "int4": 0.5}
+"""of a weight"""
 
 
 def test_the_grid_is_large() -> None:
@@ -40,8 +53,18 @@ def test_the_grid_is_large() -> None:
     ("model", "gpu", "count", "objective", "load", "engine"), CASES, ids=lambda value: str(value).replace(" ", "")[:30]
 )
 def test_a_plan(model: str, gpu: str, count: int, objective: str, load: dict[str, Any], engine: str) -> None:
-    request = PlanRequest(model=model, gpu=gpu, num_gpus=count, objective=objective, engine=engine, **load)
-    made = in_time(request)
+    request = PlanRequest(**{"engine": engine, "model": model, "gpu": gpu, "num_gpus": count, **load})
+    holds(in_time(request.replace(objective=objective)))
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+@pytest.mark.parametrize(("objective", "load"), LOADS[:3], ids=lambda value: str(value)[:20])
+def test_sizes_that_do_not_come_out_even(name: str, objective: str, load: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **AWKWARD[name]}))
+    holds(make_plan(PlanRequest(model=str(tmp_path), gpu="h100", num_gpus=8, objective=objective, **load)))
+
+
+def holds(made: Plan) -> None:
     if not made.feasible:
         assert made.problems
         assert made.alternatives, made.problems
@@ -50,6 +73,7 @@ def test_a_plan(model: str, gpu: str, count: int, objective: str, load: dict[str
             assert entry.plan.feasible
         made = made.alternatives[0].plan
     fits_by_its_own_map(made)
+    counts_everything(made)
     keeps_the_rules(made)
     follows_no_false_claim(made)
     says_why(made)
@@ -81,6 +105,23 @@ def fits_by_its_own_map(made: Plan) -> None:
     assert memory.kv_tokens >= length
     assert 1 <= value(made, "max_num_seqs") <= value(made, "max_num_batched_tokens")
     assert made.prediction.max_concurrency >= 1
+
+
+def counts_everything(made: Plan) -> None:
+    """The map against what the shape alone says: no weight is forgotten or shrunk, and no key of the cache."""
+    memory, shape = made.memory, made.shape
+    assert memory is not None
+    tp, pp, dp = (value(made, f"{kind}_parallel_size") for kind in ("tensor", "pipeline", "data"))
+    gpus = tp * pp * (dp if value(made, "enable_dp_attention") else 1)
+    assert memory.weight_bytes * gpus >= shape.quantizable * LEAST_BYTES[value(made, "quantization")]
+    width = 1 if value(made, "kv_cache_dtype").startswith("fp8") else 2
+    cached = sum(
+        group.count * group.attention.kv_values / (1 if shape.is_mla else min(tp, group.attention.num_kv_heads))
+        for group in shape.groups
+    )
+    assert memory.kv_bytes_per_token * pp >= 0.999 * cached * width
+    windows = any(group.attention.window for group in shape.groups)
+    assert windows or memory.kv_tokens * memory.kv_bytes_per_token <= memory.kv_pool
 
 
 def value(made: Plan, field: str) -> Any:
@@ -125,19 +166,27 @@ def follows_no_false_claim(made: Plan) -> None:
     if value(made, "max_model_len") < made.shape.max_position_embeddings:
         assert made.decision("max_model_len").runner_up
         assert memory.kv_tokens < made.shape.max_position_embeddings * 1.01
-    # All sequences at their longest need not fit at once.
+    # All sequences at their longest need not fit at once: the cache bounds them by what they hold on the way.
     assert request.max_num_seqs is None
+    seqs = made.decision("max_num_seqs")
+    if seqs.runner_up and not any(group.attention.window for group in made.shape.groups):
+        assert (seqs.value + 1) * (request.prompt_len + request.answer_len / 2) > memory.kv_tokens
     # What is on by default stays on; guesses are not made where nobody knows how many are right.
     assert value(made, "enable_chunked_prefill") is True
     assert value(made, "async_scheduling") is True
     assert value(made, "speculative_config") == "off"
     # One GPU has nothing to sum; sums are rounded nowhere unasked; code of a repository is never run.
-    alone = value(made, "tensor_parallel_size") == 1 and not value(made, "enable_dp_attention")
+    tensor = value(made, "tensor_parallel_size")
+    alone = tensor == 1 and not value(made, "enable_dp_attention")
     assert (value(made, "all_reduce") == "none") == alone
     for command in made.commands:
         said = " ".join(command.lines)
         for word in ("QUICK_REDUCE", "trust-remote-code", "no-enable-chunked-prefill", "no-async", "swap-space"):
             assert word not in said
+        if made.shape.weight_format != "bf16":
+            assert "--quantization" not in said
+        if tensor == 1 and not value(made, "enable_dp_attention") and value(made, "pipeline_parallel_size") == 1:
+            assert "NCCL" not in said
         if made.chip.vendor != "amd":
             assert "NCCL_MIN_NCHANNELS" not in said
             assert "ROCM" not in said
