@@ -168,6 +168,15 @@ class RequestOutput:
     """arrival_time, first_token_time, finished_time: seconds, monotonic"""
 
 
+class StepTimes(msgspec.Struct):
+    """Of steps of one kind, since start."""
+
+    steps: int = 0
+    observed: float = 0.0
+    predicted: float = 0.0
+    """seconds in all"""
+
+
 class SchedulerStats(msgspec.Struct, kw_only=True):
     """Counters and gauges the core sends with each step's outputs."""
 
@@ -186,6 +195,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     """steps that found no memory, since start"""
     graph_bytes: dict[str, int] = {}
     """kind of CUDA graph -> memory that all of it take"""
+    step_times: dict[str, StepTimes] = {}
+    """kind of step -> what they took; empty where nothing is predicted"""
 
 
 class EngineCoreOutputs(msgspec.Struct, kw_only=True):

@@ -107,7 +107,13 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     step_times: list[tuple[int, float]] = []
     """(prompt tokens, milliseconds) of steps measured at load, smallest first; empty where none were."""
     step_bytes: int = 0
-    """what the largest step takes beyond weights for as long as it runs; 0: not measured"""
+    """what the largest step takes beyond weights for as long as it runs; 0: not measured, as the next three"""
+    table_bytes: int = 0
+    """tables of rows"""
+    graph_bytes: int = 0
+    """what CUDA graphs are expected to take, of those that can be captured"""
+    library_bytes: int = 0
+    """taken beside the allocator: context, kernels, communication"""
     demoted: list[str] = []
     """Kernels, graphs and the like that disagreed with their references at load, and do not serve."""
     shortfall: str = ""

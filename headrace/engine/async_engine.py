@@ -22,8 +22,9 @@ from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import EngineDeadError, HeadraceError
 from headrace.hub import resolve_model_folder, resolve_tokenizer_folder
 from headrace.model_config import ModelConfig
+from headrace.planner.memory_report import report_memory
 from headrace.planner.record import Decision
-from headrace.planner.served import expect
+from headrace.planner.served import expect, predict_memory
 from headrace.request import CompletionOutput, RequestOutput
 from headrace.sampling_params import SamplingParams
 
@@ -55,9 +56,11 @@ class AsyncEngine:
             said = ", ".join(f"{name}={value}" for name, value in self.default_sampling.items())
             logger.info("sampling defaults: %s (generation_config.json; --generation-config vllm ignores it)", said)
         self.expected = expect(facts.config, model_config, facts.workers, facts.num_blocks)
-        """What the planner predicts for the traffic that flags say to expect; None: nothing is known of it."""
-        if self.expected is not None:
-            logger.info("%s", self.expected)
+        """What the planner predicts for the traffic that flags say to expect, or the usual one; None: it cannot."""
+        predicted = predict_memory(facts.config, model_config, facts.workers)
+        self.memory = report_memory(facts.config, predicted, facts.workers, facts.num_blocks)
+        for line in filter(None, (self.memory, self.expected)):
+            logger.info("%s", line)
         self.kv_cache_tokens = facts.num_blocks * facts.config.block_size
         self._client = client
         self._inputs = InputProcessor(limits, facts.config, tokenizer)

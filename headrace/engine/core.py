@@ -18,12 +18,15 @@ from pathlib import Path
 from headrace.config import EngineConfig
 from headrace.engine.fit import fit, told
 from headrace.engine.messages import Abort, CoreFacts
+from headrace.engine.step_watch import StepWatch, Watched
 from headrace.errors import ConfigError, EngineDeadError, HeadraceError, OutOfMemoryError
 from headrace.executor.base import Executor, StepHandle
 from headrace.executor.factory import detect_device, make_executor
 from headrace.model_config import ModelConfig
 from headrace.planner.decisions import decide_before_load, decide_mixed_step
 from headrace.planner.profile import measured_here
+from headrace.planner.served import predict_steps
+from headrace.planner.settled import one_list
 from headrace.planner.smaller import smaller_budget
 from headrace.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from headrace.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -40,15 +43,20 @@ PIPELINE_DEPTH = 2
 class _Inflight:
     plan: SchedulerOutput
     handle: StepHandle
+    watched: Watched | None
 
 
 class EngineCore:
     """`add_request` and `abort` at any time between steps; `step` until `has_work` is false."""
 
-    def __init__(self, facts: CoreFacts, scheduler: Scheduler, executor: Executor) -> None:
+    def __init__(
+        self, facts: CoreFacts, scheduler: Scheduler, executor: Executor, watch: StepWatch | None = None
+    ) -> None:
+        """`watch`: holds the times of steps against what is predicted."""
         self.facts = facts
         self.scheduler = scheduler
         self._executor = executor
+        self._watch = watch
         self._depth = PIPELINE_DEPTH if facts.config.async_scheduling else 1
         self._inflight: collections.deque[_Inflight] = collections.deque()
         self._refused: list[EngineCoreOutput] = []
@@ -107,6 +115,8 @@ class EngineCore:
                 output.scheduled_time = scheduled
         stats = self.scheduler.stats()
         stats.num_short_steps, stats.graph_bytes = self._num_short_steps, self._graph_bytes
+        if self._watch is not None:
+            stats.step_times = self._watch.totals
         return EngineCoreOutputs(outputs=outputs, stats=stats, timestamp=time.monotonic())
 
     def check(self) -> None:
@@ -126,6 +136,8 @@ class EngineCore:
                 break
             if plan.new_rows:
                 self._note_admissions(plan)
+            watch = self._watch
+            began = 0.0 if watch is None else watch.clock()
             try:
                 handle = self._executor.execute(plan)
             except EngineDeadError:
@@ -134,7 +146,7 @@ class EngineCore:
                 self._fail(plan, error, outputs)
                 collected = True
                 continue
-            self._inflight.append(_Inflight(plan, handle))
+            self._inflight.append(_Inflight(plan, handle, None if watch is None else watch.submitted(plan, began)))
             if self._collect_done(outputs):
                 return True
         return collected
@@ -154,13 +166,19 @@ class EngineCore:
         except EngineDeadError:
             raise
         except Exception as error:
+            self._watched(step, counts=False)
             self._fail(step.plan, error, outputs)
             return
+        self._watched(step, counts=not (result.notes or result.warnings))
         if result.notes or result.warnings:
             self._log(result)
         if result.short_of_memory:
             self._shrink(step.plan)
         outputs.extend(self.scheduler.update(step.plan, result))
+
+    def _watched(self, step: _Inflight, counts: bool) -> None:
+        if self._watch is not None and step.watched is not None:
+            self._watch.finished(step.watched, counts)
 
     def _log(self, result: RunnerOutput) -> None:
         for note in result.notes:
@@ -205,7 +223,7 @@ def build_core(config: EngineConfig, folder: Path, beside_server: bool, executor
     device, factory = _executor_factory(config, executor)
     measured = measured_here(config, model_config, device)
     resolved, decisions = decide_before_load(config, model_config, device, beside_server, measured)
-    told(decisions)
+    told(one_list(resolved, decisions))
     runner = factory(resolved, folder, model_config)
     try:
         fitted = fit(runner, resolved, config)
@@ -215,7 +233,10 @@ def build_core(config: EngineConfig, folder: Path, beside_server: bool, executor
     except BaseException:
         runner.shutdown()
         raise
-    return EngineCore(CoreFacts(fitted.config, decisions, fitted.workers, fitted.num_blocks), scheduler, runner)
+    settled = one_list(fitted.config, decisions)
+    facts = CoreFacts(fitted.config, settled, fitted.workers, fitted.num_blocks)
+    prediction = predict_steps(fitted.config, model_config, fitted.workers)
+    return EngineCore(facts, scheduler, runner, None if prediction is None else StepWatch(prediction))
 
 
 def _executor_factory(config: EngineConfig, path: str | None) -> tuple[str, ExecutorFactory]:

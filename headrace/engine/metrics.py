@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import HistogramMetricFamily, SummaryMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from headrace.request import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerStats
+from headrace.request import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerStats, StepTimes
 from headrace.sampling_params import SamplingParams
 
 FIRST_TOKEN_SECONDS = (
@@ -35,6 +35,10 @@ REQUEST_SECONDS = (
 )
 ITERATION_TOKENS = tuple(2**i for i in (0, *range(3, 15)))
 CHOICES = (1, 2, 5, 10, 20)
+STEP_TIMES = {
+    "observed": "What steps took, from result to result.",
+    "predicted": "What the planner predicts for the same steps.",
+}
 
 
 def token_buckets(largest: int) -> tuple[int, ...]:
@@ -78,6 +82,22 @@ class Histogram(Collector):
         buckets = list(zip(names, accumulate(self._counts), strict=True))
         family.add_metric(tuple(self._labels.values()), buckets, self._sum)
         yield family
+
+
+class StepTimeSums(Collector):
+    """Seconds and number of steps by kind, observed and predicted: their quotient is how far off predictions are."""
+
+    def __init__(self, labels: dict[str, str]) -> None:
+        self._labels = labels
+        self.times: dict[str, StepTimes] = {}
+        """the core's latest; empty: nothing is predicted here, and nothing shown"""
+
+    def collect(self) -> Iterator[SummaryMetricFamily]:
+        for name, help in STEP_TIMES.items() if self.times else ():
+            family = SummaryMetricFamily(f"headrace:step_time_seconds_{name}", help, labels=(*self._labels, "kind"))
+            for kind, times in self.times.items():
+                family.add_metric((*self._labels.values(), kind), times.steps, getattr(times, name))
+            yield family
 
 
 class EngineMetrics:
@@ -151,6 +171,8 @@ class EngineMetrics:
         )
         for kernel in demoted:
             named.labels(**self._labels, kernel=kernel).set(1)
+        self.step_times = StepTimeSums(self._labels)
+        self.registry.register(self.step_times)
         self.stats = SchedulerStats()
         """the core's latest"""
         self.num_prompt_tokens = 0
@@ -168,6 +190,7 @@ class EngineMetrics:
     def begin_iteration(self, outputs: EngineCoreOutputs) -> Iteration:
         stats, seen = outputs.stats, self.stats
         self.stats = stats
+        self.step_times.times = stats.step_times
         self.running.set(stats.num_running)
         self.waiting.set(stats.num_waiting)
         self.kv_usage.set(self.kv_cache_usage)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.attention.table import select_backend
+from headrace.attention.table import Selection, select_backend
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, OutOfMemoryError
 from headrace.model_config import ModelConfig
@@ -99,9 +99,12 @@ def decide_before_load(
     if "cudagraph_mode" in measured:
         wanted = {"cudagraph_mode": measured["cudagraph_mode"].value}
         graphs = config.replace(compilation_config=config.compilation_config | wanted)
-    changes["compilation_config"], more = decide_graphs(
-        graphs, device_type, *_attention(config.replace(**changes), model, device_type)
-    )
+    attention = _attention(config.replace(**changes), model, device_type)
+    if "attention_backend" not in changes:
+        source = "derived" if config.attention_backend is None else "user"
+        passed_over = "; ".join(attention.passed_over)
+        decisions.append(Decision("attention_backend", attention.name, attention.why, passed_over, source))
+    changes["compilation_config"], more = decide_graphs(graphs, device_type, attention.name, attention.full_graphs)
     if "cudagraph_mode" in measured and more[0].value == measured["cudagraph_mode"].value:
         more[0] = measured["cudagraph_mode"]
     return config.replace(**changes), decisions + more
@@ -131,10 +134,8 @@ def sequences(device_type: str, budget: int, expected: int | None) -> tuple[int,
     return most, f"what {device_type} serves before latency suffers; {expected} are expected"
 
 
-def _attention(config: EngineConfig, model: ModelConfig, device_type: str) -> tuple[str, str]:
-    """The attention backend that the ranks will choose, and the steps it can serve inside a CUDA graph."""
-    if device_type == "cpu":
-        return "", "none"
+def _attention(config: EngineConfig, model: ModelConfig, device_type: str) -> Selection:
+    """The attention backend that the ranks will choose."""
     tp_size = config.tensor_parallel_size
     spec = attention_spec(
         model,
@@ -145,8 +146,7 @@ def _attention(config: EngineConfig, model: ModelConfig, device_type: str) -> tu
         batch_invariant=config.batch_invariant,
         kv_cache_dtype=config.kv_cache_dtype,
     )
-    chosen = select_backend(spec, config.attention_backend)
-    return chosen.name, chosen.full_graphs
+    return select_backend(spec, config.attention_backend)
 
 
 def _batch_invariance(config: EngineConfig, device_type: str) -> Decision:

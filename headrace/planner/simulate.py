@@ -16,10 +16,11 @@ from typing import NamedTuple
 from headrace.errors import ConfigError
 from headrace.planner.cost import Deployment, StepModel, StepWork, step_model
 from headrace.planner.predict import CLOSED_ROUNDS, Workload
+from headrace.planner.step_work import work_of
 from headrace.request import EngineCoreRequest, Request
 from headrace.sampling_params import SamplingParams
 from headrace.scheduler.scheduler import Scheduler, SchedulerConfig
-from headrace.step import RunnerOutput, SchedulerOutput
+from headrace.step import RunnerOutput
 
 OPEN_SECONDS = 60.0
 """for how long requests arrive, where they come at a rate and nobody says how many"""
@@ -273,7 +274,8 @@ class _Run:
         scheduler = self.scheduler
         plan = scheduler.schedule()
         assert plan is not None, "an idle scheduler with requests"
-        work = _work(plan, self.fresh)
+        work = work_of(plan)
+        work = replace(work, prefill_tokens=work.prefill_tokens * self.fresh)
         before, duration = self.now, self.model.seconds(_everywhere(work, self.ranks))
         self._note_preemptions(before)
         self._run(work, 1, duration)
@@ -374,19 +376,3 @@ class _Run:
 
 
 _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
-
-
-def _work(plan: SchedulerOutput, fresh: float) -> StepWork:
-    """What a step computes; of prompts the share `fresh`, as the rest is found in the prefix cache."""
-    decodes = keys = tokens = pairs = prompts = 0
-    for computed, count, samples in zip(plan.num_computed_tokens, plan.num_scheduled_tokens, plan.samples, strict=True):
-        if count == 1 and samples:
-            decodes += 1
-            keys += computed + 1
-        else:
-            tokens += count
-            pairs += count * computed + count * (count + 1) // 2
-            prompts += 1
-    return StepWork(
-        decodes, keys / decodes if decodes else 0.0, tokens * fresh, pairs / tokens if tokens else 0.0, prompts
-    )

@@ -29,7 +29,7 @@ from headrace.runner.memory import device_memory, first_line, is_out_of_memory
 from headrace.runner.model_runner import ModelRunner, RunnerLimits
 from headrace.runner.one_by_one import execute_one_by_one
 from headrace.runner.pending import FinishedStep, PendingStep
-from headrace.runner.profile import measure_memory
+from headrace.runner.profile import MemoryUse, measure_memory
 from headrace.runner.rescue import rescue
 from headrace.runner.self_check import WAITS_FOR_THE_HOST, SelfCheck, with_switches
 from headrace.runner.step_checks import scratch_limits, step_checks, without_graphs
@@ -100,9 +100,7 @@ class Worker:
         self.shape = KVCacheShape(
             model_config.num_layers, spec.num_kv_heads, spec.head_dim, config.block_size, kv_dtype
         )
-        self.notes = [f"Using {chosen.name} backend: {chosen.why}."]
-        self.notes += [f"Passed over {passed}" for passed in chosen.passed_over]
-        self.notes += self.model.notes
+        self.notes = [*self.model.notes]
         check = SelfCheck(self.mesh.tp, self.device)
         subject = Subject(
             self.model, self.backend, self.kernels, self.shape, model_config.vocab_size, self.dtype, self.device
@@ -172,12 +170,12 @@ class Worker:
         step_times = measure_step_times(self.runner)
         total, free = self.memory.total / 2**30, self.free_at_start / 2**30
         memory = f"Memory of {self.device}: {self.use}; {share:g} of {total:.2f} GiB may be ours, {free:.2f} were free"
-        return self._facts(left=self.use.left, step=self.use.step, step_times=step_times, notes=[memory])
+        return self._facts(left=self.use.left, use=self.use, step_times=step_times, notes=[memory])
 
     def _facts(
         self,
         left: int = 0,
-        step: int = 0,
+        use: MemoryUse | None = None,
         step_times: list[tuple[int, float]] | None = None,
         notes: list[str] | None = None,
         shortfall: str = "",
@@ -192,7 +190,10 @@ class Worker:
             attention_backend=self.backend.name,
             notes=self.notes + (notes or []),
             step_times=step_times or [],
-            step_bytes=step,
+            step_bytes=0 if use is None else use.step,
+            table_bytes=0 if use is None else max(0, use.standing - self.model.weight_bytes),
+            graph_bytes=0 if use is None else use.graphs,
+            library_bytes=0 if use is None else use.outside,
             demoted=self.demoted,
             shortfall=shortfall,
         )

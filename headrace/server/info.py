@@ -23,6 +23,7 @@ from headrace.server.protocol import (
     ModelList,
     PlanAnswer,
     PlanDecision,
+    PlanMemory,
     TokenizeAnswer,
     TokenizeRequest,
 )
@@ -63,7 +64,9 @@ def show_plan(serving: Serving) -> Response:
                 for entry in engine.decisions
             ],
             engine.kv_cache_tokens,
+            None if engine.memory is None else msgspec.convert(dataclasses.asdict(engine.memory), PlanMemory),
             None if expected is None else dataclasses.asdict(expected.workload),
+            None if expected is None else expected.source,
             None if expected is None else dataclasses.asdict(expected.prediction),
         )
     )

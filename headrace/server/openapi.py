@@ -14,7 +14,7 @@ SHAPES: list[type[msgspec.Struct]] = [
     protocol.CompletionRequest, protocol.Completion, protocol.ChatCompletionRequest, protocol.ChatCompletion,
     protocol.ChatChunk, protocol.TokenizeRequest, protocol.TokenizeAnswer, protocol.DetokenizeRequest,
     protocol.DetokenizeAnswer, protocol.ModelList, protocol.ModelCard, protocol.PlanAnswer, protocol.PlanDecision,
-    replies.ErrorObject,
+    protocol.PlanMemory, protocol.PlanMemoryPart, replies.ErrorObject,
 ]  # fmt: skip
 REF = "#/components/schemas/{name}"
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>headrace API</title>

@@ -285,6 +285,26 @@ class PlanDecision(Struct):
     source: str
 
 
+class PlanMemoryPart(Struct):
+    """Bytes on one GPU."""
+
+    name: str
+    predicted: int | None
+    """from shapes alone; null: the planner does not know this GPU or model"""
+    reported: int | None
+    """by the device; null: not measured there"""
+
+
+class PlanMemory(Struct):
+    device: str
+    total: int
+    usable: int
+    parts: list[PlanMemoryPart]
+    kv_bytes_per_token: PlanMemoryPart
+    kv_cache: int
+    """bytes allocated"""
+
+
 class PlanAnswer(Struct):
     """How the server runs, why, and what its planner expects of it."""
 
@@ -292,8 +312,11 @@ class PlanAnswer(Struct):
     objective: str
     decisions: list[PlanDecision]
     kv_cache_tokens: int
+    memory: PlanMemory | None
     workload: dict[str, Any] | None
-    """what is expected; null: nobody said (`--expected-input-len` and the like)"""
+    """what is expected; null: nothing can be predicted for this GPU or model"""
+    workload_source: str | None
+    """flags, or the usual lengths where no flag says otherwise"""
     prediction: dict[str, Any] | None
     """times in ms and s, rates in tokens/s, as `headrace plan --json` has them"""
 

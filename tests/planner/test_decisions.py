@@ -9,7 +9,9 @@ import pytest
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, OutOfMemoryError
 from headrace.model_config import ModelConfig
+from headrace.planner.checkpoint_format import holds_kv_scales
 from headrace.planner.decisions import decide_before_load, decide_mixed_step, decide_num_blocks
+from headrace.planner.record import Decision
 from headrace.step import WorkerFacts
 
 MODEL = ModelConfig.from_dict(
@@ -60,8 +62,6 @@ def test_float32_checkpoints_run_in_bfloat16_on_a_gpu_unless_told() -> None:
         ("auto", None, "float32", "derived"),
         ("auto", {"kv_cache_scheme": {"type": "float", "num_bits": 8}}, "fp8_e4m3", "derived"),
         ("auto", {"kv_cache_scheme": {"type": "int", "num_bits": 8}}, "float32", "derived"),
-        ("auto", {"kv_cache_scheme": None, "kv_cache_quant_algo": "FP8"}, "fp8_e4m3", "derived"),
-        ("auto", {"export": {"kv_cache_group": ["*k_proj", "*v_proj"]}}, "fp8_e4m3", "derived"),
         ("bfloat16", {"kv_cache_scheme": {"type": "float", "num_bits": 8}}, "bfloat16", "user"),
         ("fp8", None, "fp8_e4m3", "user"),
         ("fp8_e5m2", None, "fp8_e5m2", "user"),
@@ -70,10 +70,39 @@ def test_float32_checkpoints_run_in_bfloat16_on_a_gpu_unless_told() -> None:
 def test_the_kv_cache_is_the_models_or_the_checkpoints_or_the_users(
     given: str, quantization: dict | None, settled: str, source: str
 ) -> None:
-    model = dataclasses.replace(MODEL, quantization=quantization)
+    alone = (
+        None if quantization is None else {"quant_method": "compressed-tensors", "config_groups": {}, **quantization}
+    )
+    model = dataclasses.replace(MODEL, quantization=alone)
     config, decisions = decide_before_load(EngineConfig(kv_cache_dtype=given), model, "cpu")
     assert config.kv_cache_dtype == settled
     assert next(d for d in decisions if d.field == "kv_cache_dtype").source == source
+
+
+@pytest.mark.parametrize(
+    ("quantization", "holds"),
+    [
+        (None, False),
+        ({"kv_cache_scheme": {"type": "float", "num_bits": 8}}, True),
+        ({"kv_cache_scheme": {"type": "int", "num_bits": 8}}, False),
+        ({"kv_cache_scheme": None, "kv_cache_quant_algo": "FP8"}, True),
+        ({"export": {"kv_cache_group": ["*k_proj", "*v_proj"]}}, True),
+        ({"export": {"kv_cache_group": []}}, False),
+    ],
+)
+def test_which_checkpoints_were_calibrated_for_an_fp8_cache(quantization: dict | None, holds: bool) -> None:
+    assert holds_kv_scales(quantization) is holds
+
+
+def test_the_attention_backend_is_a_decision() -> None:
+    def of(**given: object) -> Decision:
+        decisions = decide_before_load(EngineConfig(**given), MODEL, "cpu")[1]
+        return next(decision for decision in decisions if decision.field == "attention_backend")
+
+    derived = of()
+    assert (derived.value, derived.source) == ("TORCH_SDPA", "derived")
+    assert derived.runner_up == "TRITON_ATTN: runs on GPUs, not on cpu"
+    assert of(attention_backend="TORCH_SDPA").source == "user"
 
 
 def test_a_small_token_budget_bounds_the_sequences() -> None:

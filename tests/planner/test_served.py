@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace.config import EngineConfig
 from headrace.model_config import ModelConfig
 from headrace.planner.catalogue import catalogue
+from headrace.planner.cost import StepWork
 from headrace.planner.decisions import decide_before_load
+from headrace.planner.memory_report import report_memory
 from headrace.planner.plan import make_plan
 from headrace.planner.plan_request import PlanRequest
-from headrace.planner.served import Expected, expect
+from headrace.planner.record import Decision
+from headrace.planner.served import Expected, expect, predict_memory, predict_steps
+from headrace.planner.settled import one_list
 from headrace.step import WorkerFacts
 
 MODEL = ModelConfig.from_dict(catalogue()["llama-3.1-8b"].config)
@@ -24,9 +29,93 @@ def expected(fact: WorkerFacts = H200, num_blocks: int = 50_000, device: str = "
     return expect(config, MODEL, [fact], num_blocks)
 
 
-def test_nothing_is_expected_of_traffic_that_nobody_knows() -> None:
-    assert expected() is None
-    assert expected(objective="latency") is None
+@pytest.mark.parametrize(("objective", "at_once"), [(None, 32), ("latency", 1), ("throughput", 625)])
+def test_traffic_of_which_nobody_speaks_is_the_usual_one_and_said_to_be(objective: str | None, at_once: int) -> None:
+    found = expected(objective=objective)
+    assert found is not None
+    assert (found.workload.input_len, found.workload.output_len, found.workload.concurrency) == (1024, 256, at_once)
+    assert found.source.startswith(f"usual for {objective or 'interactive'}; --expected-input-len, ")
+
+
+def test_a_short_context_has_room_for_the_usual_lengths() -> None:
+    found = expected(max_model_len=512)
+    assert found is not None
+    assert (found.workload.input_len, found.workload.output_len) == (256, 128)
+
+
+def test_every_family_that_is_served_is_predicted() -> None:
+    """Nothing in a config.json that starts is too much for the planner."""
+    for name in ("llama-3.1-8b", "mistral-7b", "qwen3-8b", "qwen3-30b-a3b", "mixtral-8x7b"):
+        model = ModelConfig.from_dict(catalogue()[name].config)
+        config = decide_before_load(EngineConfig(model=name), model, "cuda")[0]
+        assert expect(config, model, [H200], 50_000) is not None
+        assert predict_steps(config, model, [H200]) is not None
+        assert predict_memory(config, model, [H200]) is not None
+
+
+def test_steps_are_predicted_and_what_slows_them_is_known() -> None:
+    config = decide_before_load(EngineConfig(model="llama-3.1-8b", enforce_eager=True), MODEL, "cuda")[0]
+    found = predict_steps(config, MODEL, [H200])
+    assert found is not None
+    assert 0.003 < found.model.seconds(StepWork(1, 128.0)) < 0.006
+    assert (found.chip, found.warns) == ("NVIDIA H200 SXM", True)
+    assert found.excuse == "eager steps (cudagraph_mode NONE)"
+    cpu = WorkerFacts("cpu", "CPU", 64 * 2**30, 10**10, 2**21, 16 * 2**30, "TORCH_SDPA")
+    rough = predict_steps(decide_before_load(EngineConfig(), MODEL, "cpu")[0], MODEL, [cpu])
+    assert rough is not None
+    assert not rough.warns
+    unknown = WorkerFacts("cuda", "Some GPU 9000", 10**11, 0, 0, 0, "ANY")
+    assert predict_steps(config, MODEL, [unknown]) is predict_memory(config, MODEL, [unknown]) is None
+    assert predict_steps(config, MODEL, []) is None
+
+
+def test_memory_is_reported_beside_what_was_predicted() -> None:
+    config = decide_before_load(EngineConfig(model="llama-3.1-8b", max_model_len=8192), MODEL, "cuda")[0]
+    fact = msgspec.structs.replace(
+        H200, step_bytes=2**30, graph_bytes=2**29, library_bytes=2**28, table_bytes=2**25, kv_bytes_per_block=2**21
+    )
+    roomier = msgspec.structs.replace(fact, available_kv_memory=2 * fact.available_kv_memory)
+    found = report_memory(config, predict_memory(config, MODEL, [fact]), [roomier, fact], 1000)
+    assert found is not None
+    parts = {part.name: part for part in found.parts}
+    assert parts["weights"].predicted == 16_060_522_496
+    assert parts["weights"].reported == fact.weight_bytes
+    assert parts["graphs"].reported == 2**29
+    assert parts["left for the KV cache"].reported == 10**11
+    assert found.kv_bytes_per_token.predicted == found.kv_bytes_per_token.reported == 131_072
+    assert found.kv_cache == 1000 * 2**21
+    assert str(found).startswith("memory of NVIDIA H200 in GiB, predicted / reported: weights 14.96 / 16.00, tables ")
+
+
+def test_what_was_not_measured_or_cannot_be_predicted_is_left_open() -> None:
+    cpu = WorkerFacts("cpu", "CPU", 64 * 2**30, 10**10, 2**21, 16 * 2**30, "TORCH_SDPA")
+    config = decide_before_load(EngineConfig(), MODEL, "cpu")[0]
+    found = report_memory(config, None, [cpu], 10)
+    assert found is not None
+    assert [part.reported for part in found.parts] == [16 * 2**30] + [None] * 5
+    assert {part.predicted for part in found.parts} == {None}
+    assert "weights ? / 16.00;" in str(found)
+    assert report_memory(config, None, [], 10) is None
+
+
+def test_decisions_are_one_list() -> None:
+    config = decide_before_load(EngineConfig(block_size=32), MODEL, "cuda")[0]
+    made = [
+        Decision("max_num_batched_tokens", 8192, "a prefill chunk that fills a GPU"),
+        Decision("num_gpu_blocks", 5, "what memory leaves", source="measured"),
+        Decision("something_new", 1, "because"),
+        Decision("max_num_batched_tokens", 4096, "8192 did not fit", "8192", "measured"),
+    ]
+    found = one_list(config, made)
+    fields = [entry.field for entry in found]
+    assert len({*fields}) == len(fields)
+    assert fields.index("block_size") < fields.index("num_gpu_blocks") < fields.index("max_num_batched_tokens")
+    assert fields[-1] == "something_new"
+    by_field = {entry.field: entry for entry in found}
+    assert (by_field["max_num_batched_tokens"].value, by_field["max_num_batched_tokens"].runner_up) == (4096, "8192")
+    assert by_field["block_size"].source == "user"
+    assert by_field["async_scheduling"].source == "derived"
+    assert by_field["cudagraph_capture_sizes"].value[-1] == config.max_num_seqs
 
 
 def test_the_same_prediction_as_the_plan() -> None:
@@ -35,13 +124,14 @@ def test_the_same_prediction_as_the_plan() -> None:
     made = make_plan(PlanRequest(model="llama-3.1-8b", gpu="h200", input_len=512, output_len=128, concurrency=4))
     assert made.prediction is not None
     assert found.prediction.itl_ms == pytest.approx(made.prediction.itl_ms, rel=0.1)
-    assert str(found).startswith("expected on NVIDIA H200 SXM, 512 in / 128 out, 4 at once: ")
+    assert str(found).startswith("expected on NVIDIA H200 SXM, 512 in / 128 out, 4 at once (as flags say): ")
 
 
 def test_what_is_left_open_is_as_in_a_plan() -> None:
     found = expected(expected_output_len=100)
     assert found is not None
     assert (found.workload.input_len, found.workload.output_len, found.workload.concurrency) == (1024, 100, 32)
+    assert found.source == "flags and usual values; --expected-input-len, --expected-concurrency would say otherwise"
 
 
 def test_quantized_weights_are_read_sooner() -> None:

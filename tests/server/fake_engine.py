@@ -55,6 +55,7 @@ class FakeEngine:
         self.metrics = FakeMetrics()
         self.decisions: list[Any] = []
         self.expected: Any = None
+        self.memory: Any = None
         self.kv_cache_tokens = 4096
         self.delay = 0.0
         self.tokens_a_step = 1

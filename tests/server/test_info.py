@@ -11,8 +11,9 @@ import pytest
 from headrace import __version__
 from headrace.model_config import ModelConfig
 from headrace.planner.catalogue import catalogue
+from headrace.planner.memory_report import report_memory
 from headrace.planner.record import Decision
-from headrace.planner.served import expect
+from headrace.planner.served import expect, predict_memory
 from headrace.step import WorkerFacts
 from tests.server.fake_engine import FakeEngine, error_of, make_app, post, send
 
@@ -107,7 +108,7 @@ def test_the_plan_is_told_with_reasons() -> None:
         "source": "derived",
     }
     assert told["decisions"][1]["source"] == "user"
-    assert told["workload"] is told["prediction"] is None
+    assert told["workload"] is told["prediction"] is told["memory"] is None
 
 
 def test_the_plan_tells_what_is_expected() -> None:
@@ -118,7 +119,19 @@ def test_the_plan_tells_what_is_expected() -> None:
     engine.expected = expect(engine.config, ModelConfig.from_dict(raw), facts, 1000)
     told = send(make_app(engine), "GET", "/v1/plan").json()
     assert [told["workload"][name] for name in ("input_len", "output_len", "concurrency")] == [128, 64, 8]
+    assert told["workload_source"] == "as flags say"
     assert 2 < told["prediction"]["itl_ms"] < 20
+
+
+def test_the_plan_tells_memory_as_predicted_and_as_reported() -> None:
+    engine = FakeEngine(max_num_seqs=8, max_num_batched_tokens=8192)
+    model = ModelConfig.from_dict(catalogue()["llama-3.1-8b"].config)
+    facts = [WorkerFacts("cuda", "NVIDIA H200", 150_109_106_995, 10**11, 2**21, 16_061_000_000, "ANY", step_bytes=7)]
+    engine.memory = report_memory(engine.config, predict_memory(engine.config, model, facts), facts, 1000)
+    told = send(make_app(engine), "GET", "/v1/plan").json()["memory"]
+    weights = next(part for part in told["parts"] if part["name"] == "weights")
+    assert weights == {"name": "weights", "predicted": 16_060_522_496, "reported": 16_061_000_000}
+    assert told["kv_cache"] == 1000 * 2**21
 
 
 def test_the_plan_is_behind_the_key() -> None:
