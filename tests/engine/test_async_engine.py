@@ -294,6 +294,25 @@ def test_no_socket_is_left_to_connect_to(folder: Path) -> None:
     asyncio.run(body())
 
 
+def test_a_started_engine_tells_what_it_expects_of_itself(folder: Path) -> None:
+    """With no flag that names any traffic."""
+
+    async def body() -> None:
+        async with started(folder) as engine:
+            assert engine.expected is not None
+            assert (engine.expected.workload.input_len, engine.expected.workload.output_len) == (128, 64)
+            assert engine.expected.source.startswith("usual for interactive; ")
+            assert engine.memory is not None
+            assert engine.memory.kv_cache == engine.kv_cache_tokens // engine.config.block_size * 2**10
+            await collect(engine.generate([5, 6, 7], params(), "a"))
+            text = engine.metrics.render().decode()
+            assert 'headrace:step_time_seconds_predicted_count{engine="0",kind="mixed"' in text
+            observed = next(line for line in text.splitlines() if 'observed_sum{engine="0",kind="decode"' in line)
+            assert float(observed.rsplit(" ", 1)[1]) > 0.005  # seven steps of 5 ms each, that began one after the other
+
+    asyncio.run(body())
+
+
 def test_uvloop(folder: Path) -> None:
     uvloop = pytest.importorskip("uvloop")
 
