@@ -83,14 +83,14 @@ def _for_headrace(program: str, flags: Flags) -> Flags | None:
         if found is None:
             return None
         value = " ".join(words[1:]) or ("false" if words[0].startswith("--no-") else "true")
-        if found.known.fate == "ours":
-            if foreign_value(found.known.name, value) is None:
-                kept[name] = words
+        if found.known.fate == "ours" and foreign_value(found.known.name, value) is not None:
             continue
         try:
             judge(found.known, name, value)
         except ConfigError:
             return None
+        if found.known.fate == "ours":
+            kept[name] = words
     return kept
 
 

@@ -6,7 +6,7 @@ Sizes are counted from config.json and data sheets; nothing here has an opinion.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.config import QUANTIZATIONS
 from headrace.errors import ConfigError
@@ -73,8 +73,12 @@ class Case:
         return self.asked.num_gpus
 
     @property
+    def gpus_per_node(self) -> int:
+        return self.chip.gpus_per_node if self.chip is not None else GPUS_PER_NODE
+
+    @property
     def nodes(self) -> int:
-        return -(-self.gpus // (self.chip.gpus_per_node if self.chip is not None else GPUS_PER_NODE))
+        return -(-self.gpus // self.gpus_per_node)
 
     @property
     def is_server(self) -> bool:
@@ -114,9 +118,9 @@ class Case:
         rest = shape.embedding_weights + shape.head_weights + shape.final_weights + shape.extra_weights
         return int(layers + PLAIN * (rest - shape.draft_weights))
 
-    def fewest_gpus(self, share: float = WORKING_SHARE) -> int | None:
+    def fewest_gpus(self, share: float = WORKING_SHARE, weight_format: str | None = None) -> int | None:
         """The smallest power of two whose memory's `share` holds the weights."""
-        weights = self.weight_bytes()
+        weights = self.weight_bytes(weight_format)
         if weights is None or self.chip is None:
             return None
         count = 1
@@ -155,11 +159,11 @@ class Case:
 
 
 def make_case(line: CommandLine, chip: Chip | None = None) -> Case:
-    """`chip`: None guesses AMD's where the line sets AMD's variables. A model that nothing is known of is None.
-
-    Raises ConfigError for values that cannot be read.
+    """`chip`: None guesses AMD's where the line sets AMD's variables. A model that nothing is known of is None, and so
+    is what a flag of the wrong type asks for.
     """
-    asked, shape = fields_of(line), None
+    readable = [s for s in line.settings if s.known is None or s.known.kind.problem(s.value) is None]
+    asked, shape = fields_of(replace(line, settings=tuple(readable))), None
     if line.model is not None and line.program not in ("download", "quantize"):
         try:
             shape = find_model(line.model)

@@ -6,6 +6,7 @@ The facts of a flag are in flags.py, opinions in remarks_*.py. Loads no torch an
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +15,13 @@ from headrace.config import QUANTIZATIONS
 from headrace.errors import ConfigError
 from headrace.explain.better_line import better_lines
 from headrace.explain.case import Case, Remark, make_case
-from headrace.explain.command_line import CommandLine, Setting, parse_commands
+from headrace.explain.command_line import SCOPES, CommandLine, Setting, parse_commands
 from headrace.explain.findings import Finding, findings_of
 from headrace.explain.remarks_engine import ENGINE_RULES
 from headrace.explain.remarks_memory import MEMORY_RULES
+from headrace.explain.remarks_plain import PLAIN
 from headrace.explain.remarks_variables import MASTER, VARIABLE_RULES, aiter_part, elsewhere
-from headrace.flags.table import FOREIGN_VALUES, Note, foreign_value, judge, notice
+from headrace.flags.table import Note, flags_by_name, foreign_value, judge, notice
 from headrace.planner.catalogue import find_config
 from headrace.planner.chips import Chip
 from headrace.planner.engines import model_gaps
@@ -134,86 +136,81 @@ def explain_line(line: CommandLine, chip: Chip | None = None) -> Explanation:
 
 
 def answer_of(case: Case, setting: Setting) -> Answer:
-    known = setting.known
-    if known is None:
-        why = "no flag of that name is known here: a slip of the pen, or newer than this table"
-        return Answer(setting, "", "any", "unknown", why, "refused: unknown flag")
-    remark = _remark(case, setting)
+    fate = fate_of(case.line, setting)
+    if setting.known is None:
+        why = "no flag of that name is known here: a slip of the pen, or newer than this table" + fate.hint
+        return Answer(setting, "", "any", "unknown", why, fate.here)
+    remark, hardware = _remark(case, setting, fate), HARDWARE[setting.known.hardware]
     return Answer(
-        setting,
-        known.does,
-        HARDWARE[known.hardware],
-        remark.verdict,
-        remark.text,
-        becomes(setting),
-        remark.better,
-        remark.claim,
+        setting, setting.known.does, hardware, remark.verdict, remark.text, fate.here, remark.better, remark.claim
     )
 
 
-def _remark(case: Case, setting: Setting) -> Remark:
-    known = setting.known
+def _remark(case: Case, setting: Setting, fate: Fate) -> Remark:
+    known, ours = setting.known, case.line.engine == "headrace"
     assert known is not None
     problem = known.kind.problem(setting.value)
-    if problem is not None:
-        return Remark("wrong", problem, "drop")
-    rule = RULES.get(setting.key)
-    if rule is None and setting.name.startswith(MASTER):
+    if problem is not None or (ours and fate.refused):
+        return Remark("wrong", problem or fate.refused, "drop")
+    rule, plain = RULES.get(setting.key), PLAIN.get(setting.key, (None, None))
+    if rule is None and setting.key not in PLAIN and setting.name.startswith(MASTER):
         rule = aiter_part
-    found = elsewhere(case, setting) or (rule(case, setting) if rule is not None else None)
+    found = elsewhere(case, setting) or (rule(case, setting) if rule is not None else plain[not setting.on])
     if found is not None:
         return found
     if known.era.startswith("gone"):
         return Remark("no effect", known.era, "drop")
     if known.era:
         return Remark("depends", known.era)
-    if case.line.engine == "headrace" and known.fate == "inert" and known.accepts is None:
+    if ours and known.fate == "inert" and known.accepts is None:
         return Remark("no effect", known.why, "drop")
     return Remark("fine", "")
 
 
-def becomes(setting: Setting) -> str:
-    """What `headrace serve` or `bench` makes of it."""
+@dataclass(frozen=True)
+class Fate:
+    """What `headrace serve` or `bench` makes of a setting."""
+
+    here: str
+    note: Note | None = None
+    """of a setting that is left out"""
+    refused: str = ""
+    hint: str = ""
+    """the name that an unknown one is near to"""
+
+
+def fate_of(line: CommandLine, setting: Setting) -> Fate:
     known = setting.known
-    assert known is not None
+    if known is None:
+        names = sorted({name for scope in SCOPES[line.program] for name in flags_by_name(scope)})
+        near = difflib.get_close_matches(setting.name, names, 1, 0.8)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return Fate(f"refused: unknown flag{hint}", refused=f"unknown flag {setting.name}{hint}", hint=hint)
+    flag = known.becomes or known.name
+    why = foreign_value(flag, setting.value) if known.fate == "ours" else None
+    if why is not None:
+        return Fate(f"left out: {why}", Note(str(setting), why))
     if known.fate == "library":
-        return known.why
-    if known.fate == "ours":
-        flag = known.becomes or known.name
-        why = foreign_value(flag, setting.value) if flag in FOREIGN_VALUES else None
-        if why is not None:
-            return f"left out: {why}"
-        return f"same as {flag}" if known.becomes else "taken as it is"
-    if known.becomes:
-        return f"same as {known.becomes}"
+        return Fate(known.why)
+    if known.fate != "ours" and known.becomes:
+        return Fate(f"same as {flag}")
     try:
         note = judge(known, setting.name, setting.value)
     except ConfigError as error:
-        return f"refused: {error}"
-    return f"no effect: {note.why}" if note is not None else "asks for what is done anyway"
+        return Fate(f"refused: {error}", refused=str(error))
+    if known.fate == "ours":
+        return Fate(f"same as {flag}" if known.becomes else "taken as it is")
+    return Fate(f"no effect: {note.why}" if note is not None else "asks for what is done anyway", note)
 
 
 def line_notice(line: CommandLine) -> str:
     """What is inert, refused or unknown of a line, as one notice; where there is nothing of that, it says so."""
-    notes: list[Note] = []
-    refused: list[str] = [f"unknown flag {setting.name}" for setting in line.settings if setting.known is None]
-    for setting in line.settings:
-        known = setting.known
-        if known is None:
-            continue
-        flag = known.becomes or known.name
-        why = foreign_value(flag, setting.value) if flag in FOREIGN_VALUES and known.fate == "ours" else None
-        try:
-            note = Note(str(setting), why) if why is not None else None
-            note = note or (judge(known, setting.name, setting.value) if not known.becomes else None)
-        except ConfigError as error:
-            refused.append(str(error))
-            continue
-        notes += [note] if note is not None else []
+    fates = [fate_of(line, setting) for setting in line.settings]
+    refused = [fate.refused for fate in fates if fate.refused]
     if line.stray:
         refused.append(f"words that belong to no flag: {' '.join(line.stray)}")
-    said = [text for text in (notice(notes), *(f"headrace: refused: {text}" for text in refused)) if text]
-    return "\n".join(said) or "headrace: note: nothing of this line is without effect"
+    said = [notice(fate.note for fate in fates if fate.note), *(f"headrace: refused: {text}" for text in refused)]
+    return "\n".join(filter(None, said)) or "headrace: note: nothing of this line is without effect"
 
 
 def _gaps(case: Case) -> list[str]:

@@ -34,7 +34,7 @@ def tensor_parallel_size(case: Case, setting: Setting) -> Remark | None:
         if problems:
             return Remark("wrong", "; ".join(problems))
     if least is not None and weights is not None and case.gpus < least:
-        return Remark("wrong", f"{size(weights)} of weights need {least} GPUs", f"--tensor-parallel-size {least}")
+        return Remark("wrong", *_room(case, weights, least))
     if tp == 1:
         return Remark("not needed", "1 is the default", "drop")
     text = "gives the shortest answers, paid with two sums over all GPUs in each layer"
@@ -46,6 +46,17 @@ def tensor_parallel_size(case: Case, setting: Setting) -> Remark | None:
     if case.shape is not None and case.shape.is_mla:
         text += f". Each GPU keeps the whole latent cache: from {MANY_REQUESTS} requests on, split it by requests"
     return Remark("fine", text, claim="replicas-always-beat-tensor-parallelism" if fewest and fewest < tp else "")
+
+
+def _room(case: Case, weights: int, least: int) -> tuple[str, str]:
+    """What is too little, and settings with which the weights fit: more GPUs of a node, fp8, or several nodes."""
+    text = f"{size(weights)} of weights need {least} GPUs"
+    node, small = case.gpus_per_node, case.fewest_gpus(LEAST_SHARE, "fp8")
+    if least <= node:
+        return text, f"--tensor-parallel-size {least}"
+    if case.weight_format == "bf16" and case.chip is not None and "fp8" in case.chip.flops and small and small <= node:
+        return f"{text}, {small} in fp8", f"--tensor-parallel-size {max(small, case.tp)} --quantization fp8"
+    return f"{text}: several nodes", f"--tensor-parallel-size {node} --pipeline-parallel-size {least // node}"
 
 
 def pipeline_parallel_size(case: Case, setting: Setting) -> Remark | None:
@@ -160,7 +171,8 @@ def attention_backend(case: Case, setting: Setting) -> Remark | None:
         why = "one kernel for prompts and decodes, with windows and sinks"
         return Remark("helps" if case.has_windows else "depends", f"{why}: what gpt-oss wants; others do well without")
     if name in ("ROCM_AITER_FA", "ROCM_AITER_MLA", "ROCM_AITER_MLA_SPARSE"):
-        return Remark("not needed", "what VLLM_ROCM_USE_AITER=1 chooses by itself for such a model", "drop")
+        why = "what VLLM_ROCM_USE_AITER=1 chooses for such a model; named, nothing slower is taken without a word"
+        return Remark("fine", why)
     return None
 
 
@@ -198,23 +210,6 @@ def compilation_config(case: Case, setting: Setting) -> Remark | None:
 
 def _graphs(mode: str) -> str:
     return f"--compilation-config '{json.dumps({'cudagraph_mode': mode})}'"
-
-
-def enforce_eager(case: Case, setting: Setting) -> Remark | None:
-    if not setting.on:
-        return None
-    return Remark("costs", "every step launches its kernels one by one: small batches wait for the host", "drop")
-
-
-def async_scheduling(case: Case, setting: Setting) -> Remark | None:
-    if setting.on:
-        return Remark("not needed", "the default of current vLLM", "drop")
-    return Remark(
-        "costs",
-        "guides say off for latency; measured, it lowers the time per token too (gpt-oss-20b on an H100: 91 -> 87 ms)",
-        "drop",
-        "async-scheduling-hurts-latency",
-    )
 
 
 def speculation(case: Case, setting: Setting) -> Remark | None:
@@ -282,14 +277,6 @@ def host(case: Case, setting: Setting) -> Remark | None:
     return None
 
 
-def no_request_log(case: Case, setting: Setting) -> Remark | None:
-    return Remark("not needed", "requests are not logged by default any more", "drop") if setting.on else None
-
-
-def swap_space(case: Case, setting: Setting) -> Remark | None:
-    return Remark("no effect", "the current engine (V1) recomputes preempted requests and never swaps", "drop")
-
-
 def num_prompts(case: Case, setting: Setting) -> Remark | None:
     prompts, seqs = case.asked.num_prompts, case.asked.max_num_seqs
     if prompts and seqs and prompts > seqs and prompts % seqs:
@@ -323,16 +310,12 @@ ENGINE_RULES = {
     "--attention-backend": attention_backend,
     "VLLM_ATTENTION_BACKEND": attention_backend,
     "--compilation-config": compilation_config,
-    "--enforce-eager": enforce_eager,
-    "--async-scheduling": async_scheduling,
     "--speculative-config": speculation,
     "--speculative-model": speculation,
     "--num-speculative-tokens": speculation,
     "--trust-remote-code": trust_remote_code,
     "--mm-encoder-tp-mode": mm_encoder_tp_mode,
     "--host": host,
-    "--disable-log-requests": no_request_log,
-    "--swap-space": swap_space,
     "--num-prompts": num_prompts,
     "--request-rate": request_rate,
 }

@@ -14,6 +14,8 @@ from headrace.planner.chips import GIB
 LARGE_STEP = 16384
 """Prompt tokens of a step, from which more hardly raises throughput while every running request waits for it"""
 FLOAT16_MAX = 65504
+BLOCK_SIZES = (1, 8, 16, 32, 64, 128, 256)
+"""that vLLM has"""
 
 
 def kv_cache_dtype(case: Case, setting: Setting) -> Remark | None:
@@ -161,10 +163,13 @@ def gpu_memory_utilization(case: Case, setting: Setting) -> Remark | None:
     if case.chip is not None:
         left = (1 - share) * case.chip.memory_bytes
         text += f"; {size(left)} of {case.chip.memory_bytes / GIB:.0f} GiB stay outside"
+    if not 0 < share <= 1:
+        return Remark("wrong", "a share of the GPU's memory lies between 0 and 1", "drop")
     if share > 0.95:
         return Remark(
             "costs",
-            f"{text}: too little for libraries and what a step needs at its worst. Runs out of memory under load",
+            f"{text}. Too little is left for libraries and for what a step needs at its worst: it runs out of memory "
+            "under load",
             "--gpu-memory-utilization 0.92",
             "utilization-is-for-the-kv-cache",
         )
@@ -201,19 +206,9 @@ def max_num_batched_tokens(case: Case, setting: Setting) -> Remark | None:
     return Remark("fine", text, claim="larger-steps-improve-itl")
 
 
-def enable_chunked_prefill(case: Case, setting: Setting) -> Remark | None:
-    if setting.on:
-        return Remark("not needed", "on by default", "drop")
-    return Remark(
-        "costs",
-        "a long prompt runs in one step, and every running request waits for it; the step must also be as long as the "
-        "longest prompt. That it is faster on MI300X is said without a measurement",
-        "drop",
-        "chunked-prefill-off-is-faster",
-    )
-
-
 def block_size(case: Case, setting: Setting) -> Remark | None:
+    if case.asked.block_size not in BLOCK_SIZES:
+        return Remark("wrong", f"vLLM takes {', '.join(map(str, BLOCK_SIZES))}", "drop")
     if case.asked.block_size != 1:
         return None
     if case.is_sparse_attention and case.vendor in ("amd", ""):
@@ -260,7 +255,6 @@ MEMORY_RULES = {
     "--max-num-seqs": max_num_seqs,
     "--gpu-memory-utilization": gpu_memory_utilization,
     "--max-num-batched-tokens": max_num_batched_tokens,
-    "--enable-chunked-prefill": enable_chunked_prefill,
     "--block-size": block_size,
     "--enable-prefix-caching": enable_prefix_caching,
     "--num-calib-data": calibration,

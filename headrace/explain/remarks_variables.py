@@ -153,24 +153,6 @@ def min_channels(case: Case, setting: Setting) -> Remark | None:
     )
 
 
-def kernel_arguments(case: Case, setting: Setting) -> Remark | None:
-    if not setting.on:
-        return Remark("costs", "launches start later", "HIP_FORCE_DEV_KERNARG=1")
-    return Remark("helps", "a variable of the HIP runtime and none of AITER's; AMD's images set it already")
-
-
-def fast_load(case: Case, setting: Setting) -> Remark | None:
-    return Remark("helps", "a faster start; AMD's images set it already") if setting.on else None
-
-
-def hip_blas(case: Case, setting: Setting) -> Remark | None:
-    return Remark("depends", "torch chooses by itself on MI300X; measure it")
-
-
-def tunable(case: Case, setting: Setting) -> Remark | None:
-    return Remark("depends", "the first run of every size is slow while it tunes; AITER's own products are not touched")
-
-
 def visible_devices(case: Case, setting: Setting) -> Remark | None:
     others = [name for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if name != setting.name]
     if setting.name != "ROCR_VISIBLE_DEVICES" and case.line.find(others[0]) is not None:
@@ -180,30 +162,13 @@ def visible_devices(case: Case, setting: Setting) -> Remark | None:
             "" if setting.name.startswith("CUDA") else "drop",
             "both-visible-devices",
         )
-    if setting.name == "HIP_VISIBLE_DEVICES" and setting.value:
+    if setting.name == "HIP_VISIBLE_DEVICES" and setting.value and case.line.engine == "vllm":
         return Remark(
             "depends",
             "vLLM reads CUDA_VISIBLE_DEVICES on ROCm too, and wants this one unset",
             f"CUDA_VISIBLE_DEVICES={setting.value}",
         )
     return None
-
-
-def first_engine(case: Case, setting: Setting) -> Remark | None:
-    if setting.on:
-        return Remark("not needed", "there is no other engine any more", "drop")
-    return Remark("wrong", "the first engine is gone from vLLM", "drop")
-
-
-def split_attention(case: Case, setting: Setting) -> Remark | None:
-    if setting.off:
-        return Remark("not needed", "off by default, and renamed since", "drop")
-    return Remark(
-        "costs",
-        "renamed to --attention-backend ROCM_ATTN: shapes that it has no kernel for run 2.7-4.4 times "
-        "slower without a word; AITER's backends are faster",
-        "drop",
-    )
 
 
 def latent_as_ordinary(case: Case, setting: Setting) -> Remark | None:
@@ -226,12 +191,6 @@ def shuffled_cache(case: Case, setting: Setting) -> Remark | None:
     return Remark("depends", f"faster decodes from {SHUFFLED_FROM} requests at once, slower below")
 
 
-def default_on(case: Case, setting: Setting) -> Remark | None:
-    if setting.on:
-        return Remark("not needed", "on by default", "drop")
-    return Remark("costs", "off only to find a fault", "drop")
-
-
 def misspelt(case: Case, setting: Setting) -> Remark | None:
     right = setting.name.replace("RCCL_", "NCCL_")
     return Remark("no effect", f"RCCL reads {right}", f"{right}={setting.value}", "rccl-names")
@@ -239,25 +198,15 @@ def misspelt(case: Case, setting: Setting) -> Remark | None:
 
 VARIABLE_RULES = {
     MASTER: aiter,
-    "VLLM_ROCM_USE_SKINNY_GEMM": default_on,
-    "VLLM_ROCM_FP8_PADDING": default_on,
-    "VLLM_ROCM_MOE_PADDING": default_on,
-    "VLLM_ROCM_CUSTOM_PAGED_ATTN": default_on,
     "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": shuffled_cache,
     "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": quick_reduce,
     "VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16": quick_reduce,
     "VLLM_ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB": quick_reduce,
     "VLLM_ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB": quick_reduce,
     "NCCL_MIN_NCHANNELS": min_channels,
-    "HIP_FORCE_DEV_KERNARG": kernel_arguments,
-    "SAFETENSORS_FAST_GPU": fast_load,
-    "TORCH_BLAS_PREFER_HIPBLASLT": hip_blas,
-    "PYTORCH_TUNABLEOP_ENABLED": tunable,
     "CUDA_VISIBLE_DEVICES": visible_devices,
     "HIP_VISIBLE_DEVICES": visible_devices,
     "ROCR_VISIBLE_DEVICES": visible_devices,
-    "VLLM_USE_V1": first_engine,
-    "VLLM_V1_USE_PREFILL_DECODE_ATTENTION": split_attention,
     "VLLM_MLA_DISABLE": latent_as_ordinary,
     "VLLM_USE_TRITON_AWQ": triton_awq,
     "RCCL_DEBUG": misspelt,

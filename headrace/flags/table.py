@@ -11,12 +11,12 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headrace.config import ATTENTION_OF_VLLM, EngineConfig, ServerConfig, knob_types
+from headrace.config import ATTENTION_OF_VLLM, EngineConfig, ServerConfig, knob_problem, knob_types
 from headrace.errors import ConfigError
 
 TRUE, FALSE = ("1", "true"), ("0", "false")
@@ -249,6 +249,10 @@ def judge(known: Known, name: str, value: str) -> Note | None:
     problem = known.kind.problem(value)
     if problem is not None:
         raise ConfigError(f"{subject} {problem}")
+    if known.fate == "ours":
+        problem = _knob_problem(known.becomes or known.name, value)
+        if problem is not None:
+            raise ConfigError(f"{subject} {problem}")
     if known.accepts is not None:
         if _asks_nothing(known, value):
             return None
@@ -260,6 +264,23 @@ def judge(known: Known, name: str, value: str) -> Note | None:
     if known.fate != "inert":
         return None
     return Note(shown(name, value, known), known.why)
+
+
+@functools.cache
+def _fields() -> dict[str, tuple[Mapping[str, Any], type, bool]]:
+    """Flag of a knob -> what config.py knows of it."""
+    return {
+        "--" + field.name.replace("_", "-"): (field.metadata, *knob_types(config)[field.name])
+        for config in (EngineConfig, ServerConfig)
+        for field in dataclasses.fields(config)
+    }
+
+
+def _knob_problem(flag: str, text: str) -> str | None:
+    """What config.py says of the value of a knob; the kind of it was looked at before."""
+    meta, kind, optional = _fields().get(flag, ({}, dict, True))
+    readers: dict[type, Callable[[str], Any]] = {int: human_int, float: float, str: str}
+    return knob_problem(meta, kind, optional, readers[kind](text)) if kind in readers else None
 
 
 def _asks_nothing(known: Known, value: str) -> bool:

@@ -21,6 +21,8 @@ from headrace.explain.command_line import from_argv, parse_command
 from headrace.explain.explain import CLAIMS, Answer, Explanation, explain, explain_line
 from headrace.flags.table import flags_by_name, variables_by_name
 from headrace.planner.chips import CHIPS, find_chip
+from headrace.planner.plan import make_plan
+from headrace.planner.plan_request import PlanRequest
 from tests.explain.test_command_line import COMMANDS, name_of
 
 BLOG = (
@@ -186,6 +188,14 @@ OPINIONS = [
     ("vllm bench throughput --model m --num-prompts 100 --max-num-seqs 64", None, "--num-prompts", "costs",
      "no multiple", ""),
     ("vllm serve m --made-up-flag 3", None, "--made-up-flag", "unknown", "no flag of that name", ""),
+    ("vllm serve m --max-num-seq 3", None, "--max-num-seq", "unknown", "did you mean --max-num-seqs?", ""),
+    (f"vllm serve {LLAMA} -tp eight", None, "--tensor-parallel-size", "wrong", "must be a whole number", ""),
+    (f"vllm serve {LLAMA} --gpu-memory-utilization 1.5", None, "--gpu-memory-utilization", "wrong", "between 0", ""),
+    (f"vllm serve {LLAMA} --block-size 7", None, "--block-size", "wrong", "vLLM takes 1, 8, 16", ""),
+    ("headrace serve demo --block-size 128", None, "--block-size", "wrong", "must be one of 1, 16, 32, 64", ""),
+    ("vllm serve meta-llama/Llama-3.1-405B -tp 8", "h100", "--tensor-parallel-size", "wrong", "need 16 GPUs, 8 in fp8",
+     ""),
+    (f"vllm serve {QUARK} -tp 8", "l40s", "--tensor-parallel-size", "wrong", "need 16 GPUs: several nodes", ""),
     ("vllm serve m --mm-encoder-tp-mode both", None, "--mm-encoder-tp-mode", "wrong", "weights, data", ""),
 ]  # fmt: skip
 
@@ -242,6 +252,30 @@ def test_better_lines_are_better_and_headrace_takes_its_own(
         if line.program != "bench serve":
             build_config(EngineConfig, values)
         assert "no effect" not in capsys.readouterr().err
+
+
+PLANNED = [("llama-3.1-405b", "mi300x", 8), ("gpt-oss-120b", "mi300x", 1), ("deepseek-r1", "mi300x", 8),
+           ("deepseek-v3.2", "mi355x", 8), ("llama-3.1-8b", "h200", 1), ("deepseek-r1", "h200", 8),
+           ("llama-3.1-70b", "mi300x", 8)]  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["headrace", "vllm"])
+@pytest.mark.parametrize(("model", "gpu", "count"), PLANNED)
+@pytest.mark.parametrize("concurrency", [4, 1024])
+def test_what_a_plan_writes_needs_no_better_line(
+    model: str, gpu: str, count: int, concurrency: int, engine: str
+) -> None:
+    asked = PlanRequest(model=model, gpu=gpu, num_gpus=count, engine=engine, concurrency=concurrency)
+    for command in make_plan(asked).commands:
+        for whole in explain(command.lines[0], find_chip(gpu)):
+            bad = [a for a in whole.answers if a.better or a.verdict in ("wrong", "no effect", "unknown")]
+            assert not bad, [(str(a.setting), a.why) for a in bad]
+
+
+def test_values_that_headrace_lacks_are_refused_and_have_no_line_for_it() -> None:
+    whole = explained(f"vllm serve {LLAMA} --block-size 128")
+    assert "headrace: refused: --block-size must be one of 1, 16, 32, 64; got 128" in whole.notice
+    assert "headrace" not in whole.better
 
 
 def test_what_headrace_refuses_has_no_line_for_it() -> None:
