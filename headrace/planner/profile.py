@@ -40,7 +40,7 @@ class Measured:
     over: Any
     """what the plan had"""
     gain: float
-    """1.06: 6% better"""
+    """1.06: 6% better by itself"""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Profile:
 
     def reason(self, measured: Measured) -> str:
         load = f"{self.workload['input_len']}/{self.workload['output_len']}"
-        return f"tuned on {self.when} for {load}: {measured.gain - 1:+.1%} {self.gained} over {measured.over}"
+        return f"tuned on {self.when} for {load}: {measured.gain - 1:+.1%} over {measured.over}, in {self.gained}"
 
 
 def measured_here(config: EngineConfig, model: ModelConfig, device: str) -> dict[str, Decision]:

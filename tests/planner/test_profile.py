@@ -68,7 +68,7 @@ def test_measured_settings_are_taken_with_their_reason() -> None:
     assert (config.kv_cache_dtype, config.attention_backend) == ("fp8_e4m3", "TORCH_SDPA")
     budget = decisions["max_num_batched_tokens"]
     assert budget.source == "measured"
-    assert budget.reason == "tuned on 2026-01-31 for 1024/128: +6.0% ITL p99 over 8192"
+    assert budget.reason == "tuned on 2026-01-31 for 1024/128: +6.0% over 8192, in ITL p99"
     assert budget.runner_up == "8192"
     assert decisions["dtype"].source == "derived"
 

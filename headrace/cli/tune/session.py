@@ -17,8 +17,10 @@ from headrace import __version__
 from headrace.cli.bench.offline import check_lengths
 from headrace.cli.tune.command import TuneOptions
 from headrace.cli.tune.knobs import KNOBS, is_pinned, trials_of
+from headrace.cli.tune.page import page
+from headrace.cli.tune.picture import write_png
 from headrace.cli.tune.record import Journal, Result, Trial
-from headrace.cli.tune.report import Report, as_json, failures, page, rich_table, write_png
+from headrace.cli.tune.report import Report, as_json, failures, rich_table
 from headrace.cli.tune.trial import Traffic, TrialRunner
 from headrace.cli.tune.tuner import RunTrial, Tuner, gain, parse_seconds
 from headrace.config import EngineConfig, cache_folder
@@ -135,6 +137,7 @@ class Session:
         for line in failures(report):
             console.print(line, markup=False, style="dim")
         console.print(f"Milliseconds; vs plan in {report.gained}; `-`: too much worse in something else.", style="dim")
+        console.print(report.standing_line(), markup=False)
         console.print(report.verdict(), markup=False, style="bold")
         if report.outcome.left:
             left = f"{report.outcome.left} trials found no time; the same command goes on with them."

@@ -14,8 +14,8 @@ import pytest
 
 from headrace.cli.arguments import build_config
 from headrace.cli.tune.command import TuneOptions, build_parser
+from headrace.cli.tune.picture import pareto, ticks
 from headrace.cli.tune.record import Result, Trial
-from headrace.cli.tune.report import pareto, ticks
 from headrace.cli.tune.session import Session
 from headrace.cli.tune.trial import Traffic, TrialRunner
 from headrace.config import EngineConfig
@@ -52,8 +52,10 @@ def test_a_run_leaves_a_table_a_page_a_picture_and_a_profile(
     run(model_folder, SCRIPT, "--output", str(tmp_path / "out"))
     printed = capsys.readouterr()
     assert "+10.0%" in printed.out
-    assert "Best: max_num_seqs 64, +10.0% output tok/s against the plan." in printed.out
+    assert "Best: max_num_seqs 64, +10.0% over the plan in output tok/s." in printed.out
     assert "cudagraph_mode NONE: CUDA out of memory <script>" in printed.out
+    said = " ".join(printed.out.split())
+    assert "output tok/s 9.1% less than with max_num_seqs 64, ITL p99 is the best" in said
     assert "1,100 tok/s" in printed.err
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count("<svg") == 2
@@ -73,6 +75,7 @@ def test_json_alone_is_on_standard_output(model_folder: str, capsys: pytest.Capt
     record = json.loads(capsys.readouterr().out)
     assert record["best"] == {"max_num_seqs": 64}
     assert record["gain"] == pytest.approx(1.1)
+    assert record["plan_lacks"]["output tok/s"] == {"share": pytest.approx(1 / 11), "of": {"max_num_seqs": 64}}
     assert record["trials"][0]["trial"]["changes"] == {}
     assert {entry["status"] for entry in record["trials"]} == {"ok", "failed"}
     assert Path(record["folder"], "trials.jsonl").is_file()
@@ -122,7 +125,7 @@ def test_what_cannot_be_measured_is_refused(model_folder: str, capsys: pytest.Ca
 def test_the_front() -> None:
     points = [(10.0, 100.0), (20.0, 200.0), (20.0, 150.0), (30.0, 200.0), (5.0, 10.0)]
     assert pareto(points) == [True, True, False, False, True]
-    assert ticks(0.0, 1.05) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert ticks(0.0, 1.05) == pytest.approx([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
     assert ticks(77.0, 530.0) == [100, 200, 300, 400, 500]
     assert 3 <= len(ticks(19_100.0, 23_840.0)) <= 8
 
