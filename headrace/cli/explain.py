@@ -168,4 +168,4 @@ def _table(answers: tuple[Answer, ...]) -> object:
 def _sentence(text: str) -> str:
     """With a capital and a full stop; names of flags stay as they are."""
     first = text[0].upper() + text[1:] if text[0].isalpha() and text.split()[0].islower() else text
-    return first if first.endswith((".", ".)")) else first + "."
+    return first if first.endswith((".", ".)", "?")) else first + "."

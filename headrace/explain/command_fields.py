@@ -6,7 +6,7 @@ Only what stands there: None is what the line leaves open. Knows nothing of what
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from headrace.config import QUANTIZATIONS
@@ -56,55 +56,45 @@ class CommandFields:
     def plan_keywords(self) -> dict[str, Any]:
         """What of this a plan can be asked for, by the names of PlanRequest; formats that a checkpoint brings, and
         whatever is left open, are not among it."""
-        names = (
-            "model tensor_parallel_size pipeline_parallel_size data_parallel_size enable_expert_parallel dtype "
-            "block_size kv_cache_dtype gpu_memory_utilization max_model_len max_num_seqs max_num_batched_tokens "
-            "enable_chunked_prefill async_scheduling enforce_eager compilation_config input_len output_len "
-            "num_prompts concurrency request_rate"
-        ).split()
-        found = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        if self.quantization in QUANTIZATIONS:
-            found["quantization"] = self.quantization
+        found = {name: value for name, value in asdict(self).items() if value is not None and name not in NOT_PLANNED}
+        if self.quantization not in QUANTIZATIONS:
+            found.pop("quantization", None)
         return found | {"num_gpus": self.num_gpus}
+
+
+NOT_PLANNED = ("program", "visible_gpus", "attention_backend", "speculative_tokens")
+WHOLE = (
+    "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "block_size", "max_model_len",
+    "max_num_seqs", "max_num_batched_tokens", "input_len", "output_len", "num_prompts",
+)  # fmt: skip
+SWITCHES = ("enable_expert_parallel", "enable_chunked_prefill", "async_scheduling", "enforce_eager")
+TEXTS = ("dtype", "quantization", "kv_cache_dtype", "attention_backend")
 
 
 def fields_of(line: CommandLine) -> CommandFields:
     """Raises ConfigError naming the flag whose value cannot be read."""
     read = _Reader(line)
-    batch, prompts = read.whole("--batch-size"), read.whole("--num-prompts")
-    seqs, most = read.whole("--max-num-seqs"), read.whole("--max-concurrency")
-    concurrency = batch if line.program == "bench latency" else most
-    if line.program == "bench throughput" and prompts is not None:
-        concurrency = min(prompts, seqs or prompts)
-    rate = read.number("--request-rate")
-    return CommandFields(
-        program=line.program,
-        model=line.model,
-        tensor_parallel_size=read.whole("--tensor-parallel-size"),
-        pipeline_parallel_size=read.whole("--pipeline-parallel-size"),
-        data_parallel_size=read.whole("--data-parallel-size"),
-        enable_expert_parallel=read.switch("--enable-expert-parallel"),
-        visible_gpus=_visible(line),
-        dtype=read.text("--dtype"),
-        quantization=read.text("--quantization"),
-        kv_cache_dtype=read.text("--kv-cache-dtype"),
-        block_size=read.whole("--block-size"),
-        gpu_memory_utilization=read.number("--gpu-memory-utilization"),
-        max_model_len=read.whole("--max-model-len"),
-        max_num_seqs=seqs,
-        max_num_batched_tokens=read.whole("--max-num-batched-tokens"),
-        enable_chunked_prefill=read.switch("--enable-chunked-prefill"),
-        async_scheduling=read.switch("--async-scheduling"),
-        enforce_eager=read.switch("--enforce-eager"),
-        attention_backend=read.text("--attention-backend") or read.text("VLLM_ATTENTION_BACKEND"),
-        compilation_config=read.json("--compilation-config"),
-        speculative_tokens=_speculative_tokens(read),
-        input_len=read.whole("--input-len"),
-        output_len=read.whole("--output-len"),
-        num_prompts=prompts,
-        concurrency=concurrency,
-        request_rate=None if rate == float("inf") else rate,
-    )
+    found: dict[str, Any] = {
+        **{name: read.whole(_flag(name)) for name in WHOLE},
+        **{name: read.switch(_flag(name)) for name in SWITCHES},
+        **{name: read.text(_flag(name)) for name in TEXTS},
+        "gpu_memory_utilization": read.number("--gpu-memory-utilization"),
+        "request_rate": read.number("--request-rate"),
+        "compilation_config": read.json("--compilation-config"),
+        "speculative_tokens": _speculative_tokens(read),
+        "visible_gpus": _visible(line),
+    }
+    found["concurrency"] = read.whole("--batch-size" if line.program == "bench latency" else "--max-concurrency")
+    if line.program == "bench throughput" and (prompts := found["num_prompts"]) is not None:
+        found["concurrency"] = min(prompts, found["max_num_seqs"] or prompts)
+    if found["request_rate"] == float("inf"):
+        found["request_rate"] = None
+    found["attention_backend"] = found["attention_backend"] or read.text("VLLM_ATTENTION_BACKEND")
+    return CommandFields(program=line.program, model=line.model, **found)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True)
