@@ -100,7 +100,7 @@ class Worker:
         self.shape = KVCacheShape(
             model_config.num_layers, spec.num_kv_heads, spec.head_dim, config.block_size, kv_dtype
         )
-        self.notes = [*self.model.notes]
+        self.notes = [f"Using {chosen.name} backend: {chosen.why}.", *self.model.notes]
         check = SelfCheck(self.mesh.tp, self.device)
         subject = Subject(
             self.model, self.backend, self.kernels, self.shape, model_config.vocab_size, self.dtype, self.device
