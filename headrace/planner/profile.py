@@ -28,7 +28,7 @@ from headrace.planner.record import Decision
 logger = logging.getLogger(__name__)
 
 BASE = ("tensor_parallel_size", "quantization", "dtype", "batch_invariant", "block_size")
-"""Fields in which an engine must equal the one that was tuned."""
+"""Fields in which an engine must always equal the one that was tuned."""
 GRAPH_KEYS = ("cudagraph_mode", "use_cudagraph", "full_cuda_graph")
 
 
@@ -49,6 +49,7 @@ class Profile:
     machine: str
     device: str
     base: dict[str, Any]
+    """fields of EngineConfig that an engine must share to take the settings"""
     objective: str
     workload: dict[str, Any]
     """input_len, output_len, concurrency (None: all at once), request_rate"""
@@ -134,7 +135,7 @@ def digest(value: Any) -> str:
 def _mismatch(profile: Profile, config: EngineConfig, device: str) -> str:
     """Why a profile is for something else; empty: it is for this."""
     wanted: dict[str, tuple[Any, Any]] = {"device": (profile.device, device)}
-    wanted |= {name: (profile.base.get(name), getattr(config, name)) for name in BASE}
+    wanted |= {name: (value, getattr(config, name, None)) for name, value in profile.base.items()}
     wanted["objective"] = (profile.objective, config.objective or USUAL_OBJECTIVE)
     for name in ("input_len", "output_len", "concurrency"):
         expected = getattr(config, f"expected_{name}")

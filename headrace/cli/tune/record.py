@@ -85,7 +85,6 @@ class Journal:
 
     def add(self, result: Result) -> None:
         self.results[result.trial.id] = result
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         line = msgspec.json.encode(_Line(self._key, result)) + b"\n"
         with self._path.open("ab", buffering=0) as file:
             file.write(line)

@@ -32,6 +32,8 @@ from headrace.planner.profile import BASE, Measured, Profile, digest, machine_na
 
 ROUNDED = "kv_cache_dtype"
 """Changes answers, so it wins only where the user has named it."""
+PINS = (*(name for name in KNOBS if name != "cudagraph_mode"), "compilation_config", "enforce_eager")
+"""Fields which, given by the user, are part of what was tuned."""
 MOST_CLIENTS = 4
 OFF_TERMINAL = 120
 
@@ -76,6 +78,10 @@ class Session:
 
     def run(self, run_trial: RunTrial | None = None) -> int:
         """`run_trial`: in place of engines, for tests."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--output {str(self.folder)!r} cannot be made: {error.strerror}") from None
         if self.options.fresh:
             self.journal.start_anew()
         if self.journal.results:
@@ -157,14 +163,14 @@ class Session:
             name: Measured(value, outcome.plan.settings.get(name), alone[Trial({name: value}).id])
             for name, value in outcome.best.trial.changes.items()
         }
-        workload = dataclasses.asdict(self.traffic)
+        pinned = [name for name in PINS if getattr(self.config, name) != getattr(EngineConfig(), name)]
         return Profile(
             model=self.config.model,
             machine=self.machine,
             device=outcome.plan.settings.get("device", ""),
-            base={name: getattr(self.config, name) for name in BASE},
+            base={name: getattr(self.config, name) for name in (*BASE, *pinned)},
             objective=self.objective,
-            workload=workload,
+            workload=dataclasses.asdict(self.traffic),
             when=date.today().isoformat(),
             gained=report.gained,
             settings=settings,

@@ -21,7 +21,7 @@ from headrace.cli.tune.trial import Traffic, TrialRunner
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, HeadraceError
 from headrace.model_config import ModelConfig
-from headrace.planner.profile import find_profile
+from headrace.planner.profile import find_profile, measured_here
 from tests.cli.tune.fake_trials import Clock, FakeRun
 
 
@@ -101,6 +101,13 @@ def test_no_better_setting_empties_an_older_profile(model_folder: str, capsys: p
     assert profile.settings == {}
 
 
+def test_what_was_pinned_is_part_of_what_was_tuned(model_folder: str) -> None:
+    run(model_folder, {Trial({"cudagraph_mode": "NONE"}).id: 1500.0}, "--max-num-seqs", "64")
+    model = ModelConfig.from_folder(Path(model_folder))
+    assert measured_here(EngineConfig(objective="throughput"), model, "cuda") == {}
+    assert [*measured_here(EngineConfig(objective="throughput", max_num_seqs=64), model, "cuda")] == ["cudagraph_mode"]
+
+
 def test_a_rounded_cache_wins_only_where_it_is_named(model_folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     script = {Trial({"kv_cache_dtype": "fp8"}).id: 2000.0}
     run(model_folder, script, "--json")
@@ -116,6 +123,8 @@ def test_what_cannot_be_measured_is_refused(model_folder: str, capsys: pytest.Ca
         session(model_folder, "--input-len", "128")
     with pytest.raises(ConfigError, match="budget must be a time"):
         session(model_folder, "--budget", "soon")
+    with pytest.raises(ConfigError, match=r"--output .* cannot be made"):
+        run(model_folder, {}, "--output", f"{model_folder}/config.json/out")
     session(model_folder, "--knobs", "max_num_seqs", "--max-num-seqs", "4")
     assert "max_num_seqs is given by a flag, so it is not varied" in capsys.readouterr().err
     with pytest.raises(HeadraceError, match="the plan itself does not run"):
