@@ -12,7 +12,7 @@ from headrace.config import QUANTIZATIONS
 from headrace.errors import ConfigError
 from headrace.explain.command_fields import CommandFields, fields_of
 from headrace.explain.command_line import CommandLine, Setting
-from headrace.planner.catalogue import find_model
+from headrace.planner.catalogue import FORMAT_WORDS, find_model
 from headrace.planner.chips import GIB, Chip, find_chip
 from headrace.planner.cost import Parallel
 from headrace.planner.memory_map import layer_bytes
@@ -185,11 +185,7 @@ def _hints_at_amd(line: CommandLine) -> bool:
 def format_in_name(model: str) -> str:
     """What a checkpoint's name says of its weights: `...-FP8-KV`, `...-AWQ-INT4`, `...quantized.w4a16`."""
     words = re.split(r"[-_./ ]", model.lower())
-    for word, form in (("mxfp4", "mxfp4"), ("fp8", "fp8"), ("awq", "int4"), ("gptq", "int4"), ("w4a16", "int4"),
-                       ("int4", "int4"), ("w8a8", "int8"), ("int8", "int8")):  # fmt: skip
-        if word in words:
-            return form
-    return ""
+    return next((form for word, form in FORMAT_WORDS.items() if word in words), "")
 
 
 def size(count: float) -> str:

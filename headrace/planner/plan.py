@@ -250,6 +250,9 @@ def _notices(terms: Terms, best: Candidate, gaps: list[str]) -> list[str]:
             f"the cache holds {best.prediction.max_concurrency:,} requests to their end: of {wanted:,} at once some "
             "are pushed out and computed again"
         )
+    rate, served = best.workload.request_rate, best.prediction.output_tok_s / best.workload.output_len
+    if rate and served < 0.9 * rate:
+        notices.append(f"{rate:g} requests a second come, {served:.3g} are served: the others wait ever longer")
     if terms.request.objective == "interactive" and score("interactive", best.prediction) < 0:
         notices.append(f"nothing here keeps to {PACE}: fewer at once, more GPUs or a smaller format would come nearer")
     idle = terms.num_gpus - best.parallel.gpus

@@ -65,7 +65,8 @@ class Terms:
     @property
     def concurrency(self) -> int | None:
         """over all replicas; None: as much as the cache holds"""
-        return self.request.concurrency or USUAL_CONCURRENCY.get(self.request.objective)
+        usual = None if self.request.request_rate else USUAL_CONCURRENCY.get(self.request.objective)
+        return self.request.concurrency or usual
 
     @property
     def tokens(self) -> int:
@@ -178,7 +179,22 @@ def _pinned(parallel: Parallel, request: PlanRequest) -> bool:
 
 
 def evaluate(terms: Terms, parallel: Parallel) -> Candidate | Short:
-    """The candidate of a layout; or why there is none. Where the cache is what bounds it, smaller steps leave more."""
+    """The candidate of a layout; or why there is none. Requests that come at a rate are as many at once as come while
+    one is answered, and as many again."""
+    found = _evaluate(terms, parallel)
+    rate = None if terms.request.concurrency else terms.request.request_rate
+    if rate is None:
+        return found
+    coming = USUAL_CONCURRENCY["interactive"]
+    if isinstance(found, Candidate):
+        coming = math.ceil(2 * rate * found.prediction.e2e_s)
+        if coming >= found.workload.concurrency:
+            return found
+    return _evaluate(replace(terms, request=terms.request.replace(concurrency=coming)), parallel)
+
+
+def _evaluate(terms: Terms, parallel: Parallel) -> Candidate | Short:
+    """Where the cache is what bounds a layout, smaller steps leave more of it."""
     deployment = Deployment(terms.shape, terms.chip, parallel, terms.weight_format, terms.kv_bytes, terms.engine)
     usual = _budget(terms, deployment)
     best = _with_budget(terms, deployment, usual)

@@ -22,6 +22,11 @@ from headrace.planner.shapes import ModelShape
 CUSTOM_ALL_REDUCE_MIB = 8
 """Largest sum that vLLM's own kernels for linked GPUs take; larger ones go to NCCL or RCCL."""
 PACE = f"{READING_PACE_MS:.0f} ms a token after {FIRST_TOKEN_MS / 1000:.0f} s"
+WANTED = {
+    "latency": "the shortest answer",
+    "interactive": "the most tokens at a reading pace",
+    "throughput": "the most tokens",
+}
 
 
 def parallel_decisions(terms: Terms, found: Found) -> list[Decision]:
@@ -81,13 +86,13 @@ def _why_layout(terms: Terms, found: Found) -> str:
     said = f"{best.name}, {summary(best)}"
     if count == 1:
         return f"the one layout that runs: {said}"
-    if terms.request.objective == "latency":
-        return f"the shortest answer of {count} layouts: {said}"
-    if terms.request.objective == "throughput":
-        return f"the most tokens of {count} layouts: {said}"
-    if score("interactive", best.prediction) < 0:
+    objective = terms.request.objective
+    if objective == "interactive" and score(objective, best.prediction) < 0:
         return f"of {count} layouts, none of which keeps to {PACE}, the nearest: {said}"
-    return f"the most tokens at a reading pace of {count} layouts: {said}"
+    wanted = WANTED[objective]
+    if max(score(objective, other.prediction) for other in found.ranked[1:]) > score(objective, best.prediction):
+        return f"the simplest of those that give about {wanted}, of {count} layouts: {said}"
+    return f"{wanted} of {count} layouts: {said}"
 
 
 def _why_data(terms: Terms, best: Candidate) -> str:

@@ -132,6 +132,21 @@ def test_a_load_that_is_too_much_is_said() -> None:
     assert not any("keeps to" in notice for notice in plan().notices)
 
 
+def test_requests_that_come_at_a_rate_are_as_many_as_come_while_one_is_answered() -> None:
+    assert 8 <= value(plan(request_rate=4.0), "max_num_seqs") <= 16
+    made = plan(request_rate=1000.0)
+    assert value(made, "max_num_seqs") > 500
+    assert any("1000 requests a second come" in notice for notice in made.notices)
+    assert not any("ever longer" in notice for notice in plan(request_rate=4.0).notices)
+
+
+def test_the_reason_of_a_layout_follows() -> None:
+    made = plan("deepseek-r1", num_gpus=8, engine="vllm", objective="throughput")
+    layout = made.decision("tensor_parallel_size")
+    assert layout.reason.startswith("the simplest of those that give about the most tokens")
+    assert plan(num_gpus=8, objective="latency").decision("tensor_parallel_size").reason.startswith("the shortest")
+
+
 def test_a_change_is_offered_once() -> None:
     changes = [entry.change for entry in plan(max_model_len=1_000_000).alternatives]
     assert len(changes) == len(set(changes))
