@@ -132,7 +132,10 @@ def explain_line(line: CommandLine, chip: Chip | None = None) -> Explanation:
     answers = tuple(answer_of(case, setting) for setting in (*line.settings, *line.container))
     findings = tuple(findings_of(case))
     better = better_lines(case, [(answer.setting, answer.better) for answer in answers], findings)
-    return Explanation(case, answers, findings, better, line_notice(line), tuple(_gaps(case)))
+    gaps = _gaps(case)
+    if gaps:
+        better.pop("headrace", None)
+    return Explanation(case, answers, findings, better, line_notice(line), tuple(gaps))
 
 
 def answer_of(case: Case, setting: Setting) -> Answer:

@@ -286,6 +286,7 @@ def test_what_headrace_refuses_has_no_line_for_it() -> None:
 
 def test_what_headrace_cannot_run_yet_is_said() -> None:
     assert "GptOssForCausalLM" in explained(BLOG).gaps[0]
+    assert list(explained(BLOG).better) == ["vllm"]
     assert explained(f"vllm serve {LLAMA}").gaps == ()
 
 
