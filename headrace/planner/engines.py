@@ -53,13 +53,6 @@ def layout_gaps(parallel: Parallel) -> list[str]:
     return gaps
 
 
-def cache_gaps(kv_dtype: str, chip: Chip) -> list[str]:
-    """Why headrace would not start with such a cache."""
-    if kv_dtype.startswith("fp8") and chip.vendor != "cpu":
-        return ["headrace's check at load has refused its fp8 cache on a GPU so far; --kv-cache-dtype auto starts"]
-    return []
-
-
 def attention_backend(
     engine: str, shape: ModelShape, chip: Chip, tp: int, dtype: str, kv_dtype: str, block_size: int, given: str | None
 ) -> Decision:

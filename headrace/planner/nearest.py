@@ -73,11 +73,11 @@ def _without_pins(request: PlanRequest, shape: ModelShape) -> Iterator[PlanReque
 
 
 def _lower_precision(request: PlanRequest, shape: ModelShape, chip: Chip) -> Iterator[PlanRequest]:
-    """headrace's fp8 cache does not start on GPUs yet, and it reads no checkpoints in fewer bits."""
+    """headrace reads no checkpoints in fewer bits than 8."""
     caches, formats = [request.kv_cache_dtype], [request.quantization]
     if request.kv_cache_dtype != "auto":
         caches.append("auto")
-    elif "fp8" in chip.flops and request.engine == "vllm":
+    elif "fp8" in chip.flops:
         caches.append("fp8")
     if shape.weight_format == "bf16":
         lower = ("fp8", "mxfp4", "int4") if request.engine == "vllm" else ("fp8",)

@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.planner.chips import Chip
 from headrace.planner.commands import Command, Settings, headrace_command, vllm_command
-from headrace.planner.engines import cache_gaps, layout_gaps
+from headrace.planner.engines import layout_gaps
 from headrace.planner.formats import (
     at_load,
     format_decision,
@@ -264,7 +264,7 @@ def _notices(terms: Terms, best: Candidate, gaps: list[str]) -> list[str]:
 def _gaps(terms: Terms, best: Candidate, subject: Subject) -> list[str]:
     """Why headrace cannot serve this plan today; empty: it can."""
     request = terms.request.replace(engine="headrace", attention_backend=_backend_of("headrace", terms.request))
-    gaps = [*gaps_of_model(request, subject), *layout_gaps(best.parallel), *cache_gaps(terms.kv_dtype, terms.chip)]
+    gaps = [*gaps_of_model(request, subject), *layout_gaps(best.parallel)]
     if request.speculative_config:
         gaps.append("headrace does not speculate yet")
     if gaps or terms.engine == "headrace":

@@ -205,7 +205,6 @@ GAPS = [
     ("deepseek-v3", {}, "headrace has no DeepseekV3ForCausalLM yet"),
     ("gpt-oss-20b", {}, "headrace has no GptOssForCausalLM yet"),
     ("llama-3.1-8b", {"quantization": "int4"}, "reads no int4 checkpoints yet"),
-    ("llama-3.1-8b", {"kv_cache_dtype": "fp8"}, "refused its fp8 cache"),
     ("llama-3.1-8b", {"pipeline_parallel_size": 2}, "no pipeline parallelism yet"),
     ("llama-3.1-8b", {"speculative_config": {"method": "ngram"}}, "does not speculate yet"),
     ("qwen3-30b-a3b", {"enable_expert_parallel": True, "num_gpus": 2}, "no expert parallelism yet"),
