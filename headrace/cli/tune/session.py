@@ -15,8 +15,8 @@ from rich.markup import escape
 
 from headrace import __version__
 from headrace.cli.bench.offline import check_lengths
-from headrace.cli.tune.command import TuneOptions
 from headrace.cli.tune.knobs import KNOBS, is_pinned, trials_of
+from headrace.cli.tune.options import TuneOptions
 from headrace.cli.tune.page import page
 from headrace.cli.tune.picture import write_png
 from headrace.cli.tune.record import Journal, Result, Trial

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from headrace.cli.arguments import build_config
-from headrace.cli.tune.command import TuneOptions, build_parser
+from headrace.cli.tune.command import build_parser
+from headrace.cli.tune.options import TuneOptions
 from headrace.cli.tune.picture import pareto, ticks
 from headrace.cli.tune.record import Result, Trial
 from headrace.cli.tune.session import Session
