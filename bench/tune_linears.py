@@ -10,7 +10,7 @@ beside it. The fastest there is the bucket's entry, null where that is the libra
 headrace/quantization/gemm_tables.json; what a file there says of other sizes, devices and buckets stays, so that it may
 be that very file.
 
-The shipped entries of Llama-3.1-8B's sizes were chosen inside whole layers, which prefers others where tiles are small.
+The shipped entries of Llama-3.1-8B's sizes were chosen inside whole layers (tune_layers.py), which prefer other tiles.
 """
 
 from __future__ import annotations
