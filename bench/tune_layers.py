@@ -1,6 +1,6 @@
 """Which of our kernels, or the vendor's library, serves each linear of a dense layer best inside whole layers.
 
-    python bench/tune_layers.py --out headrace/quantization/gemm_tables.json        Llama-3.1-8B, both types, all buckets
+    python bench/tune_layers.py --out headrace/quantization/gemm_tables.json    Llama-3.1-8B, both types, every bucket
     python bench/tune_layers.py --sizes 6144,4096,14336 --dtypes fp8 --buckets 128 --out table.json
     TRITON_INTERPRET=1 python bench/tune_layers.py --smoke --out table.json         the script itself, on a CPU
 

@@ -24,6 +24,7 @@ from headrace.step import WorkerFacts
 PREFILL_SHARES = {"latency": 0.7, "interactive": 0.9, "throughput": 0.97}
 """objective -> A step that decodes wait for must run prompts at this share of the best rate measured, or more."""
 USUAL_OBJECTIVE = "interactive"
+DEVICES = {"cuda": "a GPU", "cpu": "a CPU"}
 MOST_SEQS = {"cuda": 1024, "cpu": 64}
 FEWEST_SEQS = 8
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
@@ -127,11 +128,11 @@ def sequences(device_type: str, budget: int, expected: int | None) -> tuple[int,
     """max_num_seqs and why. `expected`: requests in flight, if somebody knows."""
     most = min(MOST_SEQS[device_type], budget)
     if expected is None:
-        return most, f"what {device_type} serves before latency suffers"
+        return most, f"what {DEVICES[device_type]} serves before latency suffers"
     enough = max(FEWEST_SEQS, 1 << (expected - 1).bit_length())
     if enough < most:
-        return enough, f"room for the {expected} that are expected; fewer would queue, more take memory from the cache"
-    return most, f"what {device_type} serves before latency suffers; {expected} are expected"
+        return enough, f"enough for the expected {expected} at once; fewer would queue, more take memory from the cache"
+    return most, f"what {DEVICES[device_type]} serves before latency suffers; {expected} at once are expected"
 
 
 def _attention(config: EngineConfig, model: ModelConfig, device_type: str) -> Selection:
