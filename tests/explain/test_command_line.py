@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from headrace.errors import ConfigError
 from headrace.explain.command_fields import fields_of
 from headrace.explain.command_line import CommandLine, from_argv, parse_command, parse_commands
+from headrace.planner.plan import make_plan
 from headrace.planner.plan_request import PlanRequest
 
 COMMANDS: list[dict[str, Any]] = [
@@ -54,10 +55,29 @@ def test_every_published_command_parses_alike_from_words_and_from_text(record: d
     assert fields_of(line).program == record["command"]
 
 
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16", "model_type": "llama",
+}  # fmt: skip
+NO_MODEL = ("call",)
+"""a word of a sentence that a page has in a command's place"""
+
+
 @pytest.mark.parametrize("record", COMMANDS, ids=name_of)
-def test_every_published_command_can_be_asked_of_a_plan(record: dict[str, Any]) -> None:
-    line = from_argv(record["command"], record["argv"], record["env"])
-    PlanRequest(**fields_of(line).plan_keywords())
+def test_every_published_command_yields_a_plan(
+    record: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the model that it names, or of a folder where it names one; where that cannot run, something that can."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
+    monkeypatch.chdir(tmp_path)
+    asked = fields_of(from_argv(record["command"], record["argv"], record["env"])).plan_keywords()
+    if asked.get("model") in (None, *NO_MODEL):
+        PlanRequest(**asked)
+        return
+    made = make_plan(PlanRequest(gpu="mi300x", **asked))
+    assert (made.commands and made.decisions) if made.feasible else (made.problems and made.alternatives)
 
 
 def settings_of(line: CommandLine) -> list[str]:
