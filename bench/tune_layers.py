@@ -20,13 +20,22 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from graph_timing import graph_seconds
 from torch import Tensor
-from tune_linears import FP8, Size, configs, short, unquantized, write_table
+from tune_linears import (
+    FP8,
+    ITEMSIZES,
+    Size,
+    buckets_of,
+    configs,
+    short,
+    table_parser,
+    unquantized,
+    write_table,
+)
 
 from headrace.kernels.gemm_config import BUCKETS, GemmConfig
 from headrace.kernels.norm import whole
@@ -158,13 +167,7 @@ def tune(layers: Layers, base: Plan, tried: list[GemmConfig]) -> Plan:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--out", type=Path, required=True, help="the table to write, or to write into")
-    made.add_argument("--sizes", default=LLAMA_8B, help="outputs of qkv, hidden size, intermediate size")
-    made.add_argument("--dtypes", default="bf16,fp8", help="of the weights; default: both")
-    made.add_argument("--buckets", default=",".join(map(str, BUCKETS)), help="numbers of tokens")
-    made.add_argument("--smoke", action="store_true", help="toy sizes on the CPU, nothing is timed")
-    return made
+    return table_parser(__doc__, LLAMA_8B, "outputs of qkv, hidden size, intermediate size")
 
 
 def main() -> int:
@@ -172,14 +175,12 @@ def main() -> int:
     if options.smoke:
         options.sizes, options.dtypes, options.buckets = "96,32,48", "bf16", "1,16"
     qkv, hidden, intermediate = map(int, options.sizes.split(","))
-    buckets = [int(bucket) for bucket in options.buckets.split(",")]
-    if unknown := set(buckets) - set(BUCKETS):
-        raise SystemExit(f"unknown bucket {sorted(unknown)}; buckets are {list(BUCKETS)}")
+    buckets = buckets_of(options)
     name = "a CPU" if options.smoke else torch.cuda.get_device_name()
     known = gpu_linear._read(gpu_linear.SHIPPED, name)
     found: dict[Size, dict[int, GemmConfig | None]] = {}
     for dtype in options.dtypes.split(","):
-        itemsize = {"bf16": 2, "fp8": 1}[dtype]
+        itemsize = ITEMSIZES[dtype]
         for bucket in buckets:
             print(f"{dtype}, {bucket} tokens", flush=True)
             layers = Layers(qkv, hidden, intermediate, itemsize, bucket, 1 if options.smoke else NUM_LAYERS)

@@ -41,6 +41,7 @@ from headrace.kernels.norm import rms_norm
 SIZES = "6144x4096,4096x4096,28672x4096,4096x14336,128256x4096,5120x2048,2048x4096,151936x2048"
 """of Llama-3.1-8B and of Qwen3-30B-A3B"""
 FP8 = torch.float8_e4m3fn
+ITEMSIZES = {"bf16": 2, "fp8": 1}
 VERSION = 2
 """of the table's form, as in headrace/quantization/gpu_linear.py"""
 POOL_BYTES = 1 << 30
@@ -247,19 +248,32 @@ def sizes_of(options: argparse.Namespace) -> Iterator[Size]:
     for dtype in options.dtypes.split(","):
         for size in options.sizes.split(","):
             out_features, in_features = map(int, size.split("x"))
-            itemsize = {"bf16": 2, "fp8": 1}[dtype]
+            itemsize = ITEMSIZES[dtype]
             if itemsize == 2 or out_features < 100_000:  # the output layer is not quantized
                 yield Size(itemsize, out_features, in_features)
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def table_parser(description: str | None, sizes: str, sizes_help: str) -> argparse.ArgumentParser:
+    """What every script that writes such a table is told."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--out", type=Path, required=True, help="the table to write, or to write into")
-    made.add_argument("--sizes", default=SIZES, help="outputs x inputs, separated by commas")
+    made.add_argument("--sizes", default=sizes, help=sizes_help)
     made.add_argument("--dtypes", default="bf16,fp8", help="of the weights; default: both")
     made.add_argument("--buckets", default=",".join(map(str, BUCKETS)), help="numbers of tokens")
-    made.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="that compile")
     made.add_argument("--smoke", action="store_true", help="toy sizes on the CPU, nothing is timed")
+    return made
+
+
+def buckets_of(options: argparse.Namespace) -> list[int]:
+    buckets = [int(bucket) for bucket in options.buckets.split(",")]
+    if unknown := set(buckets) - set(BUCKETS):
+        raise SystemExit(f"unknown bucket {sorted(unknown)}; buckets are {list(BUCKETS)}")
+    return buckets
+
+
+def parser() -> argparse.ArgumentParser:
+    made = table_parser(__doc__, SIZES, "outputs x inputs, separated by commas")
+    made.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="that compile")
     return made
 
 
@@ -269,9 +283,7 @@ def main() -> int:
     name = "a CPU" if options.smoke else torch.cuda.get_device_name(device)
     if options.smoke:
         options.sizes, options.buckets = "64x96", "1,16"
-    buckets = [int(bucket) for bucket in options.buckets.split(",")]
-    if unknown := set(buckets) - set(BUCKETS):
-        raise SystemExit(f"unknown bucket {sorted(unknown)}; buckets are {list(BUCKETS)}")
+    buckets = buckets_of(options)
     sizes = list(sizes_of(options))
     jobs = [
         (itemsize, bucket, config)

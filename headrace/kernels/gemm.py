@@ -234,7 +234,7 @@ def skinny_linear(
     The weight may be fp8, with weight_scale [N] fp32, and x too, with x_scale [T, 1]; the sums are multiplied by the
     scales. The weight is contiguous, x's rows are. `gated`: silu of the first half of the outputs times the second
     half -> [T, N / 2]. `residual` [T, N], contiguous: the result is added to it, in place. x may be HalfNormed, of a
-    norm with `eps`; the result is, where `next_norm` [N], the weight of the norm behind the residual, is given.
+    norm with `eps`; the result is, where there is a residual and `next_norm` [N], the weight of the norm behind it.
     """
     num_tokens, k = x.shape
     n = weight.shape[0]
@@ -251,6 +251,8 @@ def skinny_linear(
     rows = max(2, config.block_n) if gated and config.block_m == 1 else config.block_n
     programs = -(-n // rows)
     result: Any = out
+    if residual is None:
+        next_norm = None
     if next_norm is not None:
         result = HalfNormed(out, torch.empty_like(out), out.new_empty((num_tokens, programs), dtype=torch.float32))
     if not num_tokens:
@@ -287,7 +289,7 @@ def skinny_linear_reference(
 ) -> Any:
     if isinstance(x, HalfNormed):
         dtype = dtype or x.x.dtype
-        x = x.scaled.float() * torch.rsqrt(x.squares.sum(1, keepdim=True) / x.shape[1] + eps)
+        x = x.normed(eps)
     out = F.linear(x.float(), weight.float())
     for scale in (x_scale, weight_scale):
         out = out if scale is None else out * scale
@@ -296,4 +298,4 @@ def skinny_linear_reference(
         gate, up = out.chunk(2, dim=-1)
         out = F.silu(gate) * up
     out = out.to(dtype or x.dtype) if residual is None else residual.copy_(residual.float() + out)
-    return out if next_norm is None else half_norm_reference(out, next_norm)
+    return out if next_norm is None or residual is None else half_norm_reference(out, next_norm)

@@ -100,6 +100,10 @@ class HalfNormed(NamedTuple):
     def shape(self) -> torch.Size:
         return self.x.shape
 
+    def normed(self, eps: float) -> Tensor:
+        """The whole norm, in fp32."""
+        return self.scaled.float() * torch.rsqrt(self.squares.sum(1, keepdim=True) / self.shape[1] + eps)
+
 
 class Unsummed(NamedTuple):
     """x + delta, which whoever norms it first writes over x, in the same pass."""

@@ -61,14 +61,18 @@ class Linear(Layer):
             for part, tensor, slot in self.scheme.slots(self.spec, self.weights)
         }
 
-    def finalize(self) -> None:
+    def around(self) -> Around:
+        """What this linear's scheme is told of its neighbours."""
         around = Around(activation=self.activation)
         if (norm := self.norm[0]) is not None:
             around = Around(norm.weight.data, norm.eps, norm.rms_norm, activation=self.activation)
         next_norm = self.next_norm[0]
         if next_norm is not None and self.spec.dtype == torch.bfloat16:  # x times the weight is too large for float16
             around = replace(around, next_norm=next_norm.weight.data)
-        self.compute = self.scheme.finalize(self.spec, self.weights, around)
+        return around
+
+    def finalize(self) -> None:
+        self.compute = self.scheme.finalize(self.spec, self.weights, self.around())
         if any(tensor.device.type == "cpu" for tensor in self.weights.values()):
             self.weights = {}  # held in another form; on a GPU as they are, and kept for who checks what is computed
 

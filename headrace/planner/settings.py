@@ -17,6 +17,7 @@ from headrace.planner.layouts import MANY_REQUESTS, ULTRA_SPARSE
 from headrace.planner.plan_request import PlanRequest
 from headrace.planner.record import Decision
 from headrace.planner.search import FIRST_TOKEN_MS, READING_PACE_MS, Candidate, Found, Terms, score
+from headrace.planner.settled import WHY
 from headrace.planner.shapes import ModelShape
 
 CUSTOM_ALL_REDUCE_MIB = 8
@@ -179,11 +180,11 @@ def engine_decisions(terms: Terms, best: Candidate, dtype: str) -> list[Decision
     decisions += [
         _switch(
             "enable_chunked_prefill", request.enable_chunked_prefill,
-            "a long prompt delays running requests by one step at most",
+            WHY["enable_chunked_prefill"],
         ),
         graphs,
         _graph_sizes(terms, best, str(graphs.value)),
-        _switch("async_scheduling", request.async_scheduling, "the host plans a step while the one before it runs"),
+        _switch("async_scheduling", request.async_scheduling, WHY["async_scheduling"]),
         _speculation(terms),
         _utilization(request, terms.chip),
     ]  # fmt: skip
@@ -202,7 +203,7 @@ def _block_size(terms: Terms, backend: Decision) -> Decision:
         return Decision("block_size", terms.block_size, "given", source="user")
     if backend.value == "ROCM_AITER_MLA_SPARSE":
         return Decision("block_size", terms.block_size, "what the sparse backend takes")
-    return Decision("block_size", terms.block_size, "little is left over in last blocks; speed hardly depends on it")
+    return Decision("block_size", terms.block_size, WHY["block_size"])
 
 
 def _model_length(terms: Terms, best: Candidate) -> Decision:

@@ -25,6 +25,7 @@ WHY = {
     "enable_prefix_caching": "prompts that start alike share blocks; a miss costs nothing",
     "async_scheduling": "the host plans a step while the one before it runs",
 }
+"""of what stands where nobody asks for another value, in plans too"""
 
 
 def one_list(config: EngineConfig, decisions: Iterable[Decision]) -> list[Decision]:

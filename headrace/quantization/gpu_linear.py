@@ -78,8 +78,7 @@ def hold(weight: Tensor, bias: Tensor | None, by_tokens: Table, around: Around) 
         if norm is not None and (config is None or not isinstance(x, HalfNormed)):
             x = norm(x)
         if config is not None:
-            following = None if residual is None else next_norm
-            return skinny_linear(x, weight, bias, config, gated=gated, residual=residual, eps=eps, next_norm=following)
+            return skinny_linear(x, weight, bias, config, gated=gated, residual=residual, eps=eps, next_norm=next_norm)
         if residual is not None and bias is None and not gated:
             return residual.addmm_(x, transposed)
         return many(x, residual)
@@ -111,10 +110,9 @@ def hold_fp8(
             return many(x, residual)
         if config.block_m == 1 and not isinstance(x, Quantized):
             plain = norm(x) if norm is not None and not isinstance(x, HalfNormed) else x
-            following = None if residual is None else next_norm
             return skinny_linear(
                 plain, weight, bias, config, None, scales, dtype, gated=gated, residual=residual, eps=eps,
-                next_norm=following,
+                next_norm=next_norm,
             )  # fmt: skip
         values, x_scales = x if isinstance(x, Quantized) else quantize(x)
         return skinny_linear(values, weight, bias, config, x_scales, scales, dtype, gated=gated, residual=residual)

@@ -27,7 +27,6 @@ from headrace.layers.attention import Attention
 from headrace.layers.linear import Linear, RowParallelLinear
 from headrace.quantization.fp8 import Fp8
 from headrace.quantization.gpu_linear import Table
-from headrace.quantization.scheme import Around
 from headrace.quantization.unquantized import Unquantized
 from headrace.runner.kernel_checks import (
     TOKENS,
@@ -221,9 +220,8 @@ def _error_beside_plain(subject: Subject, layer: Linear, x: Any) -> float:
     out = layer.compute(x, residual)
     error = relative_error(_tensor(out, subject.dtype), expected.to(subject.dtype))
     if isinstance(out, HalfNormed) and (norm := layer.next_norm[0]) is not None:
-        scale = torch.rsqrt(out.squares.sum(1, keepdim=True) / out.shape[1] + norm.eps)
         normed = REFERENCE_KERNELS.rms_norm(out.x, norm.weight, norm.eps)
-        error = max(error, relative_error((out.scaled.float() * scale).to(subject.dtype), normed))
+        error = max(error, relative_error(out.normed(norm.eps).to(subject.dtype), normed))
     half = _half_normed(subject, layer, x.shape[0])
     if half is not None:
         out, expected = layer.compute(half, None), _plainly(layer, half.x)
@@ -293,12 +291,8 @@ def _without_fp8(subject: Subject, wrong: Linear) -> str:
         if same and layer.scheme is wrong.scheme and "weight_scale" in layer.weights:
             weights = dict(layer.weights)
             weights["weight"] = (weights["weight"].float() * weights.pop("weight_scale")[:, None]).to(subject.dtype)
-            norm = layer.norm[0]
-            around = Around(activation=layer.activation)
-            if norm is not None:
-                around = Around(norm.weight.data, norm.eps, norm.rms_norm, activation=layer.activation)
             layer.weights = weights
-            layer.compute = _of_plain_inputs(plain.finalize(layer.spec, weights, around), subject.dtype)
+            layer.compute = _of_plain_inputs(plain.finalize(layer.spec, weights, layer.around()), subject.dtype)
     return "linears over plain activations"
 
 

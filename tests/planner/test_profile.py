@@ -14,20 +14,9 @@ from headrace.model_config import ModelConfig
 from headrace.planner.decisions import decide_before_load
 from headrace.planner.profile import BASE, Measured, Profile, find_profile, machine_name, measured_here, write_profile
 from headrace.planner.record import Decision
+from tests.planner.test_decisions import MODEL as DECIDED
 
-MODEL = ModelConfig.from_dict(
-    {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 172,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 512,
-        "torch_dtype": "bfloat16",
-    }
-)
+MODEL = ModelConfig.from_dict({**DECIDED.raw, "torch_dtype": "bfloat16"})
 OTHER = ModelConfig.from_dict({**MODEL.raw, "num_hidden_layers": 6})
 HERE = "NVIDIA H200"
 PROFILE = Profile(
