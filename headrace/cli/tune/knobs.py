@@ -6,6 +6,7 @@ Runs nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from headrace.attention.table import BACKENDS, select_backend
@@ -45,7 +46,10 @@ def trials_of(
         if not is_pinned(knob, config)
         for distance, value in enumerate(_values(knob, resolved(config, settings), model, settings, traffic))
     ]
-    ranked = sorted(trials, key=lambda entry: (-_promise(entry[1], config, model, settings, traffic), entry[0]))
+    gpu = next(iter(read_gpus()), ("cpu", 1 << 40))
+    predict = partial(_predicted, config=config, model=model, settings=settings, traffic=traffic, gpu=gpu)
+    plan = predict(Trial({}))
+    ranked = sorted(trials, key=lambda entry: (-_promise(plan, predict(entry[1])), entry[0]))
     return [trial for _, trial in ranked]
 
 
@@ -99,29 +103,30 @@ def _backends(plan: EngineConfig, model: ModelConfig) -> list[str]:
     return [entry.name for entry in BACKENDS if entry.name != chosen and not entry.reasons(spec)]
 
 
-def _promise(
-    trial: Trial, config: EngineConfig, model: ModelConfig, settings: dict[str, Any], traffic: Traffic
-) -> float:
-    """How much better than the plan the planner thinks it is; 0 where it cannot tell."""
-    before = _predicted(Trial({}), config, model, settings, traffic)
-    after = _predicted(trial, config, model, settings, traffic)
+def _promise(before: float | None, after: float | None) -> float:
+    """How much better than the plan the planner thinks a trial is; 0 where it cannot tell."""
     if before is None or after is None:
         return 0.0
     return (after - before) / abs(before) if before else 0.0
 
 
 def _predicted(
-    trial: Trial, config: EngineConfig, model: ModelConfig, settings: dict[str, Any], traffic: Traffic
+    trial: Trial,
+    config: EngineConfig,
+    model: ModelConfig,
+    settings: dict[str, Any],
+    traffic: Traffic,
+    gpu: tuple[str, int],
 ) -> float | None:
+    """`gpu`: its name and its memory in bytes."""
     blocks = int(settings.get("num_gpu_blocks", 0)) * (2 if trial.changes.get("kv_cache_dtype") == "fp8" else 1)
-    name, memory = next(iter(read_gpus()), ("cpu", 1 << 40))
     try:
         plan = changed(resolved(config, settings), trial).replace(
             expected_input_len=traffic.input_len,
             expected_output_len=traffic.output_len,
             expected_concurrency=traffic.at_once,
         )
-        found = expect(plan, model, [WorkerFacts(plan.device, name, memory, 0, 0, 0, "")], blocks)
+        found = expect(plan, model, [WorkerFacts(plan.device, *gpu, 0, 0, 0, "")], blocks)
     except ConfigError:
         return None
     return None if found is None else score(config.objective or USUAL_OBJECTIVE, found.prediction)
