@@ -27,8 +27,9 @@ from headrace.process import Child, spawn
 
 POLL = 0.2
 STOP_SECONDS = 8.0
-WARM_UP_TOKENS = 32
-"""of each answer in a round before the first that counts: graphs are captured, and batches of all sizes seen"""
+WARM_UP = (128, 32)
+"""Most tokens of each prompt and answer in a round before the first that counts: graphs are captured, and batches of all
+sizes seen. Kernels for longer prompts were compiled at the start."""
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -79,20 +80,20 @@ class TrialRunner:
     def _measure(self, run: _Run) -> tuple[Load, Load | None]:
         load = self._load
         full = [] if load.concurrency is None else ["--max-concurrency", str(load.concurrency)]
-        short = min(load.output_len, WARM_UP_TOKENS)
-        self._bench(run, "warm-up", 1, short, full)
-        at_once = self._bench(run, "at once", 2, load.output_len, full)
+        lengths = load.input_len, load.output_len
+        self._bench(run, "warm-up", 1, (min(lengths[0], WARM_UP[0]), min(lengths[1], WARM_UP[1])), full)
+        at_once = self._bench(run, "at once", 2, lengths, full)
         if load.request_rate is None:
             return at_once, None
         rate = ["--request-rate", str(load.request_rate)]
-        return at_once, self._bench(run, f"{load.request_rate:g} requests/s", 3, load.output_len, rate)
+        return at_once, self._bench(run, f"{load.request_rate:g} requests/s", 3, lengths, rate)
 
-    def _bench(self, run: _Run, stage: str, seed: int, output_len: int, flags: list[str]) -> Load:
-        load = self._load
+    def _bench(self, run: _Run, stage: str, seed: int, lengths: tuple[int, int], flags: list[str]) -> Load:
+        load, (input_len, output_len) = self._load, lengths
         return run.bench(
             stage,
             [
-                *("--num-prompts", str(load.num_prompts), "--random-input-len", str(load.input_len)),
+                *("--num-prompts", str(load.num_prompts), "--random-input-len", str(input_len)),
                 *("--random-output-len", str(output_len), "--seed", str(seed), "--ignore-eos"),
                 *("--vocab-size", str(self._vocab_size), "--num-client-processes", str(self._clients)),
                 *flags,
