@@ -17,7 +17,7 @@ from headrace.planner.chips import find_chip
 from headrace.planner.constants import Efficiency
 from headrace.planner.cost import Deployment, Parallel, StepModel, StepWork
 from headrace.planner.predict import Workload, predict
-from headrace.planner.simulate import Limits, Segment, mixed_step_tokens, recost, simulate
+from headrace.planner.simulate import Limits, Segment, recost, simulate
 
 ROW_SPREAD = 0.06
 """what a prediction may be off by (a logarithm) before it weighs"""
@@ -135,8 +135,7 @@ def read_rows(path: Path) -> list[Row]:
             model["kv_tokens"],
         )
         start = StepModel(deployment, likely(deployment))
-        mixed = mixed_step_tokens(start, budget) if engine == "headrace" else None
-        limits = Limits(table["max_num_seqs"], budget, model["kv_tokens"], mixed_step_tokens=mixed)
+        limits = Limits(table["max_num_seqs"], budget, model["kv_tokens"])
         rows.append(prepared(row, start, limits))
     return rows
 

@@ -21,6 +21,8 @@ from headrace.sampling_params import SamplingParams
 from headrace.step import BlockUpdate, Logprobs, NewRow, SchedulerOutput
 
 MAX_TOKENS = 10
+NEVER = [-1]
+"""A request that could end at any token is expected to be short, so that a small pool is filled."""
 TRAFFIC: dict[str, dict[str, Any]] = {
     "whole prompts": {},
     "prompts in chunks of 16 and less": {"max_num_batched_tokens": 16},
@@ -67,6 +69,7 @@ def make_requests(draw: random.Random) -> list[EngineCoreRequest]:
                 params=params,
                 max_tokens=MAX_TOKENS,
                 seed=draw.getrandbits(60),
+                stop_token_ids=NEVER,
             )
         )
     return requests

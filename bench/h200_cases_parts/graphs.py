@@ -60,6 +60,7 @@ def traffic(vocab: int, longest: int, count: int) -> tuple[list[list[int]], list
                 temperature=1.0 if number % 4 == 1 else 0.0,
                 seed=number,
                 ignore_eos=True,
+                stop_token_ids=[0],  # might end it at any token: so a small pool is filled, and some are preempted
                 prompt_logprobs=0 if number % 20 == 5 else None,
             )
         )

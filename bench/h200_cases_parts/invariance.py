@@ -86,7 +86,14 @@ def requests_of(draw: random.Random, vocab: int, lengths: tuple[int, ...], token
         )
         name, seed = f"{i:03}", draw.getrandbits(60)
         made.append(
-            EngineCoreRequest(request_id=name, prompt_token_ids=prompt, params=params, max_tokens=tokens, seed=seed)
+            EngineCoreRequest(
+                request_id=name,
+                prompt_token_ids=prompt,
+                params=params,
+                max_tokens=tokens,
+                seed=seed,
+                stop_token_ids=[-1],  # never, but who knows: so a small pool is filled, and some are preempted
+            )
         )
     return made
 

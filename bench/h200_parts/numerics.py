@@ -1,8 +1,9 @@
 """Are the fast path's numbers the reference's? Logits teacher-forced on the reference's own tokens, and graph modes.
 
-The reference is headrace itself by torch's plain operations, without graphs. Models: the demo model, and a few layers
-of the 8B shape whose random weights make it prefer some token over the others, as trained models do (its output layer
-knows the embeddings): among 128k logits of pure noise the best two are so close that rounding decides.
+The reference is headrace itself by torch's plain operations, without graphs. Both round to bf16, each in its own
+places, so both are held against the same in fp32 too. Models: the demo model, and a few layers of the 8B shape whose
+random weights make it prefer some token over the others, as trained models do (its output layer knows the embeddings):
+among 128k logits of pure noise the best two are so close that rounding decides.
 """
 
 from __future__ import annotations
@@ -123,11 +124,18 @@ def check_model(
     chunked = base.replace(max_num_batched_tokens=1024)  # prompts are split, and share steps with decodes
     with reference_path():
         reference = sequences(chunked.replace(enforce_eager=True, attention_backend="TORCH_SDPA"))
-    fast = compare(sequences(chunked, reference), reference)
+    found = sequences(chunked, reference)
+    fast = compare(found, reference)
     notes = [
         f"{fast.positions} positions, largest difference {fast.largest:.3g}, perplexity {fast.perplexity_change:+.2%}"
     ]
     emit(Result(f"numerics/{name}/error", fast.error, notes=notes))
+    with reference_path():
+        plain = base.replace(dtype="float32", enforce_eager=True, attention_backend="TORCH_SDPA")
+        exact = sequences(plain, reference)
+    ours, theirs = compare(found, exact), compare(reference, exact)
+    del exact
+    emit(Result(f"numerics/{name}/exact", ours.error, notes=[f"the reference's own is {theirs.error:.2e}"]))
     emit(Result(f"numerics/{name}/covered", 100 * fast.covered))
     emit(Result(f"numerics/{name}/argmax", fast.unlike))
     with patch("headrace.runner.worker.measure_step_times", return_value=[]):  # chunks must not depend on what it finds
@@ -140,9 +148,9 @@ def check_model(
     fields = {field.name for field in dataclasses.fields(EngineConfig)}
     for variant, changes in VARIANTS.items():
         if changes.keys() <= fields:
-            found = compare(sequences(base.replace(**changes), reference), reference)
-            emit(Result(f"numerics/{name}/{variant}/error", found.error))
-            emit(Result(f"numerics/{name}/{variant}/perplexity", 100 * found.perplexity_change))
+            lossy = compare(sequences(base.replace(**changes), reference), reference)
+            emit(Result(f"numerics/{name}/{variant}/error", lossy.error))
+            emit(Result(f"numerics/{name}/{variant}/perplexity", 100 * lossy.perplexity_change))
 
 
 def _unlike(found: list[list[int]], wanted: list[list[int]]) -> int:

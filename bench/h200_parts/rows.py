@@ -129,6 +129,7 @@ def _numerics_rows() -> list[RowSpec]:
         part = "numerics"
         rows += [
             RowSpec(f"numerics/{model}/error", part, line, "relative logit error", "", None, 1e-2),
+            RowSpec(f"numerics/{model}/exact", part, line, "relative logit error against fp32", "", None, 1e-2),
             RowSpec(f"numerics/{model}/covered", part, line, "covered", "%", None, 80.0, higher_is_better=True),
             RowSpec(f"numerics/{model}/argmax", part, line, "argmax unlike, of covered", "positions", None, 0.0),
             RowSpec(f"numerics/{model}/modes", part, line, "unlike among graph modes", "tokens", None, 0.0),

@@ -30,6 +30,8 @@ from headrace.cli.main import main as headrace_main
 START_SECONDS = 240.0
 STOP_SECONDS = 10.0
 BUSY_CLIENT = 0.7
+MEASURED_IN = ("kernels", "quantization")
+"""folders of the package with tables of measurements"""
 PROMPT = list(range(100, 228))
 
 
@@ -131,7 +133,7 @@ def package_without_tables(folder: Path) -> tuple[Path, list[str]]:
     source = Path(headrace.__file__).parent
     copy = folder / source.name
     shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
-    tables = [path for path in copy.rglob("*.json") if "demo_model" not in path.parts]
+    tables = [path for folder in MEASURED_IN for path in (copy / folder).rglob("*.json")]
     for path in tables:
         path.unlink()
     return folder, [str(path.relative_to(copy)) for path in tables]

@@ -227,7 +227,7 @@ def build_core(config: EngineConfig, folder: Path, beside_server: bool, executor
     runner = factory(resolved, folder, model_config)
     try:
         fitted = fit(runner, resolved, config)
-        mixed_step, chunk = decide_mixed_step(fitted.config, fitted.workers)
+        mixed_step, chunk = decide_mixed_step(fitted.config, fitted.workers, streamed=beside_server)
         decisions += fitted.decisions + told(chunk)
         scheduler = Scheduler(_scheduler_config(fitted.config, fitted.num_blocks, mixed_step))
     except BaseException:

@@ -227,16 +227,22 @@ def blocks_by_memory(config: EngineConfig, facts: list[WorkerFacts]) -> int:
     return min(_kv_bytes(config, fact) // fact.kv_bytes_per_block for fact in facts)
 
 
-def decide_mixed_step(config: EngineConfig, facts: list[WorkerFacts]) -> tuple[int | None, list[Decision]]:
+def decide_mixed_step(
+    config: EngineConfig, facts: list[WorkerFacts], streamed: bool = True
+) -> tuple[int | None, list[Decision]]:
     """How many tokens a step with decodes has at most, while few prompts wait: a decode waits for its whole step, and
     beyond the knee of the GPU's curve a larger one makes prompts hardly faster. The slowest rank counts.
 
-    None, and no decision, where no step was measured, or where prompts run whole.
+    None where answers are not `streamed`; None, and no decision, where no step was measured or prompts run whole.
     """
     measured = [dict(fact.step_times) for fact in facts]
     sizes = [size for size in measured[0] if size <= (config.max_num_batched_tokens or 0)]
     if not sizes or not config.enable_chunked_prefill:
         return None, []
+    if not streamed:
+        return None, [
+            Decision("mixed_step_tokens", None, "answers are handed over whole: nobody waits for a next token")
+        ]
     decision = mixed_step({size: max(rank[size] for rank in measured) for size in sizes}, config.objective)
     return decision.value, [decision]
 

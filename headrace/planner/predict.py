@@ -224,7 +224,9 @@ def _at_once(rank: _Rank, count: float) -> _Timing:
     longest = rank.input_len + rank.output_len
     started = min(count, rank.most, int(rank.kv_tokens / rank.input_len))
     if started * longest > rank.kv_tokens:
-        return _outgrowing(rank, count, float(started))
+        if rank.model.deployment.engine == "vllm":
+            return _outgrowing(rank, count, float(started))
+        started = max(1, int(rank.kv_tokens / longest))  # the scheduler looks ahead, and keeps the others waiting
     waves = count / started
     filling = rank.prefill(started, started / 2)
     step = rank.step(started)

@@ -138,17 +138,6 @@ def recost(model: StepModel, segments: Sequence[Segment]) -> float:
     return sum(steps * model.seconds(_everywhere(work, ranks)) for work, steps in segments)
 
 
-def mixed_step_tokens(model: StepModel, max_num_batched_tokens: int, share: float = 0.9) -> int:
-    """Tokens of a step with decodes: the fewest that run prompts at `share` of the best rate, as the planner decides it
-    at load from measured steps."""
-    sizes = [size for size in (128, 256, 384, 512, 768, 1024, 2048) if size <= max_num_batched_tokens]
-    if not sizes:
-        return max_num_batched_tokens
-    rates = {size: size / model.seconds(StepWork(0, 0, size, size / 2, 1)) for size in sizes}
-    best = max(rates.values())
-    return min(size for size in sizes if rates[size] >= share * best)
-
-
 def _arrivals(load: Workload, ranks: int, seed: int) -> tuple[list[Arrival], int]:
     """(requests of one rank that come by the clock or at once, of which so many run ahead of the others): a client that
     is done sends the next, so the rest wait for a free one."""
@@ -208,6 +197,7 @@ class _Run:
                 enable_prefix_caching=False,
                 enable_chunked_prefill=limits.enable_chunked_prefill or budget < longest + 1,
                 mixed_step_tokens=limits.mixed_step_tokens,
+                look_ahead=model.deployment.engine == "headrace",
             )
         )
         self.now = 0.0

@@ -48,6 +48,11 @@ class DeviceMemory(Protocol):
         """Return what is cached to the device, once what runs has ended."""
         ...
 
+    def drop_workspaces(self) -> None:
+        """Of the vendor's matrix library, which keeps one for every thread that has ever called it. No graph may have
+        been captured: it would go on to use them."""
+        ...
+
 
 class GpuMemory:
     def __init__(self, device: torch.device) -> None:
@@ -74,6 +79,10 @@ class GpuMemory:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
 
+    def drop_workspaces(self) -> None:
+        torch.cuda.synchronize(self._device)
+        torch._C._cuda_clearCublasWorkspaces()
+
 
 class HostMemory:
     """A CPU's: everybody's, and nothing in it is profiled."""
@@ -99,6 +108,9 @@ class HostMemory:
         pass
 
     def give_back(self) -> None:
+        pass
+
+    def drop_workspaces(self) -> None:
         pass
 
 

@@ -106,6 +106,7 @@ class Worker:
             self.model, self.backend, self.kernels, self.shape, model_config.vocab_size, self.dtype, self.device
         )
         check.compile_ahead([*kernel_checks(subject), *layer_checks(subject)])
+        self.memory.drop_workspaces()
         check.run(kernel_checks(subject))
         check.run(layer_checks(subject))
         if spec.quantized_cache:

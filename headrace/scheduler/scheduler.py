@@ -20,6 +20,7 @@ from headrace.request import (
     RequestStatus,
     SchedulerStats,
 )
+from headrace.scheduler.forecast import LengthForecast, most_blocks
 from headrace.scheduler.kv_cache_manager import KVCacheManager
 from headrace.scheduler.request_queue import RequestQueue
 from headrace.step import INVALID_TOKEN, BlockUpdate, Logprobs, NewRow, RunnerOutput, SchedulerOutput
@@ -44,6 +45,8 @@ class SchedulerConfig:
     policy: str = "fcfs"
     mixed_step_tokens: int | None = None
     """Tokens of a step in which requests decode, while few prompt tokens wait; None: max_num_batched_tokens"""
+    look_ahead: bool = True
+    """Admit what can run to its end beside the others; False: what fits now, and preempt later, as vLLM does"""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_blocks"):
@@ -97,6 +100,9 @@ class Scheduler:
         self._steps: dict[int, list[Request]] = {}
         """step number -> its requests, until its result comes back; rows may belong to others by then"""
         self._next_step = 0
+        self._lengths = LengthForecast()
+        self._held_back: Request | None = None
+        """the first in order, for which there was no room until somebody ends"""
         self._num_added = 0
         self._num_preemptions = 0
         self._cache_queries = 0
@@ -143,6 +149,7 @@ class Scheduler:
             return
         self._finish(request, FinishReason.ABORT)
         if num_output_tokens_kept is not None:
+            self._lengths.learn(num_output_tokens_kept)
             self.kv_cache.forget_after(request, request.num_prompt_tokens + num_output_tokens_kept)
 
     def fail(self, step: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
@@ -167,6 +174,9 @@ class Scheduler:
     def _finish(self, request: Request, reason: FinishReason) -> None:
         self._queues[request.status].remove(request)
         self.kv_cache.free(request)
+        self._held_back = None
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._lengths.learn(request.num_output_tokens)
         if request.row >= 0:
             self._free_rows.append(request.row)
             self._freed_rows.append(request.row)
@@ -250,6 +260,7 @@ class Scheduler:
         plan.preempted = True
         self.running.remove(victim)
         self.kv_cache.free(victim)
+        self._held_back = None
         victim.num_computed_tokens = 0
         victim.status = RequestStatus.PREEMPTED
         victim.num_preemptions += 1
@@ -264,18 +275,23 @@ class Scheduler:
         return resumable
 
     def _plan_admissions(self, plan: _Plan, budget: int) -> None:
-        """Admit in strict order while budget and blocks last. Nobody overtakes the first that does not fit, so that it
-        cannot starve."""
+        """Admit in strict order while budget and blocks last, those that the running ones will still want included.
+        Nobody overtakes the first that does not fit, so that it cannot starve."""
         config, kv_cache = self.config, self.kv_cache
         while budget > 0:
             request = self._next_candidate()
             if request is None or request.num_inflight:  # its tokens must be known to be looked up and hashed
+                return
+            if request is self._held_back:
                 return
             cached = kv_cache.find_cached(request)
             computed = len(cached) * config.block_size
             gap = request.num_tokens - computed
             count = min(gap, budget)
             if count < gap and not config.enable_chunked_prefill:
+                return
+            if not self._has_room(request, len(cached)):
+                self._held_back = request
                 return
             if not kv_cache.admit(request, cached, computed + count):
                 return
@@ -293,6 +309,21 @@ class Scheduler:
             plan.block_updates.append(BlockUpdate(request.row, 0, list(request.block_ids)))
             plan.chunks.append((request, count))
             budget -= count
+
+    def _has_room(self, newcomer: Request, num_cached_blocks: int) -> bool:
+        """Whether all who run could go on to their ends beside it."""
+        if not self.config.look_ahead or not self.running.items:  # one alone always can, which rounding must not deny
+            return True
+        kv_cache, remaining = self.kv_cache, self._lengths.remaining
+        fresh = kv_cache.num_blocks_for(newcomer.num_tokens) - num_cached_blocks
+        holders = [(remaining(newcomer), fresh)]
+        unclaimed = kv_cache.pool.num_available
+        for request in self.running.items:
+            held = len(request.block_ids)
+            missing = max(0, kv_cache.num_blocks_for(request.num_tokens) - held)
+            unclaimed -= missing
+            holders.append((remaining(request), held + missing))
+        return most_blocks(holders, self.config.block_size) <= unclaimed + sum(held for _, held in holders) - fresh
 
     def _take_row(self, request: Request) -> NewRow:
         request.row = self._free_rows.pop()

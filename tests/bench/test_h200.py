@@ -62,6 +62,7 @@ def test_tables_are_hidden_by_a_copy_of_the_package(tmp_path: Path) -> None:
     folder, removed = package_without_tables(tmp_path)
     assert (folder / "headrace" / "cli" / "main.py").is_file()
     assert (folder / "headrace" / "demo_model" / "config.json").is_file()
+    assert removed == ["quantization/gemm_tables.json"]
     for name in removed:
         assert not (folder / "headrace" / name).exists()
         assert (Path(headrace.__file__).parent / name).is_file()

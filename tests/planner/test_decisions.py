@@ -229,3 +229,9 @@ def test_steps_stay_whole_where_nothing_was_measured_or_prompts_are_not_cut() ->
     assert decide_mixed_step(resolved(), [facts(0)]) == (None, [])
     assert decide_mixed_step(resolved(max_num_batched_tokens=64), [timed((128, 1.0))]) == (None, [])
     assert decide_mixed_step(resolved(enable_chunked_prefill=False), [timed((128, 1.0))]) == (None, [])
+
+
+def test_nobody_is_spared_where_answers_are_handed_over_whole() -> None:
+    size, (decision,) = decide_mixed_step(resolved(), [timed((128, 2.0), (2048, 2.1))], streamed=False)
+    assert size is decision.value is None
+    assert "nobody waits" in decision.reason

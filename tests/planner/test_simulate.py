@@ -9,7 +9,7 @@ import pytest
 from headrace.errors import ConfigError
 from headrace.planner.cost import Parallel, StepWork, step_model
 from headrace.planner.predict import Workload
-from headrace.planner.simulate import Arrival, Limits, Percentiles, mixed_step_tokens, recost, simulate
+from headrace.planner.simulate import Arrival, Limits, Percentiles, recost, simulate
 from tests.planner.planner_cases import deployment
 
 ROOMY = Limits(max_num_seqs=1024, max_num_batched_tokens=8192, kv_tokens=891_392)
@@ -76,12 +76,16 @@ def test_no_more_run_than_there_are_clients() -> None:
 
 
 def test_a_small_cache_preempts_and_all_are_served() -> None:
-    run = simulate(deployment(), Workload(300, 600, 64, 64), TIGHT)
-    assert run.num_preemptions > 0
-    assert run.e2e.p99 > 0
-    assert run.itl.p99 < run.e2e.p50
+    greedy, ours = (
+        simulate(deployment(engine=name), Workload(300, 600, 64, 64), TIGHT) for name in ("vllm", "headrace")
+    )
+    assert greedy.num_preemptions > 0
+    assert greedy.e2e.p99 > 0
+    assert greedy.itl.p99 < greedy.e2e.p50
+    assert ours.num_preemptions == 0
     roomy = simulate(deployment(), Workload(300, 600, 64, 64), ROOMY)
-    assert roomy.seconds < run.seconds
+    assert roomy.num_preemptions == 0
+    assert roomy.seconds < ours.seconds
 
 
 def test_a_higher_rate_waits_longer() -> None:
@@ -123,14 +127,6 @@ def test_ranks_share_the_load() -> None:
 def test_cached_prompts_are_quick() -> None:
     cold, warm = (simulate(deployment(), Workload(4000, 20, 8, 8, cached_share=share), ROOMY) for share in (0.0, 0.95))
     assert warm.ttft.p50 < 0.2 * cold.ttft.p50
-
-
-def test_mixed_step_tokens_is_the_knee_of_the_curve() -> None:
-    model = step_model(deployment())
-    chosen = mixed_step_tokens(model, 8192)
-    assert 128 <= chosen <= 2048
-    assert mixed_step_tokens(model, 256) <= 256
-    assert mixed_step_tokens(model, 64) == 64
 
 
 def test_what_cannot_be_served_is_said() -> None:

@@ -125,6 +125,7 @@ def traffic() -> list[EngineCoreRequest]:
                 params=params,
                 max_tokens=params.max_tokens or 1,
                 seed=number,
+                stop_token_ids=[-1],  # never, but who knows: so the pool is filled, and some are preempted
             )
         )
     return requests

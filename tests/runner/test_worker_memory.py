@@ -62,6 +62,9 @@ class FakeMemory:
     def give_back(self) -> None:
         pass
 
+    def drop_workspaces(self) -> None:
+        pass
+
 
 def watched(mode: str, memory: FakeMemory) -> ModelRunner:
     runner = make_runner("llama", mode)

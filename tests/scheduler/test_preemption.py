@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from headrace.request import FinishReason, RequestStatus
 from headrace.scheduler.scheduler import Scheduler
 from headrace.step import BlockUpdate, Logprobs, RunnerOutput
@@ -9,9 +11,14 @@ from headrace.step import BlockUpdate, Logprobs, RunnerOutput
 from .support import batch, make_request, make_scheduler, results, run_step, run_to_end
 
 
+def greedy_scheduler(**changes: Any) -> Scheduler:
+    """One that admits whatever fits now."""
+    return make_scheduler(**{"look_ahead": False} | changes)
+
+
 def two_decodes(**changes: object) -> Scheduler:
     """a and b, 3 tokens each and a block of 4, in a pool of 3: the third block goes to one of them alone."""
-    scheduler = make_scheduler(**{"num_blocks": 3} | changes)
+    scheduler = greedy_scheduler(**{"num_blocks": 3} | changes)
     scheduler.add_request(make_request("a", [1, 2, 3]))
     scheduler.add_request(make_request("b", [4, 5, 6]))
     for _ in range(2):
@@ -62,7 +69,7 @@ def test_nothing_is_admitted_in_a_step_that_preempts_and_the_preempted_go_first(
 
 
 def test_every_request_comes_through_however_small_the_pool() -> None:
-    scheduler = make_scheduler(num_blocks=4, max_num_seqs=4)
+    scheduler = greedy_scheduler(num_blocks=4, max_num_seqs=4)
     for name in "abcd":
         scheduler.add_request(make_request(name, 3, max_tokens=13))
     tokens = dict.fromkeys("abcd", 0)
@@ -73,7 +80,7 @@ def test_every_request_comes_through_however_small_the_pool() -> None:
 
 
 def test_priority_decides_who_is_preempted() -> None:
-    scheduler = make_scheduler(policy="priority", num_blocks=3)
+    scheduler = greedy_scheduler(policy="priority", num_blocks=3)
     scheduler.add_request(make_request("patient", [1, 2, 3], priority=5))
     run_step(scheduler)
     scheduler.add_request(make_request("urgent", [4, 5, 6], priority=0))
@@ -86,7 +93,7 @@ def test_priority_decides_who_is_preempted() -> None:
 
 
 def test_a_row_that_falls_free_goes_to_an_urgent_newcomer_before_the_preempted_resume() -> None:
-    scheduler = make_scheduler(policy="priority", num_blocks=3, max_num_seqs=2)
+    scheduler = greedy_scheduler(policy="priority", num_blocks=3, max_num_seqs=2)
     for name in ("a", "b"):
         scheduler.add_request(make_request(name, [3, 4, 5], priority=3))
     for _ in range(3):
@@ -99,7 +106,7 @@ def test_a_row_that_falls_free_goes_to_an_urgent_newcomer_before_the_preempted_r
 
 def test_a_prompt_under_way_takes_blocks_from_those_behind_it_out_of_the_same_step() -> None:
     """Under the priority policy a better prompt may still be growing while a worse request decodes already."""
-    scheduler = make_scheduler(policy="priority", num_blocks=6, max_num_batched_tokens=8, max_model_len=30)
+    scheduler = greedy_scheduler(policy="priority", num_blocks=6, max_num_batched_tokens=8, max_model_len=30)
     scheduler.add_request(make_request("worse", [1, 2, 3], max_tokens=9, priority=1))
     run_step(scheduler)
     scheduler.add_request(make_request("better", 17, max_tokens=2, priority=0))
@@ -117,7 +124,7 @@ def test_a_prompt_under_way_takes_blocks_from_those_behind_it_out_of_the_same_st
 
 
 def test_the_block_update_of_a_decode_taken_out_goes_with_it() -> None:
-    scheduler = make_scheduler(policy="priority", num_blocks=5, max_num_batched_tokens=8, max_model_len=30)
+    scheduler = greedy_scheduler(policy="priority", num_blocks=5, max_num_batched_tokens=8, max_model_len=30)
     scheduler.add_request(make_request("worse", [1, 2, 3], max_tokens=9, priority=1))
     run_step(scheduler)
     scheduler.add_request(make_request("better", 14, max_tokens=2, priority=0))
@@ -132,7 +139,7 @@ def test_the_block_update_of_a_decode_taken_out_goes_with_it() -> None:
 def prompt_under_way(**params: object) -> Scheduler:
     """a decodes; b computes the first 5 of 9 prompt tokens in the next step and will lack a block in the one after,
     since a takes the last."""
-    scheduler = make_scheduler(num_blocks=4, max_num_batched_tokens=6)
+    scheduler = greedy_scheduler(num_blocks=4, max_num_batched_tokens=6)
     scheduler.add_request(make_request("a", [1, 2, 3], max_tokens=6))
     run_step(scheduler)
     scheduler.add_request(make_request("b", list(range(20, 29)), max_tokens=2, **params))
@@ -150,7 +157,7 @@ def test_a_prompt_under_way_may_have_to_preempt_itself() -> None:
 
 
 def test_the_preempted_resume_only_when_their_tokens_are_back() -> None:
-    scheduler = make_scheduler(num_blocks=3)
+    scheduler = greedy_scheduler(num_blocks=3)
     scheduler.add_request(make_request("a", [1, 2, 3]))
     scheduler.add_request(make_request("b", [4, 5, 6]))
     steps = [scheduler.schedule() for _ in range(3)]
@@ -166,7 +173,7 @@ def test_the_preempted_resume_only_when_their_tokens_are_back() -> None:
 
 
 def test_a_request_may_end_while_preempted() -> None:
-    scheduler = make_scheduler(num_blocks=3)
+    scheduler = greedy_scheduler(num_blocks=3)
     scheduler.add_request(make_request("a", [1, 2, 3]))
     scheduler.add_request(make_request("b", [4, 5, 6], stop_token_ids=[7]))
     steps = [scheduler.schedule() for _ in range(3)]

@@ -104,7 +104,7 @@ def test_a_long_prompt_is_split_and_samples_only_at_its_end() -> None:
 
 
 def test_decodes_come_first_then_the_prompt_under_way_then_new_ones() -> None:
-    scheduler = make_scheduler(max_num_batched_tokens=10)
+    scheduler = make_scheduler(max_num_batched_tokens=10, num_blocks=20)
     scheduler.add_request(make_request("a", 3))
     run_step(scheduler)
     scheduler.add_request(make_request("b", 14))

@@ -230,6 +230,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         enable_chunked_prefill=chunked,
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         mixed_step_tokens=draw(st.none() | st.integers(1, 8)),
+        look_ahead=draw(st.booleans()),
     )
 
 

@@ -28,8 +28,8 @@ from headrace.process import Child, spawn
 POLL = 0.2
 STOP_SECONDS = 8.0
 WARM_UP = (128, 32)
-"""Most tokens of each prompt and answer in a round before the first that counts: graphs are captured, and batches of all
-sizes seen. Kernels for longer prompts were compiled at the start."""
+"""Most tokens of each prompt and answer in a round before the first that counts: graphs are captured, and batches of
+all sizes seen. Kernels for longer prompts were compiled at the start."""
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 

@@ -1,0 +1,155 @@
+"""Requests are admitted with an eye on what the running ones will still want."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from headrace.request import EngineCoreOutput, Request
+from headrace.scheduler.forecast import LengthForecast, most_blocks
+from headrace.scheduler.scheduler import Scheduler
+
+from .support import make_request, make_scheduler, run_step, run_to_end
+
+
+def request(max_tokens: int, outputs: int = 0, *, open_ended: bool = True) -> Request:
+    made = Request(make_request("a", 3, max_tokens, stop_token_ids=[2] if open_ended else None))
+    made.max_total_tokens = 3 + max_tokens
+    made.token_ids += [7] * outputs
+    return made
+
+
+def test_an_answer_that_nothing_ends_is_as_long_as_asked_for() -> None:
+    forecast = LengthForecast()
+    forecast.learn(2)
+    assert forecast.remaining(request(20, open_ended=False)) == 20
+    assert forecast.remaining(request(20, 15, open_ended=False)) == 5
+
+
+def test_others_are_as_long_as_those_before_them() -> None:
+    forecast = LengthForecast()
+    assert forecast.remaining(request(20)) == 0
+    for length in (4, 10, 10):
+        forecast.learn(length)
+    assert forecast.remaining(request(20)) == 8
+    assert forecast.remaining(request(20, 5)) == 3
+    assert forecast.remaining(request(20, 11)) == 0
+    assert forecast.remaining(request(6)) == 6
+
+
+def test_what_was_long_ago_counts_less() -> None:
+    forecast = LengthForecast()
+    for length, times in ((1000, 10_000), (10, 2000)):
+        for _ in range(times):
+            forecast.learn(length)
+    assert forecast.remaining(request(4000)) == pytest.approx(10, abs=1)
+
+
+def test_the_most_blocks_are_held_just_before_somebody_ends() -> None:
+    draw = random.Random(4)
+    for _ in range(200):
+        size = draw.choice((1, 4, 16))
+        holders = [(draw.randrange(60), draw.randrange(1, 9)) for _ in range(draw.randrange(1, 7))]
+        alive = [[(left, blocks) for left, blocks in holders if left >= time] for time in range(61)]
+        held = [sum(blocks for _, blocks in some) - (-time * len(some) // size) for time, some in enumerate(alive)]
+        assert most_blocks(holders, size) == max(held)
+    assert most_blocks([], 16) == 0
+
+
+def two(**changes: object) -> Scheduler:
+    """a and b want 5 blocks of 4 tokens each in the end, of 8."""
+    scheduler = make_scheduler(**{"num_blocks": 8} | changes)
+    for name in "ab":
+        scheduler.add_request(make_request(name, 4, max_tokens=16))
+    return scheduler
+
+
+def test_who_would_be_preempted_later_waits_now() -> None:
+    scheduler = two()
+    _, outputs = run_step(scheduler)
+    assert [len(scheduler.running), len(scheduler.waiting)] == [1, 1]
+    outputs += run_to_end(scheduler)
+    assert Counter(output.request_id for output in outputs) == {"a": 16, "b": 16}
+    assert scheduler.stats().num_preemptions == 0
+
+
+def test_without_looking_ahead_it_is_preempted() -> None:
+    scheduler = two(look_ahead=False)
+    run_step(scheduler)
+    assert len(scheduler.running) == 2
+    run_to_end(scheduler)
+    assert scheduler.stats().num_preemptions > 0
+
+
+def test_it_starts_as_soon_as_one_that_ends_leaves_it_room() -> None:
+    scheduler = make_scheduler(num_blocks=9)
+    for name, length in (("a", 6), ("b", 16), ("c", 16)):
+        scheduler.add_request(make_request(name, 4, max_tokens=length))
+    step, _ = run_step(scheduler)
+    assert len(step.rows) == 2
+    outputs: list[EngineCoreOutput] = run_to_end(scheduler)
+    assert [output.request_id for output in outputs if output.finish_reason] == ["a", "b", "c"]
+    assert [output.request_id for output in outputs].index("c") < 12, "while b is under way"
+    assert scheduler.stats().num_preemptions == 0
+
+
+def test_nobody_overtakes_the_one_held_back() -> None:
+    scheduler = two()
+    scheduler.add_request(make_request("small", 1, max_tokens=1))
+    step, _ = run_step(scheduler)
+    assert len(step.rows) == 1
+    assert len(scheduler.waiting) == 2
+
+
+def test_an_abort_makes_room() -> None:
+    scheduler = two()
+    run_step(scheduler)
+    scheduler.abort("a")
+    run_step(scheduler)
+    assert [entry.request_id for entry in scheduler.running.items] == ["b"]
+
+
+def test_one_that_fills_the_pool_alone_runs() -> None:
+    scheduler = make_scheduler(num_blocks=8)
+    scheduler.add_request(make_request("a", 5, max_tokens=28))
+    assert len(run_to_end(scheduler)) == 28
+
+
+def test_where_answers_end_was_learnt_from_those_before() -> None:
+    """The first two are expected to be short, and one is preempted; later ones wait for each other."""
+    scheduler = make_scheduler(num_blocks=8, enable_prefix_caching=False)
+    for turn in range(2):
+        before = scheduler.stats().num_preemptions
+        for name in "ab":
+            scheduler.add_request(make_request(f"{name}{turn}", 4, max_tokens=16, stop_token_ids=[2]))
+        run_to_end(scheduler)
+        assert (scheduler.stats().num_preemptions > before) == (turn == 0)
+
+
+def test_a_stop_string_found_late_teaches_what_was_kept() -> None:
+    scheduler = make_scheduler(enable_prefix_caching=False)
+    scheduler.add_request(make_request("a", 4, max_tokens=16, stop_token_ids=[2]))
+    for _ in range(6):
+        run_step(scheduler)
+    scheduler.abort("a", 5)
+    scheduler.add_request(make_request("b", 4, max_tokens=16, stop_token_ids=[2]))
+    assert scheduler.waiting.first is not None
+    assert scheduler._lengths.remaining(scheduler.waiting.first) == 5
+
+
+def test_requests_of_known_length_are_hardly_ever_preempted() -> None:
+    """Blocks are counted in whole ones only, so now and then one is missing."""
+    preempted = {True: 0, False: 0}
+    for look_ahead in preempted:
+        draw = random.Random(11)
+        for _ in range(40):
+            scheduler = make_scheduler(num_blocks=30, max_num_seqs=8, look_ahead=look_ahead)
+            names = [f"r{number}" for number in range(12)]
+            for name in names:
+                scheduler.add_request(make_request(name, draw.randrange(1, 20), max_tokens=draw.randrange(1, 40)))
+            done = {output.request_id for output in run_to_end(scheduler) if output.finish_reason}
+            assert done == set(names)
+            preempted[look_ahead] += scheduler.stats().num_preemptions
+    assert preempted[True] < preempted[False] / 10
