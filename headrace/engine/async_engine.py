@@ -34,6 +34,8 @@ INLINE_CHARS = 4096
 """Longer prompts are tokenized in a thread, so that the event loop goes on."""
 TOKENIZER_THREADS = 2
 STATS_SECONDS = 10.0
+MOST_MERGED_STEPS = 8
+"""What so many steps brought is written as one where writing falls behind: a write costs more than all before it."""
 
 
 class AsyncEngine:
@@ -175,8 +177,12 @@ class AsyncEngine:
     async def _receive_outputs(self) -> None:
         try:
             while True:
-                outputs = await self._client.receive()
-                self._abort(self._outputs.process(outputs))
+                self._abort(self._outputs.process(await self._client.receive()))
+                # Steps that have come meanwhile say that writing takes longer than a step.
+                for _ in range(MOST_MERGED_STEPS):
+                    if (waiting := self._client.receive_waiting()) is None:
+                        break
+                    self._abort(self._outputs.process(waiting))
                 await asyncio.sleep(0)  # a core faster than this loop must not keep the readers from their tokens
         except EngineDeadError as error:
             self._die(error)

@@ -127,6 +127,21 @@ class AsyncMPClient:
         except EngineDeadError as error:
             self._dead = error
             raise
+        return self._outputs_in(reply)
+
+    def receive_waiting(self) -> EngineCoreOutputs | None:
+        """A step's outputs that have come already; None: none have. Raises what `receive` raises."""
+        if self._dead is not None:
+            raise self._dead
+        receiving: asyncio.Future[bytes] = self._receiver.recv(zmq.NOBLOCK)  # type: ignore[assignment]
+        try:
+            message = receiving.result()
+        except zmq.Again:
+            return None
+        self._last_heard = time.monotonic()
+        return self._outputs_in(self._decoder.decode(message))
+
+    def _outputs_in(self, reply: Reply) -> EngineCoreOutputs:
         if isinstance(reply, Failed):
             self._dead = EngineDeadError(f"the engine core failed: {reply.error_class}: {reply.message}")
             raise self._dead

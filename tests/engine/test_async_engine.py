@@ -72,6 +72,7 @@ def test_streaming_aborting_and_refusing(folder: Path) -> None:
             await check_final_and_n(engine)
             await check_late_stop(engine)
             await check_slow_reader(engine)
+            await check_a_loop_that_falls_behind(engine)
             await check_many_at_once(engine)
             await check_closing_aborts(engine)
             await check_abort_from_outside(engine)
@@ -103,6 +104,16 @@ def test_streaming_aborting_and_refusing(folder: Path) -> None:
         rest = await collect(stream)
         assert len(rest) == 1
         assert (first.outputs[0].text + rest[0].outputs[0].text) == "abcd" * 5
+
+    async def check_a_loop_that_falls_behind(engine: AsyncEngine) -> None:
+        """What several steps brought meanwhile goes out as one."""
+        stream = engine.generate("abcd", params(max_tokens=60), "late loop")
+        first = await anext(stream)
+        time.sleep(0.15)
+        rest = await collect(stream)
+        counts = [len(output.outputs[0].token_ids) for output in (first, *rest)]
+        assert max(counts) > 4
+        assert sum(counts) == 60
 
     async def check_many_at_once(engine: AsyncEngine) -> None:
         prompts = [f"prompt {i:03}" for i in range(50)]
