@@ -140,6 +140,9 @@ def whole_report(record: Record) -> str:
     runs = record.get("runs") or [record]
     about = []
     for run in runs:
+        if "versions" not in run:
+            about.append(f"- {run['date']}: cut off before the chip was measured. `{run['command']}`")
+            continue
         versions = ", ".join(f"{name} {value}" for name, value in run["versions"].items())
         about.append(
             f"- {run['date']}, {', '.join(run['parts'])}: {run['gpu']}, {versions}, commit {run['commit'] or '?'}. "
