@@ -22,15 +22,21 @@ PLAIN = 2
 VOCAB_ALIGNMENT = 64
 """as layers/embedding.py"""
 LIBRARIES = {
-    ("nvidia", "headrace"): int(0.77 * GIB),
+    ("nvidia", "headrace"): int(1.11 * GIB),
     ("nvidia", "vllm"): int(0.20 * GIB),
     ("amd", "headrace"): int(1.20 * GIB),
     ("amd", "vllm"): int(1.00 * GIB),
     ("cpu", "headrace"): int(0.50 * GIB),
     ("cpu", "vllm"): int(0.50 * GIB),
 }
-"""Context, kernels and workspaces of libraries. NVIDIA: what is missing to the KV tokens that one H200 gave (headrace
-Qwen3-30B-A3B 736,384; vLLM 0.26 Llama-3.1-8B 891,392). AMD, CPU: guesses, to be measured."""
+"""Beside torch's allocator: kernels, and libraries with a handle for each thread that compiles. NVIDIA: headrace, the
+mean of what an H200 reported on 2026-11-21 (Llama-3.1-8B 1.17 GiB, Qwen3-30B-A3B 1.05); vLLM 0.26, what is missing to
+the KV tokens of Llama-3.1-8B on an H200, 891,392. AMD, CPU: guesses, to be measured."""
+WORKSPACE = {"nvidia": 32 << 20}
+"""Of cuBLAS on Hopper and Blackwell, which torch takes from its allocator for each stream that calls it, and keeps.
+AMD's stands in LIBRARIES."""
+FILTER_BINS, FILTER_GROUP = 4096, 128
+"""as kernels/filter.py"""
 COMMUNICATION = int(0.75 * GIB)
 """What NCCL or RCCL take of each GPU as soon as there are two; a guess, to be measured"""
 VLLM_GRAPH_SIZES = 51
@@ -53,7 +59,7 @@ class MemoryMap:
     weights: dict[str, int]
     """by part: embedding, head, attention, dense, router, experts, norms, extra"""
     tables: int
-    """tokens and blocks of every row"""
+    """tokens and blocks of every row, and what else stands before there is a cache"""
     activations: int
     """the largest step, for as long as it runs"""
     graphs: int
@@ -209,6 +215,9 @@ def memory_map(
     weights = _weights(shape, layers, parallel, form, engine, speculates)
     tokens_of_row = longest + 1 if engine == "headrace" else 0  # vLLM keeps them on the host
     tables = (max_num_seqs + 1) * 4 * (tokens_of_row + math.ceil(longest / block_size))
+    per_token, windowed = _kv_bytes(layers, parallel, kv_dtype_bytes)
+    if engine == "headrace":
+        tables += _beside_rows(shape, chip, graph_mode) + 2 * block_size * per_token  # one block, and padding's
     step = _step_bytes(shape, parallel, max_num_batched_tokens, max_num_seqs, engine, sampling=True)
     graphs = 0
     if chip.vendor != "cpu" and graph_mode != "NONE":
@@ -219,13 +228,6 @@ def memory_map(
     usable = int(chip.memory_bytes * gpu_memory_utilization) if chip.vendor != "cpu" else chip.memory_bytes
     left = usable - sum(weights.values()) - tables - step - graphs - reserve
     pool = max(0, left) if chip.vendor != "cpu" else max(0, min(CPU_CACHE, left // 4)) // parallel.tp
-    per_token, windowed = 0, dict[int, int]()
-    for count, group in layers:
-        attention = group.attention
-        size = round(count * attention.kv_values * kv_share(attention, parallel.tp) * kv_dtype_bytes)
-        per_token += size
-        if attention.window is not None and size:
-            windowed[attention.window] = windowed.get(attention.window, 0) + size
     tokens = math.ceil(longest / block_size) * block_size
     needed = tokens * per_token
     if engine == "vllm":  # it gives back what windows have passed
@@ -250,6 +252,29 @@ def memory_map(
 
 def _least(tokens: int, per_token: int, windowed: dict[int, int]) -> int:
     return tokens * per_token - sum(max(0, tokens - window) * size for window, size in windowed.items())
+
+
+def _kv_bytes(
+    layers: list[tuple[int, LayerGroup]], parallel: Parallel, dtype_bytes: float
+) -> tuple[int, dict[int, int]]:
+    """Of a token in all layers, and by window in those that have one."""
+    per_token, windowed = 0, dict[int, int]()
+    for count, group in layers:
+        attention = group.attention
+        size = round(count * attention.kv_values * kv_share(attention, parallel.tp) * dtype_bytes)
+        per_token += size
+        if attention.window is not None and size:
+            windowed[attention.window] = windowed.get(attention.window, 0) + size
+    return per_token, windowed
+
+
+def _beside_rows(shape: ModelShape, chip: Chip, graph_mode: str) -> int:
+    """What stands beside weights and rows: cosines and sines of every position in fp32, and cuBLAS's workspace of the
+    steps' stream. A router calls cuBLAS in the small graphs that a start checks, too, on a stream of their own; dense
+    layers have kernels of ours for so few tokens."""
+    angles = 4 * shape.max_position_embeddings * max(group.attention.head_dim for group in shape.groups)
+    streams = 2 if shape.is_moe and graph_mode != "NONE" else 1
+    return angles + streams * WORKSPACE.get(chip.vendor, 0)
 
 
 def _fullest_stage(shape: ModelShape, parallel: Parallel, form: str, engine: str) -> list[tuple[int, LayerGroup]]:
@@ -299,8 +324,7 @@ def _step_bytes(shape: ModelShape, parallel: Parallel, tokens: int, seqs: int, e
 
     vLLM keeps the residual beside the stream, and logits in fp32 and twice over.
     """
-    tp, hidden = parallel.tp, shape.hidden_size
-    stream = hidden if engine == "headrace" else 2 * hidden
+    tp, hidden, ours = parallel.tp, shape.hidden_size, engine == "headrace"
     widest = 0.0
     for group in shape.groups:
         attention, mlp = group.attention, group.mlp
@@ -310,20 +334,27 @@ def _step_bytes(shape: ModelShape, parallel: Parallel, tokens: int, seqs: int, e
             keys = queries + values + attention.kv_values
         else:
             keys = 2 * attention.head_dim * math.ceil(attention.num_kv_heads / tp)
-        widest = max(widest, stream + queries + keys + values)
-        shared = 3 * mlp.intermediate_size / tp
-        if not mlp.num_experts:
-            widest = max(widest, stream + shared)
-        else:
+        beside = queries if ours else hidden  # queries as rotated; the residual
+        widest = max(widest, hidden + beside + queries + keys + values)
+        shared = 3 * mlp.intermediate_size / tp  # gate, up and their product
+        widest = max(widest, 2 * hidden + shared)  # ours: the stream, and normed
+        if mlp.num_experts:
             width = mlp.expert_intermediate_size / (1 if parallel.ep else parallel.expert_gpus)
             pairs = mlp.experts_per_token / (parallel.expert_gpus if parallel.ep and not parallel.dp_attention else 1)
-            chosen = width + hidden if engine == "headrace" else VLLM_EXPERT_BUFFERS * (3 * width + hidden)
-            widest = max(widest, stream + hidden + pairs * chosen + shared)
+            if ours:  # router's logits, both products of every pair, sums of shared experts and for other ranks
+                sums = hidden * ((mlp.intermediate_size > 0) + (tp > 1))
+                chosen = mlp.num_experts + pairs * (width + hidden) + sums
+            else:
+                chosen = hidden + pairs * VLLM_EXPERT_BUFFERS * (3 * width + hidden) + shared
+            widest = max(widest, 2 * hidden + chosen)
     most = tokens * widest * PLAIN
-    if sampling:
-        copies = PLAIN if engine == "headrace" else PLAIN + 8
+    if sampling and ours:  # hidden states; logits, fp32 for as many, extremes of groups, counts and weights of bins
+        groups = math.ceil(shape.vocab_size / FILTER_GROUP)
+        row = shape.vocab_size * (PLAIN + 4) + groups * 2 * 4 + FILTER_BINS * (4 + 8)
+        most = max(most, tokens * hidden * PLAIN + seqs * row)
+    elif sampling:
         gathered = PLAIN / tp if tp > 1 else 0
-        most = max(most, (tokens * stream + tokens * hidden) * PLAIN + seqs * shape.vocab_size * (copies + gathered))
+        most = max(most, 3 * tokens * hidden * PLAIN + seqs * shape.vocab_size * (PLAIN + 8 + gathered))
     return math.ceil(most)
 
 

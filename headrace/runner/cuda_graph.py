@@ -363,6 +363,7 @@ class StepGraphs:
             try:
                 cut.begin()
                 hidden, metadata = self._model.forward(batch, cut if key.kind == "piecewise" else None)
+                metadata.cut = None  # it knows these graphs, which are to go as soon as nobody wants them
                 return _Captured(cut.pieces, cut.end(), hidden, metadata)
             finally:
                 cut.abandon()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from headrace.distributed.mesh import Group, Mesh
 from headrace.graph_sizes import FULL_GRAPH_BYTES, PIECE_BYTES, WORKSPACE_BYTES
+from headrace.kernels import filter
 from headrace.layers import embedding
 from headrace.layers.layer import Layer
 from headrace.model_config import ModelConfig
@@ -39,6 +40,13 @@ REPORTED = {
 }
 
 
+PARTS_REPORTED = {
+    # weights, tables, activations, graphs, libraries, left for the KV cache
+    "llama-3.1-8b": (16_060_522_496, 695_536_640, 895_334_400, 422_645_760, 1_256_194_048, 115_768_658_944),
+    "qwen3-30b-a3b": (61_064_245_248, 270_828_032, 1_027_861_504, 333_822_464, 1_124_073_472, 71_278_061_568),
+}
+
+
 def on(chip: Any, name: str, parallel: Parallel = ONE, **settings: Any) -> MemoryMap:
     return memory_map(find_model(name), chip, parallel, **{"max_model_len": 8192, **settings})
 
@@ -51,6 +59,16 @@ def test_kv_tokens_are_those_that_an_h200_reported() -> None:
             f"{engine:9}{name:15}{weight_format:5}{tokens:9,}{found.kv_tokens:9,}{found.kv_tokens / tokens - 1:+8.2%}"
         )
         assert found.kv_tokens == pytest.approx(tokens, rel=0.02)
+
+
+@pytest.mark.parametrize("name", PARTS_REPORTED)
+def test_every_part_is_what_an_h200_reported(name: str) -> None:
+    """Within 3% or 100 MB of what `serve` without flags said on 2026-11-21."""
+    found = memory_map(find_model(name), H200, ONE)
+    predicted = (found.weight_bytes, found.tables, found.activations, found.graphs, found.reserve, found.kv_pool)
+    for guess, reported in zip(predicted, PARTS_REPORTED[name], strict=True):
+        assert guess == pytest.approx(reported, rel=0.03, abs=100e6)
+    assert found.weight_bytes == PARTS_REPORTED[name][0]
 
 
 def test_checkpoints_of_known_size() -> None:
@@ -77,8 +95,9 @@ def test_weights_are_those_of_the_layers_that_headrace_builds(name: str, tp: int
     assert memory_map(shape_of(config, name), H200, Parallel(tp=tp)).weight_bytes == expected
 
 
-def test_a_vocabulary_is_padded_as_the_layers_pad_it() -> None:
+def test_numbers_of_the_engine_are_its_own() -> None:
     assert this.VOCAB_ALIGNMENT == embedding.VOCAB_ALIGNMENT
+    assert (this.FILTER_BINS, this.FILTER_GROUP) == (filter._BINS, filter._GROUP)
 
 
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
@@ -91,7 +110,7 @@ def test_graphs_are_counted_as_the_runner_counts_them(mode: str) -> None:
         return
     hidden = counted.total_tokens * 4096 * 2
     driver = counted.num_full * FULL_GRAPH_BYTES + counted.num_piecewise * 33 * PIECE_BYTES
-    pool = counted.most_tokens * (4096 + 3 * 14336) * 2
+    pool = counted.most_tokens * (2 * 4096 + 3 * 14336) * 2
     assert found.graphs == hidden + driver + pool + WORKSPACE_BYTES
 
 

@@ -3,7 +3,9 @@ stands in for."""
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -276,6 +278,22 @@ def test_after_any_other_failure_of_a_capture_its_kind_is_given_up() -> None:
         [],
         [],
     ]
+
+
+def test_graphs_that_are_dropped_go_at_once() -> None:
+    """With all that they hold: the next one to measure memory must not find it."""
+    core = make_core(make_runner("llama", "FULL_AND_PIECEWISE"), num_blocks=26)
+    serve(core)
+    runner = core._executor.runner  # type: ignore[attr-defined]
+    assert runner.notes.graph_bytes.keys() == {"full", "piecewise"}
+    gone = weakref.ref(runner.graphs)
+    gc.collect()
+    gc.disable()
+    try:
+        runner.renew_graphs()
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_sizes() -> None:
