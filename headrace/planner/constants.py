@@ -103,8 +103,8 @@ EFFICIENCIES: dict[tuple[str, str], Fitted] = {
     ),
     ("h200", "headrace"): Fitted(
         Efficiency(
-            bandwidth=0.874, kv_bandwidth=0.857, gemm=0.701, attention=0.350, overlap=1.32, kernel=2.13e-6,
-            launch=10.0e-6, sequence=9.90e-6, request=0.983e-3, link=0.70, collective=12e-6,
+            bandwidth=0.876, kv_bandwidth=0.904, gemm=0.702, attention=0.384, overlap=1.65, kernel=2.25e-6,
+            launch=10.2e-6, sequence=9.63e-6, request=1.03e-3, link=0.70, collective=12e-6,
         ),
         0.15,
         "fitted on 26 rows of docs/performance.md (three models, one H200); link and collective are likely values",
@@ -120,7 +120,7 @@ EFFICIENCIES: dict[tuple[str, str], Fitted] = {
     ("mi300x", "headrace"): Fitted(
         Efficiency(
             bandwidth=0.686, kv_bandwidth=0.441, gemm=0.424, attention=0.305, overlap=1.00, kernel=3.5e-6,
-            launch=10.0e-6, sequence=9.90e-6, request=0.983e-3, link=0.638, collective=14.5e-6,
+            launch=10.2e-6, sequence=9.63e-6, request=1.03e-3, link=0.638, collective=14.5e-6,
         ),
         0.40,
         "not measured: the chip's shares as vLLM reaches them, our own launches and host as on the H200 (kernels take "
