@@ -128,6 +128,27 @@ def check_prepare() -> float:
     return 0.0 if all(torch.equal(a, b) for a, b in pairs) else 1.0
 
 
+def check_around_the_step() -> float:
+    """What comes out of the host's pinned memory, and what goes there."""
+    words = torch.randint(-(2**31), 2**31 - 1, (10_280,), dtype=torch.int32).pin_memory()
+    copied = torch.empty_like(words, device=DEVICE)
+    TRITON_KERNELS.copy_words(copied, words)
+    same = torch.equal(copied.cpu(), words)
+    for count in (1, 64, 1000):
+        rows, positions = torch.randperm(1025, device=DEVICE)[:count], torch.randint(0, 99, (count,), device=DEVICE)
+        token_ids, best = torch.randint(0, 128256, (count,), device=DEVICE), randn(count, dtype=torch.bfloat16)
+        best[1::3], best[2::3] = float("nan"), float("-inf")
+        found = []
+        for kernels in (TRITON_KERNELS, REFERENCE_KERNELS):
+            table = torch.zeros(1025, 99, dtype=torch.int32, device=DEVICE)
+            out = torch.zeros(count, dtype=torch.int64).pin_memory()
+            kernels.commit_tokens(out, table, token_ids, best, rows, positions)
+            torch.cuda.synchronize()
+            found.append((out, table))
+        same = same and all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    return 0.0 if same else 1.0
+
+
 def check_gumbel(rows: int, vocab: int, dtype: torch.dtype) -> float:
     logits = randn(rows, vocab, dtype=dtype)
     temperature = torch.rand(rows, device=DEVICE) * 2
@@ -284,6 +305,7 @@ def checks() -> Iterator[Check]:
                 label = f"attention {kind} {heads} block {size} window {window} {name}"
                 yield label, partial(check_attention, kind, heads, size, window, dtype), limit
     yield "prepare_batch", check_prepare, 0.0
+    yield "copy_words, commit_tokens", check_around_the_step, 0.0
 
 
 def run_checks(shard: int, of: int) -> bool:

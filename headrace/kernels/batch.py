@@ -1,6 +1,9 @@
-"""Gathers a step's inputs from the permanent rows: token ids, positions and cache slots of every token.
+"""What stands around a step on the device: its integers come from the host, token ids, positions and cache slots of
+every token are gathered from the permanent rows, and what was sampled goes back to the rows and to the host.
 
-Knows how a batch is laid out (query_start_loc) and nothing of who is in it.
+A copy by the copy engine costs 3 us and as much again before and after it, several times what these kernels take: they
+read and write the host's pinned memory themselves. Knows how a batch is laid out (query_start_loc) and nothing of who
+is in it.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -11,6 +14,89 @@ import torch
 from torch import Tensor
 
 from headrace.kernels._triton import overlap, tl, triton, wait_for_inputs
+from headrace.step import INVALID_TOKEN
+
+
+@triton.jit(do_not_specialize=["num_words"])
+def _copy_words_kernel(destination_ptr, source_ptr, num_words, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = word < num_words
+    words = tl.load(source_ptr + word, mask=inside, other=0)  # on its way while the step before ends
+    wait_for_inputs(OVERLAP)
+    tl.store(destination_ptr + word, words, mask=inside)
+
+
+def copy_words(destination: Tensor, source: Tensor) -> None:
+    """`source` [n] int32, on the device or in the host's pinned memory, into `destination` [n] int32 on the device. The
+    host must leave `source` alone until the stream has reached it."""
+    num_words = source.shape[0]
+    if num_words:
+        _copy_words_kernel[(-(-num_words // 1024),)](
+            destination, source, num_words, BLOCK=1024, num_warps=4, **overlap()
+        )
+
+
+def copy_words_reference(destination: Tensor, source: Tensor) -> None:
+    destination.copy_(source, non_blocking=True)
+
+
+@triton.jit(do_not_specialize=["token_table_stride", "num_samples"])
+def _commit_tokens_kernel(
+    out_ptr,
+    token_table_ptr,
+    token_ids_ptr,
+    best_ptr,
+    rows_ptr,
+    positions_ptr,
+    token_table_stride,
+    num_samples,
+    INVALID_TOKEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_inputs(OVERLAP)
+    sample = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = sample < num_samples
+    token = tl.load(token_ids_ptr + sample, mask=inside, other=0)
+    best = tl.load(best_ptr + sample, mask=inside, other=0.0).to(tl.float32)
+    row = tl.load(rows_ptr + sample, mask=inside, other=0)
+    position = tl.load(positions_ptr + sample, mask=inside, other=0)
+    tl.store(token_table_ptr + row * token_table_stride + position, token.to(tl.int32), mask=inside)
+    tl.store(out_ptr + sample, tl.where(best > float("-inf"), token, INVALID_TOKEN), mask=inside)
+
+
+def commit_tokens(
+    out: Tensor, token_table: Tensor, token_ids: Tensor, best: Tensor, rows: Tensor, positions: Tensor
+) -> None:
+    """Write sampled tokens to their rows, for the next step, and to `out`, for the host.
+
+    out [n] int64, on the device or in the host's pinned memory, which holds them once the stream has got there:
+    INVALID_TOKEN where the highest logit `best` [n] is NaN or -inf. token_table [max_rows, max_model_len] int32;
+    token_ids, rows, positions [n] int64.
+    """
+    num_samples = token_ids.shape[0]
+    if num_samples:
+        _commit_tokens_kernel[(-(-num_samples // 128),)](
+            out,
+            token_table,
+            token_ids,
+            best,
+            rows,
+            positions,
+            token_table.stride(0),
+            num_samples,
+            INVALID_TOKEN=INVALID_TOKEN,
+            BLOCK=128,
+            num_warps=4,
+            **overlap(),
+        )
+
+
+def commit_tokens_reference(
+    out: Tensor, token_table: Tensor, token_ids: Tensor, best: Tensor, rows: Tensor, positions: Tensor
+) -> None:
+    token_table[rows, positions] = token_ids.to(torch.int32)
+    out.copy_(torch.where(best > float("-inf"), token_ids, INVALID_TOKEN), non_blocking=True)
 
 
 @triton.jit(do_not_specialize=["token_table_stride", "block_table_stride", "num_reqs", "num_tokens", "search_steps"])

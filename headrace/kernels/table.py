@@ -23,7 +23,9 @@ class KernelTable:
     fp8_linear: Callable[..., Tensor]
     step_angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
     rotary_and_cache: Callable[..., Tensor]
+    copy_words: Callable[[Tensor, Tensor], None]
     prepare_batch: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    commit_tokens: Callable[..., None]
     best_token: Callable[[Tensor], tuple[Tensor, Tensor]]
     gumbel_argmax: Callable[..., Tensor]
     filter_floor: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -40,7 +42,9 @@ REFERENCE_KERNELS = KernelTable(
     fp8_linear=fp8.fp8_linear_reference,
     step_angles=rotary.step_angles_reference,
     rotary_and_cache=rotary.rotary_and_cache_reference,
+    copy_words=batch.copy_words_reference,
     prepare_batch=batch.prepare_batch_reference,
+    commit_tokens=batch.commit_tokens_reference,
     best_token=sampling.best_token_reference,
     gumbel_argmax=sampling.gumbel_argmax_reference,
     filter_floor=filter.filter_floor_reference,
@@ -57,7 +61,9 @@ TRITON_KERNELS = KernelTable(
     fp8_linear=fp8.fp8_linear,
     step_angles=rotary.step_angles,
     rotary_and_cache=rotary.rotary_and_cache,
+    copy_words=batch.copy_words,
     prepare_batch=batch.prepare_batch,
+    commit_tokens=batch.commit_tokens,
     best_token=sampling.best_token,
     gumbel_argmax=sampling.gumbel_argmax,
     filter_floor=filter.filter_floor,

@@ -5,6 +5,7 @@ Knows how a SchedulerOutput is laid out; nothing of models or of what a row hold
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.kernels.batch import copy_words_reference
 from headrace.step import SchedulerOutput
 
 
@@ -58,6 +60,8 @@ class Everyone(NamedTuple):
 
 @dataclass(frozen=True)
 class _Buffers:
+    words: Tensor
+    """# int32: all of them, one after the other"""
     small: Tensor
     """# [4, max_rows + 2 or more] int32: rows, num_computed, seq_lens, query_start_loc"""
     large: Tensor
@@ -65,16 +69,24 @@ class _Buffers:
 
     @staticmethod
     def allocate(width: int, device: torch.device | str, pinned: bool = False) -> _Buffers:
-        small = torch.zeros(4, width, dtype=torch.int32, device=device, pin_memory=pinned)
-        return _Buffers(small, torch.zeros(3, width, dtype=torch.int64, device=device, pin_memory=pinned))
+        words = torch.zeros((4 + 2 * 3) * width, dtype=torch.int32, device=device, pin_memory=pinned)
+        return _Buffers(words, words[: 4 * width].view(4, width), words[4 * width :].view(torch.int64).view(3, width))
 
 
 class InputBatch:
     """Buffers for at most `max_rows` requests and one of padding. `stages` host copies rotate so that one may be filled
     while another is still read. On a CPU they are the device's too, unless addresses are to be `fixed`."""
 
-    def __init__(self, max_rows: int, device: torch.device, stages: int = 4, fixed: bool = False) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        device: torch.device,
+        stages: int = 4,
+        fixed: bool = False,
+        copy_words: Callable[[Tensor, Tensor], None] = copy_words_reference,
+    ) -> None:
         self.device = device
+        self._copy = copy_words
         self.max_rows = max_rows
         pinned = device.type != "cpu"
         width = (
@@ -131,8 +143,7 @@ class InputBatch:
         large[1, :num_samples] = facts[0, chosen]
         large[2, :num_samples] = ends[chosen]
         if self._device is not None:
-            self._device.small.copy_(self._stages[self._turn].small, non_blocking=True)
-            self._device.large.copy_(self._stages[self._turn].large, non_blocking=True)
+            self._copy(self._device.words, self._stages[self._turn].words)
         views = self._views[self._turn]
         rows, num_computed, seq_lens, query_start_loc, sample_index, sample_rows, sample_positions = views
         longest = max(step.num_scheduled_tokens)

@@ -269,6 +269,34 @@ def _prepare_batch(subject: Subject) -> Iterator[Case]:
     yield run, 0.0
 
 
+def _copy_words(subject: Subject) -> Iterator[Case]:
+    words = torch.arange(1, 3001, dtype=torch.int32).repeat(2)
+    source = words.pin_memory() if subject.device.type == "cuda" else words
+
+    def run(kernel: Callable[..., None]) -> Tensor:
+        copied = torch.zeros_like(words, device=subject.device)
+        kernel(copied, source)
+        return copied.long()
+
+    yield run, 0.0
+
+
+def _commit_tokens(subject: Subject) -> Iterator[Case]:
+    token_ids, rows = subject.ints(7, 3, 9, dtype=torch.int64), subject.ints(2, 0, 3, dtype=torch.int64)
+    positions = subject.ints(0, 5, 3, dtype=torch.int64)
+    best = torch.tensor([1.0, float("nan"), float("-inf")], device=subject.device).to(subject.dtype)
+
+    def run(kernel: Callable[..., None]) -> Tensor:
+        table = torch.zeros(4, 6, dtype=torch.int32, device=subject.device)
+        out = torch.zeros(3, dtype=torch.int64, pin_memory=subject.device.type == "cuda")
+        kernel(out, table, token_ids, best, rows, positions)
+        if subject.device.type == "cuda":
+            torch.cuda.synchronize(subject.device)
+        return torch.cat((table.long().flatten(), out.to(subject.device)))
+
+    yield run, 0.0
+
+
 def _logits(subject: Subject, rows: int = 6) -> Tensor:
     """# [rows, vocab_size], the best of each row the only one"""
     logits = subject.random(rows, subject.vocab_size) * 3
@@ -338,7 +366,9 @@ KERNEL_CASES: dict[str, Callable[[Subject], Iterator[Case]]] = {
     "fp8_linear": _fp8_linear,
     "step_angles": _step_angles,
     "rotary_and_cache": _rotary_and_cache,
+    "copy_words": _copy_words,
     "prepare_batch": _prepare_batch,
+    "commit_tokens": _commit_tokens,
     "best_token": _best_token,
     "gumbel_argmax": _gumbel_argmax,
     "filter_floor": _filter_floor,

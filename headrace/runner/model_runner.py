@@ -19,11 +19,11 @@ from headrace.kernels.table import KernelTable
 from headrace.runner.cuda_graph import CudaDevice, GraphDevice, GraphSettings, StepGraphs
 from headrace.runner.input_batch import Batch, InputBatch
 from headrace.runner.kv_cache import KVCacheShape, allocate_kv_cache
-from headrace.runner.pending import HostLogprobs, Notes, PendingStep, logprobs_to_host, to_host
+from headrace.runner.pending import HostLogprobs, Notes, Outgoing, PendingStep, logprobs_to_host
 from headrace.runner.request_state import RequestState
 from headrace.sampling.logprobs import LogprobTensors, gather_logprobs
 from headrace.sampling.sampler import Sampler
-from headrace.step import INVALID_TOKEN, SchedulerOutput
+from headrace.step import SchedulerOutput
 
 PROMPT_LOGPROBS_CHUNK = 256
 """Positions whose full-vocabulary logits are held at once."""
@@ -71,7 +71,10 @@ class ModelRunner:
         self.graphs: StepGraphs | None = None
         self.notes = Notes()
         self._graph_device = graph_device
-        self.inputs = InputBatch(limits.max_num_seqs, device, fixed=graph_settings is not None)
+        self.inputs = InputBatch(
+            limits.max_num_seqs, device, fixed=graph_settings is not None, copy_words=kernels.copy_words
+        )
+        self._outgoing = Outgoing(limits.max_num_seqs, device)
         self._build(num_blocks=1)
 
     def allocate(self, num_blocks: int) -> None:
@@ -171,8 +174,10 @@ class ModelRunner:
                 state.token_table,
                 max_num_tokens=batch.max_seq_len,
             )
-            state.token_table[batch.sample_rows, batch.sample_positions] = result.token_ids.to(torch.int32)
-            token_ids = to_host(result.token_ids.masked_fill(result.invalid, INVALID_TOKEN))
+            token_ids = self._outgoing.next(batch.num_samples)
+            self.kernels.commit_tokens(
+                token_ids, state.token_table, result.token_ids, result.best, batch.sample_rows, batch.sample_positions
+            )
             if result.logprobs is not None and state.wants_logprobs:
                 sampled_rows = [row for row, samples in zip(step.rows, step.samples, strict=True) if samples]
                 logprobs = logprobs_to_host(result.logprobs, [state.wants_logprobs.get(row) for row in sampled_rows])

@@ -103,6 +103,23 @@ class PendingStep:
         )
 
 
+class Outgoing:
+    """Where sampled tokens come to lie on the host: pinned buffers that take turns, so that a step may be queued while
+    the results of `turns` - 1 before it have not been read. On a CPU each step has its own."""
+
+    def __init__(self, max_rows: int, device: torch.device, turns: int = 4) -> None:
+        pinned = device.type != "cpu"
+        self._buffers = [torch.empty(max_rows, dtype=torch.int64, pin_memory=True) for _ in range(turns * pinned)]
+        self._turn = 0
+
+    def next(self, count: int) -> Tensor:
+        """# [count] int64"""
+        if not self._buffers:
+            return torch.empty(count, dtype=torch.int64)
+        self._turn = (self._turn + 1) % len(self._buffers)
+        return self._buffers[self._turn][:count]
+
+
 def to_host(tensor: Tensor) -> Tensor:
     """A copy on the host, queued on the current stream; valid once the stream has reached it. On CPU a copy too, so
     that a later step cannot change it."""

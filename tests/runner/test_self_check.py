@@ -60,7 +60,14 @@ def disturbed(value: Any, factor: float) -> Any:
 
 def broken(name: str, factor: float = 1.05) -> Callable[..., Any]:
     kernel = copied(name)
-    return lambda *arguments, **options: disturbed(kernel(*arguments, **options), factor)
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        value = kernel(*arguments, **options)
+        if value is None:  # it writes to its first argument
+            arguments[0].copy_(disturbed(arguments[0], factor))
+        return disturbed(value, factor)
+
+    return run
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, **kernels: Callable[..., Any]) -> None:

@@ -82,6 +82,30 @@ def test_prepare_batch(counts, block_size):
         assert torch.equal(out, reference)
 
 
+@pytest.mark.parametrize("count", [0, 1, 7, 1024, 2500])
+def test_copy_words(count):
+    source = torch.randint(-(2**31), 2**31 - 1, (count,), dtype=torch.int32)
+    copied = torch.full((count + 3,), 5, dtype=torch.int32)
+    TRITON.copy_words(copied, source)
+    assert torch.equal(copied[:count], source)
+    assert copied[count:].tolist() == [5, 5, 5]
+
+
+@each_dtype
+@pytest.mark.parametrize("count", [0, 1, 5, 200])
+def test_commit_tokens(dtype, count):
+    rows, positions = torch.randperm(300)[:count], torch.randint(0, 40, (count,))
+    token_ids, best = torch.randint(0, 2**31 - 1, (count,)), torch.randn(count).to(dtype)
+    best[1::3], best[2::3] = float("nan"), float("-inf")
+    tables = [torch.full((301, 40), 9, dtype=torch.int32) for _ in range(2)]
+    outs = [torch.full((count,), -7) for _ in range(2)]
+    for kernels, table, out in zip((TRITON, REFERENCE), tables, outs, strict=True):
+        kernels.commit_tokens(out, table, token_ids, best, rows, positions)
+    assert torch.equal(*outs)
+    assert torch.equal(*tables)
+    assert outs[0].tolist() == [-1 if i % 3 else token for i, token in enumerate(token_ids.tolist())]
+
+
 @each_dtype
 @pytest.mark.parametrize("vocab_size", [1, 37, 1500])
 def test_gumbel_argmax(dtype, vocab_size):
