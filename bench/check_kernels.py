@@ -142,7 +142,7 @@ def check_around_the_step() -> float:
         for kernels in (TRITON_KERNELS, REFERENCE_KERNELS):
             table = torch.zeros(1025, 99, dtype=torch.int32, device=DEVICE)
             out = torch.zeros(count, dtype=torch.int64).pin_memory()
-            kernels.commit_tokens(out, table, token_ids, best, rows, positions)
+            kernels.commit_tokens(out, table, token_ids, best, rows, positions, -1)
             torch.cuda.synchronize()
             found.append((out, table))
         same = same and all(torch.equal(a, b) for a, b in zip(*found, strict=True))

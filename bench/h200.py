@@ -213,7 +213,7 @@ def main() -> int:
             work=Path(work),
             smoke=options.smoke,
             repeats=options.repeats,
-            tokenizer=options.tokenizer,
+            tokenizer=options.tokenizer and str(Path(options.tokenizer).resolve()),
             client_processes=options.client_processes,
             commit=options.commit,
             engine=json.loads(options.engine),

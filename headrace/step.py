@@ -114,6 +114,8 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     """what CUDA graphs are expected to take, of those that can be captured"""
     library_bytes: int = 0
     """taken beside the allocator: context, kernels, communication"""
+    rehearsals: list[tuple[int, int]] = []
+    """(requests, tokens) of steps that are worth a graph each, in the order in which to run them while idle"""
     demoted: list[str] = []
     """Kernels, graphs and the like that disagreed with their references at load, and do not serve."""
     shortfall: str = ""

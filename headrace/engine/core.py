@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 ExecutorFactory = Callable[[EngineConfig, Path, ModelConfig], Executor]
 PIPELINE_DEPTH = 2
 """Steps submitted and not collected: the one that runs and the one behind it."""
+REHEARSED = -1
+"""number of a step that serves nobody"""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,15 @@ class _Inflight:
     plan: SchedulerOutput
     handle: StepHandle
     watched: Watched | None
+
+
+def rehearsal(num_reqs: int, num_tokens: int, freed_rows: list[int], config: SchedulerConfig) -> SchedulerOutput:
+    """A step of so many requests and tokens, all in the row behind those of max_num_seqs requests."""
+    counts = [1] * num_reqs
+    for index in reversed(range(num_reqs)):  # longer chunks stand last
+        counts[index] += min(num_tokens - sum(counts), config.max_model_len - 1)
+    rows = [config.max_num_seqs] * num_reqs
+    return SchedulerOutput(REHEARSED, [], freed_rows, [], rows, [0] * num_reqs, counts, [True] * num_reqs)
 
 
 class EngineCore:
@@ -57,6 +68,7 @@ class EngineCore:
         self.scheduler = scheduler
         self._executor = executor
         self._watch = watch
+        self._rehearsals = collections.deque(facts.workers[0].rehearsals if facts.workers else [])
         self._depth = PIPELINE_DEPTH if facts.config.async_scheduling else 1
         self._inflight: collections.deque[_Inflight] = collections.deque()
         self._refused: list[EngineCoreOutput] = []
@@ -108,6 +120,29 @@ class EngineCore:
         if not collected and not outputs:
             return None
         return self.snapshot(outputs)
+
+    def rehearse(self) -> bool:
+        """With nothing else to do: run a step of a size that has come up for nobody, twice, so that its graph is there
+        when it does. It runs on the row and the block that belong to no request. False: none is left.
+
+        Raises EngineDeadError when the executor is gone; after any other failure nothing is rehearsed any more.
+        """
+        assert not self.has_work()
+        if not self._rehearsals:
+            return False
+        step = rehearsal(*self._rehearsals.popleft(), self.scheduler.take_freed_rows(), self.scheduler.config)
+        try:
+            for _ in range(2):  # a size is captured at its second use
+                result = self._executor.execute(step).result()
+                if result.notes or result.warnings:
+                    self._log(result)
+        except EngineDeadError:
+            raise
+        except Exception:
+            logger.warning("a rehearsed step failed; graphs are captured as their sizes come up", exc_info=True)
+            self._executor.check()
+            self._rehearsals.clear()
+        return True
 
     def snapshot(self, outputs: list[EngineCoreOutput]) -> EngineCoreOutputs:
         for output in outputs:

@@ -26,6 +26,8 @@ from headrace.process import read_config
 
 HEARTBEAT_SECONDS = 0.5
 """Longest silence of a loop that goes round."""
+QUIET_MS = 200
+"""Nobody has come for so long: time to rehearse. Clients that send one request after the other pause for less."""
 LINGER_MS = 2000
 """How long the last words may take to leave."""
 
@@ -90,17 +92,20 @@ def main(argv: list[str]) -> int:
 
 def _loop(core: EngineCore, requests: zmq.Socket[bytes], outbox: _Outbox, stop: _Stop) -> None:
     decoder = msgspec.msgpack.Decoder(Command)
-    idle_ms = 0
+    idle_ms, rehearsing = 0, False
     while not stop.asked:
-        if requests.poll(idle_ms):
+        if requests.poll(0 if rehearsing else idle_ms):
             _take_commands(core, requests, decoder)
+            rehearsing = False
+        elif idle_ms:
+            rehearsing = core.rehearse()
         stepped = core.step()
         if stepped is not None and stepped.outputs:
             outbox.send(Stepped(stepped, core.busy))
         elif time.monotonic() - outbox.last_sent > HEARTBEAT_SECONDS:
             core.check()
             outbox.send(Stepped(core.snapshot([]), core.busy))
-        idle_ms = 0 if stepped is not None or core.busy else int(HEARTBEAT_SECONDS * 500)
+        idle_ms = 0 if stepped is not None or core.busy else QUIET_MS
 
 
 def _take_commands(core: EngineCore, requests: zmq.Socket[bytes], decoder: msgspec.msgpack.Decoder[Command]) -> None:

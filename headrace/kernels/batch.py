@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from headrace.kernels._triton import overlap, tl, triton, wait_for_inputs
-from headrace.step import INVALID_TOKEN
 
 
 @triton.jit(do_not_specialize=["num_words"])
@@ -40,7 +39,7 @@ def copy_words_reference(destination: Tensor, source: Tensor) -> None:
     destination.copy_(source, non_blocking=True)
 
 
-@triton.jit(do_not_specialize=["token_table_stride", "num_samples"])
+@triton.jit(do_not_specialize=["token_table_stride", "num_samples", "invalid_token"])
 def _commit_tokens_kernel(
     out_ptr,
     token_table_ptr,
@@ -50,7 +49,7 @@ def _commit_tokens_kernel(
     positions_ptr,
     token_table_stride,
     num_samples,
-    INVALID_TOKEN: tl.constexpr,
+    invalid_token,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -62,16 +61,22 @@ def _commit_tokens_kernel(
     row = tl.load(rows_ptr + sample, mask=inside, other=0)
     position = tl.load(positions_ptr + sample, mask=inside, other=0)
     tl.store(token_table_ptr + row * token_table_stride + position, token.to(tl.int32), mask=inside)
-    tl.store(out_ptr + sample, tl.where(best > float("-inf"), token, INVALID_TOKEN), mask=inside)
+    tl.store(out_ptr + sample, tl.where(best > float("-inf"), token, invalid_token), mask=inside)
 
 
 def commit_tokens(
-    out: Tensor, token_table: Tensor, token_ids: Tensor, best: Tensor, rows: Tensor, positions: Tensor
+    out: Tensor,
+    token_table: Tensor,
+    token_ids: Tensor,
+    best: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    invalid_token: int,
 ) -> None:
     """Write sampled tokens to their rows, for the next step, and to `out`, for the host.
 
     out [n] int64, on the device or in the host's pinned memory, which holds them once the stream has got there:
-    INVALID_TOKEN where the highest logit `best` [n] is NaN or -inf. token_table [max_rows, max_model_len] int32;
+    `invalid_token` where the highest logit `best` [n] is NaN or -inf. token_table [max_rows, max_model_len] int32;
     token_ids, rows, positions [n] int64.
     """
     num_samples = token_ids.shape[0]
@@ -85,7 +90,7 @@ def commit_tokens(
             positions,
             token_table.stride(0),
             num_samples,
-            INVALID_TOKEN=INVALID_TOKEN,
+            invalid_token,
             BLOCK=128,
             num_warps=4,
             **overlap(),
@@ -93,10 +98,16 @@ def commit_tokens(
 
 
 def commit_tokens_reference(
-    out: Tensor, token_table: Tensor, token_ids: Tensor, best: Tensor, rows: Tensor, positions: Tensor
+    out: Tensor,
+    token_table: Tensor,
+    token_ids: Tensor,
+    best: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    invalid_token: int,
 ) -> None:
     token_table[rows, positions] = token_ids.to(torch.int32)
-    out.copy_(torch.where(best > float("-inf"), token_ids, INVALID_TOKEN), non_blocking=True)
+    out.copy_(torch.where(best > float("-inf"), token_ids, invalid_token), non_blocking=True)
 
 
 @triton.jit(do_not_specialize=["token_table_stride", "block_table_stride", "num_reqs", "num_tokens", "search_steps"])

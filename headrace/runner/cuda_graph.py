@@ -7,6 +7,7 @@ and serving begins at once. A size for which there is no room stays eager. Knows
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -75,6 +76,15 @@ class GraphSettings:
     def num_piecewise(self) -> int:
         """sizes captured in pieces, if every one comes up"""
         return len(self._pieces())
+
+    @property
+    def rehearsals(self) -> list[tuple[int, int]]:
+        """(requests, tokens) of a step of each size, by turns the next larger number of decodes and the next smaller of
+        prompt tokens: what is likely to come up first."""
+        decodes = [(size, size) for size in self.decode_sizes] if self.decode != "none" else []
+        others = [(-(-size // self.max_model_len), size) for size in self.other_sizes[::-1] if self.other != "none"]
+        turns = itertools.zip_longest(decodes, [step for step in others if step[0] < step[1]])
+        return [step for turn in turns for step in turn if step is not None]
 
     @property
     def total_tokens(self) -> int:

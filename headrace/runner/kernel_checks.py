@@ -289,7 +289,7 @@ def _commit_tokens(subject: Subject) -> Iterator[Case]:
     def run(kernel: Callable[..., None]) -> Tensor:
         table = torch.zeros(4, 6, dtype=torch.int32, device=subject.device)
         out = torch.zeros(3, dtype=torch.int64, pin_memory=subject.device.type == "cuda")
-        kernel(out, table, token_ids, best, rows, positions)
+        kernel(out, table, token_ids, best, rows, positions, -1)
         if subject.device.type == "cuda":
             torch.cuda.synchronize(subject.device)
         return torch.cat((table.long().flatten(), out.to(subject.device)))

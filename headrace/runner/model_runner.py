@@ -23,7 +23,7 @@ from headrace.runner.pending import HostLogprobs, Notes, Outgoing, PendingStep, 
 from headrace.runner.request_state import RequestState
 from headrace.sampling.logprobs import LogprobTensors, gather_logprobs
 from headrace.sampling.sampler import Sampler
-from headrace.step import SchedulerOutput
+from headrace.step import INVALID_TOKEN, SchedulerOutput
 
 PROMPT_LOGPROBS_CHUNK = 256
 """Positions whose full-vocabulary logits are held at once."""
@@ -175,8 +175,9 @@ class ModelRunner:
                 max_num_tokens=batch.max_seq_len,
             )
             token_ids = self._outgoing.next(batch.num_samples)
+            rows, positions = batch.sample_rows, batch.sample_positions
             self.kernels.commit_tokens(
-                token_ids, state.token_table, result.token_ids, result.best, batch.sample_rows, batch.sample_positions
+                token_ids, state.token_table, result.token_ids, result.best, rows, positions, INVALID_TOKEN
             )
             if result.logprobs is not None and state.wants_logprobs:
                 sampled_rows = [row for row, samples in zip(step.rows, step.samples, strict=True) if samples]

@@ -181,6 +181,7 @@ class Worker:
         notes: list[str] | None = None,
         shortfall: str = "",
     ) -> WorkerFacts:
+        graphs = None if self.runner is None else self.runner.graph_settings
         return WorkerFacts(
             device=self.device.type,
             device_name=self.memory.name,
@@ -195,6 +196,7 @@ class Worker:
             table_bytes=0 if use is None else max(0, use.standing - self.model.weight_bytes),
             graph_bytes=0 if use is None else use.graphs,
             library_bytes=0 if use is None else use.outside,
+            rehearsals=[] if graphs is None else graphs.rehearsals,
             demoted=self.demoted,
             shortfall=shortfall,
         )

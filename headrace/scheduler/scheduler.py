@@ -359,8 +359,9 @@ class Scheduler:
         number = self._next_step
         self._next_step += 1
         self._steps[number] = requests
-        freed_rows, self._freed_rows = self._freed_rows, []
-        return SchedulerOutput(number, plan.new_rows, freed_rows, plan.block_updates, rows, computed, counts, samples)
+        return SchedulerOutput(
+            number, plan.new_rows, self.take_freed_rows(), plan.block_updates, rows, computed, counts, samples
+        )
 
     # ---- taking a result
 
@@ -436,6 +437,11 @@ class Scheduler:
             output.finish_reason = FinishReason.LENGTH
         if output.finish_reason is not None:
             self._finish(request, output.finish_reason)
+
+    def take_freed_rows(self) -> list[int]:
+        """What the next step would tell, for one that is not planned here."""
+        freed_rows, self._freed_rows = self._freed_rows, []
+        return freed_rows
 
     # ---- looking in
 

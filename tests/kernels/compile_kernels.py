@@ -128,7 +128,7 @@ def compile_rest():
     norm.rms_norm(x, x[0], 1e-5)
     activation.silu_and_mul(x)
     batch.copy_words(numbers, numbers)
-    batch.commit_tokens(wide, x.int(), wide, x[:, 0], wide, wide)
+    batch.commit_tokens(wide, x.int(), wide, x[:, 0], wide, wide, -1)
     batch.prepare_batch(numbers, numbers, torch.zeros(17, dtype=torch.int32), x.int(), x.int(), 16, 16)
     q, k, v = torch.zeros(16, 48, 128, dtype=torch.bfloat16).split((32, 8, 8), dim=1)
     cache, angles = torch.zeros(2, 4, 16, 8, 128, dtype=torch.bfloat16), torch.zeros(8, 128)

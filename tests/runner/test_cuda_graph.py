@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from headrace.runner.model_runner import ModelRunner, RunnerLimits
 from headrace.runner.pending import PendingStep
 from headrace.sampling_params import SamplingParams
 from headrace.scheduler.scheduler import Scheduler, SchedulerConfig
-from headrace.step import SchedulerOutput
+from headrace.step import SchedulerOutput, WorkerFacts
 from tests.runner.fakes import KERNELS, AttentionInGraphs, RecordingDevice, shapes_of
 
 CPU = torch.device("cpu")
@@ -91,7 +92,7 @@ class InThisProcess:
         pass
 
 
-def make_core(runner: ModelRunner, num_blocks: int) -> EngineCore:
+def make_core(runner: ModelRunner, num_blocks: int, rehearsals: Sequence[tuple[int, int]] = ()) -> EngineCore:
     runner.allocate(num_blocks)
     scheduler = SchedulerConfig(
         LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, LIMITS.max_model_len, LIMITS.block_size, num_blocks
@@ -101,7 +102,8 @@ def make_core(runner: ModelRunner, num_blocks: int) -> EngineCore:
         max_num_batched_tokens=LIMITS.max_num_batched_tokens,
         max_model_len=LIMITS.max_model_len,
     )
-    facts = CoreFacts(config, [], [], num_blocks)
+    worker = WorkerFacts("cpu", "recorded", 0, 0, 0, 0, "", rehearsals=list(rehearsals))
+    facts = CoreFacts(config, [], [worker], num_blocks)
     return EngineCore(facts, Scheduler(scheduler), InThisProcess(runner))  # type: ignore[arg-type]
 
 
@@ -294,6 +296,56 @@ def test_graphs_that_are_dropped_go_at_once() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("mode", [mode for mode in GRAPH_MODES if mode != "NONE"])
+def test_what_is_rehearsed_is_captured_before_it_comes_up(
+    mode: str, expected: tuple[str, dict[str, list[int]], dict[str, list[float]]]
+) -> None:
+    name, tokens, scores = expected
+    runner = make_runner(name, mode)
+    assert runner.graph_settings is not None
+    core = make_core(runner, num_blocks=26, rehearsals=runner.graph_settings.rehearsals)
+    while core.rehearse():
+        pass
+    assert runner.graphs is not None
+    before = shapes_of(runner.graphs)
+    settings = runner.graph_settings
+    assert {shape.num_tokens for shape in before if shape.kind == settings.decode} >= set(settings.decode_sizes)
+    if settings.other == "piecewise":
+        assert {shape.num_tokens for shape in before if shape.kind == "piecewise"} >= set(settings.other_sizes) - {1}
+    got_tokens, got_scores = serve(core)
+    assert got_tokens == tokens
+    assert got_scores["5"] == pytest.approx(scores["5"], abs=1e-4)
+    after = shapes_of(runner.graphs)
+    assert after == before or settings.other == "full", "of whole mixed steps one number of requests is rehearsed"
+
+
+def test_rehearsing_begins_with_what_the_last_requests_left() -> None:
+    """A row that asked for draws and penalties is told to be free, else the step would sample for it."""
+    runner = make_runner("llama", "FULL_DECODE_ONLY")
+    assert runner.graph_settings is not None
+    core = make_core(runner, num_blocks=26, rehearsals=runner.graph_settings.rehearsals)
+    core.add_request(
+        EngineCoreRequest(
+            request_id="a", prompt_token_ids=[5, 6, 7], max_tokens=2, seed=1,
+            params=SamplingParams(max_tokens=2, temperature=1.0, top_p=0.5, repetition_penalty=1.5, logprobs=1),
+        )
+    )  # fmt: skip
+    while core.has_work():
+        core.step()
+    assert runner.state.sampling.features
+    assert core.rehearse()
+    assert not runner.state.sampling.features
+
+
+def test_a_rehearsal_that_fails_is_the_last() -> None:
+    runner = make_runner("llama", "FULL_DECODE_ONLY")
+    core = make_core(runner, num_blocks=26, rehearsals=[(1, 1), (2, 2)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "execute", lambda step: 1 / 0)
+        assert core.rehearse()
+    assert not core.rehearse()
 
 
 def test_sizes() -> None:

@@ -100,7 +100,7 @@ def test_commit_tokens(dtype, count):
     tables = [torch.full((301, 40), 9, dtype=torch.int32) for _ in range(2)]
     outs = [torch.full((count,), -7) for _ in range(2)]
     for kernels, table, out in zip((TRITON, REFERENCE), tables, outs, strict=True):
-        kernels.commit_tokens(out, table, token_ids, best, rows, positions)
+        kernels.commit_tokens(out, table, token_ids, best, rows, positions, -1)
     assert torch.equal(*outs)
     assert torch.equal(*tables)
     assert outs[0].tolist() == [-1 if i % 3 else token for i, token in enumerate(token_ids.tolist())]
