@@ -166,11 +166,13 @@ def _sum_kernel(
     out_ptr, x_ptr, weights_ptr, residual_ptr, shared_ptr, gate_ptr, gate_stride,
     N: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of N, tokens): out[token] = what is beside the experts + the weighted sum of x [pairs, N]
-    over its pairs."""
+    """Grid (tokens * blocks of N): out[token] = what is beside the experts + the weighted sum of x [pairs, N] over its
+    pairs. In one dimension, as the others of a grid end at 65535."""
     wait_for_inputs(OVERLAP)
-    token = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    program = tl.program_id(0)
+    token = (program // blocks).to(tl.int64)
+    column = program % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < N
     total = _beside_the_experts(residual_ptr, shared_ptr, gate_ptr, gate_stride, token, column, inside, N)
     for choice in tl.static_range(TOP_K):
@@ -272,7 +274,7 @@ def _by_tiles(
             num_warps=tile.num_warps, num_stages=tile.num_stages, **overlap(),
         )  # fmt: skip
     block = min(1024 if num_tokens > 64 else 256, next_power_of_2(hidden))
-    _sum_kernel[(-(-hidden // block), num_tokens)](
+    _sum_kernel[(num_tokens * -(-hidden // block),)](
         out, outer, routing.weights, *beside, N=hidden, TOP_K=experts.top_k, BLOCK_N=block,
         num_warps=block // 256 or 1, **overlap(),
     )  # fmt: skip

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headrace.kernels import moe_route
+from headrace.kernels import moe, moe_route
 from headrace.kernels.moe import Experts, fused_moe, fused_moe_reference
 from headrace.kernels.moe_config import MoeConfig, Tile
 from headrace.kernels.moe_route import max_tiles, route, route_reference
@@ -179,3 +179,25 @@ def test_no_tokens():
     assert out.shape == (0, 32)
     assert ids.shape == (0, 2)
     assert fused_moe(x, experts, None, residual)[0] is residual
+
+
+def test_grids_hold_more_tokens_than_their_second_dimension(monkeypatch):
+    """65535 is the most that a GPU takes there; a step may have more tokens."""
+    grids = []
+
+    class Launches:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *arguments, **options: None
+
+    for name in ("_tiles_kernel", "_sum_kernel"):
+        monkeypatch.setattr(moe, name, Launches())
+    num_tokens, one = 70_000, torch.zeros(1)
+    x = one.expand(num_tokens, 16)
+    experts = Experts(one, 1e-6, one, one.expand(4, 32, 16), one.expand(4, 16, 16), 2, True)
+    tiles = torch.zeros(3, max_tiles(2 * num_tokens, 4, 16), dtype=torch.int32)
+    routing = moe_route.Routing(one, one, one, tiles)
+    moe._by_tiles(x, x, one.expand(2 * num_tokens, 16), experts, routing, (None, None, None, 0), MANY)
+    assert len(grids) == 3
+    assert all(size <= 65535 for grid in grids for size in grid[1:])
+    assert grids[-1] == (num_tokens,)
