@@ -125,7 +125,7 @@ def _other_rows() -> list[RowSpec]:
 def _numerics_rows() -> list[RowSpec]:
     rows = []
     for model, title in (("8b4l", "8B shape, 4 layers"), ("demo", "demo model")):
-        line = f"{title}: logit error / covered / argmax unlike / tokens unlike among graph modes"
+        line = f"{title}: logit error / against fp32 / covered / argmax unlike / tokens unlike among graph modes"
         part = "numerics"
         rows += [
             RowSpec(f"numerics/{model}/error", part, line, "relative logit error", "", None, 1e-2),

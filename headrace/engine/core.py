@@ -123,12 +123,11 @@ class EngineCore:
 
     def rehearse(self) -> bool:
         """With nothing else to do: run a step of a size that has come up for nobody, twice, so that its graph is there
-        when it does. It runs on the row and the block that belong to no request. False: none is left.
+        when it does. It runs on the row and the block that belong to no request. False: there is work, or none is left.
 
         Raises EngineDeadError when the executor is gone; after any other failure nothing is rehearsed any more.
         """
-        assert not self.has_work()
-        if not self._rehearsals:
+        if self.has_work() or not self._rehearsals:
             return False
         step = rehearsal(*self._rehearsals.popleft(), self.scheduler.take_freed_rows(), self.scheduler.config)
         try:

@@ -179,6 +179,17 @@ def _search(terms: Terms, subject: Subject) -> Found:
     return search(replace(terms, served_by_headrace=False))
 
 
+def _beside_fp8(decision: Decision, terms: Terms, best: Candidate) -> Decision:
+    """With what one-byte keys would give, which nobody gets unasked as they round."""
+    if not decision.runner_up:
+        return decision
+    other = evaluate(replace(terms, kv_dtype="fp8_e4m3"), best.parallel)
+    if not isinstance(other, Candidate):
+        return decision
+    tok_s = f"{other.prediction.output_tok_s:,.0f} tok/s instead of {best.prediction.output_tok_s:,.0f}"
+    return replace(decision, runner_up=f"{decision.runner_up}; {tok_s}")
+
+
 def _completed(plan: Plan, terms: Terms, found: Found, subject: Subject, exact: bool) -> Plan:
     """With everything that follows from the best layout."""
     request = plan.request
@@ -190,7 +201,7 @@ def _completed(plan: Plan, terms: Terms, found: Found, subject: Subject, exact: 
         *parallel_decisions(terms, found),
         dtype,
         format_decision(request, subject.shape, subject.chip),
-        kv_cache_of(request, subject),
+        _beside_fp8(kv_cache_of(request, subject), terms, best),
     ]
     decisions += engine_decisions(terms, best, dtype.value)
     gaps = _gaps(terms, best, subject)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,21 @@ def test_where_the_cache_is_short_smaller_steps_leave_more_of_it() -> None:
     assert made.prediction.output_tok_s > 1.5 * fixed.output_tok_s
     flags = {flag.name: flag.value for flag in made.commands[0].flags}
     assert flags["--max-num-batched-tokens"] == "1024"
+
+
+def test_an_fp8_cache_is_not_taken_unasked_but_what_it_would_give_is_said() -> None:
+    shape: Any = {"input_len": 2048, "output_len": 256, "concurrency": 500, "objective": "throughput"}
+    made, other = plan("llama-3.1-8b", "h200", **shape), plan("llama-3.1-8b", "h200", **shape, kv_cache_dtype="fp8")
+    assert made.prediction is not None
+    assert other.prediction is not None
+    decision = made.decision("kv_cache_dtype")
+    assert decision.value == "bfloat16"
+    found = re.search(r"rounded; ([\d,]+) tok/s instead of ([\d,]+)", decision.runner_up)
+    assert found is not None
+    said, ours = (float(number.replace(",", "")) for number in found.groups())
+    assert said > 1.05 * ours
+    assert said == pytest.approx(other.prediction.output_tok_s, rel=0.02)
+    assert other.decision("kv_cache_dtype").runner_up == ""
 
 
 def test_a_load_that_is_too_much_is_said() -> None:
