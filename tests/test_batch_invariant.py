@@ -6,7 +6,7 @@ Batches come and go, prompts are cut anywhere, prefixes come from the cache, req
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -21,8 +21,6 @@ from headrace.sampling_params import SamplingParams
 from headrace.step import BlockUpdate, Logprobs, NewRow, SchedulerOutput
 
 MAX_TOKENS = 10
-NEVER = [-1]
-"""A request that could end at any token is expected to be short, so that a small pool is filled."""
 TRAFFIC: dict[str, dict[str, Any]] = {
     "whole prompts": {},
     "prompts in chunks of 16 and less": {"max_num_batched_tokens": 16},
@@ -44,7 +42,9 @@ class Received:
 
 def start(dtype: str, **settings: Any) -> EngineCore:
     config = EngineConfig(dtype=dtype, batch_invariant=True, cpu_threads=1, **settings)
-    return build_core(config, resolve_model_folder("demo"), beside_server=False)
+    core = build_core(config, resolve_model_folder("demo"), beside_server=False)
+    core.scheduler.config = replace(core.scheduler.config, look_ahead=False)  # a small pool is to be filled
+    return core
 
 
 def make_requests(draw: random.Random) -> list[EngineCoreRequest]:
@@ -69,7 +69,6 @@ def make_requests(draw: random.Random) -> list[EngineCoreRequest]:
                 params=params,
                 max_tokens=MAX_TOKENS,
                 seed=draw.getrandbits(60),
-                stop_token_ids=NEVER,
             )
         )
     return requests

@@ -7,6 +7,7 @@ import json
 import random
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +87,7 @@ def requests_of(draw: random.Random, vocab: int, lengths: tuple[int, ...], token
         )
         name, seed = f"{i:03}", draw.getrandbits(60)
         made.append(
-            EngineCoreRequest(
-                request_id=name,
-                prompt_token_ids=prompt,
-                params=params,
-                max_tokens=tokens,
-                seed=seed,
-                stop_token_ids=[-1],  # never, but who knows: so a small pool is filled, and some are preempted
-            )
+            EngineCoreRequest(request_id=name, prompt_token_ids=prompt, params=params, max_tokens=tokens, seed=seed)
         )
     return made
 
@@ -129,7 +123,9 @@ def same_requests(
     def start(**more: Any) -> Any:
         settings = {"num_gpu_blocks_override": 4096, "batch_invariant": True, **place, **more}
         config = EngineConfig(model=str(folder), dtype="bfloat16", max_model_len=length, **settings)
-        return build_core(config, folder, False)
+        core = build_core(config, folder, False)
+        core.scheduler.config = replace(core.scheduler.config, look_ahead=False)  # a small pool is to be filled
+        return core
 
     core = start(enable_prefix_caching=False)
     alone: Got = {}

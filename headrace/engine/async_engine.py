@@ -35,7 +35,8 @@ INLINE_CHARS = 4096
 TOKENIZER_THREADS = 2
 STATS_SECONDS = 10.0
 MOST_MERGED_STEPS = 8
-"""What so many steps brought is written as one where writing falls behind: a write costs more than all before it."""
+"""What so many steps brought is written with that of the one before where writing falls behind: a write costs more than
+all before it."""
 
 
 class AsyncEngine:

@@ -121,13 +121,17 @@ class EngineCore:
             return None
         return self.snapshot(outputs)
 
+    @property
+    def may_rehearse(self) -> bool:
+        return bool(self._rehearsals) and not self.has_work()
+
     def rehearse(self) -> bool:
         """With nothing else to do: run a step of a size that has come up for nobody, twice, so that its graph is there
         when it does. It runs on the row and the block that belong to no request. False: there is work, or none is left.
 
         Raises EngineDeadError when the executor is gone; after any other failure nothing is rehearsed any more.
         """
-        if self.has_work() or not self._rehearsals:
+        if not self.may_rehearse:
             return False
         step = rehearsal(*self._rehearsals.popleft(), self.scheduler.take_freed_rows(), self.scheduler.config)
         try:
@@ -135,6 +139,8 @@ class EngineCore:
                 result = self._executor.execute(step).result()
                 if result.notes or result.warnings:
                     self._log(result)
+                if result.short_of_memory:  # graphs had to go for it: they come back as they are used
+                    self._rehearsals.clear()
         except EngineDeadError:
             raise
         except Exception:

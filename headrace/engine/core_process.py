@@ -98,6 +98,8 @@ def _loop(core: EngineCore, requests: zmq.Socket[bytes], outbox: _Outbox, stop: 
             _take_commands(core, requests, decoder)
             rehearsing = False
         elif idle_ms:
+            if core.may_rehearse:  # which compiles and captures: the loop may be silent for long
+                outbox.send(Stepped(core.snapshot([]), busy=True))
             rehearsing = core.rehearse()
         stepped = core.step()
         if stepped is not None and stepped.outputs:

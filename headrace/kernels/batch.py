@@ -26,8 +26,8 @@ def _copy_words_kernel(destination_ptr, source_ptr, num_words, BLOCK: tl.constex
 
 
 def copy_words(destination: Tensor, source: Tensor) -> None:
-    """`source` [n] int32, on the device or in the host's pinned memory, into `destination` [n] int32 on the device. The
-    host must leave `source` alone until the stream has reached it."""
+    """`source` [n] int32, in the host's pinned memory, into `destination` [n] int32 on the device. The host must leave
+    `source` alone until the stream has reached it; nothing on the device may write to it, as it is read early."""
     num_words = source.shape[0]
     if num_words:
         _copy_words_kernel[(-(-num_words // 1024),)](

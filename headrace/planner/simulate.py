@@ -319,6 +319,9 @@ class _Run:
         running = self.scheduler.running.items
         count = min(request.max_total_tokens - request.num_tokens for request in running) - 1
         count = self._fitting(running, count)
+        scheduler = self.scheduler
+        if scheduler.steps_held > 0 and (len(scheduler.waiting) or len(scheduler.preempted)):
+            count = min(count, scheduler.steps_held - 1)  # then it looks again whether there is room
         if count < 2:
             return
         contexts = sum(request.num_tokens for request in running) / len(running)
@@ -338,7 +341,8 @@ class _Run:
         for request in running:
             request.token_ids.extend([0] * count)
             request.num_computed_tokens += count
-            self.scheduler.kv_cache.grow(request, request.num_tokens - 1)
+            scheduler.kv_cache.grow(request, request.num_tokens - 1)
+        scheduler.steps_held -= count
         self._run(work, count, seconds)
         low, high = (self.model.seconds(_everywhere(replace(work, decode_context=context), self.ranks))
                      for context in (contexts, contexts + count - 1))  # fmt: skip

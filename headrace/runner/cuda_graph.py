@@ -83,7 +83,8 @@ class GraphSettings:
         prompt tokens: what is likely to come up first."""
         decodes = [(size, size) for size in self.decode_sizes] if self.decode != "none" else []
         others = [(-(-size // self.max_model_len), size) for size in self.other_sizes[::-1] if self.other != "none"]
-        turns = itertools.zip_longest(decodes, [step for step in others if step[0] < step[1]])
+        others = [step for step in others if step[0] < step[1] and step[0] <= self.max_num_seqs]
+        turns = itertools.zip_longest(decodes, others)
         return [step for turn in turns for step in turn if step is not None]
 
     @property

@@ -74,7 +74,7 @@ class ModelRunner:
         self.inputs = InputBatch(
             limits.max_num_seqs, device, fixed=graph_settings is not None, copy_words=kernels.copy_words
         )
-        self._outgoing = Outgoing(limits.max_num_seqs, device)
+        self.keep_results()
         self._build(num_blocks=1)
 
     def allocate(self, num_blocks: int) -> None:
@@ -89,6 +89,10 @@ class ModelRunner:
         self.notes.graph_bytes.clear()
         if self.graph_settings is not None:
             self.graphs = StepGraphs(self.graph_settings, self, self._graph_device(self.device), self.notes)
+
+    def keep_results(self) -> None:
+        """What queued steps leave for the host stays there, however many steps follow before it is read."""
+        self._outgoing = Outgoing(self.limits.max_num_seqs, self.device)
 
     def _build(self, num_blocks: int) -> None:
         limits = self.limits

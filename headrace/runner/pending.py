@@ -116,6 +116,7 @@ class Outgoing:
         """# [count] int64"""
         if not self._buffers:
             return torch.empty(count, dtype=torch.int64)
+        assert count <= len(self._buffers[0]), f"a step samples {count} tokens, more than there are rows"
         self._turn = (self._turn + 1) % len(self._buffers)
         return self._buffers[self._turn][:count]
 

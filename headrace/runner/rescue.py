@@ -20,6 +20,7 @@ def rescue(runner: ModelRunner, memory: DeviceMemory, step: SchedulerOutput, sai
 
     Raises OutOfMemoryError when there is no memory even for one token.
     """
+    runner.keep_results()  # the step before may not have been read, and parts of this one would take its place
     memory.give_back()
     output, how = _attempt(runner, step), "computed once cached memory was given back"
     if output is None:

@@ -31,16 +31,37 @@ class LengthForecast:
 
     def remaining(self, request: Request) -> int:
         """Tokens to come; 0 for one that is longer than expected already."""
-        longest = request.max_total_tokens - request.num_prompt_tokens
-        expected = min(longest, round(self._mean)) if request.stop_set else longest
-        return max(0, expected - request.num_output_tokens)
+        last = request.max_total_tokens
+        if request.stop_set:
+            last = min(last, request.num_prompt_tokens + round(self._mean))
+        return max(0, last - len(request.token_ids))
 
 
-def most_blocks(requests: Iterable[tuple[int, int]], block_size: int) -> int:
-    """The most blocks held at once, now or later. `requests`: (tokens to come, blocks held) of each; all take their
-    tokens at the same pace, and give everything back when they end."""
-    most = held = 0
-    for count, (remaining, blocks) in enumerate(sorted(requests, reverse=True), 1):
-        held += blocks  # when this one ends, those that have longer to go are the others
-        most = max(most, held - (-remaining * count // block_size))
-    return most
+class Occupancy:
+    """Blocks held by requests, now and until they end: (tokens to come, blocks) of each. All take their tokens at the
+    same pace, and give everything back when they end."""
+
+    def __init__(self, block_size: int, holders: Iterable[tuple[int, int]]) -> None:
+        self._block_size = block_size
+        self._holders = list(holders)
+        self._final = sum(self._at_end(*holder) for holder in self._holders)
+        """blocks, if nobody ended before the others"""
+
+    def add(self, remaining: int, blocks: int) -> None:
+        self._holders.append((remaining, blocks))
+        self._final += self._at_end(remaining, blocks)
+
+    def fits(self, remaining: int, blocks: int, capacity: int) -> bool:
+        """Whether `capacity` blocks are enough for them and one more at every moment."""
+        if self._final + self._at_end(remaining, blocks) <= capacity:
+            return True
+        held = 0
+        # The most is held just before somebody ends: by that one and all who have longer to go.
+        for count, (left, more) in enumerate(sorted([*self._holders, (remaining, blocks)], reverse=True), 1):
+            held += more
+            if held - (-left * count // self._block_size) > capacity:
+                return False
+        return True
+
+    def _at_end(self, remaining: int, blocks: int) -> int:
+        return blocks - (-remaining // self._block_size)

@@ -20,7 +20,7 @@ from headrace.request import (
     RequestStatus,
     SchedulerStats,
 )
-from headrace.scheduler.forecast import LengthForecast, most_blocks
+from headrace.scheduler.forecast import LengthForecast, Occupancy
 from headrace.scheduler.kv_cache_manager import KVCacheManager
 from headrace.scheduler.request_queue import RequestQueue
 from headrace.step import INVALID_TOKEN, BlockUpdate, Logprobs, NewRow, RunnerOutput, SchedulerOutput
@@ -80,6 +80,37 @@ class _Plan:
     preempted: bool = False
 
 
+class _Room:
+    """What there is in the cache for newcomers of one step, none of which is before `first` in order. Requests behind
+    that one would be preempted for it, so they take no room from it."""
+
+    def __init__(self, scheduler: Scheduler, first: Request) -> None:
+        cache, size, remaining = scheduler.kv_cache, scheduler.config.block_size, scheduler._lengths.remaining
+        holders, held, unclaimed = [], 0, cache.pool.num_available
+        for request in scheduler.running.items:
+            blocks = len(request.block_ids)
+            if request.order > first.order:
+                unclaimed += blocks
+                continue
+            missing = max(0, -(-len(request.token_ids) // size) - blocks)  # a prompt under way claims the rest of it
+            unclaimed -= missing
+            held += blocks + missing
+            holders.append((remaining(request), blocks + missing))
+        self._cache, self._remaining = cache, remaining
+        self._capacity = unclaimed + held
+        self._occupancy = Occupancy(size, holders)
+
+    def has_place_for(self, newcomer: Request, cached: list[int]) -> bool:
+        """Whether all before it could go on to their ends beside it; then it is one of them."""
+        cache = self._cache
+        shared = sum(cache.pool.ref_count(block) > 0 for block in cached)
+        claim = self._remaining(newcomer), cache.num_blocks_for(newcomer.num_tokens) - shared
+        if not self._occupancy.fits(*claim, self._capacity):
+            return False
+        self._occupancy.add(*claim)
+        return True
+
+
 class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
@@ -102,7 +133,10 @@ class Scheduler:
         self._next_step = 0
         self._lengths = LengthForecast()
         self._held_back: Request | None = None
-        """the first in order, for which there was no room until somebody ends"""
+        """the first in order, for which there was no room when it was last looked for"""
+        self.steps_held = 0
+        """so many steps from now it is looked for again, if nobody ends before: who runs comes nearer to its end, and
+        what one computes others may find in the prefix cache"""
         self._num_added = 0
         self._num_preemptions = 0
         self._cache_queries = 0
@@ -278,11 +312,13 @@ class Scheduler:
         """Admit in strict order while budget and blocks last, those that the running ones will still want included.
         Nobody overtakes the first that does not fit, so that it cannot starve."""
         config, kv_cache = self.config, self.kv_cache
+        room: _Room | None = None
+        self.steps_held -= 1
         while budget > 0:
             request = self._next_candidate()
             if request is None or request.num_inflight:  # its tokens must be known to be looked up and hashed
                 return
-            if request is self._held_back:
+            if request is self._held_back and self.steps_held > 0:
                 return
             cached = kv_cache.find_cached(request)
             computed = len(cached) * config.block_size
@@ -290,9 +326,11 @@ class Scheduler:
             count = min(gap, budget)
             if count < gap and not config.enable_chunked_prefill:
                 return
-            if not self._has_room(request, len(cached)):
-                self._held_back = request
-                return
+            if config.look_ahead and self.running.items:  # one alone always has room, which rounding must not deny
+                room = room or _Room(self, request)
+                if not room.has_place_for(request, cached):
+                    self._held_back, self.steps_held = request, config.block_size
+                    return
             if not kv_cache.admit(request, cached, computed + count):
                 return
             self._queues[request.status].remove(request)
@@ -309,21 +347,6 @@ class Scheduler:
             plan.block_updates.append(BlockUpdate(request.row, 0, list(request.block_ids)))
             plan.chunks.append((request, count))
             budget -= count
-
-    def _has_room(self, newcomer: Request, num_cached_blocks: int) -> bool:
-        """Whether all who run could go on to their ends beside it."""
-        if not self.config.look_ahead or not self.running.items:  # one alone always can, which rounding must not deny
-            return True
-        kv_cache, remaining = self.kv_cache, self._lengths.remaining
-        fresh = kv_cache.num_blocks_for(newcomer.num_tokens) - num_cached_blocks
-        holders = [(remaining(newcomer), fresh)]
-        unclaimed = kv_cache.pool.num_available
-        for request in self.running.items:
-            held = len(request.block_ids)
-            missing = max(0, kv_cache.num_blocks_for(request.num_tokens) - held)
-            unclaimed -= missing
-            holders.append((remaining(request), held + missing))
-        return most_blocks(holders, self.config.block_size) <= unclaimed + sum(held for _, held in holders) - fresh
 
     def _take_row(self, request: Request) -> NewRow:
         request.row = self._free_rows.pop()

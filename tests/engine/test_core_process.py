@@ -19,7 +19,7 @@ from headrace.request import EngineCoreOutputs, SchedulerStats
 class QuietCore:
     """Has nothing to step; stops the loop after so many rehearsals."""
 
-    busy = False
+    busy, may_rehearse = False, True
 
     def __init__(self, rehearsals: int, on_rehearsal: Any = None) -> None:
         self.stop = SimpleNamespace(asked=False)

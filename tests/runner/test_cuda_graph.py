@@ -94,9 +94,8 @@ class InThisProcess:
 
 def make_core(runner: ModelRunner, num_blocks: int, rehearsals: Sequence[tuple[int, int]] = ()) -> EngineCore:
     runner.allocate(num_blocks)
-    scheduler = SchedulerConfig(
-        LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, LIMITS.max_model_len, LIMITS.block_size, num_blocks
-    )
+    sizes = (LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, LIMITS.max_model_len, LIMITS.block_size, num_blocks)
+    scheduler = SchedulerConfig(*sizes, look_ahead=False)  # a small pool is to be filled, and some preempted
     config = EngineConfig(
         max_num_seqs=LIMITS.max_num_seqs,
         max_num_batched_tokens=LIMITS.max_num_batched_tokens,
@@ -129,7 +128,6 @@ def traffic() -> list[EngineCoreRequest]:
                 params=params,
                 max_tokens=params.max_tokens or 1,
                 seed=number,
-                stop_token_ids=[-1],  # never, but who knows: so the pool is filled, and some are preempted
             )
         )
     return requests

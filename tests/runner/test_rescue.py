@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +16,11 @@ from headrace.errors import OutOfMemoryError
 from headrace.request import EngineCoreRequest, FinishReason
 from headrace.runner.memory import HostMemory, first_line, is_out_of_memory
 from headrace.runner.model_runner import ModelRunner
-from headrace.runner.pending import FinishedStep, PendingStep
+from headrace.runner.pending import FinishedStep, Outgoing, PendingStep
 from headrace.runner.rescue import halves, join, rescue
 from headrace.sampling_params import SamplingParams
 from headrace.step import BlockUpdate, Logprobs, NewRow, RunnerOutput, SchedulerOutput
-from tests.runner.test_cuda_graph import InThisProcess, make_core, make_runner, serve
+from tests.runner.test_cuda_graph import LIMITS, InThisProcess, make_core, make_runner, serve
 
 SAID = "CUDA out of memory. Tried to allocate 3.00 GiB.\nGPU 0 has ..."
 
@@ -88,6 +90,43 @@ def test_the_same_tokens_from_parts_of_steps(mode: str, most: int) -> None:
     assert shortage.failed > 0
     assert tokens == expected[0]
     assert scores["5"] == pytest.approx(expected[1]["5"], abs=1e-4)
+
+
+class Unread(Rescued):
+    """A device whose results are never there before they are waited for, so that two steps are always queued."""
+
+    def execute(self, step: SchedulerOutput) -> Any:
+        return SimpleNamespace(done=lambda: False, result=super().execute(step).result)
+
+
+def test_parts_of_a_step_leave_alone_what_the_step_before_has_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keep_results(runner: ModelRunner) -> None:
+        """As on a GPU: buffers that take turns."""
+        runner._outgoing = Outgoing(LIMITS.max_num_seqs, torch.device("cpu"))
+        runner._outgoing._buffers = [torch.empty(LIMITS.max_num_seqs, dtype=torch.int64) for _ in range(4)]
+
+    monkeypatch.setattr(ModelRunner, "keep_results", keep_results)
+
+    def tokens(most: int) -> dict[str, list[int]]:
+        runner = make_runner("llama", "NONE")
+        Shortage(runner, lambda tokens, failed: tokens > most)
+        core = make_core(runner, num_blocks=26)
+        core._executor = Unread(runner)  # type: ignore[assignment]
+        found: dict[str, list[int]] = {}
+        upcoming = [request(f"r{i}", [7 + i, 8, 9, 10 + i]) for i in range(5)]
+        core.add_request(request("first", [1, 2, 3]))
+        for turn in itertools.count():
+            if turn == 2:
+                for one in upcoming:
+                    core.add_request(one)
+            if turn > 2 and not core.has_work():
+                return found
+            stepped = core.step()
+            for output in stepped.outputs if stepped is not None else ():
+                found.setdefault(output.request_id, []).extend(output.new_token_ids)
+        raise AssertionError
+
+    assert tokens(most=4) == tokens(most=1000)
 
 
 def test_what_is_said_and_done_about_it(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from headrace.request import EngineCoreOutput, Request
-from headrace.scheduler.forecast import LengthForecast, most_blocks
+from headrace.scheduler.forecast import LengthForecast, Occupancy
 from headrace.scheduler.scheduler import Scheduler
 
 from .support import make_request, make_scheduler, run_step, run_to_end
@@ -49,13 +49,17 @@ def test_what_was_long_ago_counts_less() -> None:
 
 def test_the_most_blocks_are_held_just_before_somebody_ends() -> None:
     draw = random.Random(4)
-    for _ in range(200):
+    for _ in range(300):
         size = draw.choice((1, 4, 16))
         holders = [(draw.randrange(60), draw.randrange(1, 9)) for _ in range(draw.randrange(1, 7))]
         alive = [[(left, blocks) for left, blocks in holders if left >= time] for time in range(61)]
         held = [sum(blocks for _, blocks in some) - (-time * len(some) // size) for time, some in enumerate(alive)]
-        assert most_blocks(holders, size) == max(held)
-    assert most_blocks([], 16) == 0
+        *others, last = holders
+        occupancy = Occupancy(size, others[:1])
+        for holder in others[1:]:
+            occupancy.add(*holder)
+        assert occupancy.fits(*last, max(held))
+        assert not occupancy.fits(*last, max(held) - 1)
 
 
 def two(**changes: object) -> Scheduler:
@@ -109,6 +113,43 @@ def test_an_abort_makes_room() -> None:
     scheduler.abort("a")
     run_step(scheduler)
     assert [entry.request_id for entry in scheduler.running.items] == ["b"]
+
+
+def test_one_held_back_is_looked_for_again_as_the_others_come_nearer_to_their_ends() -> None:
+    """b would outgrow the pool beside a now, and not when a is half done: nobody has ended meanwhile."""
+    scheduler = make_scheduler(num_blocks=12, max_model_len=64)
+    for name in "ab":
+        scheduler.add_request(make_request(name, 4, max_tokens=24))
+    outputs = run_to_end(scheduler)
+    order = [output.request_id for output in outputs]
+    assert order.index("b") < 20, "of the 24 steps that a takes"
+    assert scheduler.stats().num_preemptions == 0
+
+
+def test_what_one_computes_lets_others_in_that_begin_alike() -> None:
+    scheduler = make_scheduler(num_blocks=12, max_num_batched_tokens=40)
+    for name in "abc":
+        scheduler.add_request(make_request(name, 25, max_tokens=6))
+    outputs = run_to_end(scheduler)
+    firsts = [[output.request_id for output in outputs].index(name) for name in "abc"]
+    assert firsts[2] <= 10, "long before a ends and b and c run one after the other"
+    assert scheduler.stats().prefix_cache_hits == 48
+
+
+def test_an_urgent_one_does_not_wait_for_those_it_may_preempt() -> None:
+    scheduler = make_scheduler(num_blocks=16, policy="priority", max_model_len=64)
+    scheduler.add_request(make_request("slow", 4, max_tokens=50, priority=5))
+    run_step(scheduler)
+    scheduler.add_request(make_request("urgent", 20, max_tokens=30, priority=0))
+    scheduler.add_request(make_request("later", 4, max_tokens=30, priority=9))
+    step, _ = run_step(scheduler)
+    assert {entry.request_id for entry in scheduler.running.items} == {"slow", "urgent"}
+    assert len(step.rows) == 2
+    assert {output.request_id for output in run_to_end(scheduler) if output.finish_reason} == {
+        "slow",
+        "urgent",
+        "later",
+    }
 
 
 def test_one_that_fills_the_pool_alone_runs() -> None:
