@@ -179,13 +179,15 @@ def _search(terms: Terms, subject: Subject) -> Found:
     return search(replace(terms, served_by_headrace=False))
 
 
-def _beside_fp8(decision: Decision, terms: Terms, best: Candidate) -> Decision:
-    """With what one-byte keys would give, which nobody gets unasked as they round."""
+def _beside_fp8(decision: Decision, terms: Terms, best: Candidate, exact: bool) -> Decision:
+    """With what one-byte keys would give, predicted as `best` was; nobody gets them unasked, as they round."""
     if not decision.runner_up:
         return decision
     other = evaluate(replace(terms, kv_dtype="fp8_e4m3"), best.parallel)
     if not isinstance(other, Candidate):
         return decision
+    if exact:
+        other, _ = simulated(other, terms.request.simulate)
     tok_s = f"{other.prediction.output_tok_s:,.0f} tok/s instead of {best.prediction.output_tok_s:,.0f}"
     return replace(decision, runner_up=f"{decision.runner_up}; {tok_s}")
 
@@ -201,7 +203,7 @@ def _completed(plan: Plan, terms: Terms, found: Found, subject: Subject, exact: 
         *parallel_decisions(terms, found),
         dtype,
         format_decision(request, subject.shape, subject.chip),
-        _beside_fp8(kv_cache_of(request, subject), terms, best),
+        _beside_fp8(kv_cache_of(request, subject), terms, best, exact),
     ]
     decisions += engine_decisions(terms, best, dtype.value)
     gaps = _gaps(terms, best, subject)
