@@ -138,8 +138,7 @@ class AsyncMPClient:
             message = receiving.result()
         except zmq.Again:
             return None
-        self._last_heard = time.monotonic()
-        return self._outputs_in(self._decoder.decode(message))
+        return self._outputs_in(self._heard(message))
 
     def _outputs_in(self, reply: Reply) -> EngineCoreOutputs:
         if isinstance(reply, Failed):
@@ -190,8 +189,11 @@ class AsyncMPClient:
             if not receiving.done():
                 receiving.cancel()
                 raise self._death()
+        return self._heard(receiving.result())
+
+    def _heard(self, message: bytes) -> Reply:
         self._last_heard = time.monotonic()
-        return self._decoder.decode(receiving.result())
+        return self._decoder.decode(message)
 
     def _watch(self) -> None:
         """In a thread of its own: wait for the process to end."""

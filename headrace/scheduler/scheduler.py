@@ -20,9 +20,10 @@ from headrace.request import (
     RequestStatus,
     SchedulerStats,
 )
-from headrace.scheduler.forecast import LengthForecast, Occupancy
+from headrace.scheduler.forecast import LengthForecast
 from headrace.scheduler.kv_cache_manager import KVCacheManager
 from headrace.scheduler.request_queue import RequestQueue
+from headrace.scheduler.room import Room
 from headrace.step import INVALID_TOKEN, BlockUpdate, Logprobs, NewRow, RunnerOutput, SchedulerOutput
 
 POLICIES = ("fcfs", "priority")
@@ -78,37 +79,6 @@ class _Plan:
     new_rows: list[NewRow] = field(default_factory=list)
     block_updates: list[BlockUpdate] = field(default_factory=list)
     preempted: bool = False
-
-
-class _Room:
-    """What there is in the cache for newcomers of one step, none of which is before `first` in order. Requests behind
-    that one would be preempted for it, so they take no room from it."""
-
-    def __init__(self, scheduler: Scheduler, first: Request) -> None:
-        cache, size, remaining = scheduler.kv_cache, scheduler.config.block_size, scheduler._lengths.remaining
-        holders, held, unclaimed = [], 0, cache.pool.num_available
-        for request in scheduler.running.items:
-            blocks = len(request.block_ids)
-            if request.order > first.order:
-                unclaimed += blocks
-                continue
-            missing = max(0, -(-len(request.token_ids) // size) - blocks)  # a prompt under way claims the rest of it
-            unclaimed -= missing
-            held += blocks + missing
-            holders.append((remaining(request), blocks + missing))
-        self._cache, self._remaining = cache, remaining
-        self._capacity = unclaimed + held
-        self._occupancy = Occupancy(size, holders)
-
-    def has_place_for(self, newcomer: Request, cached: list[int]) -> bool:
-        """Whether all before it could go on to their ends beside it; then it is one of them."""
-        cache = self._cache
-        shared = sum(cache.pool.ref_count(block) > 0 for block in cached)
-        claim = self._remaining(newcomer), cache.num_blocks_for(newcomer.num_tokens) - shared
-        if not self._occupancy.fits(*claim, self._capacity):
-            return False
-        self._occupancy.add(*claim)
-        return True
 
 
 class Scheduler:
@@ -312,7 +282,7 @@ class Scheduler:
         """Admit in strict order while budget and blocks last, those that the running ones will still want included.
         Nobody overtakes the first that does not fit, so that it cannot starve."""
         config, kv_cache = self.config, self.kv_cache
-        room: _Room | None = None
+        room: Room | None = None
         self.steps_held -= 1
         while budget > 0:
             request = self._next_candidate()
@@ -327,7 +297,7 @@ class Scheduler:
             if count < gap and not config.enable_chunked_prefill:
                 return
             if config.look_ahead and self.running.items:  # one alone always has room, which rounding must not deny
-                room = room or _Room(self, request)
+                room = room or Room(kv_cache, self._lengths, self.running.items, request)
                 if not room.has_place_for(request, cached):
                     self._held_back, self.steps_held = request, config.block_size
                     return
