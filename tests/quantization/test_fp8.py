@@ -93,9 +93,10 @@ def test_what_a_gpu_holds_and_what_a_cpu_emulates_are_one(per_channel: bool, gen
         made(QKVParallelLinear(64, 4, 2, 16, ALONE, torch.float32, False), tensors, per_channel, emulates)
         for emulates in (True, False)
     ]
-    torch.testing.assert_close(layers[0](x), layers[1](x))
-    given = quantize_per_token_reference(x, E4M3)
-    torch.testing.assert_close(layers[0](given), layers[0](x))
+    # The two scale before and after their sums: terms of size 100 that cancel leave fp32's rounding of the terms.
+    close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-4)
+    close(layers[0](x), layers[1](x))
+    close(layers[0](quantize_per_token_reference(x, E4M3)), layers[0](x))
 
 
 @per_channel
