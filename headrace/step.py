@@ -116,6 +116,10 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     """taken beside the allocator: context, kernels, communication"""
     rehearsals: list[tuple[int, int]] = []
     """(requests, tokens) of steps that are worth a graph each, in the order in which to run them while idle"""
+    kv_cache_error: float = 0.0
+    """||difference|| / ||hidden states|| that an fp8 KV cache makes on this model; 0: the cache is not fp8"""
+    kv_cache_remedy: str = ""
+    """the types of cache that this model can live with, where that is too far"""
     demoted: list[str] = []
     """Kernels, graphs and the like that disagreed with their references at load, and do not serve."""
     shortfall: str = ""

@@ -23,6 +23,7 @@ from headrace.errors import ConfigError, EngineDeadError, HeadraceError, OutOfMe
 from headrace.executor.base import Executor, StepHandle
 from headrace.executor.factory import detect_device, make_executor
 from headrace.model_config import ModelConfig
+from headrace.planner.checkpoint_format import holds_kv_scales
 from headrace.planner.decisions import decide_before_load, decide_mixed_step
 from headrace.planner.profile import measured_here
 from headrace.planner.served import predict_steps
@@ -264,19 +265,19 @@ def build_core(config: EngineConfig, folder: Path, beside_server: bool, executor
     measured = measured_here(config, model_config, device)
     resolved, decisions = decide_before_load(config, model_config, device, beside_server, measured)
     told(one_list(resolved, decisions))
-    runner = factory(resolved, folder, model_config)
+    asked_cache = config.kv_cache_dtype != "auto" or holds_kv_scales(model_config.quantization)
+    fitted = fit(lambda plan: factory(plan, folder, model_config), resolved, config, asked_cache)
     try:
-        fitted = fit(runner, resolved, config)
         mixed_step, chunk = decide_mixed_step(fitted.config, fitted.workers, streamed=beside_server)
         decisions += fitted.decisions + told(chunk)
         scheduler = Scheduler(_scheduler_config(fitted.config, fitted.num_blocks, mixed_step))
     except BaseException:
-        runner.shutdown()
+        fitted.executor.shutdown()
         raise
     settled = one_list(fitted.config, decisions)
     facts = CoreFacts(fitted.config, settled, fitted.workers, fitted.num_blocks)
     prediction = predict_steps(fitted.config, model_config, fitted.workers)
-    return EngineCore(facts, scheduler, runner, None if prediction is None else StepWatch(prediction))
+    return EngineCore(facts, scheduler, fitted.executor, None if prediction is None else StepWatch(prediction))
 
 
 def _executor_factory(config: EngineConfig, path: str | None) -> tuple[str, ExecutorFactory]:

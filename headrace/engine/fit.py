@@ -6,12 +6,14 @@ Facts come up from the ranks, the planner decides, and what it decided goes down
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from headrace.config import EngineConfig
 from headrace.executor.base import Executor
 from headrace.planner.decisions import decide_num_blocks
 from headrace.planner.record import Decision
+from headrace.planner.rounded_cache import settled_cache
 from headrace.planner.smaller import fewer_blocks, smaller_plan
 from headrace.step import WorkerFacts
 
@@ -20,20 +22,40 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Fitted:
+    executor: Executor
     config: EngineConfig
     decisions: list[Decision]
     workers: list[WorkerFacts]
     num_blocks: int
 
 
-def fit(executor: Executor, config: EngineConfig, given: EngineConfig) -> Fitted:
-    """Make the executor ready to serve `config`, or the largest plan below it that there is memory for. `given` is what
-    the user asked for.
+def fit(
+    make: Callable[[EngineConfig], Executor], config: EngineConfig, given: EngineConfig, asked_cache: bool
+) -> Fitted:
+    """An executor that is ready to serve `config`, or the largest plan below it that there is memory for. `given` is
+    what the user asked for; `asked_cache`: if that, or the checkpoint, names the type of the KV cache.
 
-    Raises OutOfMemoryError where there is none.
+    Raises OutOfMemoryError where there is none, ConfigError for a cache that this model cannot live with.
     """
+    executor = make(config)
+    try:
+        workers = executor.load()
+        if (plainer := settled_cache(config, asked_cache, workers)) is None:
+            return _fit(executor, workers, config, given)
+        config, decision = plainer
+        told([decision], logging.WARNING)
+        executor.shutdown()
+        executor = make(config)
+        fitted = _fit(executor, executor.load(), config, given)
+        return replace(fitted, decisions=[decision, *fitted.decisions])
+    except BaseException:
+        executor.shutdown()
+        raise
+
+
+def _fit(executor: Executor, workers: list[WorkerFacts], config: EngineConfig, given: EngineConfig) -> Fitted:
+    """With all that a loaded executor has room for."""
     decisions: list[Decision] = []
-    workers = executor.load()
     while (smaller := smaller_plan(config, given, workers)) is not None:
         config, made = smaller
         decisions += told(made, logging.WARNING)
@@ -47,7 +69,7 @@ def fit(executor: Executor, config: EngineConfig, given: EngineConfig) -> Fitted
         num_blocks, decision = fewer_blocks(config, num_blocks, answers)
         decisions += told([decision], logging.WARNING)
         answers = executor.initialize_cache(num_blocks)
-    return Fitted(config, decisions, workers, num_blocks)
+    return Fitted(executor, config, decisions, workers, num_blocks)
 
 
 def told(decisions: list[Decision], level: int = logging.INFO) -> list[Decision]:

@@ -18,6 +18,7 @@ from headrace.models.registry import attention_spec
 from headrace.planner.checkpoint_format import holds_kv_scales
 from headrace.planner.graphs import decide_graphs
 from headrace.planner.record import Decision
+from headrace.planner.rounded_cache import ROUNDED, rounds_cache_here
 from headrace.quantization.table import resolve_format
 from headrace.step import WorkerFacts
 
@@ -62,7 +63,7 @@ def decide_before_load(
     settle("device", device_type, "the device that torch finds here")
     dtype = settle("dtype", *activation_dtype(model.dtype, device_type))
     dtype = changes["dtype"] = DTYPE_ALIASES.get(dtype, dtype)
-    kv_dtype = settle("kv_cache_dtype", *_kv_cache_dtype(model, dtype))
+    kv_dtype = settle("kv_cache_dtype", *_kv_cache_dtype(config, model, dtype, device_type))
     changes["kv_cache_dtype"] = "fp8_e4m3" if kv_dtype == "fp8" else kv_dtype
     if config.quantization is not None:
         decision = _quantization(config, model, device_type)
@@ -181,10 +182,12 @@ def activation_dtype(checkpoint: str, device_type: str) -> tuple[str, str]:
     return checkpoint, "the checkpoint's"
 
 
-def _kv_cache_dtype(model: ModelConfig, dtype: str) -> tuple[str, str]:
-    """What `auto` means: fp8 where the checkpoint was calibrated for it."""
+def _kv_cache_dtype(config: EngineConfig, model: ModelConfig, dtype: str, device_type: str) -> tuple[str, ...]:
+    """What `auto` means, why, and instead of what."""
     if holds_kv_scales(model.quantization):
         return "fp8_e4m3", "the checkpoint's quantization_config holds scales for it"
+    if config.kv_cache_dtype == "auto" and rounds_cache_here(config, dtype, device_type):
+        return "fp8_e4m3", ROUNDED, f"{dtype}, which rounds nothing"
     return dtype, "the model's"
 
 

@@ -179,11 +179,12 @@ def _search(terms: Terms, subject: Subject) -> Found:
     return search(replace(terms, served_by_headrace=False))
 
 
-def _beside_fp8(decision: Decision, terms: Terms, best: Candidate, exact: bool) -> Decision:
-    """With what one-byte keys would give, predicted as `best` was; nobody gets them unasked, as they round."""
+def _beside_other_cache(decision: Decision, terms: Terms, best: Candidate, dtype: str, exact: bool) -> Decision:
+    """`kv_cache_dtype` with what its runner-up would give, predicted as `best` was."""
     if not decision.runner_up:
         return decision
-    other = evaluate(replace(terms, kv_dtype="fp8_e4m3"), best.parallel)
+    kv_dtype = dtype if decision.value == "fp8_e4m3" else "fp8_e4m3"
+    other = evaluate(replace(terms, kv_dtype=kv_dtype), best.parallel)
     if not isinstance(other, Candidate):
         return decision
     if exact:
@@ -203,7 +204,7 @@ def _completed(plan: Plan, terms: Terms, found: Found, subject: Subject, exact: 
         *parallel_decisions(terms, found),
         dtype,
         format_decision(request, subject.shape, subject.chip),
-        _beside_fp8(kv_cache_of(request, subject), terms, best, exact),
+        _beside_other_cache(kv_cache_of(request, subject), terms, best, dtype.value, exact),
     ]
     decisions += engine_decisions(terms, best, dtype.value)
     gaps = _gaps(terms, best, subject)

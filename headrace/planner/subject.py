@@ -15,6 +15,7 @@ from headrace.planner.engines import default_block_size, model_gaps
 from headrace.planner.formats import cache_problem, format_problem, in_plan_format, plan_format
 from headrace.planner.plan_request import PlanRequest
 from headrace.planner.record import Decision
+from headrace.planner.rounded_cache import ROUNDED, rounds_cache
 from headrace.planner.search import Terms
 from headrace.planner.settings import graph_decision
 from headrace.planner.shapes import ModelShape
@@ -97,9 +98,13 @@ def kv_cache_of(request: PlanRequest, subject: Subject) -> Decision:
         return Decision("kv_cache_dtype", "fp8_e4m3" if given == "fp8" else given, "given", source="user")
     if subject.shape.fp8_kv_cache and "fp8" in subject.chip.flops:
         return Decision("kv_cache_dtype", "fp8_e4m3", "the checkpoint brings scales for it")
+    dtype = dtype_of(request, subject).value
+    served = request.engine == "headrace" and not subject.shape.is_mla
+    if served and rounds_cache(request.objective, dtype, subject.chip):
+        return Decision("kv_cache_dtype", "fp8_e4m3", ROUNDED, f"{dtype}, which rounds nothing")
     why = "the model's; it holds the cache, and no weights: those shrink by --quantization alone"
     runner_up = "fp8: twice the tokens, rounded" if "fp8" in subject.chip.flops else ""
-    return Decision("kv_cache_dtype", dtype_of(request, subject).value, why, runner_up)
+    return Decision("kv_cache_dtype", dtype, why, runner_up)
 
 
 def gaps_of_model(request: PlanRequest, subject: Subject) -> list[str]:

@@ -23,7 +23,7 @@ from headrace.models.registry import attention_spec
 from headrace.runner.cuda_graph import GraphSettings
 from headrace.runner.kernel_checks import Subject, kernel_checks
 from headrace.runner.kv_cache import KVCacheShape, cache_dtype
-from headrace.runner.kv_scales import Calibration, settle_kv_scales
+from headrace.runner.kv_scales import Calibration, SettledScales, settle_kv_scales
 from headrace.runner.layer_checks import layer_checks
 from headrace.runner.memory import device_memory, first_line, is_out_of_memory
 from headrace.runner.model_runner import ModelRunner, RunnerLimits
@@ -59,6 +59,7 @@ class Worker:
         self.mesh = init_mesh(rank, config.tensor_parallel_size, rendezvous, self.device)
         self.memory = device_memory(self.device)
         self.model: Any = None
+        self.kv_scales = SettledScales("", 0.0, "")
         self.runner: ModelRunner | None = None
 
     def load(self) -> WorkerFacts:
@@ -113,7 +114,8 @@ class Worker:
             calibration = Calibration(
                 self.model, self.backend, model_config, self.shape, self.dtype, self.mesh.tp, self.device
             )
-            self.notes.append(settle_kv_scales(calibration, config.calculate_kv_scales))
+            self.kv_scales = settle_kv_scales(calibration, config.calculate_kv_scales)
+            self.notes.append(self.kv_scales.said)
         waiting = WAITS_FOR_THE_HOST & {*check.demoted}
         self.refused_graphs = {"decode", "other"} if waiting else set()
         if waiting and self.device.type == "cuda":
@@ -197,6 +199,8 @@ class Worker:
             graph_bytes=0 if use is None else use.graphs,
             library_bytes=0 if use is None else use.outside,
             rehearsals=[] if graphs is None else graphs.rehearsals,
+            kv_cache_error=self.kv_scales.error,
+            kv_cache_remedy=self.kv_scales.remedy,
             demoted=self.demoted,
             shortfall=shortfall,
         )

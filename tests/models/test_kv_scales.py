@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +23,7 @@ from headrace.errors import CheckpointError, ConfigError
 from headrace.model_config import ModelConfig
 from headrace.models.loader import load_model
 from headrace.runner.kv_cache import KVCacheShape, cache_dtype
-from headrace.runner.kv_scales import HEADROOM, Calibration, settle_kv_scales
+from headrace.runner.kv_scales import BOUND, HEADROOM, Calibration, settle_kv_scales
 
 CPU = torch.device("cpu")
 DEMO = Path(headrace.__file__).parent / "demo_model"
@@ -78,7 +80,7 @@ def test_scales_of_the_checkpoint(names: tuple[str, str], folder: Path, tmp_path
         tensors[f"{path}.{names[0]}"] = torch.tensor(0.05 + 0.01 * layer)  # a scalar
     model = with_tensors(folder, tmp_path / "model", tensors)
     found = calibration(model, "fp8_e4m3")
-    said = settle_kv_scales(found, calculate=True)
+    said = settle_kv_scales(found, calculate=True).said
     assert "scales the checkpoint's, the KV cache in fp8_e4m3 moves" in said
     expected = torch.tensor([[0.05, 0.07], [0.06, 0.07]])
     if names[0] == "kv_scale":
@@ -109,7 +111,7 @@ def test_a_checkpoint_of_which_only_the_cache_is_quantized(folder: Path, tmp_pat
 @pytest.mark.parametrize("kind", FP8)
 def test_calculated_scales_leave_headroom_and_follow_from_the_weights(kind: str, folder: Path) -> None:
     found = calibration(folder, kind)
-    said = settle_kv_scales(found, calculate=True)
+    said = settle_kv_scales(found, calculate=True).said
     assert "calculated from 512 made-up tokens" in said
     _, caches = found.run(found.shape.dtype)
     for cache in caches:
@@ -124,13 +126,13 @@ def test_calculated_scales_leave_headroom_and_follow_from_the_weights(kind: str,
 def test_what_a_checkpoint_lacks_is_calculated_or_one(folder: Path, tmp_path: Path) -> None:
     model = with_tensors(folder, tmp_path / "model", {"model.layers.0.self_attn.k_scale": torch.tensor(0.5)})
     found = calibration(model, "fp8_e4m3")
-    assert "the checkpoint's, and calculated" in settle_kv_scales(found, calculate=True)
+    assert "the checkpoint's, and calculated" in settle_kv_scales(found, calculate=True).said
     first, second = found.scales()
     assert first[0] == 0.5
     assert 0 < float(first[1]) < 0.2
     assert 0 < float(second.max()) < 0.2
     found = calibration(model, "fp8_e4m3")
-    assert "the checkpoint's, and 1.0" in settle_kv_scales(found, calculate=False)
+    assert "the checkpoint's, and 1.0" in settle_kv_scales(found, calculate=False).said
     assert torch.stack(found.scales()).tolist() == [[0.5, 1.0], [1.0, 1.0]]
 
 
@@ -146,7 +148,7 @@ def test_ranks_agree_on_the_largest(folder: Path) -> None:
 @pytest.mark.parametrize("kind", FP8)
 def test_dummy_weights_are_served(kind: str, folder: Path) -> None:
     found = calibration(folder, kind, load_format="dummy")
-    assert "moves hidden states by 0.0%" in settle_kv_scales(found, calculate=True)
+    assert "moves hidden states by 0.0%" in settle_kv_scales(found, calculate=True).said
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("inf")])
@@ -158,12 +160,48 @@ def test_scales_that_cannot_be(bad: float, folder: Path, tmp_path: Path) -> None
 
 def test_outliers_in_k_are_refused_naming_what_can_hold_them(folder: Path, tmp_path: Path) -> None:
     some, many = with_outliers(folder, tmp_path / "some", 10), with_outliers(folder, tmp_path / "many", 100)
-    settle_kv_scales(calibration(some, "fp8_e4m3"), calculate=True)
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype fp8_e5m2: .* use fp8_e4m3 \(2.*%\) or float32"):
-        settle_kv_scales(calibration(some, "fp8_e5m2"), calculate=True)
+    fine, coarse = (settle_kv_scales(calibration(some, kind), calculate=True) for kind in FP8)
+    assert fine.error <= BOUND < coarse.error
+    assert fine.remedy == ""
+    assert re.fullmatch(r"fp8_e4m3 \(2.*%\) or float32", coarse.remedy)
     for kind in FP8:
+        assert settle_kv_scales(calibration(many, kind), calculate=True).remedy == "float32"
         with pytest.raises(ConfigError, match=f"kv_cache_dtype {kind}: .*outliers.* use float32"):
-            settle_kv_scales(calibration(many, kind), calculate=True)
+            LLM(str(many), dtype="float32", kv_cache_dtype=kind, skip_tokenizer_init=True)
+
+
+def test_a_cache_that_makes_numbers_of_none_is_not_served(folder: Path) -> None:
+    found = calibration(folder, "fp8_e4m3")
+    with torch.no_grad():
+        next(iter(found.model.parameters())).fill_(math.nan)
+    settled = settle_kv_scales(found, calculate=True)
+    assert math.isnan(settled.error)
+    assert settled.remedy == "float32"
+
+
+def test_outliers_end_a_cache_that_nobody_asked_for(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.planner.decisions.rounds_cache_here", lambda *_: True)
+    said, tokens = {}, {}
+    for name, model in (("calm", DEMO), ("wild", with_outliers(folder, tmp_path / "wild", 30))):
+        with LLM(str(model), dtype="float32", skip_tokenizer_init=True) as llm:
+            facts = llm._client.facts
+            said[name] = next(entry for entry in facts.decisions if entry.field == "kv_cache_dtype")
+            assert llm.config.kv_cache_dtype == said[name].value
+            assert bool(facts.workers[0].kv_cache_error) == (name == "calm")
+            (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)
+            tokens[name] = output.outputs[0].token_ids
+    assert (said["calm"].value, said["calm"].runner_up) == ("fp8_e4m3", "float32, which rounds nothing")
+    assert (said["wild"].value, said["wild"].source) == ("float32", "measured")
+    assert re.fullmatch(
+        r"the cache in fp8_e4m3 moves hidden states by \d+\.\d%, and 10% is the most where nobody asked for it",
+        said["wild"].reason,
+    )
+    monkeypatch.undo()
+    with LLM(str(tmp_path / "wild"), dtype="float32", skip_tokenizer_init=True) as llm:
+        (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)
+        assert tokens["wild"] == output.outputs[0].token_ids
 
 
 @pytest.mark.parametrize(("kind", "error", "agreeing"), [("fp8_e4m3", 0.05, 0.9), ("fp8_e5m2", 0.1, 0.85)])

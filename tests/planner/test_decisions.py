@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -49,6 +50,30 @@ def test_a_given_value_wins_and_is_marked() -> None:
     config, decisions = decide_before_load(EngineConfig(max_model_len=100, dtype="half"), MODEL, "cpu")
     assert (config.max_model_len, config.dtype) == (100, "float16")
     assert {d.field for d in decisions if d.source == "user"} == {"max_model_len", "dtype"}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "given", "settled"),
+    [
+        (["NVIDIA H200"], {}, "bfloat16"),
+        (["NVIDIA H200"] * 2, {"objective": "throughput"}, "fp8_e4m3"),
+        (["NVIDIA H200"], {"objective": "latency"}, "bfloat16"),
+        (["NVIDIA H200"], {"objective": "throughput", "dtype": "float32"}, "float32"),
+        (["NVIDIA H200"], {"objective": "throughput", "kv_cache_dtype": "bfloat16"}, "bfloat16"),
+        (["NVIDIA H200"], {"objective": "throughput", "batch_invariant": True}, "bfloat16"),
+        (["NVIDIA H200", "NVIDIA A100"], {"objective": "throughput"}, "bfloat16"),
+        (["AMD Instinct MI300X"], {"objective": "throughput"}, "bfloat16"),
+        (["a GPU that nobody knows"], {"objective": "throughput"}, "bfloat16"),
+        ([], {"objective": "throughput"}, "bfloat16"),
+    ],
+)
+def test_where_tokens_a_second_are_all_that_is_wanted_the_kv_cache_is_rounded(
+    gpus: list[str], given: dict[str, Any], settled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.planner.rounded_cache.read_gpus", lambda: [(name, 150 << 30) for name in gpus])
+    config, decisions = decide_before_load(EngineConfig(**given), MODEL, "cuda")
+    assert config.kv_cache_dtype == settled
+    assert bool(next(d for d in decisions if d.field == "kv_cache_dtype").runner_up) == (settled == "fp8_e4m3")
 
 
 def test_float32_checkpoints_run_in_bfloat16_on_a_gpu_unless_told() -> None:

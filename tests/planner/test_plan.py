@@ -127,8 +127,29 @@ def test_where_the_cache_is_short_smaller_steps_leave_more_of_it() -> None:
     assert flags["--max-num-batched-tokens"] == "1024"
 
 
-def test_an_fp8_cache_is_not_taken_unasked_but_what_it_would_give_is_said() -> None:
-    shape: Any = {"input_len": 2048, "output_len": 256, "concurrency": 500, "objective": "throughput"}
+def test_an_fp8_cache_is_taken_unasked_for_throughput_alone_and_what_the_other_would_give_is_said() -> None:
+    load: Any = {"input_len": 2048, "output_len": 256, "concurrency": 500, "objective": "throughput"}
+    made, plain = plan("llama-3.1-8b", "h200", **load), plan("llama-3.1-8b", "h200", **load, kv_cache_dtype="bfloat16")
+    assert made.prediction is not None
+    assert plain.prediction is not None
+    decision = made.decision("kv_cache_dtype")
+    assert decision.value == "fp8_e4m3"
+    found = re.fullmatch(r"bfloat16, which rounds nothing; ([\d,]+) tok/s instead of ([\d,]+)", decision.runner_up)
+    assert found is not None
+    other, ours = (float(number.replace(",", "")) for number in found.groups())
+    assert ours > 1.05 * other
+    assert other == pytest.approx(plain.prediction.output_tok_s, rel=0.02)
+    commands = {command.engine: command.lines[0] for command in made.commands}
+    assert "--objective throughput" in commands["headrace"]
+    assert "--kv-cache-dtype" not in " ".join(commands.values())  # headrace measures first, vLLM does not
+    for changes in ({"dtype": "float32"}, {"gpu": "mi300x"}, {"gpu": "a100"}, {"engine": "vllm"}):
+        terms = {"model": "llama-3.1-8b", "gpu": "h200"} | load | changes
+        assert plan(terms.pop("model"), terms.pop("gpu"), **terms).decision("kv_cache_dtype").value != "fp8_e4m3"
+    assert plan("deepseek-v3", "h200", num_gpus=16, **load).decision("kv_cache_dtype").value == "bfloat16"
+
+
+def test_an_fp8_cache_is_not_taken_unasked_for_a_pace_but_what_it_would_give_is_said() -> None:
+    shape: Any = {"input_len": 2048, "output_len": 256, "concurrency": 500}
     made, other = plan("llama-3.1-8b", "h200", **shape), plan("llama-3.1-8b", "h200", **shape, kv_cache_dtype="fp8")
     assert made.prediction is not None
     assert other.prediction is not None

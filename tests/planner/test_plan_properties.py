@@ -162,15 +162,19 @@ def follows_no_false_claim(made: Plan) -> None:
     memory, prediction, request = made.memory, made.prediction, made.request
     assert memory is not None
     assert prediction is not None
-    # A longer limit takes nothing from the cache, so it is the model's own unless one such sequence does not fit.
-    if value(made, "max_model_len") < made.shape.max_position_embeddings:
+    # A longer limit takes nothing from the cache, but headrace's rows of token and block ids, so it is the model's own
+    # unless one such sequence does not fit.
+    length, context = value(made, "max_model_len"), made.shape.max_position_embeddings
+    if length < context:
         assert made.decision("max_model_len").runner_up
-        assert memory.kv_tokens < made.shape.max_position_embeddings * 1.01
+        seqs = value(made, "max_num_seqs") + 1 if request.engine == "headrace" else 0
+        rows = 4 * (1 + 1 / 16) * seqs * (context - length)
+        assert memory.kv_tokens < context * 1.01 + rows / memory.kv_bytes_per_token
     # All sequences at their longest need not fit at once: the cache bounds them by what they hold on the way.
     assert request.max_num_seqs is None
-    seqs = made.decision("max_num_seqs")
-    if seqs.runner_up and not any(group.attention.window for group in made.shape.groups):
-        assert (seqs.value + 1) * (request.prompt_len + request.answer_len / 2) > memory.kv_tokens
+    most = made.decision("max_num_seqs")
+    if most.runner_up and not any(group.attention.window for group in made.shape.groups):
+        assert (most.value + 1) * (request.prompt_len + request.answer_len / 2) > memory.kv_tokens
     # What is on by default stays on; guesses are not made where nobody knows how many are right.
     assert value(made, "enable_chunked_prefill") is True
     assert value(made, "async_scheduling") is True

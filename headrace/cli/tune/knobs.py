@@ -74,7 +74,7 @@ def _values(knob: str, plan: EngineConfig, model: ModelConfig, settings: dict[st
         modes = GRAPHS if settings.get("device") == "cuda" else ()
         return [mode for mode in modes if mode != settings.get("cudagraph_mode")]
     if knob == "kv_cache_dtype":
-        return [] if str(plan.kv_cache_dtype).startswith("fp8") else ["fp8"]
+        return [plan.dtype] if str(plan.kv_cache_dtype).startswith("fp8") else ["fp8"]
     return _backends(plan, model)
 
 
@@ -119,7 +119,9 @@ def _predicted(
     gpu: tuple[str, int],
 ) -> float | None:
     """`gpu`: its name and its memory in bytes."""
-    blocks = int(settings.get("num_gpu_blocks", 0)) * (2 if trial.changes.get("kv_cache_dtype") == "fp8" else 1)
+    blocks = int(settings.get("num_gpu_blocks", 0))
+    if (cache := trial.changes.get("kv_cache_dtype")) is not None:
+        blocks = 2 * blocks if cache == "fp8" else blocks // 2
     try:
         plan = changed(resolved(config, settings), trial).replace(
             expected_input_len=traffic.input_len,

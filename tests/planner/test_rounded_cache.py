@@ -1,0 +1,41 @@
+"""An fp8 KV cache after a load: kept, given back, or refused to whoever asked for it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from headrace.config import EngineConfig
+from headrace.errors import ConfigError
+from headrace.planner.rounded_cache import MOST_UNASKED, settled_cache
+from headrace.step import WorkerFacts
+
+CONFIG = EngineConfig(dtype="bfloat16", kv_cache_dtype="fp8_e4m3")
+
+
+def ranks(*errors: float, remedy: str = "") -> list[WorkerFacts]:
+    return [
+        WorkerFacts("cuda", "a GPU", 2**30, 0, 1, 0, "ANY", kv_cache_error=error, kv_cache_remedy=remedy)
+        for error in errors
+    ]
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_cache_that_moves_little_is_kept(asked: bool) -> None:
+    assert settled_cache(CONFIG, asked, ranks(0.02, MOST_UNASKED)) is None
+
+
+@pytest.mark.parametrize("errors", [(0.02, 0.15), (math.nan, 0.02), (0.02, math.nan), (math.inf,)])
+def test_the_worst_rank_gives_back_what_nobody_asked_for(errors: tuple[float, ...]) -> None:
+    found = settled_cache(CONFIG, False, ranks(*errors, remedy="bfloat16"))
+    assert found is not None
+    config, decision = found
+    assert config == CONFIG.replace(kv_cache_dtype="bfloat16")
+    assert (decision.value, decision.runner_up, decision.source) == ("bfloat16", "fp8_e4m3", "measured")
+
+
+def test_who_asks_gets_more_but_not_everything() -> None:
+    assert settled_cache(CONFIG, True, ranks(0.2)) is None
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype fp8_e4m3: .* by 40\.0%: .*; use bfloat16"):
+        settled_cache(CONFIG, True, ranks(0.4, remedy="bfloat16"))
