@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from headrace.attention.metadata import AttentionMetadata
-from headrace.attention.table import AttentionSpec
+from headrace.attention.spec import AttentionSpec
 
 
 class Backend(Protocol):

@@ -10,35 +10,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
+from headrace.attention.spec import AttentionSpec
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
     from headrace.attention.backend import Backend
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """What a layer asks of attention, on one rank."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    block_size: int
-    dtype: str
-    """float16, bfloat16 or float32: of activations"""
-    sliding_window: int | None = None
-    """Keys a query sees, itself included; None: all"""
-    device_type: str = "cuda"
-    batch_invariant: bool = False
-    """A query's result must not depend on what else is in the batch, nor on how its prompt was cut"""
-    kv_cache_dtype: str = "auto"
-    """of the cache: as `dtype` (auto), another of those, fp8_e4m3 or fp8_e5m2"""
-
-    @property
-    def quantized_cache(self) -> bool:
-        """The cache holds K and V divided by scales."""
-        return self.kv_cache_dtype.startswith("fp8")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.attention.metadata import AttentionMetadata
-from headrace.attention.table import AttentionSpec
+from headrace.attention.spec import AttentionSpec
 
 GROUP_COST = 60_000
 """Nanoseconds that one more group costs in a layer."""

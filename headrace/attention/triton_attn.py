@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from headrace.attention.metadata import AttentionMetadata
-from headrace.attention.table import AttentionSpec
+from headrace.attention.spec import AttentionSpec
 from headrace.kernels._triton import DEVICE_FAMILY
 from headrace.kernels.attention import multiprocessor_count, paged_attention, tile_element_size
 from headrace.kernels.attention_config import plan_attention, plan_decode

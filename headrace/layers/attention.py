@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headrace.attention.metadata import AttentionMetadata
-from headrace.attention.table import AttentionSpec
+from headrace.attention.spec import AttentionSpec
 from headrace.kernels.norm import HalfNormed
 from headrace.layers.context import LayerContext
 from headrace.layers.layer import Layer

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from headrace.attention.table import AttentionSpec
+from headrace.attention.spec import AttentionSpec
 from headrace.distributed.mesh import Mesh
 from headrace.kernels.table import KernelTable
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from headrace.attention.metadata import AttentionMetadata
-from headrace.attention.table import AttentionSpec
+from headrace.attention.spec import AttentionSpec
 from headrace.kernels.norm import HalfNormed
 from headrace.layers.attention import Angles, Attention
 from headrace.layers.context import LayerContext

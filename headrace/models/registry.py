@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace.attention.table import AttentionSpec
+from headrace.attention.spec import AttentionSpec
 from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.layers.moe_spec import ExpertNames, MoeSpec
 from headrace.model_config import ModelConfig

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.attention.table import BACKENDS, AttentionSpec, select_backend
+from headrace.attention.spec import AttentionSpec
+from headrace.attention.table import BACKENDS, select_backend
 from headrace.errors import UnsupportedModelError
 from headrace.model_config import ModelConfig
 from headrace.models.registry import MODELS, resolve

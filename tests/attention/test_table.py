@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from headrace.attention.table import BACKENDS, AttentionSpec, load_backend, select_backend
+from headrace.attention.spec import AttentionSpec
+from headrace.attention.table import BACKENDS, load_backend, select_backend
 from headrace.errors import ConfigError
 
 GPU = AttentionSpec(32, 8, 128, 128**-0.5, 16, "bfloat16")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headrace.attention.metadata import AttentionMetadata
-from headrace.attention.table import AttentionSpec
+from headrace.attention.spec import AttentionSpec
 from headrace.attention.torch_sdpa import TorchSdpa
 from headrace.kernels.attention import paged_attention_reference
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.attention.metadata import AttentionMetadata
-from headrace.attention.table import AttentionSpec
+from headrace.attention.spec import AttentionSpec
 from headrace.kernels.attention import paged_attention_reference
 from headrace.kernels.batch import prepare_batch_reference
 from headrace.kernels.table import REFERENCE_KERNELS

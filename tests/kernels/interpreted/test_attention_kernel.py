@@ -9,7 +9,7 @@ import torch
 
 from headrace.attention import triton_attn
 from headrace.attention.metadata import AttentionMetadata
-from headrace.attention.table import AttentionSpec
+from headrace.attention.spec import AttentionSpec
 from headrace.kernels import attention_config
 from headrace.kernels.attention import paged_attention, paged_attention_reference
 from headrace.kernels.attention_config import AttentionConfig, plan_attention
