@@ -3,10 +3,10 @@ since keeping the choices costs time."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-if TYPE_CHECKING:
-    from h200_parts.offline import Bench
+Prompts = list[list[int]]
 
 EVERY = 8
 """Decode steps, of which one is counted."""
@@ -14,12 +14,14 @@ WHOLE = 0.9
 """of a batch: decode steps of fewer requests are not counted"""
 
 
-def mean_distinct_experts(bench: Bench, cases: list[tuple[list[list[int]], int]]) -> list[float]:
-    """Mean over layers and counted steps of each case (prompts, output length): decode steps of the whole batch, or,
-    where one token is asked for, the steps that read the prompts."""
+def mean_distinct_experts(
+    llm: Any, run: Callable[[Prompts, int], Any], cases: list[tuple[Prompts, int]]
+) -> list[float]:
+    """Mean over layers and counted steps of each case (prompts, output length), which `run` runs on `llm`: decode steps
+    of the whole batch, or, where one token is asked for, the steps that read the prompts."""
     from headrace.layers.moe import distinct_experts, keep_expert_ids
 
-    core = bench.llm._client._core
+    core = llm._client._core
     worker = core._executor._worker
     runner = worker.runner
     counted: list[float] = []
@@ -39,14 +41,14 @@ def mean_distinct_experts(bench: Bench, cases: list[tuple[list[list[int]], int]]
             counted.append(sum(found) / len(found))
         return pending
 
-    keep_expert_ids(runner.model, bench.llm.config.max_num_batched_tokens)
+    keep_expert_ids(runner.model, llm.config.max_num_batched_tokens)
     runner.renew_graphs()  # those there are keep nothing
     runner.execute = counting
     try:
         means = []
         for prompts, output_len in cases:
             counted, size, steps, decoding = [], len(prompts), 0, output_len > 1
-            bench.run(prompts, output_len)
+            run(prompts, output_len)
             means.append(sum(counted) / max(1, len(counted)))
         return means
     finally:

@@ -77,7 +77,7 @@ class Bench:
         cost = self.cost
         cases = [(prompts, min(output_len, COUNTED)) for _, prompts, output_len in waiting]
         try:
-            means = mean_distinct_experts(self, cases)
+            means = mean_distinct_experts(self.llm, self.run, cases)
         except Exception:  # what was timed is not lost with it
             for row, *_ in waiting:
                 row.valid = False
