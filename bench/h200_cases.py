@@ -16,8 +16,9 @@ Parts, each meant to take less than 3 minutes: PARTS.
     invariance        --batch-invariant: tokens and logprobs bitwise as alone in traffic, chunks, preemption, hits
     invariance-cost   what that flag costs: decode steps, prefill and throughput of the 8B
     fp8-memory        loading in fp8 takes less than 1.1 x what the weights take
+    unasked-cache     --objective throughput takes an fp8 KV cache, and gives it back where it moves the model too far
 
-All but invariance-cost have run on an H200.
+All but unasked-cache have run on an H200.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ PARTS = {
     "invariance": "invariance.invariance_cases",
     "invariance-cost": "invariance.invariance_cost",
     "fp8-memory": "fp8_memory.fp8_memory_cases",
+    "unasked-cache": "fp8_cache.unasked_cache_cases",
 }
 """part -> module.function that takes a Report"""
-ON_A_CPU = ("graphs", "self-check", "self-check-moe", "invariance", "fp8-memory")
+ON_A_CPU = ("graphs", "self-check", "self-check-moe", "invariance", "fp8-memory", "unasked-cache")
 """parts of which --smoke can run something"""
 
 
