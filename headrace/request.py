@@ -6,6 +6,7 @@ Knows nothing of tokenizers, devices or HTTP.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -97,7 +98,8 @@ class Request:
     def __init__(self, core_request: EngineCoreRequest) -> None:
         self.core_request = core_request
         self.request_id = core_request.request_id
-        self.token_ids: list[int] = list(core_request.prompt_token_ids)
+        self.token_ids: list[int] = core_request.prompt_token_ids
+        """the prompt that other choices share, until this one is admitted and `own_tokens` is called"""
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
         self.num_inflight = 0
@@ -118,6 +120,10 @@ class Request:
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_set = frozenset(core_request.stop_token_ids)
+
+    def own_tokens(self) -> None:
+        """From now on tokens may be appended."""
+        self.token_ids = list(self.token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -161,7 +167,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     """Per prompt token; the first is None, as nothing precedes it."""
     num_cached_tokens: int = 0
     metrics: dict[str, float] = field(default_factory=dict)

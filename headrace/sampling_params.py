@@ -42,7 +42,8 @@ def _integer(name: str, value: object, low: int, high: int) -> None:
 def _token_ids(name: str, value: object, limit: int) -> None:
     if isinstance(value, list) and len(value) > limit:
         raise RequestError(f"{name} may hold at most {limit} token ids, got {len(value)}", name)
-    if not isinstance(value, list) or any(isinstance(t, bool) or not isinstance(t, int) or t < 0 for t in value):
+    # by functions in C: there may be as many as the vocabulary has
+    if not isinstance(value, list) or {*map(type, value)} - {int} or min(value, default=0) < 0:
         raise RequestError(f"{name} must be a list of token ids (integers >= 0), got {value!r:.100}", name)
 
 
@@ -132,7 +133,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise RequestError(
                     f"logit_bias may hold at most {MAX_LOGIT_BIAS} entries, got {len(self.logit_bias)}", "logit_bias"
                 )
-            _token_ids("logit_bias", list(self.logit_bias), MAX_LOGIT_BIAS)
+            for token_id in self.logit_bias:
+                if type(token_id) is not int or token_id < 0:
+                    raise RequestError(
+                        f"a key of logit_bias must be a token id (an integer >= 0), got {token_id!r:.100}", "logit_bias"
+                    )
             for bias in self.logit_bias.values():
                 _number("logit_bias", bias, -100.0, 100.0)
         if self.allowed_token_ids is not None:

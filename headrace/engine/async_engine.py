@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 INLINE_CHARS = 4096
 """Longer prompts are tokenized in a thread, so that the event loop goes on."""
+AT_ONCE = 1 << 16
+"""Characters or ids of several prompts that a thread takes before those of another request have their turn."""
 TOKENIZER_THREADS = 2
 STATS_SECONDS = 10.0
 MOST_MERGED_STEPS = 8
@@ -139,6 +141,24 @@ class AsyncEngine:
             if not finished:
                 self._abort(self._outputs.abort(request_id, stream))
 
+    async def prepare(
+        self, prompts: Sequence[str | list[int]], params: SamplingParams, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Token ids of all prompts of one request, for `generate`. Raises RequestError where one of them, or all
+        together, could not run with `params`: then none of them does."""
+        if self._dead is not None:
+            raise self._dead
+        loop = asyncio.get_running_loop()
+
+        def work(group: list[str | list[int]]) -> list[list[int]]:
+            return [self._inputs.prepare(prompt, params, add_special_tokens) for prompt in group]
+
+        found: list[list[int]] = []
+        for group, size in _groups(prompts):
+            found += work(group) if size <= INLINE_CHARS else await loop.run_in_executor(self._threads, work, group)
+        self._inputs.check_together(sum(map(len, found)), params)
+        return found
+
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Raises RequestError if the text cannot fit into the model's context; long texts leave the event loop free."""
         if len(text) <= INLINE_CHARS:
@@ -216,6 +236,19 @@ class AsyncEngine:
                     100 * stats.prefix_cache_hits / max(1, stats.prefix_cache_queries),
                 )
             prompt, generation = prompt + new_prompt, generation + new_generation
+
+
+def _groups(prompts: Sequence[str | list[int]]) -> Iterator[tuple[list[str | list[int]], int]]:
+    """In order, and the characters or ids of each group."""
+    group: list[str | list[int]] = []
+    size = 0
+    for prompt in prompts:
+        if group and size + len(prompt) > AT_ONCE:
+            yield group, size
+            group, size = [], 0
+        group.append(prompt)
+        size += len(prompt)
+    yield group, size
 
 
 class OutputStream:

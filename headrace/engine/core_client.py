@@ -112,8 +112,7 @@ class AsyncMPClient:
 
     def add(self, requests: list[EngineCoreRequest]) -> None:
         """`requests`: the choices of one request, which share their prompt."""
-        bare = [msgspec.structs.replace(request, prompt_token_ids=[]) for request in requests]
-        self._send(Add(requests[0].prompt_token_ids, bare))
+        self._send(Add.of(requests))
 
     def abort(self, aborts: list[Abort]) -> None:
         self._send(AbortMany(aborts))

@@ -118,8 +118,8 @@ def _take_commands(core: EngineCore, requests: zmq.Socket[bytes], decoder: msgsp
         except zmq.Again:
             return
         if isinstance(command, Add):
-            for request in command.requests:
-                core.add_request(msgspec.structs.replace(request, prompt_token_ids=command.prompt_token_ids))
+            for request in command.whole():
+                core.add_request(request)
         else:
             core.abort(command.aborts)
 

@@ -22,6 +22,8 @@ MAX_CHARS_PER_TOKEN = 256
 """Longest stretch of text that one token of a plausible vocabulary covers."""
 PROBE_CHARS_PER_TOKEN = 16
 """Texts with more characters for each token of room are measured by their beginning first."""
+MAX_PROMPT_LOGPROBS = 2**20
+"""Most logprobs of prompt tokens that one request may ask for: some 70 MB while it runs, and as much of JSON."""
 MAX_PRIORITY = 2**31 - 1
 MAX_CACHE_SALT_CHARS = 256
 
@@ -90,6 +92,25 @@ class InputProcessor:
                 raise self._too_long(f"more than {count}")
         return self._tokenizer.encode(text, add_special_tokens)
 
+    def prepare(self, prompt: str | list[int], params: SamplingParams, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt that `process` will take. Of several in one request each, before any of them runs."""
+        ids = self.tokenize(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+        self._check_prompt(ids)
+        self._max_tokens(len(ids), params)
+        return ids
+
+    def check_together(self, num_prompt_tokens: int, params: SamplingParams) -> None:
+        """What the prompts of one request, so many tokens in all, may ask for together."""
+        if params.prompt_logprobs is None:
+            return
+        wanted = num_prompt_tokens * (params.prompt_logprobs + 1)
+        if wanted > MAX_PROMPT_LOGPROBS:
+            raise RequestError(
+                f"prompt_logprobs (or echo with logprobs) of {params.prompt_logprobs} for {num_prompt_tokens} prompt "
+                f"tokens are {wanted} values; one request may ask for {MAX_PROMPT_LOGPROBS}",
+                "prompt_logprobs",
+            )
+
     def process(
         self,
         request_id: str,
@@ -107,6 +128,7 @@ class InputProcessor:
         max_tokens = self._max_tokens(len(prompt_token_ids), params)
         stops = [*params.stop_token_ids, *(() if params.ignore_eos else self.limits.eos_token_ids)]
         bad_words = self._bad_words(params.bad_words)
+        _check_something_is_left(params, stops, bad_words)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         # Strings mean nothing to the core, and only the first of n needs to score the prompt.
         first = msgspec.structs.replace(params, n=1, stop=[], bad_words=[])
@@ -135,14 +157,20 @@ class InputProcessor:
             raise RequestError("prompt must not be empty: it needs at least one token", "prompt")
         if len(ids) >= self.limits.max_model_len:  # before the ids are looked at: there may be millions
             raise self._too_long(str(len(ids)))
-        if not all(type(token_id) is int for token_id in ids):
+        if {*map(type, ids)} != {int}:
             raise wrong_type
         self._check_ids("prompt", [min(ids), max(ids)])
 
     def _check_params(self, params: SamplingParams) -> None:
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", list(params.logit_bias or ()))
-        self._check_ids("allowed_token_ids", params.allowed_token_ids or [])
+        allowed = params.allowed_token_ids or []
+        if len(allowed) > self.limits.vocab_size:
+            raise RequestError(
+                f"allowed_token_ids has {len(allowed)} ids, and the model's vocabulary {self.limits.vocab_size}",
+                "allowed_token_ids",
+            )
+        self._check_ids("allowed_token_ids", [min(allowed), max(allowed)] if allowed else [])
         if self._tokenizer is None:
             for name in ("stop", "bad_words"):
                 if getattr(params, name):
@@ -206,6 +234,19 @@ class InputProcessor:
             f"least one must be left for the completion. However, your prompt has {count} tokens. Please reduce its "
             "length.",
             "prompt",
+        )
+
+
+def _check_something_is_left(params: SamplingParams, stops: list[int], bad_words: list[list[int]]) -> None:
+    """Of allowed_token_ids, for a first token."""
+    if params.allowed_token_ids is None:
+        return
+    forbidden = {ids[0] for ids in bad_words if len(ids) == 1} | (set(stops) if params.min_tokens else set())
+    if forbidden.issuperset(params.allowed_token_ids):
+        raise RequestError(
+            f"allowed_token_ids leaves nothing to sample: bad_words, or min_tokens ({params.min_tokens}) and what "
+            "would stop before, forbid them all",
+            "allowed_token_ids",
         )
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import msgspec
+from msgspec import structs
 
 from headrace.config import EngineConfig
 from headrace.planner.record import Decision
 from headrace.request import EngineCoreOutputs, EngineCoreRequest
+from headrace.sampling_params import SamplingParams
 from headrace.step import WorkerFacts
+
+_NO_PARAMS = SamplingParams()
 
 
 class CoreConfig(msgspec.Struct, frozen=True):
@@ -34,11 +38,26 @@ class CoreFacts(msgspec.Struct, frozen=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """The choices of one request. Their prompt travels, and lies in the core's memory, once."""
+    """The choices of one request. Their prompt and parameters travel, and lie in the core's memory, once."""
 
     prompt_token_ids: list[int]
+    params: SamplingParams
+    """the first choice's; the others differ in that they do not score the prompt"""
     requests: list[EngineCoreRequest]
-    """without prompt"""
+    """without these two"""
+
+    @classmethod
+    def of(cls, requests: list[EngineCoreRequest]) -> Add:
+        first = requests[0]
+        bare = [structs.replace(request, prompt_token_ids=[], params=_NO_PARAMS) for request in requests]
+        return cls(first.prompt_token_ids, first.params, bare)
+
+    def whole(self) -> list[EngineCoreRequest]:
+        others = structs.replace(self.params, prompt_logprobs=None) if len(self.requests) > 1 else self.params
+        return [
+            structs.replace(request, prompt_token_ids=self.prompt_token_ids, params=others if index else self.params)
+            for index, request in enumerate(self.requests)
+        ]
 
 
 class Abort(msgspec.Struct, frozen=True):

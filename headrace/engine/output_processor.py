@@ -7,8 +7,9 @@ the core is told how many tokens count. Knows nothing of sockets or event loops.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, overload
 
 from headrace.engine.detokenizer import Detokenizer
 from headrace.engine.messages import Abort
@@ -36,6 +37,29 @@ class Sink(Protocol):
     def put(self, output: RequestOutput) -> None: ...
 
     def fail(self, error: HeadraceError) -> None: ...
+
+
+class PromptLogprobs(Sequence[dict[int, Logprob] | None]):
+    """Of each prompt token, made when it is looked at: as dictionaries, those of a long prompt would take five times
+    the memory for as long as others of its request compute."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self.entries: list[Logprobs] = []
+        """of the second token and those behind it"""
+        self._tokenizer = tokenizer
+
+    def __len__(self) -> int:
+        return 1 + len(self.entries)
+
+    @overload
+    def __getitem__(self, place: int) -> dict[int, Logprob] | None: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[dict[int, Logprob] | None]: ...
+    def __getitem__(self, place: int | slice) -> dict[int, Logprob] | list[dict[int, Logprob] | None] | None:
+        if isinstance(place, slice):
+            return [self[index] for index in range(*place.indices(len(self)))]
+        index = range(len(self))[place]
+        return _logprobs(self.entries[index - 1], self._tokenizer) if index else None
 
 
 @dataclass
@@ -90,7 +114,7 @@ class _Parent:
     sink: Sink
     arrival_time: float
     choices: list[_Choice] = field(default_factory=list)
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     num_cached_tokens: int = 0
     num_open: int = 0
     """choices that have not ended"""
@@ -126,7 +150,7 @@ class OutputProcessor:
         first = requests[0]
         parent = _Parent(request_id, prompt, first.prompt_token_ids, params, kind, sink, first.arrival_time)
         if params.prompt_logprobs is not None:
-            parent.prompt_logprobs = [None]
+            parent.prompt_logprobs = PromptLogprobs(self._tokenizer)
         with_text = self._tokenizer is not None and params.detokenize
         for index, request in enumerate(requests):
             choice = _Choice(
@@ -148,7 +172,8 @@ class OutputProcessor:
     def process(self, outputs: EngineCoreOutputs) -> list[Abort]:
         """Hand out what a step brought; returns what the core must stop computing."""
         aborts: list[Abort] = []
-        changed: dict[str, tuple[_Parent, list[_Choice]]] = {}
+        changed: dict[str, tuple[_Parent, dict[int, _Choice]]] = {}
+        """by request; each choice once, however many steps these outputs are of"""
         iteration = self._metrics.begin_iteration(outputs)
         for output in outputs.outputs:
             entry = self._by_core_id.get(output.request_id)
@@ -156,9 +181,9 @@ class OutputProcessor:
                 continue
             parent, choice = entry
             if output.finish_reason is FinishReason.ERROR:
-                aborts.extend(Abort(core_id) for core_id in self._forget(parent) if core_id != output.request_id)
                 changed.pop(parent.request_id, None)
-                self._metrics.request_finished(FinishReason.ERROR, choice.times, 0, 0, parent.params)
+                self._count_ended(parent, FinishReason.ERROR)
+                aborts.extend(Abort(core_id) for core_id in self._forget(parent) if core_id != output.request_id)
                 parent.sink.fail(HeadraceError(output.error or "the request failed in the engine"))
                 continue
             num_before = choice.num_tokens
@@ -172,10 +197,10 @@ class OutputProcessor:
                 self._metrics.request_finished(
                     choice.finish_reason, choice.times, num_prompt, choice.num_tokens, parent.params
                 )
-            changed.setdefault(parent.request_id, (parent, []))[1].append(choice)
+            changed.setdefault(parent.request_id, (parent, {}))[1][choice.index] = choice
         iteration.end()
         for parent, choices in changed.values():
-            self._emit(parent, choices)
+            self._emit(parent, [*choices.values()])
         return aborts
 
     def abort(self, request_id: str, sink: Sink | None = None) -> list[Abort]:
@@ -186,11 +211,7 @@ class OutputProcessor:
         parent = self._parents.get(request_id)
         if parent is None or (sink is not None and parent.sink is not sink):
             return []
-        for choice in parent.choices:
-            if choice.finish_reason is None:
-                self._metrics.request_finished(
-                    FinishReason.ABORT, choice.times, len(parent.prompt_token_ids), choice.num_tokens, parent.params
-                )
+        self._count_ended(parent, FinishReason.ABORT)
         return [Abort(core_id) for core_id in self._forget(parent)]
 
     def finish_aborted(self, request_id: str) -> list[Abort]:
@@ -209,8 +230,17 @@ class OutputProcessor:
     def fail_all(self, error: HeadraceError) -> None:
         """The core is gone: every open request gets the error."""
         for parent in list(self._parents.values()):
+            self._count_ended(parent, FinishReason.ERROR)
             self._forget(parent)
             parent.sink.fail(error)
+
+    def _count_ended(self, parent: _Parent, reason: FinishReason) -> None:
+        """For /metrics: each choice that has not ended by itself ends like this."""
+        for choice in parent.choices:
+            if choice.finish_reason is None:
+                self._metrics.request_finished(
+                    reason, choice.times, len(parent.prompt_token_ids), choice.num_tokens, parent.params
+                )
 
     def _forget(self, parent: _Parent) -> list[str]:
         """Returns the ids that the core may still be working on."""
@@ -235,10 +265,10 @@ class OutputProcessor:
         choice.num_tokens += len(token_ids)
         if choice.logprobs is not None:
             for entry in output.new_logprobs[: len(token_ids)]:
-                choice.logprobs.append(self._logprobs(entry))
+                choice.logprobs.append(_logprobs(entry, self._tokenizer))
                 choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + entry.logprobs[0]
         if parent.prompt_logprobs is not None:
-            parent.prompt_logprobs.extend(self._logprobs(entry) for entry in output.new_prompt_logprobs)
+            parent.prompt_logprobs.entries.extend(output.new_prompt_logprobs)
         if output.num_cached_tokens and choice.index == 0:
             parent.num_cached_tokens = output.num_cached_tokens
         if stop is not None:
@@ -246,15 +276,6 @@ class OutputProcessor:
         elif output.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_token_id
         return stop is not None
-
-    def _logprobs(self, entry: Logprobs) -> dict[int, Logprob]:
-        """The token itself first, with its rank; then the best ones, ranked 1, 2, ..."""
-        found: dict[int, Logprob] = {}
-        for position, (token_id, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
-            if token_id not in found:
-                text = None if self._tokenizer is None else self._tokenizer.token_text(token_id)
-                found[token_id] = Logprob(logprob, position or entry.rank, text)
-        return found
 
     def _emit(self, parent: _Parent, choices: list[_Choice]) -> None:
         finished = parent.finished
@@ -283,6 +304,16 @@ class OutputProcessor:
             num_cached_tokens=parent.num_cached_tokens,
             metrics=_times(parent) if finished else {},
         )
+
+
+def _logprobs(entry: Logprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    """The token itself first, with its rank; then the best ones, ranked 1, 2, ..."""
+    found: dict[int, Logprob] = {}
+    for position, (token_id, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
+        if token_id not in found:
+            text = None if tokenizer is None else tokenizer.token_text(token_id)
+            found[token_id] = Logprob(logprob, position or entry.rank, text)
+    return found
 
 
 def _times(parent: _Parent) -> dict[str, float]:

@@ -320,6 +320,7 @@ class Scheduler:
 
     def _take_row(self, request: Request) -> NewRow:
         request.row = self._free_rows.pop()
+        request.own_tokens()
         core = request.core_request
         return NewRow(
             request.row,

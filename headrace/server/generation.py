@@ -88,7 +88,8 @@ class GenerationResponse(Response):
 
     async def _whole(self, send: Send) -> None:
         try:
-            status, body = 200, self.answer.whole(await self._collect())
+            outputs, write = await self._collect(), self.answer.whole
+            status, body = 200, await asyncio.to_thread(write, outputs) if self._scores else write(outputs)
         except asyncio.CancelledError:
             if not self.serving.stopping:
                 raise
@@ -100,9 +101,10 @@ class GenerationResponse(Response):
     async def _stream(self, send: Send) -> None:
         started = False
         try:
-            async with aclosing(self._run("delta")) as increments:
+            async with aclosing(await self._run("delta")) as increments:
                 async for batch in increments:
-                    events = b"".join([self.answer.events(index, output) for index, output in batch])
+                    scored = any(output.prompt_logprobs is not None for _, output in batch)
+                    events = await asyncio.to_thread(self._events, batch) if scored else self._events(batch)
                     if not events:
                         continue
                     if not started:
@@ -127,6 +129,15 @@ class GenerationResponse(Response):
         else:
             await self._send_json(send, status, last)
 
+    @property
+    def _scores(self) -> bool:
+        """There may be a million logprobs: a thread writes them, so that others' tokens go on."""
+        params = self.generation.params
+        return params.logprobs is not None or params.prompt_logprobs is not None
+
+    def _events(self, batch: list[tuple[int, RequestOutput]]) -> bytes:
+        return b"".join([self.answer.events(index, output) for index, output in batch])
+
     async def _send_json(self, send: Send, status: int, body: bytes) -> None:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers + self.extra_headers})
@@ -136,7 +147,7 @@ class GenerationResponse(Response):
         """One output a prompt, with all of its choices."""
         latest: dict[int, RequestOutput] = {}
         choices: dict[int, dict[int, CompletionOutput]] = {}
-        async with aclosing(self._run("final")) as increments:
+        async with aclosing(await self._run("final")) as increments:
             async for batch in increments:
                 for index, output in batch:
                     before = latest.get(index)
@@ -149,21 +160,26 @@ class GenerationResponse(Response):
             for index in range(len(self.generation.prompts))
         ]
 
-    def _run(self, output_kind: Literal["delta", "final"]) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+    async def _run(
+        self, output_kind: Literal["delta", "final"]
+    ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+        """Raises RequestError before anything runs where one of the prompts cannot."""
         generation = self.generation
-        several = len(generation.prompts) > 1
+        prompts = await self.serving.engine.prepare(
+            generation.prompts, generation.params, generation.add_special_tokens
+        )
+        several = len(prompts) > 1
         return _merge(
             [
                 self.serving.engine.generate(
                     prompt,
                     generation.params,
                     f"{generation.response_id}-{index}" if several else generation.response_id,
-                    add_special_tokens=generation.add_special_tokens,
                     priority=generation.priority,
                     cache_salt=generation.cache_salt,
                     output_kind=output_kind,
                 )
-                for index, prompt in enumerate(generation.prompts)
+                for index, prompt in enumerate(prompts)
             ]
         )
 

@@ -62,6 +62,9 @@ class FakeEngine:
         self.fail_at: int | None = None
         self.error: Exception = EngineDeadError("the engine core died")
         self.dead = False
+        self.special = True
+        """what prompts were last prepared with"""
+        self.prompts: dict[tuple[int, ...], str | list[int]] = {}
         self.requests: list[dict[str, Any]] = []
         self.active: set[str] = set()
         self.aborted: list[str] = []
@@ -74,6 +77,17 @@ class FakeEngine:
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self.inputs.tokenize(text, add_special_tokens)
+
+    async def prepare(
+        self, prompts: list[str | list[int]], params: SamplingParams, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        if self.dead:
+            raise self.error
+        self.special = add_special_tokens
+        ids = [self.inputs.prepare(prompt, params, add_special_tokens) for prompt in prompts]
+        self.prompts |= {tuple(found): prompt for found, prompt in zip(ids, prompts, strict=True)}
+        self.inputs.check_together(sum(map(len, ids)), params)
+        return ids
 
     async def generate(
         self,
@@ -91,8 +105,8 @@ class FakeEngine:
         ids = await self.tokenize(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
         max_tokens = self.inputs.process(request_id, ids, params, arrival_time=0.0, priority=priority,
                                          cache_salt=cache_salt)[0].max_tokens  # fmt: skip
-        self.requests.append({"id": request_id, "prompt": prompt, "ids": ids, "params": params, "salt": cache_salt,
-                              "priority": priority, "special": add_special_tokens})  # fmt: skip
+        self.requests.append({"id": request_id, "prompt": self.prompts[tuple(ids)], "ids": ids, "params": params, "salt": cache_salt,
+                              "priority": priority, "special": self.special})  # fmt: skip
         self.active.add(request_id)
         finished = False
         try:
