@@ -7,6 +7,8 @@ This file knows nothing of HTTP libraries or of the command line.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class HeadraceError(Exception):
     """Any error that headrace raises on purpose."""
@@ -59,6 +61,20 @@ def rebuild(error_class: str, message: str, otherwise: HeadraceError) -> Headrac
     if isinstance(known, type) and issubclass(known, UserError):
         return known(message)
     return otherwise
+
+
+class SomeRequestsError(HeadraceError):
+    """Of several requests made together some failed. What the others brought is in `outputs`, in the order of the
+    prompts, with the error in place of each that failed."""
+
+    def __init__(self, outputs: list[Any]) -> None:
+        failed = [(index, entry) for index, entry in enumerate(outputs) if isinstance(entry, HeadraceError)]
+        index, first = failed[0]
+        super().__init__(
+            f"{len(failed)} of {len(outputs)} requests failed, the first of them number {index}: {first} "
+            "(this error's `outputs` holds what the others brought)"
+        )
+        self.outputs = outputs
 
 
 class RequestError(HeadraceError):

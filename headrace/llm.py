@@ -17,7 +17,7 @@ from headrace.engine.async_engine import load_tokenizer, make_metrics, model_fol
 from headrace.engine.core_client import InprocClient
 from headrace.engine.input_processor import InputProcessor, ModelLimits, sampling_defaults
 from headrace.engine.output_processor import OutputProcessor
-from headrace.errors import ConfigError, HeadraceError, RequestError
+from headrace.errors import ConfigError, HeadraceError, RequestError, SomeRequestsError
 from headrace.model_config import ModelConfig
 from headrace.request import RequestOutput, SchedulerStats
 from headrace.sampling_params import SamplingParams
@@ -162,6 +162,8 @@ class LLM:
             if not finished:  # an invalid prompt, Ctrl-C, a failed step: leave nothing running
                 for name in names:
                     self._client.abort(self._outputs.abort(name))
+        if len(collected) > 1 and any(collector.error for collector in collected):
+            raise SomeRequestsError([collector.error or collector.result() for collector in collected])
         return [collector.result() for collector in collected]
 
     def _tokenize(self, prompts: list[Prompt], add_special_tokens: bool) -> tuple[list[str | None], list[list[int]]]:
@@ -213,17 +215,19 @@ class _Collector:
 
     def __init__(self) -> None:
         self._output: RequestOutput | None = None
-        self._error: HeadraceError | None = None
+        self.error: HeadraceError | None = None
 
     def put(self, output: RequestOutput) -> None:
         self._output = output
 
     def fail(self, error: HeadraceError) -> None:
-        self._error = error
+        self.error = error
 
     def result(self) -> RequestOutput:
         if self._output is None:
-            raise self._error or HeadraceError("the request brought no output")
+            raise self.error or HeadraceError("the request brought no output")
+        if self._output.prompt_logprobs is not None:
+            self._output.prompt_logprobs = [*self._output.prompt_logprobs]
         return self._output
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headrace import LLM, SamplingParams
-from headrace.errors import ConfigError, HeadraceError, RequestError
+from headrace.errors import ConfigError, HeadraceError, RequestError, SomeRequestsError
 from tests.engine.fakes import FAIL_TOKEN, model_folder
 
 ECHO = "tests.engine.fakes:make_echo"
@@ -98,6 +98,17 @@ def test_an_invalid_prompt_stops_all_before_any_runs(llm: LLM) -> None:
 def test_as_many_parameters_as_prompts(llm: LLM) -> None:
     with pytest.raises(RequestError, match="2 prompts, got 1"):
         llm.generate(["a", "b"], [SamplingParams()])
+
+
+def test_what_others_brought_outlives_a_failed_step(llm: LLM) -> None:
+    prompts = [[5, 6], [FAIL_TOKEN], [7, 8]]
+    params = SamplingParams(max_tokens=2, detokenize=False)
+    with pytest.raises(SomeRequestsError, match=r"of 3 requests failed, .* number .*: .*scripted failure") as caught:
+        llm.generate(prompts, params, use_tqdm=False)
+    whole = [entry for entry in caught.value.outputs if not isinstance(entry, HeadraceError)]
+    assert isinstance(caught.value.outputs[1], HeadraceError)
+    assert all(len(output.outputs[0].token_ids) == 2 for output in whole)
+    assert len(llm.generate(prompts[:1], params, use_tqdm=False)) == 1
 
 
 def test_a_failed_step_is_raised_and_the_engine_lives_on(llm: LLM) -> None:

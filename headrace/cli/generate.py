@@ -16,7 +16,7 @@ import msgspec
 
 from headrace.cli.arguments import FlagParser, build_config, flag_of
 from headrace.config import EngineConfig, check_knobs, knob
-from headrace.errors import ConfigError, RequestError
+from headrace.errors import ConfigError, HeadraceError, RequestError, SomeRequestsError
 from headrace.hub import DEMO_MODEL
 from headrace.request import CompletionOutput, RequestOutput
 from headrace.sampling_params import SamplingParams
@@ -105,12 +105,17 @@ def main(argv: list[str]) -> int:
     from headrace.llm import LLM
 
     llm = LLM(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+    failed: SomeRequestsError | None = None
     try:
         outputs = llm.generate(prompts, params, use_tqdm=len(prompts) > 1 and sys.stderr.isatty())
+    except SomeRequestsError as error:
+        failed, outputs = error, [entry for entry in error.outputs if not isinstance(entry, HeadraceError)]
     finally:
         llm.shutdown()
     for line in json_lines(outputs) if options.json else text_lines(outputs, sys.stdout.isatty()):
         print(line)
+    if failed is not None:
+        raise failed
     return 0
 
 

@@ -72,10 +72,10 @@ class UnderRootPath:
 
 def _add_generating_routes(app: FastAPI, serving: Serving) -> None:
     async def completions(request: Request) -> Response:
-        return await answer_completion(serving, request)
+        return await serving.until_stopped(answer_completion(serving, request))
 
     async def chat_completions(request: Request) -> Response:
-        return await answer_chat(serving, request)
+        return await serving.until_stopped(answer_chat(serving, request))
 
     errors = (400, 401, 404, 413, 415, 503)
     app.add_api_route(
@@ -101,10 +101,10 @@ def _add_plain_routes(app: FastAPI, serving: Serving) -> None:
         return info.show_plan(serving)
 
     async def tokenize(request: Request) -> Response:
-        return await info.tokenize(serving, request)
+        return await serving.until_stopped(info.tokenize(serving, request))
 
     async def detokenize(request: Request) -> Response:
-        return await info.detokenize(serving, request)
+        return await serving.until_stopped(info.detokenize(serving, request))
 
     async def health() -> Response:
         return info.health(serving)

@@ -17,6 +17,9 @@ from headrace.errors import PayloadTooLargeError, RequestError, UnsupportedMedia
 T = TypeVar("T")
 MAX_DEPTH = 32
 """Deepest nesting of free-form values (tools, chat_template_kwargs)."""
+MAX_QUOTED_FROM = 2**16
+"""Bytes of a body that is decoded a second time, to quote from it what is wrong with it."""
+_HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")
 _WHERE = re.compile(r"^(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>[^`]*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]*)`$")
 _STEP = re.compile(r"\.(?P<name>[^.\[\]]+)|\[(?P<index>\d+)\]|\[\.\.\.\]")
@@ -59,7 +62,10 @@ def decode(body: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[T], prefix: 
     except RecursionError:
         raise RequestError("the JSON is nested too deeply", prefix or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}", prefix or None) from None
+        halves = (
+            r" (\ud800 to \udfff are halves of characters and come in pairs)" if _HALF_CHARACTER.search(body) else ""
+        )
+        raise RequestError(f"the body is not valid JSON: {error}{halves}", prefix or None) from None
 
 
 def _explain(message: str, body: bytes | msgspec.Raw, prefix: str) -> RequestError:
@@ -81,6 +87,8 @@ def _join(prefix: str, path: str) -> str:
 
 def _value_at(body: bytes | msgspec.Raw, path: str) -> str:
     """` (abc)` for what stands at `path` (msgspec's notation), or nothing where that cannot be told."""
+    if len(memoryview(body)) > MAX_QUOTED_FROM:
+        return ""
     try:
         value = msgspec.json.decode(body)
         for step in _STEP.finditer(path):

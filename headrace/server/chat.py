@@ -40,14 +40,15 @@ _DECODER = msgspec.json.Decoder(ChatCompletionRequest)
 
 
 async def answer_chat(serving: Serving, http: Request) -> GenerationResponse:
-    request = decode(await read_body(http, serving.config.max_request_bytes), _DECODER)
-    generation = await _plan(serving, request)
+    body = await read_body(http, serving.config.max_request_bytes)
+    request = decode(body, _DECODER)
+    generation = await _plan(serving, request, len(body))
     headers = request_id_headers(http, serving.config, request.request_id, generation.response_id)
     answer = ChatAnswer(serving, request, generation)
     return GenerationResponse(serving, generation, answer, bool(request.stream), headers)
 
 
-async def _plan(serving: Serving, request: ChatCompletionRequest) -> Generation:
+async def _plan(serving: Serving, request: ChatCompletionRequest, size: int) -> Generation:
     model = serving.resolve_model(request.model)
     check_common(request)
     check_max_tokens("max_tokens", request.max_tokens)
@@ -66,7 +67,7 @@ async def _plan(serving: Serving, request: ChatCompletionRequest) -> Generation:
         detokenize=True,
     )
     check_copies(params, params.n)
-    text = await render_prompt(serving, request, _tools_wanted(request))
+    text = await render_prompt(serving, request, _tools_wanted(request), size)
     return Generation(
         response_id=new_id("chatcmpl"),
         model=model,

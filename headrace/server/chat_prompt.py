@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import functools
+import secrets
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -13,8 +14,8 @@ from headrace.server.body import check_depth
 from headrace.server.protocol import ChatCompletionRequest, ChatMessage, ContentPart, TokenizeRequest, Tool
 from headrace.server.serving import Serving
 
-INLINE_CHARS = 4096
-"""Longer conversations, and those with tools, are rendered in a thread: they must not hold up others' tokens."""
+INLINE_BYTES = 8192
+"""Longer bodies, and conversations with tools, are rendered in a thread: they must not hold up others' tokens."""
 MAX_TOOLS = 1024
 MAX_TEMPLATE_KWARGS = 32
 RESERVED_KWARGS = frozenset(("self", "messages", "tools", "add_generation_prompt", "chat_template"))
@@ -22,8 +23,10 @@ RESERVED_KWARGS = frozenset(("self", "messages", "tools", "add_generation_prompt
 _ARGUMENTS = msgspec.json.Decoder(dict[str, Any])
 
 
-async def render_prompt(serving: Serving, request: ChatCompletionRequest | TokenizeRequest, tools_wanted: bool) -> str:
-    """Raises RequestError."""
+async def render_prompt(
+    serving: Serving, request: ChatCompletionRequest | TokenizeRequest, tools_wanted: bool, size: int
+) -> str:
+    """`size`: bytes of the request's body. Raises RequestError."""
     tokenizer = serving.engine.tokenizer
     if tokenizer is None:
         raise RequestError("this server runs without tokenizer and takes token ids only", "messages")
@@ -36,16 +39,21 @@ async def render_prompt(serving: Serving, request: ChatCompletionRequest | Token
     add_generation_prompt = request.add_generation_prompt is not False
     if continue_final and add_generation_prompt:
         raise RequestError("continue_final_message needs add_generation_prompt to be false", "continue_final_message")
-    messages = [_template_message(index, message) for index, message in enumerate(request.messages or [])]
-    if not messages:
+    if not request.messages:
         raise RequestError("messages must not be empty", "messages")
-    tools = _template_tools(request.tools) if tools_wanted else None
-    render = functools.partial(
-        tokenizer.render_chat, messages, tools, add_generation_prompt=add_generation_prompt, **kwargs
-    )
-    short = not tools and not kwargs and sum(len(message["content"]) for message in messages) <= INLINE_CHARS
-    text = render() if short else await asyncio.to_thread(render)
-    return _cut_after(text, messages[-1]["content"]) if continue_final else text
+    given = request.messages
+
+    def render() -> str:
+        messages = [_template_message(index, message) for index, message in enumerate(given)]
+        tools = _template_tools(request.tools) if tools_wanted else None
+
+        def template(messages: list[dict[str, Any]]) -> str:
+            return tokenizer.render_chat(messages, tools, add_generation_prompt=add_generation_prompt, **kwargs)
+
+        return _up_to_the_last_text(template, messages) if continue_final else template(messages)
+
+    short = not request.tools and not kwargs and size <= INLINE_BYTES
+    return render() if short else await asyncio.to_thread(render)
 
 
 def _template_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
@@ -122,14 +130,16 @@ def _arguments(where: str, given: str | dict[str, Any] | None) -> dict[str, Any]
     return given or {}
 
 
-def _cut_after(text: str, final: str) -> str:
-    """The rendered prompt up to the end of the last message, which the model goes on with."""
-    stripped = final.strip()
-    start = text.rfind(stripped) if stripped else -1
-    if start < 0:
+def _up_to_the_last_text(template: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]]) -> str:
+    """The rendered prompt up to the end of the last message's text, which the model goes on with. A mark says where
+    that is: the text itself may stand again in what the template writes behind it (`<` in `<|im_end|>`)."""
+    content: str = messages[-1]["content"]
+    text = content.rstrip()
+    space, mark = content[len(text) :], secrets.token_hex(16)
+    rendered = template([*messages[:-1], messages[-1] | {"content": text + mark + space}])
+    before, found, after = rendered.rpartition(mark)
+    if not text or not found:
         raise RequestError(
             "continue_final_message: the template does not show the last message's text", "continue_final_message"
         )
-    if text.startswith(final, start - (len(final) - len(final.lstrip()))):
-        return text[: start + len(final.lstrip())]
-    return text[: start + len(stripped)]
+    return before + space if after.startswith(space) else before

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from headrace.errors import RequestError
+from headrace.server.replies import error_body
+
 MAX_HEAD_BYTES = 64 * 1024
 """Request line and headers together, and whatever else the parser swallows between two parts of a message."""
 MAX_HEADERS = 128
@@ -28,6 +31,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         # One endless header value (or chunk extension) never comes to a callback.
         if self._silent_bytes > MAX_HEAD_BYTES + len(data) and not self.transport.is_closing():
             self.send_400_response(f"Request header larger than {MAX_HEAD_BYTES} bytes.")
+
+    def send_400_response(self, msg: str) -> None:
+        """As an error object, like every other answer; the connection closes."""
+        _, body = error_body(RequestError(msg))
+        head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
+        self.transport.close()
 
     def on_message_begin(self) -> None:
         self._head_bytes = 0

@@ -73,13 +73,14 @@ def show_plan(serving: Serving) -> Response:
 
 
 async def tokenize(serving: Serving, http: Request) -> Response:
-    request = decode(await read_body(http, serving.config.max_request_bytes), _TOKENIZE)
+    body = await read_body(http, serving.config.max_request_bytes)
+    request = decode(body, _TOKENIZE)
     serving.resolve_model(request.model)
     tokenizer = _tokenizer(serving)
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("give either prompt or messages", "prompt")
     if request.prompt is None:
-        text, special = await render_prompt(serving, request, True), request.add_special_tokens is True
+        text, special = await render_prompt(serving, request, True, len(body)), request.add_special_tokens is True
     else:
         text, special = request.prompt, request.add_special_tokens is not False
     ids = await serving.engine.tokenize(text, special)  # bounded work: no text far beyond the context
@@ -91,7 +92,11 @@ async def detokenize(serving: Serving, http: Request) -> Response:
     request = decode(await read_body(http, serving.config.max_request_bytes), _DETOKENIZE)
     serving.resolve_model(request.model)
     tokenizer = _tokenizer(serving)
-    limit = serving.engine.vocab_size
+    limit, longest = serving.engine.vocab_size, serving.engine.max_model_len
+    if len(request.tokens) > longest:  # the library decodes without letting go of Python's lock
+        raise RequestError(
+            f"tokens may hold at most {longest} ids (max_model_len), got {len(request.tokens)}", "tokens"
+        )
     for token_id in (min(request.tokens, default=0), max(request.tokens, default=0)):
         if not 0 <= token_id < limit:
             raise RequestError(f"tokens must hold ids from 0 to {limit - 1}, got {token_id}", "tokens")

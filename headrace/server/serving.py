@@ -8,17 +8,18 @@ import time
 import uuid
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive
 
 from headrace.config import ServerConfig
-from headrace.errors import ModelNotServedError
+from headrace.errors import ModelNotServedError, ServerStoppingError
 
 if TYPE_CHECKING:
     from headrace.engine.async_engine import AsyncEngine
 
+T = TypeVar("T")
 _PLAIN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 
 
@@ -30,7 +31,7 @@ class Serving:
     """The first is the one that answers carry."""
     created: int = field(default_factory=lambda: int(time.time()))
     stopping: bool = False
-    _running: set[asyncio.Task[None]] = field(default_factory=set)
+    _running: set[asyncio.Task[Any]] = field(default_factory=set)
 
     def resolve_model(self, name: str | None) -> str:
         """The name to answer with; no name means the one served."""
@@ -46,6 +47,22 @@ class Serving:
         self.stopping = True
         for task in self._running:
             task.cancel()
+
+    async def until_stopped(self, work: Coroutine[None, None, T]) -> T:
+        """What comes before an answer: reading a body, rendering a template. Raises ServerStoppingError when that has
+        to end."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if not self.stopping:
+                raise
+            task.uncancel()
+            raise ServerStoppingError from None
+        finally:
+            self._running.discard(task)
 
     async def until_disconnect(self, receive: Receive, work: Coroutine[None, None, None]) -> None:
         """Run `work`; a client that leaves cancels it at once. The body must have been read."""

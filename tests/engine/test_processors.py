@@ -6,12 +6,12 @@ import pytest
 
 from headrace.config import EngineConfig
 from headrace.engine.async_engine import merge_outputs
-from headrace.engine.input_processor import InputProcessor, ModelLimits
+from headrace.engine.input_processor import MAX_PROMPT_LOGPROBS, InputProcessor, ModelLimits
 from headrace.engine.messages import Abort
 from headrace.engine.metrics import EngineMetrics
 from headrace.engine.output_processor import OutputKind, OutputProcessor
 from headrace.engine.tokenizer import Tokenizer
-from headrace.errors import HeadraceError, RequestError
+from headrace.errors import EngineDeadError, HeadraceError, RequestError
 from headrace.model_config import ModelConfig
 from headrace.request import (
     EngineCoreOutput,
@@ -85,6 +85,10 @@ class TestInput:
             ([5], {"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids", "512"),
             ([5], {"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias", "512"),
             ([5], {"allowed_token_ids": [5, 600]}, "allowed_token_ids", "600"),
+            ([5], {"allowed_token_ids": [5] * 513}, "allowed_token_ids", "513 ids, and the model's vocabulary 512"),
+            ([5], {"allowed_token_ids": [EOS], "min_tokens": 1}, "allowed_token_ids", "leaves nothing to sample"),
+            ([5], {"allowed_token_ids": [9], "min_tokens": 1, "stop_token_ids": [9]}, "allowed_token_ids", "nothing"),
+            ([5], {"allowed_token_ids": TOKENIZER.encode("n"), "bad_words": ["n"]}, "allowed_token_ids", "bad_words"),
         ],
     )
     def test_refusals_name_field_value_and_limit(
@@ -93,6 +97,20 @@ class TestInput:
         with pytest.raises(RequestError, match=message) as caught:
             process(prompt, **params)
         assert caught.value.param == param
+
+    def test_stops_may_be_all_that_is_allowed(self) -> None:
+        assert process([5], allowed_token_ids=[EOS])[0].params.allowed_token_ids == [EOS]
+
+    def test_prompts_of_one_request_are_checked_before_they_run(self) -> None:
+        processor, params = inputs(), SamplingParams(max_tokens=4, prompt_logprobs=20)
+        assert processor.prepare("ab", params) == TOKENIZER.encode("ab")
+        for prompt, message in (([5] * 61, "you requested 65 tokens"), ([], "empty"), ([600], "600")):
+            with pytest.raises(RequestError, match=message):
+                processor.prepare(prompt, params)
+        processor.check_together(MAX_PROMPT_LOGPROBS // 21, params)
+        processor.check_together(MAX_PROMPT_LOGPROBS, SamplingParams())
+        with pytest.raises(RequestError, match=rf"1050000 values; one request may ask for {MAX_PROMPT_LOGPROBS}"):
+            processor.check_together(50_000, params)
 
     def test_priority_needs_its_policy(self) -> None:
         request = inputs(scheduling_policy="priority").process("r", [5], SamplingParams(), arrival_time=0, priority=-3)
@@ -176,6 +194,29 @@ class Front:
 
 
 class TestOutput:
+    def test_steps_in_one_message_end_a_choice_once(self) -> None:
+        front = Front(n=2)
+        tokens = TOKENIZER.encode("xyz")
+        front.step(
+            EngineCoreOutput(request_id="r-0", new_token_ids=tokens[:1]),
+            EngineCoreOutput(request_id="r-1", new_token_ids=tokens[:1]),
+            EngineCoreOutput(request_id="r-0", new_token_ids=tokens[1:2], finish_reason=FinishReason.LENGTH),
+            EngineCoreOutput(request_id="r-1", new_token_ids=tokens[1:2]),
+        )
+        (output,) = front.sink.outputs
+        found = [(choice.index, choice.text, choice.finish_reason) for choice in output.outputs]
+        assert found == [(0, "xy", "length"), (1, "xy", None)]
+
+    def test_every_choice_of_a_failed_request_is_counted(self) -> None:
+        front = Front(n=4)
+        front.text("x", index=1, finish_reason=FinishReason.LENGTH)
+        front.step(EngineCoreOutput(request_id="r-2", new_token_ids=[], finish_reason=FinishReason.ERROR, error="no"))
+        counts = {kind: front.value("vllm:request_success_total", finished_reason=kind) for kind in ("error", "length")}
+        assert counts == {"error": 3, "length": 1}
+        dead = Front(n=3)
+        dead.processor.fail_all(EngineDeadError("gone"))
+        assert dead.value("vllm:request_success_total", finished_reason="error") == 3
+
     def test_increments(self) -> None:
         front = Front()
         front.text("x")

@@ -105,8 +105,8 @@ class FakeEngine:
         ids = await self.tokenize(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
         max_tokens = self.inputs.process(request_id, ids, params, arrival_time=0.0, priority=priority,
                                          cache_salt=cache_salt)[0].max_tokens  # fmt: skip
-        self.requests.append({"id": request_id, "prompt": self.prompts[tuple(ids)], "ids": ids, "params": params, "salt": cache_salt,
-                              "priority": priority, "special": self.special})  # fmt: skip
+        self.requests.append({"id": request_id, "prompt": self.prompts[tuple(ids)], "ids": ids, "params": params,
+                              "salt": cache_salt, "priority": priority, "special": self.special})  # fmt: skip
         self.active.add(request_id)
         finished = False
         try:

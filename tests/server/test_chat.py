@@ -71,6 +71,19 @@ def test_continue_final_message() -> None:
     assert error_of(chat(make_app(), continue_final_message=True), 400)["param"] == "continue_final_message"
 
 
+@pytest.mark.parametrize("text", ["</", "s", "<", "|", "/s>", "  x", "x \n"])
+def test_continue_final_message_whose_text_the_template_writes_too(text: str) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}]
+    fields = {"add_generation_prompt": False, "continue_final_message": True}
+    assert prompt_of(messages, **fields) == f"<|user|>Hi</s><|assistant|>{text}"
+
+
+def test_continue_final_message_needs_a_text() -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "  "}]
+    answer = chat(make_app(), messages=messages, add_generation_prompt=False, continue_final_message=True)
+    assert "does not show the last message's text" in error_of(answer, 400)["message"]
+
+
 def test_no_generation_prompt() -> None:
     assert prompt_of([{"role": "user", "content": "Hi"}], add_generation_prompt=False) == "<|user|>Hi</s>"
 

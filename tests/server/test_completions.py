@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from headrace.request import Logprob
@@ -23,6 +25,20 @@ def test_answer_has_openai_shape() -> None:
         "total_tokens": 9,
         "prompt_tokens_details": {"cached_tokens": 0},
     }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_prompt_that_cannot_run_keeps_the_others_from_running(stream: bool) -> None:
+    engine = FakeEngine()
+    answer = complete(make_app(engine), prompt=["a", "b", "c" * 300], stream=stream)
+    assert "maximum context length" in error_of(answer, 400)["message"]
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize("fields", [{"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}])
+def test_logprobs_of_too_many_prompt_tokens(fields: dict[str, Any]) -> None:
+    answer = complete(make_app(), prompt=[[5] * 250] * 256, max_tokens=1, **fields)
+    assert "one request may ask for 1048576" in error_of(answer, 400)["message"]
 
 
 def test_default_is_sixteen_tokens() -> None:

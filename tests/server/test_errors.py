@@ -51,6 +51,7 @@ BAD_SAMPLING: list[tuple[str, Any, str]] = [
     ("prompt_logprobs", -1, "-1"),
     ("logit_bias", {"5": 101}, "[-100, 100]"),
     ("logit_bias", {"512": 1}, "512"),
+    ("logit_bias", {"-1": 1}, "a key of logit_bias must be a token id (an integer >= 0), got -1"),
     ("logit_bias", {"a": 1}, "key of logit_bias"),
     ("logit_bias", {str(i): 1 for i in range(1025)}, "1024"),
     ("allowed_token_ids", [], "must not be empty"),

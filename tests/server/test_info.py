@@ -60,6 +60,7 @@ BAD = [
     ("/detokenize", {"tokens": "a"}, "tokens"),
     ("/detokenize", {"tokens": [512]}, "tokens"),
     ("/detokenize", {"tokens": [-1]}, "tokens"),
+    ("/detokenize", {"tokens": [5] * 257}, "tokens"),
     ("/detokenize", {"tokens": [10**30]}, "tokens"),
 ]
 
