@@ -7,6 +7,7 @@ read here and nowhere else. This file knows nothing of argparse, torch or what a
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import types
 import typing
@@ -121,7 +122,7 @@ class EngineConfig:
         None, "Use this many KV cache blocks instead of what memory allows.", minimum=1, group="cache"
     )
     cpu_kv_cache_gib: float | None = knob(
-        None, "KV cache size on CPU, in GiB (VLLM_CPU_KVCACHE_SPACE).", minimum=0.0, group="cache"
+        None, "KV cache size on CPU, in GiB (VLLM_CPU_KVCACHE_SPACE).", minimum=0.001, maximum=1e6, group="cache"
     )
     kv_cache_dtype: str = knob(
         "auto",
@@ -182,7 +183,7 @@ class EngineConfig:
         "FULL_AND_PIECEWISE), cudagraph_capture_sizes, max_cudagraph_capture_size.",
     )
     device: str = knob("auto", "Where to run.", choices=("auto", "cuda", "cpu"))
-    cpu_threads: int | None = knob(None, "Torch threads of one rank on CPU.", minimum=1)
+    cpu_threads: int | None = knob(None, "Torch threads of one rank on CPU.", minimum=1, maximum=1024)
     disable_log_requests: bool = knob(True, "Do not log each request.", group="server")
     disable_log_stats: bool = knob(False, "Do not log throughput every ten seconds.", group="server")
 
@@ -243,7 +244,7 @@ def knob_problem(meta: Mapping[str, Any], kind: type, optional: bool, value: Any
     if value is None and optional:
         return None
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        value = float(value) if abs(value) < 1e300 else math.inf
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         return f"must be of type {kind.__name__}, got {value!r}"
     if meta["choices"] is not None and value not in meta["choices"]:

@@ -98,13 +98,15 @@ _ALL = (
 )  # fmt: skip
 
 CHIPS: dict[str, Chip] = {chip.name: chip for chip in _ALL}
+OTHER_PARTS = {"h100": ("pcie", "nvl"), "h200": ("nvl",), "a100": ("pcie", "40gb")}
+"""Words in a driver's name of a GPU that say that it is another part, slower or smaller, than the one above"""
 
 
 def find_chip(name: str, memory_bytes: int | None = None) -> Chip:
     """The chip of a name as people or drivers write it: `MI300X`, `amd-mi300x`, `NVIDIA H100 80GB HBM3`.
 
-    With `memory_bytes`, what a tool reports of it: a part or a variant of the GPU keeps that. Raises ConfigError with
-    the names.
+    With `memory_bytes`, what a tool reports of it: a part of the GPU keeps that; 0 where the tool did not say. Raises
+    ConfigError with the names.
     """
     words = re.findall(r"[a-z0-9]+", name.lower())
     found = next((CHIPS[word] for word in words if word in CHIPS), None)
@@ -112,7 +114,12 @@ def find_chip(name: str, memory_bytes: int | None = None) -> Chip:
         raise ConfigError(
             f"gpu {name!r} is unknown; choose from {', '.join(CHIPS)}, or auto for what is in this machine"
         )
-    if memory_bytes is None or abs(memory_bytes / found.memory_bytes - 1) <= SAME_MEMORY:
+    if other := next((word for word in OTHER_PARTS.get(found.name, ()) if word in words), None):
+        raise ConfigError(
+            f"gpu {name!r} ({other}) has other rates than the {found.title}, and they are not known here; "
+            f"--gpu {found.name} plans for that one"
+        )
+    if not memory_bytes or abs(memory_bytes / found.memory_bytes - 1) <= SAME_MEMORY:
         return found
     return replace(found, memory_bytes=memory_bytes, title=f"{found.title}, {memory_bytes / GIB:.0f} GiB of it")
 
@@ -129,11 +136,11 @@ def run_tool(command: list[str]) -> str:
 
 
 def read_gpus(run: Run = run_tool) -> list[tuple[str, int]]:
-    """(name, bytes of memory) of each GPU that nvidia-smi or rocm-smi sees; none of them: []."""
+    """(name, bytes of memory, 0 where that is not told) of each GPU that nvidia-smi or rocm-smi sees; none: []."""
     listed = run(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"])
-    found = re.findall(r"^(.+), *(\d+)\s*$", listed, re.MULTILINE)
+    found = re.findall(r"^(.+), *(\d+|\[.*\])\s*$", listed, re.MULTILINE)
     if found:
-        return [(name, int(mib) << 20) for name, mib in found]
+        return [(name, int(mib) << 20 if mib.isdigit() else 0) for name, mib in found]
     return _read_rocm(run(["rocm-smi", "--showproductname", "--showmeminfo", "vram", "--json"]))
 
 
@@ -144,10 +151,10 @@ def _read_rocm(listed: str) -> list[tuple[str, int]]:
         return []
     found = []
     for card in cards.values():
-        total = card.get("VRAM Total Memory (B)") if isinstance(card, dict) else None
-        if total is not None:
+        total = str(card.get("VRAM Total Memory (B)", "")) if isinstance(card, dict) else ""
+        if total:
             names = (str(card.get(key, "")) for key in ("Card Series", "Card series", "Card Model", "Card model"))
-            found.append((" ".join(names), int(total)))
+            found.append((" ".join(names), int(total) if total.isdigit() else 0))
     return found
 
 

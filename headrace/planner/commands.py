@@ -56,7 +56,7 @@ class Settings:
     given: dict[str, Any] = field(default_factory=dict)
     """settings that the user pinned, by name"""
     needs_checkpoint: str = ""
-    """a format that the model's own checkpoint is not in; `model` stands for one that is"""
+    """the checkpoint for which `model` stands, where its id is not known"""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,8 @@ def headrace_command(settings: Settings) -> Command:
         ),
     ]
     program = ("headrace", "serve", settings.model)
-    return Command("headrace", program, (), tuple(flags), *_servers(settings))
+    notes, servers = _servers(settings)
+    return Command("headrace", program, (), tuple(flags), (*_checkpoint_notes(settings), *notes), servers)
 
 
 def vllm_command(settings: Settings) -> Command:
@@ -179,9 +180,15 @@ def vllm_command(settings: Settings) -> Command:
         say("--compilation-config", json.dumps(graphs), "decode steps of the size that will run, from graphs")
     program = ("vllm", "serve", settings.model)
     notes, servers = _servers(settings) if settings.is_moe and not parallel.dp_attention else (_nodes(settings), ())
-    if settings.needs_checkpoint:
-        notes = (f"put a checkpoint that holds {settings.needs_checkpoint} in place of {settings.model}", *notes)
-    return Command("vllm", program, tuple(_variables(settings)), tuple(flags), notes, servers)
+    return Command(
+        "vllm", program, tuple(_variables(settings)), tuple(flags), (*_checkpoint_notes(settings), *notes), servers
+    )
+
+
+def _checkpoint_notes(settings: Settings) -> tuple[str, ...]:
+    if not settings.needs_checkpoint:
+        return ()
+    return (f"put the folder or hub id of {settings.needs_checkpoint} in place of {settings.model}",)
 
 
 def _variables(settings: Settings) -> list[Flag]:

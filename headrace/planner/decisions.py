@@ -209,10 +209,12 @@ def decide_num_blocks(config: EngineConfig, facts: list[WorkerFacts]) -> tuple[i
         tokens = by_memory * config.block_size
         if tokens <= 0:
             missing = -min(_kv_bytes(config, fact) for fact in facts) / 2**30
+            knob = f"--gpu-memory-utilization (it is {config.gpu_memory_utilization:g})"
+            if facts[0].device == "cpu":
+                knob = "--cpu-kv-cache-gib"
             raise OutOfMemoryError(
                 f"weights and a step leave no room for a KV cache: {missing:.2f} GiB are missing even without; raise "
-                f"--gpu-memory-utilization (it is {config.gpu_memory_utilization:g}) or free memory on "
-                f"{facts[0].device_name}"
+                f"{knob} or free memory on {facts[0].device_name}"
             )
         raise OutOfMemoryError(
             f"the KV cache has room for {tokens} tokens, fewer than max_model_len ({config.max_model_len}); "

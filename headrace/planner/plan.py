@@ -100,7 +100,8 @@ def make_plan(request: PlanRequest, machine: tuple[Chip, int] | None = None) -> 
     `machine`: what `gpu="auto"` means, default this machine. Raises ConfigError for a model or GPU that nobody knows.
     """
     subject = find_subject(request, machine)
-    request = request.filled(subject.shape.max_position_embeddings)
+    context = subject.shape.max_position_embeddings
+    request = request.filled(min(context, request.max_model_len or context))
     plan = _attempt(request, subject)
     if plan.feasible:
         return plan
@@ -204,7 +205,7 @@ def _completed(plan: Plan, terms: Terms, found: Found, subject: Subject, exact: 
         *parallel_decisions(terms, found),
         dtype,
         format_decision(request, subject.shape, subject.chip),
-        _beside_other_cache(kv_cache_of(request, subject), terms, best, dtype.value, exact),
+        _beside_other_cache(kv_cache_of(request, subject), terms, best, dtype.value, simulation is not None),
     ]
     decisions += engine_decisions(terms, best, dtype.value)
     gaps = _gaps(terms, best, subject)
@@ -314,10 +315,11 @@ def _settings(terms: Terms, candidate: Candidate, subject: Subject) -> Settings:
     decisions = {entry.field: entry for entry in engine_decisions(terms, candidate, dtype_of(request, subject).value)}
     missing = missing_checkpoint(request, shape)
     model = subject.model_id(request.model, request.engine)
+    needed = f"a checkpoint that holds {missing}" if missing else model.strip("<>") if model.startswith("<") else ""
     return Settings(
         engine=request.engine,
-        model=f"<{model} in {missing}>" if missing else model,
-        needs_checkpoint=missing,
+        model=f"<{model.strip('<>')} in {missing}>" if missing else model,
+        needs_checkpoint=needed,
         chip=terms.chip,
         parallel=candidate.parallel,
         is_moe=shape.is_moe,

@@ -6,6 +6,7 @@ One annotated field is flag, help and Python keyword, as in config.py. Knows not
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,8 @@ PLAN_FORMATS = {
 }
 """what users type -> what it is called here"""
 USUAL_INPUT, USUAL_OUTPUT = 1024, 256
+MOST_GPUS, MOST = 1024, 10**9
+"""Beyond any deployment, and any count of tokens or requests"""
 MADE_AT_LOAD = ("fp8", "ptpc_fp8")
 """Formats that a plain checkpoint is rounded to while it loads; the others need a checkpoint that holds them."""
 
@@ -41,29 +44,45 @@ class PlanRequest:
         group="model",
     )
     gpu: str = knob("auto", "Kind of GPU (mi300x, h200, ...), or `cpu`; `auto` reads this machine.", group="hardware")
-    num_gpus: int | None = knob(None, "GPUs to plan for.", minimum=1, group="hardware")
+    num_gpus: int | None = knob(None, "GPUs to plan for.", minimum=1, maximum=MOST_GPUS, group="hardware")
     price_per_gpu_hour: float | None = knob(
-        None, "What one GPU costs an hour; gives the cost of a million tokens.", minimum=0.0, group="hardware"
+        None,
+        "What one GPU costs an hour; gives the cost of a million tokens.",
+        minimum=0.0,
+        maximum=1e9,
+        group="hardware",
     )
     input_len: int | None = knob(
-        None, "Tokens of a prompt; default: 1024, or half the model's context.", minimum=1, group="workload"
+        None,
+        "Tokens of a prompt; default: 1024, or half the model's context.",
+        minimum=1,
+        maximum=MOST,
+        group="workload",
     )
     output_len: int | None = knob(
-        None, "Tokens of an answer; default: 256, or a quarter of the model's context.", minimum=1, group="workload"
+        None,
+        "Tokens of an answer; default: 256, or a quarter of the model's context.",
+        minimum=1,
+        maximum=MOST,
+        group="workload",
     )
     concurrency: int | None = knob(
         None,
         "Requests in flight at once, over all GPUs; default: 1 for latency, 32 for interactive, as many as the KV "
         "cache holds (up to 1024 an instance) for throughput.",
         minimum=1,
+        maximum=MOST,
         group="workload",
         aliases=("--max-concurrency",),
     )
     num_prompts: int | None = knob(
-        None, "Requests in all; default: as many as keep the load up.", minimum=1, group="workload"
+        None, "Requests in all; default: as many as keep the load up.", minimum=1, maximum=MOST, group="workload"
     )
     request_rate: float | None = knob(
-        None, "Requests that arrive in a second; default: each client sends the next at once.", group="workload"
+        None,
+        "Requests that arrive in a second; default: each client sends the next at once.",
+        maximum=1e6,
+        group="workload",
     )
     objective: str = knob(
         "interactive",
@@ -77,13 +96,18 @@ class PlanRequest:
     json: bool = knob(False, "Print the plan as JSON.", group="output")
 
     tensor_parallel_size: int | None = knob(
-        None, "GPUs over which each layer is split.", minimum=1, short="-tp", group="parallel"
+        None, "GPUs over which each layer is split.", minimum=1, maximum=MOST_GPUS, short="-tp", group="parallel"
     )
     pipeline_parallel_size: int | None = knob(
-        None, "GPUs over which the layers are dealt out.", minimum=1, short="-pp", group="parallel"
+        None, "GPUs over which the layers are dealt out.", minimum=1, maximum=MOST_GPUS, short="-pp", group="parallel"
     )
     data_parallel_size: int | None = knob(
-        None, "Replicas, or ranks of data-parallel attention.", minimum=1, short="-dp", group="parallel"
+        None,
+        "Replicas, or ranks of data-parallel attention.",
+        minimum=1,
+        maximum=MOST_GPUS,
+        short="-dp",
+        group="parallel",
     )
     enable_expert_parallel: bool | None = knob(
         None, "Give each GPU whole experts in place of slices of all.", group="parallel"
@@ -113,7 +137,7 @@ class PlanRequest:
     )
     max_model_len: int | None = knob(None, "Longest sequence, prompt and output together.", minimum=1)
     max_num_seqs: int | None = knob(
-        None, "Most requests that run at once on one replica.", minimum=1, group="scheduler"
+        None, "Most requests that run at once on one replica.", minimum=1, maximum=2**15, group="scheduler"
     )
     max_num_batched_tokens: int | None = knob(None, "Most tokens in one step.", minimum=1, group="scheduler")
     enable_chunked_prefill: bool = knob(True, "Split long prompts over steps.", group="scheduler")
@@ -125,6 +149,12 @@ class PlanRequest:
         check_knobs(self)
         if self.request_rate is not None and not self.request_rate > 0:
             raise ConfigError(f"request_rate must be above 0, got {self.request_rate!r}")
+        pins = (self.tensor_parallel_size, self.pipeline_parallel_size, self.data_parallel_size)
+        if math.prod(pin or 1 for pin in pins) > MOST_GPUS:
+            raise ConfigError(
+                "tensor_parallel_size x pipeline_parallel_size x data_parallel_size must be at most "
+                f"{MOST_GPUS} GPUs, got {' x '.join(str(pin or 1) for pin in pins)}"
+            )
         seqs, budget = self.max_num_seqs, self.max_num_batched_tokens
         if seqs is not None and budget is not None and seqs > budget:
             raise ConfigError(

@@ -205,18 +205,21 @@ class _Timing:
 def _closed(rank: _Rank, clients: float) -> _Timing:
     """Clients that send the next request when the last is done.
 
-    While each of them has one request served, there are as many steps as tokens in an answer. Some of them hold
-    prompts: those who ended together start together, as many as a step takes.
+    Those who ended together start together, as many as a step takes. After its own prompt a request has as many steps
+    as its answer has tokens left, of which some hold the others' prompts; where those are more, it waits for its turn.
     """
     running = float(min(clients, rank.room))
     together = min(running, max(1.0, rank.budget / rank.fresh_len))
-    loaded = running / together * max(1.0, rank.fresh_len / rank.budget)
+    chunks = max(1.0, rank.fresh_len / rank.budget)
     first = rank.prefill(together, running - together)
-    mixed = first / max(1.0, rank.fresh_len / rank.budget)
-    life = loaded * mixed + max(0.0, rank.output_len - loaded) * rank.step(running)
+    mixed, decodes = first / chunks, rank.output_len - 1
+    others = (running / together - 1) * chunks
+    beside = min(others, float(decodes))
+    answer = beside * mixed + (decodes - beside) * rank.step(running)
+    turn = (others - beside) * mixed
+    life = turn + first + answer
     waiting = max(0.0, clients - running) / running * life
-    between = max(life - first, 0.0) / max(1, rank.output_len - 1)
-    return _Timing(running, first + waiting, between, running / life)
+    return _Timing(running, turn + first + waiting, answer / max(1, decodes), running / life)
 
 
 def _at_once(rank: _Rank, count: float) -> _Timing:

@@ -20,7 +20,7 @@ from headrace.planner.plan_request import PlanRequest
 from headrace.planner.predict import Prediction, Workload, predict
 from headrace.planner.record import Decision
 from headrace.planner.shapes import ModelShape
-from headrace.planner.simulate import CLOSED_ROUNDS, OPEN_SECONDS, Limits, Simulation, simulate
+from headrace.planner.simulate import CLOSED_ROUNDS, OPEN_SECONDS, Limits, Simulation, TooLongError, simulate
 
 READING_PACE_MS = 50.0
 """between tokens: as fast as people read along, twice over"""
@@ -33,7 +33,9 @@ VLLM_BUDGETS = {"latency": (1024, 2048, 4096), "interactive": (2048, 4096, 8192)
 SMALLER_BUDGETS = (4096, 2048, 1024)
 SHORTENINGS = 8
 MOST_SIMULATED = 1000
-"""Requests of one rank, or steps with their prompts, whose simulation is worth waiting for unasked: half a second"""
+"""Requests of one rank, or steps with their prompts, whose simulation is worth waiting for unasked,"""
+PATIENCE = 100_000
+"""and what it may come to in simulate.py's count: a quarter of a second"""
 MIXED_SIZES = (128, 256, 384, 512, 768, 1024, 2048)
 """as headrace measures them at load (runner/step_times.py)"""
 
@@ -260,7 +262,11 @@ def simulated(candidate: Candidate, full: bool) -> tuple[Candidate, Simulation |
     chunks = workload.input_len / min(limits.max_num_batched_tokens, limits.mixed_step_tokens or math.inf)
     if not full and requests * max(1.0, chunks) > MOST_SIMULATED:
         return candidate, None
-    run = simulate(candidate.deployment, workload, _needed(limits, workload), full=full)
+    patience = math.inf if full else PATIENCE
+    try:
+        run = simulate(candidate.deployment, workload, _needed(limits, workload), full=full, patience=patience)
+    except TooLongError:
+        return candidate, None
     prediction = replace(
         candidate.prediction,
         ttft_ms=1000 * run.ttft.mean,

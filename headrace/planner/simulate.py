@@ -7,13 +7,14 @@ the length of what decodes are one jump. Knows no device and no wall clock.
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, HeadraceError
 from headrace.planner.cost import Deployment, StepModel, StepWork, step_model
 from headrace.planner.predict import CLOSED_ROUNDS, Workload
 from headrace.planner.step_work import work_of
@@ -24,6 +25,8 @@ from headrace.step import RunnerOutput
 
 OPEN_SECONDS = 60.0
 """for how long requests arrive, where they come at a rate and nobody says how many"""
+STEP_ITSELF = 16
+"""What going through a step costs beside its requests, in requests"""
 
 
 class Arrival(NamedTuple):
@@ -102,6 +105,10 @@ class Simulation:
     arrive by the clock"""
 
 
+class TooLongError(HeadraceError):
+    """More had to be gone through than was allowed."""
+
+
 def simulate(
     deployment: Deployment,
     load: Workload | Sequence[Arrival],
@@ -110,11 +117,13 @@ def simulate(
     full: bool = False,
     seed: int = 0,
     model: StepModel | None = None,
+    patience: float = math.inf,
 ) -> Simulation:
     """Run a workload, or a trace in order of its times, to its end.
 
-    `full`: run every step, in place of jumping over those in which nothing changes. Raises ConfigError where a request
-    fits no cache, or where the trace is empty.
+    `full`: run every step, in place of jumping over those in which nothing changes. `patience`: requests in all steps
+    that are gone through, some 2 us each. Raises ConfigError where a request fits no cache, or where the trace is
+    empty, TooLongError at the end of patience.
     """
     ranks = deployment.parallel.dp
     clients, fresh = 0, 1.0
@@ -129,7 +138,7 @@ def simulate(
     needed = -(-longest // limits.block_size) * limits.block_size
     if needed > limits.kv_tokens:
         raise ConfigError(f"kv_tokens must be at least {needed} for the longest request, got {limits.kv_tokens}")
-    return _Run(model or step_model(deployment), arrivals, clients, limits, longest, fresh, full).result()
+    return _Run(model or step_model(deployment), arrivals, clients, limits, longest, fresh, full, patience).result()
 
 
 def recost(model: StepModel, segments: Sequence[Segment]) -> float:
@@ -182,9 +191,11 @@ class _Run:
         longest: int,
         fresh: float,
         full: bool,
+        patience: float,
     ) -> None:
         parallel = model.deployment.parallel
         self.model, self.ranks, self.fresh, self.full = model, parallel.dp, fresh, full
+        self.patience = patience
         # As many batches as stages are under way at once, each with a budget of its own.
         budget = limits.max_num_batched_tokens * parallel.pp
         self.scheduler = Scheduler(
@@ -264,6 +275,9 @@ class _Run:
         scheduler = self.scheduler
         plan = scheduler.schedule()
         assert plan is not None, "an idle scheduler with requests"
+        self.patience -= len(plan.rows) + STEP_ITSELF
+        if self.patience < 0:
+            raise TooLongError("the simulation takes too long")
         work = work_of(plan)
         work = replace(work, prefill_tokens=work.prefill_tokens * self.fresh)
         before, duration = self.now, self.model.seconds(_everywhere(work, self.ranks))

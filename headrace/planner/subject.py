@@ -6,9 +6,10 @@ Between what was asked and search.py; ranks nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from headrace.hub import DEMO_FOLDER, DEMO_MODEL
-from headrace.planner.catalogue import FoundConfig, find_config, find_model
+from headrace.planner.catalogue import FoundConfig, catalogue, find_config, find_model
 from headrace.planner.chips import Chip, find_chip, this_machine
 from headrace.planner.decisions import DTYPE_ALIASES, activation_dtype
 from headrace.planner.engines import default_block_size, model_gaps
@@ -33,12 +34,19 @@ class Subject:
     num_gpus: int | None
 
     def model_id(self, asked: str, engine: str) -> str:
-        """As an engine takes it: what was asked where that is a folder or an id, else the catalogue's hub id."""
+        """As an engine takes it: what was asked where that is a folder or an id; the catalogue's hub id where its name
+        alone was asked for. Another checkpoint of such a model (`llama-3.1-8b-fp8`) has an id that is not known here:
+        that is `<asked>`."""
         if asked == DEMO_MODEL and engine != "headrace":
             return str(DEMO_FOLDER)
-        if self.config.source.startswith(HUB) and "/" not in asked:
+        if asked.endswith(".json"):
+            return str(Path(asked).parent)
+        if not self.config.source.startswith(HUB) or "/" in asked:
+            return asked
+        entry = catalogue()[self.config.name]
+        if asked.lower() in (entry.name, *entry.aliases):
             return "/".join(self.config.source.removeprefix(HUB).split("/")[:2])
-        return asked
+        return f"<{asked}>"
 
 
 def find_subject(request: PlanRequest, machine: tuple[Chip, int] | None) -> Subject:
@@ -64,9 +72,18 @@ def problems_of(request: PlanRequest, subject: Subject) -> list[str]:
     """What no layout could mend."""
     shape, chip = subject.shape, subject.chip
     problems = [format_problem(request, shape, chip), cache_problem(kv_cache_of(request, subject).value, chip)]
-    tokens = max(request.prompt_len + request.answer_len, request.max_model_len or 0)
-    if tokens > shape.max_position_embeddings:
-        problems.append(f"{tokens} tokens are more than the model's context of {shape.max_position_embeddings}")
+    context, length, budget = shape.max_position_embeddings, request.max_model_len, request.max_num_batched_tokens
+    load = request.prompt_len + request.answer_len
+    tokens = max(load, length or 0)
+    if tokens > context:
+        problems.append(f"{tokens} tokens are more than the model's context of {context}")
+    elif length is not None and load > length:
+        problems.append(f"max_model_len {length} is less than a prompt and an answer of {load} tokens")
+    if not request.enable_chunked_prefill and budget is not None and budget < (length or context):
+        problems.append(
+            f"max_num_batched_tokens {budget} is less than max_model_len ({length or context}), and without chunked "
+            "prefill a whole prompt must fit into one step"
+        )
     return [problem for problem in problems if problem]
 
 

@@ -81,9 +81,29 @@ def test_an_unknown_name_is_told_the_known_ones(text: str) -> None:
 
 def test_memory_that_tools_count_otherwise_is_the_same_chip_a_part_of_it_is_not() -> None:
     assert find_chip("NVIDIA H200", 143_771 << 20) is CHIPS["h200"]
-    part = find_chip("NVIDIA A100-SXM4-40GB", 40 * GIB)
-    assert (part.name, part.memory_bytes) == ("a100", 40 * GIB)
+    part = find_chip("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 40 * GIB)
+    assert (part.name, part.memory_bytes) == ("h100", 40 * GIB)
     assert "40 GiB" in part.title
+    assert find_chip("NVIDIA H200", 0) is CHIPS["h200"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA A100-PCIE-40GB", "NVIDIA A100-SXM4-40GB",
+     "NVIDIA A100 80GB PCIe"],
+)  # fmt: skip
+def test_another_part_of_the_same_family_is_not_taken_for_the_one_that_is_known(name: str) -> None:
+    nearest = name[7:11].lower()
+    with pytest.raises(ConfigError, match=rf"other rates than the NVIDIA {nearest.upper()}.*; --gpu {nearest} plans"):
+        find_chip(name, 80 * GIB)
+
+
+def test_tools_that_do_not_tell_memory() -> None:
+    assert read_gpus(answers(nvidia_smi="NVIDIA GB10, [N/A]\n")) == [("NVIDIA GB10", 0)]
+    with pytest.raises(ConfigError, match="GB10"):  # and not a plan for the CPU
+        this_machine(answers(nvidia_smi="NVIDIA GB10, [N/A]\n"))
+    listed = json.dumps({"card0": {"Card Series": "AMD Instinct MI300X", "VRAM Total Memory (B)": "N/A"}})
+    assert this_machine(answers(rocm_smi=listed)) == (CHIPS["mi300x"], 1)
 
 
 def test_nvidia_smi() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from headrace.cli.arguments import build_config
 from headrace.cli.serve import build_parser
 from headrace.config import EngineConfig
+from headrace.hub import DEMO_FOLDER
 from headrace.planner.commands import Command
 from headrace.planner.plan import make_plan
 from headrace.planner.plan_request import PlanRequest
@@ -189,12 +192,27 @@ def test_a_backend_is_one_engines_name() -> None:
     assert "--attention-backend" not in flags(here)
 
 
+@pytest.mark.parametrize("model", ["llama-3.1-405b-fp8", "Llama-3.1-8B-Instruct"])
+@pytest.mark.parametrize("engine", ["vllm", "headrace"])
+def test_another_checkpoint_of_a_model_is_not_its_plain_one(model: str, engine: str) -> None:
+    if engine == "headrace" and "fp8" in model:
+        return  # reads none yet
+    found = command(engine, model, num_gpus=8)
+    assert found.program[-1] == f"<{model}>"
+    assert f"put the folder or hub id of {model} in place of <{model}>" in found.notes
+
+
+def test_a_config_file_stands_for_its_folder(tmp_path: Path) -> None:
+    shutil.copy(DEMO_FOLDER / "config.json", tmp_path / "config.json")
+    assert command("headrace", str(tmp_path / "config.json"), "h200").program[-1] == str(tmp_path)
+
+
 def test_models_are_named_as_each_engine_finds_them() -> None:
     assert command("vllm").program[-1] == "meta-llama/Llama-3.1-8B"
     assert command("vllm", "amd/Llama-3.1-8B-Instruct-FP8-KV", "mi300x").program[-1].startswith("amd/")
     other = command("vllm", quantization="int4")
     assert other.program[-1] == "<meta-llama/Llama-3.1-8B in int4>"
-    assert "put a checkpoint that holds int4 in place" in other.notes[0]
+    assert "of a checkpoint that holds int4 in place" in other.notes[0]
     assert command("headrace", "demo").program[-1] == "demo"
     assert command("vllm", "demo").program[-1].endswith("demo_model")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +163,43 @@ def test_an_fp8_cache_is_not_taken_unasked_for_a_pace_but_what_it_would_give_is_
     assert said > 1.05 * ours
     assert said == pytest.approx(other.prediction.output_tok_s, rel=0.02)
     assert other.decision("kv_cache_dtype").runner_up == ""
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem"),
+    [
+        (
+            {"max_model_len": 512, "input_len": 1024, "output_len": 256},
+            "max_model_len 512 is less than a prompt and an",
+        ),
+        ({"max_model_len": 1}, "max_model_len 1 is less"),
+        ({"max_num_batched_tokens": 300, "enable_chunked_prefill": False}, "300 is less than max_model_len .131072"),
+    ],
+)
+def test_what_serve_would_refuse_is_no_plan(asked: dict[str, Any], problem: str) -> None:
+    made = plan("llama-3.1-8b", "h200", num_gpus=1, **asked)
+    assert re.search(problem, " ".join(made.problems))
+
+
+def test_lengths_that_nobody_gave_go_into_the_length_that_somebody_gave() -> None:
+    made = plan("llama-3.1-8b", "h200", num_gpus=1, max_model_len=512)
+    assert made.feasible
+    assert (made.request.input_len, made.request.output_len) == (256, 128)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        {"objective": "throughput", "output_len": 30_000, "concurrency": 64, "num_gpus": 1},
+        {"objective": "throughput", "output_len": 8000, "num_gpus": 1},
+        {"num_gpus": 1024, "objective": "throughput"},
+    ],
+)
+def test_no_load_takes_long(load: dict[str, Any]) -> None:
+    for model, gpu in (("llama-3.3-70b", "b200"), ("qwen3-8b", "h200")):
+        began = time.process_time()
+        plan(model, gpu, **load)
+        assert time.process_time() - began < 3  # a second where nothing else runs
 
 
 def test_a_load_that_is_too_much_is_said() -> None:
@@ -353,6 +392,13 @@ def test_a_folder_counts_as_the_catalogue_does(tmp_path: Path) -> None:
         ({"max_num_seqs": 100, "max_num_batched_tokens": 10}, "must not exceed"),
         ({"request_rate": 0.0}, "request_rate must be above 0"),
         ({"objective": "speed"}, "objective must be one of latency, interactive, throughput"),
+        ({"request_rate": math.inf}, "request_rate must be at most"),
+        ({"request_rate": math.nan}, "request_rate must be"),
+        ({"price_per_gpu_hour": math.inf}, "price_per_gpu_hour must be at most"),
+        ({"concurrency": 10**400}, "concurrency must be at most"),
+        ({"tensor_parallel_size": 100_000}, "tensor_parallel_size must be at most 1024"),
+        ({"tensor_parallel_size": 64, "data_parallel_size": 64}, r"at most 1024 GPUs, got 64 x 1 x 64"),
+        ({"max_num_seqs": 10**6}, "max_num_seqs must be at most"),
         ({"attention_backend": "NONE"}, "attention_backend 'NONE' is unknown"),
     ],
 )

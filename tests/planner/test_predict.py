@@ -20,6 +20,8 @@ CASES = [
     Workload(1000, 1000, 400),
     Workload(8000, 500, 32),
     Workload(32000, 256, 8),
+    Workload(8192, 32, 64),
+    Workload(100_000, 8, 1),
     Workload(128, 512, 1000, 1000),
     Workload(2048, 256, 500, 500),
     Workload(128, 4096, 1000, 1000),

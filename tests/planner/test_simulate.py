@@ -9,7 +9,7 @@ import pytest
 from headrace.errors import ConfigError
 from headrace.planner.cost import Parallel, StepWork, step_model
 from headrace.planner.predict import Workload
-from headrace.planner.simulate import Arrival, Limits, Percentiles, recost, simulate
+from headrace.planner.simulate import Arrival, Limits, Percentiles, TooLongError, recost, simulate
 from tests.planner.planner_cases import deployment
 
 ROOMY = Limits(max_num_seqs=1024, max_num_batched_tokens=8192, kv_tokens=891_392)
@@ -141,3 +141,10 @@ def test_percentiles_are_weighted() -> None:
     assert (found.p50, found.p90, found.p99) == (1.0, 1.0, 2.0)
     assert found.mean == pytest.approx(1.03)
     assert Percentiles.of([]) == Percentiles(0.0, 0.0, 0.0, 0.0)
+
+
+def test_patience_ends() -> None:
+    load, limits = Workload(128, 512, 64), Limits(64, 8192, 100_000)
+    with pytest.raises(TooLongError):
+        simulate(deployment(), load, limits, patience=100)
+    assert simulate(deployment(), load, limits, patience=10**6) == simulate(deployment(), load, limits)
