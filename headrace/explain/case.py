@@ -9,12 +9,13 @@ import re
 from dataclasses import dataclass, replace
 
 from headrace.config import QUANTIZATIONS
-from headrace.errors import ConfigError
+from headrace.errors import HeadraceError
 from headrace.explain.command_fields import CommandFields, fields_of
 from headrace.explain.command_line import CommandLine, Setting
 from headrace.planner.catalogue import FORMAT_WORDS, find_model
 from headrace.planner.chips import GIB, Chip, find_chip
 from headrace.planner.cost import Parallel
+from headrace.planner.layouts import reasons
 from headrace.planner.memory_map import layer_bytes
 from headrace.planner.shapes import ModelShape
 
@@ -71,6 +72,37 @@ class Case:
     @property
     def gpus(self) -> int:
         return self.asked.num_gpus
+
+    def parallel(self, tp: int | None = None) -> Parallel:
+        """As asked, or with another tensor-parallel size. Ranks of a mixture share its experts: that is what vLLM's
+        --data-parallel-size means there."""
+        moe = self.shape is not None and self.shape.is_moe
+        spread = bool(self.asked.enable_expert_parallel) and moe
+        return Parallel(
+            tp or self.tp, self.asked.pipeline_parallel_size or 1, self.dp, ep=spread, dp_attention=moe and self.dp > 1
+        )
+
+    def tp_problems(self, tp: int) -> list[str]:
+        """Why the model cannot be split over `tp` GPUs; what would be wrong with one GPU, too, is left out."""
+        if self.shape is None:
+            return []
+        chip = self.chip or find_chip(GUESSED_CHIP)  # of which the GPUs of a node count alone
+        anyway = reasons(self.parallel(1), self.shape, chip)
+        return [reason for reason in reasons(self.parallel(tp), self.shape, chip) if reason not in anyway]
+
+    def tp_near(self, wanted: int, most: int | None = None) -> int | None:
+        """The tensor-parallel size next to `wanted`, smaller ones first, that the model can be split over and whose
+        GPUs hold its weights; None: there is none up to `most`, or on one node."""
+        others = self.gpus // self.tp
+        least = self.fewest_gpus(LEAST_SHARE) or 1
+        sizes = [*range(wanted, 0, -1), *range(wanted + 1, self.gpus_per_node + 1)]
+        able = (tp for tp in sizes if tp <= (most or self.gpus_per_node) and tp * others >= least)
+        return next((tp for tp in able if not self.tp_problems(tp)), None)
+
+    @property
+    def shortens_context(self) -> bool:
+        """The engine takes the longest context that fits by itself: headrace where no length is given."""
+        return self.line.engine == "headrace" and self.asked.max_model_len is None
 
     @property
     def gpus_per_node(self) -> int:
@@ -165,12 +197,17 @@ def make_case(line: CommandLine, chip: Chip | None = None) -> Case:
     readable = [s for s in line.settings if s.known is None or s.known.kind.problem(s.value) is None]
     asked, shape = fields_of(replace(line, settings=tuple(readable))), None
     if line.model is not None and line.program not in ("download", "quantize"):
-        try:
-            shape = find_model(line.model)
-        except ConfigError:
-            shape = None
+        shape = _shape_of(line.model)
     guessed = chip is None and _hints_at_amd(line)
     return Case(line, asked, find_chip(GUESSED_CHIP) if guessed else chip, shape, guessed)
+
+
+def _shape_of(model: str) -> ModelShape | None:
+    """None: nothing is known of it, or what its config.json says cannot be counted."""
+    try:
+        return find_model(model)
+    except (HeadraceError, OSError, TypeError, ValueError):
+        return None
 
 
 def _hints_at_amd(line: CommandLine) -> bool:

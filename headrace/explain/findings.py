@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.explain.case import Case, size
 from headrace.explain.remarks_variables import MASTER
 from headrace.planner.chips import Chip
-from headrace.planner.cost import Parallel
-from headrace.planner.layouts import reasons
 from headrace.planner.memory_map import MemoryMap, memory_map
 from headrace.planner.shapes import ModelShape
+from headrace.planner.smaller import FEWEST_TOKENS, SHORTEST_CONTEXT
 
 WORTH_A_CONTEXT = 4096
 """Tokens of a context, below which more GPUs are the better advice"""
+UNIT = 1024
+"""Tokens, in whole numbers of which a shorter context is advised"""
 RUNS_AN_ENGINE = ("serve", "generate", "bench latency", "bench throughput")
 
 
@@ -45,38 +46,62 @@ def findings_of(case: Case) -> Iterator[Finding]:
 
 
 def _memory(case: Case, shape: ModelShape, chip: Chip) -> Finding:
-    longest = min(case.asked.max_model_len or shape.max_position_embeddings, shape.max_position_embeddings)
-    fits = _map(case, shape, chip, case.tp, longest)
+    context = shape.max_position_embeddings
+    longest = min(case.asked.max_model_len or context, context)
+    fits = _map(case, chip, case.tp, longest)
+    if not fits.fits and case.shortens_context:
+        fits = _shortened(case, chip, longest) or fits
     share = f"{size(fits.usable)} of {size(fits.total)} for this instance"
     many = f"each of {case.gpus} " if case.gpus > 1 else ""
     what = f"{size(fits.weight_bytes)} of {case.weight_format} weights on {many}{chip.title} ({share})"
     if not fits.fits:
         text = f"{what}: {size(fits.missing)} too little for one sequence of {fits.longest:,} tokens"
-        return Finding("memory", "wrong", text, _enough(case, shape, chip, longest))
+        return Finding("memory", "wrong", text, _enough(case, chip, longest))
     held = f"{fits.kv_tokens:,} tokens, or {fits.max_concurrency:,.0f} sequences of {fits.longest:,}"
-    return Finding("memory", "fine", f"{what} leave {size(fits.kv_pool)} for the KV cache: {held}")
+    cut = f", to which the context is cut from {longest:,}" if fits.longest < longest else ""
+    return Finding("memory", "fine", f"{what} leave {size(fits.kv_pool)} for the KV cache: {held}{cut}")
 
 
-def _enough(case: Case, shape: ModelShape, chip: Chip, longest: int) -> str:
+def _shortened(case: Case, chip: Chip, longest: int) -> MemoryMap | None:
+    """With the longest context that fits, in steps as small as headrace makes them before it gives up; None: none."""
+    smallest = replace(case.asked, max_num_seqs=1, max_num_batched_tokens=FEWEST_TOKENS)
+    smaller = [replace(case, asked=smallest)] if case.line.engine == "headrace" else []
+    for candidate in (case, *smaller):
+        length = _room(candidate, chip, case.tp, longest, SHORTEST_CONTEXT)
+        if length:
+            return _map(candidate, chip, case.tp, length)
+    return None
+
+
+def _enough(case: Case, chip: Chip, longest: int) -> str:
     """Flags with which it fits: a shorter context where the weights leave room for one, else more GPUs too."""
     for tp in (case.tp, *(2**power for power in range(6) if 2**power > case.tp)):
-        if tp > chip.gpus_per_node or reasons(Parallel(tp), shape, chip):
+        if tp > chip.gpus_per_node or case.tp_problems(tp):
             continue
-        fits = _map(case, shape, chip, tp, longest)
         more = f"--tensor-parallel-size {tp}" if tp > case.tp else ""
-        if fits.fits:
+        if _map(case, chip, tp, longest).fits:
             return more
-        if fits.kv_tokens >= WORTH_A_CONTEXT:
-            return f"{more} --max-model-len {fits.kv_tokens // 1024 * 1024}".strip()
+        if length := _room(case, chip, tp, longest, WORTH_A_CONTEXT):
+            return f"{more} --max-model-len {length}".strip()
     return ""
 
 
-def _map(case: Case, shape: ModelShape, chip: Chip, tp: int, longest: int) -> MemoryMap:
+def _room(case: Case, chip: Chip, tp: int, longest: int, least: int) -> int:
+    """The longest context that fits, in whole UNITs; 0: fewer than `least` tokens."""
+    low, high = 0, longest // UNIT
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if _map(case, chip, tp, middle * UNIT).fits else (low, middle - 1)
+    return low * UNIT if low * UNIT >= least else 0
+
+
+def _map(case: Case, chip: Chip, tp: int, longest: int) -> MemoryMap:
     asked = case.asked
+    assert case.shape is not None
     return memory_map(
-        shape,
+        case.shape,
         chip,
-        Parallel(tp, asked.pipeline_parallel_size or 1, case.dp, ep=bool(asked.enable_expert_parallel)),
+        case.parallel(tp),
         weight_format=case.weight_format or None,
         kv_dtype_bytes=case.kv_width,
         max_num_seqs=asked.max_num_seqs or 1024,

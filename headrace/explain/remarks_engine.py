@@ -11,8 +11,7 @@ from headrace.config import GRAPH_MODES
 from headrace.explain.case import LEAST_SHARE, Case, Remark, size
 from headrace.explain.command_fields import object_of
 from headrace.explain.command_line import Setting
-from headrace.planner.cost import Parallel
-from headrace.planner.layouts import MANY_REQUESTS, ULTRA_SPARSE, reasons
+from headrace.planner.layouts import MANY_REQUESTS, ULTRA_SPARSE
 
 MOST_DRAFT_TOKENS = 2
 """of a draft model, from which AMD's own guide saw throughput fall"""
@@ -26,13 +25,12 @@ def tensor_parallel_size(case: Case, setting: Setting) -> Remark | None:
     tp, visible = case.tp, case.asked.visible_gpus
     fewest, least, weights = case.fewest_gpus(), case.fewest_gpus(LEAST_SHARE), case.weight_bytes()
     if visible is not None and case.gpus > visible:
-        return Remark(
-            "wrong", f"{case.gpus} GPUs are asked for, and {visible} left visible", f"--tensor-parallel-size {visible}"
-        )
-    if case.shape is not None and case.chip is not None:
-        problems = reasons(Parallel(tp), case.shape, case.chip)
-        if problems:
-            return Remark("wrong", "; ".join(problems))
+        most = visible * tp // case.gpus
+        text = f"{case.gpus} GPUs are asked for, and {visible} left visible"
+        return Remark("wrong", text, _split(case.tp_near(most, most) if most else None))
+    problems = case.tp_problems(tp)
+    if problems:
+        return Remark("wrong", "; ".join(problems), _split(case.tp_near(tp)))
     if least is not None and weights is not None and case.gpus < least:
         return Remark("wrong", *_room(case, weights, least))
     if tp == 1:
@@ -48,12 +46,16 @@ def tensor_parallel_size(case: Case, setting: Setting) -> Remark | None:
     return Remark("fine", text, claim="replicas-always-beat-tensor-parallelism" if fewest and fewest < tp else "")
 
 
+def _split(tp: int | None) -> str:
+    return "" if tp is None else f"--tensor-parallel-size {tp}" if tp > 1 else "drop"
+
+
 def _room(case: Case, weights: int, least: int) -> tuple[str, str]:
     """What is too little, and settings with which the weights fit: more GPUs of a node, fp8, or several nodes."""
     text = f"{size(weights)} of weights need {least} GPUs"
     node, small = case.gpus_per_node, case.fewest_gpus(LEAST_SHARE, "fp8")
     if least <= node:
-        return text, f"--tensor-parallel-size {least}"
+        return text, _split(case.tp_near(least))
     if case.weight_format == "bf16" and case.chip is not None and "fp8" in case.chip.flops and small and small <= node:
         return f"{text}, {small} in fp8", f"--tensor-parallel-size {max(small, case.tp)} --quantization fp8"
     return f"{text}: several nodes", f"--tensor-parallel-size {node} --pipeline-parallel-size {least // node}"
