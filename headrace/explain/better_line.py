@@ -16,6 +16,7 @@ KEPT_VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "HIP_FORCE_DEV_KERNARG", "VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE", "VLLM_BATCH_INVARIANT",
 )  # fmt: skip
 """What means something to headrace or to the libraries below it; and what begins with HF_ or NCCL_"""
+AUTO_LENGTH = ("auto", "-1")
 HIDDEN = "***"
 
 Flags = dict[str, list[str]]
@@ -84,6 +85,8 @@ def _for_headrace(program: str, flags: Flags) -> Flags | None:
             return None
         value = " ".join(words[1:]) or ("false" if words[0].startswith("--no-") else "true")
         if found.known.fate == "ours" and foreign_value(found.known.name, value) is not None:
+            continue
+        if found.known.name == "--max-model-len" and value in AUTO_LENGTH:  # what headrace does where none is given
             continue
         try:
             judge(found.known, name, value)

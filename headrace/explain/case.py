@@ -101,8 +101,10 @@ class Case:
 
     @property
     def shortens_context(self) -> bool:
-        """The engine takes the longest context that fits by itself: headrace where no length is given."""
-        return self.line.engine == "headrace" and self.asked.max_model_len is None
+        """The engine takes the longest context that fits by itself: headrace where no length is given, vLLM for
+        `auto`."""
+        told = self.line.find("--max-model-len") is not None
+        return self.asked.max_model_len is None and (told or self.line.engine == "headrace")
 
     @property
     def gpus_per_node(self) -> int:
@@ -194,7 +196,7 @@ def make_case(line: CommandLine, chip: Chip | None = None) -> Case:
     """`chip`: None guesses AMD's where the line sets AMD's variables. A model that nothing is known of is None, and so
     is what a flag of the wrong type asks for.
     """
-    readable = [s for s in line.settings if s.known is None or s.known.kind.problem(s.value) is None]
+    readable = [s for s in line.settings if s.known is None or s.known.problem(s.value, line.engine) is None]
     asked, shape = fields_of(replace(line, settings=tuple(readable))), None
     if line.model is not None and line.program not in ("download", "quantize"):
         shape = _shape_of(line.model)

@@ -64,8 +64,8 @@ class CommandFields:
 
 NOT_PLANNED = ("program", "visible_gpus", "attention_backend", "speculative_tokens")
 WHOLE = (
-    "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "block_size", "max_model_len",
-    "max_num_seqs", "max_num_batched_tokens", "input_len", "output_len", "num_prompts",
+    "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "block_size", "max_num_seqs",
+    "max_num_batched_tokens", "input_len", "output_len", "num_prompts",
 )  # fmt: skip
 SWITCHES = ("enable_expert_parallel", "enable_chunked_prefill", "async_scheduling", "enforce_eager")
 TEXTS = ("dtype", "quantization", "kv_cache_dtype", "attention_backend")
@@ -76,6 +76,7 @@ def fields_of(line: CommandLine) -> CommandFields:
     read = _Reader(line)
     found: dict[str, Any] = {
         **{name: read.whole(_flag(name)) for name in WHOLE},
+        "max_model_len": read.length("--max-model-len"),
         **{name: read.switch(_flag(name)) for name in SWITCHES},
         **{name: read.text(_flag(name)) for name in TEXTS},
         "gpu_memory_utilization": read.number("--gpu-memory-utilization"),
@@ -113,6 +114,10 @@ class _Reader:
     def whole(self, key: str) -> int | None:
         value: int | None = self._read(key, human_int, "a whole number")
         return value
+
+    def length(self, key: str) -> int | None:
+        """None also where the engine is told to find it."""
+        return None if self.line.value(key) in ("auto", "-1") else self.whole(key)
 
     def number(self, key: str) -> float | None:
         value: float | None = self._read(key, float, "a number")

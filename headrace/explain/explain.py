@@ -152,7 +152,7 @@ def answer_of(case: Case, setting: Setting) -> Answer:
 def _remark(case: Case, setting: Setting, fate: Fate) -> Remark:
     known, ours = setting.known, case.line.engine == "headrace"
     assert known is not None
-    problem = known.kind.problem(setting.value)
+    problem = known.problem(setting.value, case.line.engine)
     if problem is not None or (ours and fate.refused):
         return Remark("wrong", problem or fate.refused, "drop")
     rule, plain = RULES.get(setting.key), PLAIN.get(setting.key, (None, None))

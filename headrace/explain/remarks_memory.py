@@ -118,7 +118,7 @@ def dtype(case: Case, setting: Setting) -> Remark | None:
 def max_model_len(case: Case, setting: Setting) -> Remark | None:
     length = case.asked.max_model_len
     if length is None:
-        return None
+        return Remark("fine", "the longest context that the KV cache has room for, up to the model's")
     if case.shape is not None and length > case.shape.max_position_embeddings:
         longest = case.shape.max_position_embeddings
         return Remark("wrong", f"the model ends at {longest:,} tokens", f"--max-model-len {longest}")
@@ -163,8 +163,6 @@ def gpu_memory_utilization(case: Case, setting: Setting) -> Remark | None:
     if case.chip is not None:
         left = (1 - share) * case.chip.memory_bytes
         text += f"; {size(left)} of {case.chip.memory_bytes / GIB:.0f} GiB stay outside"
-    if not 0 < share <= 1:
-        return Remark("wrong", "a share of the GPU's memory lies between 0 and 1", "drop")
     if share > 0.95:
         return Remark(
             "costs",

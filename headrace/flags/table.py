@@ -11,12 +11,12 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headrace.config import ATTENTION_OF_VLLM, EngineConfig, ServerConfig, knob_problem, knob_types
+from headrace.config import ATTENTION_OF_VLLM, EngineConfig, ServerConfig, knob_types
 from headrace.errors import ConfigError
 
 TRUE, FALSE = ("1", "true"), ("0", "false")
@@ -45,35 +45,48 @@ class Kind:
     """switch, whole, number, text, words (several), json, or choice"""
     choices: tuple[str, ...] = ()
     minimum: float | None = None
+    maximum: float | None = None
+    also: tuple[str, ...] = ()
+    """words that are taken in a number's place"""
+    exact: bool = False
+    """capitals matter in `choices`"""
 
     def problem(self, text: str) -> str | None:
         """What is wrong with `text`, naming what is accepted; None: nothing."""
         got = f"got {text!r}"
+        if text.lower() in self.also:
+            return None
+        if self.choices and not self._chosen(text):
+            return f"must be one of {', '.join(self.choices)}; {got}"
         if self.name == "switch":
             return None if text.lower() in TRUE + FALSE else f"must be 1, 0, true or false, {got}"
-        if self.name == "choice":
-            known = {choice.lower() for choice in self.choices}
-            return None if text.lower() in known else f"must be one of {', '.join(self.choices)}; {got}"
         if self.name == "json":
             try:
                 return None if isinstance(json.loads(text), dict) else f"must be a JSON object, {got}"
             except ValueError:
                 return f"must be a JSON object, {got}"
-        if self.name not in ("whole", "number"):
-            return None
+        wanted = self._number_problem(text) if self.name in ("whole", "number") else ""
+        return f"must {' or '.join([wanted, *self.also])}, {got}" if wanted else None
+
+    def _chosen(self, text: str) -> bool:
+        return text in self.choices if self.exact else text.lower() in map(str.lower, self.choices)
+
+    def _number_problem(self, text: str) -> str:
         try:
             value = human_int(text) if self.name == "whole" else float(text)
         except (ValueError, OverflowError):
-            return f"must be a {'whole ' if self.name == 'whole' else ''}number, {got}"
-        if self.minimum is not None and not value >= self.minimum:
-            return f"must be at least {self.minimum:g}, {got}"
-        return None
+            return f"be a {'whole ' if self.name == 'whole' else ''}number"
+        low, high = self.minimum, self.maximum
+        if (low is None or value >= low) and (high is None or value <= high):
+            return ""
+        return f"lie between {low:g} and {high:g}" if high is not None else f"be at least {low:g}"
 
 
 SWITCH, TEXT, WORDS, JSON = Kind("switch"), Kind("text"), Kind("words"), Kind("json")
 WHOLE, COUNT, AMOUNT = Kind("whole", minimum=0), Kind("whole", minimum=1), Kind("number", minimum=0)
 KINDS = {
     "switch": SWITCH, "text": TEXT, "words": WORDS, "json": JSON, "whole": WHOLE, "count": COUNT, "amount": AMOUNT,
+    "share": Kind("number", minimum=0.01, maximum=1), "length": Kind("whole", minimum=1, also=("auto", "-1")),
 }  # fmt: skip
 """as names.json calls them"""
 
@@ -87,6 +100,8 @@ class Known:
     does: str
     """in vLLM, or in the library that reads it"""
     kind: Kind = SWITCH
+    vllm: Kind | None = None
+    """what vLLM takes for a knob of ours; None: the same"""
     why: str = ""
     """why it has no effect here, or, with `accepts`, why other values are refused"""
     fate: str = "inert"
@@ -107,6 +122,12 @@ class Known:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    def problem(self, value: str, engine: str = "headrace") -> str | None:
+        """What is wrong with `value` for that engine, naming what is accepted; None: nothing."""
+        if engine == "vllm":
+            return (self.vllm or self.kind).problem(value)
+        return self.kind.problem(value) if foreign_value(self.name, value) is None else None
 
 
 @dataclass(frozen=True)
@@ -155,7 +176,7 @@ def _listed() -> dict[str, list[Known]]:
         kind, accepts = row.pop("kind", "switch"), row.pop("accepts", None)
         return Known(
             tuple(row.pop("names").split()),
-            kind=KINDS.get(kind) or Kind("choice", tuple(kind.split("|"))),
+            kind=KINDS.get(kind) or Kind("choice", tuple(kind.split("|")), exact=scope != "variables"),
             accepts=None if accepts is None else tuple(accepts.split()),
             scope="engine" if scope == "variables" else scope,
             **row,
@@ -173,7 +194,9 @@ def flags_by_name(scope: str) -> dict[str, Known]:
         same = table.get(known.name)
         if same is not None:  # a knob of ours, of which the row says what it does in vLLM
             names = dict.fromkeys((*known.names, *same.names))
-            known = dataclasses.replace(same, names=tuple(names), does=known.does, hardware=known.hardware)
+            known = dataclasses.replace(
+                same, names=tuple(names), does=known.does, hardware=known.hardware, vllm=known.kind
+            )
         table |= dict.fromkeys(known.names, known)
     return table
 
@@ -189,9 +212,19 @@ def _knobs(config_class: type) -> list[Known]:
     for field in dataclasses.fields(config_class):
         meta: Mapping[str, Any] = field.metadata
         names = ("--" + field.name.replace("_", "-"), *meta["aliases"], *filter(None, [meta["short"]]))
-        kind = {bool: SWITCH, int: WHOLE, float: AMOUNT, list: WORDS, dict: JSON}.get(kinds[field.name][0], TEXT)
+        kind = _kind_of(meta, kinds[field.name][0])
         result.append(Known(names, meta["help"], kind, fate="ours", secret=field.name == "api_key"))
     return result
+
+
+def _kind_of(meta: Mapping[str, Any], plain: type) -> Kind:
+    """Of a knob of that type, with the bounds that config.py gives it."""
+    choices = tuple(map(str, meta["choices"] or ()))
+    if plain in (int, float):
+        return Kind("whole" if plain is int else "number", choices, meta["minimum"], meta["maximum"])
+    if choices:
+        return Kind("choice", choices, exact=True)
+    return {bool: SWITCH, list: WORDS, dict: JSON}.get(plain, TEXT)
 
 
 def spelling(flag: str) -> str:
@@ -246,13 +279,9 @@ def judge(known: Known, name: str, value: str) -> Note | None:
     if known.fate == "library":
         return None  # whose business wrong values are
     subject = name if name.startswith("-") else f"environment variable {name}"
-    problem = known.kind.problem(value)
+    problem = known.problem(value)
     if problem is not None:
         raise ConfigError(f"{subject} {problem}")
-    if known.fate == "ours":
-        problem = _knob_problem(known.becomes or known.name, value)
-        if problem is not None:
-            raise ConfigError(f"{subject} {problem}")
     if known.accepts is not None:
         if _asks_nothing(known, value):
             return None
@@ -264,23 +293,6 @@ def judge(known: Known, name: str, value: str) -> Note | None:
     if known.fate != "inert":
         return None
     return Note(shown(name, value, known), known.why)
-
-
-@functools.cache
-def _fields() -> dict[str, tuple[Mapping[str, Any], type, bool]]:
-    """Flag of a knob -> what config.py knows of it."""
-    return {
-        "--" + field.name.replace("_", "-"): (field.metadata, *knob_types(config)[field.name])
-        for config in (EngineConfig, ServerConfig)
-        for field in dataclasses.fields(config)
-    }
-
-
-def _knob_problem(flag: str, text: str) -> str | None:
-    """What config.py says of the value of a knob; the kind of it was looked at before."""
-    meta, kind, optional = _fields().get(flag, ({}, dict, True))
-    readers: dict[type, Callable[[str], Any]] = {int: human_int, float: float, str: str}
-    return knob_problem(meta, kind, optional, readers[kind](text)) if kind in readers else None
 
 
 def _asks_nothing(known: Known, value: str) -> bool:

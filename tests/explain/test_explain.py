@@ -196,6 +196,22 @@ OPINIONS = [
     ("vllm serve meta-llama/Llama-3.1-405B -tp 8", "h100", "--tensor-parallel-size", "wrong", "need 16 GPUs, 8 in fp8",
      ""),
     (f"vllm serve {QUARK} -tp 8", "l40s", "--tensor-parallel-size", "wrong", "need 16 GPUs: several nodes", ""),
+    (f"vllm serve {LLAMA} --gpu-memory-utilization 0", "h200", "--gpu-memory-utilization", "wrong", "0.01 and 1", ""),
+    (f"vllm serve {LLAMA} --max-num-seqs 0", "h200", "--max-num-seqs", "wrong", "at least 1, got '0'", ""),
+    (f"vllm serve {LLAMA} --max-num-batched-tokens 0", "h200", "--max-num-batched-tokens", "wrong", "at least 1", ""),
+    (f"vllm serve {LLAMA} --tensor-parallel-size 0", "h200", "--tensor-parallel-size", "wrong", "at least 1", ""),
+    (f"vllm serve {LLAMA} --max-model-len 0", "h200", "--max-model-len", "wrong", "at least 1 or auto", ""),
+    (f"vllm serve {LLAMA} --max-model-len auto", "h200", "--max-model-len", "fine", "has room for", ""),
+    (f"vllm serve {LLAMA} --max-model-len -1", "h200", "--max-model-len", "fine", "has room for", ""),
+    (f"vllm serve {LLAMA} --dtype fp16", "h200", "--dtype", "wrong", "must be one of auto, half, float16", ""),
+    (f"vllm serve {LLAMA} --kv-cache-dtype fp7", "h200", "--kv-cache-dtype", "wrong", "must be one of auto", ""),
+    (f"vllm serve {LLAMA} --port 70000", "h200", "--port", "wrong", "between 0 and 65535", ""),
+    ("vllm serve m --kv-cache-dtype nvfp4", None, "--kv-cache-dtype", "fine", "", ""),
+    ("headrace serve m --kv-cache-dtype nvfp4", None, "--kv-cache-dtype", "wrong", "must be one of auto, float16", ""),
+    ("vllm serve m --load-format tensorizer", None, "--load-format", "fine", "", ""),
+    ("headrace serve m --load-format tensorizer", None, "--load-format", "wrong", "auto, safetensors, dummy", ""),
+    ("vllm serve m --uvicorn-log-level trace", None, "--uvicorn-log-level", "fine", "", ""),
+    ("headrace serve demo --quantization awq", None, "--quantization", "not needed", "", ""),
     ("vllm serve m --mm-encoder-tp-mode both", None, "--mm-encoder-tp-mode", "wrong", "weights, data", ""),
 ]  # fmt: skip
 
@@ -274,7 +290,7 @@ def test_what_a_plan_writes_needs_no_better_line(
 
 def test_values_that_headrace_lacks_are_refused_and_have_no_line_for_it() -> None:
     whole = explained(f"vllm serve {LLAMA} --block-size 128")
-    assert "headrace: refused: --block-size must be one of 1, 16, 32, 64; got 128" in whole.notice
+    assert "headrace: refused: --block-size must be one of 1, 16, 32, 64; got '128'" in whole.notice
     assert "headrace" not in whole.better
 
 
@@ -296,6 +312,21 @@ def test_a_line_that_does_not_fit_gets_one_that_does() -> None:
     assert memory.verdict == "wrong"
     mended = explained(whole.better["vllm"], "mi300x")
     assert [found.verdict for found in mended.findings if found.title == "memory"] == ["fine"]
+
+
+def test_wrong_values_are_in_no_better_line() -> None:
+    flags = "--max-num-seqs 0 --dtype fp16 --kv-cache-dtype fp7 --max-model-len 0 -tp 0 --gpu-memory-utilization 1.5"
+    whole = explained(f"vllm serve {LLAMA} {flags} --port 80", "h200")
+    assert {found.verdict for found in whole.answers[:-1]} == {"wrong"}
+    assert whole.better["vllm"] == f"vllm serve {LLAMA} --port 80"
+    assert [found.verdict for found in whole.findings] == ["fine"]
+
+
+def test_a_length_that_the_engine_finds_is_kept_for_vllm_and_left_out_for_headrace() -> None:
+    whole = explained("vllm serve meta-llama/Llama-3.1-70B --max-model-len auto", "mi300x")
+    assert [found.verdict for found in whole.findings if found.title == "memory"] == ["fine"]
+    assert whole.better["vllm"].endswith("--max-model-len auto")
+    assert whole.better["headrace"] == "headrace serve meta-llama/Llama-3.1-70B"
 
 
 def test_a_missing_master_switch_is_added() -> None:

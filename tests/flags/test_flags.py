@@ -179,7 +179,7 @@ def judged(name: str, value: str) -> Note | None:
         ("--data-parallel-size", "0", "--data-parallel-size must be at least 1, got '0'"),
         ("--swap-space", "much", "--swap-space must be a number, got 'much'"),
         ("--mm-encoder-tp-mode", "both", "--mm-encoder-tp-mode must be one of weights, data; got 'both'"),
-        ("--distributed-executor-backend", "k8s", "must be one of mp, ray, uni; got 'k8s'"),
+        ("--distributed-executor-backend", "k8s", "must be one of mp, ray, uni, external_launcher; got 'k8s'"),
         ("--speculative-config", "[1]", "--speculative-config must be a JSON object, got '[1]'"),
         ("--hf-overrides", '{"a": 1}', "--hf-overrides must be {}, got '{\"a\": 1}': change config.json"),
         ("--enable-lora", "true", "--enable-lora is not supported: headrace does not serve adapters"),
@@ -215,6 +215,44 @@ def test_wrong_values_and_what_we_lack_are_refused(name: str, value: str, messag
 )
 def test_what_asks_for_nothing_or_is_read_below_is_accepted_without_a_word(name: str, value: str) -> None:
     assert judged(name, value) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "headrace", "vllm"),
+    [
+        ("--max-num-seqs", "0", "must be at least 1, got '0'", "must be at least 1, got '0'"),
+        ("--max-model-len", "auto", "must be a whole number, got 'auto'", None),
+        ("--max-model-len", "-1", "must be at least 1, got '-1'", None),
+        ("--max-model-len", "x", "must be a whole number, got 'x'", "must be a whole number or auto or -1, got 'x'"),
+        ("--gpu-memory-utilization", "1.5", *["must lie between 0.01 and 1, got '1.5'"] * 2),
+        ("--gpu-memory-utilization", "nan", *["must lie between 0.01 and 1, got 'nan'"] * 2),
+        ("--block-size", "128", "must be one of 1, 16, 32, 64; got '128'", None),
+        ("--kv-cache-dtype", "fp8_inc", "must be one of auto, float16, bfloat16, float32, fp8,", None),
+        ("--dtype", "BFLOAT16", "must be one of auto, half,", "must be one of auto, half,"),
+        ("--quantization", "awq", None, None),
+        ("--quantization", "bitsandbytes", "must be one of fp8,", None),
+    ],
+)
+def test_values_are_judged_by_the_engine_that_reads_them(
+    name: str, value: str, headrace: str | None, vllm: str | None
+) -> None:
+    found = find_flag(name, ("engine", "server"))
+    assert found is not None
+    for engine, wanted in (("headrace", headrace), ("vllm", vllm)):
+        problem = found.known.problem(value, engine)
+        assert (problem is None) == (wanted is None), problem
+        assert problem is None or problem.startswith(wanted or "")
+
+
+def test_what_config_allows_is_allowed_here() -> None:
+    """The rows of knobs carry the bounds and choices of config.py."""
+    for config in (EngineConfig, ServerConfig):
+        for field in dataclasses.fields(config):
+            found = find_flag("--" + field.name, ("engine", "server"))
+            assert found is not None
+            kind, meta = found.known.kind, field.metadata
+            assert kind.choices == tuple(map(str, meta["choices"] or ()))
+            assert (kind.minimum, kind.maximum) == (meta["minimum"], meta["maximum"])
 
 
 def test_notes_name_the_setting_and_the_reason() -> None:
