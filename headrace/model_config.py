@@ -1,16 +1,145 @@
-"""The few facts the engine needs from a Hugging Face config.json. Pure Python: planner and server read it too.
+"""The few facts the engine needs from a Hugging Face config.json, and the reader that checks each value as it is read.
 
-What a family makes of its quirks is said in models/registry.py; this file only normalizes names that differ.
+What a family makes of its quirks is said in models/registry.py; this file only normalizes names that differ. Pure
+Python: planner and server read it too.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+import os
+import sys
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import ModelNotFoundError, UnsupportedModelError
+from headrace.errors import ModelNotFoundError, UnsupportedModelError, UserError
+
+MOST = 2**31 - 1
+"""No size is beyond what a 32-bit index reaches, so products of a few of them stay finite."""
+LARGEST = sys.float_info.max
+MOST_LAYERS = 10_000
+"""Layers are counted one by one, so a wild number must not reach the loop."""
+
+
+@dataclass(frozen=True)
+class Fields:
+    """A JSON object of config.json. Every reader raises UnsupportedModelError naming the field, its value and what is
+    accepted; null is as good as absent."""
+
+    values: dict[str, Any]
+    where: str
+    """`config.json of LlamaForCausalLM`"""
+    inside: str = ""
+    """what stands before each name: `rope_scaling.`"""
+
+    def __bool__(self) -> bool:
+        return bool(self.values)
+
+    def changed(self, changes: dict[str, Any]) -> Fields:
+        return replace(self, values={**self.values, **changes})
+
+    def refusal(self, name: str, accepted: str) -> UnsupportedModelError:
+        """`config.json of X: `vocab_size` is "abc"; must be ...`"""
+        if name not in self.values:
+            return UnsupportedModelError(f"{self.where} lacks `{self.inside}{name}`")
+        shown = json.dumps(self.values[name], default=str)
+        return UnsupportedModelError(f"{self.where}: `{self.inside}{name}` is {shown:.80}; must be {accepted}")
+
+    def integer(self, name: str, default: int | None = None, minimum: int = 1, maximum: int = MOST) -> int:
+        value = self._value(name, default)
+        whole = int(value) if isinstance(value, float) and value.is_integer() else value
+        if not _is_integer(whole) or not minimum <= whole <= maximum:
+            raise self.refusal(name, f"an integer from {minimum} to {maximum}")
+        return int(whole)
+
+    def optional(self, name: str) -> int | None:
+        """An integer of at least 1, or none."""
+        return None if self.values.get(name) is None else self.integer(name)
+
+    def number(
+        self, name: str, default: float | None = None, above: float = -LARGEST, maximum: float = LARGEST
+    ) -> float:
+        value = self._value(name, default)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not above < value <= maximum:
+            low = "" if above == -LARGEST else f" above {above:g}"
+            raise self.refusal(name, f"a finite number{low}{'' if maximum == LARGEST else f', at most {maximum:g}'}")
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise self.refusal(name, "true or false")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self._value(name, default)
+        if not isinstance(value, str):
+            raise self.refusal(name, "a text")
+        return value
+
+    def object(self, name: str) -> Fields:
+        """Empty where there is none."""
+        value = self._value(name, {})
+        if not isinstance(value, dict):
+            raise self.refusal(name, "an object")
+        return Fields(value, self.where, f"{self.inside}{name}.")
+
+    def texts(self, name: str) -> list[str]:
+        """Empty where there is none."""
+        value = self._value(name, [])
+        if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+            raise self.refusal(name, "a list of texts")
+        return value
+
+    def integers(self, name: str, least: int = 0) -> list[int]:
+        """At least so many; empty where there is none."""
+        value = self._value(name, [] if least == 0 else None)
+        if not isinstance(value, list) or not all(map(_is_integer, value)) or len(value) < least:
+            raise self.refusal(name, f"a list of at least {least} integers" if least else "a list of integers")
+        return value
+
+    def token_ids(self, name: str) -> list[int]:
+        """Given as one or as a list."""
+        value = self._value(name, [])
+        ids = value if isinstance(value, list) else [value]
+        if not all(map(_is_integer, ids)):
+            raise self.refusal(name, "a token id or a list of them")
+        return ids
+
+    def _value(self, name: str, default: Any) -> Any:
+        value = self.values.get(name)
+        return default if value is None else value
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def num_layers(fields: Fields) -> int:
+    return fields.integer("num_hidden_layers", maximum=MOST_LAYERS)
+
+
+def head_dim(fields: Fields) -> int:
+    """As given, else the hidden size spread over the heads."""
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    if fields.values.get("head_dim") is None and heads > hidden:
+        raise fields.refusal("num_attention_heads", f"at most hidden_size ({hidden}) where `head_dim` is not given")
+    return fields.integer("head_dim", hidden // heads)
+
+
+def read_object(path: Path, error_class: type[UserError] = ModelNotFoundError) -> dict[str, Any]:
+    """The JSON object that a file holds. Raises `error_class`, one line that names the file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise error_class(f"{path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise error_class(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise error_class(f"{path} must hold a JSON object, got {type(found).__name__}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -31,11 +160,10 @@ class ModelConfig:
     hidden_act: str
     attention_bias: bool
     mlp_bias: bool
-    sliding_window: int | None
-    """Keys a query may look back on, itself included; None: all."""
     dtype: str
     """float16, bfloat16 or float32, as the checkpoint says"""
     bos_token_id: int | None
+    """None too where the vocabulary does not hold it"""
     eos_token_ids: tuple[int, ...]
     quantization: dict[str, Any] | None = None
     generation: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -43,78 +171,58 @@ class ModelConfig:
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """config.json as it is, for what only one family reads."""
 
+    @property
+    def fields(self) -> Fields:
+        """`raw`, checked as it is read."""
+        return Fields(self.raw, f"config.json of {self.architecture}")
+
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
-        """Raises ModelNotFoundError without config.json, UnsupportedModelError where a needed fact is missing."""
-        path = folder / "config.json"
-        if not path.is_file():
-            raise ModelNotFoundError(f"model folder {str(folder)!r} has no config.json")
-        try:
-            raw = json.loads(path.read_text())
-        except (ValueError, UnicodeDecodeError) as error:
-            raise ModelNotFoundError(f"{path} is not valid JSON: {error}") from None
-        if not isinstance(raw, dict):
-            raise ModelNotFoundError(f"{path} must hold a JSON object, got {type(raw).__name__}")
-        generation: dict[str, Any] = {}
-        generation_path = folder / "generation_config.json"
-        if generation_path.is_file():
-            try:
-                generation = json.loads(generation_path.read_text())
-            except ValueError as error:
-                raise ModelNotFoundError(f"{generation_path} is not valid JSON: {error}") from None
-            if not isinstance(generation, dict):
-                raise ModelNotFoundError(f"{generation_path} must hold a JSON object, got {type(generation).__name__}")
-        return cls.from_dict(raw, generation)
+        """Raises ModelNotFoundError where a file is missing or cannot be read, UnsupportedModelError where a needed
+        fact is missing or is none."""
+        generation = folder / "generation_config.json"
+        return cls.from_dict(
+            read_object(folder / "config.json"), read_object(generation) if os.path.lexists(generation) else {}
+        )
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
         """`raw` is config.json, `generation` generation_config.json (its eos ids are added)."""
-        architectures = raw.get("architectures") or []
+        generation = generation or {}
+        architectures = Fields(raw, "config.json").texts("architectures")
         if not architectures:
             raise UnsupportedModelError("config.json names no architecture (field `architectures`)")
-
-        def need(name: str) -> Any:
-            if raw.get(name) is None:
-                raise UnsupportedModelError(f"config.json of {architectures[0]} lacks `{name}`")
-            return raw[name]
-
-        num_heads = int(need("num_attention_heads"))
-        rope_parameters = raw.get("rope_parameters") or {}
-        scaling = raw.get("rope_scaling") or (
-            rope_parameters if rope_parameters.get("rope_type", "default") != "default" else None
-        )
-        dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+        fields = Fields(raw, f"config.json of {architectures[0]}")
+        num_heads, vocab_size = fields.integer("num_attention_heads"), fields.integer("vocab_size")
+        rope, scaling = fields.object("rope_parameters"), fields.object("rope_scaling")
+        if not scaling and rope.text("rope_type", "default") != "default":
+            scaling = rope
+        eos = [
+            token_id
+            for source in (fields, Fields(generation, "generation_config.json"))
+            for token_id in source.token_ids("eos_token_id")
+        ]
         return cls(
             architecture=architectures[0],
-            vocab_size=int(need("vocab_size")),
-            hidden_size=int(need("hidden_size")),
-            intermediate_size=int(need("intermediate_size")),
-            num_layers=int(need("num_hidden_layers")),
+            vocab_size=vocab_size,
+            hidden_size=fields.integer("hidden_size"),
+            intermediate_size=fields.integer("intermediate_size"),
+            num_layers=num_layers(fields),
             num_heads=num_heads,
-            num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
-            head_dim=int(raw.get("head_dim") or need("hidden_size") // num_heads),
-            max_position_embeddings=int(raw.get("max_position_embeddings") or 2048),
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(raw.get("rope_theta") or rope_parameters.get("rope_theta") or 10000.0),
-            rope_scaling=scaling,
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            hidden_act=str(raw.get("hidden_act", "silu")),
-            attention_bias=bool(raw.get("attention_bias", False)),
-            mlp_bias=bool(raw.get("mlp_bias", False)),
-            sliding_window=raw.get("sliding_window"),
-            dtype=dtype,
-            bos_token_id=raw.get("bos_token_id"),
-            eos_token_ids=_ids(raw.get("eos_token_id"), (generation or {}).get("eos_token_id")),
-            quantization=raw.get("quantization_config"),
-            generation=generation or {},
+            num_kv_heads=fields.integer("num_key_value_heads", num_heads),
+            head_dim=head_dim(fields),
+            max_position_embeddings=fields.integer("max_position_embeddings", 2048),
+            rms_norm_eps=fields.number("rms_norm_eps", None if "rms_norm_eps" in raw else 1e-6, above=0),
+            rope_theta=fields.number("rope_theta", rope.number("rope_theta", 10000.0, above=1), above=1),
+            rope_scaling={name: value for name, value in scaling.values.items() if value is not None} or None,
+            tie_word_embeddings=fields.flag("tie_word_embeddings"),
+            hidden_act=fields.text("hidden_act", "silu"),
+            attention_bias=fields.flag("attention_bias"),
+            mlp_bias=fields.flag("mlp_bias"),
+            dtype=fields.text("dtype", fields.text("torch_dtype", "float32")).removeprefix("torch."),
+            bos_token_id=next((i for i in fields.token_ids("bos_token_id") if 0 <= i < vocab_size), None),
+            eos_token_ids=tuple(dict.fromkeys(eos)),
+            quantization=fields.object("quantization_config").values or None,
+            generation=generation,
             raw=raw,
         )
-
-
-def _ids(*values: int | list[int] | None) -> tuple[int, ...]:
-    ids: list[int] = []
-    for value in values:
-        for token_id in [value] if isinstance(value, int) else value or []:
-            if token_id not in ids:
-                ids.append(token_id)
-    return tuple(ids)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from headrace.attention.spec import AttentionSpec
 from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.layers.moe_spec import ExpertNames, MoeSpec
-from headrace.model_config import ModelConfig
+from headrace.model_config import MOST, Fields, ModelConfig
 from headrace.quantization.table import resolve_format
 
 Windows = Callable[[ModelConfig], tuple[int | None, ...]]
@@ -39,10 +38,19 @@ class ModelEntry:
     """None: every layer is dense"""
 
     def reasons(self, config: ModelConfig) -> list[str]:
-        """Why this model cannot be served: field, value and what is accepted. Empty: it can."""
+        """Why this model cannot be served: field, value and what is accepted. Empty: it can. Raises
+        UnsupportedModelError for a value that is none of its field."""
         missing = [f"`{name}` is missing" for name in self.needs if config.raw.get(name) is None]
-        sparse = _moe_reasons(config, self.moe(config)) if self.moe and not missing else []
-        return [*missing, *_shape_reasons(config), *sparse, *_rope_reasons(config), *_feature_reasons(config)]
+        own = missing or self._own_reasons(config)
+        return [*own, *_shape_reasons(config), *_rope_reasons(config), *_feature_reasons(config)]
+
+    def _own_reasons(self, config: ModelConfig) -> list[str]:
+        """Windows and experts raise for themselves."""
+        self.windows(config)
+        if self.moe is None:
+            return []
+        self.moe(config)
+        return [] if config.fields.flag("qkv_bias", True) else ["`qkv_bias` is False; accepted: true"]
 
 
 def no_window(config: ModelConfig) -> tuple[int | None, ...]:
@@ -51,47 +59,63 @@ def no_window(config: ModelConfig) -> tuple[int | None, ...]:
 
 def same_window(config: ModelConfig) -> tuple[int | None, ...]:
     """Mistral's rule: `sliding_window` on every layer (4096 where the field is absent, none where it is null)."""
-    window = config.sliding_window if "sliding_window" in config.raw else 4096
-    return (window,) * config.num_layers
+    return (_window(config.fields),) * config.num_layers
 
 
 def upper_window(config: ModelConfig) -> tuple[int | None, ...]:
     """Qwen's rule: `layer_types` if given, else the layers from `max_window_layers` (28) on; only with
     `use_sliding_window`."""
-    raw = config.raw
-    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
-    types = raw.get("layer_types")
-    if types is None:
-        first = raw.get("max_window_layers", 28)
-        types = ["sliding_attention" if i >= first else "full_attention" for i in range(config.num_layers)]
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    first = config.fields.integer("max_window_layers", 28, minimum=0)
+    usual = ["sliding_attention" if i >= first else "full_attention" for i in range(config.num_layers)]
+    return _typed_windows(config, usual)
 
 
 def raw_window(config: ModelConfig) -> tuple[int | None, ...]:
     """Mixtral's rule: `sliding_window` on every layer, none where the field is absent."""
-    return (config.sliding_window,) * config.num_layers
+    return (config.fields.optional("sliding_window"),) * config.num_layers
 
 
 def switched_window(config: ModelConfig) -> tuple[int | None, ...]:
     """Qwen3-MoE's rule: `sliding_window` (4096) on every layer, only with `use_sliding_window`."""
-    raw = config.raw
-    return (raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None,) * config.num_layers
+    return (_switched(config.fields),) * config.num_layers
 
 
 def alternate_window(config: ModelConfig) -> tuple[int | None, ...]:
     """Qwen2-MoE's rule: `layer_types` if given, else every other layer below `max_window_layers` (28), from the first;
     only with `use_sliding_window`."""
-    raw = config.raw
-    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
-    below = raw.get("max_window_layers", 28)
+    below = config.fields.integer("max_window_layers", 28, minimum=0)
     usual = ["sliding_attention" if i % 2 == 0 and i < below else "full_attention" for i in range(config.num_layers)]
-    return tuple(window if kind == "sliding_attention" else None for kind in raw.get("layer_types") or usual)
+    return _typed_windows(config, usual)
+
+
+def _window(fields: Fields) -> int | None:
+    return fields.optional("sliding_window") if "sliding_window" in fields.values else 4096
+
+
+def _switched(fields: Fields) -> int | None:
+    return _window(fields) if fields.flag("use_sliding_window") else None
+
+
+def _typed_windows(config: ModelConfig, usual: list[str]) -> tuple[int | None, ...]:
+    window = _switched(config.fields)
+    return tuple(window if kind == "sliding_attention" else None for kind in _layer_types(config) or usual)
+
+
+def _layer_types(config: ModelConfig) -> list[str]:
+    """One for each layer; empty where config.json names none."""
+    types = config.fields.texts("layer_types")
+    if types and (len(types) != config.num_layers or {*types} - {"full_attention", "sliding_attention"}):
+        raise config.fields.refusal(
+            "layer_types", f"full_attention or sliding_attention for each of the {config.num_layers} layers"
+        )
+    return types
 
 
 def mixtral_experts(config: ModelConfig) -> MoeSpec:
+    experts = config.fields.integer("num_local_experts")
     return MoeSpec(
-        num_experts=config.raw["num_local_experts"],
-        top_k=config.raw["num_experts_per_tok"],
+        num_experts=experts,
+        top_k=config.fields.integer("num_experts_per_tok", maximum=experts),
         intermediate_size=config.intermediate_size,
         renormalize=True,
         sparse=(True,) * config.num_layers,
@@ -101,19 +125,23 @@ def mixtral_experts(config: ModelConfig) -> MoeSpec:
 
 def qwen_experts(config: ModelConfig) -> MoeSpec:
     """Every `decoder_sparse_step`-th layer but `mlp_only_layers`. transformers 5 writes `num_local_experts`."""
-    raw = config.raw
-    step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+    fields = config.fields
+    renamed = fields.values.get("num_experts") is None and "num_local_experts" in fields.values
+    experts = fields.integer("num_local_experts" if renamed else "num_experts")
+    step, dense = fields.integer("decoder_sparse_step", 1), fields.integers("mlp_only_layers")
     return MoeSpec(
-        num_experts=raw.get("num_experts") or raw.get("num_local_experts") or 0,
-        top_k=raw["num_experts_per_tok"],
-        intermediate_size=raw["moe_intermediate_size"],
-        renormalize=bool(raw.get("norm_topk_prob", False)),
-        sparse=tuple(step > 0 and (i + 1) % step == 0 and i not in dense for i in range(config.num_layers)),
+        num_experts=experts,
+        top_k=fields.integer("num_experts_per_tok", maximum=experts),
+        intermediate_size=fields.integer("moe_intermediate_size"),
+        renormalize=fields.flag("norm_topk_prob"),
+        sparse=tuple((i + 1) % step == 0 and i not in dense for i in range(config.num_layers)),
     )
 
 
 def qwen_experts_and_shared(config: ModelConfig) -> MoeSpec:
-    return replace(qwen_experts(config), shared_intermediate_size=config.raw["shared_expert_intermediate_size"])
+    return replace(
+        qwen_experts(config), shared_intermediate_size=config.fields.integer("shared_expert_intermediate_size")
+    )
 
 
 LLAMA = ("headrace.models.llama", "LlamaForCausalLM")
@@ -189,6 +217,8 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "yarn": (),
 }
 """rope_type -> the fields it cannot do without"""
+ROPE_NUMBERS = ("factor", "low_freq_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+"""of any rope type: far enough from 0 and infinity for a logarithm of their quotient"""
 
 
 def resolve(config: ModelConfig) -> ModelEntry:
@@ -245,58 +275,42 @@ def attention_spec(
 
 def _shape_reasons(config: ModelConfig) -> list[str]:
     reasons = []
-    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
-        if getattr(config, name) < 1:
-            reasons.append(f"`{name}` is {getattr(config, name)}; must be at least 1")
-    if config.num_kv_heads > 0 and config.num_heads % config.num_kv_heads:
+    if config.num_heads % config.num_kv_heads:
         reasons.append(
             f"`num_key_value_heads` is {config.num_kv_heads}; must divide num_attention_heads ({config.num_heads})"
         )
-    if config.head_dim < 2 or config.head_dim % 2:
+    if config.head_dim % 2:
         reasons.append(f"`head_dim` is {config.head_dim}; must be even")
-    types = config.raw.get("layer_types")
-    if types is not None and (len(types) != config.num_layers or set(types) - {"full_attention", "sliding_attention"}):
-        reasons.append(
-            f"`layer_types` is {types}; must name full_attention or sliding_attention for each of the "
-            f"{config.num_layers} layers"
-        )
-    return reasons
-
-
-def _moe_reasons(config: ModelConfig, moe: MoeSpec) -> list[str]:
-    raw = config.raw
-    reasons = []
-    if moe.num_experts < 1:
-        reasons.append(f"`num_experts` is {moe.num_experts}; must be at least 1")
-    elif not 1 <= moe.top_k <= moe.num_experts:
-        reasons.append(f"`num_experts_per_tok` is {moe.top_k}; must be in [1, {moe.num_experts}]")
-    if moe.intermediate_size < 1:
-        reasons.append(f"`moe_intermediate_size` is {moe.intermediate_size}; must be at least 1")
-    if "shared_expert_intermediate_size" in raw and moe.shared_intermediate_size < 1:
-        reasons.append(f"`shared_expert_intermediate_size` is {moe.shared_intermediate_size}; must be at least 1")
-    if raw.get("decoder_sparse_step", 1) < 1:
-        reasons.append(f"`decoder_sparse_step` is {raw['decoder_sparse_step']}; must be at least 1")
-    if raw.get("qkv_bias", True) is not True:
-        reasons.append(f"`qkv_bias` is {raw['qkv_bias']}; accepted: true")
+    _layer_types(config)
     return reasons
 
 
 def _rope_reasons(config: ModelConfig) -> list[str]:
-    parameters: dict[str, Any] = config.raw.get("rope_parameters") or {}
-    if any(isinstance(value, dict) for value in parameters.values()):
+    fields, parameters = config.fields, config.fields.object("rope_parameters")
+    if any(isinstance(value, dict) for value in parameters.values.values()):
         return ["`rope_parameters` differs between layers; accepted: one set for all"]
     reasons = []
-    partial = config.raw.get("partial_rotary_factor", parameters.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
+    partial = fields.number("partial_rotary_factor", parameters.number("partial_rotary_factor", 1.0))
+    if partial != 1.0:
         reasons.append(f"`partial_rotary_factor` is {partial}; accepted: 1.0")
-    scaling = config.rope_scaling or {}
-    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    scaling = Fields(config.rope_scaling or {}, fields.where, "rope_scaling.")
+    rope_type = scaling.text("rope_type", scaling.text("type", "default"))
     if rope_type not in ROPE_FIELDS:
         return [*reasons, f"rope type is {rope_type!r}; accepted: {', '.join(ROPE_FIELDS)}"]
-    missing = [name for name in ROPE_FIELDS[rope_type] if not scaling.get(name)]
+    missing = [name for name in ROPE_FIELDS[rope_type] if scaling.values.get(name) is None]
     if missing:
         reasons.append(f"`rope_scaling` of type {rope_type} lacks {', '.join(missing)}")
+    _check_rope_numbers(scaling)
     return reasons
+
+
+def _check_rope_numbers(scaling: Fields) -> None:
+    """Raises UnsupportedModelError for one with which frequencies cannot be computed."""
+    for name in ROPE_NUMBERS:
+        scaling.number(name, 1.0, above=1e-9, maximum=MOST)
+    scaling.number("high_freq_factor", MOST, above=scaling.number("low_freq_factor", 0.0))
+    for name in ("mscale", "mscale_all_dim", "attention_factor"):
+        scaling.number(name, 1.0)
 
 
 def _feature_reasons(config: ModelConfig) -> list[str]:

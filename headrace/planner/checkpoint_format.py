@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from headrace.errors import ConfigError
+from headrace.model_config import Fields
 
 PARTS = ("attention", "dense", "experts")
 """What a weight format may apply to"""
@@ -57,21 +58,20 @@ def _int4(group_size: int, zeros: bool = True) -> float:
 
 
 def read_format(quantization: dict[str, Any] | None, num_layers: int) -> CheckpointFormat:
-    """Raises ConfigError for a format that is not among FORMATS."""
+    """Raises ConfigError for a format that is not among FORMATS, UnsupportedModelError for a value that is none of its
+    field."""
     if not quantization:
         return CheckpointFormat()
-    method = str(quantization.get("quant_method", "")).lower()
-    name, exactly = _name(method, quantization)
+    fields = Fields(quantization, "config.json", "quantization_config.")
+    method = fields.text("quant_method", "").lower()
+    name, exactly = _name(method, fields)
     if name not in FORMATS:
         raise ConfigError(
             f"config.json: the format of quantization_config.quant_method {method!r} is {name!r}, which is none of "
             f"{', '.join(FORMATS)}"
         )
-    left_alone = [
-        str(entry)
-        for key in ("ignore", "modules_to_not_convert", "ignored_layers", "exclude", "exclude_modules")
-        for entry in quantization.get(key) or []
-    ]
+    lists = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude", "exclude_modules")
+    left_alone = [entry for key in lists for entry in _patterns(fields, key)]
     prefix = f"model.layers.{num_layers // 2}"
     plain = {
         part
@@ -92,33 +92,52 @@ def holds_kv_scales(quantization: dict[str, Any] | None) -> bool:
     )
 
 
-def _name(method: str, quantization: dict[str, Any]) -> tuple[str, float]:
+def _name(method: str, quantization: Fields) -> tuple[str, float]:
     """-> (format, bytes of a weight where that is said, else 0)"""
     if method == "compressed-tensors":
-        groups = quantization.get("config_groups")
+        groups = quantization.object("config_groups")
         if not groups:
             return "bf16", 0  # it speaks of the KV cache alone
-        weights = next(iter(groups.values())).get("weights") or {}
-        found = _BY_TYPE.get((weights.get("type", "int"), weights.get("num_bits", 8)), str(weights))
-        group_size = int(weights.get("group_size") or 0)
+        weights = groups.object(next(iter(groups.values))).object("weights")
+        kind, bits = weights.text("type", "int"), weights.integer("num_bits", 8)
+        found, group_size = _BY_TYPE.get((kind, bits), f"{kind} of {bits} bits"), _group_size(weights, "group_size", 0)
         if found == "int4" and group_size > 0:
-            return found, _int4(group_size, zeros=not weights.get("symmetric", True))
+            return found, _int4(group_size, zeros=not weights.flag("symmetric", True))
         return ("nvfp4" if found == "mxfp4" and group_size == 16 else found), 0
     if method == "quark":
-        weight = (quantization.get("global_quant_config") or {}).get("weight") or {}
-        weight = weight[0] if isinstance(weight, list) else weight
-        dtype = str(weight.get("dtype", "fp8"))
+        dtype = _first(quantization.object("global_quant_config"), "weight").text("dtype", "fp8")
         known = {"fp8": "fp8", "fp4": "mxfp4", "int8": "int8", "int4": "int4", "uint4": "int4", "mxfp4": "mxfp4"}
         return known.get(dtype.split("_")[0], dtype), 0
     if method in ("awq", "gptq"):
-        bits = quantization.get("bits", quantization.get("w_bit", 4))
-        group_size = int(quantization.get("group_size", quantization.get("q_group_size", 128)) or 0)
-        return {4: "int4", 8: "int8"}.get(bits, f"{bits} bits"), _int4(
-            group_size
-        ) if group_size > 0 and bits == 4 else 0
+        bits = quantization.integer("bits", quantization.integer("w_bit", 4))
+        group_size = _group_size(quantization, "group_size", _group_size(quantization, "q_group_size", 128))
+        exactly = _int4(group_size) if group_size > 0 and bits == 4 else 0
+        return {4: "int4", 8: "int8"}.get(bits, f"{bits} bits"), exactly
     if method.startswith("modelopt"):
-        return str(quantization.get("quant_algo", method)).lower(), 0
+        return quantization.text("quant_algo", method).lower(), 0
     return {"fbgemm_fp8": "fp8", "": "bf16"}.get(method, method), 0
+
+
+def _group_size(fields: Fields, name: str, default: int) -> int:
+    """-1 and 0: a row or a channel is one group."""
+    return fields.integer(name, default, minimum=-1)
+
+
+def _first(fields: Fields, name: str) -> Fields:
+    """An object, or the first of a list of them."""
+    value = fields.values.get(name)
+    return (fields.changed({name: value[0]}) if isinstance(value, list) and value else fields).object(name)
+
+
+def _patterns(fields: Fields, name: str) -> list[str]:
+    """Names of linears; those that are regular expressions can be compiled."""
+    entries = fields.texts(name)
+    for pattern in (entry[3:] for entry in entries if entry.startswith("re:")):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise fields.refusal(name, f"names, or regular expressions after `re:` ({pattern:.60}: {error})") from None
+    return entries
 
 
 def _names(entry: str, linear: str) -> bool:

@@ -1,14 +1,14 @@
 """What one layer of a model weighs and caches, counted from fields of config.json.
 
-The arithmetic that families share: attention of either kind, dense and sparse MLPs. Knows no family.
+The arithmetic that families share: attention of either kind, dense and sparse MLPs. Knows no family. Fields that are
+missing or no sizes raise UnsupportedModelError, as their reader does.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-Config = dict[str, Any]
+from headrace.model_config import Fields, head_dim
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class LayerGroup:
 
 
 def gqa(
-    c: Config,
+    c: Fields,
     window: int | None = None,
     qkv_bias: bool = False,
     o_bias: bool = False,
@@ -97,8 +97,8 @@ def gqa(
     sinks: bool = False,
 ) -> AttentionShape:
     """Grouped-query attention. `head_norms`: Q and K are normed a head at a time, `wide_norms`: all heads at once."""
-    hidden, heads, kv_heads = c["hidden_size"], c["num_attention_heads"], c["num_key_value_heads"]
-    dim = c.get("head_dim") or hidden // heads
+    hidden, heads, dim = c.integer("hidden_size"), c.integer("num_attention_heads"), head_dim(c)
+    kv_heads = c.integer("num_key_value_heads")
     q, kv = heads * dim, kv_heads * dim
     biases = (q + 2 * kv if qkv_bias else 0) + (hidden if o_bias else 0)
     norms = 2 * dim if head_norms else q + kv if wide_norms else 0
@@ -117,19 +117,20 @@ def gqa(
     )
 
 
-def mla(c: Config) -> AttentionShape:
+def mla(c: Fields) -> AttentionShape:
     """DeepSeek's: keys and values come from a latent; with `index_topk`, an indexer chooses the keys."""
-    hidden, heads, latent, rope = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"], c["qk_rope_head_dim"]
-    nope, v_dim, q_rank = c["qk_nope_head_dim"], c["v_head_dim"], c.get("q_lora_rank")
+    hidden, heads = c.integer("hidden_size"), c.integer("num_attention_heads")
+    latent, q_rank = c.integer("kv_lora_rank"), c.optional("q_lora_rank")
+    rope, nope, v_dim = c.integer("qk_rope_head_dim"), c.integer("qk_nope_head_dim"), c.integer("v_head_dim")
     q = heads * (nope + rope)
     up = (q_rank or hidden) * q + latent * heads * (nope + v_dim) + heads * v_dim * hidden
     norms = latent + (q_rank or 0)
     down = hidden * (latent + rope) + hidden * (q_rank or 0) + norms
-    top_k, keys, index_plain, index = c.get("index_topk"), 0, 0, 0
+    top_k, keys, index_plain, index = c.optional("index_topk"), 0, 0, 0
     if top_k is not None:
-        index_heads, keys = c["index_n_heads"], c["index_head_dim"]
+        index_heads, keys = c.integer("index_n_heads"), c.integer("index_head_dim")
         index_plain = 2 * keys + hidden * index_heads
-        index = q_rank * index_heads * keys + hidden * keys + index_plain
+        index = c.integer("q_lora_rank") * index_heads * keys + hidden * keys + index_plain
     return AttentionShape(
         kind="mla",
         num_heads=heads,

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from headrace.errors import ConfigError
-from headrace.model_config import ModelConfig
+from headrace.errors import ConfigError, UnsupportedModelError
+from headrace.model_config import Fields, ModelConfig, num_layers
 from headrace.models.registry import MODELS, ModelEntry
 from headrace.planner.checkpoint_format import PARTS, bytes_per_weight, holds_kv_scales, read_format
 from headrace.planner.encoders import gemma3_vision, kimi_vision, llama4_vision, qwen3_vision
@@ -138,39 +138,44 @@ Config = dict[str, Any]
 
 
 def shape_of(config: Config, name: str, source: str = "") -> ModelShape:
-    """Count a raw config.json. Raises ConfigError where no family here knows its architecture, a field is missing, or
-    the weight format is none of ours."""
-    architecture = next(iter(config.get("architectures") or ["none"]))
-    text: Config = {**config, **(config.get("text_config") or {})}
-    family, registered = _FAMILIES.get(architecture), _REGISTERED.get(architecture)
+    """Count a raw config.json. Raises ConfigError where no family here knows its architecture, a field is missing or
+    none of its kind, or the weight format is none of ours."""
     try:
-        if family is not None:
-            text = {**family.defaults, **text}
-            counted = family.layers(text)
-        elif registered is not None:
-            counted = _count_registered(text, registered)
-        else:
-            known = ", ".join(sorted(_FAMILIES.keys() | _REGISTERED.keys()))
-            raise ConfigError(f"architecture {architecture!r} of {name} is not one that can be counted; known: {known}")
-        hidden, vocab = int(text["hidden_size"]), int(text["vocab_size"])
-    except KeyError as error:
-        raise ConfigError(f"config.json of {name} ({architecture}) lacks `{error.args[0]}`") from None
+        return _counted(Fields(config, f"config.json of {name}"), name, source or name)
+    except UnsupportedModelError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _counted(config: Fields, name: str, source: str) -> ModelShape:
+    architecture = next(iter(config.texts("architectures")), "none")
+    text = replace(config, where=f"{config.where} ({architecture})")
+    text = text.changed(text.object("text_config").values)
+    family, registered = _FAMILIES.get(architecture), _REGISTERED.get(architecture)
+    if family is not None:
+        text = replace(text, values={**family.defaults, **text.values})
+        counted = family.layers(text)
+    elif registered is not None:
+        counted = _count_registered(text, registered)
+    else:
+        known = ", ".join(sorted(_FAMILIES.keys() | _REGISTERED.keys()))
+        raise ConfigError(f"architecture {architecture!r} of {name} is not one that can be counted; known: {known}")
+    hidden, vocab = text.integer("hidden_size"), text.integer("vocab_size")
     layers = Counter(counted.layers)  # in the order in which they first come
-    quantization = text.get("quantization_config")
+    quantization = text.object("quantization_config").values
     held = read_format(quantization, len(counted.layers))
     return ModelShape(
         name=name,
         architecture=architecture,
         hidden_size=hidden,
         vocab_size=vocab,
-        max_position_embeddings=int(text.get("max_position_embeddings") or 2048),
+        max_position_embeddings=text.integer("max_position_embeddings", 2048),
         groups=tuple(LayerGroup(count, *layer) for layer, count in layers.items()),
         embedding_weights=hidden * vocab,
-        head_weights=0 if text.get("tie_word_embeddings") else hidden * vocab,
+        head_weights=0 if text.flag("tie_word_embeddings") else hidden * vocab,
         extra_weights=counted.vision + counted.draft,
-        dtype=str(text.get("dtype") or text.get("torch_dtype") or "bfloat16").removeprefix("torch."),
+        dtype=text.text("dtype", text.text("torch_dtype", "bfloat16")).removeprefix("torch."),
         weight_format=held.name,
-        source=source or name,
+        source=source,
         final_weights=hidden,
         draft_weights=counted.draft,
         format_parts=held.parts,
@@ -184,14 +189,14 @@ def in_format(shape: ModelShape, weight_format: str, fp8_kv_cache: bool = False)
     return replace(shape, weight_format=weight_format, format_parts=PARTS, format_bytes=0.0, fp8_kv_cache=fp8_kv_cache)
 
 
-def _count_registered(c: Config, entry: ModelEntry) -> _Layers:
+def _count_registered(c: Fields, entry: ModelEntry) -> _Layers:
     """The families that headrace serves: windows, biases and experts as models/registry.py says."""
-    missing = [field for field in entry.needs if c.get(field) is None]
-    if missing:
-        raise KeyError(missing[0])
-    model = ModelConfig.from_dict(c)
+    for name in entry.needs:
+        if c.values.get(name) is None:
+            raise c.refusal(name, "given")
+    model = ModelConfig.from_dict(c.values)
     hidden, moe = model.hidden_size, entry.moe(model) if entry.moe else None
-    filled = {**c, "num_key_value_heads": model.num_kv_heads, "head_dim": model.head_dim}
+    filled = c.changed({"num_key_value_heads": model.num_kv_heads})
 
     def said(quirk: bool | None, otherwise: bool) -> bool:
         return otherwise if quirk is None else quirk
@@ -215,72 +220,95 @@ def _count_registered(c: Config, entry: ModelEntry) -> _Layers:
     return _Layers(layers)
 
 
-def _count_deepseek(c: Config) -> _Layers:
+_LISTS_OF_ENCODERS = {"merge_kernel_size": 2, "deepstack_visual_indexes": 0}
+"""and how many integers they have at least"""
+
+
+class _Encoder(Config):
+    """`vision_config` for encoders.py: whatever is looked up is a size, or a list of integers."""
+
+    def __init__(self, vision: Fields) -> None:
+        super().__init__(vision.values)
+        self._vision = vision
+
+    def __getitem__(self, name: str) -> Any:
+        least = _LISTS_OF_ENCODERS.get(name)
+        return self._vision.integer(name) if least is None else self._vision.integers(name, least)
+
+
+def _encoder(c: Fields, count: Callable[..., int], *sizes: int) -> int:
+    """Parameters of the vision encoder, 0 where there is none."""
+    vision = c.object("vision_config")
+    return count(_Encoder(vision), *sizes) if vision else 0
+
+
+def _routed(c: Fields, experts: int, width: int, shared: int = 0, bias: bool = False) -> MlpShape:
+    chosen = c.integer("num_experts_per_tok", maximum=experts)
+    return sparse(c.integer("hidden_size"), experts, chosen, width, shared, bias=bias)
+
+
+def _count_deepseek(c: Fields) -> _Layers:
     """Dense layers first, then experts and shared ones; layers for further tokens are drafts (their embedding and head
     are the model's own)."""
-    hidden, width = c["hidden_size"], c["moe_intermediate_size"]
-    attention, first = mla(c), c["first_k_dense_replace"]
-    plain = dense(hidden, c["intermediate_size"])
-    shared = width * (c.get("n_shared_experts") or 0)
-    experts = c["n_routed_experts"]
-    routed = sparse(hidden, experts, c["num_experts_per_tok"], width, shared)
-    layers = [(attention, plain if i < first else routed, 2 * hidden) for i in range(c["num_hidden_layers"])]
+    hidden, width = c.integer("hidden_size"), c.integer("moe_intermediate_size")
+    attention, first = mla(c), c.integer("first_k_dense_replace", minimum=0)
+    plain = dense(hidden, c.integer("intermediate_size"))
+    routed = _routed(c, c.integer("n_routed_experts"), width, shared=width * c.integer("n_shared_experts", 0, 0))
+    layers = [(attention, plain if i < first else routed, 2 * hidden) for i in range(num_layers(c))]
     draft = attention.weights + routed.weights + 2 * hidden + 2 * hidden**2 + 3 * hidden
-    vision = kimi_vision(c["vision_config"], hidden) if c.get("vision_config") else 0
-    return _Layers(layers, vision, (c.get("num_nextn_predict_layers") or 0) * draft)
+    return _Layers(layers, _encoder(c, kimi_vision, hidden), c.integer("num_nextn_predict_layers", 0, 0) * draft)
 
 
-def _count_llama4(c: Config) -> _Layers:
+def _count_llama4(c: Fields) -> _Layers:
     """Experts in every n-th layer beside a shared one; every fourth layer sees all keys, without positions, the others
     those of their chunk."""
-    hidden, count, width = c["hidden_size"], c["num_hidden_layers"], c["intermediate_size"]
-    step, chunk = c["interleave_moe_layer_step"], c.get("attention_chunk_size")
-    everything, chunked = gqa(c), gqa(c, chunk)
-    routed = sparse(hidden, c["num_local_experts"], c["num_experts_per_tok"], width, shared=width)
-    plain = dense(hidden, c["intermediate_size_mlp"])
+    hidden, width = c.integer("hidden_size"), c.integer("intermediate_size")
+    step, everything = c.integer("interleave_moe_layer_step"), gqa(c)
+    chunked = gqa(c, c.optional("attention_chunk_size"))
+    routed = _routed(c, c.integer("num_local_experts"), width, shared=width)
+    plain = dense(hidden, c.integer("intermediate_size_mlp"))
     layers = [
-        (chunked if (i + 1) % 4 else everything, plain if (i + 1) % step else routed, 2 * hidden) for i in range(count)
+        (chunked if (i + 1) % 4 else everything, plain if (i + 1) % step else routed, 2 * hidden)
+        for i in range(num_layers(c))
     ]
-    return _Layers(layers, llama4_vision(c["vision_config"], hidden) if c.get("vision_config") else 0)
+    return _Layers(layers, _encoder(c, llama4_vision, hidden))
 
 
-def _count_gpt_oss(c: Config) -> _Layers:
+def _count_gpt_oss(c: Fields) -> _Layers:
     """Windows in every other layer, from the first; sinks; biases everywhere."""
-    hidden = c["hidden_size"]
-    kinds = c.get("layer_types") or [
-        "full_attention" if i % 2 else "sliding_attention" for i in range(c["num_hidden_layers"])
-    ]
-    windows = [c["sliding_window"] if kind == "sliding_attention" else None for kind in kinds]
-    mlp = sparse(hidden, c["num_local_experts"], c["num_experts_per_tok"], c["intermediate_size"], bias=True)
-    return _Layers([(gqa(c, window, qkv_bias=True, o_bias=True, sinks=True), mlp, 2 * hidden) for window in windows])
+    kinds = c.texts("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers(c))]
+    window = c.optional("sliding_window")
+    sliding, full = (gqa(c, keys, qkv_bias=True, o_bias=True, sinks=True) for keys in (window, None))
+    mlp = _routed(c, c.integer("num_local_experts"), c.integer("intermediate_size"), bias=True)
+    norms = 2 * c.integer("hidden_size")
+    return _Layers([(sliding if kind == "sliding_attention" else full, mlp, norms) for kind in kinds])
 
 
-def _count_gemma3(c: Config) -> _Layers:
+def _count_gemma3(c: Fields) -> _Layers:
     """Five layers with a window, then one without; four norms a layer."""
-    hidden, pattern = c["hidden_size"], c["sliding_window_pattern"]
-    windows = [c["sliding_window"] if (i + 1) % pattern else None for i in range(c["num_hidden_layers"])]
-    mlp = dense(hidden, c["intermediate_size"])
-    layers = [(gqa(c, window, head_norms=True), mlp, 4 * hidden) for window in windows]
-    return _Layers(layers, gemma3_vision(c["vision_config"], hidden) if c.get("vision_config") else 0)
+    hidden, pattern = c.integer("hidden_size"), c.integer("sliding_window_pattern")
+    sliding, full = gqa(c, c.integer("sliding_window"), head_norms=True), gqa(c, head_norms=True)
+    mlp = dense(hidden, c.integer("intermediate_size"))
+    layers = [(sliding if (i + 1) % pattern else full, mlp, 4 * hidden) for i in range(num_layers(c))]
+    return _Layers(layers, _encoder(c, gemma3_vision, hidden))
 
 
-def _count_qwen3_vl(c: Config) -> _Layers:
+def _count_qwen3_vl(c: Fields) -> _Layers:
     """Qwen3-MoE behind a vision encoder."""
-    text = _count_registered({**c, "architectures": ["Qwen3MoeForCausalLM"]}, _REGISTERED["Qwen3MoeForCausalLM"])
-    return _Layers(text.layers, qwen3_vision(c["vision_config"]))
+    plain = c.changed({"architectures": ["Qwen3MoeForCausalLM"]})
+    return _Layers(_count_registered(plain, _REGISTERED["Qwen3MoeForCausalLM"]).layers, _encoder(c, qwen3_vision))
 
 
-def _count_minimax(c: Config) -> _Layers:
+def _count_minimax(c: Fields) -> _Layers:
     """Experts in every layer. The layers for further tokens that config.json speaks of are in no checkpoint."""
-    hidden = c["hidden_size"]
-    attention = gqa(c, wide_norms=bool(c.get("use_qk_norm", True)))
-    experts = (c["num_local_experts"], c["num_experts_per_tok"], c["intermediate_size"])
-    return _Layers([(attention, sparse(hidden, *experts), 2 * hidden)] * c["num_hidden_layers"])
+    attention = gqa(c, wide_norms=c.flag("use_qk_norm", True))
+    mlp = _routed(c, c.integer("num_local_experts"), c.integer("intermediate_size"))
+    return _Layers([(attention, mlp, 2 * c.integer("hidden_size"))] * num_layers(c))
 
 
 @dataclass(frozen=True)
 class _Family:
-    layers: Callable[[Config], _Layers]
+    layers: Callable[[Fields], _Layers]
     defaults: Config = field(default_factory=dict)
     """what config.json leaves out where it is as usual"""
 

@@ -25,6 +25,13 @@ RAW: dict[str, Any] = {
 }
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 QWEN3_30B_A3B: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -93,8 +100,21 @@ def test_unknown_architecture_names_the_supported() -> None:
         ({"num_key_value_heads": 3}, "`num_key_value_heads` is 3; must divide"),
         ({"num_key_value_heads": None}, "`num_key_value_heads` is missing"),
         ({"head_dim": 15}, "`head_dim` is 15; must be even"),
-        ({"num_hidden_layers": 0}, "`num_layers` is 0"),
+        ({"num_hidden_layers": 0}, "`num_hidden_layers` is 0"),
         ({"layer_types": ["full_attention", "mamba"]}, "`layer_types` is"),
+        ({"layer_types": ["full_attention"] * 5}, "`layer_types` is.*must be full_attention or.*each of the 4 layers"),
+        ({"layer_types": 4}, "`layer_types` is 4; must be a list of texts"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, '`rope_scaling.factor` is "2"; must be a finite'),
+        ({"rope_scaling": {"rope_type": "yarn", "beta_fast": 1e308}}, "`rope_scaling.beta_fast` is 1e.308; must be"),
+        ({"rope_scaling": {"rope_type": "yarn", "mscale": "x"}}, '`rope_scaling.mscale` is "x"; must be a finite'),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, r'`rope_scaling.rope_type` is \["yarn"\]; must be a text'),
+        (
+            {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}},
+            "`rope_scaling.high_freq_factor` is 1.0; must be a finite number above 1",
+        ),
+        ({"use_sliding_window": "yes"}, '`use_sliding_window` is "yes"; must be true or false'),
+        ({"use_sliding_window": True, "sliding_window": -8}, "`sliding_window` is -8; must be an integer from 1"),
+        ({"max_window_layers": "all"}, '`max_window_layers` is "all"; must be an integer from 0'),
         ({"dtype": "float8_e4m3fn"}, "`dtype` is 'float8_e4m3fn'; accepted: float16"),
         ({"quantization_config": {"quant_method": "gptq"}}, "'gptq' is not supported; supported: none"),
     ],
@@ -156,12 +176,16 @@ def test_which_layers_are_sparse_and_what_of() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_experts_per_tok": 9}, r"`num_experts_per_tok` is 9; must be in \[1, 4\]"),
-        ({"num_experts": 0}, "`num_experts` is 0; must be at least 1"),
+        ({"num_experts_per_tok": 9}, "`num_experts_per_tok` is 9; must be an integer from 1 to 4"),
+        ({"num_experts_per_tok": "2"}, '`num_experts_per_tok` is "2"; must be an integer from 1 to 4'),
+        ({"num_experts": 0}, "`num_experts` is 0; must be an integer from 1"),
+        ({"num_experts": None}, "lacks `num_experts`|`num_experts` is null"),
         ({"moe_intermediate_size": None}, "`moe_intermediate_size` is missing"),
-        ({"moe_intermediate_size": 0}, "`moe_intermediate_size` is 0; must be at least 1"),
+        ({"moe_intermediate_size": 0}, "`moe_intermediate_size` is 0; must be an integer from 1"),
         ({"shared_expert_intermediate_size": 0}, "`shared_expert_intermediate_size` is 0"),
-        ({"decoder_sparse_step": 0}, "`decoder_sparse_step` is 0; must be at least 1"),
+        ({"decoder_sparse_step": 0}, "`decoder_sparse_step` is 0; must be an integer from 1"),
+        ({"mlp_only_layers": [None]}, r"`mlp_only_layers` is \[null\]; must be a list of integers"),
+        ({"norm_topk_prob": "no"}, '`norm_topk_prob` is "no"; must be true or false'),
         ({"qkv_bias": False}, "`qkv_bias` is False; accepted: true"),
     ],
 )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,6 +26,17 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 512,
     "torch_dtype": "float16",
 }
+
+SERVED: dict[str, Any] = {
+    **LLAMA,
+    "head_dim": 8,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+"""of any family that headrace serves"""
 
 
 def shape(**changes: Any) -> ModelShape:
@@ -57,17 +71,7 @@ def test_tied_embeddings_serve_as_head() -> None:
 
 @pytest.mark.parametrize("entry", MODELS, ids=lambda entry: entry.architecture)
 def test_every_family_that_is_served_can_be_counted(entry: Any) -> None:
-    config = {
-        **LLAMA,
-        "architectures": [entry.architecture],
-        "head_dim": 8,
-        "num_local_experts": 4,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 48,
-    }
-    found = shape_of(config, "tiny")
+    found = shape_of({**SERVED, "architectures": [entry.architecture]}, "tiny")
     assert found.num_layers == 3
     assert found.is_moe == (entry.moe is not None)
     (group,) = {layer.mlp for layer in found.groups}
@@ -193,6 +197,27 @@ def test_lists_of_what_was_left_alone(left_alone: list[str], parts: tuple[str, .
 
 
 @pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"quant_method": 8}, "`quantization_config.quant_method` is 8; must be a text"),
+        ({"quant_method": "awq", "bits": "4"}, '`quantization_config.bits` is "4"; must be an integer'),
+        ({"quant_method": "awq", "group_size": []}, r"`quantization_config.group_size` is \[\]; must be an integer"),
+        ({"quant_method": "fp8", "ignore": "lm_head"}, '`quantization_config.ignore` is "lm_head"; must be a list'),
+        ({"quant_method": "fp8", "ignore": ["re:("]}, r"`quantization_config.ignore` is .*regular expressions"),
+        ({"quant_method": "quark", "global_quant_config": {"weight": []}}, r"quant_config.weight` is \[\]; must be"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": [8]}}}},
+            r"`quantization_config.config_groups.g.weights.num_bits` is \[8\]; must be an integer",
+        ),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": 1}}, "`quantization_config.config_groups.g` is"),
+    ],
+)
+def test_a_format_whose_fields_are_none_is_one_line(quantization: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        shape(quantization_config=quantization)
+
+
+@pytest.mark.parametrize(
     "quantization",
     [
         {"quant_method": "bitsandbytes"},
@@ -233,6 +258,63 @@ def test_errors_name_the_architecture_and_the_field() -> None:
     del config["kv_lora_rank"]
     with pytest.raises(ConfigError, match=r"config.json of mine \(DeepseekV3ForCausalLM\) lacks `kv_lora_rank`"):
         shape_of(config, "mine")
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        ("llama-3.1-8b", {"vocab_size": "abc"}, '`vocab_size` is "abc"; must be an integer'),
+        ("llama-3.1-8b", {"hidden_size": -4096}, "`hidden_size` is -4096; must be an integer from 1"),
+        ("llama-3.1-8b", {"num_attention_heads": 0}, "`num_attention_heads` is 0; must be an integer from 1"),
+        ("llama-3.1-8b", {"quantization_config": "fp8"}, '`quantization_config` is "fp8"; must be an object'),
+        ("llama-3.1-8b", {"text_config": [1]}, r"`text_config` is \[1\]; must be an object"),
+        ("llama-3.1-8b", {"architectures": [["x"]]}, r'`architectures` is \[\["x"\]\]; must be a list of texts'),
+        ("qwen3-30b-a3b", {"num_experts": -8}, "`num_experts` is -8; must be an integer from 1"),
+        ("deepseek-v3", {"n_routed_experts": -4096}, "`n_routed_experts` is -4096; must be an integer from 1"),
+        ("deepseek-v3", {"num_experts_per_tok": 257}, "`num_experts_per_tok` is 257; must be an integer from 1 to 256"),
+        ("deepseek-v3", {"hidden_size": float("inf")}, "`hidden_size` is Infinity; must be an integer"),
+        ("deepseek-v3.2", {"q_lora_rank": None}, "`q_lora_rank` is null; must be an integer from 1"),
+        ("gpt-oss-20b", {"layer_types": 3}, "`layer_types` is 3; must be a list of texts"),
+        ("gemma-3-27b", {"vision_config": {"patch_size": 0}}, "lacks `vision_config.hidden_size`"),
+        (
+            "gemma-3-27b",
+            {"vision_config": {"hidden_size": 8, "patch_size": 0}},
+            "`vision_config.patch_size` is 0; must",
+        ),
+    ],
+)
+def test_a_value_that_is_none_of_its_field_is_one_line(model: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        shape_of({**catalogue()[model].config, **changes}, model)
+    assert "\n" not in str(caught.value)
+
+
+WILD: list[Any] = [None, True, 0, -1, 1, 2.5, 1e400, float("nan"), 10**400, 2**31 - 1, "x", "", [], [1], [None], {}]
+
+
+@pytest.mark.parametrize("name", [*catalogue(), *(entry.architecture for entry in MODELS)])
+def test_whatever_a_field_holds_parameters_are_counted_or_one_line_is_said(name: str) -> None:
+    config = catalogue()[name].config if name in catalogue() else {**SERVED, "architectures": [name]}
+    for path in _paths(config):
+        for value in WILD:
+            changed = copy.deepcopy(config)
+            _put(changed, path, value)
+            with contextlib.suppress(ConfigError):
+                found = shape_of(changed, "tiny")
+                assert 0 < found.active_weights <= found.total_weights + found.hidden_size, (path, value)
+
+
+def _paths(config: dict[str, Any]) -> Iterator[list[str]]:
+    for name, value in config.items():
+        yield [name]
+        if isinstance(value, dict):
+            yield from ([name, *rest] for rest in _paths(value))
+
+
+def _put(config: dict[str, Any], path: list[str], value: Any) -> None:
+    for name in path[:-1]:
+        config = config[name]
+    config[path[-1]] = value
 
 
 def test_a_shape_can_be_a_key() -> None:
