@@ -6,6 +6,8 @@ Knows nothing of what is in the files. Tokens stay inside huggingface_hub: none 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from headrace.errors import ModelNotFoundError
@@ -28,7 +30,9 @@ def resolve_model_folder(
     ModelNotFoundError with the remedy in one line.
     """
     folder = _resolve(model, revision, download_dir, weights=load_format != "dummy")
-    if not (folder / "config.json").is_file():
+    with _said_of(folder):
+        found = (folder / "config.json").is_file()
+    if not found:
         raise ModelNotFoundError(f"model folder {str(folder)!r} has no config.json; is it in Hugging Face layout?")
     return folder
 
@@ -40,8 +44,24 @@ def resolve_tokenizer_folder(tokenizer: str, revision: str | None = None, downlo
 
 def local_model_folder(model: str) -> Path | None:
     """The folder if MODEL can be had without asking the hub at all, else None. Never raises."""
-    folder = DEMO_FOLDER if model == DEMO_MODEL else Path(model).expanduser()
-    return folder if (folder / "config.json").is_file() else None
+    folder = DEMO_FOLDER if model == DEMO_MODEL else local_path(model)
+    return folder if folder is not None and is_file(folder / "config.json") else None
+
+
+def local_path(model: str) -> Path | None:
+    """MODEL as a path, `~` being a home folder; None where nobody has that home. Never raises."""
+    try:
+        return Path(model).expanduser()
+    except RuntimeError:
+        return None
+
+
+def is_file(path: Path) -> bool:
+    """False too for what may not be looked at, or has a name that no file can have. Never raises."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def _resolve(model: str, revision: str | None, download_dir: str | None, weights: bool) -> Path:
@@ -52,14 +72,29 @@ def _resolve(model: str, revision: str | None, download_dir: str | None, weights
                 "reinstall headrace, or name a local folder or a Hugging Face id"
             )
         return DEMO_FOLDER
-    folder = Path(model).expanduser()
-    if folder.is_dir():
+    folder = local_path(model)
+    if folder is None:
+        raise ModelNotFoundError(f"folder {model!r} does not exist: no user of that name has a home folder here")
+    with _said_of(model):
+        is_folder, exists = folder.is_dir(), folder.exists()
+    if is_folder:
         return folder
-    if folder.exists():
+    if exists:
         raise ModelNotFoundError(f"{model!r} is a file; name the folder that holds config.json")
     if model.startswith(("/", "./", "../", "~")) or model in (".", "..") or not HUB_ID.fullmatch(model):
         raise ModelNotFoundError(f"folder {model!r} does not exist")
     return _from_hub(model, revision, download_dir, weights)
+
+
+@contextmanager
+def _said_of(model: str | Path) -> Iterator[None]:
+    """What the file system has against a look becomes one line."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelNotFoundError(
+            f"model folder {str(model)!r} cannot be read: {error.strerror}; name a folder that you may read"
+        ) from None
 
 
 def _from_hub(model: str, revision: str | None, download_dir: str | None, weights: bool) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import huggingface_hub
@@ -67,6 +69,32 @@ def test_a_file_and_a_folder_without_config(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"has no config\.json"):
         hub.resolve_model_folder(str(tmp_path))
     assert hub.resolve_tokenizer_folder(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("model", ["~nosuchuser/model", "x" * 300, "./" + "x" * 300])
+def test_a_name_that_no_file_can_have_is_one_line(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
+    assert hub.local_model_folder(model) is None
+    with pytest.raises(ModelNotFoundError, match=r"no user of that name|File name too long") as caught:
+        hub.resolve_model_folder(model)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("forbidden", ["private", "private/model"])
+def test_a_folder_that_may_not_be_read_is_one_line(
+    forbidden: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, look = make_folder(tmp_path / "private" / "model"), Path.stat
+
+    def refuse(path: Path, **kwargs: bool) -> os.stat_result:
+        if tmp_path / forbidden in path.parents:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return look(path, **kwargs)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    assert hub.local_model_folder(str(folder)) is None
+    with pytest.raises(ModelNotFoundError, match=f"{folder}' cannot be read: Permission denied"):
+        hub.resolve_model_folder(str(folder))
 
 
 def test_cached_model_is_found_without_network(tmp_path: Path, offline: None) -> None:

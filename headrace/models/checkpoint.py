@@ -5,8 +5,9 @@ Knows the files; not what their tensors are for.
 
 from __future__ import annotations
 
-import json
 import math
+import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from headrace.errors import CheckpointError
+from headrace.model_config import read_object
 
 READABLE_DTYPES = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}
 """and their bytes"""
@@ -41,10 +43,10 @@ def checkpoint_files(folder: Path) -> list[Path]:
     Raises CheckpointError if there is none, or if the index cannot be read or names a file that does not exist.
     """
     single = folder / "model.safetensors"
-    if single.is_file():
+    if os.path.lexists(single):
         return [single]
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
+    if os.path.lexists(index):
         return _indexed_files(index)
     files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
     if not files:
@@ -57,14 +59,29 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def _indexed_files(index: Path) -> list[Path]:
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from None
-    for name in names:
-        if not (index.parent / name).is_file():
+    names = read_object(index, CheckpointError).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise CheckpointError(f"{index} is not a safetensors index: `weight_map` must name a file for each tensor")
+    files = sorted({*names.values()})
+    for name in files:
+        if not os.path.lexists(index.parent / name):
             raise CheckpointError(f"{index.name} names {name}, which does not exist in {index.parent}")
-    return [index.parent / name for name in names]
+    return [index.parent / name for name in files]
+
+
+def total_bytes(files: list[Path]) -> int:
+    """Raises CheckpointError naming the first that is no file, as links of a hub cache without its blobs are."""
+    total = 0
+    for file in files:
+        try:
+            status = file.stat()
+        except OSError as error:
+            link = f" (a link to {os.readlink(file)}; download the model again)" if file.is_symlink() else ""
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}{link}") from None
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{file} is no file")
+        total += status.st_size
+    return total
 
 
 def stored_tensors(file: Path) -> Iterator[StoredTensor]:

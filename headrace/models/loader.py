@@ -28,7 +28,7 @@ from headrace.layers.layer import Layer
 from headrace.layers.linear import Linear
 from headrace.layers.moe import SparseMoE
 from headrace.model_config import ModelConfig
-from headrace.models.checkpoint import READABLE_DTYPES, StoredTensor, checkpoint_files, stored_tensors
+from headrace.models.checkpoint import READABLE_DTYPES, StoredTensor, checkpoint_files, stored_tensors, total_bytes
 from headrace.models.registry import resolve
 from headrace.quantization.scheme import LinearSpec, Scheme, Slot
 from headrace.quantization.table import resolve_format
@@ -114,9 +114,8 @@ def attach_format(
 def fill_from_checkpoint(slots: dict[str, Slot], folder: Path, tied: bool = False) -> None:
     """Copy every tensor's slice to where it belongs. Names may come with or without the prefix `model.`"""
     files = checkpoint_files(folder)
-    total = sum(file.stat().st_size for file in files)
     waiting = {name: slot for name, slot in slots.items() if not slot.optional}
-    with _progress(total) as advance:
+    with _progress(total_bytes(files)) as advance:
         for file in files:
             for stored in stored_tensors(file):
                 name = stored.name if stored.name in slots else f"model.{stored.name}"

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError
-from headrace.hub import local_model_folder
+from headrace.hub import is_file, local_model_folder, local_path
+from headrace.model_config import read_object
 from headrace.planner.shapes import ModelShape, in_format, shape_of
 
 DATA = Path(__file__).with_name("catalogue.json")
@@ -87,11 +88,9 @@ def find_config(text: str) -> FoundConfig:
 
     Raises ConfigError, with near names, where there is none.
     """
-    path = Path(text).expanduser()
-    folder = local_model_folder(text)
-    local = folder / "config.json" if folder else path if path.suffix == ".json" and path.is_file() else _cached(text)
+    local = _local(text) or _cached(text)
     if local is not None:
-        return FoundConfig(text, _read(local), str(local))
+        return FoundConfig(text, read_object(local, ConfigError), str(local))
     key, words = _key(text)
     for entry in catalogue().values():
         if key in (_key(name)[0] for name in (entry.name, *entry.aliases)):
@@ -114,6 +113,14 @@ def _key(text: str) -> tuple[str, list[str]]:
     return "-".join(word for word in words if word not in aside), [word for word in words if word in aside]
 
 
+def _local(text: str) -> Path | None:
+    """config.json by the name of its folder, or by its own."""
+    folder, path = local_model_folder(text), local_path(text)
+    if folder is not None:
+        return folder / "config.json"
+    return path if path is not None and path.suffix == ".json" and is_file(path) else None
+
+
 def _cached(model: str) -> Path | None:
     """config.json of a hub id where the hub's cache holds it."""
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
@@ -123,16 +130,6 @@ def _cached(model: str) -> Path | None:
     folder = Path(HF_HUB_CACHE) / f"models--{model.replace('/', '--')}"
     try:
         path = folder / "snapshots" / (folder / "refs" / "main").read_text().strip() / "config.json"
-    except (OSError, UnicodeDecodeError):
+    except (OSError, ValueError):
         return None
-    return path if path.is_file() else None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model: {path} cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"model: {path} must hold a JSON object, got {type(config).__name__}")
-    return config
+    return path if is_file(path) else None

@@ -129,10 +129,43 @@ def test_index_that_names_a_missing_file(folder: Path) -> None:
         logits(folder)
 
 
-def test_index_that_is_no_index(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "must hold a JSON object, got list"),
+        ("{", "is not valid JSON"),
+        ("{}", "is not a safetensors index: `weight_map` must name a file for each tensor"),
+        ('{"weight_map": {"a": 1}}', "is not a safetensors index"),
+        ('{"weight_map": {"a": 1, "b": "c"}}', "is not a safetensors index"),
+        ('{"weight_map": ["a"]}', "is not a safetensors index"),
+        (json.dumps({"weight_map": {"a": "x" * 300}}), "names xxx.*does not exist"),
+    ],
+)
+def test_index_that_is_no_index(folder: Path, content: str, message: str) -> None:
     (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(CheckpointError, match="not a safetensors index"):
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors\.index\.json {message}"):
+        logits(folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors", "other.safetensors"])
+def test_a_link_to_a_blob_that_is_gone(folder: Path, name: str) -> None:
+    shard(folder)
+    if name == "other.safetensors":
+        (folder / "model.safetensors.index.json").unlink()
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(folder / "blobs" / "abc")
+    with pytest.raises(
+        CheckpointError, match=rf"{name} cannot be read: No such file.*link to .*abc; download"
+    ) as caught:
+        logits(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_in_place_of_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is no file"):
         logits(folder)
 
 

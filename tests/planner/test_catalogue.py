@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import subprocess
 import sys
@@ -118,7 +119,24 @@ def test_a_folder_and_its_config_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["{", "[1]", "\x00"])
 def test_a_config_json_that_is_none(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"config\.json (cannot be read|must hold a JSON object)"):
+    with pytest.raises(ConfigError, match=r"config\.json (is not valid JSON|must hold a JSON object)"):
+        find_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["~nosuchuser/model", "x" * 300, "a/" + "x" * 300, "~nosuchuser/config.json"])
+def test_a_name_that_no_file_can_have_is_a_miss(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"no folder.*no Hugging Face id"):
+        find_model(text)
+
+
+def test_a_config_json_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+
+    def refuse(path: Path, **kwargs: str) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(ConfigError, match=r"/config\.json cannot be read: Permission denied"):
         find_model(str(tmp_path))
 
 
