@@ -12,9 +12,10 @@ import logging
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 
@@ -36,11 +37,19 @@ GRAPH_KEYS = ("cudagraph_mode", "use_cudagraph", "full_cuda_graph")
 class Measured:
     """One field that was better than the plan's."""
 
-    value: Any
+    value: int | str
     over: Any
     """what the plan had"""
     gain: float
     """1.06: 6% better by itself"""
+
+
+class Workload(TypedDict):
+    input_len: int
+    output_len: int
+    concurrency: int | None
+    """None: all at once"""
+    request_rate: float | None
 
 
 @dataclass(frozen=True)
@@ -51,8 +60,7 @@ class Profile:
     base: dict[str, Any]
     """fields of EngineConfig that an engine must share to take the settings"""
     objective: str
-    workload: dict[str, Any]
-    """input_len, output_len, concurrency (None: all at once), request_rate"""
+    workload: Workload
     when: str
     """2026-01-31"""
     gained: str
@@ -88,25 +96,40 @@ def profile_path(model: ModelConfig, machine: str) -> Path:
 
 
 def write_profile(profile: Profile, model: ModelConfig) -> Path:
+    """Whole or not at all: where the disk refuses, OSError is raised and what was there before stays."""
     path = profile_path(model, profile.machine)
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
-    partial.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
+        partial.replace(path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise
     return path
 
 
 def find_profile(model: ModelConfig, machine: Callable[[], str] | None = None) -> Profile | None:
     """Of this model, machine and version; the machine is looked at only where the model has any profile."""
     folder = cache_folder() / "profiles"
-    if not any(folder.glob(f"{digest(model.raw)}-*.json")):
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
         return None
-    here = (machine or machine_name)()
-    path = profile_path(model, here)
-    if not path.is_file():
+    except OSError as error:
+        logger.warning("profiles in %s ignored: %s", folder, error.strerror)
         return None
+    if not any(name.startswith(f"{digest(model.raw)}-") for name in names):
+        return None
+    return _read(profile_path(model, (machine or machine_name)()))
+
+
+def _read(path: Path) -> Profile | None:
     try:
         profile = msgspec.json.decode(path.read_bytes(), type=Profile)
+    except FileNotFoundError:
+        return None
     except (OSError, msgspec.MsgspecError) as error:
         logger.warning("profile %s ignored: %s", path, error)
         return None
@@ -145,6 +168,8 @@ def _mismatch(profile: Profile, config: EngineConfig, device: str) -> str:
 
 
 def _allowed(name: str, value: Any, config: EngineConfig) -> bool:
+    if name in ("max_num_batched_tokens", "max_num_seqs") and not isinstance(value, int):
+        return False
     if name == "max_num_batched_tokens":
         return config.enable_chunked_prefill and value >= (config.max_num_seqs or 0)
     if name == "max_num_seqs":

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace.config import EngineConfig
@@ -132,13 +134,72 @@ def test_without_any_profile_of_the_model_the_machine_is_not_looked_at() -> None
     assert find_profile(MODEL, look) is None
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"model": 3}', "\x00"])
+WHOLE = msgspec.json.encode(PROFILE).decode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        '{"model": 3}',
+        "\x00",
+        WHOLE.replace('"input_len":1024,', ""),
+        WHOLE.replace('"value":512', '"value":[512]'),
+    ],
+)
 def test_an_unreadable_profile_is_ignored_with_a_log_line(text: str, caplog: pytest.LogCaptureFixture) -> None:
     path = write_profile(PROFILE, MODEL)
     path.write_text(text)
     assert measured_here(EngineConfig(), MODEL, "cuda") == {}
     assert "ignored" in caplog.text
     assert str(path) in caplog.text
+
+
+def test_a_setting_of_the_wrong_type_is_left() -> None:
+    settings = {name: Measured("many", 8192, 1.1) for name in ("max_num_seqs", "max_num_batched_tokens")}
+    write_profile(dataclasses.replace(PROFILE, settings=settings), MODEL)
+    assert measured_here(EngineConfig(max_num_seqs=4), MODEL, "cuda") == {}
+    assert measured_here(EngineConfig(max_num_batched_tokens=64), MODEL, "cuda") == {}
+
+
+def test_a_profile_that_is_a_folder_is_ignored_with_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    path = write_profile(PROFILE, MODEL)
+    path.unlink()
+    path.mkdir()
+    assert measured_here(EngineConfig(), MODEL, "cuda") == {}
+    assert f"profile {path} ignored" in caplog.text
+
+
+def test_a_cache_folder_that_cannot_be_read_is_ignored_with_a_log_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "profiles").touch()
+    assert measured_here(EngineConfig(), MODEL, "cuda") == {}
+    assert f"profiles in {tmp_path}/profiles ignored: Not a directory" in caplog.text
+
+    def refuse(folder: Path) -> list[str]:
+        raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+
+    monkeypatch.setattr("os.listdir", refuse)
+    monkeypatch.setattr("os.scandir", refuse)
+    assert measured_here(EngineConfig(), MODEL, "cuda") == {}
+    assert f"profiles in {tmp_path}/profiles ignored: Permission denied" in caplog.text
+
+
+def test_a_profile_that_cannot_be_written_leaves_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_profile(PROFILE, MODEL)
+    before, write = path.read_bytes(), Path.write_bytes
+
+    def fill_up(self: Path, data: bytes) -> int:
+        write(self, data[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fill_up)
+    with pytest.raises(OSError, match="No space left"):
+        write_profile(dataclasses.replace(PROFILE, settings={}), MODEL)
+    assert path.read_bytes() == before
+    assert [*path.parent.iterdir()] == [path]
 
 
 def test_a_profile_of_another_version_is_ignored_with_a_log_line(caplog: pytest.LogCaptureFixture) -> None:

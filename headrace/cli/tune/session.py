@@ -6,6 +6,8 @@ import dataclasses
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,20 @@ from headrace.cli.tune.report import Report, as_json, failures, rich_table
 from headrace.cli.tune.trial import Traffic, TrialRunner
 from headrace.cli.tune.tuner import RunTrial, Tuner, gain, parse_seconds
 from headrace.config import EngineConfig, cache_folder
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, HeadraceError
 from headrace.hub import resolve_model_folder
 from headrace.model_config import ModelConfig
 from headrace.planner.decisions import USUAL_OBJECTIVE
-from headrace.planner.profile import BASE, Measured, Profile, digest, machine_name, write_profile
+from headrace.planner.profile import (
+    BASE,
+    Measured,
+    Profile,
+    Workload,
+    digest,
+    machine_name,
+    profile_path,
+    write_profile,
+)
 
 ROUNDED = "kv_cache_dtype"
 """Changes answers, so it wins only where the user has named it."""
@@ -36,6 +47,8 @@ PINS = (*(name for name in KNOBS if name != "cudagraph_mode"), "compilation_conf
 """Fields which, given by the user, are part of what was tuned."""
 MOST_CLIENTS = 4
 OFF_TERMINAL = 120
+LONGEST_NAME = 60
+"""Characters of a model's name in the name of a folder, which may have 255 bytes with what else stands there."""
 
 
 class Session:
@@ -58,7 +71,7 @@ class Session:
         self.machine = machine_name()
         task = [dataclasses.asdict(config), dataclasses.asdict(self.traffic), self.machine, __version__, self.model.raw]
         key = digest(task)
-        name = Path(config.model).name or "model"
+        name = Path(config.model).name[:LONGEST_NAME] or "model"
         self.title = f"{name} on {self.machine}"
         self.folder = Path(options.output) if options.output else cache_folder() / "tune" / f"{name}-{key}"
         self.journal = Journal(self.folder / "trials.jsonl", key, self.say)
@@ -130,13 +143,29 @@ class Session:
         self.console.print(f"{self._line}: {found}  ({result.seconds:.0f} s)", markup=False, soft_wrap=True)
 
     def _finish(self, report: Report) -> None:
+        """The profile first: it is what the run was for. Raises HeadraceError at the end for all that could not be
+        written, so that one file harms none of the others."""
         picture, text = self.folder / "pareto.png", self.folder / "report.html"
-        text.write_text(page(report))
-        drawn = write_png(report, picture)
-        profile = write_profile(self._profile(report), self.model)
+        problems, places = [self.journal.lost] if self.journal.lost else [], list[str]()
+        profile: Path | None = None
+        with _noted(problems, profile_path(self.model, self.machine)):
+            profile = write_profile(self._profile(report), self.model)
+            places.append(f"profile  {profile} (serve and LLM take it; --no-use-profile leaves it)")
+        with _noted(problems, text):
+            text.write_text(page(report), encoding="utf-8")
+            places.append(f"report   {text}")
+        with _noted(problems, picture):
+            missing = "none: matplotlib is not installed (headrace[report])"
+            places.append(f"picture  {picture if write_png(report, picture) else missing}")
         if self.options.json:
-            print(json.dumps(as_json(report) | {"folder": str(self.folder), "profile": str(profile)}, indent=1))
-            return
+            written = {"folder": str(self.folder), "profile": profile and str(profile)}
+            print(json.dumps(as_json(report) | written, indent=1))
+        else:
+            self._print(report, places)
+        if problems:
+            raise HeadraceError("; ".join(problems))
+
+    def _print(self, report: Report, places: list[str]) -> None:
         console = Console(highlight=False)
         console = Console(highlight=False, width=console.width if console.is_terminal else OFF_TERMINAL)
         console.print(rich_table(report))
@@ -150,10 +179,8 @@ class Session:
             console.print(left, style="yellow")
         if not report.outcome.together:
             console.print("The winners were not measured together: there was no time.", style="yellow")
-        console.print(f"profile  {profile} (serve and LLM take it; --no-use-profile leaves it)", soft_wrap=True)
-        console.print(f"report   {text}", soft_wrap=True)
-        missing = "none: matplotlib is not installed (headrace[report])"
-        console.print(f"picture  {picture if drawn else missing}", soft_wrap=True, markup=False)
+        for place in places:
+            console.print(place, soft_wrap=True, markup=False)
 
     def _profile(self, report: Report) -> Profile:
         """Of the best trial, each field with what it gained alone."""
@@ -170,11 +197,25 @@ class Session:
             device=outcome.plan.settings.get("device", ""),
             base={name: getattr(self.config, name) for name in (*BASE, *pinned)},
             objective=self.objective,
-            workload=dataclasses.asdict(self.traffic),
+            workload=Workload(
+                input_len=self.traffic.input_len,
+                output_len=self.traffic.output_len,
+                concurrency=self.traffic.concurrency,
+                request_rate=self.traffic.request_rate,
+            ),
             when=date.today().isoformat(),
             gained=report.gained,
             settings=settings,
         )
+
+
+@contextmanager
+def _noted(problems: list[str], path: Path) -> Iterator[None]:
+    """What keeps a file, or a folder on the way to it, from being written is added to `problems`."""
+    try:
+        yield
+    except OSError as error:
+        problems.append(f"{error.filename2 or error.filename or path} cannot be written: {error.strerror or error}")
 
 
 def _rate(result: Result) -> str:

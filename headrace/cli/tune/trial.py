@@ -66,16 +66,22 @@ class TrialRunner:
 
     def __call__(self, trial: Trial, limit: float) -> Result:
         started = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="headrace-tune-") as folder:
-            run = _Run(Path(folder), started + limit, self._on_stage)
-            try:
-                settings = run.serve(changed(self._config, trial))
-                at_once, at_rate = self._measure(run)
-                return Result(trial, "ok", time.monotonic() - started, "", at_once, at_rate, settings)
-            except _Failed as error:
-                return Result(trial, error.status, time.monotonic() - started, str(error))
-            finally:
-                run.stop()
+        try:
+            with tempfile.TemporaryDirectory(prefix="headrace-tune-", ignore_cleanup_errors=True) as folder:
+                return self._try(trial, Path(folder), started, limit)
+        except OSError as error:
+            return Result(trial, "failed", time.monotonic() - started, str(error))
+
+    def _try(self, trial: Trial, folder: Path, started: float, limit: float) -> Result:
+        run = _Run(folder, started + limit, self._on_stage)
+        try:
+            settings = run.serve(changed(self._config, trial))
+            at_once, at_rate = self._measure(run)
+            return Result(trial, "ok", time.monotonic() - started, "", at_once, at_rate, settings)
+        except _Failed as error:
+            return Result(trial, error.status, time.monotonic() - started, str(error))
+        finally:
+            run.stop()
 
     def _measure(self, run: _Run) -> tuple[Load, Load | None]:
         load = self._load
@@ -147,7 +153,10 @@ class _Run:
             client.stop(1.0)
         if not path.is_file():
             raise _Failed(f"{stage}: {last_error(log)}")
-        found = json.loads(path.read_text())
+        try:
+            found = json.loads(path.read_text())
+        except ValueError:
+            raise _Failed(f"{stage}: its result is cut short: {last_error(log)}") from None
         if found["failed"]:
             said = last_error(log) if found["completed"] == 0 else last_error(self._log)
             raise _Failed(f"{stage}: {found['failed']} of {found['num_prompts']} requests failed: {said}")

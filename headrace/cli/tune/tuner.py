@@ -82,7 +82,9 @@ class Tuner:
 
         Raises HeadraceError where not even the plan runs.
         """
-        plan = self._journal.results.get(Trial({}).id) or self._measure(0, 1, Trial({}), FIRST_LIMIT)
+        plan = self._journal.results.get(Trial({}).id)
+        if plan is None or not plan.ok:
+            plan = self._measure(0, 1, Trial({}), FIRST_LIMIT)
         trials = sorted(trials_for(plan), key=lambda trial: any(knob in trial.changes for knob in keep_out))
         limit = max(LEAST_LIMIT, PATIENCE * plan.seconds)
         done: list[Result] = []

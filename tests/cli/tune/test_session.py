@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +126,76 @@ def test_what_cannot_be_measured_is_refused(model_folder: str, capsys: pytest.Ca
         session(model_folder, "--input-len", "128")
     with pytest.raises(ConfigError, match="budget must be a time"):
         session(model_folder, "--budget", "soon")
+    with pytest.raises(ConfigError, match=r"cannot be used: File name too long; --output names another folder"):
+        session(model_folder, "--output", "x" * 300)
     with pytest.raises(ConfigError, match=r"--output .* cannot be made"):
         run(model_folder, {}, "--output", f"{model_folder}/config.json/out")
     session(model_folder, "--knobs", "max_num_seqs", "--max-num-seqs", "4")
     assert "max_num_seqs is given by a flag, so it is not varied" in capsys.readouterr().err
     with pytest.raises(HeadraceError, match="the plan itself does not run"):
         run(model_folder, {Trial({}).id: "no"})
+
+
+def spoil_report(out: Path, cache: Path) -> Path:
+    (out / "report.html").mkdir(parents=True)
+    return out / "report.html"
+
+
+def spoil_profiles(out: Path, cache: Path) -> Path:
+    cache.mkdir()
+    (cache / "profiles").touch()
+    return cache / "profiles"
+
+
+@pytest.mark.parametrize("spoil", [spoil_report, spoil_profiles])
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_one_file_that_cannot_be_written_costs_none_of_the_others(
+    spoil: Callable[[Path, Path], Path],
+    flags: list[str],
+    model_folder: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    spoilt = spoil(out, tmp_path / "cache")
+    with pytest.raises(HeadraceError, match=f"^{spoilt} cannot be written: ") as caught:
+        run(model_folder, SCRIPT, "--output", str(out), *flags)
+    assert "\n" not in str(caught.value)
+    assert "max_num_seqs" in capsys.readouterr().out
+    profile = find_profile(ModelConfig.from_folder(Path(model_folder)))
+    assert (profile is not None) is (spoil is spoil_report)
+    assert (out / "report.html").is_file() is (spoil is spoil_profiles)
+    assert (out / "trials.jsonl").read_text().count("\n") > 1
+
+
+def test_a_journal_that_cannot_be_written_costs_neither_report_nor_profile(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill_up(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fill_up)
+    out = tmp_path / "out"
+    with pytest.raises(HeadraceError, match=f"^{out}/trials.jsonl cannot be written: No space left on device$"):
+        run(model_folder, SCRIPT, "--output", str(out))
+    assert (out / "report.html").is_file()
+    assert find_profile(ModelConfig.from_folder(Path(model_folder))) is not None
+
+
+def test_a_model_folder_with_a_long_name_has_room_for_its_results(model_folder: str) -> None:
+    long = Path(model_folder).with_name("m" * 250)
+    Path(model_folder).rename(long)
+    run(str(long), SCRIPT)
+
+
+def test_a_disk_without_room_for_a_trial_is_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill_up(**options: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tempfile.TemporaryDirectory", fill_up)
+    result = TrialRunner(EngineConfig(model="demo"), Traffic(16, 8, 8), 512, 1, lambda stage: None)(Trial({}), 1.0)
+    assert (result.status, result.ok) == ("failed", False)
+    assert "No space left on device" in result.why
 
 
 def test_the_front() -> None:

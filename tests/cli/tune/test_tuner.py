@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace.cli.tune.knobs import KNOBS, trials_of
@@ -161,6 +164,73 @@ def test_lines_of_other_tasks_and_unreadable_ones_are_left_alone(bench: Bench) -
     bench.tune()
     assert SMALL.changes in bench.run.ran
     assert list(bench.journal("b").results) == [SMALL.id]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"at_once": None}, "`at_once` must say what was measured where `status` is ok"),
+        ({"at_once": {**msgspec.to_builtins(load(1.0)), "tok_s": 0}}, "Expected `float` > 0.0"),
+        ({"trial": None}, "Expected `object`"),
+    ],
+)
+def test_a_line_that_was_spoilt_by_hand_is_left_out_and_measured_again(
+    bench: Bench, changes: dict[str, Any], said: str
+) -> None:
+    bench.tune()
+    lines = [json.loads(line) for line in bench.path.read_text().splitlines()]
+    for line in lines[:2]:
+        line["result"] |= changes
+    bench.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    bench.run.ran.clear()
+    assert bench.tune().plan.ok
+    assert bench.run.ran == [{}, SMALL.changes]
+    assert f"{bench.path}: line 1 is left out: {said}" in bench.said[0]
+    assert len(bench.said) == 2
+
+
+def test_a_plan_that_failed_in_the_file_is_measured_again(bench: Bench) -> None:
+    bench.journal().add(Result(of(), "failed", 1.0, "spoilt by hand"))
+    assert bench.tune().plan.ok
+
+
+def test_a_full_disk_costs_the_file_and_not_the_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.run.script = {LARGE.id: 1200.0}
+    journal = bench.journal()
+    journal.add(Result(of(), "ok", 1.0, "", load(1000.0), None, PLAN))
+    before = bench.path.read_bytes()
+
+    def fill_up(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", fill_up)
+        outcome = Tuner(journal, bench.run, "throughput", 1000.0, bench.clock, lambda *told: None).tune(
+            lambda p: TRIALS
+        )
+    assert outcome.best.trial == LARGE
+    assert bench.path.read_bytes() == before
+    assert journal.lost == f"{bench.path} cannot be written: No space left on device"
+    assert bench.said == [f"{journal.lost}; this run goes on without it"]
+    journal.add(outcome.best)
+    assert list(bench.journal().results) == [of().id, LARGE.id]
+
+
+def test_a_file_that_is_a_folder_or_has_too_long_a_name_is_one_line(bench: Bench) -> None:
+    bench.path.mkdir()
+    with pytest.raises(ConfigError, match=f"{bench.path} cannot be used: Is a directory; --output names another"):
+        bench.journal()
+    bench.path = bench.path.parent / ("x" * 300) / "trials.jsonl"
+    with pytest.raises(ConfigError, match=r"cannot be used: File name too long; --output names another"):
+        bench.journal()
+
+
+def test_a_fresh_start_that_cannot_keep_the_old_file_is_one_line(bench: Bench) -> None:
+    bench.tune()
+    journal = bench.journal()
+    bench.path.with_suffix(".jsonl.old").mkdir()
+    with pytest.raises(ConfigError, match=r"cannot be used: Is a directory"):
+        journal.start_anew()
 
 
 def test_a_fresh_start_keeps_the_old_file_beside(bench: Bench) -> None:
