@@ -1,26 +1,32 @@
-"""Writes a command line anew with what was advised: for vLLM, and for headrace what of it means something there."""
+"""Writes a command line anew with what was advised: for vLLM, and for headrace what of it means something there.
+
+What the shell has yet to fill in is written so that it still does.
+"""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable
+from dataclasses import replace
 
 from headrace.errors import ConfigError
 from headrace.explain.case import Case
-from headrace.explain.command_line import SCOPES, Setting
+from headrace.explain.command_fields import AUTO_LENGTH
+from headrace.explain.command_line import SCOPES, CommandLine
 from headrace.explain.findings import Finding
-from headrace.flags.table import find_flag, find_variable, foreign_value, judge
+from headrace.explain.setting import Setting
+from headrace.explain.shell_words import is_open, is_variable, plain, typed
+from headrace.flags.secrets import HIDDEN
+from headrace.flags.table import find_flag, find_variable, foreign_value, hides, judge
 
 PROGRAMS = ("serve", "generate", "bench latency", "bench throughput", "bench serve")
 KEPT_VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "HIP_FORCE_DEV_KERNARG", "VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE", "VLLM_BATCH_INVARIANT",
 )  # fmt: skip
 """What means something to headrace or to the libraries below it; and what begins with HF_ or NCCL_"""
-AUTO_LENGTH = ("auto", "-1")
-HIDDEN = "***"
 
 Flags = dict[str, list[str]]
-"""A flag by the name we use -> the words of it"""
+"""A flag by the name we use -> the words of it, with marks around what the shell fills in"""
 
 
 def better_lines(case: Case, advice: Iterable[tuple[Setting, str]], findings: Iterable[Finding]) -> dict[str, str]:
@@ -28,20 +34,18 @@ def better_lines(case: Case, advice: Iterable[tuple[Setting, str]], findings: It
 
     `advice`: with each setting `drop`, what to write instead, or "" to leave it.
     """
-    program = case.line.program
-    if program not in PROGRAMS:
+    line = case.line
+    if line.program not in PROGRAMS:
         return {}
     variables, flags = _advised(case, advice, findings)
-    named = case.line.model is not None and program != "serve"
-    model = [*(["--model"] if named else []), *([case.line.model] if case.line.model else [])]
     lines = {}
-    if case.line.engine == "vllm":
-        lines["vllm"] = _joined(variables, ["vllm", *program.split(), *model], flags)
-    ours = _for_headrace(program, flags)
+    if line.engine == "vllm":
+        lines["vllm"] = _written(line, variables, flags)
+    ours = _for_headrace(line.program, flags)
     if ours is not None:
         below = {name for name in variables if name in KEPT_VARIABLES or name.startswith(("HF_", "NCCL_"))}
         kept = {name: value for name, value in variables.items() if name in below}
-        lines["headrace"] = _joined(kept, ["headrace", *program.split(), *model], ours)
+        lines["headrace"] = _written(replace(line, engine="headrace"), kept, ours)
     return lines
 
 
@@ -68,7 +72,7 @@ def _advised(
         if better:
             put(shlex.split(better))
         elif setting.is_variable:
-            variables[setting.name] = setting.value
+            variables[setting.name] = setting.words[0]
         elif setting.key != "--model":
             flags[setting.key] = _words(setting)
     for finding in findings:
@@ -77,41 +81,53 @@ def _advised(
 
 
 def _for_headrace(program: str, flags: Flags) -> Flags | None:
-    """What headrace takes of them; None: it refuses one."""
+    """What headrace takes of them; None: it refuses one, or may."""
     kept: Flags = {}
     for name, words in flags.items():
         found = find_flag(name, SCOPES[program])
         if found is None:
             return None
-        value = " ".join(words[1:]) or ("false" if words[0].startswith("--no-") else "true")
-        if found.known.fate == "ours" and foreign_value(found.known.name, value) is not None:
+        known, value = found.known, " ".join(words[1:]) or ("false" if words[0].startswith("--no-") else "true")
+        if is_open(value):
+            if known.fate != "ours" and known.accepts is not None:
+                return None
+        elif not _takes(known.name, value):
             continue
-        if found.known.name == "--max-model-len" and value in AUTO_LENGTH:  # what headrace does where none is given
-            continue
-        try:
-            judge(found.known, name, value)
-        except ConfigError:
-            return None
-        if found.known.fate == "ours":
+        else:
+            try:
+                judge(known, name, value)
+            except ConfigError:
+                return None
+        if known.fate == "ours":
             kept[name] = words
     return kept
 
 
+def _takes(flag: str, value: str) -> bool:
+    """Whether a value of our own flag is one that we have; others ask for what is done without being asked."""
+    return foreign_value(flag, value) is None and not (flag == "--max-model-len" and value in AUTO_LENGTH)
+
+
 def _words(setting: Setting) -> list[str]:
     known = setting.known
-    if known is not None and known.secret:
-        return [setting.name, HIDDEN]
-    if known is not None and known.kind.name == "switch":
+    if known is not None and known.kind.name == "switch" and not setting.is_open:
         return str(setting).split()
-    if known is not None and known.kind.name == "words":
-        return [setting.name, *setting.value.split()]
-    return [setting.name] if known is None and setting.value == "true" else [setting.name, setting.value]
+    shows = not setting.is_secret or all(map(is_variable, setting.words))
+    return [setting.name, *(setting.words if shows else [HIDDEN])]
 
 
-def _joined(variables: dict[str, str], program: list[str], flags: Flags) -> str:
-    assigned = []
-    for name, value in variables.items():
-        known = find_variable(name)
-        assigned.append(f"{name}={HIDDEN if known is not None and known.secret else shlex.quote(value)}")
-    words = [*program, *(word for group in flags.values() for word in group)]
-    return " ".join([*assigned, *(word if word == HIDDEN else shlex.quote(word) for word in words)])
+def _written(line: CommandLine, variables: dict[str, str], flags: Flags) -> str:
+    words = [f"{name}={_value(name, value)}" for name, value in {**variables, **line.others}.items()]
+    words += [line.engine, line.program]
+    if line.model is not None:
+        words += [*(["--model"] if line.program != "serve" else []), typed(line.model_word)]
+    for name, group in flags.items():
+        found = find_flag(name, SCOPES[line.program])
+        several = found is not None and found.known.kind.name == "words"
+        words += [word if word == HIDDEN else typed(word, splits=several) for word in group]
+    return " ".join([*words, *(typed(word, splits=True) for word in line.open_words)])
+
+
+def _value(variable: str, word: str) -> str:
+    hidden = hides(variable, plain(word), find_variable(variable)) and not is_variable(word)
+    return HIDDEN if hidden else typed(word)

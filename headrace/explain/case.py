@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 from headrace.config import QUANTIZATIONS
 from headrace.errors import HeadraceError
-from headrace.explain.command_fields import CommandFields, fields_of
-from headrace.explain.command_line import CommandLine, Setting
+from headrace.explain.command_fields import AUTO_LENGTH, CommandFields, fields_of
+from headrace.explain.command_line import CommandLine
+from headrace.explain.setting import Setting
 from headrace.planner.catalogue import FORMAT_WORDS, find_model
 from headrace.planner.chips import GIB, Chip, find_chip
 from headrace.planner.cost import Parallel
@@ -63,24 +64,32 @@ class Case:
 
     @property
     def tp(self) -> int:
-        return self.asked.tensor_parallel_size or 1
+        """Where the shell or a file has the say, as many as a node has: more than one, likely."""
+        return self.asked.tensor_parallel_size or (self.gpus_per_node if self.is_open("--tensor-parallel-size") else 1)
+
+    @property
+    def pp(self) -> int:
+        return self.asked.pipeline_parallel_size or 1
 
     @property
     def dp(self) -> int:
-        return self.asked.data_parallel_size or 1
+        return self.asked.data_parallel_size or (2 if self.is_open("--data-parallel-size") else 1)
 
     @property
     def gpus(self) -> int:
-        return self.asked.num_gpus
+        return self.tp * self.pp * self.dp
+
+    def is_open(self, *keys: str) -> bool:
+        """What one of these is given is not known: the shell fills it in, or it may stand where nobody looked."""
+        found = [self.line.find(key) for key in keys]
+        return any(self.line.goes_on if setting is None else setting.is_open for setting in found)
 
     def parallel(self, tp: int | None = None) -> Parallel:
         """As asked, or with another tensor-parallel size. Ranks of a mixture share its experts: that is what vLLM's
         --data-parallel-size means there."""
         moe = self.shape is not None and self.shape.is_moe
         spread = bool(self.asked.enable_expert_parallel) and moe
-        return Parallel(
-            tp or self.tp, self.asked.pipeline_parallel_size or 1, self.dp, ep=spread, dp_attention=moe and self.dp > 1
-        )
+        return Parallel(tp or self.tp, self.pp, self.dp, ep=spread, dp_attention=moe and self.dp > 1)
 
     def tp_problems(self, tp: int) -> list[str]:
         """Why the model cannot be split over `tp` GPUs; what would be wrong with one GPU, too, is left out."""
@@ -103,7 +112,7 @@ class Case:
     def shortens_context(self) -> bool:
         """The engine takes the longest context that fits by itself: headrace where no length is given, vLLM for
         `auto`."""
-        told = self.line.find("--max-model-len") is not None
+        told = self.line.value("--max-model-len") in AUTO_LENGTH
         return self.asked.max_model_len is None and (told or self.line.engine == "headrace")
 
     @property
@@ -128,7 +137,8 @@ class Case:
 
     @property
     def aiter(self) -> bool:
-        return self.on("VLLM_ROCM_USE_AITER")
+        master = self.line.find("VLLM_ROCM_USE_AITER")
+        return master is not None and (master.on or master.is_open)
 
     @property
     def checkpoint_format(self) -> str:
@@ -196,7 +206,9 @@ def make_case(line: CommandLine, chip: Chip | None = None) -> Case:
     """`chip`: None guesses AMD's where the line sets AMD's variables. A model that nothing is known of is None, and so
     is what a flag of the wrong type asks for.
     """
-    readable = [s for s in line.settings if s.known is None or s.known.problem(s.value, line.engine) is None]
+    readable = [
+        s for s in line.settings if not s.is_open and (s.known is None or not s.known.problem(s.value, line.engine))
+    ]
     asked, shape = fields_of(replace(line, settings=tuple(readable))), None
     if line.model is not None and line.program not in ("download", "quantize"):
         shape = _shape_of(line.model)

@@ -11,10 +11,13 @@ from typing import Any
 
 from headrace.config import QUANTIZATIONS
 from headrace.errors import ConfigError
-from headrace.explain.command_line import CommandLine, Setting
+from headrace.explain.command_line import CommandLine
+from headrace.explain.setting import Setting
 from headrace.flags.table import human_int
 
 AUTO = ("auto", "none", "")
+AUTO_LENGTH = ("auto", "-1")
+"""values of --max-model-len that ask for what fits"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +120,7 @@ class _Reader:
 
     def length(self, key: str) -> int | None:
         """None also where the engine is told to find it."""
-        return None if self.line.value(key) in ("auto", "-1") else self.whole(key)
+        return None if self.line.value(key) in AUTO_LENGTH else self.whole(key)
 
     def number(self, key: str) -> float | None:
         value: float | None = self._read(key, float, "a number")
@@ -153,7 +156,7 @@ def object_of(setting: Setting) -> dict[str, Any]:
 def _visible(line: CommandLine) -> int | None:
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         text = line.value(name)
-        if text and "$" not in text:
+        if text:
             return len([device for device in text.split(",") if device.strip()])
     return None
 

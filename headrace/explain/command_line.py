@@ -6,15 +6,18 @@ Reads what stands in guides: assignments before the command, `export`, continued
 
 from __future__ import annotations
 
-import json
 import re
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import PurePath
 
 from headrace.errors import ConfigError
-from headrace.flags.table import FALSE, TRUE, Known, find_flag, find_variable, shown, spelling
+from headrace.explain.json_keys import merged
+from headrace.explain.setting import Setting
+from headrace.explain.shell_words import BARE, END, commands, filled, is_open, plain
+from headrace.flags.secrets import masked
+from headrace.flags.table import FALSE, SWITCH, TRUE, find_flag, find_variable, spelling
 
 SCOPES = {
     "serve": ("server", "engine"),
@@ -38,39 +41,10 @@ MODULES = {
 }
 KEYWORDS = ("do", "then", "else", "time", "sudo", "nohup", "exec", "env", "&&", "{", "export")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-PLACEHOLDER = re.compile(r"<([A-Za-z][\w ./-]*)>")
-REDIRECTION = re.compile(r"(?:(?<=\s)\d|&)?>{1,2}(?:&\d|\s*[\w./$-]+)")
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One flag or environment variable of a command line."""
-
-    name: str
-    """with dashes for underscores, and without a negation"""
-    value: str
-    """true or false for switches"""
-    known: Known | None
-    """None: nothing of that name is known"""
-    is_variable: bool = False
-
-    @property
-    def key(self) -> str:
-        """The name that all its other spellings share."""
-        if self.known is None or self.is_variable:
-            return self.name
-        return self.known.name if self.known.fate == "ours" or not self.name.startswith("--") else self.name
-
-    @property
-    def on(self) -> bool:
-        return self.value.lower() in TRUE
-
-    @property
-    def off(self) -> bool:
-        return self.value.lower() in FALSE
-
-    def __str__(self) -> str:
-        return shown(self.name, self.value, self.known)
+NO_MODEL = (
+    "bash", "sh", "zsh", "python", "python3", "pip", "env", "sleep", "tail", "ls", "cat", "nvidia-smi", "rocm-smi",
+)  # fmt: skip
+"""Programs that people start in an image of vLLM's in its server's place"""
 
 
 @dataclass(frozen=True)
@@ -86,6 +60,12 @@ class CommandLine:
     """words that belong to no flag"""
     engine: str = "vllm"
     """vllm, headrace, or the tool itself"""
+    model_word: str = ""
+    """`model`, with marks around what the shell has yet to fill in"""
+    open_words: tuple[str, ...] = ()
+    """words, marked, of which nobody knows before the shell has filled them in what they are"""
+    others: Mapping[str, str] = field(default_factory=dict)
+    """variables, marked, that nothing is known of"""
 
     def find(self, key: str) -> Setting | None:
         """The last setting of that name, however it was spelled."""
@@ -94,6 +74,11 @@ class CommandLine:
     def value(self, key: str) -> str | None:
         found = self.find(key)
         return found.value if found is not None else None
+
+    @property
+    def goes_on(self) -> bool:
+        """Further flags may stand in a file, or in what the shell fills in."""
+        return bool(self.open_words) or self.find("--config") is not None
 
     @property
     def variables(self) -> dict[str, str]:
@@ -112,7 +97,7 @@ def parse_commands(text: str) -> list[CommandLine]:
     if not shell.found:
         raise ConfigError(
             "no command of vLLM or headrace in this line; expected something like "
-            f"'vllm serve MODEL --flags', got {' '.join(text.split())[:80]!r}"
+            f"'vllm serve MODEL --flags', got {masked(' '.join(text[:400].split()))[:80]!r}"
         )
     return [_command(program, words, found) for program, words, found in shell.found]
 
@@ -131,37 +116,40 @@ class _Place:
     variables: dict[str, str]
     container: tuple[Setting, ...] = ()
     engine: str = "vllm"
+    others: dict[str, str] = field(default_factory=dict)
+    """variables set for this command alone that nothing is known of"""
 
 
 @dataclass
 class _Shell:
-    """Walks through shell text, remembers what was exported, and collects commands."""
+    """Walks through shell text, remembers what was exported, and collects commands. Words bear marks."""
 
     exported: dict[str, str] = field(default_factory=dict)
     found: list[tuple[str, list[str], _Place]] = field(default_factory=list)
 
     def run(self, text: str, variables: Mapping[str, str] | None = None, container: tuple[Setting, ...] = ()) -> None:
-        for words in _simple_commands(text):
+        for words in commands(text):
             self.command(words, dict(variables or {}), container)
 
     def command(self, words: list[str], variables: dict[str, str], container: tuple[Setting, ...]) -> None:
-        words = [self._expand(word) for word in words]
-        if words[0].startswith("-") and self.found:  # a line that was meant to continue the one before
+        words = [part for word in words for part in filled(word, self.exported)]
+        if words and words[0].startswith("-") and self.found:  # a line that was meant to continue the one before
             self.found[-1][1].extend(words)
             return
-        kept = words[0] == "export"
+        kept = words[:1] == ["export"]
         while words and (words[0] in KEYWORDS or ASSIGNMENT.fullmatch(words[0])):
             match = ASSIGNMENT.fullmatch(words.pop(0))
             if match is not None:
                 variables[match[1]] = match[2]
+        program = PurePath(words[0]).name if words else ""
         if not words or kept:
             self.exported |= variables
-        elif words[0] == "unset":
+        elif program == "unset":
             self.exported = {name: value for name, value in self.exported.items() if name not in words[1:]}
-        elif PurePath(words[0]).name in ("docker", "podman") and {"run", "exec"} & set(words[1:3]):
+        elif program in ("docker", "podman") and {"run", "exec"} & set(words[1:3]):
             self._container(words, variables)
-        elif words[0] in ("bash", "sh") and any(re.fullmatch(r"-\w*c", word) for word in words[1:-1]):
-            self.run(words[-1], variables, container)
+        elif program in ("bash", "sh") and any(re.fullmatch(r"-\w*c", word) for word in words[1:-1]):
+            self.run(plain(words[-1]), variables, container)
         else:
             self._program(words, variables, container)
 
@@ -173,71 +161,82 @@ class _Shell:
                 variables[match[1]] = match[2]
             program, taken, engine = _program_at(words, at)
             if program:
-                place = _Place(self.exported | variables, container, engine)
-                self.found.append((program, words[at + taken :], place))
+                self._find(program, words[at + taken :], variables, container, engine)
                 return
 
+    def _find(
+        self,
+        program: str,
+        words: list[str],
+        variables: dict[str, str],
+        container: tuple[Setting, ...],
+        engine: str = "vllm",
+    ) -> None:
+        others = {name: value for name, value in variables.items() if find_variable(name) is None}
+        self.found.append((program, words, _Place(self.exported | variables, container, engine, others)))
+
     def _container(self, words: list[str], variables: dict[str, str]) -> None:
-        settings, rest = [], words[words.index("run" if "run" in words[1:3] else "exec") + 1 :]
+        """`docker run`: the image's own entry point takes what follows it, where that is no command by itself."""
+        runs = "run" in words[1:3]
+        settings, inside, rest = self._container_flags(words[words.index("run" if runs else "exec") + 1 :], variables)
+        container = tuple(map(_read, settings))
+        entry = next((plain(setting.value) for setting in settings if setting.name == "--entrypoint"), "")
+        image, rest = plain(rest[0]) if rest else "", rest[1:]
+        shell, before = _Shell(found=self.found), len(self.found)
+        if entry:
+            shell.command([entry, *rest], inside, container)
+        elif rest and not rest[0].startswith("-"):
+            shell.command(rest, inside, container)
+        if runs and len(self.found) == before and _is_for_server(image, rest):
+            shell._find("serve", rest[rest[0] == "serve" :], inside, container)
+
+    def _container_flags(
+        self, words: list[str], variables: dict[str, str]
+    ) -> tuple[list[Setting], dict[str, str], list[str]]:
+        """Flags, variables inside, and what follows. `-e NAME` alone takes the variable from outside."""
+        settings: list[Setting] = []
         inside: dict[str, str] = {}
-        while rest and rest[0].startswith("-"):
-            setting, rest = _take(rest, ("docker",), False)
+        while words and words[0].startswith("-"):
+            setting, words = _take([*_unjoined(words[0]), *words[1:]], ("docker",), False)
             if setting.key in ("-e", "--env"):
-                name, _, value = setting.value.partition("=")
-                inside[name] = value or variables.get(name, self.exported.get(name, ""))
+                name, given, value = setting.value.partition("=")
+                outside = f"{BARE}${name}{END}" if re.fullmatch(r"[A-Za-z_]\w*", name) else ""
+                inside[name] = value if given else variables.get(name, self.exported.get(name, outside))
             else:
                 settings.append(setting)
-        container, image, rest = tuple(settings), rest[0] if rest else "", rest[1:]
-        if rest and (rest[0].startswith("-") or rest[0] == "serve") and "vllm" in image:
-            self.found.append(("serve", rest[rest[0] == "serve" :], _Place(inside, container)))  # vLLM's own images
-        elif rest:
-            self.command(rest, inside, container)
-
-    def _expand(self, word: str) -> str:
-        """$NAME and ${NAME}, where it was assigned before."""
-        return re.sub(r"\$\{?(\w+)\}?", lambda match: self.exported.get(match[1], match[0]), word)
+        return settings, inside, words
 
 
-def _simple_commands(text: str) -> Iterator[list[str]]:
-    """The words of each command, split at newlines, semicolons and pipes; redirections are dropped."""
-    text = re.sub(r"\\[ \t]*\r?\n", " ", text)
-    text = PLACEHOLDER.sub(lambda match: "./" + re.sub(r"[^\w.-]+", "-", match[1]), text)
-    text = REDIRECTION.sub(" ", text)
-    words: list[str] = []
-    for line in _logical_lines(text):
-        lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|()")
-        lexer.whitespace_split = True
-        try:
-            tokens = list(lexer)
-        except ValueError as error:
-            raise ConfigError(f"the line cannot be read as shell words: {str(error).lower()}") from None
-        for token in [*tokens, ";"]:
-            if token and not set(token) - set(";&|()"):
-                if words:
-                    yield words
-                words = []
-            elif token != "\\":
-                words.append(token)
+def _is_for_server(image: str, words: list[str]) -> bool:
+    """Whether an image's entry point is `vllm serve`: vLLM's own, and those that are handed --model."""
+    if not words:
+        return False
+    name = PurePath(plain(words[0])).name
+    if "vllm" in image:
+        return name not in NO_MODEL
+    named = any(word.partition("=")[0] == "--model" for word in words)
+    return named and (words[0].startswith("-") or name == "serve")
 
 
-def _logical_lines(text: str) -> Iterator[str]:
-    """Lines, with those joined that are inside one pair of quotes."""
-    held = ""
-    for line in text.splitlines():
-        held = f"{held}\n{line}" if held else line
-        try:
-            shlex.split(held, comments=True)
-        except ValueError:
-            continue
-        yield held
-        held = ""
-    if held:
-        yield held
+def _unjoined(word: str) -> list[str]:
+    """`-itv/a:/b` -> `-i`, `-t`, `-v`, `/a:/b`, as docker reads short flags in one word."""
+    if word.startswith("--") or find_flag(word, ("docker",)) is not None:
+        return [word]
+    flags: list[str] = []
+    for at, letter in enumerate(word[1:], 2):
+        found = find_flag(f"-{letter}", ("docker",))
+        if found is None:
+            return [word]
+        flags.append(f"-{letter}")
+        if found.known.kind is not SWITCH:
+            value = word[at:].removeprefix("=")
+            return [*flags, value] if value else flags
+    return flags
 
 
 def _program_at(words: list[str], at: int) -> tuple[str, int, str]:
     """(program, how many words name it, engine) of a program that begins at `at`; "" for none."""
-    word, after = PurePath(words[at]).name, words[at + 1 :]
+    word, after = PurePath(plain(words[at])).name, words[at + 1 :]
     if word == "-m" and after and after[0] in MODULES:
         return MODULES[after[0]], 2, "vllm"
     if word in SCRIPTS:
@@ -253,7 +252,7 @@ def _program_at(words: list[str], at: int) -> tuple[str, int, str]:
 
 def _command(program: str, words: list[str], place: _Place) -> CommandLine:
     settings = [
-        Setting(name, value, find_variable(name), is_variable=True)
+        Setting(name, value, find_variable(name), True, (value,))
         for name, value in place.variables.items()
         if find_variable(name) is not None
     ]
@@ -272,47 +271,48 @@ def _command(program: str, words: list[str], place: _Place) -> CommandLine:
     model = next((setting.value for setting in settings if setting.key in ("--model", "--model-dir")), None)
     if model is None and positional:
         model = positional.pop(0)
-    return CommandLine(program, model, tuple(settings), place.container, tuple(positional), place.engine)
+    return CommandLine(
+        program,
+        None if model is None else plain(model),
+        tuple(map(_read, merged(settings))),
+        place.container,
+        tuple(masked(word) for word in positional if not is_open(word)),
+        place.engine,
+        model or "",
+        tuple(word for word in positional if is_open(word)),
+        place.others,
+    )
+
+
+def _read(setting: Setting) -> Setting:
+    """Without marks in its value, which its words keep."""
+    return replace(setting, value=plain(setting.value))
 
 
 def _take(words: list[str], scopes: tuple[str, ...], wants_model: bool) -> tuple[Setting, list[str]]:
     """The flag that `words` begins with, and what is left. A flag that nobody knows takes the next word as its value,
     unless that looks like another flag, or may be the model that is still to come."""
-    head, equals, value = words[0].partition("=")
+    head, equals, given = words[0].partition("=")
     rest = words[1:]
     base, dot, path = head.partition(".")
     found = find_flag(base, scopes)
-    if found is None and re.fullmatch(r"-[A-Za-z]{2,}", base) and all(find_flag("-" + c, scopes) for c in base[1:]):
-        found = find_flag("-" + base[-1], scopes)  # short flags in one word, as docker's -it
-    if found is None:
-        if not equals:
-            alone = not rest or rest[0].startswith("-") or wants_model
-            value = "true" if alone else rest.pop(0)
-        return Setting(spelling(head), value, None), rest
+    if found is None or dot:
+        alone = not rest or (found is None and (rest[0].startswith("-") or wants_model))
+        taken = [given] if equals else [] if alone else [rest.pop(0)]
+        name = spelling(head) if found is None else f"{found.name}.{path}"
+        return Setting(name, taken[0] if taken else "true", found.known if found else None, words=tuple(taken)), rest
     kind = found.known.kind.name
     if kind == "switch":
+        value = given
         if not equals:
             value = rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "true"
         if found.negated and value.lower() in TRUE + FALSE:
             value = "false" if value.lower() in TRUE else "true"
-    elif kind == "words":
-        taken = [value] if equals else []
-        while not equals and rest and not rest[0].startswith("-"):
-            taken.append(rest.pop(0))
-        value = " ".join(taken)
-    elif not equals:
-        value = rest.pop(0) if rest else ""
-    if dot:
-        value = _object(path, value)
-    return Setting(found.name, value, found.known), rest
-
-
-def _object(path: str, text: str) -> str:
-    """`a.b` and `1` -> `{"a": {"b": 1}}`."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = text
-    for key in reversed(path.replace("-", "_").split(".")):
-        value = {key: value}
-    return json.dumps(value)
+        return Setting(found.name, value, found.known, words=(value,)), rest
+    if equals:
+        taken = [given]
+    else:
+        several = list(takewhile(lambda word: not word.startswith("-"), rest))
+        taken = several if kind == "words" else rest[:1]
+        rest = rest[len(taken) :]
+    return Setting(found.name, " ".join(taken), found.known, words=tuple(taken)), rest

@@ -15,12 +15,14 @@ from headrace.config import QUANTIZATIONS
 from headrace.errors import ConfigError
 from headrace.explain.better_line import better_lines
 from headrace.explain.case import Case, Remark, make_case
-from headrace.explain.command_line import SCOPES, CommandLine, Setting, parse_commands
+from headrace.explain.command_line import SCOPES, CommandLine, parse_command, parse_commands
 from headrace.explain.findings import Finding, findings_of
 from headrace.explain.remarks_engine import ENGINE_RULES
 from headrace.explain.remarks_memory import MEMORY_RULES
 from headrace.explain.remarks_plain import PLAIN
 from headrace.explain.remarks_variables import MASTER, VARIABLE_RULES, aiter_part, elsewhere
+from headrace.explain.setting import Setting
+from headrace.flags.secrets import HIDDEN
 from headrace.flags.table import Note, flags_by_name, foreign_value, judge, notice
 from headrace.planner.catalogue import find_config
 from headrace.planner.chips import Chip
@@ -53,6 +55,8 @@ CLAIMS = {
 }
 """What guides say and what does not hold, or not as they say it, by name"""
 RULES: dict[str, Callable[[Case, Setting], Remark | None]] = {**MEMORY_RULES, **ENGINE_RULES, **VARIABLE_RULES}
+ROUNDS = 4
+"""How often a better line is examined: what mends one thing may leave, or break, another"""
 HARDWARE = {"amd": "AMD", "nvidia": "NVIDIA", "": "any"}
 
 
@@ -73,11 +77,10 @@ class Answer:
     claim: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        secret = self.setting.known is not None and self.setting.known.secret
         return {
             "setting": str(self.setting),
             "name": self.setting.name,
-            "value": "***" if secret else self.setting.value,
+            "value": HIDDEN if self.setting.is_secret else self.setting.value,
             "does": self.does,
             "hardware": self.hardware,
             "verdict": self.verdict,
@@ -128,18 +131,42 @@ def explain(text: str, chip: Chip | None = None) -> list[Explanation]:
 
 
 def explain_line(line: CommandLine, chip: Chip | None = None) -> Explanation:
+    case, answers, findings = _examined(line, chip)
+    gaps = _gaps(case)
+    better = {}
+    for engine, text in _better(case, answers, findings).items():
+        mended = _mended(text, engine, case.chip) if engine != "headrace" or not gaps else None
+        if mended is not None:
+            better[engine] = mended
+    return Explanation(case, answers, findings, better, line_notice(line), tuple(gaps))
+
+
+def _examined(line: CommandLine, chip: Chip | None) -> tuple[Case, tuple[Answer, ...], tuple[Finding, ...]]:
     case = make_case(line, chip)
     answers = tuple(answer_of(case, setting) for setting in (*line.settings, *line.container))
-    findings = tuple(findings_of(case))
-    better = better_lines(case, [(answer.setting, answer.better) for answer in answers], findings)
-    gaps = _gaps(case)
-    if gaps:
-        better.pop("headrace", None)
-    return Explanation(case, answers, findings, better, line_notice(line), tuple(gaps))
+    return case, answers, tuple(findings_of(case))
+
+
+def _better(case: Case, answers: tuple[Answer, ...], findings: tuple[Finding, ...]) -> dict[str, str]:
+    return better_lines(case, [(answer.setting, answer.better) for answer in answers], findings)
+
+
+def _mended(text: str, engine: str, chip: Chip | None) -> str | None:
+    """A line with nothing wrong in it: `text`, or what becomes of it when it is examined in turn. None: something that
+    is wrong stays."""
+    for _ in range(ROUNDS):
+        case, answers, findings = _examined(parse_command(text), chip)
+        if "wrong" not in [*(answer.verdict for answer in answers), *(found.verdict for found in findings)]:
+            return text
+        text = _better(case, answers, findings).get(engine, text)
+    return None
 
 
 def answer_of(case: Case, setting: Setting) -> Answer:
     fate = fate_of(case.line, setting)
+    if setting.is_open:
+        does = setting.known.does if setting.known is not None else ""
+        return Answer(setting, does, "any", "unknown", "known only once the shell has filled it in", fate.here)
     if setting.known is None:
         why = "no flag of that name is known here: a slip of the pen, or newer than this table" + fate.hint
         return Answer(setting, "", "any", "unknown", why, fate.here)
@@ -189,6 +216,8 @@ def fate_of(line: CommandLine, setting: Setting) -> Fate:
         near = difflib.get_close_matches(setting.name, names, 1, 0.8)
         hint = f"; did you mean {near[0]}?" if near else ""
         return Fate(f"refused: unknown flag{hint}", refused=f"unknown flag {setting.name}{hint}", hint=hint)
+    if setting.is_open:
+        return Fate("known only once the shell has filled it in")
     flag = known.becomes or known.name
     why = foreign_value(flag, setting.value) if known.fate == "ours" else None
     if why is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from headrace.explain.case import Case, size
 from headrace.explain.remarks_variables import MASTER
+from headrace.explain.shell_words import plain
 from headrace.planner.chips import Chip
 from headrace.planner.memory_map import MemoryMap, memory_map
 from headrace.planner.shapes import ModelShape
@@ -16,6 +17,10 @@ WORTH_A_CONTEXT = 4096
 """Tokens of a context, below which more GPUs are the better advice"""
 UNIT = 1024
 """Tokens, in whole numbers of which a shorter context is advised"""
+TAKE_MEMORY = (
+    "--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size", "--max-model-len", "--max-num-seqs",
+    "--max-num-batched-tokens", "--gpu-memory-utilization", "--quantization", "--kv-cache-dtype", "--block-size",
+)  # fmt: skip
 RUNS_AN_ENGINE = ("serve", "generate", "bench latency", "bench throughput")
 
 
@@ -33,6 +38,9 @@ def findings_of(case: Case) -> Iterator[Finding]:
     line = case.line
     if line.stray:
         yield Finding("words", "wrong", f"{' '.join(line.stray)!r} belongs to no flag")
+    if line.open_words:
+        words = " ".join(map(plain, line.open_words))
+        yield Finding("words", "unknown", f"{words}: flags, maybe, once the shell has filled them in")
     if line.program not in RUNS_AN_ENGINE:
         return
     if case.vendor == "amd" and line.engine == "vllm" and line.find(MASTER) is None:
@@ -41,8 +49,17 @@ def findings_of(case: Case) -> Iterator[Finding]:
     if line.model is not None and case.shape is None:
         text = f"nothing is known of {line.model}: what depends on its shape is left open"
         yield Finding("model", "unknown", text)
-    if case.shape is not None and case.chip is not None and case.chip.vendor != "cpu":
+    if case.shape is None or case.chip is None or case.chip.vendor == "cpu":
+        return
+    if case.is_open(*TAKE_MEMORY):
+        yield Finding("memory", "unknown", f"whether it fits depends on {_unread(case)}")
+    else:
         yield _memory(case, case.shape, case.chip)
+
+
+def _unread(case: Case) -> str:
+    names = [setting.name for setting in case.line.settings if setting.is_open and setting.key in TAKE_MEMORY]
+    return f"{' and '.join(names)}, which the shell fills in" if names else "flags that stand elsewhere"
 
 
 def _memory(case: Case, shape: ModelShape, chip: Chip) -> Finding:

@@ -6,15 +6,17 @@ Each function takes the case and the setting, and answers with a remark, or None
 from __future__ import annotations
 
 import json
+import shlex
 
 from headrace.config import GRAPH_MODES
 from headrace.explain.case import LEAST_SHARE, Case, Remark, size
 from headrace.explain.command_fields import object_of
-from headrace.explain.command_line import Setting
+from headrace.explain.setting import Setting
 from headrace.planner.layouts import MANY_REQUESTS, ULTRA_SPARSE
 
 MOST_DRAFT_TOKENS = 2
 """of a draft model, from which AMD's own guide saw throughput fall"""
+SIZES = ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size")
 BUSY = 64
 """requests at once, above which a guess costs more than it saves (16 to 64 is where AMD's guide finds it useful)"""
 UNIFORM_ONLY = ("ROCM_AITER_FA", "ROCM_AITER_MLA", "ROCM_AITER_TRITON_MLA", "ROCM_AITER_MLA_SPARSE")
@@ -24,7 +26,7 @@ UNIFORM_ONLY = ("ROCM_AITER_FA", "ROCM_AITER_MLA", "ROCM_AITER_TRITON_MLA", "ROC
 def tensor_parallel_size(case: Case, setting: Setting) -> Remark | None:
     tp, visible = case.tp, case.asked.visible_gpus
     fewest, least, weights = case.fewest_gpus(), case.fewest_gpus(LEAST_SHARE), case.weight_bytes()
-    if visible is not None and case.gpus > visible:
+    if visible is not None and case.gpus > visible and not case.is_open(*SIZES):
         most = visible * tp // case.gpus
         text = f"{case.gpus} GPUs are asked for, and {visible} left visible"
         return Remark("wrong", text, _split(case.tp_near(most, most) if most else None))
@@ -123,11 +125,16 @@ def only_with_replicas(case: Case, setting: Setting) -> Remark | None:
 
 
 def only_with_experts_apart(case: Case, setting: Setting) -> Remark | None:
-    if case.gpus == 1 or not case.on("--enable-expert-parallel"):
+    apart = case.on("--enable-expert-parallel") or case.is_open("--enable-expert-parallel")
+    if case.gpus == 1 or not apart:
         return Remark("no effect", "tokens travel between experts only with expert parallelism over GPUs", "drop")
     if setting.is_variable:
-        return Remark("fine", "today a flag", f"--all2all-backend {setting.value}")
+        return Remark("fine", "today a flag", f"--all2all-backend {shlex.quote(setting.value)}")
     return None
+
+
+def config_file(case: Case, setting: Setting) -> Remark | None:
+    return Remark("unknown", "what stands in the file is not read here: what may depend on it is left open")
 
 
 def executor(case: Case, setting: Setting) -> Remark | None:
@@ -307,6 +314,7 @@ ENGINE_RULES = {
     "--data-parallel-backend": only_with_replicas,
     "--all2all-backend": only_with_experts_apart,
     "VLLM_ALL2ALL_BACKEND": only_with_experts_apart,
+    "--config": config_file,
     "--distributed-executor-backend": executor,
     "--disable-custom-all-reduce": disable_custom_all_reduce,
     "--attention-backend": attention_backend,

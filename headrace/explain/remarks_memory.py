@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from headrace.config import QUANTIZATIONS
 from headrace.explain.case import Case, Remark, duration, size
-from headrace.explain.command_line import Setting
+from headrace.explain.setting import Setting
 from headrace.flags.table import foreign_value, human_int
 from headrace.planner.chips import GIB
 
@@ -53,6 +53,8 @@ def calculate_kv_scales(case: Case, setting: Setting) -> Remark | None:
     if not setting.on:
         return None
     if case.kv_width != 1.0:
+        if case.is_open("--kv-cache-dtype"):
+            return None
         return Remark("no effect", "scales belong to an fp8 cache, which --kv-cache-dtype does not ask for", "drop")
     if case.shape is not None and case.shape.fp8_kv_cache:
         return Remark("not needed", "this checkpoint brings its scales", "drop")

@@ -5,8 +5,10 @@ Each function takes the case and the setting, and answers with a remark, or None
 
 from __future__ import annotations
 
+import shlex
+
 from headrace.explain.case import Case, Remark
-from headrace.explain.command_line import Setting
+from headrace.explain.setting import Setting
 
 MASTER = "VLLM_ROCM_USE_AITER"
 OFF_BY_DEFAULT = {
@@ -156,17 +158,15 @@ def min_channels(case: Case, setting: Setting) -> Remark | None:
 def visible_devices(case: Case, setting: Setting) -> Remark | None:
     others = [name for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if name != setting.name]
     if setting.name != "ROCR_VISIBLE_DEVICES" and case.line.find(others[0]) is not None:
-        return Remark(
-            "wrong",
-            f"{others[0]} is set too: they hide GPUs from each other",
-            "" if setting.name.startswith("CUDA") else "drop",
-            "both-visible-devices",
-        )
+        text, claim = f"{others[0]} is set too: they hide GPUs from each other", "both-visible-devices"
+        if setting.name == "CUDA_VISIBLE_DEVICES":
+            return Remark("depends", f"{text}; this one is read everywhere, and stays", claim=claim)
+        return Remark("wrong", text, "drop", claim)
     if setting.name == "HIP_VISIBLE_DEVICES" and setting.value and case.line.engine == "vllm":
         return Remark(
             "depends",
             "vLLM reads CUDA_VISIBLE_DEVICES on ROCm too, and wants this one unset",
-            f"CUDA_VISIBLE_DEVICES={setting.value}",
+            f"CUDA_VISIBLE_DEVICES={shlex.quote(setting.value)}",
         )
     return None
 
@@ -193,7 +193,7 @@ def shuffled_cache(case: Case, setting: Setting) -> Remark | None:
 
 def misspelt(case: Case, setting: Setting) -> Remark | None:
     right = setting.name.replace("RCCL_", "NCCL_")
-    return Remark("no effect", f"RCCL reads {right}", f"{right}={setting.value}", "rccl-names")
+    return Remark("no effect", f"RCCL reads {right}", f"{right}={shlex.quote(setting.value)}", "rccl-names")
 
 
 VARIABLE_RULES = {

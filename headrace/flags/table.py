@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from headrace.config import ATTENTION_OF_VLLM, EngineConfig, ServerConfig, knob_types
 from headrace.errors import ConfigError
+from headrace.flags.secrets import HIDDEN, is_secret
 
 TRUE, FALSE = ("1", "true"), ("0", "false")
 NEGATIONS = (("--no-", "--"), ("--disable-", "--enable-"), ("--enable-", "--disable-"))
@@ -262,10 +263,17 @@ def find_variable(name: str) -> Known | None:
     return table[max(starts, key=len)] if starts else None
 
 
+def hides(name: str, value: str, known: Known | None) -> bool:
+    """Whether the value is never shown: of flags that are known their row says it, of all others their name."""
+    if known is not None and (known.secret or name.startswith("-")):
+        return known.secret
+    return is_secret(name, value)
+
+
 def shown(name: str, value: str, known: Known | None) -> str:
     """`--swap-space 16`, `VLLM_ROCM_USE_AITER=1`, `--no-async-scheduling`; secrets without their value."""
-    if known is not None and known.secret:
-        value = "***"
+    if hides(name, value, known):
+        value = HIDDEN
     if not name.startswith("-"):
         return f"{name}={value}"
     if known is not None and known.kind is SWITCH and value.lower() in TRUE + FALSE:

@@ -142,9 +142,69 @@ def test_docker_run() -> None:
     assert all(setting.known is not None for setting in line.container)
 
 
-def test_images_that_serve_by_themselves() -> None:
-    line = parse_command("docker run --gpus all -p 8000:8000 vllm/vllm-openai:latest --model a/b -tp 2")
-    assert (line.program, line.model, settings_of(line)) == ("serve", "a/b", ["--model a/b", "-tp 2"])
+CONTAINERS = [
+    ("docker run --gpus all -p 8000:8000 vllm/vllm-openai:latest --model a/b -tp 2", "a/b", ["--model a/b", "-tp 2"]),
+    ("docker run --gpus all vllm/vllm-openai:latest a/b -tp 2", "a/b", ["-tp 2"]),
+    ("docker run --gpus all vllm/vllm-openai:latest $MODEL -tp 2", "$MODEL", ["-tp 2"]),
+    ("docker run vllm/vllm-openai:latest serve a/b -tp 2", "a/b", ["-tp 2"]),
+    ("docker run vllm/vllm-openai:latest vllm serve a/b -tp 2", "a/b", ["-tp 2"]),
+    ("docker run --read-only -P vllm/vllm-openai --model a/b", "a/b", ["--model a/b"]),
+    ("docker run -e A=1 myimage:1 --port 1 --model=a/b", "a/b", ["--port 1", "--model a/b"]),
+    ("docker run --entrypoint python3 myimage:1 -m vllm.entrypoints.openai.api_server --model a/b", "a/b",
+     ["--model a/b"]),
+    ("docker run --entrypoint=vllm myimage:1 serve a/b", "a/b", []),
+    ("docker run --entrypoint /bin/bash vllm/vllm-openai -c 'export NCCL_DEBUG=INFO; vllm serve a/b'", "a/b",
+     ["NCCL_DEBUG=INFO"]),
+    ("docker run -eNCCL_DEBUG=INFO -eHF_TOKEN=x -v/a:/b -itp80:80 vllm/vllm-openai a/b", "a/b",
+     ["NCCL_DEBUG=INFO", "HF_TOKEN=***"]),
+    ("docker run --env=NCCL_DEBUG=INFO -e=HF_TOKEN=x vllm/vllm-openai a/b", "a/b",
+     ["NCCL_DEBUG=INFO", "HF_TOKEN=***"]),
+    ("export NCCL_DEBUG=INFO; docker run -e NCCL_DEBUG vllm/vllm-openai a/b", "a/b", ["NCCL_DEBUG=INFO"]),
+    ("export NCCL_DEBUG=INFO; docker run vllm/vllm-openai a/b", "a/b", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "model", "expected"), CONTAINERS, ids=[row[0] for row in CONTAINERS])
+def test_containers(text: str, model: str, expected: list[str]) -> None:
+    line = parse_command(text)
+    assert (line.program, line.model, settings_of(line), line.stray) == ("serve", model, expected, ())
+    assert all(setting.known is not None for setting in line.container)
+
+
+def test_short_flags_of_docker_in_one_word() -> None:
+    line = parse_command("docker run -itv/a:/b -p80:80 -it -dw /x vllm/vllm-openai a/b")
+    assert [str(setting) for setting in line.container] == ["-i", "-t", "-v /a:/b", "-p 80:80", "-it", "-d", "-w /x"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "docker run vllm/vllm-openai bash",
+        "docker run myimage:1 python train.py --model a/b",
+        "docker run myimage:1 train.py --model a/b",
+        "docker run vllm/vllm-openai",
+        "docker exec vllm --model a/b",
+        "docker run",
+    ],
+)
+def test_containers_that_serve_nothing(text: str) -> None:
+    with pytest.raises(ConfigError, match="no command"):
+        parse_command(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "HF_TOKEN=hidden vlm serve Qwen/Qwen3-8B",
+        "docker run -e HF_TOKEN=hidden -eMY_KEY=hidden --env API_SECRET=hidden myimage:1 --port 1",
+        "python serve.py --api-key hidden --password=hidden",
+    ],
+)
+def test_errors_hide_secrets(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_command(text)
+    assert "hidden" not in str(caught.value)
+    assert "***" in str(caught.value)
 
 
 def test_a_loop_whose_lines_lack_their_backslashes() -> None:
@@ -227,7 +287,9 @@ def test_values_that_cannot_be_read_name_their_flag(text: str, message: str) -> 
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from(["vllm", "serve", "m", "-tp", "8", "--port", "=", "'", '"', "&&", ";", "|", "\\", "\n",
-                                 "$X", "A=1", "export", "docker", "run", "-e", "--", "<x>", ">", "#", "{}", "-"]),
+                                 "$X", "A=1", "export", "docker", "run", "-e", "--", "<x>", ">", "#", "{}", "-",
+                                 "$(", "`", "${", ")", "--speculative-config.a", "1", "-eA=1", "-itv/a", "--model",
+                                 "--entrypoint", "--config", "vllm/vllm-openai", "bash -c"]),
                 max_size=12))  # fmt: skip
 def test_no_line_breaks_the_parser(words: list[str]) -> None:
     with contextlib.suppress(ConfigError):

@@ -345,11 +345,24 @@ def test_a_line_without_faults_has_a_notice_too() -> None:
     assert explained(f"vllm serve {LLAMA}").notice == "headrace: note: nothing of this line is without effect"
 
 
-def test_secrets_are_never_repeated() -> None:
-    whole = explained(
-        "HF_TOKEN=hf_secret VLLM_API_KEY=key_secret vllm serve m --api-key flag_secret --hf-token hf_secret"
-    )
-    assert "secret" not in str(whole.to_json())
+@pytest.mark.parametrize(
+    "text",
+    [
+        "HF_TOKEN=hidden VLLM_API_KEY=hidden vllm serve m --api-key hidden --hf-token hidden",
+        "OPENAI_API_KEY=hidden VLLM_NEW_TOKEN=hidden vllm serve m --api-key=hidden --my-password hidden",
+        "docker run -e HF_TOKEN=hidden myimage:1 --model m",
+        "docker run -eHF_TOKEN=hidden -vX vllm/vllm-openai --model m",
+        "docker run --env=MY_SECRET=hidden -e 'API_KEY=hidden' --secret hidden vllm/vllm-openai m",
+        "vllm bench serve --model m --api-key hidden --header Authorization=hidden",
+        "vllm serve m SOME_TOKEN=hidden",
+        "HF_TOKEN=${TOKEN:-hidden} vllm serve m --api-key $(echo hidden)",
+    ],
+)
+def test_secrets_are_never_repeated(text: str) -> None:
+    whole = explained(text)
+    assert "hidden" not in str(whole.to_json())
+    assert "hidden" not in str(whole.better)
+    assert not any("hidden" in str(found.setting) for found in whole.answers)
 
 
 def test_containers_are_answered_too() -> None:

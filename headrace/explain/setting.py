@@ -1,0 +1,57 @@
+"""One flag or environment variable of a command line, as it was given. Has no opinion of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.explain.shell_words import is_open
+from headrace.flags.table import FALSE, TRUE, Known, hides, shown
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One flag or environment variable of a command line."""
+
+    name: str
+    """with dashes for underscores, and without a negation"""
+    value: str
+    """true or false for switches"""
+    known: Known | None
+    """None: nothing of that name is known"""
+    is_variable: bool = False
+    words: tuple[str, ...] = ()
+    """of the value, with marks around what the shell has yet to fill in (shell_words.py); empty: none was given"""
+
+    @property
+    def key(self) -> str:
+        """The name that all its other spellings share; one key of a JSON object has its own."""
+        if self.known is None or self.is_variable or self.path:
+            return self.name
+        if self.known.becomes and "." not in self.known.becomes:
+            return self.known.becomes
+        return self.known.name if self.known.fate == "ours" or not self.name.startswith("--") else self.name
+
+    @property
+    def path(self) -> str:
+        """`a.b` of `--flag.a.b`"""
+        return "" if self.is_variable else self.name.partition(".")[2]
+
+    @property
+    def is_open(self) -> bool:
+        """The value is not known before the shell has filled it in."""
+        return any(map(is_open, self.words)) or bool(self.path and self.known)
+
+    @property
+    def is_secret(self) -> bool:
+        return hides(self.name, self.value, self.known)
+
+    @property
+    def on(self) -> bool:
+        return self.value.lower() in TRUE
+
+    @property
+    def off(self) -> bool:
+        return self.value.lower() in FALSE
+
+    def __str__(self) -> str:
+        return shown(self.name, self.value, self.known)
