@@ -12,6 +12,7 @@ from headrace.config import QUANTIZATIONS
 from headrace.errors import HeadraceError
 from headrace.explain.command_fields import AUTO_LENGTH, CommandFields, fields_of
 from headrace.explain.command_line import CommandLine
+from headrace.explain.context import changes_of, config_of, context_of
 from headrace.explain.setting import Setting
 from headrace.planner.catalogue import FORMAT_WORDS, find_model
 from headrace.planner.chips import GIB, Chip, find_chip
@@ -107,6 +108,11 @@ class Case:
         sizes = [*range(wanted, 0, -1), *range(wanted + 1, self.gpus_per_node + 1)]
         able = (tp for tp in sizes if tp <= (most or self.gpus_per_node) and tp * others >= least)
         return next((tp for tp in able if not self.tp_problems(tp)), None)
+
+    @property
+    def stretches(self) -> bool:
+        """The line allows a context longer than the model's."""
+        return self.line.engine == "vllm" and self.on("VLLM_ALLOW_LONG_MAX_MODEL_LEN")
 
     @property
     def shortens_context(self) -> bool:
@@ -211,17 +217,23 @@ def make_case(line: CommandLine, chip: Chip | None = None) -> Case:
     ]
     asked, shape = fields_of(replace(line, settings=tuple(readable))), None
     if line.model is not None and line.program not in ("download", "quantize"):
-        shape = _shape_of(line.model)
+        shape = _shape_of(line)
     guessed = chip is None and _hints_at_amd(line)
     return Case(line, asked, find_chip(GUESSED_CHIP) if guessed else chip, shape, guessed)
 
 
-def _shape_of(model: str) -> ModelShape | None:
-    """None: nothing is known of it, or what its config.json says cannot be counted."""
+def _shape_of(line: CommandLine) -> ModelShape | None:
+    """With the context that the line's engine takes it to have. None: nothing is known of the model, or what its
+    config.json says cannot be counted."""
+    assert line.model is not None
     try:
-        return find_model(model)
+        shape = find_model(line.model)
     except (HeadraceError, OSError, TypeError, ValueError):
         return None
+    if line.engine != "vllm":
+        return shape
+    context = context_of(config_of(line.model), changes_of(line), shape.max_position_embeddings)
+    return replace(shape, max_position_embeddings=context)
 
 
 def _hints_at_amd(line: CommandLine) -> bool:

@@ -5,14 +5,13 @@ Only what stands there: None is what the line leaves open. Knows nothing of what
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from headrace.config import QUANTIZATIONS
 from headrace.errors import ConfigError
 from headrace.explain.command_line import CommandLine
-from headrace.explain.setting import Setting
+from headrace.explain.setting import object_of
 from headrace.flags.table import human_int
 
 AUTO = ("auto", "none", "")
@@ -141,16 +140,6 @@ class _Reader:
             if setting.key == key:
                 merged |= object_of(setting)
         return merged or None
-
-
-def object_of(setting: Setting) -> dict[str, Any]:
-    try:
-        value = json.loads(setting.value)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{setting.name} must be a JSON object, got {setting.value!r}")
-    return value
 
 
 def _visible(line: CommandLine) -> int | None:

@@ -135,7 +135,7 @@ def explain_line(line: CommandLine, chip: Chip | None = None) -> Explanation:
     gaps = _gaps(case)
     better = {}
     for engine, text in _better(case, answers, findings).items():
-        mended = _mended(text, engine, case.chip) if engine != "headrace" or not gaps else None
+        mended = _mended(text, engine, case) if engine != "headrace" or not gaps else None
         if mended is not None:
             better[engine] = mended
     return Explanation(case, answers, findings, better, line_notice(line), tuple(gaps))
@@ -151,14 +151,17 @@ def _better(case: Case, answers: tuple[Answer, ...], findings: tuple[Finding, ..
     return better_lines(case, [(answer.setting, answer.better) for answer in answers], findings)
 
 
-def _mended(text: str, engine: str, chip: Chip | None) -> str | None:
+def _mended(text: str, engine: str, case: Case) -> str | None:
     """A line with nothing wrong in it: `text`, or what becomes of it when it is examined in turn. None: something that
-    is wrong stays."""
+    is wrong stays, or is right for the line's own engine alone."""
     for _ in range(ROUNDS):
-        case, answers, findings = _examined(parse_command(text), chip)
-        if "wrong" not in [*(answer.verdict for answer in answers), *(found.verdict for found in findings)]:
+        again, answers, findings = _examined(parse_command(text), case.chip)
+        verdicts = [answer.verdict for answer in answers]
+        if "wrong" not in [*verdicts, *(found.verdict for found in findings)]:
             return text
-        text = _better(case, answers, findings).get(engine, text)
+        if engine != case.line.engine and "wrong" in verdicts:
+            return None
+        text = _better(again, answers, findings).get(engine, text)
     return None
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from headrace.explain.case import Case, size
+from headrace.explain.context import OVERRIDES
 from headrace.explain.remarks_variables import MASTER
 from headrace.explain.shell_words import plain
 from headrace.planner.chips import Chip
@@ -20,6 +21,7 @@ UNIT = 1024
 TAKE_MEMORY = (
     "--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size", "--max-model-len", "--max-num-seqs",
     "--max-num-batched-tokens", "--gpu-memory-utilization", "--quantization", "--kv-cache-dtype", "--block-size",
+    *OVERRIDES,
 )  # fmt: skip
 RUNS_AN_ENGINE = ("serve", "generate", "bench latency", "bench throughput")
 
@@ -64,7 +66,8 @@ def _unread(case: Case) -> str:
 
 def _memory(case: Case, shape: ModelShape, chip: Chip) -> Finding:
     context = shape.max_position_embeddings
-    longest = min(case.asked.max_model_len or context, context)
+    asked = case.asked.max_model_len or context
+    longest = asked if case.stretches else min(asked, context)
     fits = _map(case, chip, case.tp, longest)
     if not fits.fits and case.shortens_context:
         fits = _shortened(case, chip, longest) or fits

@@ -31,7 +31,7 @@ def _whole(group: list[Setting]) -> Setting | None:
         given = _object(setting)
         if given is None or any(map(is_open, setting.words)):
             return None
-        _update(values, given)
+        update(values, given)
     text = json.dumps(values)
     return replace(group[0], name=_flag(group[0]), value=text, words=(text,))
 
@@ -54,13 +54,14 @@ def _object(setting: Setting) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _update(target: dict[str, Any], given: dict[str, Any]) -> None:
+def update(target: dict[str, Any], given: dict[str, Any]) -> None:
+    """Into `target`, object by object; `a+` adds to the list `a`."""
     for key, value in given.items():
         held = target.get(key.removesuffix("+"))
         if key.endswith("+"):
             target[key[:-1]] = [*held, *value] if isinstance(held, list) else value
         elif isinstance(value, dict):
             target[key] = held if isinstance(held, dict) else {}
-            _update(target[key], value)
+            update(target[key], value)
         else:
             target[key] = value

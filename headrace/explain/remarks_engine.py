@@ -10,8 +10,7 @@ import shlex
 
 from headrace.config import GRAPH_MODES
 from headrace.explain.case import LEAST_SHARE, Case, Remark, size
-from headrace.explain.command_fields import object_of
-from headrace.explain.setting import Setting
+from headrace.explain.setting import Setting, object_of
 from headrace.planner.layouts import MANY_REQUESTS, ULTRA_SPARSE
 
 MOST_DRAFT_TOKENS = 2

@@ -5,10 +5,15 @@ Each function takes the case and the setting, and answers with a remark, or None
 
 from __future__ import annotations
 
+import json
+import shlex
+
 from headrace.config import QUANTIZATIONS
 from headrace.explain.case import Case, Remark, duration, size
+from headrace.explain.context import OVERRIDES, changes_of, config_of, context_of, rope_theta
 from headrace.explain.setting import Setting
 from headrace.flags.table import foreign_value, human_int
+from headrace.planner.catalogue import find_model
 from headrace.planner.chips import GIB
 
 LARGE_STEP = 16384
@@ -121,8 +126,10 @@ def max_model_len(case: Case, setting: Setting) -> Remark | None:
     length = case.asked.max_model_len
     if length is None:
         return Remark("fine", "the longest context that the KV cache has room for, up to the model's")
-    if case.shape is not None and length > case.shape.max_position_embeddings:
-        longest = case.shape.max_position_embeddings
+    longest = case.shape.max_position_embeddings if case.shape is not None else length
+    if length > longest and case.stretches:
+        return Remark("costs", f"the model ends at {longest:,} tokens; what it answers beyond them, nobody knows")
+    if length > longest and not case.is_open(*OVERRIDES):
         return Remark("wrong", f"the model ends at {longest:,} tokens", f"--max-model-len {longest}")
     text = "a limit for requests. It reserves nothing: the KV pool is all memory that is left, in blocks"
     one = case.kv_bytes(length, case.kv_width)
@@ -133,6 +140,34 @@ def max_model_len(case: Case, setting: Setting) -> Remark | None:
     if lengths > length:
         return Remark("wrong", f"input and output together need {lengths:,} tokens", f"--max-model-len {lengths}")
     return Remark("fine", text, claim="max-model-len-preallocates")
+
+
+def hf_overrides(case: Case, setting: Setting) -> Remark | None:
+    if case.line.find("--rope-scaling") is not None or case.line.find("--rope-theta") is not None:
+        return Remark("fine", "what the rotary flags say belongs into it", _as_overrides(case))
+    if case.shape is None or case.line.model is None:
+        return None
+    own = context_of(config_of(case.line.model), {}, find_model(case.line.model).max_position_embeddings)
+    context = case.shape.max_position_embeddings
+    return Remark("fine", f"the context is {context:,} tokens with it, not {own:,}") if context != own else None
+
+
+def rope_flags(case: Case, setting: Setting) -> Remark | None:
+    if case.line.engine != "vllm":
+        return None
+    text = "vLLM takes it no longer: use --hf-overrides with rope_parameters, and the model's rope_theta among them"
+    return Remark("wrong", text, _as_overrides(case))
+
+
+def _as_overrides(case: Case) -> str:
+    """--hf-overrides for all that the line changes of config.json; "": without the model's rope_theta, which it would
+    lose, it cannot be said."""
+    changes = changes_of(case.line)
+    theta = rope_theta(config_of(case.line.model) if case.line.model else {}, changes)
+    if theta is None or case.is_open(*OVERRIDES):
+        return ""
+    changes["rope_parameters"] = {**changes.get("rope_parameters", {}), "rope_theta": theta}
+    return f"--hf-overrides {shlex.quote(json.dumps(changes))}"
 
 
 def max_num_seqs(case: Case, setting: Setting) -> Remark | None:
@@ -252,6 +287,9 @@ MEMORY_RULES = {
     "--quantization": quantization,
     "--dtype": dtype,
     "--max-model-len": max_model_len,
+    "--hf-overrides": hf_overrides,
+    "--rope-scaling": rope_flags,
+    "--rope-theta": rope_flags,
     "--max-num-seqs": max_num_seqs,
     "--gpu-memory-utilization": gpu_memory_utilization,
     "--max-num-batched-tokens": max_num_batched_tokens,

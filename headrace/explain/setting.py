@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from typing import Any
 
+from headrace.errors import ConfigError
 from headrace.explain.shell_words import is_open
 from headrace.flags.table import FALSE, TRUE, Known, hides, shown
 
@@ -55,3 +58,14 @@ class Setting:
 
     def __str__(self) -> str:
         return shown(self.name, self.value, self.known)
+
+
+def object_of(setting: Setting) -> dict[str, Any]:
+    """The JSON object that it is given. Raises ConfigError where it is none."""
+    try:
+        value = json.loads(setting.value)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{setting.name} must be a JSON object, got {setting.value!r}")
+    return value
