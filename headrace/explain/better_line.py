@@ -16,7 +16,7 @@ from headrace.explain.command_line import SCOPES, CommandLine
 from headrace.explain.findings import Finding
 from headrace.explain.setting import Setting
 from headrace.explain.shell_words import is_open, is_variable, plain, typed
-from headrace.flags.secrets import HIDDEN
+from headrace.flags.secrets import HIDDEN, masked
 from headrace.flags.table import find_flag, find_variable, foreign_value, hides, judge
 
 PROGRAMS = ("serve", "generate", "bench latency", "bench throughput", "bench serve")
@@ -24,6 +24,9 @@ KEPT_VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "HIP_FORCE_DEV_KERNARG", "VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE", "VLLM_BATCH_INVARIANT",
 )  # fmt: skip
 """What means something to headrace or to the libraries below it; and what begins with HF_ or NCCL_"""
+
+ADDING = ("--middleware",)
+"""Flags of vLLM that add up"""
 
 Flags = dict[str, list[str]]
 """A flag by the name we use -> the words of it, with marks around what the shell fills in"""
@@ -73,11 +76,20 @@ def _advised(
             put(shlex.split(better))
         elif setting.is_variable:
             variables[setting.name] = setting.words[0]
+        elif setting.key in flags and _adds(setting, case.line.engine):
+            flags[setting.key] += _words(setting)
         elif setting.key != "--model":
             flags[setting.key] = _words(setting)
     for finding in findings:
         put(shlex.split(finding.add))
     return variables, flags
+
+
+def _adds(setting: Setting, engine: str) -> bool:
+    """Whether the flag, given again, adds to what it was given before; else the last one counts."""
+    known = setting.known
+    lists = known is not None and known.fate == "ours" and known.kind.name == "words"
+    return setting.key in ADDING or (lists and engine == "headrace")
 
 
 def _for_headrace(program: str, flags: Flags) -> Flags | None:
@@ -113,7 +125,13 @@ def _words(setting: Setting) -> list[str]:
     if known is not None and known.kind.name == "switch" and not setting.is_open:
         return str(setting).split()
     shows = not setting.is_secret or all(map(is_variable, setting.words))
-    return [setting.name, *(setting.words if shows else [HIDDEN])]
+    words = setting.words if known is not None else map(_without_secrets, setting.words)
+    return [setting.name, *(words if shows else [HIDDEN])]
+
+
+def _without_secrets(word: str) -> str:
+    text = masked(plain(word))
+    return word if text == plain(word) else text
 
 
 def _written(line: CommandLine, variables: dict[str, str], flags: Flags) -> str:

@@ -22,7 +22,6 @@ from headrace.explain.remarks_memory import MEMORY_RULES
 from headrace.explain.remarks_plain import PLAIN
 from headrace.explain.remarks_variables import MASTER, VARIABLE_RULES, aiter_part, elsewhere
 from headrace.explain.setting import Setting
-from headrace.flags.secrets import HIDDEN
 from headrace.flags.table import Note, flags_by_name, foreign_value, judge, notice
 from headrace.planner.catalogue import find_config
 from headrace.planner.chips import Chip
@@ -80,7 +79,7 @@ class Answer:
         return {
             "setting": str(self.setting),
             "name": self.setting.name,
-            "value": HIDDEN if self.setting.is_secret else self.setting.value,
+            "value": self.setting.shown_value,
             "does": self.does,
             "hardware": self.hardware,
             "verdict": self.verdict,

@@ -8,7 +8,7 @@ from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.explain.shell_words import is_open
-from headrace.flags.table import FALSE, TRUE, Known, hides, shown
+from headrace.flags.table import FALSE, TRUE, Known, hides, shown, shown_value
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,18 @@ class Setting:
 
     @property
     def is_open(self) -> bool:
-        """The value is not known before the shell has filled it in."""
+        """The value is not known before the shell has filled it in; of a container's flags it tells nothing anyway."""
+        if self.known is not None and self.known.scope == "docker":
+            return False
         return any(map(is_open, self.words)) or bool(self.path and self.known)
 
     @property
     def is_secret(self) -> bool:
         return hides(self.name, self.value, self.known)
+
+    @property
+    def shown_value(self) -> str:
+        return shown_value(self.name, self.value, self.known)
 
     @property
     def on(self) -> bool:

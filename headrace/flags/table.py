@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from headrace.config import ATTENTION_OF_VLLM, EngineConfig, ServerConfig, knob_types
 from headrace.errors import ConfigError
-from headrace.flags.secrets import HIDDEN, is_secret
+from headrace.flags.secrets import HIDDEN, is_secret, masked
 
 TRUE, FALSE = ("1", "true"), ("0", "false")
 NEGATIONS = (("--no-", "--"), ("--disable-", "--enable-"), ("--enable-", "--disable-"))
@@ -270,10 +270,16 @@ def hides(name: str, value: str, known: Known | None) -> bool:
     return is_secret(name, value)
 
 
+def shown_value(name: str, value: str, known: Known | None) -> str:
+    """Without secrets, also those in what flags of nobody's or a container's are given (`--label TOKEN=...`)."""
+    if hides(name, value, known):
+        return HIDDEN
+    return masked(value) if known is None or known.scope == "docker" else value
+
+
 def shown(name: str, value: str, known: Known | None) -> str:
     """`--swap-space 16`, `VLLM_ROCM_USE_AITER=1`, `--no-async-scheduling`; secrets without their value."""
-    if hides(name, value, known):
-        value = HIDDEN
+    value = shown_value(name, value, known)
     if not name.startswith("-"):
         return f"{name}={value}"
     if known is not None and known.kind is SWITCH and value.lower() in TRUE + FALSE:

@@ -129,6 +129,21 @@ def test_no_better_line_has_anything_wrong(model: str, tp: int, gpu: str) -> Non
         assert "wrong" not in [*(a.verdict for a in again.answers), *(f.verdict for f in again.findings)], text
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "vllm serve m --middleware a.b --middleware c.d",
+        "headrace serve m --served-model-name a b --served-model-name c",
+    ],
+)
+def test_flags_that_add_up_do(text: str) -> None:
+    assert text in explained(text).better.values()
+
+
+def test_of_others_the_last_counts() -> None:
+    assert better("vllm serve m --port 1 --port 2") == "vllm serve m --port 2"
+
+
 def test_variables_that_nothing_is_known_of_stay() -> None:
     whole = explained("MODEL=m; LD_LIBRARY_PATH=/a:/b MY_TOKEN=hidden vllm serve $MODEL --port 1")
     assert whole.better["vllm"] == "LD_LIBRARY_PATH=/a:/b MY_TOKEN=*** vllm serve m --port 1"

@@ -355,6 +355,8 @@ def test_a_line_without_faults_has_a_notice_too() -> None:
         "docker run --env=MY_SECRET=hidden -e 'API_KEY=hidden' --secret hidden vllm/vllm-openai m",
         "vllm bench serve --model m --api-key hidden --header Authorization=hidden",
         "vllm serve m SOME_TOKEN=hidden",
+        "vllm serve m --env HF_TOKEN=hidden --made-up 'API_KEY=hidden x'",
+        "docker run --label token=hidden --made-up KEY=hidden vllm/vllm-openai m",
         "HF_TOKEN=${TOKEN:-hidden} vllm serve m --api-key $(echo hidden)",
     ],
 )
@@ -373,6 +375,8 @@ def test_containers_are_answered_too() -> None:
         "--shm-size 16G",
     ]
     assert whole.better["vllm"] == "VLLM_ROCM_USE_AITER=1 vllm serve m"
+    (ports, volume) = explained("docker run -p $PORT:8000 -v $HOME:/m vllm/vllm-openai m").answers
+    assert (ports.verdict, volume.verdict) == ("fine", "fine")
 
 
 def test_lines_of_headrace_are_answered_as_such() -> None:
