@@ -16,7 +16,7 @@ from headrace.explain.command_line import SCOPES, CommandLine
 from headrace.explain.findings import Finding
 from headrace.explain.setting import Setting
 from headrace.explain.shell_words import is_open, is_variable, plain, typed
-from headrace.flags.secrets import HIDDEN, masked
+from headrace.flags.secrets import HIDDEN, masked, without_assignments
 from headrace.flags.table import find_flag, find_variable, foreign_value, hides, judge
 
 PROGRAMS = ("serve", "generate", "bench latency", "bench throughput", "bench serve")
@@ -125,13 +125,9 @@ def _words(setting: Setting) -> list[str]:
     if known is not None and known.kind.name == "switch" and not setting.is_open:
         return str(setting).split()
     shows = not setting.is_secret or all(map(is_variable, setting.words))
-    words = setting.words if known is not None else map(_without_secrets, setting.words)
+    clean = masked if known is None else without_assignments
+    words = [word if clean(plain(word)) == plain(word) else clean(plain(word)) for word in setting.words]
     return [setting.name, *(words if shows else [HIDDEN])]
-
-
-def _without_secrets(word: str) -> str:
-    text = masked(plain(word))
-    return word if text == plain(word) else text
 
 
 def _written(line: CommandLine, variables: dict[str, str], flags: Flags) -> str:

@@ -16,7 +16,7 @@ from headrace.errors import ConfigError
 from headrace.explain.json_keys import merged
 from headrace.explain.setting import Setting
 from headrace.explain.shell_words import BARE, END, commands, filled, is_open, plain
-from headrace.flags.secrets import masked
+from headrace.flags.secrets import masked, without_assignments
 from headrace.flags.table import FALSE, SWITCH, TRUE, find_flag, find_variable, spelling
 
 SCOPES = {
@@ -271,6 +271,7 @@ def _command(program: str, words: list[str], place: _Place) -> CommandLine:
     model = next((setting.value for setting in settings if setting.key in ("--model", "--model-dir")), None)
     if model is None and positional:
         model = positional.pop(0)
+    model = without_assignments(model) if model is not None else None
     return CommandLine(
         program,
         None if model is None else plain(model),

@@ -12,6 +12,7 @@ ENDINGS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "CREDEN
 VALUE = r"""("[^"]*"?|'[^']*'?|[^\s"';&|]+)"""
 PAIR = re.compile(rf"""([\w.-]*(?:{SECRET.pattern})[\w.-]*)(["']?\s*[=:]\s*){VALUE}""", re.IGNORECASE)
 FLAG = re.compile(rf"(--?[\w.-]*(?:{SECRET.pattern})[\w.-]*)(\s+)(?!-){VALUE}", re.IGNORECASE)
+WORD = re.compile(rf"(?<!\S)([\w.-]*(?:{SECRET.pattern})[\w.-]*=)(\S+)", re.IGNORECASE)
 BEARER = re.compile(r"""\b(bearer|basic)(\s+)([^\s"']+)""", re.IGNORECASE)
 
 
@@ -31,3 +32,8 @@ def masked(text: str) -> str:
         return f"{match[1]}{match[2]}{HIDDEN}" if hides else match[0]
 
     return BEARER.sub(rf"\1\2{HIDDEN}", FLAG.sub(mask, PAIR.sub(mask, text)))
+
+
+def without_assignments(text: str) -> str:
+    """Words without the secrets that some of them assign: what was meant as a variable, and stands in another place."""
+    return WORD.sub(lambda match: match[1] + HIDDEN if is_secret(match[1][:-1], match[2]) else match[0], text)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from headrace.config import ATTENTION_OF_VLLM, EngineConfig, ServerConfig, knob_types
 from headrace.errors import ConfigError
-from headrace.flags.secrets import HIDDEN, is_secret, masked
+from headrace.flags.secrets import HIDDEN, is_secret, masked, without_assignments
 
 TRUE, FALSE = ("1", "true"), ("0", "false")
 NEGATIONS = (("--no-", "--"), ("--disable-", "--enable-"), ("--enable-", "--disable-"))
@@ -274,7 +274,7 @@ def shown_value(name: str, value: str, known: Known | None) -> str:
     """Without secrets, also those in what flags of nobody's or a container's are given (`--label TOKEN=...`)."""
     if hides(name, value, known):
         return HIDDEN
-    return masked(value) if known is None or known.scope == "docker" else value
+    return masked(value) if known is None or known.scope == "docker" else without_assignments(value)
 
 
 def shown(name: str, value: str, known: Known | None) -> str:

@@ -355,6 +355,7 @@ def test_a_line_without_faults_has_a_notice_too() -> None:
         "docker run --env=MY_SECRET=hidden -e 'API_KEY=hidden' --secret hidden vllm/vllm-openai m",
         "vllm bench serve --model m --api-key hidden --header Authorization=hidden",
         "vllm serve m SOME_TOKEN=hidden",
+        "vllm serve --model HF_TOKEN=hidden m --middleware -eMY_KEY=hidden --served-model-name a HF_TOKEN=hidden",
         "vllm serve m --env HF_TOKEN=hidden --made-up 'API_KEY=hidden x'",
         "docker run --label token=hidden --made-up KEY=hidden vllm/vllm-openai m",
         "HF_TOKEN=${TOKEN:-hidden} vllm serve m --api-key $(echo hidden)",
