@@ -54,6 +54,14 @@ class OutOfMemoryError(UserError):
     """Not even the smallest plan fits the device."""
 
 
+def crossing_name(error: Exception) -> str:
+    """Of an error that is about to cross a process boundary, for `rebuild`. Another's that has the name of one of ours,
+    as torch's OutOfMemoryError, is told apart."""
+    kind = type(error)
+    taken = kind.__name__ in globals() and not isinstance(error, HeadraceError)
+    return f"{kind.__module__}.{kind.__name__}" if taken else kind.__name__
+
+
 def rebuild(error_class: str, message: str, otherwise: HeadraceError) -> HeadraceError:
     """An error that crossed a process boundary as data: bad start-up input as its own class, anything else as
     `otherwise`."""

@@ -21,7 +21,7 @@ import zmq
 
 from headrace.engine.core import EngineCore, build_core
 from headrace.engine.messages import Add, Command, CoreConfig, Failed, Ready, Reply, Stepped
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, crossing_name
 from headrace.process import read_config
 
 HEARTBEAT_SECONDS = 0.5
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
     except Exception as error:
         if not isinstance(error, HeadraceError):
             traceback.print_exc(file=sys.stderr)
-        outbox.send(Failed(type(error).__name__, str(error)))
+        outbox.send(Failed(crossing_name(error), str(error)))
         return 1
     finally:
         context.destroy(linger=LINGER_MS)

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, crossing_name
 from headrace.executor.messages import (
     CacheReady,
     Command,
@@ -53,7 +53,7 @@ def _send_results(
 def _failure(rank: int, error: Exception) -> Failed:
     if not isinstance(error, HeadraceError):
         traceback.print_exc(file=sys.stderr)
-    return Failed(rank, type(error).__name__, str(error))
+    return Failed(rank, crossing_name(error), str(error))
 
 
 def main(argv: list[str]) -> int:

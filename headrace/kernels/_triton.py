@@ -10,10 +10,14 @@ import torch
 try:
     import triton
     import triton.language as tl
+    from triton.errors import TritonError
 
     HAS_TRITON = True
 except ImportError:
     HAS_TRITON = False
+
+    class TritonError(Exception):  # type: ignore[no-redef]
+        """What a launch raises that the GPU has not enough shared memory or registers for."""
 
     class _Missing:
         """Enough of `triton` and `tl` to define kernels that will never be launched."""

@@ -138,23 +138,24 @@ def _attention_kernel(
     QUANTIZED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid (KV heads, tiles of queries, splits). One split writes `out` [T, Hq, D]; more write `parts` fp32
-    [T, Hq, splits, D] and `lse` [T, Hq, splits], log2 of each part's sum, -inf where a part saw no key."""
+    """Grid (KV heads x tiles of queries, splits), heads first. One split writes `out` [T, Hq, D]; more write `parts`
+    fp32 [T, Hq, splits, D] and `lse` [T, Hq, splits], log2 of each part's sum, -inf where a part saw no key."""
     wait_for_inputs(OVERLAP)
-    kv_head = tl.program_id(0)
-    split = tl.program_id(2)
-    num_splits = tl.num_programs(2)
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    place = tl.program_id(0) // NUM_KV_HEADS  # only the first dimension of a grid goes beyond 65,535
+    split = tl.program_id(1)
+    num_splits = tl.num_programs(1)
     BLOCK_Q: tl.constexpr = 1 if DECODE else BLOCK_M // GROUP
     SLOT_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     value_offset = num_blocks.to(tl.int64) * (BLOCK_SIZE * SLOT_STRIDE)  # values follow all keys
     if DECODE:
-        request = tl.program_id(1)
+        request = place
         query_start = tl.load(query_start_loc_ptr + request)
         query_len = 1
         tile = 0
     else:
         # late tiles see most keys: start them first
-        tile = tl.num_programs(1) - 1 - tl.program_id(1)
+        tile = tl.num_programs(0) // NUM_KV_HEADS - 1 - place
         request = first_req
         high = num_reqs
         for _ in range(search_steps):  # the last request whose first tile is not behind this one
@@ -260,7 +261,7 @@ def _combine_kernel(
     column = tl.arange(0, BLOCK_D)
     in_head = column < HEAD_DIM
     lse = tl.load(lse_ptr + row * num_splits + split, mask=split < num_splits, other=float("-inf"))
-    seen = lse > float("-inf")
+    seen = lse != float("-inf")  # NaN is seen: it has to reach the result
     weight = tl.where(seen, tl.exp2(lse - tl.max(lse, axis=0)), 0.0)
     part_ptrs = parts_ptr + (row * num_splits + split)[:, None] * HEAD_DIM + column[None, :]
     parts = tl.load(part_ptrs, mask=seen[:, None] & in_head[None, :], other=0.0)
@@ -340,7 +341,7 @@ def _run(
     if splits > 1:
         parts = torch.empty((num_tokens, num_heads, splits, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((num_tokens, num_heads, splits), dtype=torch.float32, device=q.device)
-    _attention_kernel[(num_kv_heads, tiles, splits)](
+    _attention_kernel[(num_kv_heads * tiles, splits)](
         out, parts, lse, q, kv_cache, block_table, rows, query_start_loc, seq_lens, kv_scale, qk_scale,
         window or 0, kv_cache.shape[1], block_table.stride(0), first_req, end_req,
         (end_req - first_req - 1).bit_length(),

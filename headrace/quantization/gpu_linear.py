@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.config import cache_folder
-from headrace.kernels._triton import DEVICE_FAMILY
+from headrace.kernels._triton import DEVICE_FAMILY, TritonError
 from headrace.kernels.fp8 import Quantized, fp8_linear, quantize_per_token
 from headrace.kernels.gemm import skinny_linear
 from headrace.kernels.gemm_config import BUCKETS, CANDIDATES, GemmConfig
@@ -145,7 +145,11 @@ def _measure(size: Size, dtype: torch.dtype, weight_dtype: torch.dtype, device: 
             run = partial(
                 skinny_linear, x, bias=None, config=config, x_scale=x_scales, weight_scale=scales, dtype=dtype
             )
-            seconds = _seconds(lambda weight, run=run: run(weight=weight), weights)  # type: ignore[misc]
+            try:
+                seconds = _seconds(lambda weight, run=run: run(weight=weight), weights)  # type: ignore[misc]
+            except TritonError as error:  # it needs more shared memory than this GPU has
+                logger.debug("%s does not run here: %s", config, error)
+                continue
             if seconds < fastest:
                 best, fastest = config, seconds
         plan.append(best)

@@ -126,6 +126,20 @@ def test_one_kernel_of_one_size_goes_to_the_library(quantization: str | None, mo
 
 
 @pytest.mark.usefixtures("on_gpu")
+def test_ranks_that_measured_differently_run_the_same_checks() -> None:
+    """Each ends in a collective: one more on one rank would leave the others waiting."""
+    names = []
+    for config in (CONFIGS[0], None):
+        found = subject()
+        layer = next(layer for layer in found.model.modules() if isinstance(layer, Linear))
+        for table in layer.scheme.plans.values():  # type: ignore[attr-defined]
+            table[1] = config
+        names.append([check.name for check in layer_checks(found)])
+        run(found)
+    assert names[0] == names[1]
+
+
+@pytest.mark.usefixtures("on_gpu")
 def test_a_wrong_product_in_fp8_is_demoted() -> None:
     wrong = replace(REFERENCE_KERNELS, fp8_linear=lambda *a: REFERENCE_KERNELS.fp8_linear(*a) * 1.05)
     found = subject(quantization="fp8", kernels=wrong)

@@ -94,6 +94,20 @@ def test_half_precision(kind, dtype):
     run(kind, (4, 2, 16), 16, None, 2, dtype)
 
 
+@pytest.mark.parametrize("kind", ["decode", "chunks"])
+@pytest.mark.parametrize("splits", [1, 2, 4])
+def test_a_key_that_overflowed_reaches_every_query_that_sees_it(kind, splits):
+    batch, heads = BATCHES[kind], (4, 2, 8)
+    inputs, longest_query, longest = make_inputs(batch, heads, 16, torch.float32)
+    first_block = inputs[2][inputs[3][0].long(), 0]
+    inputs[1][0, first_block, 0] = float("nan")  # the first request's first key
+    plan = small_plan(batch, inputs[0], heads, len(batch) if kind == "decode" else 0, splits)
+    out = paged_attention(*inputs, 0.3, longest_query, longest, plan=plan)
+    count = batch[0][0]
+    assert out[:count].isnan().all()
+    assert not out[count:].isnan().any()
+
+
 def test_no_tokens():
     q = torch.empty(0, 4, 8)
     table, none = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
