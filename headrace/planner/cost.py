@@ -252,7 +252,7 @@ class StepModel:
         self.attention_rate = self._peak * constants.attention
         self._layers = [_Layer(group, self) for group in shape.groups]
         head = (shape.head_weights or shape.embedding_weights) / tp
-        self._head = _Linears(head * 2 / self.bandwidth, 2 * head / self.rate("bf16"))
+        self._head = _Linears(head * shape.plain_bytes / self.bandwidth, 2 * head / self.rate("bf16"))
         self._sampling_seconds = HEAD_BYTES * shape.vocab_size / self.bandwidth
         self._operations = HEAD_KERNELS + sum(layer.count * layer.operations for layer in self._layers)
 

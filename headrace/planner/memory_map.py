@@ -17,8 +17,6 @@ from headrace.planner.chips import GIB, Chip
 from headrace.planner.cost import Parallel
 from headrace.planner.shapes import AttentionShape, LayerGroup, ModelShape
 
-PLAIN = 2
-"""bytes of a weight or activation in the model's dtype; float32 checkpoints run in 16 bits"""
 VOCAB_ALIGNMENT = 64
 """as layers/embedding.py"""
 LIBRARIES = {
@@ -151,11 +149,12 @@ def layer_bytes(
     shape: ModelShape, group: LayerGroup, parallel: Parallel, weight_format: str, engine: str = "vllm"
 ) -> LayerBytes:
     """What one GPU holds of a layer of `group` when its linears are in `weight_format`."""
+    plain = shape.plain_bytes
     held, parts = shape.bytes_per_weight(weight_format), shape.parts_in(weight_format, engine)
     attention, mlp, tp = group.attention, group.mlp, parallel.tp
 
     def size(part: str, weights: float, unformatted: float) -> float:
-        return weights * PLAIN if part not in parts else (weights - unformatted) * held + unformatted * PLAIN
+        return weights * plain if part not in parts else (weights - unformatted) * held + unformatted * plain
 
     here = attention_weights(attention, tp)
     local = size("attention", here, attention.plain_weights * here / max(1, attention.weights))
@@ -167,10 +166,10 @@ def layer_bytes(
     return LayerBytes(
         attention=local,
         dense=size("dense", (mlp.dense_weights - mlp.router_weights) / tp, 0),
-        router=mlp.router_weights * PLAIN,
+        router=mlp.router_weights * plain,
         expert=expert,
         experts_here=experts,
-        norms=group.other_weights * PLAIN,
+        norms=group.other_weights * plain,
     )
 
 
@@ -298,9 +297,10 @@ def _weights(
     engine: str,
     speculates: bool,
 ) -> dict[str, int]:
+    plain = shape.plain_bytes
     tp = parallel.tp
     rows = math.ceil(shape.vocab_size / (VOCAB_ALIGNMENT * tp)) * VOCAB_ALIGNMENT
-    ends = {"embedding": rows * shape.hidden_size * PLAIN, "head": 0}
+    ends = {"embedding": rows * shape.hidden_size * plain, "head": 0}
     if shape.head_weights:
         ends["head"] = ends["embedding"]
         if parallel.pp > 1:  # at opposite ends of the pipeline
@@ -313,8 +313,8 @@ def _weights(
         sums["router"] += count * held.router
         sums["experts"] += count * held.experts_here * held.expert
         sums["norms"] += count * held.norms
-    sums["norms"] += shape.final_weights * PLAIN
-    vision = (shape.extra_weights - shape.draft_weights) * PLAIN / tp
+    sums["norms"] += shape.final_weights * plain
+    vision = (shape.extra_weights - shape.draft_weights) * plain / tp
     draft = shape.draft_weights * shape.bytes_per_weight(form) / parallel.expert_gpus if speculates else 0
     return {**ends, **{name: math.ceil(size) for name, size in sums.items()}, "extra": math.ceil(vision + draft)}
 
@@ -324,6 +324,7 @@ def _step_bytes(shape: ModelShape, parallel: Parallel, tokens: int, seqs: int, e
 
     vLLM keeps the residual beside the stream, and logits in fp32 and twice over.
     """
+    plain = shape.plain_bytes
     tp, hidden, ours = parallel.tp, shape.hidden_size, engine == "headrace"
     widest = 0.0
     for group in shape.groups:
@@ -347,14 +348,14 @@ def _step_bytes(shape: ModelShape, parallel: Parallel, tokens: int, seqs: int, e
             else:
                 chosen = hidden + pairs * VLLM_EXPERT_BUFFERS * (3 * width + hidden) + shared
             widest = max(widest, 2 * hidden + chosen)
-    most = tokens * widest * PLAIN
+    most = tokens * widest * plain
     if sampling and ours:  # hidden states; logits, fp32 for as many, extremes of groups, counts and weights of bins
         groups = math.ceil(shape.vocab_size / FILTER_GROUP)
-        row = shape.vocab_size * (PLAIN + 4) + groups * 2 * 4 + FILTER_BINS * (4 + 8)
-        most = max(most, tokens * hidden * PLAIN + seqs * row)
+        row = shape.vocab_size * (plain + 4) + groups * 2 * 4 + FILTER_BINS * (4 + 8)
+        most = max(most, tokens * hidden * plain + seqs * row)
     elif sampling:
-        gathered = PLAIN / tp if tp > 1 else 0
-        most = max(most, 3 * tokens * hidden * PLAIN + seqs * shape.vocab_size * (PLAIN + 8 + gathered))
+        gathered = plain / tp if tp > 1 else 0
+        most = max(most, 3 * tokens * hidden * plain + seqs * shape.vocab_size * (plain + 8 + gathered))
     return math.ceil(most)
 
 
@@ -373,6 +374,6 @@ def _graph_bytes(
     widths = (seqs + 1).bit_length()
     most = max([*full, *pieces, *mixed], default=0)
     pool = _step_bytes(shape, parallel, most, seqs, engine, sampling=False)
-    hidden = (sum(full) + sum(pieces) + sum(mixed) * widths) * shape.hidden_size * PLAIN
+    hidden = (sum(full) + sum(pieces) + sum(mixed) * widths) * shape.hidden_size * shape.plain_bytes
     driver = (len(full) + len(mixed) * widths) * FULL_GRAPH_BYTES + len(pieces) * (num_layers + 1) * PIECE_BYTES
     return pool + hidden + driver + WORKSPACE_BYTES

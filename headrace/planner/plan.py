@@ -254,6 +254,8 @@ def _notices(terms: Terms, best: Candidate, gaps: list[str]) -> list[str]:
                 f"headrace's kernels are compiled for {terms.chip.arch} and have not run there yet: its figures are "
                 "vLLM's on such GPUs"
             )
+    if terms.shape.plain_bytes == 4 and terms.chip.vendor != "cpu":
+        notices.append("products in float32 run at a fraction of the 16-bit rates that are counted here: it is slower")
     if terms.request.speculative_config:
         notices.append("speculation is not in the prediction: how many guesses are right is known from traffic alone")
     room, wanted = best.limits.max_num_seqs * best.parallel.dp, best.workload.concurrency

@@ -46,6 +46,8 @@ class ModelShape:
     """what the checkpoint holds in `weight_format`; the rest is in `dtype`"""
     format_bytes: float = 0.0
     """of a weight in the checkpoint's format, scales included, where config.json tells; 0: as usual"""
+    plain_bytes: int = 2
+    """of a number that is in no format, as it will be held: 4 in float32"""
     fp8_kv_cache: bool = False
     """the checkpoint brings scales for an fp8 cache"""
 
@@ -121,6 +123,8 @@ class ModelShape:
 
     def bytes_per_weight(self, weight_format: str) -> float:
         """of a weight held in `weight_format`, scales included"""
+        if weight_format == "bf16":
+            return self.plain_bytes
         return (weight_format == self.weight_format and self.format_bytes) or bytes_per_weight(weight_format)
 
 

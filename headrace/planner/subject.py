@@ -5,7 +5,7 @@ Between what was asked and search.py; ranks nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace.hub import DEMO_FOLDER, DEMO_MODEL
@@ -89,6 +89,8 @@ def problems_of(request: PlanRequest, subject: Subject) -> list[str]:
 
 def terms_of(request: PlanRequest, subject: Subject, num_gpus: int) -> Terms:
     shape = in_plan_format(request, subject.shape)
+    if dtype_of(request, subject).value == "float32":
+        shape = replace(shape, plain_bytes=4)
     gaps = gaps_of_model(request, subject)
     return Terms(
         request=request,

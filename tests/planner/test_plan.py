@@ -181,6 +181,19 @@ def test_what_serve_would_refuse_is_no_plan(asked: dict[str, Any], problem: str)
     assert re.search(problem, " ".join(made.problems))
 
 
+def test_float32_takes_twice_the_memory() -> None:
+    wide, usual = plan("qwen3-8b", num_gpus=1, dtype="float32"), plan("qwen3-8b", num_gpus=1)
+    assert wide.memory is not None
+    assert usual.memory is not None
+    assert wide.memory.weight_bytes == 2 * usual.memory.weight_bytes
+    assert wide.memory.activations > 1.5 * usual.memory.activations
+    assert wide.prediction is not None
+    assert usual.prediction is not None
+    assert wide.prediction.itl_ms > 1.5 * usual.prediction.itl_ms
+    assert any("float32" in notice for notice in wide.notices)
+    assert not plan("qwen3-32b", "h100", num_gpus=1, dtype="float32").feasible
+
+
 def test_lengths_that_nobody_gave_go_into_the_length_that_somebody_gave() -> None:
     made = plan("llama-3.1-8b", "h200", num_gpus=1, max_model_len=512)
     assert made.feasible
