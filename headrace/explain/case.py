@@ -166,7 +166,7 @@ class Case:
         form = weight_format or self.weight_format or shape.weight_format
         layers = sum(group.count * layer_bytes(shape, group, Parallel(), form).total for group in shape.groups)
         rest = shape.embedding_weights + shape.head_weights + shape.final_weights + shape.extra_weights
-        return int(layers + PLAIN * (rest - shape.draft_weights))
+        return int(layers + shape.plain_bytes * (rest - shape.draft_weights))
 
     def fewest_gpus(self, share: float = WORKING_SHARE, weight_format: str | None = None) -> int | None:
         """The smallest power of two whose memory's `share` holds the weights."""
@@ -218,6 +218,8 @@ def make_case(line: CommandLine, chip: Chip | None = None) -> Case:
     asked, shape = fields_of(replace(line, settings=tuple(readable))), None
     if line.model is not None and line.program not in ("download", "quantize"):
         shape = _shape_of(line)
+    if shape is not None and asked.dtype in ("float32", "float"):
+        shape = replace(shape, plain_bytes=4)
     guessed = chip is None and _hints_at_amd(line)
     return Case(line, asked, find_chip(GUESSED_CHIP) if guessed else chip, shape, guessed)
 
