@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import tempfile
 import types
 import typing
 from collections.abc import Mapping
@@ -299,11 +300,15 @@ def knobs_from_environment(config_class: type, environ: Mapping[str, str] | None
 
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Where measurements of this machine are kept: HEADRACE_CACHE, else `headrace` in the user's cache folder."""
+    """Where measurements of this machine are kept: HEADRACE_CACHE, else `headrace` in the user's cache folder, else,
+    for a user without a home (a container's of any number), a folder among the temporary ones."""
     environ = os.environ if environ is None else environ
     if given := environ.get("HEADRACE_CACHE"):
         return Path(given)
-    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
+    try:
+        return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
+    except RuntimeError:
+        return Path(tempfile.gettempdir(), f"headrace-{os.getuid()}")
 
 
 def environment() -> dict[str, str]:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace.config import EngineConfig, ServerConfig, check_knobs, knob, knob_types, knobs_from_environment
+from headrace.config import (
+    EngineConfig,
+    ServerConfig,
+    cache_folder,
+    check_knobs,
+    knob,
+    knob_types,
+    knobs_from_environment,
+)
 from headrace.errors import ConfigError
 
 
@@ -80,3 +91,13 @@ def test_a_config_class_of_ones_own() -> None:
     check_knobs(Options(size=2))
     with pytest.raises(ConfigError, match="size must be at least 1"):
         check_knobs(Options(size=0))
+
+
+def test_a_user_without_a_home_has_a_cache_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert cache_folder({}) == Path(tempfile.gettempdir(), f"headrace-{os.getuid()}")
+    assert cache_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/headrace")
+    assert cache_folder({"HEADRACE_CACHE": "/y"}) == Path("/y")

@@ -71,3 +71,8 @@ def test_a_shorter_context_that_is_advised_fits() -> None:
     assert found.verdict == "wrong"
     assert "--max-model-len" in found.add
     assert memory(f"{line} {found.add}", "h100").verdict == "fine"
+
+
+def test_float32_weighs_twice_as_much() -> None:
+    assert "61.0 GiB" in memory("vllm serve Qwen/Qwen3-32B", "h100").text
+    assert "122 GiB" in memory("vllm serve Qwen/Qwen3-32B --dtype float32", "h100").text
