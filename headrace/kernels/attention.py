@@ -138,24 +138,23 @@ def _attention_kernel(
     QUANTIZED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid (KV heads x tiles of queries, splits), heads first. One split writes `out` [T, Hq, D]; more write `parts`
-    fp32 [T, Hq, splits, D] and `lse` [T, Hq, splits], log2 of each part's sum, -inf where a part saw no key."""
+    """Grid (KV heads, tiles of queries, splits). One split writes `out` [T, Hq, D]; more write `parts` fp32
+    [T, Hq, splits, D] and `lse` [T, Hq, splits], log2 of each part's sum, -inf where a part saw no key."""
     wait_for_inputs(OVERLAP)
-    kv_head = tl.program_id(0) % NUM_KV_HEADS
-    place = tl.program_id(0) // NUM_KV_HEADS  # only the first dimension of a grid goes beyond 65,535
-    split = tl.program_id(1)
-    num_splits = tl.num_programs(1)
+    kv_head = tl.program_id(0)
+    split = tl.program_id(2)
+    num_splits = tl.num_programs(2)
     BLOCK_Q: tl.constexpr = 1 if DECODE else BLOCK_M // GROUP
     SLOT_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     value_offset = num_blocks.to(tl.int64) * (BLOCK_SIZE * SLOT_STRIDE)  # values follow all keys
     if DECODE:
-        request = place
+        request = tl.program_id(1)
         query_start = tl.load(query_start_loc_ptr + request)
         query_len = 1
         tile = 0
     else:
         # late tiles see most keys: start them first
-        tile = tl.num_programs(0) // NUM_KV_HEADS - 1 - place
+        tile = tl.num_programs(1) - 1 - tl.program_id(1)
         request = first_req
         high = num_reqs
         for _ in range(search_steps):  # the last request whose first tile is not behind this one
@@ -270,6 +269,10 @@ def _combine_kernel(
     tl.store(out_ptr + row * HEAD_DIM + column, out.to(out_ptr.dtype.element_ty), mask=in_head)
 
 
+MOST_TILES = 65_535
+"""All dimensions of a grid but the first end there; with tiles in the first, heads beside them, registers spill."""
+
+
 @lru_cache(maxsize=16)
 def multiprocessor_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -341,7 +344,9 @@ def _run(
     if splits > 1:
         parts = torch.empty((num_tokens, num_heads, splits, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((num_tokens, num_heads, splits), dtype=torch.float32, device=q.device)
-    _attention_kernel[(num_kv_heads * tiles, splits)](
+    if tiles > MOST_TILES:  # as for any step that is too large, a smaller one is planned then
+        raise torch.OutOfMemoryError(f"attention over {tiles} tiles of queries: a launch holds {MOST_TILES}")
+    _attention_kernel[(num_kv_heads, tiles, splits)](
         out, parts, lse, q, kv_cache, block_table, rows, query_start_loc, seq_lens, kv_scale, qk_scale,
         window or 0, kv_cache.shape[1], block_table.stride(0), first_req, end_req,
         (end_req - first_req - 1).bit_length(),

@@ -165,6 +165,7 @@ class TestStopStrings:
     def test_min_tokens(self) -> None:
         assert self.run("a.b.c.d", stop=".", min_tokens=3) == ("a.b", 4, ".")
         assert self.run("a.b", stop=".", min_tokens=3) == ("a.b", 3, None)
+        assert self.run("a.b", stop=".", min_tokens=2) == ("a.b", 3, None)
 
     def test_a_stop_that_began_before_min_tokens(self) -> None:
         assert self.run("abc", stop="bc", min_tokens=2) == ("a", 3, "bc")

@@ -58,6 +58,7 @@ class FakeEngine:
         self.memory: Any = None
         self.kv_cache_tokens = 4096
         self.delay = 0.0
+        self.cached = 0
         self.tokens_a_step = 1
         self.fail_at: int | None = None
         self.error: Exception = EngineDeadError("the engine core died")
@@ -150,7 +151,7 @@ class FakeEngine:
             scored = None
             if params.prompt_logprobs is not None and start == 0:
                 scored = [None, *(self._logprob(t, params.prompt_logprobs) for t in ids[1:])]
-            yield RequestOutput("", None, ids, choices, last, prompt_logprobs=scored, num_cached_tokens=0)
+            yield RequestOutput("", None, ids, choices, last, prompt_logprobs=scored, num_cached_tokens=self.cached)
 
     def _text(self, token_id: int) -> str:
         return "" if self.tokenizer is None else self.tokenizer.token_text(token_id)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from headrace.request import Logprob
+from headrace.server.generation import UsageCount
 from tests.server.fake_engine import MODEL, TEXT, FakeEngine, chat, complete, error_of, events, make_app
 
 
@@ -171,6 +172,23 @@ def test_stream_usage() -> None:
     assert found[2]["usage"]["completion_tokens"] == 2
     assert found[2]["usage"]["prompt_tokens"] == 5
     assert found[3] == "[DONE]"
+
+
+@pytest.mark.parametrize("prompt", ["Hello", ["Hello", "there"]])
+def test_usage_counts_cached_tokens(prompt: str | list[str]) -> None:
+    engine = FakeEngine()
+    engine.cached = 2
+    count = 2 if isinstance(prompt, str) else 4
+    usage = complete(make_app(engine), prompt=prompt, max_tokens=2).json()["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": count}
+    options = {"include_usage": True}
+    found = events(complete(make_app(engine), prompt=prompt, max_tokens=2, stream=True, stream_options=options))
+    assert found[-2]["usage"]["prompt_tokens_details"] == {"cached_tokens": count}
+
+
+def test_continuous_usage_is_each_choices_own() -> None:
+    count = UsageCount(prompt_tokens={0: 5}, completion_tokens={0: 3, 1: 7})
+    assert [count.of_choice(0, choice).completion_tokens for choice in (0, 1)] == [3, 7]
 
 
 def test_stream_continuous_usage() -> None:

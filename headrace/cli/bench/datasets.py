@@ -124,7 +124,8 @@ def sharegpt_requests(path: Path, options: DatasetOptions, count: Callable[[str]
         text = turns[0]["value"]
         prompt_len = count(text)
         output_len = options.sharegpt_output_len or count(turns[1]["value"])
-        if min(prompt_len, output_len) < SHAREGPT_MIN_TOKENS and options.sharegpt_output_len is None:
+        shortest = prompt_len if options.sharegpt_output_len else min(prompt_len, output_len)
+        if shortest < SHAREGPT_MIN_TOKENS:
             continue
         if prompt_len > SHAREGPT_MAX_PROMPT or prompt_len + output_len > SHAREGPT_MAX_TOTAL:
             continue

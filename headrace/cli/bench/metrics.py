@@ -36,6 +36,8 @@ class RequestResult(msgspec.Struct, kw_only=True):
     itl: list[float] = []
     latency: float = 0.0
     prompt_len: int = 0
+    cached_len: int = 0
+    """of the prompt, what the server found in its prefix cache, where it says"""
     output_len: int = 0
 
     @property
@@ -58,6 +60,11 @@ class _Choice(msgspec.Struct):
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
 
 
 class _Event(msgspec.Struct):
@@ -116,6 +123,8 @@ class StreamRecorder:
         result.output_len = self._usage.completion_tokens if self._usage else self._chunks
         if self._usage is not None and self._usage.prompt_tokens:
             result.prompt_len = self._usage.prompt_tokens
+        if self._usage is not None and self._usage.prompt_tokens_details is not None:
+            result.cached_len = self._usage.prompt_tokens_details.cached_tokens or 0
         result.success = not result.error
         return result
 
@@ -153,6 +162,7 @@ def summarize(
         "failed": len(results) - len(good),
         "total_input_tokens": total_input,
         "total_output_tokens": total_output,
+        "total_cached_tokens": sum(result.cached_len for result in good),
         "request_throughput": len(good) / duration,
         "request_goodput": _goodput(good, goodput) / duration if goodput else None,
         "output_throughput": total_output / duration,
@@ -234,6 +244,8 @@ def table(summary: dict[str, Any], percentiles: Sequence[float], extra: Sequence
         row("Request rate configured (RPS):", "request_rate")
     row("Benchmark duration (s):", "duration")
     row("Total input tokens:", "total_input_tokens")
+    if summary.get("total_cached_tokens"):
+        row("  found in the prefix cache:", "total_cached_tokens")
     row("Total generated tokens:", "total_output_tokens")
     row("Request throughput (req/s):", "request_throughput")
     row("Request goodput (req/s):", "request_goodput")

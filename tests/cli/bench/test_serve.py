@@ -83,6 +83,7 @@ def test_request_rate_spreads_the_load(fake: FakeServer, tmp_path: Path) -> None
 
 def test_several_client_processes_share_the_load(fake: FakeServer, tmp_path: Path) -> None:
     out = tmp_path / "r.json"
+    fake.chunk_delay = 0.02  # so that requests are under way together
     argv = ["--num-prompts", "11", "--input-len", "2", "--output-len", "3", "--max-concurrency", "4"]
     assert bench(fake, *argv, "--num-client-processes", "2", "--output-json", str(out), "--save-detailed") == 0
     result = json.loads(out.read_text())

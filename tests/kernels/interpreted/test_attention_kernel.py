@@ -108,6 +108,14 @@ def test_a_key_that_overflowed_reaches_every_query_that_sees_it(kind, splits):
     assert not out[count:].isnan().any()
 
 
+def test_more_tiles_than_a_launch_holds_is_a_step_that_is_too_large():
+    batch, heads = BATCHES["prefill"], (4, 2, 8)
+    inputs, longest_query, longest = make_inputs(batch, heads, 16, torch.float32)
+    plan = replace(small_plan(batch, inputs[0], heads, 0, 1), prefill_tiles=65_536)
+    with pytest.raises(torch.OutOfMemoryError, match="65536 tiles"):
+        paged_attention(*inputs, 0.3, longest_query, longest, plan=plan)
+
+
 def test_no_tokens():
     q = torch.empty(0, 4, 8)
     table, none = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
