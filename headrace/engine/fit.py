@@ -40,17 +40,17 @@ def fit(
     executor = make(config)
     try:
         workers = executor.load()
-        if (plainer := settled_cache(config, asked_cache, workers)) is None:
+        plainer = settled_cache(config, asked_cache, workers)
+        if plainer is None:
             return _fit(executor, workers, config, given)
-        config, decision = plainer
-        told([decision], logging.WARNING)
-        executor.shutdown()
-        executor = make(config)
-        fitted = _fit(executor, executor.load(), config, given)
-        return replace(fitted, decisions=[decision, *fitted.decisions])
     except BaseException:
         executor.shutdown()
         raise
+    executor.shutdown()
+    config, decision = plainer
+    told([decision], logging.WARNING)
+    fitted = fit(make, config, given, asked_cache=True)
+    return replace(fitted, decisions=[decision, *fitted.decisions])
 
 
 def _fit(executor: Executor, workers: list[WorkerFacts], config: EngineConfig, given: EngineConfig) -> Fitted:

@@ -99,11 +99,11 @@ class GenerationResponse(Response):
         await self._send_json(send, status, body)
 
     async def _stream(self, send: Send) -> None:
-        started = False
+        started, scores = False, self.generation.params.prompt_logprobs is not None
         try:
             async with aclosing(await self._run("delta")) as increments:
                 async for batch in increments:
-                    scored = any(output.prompt_logprobs is not None for _, output in batch)
+                    scored = scores and any(output.prompt_logprobs is not None for _, output in batch)
                     events = await asyncio.to_thread(self._events, batch) if scored else self._events(batch)
                     if not events:
                         continue

@@ -16,6 +16,7 @@ from headrace.planner.chips import find_chip
 from headrace.planner.plan import Plan, make_plan
 from headrace.planner.plan_json import to_json
 from headrace.planner.plan_request import PlanRequest
+from headrace.planner.record import Decision
 
 FIELDS = [
     "num_gpus", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel",
@@ -32,6 +33,13 @@ def plan(model: str = "llama-3.1-8b", gpu: str = "h200", **asked: Any) -> Plan:
 
 def value(made: Plan, field: str) -> Any:
     return made.decision(field).value
+
+
+def rates_told(decision: Decision, other: str) -> list[float]:
+    """tokens/s of the runner-up `other`, and of what was taken"""
+    found = re.fullmatch(rf"{other}; ([\d,]+) tok/s instead of ([\d,]+)", decision.runner_up)
+    assert found is not None
+    return [float(number.replace(",", "")) for number in found.groups()]
 
 
 def test_405b_on_eight_mi300x() -> None:
@@ -136,9 +144,7 @@ def test_an_fp8_cache_is_taken_unasked_for_throughput_alone_and_what_the_other_w
     assert plain.prediction is not None
     decision = made.decision("kv_cache_dtype")
     assert decision.value == "fp8_e4m3"
-    found = re.fullmatch(r"bfloat16, which rounds nothing; ([\d,]+) tok/s instead of ([\d,]+)", decision.runner_up)
-    assert found is not None
-    other, ours = (float(number.replace(",", "")) for number in found.groups())
+    other, ours = rates_told(decision, "bfloat16, which rounds nothing")
     assert ours > 1.05 * other
     assert other == pytest.approx(plain.prediction.output_tok_s, rel=0.02)
     commands = {command.engine: command.lines[0] for command in made.commands}
@@ -157,9 +163,7 @@ def test_an_fp8_cache_is_not_taken_unasked_for_a_pace_but_what_it_would_give_is_
     assert other.prediction is not None
     decision = made.decision("kv_cache_dtype")
     assert decision.value == "bfloat16"
-    found = re.search(r"rounded; ([\d,]+) tok/s instead of ([\d,]+)", decision.runner_up)
-    assert found is not None
-    said, ours = (float(number.replace(",", "")) for number in found.groups())
+    said, ours = rates_told(decision, "fp8: twice the tokens, rounded")
     assert said > 1.05 * ours
     assert said == pytest.approx(other.prediction.output_tok_s, rel=0.02)
     assert other.decision("kv_cache_dtype").runner_up == ""
