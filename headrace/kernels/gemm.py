@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headrace.kernels._triton import after_inputs, next_power_of_2, overlap, tl, triton, wait_for_inputs
 from headrace.kernels.gemm_config import GemmConfig
-from headrace.kernels.norm import HalfNormed, half_norm_reference
+from headrace.kernels.norm import HalfNormed, half_norm_reference, half_norm_row
 
 
 @triton.jit
@@ -209,10 +209,8 @@ def _gemv_kernel(
     rounded = total.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + column, rounded, mask=column_in)
     if next_scaled_ptr is not None:
-        out = rounded.to(tl.float32)
-        weight = tl.load(next_weight_ptr + column, mask=column_in, other=0.0).to(tl.float32)
-        tl.store(next_scaled_ptr + column, (out * weight).to(next_scaled_ptr.dtype.element_ty), mask=column_in)
-        tl.store(next_squares_ptr + tl.program_id(0), tl.sum(tl.where(column_in, out * out, 0.0), axis=0))
+        out, square_ptr = rounded.to(tl.float32), next_squares_ptr + tl.program_id(0)
+        half_norm_row(out, column, column_in, next_scaled_ptr, square_ptr, next_weight_ptr)
 
 
 def skinny_linear(

@@ -16,9 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels._triton import DEVICE_FAMILY, next_power_of_2, overlap, tl, triton, wait_for_inputs
+from headrace.kernels.gemm_config import BUCKETS
 from headrace.kernels.moe_config import MoeConfig, Tile, pick_moe_config
 from headrace.kernels.moe_route import Routing, norm_and_route, route_reference
-from headrace.kernels.norm import rms_norm_reference
+from headrace.kernels.norm import HalfNormed, half_norm_reference, half_norm_row, rms_norm_reference
+
+HALF_NORMED_TOKENS = BUCKETS[-1]
+"""Most tokens whose next linear may be one of our own, that finishes a norm."""
 
 
 @triton.jit
@@ -73,6 +77,7 @@ def _up_one_by_one_kernel(
 @triton.jit
 def _down_one_by_one_kernel(
     out_ptr, x_ptr, weight_ptr, ids_ptr, weights_ptr, residual_ptr, shared_ptr, gate_ptr, gate_stride,
+    next_scaled_ptr, next_squares_ptr, next_weight_ptr,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -101,8 +106,11 @@ def _down_one_by_one_kernel(
         acc += weight.to(tl.float32) * (x.to(tl.float32) * share)[None, :]
     inside = column < N
     beside = _beside_the_experts(residual_ptr, shared_ptr, gate_ptr, gate_stride, token, column, inside, N)
-    total = beside + tl.sum(acc, axis=1)
-    tl.store(out_ptr + token * N + column, total.to(out_ptr.dtype.element_ty), mask=inside)
+    rounded = (beside + tl.sum(acc, axis=1)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * N + column, rounded, mask=inside)
+    if next_scaled_ptr is not None:
+        out, square_ptr = rounded.to(tl.float32), next_squares_ptr + token * tl.num_programs(0) + tl.program_id(0)
+        half_norm_row(out, column, inside, next_scaled_ptr + token * N, square_ptr, next_weight_ptr)
 
 
 @triton.jit(do_not_specialize=["max_tiles"])
@@ -164,6 +172,7 @@ def _tiles_kernel(
 @triton.jit
 def _sum_kernel(
     out_ptr, x_ptr, weights_ptr, residual_ptr, shared_ptr, gate_ptr, gate_stride,
+    next_scaled_ptr, next_squares_ptr, next_weight_ptr,
     N: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens * blocks of N): out[token] = what is beside the experts + the weighted sum of x [pairs, N] over its
@@ -179,7 +188,11 @@ def _sum_kernel(
         pair = token * TOP_K + choice
         x = tl.load(x_ptr + pair * N + column, mask=inside, other=0.0).to(tl.float32)
         total += tl.load(weights_ptr + pair) * x
-    tl.store(out_ptr + token * N + column, total.to(out_ptr.dtype.element_ty), mask=inside)
+    rounded = total.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * N + column, rounded, mask=inside)
+    if next_scaled_ptr is not None:
+        out, square_ptr = rounded.to(tl.float32), next_squares_ptr + program
+        half_norm_row(out, column, inside, next_scaled_ptr + token * N, square_ptr, next_weight_ptr)
 
 
 @dataclass(frozen=True)
@@ -200,6 +213,9 @@ class Experts:
     """whether the softmax is divided by its sum over a token's experts"""
     invariant: bool = False
     """a token's output has the same bits whoever else is there"""
+    next_norm: Tensor | None = None
+    """# [hidden]; weight of the norm that the sum with the residual goes through next, by a linear that takes it
+    HalfNormed; None: another, or none"""
 
 
 def fused_moe(
@@ -208,12 +224,12 @@ def fused_moe(
     shared: Tensor | None = None,
     residual: Tensor | None = None,
     config: MoeConfig | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | HalfNormed, Tensor]:
     """x [T, hidden] -> (the layer's output [T, hidden], the experts of each token [T, top_k] int32, best first).
 
     A token's experts are weighted by the softmax, in fp32, of its router logits in x's dtype. `shared` [T, hidden]: the
     shared expert's output, added times the sigmoid of its gate. `residual` [T, hidden] contiguous: the sum with it is
-    written over it, and returned; it may be x.
+    written over it, and returned; it may be x. With it, up to HALF_NORMED_TOKENS get their next norm half done.
     """
     num_tokens, hidden = x.shape
     num_experts, n = experts.w13.shape[0], experts.w13.shape[1] // 2
@@ -231,35 +247,49 @@ def fused_moe(
     inner = torch.empty((num_tokens * experts.top_k, n), dtype=x.dtype, device=x.device)
     gate = (shared, logits[:, num_experts:], logits.stride(0)) if shared is not None else (None, None, 0)
     run = _one_by_one if one_by_one else _by_tiles
-    run(out, normed, inner, experts, routing, (residual, *gate), config)
-    return out, routing.ids
+    return run(out, normed, inner, experts, routing, (residual, *gate), config), routing.ids
 
 
 Beside = tuple[Tensor | None, Tensor | None, Tensor | None, int]
 """(residual, shared expert's output, its gate's logits, their stride)"""
 
 
+def _following(out: Tensor, residual: Tensor | None, experts: Experts, parts: int) -> Following:
+    """Whose `parts` of a row are left by a program each."""
+    if residual is None or experts.next_norm is None or len(out) > HALF_NORMED_TOKENS:
+        return out, (None, None, None)
+    half = HalfNormed(out, torch.empty_like(out), out.new_empty((len(out), parts), dtype=torch.float32))
+    return half, (half.scaled, half.squares, experts.next_norm)
+
+
+Following = tuple[Tensor | HalfNormed, tuple[Tensor | None, Tensor | None, Tensor | None]]
+"""(result, where its next norm is left half done, and that norm's weight)"""
+
+
 def _one_by_one(
     out: Tensor, x: Tensor, inner: Tensor, experts: Experts, routing: Routing, beside: Beside, config: MoeConfig
-) -> None:
+) -> Tensor | HalfNormed:
     (num_tokens, hidden), (pairs, n) = x.shape, inner.shape
     w2, top_k = experts.w2, experts.top_k
     up, down = _fit(config.up, n, hidden), _fit(config.down, hidden, n)
+    blocks = -(-hidden // down.block_n)
+    result, following = _following(out, beside[0], experts, blocks)
     _up_one_by_one_kernel[(-(-n // up.block_n), pairs)](
         inner, x, experts.w13, routing.ids,
         N=n, K=hidden, TOP_K=top_k, BLOCK_N=up.block_n, BLOCK_K=up.block_k, STAGES=up.num_stages,
         num_warps=up.num_warps, **overlap(),
     )  # fmt: skip
-    _down_one_by_one_kernel[(-(-hidden // down.block_n), num_tokens)](
-        out, inner, w2, routing.ids, routing.weights, *beside,
+    _down_one_by_one_kernel[(blocks, num_tokens)](
+        out, inner, w2, routing.ids, routing.weights, *beside, *following,
         N=hidden, K=n, TOP_K=top_k, BLOCK_N=down.block_n, BLOCK_K=down.block_k, STAGES=down.num_stages,
         num_warps=down.num_warps, **overlap(),
     )  # fmt: skip
+    return result
 
 
 def _by_tiles(
     out: Tensor, x: Tensor, inner: Tensor, experts: Experts, routing: Routing, beside: Beside, config: MoeConfig
-) -> None:
+) -> Tensor | HalfNormed:
     (num_tokens, hidden), (pairs, n) = x.shape, inner.shape
     outer = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
     tiles = routing.tiles.shape[1]
@@ -274,10 +304,13 @@ def _by_tiles(
             num_warps=tile.num_warps, num_stages=tile.num_stages, **overlap(),
         )  # fmt: skip
     block = min(1024 if num_tokens > 64 else 256, next_power_of_2(hidden))
-    _sum_kernel[(num_tokens * -(-hidden // block),)](
-        out, outer, routing.weights, *beside, N=hidden, TOP_K=experts.top_k, BLOCK_N=block,
+    blocks = -(-hidden // block)
+    result, following = _following(out, beside[0], experts, blocks)
+    _sum_kernel[(num_tokens * blocks,)](
+        out, outer, routing.weights, *beside, *following, N=hidden, TOP_K=experts.top_k, BLOCK_N=block,
         num_warps=block // 256 or 1, **overlap(),
     )  # fmt: skip
+    return result
 
 
 def _fit(tile: Tile, n: int, k: int) -> Tile:
@@ -292,7 +325,7 @@ def fused_moe_reference(
     shared: Tensor | None = None,
     residual: Tensor | None = None,
     config: MoeConfig | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | HalfNormed, Tensor]:
     num_experts = experts.w13.shape[0]
     normed = rms_norm_reference(x, experts.norm_weight, experts.eps)
     logits = F.linear(normed, experts.router)
@@ -305,7 +338,12 @@ def fused_moe_reference(
         out.index_add_(0, token, (inner * weights[token, choice, None]).to(x.dtype))
     if shared is not None:
         out += torch.sigmoid(logits[:, num_experts:]) * shared
-    return out if residual is None else residual.add_(out), ids
+    if residual is None:
+        return out, ids
+    residual.add_(out)
+    if experts.next_norm is None or len(x) > HALF_NORMED_TOKENS:
+        return residual, ids
+    return half_norm_reference(residual, experts.next_norm), ids
 
 
 __all__ = ["Experts", "fused_moe", "fused_moe_reference"]

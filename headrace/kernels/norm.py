@@ -85,6 +85,15 @@ def _launch(
         )
 
 
+@triton.jit
+def half_norm_row(out, column, inside, scaled_ptr, square_ptr, next_weight_ptr):
+    """Store what the next norm needs of `out` [columns], a part of one row: `scaled_ptr` is of the row, `square_ptr` of
+    the part."""
+    weight = tl.load(next_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(scaled_ptr + column, (out * weight).to(scaled_ptr.dtype.element_ty), mask=inside)
+    tl.store(square_ptr, tl.sum(tl.where(inside, out * out, 0.0), axis=0))
+
+
 class HalfNormed(NamedTuple):
     """x, and its RMS norm but for a factor a row, which whoever multiplies by a matrix may apply to the products:
     norm(x) = scaled / sqrt(squares.sum(1) / hidden + eps)."""

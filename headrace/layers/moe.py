@@ -6,12 +6,14 @@ Every rank holds a slice of every expert's intermediate size. How tokens reach t
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headrace.distributed.mesh import Group, Mesh
 from headrace.kernels.moe import Experts
+from headrace.kernels.norm import whole
 from headrace.layers.context import LayerContext
 from headrace.layers.layer import Layer, empty_parameter, whole_slot
 from headrace.layers.linear import divide
@@ -43,6 +45,8 @@ class SparseMoE(Layer):
         self.batch_invariant = context.spec.batch_invariant
         self.all_reduce = group.all_reduce
         self.alone = group.size == 1
+        self.next_norm: tuple[Any] = (None,)
+        """what its sum with the residual goes through next, by a linear that takes it half done; by who knows both"""
         self.kept_ids: Tensor | None = None
 
     def slots(self, path: str) -> dict[str, Slot]:
@@ -61,18 +65,23 @@ class SparseMoE(Layer):
 
     def finalize(self) -> None:
         super().finalize()
-        norm, spec = self.norm[0], self.spec
+        norm, spec, following = self.norm[0], self.spec, self.next_norm[0]
+        # x times the norm's weight is too large for float16; a CPU has no linear that takes it
+        halves = self.alone and not self.batch_invariant and self.w13.is_cuda and self.w13.dtype == torch.bfloat16
+        next_norm = following.weight.data if halves and following is not None else None
         self.experts = Experts(
-            norm.weight, norm.eps, self.router, self.w13, self.w2, spec.top_k, spec.renormalize, self.batch_invariant
-        )
+            norm.weight, norm.eps, self.router, self.w13, self.w2, spec.top_k, spec.renormalize, self.batch_invariant,
+            next_norm,
+        )  # fmt: skip
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x [num_tokens, hidden_size] -> the same; the sum is written over `residual` (which may be x)."""
+    def forward(self, x: Tensor, residual: Tensor) -> Any:
+        """x [num_tokens, hidden_size] -> the same; the sum is written over `residual` (which may be x). The result may
+        be HalfNormed, where a norm follows."""
         shared = self.shared_expert(x) if self.has_shared else None
         out, ids = self.fused_moe(x, self.experts, shared, residual if self.alone else None)
         if self.kept_ids is not None:
             self.kept_ids.fill_(-1)[: ids.shape[0]] = ids
-        return out if self.alone else residual.add_(self.all_reduce(out))
+        return out if self.alone else residual.add_(self.all_reduce(whole(out)))
 
 
 def keep_expert_ids(model: nn.Module, max_tokens: int) -> None:

@@ -86,6 +86,8 @@ class LlamaModel(Layer):
         for layer, following in itertools.pairwise(self.layers):
             if isinstance(layer.mlp, GatedMLP):
                 layer.mlp.down_proj.next_norm = (following.input_layernorm,)
+            elif isinstance(layer.mlp, SparseMoE):
+                layer.mlp.next_norm = (following.input_layernorm,)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context.kernels, context.dtype)
 
     def forward(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from headrace.attention.backend import Backend
 from headrace.kernels.fp8 import quantize_per_token_reference
+from headrace.kernels.norm import HalfNormed
 from headrace.kernels.rotary import rotary_and_cache_reference
 from headrace.kernels.table import REFERENCE_KERNELS, KernelTable
 from headrace.layers.attention import Attention
@@ -281,6 +282,20 @@ def _copy_words(subject: Subject) -> Iterator[Case]:
     yield run, 0.0
 
 
+def _scatter_words(subject: Subject) -> Iterator[Case]:
+    index = torch.randperm(4000, generator=torch.Generator().manual_seed(2))[:1500]
+    values = torch.arange(1, 1501, dtype=torch.int32)
+    if subject.device.type == "cuda":
+        index, values = index.pin_memory(), values.pin_memory()
+
+    def run(kernel: Callable[..., None]) -> Tensor:
+        table = torch.zeros(40, 100, dtype=torch.int32, device=subject.device)
+        kernel(table, index, values)
+        return table.long()
+
+    yield run, 0.0
+
+
 def _commit_tokens(subject: Subject) -> Iterator[Case]:
     token_ids, rows = subject.ints(7, 3, 9, dtype=torch.int64), subject.ints(2, 0, 3, dtype=torch.int64)
     positions = subject.ints(0, 5, 3, dtype=torch.int64)
@@ -341,16 +356,20 @@ def _fused_moe(subject: Subject) -> Iterator[Case]:
         for tokens in TOKENS:
             x = subject.random(tokens, layer.hidden_size)
             shared = subject.random(tokens, layer.hidden_size) if layer.has_shared else None
-            expected, chosen = REFERENCE_KERNELS.fused_moe(x, layer.experts, shared)
+            expected, chosen = REFERENCE_KERNELS.fused_moe(x, layer.experts, shared, torch.zeros_like(x))
             yield partial(_experts, x, layer, shared, expected, chosen), EXPERTS[subject.dtype]
 
 
 def _experts(
-    x: Tensor, layer: SparseMoE, shared: Tensor | None, expected: Tensor, chosen: Tensor, kernel: Callable[..., Any]
+    x: Tensor, layer: SparseMoE, shared: Tensor | None, expected: Any, chosen: Tensor, kernel: Callable[..., Any]
 ) -> Tensor:
     """A token whose choice of experts was a close call may choose otherwise: it is taken as the reference had it,
-    unless there are many of them."""
+    unless there are many of them. Beside what comes out stands what the next norm makes of it, where it is half done.
+    """
     out, ids = kernel(x, layer.experts, shared, torch.zeros_like(x))
+    if isinstance(out, HalfNormed):
+        out = torch.stack((out.x, out.normed(layer.experts.eps).to(x.dtype)))
+        expected = torch.stack((expected.x, expected.normed(layer.experts.eps).to(x.dtype)))
     other = (ids.sort(dim=1).values != chosen.sort(dim=1).values).any(dim=1)
     if int(other.sum()) > max(1, len(x) // 2):
         return out.fill_(float("nan"))
@@ -367,6 +386,7 @@ KERNEL_CASES: dict[str, Callable[[Subject], Iterator[Case]]] = {
     "step_angles": _step_angles,
     "rotary_and_cache": _rotary_and_cache,
     "copy_words": _copy_words,
+    "scatter_words": _scatter_words,
     "prepare_batch": _prepare_batch,
     "commit_tokens": _commit_tokens,
     "best_token": _best_token,

@@ -9,7 +9,7 @@ from headrace.kernels import moe, moe_route
 from headrace.kernels.moe import Experts, fused_moe, fused_moe_reference
 from headrace.kernels.moe_config import MoeConfig, Tile
 from headrace.kernels.moe_route import max_tiles, route, route_reference
-from headrace.kernels.norm import rms_norm_reference
+from headrace.kernels.norm import HalfNormed, half_norm_reference, rms_norm_reference
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
 FEW = MoeConfig(1, Tile(16, 16, 4, 1), Tile(16, 16, 4, 2))
@@ -162,6 +162,32 @@ def test_the_residual_may_be_the_input(config):
     expected = x + fused_moe_reference(x, experts)[0]
     assert fused_moe(x, experts, None, x, config)[0] is x
     torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", [FEW, MANY], ids=["one by one", "tiles"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_next_norm_is_left_half_done(config, dtype):
+    x, experts, shared, residual = make_layer(3, 300, 4, 16, 2, dtype, True)
+    experts = replace(experts, next_norm=(torch.rand(300) + 0.5).to(dtype))
+    assert not isinstance(fused_moe(x, experts, shared, None, config)[0], HalfNormed)
+    plain = fused_moe(x, replace(experts, next_norm=None), shared, residual.clone(), config)[0]
+    half = fused_moe(x, experts, shared, residual, config)[0]
+    assert half.x is residual
+    assert torch.equal(half.x, plain)
+    assert half.squares.shape[1] > 1  # parts of a row
+    expected = half_norm_reference(plain, experts.next_norm)
+    assert torch.equal(half.scaled, expected.scaled)
+    torch.testing.assert_close(half.squares.sum(1), expected.squares.sum(1), rtol=1e-5, atol=0)
+    known = fused_moe_reference(x, experts, shared, plain.clone(), config)[0]
+    assert isinstance(known, HalfNormed)
+
+
+def test_only_few_tokens_have_a_linear_that_finishes_norms(monkeypatch):
+    monkeypatch.setattr(moe, "HALF_NORMED_TOKENS", 4)
+    x, experts, _, _ = make_layer(5, 32, 4, 16, 2, torch.float32, False, next_norm=torch.ones(32))
+    for run in (fused_moe, fused_moe_reference):
+        assert isinstance(run(x[:4], experts, None, x[:4].clone())[0], HalfNormed)
+        assert not isinstance(run(x, experts, None, x.clone())[0], HalfNormed)
 
 
 @pytest.mark.parametrize("top_k", [1, 3])
