@@ -28,7 +28,9 @@ from headrace.step import INVALID_TOKEN, BlockUpdate, Logprobs, NewRow, RunnerOu
 
 POLICIES = ("fcfs", "priority")
 BACKLOG_STEPS = 6
-"""Beside decodes a step takes at least one part in so many of the prompt tokens that wait."""
+"""Beside decodes a step takes at least one part in so many of the prompt tokens that wait, if that is"""
+RAISED = 2
+"""times what it takes else."""
 NOTHING_TO_SAMPLE = "the model gave no usable logits: NaN, or every token forbidden"
 
 
@@ -230,7 +232,8 @@ class Scheduler:
         """Prompt tokens of a step beside `num_decodes` decodes, at least 1 if there is a partial prompt.
 
         A decode waits for its whole step, so the step is kept to `mixed_step_tokens`, of which prompts get half or
-        more. A backlog raises that, else many prompts at once would wait longer in all than the decodes do. Without
+        more. A backlog raises that, else many prompts at once would wait longer in all than the decodes do; but not by
+        a little: a step just over that size has no graph, and takes the host as long as one of twice the size. Without
         decodes there is nobody to spare, and without chunks a prompt could wait for its turn forever.
         """
         config = self.config
@@ -240,7 +243,9 @@ class Scheduler:
         backlog = self.waiting.num_prompt_tokens + self.preempted.num_prompt_tokens
         if partial is not None:
             backlog += partial.num_tokens - partial.num_computed_tokens
-        limit = max(config.mixed_step_tokens, backlog // BACKLOG_STEPS)
+        limit = backlog // BACKLOG_STEPS
+        if limit < RAISED * config.mixed_step_tokens:
+            limit = config.mixed_step_tokens
         return min(most, max(limit - num_decodes, -(-limit // 2)))
 
     def _ensure_blocks(self, request: Request, num_tokens: int, plan: _Plan) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.scheduler.scheduler import BACKLOG_STEPS, Scheduler
+from headrace.scheduler.scheduler import BACKLOG_STEPS, RAISED, Scheduler
 
 from .support import batch, make_request, make_scheduler, results, run_step
 
@@ -73,6 +73,13 @@ def test_a_backlog_raises_the_mixed_step(waits: bool) -> None:
     assert step.num_tokens == 300 // BACKLOG_STEPS
     step, _ = run_step(scheduler)
     assert step.num_tokens == (301 - 300 // BACKLOG_STEPS) // BACKLOG_STEPS
+
+
+def test_a_backlog_that_would_raise_it_a_little_does_not() -> None:
+    scheduler = mixed()
+    decoding(scheduler, 1)
+    scheduler.add_request(make_request("p", BACKLOG_STEPS * RAISED * KNEE))
+    assert [run_step(scheduler)[0].num_tokens for _ in range(3)] == [RAISED * KNEE, KNEE, KNEE]
 
 
 def test_preempted_requests_count_among_the_backlog() -> None:
