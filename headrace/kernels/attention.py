@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels._triton import DEVICE_FAMILY, next_power_of_2, overlap, tl, triton, wait_for_inputs
-from headrace.kernels.attention_config import AttentionConfig, AttentionPlan, plan_attention
+from headrace.kernels.attention_config import MAX_SPLITS, AttentionConfig, AttentionPlan, plan_attention
 from headrace.kernels.fp8_cache import as_float16, split_pairs
 
 LOG2_E = 1.4426950408889634
@@ -251,24 +251,35 @@ def _combine_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program: one query head of one token. Zeros where no part saw a key."""
+    """One program: one query head of one token. Zeros where no part saw a key. One kernel for any number of splits, as
+    each number may come up for the first time while others wait."""
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, BLOCK_S)
     column = tl.arange(0, BLOCK_D)
     in_head = column < HEAD_DIM
-    lse = tl.load(lse_ptr + row * num_splits + split, mask=split < num_splits, other=float("-inf"))
-    seen = lse != float("-inf")  # NaN is seen: it has to reach the result
-    weight = tl.where(seen, tl.exp2(lse - tl.max(lse, axis=0)), 0.0)
-    part_ptrs = parts_ptr + (row * num_splits + split)[:, None] * HEAD_DIM + column[None, :]
-    parts = tl.load(part_ptrs, mask=seen[:, None] & in_head[None, :], other=0.0)
-    total = tl.sum(weight, axis=0)
-    out = tl.sum(parts * weight[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
+    every = tl.arange(0, MAX_SPLITS)
+    largest = tl.max(tl.load(lse_ptr + row * num_splits + every, mask=every < num_splits, other=float("-inf")), axis=0)
+    total = tl.zeros([BLOCK_S], tl.float32)
+    out = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, num_splits, BLOCK_S):
+        split = start + tl.arange(0, BLOCK_S)
+        lse = tl.load(lse_ptr + row * num_splits + split, mask=split < num_splits, other=float("-inf"))
+        seen = lse != float("-inf")  # NaN is seen: it has to reach the result
+        weight = tl.where(seen, tl.exp2(lse - largest), 0.0)
+        part_ptrs = parts_ptr + (row * num_splits + split)[:, None] * HEAD_DIM + column[None, :]
+        parts = tl.load(part_ptrs, mask=seen[:, None] & in_head[None, :], other=0.0)
+        total += weight
+        out += tl.sum(parts * weight[:, None], axis=0)
+    total = tl.sum(total, axis=0)
+    out = out / tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + row * HEAD_DIM + column, out.to(out_ptr.dtype.element_ty), mask=in_head)
 
 
+COMBINED = 16
+"""Splits that are added up at once."""
 MOST_TILES = 65_535
 """All dimensions of a grid but the first end there; with tiles in the first, heads beside them, registers spill."""
 
@@ -358,7 +369,7 @@ def _run(
     if splits > 1:
         _combine_kernel[((num_tokens - first_req) * num_heads,)](
             out[first_req:], parts[first_req:], lse[first_req:], splits,
-            HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_S=splits, num_warps=4, **overlap(),
+            HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_S=COMBINED, MAX_SPLITS=MAX_SPLITS, num_warps=4, **overlap(),
         )  # fmt: skip
 
 

@@ -141,7 +141,9 @@ def plan_attention(
     if num_reqs > num_decodes:
         # a request of n tokens touches at most n // block_q + 1 tiles
         tiles = (num_tokens - num_decodes) // (prefill.block_m // group) + num_reqs - num_decodes
-        prefill_splits = pick_splits(2 * tiles, num_kv_heads, max_seq_len, prefill.block_n, num_sms)
+        # Two programs fill a multiprocessor; and where two thirds of the chip have work, putting parts of so many
+        # queries together costs what they win.
+        prefill_splits = pick_splits(3 * tiles, num_kv_heads, max_seq_len, prefill.block_n, num_sms)
     return AttentionPlan(num_decodes, decode, decode_splits, prefill, prefill_splits, tiles)
 
 

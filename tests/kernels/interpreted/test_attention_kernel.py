@@ -11,7 +11,7 @@ from headrace.attention import triton_attn
 from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.spec import AttentionSpec
 from headrace.kernels import attention_config
-from headrace.kernels.attention import paged_attention, paged_attention_reference
+from headrace.kernels.attention import COMBINED, paged_attention, paged_attention_reference
 from headrace.kernels.attention_config import AttentionConfig, plan_attention
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -58,6 +58,10 @@ def run(kind, heads, block_size, window, splits, dtype):
     assert paged_attention(*inputs, scale, longest_query, longest, window, out, plan) is out
     error = (out.double() - expected.double()).norm() / expected.double().norm()
     assert error <= TOLERANCE[dtype]
+
+
+def test_more_splits_than_are_added_up_at_once():
+    run("mixed", (4, 2, 8), 16, None, 2 * COMBINED, torch.float32)
 
 
 @pytest.mark.parametrize("kind", BATCHES)
