@@ -29,6 +29,7 @@ from headrace.kernels._triton import DEVICE_FAMILY, fp8_dtype
 from headrace.kernels.attention import multiprocessor_count, paged_attention, paged_attention_reference
 from headrace.kernels.attention_config import AttentionConfig, AttentionPlan, plan_attention
 from headrace.kernels.moe import Experts
+from headrace.kernels.norm import HalfNormed, half_norm_reference
 from headrace.kernels.table import REFERENCE_KERNELS, TRITON_KERNELS
 
 DEVICE = torch.device("cuda")
@@ -134,6 +135,11 @@ def check_around_the_step() -> float:
     copied = torch.empty_like(words, device=DEVICE)
     TRITON_KERNELS.copy_words(copied, words)
     same = torch.equal(copied.cpu(), words)
+    index = torch.randperm(20_000)[:9_001].pin_memory()
+    tables = [torch.zeros(20_000, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+    for kernels, table in zip((TRITON_KERNELS, REFERENCE_KERNELS), tables, strict=True):
+        kernels.scatter_words(table, index, words[:9_001])
+    same = same and torch.equal(*tables) and bool(tables[0].any())
     for count in (1, 64, 1000):
         rows, positions = torch.randperm(1025, device=DEVICE)[:count], torch.randint(0, 99, (count,), device=DEVICE)
         token_ids, best = torch.randint(0, 128256, (count,), device=DEVICE), randn(count, dtype=torch.bfloat16)
@@ -189,7 +195,13 @@ def check_experts(tokens: int, sizes: tuple[int, int, int, int], shared: bool, d
     expected, wanted = REFERENCE_KERNELS.fused_moe(
         x.float(), wide, extra.float() if shared else None, residual.clone().float()
     )  # fmt: skip
-    out, ids = TRITON_KERNELS.fused_moe(x, experts, extra if shared else None, residual.clone())
+    halves = replace(experts, next_norm=randn(hidden, dtype=dtype))
+    out, ids = TRITON_KERNELS.fused_moe(x, halves, extra if shared else None, residual.clone())
+    if isinstance(out, HalfNormed):
+        half, out = out, out.x
+        again = half_norm_reference(out, halves.next_norm)
+        if error(half.scaled, again.scaled) + error(half.squares.sum(1), again.squares.sum(1)) > 1e-5:
+            return float("inf")
     same = (ids.sort().values == wanted.sort().values).all(dim=1)  # a rounded logit may choose another expert
     invariant = replace(experts, invariant=True)
     together, one = residual.clone(), slice(tokens // 2, tokens // 2 + 1)

@@ -39,6 +39,31 @@ def copy_words_reference(destination: Tensor, source: Tensor) -> None:
     destination.copy_(source, non_blocking=True)
 
 
+@triton.jit(do_not_specialize=["num_words"])
+def _scatter_words_kernel(table_ptr, index_ptr, values_ptr, num_words, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = word < num_words
+    index = tl.load(index_ptr + word, mask=inside, other=0)  # on their way while the step before ends
+    values = tl.load(values_ptr + word, mask=inside, other=0)
+    wait_for_inputs(OVERLAP)
+    tl.store(table_ptr + index, values, mask=inside)
+
+
+def scatter_words(table: Tensor, index: Tensor, values: Tensor) -> None:
+    """table.view(-1)[index] = values: `table` int32, contiguous, on the device; index [n] int64, without repetitions,
+    and values [n] int32 in the host's pinned memory, on which is said above at copy_words what the host must do."""
+    num_words = index.shape[0]
+    if num_words:
+        _scatter_words_kernel[(-(-num_words // 512),)](
+            table, index, values, num_words, BLOCK=512, num_warps=4, **overlap()
+        )
+
+
+def scatter_words_reference(table: Tensor, index: Tensor, values: Tensor) -> None:
+    index, values = (tensor.to(table.device, non_blocking=True) for tensor in (index, values))
+    table.view(-1)[index] = values
+
+
 @triton.jit(do_not_specialize=["token_table_stride", "num_samples", "invalid_token"])
 def _commit_tokens_kernel(
     out_ptr,

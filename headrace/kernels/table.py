@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headrace.kernels import activation, batch, filter, fp8, logsumexp, moe, norm, rotary, sampling
 from headrace.kernels._triton import HAS_TRITON
+from headrace.kernels.norm import HalfNormed
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,14 @@ class KernelTable:
     step_angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
     rotary_and_cache: Callable[..., Tensor]
     copy_words: Callable[[Tensor, Tensor], None]
+    scatter_words: Callable[[Tensor, Tensor, Tensor], None]
     prepare_batch: Callable[..., tuple[Tensor, Tensor, Tensor]]
     commit_tokens: Callable[..., None]
     best_token: Callable[[Tensor], tuple[Tensor, Tensor]]
     gumbel_argmax: Callable[..., Tensor]
     filter_floor: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     logsumexp: Callable[[Tensor], Tensor]
-    fused_moe: Callable[..., tuple[Tensor, Tensor]]
+    fused_moe: Callable[..., tuple[Tensor | HalfNormed, Tensor]]
 
 
 REFERENCE_KERNELS = KernelTable(
@@ -43,6 +45,7 @@ REFERENCE_KERNELS = KernelTable(
     step_angles=rotary.step_angles_reference,
     rotary_and_cache=rotary.rotary_and_cache_reference,
     copy_words=batch.copy_words_reference,
+    scatter_words=batch.scatter_words_reference,
     prepare_batch=batch.prepare_batch_reference,
     commit_tokens=batch.commit_tokens_reference,
     best_token=sampling.best_token_reference,
@@ -62,6 +65,7 @@ TRITON_KERNELS = KernelTable(
     step_angles=rotary.step_angles,
     rotary_and_cache=rotary.rotary_and_cache,
     copy_words=batch.copy_words,
+    scatter_words=batch.scatter_words,
     prepare_batch=batch.prepare_batch,
     commit_tokens=batch.commit_tokens,
     best_token=sampling.best_token,

@@ -100,8 +100,9 @@ class ModelRunner:
         self.kv_caches: list[Tensor] = []
         self.kv_caches = allocate_kv_cache(self.shape, num_blocks, self.device)
         self.state = RequestState(
-            limits.max_num_seqs, limits.max_model_len, limits.block_size, limits.vocab_size, num_blocks, self.device
-        )
+            limits.max_num_seqs, limits.max_model_len, limits.block_size, limits.vocab_size, num_blocks, self.device,
+            self.kernels.scatter_words,
+        )  # fmt: skip
         self.sampler = Sampler(self.state.sampling, self.kernels)
 
     @torch.inference_mode()

@@ -6,12 +6,16 @@ nothing of scheduling: which row is whose is the scheduler's business.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import chain
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.kernels.batch import scatter_words_reference
 from headrace.sampling.state import SamplingState
-from headrace.sampling.transfer import to_device
+from headrace.sampling.transfer import TableWriter
 from headrace.step import SchedulerOutput
 
 
@@ -33,20 +37,22 @@ class RequestState:
         vocab_size: int,
         scratch_block: int,
         device: torch.device,
+        scatter_words: Callable[[Tensor, Tensor, Tensor], None] = scatter_words_reference,
     ) -> None:
         self.device = device
+        self._writer = TableWriter(device, scatter_words)
         self.token_table = torch.zeros(max_rows + 1, max_model_len + 1, dtype=torch.int32, device=device)
         max_blocks = -(-max_model_len // block_size)
         self.block_table = torch.zeros(max_rows + 1, max_blocks, dtype=torch.int32, device=device)
         self.block_table[max_rows] = scratch_block
-        self.sampling = SamplingState(max_rows, vocab_size, max_model_len, device)
+        self.sampling = SamplingState(max_rows, vocab_size, max_model_len, device, self._writer)
         self.prompt_logprobs: dict[int, tuple[int, int]] = {}
         """row -> (k, prompt length) of the requests that asked for prompt logprobs"""
         self.wants_logprobs: dict[int, int] = {}
         """row -> k of the requests that asked for logprobs"""
 
     def apply(self, step: SchedulerOutput) -> None:
-        """Free, then fill rows and block tables as the step says: one copy to the device a table."""
+        """Free, then fill rows and block tables as the step says: one write to the device a table."""
         if step.freed_rows:
             self.sampling.remove(step.freed_rows)
         for row in (*step.freed_rows, *(new.row for new in step.new_rows)):
@@ -69,10 +75,8 @@ class RequestState:
         """table.flatten()[start : start + len(values)] = values for each (start, values)."""
         counts = np.fromiter((len(values) for _, values in runs), dtype=np.int64, count=len(runs))
         total = int(counts.sum())
-        packed = np.empty((2, total), dtype=np.int64)
         starts = np.fromiter((start for start, _ in runs), dtype=np.int64, count=len(runs))
         begins = np.cumsum(counts) - counts
-        packed[0] = np.arange(total) + np.repeat(starts - begins, counts)
-        packed[1] = [value for _, values in runs for value in values]
-        index, values = to_device(packed, self.device)
-        table.view(-1)[index] = values.to(torch.int32)
+        index = np.arange(total) + np.repeat(starts - begins, counts)
+        values = np.fromiter(chain.from_iterable(values for _, values in runs), dtype=np.int32, count=total)
+        self._writer.write(table, index, values)

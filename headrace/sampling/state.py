@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.sampling.rules import RuleTable
-from headrace.sampling.transfer import to_device
+from headrace.sampling.transfer import TableWriter, to_device
 from headrace.sampling_params import SamplingParams
 from headrace.step import NewRow
 
@@ -101,7 +101,15 @@ class SamplingState:
     that they could change (an eos id of the tokenizer may lie beyond the model's vocabulary).
     """
 
-    def __init__(self, max_rows: int, vocab_size: int, max_model_len: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        vocab_size: int,
+        max_model_len: int,
+        device: torch.device,
+        writer: TableWriter | None = None,
+    ) -> None:
+        self._writer = writer or TableWriter(device)
         self.max_rows = max_rows
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
@@ -120,7 +128,7 @@ class SamplingState:
         """The most alternatives that a live row asked for; None: no row wants logprobs."""
 
     def add(self, new_rows: list[NewRow]) -> None:
-        """Fill rows: one copy to the device for all of them (a second where token masks came along)."""
+        """Fill rows: one write to the device for all of them (and a copy where token masks came along)."""
         self.remove([new.row for new in new_rows if new.row in self._live])
         if not new_rows:
             return
@@ -134,8 +142,8 @@ class SamplingState:
                 self._num_logprobs[new.row] = new.params.logprobs
             if Feature.RULES in found:
                 self.rules.add(new)
-        packed = to_device(records.view(np.int32).reshape(len(new_rows), _WIDTH), self.device)
-        self._records.index_copy_(0, packed[:, _COLUMN["row"]].long(), packed)
+        words = records["row"].astype(np.int64)[:, None] * _WIDTH + np.arange(_WIDTH)
+        self._writer.write(self._records, words.ravel(), records.view(np.int32))
         self._write_masks([(new.row, new.params.allowed_token_ids or []) for new in new_rows if _has_mask(new.params)])
         self._sum_up()
 

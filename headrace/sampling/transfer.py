@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
+
+from headrace.kernels.batch import scatter_words_reference
+
+SMALLEST_STAGE = 1 << 14
+"""words of a piece of pinned memory: to make a larger one takes milliseconds, so it is made for all that follow"""
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -13,3 +20,41 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class TableWriter:
+    """Writes words of permanent tables on the device, one launch a write: the copy engine and torch's own indexing take
+    the host a tenth of a millisecond, and every step in which a sequence begins a block writes some.
+
+    `stages` pieces of pinned memory take turns. A piece is used again only when the device has read it, so no more
+    writes than that may be under way: a step makes three at most, and two steps run while one is prepared.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        scatter_words: Callable[[Tensor, Tensor, Tensor], None] = scatter_words_reference,
+        stages: int = 12,
+    ) -> None:
+        self._scatter = scatter_words
+        self._pinned = device.type != "cpu"
+        self._stages = [torch.empty(0, dtype=torch.int32)] * stages
+        self._turn = 0
+
+    def write(self, table: Tensor, index: np.ndarray, values: np.ndarray) -> None:
+        """table.flatten()[index] = values; `table` is int32 and contiguous, `index` without repetitions."""
+        count = len(index)
+        where = -(-2 * count // 4) * 4  # kernels are compiled for values at a multiple of 16 bytes
+        words = self._next(where + count)
+        staged = words[: 2 * count].view(torch.int64), words[where : where + count]
+        staged[0].numpy()[:] = index
+        staged[1].numpy()[:] = values
+        self._scatter(table, *staged)
+
+    def _next(self, num_words: int) -> Tensor:
+        self._turn = (self._turn + 1) % len(self._stages)
+        stage = self._stages[self._turn]
+        if len(stage) < num_words:
+            size = max(SMALLEST_STAGE, 1 << (num_words - 1).bit_length())
+            stage = self._stages[self._turn] = torch.empty(size, dtype=torch.int32, pin_memory=self._pinned)
+        return stage

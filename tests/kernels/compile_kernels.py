@@ -4,6 +4,7 @@ at the configurations that the tables pick for TARGET. One JSON line a kernel: w
 import itertools
 import json
 import sys
+from dataclasses import replace
 
 import torch
 
@@ -118,6 +119,7 @@ def compile_experts(family):
             x = one.expand(num_tokens, hidden).contiguous()
             experts = moe.Experts(router[0], 1e-6, router, w13, w2, top_k, True)
             moe.fused_moe(x, experts, x if has_shared else None, x)
+            moe.fused_moe(x, replace(experts, next_norm=router[0]), x if has_shared else None, x)
             for kernel in kernels:
                 report(f"experts {kernel.__name__} {num_experts} {num_tokens}", kernel, known)
 
@@ -128,6 +130,7 @@ def compile_rest():
     norm.rms_norm(x, x[0], 1e-5)
     activation.silu_and_mul(x)
     batch.copy_words(numbers, numbers)
+    batch.scatter_words(numbers, wide, numbers)
     batch.commit_tokens(wide, x.int(), wide, x[:, 0], wide, wide, -1)
     batch.prepare_batch(numbers, numbers, torch.zeros(17, dtype=torch.int32), x.int(), x.int(), 16, 16)
     q, k, v = torch.zeros(16, 48, 128, dtype=torch.bfloat16).split((32, 8, 8), dim=1)
@@ -139,7 +142,7 @@ def compile_rest():
     filter.filter_floor(torch.zeros(16, 128256), ones, numbers, ones, ones)
     rest = (
         norm._rms_norm_kernel, activation._silu_and_mul_kernel, batch._prepare_batch_kernel, batch._copy_words_kernel,
-        batch._commit_tokens_kernel,
+        batch._scatter_words_kernel, batch._commit_tokens_kernel,
         rotary._rotary_and_cache_kernel, sampling._gumbel_kernel, sampling._pick_kernel, attention._combine_kernel,
         filter._groups_kernel, filter._histogram_kernel, filter._limit_kernel,
     )  # fmt: skip

@@ -91,6 +91,16 @@ def test_copy_words(count):
     assert copied[count:].tolist() == [5, 5, 5]
 
 
+@pytest.mark.parametrize("count", [0, 1, 7, 512, 1300])
+def test_scatter_words(count):
+    index, values = torch.randperm(50 * 40)[:count], torch.randint(-(2**31), 2**31 - 1, (count,), dtype=torch.int32)
+    tables = [torch.full((50, 40), 9, dtype=torch.int32) for _ in range(2)]
+    for kernels, table in zip((TRITON, REFERENCE), tables, strict=True):
+        kernels.scatter_words(table, index, values)
+    assert torch.equal(*tables)
+    assert int((tables[0] == 9).sum()) >= 2000 - count
+
+
 @each_dtype
 @pytest.mark.parametrize("count", [0, 1, 5, 200])
 def test_commit_tokens(dtype, count):
