@@ -159,6 +159,8 @@ def serve_rows(settings: Settings, emit: Emit) -> None:
         print(f"server ready after {time.monotonic() - server.launched:.1f} s", flush=True)
         first_token_seconds(server)
         run_loads(settings, url, emit)
+        warnings = [line for line in server.lines if " WARNING " in line]
+        print("\n".join(["the server's warnings:", *(warnings or ["none"])]), flush=True)
 
 
 def run_loads(settings: Settings, url: str, emit: Emit) -> None:
