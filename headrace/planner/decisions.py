@@ -23,9 +23,8 @@ from headrace.quantization.table import resolve_format
 from headrace.step import WorkerFacts
 
 PREFILL_SHARES = {"latency": 0.7, "interactive": 0.93, "throughput": 0.97}
-"""objective -> A step that decodes wait for must run prompts at this share of the best rate measured, or more. (An 8B on
-an H200 has 384 at 90%: the decodes beside them, the same in each step, make that 10% more of first tokens' p99 than 512.)
-"""
+"""objective -> A step that decodes wait for must run prompts at this share of the best rate measured, or more. (An 8B
+on an H200 runs 384 at 90%: with the decodes beside them, as long in any step, first tokens' p99 is 15% above 512's)"""
 USUAL_OBJECTIVE = "interactive"
 DEVICES = {"cuda": "a GPU", "cpu": "a CPU"}
 MOST_SEQS = {"cuda": 1024, "cpu": 64}
