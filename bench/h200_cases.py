@@ -18,7 +18,7 @@ Parts, each meant to take less than 3 minutes: PARTS.
     fp8-memory        loading in fp8 takes less than 1.1 x what the weights take
     unasked-cache     --objective throughput takes an fp8 KV cache, and gives it back where it moves the model too far
 
-All but unasked-cache have run on an H200.
+All have run on an H200.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class EngineTraits:
 
 TRAITS = {
     "headrace": EngineTraits(
-        attention_kernels=4, latent_kernels=6, index_kernels=5, dense_kernels=3, expert_kernels=7,
+        attention_kernels=4, latent_kernels=6, index_kernels=5, dense_kernels=3, expert_kernels=6,
         quantize_kernels=1, graph_decodes=1 << 20, graph_tokens=512, expert_operations=10, host_overlap=3.0,
     ),
     "vllm": EngineTraits(
@@ -103,8 +103,8 @@ EFFICIENCIES: dict[tuple[str, str], Fitted] = {
     ),
     ("h200", "headrace"): Fitted(
         Efficiency(
-            bandwidth=0.876, kv_bandwidth=0.904, gemm=0.702, attention=0.384, overlap=1.65, kernel=2.25e-6,
-            launch=10.2e-6, sequence=9.63e-6, request=1.03e-3, link=0.70, collective=12e-6,
+            bandwidth=0.879, kv_bandwidth=0.903, gemm=0.711, attention=0.359, overlap=1.76, kernel=2.30e-6,
+            launch=10.1e-6, sequence=9.68e-6, request=1.01e-3, link=0.70, collective=12e-6,
         ),
         0.15,
         "fitted on 26 rows of docs/performance.md (three models, one H200); link and collective are likely values",
@@ -120,7 +120,7 @@ EFFICIENCIES: dict[tuple[str, str], Fitted] = {
     ("mi300x", "headrace"): Fitted(
         Efficiency(
             bandwidth=0.686, kv_bandwidth=0.441, gemm=0.424, attention=0.305, overlap=1.00, kernel=3.5e-6,
-            launch=10.2e-6, sequence=9.63e-6, request=1.03e-3, link=0.638, collective=14.5e-6,
+            launch=10.1e-6, sequence=9.68e-6, request=1.01e-3, link=0.638, collective=14.5e-6,
         ),
         0.40,
         "not measured: the chip's shares as vLLM reaches them, our own launches and host as on the H200 (kernels take "
