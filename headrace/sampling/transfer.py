@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,12 +23,18 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+class Event(Protocol):
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
 class TableWriter:
     """Writes words of permanent tables on the device, one launch a write: the copy engine and torch's own indexing take
     the host a tenth of a millisecond, and every step in which a sequence begins a block writes some.
 
-    `stages` pieces of pinned memory take turns. A piece is used again only when the device has read it, so no more
-    writes than that may be under way: a step makes three at most, and two steps run while one is prepared.
+    `stages` pieces of pinned memory take turns, and one is used again only when the device has read it: with three
+    writes a step at most, and two steps under way while one is prepared, nobody ever waits for that.
     """
 
     def __init__(
@@ -35,10 +42,15 @@ class TableWriter:
         device: torch.device,
         scatter_words: Callable[[Tensor, Tensor, Tensor], None] = scatter_words_reference,
         stages: int = 12,
+        new_event: Callable[[], Event] | None = None,
     ) -> None:
+        """`new_event`: as torch.cuda.Event, which it is on a GPU."""
         self._scatter = scatter_words
         self._pinned = device.type != "cpu"
         self._stages = [torch.empty(0, dtype=torch.int32)] * stages
+        if new_event is None and self._pinned:
+            new_event = torch.cuda.Event
+        self._read = [None if new_event is None else new_event() for _ in self._stages]
         self._turn = 0
 
     def write(self, table: Tensor, index: np.ndarray, values: np.ndarray) -> None:
@@ -50,9 +62,13 @@ class TableWriter:
         staged[0].numpy()[:] = index
         staged[1].numpy()[:] = values
         self._scatter(table, *staged)
+        if (read := self._read[self._turn]) is not None:
+            read.record()
 
     def _next(self, num_words: int) -> Tensor:
         self._turn = (self._turn + 1) % len(self._stages)
+        if (read := self._read[self._turn]) is not None:
+            read.synchronize()  # of one that was never recorded: nothing
         stage = self._stages[self._turn]
         if len(stage) < num_words:
             size = max(SMALLEST_STAGE, 1 << (num_words - 1).bit_length())

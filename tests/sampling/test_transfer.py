@@ -38,3 +38,27 @@ def test_what_a_kernel_may_still_read_is_left_alone_for_a_turn_of_all_stages() -
         writer.write(torch.zeros(1, dtype=torch.int32), np.arange(count), np.arange(first, first + count))
     assert all(values.tolist() == expected for _, values, expected in held[-3:])
     assert held[0][1].tolist() != held[0][2]
+
+
+def test_a_stage_is_used_again_only_when_it_was_read() -> None:
+    told: list[tuple[str, int]] = []
+
+    class Told:
+        def __init__(self) -> None:
+            self.number = len(made)
+            made.append(self)
+
+        def record(self) -> None:
+            told.append(("written", self.number))
+
+        def synchronize(self) -> None:
+            told.append(("waits for", self.number))
+
+    made: list[Told] = []
+    writer, table = TableWriter(CPU, stages=2, new_event=Told), torch.zeros(4, dtype=torch.int32)
+    for _ in range(3):
+        writer.write(table, np.array([1]), np.array([5]))
+    first, second = told[0][1], told[2][1]
+    assert {first, second} == {0, 1}
+    again = [("waits for", first), ("written", first)]
+    assert told == [*again, ("waits for", second), ("written", second), *again]
