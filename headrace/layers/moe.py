@@ -23,6 +23,12 @@ from headrace.layers.norm import RMSNorm
 from headrace.quantization.scheme import Slot
 
 
+def linears_take_halves(weight: Tensor) -> bool:
+    """Whether linears beside `weight` may finish a norm: kernels for GPUs do, but in float16, for which x times the
+    norm's weight is too large."""
+    return weight.is_cuda and weight.dtype == torch.bfloat16
+
+
 class SparseMoE(Layer):
     def __init__(self, hidden_size: int, spec: MoeSpec, context: LayerContext, norm: RMSNorm) -> None:
         """`norm`: what comes in goes through it first."""
@@ -66,8 +72,7 @@ class SparseMoE(Layer):
     def finalize(self) -> None:
         super().finalize()
         norm, spec, following = self.norm[0], self.spec, self.next_norm[0]
-        # x times the norm's weight is too large for float16; a CPU has no linear that takes it
-        halves = self.alone and not self.batch_invariant and self.w13.is_cuda and self.w13.dtype == torch.bfloat16
+        halves = self.alone and not self.batch_invariant and linears_take_halves(self.w13)
         next_norm = following.weight.data if halves and following is not None else None
         self.experts = Experts(
             norm.weight, norm.eps, self.router, self.w13, self.w2, spec.top_k, spec.renormalize, self.batch_invariant,

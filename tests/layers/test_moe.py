@@ -15,7 +15,7 @@ from driver import make_context
 
 from headrace.distributed.mesh import Group, Mesh
 from headrace.errors import ConfigError
-from headrace.kernels.norm import summed
+from headrace.kernels.norm import HalfNormed, summed
 from headrace.layers.moe import SparseMoE, distinct_experts, keep_expert_ids
 from headrace.layers.moe_spec import MoeSpec
 from headrace.layers.norm import RMSNorm
@@ -95,6 +95,32 @@ def test_dummy_weights_route_nearly_uniformly(batch: int, expected: float) -> No
     assert max(counts) <= min(128, 8 * batch)
     keep_expert_ids(model, 0)
     assert distinct_experts(model) == []
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_the_norm_that_is_left_half_done_is_the_next_layers(invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig.from_dict({**RAW, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": []})
+    context = make_context(config, dtype=torch.bfloat16)
+    context = replace(context, spec=replace(context.spec, batch_invariant=invariant))
+    plain = load_model(Path("nowhere"), config, context, load_format="dummy")
+    assert [layer.mlp.experts.next_norm for layer in plain.model.layers] == [None] * 3  # a CPU's linears take no half
+
+    monkeypatch.setattr("headrace.layers.moe.linears_take_halves", lambda weight: True)
+    halving = load_model(Path("nowhere"), config, context, load_format="dummy").model
+    found = [layer.mlp.experts.next_norm for layer in halving.layers]
+    assert found[2] is None  # the last norm stands before no linear
+    if invariant:
+        assert found == [None] * 3
+        return
+    for weight, following in zip(found, list(halving.layers)[1:], strict=False):
+        assert weight.data_ptr() == following.input_layernorm.weight.data_ptr()
+    hidden = torch.randn(5, 256).bfloat16()
+    half = halving.layers[0].mlp(hidden, hidden.clone())
+    assert isinstance(half, HalfNormed)
+    qkv = halving.layers[1].self_attn.qkv_proj
+    assert torch.equal(qkv(half), qkv(half.x))  # where the library serves, it norms what is whole
+    whole = plain.model.layers[0].mlp(hidden, hidden.clone())
+    assert torch.equal(half.x, whole)
 
 
 def test_kept_ids_forget_the_step_before() -> None:
