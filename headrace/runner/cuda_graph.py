@@ -24,6 +24,10 @@ from headrace.runner.memory import first_line, is_out_of_memory
 from headrace.runner.pending import Notes
 from headrace.step import SchedulerOutput
 
+MOST_FAILURES = 3
+"""Captures of a kind that may fail for no lack of memory: what is wrong with all of them costs three tries, and what
+was wrong with one does not cost all others."""
+
 
 @dataclass(frozen=True)
 class GraphSettings:
@@ -284,6 +288,7 @@ class StepGraphs:
         self._seen: set[Shape] = set()
         self._refused: set[Shape] = set()
         self._given_up: set[str] = set()
+        self._failures: Counter[str] = Counter()
         self._captured: dict[Shape, _Captured] = {}
         self._count: Counter[str] = Counter()
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
@@ -338,7 +343,8 @@ class StepGraphs:
 
     def _try(self, key: Shape, batch: Batch) -> _Captured | None:
         """Capture `key` if this is not its first use. Where that fails nothing has run, and the step can run eagerly:
-        for lack of memory this size does so from now on, for any other reason all of its kind."""
+        for lack of memory this size does so from now on; for any other reason it is tried again, but after
+        MOST_FAILURES of them all of its kind is left alone."""
         if key in self._refused or key.kind in self._given_up:
             return None
         if key not in self._seen:
@@ -352,9 +358,7 @@ class StepGraphs:
             except Exception as error:
                 said = first_line(error)
                 if not is_out_of_memory(error):
-                    self._given_up.add(key.kind)
-                    what = f"{type(error).__name__}: {said}"
-                    self.notes.warnings.append(f"no {key.kind} graphs, since one of {key.size} failed: {what}")
+                    self._failed(key, f"{type(error).__name__}: {said}")
                     return None
             else:
                 self._count[key.kind] += 1
@@ -367,6 +371,15 @@ class StepGraphs:
         self.notes.warnings.append(f"no room for a {key}, which stays eager: {said}")
         self._refused.add(key)
         return None
+
+    def _failed(self, key: Shape, said: str) -> None:
+        self._failures[key.kind] += 1
+        count = self._failures[key.kind]
+        if count < MOST_FAILURES:
+            self.notes.warnings.append(f"a {key} could not be captured, and is tried again: {said}")
+        else:
+            self._given_up.add(key.kind)
+            self.notes.warnings.append(f"no {key.kind} graphs from now on, since {count} could not be captured: {said}")
 
     def _capture(self, key: Shape, batch: Batch) -> _Captured:
         cut = Cut(self._device, self._buffer)

@@ -257,7 +257,7 @@ def test_memory_that_ends_within_a_forward_pass_leaves_no_capture_under_way() ->
     assert shapes_of(graphs) == {Shape("piecewise", False, 0, 2)}, "the second try succeeded"
 
 
-def test_after_any_other_failure_of_a_capture_its_kind_is_given_up() -> None:
+def test_after_three_other_failures_of_captures_their_kind_is_given_up() -> None:
     runner = make_runner("llama", "FULL_DECODE_ONLY")
     graphs = graphs_of(runner)
     device = graphs._device
@@ -268,16 +268,39 @@ def test_after_any_other_failure_of_a_capture_its_kind_is_given_up() -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     device.fail_if_told = fail  # type: ignore[method-assign]
-    outputs = [runner.execute(decode_step(1, rows, 0)).result() for rows in ([0], [0], [0, 1], [0, 1])]
-    assert [output.token_ids[0] for output in outputs] == expected.token_ids * 4
+    steps = ([0], [0, 1], [0, 1], [0], [0], [0, 1])
+    outputs = [runner.execute(decode_step(1, rows, 0)).result() for rows in steps]
+    assert [output.token_ids[0] for output in outputs] == expected.token_ids * len(steps)
     assert shapes_of(graphs) == set()
     said = "RuntimeError: operation not permitted when stream is capturing"
     assert [output.warnings for output in outputs] == [
-        [f"no full graphs, since one of 1 decodes failed: {said}"],
-        [],
+        [f"a full graph of 1 decodes could not be captured, and is tried again: {said}"],
+        [],  # the first use of its size
+        [f"a full graph of 2 decodes could not be captured, and is tried again: {said}"],
+        [f"no full graphs from now on, since 3 could not be captured: {said}"],
         [],
         [],
     ]
+
+
+def test_a_capture_that_failed_once_is_tried_again() -> None:
+    runner = make_runner("llama", "FULL_DECODE_ONLY")
+    graphs = graphs_of(runner)
+    device = graphs._device
+    assert isinstance(device, RecordingDevice)
+    runner.execute(decode_step(0, [0], 0)).result()
+    failures = [RuntimeError("operation failed due to a previous error during capture")]
+
+    def fail_once() -> None:
+        if failures:
+            raise failures.pop()
+
+    device.fail_if_told = fail_once  # type: ignore[method-assign]
+    (warning,) = runner.execute(decode_step(1, [0], 0)).result().warnings
+    assert "is tried again" in warning
+    output = runner.execute(decode_step(2, [0], 0)).result()
+    assert output.warnings == []
+    assert shapes_of(graphs) == {Shape("full", True, 1, 1)}
 
 
 def test_graphs_that_are_dropped_go_at_once() -> None:
