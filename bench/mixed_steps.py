@@ -103,12 +103,10 @@ def timed_core(settings: Settings, model: str) -> Iterator[tuple[EngineCore, Tim
 def run_round(core: EngineCore, executor: TimedExecutor, decodes: int, tokens: int, prompts: int, length: int) -> Times:
     """`prompts` of `length` tokens beside `decodes` requests that decode, in steps of `tokens` at most."""
     core.scheduler.config = dataclasses.replace(core.scheduler.config, mixed_step_tokens=tokens)
-    rng, number = random.Random(SEED), 0
+    rng = random.Random(SEED)
 
-    def add(count: int, output_len: int) -> list[str]:
-        nonlocal number
-        names = [f"{number + i}" for i in range(count)]
-        number += count
+    def add(kind: str, count: int, output_len: int) -> list[str]:
+        names = [f"{kind} {i}" for i in range(count)]
         for name in names:
             ids = [rng.randrange(5, 200) for _ in range(length)]
             params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
@@ -120,13 +118,13 @@ def run_round(core: EngineCore, executor: TimedExecutor, decodes: int, tokens: i
         return names
 
     with patch("headrace.scheduler.scheduler.BACKLOG_STEPS", sys.maxsize):  # however much waits
-        held = add(decodes, min(ENDLESS, core.scheduler.config.max_model_len - length))
+        held = add("decode", decodes, min(ENDLESS, core.scheduler.config.max_model_len - length))
         while len(core.scheduler.waiting) or any(
             one.num_computed_tokens < length for one in core.scheduler.running.items
         ):
             core.step()
         times = executor.times = Times()  # steps under way finish into those before
-        add(prompts, 1)
+        add("prompt", prompts, 1)
         while len(core.scheduler.running) > decodes or len(core.scheduler.waiting):
             core.step()
         core.abort([Abort(name, 0) for name in held])

@@ -218,8 +218,8 @@ def make_case(line: CommandLine, chip: Chip | None = None) -> Case:
     asked, shape = fields_of(replace(line, settings=tuple(readable))), None
     if line.model is not None and line.program not in ("download", "quantize"):
         shape = _shape_of(line)
-    if shape is not None and asked.dtype in ("float32", "float"):
-        shape = replace(shape, plain_bytes=4)
+    if shape is not None and asked.dtype is not None:
+        shape = shape.held_in(asked.dtype)
     guessed = chip is None and _hints_at_amd(line)
     return Case(line, asked, find_chip(GUESSED_CHIP) if guessed else chip, shape, guessed)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headrace.kernels._triton import after_inputs, next_power_of_2, overlap, tl, triton, wait_for_inputs
 from headrace.kernels.gemm_config import GemmConfig
-from headrace.kernels.norm import HalfNormed, half_norm_reference, half_norm_row
+from headrace.kernels.norm import HalfNormed, half_norm_reference, half_norm_row, half_normed_over
 
 
 @triton.jit
@@ -248,14 +248,9 @@ def skinny_linear(
         out = residual
     rows = max(2, config.block_n) if gated and config.block_m == 1 else config.block_n
     programs = -(-n // rows)
-    result: Any = out
-    if residual is None:
-        next_norm = None
-    if next_norm is not None:
-        result = HalfNormed(out, torch.empty_like(out), out.new_empty((num_tokens, programs), dtype=torch.float32))
+    result, following = half_normed_over(out, None if residual is None else next_norm, programs)
     if not num_tokens:
         return result
-    following = (None, None, None) if next_norm is None else (*result[1:], next_norm)
     arguments = (out, x, weight, bias, x_scale, weight_scale, residual, squares, *following, n, k, parts, eps)
     options = {"EVEN_K": k % config.block_k == 0, "GATED": gated, "PARTS": next_power_of_2(parts), **overlap()}
     if config.block_m == 1:

@@ -19,7 +19,13 @@ from headrace.kernels._triton import DEVICE_FAMILY, next_power_of_2, overlap, tl
 from headrace.kernels.gemm_config import BUCKETS
 from headrace.kernels.moe_config import MoeConfig, Tile, pick_moe_config
 from headrace.kernels.moe_route import Routing, norm_and_route, route_reference
-from headrace.kernels.norm import HalfNormed, half_norm_reference, half_norm_row, rms_norm_reference
+from headrace.kernels.norm import (
+    HalfNormed,
+    half_norm_reference,
+    half_norm_row,
+    half_normed_over,
+    rms_norm_reference,
+)
 
 HALF_NORMED_TOKENS = BUCKETS[-1]
 """Most tokens whose next linear may be one of our own, that finishes a norm."""
@@ -254,16 +260,9 @@ Beside = tuple[Tensor | None, Tensor | None, Tensor | None, int]
 """(residual, shared expert's output, its gate's logits, their stride)"""
 
 
-def _following(out: Tensor, residual: Tensor | None, experts: Experts, parts: int) -> Following:
-    """Whose `parts` of a row are left by a program each."""
-    if residual is None or experts.next_norm is None or len(out) > HALF_NORMED_TOKENS:
-        return out, (None, None, None)
-    half = HalfNormed(out, torch.empty_like(out), out.new_empty((len(out), parts), dtype=torch.float32))
-    return half, (half.scaled, half.squares, experts.next_norm)
-
-
-Following = tuple[Tensor | HalfNormed, tuple[Tensor | None, Tensor | None, Tensor | None]]
-"""(result, where its next norm is left half done, and that norm's weight)"""
+def _next_norm(experts: Experts, residual: Tensor | None, num_tokens: int) -> Tensor | None:
+    """Of the norm that is left half done; None: none is."""
+    return experts.next_norm if residual is not None and num_tokens <= HALF_NORMED_TOKENS else None
 
 
 def _one_by_one(
@@ -273,7 +272,7 @@ def _one_by_one(
     w2, top_k = experts.w2, experts.top_k
     up, down = _fit(config.up, n, hidden), _fit(config.down, hidden, n)
     blocks = -(-hidden // down.block_n)
-    result, following = _following(out, beside[0], experts, blocks)
+    result, following = half_normed_over(out, _next_norm(experts, beside[0], num_tokens), blocks)
     _up_one_by_one_kernel[(-(-n // up.block_n), pairs)](
         inner, x, experts.w13, routing.ids,
         N=n, K=hidden, TOP_K=top_k, BLOCK_N=up.block_n, BLOCK_K=up.block_k, STAGES=up.num_stages,
@@ -305,7 +304,7 @@ def _by_tiles(
         )  # fmt: skip
     block = min(1024 if num_tokens > 64 else 256, next_power_of_2(hidden))
     blocks = -(-hidden // block)
-    result, following = _following(out, beside[0], experts, blocks)
+    result, following = half_normed_over(out, _next_norm(experts, beside[0], num_tokens), blocks)
     _sum_kernel[(num_tokens * blocks,)](
         out, outer, routing.weights, *beside, *following, N=hidden, TOP_K=experts.top_k, BLOCK_N=block,
         num_warps=block // 256 or 1, **overlap(),
@@ -341,9 +340,8 @@ def fused_moe_reference(
     if residual is None:
         return out, ids
     residual.add_(out)
-    if experts.next_norm is None or len(x) > HALF_NORMED_TOKENS:
-        return residual, ids
-    return half_norm_reference(residual, experts.next_norm), ids
+    next_norm = _next_norm(experts, residual, len(x))
+    return residual if next_norm is None else half_norm_reference(residual, next_norm), ids
 
 
 __all__ = ["Experts", "fused_moe", "fused_moe_reference"]

@@ -94,6 +94,10 @@ def half_norm_row(out, column, inside, scaled_ptr, square_ptr, next_weight_ptr):
     tl.store(square_ptr, tl.sum(tl.where(inside, out * out, 0.0), axis=0))
 
 
+HALF_NORMED_DTYPE = torch.bfloat16
+"""x times the norm's weight is too large for float16."""
+
+
 class HalfNormed(NamedTuple):
     """x, and its RMS norm but for a factor a row, which whoever multiplies by a matrix may apply to the products:
     norm(x) = scaled / sqrt(squares.sum(1) / hidden + eps)."""
@@ -112,6 +116,17 @@ class HalfNormed(NamedTuple):
     def normed(self, eps: float) -> Tensor:
         """The whole norm, in fp32."""
         return self.scaled.float() * torch.rsqrt(self.squares.sum(1, keepdim=True) / self.shape[1] + eps)
+
+
+def half_normed_over(
+    out: Tensor, next_norm: Tensor | None, parts: int
+) -> tuple[Tensor | HalfNormed, tuple[Tensor | None, Tensor | None, Tensor | None]]:
+    """(the result of a kernel that writes `out` # [num_tokens, hidden], `parts` programs to a row; what it is told
+    beside: where to leave the norm of weight `next_norm` half done, and that weight, each None without one)"""
+    if next_norm is None:
+        return out, (None, None, None)
+    half = HalfNormed(out, torch.empty_like(out), out.new_empty((out.shape[0], parts), dtype=torch.float32))
+    return half, (half.scaled, half.squares, next_norm)
 
 
 class Unsummed(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headrace.distributed.mesh import Group
 from headrace.errors import ConfigError
-from headrace.kernels.norm import HalfNormed, whole
+from headrace.kernels.norm import HALF_NORMED_DTYPE, HalfNormed, whole
 from headrace.layers.layer import Layer
 from headrace.layers.norm import RMSNorm
 from headrace.quantization.scheme import Around, Compute, LinearSpec, Part, Scheme, Slot
@@ -67,7 +67,7 @@ class Linear(Layer):
         if (norm := self.norm[0]) is not None:
             around = Around(norm.weight.data, norm.eps, norm.rms_norm, activation=self.activation)
         next_norm = self.next_norm[0]
-        if next_norm is not None and self.spec.dtype == torch.bfloat16:  # x times the weight is too large for float16
+        if next_norm is not None and self.spec.dtype == HALF_NORMED_DTYPE:
             around = replace(around, next_norm=next_norm.weight.data)
         return around
 

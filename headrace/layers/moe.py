@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from headrace.distributed.mesh import Group, Mesh
 from headrace.kernels.moe import Experts
-from headrace.kernels.norm import whole
+from headrace.kernels.norm import HALF_NORMED_DTYPE, whole
 from headrace.layers.context import LayerContext
 from headrace.layers.layer import Layer, empty_parameter, whole_slot
 from headrace.layers.linear import divide
@@ -24,9 +24,8 @@ from headrace.quantization.scheme import Slot
 
 
 def linears_take_halves(weight: Tensor) -> bool:
-    """Whether linears beside `weight` may finish a norm: kernels for GPUs do, but in float16, for which x times the
-    norm's weight is too large."""
-    return weight.is_cuda and weight.dtype == torch.bfloat16
+    """Whether linears beside `weight` may finish a norm: kernels for GPUs do."""
+    return weight.is_cuda and weight.dtype == HALF_NORMED_DTYPE
 
 
 class SparseMoE(Layer):

@@ -117,7 +117,7 @@ def deployment_of(config: EngineConfig, model: ModelConfig, facts: list[WorkerFa
     """Raises ConfigError for a chip or a model that the planner does not know."""
     if not facts:
         raise ConfigError("no rank has said on what it runs")
-    shape = replace(shape_of(model.raw, config.model), plain_bytes=4 if config.dtype == "float32" else 2)
+    shape = shape_of(model.raw, config.model).held_in(config.dtype)
     asked = PlanRequest(model=config.model, quantization=config.quantization, engine="headrace")
     return Deployment(
         in_plan_format(asked, shape),

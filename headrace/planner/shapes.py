@@ -121,6 +121,10 @@ class ModelShape:
         made_at_load = self.weight_format == "bf16" and weight_format in ("fp8", "ptpc_fp8")
         return ("attention", "dense") if made_at_load and engine == "headrace" else PARTS
 
+    def held_in(self, dtype: str) -> ModelShape:
+        """The model with what is in no format in `dtype`."""
+        return replace(self, plain_bytes=4) if dtype in ("float32", "float") else self
+
     def bytes_per_weight(self, weight_format: str) -> float:
         """of a weight held in `weight_format`, scales included"""
         if weight_format == "bf16":

@@ -5,7 +5,7 @@ Between what was asked and search.py; ranks nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.hub import DEMO_FOLDER, DEMO_MODEL
@@ -88,9 +88,7 @@ def problems_of(request: PlanRequest, subject: Subject) -> list[str]:
 
 
 def terms_of(request: PlanRequest, subject: Subject, num_gpus: int) -> Terms:
-    shape = in_plan_format(request, subject.shape)
-    if dtype_of(request, subject).value == "float32":
-        shape = replace(shape, plain_bytes=4)
+    shape = in_plan_format(request, subject.shape).held_in(dtype_of(request, subject).value)
     gaps = gaps_of_model(request, subject)
     return Terms(
         request=request,

@@ -287,8 +287,8 @@ class StepGraphs:
         self._device = device
         self._seen: set[Shape] = set()
         self._refused: set[Shape] = set()
-        self._given_up: set[str] = set()
         self._failures: Counter[str] = Counter()
+        """by kind: captures that failed, but for lack of memory"""
         self._captured: dict[Shape, _Captured] = {}
         self._count: Counter[str] = Counter()
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
@@ -345,7 +345,7 @@ class StepGraphs:
         """Capture `key` if this is not its first use. Where that fails nothing has run, and the step can run eagerly:
         for lack of memory this size does so from now on; for any other reason it is tried again, but after
         MOST_FAILURES of them all of its kind is left alone."""
-        if key in self._refused or key.kind in self._given_up:
+        if key in self._refused or self._failures[key.kind] >= MOST_FAILURES:
             return None
         if key not in self._seen:
             self._seen.add(key)
@@ -378,7 +378,6 @@ class StepGraphs:
         if count < MOST_FAILURES:
             self.notes.warnings.append(f"a {key} could not be captured, and is tried again: {said}")
         else:
-            self._given_up.add(key.kind)
             self.notes.warnings.append(f"no {key.kind} graphs from now on, since {count} could not be captured: {said}")
 
     def _capture(self, key: Shape, batch: Batch) -> _Captured:

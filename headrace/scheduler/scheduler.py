@@ -28,9 +28,9 @@ from headrace.step import INVALID_TOKEN, BlockUpdate, Logprobs, NewRow, RunnerOu
 
 POLICIES = ("fcfs", "priority")
 BACKLOG_STEPS = 6
-"""Beside decodes a step takes at least one part in so many of the prompt tokens that wait, if that is"""
+"""Beside decodes a step takes one part in so many of the prompt tokens that wait,"""
 RAISED = 2
-"""times what it takes else."""
+"""where that is at least so many times `mixed_step_tokens`."""
 NOTHING_TO_SAMPLE = "the model gave no usable logits: NaN, or every token forbidden"
 
 
