@@ -26,8 +26,19 @@ from graph_timing import graph_seconds
 from torch import Tensor
 
 from headrace.kernels._triton import DEVICE_FAMILY, fp8_dtype
-from headrace.kernels.attention import multiprocessor_count, paged_attention, paged_attention_reference
-from headrace.kernels.attention_config import AttentionConfig, AttentionPlan, plan_attention
+from headrace.kernels.attention import (
+    is_hopper,
+    multiprocessor_count,
+    paged_attention,
+    paged_attention_reference,
+)
+from headrace.kernels.attention_config import (
+    COPY_ENGINE_PREFILL,
+    SMALLEST_BOX,
+    AttentionConfig,
+    AttentionPlan,
+    plan_attention,
+)
 from headrace.kernels.moe import Experts
 from headrace.kernels.norm import HalfNormed, half_norm_reference
 from headrace.kernels.table import REFERENCE_KERNELS, TRITON_KERNELS
@@ -217,7 +228,8 @@ def check_experts(tokens: int, sizes: tuple[int, int, int, int], shared: bool, d
 def attention_inputs(
     counts: list[int], lengths: list[int], heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """(q, kv_cache, block_table, rows, query_start_loc, seq_lens) with blocks scattered over the cache"""
+    """(q, kv_cache, block_table, rows, query_start_loc, seq_lens) with blocks scattered over the cache, and NaN in them
+    behind each request's last key"""
     num_heads, kv_heads, dim = heads
     width = -(-max(lengths) // block_size) + 3
     total = sum(-(-length // block_size) for length in lengths)
@@ -225,11 +237,13 @@ def attention_inputs(
     rows = torch.randperm(len(counts) + 4, device=DEVICE)[: len(counts)].int()
     blocks = torch.randperm(total, device=DEVICE).int()
     used = 0
+    cache = randn(2, total + 1, block_size, kv_heads, dim, dtype=dtype)
     for row, length in zip(rows.tolist(), lengths, strict=True):
         needed = -(-length // block_size)
         table[row, :needed] = blocks[used : used + needed]
         used += needed
-    cache = randn(2, total + 1, block_size, kv_heads, dim, dtype=dtype)
+        if length % block_size:
+            cache[:, blocks[used - 1], length % block_size :] = float("nan")
     q = randn(sum(counts), num_heads, dim, dtype=dtype)
     return q, cache, table, rows, ints([0, *itertools.accumulate(counts)]), ints(lengths)
 
@@ -257,8 +271,13 @@ def check_attention(
         *(t.float() if t.is_floating_point() else t for t in inputs), scale, *longest, window
     )
     worst = 0.0
-    for splits in (1, 4, None):
-        forced = plan if splits is None else replace(plan, decode_splits=splits, prefill_splits=splits)
+    plans = [plan, *(replace(plan, decode_splits=splits, prefill_splits=splits) for splits in (1, 4))]
+    if chunks and not window and q.element_size() == 2 and block_size >= SMALLEST_BOX and is_hopper(DEVICE):
+        fast = COPY_ENGINE_PREFILL.get(heads[2])
+        if fast is not None:
+            tiles = sum(chunks) // (fast.block_m * heads[1] // heads[0]) + len(chunks)
+            plans.append(replace(plan, prefill=fast, prefill_splits=1, prefill_tiles=tiles))
+    for forced in plans:
         out = torch.full_like(q, float("nan"))
         paged_attention(*inputs, scale, *longest, window, out, forced)
         worst = max(worst, error(out, reference)) if worst == worst else worst

@@ -175,6 +175,15 @@ def plant_kernels(starts: Starts, big: str) -> None:
 
         demoted = only("decode_attention")
         starts.planted(f"decode x {factor}", demoted, big, TritonAttention, "decode", scaled_decode)
+    from headrace.kernels import prefill  # which can be imported where it can run
+
+    attend = prefill.prefill_attention
+
+    def scaled_prefill(out: Any, *arguments: Any) -> None:
+        attend(out, *arguments)
+        out *= 1.02
+
+    starts.planted("prefill x 1.02", only("prefill_attention"), big, prefill, "prefill_attention", scaled_prefill)
 
 
 def plant_linears(starts: Starts, big: str) -> None:

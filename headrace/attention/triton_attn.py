@@ -8,13 +8,29 @@ from torch import Tensor
 from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.spec import AttentionSpec
 from headrace.kernels._triton import DEVICE_FAMILY
-from headrace.kernels.attention import multiprocessor_count, paged_attention, tile_element_size
-from headrace.kernels.attention_config import plan_attention, plan_decode
+from headrace.kernels.attention import is_hopper, multiprocessor_count, paged_attention, tile_element_size
+from headrace.kernels.attention_config import COPY_ENGINE_PREFILL, SMALLEST_BOX, plan_attention, plan_decode
 from headrace.kernels.decode import decode_attention
 
 
 class TritonAttention:
     name = "TRITON_ATTN"
+
+    def __init__(self) -> None:
+        self.copy_engine = DEVICE_FAMILY == "cuda" and torch.cuda.is_available() and is_hopper(torch.device("cuda"))
+        """Prompts may go through kernels/prefill.py"""
+
+    def prefills_by_copy_engine(self, spec: AttentionSpec, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
+        """Whether kernels/prefill.py serves such layers, where prompts are long enough."""
+        return (
+            self.copy_engine
+            and dtype == cache_dtype
+            and dtype.itemsize == 2
+            and spec.head_dim in COPY_ENGINE_PREFILL
+            and spec.block_size >= SMALLEST_BOX
+            and spec.sliding_window is None
+            and not spec.batch_invariant
+        )
 
     def plan(self, metadata: AttentionMetadata) -> None:
         metadata.plan = {}
@@ -43,6 +59,7 @@ class TritonAttention:
                 DEVICE_FAMILY,
                 multiprocessor_count(q.device),
                 spec.batch_invariant,
+                self.prefills_by_copy_engine(spec, q.dtype, kv_cache.dtype),
             )
         return paged_attention(
             q,

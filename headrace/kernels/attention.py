@@ -1,7 +1,8 @@
 """Paged attention: prefill, chunk and decode in one family of kernels over the paged KV cache.
 
 A program takes a tile of rows (query tokens x the query heads that share a KV head) and one part of the keys. Where
-the keys are cut into parts, a second kernel combines them. Knows layouts and lengths, nothing of requests.
+the keys are cut into parts, a second kernel combines them. Long prompts on NVIDIA's 9.0 go to prefill.py. Knows layouts
+and lengths, nothing of requests.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -289,6 +290,12 @@ def multiprocessor_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@lru_cache(maxsize=16)
+def is_hopper(device: torch.device) -> bool:
+    """NVIDIA, compute capability 9.0: neither what came before nor what came after has its matrix instructions."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def tile_element_size(q: Tensor, kv_cache: Tensor) -> int:
     """By which the tables of configurations are keyed: the queries' size, but 1 for fp8 read by 2-byte queries."""
     return 1 if kv_cache.element_size() == 1 and q.element_size() == 2 else q.element_size()
@@ -357,6 +364,13 @@ def _run(
         lse = torch.empty((num_tokens, num_heads, splits), dtype=torch.float32, device=q.device)
     if tiles > MOST_TILES:  # as for any step that is too large, a smaller one is planned then
         raise torch.OutOfMemoryError(f"attention over {tiles} tiles of queries: a launch holds {MOST_TILES}")
+    if config.copy_engine:
+        from headrace.kernels.prefill import prefill_attention  # which can be imported where it can run
+
+        prefill_attention(
+            out, q, kv_cache, block_table, rows, query_start_loc, seq_lens, qk_scale, first_req, end_req, tiles, config
+        )
+        return
     _attention_kernel[(num_kv_heads, tiles, splits)](
         out, parts, lse, q, kv_cache, block_table, rows, query_start_loc, seq_lens, kv_scale, qk_scale,
         window or 0, kv_cache.shape[1], block_table.stride(0), first_req, end_req,

@@ -20,6 +20,8 @@ class AttentionConfig:
     fp_fusion: bool = True
     """A product and a sum may become one instruction, which rounds once: faster, but where that happens may differ from
     loop to loop"""
+    copy_engine: bool = False
+    """It is the kernel of prefill.py, for NVIDIA GPUs of compute capability 9.0, which cuts no keys into parts"""
 
 
 DECODE: dict[tuple[str, int, int], AttentionConfig] = {
@@ -65,6 +67,14 @@ PREFILL: dict[tuple[str, int, int], AttentionConfig] = {
     ("hip", 4, 128): AttentionConfig(32, 32, 4, 1),
     ("hip", 4, 256): AttentionConfig(16, 16, 4, 1),
 }
+
+COPY_ENGINE_PREFILL: dict[int, AttentionConfig] = {
+    # head_dim (a cache of the queries' type, 16 bits)
+    64: AttentionConfig(128, 128, 4, 2, copy_engine=True),
+    128: AttentionConfig(128, 64, 4, 2, copy_engine=True),
+}
+SMALLEST_BOX = 8
+"""rows of a block of the cache, at least, for the copy engine to put them where they belong"""
 
 WIDEST_HEAD = 256
 MAX_SPLITS = 64
@@ -122,9 +132,11 @@ def plan_attention(
     family: str,
     num_sms: int,
     batch_invariant: bool = False,
+    copy_engine: bool = False,
 ) -> AttentionPlan:
     """Integers in, launches out. `max_seq_len` is a bound: max_model_len where the launch goes into a graph.
 
+    `copy_engine`: COPY_ENGINE_PREFILL may serve; it does where its tiles fill the chip.
     `batch_invariant`: decodes run as prompts of one token, and keys are not split. So the keys of a query are added up
     in tiles that begin at multiples of block_n, in order, whatever else runs and wherever its prompt was cut.
     """
@@ -139,8 +151,14 @@ def plan_attention(
     if num_decodes:
         decode_splits = pick_splits(num_decodes, num_kv_heads, max_seq_len, decode.block_n, num_sms)
     if num_reqs > num_decodes:
-        # a request of n tokens touches at most n // block_q + 1 tiles
-        tiles = (num_tokens - num_decodes) // (prefill.block_m // group) + num_reqs - num_decodes
+
+        def tiles_of(config: AttentionConfig) -> int:  # a request of n tokens touches at most n // block_q + 1
+            return (num_tokens - num_decodes) // (config.block_m // group) + num_reqs - num_decodes
+
+        fast = COPY_ENGINE_PREFILL.get(head_dim) if copy_engine and group <= 64 else None
+        if fast is not None and tiles_of(fast) * num_kv_heads >= num_sms:
+            return AttentionPlan(num_decodes, decode, decode_splits, fast, 1, tiles_of(fast))
+        tiles = tiles_of(prefill)
         # Two programs fill a multiprocessor; and where two thirds of the chip have work, putting parts of so many
         # queries together costs what they win.
         prefill_splits = pick_splits(3 * tiles, num_kv_heads, max_seq_len, prefill.block_n, num_sms)

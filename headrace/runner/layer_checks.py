@@ -15,8 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.attention.metadata import AttentionMetadata
+from headrace.attention.triton_attn import TritonAttention
 from headrace.errors import ConfigError
+from headrace.kernels._triton import DEVICE_FAMILY
 from headrace.kernels.attention import paged_attention_reference
+from headrace.kernels.attention_config import AttentionPlan, plan_attention
 from headrace.kernels.decode import decode_attention_reference
 from headrace.kernels.fp8 import Quantized, quantize_per_token_reference
 from headrace.kernels.gemm_config import BUCKETS
@@ -55,6 +58,10 @@ def layer_checks(subject: Subject) -> Iterator[Check]:
     for layer in attention_layers(subject):
         if layer.decode is not None:
             yield from (_decode_check(subject, layer, requests) for requests in DECODES)
+    if isinstance(subject.backend, TritonAttention):
+        for layer in attention_layers(subject):
+            if subject.backend.prefills_by_copy_engine(layer.spec, subject.dtype, subject.shape.dtype):
+                yield _prompt_check(subject, layer, subject.backend)
     if subject.device.type != "cpu" or subject.backend.name != "TORCH_SDPA":  # it is the reference of a CPU
         for layer in attention_layers(subject):
             yield _attention_check(subject, layer)
@@ -97,6 +104,25 @@ def _decode_error(subject: Subject, layer: Attention, requests: int) -> float:
     return relative_error((out, *written(cache, slots)), (expected, *written(other, slots)))
 
 
+def _prompt_check(subject: Subject, layer: Attention, backend: TritonAttention) -> Check:
+    """The kernel of long prompts, over short ones."""
+
+    def error() -> float:
+        longest, spec = min(LONGEST, subject.rope().shape[0]), layer.spec
+        counts, lengths = [min(200, longest), 40, 3], [longest, 40, 2 * subject.shape.block_size]
+        plan = plan_attention(
+            3, sum(counts), 0, longest, spec.num_heads, spec.num_kv_heads, spec.head_dim, 2, DEVICE_FAMILY,
+            num_sms=1, copy_engine=True,
+        )  # fmt: skip
+        return _attention_error(subject, layer, counts, lengths, plan)
+
+    def demote() -> str:
+        backend.copy_engine = False
+        return "the kernel of short ones"
+
+    return Check("prefill_attention", error, cache_bound(subject, WIDE), demote)
+
+
 def _attention_check(subject: Subject, layer: Attention) -> Check:
     def error() -> float:
         block = subject.shape.block_size
@@ -115,8 +141,12 @@ def _attention_check(subject: Subject, layer: Attention) -> Check:
     return Check(f"attention backend {subject.backend.name}", error, cache_bound(subject, WIDE), demote)
 
 
-def _attention_error(subject: Subject, layer: Attention, counts: list[int], lengths: list[int]) -> float:
+def _attention_error(
+    subject: Subject, layer: Attention, counts: list[int], lengths: list[int], plan: AttentionPlan | None = None
+) -> float:
     cache, metadata = _filled_cache(subject, counts, lengths)
+    if plan is not None:
+        metadata.plan[layer.spec] = plan
     q, spec, scale = subject.random(sum(counts), layer.heads[0], layer.spec.head_dim), layer.spec, cache_scale(subject)
     out = layer.attend(q, cache, metadata, spec, scale)
     expected = paged_attention_reference(

@@ -54,6 +54,21 @@ def compile_attention(family):
             report(f"attention {kind} {dtype} head_dim {head_dim} group {group}", attention._attention_kernel, known)
 
 
+def compile_prefill(target):
+    """What only NVIDIA's 9.0 has the instructions for."""
+    if target != "sm_90":
+        return
+    from headrace.kernels import prefill
+
+    known, numbers = set(), torch.zeros(16, dtype=torch.int32)
+    for dtype, head_dim, group, block_size in itertools.product(DTYPES, (64, 128), (1, 4, 7), (16, 64)):
+        q = torch.zeros(64, group * 2, head_dim, dtype=dtype)
+        cache = torch.zeros(2, 4, block_size, 2, head_dim, dtype=dtype)
+        plan = plan_attention(16, 64, 0, 1 << 17, group * 2, 2, head_dim, 2, "cuda", 1, copy_engine=True)
+        attention.paged_attention(q, cache, numbers.view(1, 16), numbers, numbers, numbers, 1.0, 4, 64, plan=plan)
+        report(f"prefill {dtype} head_dim {head_dim} group {group} block {block_size}", prefill._prefill_kernel, known)
+
+
 def compile_decode(family):
     """Launches of the fused decode kernel for few and for many requests."""
     known, numbers = set(), torch.zeros(64, dtype=torch.int32)
@@ -185,6 +200,7 @@ def compile_fp8(target):
 if __name__ == "__main__":
     use_target(sys.argv[1])
     compile_attention(TARGETS[sys.argv[1]][0].backend)
+    compile_prefill(sys.argv[1])
     compile_decode(TARGETS[sys.argv[1]][0].backend)
     compile_fp8_cache(sys.argv[1])
     compile_linears(TARGETS[sys.argv[1]][0].backend)

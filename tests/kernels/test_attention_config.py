@@ -36,8 +36,9 @@ def test_tiles_are_enough_however_tokens_fall_on_requests():
         decodes, chunks = random.randint(0, 5), [random.randint(1, 200) for _ in range(random.randint(1, 9))]
         group = random.choice((1, 3, 4, 8))
         plan = plan_attention(
-            decodes + len(chunks), decodes + sum(chunks), decodes, 4096, 2 * group, 2, 128, 2, "cuda", 132
-        )
+            decodes + len(chunks), decodes + sum(chunks), decodes, 4096, 2 * group, 2, 128, 2, "cuda", 132,
+            copy_engine=random.random() < 0.5,
+        )  # fmt: skip
         block_q = plan.prefill.block_m // group
         start = 0
         for index, count in enumerate(chunks):
@@ -54,6 +55,17 @@ def test_splits_are_few_where_there_is_parallelism_and_many_where_not():
         splits = pick_splits(tiles, 8, length, 32, 132)
         assert splits & (splits - 1) == 0
         assert splits <= MAX_SPLITS
+
+
+@pytest.mark.parametrize(
+    ("tokens", "head_dim", "wanted"), [(8192, 128, True), (8192, 64, True), (200, 128, False), (8192, 256, False)]
+)
+def test_the_copy_engine_serves_prompts_that_fill_the_chip_in_its_tiles(tokens, head_dim, wanted):
+    plan = plan_attention(3, tokens, 2, 8192, 32, 8, head_dim, 2, "cuda", 132, copy_engine=True)
+    assert plan.prefill.copy_engine == wanted
+    assert plan.num_decodes == 2
+    assert plan.prefill_splits == 1 or not wanted
+    assert not plan_attention(3, tokens, 2, 8192, 32, 8, head_dim, 2, "cuda", 132).prefill.copy_engine
 
 
 def test_a_decode_batch_plans_no_prefill():

@@ -36,6 +36,7 @@ def test_kernels_compile_without_spilling(target, runs):
     found = [json.loads(line) for line in done.stdout.splitlines()]
     attention = [entry for entry in found if entry["kernel"].startswith("attention")]
     assert len(attention) == 2 * 2 * 3 * 3  # decode and prefill, dtypes, head_dims, groups
+    assert len([entry for entry in found if entry["kernel"].startswith("prefill")]) == 24 * (target == "sm_90")
     assert len({entry["kernel"] for entry in found if entry["kernel"].startswith("_")}) == 13
     assert len([entry for entry in found if entry["kernel"].startswith("experts")]) >= 24
     assert [entry for entry in found if entry["spills"]] == []

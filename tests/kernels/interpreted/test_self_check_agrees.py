@@ -11,6 +11,8 @@ import torch
 
 from headrace.attention.triton_attn import TritonAttention
 from headrace.distributed.mesh import Group, Mesh
+from headrace.kernels import attention
+from headrace.kernels.attention_config import PREFILL
 from headrace.kernels.table import TRITON_KERNELS
 from headrace.layers.attention import Attention
 from headrace.layers.context import LayerContext
@@ -38,20 +40,24 @@ QWEN3 = {
 LLAMA = {**QWEN3, "architectures": ["LlamaForCausalLM"]}
 
 
-def check(config: dict[str, Any], kv: str, quantization: str | None, **broken: Any) -> SelfCheck:
+def check(
+    config: dict[str, Any], kv: str, quantization: str | None, copy_engine: bool = False, **broken: Any
+) -> SelfCheck:
     model_config = ModelConfig.from_dict(config)
     spec = attention_spec(
         model_config, tp_size=1, block_size=16, dtype="bfloat16", device_type="cuda", kv_cache_dtype=kv
     )
     backend, kernels = TritonAttention(), with_switches(replace(TRITON_KERNELS, **broken))
+    backend.copy_engine = copy_engine
     context = LayerContext(Mesh(), kernels, backend, spec, torch.bfloat16, CPU)
     model = loader.load_model(Path(), model_config, context, "dummy", 0, quantization)
-    shape = KVCacheShape(2, 2, 32, 16, torch.bfloat16 if kv == "auto" else cache_dtype(kv, CPU))
+    shape = KVCacheShape(2, 2, spec.head_dim, 16, torch.bfloat16 if kv == "auto" else cache_dtype(kv, CPU))
     found = SelfCheck(Group(), CPU)
     subject = Subject(model, backend, kernels, shape, 61, torch.bfloat16, CPU)
     found.run(kernel_checks(subject))
     found.run(layer_checks.layer_checks(subject))
     assert all(layer.decode is not None for layer in subject.layers(Attention))
+    assert backend.copy_engine == (copy_engine and "prefill_attention" not in found.demoted)
     return found
 
 
@@ -72,3 +78,21 @@ def test_ours_agree(config: dict[str, Any], kv: str, quantization: str | None) -
 def test_a_wrong_one_is_found() -> None:
     wrong = check(QWEN3, "auto", None, rotary_and_cache=lambda *a: TRITON_KERNELS.rotary_and_cache(*a) * 1.02)
     assert wrong.demoted == ["rotary_and_cache"]
+
+
+@pytest.mark.parametrize(("factor", "demoted"), [(1.0, []), (1.02, ["prefill_attention"])])
+def test_so_is_a_wrong_kernel_of_long_prompts(
+    factor: float, demoted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It needs a GPU: in its place the kernel of short ones, or that one wrong."""
+
+    def stands_in(out: torch.Tensor, *inputs: Any) -> None:
+        *inputs, qk_scale, first_req, end_req = inputs[:-2]
+        tiles = (len(out) - first_req) // 32 + end_req - first_req
+        like = replace(PREFILL["cuda", 2, 64], block_m=64)
+        attention._run(out, *inputs, None, qk_scale, None, first_req, end_req, tiles, like, 1, False)
+        out *= factor
+
+    monkeypatch.setattr("headrace.kernels.prefill.prefill_attention", stands_in)
+    heads = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    assert check({**LLAMA, **heads}, "auto", None, copy_engine=True).demoted == demoted
