@@ -22,6 +22,7 @@ async_load = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_gl
 
 COLUMNS = 64
 """of a box that the copy engine brings: 128 bytes, as wide as its swizzle"""
+BOX_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 @gluon.jit
@@ -250,10 +251,8 @@ def prefill_attention(
     there, the cache of q's type, 16 bits."""
     num_heads, head_dim = q.shape[1:]
     num_blocks, block_size, num_kv_heads = kv_cache.shape[1:4]
-    box = [min(block_size, config.block_n), COLUMNS]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    width = num_kv_heads * head_dim
-    cache = TensorDescriptor(kv_cache, [2 * num_blocks * block_size, width], [width, 1], box, layout)
+    box, width = [min(block_size, config.block_n), COLUMNS], num_kv_heads * head_dim
+    cache = TensorDescriptor(kv_cache, [2 * num_blocks * block_size, width], [width, 1], box, BOX_LAYOUT)
     _prefill_kernel[(num_kv_heads, tiles)](
         out, q, cache, block_table, rows, query_start_loc, seq_lens, qk_scale,
         num_blocks, block_table.stride(0), first_req, end_req, (end_req - first_req - 1).bit_length(),

@@ -11,10 +11,16 @@ import math
 from dataclasses import dataclass
 
 from headrace.config import GRAPH_MODES
-from headrace.graph_sizes import FULL_GRAPH_BYTES, MOST_TOKENS, PIECE_BYTES, WORKSPACE_BYTES, capture_sizes
+from headrace.graph_sizes import (
+    FULL_GRAPH_BYTES,
+    PIECE_BYTES,
+    WORKSPACE_BYTES,
+    capture_sizes,
+    most_mixed_tokens,
+)
 from headrace.planner.checkpoint_format import bytes_per_weight as bytes_per_weight
 from headrace.planner.chips import GIB, Chip
-from headrace.planner.cost import Parallel
+from headrace.planner.cost import UNITS, Parallel
 from headrace.planner.shapes import AttentionShape, LayerGroup, ModelShape
 
 VOCAB_ALIGNMENT = 64
@@ -221,7 +227,8 @@ def memory_map(
     graphs = 0
     if chip.vendor != "cpu" and graph_mode != "NONE":
         num_layers = sum(count for count, _ in layers)
-        graphs = _graph_bytes(shape, parallel, num_layers, graph_mode, max_num_seqs, max_num_batched_tokens, engine)
+        limits = max_num_seqs, max_num_batched_tokens
+        graphs = _graph_bytes(shape, parallel, num_layers, graph_mode, *limits, engine, UNITS.get(form) == "fp8")
     talks = parallel.gpus > parallel.replicas and chip.vendor != "cpu"
     reserve = LIBRARIES[chip.vendor, engine] + (COMMUNICATION if talks else 0)
     usable = int(chip.memory_bytes * gpu_memory_utilization) if chip.vendor != "cpu" else chip.memory_bytes
@@ -360,7 +367,7 @@ def _step_bytes(shape: ModelShape, parallel: Parallel, tokens: int, seqs: int, e
 
 
 def _graph_bytes(
-    shape: ModelShape, parallel: Parallel, num_layers: int, mode: str, seqs: int, tokens: int, engine: str
+    shape: ModelShape, parallel: Parallel, num_layers: int, mode: str, seqs: int, tokens: int, engine: str, fp8: bool
 ) -> int:
     """headrace: what runner/profile.py expects of graphs, if all come up."""
     decode, other = GRAPH_MODES[mode]
@@ -368,9 +375,9 @@ def _graph_bytes(
         kinds = len({decode, other} - {"none"})
         return kinds * VLLM_GRAPH_SIZES * num_layers * VLLM_GRAPH_LAYER
     full = capture_sizes(seqs) if decode == "full" else []
-    pieces = set(capture_sizes(min(MOST_TOKENS, tokens)) if other == "piecewise" else [])
+    pieces = set(capture_sizes(min(most_mixed_tokens(other, fp8), tokens)) if other == "piecewise" else [])
     pieces |= set(capture_sizes(seqs) if decode == "piecewise" else [])
-    mixed = capture_sizes(min(MOST_TOKENS, tokens)) if other == "full" else []
+    mixed = capture_sizes(min(most_mixed_tokens(other, fp8), tokens)) if other == "full" else []
     widths = (seqs + 1).bit_length()
     most = max([*full, *pieces, *mixed], default=0)
     pool = _step_bytes(shape, parallel, most, seqs, engine, sampling=False)

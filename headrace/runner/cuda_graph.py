@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headrace.attention.metadata import AttentionMetadata
 from headrace.config import GRAPH_MODES
-from headrace.graph_sizes import MOST_TOKENS, capture_sizes
+from headrace.graph_sizes import MOST_TOKENS, capture_sizes, most_mixed_tokens
 from headrace.runner.input_batch import Batch
 from headrace.runner.memory import first_line, is_out_of_memory
 from headrace.runner.pending import Notes
@@ -44,16 +44,16 @@ class GraphSettings:
 
     @staticmethod
     def of(
-        compilation_config: dict[str, Any], max_num_seqs: int, max_tokens: int, max_model_len: int
+        compilation_config: dict[str, Any], max_num_seqs: int, max_tokens: int, max_model_len: int, fp8: bool = False
     ) -> GraphSettings | None:
-        """`compilation_config` is resolved by the planner. None: nothing is captured."""
+        """`compilation_config` is resolved by the planner; `fp8`: linears are. None: nothing is captured."""
         decode, other = GRAPH_MODES[compilation_config["cudagraph_mode"]]
         if decode == other == "none":
             return None
         sizes = compilation_config.get("cudagraph_capture_sizes")
         most = compilation_config.get("max_cudagraph_capture_size")
         decode_sizes = sizes or capture_sizes(max_num_seqs)
-        other_sizes = sizes or capture_sizes(min(most or MOST_TOKENS, max_tokens))
+        other_sizes = sizes or capture_sizes(min(most or most_mixed_tokens(other, fp8), max_tokens))
         return GraphSettings(
             decode,
             other,
@@ -84,9 +84,10 @@ class GraphSettings:
     @property
     def rehearsals(self) -> list[tuple[int, int]]:
         """(requests, tokens) of a step of each size, by turns the next larger number of decodes and the next smaller of
-        prompt tokens: what is likely to come up first."""
+        prompt tokens, the largest that may be beside decodes first: what is likely to come up first."""
         decodes = [(size, size) for size in self.decode_sizes] if self.decode != "none" else []
-        others = [(-(-size // self.max_model_len), size) for size in self.other_sizes[::-1] if self.other != "none"]
+        likely = sorted(self.other_sizes, key=lambda size: abs(size - MOST_TOKENS))
+        others = [(-(-size // self.max_model_len), size) for size in likely if self.other != "none"]
         others = [step for step in others if step[0] < step[1] and step[0] <= self.max_num_seqs]
         turns = itertools.zip_longest(decodes, others)
         return [step for turn in turns for step in turn if step is not None]

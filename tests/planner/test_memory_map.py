@@ -108,10 +108,11 @@ def test_numbers_of_the_engine_are_its_own() -> None:
 
 
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
-def test_graphs_are_counted_as_the_runner_counts_them(mode: str) -> None:
+@pytest.mark.parametrize("form", ["bf16", "ptpc_fp8"])
+def test_graphs_are_counted_as_the_runner_counts_them(mode: str, form: str) -> None:
     shape = find_model("llama-3.1-8b")
-    found = memory_map(shape, H200, ONE, graph_mode=mode, max_num_seqs=256, max_model_len=8192)
-    counted = cuda_graph.GraphSettings.of({"cudagraph_mode": mode}, 256, 8192, 8192)
+    found = memory_map(shape, H200, ONE, graph_mode=mode, max_num_seqs=256, max_model_len=8192, weight_format=form)
+    counted = cuda_graph.GraphSettings.of({"cudagraph_mode": mode}, 256, 8192, 8192, fp8=form != "bf16")
     if counted is None:
         assert found.graphs == 0
         return

@@ -374,8 +374,8 @@ def test_sizes() -> None:
     assert capture_sizes(512)[-3:] == [448, 480, 512]
     assert capture_sizes(1000)[-2:] == [960, 1000]
 
-    def of(tokens: int = 8192, **given: object) -> GraphSettings:
-        settings = GraphSettings.of({"cudagraph_mode": "FULL_AND_PIECEWISE", **given}, 100, tokens, 4096)
+    def of(tokens: int = 8192, fp8: bool = False, **given: object) -> GraphSettings:
+        settings = GraphSettings.of({"cudagraph_mode": "FULL_AND_PIECEWISE", **given}, 100, tokens, 4096, fp8)
         assert settings is not None
         return settings
 
@@ -383,6 +383,9 @@ def test_sizes() -> None:
     assert of().other_sizes[-1] == 512
     assert of().most_tokens == 512
     assert of(200).other_sizes[-1] == 200
+    assert of(fp8=True).other_sizes[-2:] == (1984, 2048)
+    assert of(fp8=True, cudagraph_mode="FULL").other_sizes[-1] == 512
+    assert of(fp8=True).rehearsals[1] == (1, 512)
     assert of(cudagraph_capture_sizes=[2, 64, 1000]).decode_sizes == (2, 64)
     assert of(cudagraph_capture_sizes=[2, 64, 1000]).other_sizes == (2, 64, 1000)
     assert of(max_cudagraph_capture_size=16).decode_sizes == (1, 2, 4, 8, 16)

@@ -36,14 +36,17 @@ class Trial(msgspec.Struct, frozen=True):
 
     changes: dict[str, Any]
     """knob -> value; empty: the plan itself"""
+    again: bool = False
+    """The same once more, as single runs differ"""
 
     @property
     def id(self) -> str:
-        return json.dumps(self.changes, sort_keys=True)
+        return json.dumps(self.changes, sort_keys=True) + (" again" if self.again else "")
 
     @property
     def title(self) -> str:
-        return ", ".join(f"{name} {value}" for name, value in self.changes.items()) or "the plan"
+        changed = ", ".join(f"{name} {value}" for name, value in self.changes.items()) or "the plan"
+        return f"{changed}, again" if self.again else changed
 
 
 class Result(msgspec.Struct, frozen=True):

@@ -46,7 +46,8 @@ class Report:
     def verdict(self) -> str:
         best = self.outcome.best
         if best is self.outcome.plan:
-            return "Nothing beats the plan by more than noise (2%): serve keeps it."
+            twice = "both runs of " if any(result.trial.again for result in self.runs) else ""
+            return f"Nothing beats {twice}the plan by more than noise (2%): serve keeps it."
         return f"Best: {best.trial.title}, {self.versus(best)} over the plan in {self.gained}."
 
     def standing(self) -> dict[str, tuple[float, Result]]:
@@ -67,7 +68,7 @@ class Report:
         """`The plan against the best of each: output tok/s 1.2% less than max_num_seqs 512, ...`"""
         said = []
         for figure, (lacks, best) in self.standing().items():
-            if best is self.outcome.plan:
+            if not best.trial.changes:
                 said.append(f"{figure} is the best")
             else:
                 how = "less" if figure == "output tok/s" else "more"
@@ -82,7 +83,7 @@ def _tok_s(result: Result) -> float:
 
 
 def kind(result: Result) -> str:
-    knobs = [*result.trial.changes]
+    knobs = list(result.trial.changes)
     return PLAN if not knobs else knobs[0] if len(knobs) == 1 else TOGETHER
 
 

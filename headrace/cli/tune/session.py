@@ -24,7 +24,7 @@ from headrace.cli.tune.picture import write_png
 from headrace.cli.tune.record import Journal, Result, Trial
 from headrace.cli.tune.report import Report, as_json, failures, rich_table
 from headrace.cli.tune.trial import Traffic, TrialRunner
-from headrace.cli.tune.tuner import RunTrial, Tuner, gain, parse_seconds
+from headrace.cli.tune.tuner import PLAN, RunTrial, Tuner, gain, parse_seconds
 from headrace.config import EngineConfig, cache_folder
 from headrace.errors import ConfigError, HeadraceError
 from headrace.hub import resolve_model_folder
@@ -126,7 +126,7 @@ class Session:
             self._status.update(f"{escape(self._line)}: {stage}{self._best_so_far()}")
 
     def _best_so_far(self) -> str:
-        plan = self.journal.results.get(Trial({}).id)
+        plan = self.journal.results.get(PLAN.id)
         if plan is None:
             return ""
         best = max(self.journal.results.values(), key=lambda result: gain(self.objective, result, plan))
@@ -179,6 +179,8 @@ class Session:
             console.print(left, style="yellow")
         if not report.outcome.together:
             console.print("The winners were not measured together: there was no time.", style="yellow")
+        if not report.outcome.weighed:
+            console.print("The plan was not measured again: there was no time, so this may be chance.", style="yellow")
         for place in places:
             console.print(place, soft_wrap=True, markup=False)
 

@@ -1,4 +1,5 @@
-"""The order of things: the plan, one knob at a time, the winners together; and which of them is best.
+"""The order of things: the plan, one knob at a time, the winners together, and the plan again where something beats it;
+and which of them is best.
 
 Knows trials by what they gave, not how they are run.
 """
@@ -21,6 +22,8 @@ FIRST_LIMIT = 1800.0
 PATIENCE = 3.0
 """times as long as the plan took: what another trial may take"""
 LEAST_LIMIT = 60.0
+
+PLAN, AGAIN = Trial({}), Trial({}, again=True)
 
 RunTrial = Callable[[Trial, float], Result]
 
@@ -52,14 +55,17 @@ def gain(objective: str, result: Result, plan: Result) -> float:
 @dataclass(frozen=True)
 class Outcome:
     plan: Result
+    """the better run of two, where it ran twice"""
     results: list[Result]
-    """without the plan's, in the order of the trials"""
+    """all others, in the order of the trials"""
     best: Result
     """the plan, where nothing beats it"""
     left: int
     """trials for which there was no time"""
     together: bool
     """Winners were measured together, or there is one at most."""
+    weighed: bool
+    """The best is better than two runs of the plan, or is the plan."""
 
 
 class Tuner:
@@ -82,16 +88,16 @@ class Tuner:
 
         Raises HeadraceError where not even the plan runs.
         """
-        plan = self._journal.results.get(Trial({}).id)
+        plan = self._journal.results.get(PLAN.id)
         if plan is None or not plan.ok:
-            plan = self._measure(0, 1, Trial({}), FIRST_LIMIT)
+            plan = self._measure(0, 1, PLAN, FIRST_LIMIT)
         trials = sorted(trials_for(plan), key=lambda trial: any(knob in trial.changes for knob in keep_out))
         limit = max(LEAST_LIMIT, PATIENCE * plan.seconds)
         done: list[Result] = []
         left = 0
         for number, trial in enumerate(trials, 1):
             result = self._journal.results.get(trial.id)
-            if result is None and self._has_time(plan, done, reserve=len(self._winners(plan, done, keep_out)) > 1):
+            if result is None and self._has_time(plan, done, len(self._winners(plan, done, keep_out))):
                 result = self._measure(number, len(trials), trial, limit)
             if result is None:
                 left += 1
@@ -102,14 +108,27 @@ class Tuner:
         together = combined is None
         if combined is not None:
             result = self._journal.results.get(combined.id)
-            if result is None and self._has_time(plan, done):
+            if result is None and self._has_time(plan, done, winners=1):
                 result = self._measure(len(trials) + 1, len(trials) + 1, combined, limit)
             if result is not None:
                 together = True
                 done.append(result)
                 winners["together"] = result
-        best = max([plan, *winners.values()], key=lambda result: self._worth(result, plan))
-        return Outcome(plan, done, best, left, together)
+        best = self._best(plan, winners)
+        weighed = best is plan
+        if not weighed:
+            again = self._journal.results.get(AGAIN.id)
+            if again is None and self._has_time(plan, done):
+                again = self._measure(0, 1, AGAIN, limit)
+            if again is not None:
+                weighed = True
+                plan, other = (again, plan) if gain(self._objective, again, plan) > 1 else (plan, again)
+                done.append(other)
+                best = self._best(plan, winners)
+        return Outcome(plan, done, best, left, together, weighed)
+
+    def _best(self, plan: Result, winners: dict[str, Result]) -> Result:
+        return max([plan, *winners.values()], key=lambda result: self._worth(result, plan))
 
     def _worth(self, result: Result, plan: Result) -> float:
         """A gain within the noise is none."""
@@ -125,15 +144,16 @@ class Tuner:
                 best.setdefault(knob, result)
         return best
 
-    def _has_time(self, plan: Result, done: list[Result], reserve: bool = False) -> bool:
-        """For a trial as long as most, and one more where the winners are still to be measured together."""
+    def _has_time(self, plan: Result, done: list[Result], winners: int = 0) -> bool:
+        """For a trial as long as most, and those after it: the plan again where there are `winners` yet, and these
+        together where they are several."""
         usual = statistics.median([plan.seconds, *(result.seconds for result in done)])
-        return self._end - self._clock() >= usual * (2 if reserve else 1)
+        return self._end - self._clock() >= usual * (1 + min(winners, 2))
 
     def _measure(self, number: int, total: int, trial: Trial, limit: float) -> Result:
         self._tell(number, total, trial, None)
         result = self._run(trial, limit)
-        if not trial.changes and not result.ok:
+        if trial == PLAN and not result.ok:
             raise HeadraceError(f"the plan itself does not run, so there is nothing to tune: {result.why}")
         self._journal.add(result)
         self._tell(number, total, trial, result)

@@ -87,7 +87,7 @@ def test_json_alone_is_on_standard_output(model_folder: str, capsys: pytest.Capt
 def test_the_same_command_goes_on_and_another_load_starts_anew(
     model_folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = run(model_folder, SCRIPT, "--budget", "15s")
+    first = run(model_folder, SCRIPT, "--budget", "60s")
     assert len(first.ran) > 1
     assert run(model_folder, SCRIPT).ran == []
     assert "trials of an earlier run are kept" in capsys.readouterr().err

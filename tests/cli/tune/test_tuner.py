@@ -13,8 +13,9 @@ import pytest
 
 from headrace.cli.tune.knobs import KNOBS, trials_of
 from headrace.cli.tune.record import Journal, Result, Trial
+from headrace.cli.tune.report import Report, rich_table
 from headrace.cli.tune.trial import Traffic, changed
-from headrace.cli.tune.tuner import Outcome, Tuner, gain, parse_seconds
+from headrace.cli.tune.tuner import AGAIN, Outcome, Tuner, gain, parse_seconds
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, HeadraceError
 from headrace.model_config import ModelConfig
@@ -68,9 +69,9 @@ def test_the_plan_runs_first_and_the_winners_together_last(bench: Bench) -> None
     together = of(max_num_batched_tokens=16384, max_num_seqs=512)
     bench.run.script = {SMALL.id: 1100.0, LARGE.id: 1200.0, FEW.id: 1050.0, together.id: 1250.0}
     outcome = bench.tune()
-    assert bench.run.ran == [{}, *(trial.changes for trial in TRIALS), together.changes]
+    assert bench.run.ran == [{}, *(trial.changes for trial in TRIALS), together.changes, {}]
     assert outcome.best.trial == together
-    assert (outcome.left, outcome.together) == (0, True)
+    assert (outcome.left, outcome.together, outcome.weighed) == (0, True, True)
 
 
 def test_winners_that_do_worse_together_leave_the_best_alone(bench: Bench) -> None:
@@ -83,6 +84,34 @@ def test_gains_within_the_noise_are_none(bench: Bench) -> None:
     outcome = bench.tune()
     assert outcome.best is outcome.plan
     assert len(bench.run.ran) == 5
+
+
+def test_what_only_chance_made_better_than_the_plan_loses_to_its_second_run(bench: Bench) -> None:
+    bench.run.script = {LARGE.id: 1060.0, AGAIN.id: 1050.0}
+    outcome = bench.tune()
+    assert outcome.best is outcome.plan
+    assert outcome.plan.trial == AGAIN
+    assert [result.trial for result in outcome.results][-1] == of()
+    bench.tune()
+    assert len(bench.run.ran) == 6
+    report = Report(outcome, "throughput", "a model", "a load")
+    assert report.verdict() == "Nothing beats both runs of the plan by more than noise (2%): serve keeps it."
+    bench.run.script = {}
+    assert len(rich_table(report).rows) == 6
+
+
+def test_a_second_run_of_the_plan_that_fails_changes_nothing(bench: Bench) -> None:
+    bench.run.script = {LARGE.id: 1060.0, AGAIN.id: "CUDA out of memory"}
+    outcome = bench.tune()
+    assert outcome.best.trial == LARGE
+    assert outcome.plan.trial == of()
+
+
+def test_where_there_is_no_time_for_it_that_is_said(bench: Bench) -> None:
+    bench.run.script = {of(max_num_seqs=512).id: 1100.0}
+    bench.run.before = lambda trial: setattr(bench.clock, "now", bench.clock.now + 15 * (trial == EAGER))
+    outcome = bench.tune(budget=66.0)
+    assert (outcome.best.trial, outcome.weighed) == (FEW, False)
 
 
 def test_a_knob_kept_out_is_measured_last_and_never_wins(bench: Bench) -> None:
@@ -121,8 +150,8 @@ def test_a_budget_that_ends_early_leaves_what_was_measured(bench: Bench) -> None
 
 def test_time_is_kept_for_the_winners_together(bench: Bench) -> None:
     bench.run.script = {SMALL.id: 1100.0, LARGE.id: 1200.0, FEW.id: 1100.0}
-    outcome = bench.tune(budget=50.0)
-    assert bench.run.ran[-1] == LARGE.changes | FEW.changes
+    outcome = bench.tune(budget=60.0)
+    assert bench.run.ran[-2:] == [LARGE.changes | FEW.changes, {}]
     assert (outcome.left, outcome.together) == (1, True)
 
 
