@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from headrace.kernels._triton import DEVICE_FAMILY, next_power_of_2, overlap, tl, triton, wait_for_inputs
+from headrace.kernels._triton import DEVICE_FAMILY, launch, next_power_of_2, overlap, tl, triton, wait_for_inputs
 from headrace.kernels.attention_config import MAX_SPLITS, AttentionConfig, AttentionPlan, plan_attention
 from headrace.kernels.fp8_cache import as_float16, split_pairs
 
@@ -371,20 +371,24 @@ def _run(
             out, q, kv_cache, block_table, rows, query_start_loc, seq_lens, qk_scale, first_req, end_req, tiles, config
         )
         return
-    _attention_kernel[(num_kv_heads, tiles, splits)](
+    arguments = (
         out, parts, lse, q, kv_cache, block_table, rows, query_start_loc, seq_lens, kv_scale, qk_scale,
         window or 0, kv_cache.shape[1], block_table.stride(0), first_req, end_req,
         (end_req - first_req - 1).bit_length(),
+    )  # fmt: skip
+    constants = dict(
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, GROUP=num_heads // num_kv_heads,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_SIZE=kv_cache.shape[2], DECODE=decode,
         WINDOWED=window is not None, QUANTIZED=quantized,
         num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=config.fp_fusion, **overlap(),
     )  # fmt: skip
+    launch(_attention_kernel, (num_kv_heads, tiles, splits), arguments, constants)
     if splits > 1:
-        _combine_kernel[((num_tokens - first_req) * num_heads,)](
-            out[first_req:], parts[first_req:], lse[first_req:], splits,
-            HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_S=COMBINED, MAX_SPLITS=MAX_SPLITS, num_warps=4, **overlap(),
-        )  # fmt: skip
+        combined = (out[first_req:], parts[first_req:], lse[first_req:], splits)
+        constants = dict(
+            HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_S=COMBINED, MAX_SPLITS=MAX_SPLITS, num_warps=4, **overlap()
+        )
+        launch(_combine_kernel, ((num_tokens - first_req) * num_heads, 1, 1), combined, constants)
 
 
 def paged_attention_reference(

@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from headrace.kernels._triton import launch
 from headrace.kernels.attention_config import AttentionConfig
 
 async_load = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared  # Triton 3.6 and 3.7
@@ -253,9 +254,13 @@ def prefill_attention(
     num_blocks, block_size, num_kv_heads = kv_cache.shape[1:4]
     box, width = [min(block_size, config.block_n), COLUMNS], num_kv_heads * head_dim
     cache = TensorDescriptor(kv_cache, [2 * num_blocks * block_size, width], [width, 1], box, BOX_LAYOUT)
-    _prefill_kernel[(num_kv_heads, tiles)](
+    arguments = (
         out, q, cache, block_table, rows, query_start_loc, seq_lens, qk_scale,
         num_blocks, block_table.stride(0), first_req, end_req, (end_req - first_req - 1).bit_length(),
-        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, GROUP=num_heads // num_kv_heads, BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n, BLOCK_SIZE=block_size, STAGES=config.num_stages, num_warps=4,
     )  # fmt: skip
+    constants = {
+        "NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim, "GROUP": num_heads // num_kv_heads,
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_SIZE": block_size, "STAGES": config.num_stages,
+        "num_warps": 4,
+    }  # fmt: skip
+    launch(_prefill_kernel, (num_kv_heads, tiles, 1), arguments, constants)

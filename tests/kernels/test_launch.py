@@ -1,0 +1,32 @@
+"""A kernel whose like was launched before is given the same arguments, without Triton looking at them again."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.config import child_environment
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", name="found")
+def run():
+    pytest.importorskip("triton", reason="launching needs Triton")
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.launches"]
+    done = subprocess.run(command, capture_output=True, text=True, env=child_environment(), cwd=ROOT, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def test_a_second_launch_is_given_what_the_first_was(found):
+    assert len(found["first"]) == 2  # attention in parts, and what puts them together
+    assert found["again"] == found["first"]
+
+
+def test_another_alignment_and_another_type_are_other_kernels(found):
+    assert found["elsewhere"] == found["first"]
+    assert [launch[:3] for launch in found["other"]] == [launch[:3] for launch in found["first"]]
+    assert found["kernels"] == [1, 3, 6]
