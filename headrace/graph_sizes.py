@@ -6,10 +6,12 @@ Planner and ranks count with the same; nothing here captures.
 from __future__ import annotations
 
 MOST_TOKENS = 512
-"""Steps with prompts in them are captured up to here: a larger one computes for longer than it takes to launch."""
-MOST_TOKENS_FP8 = 2048
-"""... and up to here, in pieces, where linears are fp8: twice the launches for half the work (H200, 8B: the host takes
-24 ms to launch a step, which the GPU has done in 12.4 at 1024 tokens)"""
+"""Steps with prompts in them are captured up to here, or further in pieces where a layer is small"""
+MOST_IN_PIECES = 2048
+LAUNCHED = 1.2e11
+"""Tokens times weights of a layer: with more of them it computes for longer than it takes to launch. (H200: of an 8B in
+bf16 both take 14 ms at 600 tokens; of Qwen3-30B-A3B 36 at 2048; in fp8 a step takes 24 ms to launch, and to compute at
+1800 tokens)"""
 FULL_GRAPH_BYTES = 1 << 20
 """What the driver keeps of one graph of a whole step, beside the pool (H200: 35 took 41 MiB, pool included)"""
 PIECE_BYTES = 1 << 16
@@ -18,9 +20,12 @@ WORKSPACE_BYTES = 64 << 20
 """... and what the matrix libraries take once more on the stream of the captures"""
 
 
-def most_mixed_tokens(kind: str, fp8: bool) -> int:
-    """of a captured step with prompts in it; `kind`: full or piecewise"""
-    return MOST_TOKENS_FP8 if fp8 and kind == "piecewise" else MOST_TOKENS
+def most_in_pieces(layer_weights: float, fp8: bool) -> int:
+    """Tokens of the largest step with prompts in it that is captured in pieces. `layer_weights`: what a token is
+    multiplied with in a layer, on one rank; `fp8`: linears are, so that they compute in half the time and take twice
+    the launches."""
+    tokens = LAUNCHED * (4 if fp8 else 1) / max(1.0, layer_weights)
+    return max(MOST_TOKENS, int(min(MOST_IN_PIECES, tokens)) // 64 * 64)
 
 
 def capture_sizes(largest: int) -> list[int]:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from headrace.config import GRAPH_MODES
 from headrace.graph_sizes import (
     FULL_GRAPH_BYTES,
+    MOST_TOKENS,
     PIECE_BYTES,
     WORKSPACE_BYTES,
     capture_sizes,
-    most_mixed_tokens,
+    most_in_pieces,
 )
 from headrace.planner.checkpoint_format import bytes_per_weight as bytes_per_weight
 from headrace.planner.chips import GIB, Chip
@@ -375,9 +376,10 @@ def _graph_bytes(
         kinds = len({decode, other} - {"none"})
         return kinds * VLLM_GRAPH_SIZES * num_layers * VLLM_GRAPH_LAYER
     full = capture_sizes(seqs) if decode == "full" else []
-    pieces = set(capture_sizes(min(most_mixed_tokens(other, fp8), tokens)) if other == "piecewise" else [])
+    weights = sum(group.active_weights for group in shape.groups) / shape.num_layers / parallel.tp
+    pieces = set(capture_sizes(min(most_in_pieces(weights, fp8), tokens)) if other == "piecewise" else [])
     pieces |= set(capture_sizes(seqs) if decode == "piecewise" else [])
-    mixed = capture_sizes(min(most_mixed_tokens(other, fp8), tokens)) if other == "full" else []
+    mixed = capture_sizes(min(MOST_TOKENS, tokens)) if other == "full" else []
     widths = (seqs + 1).bit_length()
     most = max([*full, *pieces, *mixed], default=0)
     pool = _step_bytes(shape, parallel, most, seqs, engine, sampling=False)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headrace.attention.metadata import AttentionMetadata
 from headrace.config import GRAPH_MODES
-from headrace.graph_sizes import MOST_TOKENS, capture_sizes, most_mixed_tokens
+from headrace.graph_sizes import MOST_TOKENS, capture_sizes
 from headrace.runner.input_batch import Batch
 from headrace.runner.memory import first_line, is_out_of_memory
 from headrace.runner.pending import Notes
@@ -44,16 +44,18 @@ class GraphSettings:
 
     @staticmethod
     def of(
-        compilation_config: dict[str, Any], max_num_seqs: int, max_tokens: int, max_model_len: int, fp8: bool = False
-    ) -> GraphSettings | None:
-        """`compilation_config` is resolved by the planner; `fp8`: linears are. None: nothing is captured."""
+        compilation_config: dict[str, Any], max_num_seqs: int, max_tokens: int, max_model_len: int,
+        most_in_pieces: int = MOST_TOKENS,
+    ) -> GraphSettings | None:  # fmt: skip
+        """`compilation_config` is resolved by the planner. None: nothing is captured."""
         decode, other = GRAPH_MODES[compilation_config["cudagraph_mode"]]
         if decode == other == "none":
             return None
         sizes = compilation_config.get("cudagraph_capture_sizes")
         most = compilation_config.get("max_cudagraph_capture_size")
         decode_sizes = sizes or capture_sizes(max_num_seqs)
-        other_sizes = sizes or capture_sizes(min(most or most_mixed_tokens(other, fp8), max_tokens))
+        worthwhile = most_in_pieces if other == "piecewise" else MOST_TOKENS
+        other_sizes = sizes or capture_sizes(min(most or worthwhile, max_tokens))
         return GraphSettings(
             decode,
             other,

@@ -15,13 +15,13 @@ from headrace.attention.table import load_backend, select_backend
 from headrace.config import EngineConfig
 from headrace.distributed.mesh import init_mesh
 from headrace.errors import OutOfMemoryError
+from headrace.graph_sizes import most_in_pieces
 from headrace.kernels.table import select_kernels
 from headrace.layers.context import LayerContext
-from headrace.layers.linear import Linear
 from headrace.model_config import ModelConfig
 from headrace.models.loader import load_model
 from headrace.models.registry import attention_spec
-from headrace.quantization.fp8 import Fp8
+from headrace.models.size import has_fp8_linears, multiplied_weights
 from headrace.runner.cuda_graph import GraphSettings
 from headrace.runner.kernel_checks import Subject, kernel_checks
 from headrace.runner.kv_cache import KVCacheShape, cache_dtype
@@ -164,7 +164,9 @@ class Worker:
             return None
         return GraphSettings.of(
             self.config.compilation_config, limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len,
-            fp8=any(isinstance(layer.scheme, Fp8) for layer in self.model.modules() if isinstance(layer, Linear)),
+            most_in_pieces(
+                multiplied_weights(self.model) / self.model_config.num_layers, has_fp8_linears(self.model)
+            ),
         )  # fmt: skip
 
     def _measure(self) -> WorkerFacts:

@@ -18,7 +18,7 @@ from headrace.config import GRAPH_MODES, EngineConfig
 from headrace.distributed.mesh import Mesh
 from headrace.engine.core import EngineCore
 from headrace.engine.messages import CoreFacts
-from headrace.graph_sizes import capture_sizes
+from headrace.graph_sizes import capture_sizes, most_in_pieces
 from headrace.layers.context import LayerContext
 from headrace.model_config import ModelConfig
 from headrace.models.loader import load_model
@@ -374,8 +374,8 @@ def test_sizes() -> None:
     assert capture_sizes(512)[-3:] == [448, 480, 512]
     assert capture_sizes(1000)[-2:] == [960, 1000]
 
-    def of(tokens: int = 8192, fp8: bool = False, **given: object) -> GraphSettings:
-        settings = GraphSettings.of({"cudagraph_mode": "FULL_AND_PIECEWISE", **given}, 100, tokens, 4096, fp8)
+    def of(tokens: int = 8192, pieces: int = 512, **given: object) -> GraphSettings:
+        settings = GraphSettings.of({"cudagraph_mode": "FULL_AND_PIECEWISE", **given}, 100, tokens, 4096, pieces)
         assert settings is not None
         return settings
 
@@ -383,14 +383,30 @@ def test_sizes() -> None:
     assert of().other_sizes[-1] == 512
     assert of().most_tokens == 512
     assert of(200).other_sizes[-1] == 200
-    assert of(fp8=True).other_sizes[-2:] == (1984, 2048)
-    assert of(fp8=True, cudagraph_mode="FULL").other_sizes[-1] == 512
-    assert of(fp8=True).rehearsals[1] == (1, 512)
+    assert of(pieces=2048).other_sizes[-2:] == (1984, 2048)
+    assert of(pieces=2048, cudagraph_mode="FULL").other_sizes[-1] == 512
+    assert of(pieces=2048).rehearsals[1] == (1, 512)
     assert of(cudagraph_capture_sizes=[2, 64, 1000]).decode_sizes == (2, 64)
     assert of(cudagraph_capture_sizes=[2, 64, 1000]).other_sizes == (2, 64, 1000)
     assert of(max_cudagraph_capture_size=16).decode_sizes == (1, 2, 4, 8, 16)
     assert of(max_cudagraph_capture_size=1024).other_sizes[-1] == 1024
     assert GraphSettings.of({"cudagraph_mode": "NONE"}, 100, 8192, 4096) is None
+
+
+@pytest.mark.parametrize(
+    ("layer_weights", "fp8", "most"),
+    [
+        (218e6, False, 512),
+        (218e6, True, 2048),
+        (57e6, False, 2048),
+        (109e6, False, 1088),
+        (855e6, True, 512),
+        (0, False, 2048),
+    ],
+)
+def test_smaller_layers_are_captured_up_to_larger_steps(layer_weights: float, fp8: bool, most: int) -> None:
+    """An 8B, whole and on two ranks, Qwen3-30B-A3B, a 70B"""
+    assert most_in_pieces(layer_weights, fp8) == most
 
 
 def test_what_is_padded_to_what() -> None:
