@@ -141,7 +141,7 @@ def _consume(
 
     row_position = seq_len - query_len + first_query + (FIRST_LANE + gl.arange(0, ROWS, layout=ROW)) // GROUP
     first_position = seq_len - query_len + first_query + FIRST_LANE // GROUP
-    whole = gl.minimum((first_position + 1) // BLOCK_N, tiles - 1)  # tiles that every row sees: no masks
+    whole = gl.minimum(gl.maximum(first_position + 1, 0) // BLOCK_N, tiles - 1)  # tiles that every row sees: no masks
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
     hopper.mbarrier.wait(key_full.index(0), 0)
     scores = hopper.warpgroup_mma(q, keys.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
