@@ -44,7 +44,7 @@ REPORTED = {
 PARTS_REPORTED = {
     # weights, tables, activations, graphs, libraries, left for the KV cache
     "llama-3.1-8b": (16_060_522_496, 695_536_640, 895_334_400, 422_645_760, 1_256_194_048, 115_768_658_944),
-    "qwen3-30b-a3b": (61_064_245_248, 270_828_032, 1_027_861_504, 333_822_464, 1_124_073_472, 71_278_061_568),
+    "qwen3-30b-a3b": (61_064_245_248, 270_827_520, 1_027_861_504, 594_775_040, 1_191_182_336, 70_950_000_640),
 }
 
 
@@ -64,7 +64,7 @@ def test_kv_tokens_are_those_that_an_h200_reported() -> None:
 
 @pytest.mark.parametrize("name", PARTS_REPORTED)
 def test_every_part_is_what_an_h200_reported(name: str) -> None:
-    """Within 3% or 100 MB of what `serve` without flags said on 2026-11-21."""
+    """Within 3% or 100 MB of what `serve` without flags said on 2026-11-21 (8B) and 22."""
     found = memory_map(find_model(name), H200, ONE)
     predicted = (found.weight_bytes, found.tables, found.activations, found.graphs, found.reserve, found.kv_pool)
     nearness = (0, 20e6, 20e6, 1e6, 100e6, 100e6)  # libraries, their workspaces and the driver are guesses
