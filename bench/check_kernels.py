@@ -1,12 +1,10 @@
-"""Checks every Triton kernel against its reference on a GPU, and times the ones that matter.
+"""Checks every Triton kernel against its reference on a GPU.
 
-    python bench/check_kernels.py                       check all, then time
-    python bench/check_kernels.py --check --shard 2/8   only that share of the checks (they are mostly compiling)
-    python bench/check_kernels.py --time                only time, against torch's attention
-    python bench/check_kernels.py --tune                time other attention configurations than the table's
+    python bench/check_kernels.py               all, a process a core: they are mostly compiling
+    python bench/check_kernels.py --shard 2/8   only that share
 
 Inputs are random and fresh, outputs are poisoned with NaN, errors are ||out - ref|| / ||ref|| against fp32 arithmetic
-on the same inputs. Timings are medians of graph replays that walk through more memory than the L2 cache holds.
+on the same inputs. How long kernels take is time_kernels.py's business.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from graph_timing import graph_seconds
 from torch import Tensor
 
 from headrace.kernels._triton import DEVICE_FAMILY, fp8_dtype
@@ -35,8 +32,6 @@ from headrace.kernels.attention import (
 from headrace.kernels.attention_config import (
     COPY_ENGINE_PREFILL,
     SMALLEST_BOX,
-    AttentionConfig,
-    AttentionPlan,
     plan_attention,
 )
 from headrace.kernels.moe import Experts
@@ -373,205 +368,17 @@ def run_checks(shard: int, of: int) -> bool:
 def run_all_checks() -> bool:
     """One process a core: what takes long is compiling each kernel for each shape, on the host."""
     of = min(16, len(os.sched_getaffinity(0)))
-    command = [sys.executable, __file__, "--check", "--shard"]
+    command = [sys.executable, __file__, "--shard"]
     shards = [subprocess.Popen([*command, f"{shard}/{of}"]) for shard in range(of)]
     codes = [shard.wait() for shard in shards]
     return not any(codes)
 
 
-# --- timing -----------------------------------------------------------------------------------------------------------
-
-
-def graph_time(calls: list[Callable[[], object]], repeats: int = 15) -> float:
-    """Median microseconds of one call, from replays of a graph of all `calls`."""
-    return graph_seconds(calls, repeats) * 1e6
-
-
-def decode_calls(
-    batch: int, context: int, heads: tuple[int, int, int], block_size: int, max_len: int | None = None,
-    change: Callable[[AttentionPlan], AttentionPlan] = lambda plan: plan,
-) -> tuple[list[Callable[[], object]], int]:  # fmt: skip
-    """(calls over caches that together overflow the L2, bytes of K and V a call reads)"""
-    size = 2 * batch * context * heads[1] * heads[2] * 2
-    q, cache, table, rows, starts, lengths = attention_inputs(
-        [1] * batch, [context] * batch, heads, block_size, torch.bfloat16
-    )
-    caches = [cache, *(cache.clone() for _ in range(min(31, int(3e8 / size))))]
-    longest = max_len or context
-    plan = change(plan_attention(batch, batch, batch, longest, *heads, 2, DEVICE_FAMILY, multiprocessor_count(DEVICE)))
-    calls = [
-        partial(paged_attention, q, c, table, rows, starts, lengths, heads[2] ** -0.5, 1, longest, None, None, plan)
-        for c in caches
-    ]
-    return [call for _ in range(max(1, 8 // len(calls))) for call in calls], size
-
-
-def prefill_call(
-    batch: int, length: int, heads: tuple[int, int, int], change: Callable[[AttentionPlan], AttentionPlan] = lambda p: p
-) -> Callable[[], object]:
-    inputs = attention_inputs([length] * batch, [length] * batch, heads, 16, torch.bfloat16)
-    plan = change(
-        plan_attention(
-            batch, batch * length, 0, length, *heads, 2, DEVICE_FAMILY, multiprocessor_count(DEVICE)
-        )
-    )  # fmt: skip
-    return partial(paged_attention, *inputs, heads[2] ** -0.5, length, length, None, None, plan)
-
-
-def torch_prefill_call(batch: int, length: int, heads: tuple[int, int, int], backend: object) -> Callable[[], object]:
-    from torch.nn.attention import sdpa_kernel
-
-    q = randn(batch, heads[0], length, heads[2], dtype=torch.bfloat16)
-    k, v = (randn(batch, heads[1], length, heads[2], dtype=torch.bfloat16) for _ in range(2))
-
-    def call() -> Tensor:
-        with sdpa_kernel(backend):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-    return call
-
-
-LLAMA_8B = (32, 8, 128)
-
-
-def time_all() -> None:
-    from torch.nn.attention import SDPBackend
-
-    source, target = (torch.randn(2**29, device=DEVICE) for _ in range(2))
-    spent = graph_time([partial(torch.add, source, 1.0, out=target)])
-    print(f"device read and write: {2 * 2**31 / spent / 1e3:.0f} GB/s")
-    source = target = None
-    print("decode, Hq 32, Hkv 8, D 128, bf16, block 16: us a layer, GB/s of K and V read")
-    for context in (512, 4096, 32768):
-        cells = []
-        for batch in (1, 8, 32, 128):
-            calls, size = decode_calls(batch, context, LLAMA_8B, 16)
-            spent = graph_time(calls)
-            cells.append(f"batch {batch}: {spent:8.1f} us {size / spent / 1e3:6.0f} GB/s")
-            del calls
-        print(f"  context {context:6d}  " + "   ".join(cells))
-    calls, size = decode_calls(1, 512, LLAMA_8B, 16, max_len=131072)
-    print(f"  batch 1, context 512 in a graph for 131072: {graph_time(calls):.1f} us")
-    for block_size in (1, 64):
-        calls, size = decode_calls(32, 4096, LLAMA_8B, block_size)
-        spent = graph_time(calls)
-        print(f"  batch 32, context 4096, block {block_size}: {spent:.1f} us {size / spent / 1e3:.0f} GB/s")
-    print("prefill, causal, bf16: TFLOP/s")
-    for batch, length in ((1, 2048), (8, 2048), (1, 8192)):
-        work = 2 * batch * length * length * LLAMA_8B[0] * LLAMA_8B[2] / 1e6
-        cells = [f"ours {work / graph_time([prefill_call(batch, length, LLAMA_8B)]):.0f}"]
-        for name, backend in (("cuDNN", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
-            try:
-                spent = graph_time([torch_prefill_call(batch, length, LLAMA_8B, backend)])
-                cells.append(f"torch {name} {work / spent:.0f}")
-            except RuntimeError as problem:
-                cells.append(f"torch {name} unavailable ({str(problem)[:60]})")
-        print(f"  {batch} x {length}: " + ", ".join(cells))
-    time_small()
-
-
-def time_small() -> None:
-    print("other kernels, bf16, Llama-8B shapes: us at 1 / 64 / 8192 tokens (GB/s at 8192)")
-    weight = randn(4096, dtype=torch.bfloat16)
-
-    def norm(tokens: int) -> Callable[[], object]:
-        return partial(TRITON_KERNELS.rms_norm, randn(tokens, 4096, dtype=torch.bfloat16), weight, 1e-5)
-
-    def silu(tokens: int) -> Callable[[], object]:
-        return partial(TRITON_KERNELS.silu_and_mul, randn(tokens, 28672, dtype=torch.bfloat16))
-
-    for make, elements in ((norm, 2 * 4096), (silu, 3 * 14336), (rotary_call, 2 * 6144)):
-        cells = []
-        for tokens in (1, 64, 8192):
-            spent = graph_time([make(tokens)] * 10)
-            cells.append(f"{spent:.1f}")
-        print(f"  {make.__name__}: {' / '.join(cells)} us ({8192 * elements * 2 / spent / 1e3:.0f} GB/s)")
-    for rows in (1, 64, 256):
-        logits = randn(rows, 128256, dtype=torch.bfloat16)
-        state = (torch.ones(rows, device=DEVICE), *(torch.arange(rows, device=DEVICE) for _ in range(2)))
-        spent = graph_time([partial(TRITON_KERNELS.gumbel_argmax, logits, *state)] * 4)
-        print(f"  {rows} x 128256: gumbel_argmax {spent:.1f} us, filter_floor: " + ", ".join(filter_times(rows)))
-
-
-def filter_times(rows: int) -> Iterator[str]:
-    """random logits (no model's are as flat), then such as models have: few tokens hold most of the probability"""
-    flat = randn(rows, 128256, dtype=torch.bfloat16)
-    ones = torch.ones(rows, device=DEVICE)
-    for shape, logits in (("flat", flat), ("peaked", flat * 3)):
-        for name, k, p, min_p in (
-            ("off", 0, 1.0, 0.0), ("min_p", 0, 1.0, 0.05), ("top_k 50", 50, 1.0, 0.0), ("top_p 0.9", 0, 0.9, 0.0),
-            ("top_k 50 top_p 0.9", 50, 0.9, 0.0), ("top_k 5000 top_p 0.9", 5000, 0.9, 0.0),
-        ):  # fmt: skip
-            if shape == "flat" or "p 0.9" in name:
-                call = partial(TRITON_KERNELS.filter_floor, logits, ones, (ones * k).int(), ones * p, ones * min_p)
-                yield f"{shape} {name} {graph_time([call] * 4):.1f} us"
-
-
-def rotary_call(tokens: int) -> Callable[[], object]:
-    q, k, v = randn(tokens, 48, 128, dtype=torch.bfloat16).split((32, 8, 8), dim=1)
-    cos_sin = torch.rand(8192, 128, device=DEVICE)
-    slots = torch.arange(tokens, device=DEVICE)
-    cache = randn(2, tokens // 16 + 1, 16, 8, 128, dtype=torch.bfloat16)
-    return partial(TRITON_KERNELS.rotary_and_cache, q, k, v, cos_sin, slots.clone(), cache, slots)
-
-
-def tune() -> None:
-    decode = itertools.product((16,), (32, 64), (1, 2), (3, 4, 5))
-    shapes = ((1, 4096), (1, 32768), (8, 4096), (32, 4096), (128, 512), (128, 4096))
-    print(f"decode GB/s at (batch, context): {shapes}")
-    made = {shape: decode_calls(*shape, LLAMA_8B, 16) for shape in shapes}
-    rows = []
-    for block_m, block_n, warps, stages in decode:
-        for wanted in (2, 4, 8):
-            cells = []
-            for shape in shapes:
-                programs = shape[0] * LLAMA_8B[1]
-                splits = 1 << max(0, -(-wanted * multiprocessor_count(DEVICE) // programs) - 1).bit_length()
-                splits = max(1, min(splits, 64, shape[1] // (block_n * 2)))
-                config = AttentionConfig(block_m, block_n, warps, stages)
-                calls, size = made[shape]
-                plan = replace(calls[0].args[-1], decode=config, decode_splits=splits)
-                try:
-                    spent = graph_time([partial(c.func, *c.args[:-1], plan) for c in calls], repeats=5)
-                    cells.append(size / spent / 1e3)
-                except Exception as problem:
-                    cells.append(0.0)
-                    print(config, type(problem).__name__, str(problem)[:80])
-            rows.append((sum(cells), (block_m, block_n, warps, stages), wanted, [round(c) for c in cells]))
-    for row in sorted(rows, reverse=True)[:20]:
-        print("  ", *row[1:])
-    print("prefill TFLOP/s at 1 x 2048, 8 x 2048")
-    for block_m, block_n, warps, stages in (
-        (128, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 2), (256, 64, 8, 3), (256, 64, 16, 2), (256, 64, 16, 3),
-        (256, 64, 16, 4), (256, 128, 16, 2), (256, 32, 16, 4),
-    ):  # fmt: skip
-        config = AttentionConfig(block_m, block_n, warps, stages)
-        cells = []
-        for batch in (1, 8):
-            tiles = batch * 2048 // (block_m // 4) + batch
-            try:
-                call = prefill_call(batch, 2048, LLAMA_8B, partial(replace, prefill=config, prefill_tiles=tiles))
-                cells.append(f"{2 * batch * 2048**2 * 4096 / 1e6 / graph_time([call]):.0f}")
-            except Exception as problem:
-                cells.append(f"{type(problem).__name__} {str(problem)[:60]}")
-        print("  ", (block_m, block_n, warps, stages), *cells)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--time", action="store_true")
-    parser.add_argument("--tune", action="store_true")
     parser.add_argument("--shard", help="I/N: every N-th check from the I-th; default: all, a process a core")
     options = parser.parse_args()
-    everything = not (options.check or options.time or options.tune)
-    good = True
-    if options.check or everything:
-        good = run_checks(*map(int, options.shard.split("/"))) if options.shard else run_all_checks()
-    if options.time or everything:
-        time_all()
-    if options.tune:
-        tune()
+    good = run_checks(*map(int, options.shard.split("/"))) if options.shard else run_all_checks()
     return 0 if good else 1
 
 

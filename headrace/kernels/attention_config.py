@@ -79,7 +79,7 @@ SMALLEST_BOX = 8
 WIDEST_HEAD = 256
 MAX_SPLITS = 64
 PROGRAMS_PER_SM = 4
-"""Programs wanted: several are resident at once, and lengths are ragged. (Measured on H200: bench/check_kernels.py)"""
+"""Programs wanted: several are resident at once, and lengths are ragged. (Measured on H200: bench/time_kernels.py)"""
 TILES_PER_SPLIT = 2
 """Fewest tiles of keys worth a program of their own."""
 
