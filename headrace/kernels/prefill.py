@@ -1,8 +1,8 @@
 """Attention of prompts on NVIDIA GPUs of compute capability 9.0, after FlashAttention-3 (arXiv 2407.08608): one warp
 asks the copy engine for keys and values out of the paged cache, two groups of warps multiply, each for its own rows,
-and the scores of the next tile are on their way while the softmax of this one is computed.
+and a tile's weights are multiplied with its values while the softmax of the next tile is computed.
 
-Written in Gluon, as Triton orders such loops otherwise: 290 -> 400 TFLOP/s. What kernels/attention.py does beside
+Written in Gluon, as Triton orders such loops otherwise: 290 -> 460 TFLOP/s. What kernels/attention.py does beside
 (windows, fp8 caches, splits, other GPUs) it leaves to that.
 """
 
@@ -87,8 +87,8 @@ def _attend(
     q, acc, weights, row_max, row_sum, first, last, tiles, keys, values, key_full, key_free, value_full, value_free,
     qk_scale, row_position, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Tiles last - 1 down to first. The products of a tile's weights wait until the next tile's scores are asked for:
-    `weights` are of the tile before."""
+    """Tiles last - 1 down to first. A tile's weights meet its values when the next tile's scores have been asked for:
+    `weights` come in of the tile before, and go out of the last one."""
     STAGES: gl.constexpr = keys.shape[0]
     BLOCK_N: gl.constexpr = keys.shape[1]
     ROWS: gl.constexpr = q.shape[0]
