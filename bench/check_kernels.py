@@ -292,6 +292,7 @@ ROTARY_SHAPES = (
 )
 ATTENTION_SHAPES = (
     (32, 8, 128),
+    (28, 4, 128),
     (8, 8, 64),
     (8, 1, 64),
     (8, 8, 128),
@@ -327,9 +328,9 @@ def checks() -> Iterator[Check]:
             for tokens in (1, 2, 7, 16, 40, 129, 1100):
                 label = f"experts {sizes} x {tokens} {name}"
                 yield label, partial(check_experts, tokens, sizes, sizes[0] < 100, dtype), 2 * limit
-        for heads in ATTENTION_SHAPES:
+        for number, heads in enumerate(ATTENTION_SHAPES):
             for kind in ("decode", "prefill", "chunk", "mixed"):
-                size = {"decode": 32, "prefill": 64, "chunk": 1, "mixed": 16}[kind]
+                size = 1 if kind == "chunk" else (16, 32, 64)[(number + len(kind)) % 3]
                 window = 77 if kind in ("chunk", "decode") and heads in ((32, 8, 128), (12, 3, 80)) else None
                 label = f"attention {kind} {heads} block {size} window {window} {name}"
                 yield label, partial(check_attention, kind, heads, size, window, dtype), limit

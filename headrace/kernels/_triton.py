@@ -70,12 +70,19 @@ def overlap() -> dict[str, bool]:
     return _OVERLAP if target.backend == "cuda" and target.arch >= 90 else _NO_OVERLAP
 
 
+def _told(tensor: torch.Tensor) -> tuple[torch.dtype, int, bool]:
+    """What Triton compiles a kernel for, of a tensor."""
+    small = DEVICE_FAMILY == "hip" and tensor.untyped_storage().size() < 2**31
+    return tensor.dtype, tensor.data_ptr() % 16, small
+
+
 _LAUNCHED: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
     """kernel[grid](*args, **keywords), in a third of the host's time where its like was launched before: Triton looks
-    at each argument every time, while here the types of all and the alignment of tensors tell.
+    at each argument every time, while here the types of all tell, and of tensors the alignment, and on AMD's GPUs
+    whether their memory can be addressed with 31 bits.
 
     For kernels all of whose integers are `do_not_specialize`. `args`, of which the first is a tensor, come before what
     `keywords` names in the kernel's signature.
@@ -84,7 +91,7 @@ def launch(kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], keywo
         id(kernel),
         args[0].device,
         *keywords.values(),
-        *[(arg.dtype, arg.data_ptr() % 16) if isinstance(arg, torch.Tensor) else type(arg) for arg in args],
+        *[_told(arg) if isinstance(arg, torch.Tensor) else type(arg) for arg in args],
     )
     known = _LAUNCHED.get(key)
     if known is not None:

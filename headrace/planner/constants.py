@@ -57,7 +57,7 @@ class EngineTraits:
     graph_decodes: int
     """largest decode step that is one graph"""
     graph_tokens: int
-    """largest step with prompts whose pieces between attention calls are graphs"""
+    """largest step with prompts whose pieces between attention calls are graphs; 0: as graph_sizes.py says"""
     expert_operations: int
     """what the host starts for a layer's experts where there is no graph: kernels, buffers, Python around them"""
     host_overlap: float
@@ -67,7 +67,7 @@ class EngineTraits:
 TRAITS = {
     "headrace": EngineTraits(
         attention_kernels=4, latent_kernels=6, index_kernels=5, dense_kernels=3, expert_kernels=6,
-        quantize_kernels=1, graph_decodes=1 << 20, graph_tokens=512, expert_operations=10, host_overlap=3.0,
+        quantize_kernels=1, graph_decodes=1 << 20, graph_tokens=0, expert_operations=10, host_overlap=3.0,
     ),
     "vllm": EngineTraits(
         attention_kernels=6, latent_kernels=10, index_kernels=6, dense_kernels=4, expert_kernels=8,

@@ -21,7 +21,7 @@ from headrace.graph_sizes import (
 )
 from headrace.planner.checkpoint_format import bytes_per_weight as bytes_per_weight
 from headrace.planner.chips import GIB, Chip
-from headrace.planner.cost import UNITS, Parallel
+from headrace.planner.cost import Parallel
 from headrace.planner.shapes import AttentionShape, LayerGroup, ModelShape
 
 VOCAB_ALIGNMENT = 64
@@ -229,7 +229,8 @@ def memory_map(
     if chip.vendor != "cpu" and graph_mode != "NONE":
         num_layers = sum(count for count, _ in layers)
         limits = max_num_seqs, max_num_batched_tokens
-        graphs = _graph_bytes(shape, parallel, num_layers, graph_mode, *limits, engine, UNITS.get(form) == "fp8")
+        worthwhile = most_in_pieces(shape.multiplied_weights(form) / shape.num_layers / parallel.tp)
+        graphs = _graph_bytes(shape, parallel, num_layers, graph_mode, *limits, engine, worthwhile)
     talks = parallel.gpus > parallel.replicas and chip.vendor != "cpu"
     reserve = LIBRARIES[chip.vendor, engine] + (COMMUNICATION if talks else 0)
     usable = int(chip.memory_bytes * gpu_memory_utilization) if chip.vendor != "cpu" else chip.memory_bytes
@@ -368,16 +369,23 @@ def _step_bytes(shape: ModelShape, parallel: Parallel, tokens: int, seqs: int, e
 
 
 def _graph_bytes(
-    shape: ModelShape, parallel: Parallel, num_layers: int, mode: str, seqs: int, tokens: int, engine: str, fp8: bool
+    shape: ModelShape,
+    parallel: Parallel,
+    num_layers: int,
+    mode: str,
+    seqs: int,
+    tokens: int,
+    engine: str,
+    worthwhile: int,
 ) -> int:
-    """headrace: what runner/profile.py expects of graphs, if all come up."""
+    """headrace: what runner/profile.py expects of graphs, if all come up. `worthwhile`: tokens of the largest step that
+    is captured in pieces."""
     decode, other = GRAPH_MODES[mode]
     if engine == "vllm":
         kinds = len({decode, other} - {"none"})
         return kinds * VLLM_GRAPH_SIZES * num_layers * VLLM_GRAPH_LAYER
     full = capture_sizes(seqs) if decode == "full" else []
-    weights = sum(group.active_weights for group in shape.groups) / shape.num_layers / parallel.tp
-    pieces = set(capture_sizes(min(most_in_pieces(weights, fp8), tokens)) if other == "piecewise" else [])
+    pieces = set(capture_sizes(min(worthwhile, tokens)) if other == "piecewise" else [])
     pieces |= set(capture_sizes(seqs) if decode == "piecewise" else [])
     mixed = capture_sizes(min(MOST_TOKENS, tokens)) if other == "full" else []
     widths = (seqs + 1).bit_length()

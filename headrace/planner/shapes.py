@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from headrace.errors import ConfigError, UnsupportedModelError
+from headrace.graph_sizes import FP8_WEIGHT
 from headrace.model_config import Fields, ModelConfig, num_layers
 from headrace.models.registry import MODELS, ModelEntry
 from headrace.planner.checkpoint_format import PARTS, bytes_per_weight, holds_kv_scales, read_format
@@ -120,6 +121,20 @@ class ModelShape:
             return self.format_parts
         made_at_load = self.weight_format == "bf16" and weight_format in ("fp8", "ptpc_fp8")
         return ("attention", "dense") if made_at_load and engine == "headrace" else PARTS
+
+    def multiplied_weights(self, weight_format: str) -> float:
+        """What a token is multiplied with in all layers, as models/size.py counts it in the loaded model."""
+        narrow = self.parts_in(weight_format, "headrace") if weight_format in ("fp8", "ptpc_fp8") else ()
+        attention, dense, experts = (FP8_WEIGHT if part in narrow else 1.0 for part in PARTS)
+        return sum(
+            group.count
+            * (
+                attention * group.attention.weights
+                + dense * group.mlp.dense_weights
+                + experts * group.mlp.experts_per_token * group.mlp.expert_weights
+            )
+            for group in self.groups
+        )
 
     def held_in(self, dtype: str) -> ModelShape:
         """The model with what is in no format in `dtype`."""

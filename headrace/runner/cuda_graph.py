@@ -86,9 +86,11 @@ class GraphSettings:
     @property
     def rehearsals(self) -> list[tuple[int, int]]:
         """(requests, tokens) of a step of each size, by turns the next larger number of decodes and the next smaller of
-        prompt tokens, the largest that may be beside decodes first: what is likely to come up first."""
+        prompt tokens, from what may stand beside decodes, and then the larger ones: what is likely to come up first.
+        But the very largest is the first of all: the memory that its capture takes holds what the others need."""
         decodes = [(size, size) for size in self.decode_sizes] if self.decode != "none" else []
-        likely = sorted(self.other_sizes, key=lambda size: abs(size - MOST_TOKENS))
+        sizes = self.other_sizes[::-1]
+        likely = [*sizes[:1], *sorted(sizes[1:], key=lambda size: (size > MOST_TOKENS, -size))]
         others = [(-(-size // self.max_model_len), size) for size in likely if self.other != "none"]
         others = [step for step in others if step[0] < step[1] and step[0] <= self.max_num_seqs]
         turns = itertools.zip_longest(decodes, others)

@@ -5,6 +5,8 @@ From these the planner decides how much of a prompt may share a step with runnin
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 import torch
 
@@ -14,8 +16,11 @@ from headrace.step import BlockUpdate, NewRow, SchedulerOutput
 
 SIZES = (2048, 1024, 768, 512, 384, 256, 128)
 """tokens; the largest first, which loads what the others need too"""
-AHEAD_CYCLES = 30_000_000
-"""Clock cycles (15 ms) that the GPU is kept waiting while the host launches a step whose graph is not captured yet"""
+AHEAD_SECONDS = 0.015
+"""For so long the GPU is kept waiting while the host launches a step whose graph is not captured yet; longer where that
+was too short"""
+CYCLES_PER_SECOND = 2_000_000_000
+"""of a GPU's clock, about"""
 
 
 def measure_step_times(runner: ModelRunner) -> list[tuple[int, float]]:
@@ -27,25 +32,31 @@ def measure_step_times(runner: ModelRunner) -> list[tuple[int, float]]:
     """
     limits = runner.limits
     most = min(limits.max_num_batched_tokens, limits.max_num_seqs * limits.max_model_len)
-    ahead = 0 if runner.graph_settings is None else AHEAD_CYCLES
+    ahead = 0.0 if runner.graph_settings is None else AHEAD_SECONDS
     times = [(size, _milliseconds(runner, _prompts(runner, size), ahead)) for size in SIZES if size <= most]
     runner.execute(SchedulerOutput(0, [], list(range(limits.max_num_seqs)), [], [], [], [], []))
     return times[::-1]
 
 
-def _milliseconds(runner: ModelRunner, step: SchedulerOutput, ahead: int) -> float:
-    """Of the second run; the first loads kernels and fills the rows."""
+def _milliseconds(runner: ModelRunner, step: SchedulerOutput, ahead: float) -> float:
+    """Of the second run; the first loads kernels and fills the rows. Of a third where the second took longer to launch
+    than the GPU had been kept waiting."""
     runner.execute(step).result()
     step = msgspec.structs.replace(step, new_rows=[], freed_rows=[], block_updates=[])
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    if ahead:
-        torch.cuda._sleep(ahead)
-    start.record()
-    pending = runner.execute(step)
-    end.record()
-    pending.result()
-    end.synchronize()
-    return start.elapsed_time(end)
+    while True:
+        if ahead:
+            torch.cuda._sleep(int(ahead * CYCLES_PER_SECOND))
+        start.record()
+        began = time.perf_counter()
+        pending = runner.execute(step)
+        launching = time.perf_counter() - began
+        end.record()
+        pending.result()
+        end.synchronize()
+        if launching <= ahead or ahead != AHEAD_SECONDS:
+            return start.elapsed_time(end)
+        ahead = 1.5 * launching
 
 
 def _prompts(runner: ModelRunner, num_tokens: int) -> SchedulerOutput:

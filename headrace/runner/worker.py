@@ -21,7 +21,7 @@ from headrace.layers.context import LayerContext
 from headrace.model_config import ModelConfig
 from headrace.models.loader import load_model
 from headrace.models.registry import attention_spec
-from headrace.models.size import has_fp8_linears, multiplied_weights
+from headrace.models.size import multiplied_weights
 from headrace.runner.cuda_graph import GraphSettings
 from headrace.runner.kernel_checks import Subject, kernel_checks
 from headrace.runner.kv_cache import KVCacheShape, cache_dtype
@@ -164,9 +164,7 @@ class Worker:
             return None
         return GraphSettings.of(
             self.config.compilation_config, limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len,
-            most_in_pieces(
-                multiplied_weights(self.model) / self.model_config.num_layers, has_fp8_linears(self.model)
-            ),
+            most_in_pieces(multiplied_weights(self.model) / self.model_config.num_layers),
         )  # fmt: skip
 
     def _measure(self) -> WorkerFacts:

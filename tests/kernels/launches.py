@@ -1,18 +1,21 @@
-"""`python -m tests.kernels.launches`: what a launcher is given when attention runs twice over like tensors, then over a
-slice that begins elsewhere, and over another type. One JSON line: a list of [grid and arguments] for each, and how many
-kernels were compiled."""
+"""`python -m tests.kernels.launches TARGET`: what a launcher is given when attention runs twice over like tensors, then
+over a slice that begins elsewhere, over another type, and over a cache that 31 bits do not address. One JSON line: a
+list of [grid and arguments] for each, and how many kernels were compiled by then."""
 
 import json
+import sys
 
 import torch
 
 from headrace.kernels import _triton, attention
 from headrace.kernels.attention_config import plan_attention
-from tests.kernels.offline_target import OfflineDriver, compiled, use_target
+from tests.kernels.offline_target import TARGETS, OfflineDriver, compiled, use_target
 
 
 def main() -> None:
-    use_target("sm_90")
+    target = sys.argv[1]
+    use_target(target)
+    _triton.DEVICE_FAMILY = TARGETS[target][0].backend
     given: list[list[object]] = []
 
     def record(self, x, y, z, stream, function, metadata, told, enter, leave, *arguments):
@@ -20,7 +23,7 @@ def main() -> None:
 
     OfflineDriver.launcher_cls.__call__ = record
     numbers, cache = torch.zeros(64, dtype=torch.int32), torch.zeros(2, 4, 16, 2, 64, dtype=torch.bfloat16)
-    plan = plan_attention(4, 4, 4, 4096, 8, 2, 64, 2, "cuda", 132)
+    plan = plan_attention(4, 4, 4, 4096, 8, 2, 64, 2, _triton.DEVICE_FAMILY, 132)
 
     def attend(q, kv_cache):
         given.clear()
@@ -41,6 +44,8 @@ def main() -> None:
     elsewhere = attend(shifted, cache)
     other = attend(aligned.half(), cache.half())
     kernels = [before, len(compiled(attention._attention_kernel)), len(_triton._LAUNCHED)]
+    attend(aligned, torch.empty(2, 2**19, 16, 2, 64, dtype=torch.bfloat16))  # 4 GiB that nobody touches
+    kernels.append(len(compiled(attention._attention_kernel)))
     print(json.dumps({"first": first, "again": again, "elsewhere": elsewhere, "other": other, "kernels": kernels}))
 
 

@@ -18,7 +18,7 @@ from headrace.kernels import filter
 from headrace.layers import embedding
 from headrace.layers.layer import Layer
 from headrace.model_config import ModelConfig
-from headrace.models.loader import build_model
+from headrace.models.loader import attach_format, build_model
 from headrace.models.size import multiplied_weights
 from headrace.planner import memory_map as this
 from headrace.planner.catalogue import catalogue, find_model
@@ -94,7 +94,8 @@ def test_weights_are_those_of_the_layers_that_headrace_builds(name: str, tp: int
     """To the byte, on the first rank, in a model of two layers."""
     config = {**catalogue()[name].config, "num_hidden_layers": 2}
     built = ModelConfig.from_dict(config)
-    model = build_model(built, make_context(built, Mesh(Group(0, tp)), torch.bfloat16))
+    context = make_context(built, Mesh(Group(0, tp)), torch.bfloat16)
+    model = build_model(built, context)
     layers = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, Layer)]
     for _, layer in layers:
         layer.create_weights(torch.device("meta"))
@@ -102,8 +103,9 @@ def test_weights_are_those_of_the_layers_that_headrace_builds(name: str, tp: int
     expected = sum(slot.num_bytes for slot in slots.values())
     shape = shape_of(config, name)
     assert memory_map(shape, H200, Parallel(tp=tp)).weight_bytes == expected
-    active = sum(group.active_weights for group in shape.groups) / tp
-    assert multiplied_weights(model) == pytest.approx(active, rel=0.05)
+    assert multiplied_weights(model) == pytest.approx(shape.multiplied_weights("bf16") / tp, rel=0.05)
+    attach_format(built, layers, context, "fp8")
+    assert multiplied_weights(model) == pytest.approx(shape.multiplied_weights("fp8") / tp, rel=0.05)
 
 
 def test_numbers_of_the_engine_are_its_own() -> None:

@@ -385,7 +385,8 @@ def test_sizes() -> None:
     assert of(200).other_sizes[-1] == 200
     assert of(pieces=2048).other_sizes[-2:] == (1984, 2048)
     assert of(pieces=2048, cudagraph_mode="FULL").other_sizes[-1] == 512
-    assert of(pieces=2048).rehearsals[1] == (1, 512)
+    assert [tokens for _, tokens in of(pieces=640).rehearsals[1:10:2]] == [640, 512, 480, 448, 416]
+    assert [tokens for _, tokens in of(pieces=704).rehearsals[-3:]] == [2, 640, 576]
     assert of(cudagraph_capture_sizes=[2, 64, 1000]).decode_sizes == (2, 64)
     assert of(cudagraph_capture_sizes=[2, 64, 1000]).other_sizes == (2, 64, 1000)
     assert of(max_cudagraph_capture_size=16).decode_sizes == (1, 2, 4, 8, 16)
@@ -394,19 +395,12 @@ def test_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layer_weights", "fp8", "most"),
-    [
-        (218e6, False, 512),
-        (218e6, True, 2048),
-        (57e6, False, 2048),
-        (109e6, False, 1088),
-        (855e6, True, 512),
-        (0, False, 2048),
-    ],
+    ("layer_weights", "most"),
+    [(218e6, 512), (218e6 / 4, 2048), (57e6, 2048), (109e6, 1088), (855e6 / 4, 512), (0, 2048)],
 )
-def test_smaller_layers_are_captured_up_to_larger_steps(layer_weights: float, fp8: bool, most: int) -> None:
-    """An 8B, whole and on two ranks, Qwen3-30B-A3B, a 70B"""
-    assert most_in_pieces(layer_weights, fp8) == most
+def test_smaller_layers_are_captured_up_to_larger_steps(layer_weights: float, most: int) -> None:
+    """An 8B, the same in fp8, Qwen3-30B-A3B, an 8B on two ranks, a 70B in fp8"""
+    assert most_in_pieces(layer_weights) == most
 
 
 def test_what_is_padded_to_what() -> None:

@@ -74,5 +74,19 @@ def test_launching_is_left_out_where_graphs_will_do_it(runner: ModelRunner, monk
     measure_step_times(runner)
     assert slept == []
     monkeypatch.setattr(runner, "graph_settings", object())
+    monkeypatch.setattr(step_times, "AHEAD_SECONDS", 60.0)
     measure_step_times(runner)
-    assert slept == [step_times.AHEAD_CYCLES] * 3
+    assert slept == [60 * step_times.CYCLES_PER_SECOND] * 3
+
+
+def test_a_launch_that_outlasts_its_lead_is_timed_again_with_a_longer_one(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[int] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    monkeypatch.setattr(runner, "graph_settings", object())
+    monkeypatch.setattr(step_times, "AHEAD_SECONDS", 1e-6)
+    assert measure_step_times(runner) == [(8, 1.0), (16, 1.0), (48, 1.0)]
+    short = int(1e-6 * step_times.CYCLES_PER_SECOND)
+    assert slept[::2] == [short] * 3
+    assert all(longer > 10 * short for longer in slept[1::2])

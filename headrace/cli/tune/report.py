@@ -46,9 +46,15 @@ class Report:
     def verdict(self) -> str:
         best = self.outcome.best
         if best is self.outcome.plan:
-            twice = "both runs of " if any(result.trial.again for result in self.runs) else ""
+            twice = "both runs of " if any(result.trial.again and result.ok for result in self.runs) else ""
             return f"Nothing beats {twice}the plan by more than noise (2%): serve keeps it."
         return f"Best: {best.trial.title}, {self.versus(best)} over the plan in {self.gained}."
+
+    def doubt(self) -> str:
+        """What speaks against the verdict; empty: nothing"""
+        if self.outcome.weighed:
+            return ""
+        return "The plan was not measured again, for lack of time or because it failed, so this may be chance."
 
     def standing(self) -> dict[str, tuple[float, Result]]:
         """Figure -> (what the plan lacks of the best, 0.03: 3%; the best), each figure by itself. The best ITL is that
@@ -90,7 +96,7 @@ def kind(result: Result) -> str:
 def value(result: Result) -> str:
     if len(result.trial.changes) == 1:
         return str(*result.trial.changes.values())
-    return result.trial.title if result.trial.changes else ""
+    return result.trial.title if result.trial.changes else "again" if result.trial.again else ""
 
 
 def cells(result: Result) -> list[str]:
@@ -132,6 +138,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "best": outcome.best.trial.changes,
         "gain": gain(report.objective, outcome.best, outcome.plan),
         "left": outcome.left,
+        "weighed_twice": outcome.weighed,
         "plan_lacks": {
             figure: {"share": lacks, "of": best.trial.changes} for figure, (lacks, best) in report.standing().items()
         },

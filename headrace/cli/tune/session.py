@@ -179,8 +179,8 @@ class Session:
             console.print(left, style="yellow")
         if not report.outcome.together:
             console.print("The winners were not measured together: there was no time.", style="yellow")
-        if not report.outcome.weighed:
-            console.print("The plan was not measured again: there was no time, so this may be chance.", style="yellow")
+        if report.doubt():
+            console.print(report.doubt(), markup=False, style="yellow")
         for place in places:
             console.print(place, soft_wrap=True, markup=False)
 

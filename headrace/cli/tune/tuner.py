@@ -65,7 +65,7 @@ class Outcome:
     together: bool
     """Winners were measured together, or there is one at most."""
     weighed: bool
-    """The best is better than two runs of the plan, or is the plan."""
+    """The best is better than two runs of the plan, or is the plan. Else it may be chance."""
 
 
 class Tuner:
@@ -97,7 +97,7 @@ class Tuner:
         left = 0
         for number, trial in enumerate(trials, 1):
             result = self._journal.results.get(trial.id)
-            if result is None and self._has_time(plan, done, len(self._winners(plan, done, keep_out))):
+            if result is None and self._has_time(plan, done, self._still_wanted(plan, done, keep_out)):
                 result = self._measure(number, len(trials), trial, limit)
             if result is None:
                 left += 1
@@ -108,7 +108,7 @@ class Tuner:
         together = combined is None
         if combined is not None:
             result = self._journal.results.get(combined.id)
-            if result is None and self._has_time(plan, done, winners=1):
+            if result is None and self._has_time(plan, done, self._measured_again() is None):
                 result = self._measure(len(trials) + 1, len(trials) + 1, combined, limit)
             if result is not None:
                 together = True
@@ -117,11 +117,11 @@ class Tuner:
         best = self._best(plan, winners)
         weighed = best is plan
         if not weighed:
-            again = self._journal.results.get(AGAIN.id)
+            again = self._measured_again()
             if again is None and self._has_time(plan, done):
                 again = self._measure(0, 1, AGAIN, limit)
             if again is not None:
-                weighed = True
+                weighed = again.ok
                 plan, other = (again, plan) if gain(self._objective, again, plan) > 1 else (plan, again)
                 done.append(other)
                 best = self._best(plan, winners)
@@ -144,11 +144,22 @@ class Tuner:
                 best.setdefault(knob, result)
         return best
 
-    def _has_time(self, plan: Result, done: list[Result], winners: int = 0) -> bool:
-        """For a trial as long as most, and those after it: the plan again where there are `winners` yet, and these
-        together where they are several."""
+    def _measured_again(self) -> Result | None:
+        """The plan's second run; one that failed is tried once more."""
+        again = self._journal.results.get(AGAIN.id)
+        return again if again is not None and again.ok else None
+
+    def _still_wanted(self, plan: Result, done: list[Result], keep_out: Iterable[str]) -> int:
+        """Trials to keep time for: the plan again where something beats it, and the winners together."""
+        winners = list(self._winners(plan, done, keep_out).values())
+        combined = _combined(winners)
+        together = combined is not None and combined.id not in self._journal.results
+        return int(bool(winners) and self._measured_again() is None) + int(together)
+
+    def _has_time(self, plan: Result, done: list[Result], after: int = 0) -> bool:
+        """For a trial as long as most, and as many `after` it."""
         usual = statistics.median([plan.seconds, *(result.seconds for result in done)])
-        return self._end - self._clock() >= usual * (1 + min(winners, 2))
+        return self._end - self._clock() >= usual * (1 + after)
 
     def _measure(self, number: int, total: int, trial: Trial, limit: float) -> Result:
         self._tell(number, total, trial, None)

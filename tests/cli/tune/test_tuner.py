@@ -12,8 +12,9 @@ import msgspec
 import pytest
 
 from headrace.cli.tune.knobs import KNOBS, trials_of
+from headrace.cli.tune.page import page
 from headrace.cli.tune.record import Journal, Result, Trial
-from headrace.cli.tune.report import Report, rich_table
+from headrace.cli.tune.report import Report, as_json, rich_table
 from headrace.cli.tune.trial import Traffic, changed
 from headrace.cli.tune.tuner import AGAIN, Outcome, Tuner, gain, parse_seconds
 from headrace.config import EngineConfig
@@ -103,8 +104,24 @@ def test_what_only_chance_made_better_than_the_plan_loses_to_its_second_run(benc
 def test_a_second_run_of_the_plan_that_fails_changes_nothing(bench: Bench) -> None:
     bench.run.script = {LARGE.id: 1060.0, AGAIN.id: "CUDA out of memory"}
     outcome = bench.tune()
-    assert outcome.best.trial == LARGE
-    assert outcome.plan.trial == of()
+    assert (outcome.best.trial, outcome.plan.trial, outcome.weighed) == (LARGE, of(), False)
+    report = Report(outcome, "throughput", "a model", "a load")
+    assert "may be chance" in report.doubt()
+    assert report.doubt() in page(report)
+    assert not as_json(report)["weighed_twice"]
+    bench.run.script = {LARGE.id: 1060.0}
+    assert bench.tune().weighed
+    assert bench.run.ran[-2:] == [{}, {}]
+
+
+def test_time_is_not_kept_for_what_was_measured_before(bench: Bench) -> None:
+    """Else a budget of a few trials would never get to the rest."""
+    bench.run.script = {SMALL.id: 1100.0, LARGE.id: 1200.0, FEW.id: 1100.0}
+    bench.tune(budget=60.0)
+    assert bench.run.ran[-2:] == [LARGE.changes | FEW.changes, {}]
+    outcome = bench.tune(budget=15.0)
+    assert bench.run.ran[-1] == EAGER.changes
+    assert (outcome.left, outcome.together, outcome.weighed) == (0, True, True)
 
 
 def test_where_there_is_no_time_for_it_that_is_said(bench: Bench) -> None:
