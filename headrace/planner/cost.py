@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from headrace.graph_sizes import most_in_pieces
 from headrace.planner.chips import Chip
 from headrace.planner.collectives import Links
 from headrace.planner.constants import GROUPED, NARROW, Efficiency, EngineTraits, find_efficiency, find_traits
@@ -246,8 +245,7 @@ class StepModel:
         chip, shape, tp = deployment.chip, deployment.shape, deployment.parallel.tp
         self.deployment, self.efficiency = deployment, constants
         self.traits = find_traits(chip, deployment.engine)
-        layer_weights = shape.multiplied_weights(deployment.weight_format) / shape.num_layers / tp
-        self._graph_tokens = self.traits.graph_tokens or most_in_pieces(layer_weights)
+        self._graph_tokens = self.traits.graph_tokens or shape.most_in_pieces(deployment.weight_format, tp)
         self.links = Links.of(chip, constants.link, constants.collective)
         self.bandwidth = chip.memory_bandwidth * constants.bandwidth
         self.kv_bandwidth = chip.memory_bandwidth * constants.kv_bandwidth

@@ -11,14 +11,7 @@ import math
 from dataclasses import dataclass
 
 from headrace.config import GRAPH_MODES
-from headrace.graph_sizes import (
-    FULL_GRAPH_BYTES,
-    MOST_TOKENS,
-    PIECE_BYTES,
-    WORKSPACE_BYTES,
-    capture_sizes,
-    most_in_pieces,
-)
+from headrace.graph_sizes import FULL_GRAPH_BYTES, MOST_TOKENS, PIECE_BYTES, WORKSPACE_BYTES, capture_sizes
 from headrace.planner.checkpoint_format import bytes_per_weight as bytes_per_weight
 from headrace.planner.chips import GIB, Chip
 from headrace.planner.cost import Parallel
@@ -229,7 +222,7 @@ def memory_map(
     if chip.vendor != "cpu" and graph_mode != "NONE":
         num_layers = sum(count for count, _ in layers)
         limits = max_num_seqs, max_num_batched_tokens
-        worthwhile = most_in_pieces(shape.multiplied_weights(form) / shape.num_layers / parallel.tp)
+        worthwhile = shape.most_in_pieces(form, parallel.tp)
         graphs = _graph_bytes(shape, parallel, num_layers, graph_mode, *limits, engine, worthwhile)
     talks = parallel.gpus > parallel.replicas and chip.vendor != "cpu"
     reserve = LIBRARIES[chip.vendor, engine] + (COMMUNICATION if talks else 0)

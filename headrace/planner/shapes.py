@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from headrace.errors import ConfigError, UnsupportedModelError
-from headrace.graph_sizes import FP8_WEIGHT
+from headrace.graph_sizes import FP8_WEIGHT, most_in_pieces
 from headrace.model_config import Fields, ModelConfig, num_layers
 from headrace.models.registry import MODELS, ModelEntry
 from headrace.planner.checkpoint_format import PARTS, bytes_per_weight, holds_kv_scales, read_format
@@ -135,6 +135,10 @@ class ModelShape:
             )
             for group in self.groups
         )
+
+    def most_in_pieces(self, weight_format: str, tp: int) -> int:
+        """Tokens of the largest step with prompts in it that headrace captures in pieces."""
+        return most_in_pieces(self.multiplied_weights(weight_format) / self.num_layers / tp)
 
     def held_in(self, dtype: str) -> ModelShape:
         """The model with what is in no format in `dtype`."""
