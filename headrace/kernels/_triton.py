@@ -80,7 +80,7 @@ _LAUNCHED: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    """kernel[grid](*args, **keywords), in a third of the host's time where its like was launched before: Triton looks
+    """kernel[grid](*args, **keywords), in half of the host's time where its like was launched before: Triton looks
     at each argument every time, while here the types of all tell, and of tensors the alignment, and on AMD's GPUs
     whether their memory can be addressed with 31 bits.
 
