@@ -9,7 +9,7 @@ from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.spec import AttentionSpec
 from headrace.kernels._triton import DEVICE_FAMILY
 from headrace.kernels.attention import is_hopper, multiprocessor_count, paged_attention, tile_element_size
-from headrace.kernels.attention_config import COPY_ENGINE_PREFILL, SMALLEST_BOX, plan_attention, plan_decode
+from headrace.kernels.attention_config import COPY_ENGINE_PREFILL, MOST_GROUP, SMALLEST_BOX, plan_attention, plan_decode
 from headrace.kernels.decode import decode_attention
 
 
@@ -27,6 +27,7 @@ class TritonAttention:
             and dtype == cache_dtype
             and dtype.itemsize == 2
             and spec.head_dim in COPY_ENGINE_PREFILL
+            and spec.num_heads // spec.num_kv_heads <= MOST_GROUP
             and spec.block_size >= SMALLEST_BOX
             and spec.sliding_window is None
             and not spec.batch_invariant

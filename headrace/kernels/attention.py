@@ -108,6 +108,22 @@ def _attend(
     return acc, row_max, row_sum
 
 
+@triton.jit
+def find_request(tile, query_start_loc_ptr, first_req, num_reqs, search_steps, BLOCK_Q: tl.constexpr):
+    """-> (the request whose tile this is, where its queries begin, how many they are, which of its tiles it is)"""
+    request = first_req
+    high = num_reqs
+    for _ in range(search_steps):  # the last request whose first tile is not behind this one
+        middle = (request + high) // 2
+        first_tile = (tl.load(query_start_loc_ptr + middle) - first_req) // BLOCK_Q + middle - first_req
+        request = tl.where(first_tile <= tile, middle, request)
+        high = tl.where(first_tile <= tile, high, middle)
+    query_start = tl.load(query_start_loc_ptr + request)
+    query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
+    tile -= (query_start - first_req) // BLOCK_Q + request - first_req
+    return request, query_start, query_len, tile
+
+
 @triton.jit(do_not_specialize=["window", "num_blocks", "block_table_stride", "first_req", "num_reqs", "search_steps"])
 def _attention_kernel(
     out_ptr,
@@ -156,16 +172,9 @@ def _attention_kernel(
     else:
         # late tiles see most keys: start them first
         tile = tl.num_programs(1) - 1 - tl.program_id(1)
-        request = first_req
-        high = num_reqs
-        for _ in range(search_steps):  # the last request whose first tile is not behind this one
-            middle = (request + high) // 2
-            first_tile = (tl.load(query_start_loc_ptr + middle) - first_req) // BLOCK_Q + middle - first_req
-            request = tl.where(first_tile <= tile, middle, request)
-            high = tl.where(first_tile <= tile, high, middle)
-        query_start = tl.load(query_start_loc_ptr + request)
-        query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
-        tile -= (query_start - first_req) // BLOCK_Q + request - first_req
+        request, query_start, query_len, tile = find_request(
+            tile, query_start_loc_ptr, first_req, num_reqs, search_steps, BLOCK_Q
+        )
         if tile * BLOCK_Q >= query_len:
             return
     seq_len = tl.load(seq_lens_ptr + request)
@@ -354,14 +363,6 @@ def _run(
     tiles: int, config: AttentionConfig, splits: int, decode: bool,
 ) -> None:  # fmt: skip
     """One launch for requests first_req : end_req, whose tokens begin at first_req, and its combine if split."""
-    num_tokens, num_heads, head_dim = out.shape
-    num_kv_heads = kv_cache.shape[3]
-    quantized = kv_cache.element_size() == 1
-    block_d = max(32 if quantized else 16, next_power_of_2(head_dim))  # fp8 values are taken as two halves
-    parts = lse = out
-    if splits > 1:
-        parts = torch.empty((num_tokens, num_heads, splits, head_dim), dtype=torch.float32, device=q.device)
-        lse = torch.empty((num_tokens, num_heads, splits), dtype=torch.float32, device=q.device)
     if tiles > MOST_TILES:  # as for any step that is too large, a smaller one is planned then
         raise torch.OutOfMemoryError(f"attention over {tiles} tiles of queries: a launch holds {MOST_TILES}")
     if config.copy_engine:
@@ -371,6 +372,14 @@ def _run(
             out, q, kv_cache, block_table, rows, query_start_loc, seq_lens, qk_scale, first_req, end_req, tiles, config
         )
         return
+    num_tokens, num_heads, head_dim = out.shape
+    num_kv_heads = kv_cache.shape[3]
+    quantized = kv_cache.element_size() == 1
+    block_d = max(32 if quantized else 16, next_power_of_2(head_dim))  # fp8 values are taken as two halves
+    parts = lse = out
+    if splits > 1:
+        parts = torch.empty((num_tokens, num_heads, splits, head_dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty((num_tokens, num_heads, splits), dtype=torch.float32, device=q.device)
     arguments = (
         out, parts, lse, q, kv_cache, block_table, rows, query_start_loc, seq_lens, kv_scale, qk_scale,
         window or 0, kv_cache.shape[1], block_table.stride(0), first_req, end_req,

@@ -73,6 +73,8 @@ COPY_ENGINE_PREFILL: dict[int, AttentionConfig] = {
     64: AttentionConfig(128, 128, 4, 2, copy_engine=True),
     128: AttentionConfig(128, 64, 4, 2, copy_engine=True),
 }
+MOST_GROUP = 64
+"""query heads that share a KV head, at most: rows of half a tile"""
 SMALLEST_BOX = 8
 """rows of a block of the cache, at least, for the copy engine to put them where they belong"""
 
@@ -155,7 +157,7 @@ def plan_attention(
         def tiles_of(config: AttentionConfig) -> int:  # a request of n tokens touches at most n // block_q + 1
             return (num_tokens - num_decodes) // (config.block_m // group) + num_reqs - num_decodes
 
-        fast = COPY_ENGINE_PREFILL.get(head_dim) if copy_engine and group <= 64 else None
+        fast = COPY_ENGINE_PREFILL.get(head_dim) if copy_engine else None
         if fast is not None and tiles_of(fast) * num_kv_heads >= num_sms:
             return AttentionPlan(num_decodes, decode, decode_splits, fast, 1, tiles_of(fast))
         tiles = tiles_of(prefill)

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.kernels._triton import launch
+from headrace.kernels.attention import find_request
 from headrace.kernels.attention_config import AttentionConfig
 
 async_load = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared  # Triton 3.6 and 3.7
@@ -190,16 +191,9 @@ def _prefill_kernel(
     HALF: gl.constexpr = BLOCK_M // 2
     # late tiles see most keys: start them first
     tile = gl.num_programs(1) - 1 - gl.program_id(1)
-    request = first_req
-    high = num_reqs
-    for _ in range(search_steps):  # the last request whose first tile is not behind this one
-        middle = (request + high) // 2
-        first_tile = (gl.load(query_start_loc_ptr + middle) - first_req) // BLOCK_Q + middle - first_req
-        request = gl.where(first_tile <= tile, middle, request)
-        high = gl.where(first_tile <= tile, high, middle)
-    query_start = gl.load(query_start_loc_ptr + request)
-    query_len = gl.load(query_start_loc_ptr + request + 1) - query_start
-    tile -= (query_start - first_req) // BLOCK_Q + request - first_req
+    request, query_start, query_len, tile = find_request(
+        tile, query_start_loc_ptr, first_req, num_reqs, search_steps, BLOCK_Q
+    )
     if tile * BLOCK_Q >= query_len:
         return
     seq_len = gl.load(seq_lens_ptr + request)

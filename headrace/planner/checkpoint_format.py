@@ -16,6 +16,8 @@ from headrace.model_config import Fields
 
 PARTS = ("attention", "dense", "experts")
 """What a weight format may apply to"""
+MADE_AT_LOAD = ("fp8", "ptpc_fp8")
+"""Formats that a plain checkpoint is rounded to while it loads; the others need a checkpoint that holds them."""
 FORMATS = ("bf16", "fp8", "mxfp4", "int4", "int8")
 _LINEARS = {
     "attention": ("self_attn.q_proj", "self_attn.o_proj", "self_attn.q_b_proj"),

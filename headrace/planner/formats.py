@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from headrace.planner.checkpoint_format import MADE_AT_LOAD
 from headrace.planner.chips import Chip
 from headrace.planner.cost import UNITS
-from headrace.planner.plan_request import MADE_AT_LOAD, PlanRequest
+from headrace.planner.plan_request import PlanRequest
 from headrace.planner.record import Decision
 from headrace.planner.shapes import ModelShape, in_format
 

@@ -222,8 +222,7 @@ def memory_map(
     if chip.vendor != "cpu" and graph_mode != "NONE":
         num_layers = sum(count for count, _ in layers)
         limits = max_num_seqs, max_num_batched_tokens
-        worthwhile = shape.most_in_pieces(form, parallel.tp)
-        graphs = _graph_bytes(shape, parallel, num_layers, graph_mode, *limits, engine, worthwhile)
+        graphs = _graph_bytes(shape, parallel, num_layers, graph_mode, *limits, engine, form)
     talks = parallel.gpus > parallel.replicas and chip.vendor != "cpu"
     reserve = LIBRARIES[chip.vendor, engine] + (COMMUNICATION if talks else 0)
     usable = int(chip.memory_bytes * gpu_memory_utilization) if chip.vendor != "cpu" else chip.memory_bytes
@@ -369,16 +368,15 @@ def _graph_bytes(
     seqs: int,
     tokens: int,
     engine: str,
-    worthwhile: int,
+    form: str,
 ) -> int:
-    """headrace: what runner/profile.py expects of graphs, if all come up. `worthwhile`: tokens of the largest step that
-    is captured in pieces."""
+    """headrace: what runner/profile.py expects of graphs, if all come up."""
     decode, other = GRAPH_MODES[mode]
     if engine == "vllm":
         kinds = len({decode, other} - {"none"})
         return kinds * VLLM_GRAPH_SIZES * num_layers * VLLM_GRAPH_LAYER
     full = capture_sizes(seqs) if decode == "full" else []
-    pieces = set(capture_sizes(min(worthwhile, tokens)) if other == "piecewise" else [])
+    pieces = set(capture_sizes(min(shape.most_in_pieces(form, parallel.tp), tokens)) if other == "piecewise" else [])
     pieces |= set(capture_sizes(seqs) if decode == "piecewise" else [])
     mixed = capture_sizes(min(MOST_TOKENS, tokens)) if other == "full" else []
     widths = (seqs + 1).bit_length()

@@ -29,8 +29,6 @@ PLAN_FORMATS = {
 USUAL_INPUT, USUAL_OUTPUT = 1024, 256
 MOST_GPUS, MOST = 1024, 10**9
 """Beyond any deployment, and any count of tokens or requests"""
-MADE_AT_LOAD = ("fp8", "ptpc_fp8")
-"""Formats that a plain checkpoint is rounded to while it loads; the others need a checkpoint that holds them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.graph_sizes import FP8_WEIGHT, most_in_pieces
 from headrace.model_config import Fields, ModelConfig, num_layers
 from headrace.models.registry import MODELS, ModelEntry
-from headrace.planner.checkpoint_format import PARTS, bytes_per_weight, holds_kv_scales, read_format
+from headrace.planner.checkpoint_format import MADE_AT_LOAD, PARTS, bytes_per_weight, holds_kv_scales, read_format
 from headrace.planner.encoders import gemma3_vision, kimi_vision, llama4_vision, qwen3_vision
 from headrace.planner.layer_shapes import AttentionShape, LayerGroup, MlpShape, dense, gqa, mla, sparse
 
@@ -119,12 +119,12 @@ class ModelShape:
         rounds no experts while it loads."""
         if weight_format == self.weight_format:
             return self.format_parts
-        made_at_load = self.weight_format == "bf16" and weight_format in ("fp8", "ptpc_fp8")
+        made_at_load = self.weight_format == "bf16" and weight_format in MADE_AT_LOAD
         return ("attention", "dense") if made_at_load and engine == "headrace" else PARTS
 
     def multiplied_weights(self, weight_format: str) -> float:
         """What a token is multiplied with in all layers, as models/size.py counts it in the loaded model."""
-        narrow = self.parts_in(weight_format, "headrace") if weight_format in ("fp8", "ptpc_fp8") else ()
+        narrow = self.parts_in(weight_format, "headrace") if weight_format in MADE_AT_LOAD else ()
         attention, dense, experts = (FP8_WEIGHT if part in narrow else 1.0 for part in PARTS)
         return sum(
             group.count

@@ -23,6 +23,8 @@ BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.floa
         ({}, BF16, FP16, False),
         ({"head_dim": 96}, BF16, BF16, False),
         ({"block_size": 1}, BF16, BF16, False),
+        ({"num_heads": 64, "num_kv_heads": 1}, BF16, BF16, True),
+        ({"num_heads": 128, "num_kv_heads": 1}, BF16, BF16, False),
         ({"sliding_window": 100}, BF16, BF16, False),
         ({"batch_invariant": True}, BF16, BF16, False),
     ],
