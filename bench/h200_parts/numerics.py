@@ -135,9 +135,15 @@ def check_model(
         exact = sequences(plain, reference)
     ours, theirs = compare(found, exact), compare(reference, exact)
     del exact
-    emit(Result(f"numerics/{name}/exact", ours.error, notes=[f"the reference's own is {theirs.error:.2e}"]))
     emit(Result(f"numerics/{name}/covered", 100 * fast.covered))
     emit(Result(f"numerics/{name}/argmax", fast.unlike))
+    emit(Result(f"numerics/{name}/exact", ours.error, notes=[f"the reference's own is {theirs.error:.2e}"]))
+    emit(
+        Result(
+            f"numerics/{name}/exact-covered", 100 * ours.covered, notes=[f"the reference's own {theirs.covered:.1%}"]
+        )
+    )
+    emit(Result(f"numerics/{name}/exact-argmax", ours.unlike))
     with patch("headrace.runner.worker.measure_step_times", return_value=[]):  # chunks must not depend on what it finds
         tokens = {
             mode: [one.tokens for one in sequences(base.replace(compilation_config={"cudagraph_mode": mode}))]
