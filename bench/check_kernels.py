@@ -32,6 +32,7 @@ from headrace.kernels.attention import (
 from headrace.kernels.attention_config import (
     COPY_ENGINE_PREFILL,
     SMALLEST_BOX,
+    by_copy_engine,
     plan_attention,
 )
 from headrace.kernels.moe import Experts
@@ -269,11 +270,9 @@ def check_attention(
     )
     worst = 0.0
     plans = [plan, *(replace(plan, decode_splits=splits, prefill_splits=splits) for splits in (1, 4))]
-    if chunks and not window and q.element_size() == 2 and block_size >= SMALLEST_BOX and is_hopper(DEVICE):
-        fast = COPY_ENGINE_PREFILL.get(heads[2])
-        if fast is not None:
-            tiles = sum(chunks) // (fast.block_m * heads[1] // heads[0]) + len(chunks)
-            plans.append(replace(plan, prefill=fast, prefill_splits=1, prefill_tiles=tiles))
+    served = not window and q.element_size() == 2 and block_size >= SMALLEST_BOX and heads[2] in COPY_ENGINE_PREFILL
+    if chunks and served and is_hopper(DEVICE):
+        plans.append(by_copy_engine(plan, len(chunks), sum(chunks), longest[1], heads[2], heads[0] // heads[1], 2))
     for forced in plans:
         out = torch.full_like(q, float("nan"))
         paged_attention(*inputs, scale, *longest, window, out, forced)

@@ -28,13 +28,23 @@ from torch import Tensor
 
 from headrace.kernels._triton import DEVICE_FAMILY
 from headrace.kernels.attention import (
+    is_hopper,
     multiprocessor_count,
     paged_attention,
     paged_attention_reference,
     tile_element_size,
 )
-from headrace.kernels.attention_config import AttentionConfig, plan_attention, plan_decode
+from headrace.kernels.attention_config import (
+    COPY_ENGINE_PREFILL,
+    UNPACKED_BLOCK,
+    AttentionConfig,
+    AttentionPlan,
+    by_copy_engine,
+    plan_attention,
+    plan_decode,
+)
 from headrace.kernels.decode import decode_attention, decode_attention_reference
+from headrace.kernels.fp8_cache import UnpackedCache
 from headrace.kernels.rotary import rotary_and_cache, rotary_and_cache_reference
 
 SMOKE = "--smoke" in sys.argv[1:]
@@ -127,6 +137,19 @@ def report(name: str, value: float, bound: float) -> bool:
     return ok
 
 
+def by_copy_engine_here(heads: Heads) -> bool:
+    return not SMOKE and is_hopper(DEVICE) and heads[2] in COPY_ENGINE_PREFILL
+
+
+def room_for(inputs: Inputs, plan: AttentionPlan) -> UnpackedCache | None:
+    """NaN, as far as the plan has an fp8 cache unpacked."""
+    if not plan.unpacked_blocks:
+        return None
+    blocks = len(inputs.lengths) * plan.unpacked_blocks
+    room = torch.full((2, blocks, UNPACKED_BLOCK, *inputs.cache.shape[3:]), float("nan"), dtype=PLAIN, device=DEVICE)
+    return UnpackedCache.within(room, plan, len(inputs.lengths))
+
+
 def check_attention(dtype: torch.dtype, heads: Heads, kind: str, window: int | None = None) -> bool:
     decodes = [1] * 9 if kind != "prefill" else []
     chunks = [random.randint(2, 20 if SMOKE else 300) for _ in range(4)] if kind != "decode" else []
@@ -144,10 +167,13 @@ def check_attention(dtype: torch.dtype, heads: Heads, kind: str, window: int | N
     size = heads[2] ** -0.5
     expected = paged_attention_reference(q.float(), *rest, size, *longest, window, kv_scale=inputs.scale)
     worst = 0.0
-    for splits in (1, 4):
-        forced = replace(plan, decode_splits=splits, prefill_splits=splits)
+    plans = [replace(plan, decode_splits=splits, prefill_splits=splits) for splits in (1, 4)]
+    if chunks and window is None and by_copy_engine_here(heads):
+        plans.append(by_copy_engine(plan, len(chunks), sum(chunks), max(lengths), heads[2], heads[0] // heads[1], 1))
+    for forced in plans:
         out = torch.full_like(q, float("nan"))
-        paged_attention(q, *rest, size, *longest, window, out, forced, inputs.scale)
+        unpacked = room_for(inputs, forced)
+        paged_attention(q, *rest, size, *longest, window, out, forced, inputs.scale, unpacked)
         found = error(out, expected)
         worst = max(worst, found) if found == found else float("inf")
     return report(f"attention {NAME[dtype]} {heads} {kind} window {window}", worst, 4e-3)
@@ -252,15 +278,19 @@ class Decodes:
         return self.rate([partial(run, cache, *rest) for cache in self.caches])
 
 
-def prefill_rate(dtype: torch.dtype, config: AttentionConfig | None = None) -> float:
-    """TFLOP/s of one prompt"""
-    length = 64 if SMOKE else 2048
+def prefill_rate(
+    dtype: torch.dtype, config: AttentionConfig | None = None, copy_engine: bool = False, length: int = 2048
+) -> float:
+    """TFLOP/s of one prompt, unpacking counted in"""
+    length = 64 if SMOKE else length
     inputs = Inputs([length], [length], HEADS, dtype)
-    plan = plan_attention(1, length, 0, length, *HEADS, inputs.element_size, DEVICE_FAMILY, num_sms())
+    plan = plan_attention(
+        1, length, 0, length, *HEADS, inputs.element_size, DEVICE_FAMILY, num_sms(), copy_engine=copy_engine
+    )
     if config is not None:
         tiles = length // (config.block_m // (HEADS[0] // HEADS[1])) + 1
         plan = replace(plan, prefill=config, prefill_tiles=tiles)
-    rest = (HEADS[2] ** -0.5, length, length, None, None, plan, inputs.scale)
+    rest = (HEADS[2] ** -0.5, length, length, None, None, plan, inputs.scale, room_for(inputs, plan))
     call = partial(paged_attention, *inputs.all(), *rest)
     return 2 * length * length * HEADS[0] * HEADS[2] / seconds([call] * 4) / 1e12
 
@@ -285,7 +315,12 @@ def time_all() -> None:
                 cells.append(f"{NAME[dtype]} {paged:5.2f} /{fused:5.2f} ({us:7.1f} us)")
                 del shape
             print(f"  context {context:5d} batch {batch:4d}  " + "   ".join(cells), flush=True)
-    print("prefill 1 x 2048, TFLOP/s:", ", ".join(f"{name} {prefill_rate(dtype):.0f}" for dtype, name in NAME.items()))
+    for length in (512, 2048, 8192):
+        told = ", ".join(f"{name} {prefill_rate(dtype, length=length):.0f}" for dtype, name in NAME.items())
+        if by_copy_engine_here(HEADS):
+            rates = [(name, prefill_rate(dtype, copy_engine=True, length=length)) for dtype, name in NAME.items()]
+            told += "; kernels/prefill.py: " + ", ".join(f"{name} {rate:.0f}" for name, rate in rates)
+        print(f"prefill 1 x {length}, TFLOP/s: {told}", flush=True)
     for tokens in (1, 128, 2048):
         told = ", ".join(f"{name} {write_us(dtype, tokens):.1f}" for dtype, name in NAME.items())
         print(f"rotary and write, {tokens} tokens, us: {told}", flush=True)

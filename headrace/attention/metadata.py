@@ -32,6 +32,8 @@ class AttentionMetadata:
     """Upper bound of seq_lens; max_model_len inside a graph"""
     num_decodes: int = 0
     """Requests at the front known to run one token each (all of them if max_query_len is 1)"""
+    max_prompt_len: int = 0
+    """Upper bound of seq_lens of the requests behind them; 0: max_seq_len"""
     plan: Any = None
     """The backend's own, made once a step"""
     cut: Callable[..., Tensor] | None = None

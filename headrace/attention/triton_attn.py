@@ -9,8 +9,19 @@ from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.spec import AttentionSpec
 from headrace.kernels._triton import DEVICE_FAMILY
 from headrace.kernels.attention import is_hopper, multiprocessor_count, paged_attention, tile_element_size
-from headrace.kernels.attention_config import COPY_ENGINE_PREFILL, MOST_GROUP, SMALLEST_BOX, plan_attention, plan_decode
+from headrace.kernels.attention_config import (
+    COPY_ENGINE_PREFILL,
+    MOST_GROUP,
+    SMALLEST_BOX,
+    UNPACKED_BLOCK,
+    UNPACKED_BYTES,
+    AttentionPlan,
+    plan_attention,
+    plan_decode,
+    unpacked_block_bytes,
+)
 from headrace.kernels.decode import decode_attention
+from headrace.kernels.fp8_cache import UnpackedCache
 
 
 class TritonAttention:
@@ -19,13 +30,14 @@ class TritonAttention:
     def __init__(self) -> None:
         self.copy_engine = DEVICE_FAMILY == "cuda" and torch.cuda.is_available() and is_hopper(torch.device("cuda"))
         """Prompts may go through kernels/prefill.py"""
+        self._unpacked: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def prefills_by_copy_engine(self, spec: AttentionSpec, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
         """Whether kernels/prefill.py serves such layers, where prompts are long enough."""
         return (
             self.copy_engine
-            and dtype == cache_dtype
             and dtype.itemsize == 2
+            and (dtype == cache_dtype or cache_dtype.itemsize == 1)
             and spec.head_dim in COPY_ENGINE_PREFILL
             and spec.num_heads // spec.num_kv_heads <= MOST_GROUP
             and spec.block_size >= SMALLEST_BOX
@@ -45,10 +57,10 @@ class TritonAttention:
         kv_scale: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        plan = metadata.plan.get(spec)
-        if plan is None:
+        planned = metadata.plan.get(spec)
+        if planned is None:
             decodes = metadata.num_reqs if metadata.max_query_len == 1 else metadata.num_decodes
-            plan = metadata.plan[spec] = plan_attention(
+            plan = plan_attention(
                 metadata.num_reqs,
                 metadata.num_tokens,
                 decodes,
@@ -61,7 +73,10 @@ class TritonAttention:
                 multiprocessor_count(q.device),
                 spec.batch_invariant,
                 self.prefills_by_copy_engine(spec, q.dtype, kv_cache.dtype),
+                metadata.max_prompt_len,
             )
+            planned = metadata.plan[spec] = self.launches(plan, metadata, spec, q)
+        plan, unpacked = planned
         return paged_attention(
             q,
             kv_cache,
@@ -76,7 +91,22 @@ class TritonAttention:
             out,
             plan,
             kv_scale,
+            unpacked,
         )
+
+    def launches(
+        self, plan: AttentionPlan, metadata: AttentionMetadata, spec: AttentionSpec, q: Tensor
+    ) -> tuple[AttentionPlan, UnpackedCache | None]:
+        """What a step keeps of its plan: with where an fp8 cache is unpacked to, if it is. That memory is taken at the
+        first call, which the self-check makes."""
+        if not plan.unpacked_blocks:
+            return plan, None
+        key = spec.num_kv_heads, spec.head_dim, q.dtype
+        if key not in self._unpacked:
+            blocks = UNPACKED_BYTES // unpacked_block_bytes(spec.num_kv_heads, spec.head_dim)
+            shape = (2, blocks, UNPACKED_BLOCK, spec.num_kv_heads, spec.head_dim)
+            self._unpacked[key] = torch.empty(shape, dtype=q.dtype, device=q.device)
+        return plan, UnpackedCache.within(self._unpacked[key], plan, metadata.num_reqs)
 
     def decode(
         self,

@@ -47,6 +47,7 @@ def fit(
         executor.shutdown()
         raise
     executor.shutdown()
+    del executor  # and what it had set aside on the device
     config, decision = plainer
     told([decision], logging.WARNING)
     fitted = fit(make, config, given, asked_cache=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headrace.kernels._triton import DEVICE_FAMILY, launch, next_power_of_2, overlap, tl, triton, wait_for_inputs
 from headrace.kernels.attention_config import MAX_SPLITS, AttentionConfig, AttentionPlan, plan_attention
-from headrace.kernels.fp8_cache import as_float16, split_pairs
+from headrace.kernels.fp8_cache import UnpackedCache, as_float16, split_pairs, unpack
 
 LOG2_E = 1.4426950408889634
 
@@ -324,6 +324,7 @@ def paged_attention(
     out: Tensor | None = None,
     plan: AttentionPlan | None = None,
     kv_scale: Tensor | None = None,
+    unpacked: UnpackedCache | None = None,
 ) -> Tensor:
     """Causal attention of q [T, Hq, D] over the paged cache [2, num_blocks, block_size, Hkv, D], which is
     contiguous; returns [T, Hq, D].
@@ -332,7 +333,8 @@ def paged_attention(
     its blocks in block_table[rows[i]]. A query sees itself and `sliding_window` - 1 keys before it, or all. Requests of
     seq_len 0 (padding) give zeros. Launches depend on host integers alone, never on current lengths; `max_seq_len` is
     an upper bound. `plan` comes from plan_attention and says how many leading requests run one token. A cache of one
-    byte an element (fp8) holds K / kv_scale[0] and V / kv_scale[1], fp32 [2] on the device.
+    byte an element (fp8) holds K / kv_scale[0] and V / kv_scale[1], fp32 [2] on the device; with `unpacked`, what the
+    other requests read of it is unpacked there first.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv_cache.shape[3]
@@ -353,6 +355,11 @@ def paged_attention(
     if decodes:
         _run(out[:decodes], *arguments, 0, decodes, decodes, plan.decode, plan.decode_splits, True)
     if plan.prefill_tiles:
+        if unpacked is not None:
+            assert kv_scale is not None
+            unpack(unpacked, kv_cache, block_table, rows, seq_lens, kv_scale, decodes)
+            tables = (unpacked.block_table, unpacked.rows)
+            arguments = (q, unpacked.cache, *tables, query_start_loc, seq_lens, None, scale * LOG2_E, sliding_window)
         _run(out, *arguments, decodes, num_reqs, plan.prefill_tiles, plan.prefill, plan.prefill_splits, False)
     return out
 

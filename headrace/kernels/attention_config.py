@@ -73,6 +73,12 @@ COPY_ENGINE_PREFILL: dict[int, AttentionConfig] = {
     64: AttentionConfig(128, 128, 4, 2, copy_engine=True),
     128: AttentionConfig(128, 64, 4, 2, copy_engine=True),
 }
+UNPACKED_BLOCK = 64
+"""tokens of a block of the 16-bit cache that COPY_ENGINE_PREFILL reads in place of an fp8 one (fp8_cache.py)"""
+UNPACKED_BYTES = 256 << 20
+"""of that cache, set aside once"""
+UNPACKED_ROWS = 256
+"""query tokens x GQA group of a prompt, on average, from which unpacking what they read costs less than it saves"""
 MOST_GROUP = 64
 """query heads that share a KV head, at most: rows of half a tile"""
 SMALLEST_BOX = 8
@@ -119,6 +125,8 @@ class AttentionPlan:
     prefill_splits: int
     prefill_tiles: int
     """Upper bound of the tiles of queries that the requests behind the decodes fill; 0: none"""
+    unpacked_blocks: int = 0
+    """UNPACKED_BLOCKs that each of those requests has of the 16-bit cache; 0: they read the cache itself"""
 
 
 @lru_cache(maxsize=1024)
@@ -135,10 +143,13 @@ def plan_attention(
     num_sms: int,
     batch_invariant: bool = False,
     copy_engine: bool = False,
+    max_prompt_len: int = 0,
 ) -> AttentionPlan:
-    """Integers in, launches out. `max_seq_len` is a bound: max_model_len where the launch goes into a graph.
+    """Integers in, launches out. `max_seq_len` is a bound: max_model_len where the launch goes into a graph; so is
+    `max_prompt_len`, of the requests behind the decodes, 0 if it is not known.
 
-    `copy_engine`: COPY_ENGINE_PREFILL may serve; it does where its tiles fill the chip.
+    `copy_engine`: COPY_ENGINE_PREFILL may serve; it does where its tiles fill the chip, and of an fp8 cache if there is
+    room for what has to be unpacked, and work enough.
     `batch_invariant`: decodes run as prompts of one token, and keys are not split. So the keys of a query are added up
     in tiles that begin at multiples of block_n, in order, whatever else runs and wherever its prompt was cut.
     """
@@ -153,18 +164,42 @@ def plan_attention(
     if num_decodes:
         decode_splits = pick_splits(num_decodes, num_kv_heads, max_seq_len, decode.block_n, num_sms)
     if num_reqs > num_decodes:
-
-        def tiles_of(config: AttentionConfig) -> int:  # a request of n tokens touches at most n // block_q + 1
-            return (num_tokens - num_decodes) // (config.block_m // group) + num_reqs - num_decodes
-
-        fast = COPY_ENGINE_PREFILL.get(head_dim) if copy_engine else None
-        if fast is not None and tiles_of(fast) * num_kv_heads >= num_sms:
-            return AttentionPlan(num_decodes, decode, decode_splits, fast, 1, tiles_of(fast))
-        tiles = tiles_of(prefill)
+        prompts, tokens = num_reqs - num_decodes, num_tokens - num_decodes
+        if copy_engine and head_dim in COPY_ENGINE_PREFILL:
+            plan = AttentionPlan(num_decodes, decode, decode_splits, prefill, 1, 0)
+            longest = max_prompt_len or max_seq_len
+            plan = by_copy_engine(plan, prompts, tokens, longest, head_dim, group, element_size)
+            room = UNPACKED_BYTES // unpacked_block_bytes(num_kv_heads, head_dim)
+            read = not plan.unpacked_blocks or (
+                prompts * plan.unpacked_blocks <= room and tokens * group >= prompts * UNPACKED_ROWS
+            )
+            if read and plan.prefill_tiles * num_kv_heads >= num_sms:
+                return plan
+        tiles = _tiles(prefill, prompts, tokens, group)
         # Two programs fill a multiprocessor; and where two thirds of the chip have work, putting parts of so many
         # queries together costs what they win.
         prefill_splits = pick_splits(3 * tiles, num_kv_heads, max_seq_len, prefill.block_n, num_sms)
     return AttentionPlan(num_decodes, decode, decode_splits, prefill, prefill_splits, tiles)
+
+
+def by_copy_engine(
+    plan: AttentionPlan, prompts: int, tokens: int, longest: int, head_dim: int, group: int, element_size: int
+) -> AttentionPlan:
+    """`plan`, but its `prompts` of `tokens` in all, and of `longest` keys at most, go through COPY_ENGINE_PREFILL."""
+    config = COPY_ENGINE_PREFILL[head_dim]
+    blocks = -(-longest // UNPACKED_BLOCK) if element_size == 1 else 0
+    tiles = _tiles(config, prompts, tokens, group)
+    return replace(plan, prefill=config, prefill_splits=1, prefill_tiles=tiles, unpacked_blocks=blocks)
+
+
+def unpacked_block_bytes(num_kv_heads: int, head_dim: int) -> int:
+    """of keys and values, in 16 bits"""
+    return 2 * 2 * UNPACKED_BLOCK * num_kv_heads * head_dim
+
+
+def _tiles(config: AttentionConfig, prompts: int, tokens: int, group: int) -> int:
+    """At most; a request of n tokens touches n // block_q + 1."""
+    return tokens // (config.block_m // group) + prompts
 
 
 FEW_DECODES: dict[tuple[str, int, int], AttentionConfig] = {

@@ -1,14 +1,24 @@
 """How attention reads an fp8 KV cache: in registers, as float16, which holds every fp8 number exactly.
 
 Decodes load values as int16 pairs, because the matrix units want them transposed and shared memory transposes 16 bits
-at a time. What is written there, and by whose scales, stands in rotary.py.
+at a time. What prompts read for prefill.py, whose copy engine brings what it multiplies as it lies there, is unpacked
+to 16 bits first: once for all their queries. What is written to the cache, and by whose scales, stands in rotary.py.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 # Triton functions are typed by what they are launched with.
 from __future__ import annotations
 
-from headrace.kernels._triton import tl, triton
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.kernels._triton import launch, next_power_of_2, overlap, tl, triton, wait_for_inputs
+from headrace.kernels.attention_config import UNPACKED_BLOCK, AttentionPlan
+
+ELEMENTS = 1 << 14
+"""that a program unpacks"""
 
 
 @triton.jit
@@ -25,3 +35,70 @@ def as_float16(q):
     wide = q.to(tl.float32)
     power = tl.exp2(tl.ceil(tl.log2(tl.maximum(tl.max(tl.abs(wide), axis=1), 1e-30))))[:, None]
     return (wide / power).to(tl.float16), power
+
+
+@dataclass(frozen=True)
+class UnpackedCache:
+    """Where a step's prompts are unpacked to: those of request i to blocks of row rows[i] of the table."""
+
+    cache: Tensor
+    """[2, num_blocks, UNPACKED_BLOCK, Hkv, D] in 16 bits"""
+    block_table: Tensor
+    """[prompts, blocks] int32"""
+    rows: Tensor
+    """[R] int32; of decodes they mean nothing"""
+
+    @staticmethod
+    def within(cache: Tensor, plan: AttentionPlan, num_reqs: int) -> UnpackedCache:
+        """For a step of `plan`, in `cache`, whose numbers are of no account."""
+        prompts, blocks = num_reqs - plan.num_decodes, plan.unpacked_blocks
+        table = torch.arange(prompts * blocks, dtype=torch.int32, device=cache.device).view(prompts, blocks)
+        rows = torch.arange(-plan.num_decodes, prompts, dtype=torch.int32, device=cache.device)
+        return UnpackedCache(cache, table, rows)
+
+
+@triton.jit(do_not_specialize=["num_blocks", "num_unpacked", "table_stride", "first_req", "blocks_each"])
+def _unpack_kernel(
+    out_ptr, cache_ptr, block_table_ptr, rows_ptr, seq_lens_ptr, scale_ptr,
+    num_unpacked, num_blocks, table_stride, first_req, blocks_each,
+    WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr, UNPACKED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of TOKENS positions, prompts, keys and values)."""
+    wait_for_inputs(OVERLAP)
+    first, prompt, half = tl.program_id(0) * TOKENS, tl.program_id(1), tl.program_id(2)
+    seq_len = tl.load(seq_lens_ptr + first_req + prompt)
+    if first >= seq_len:
+        return
+    position = first + tl.arange(0, TOKENS)
+    column = tl.arange(0, BLOCK_W)
+    mask = (position < seq_len)[:, None] & (column < WIDTH)[None, :]
+    blocks_ptr = block_table_ptr + tl.load(rows_ptr + first_req + prompt).to(tl.int64) * table_stride
+    block = tl.load(blocks_ptr + position // BLOCK_SIZE, mask=position < seq_len, other=0)
+    source = (half * num_blocks + block).to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+    target = (half * num_unpacked + prompt * blocks_each).to(tl.int64) * UNPACKED + position
+    packed = tl.load(cache_ptr + source[:, None] * WIDTH + column[None, :], mask=mask)
+    value = packed.to(tl.float16).to(tl.float32) * tl.load(scale_ptr + half)
+    tl.store(out_ptr + target[:, None] * WIDTH + column[None, :], value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def unpack(
+    unpacked: UnpackedCache, kv_cache: Tensor, block_table: Tensor, rows: Tensor, seq_lens: Tensor, kv_scale: Tensor,
+    first_req: int,
+) -> None:  # fmt: skip
+    """Keys and values of the requests from `first_req` on, out of an fp8 cache # [2, blocks, block_size, Hkv, D] times
+    kv_scale # [2]. What lies behind a request's last key in its blocks stays as it was."""
+    num_blocks, block_size, kv_heads, head_dim = kv_cache.shape[1:]
+    width = kv_heads * head_dim
+    block_w = next_power_of_2(width)
+    tokens = max(1, ELEMENTS // block_w)
+    prompts, blocks = unpacked.block_table.shape
+    arguments = (
+        unpacked.cache, kv_cache, block_table, rows, seq_lens, kv_scale,
+        unpacked.cache.shape[1], num_blocks, block_table.stride(0), first_req, blocks,
+    )  # fmt: skip
+    constants = {
+        "WIDTH": width, "BLOCK_W": block_w, "TOKENS": tokens, "BLOCK_SIZE": block_size, "UNPACKED": UNPACKED_BLOCK,
+        "num_warps": 4, **overlap(),
+    }  # fmt: skip
+    launch(_unpack_kernel, (-(-blocks * UNPACKED_BLOCK // tokens), prompts, 2), arguments, constants)

@@ -12,11 +12,14 @@ from dataclasses import dataclass
 
 from headrace.config import GRAPH_MODES
 from headrace.graph_sizes import FULL_GRAPH_BYTES, MOST_TOKENS, PIECE_BYTES, WORKSPACE_BYTES, capture_sizes
+from headrace.kernels.attention_config import COPY_ENGINE_PREFILL, UNPACKED_BYTES
 from headrace.planner.checkpoint_format import bytes_per_weight as bytes_per_weight
 from headrace.planner.chips import GIB, Chip
 from headrace.planner.cost import Parallel
 from headrace.planner.shapes import AttentionShape, LayerGroup, ModelShape
 
+HOPPERS = ("h100", "h200")
+"""GPUs of compute capability 9.0"""
 VOCAB_ALIGNMENT = 64
 """as layers/embedding.py"""
 LIBRARIES = {
@@ -217,6 +220,7 @@ def memory_map(
     per_token, windowed = _kv_bytes(layers, parallel, kv_dtype_bytes)
     if engine == "headrace":
         tables += _beside_rows(shape, chip, graph_mode) + 2 * block_size * per_token  # one block, and padding's
+        tables += _unpacked(shape, chip) if kv_dtype_bytes == 1 else 0
     step = _step_bytes(shape, parallel, max_num_batched_tokens, max_num_seqs, engine, sampling=True)
     graphs = 0
     if chip.vendor != "cpu" and graph_mode != "NONE":
@@ -275,6 +279,13 @@ def _beside_rows(shape: ModelShape, chip: Chip, graph_mode: str) -> int:
     angles = 4 * shape.max_position_embeddings * max(group.attention.head_dim for group in shape.groups)
     streams = 2 if shape.is_moe and graph_mode != "NONE" else 1
     return angles + streams * WORKSPACE.get(chip.vendor, 0)
+
+
+def _unpacked(shape: ModelShape, chip: Chip) -> int:
+    """Where prompts' share of an fp8 cache is unpacked to, for a kernel that only Hopper has (kernels/prefill.py)."""
+    kinds = [group.attention for group in shape.groups]
+    served = any(kind.kind != "mla" and kind.window is None and kind.head_dim in COPY_ENGINE_PREFILL for kind in kinds)
+    return UNPACKED_BYTES if served and chip.name in HOPPERS else 0
 
 
 def _fullest_stage(shape: ModelShape, parallel: Parallel, form: str, engine: str) -> list[tuple[int, LayerGroup]]:

@@ -416,4 +416,5 @@ def _for_any_lengths(batch: Batch, shape: Shape, max_model_len: int) -> Batch:
     be of any length, so that none is known to be a decode."""
     if shape.decode:
         return replace(batch, max_seq_len=max_model_len)
-    return replace(batch, max_seq_len=max_model_len, max_query_len=max(2, shape.num_tokens), num_decodes=0)
+    most = max(2, shape.num_tokens)
+    return replace(batch, max_seq_len=max_model_len, max_prompt_len=max_model_len, max_query_len=most, num_decodes=0)

@@ -43,6 +43,8 @@ class Batch:
     """requests at the front that run one token each"""
     max_query_len: int
     max_seq_len: int
+    max_prompt_len: int
+    """of the requests behind the decodes; 0: there are none"""
     decode_only: bool
     """Every request runs one token and samples: request i is token i is sample i."""
 
@@ -163,5 +165,6 @@ class InputBatch:
             # 1 would mean one token each, which requests without tokens have not
             max_query_len=longest if padded_tokens is None else max(longest, tokens - num_tokens, 2),
             max_seq_len=int(ends.max()),
+            max_prompt_len=int(ends[num_decodes:].max(initial=0)),
             decode_only=longest == 1 and num_samples == num_reqs,
         )

@@ -19,7 +19,7 @@ from headrace.attention.triton_attn import TritonAttention
 from headrace.errors import ConfigError
 from headrace.kernels._triton import DEVICE_FAMILY
 from headrace.kernels.attention import paged_attention_reference
-from headrace.kernels.attention_config import AttentionPlan, plan_attention
+from headrace.kernels.attention_config import AttentionPlan, by_copy_engine, plan_attention
 from headrace.kernels.decode import decode_attention_reference
 from headrace.kernels.fp8 import Quantized, quantize_per_token_reference
 from headrace.kernels.gemm_config import BUCKETS
@@ -110,10 +110,12 @@ def _prompt_check(subject: Subject, layer: Attention, backend: TritonAttention) 
     def error() -> float:
         longest, spec = min(LONGEST, subject.rope().shape[0]), layer.spec
         counts, lengths = [min(200, longest), 40, 3], [longest, 40, 2 * subject.shape.block_size]
+        size = min(2, subject.shape.dtype.itemsize)
         plan = plan_attention(
-            3, sum(counts), 0, longest, spec.num_heads, spec.num_kv_heads, spec.head_dim, 2, DEVICE_FAMILY,
-            num_sms=1, copy_engine=True,
-        )  # fmt: skip
+            3, sum(counts), 0, longest, spec.num_heads, spec.num_kv_heads, spec.head_dim, size, DEVICE_FAMILY, num_sms=1
+        )
+        group = spec.num_heads // spec.num_kv_heads
+        plan = by_copy_engine(plan, 3, sum(counts), longest, spec.head_dim, group, size)
         return _attention_error(subject, layer, counts, lengths, plan)
 
     def demote() -> str:
@@ -145,9 +147,9 @@ def _attention_error(
     subject: Subject, layer: Attention, counts: list[int], lengths: list[int], plan: AttentionPlan | None = None
 ) -> float:
     cache, metadata = _filled_cache(subject, counts, lengths)
-    if plan is not None:
-        metadata.plan[layer.spec] = plan
     q, spec, scale = subject.random(sum(counts), layer.heads[0], layer.spec.head_dim), layer.spec, cache_scale(subject)
+    if plan is not None and isinstance(subject.backend, TritonAttention):
+        metadata.plan[spec] = subject.backend.launches(plan, metadata, spec, q)
     out = layer.attend(q, cache, metadata, spec, scale)
     expected = paged_attention_reference(
         q, cache, metadata.block_table, metadata.rows, metadata.query_start_loc, metadata.seq_lens, spec.scale,

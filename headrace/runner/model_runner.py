@@ -154,6 +154,7 @@ class ModelRunner:
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
             num_decodes=batch.num_decodes,
+            max_prompt_len=batch.max_prompt_len,
         )
         self.backend.plan(metadata)
         return metadata

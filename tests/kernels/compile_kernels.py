@@ -11,10 +11,12 @@ import torch
 from headrace.kernels import (
     activation,
     attention,
+    attention_config,
     batch,
     decode,
     filter,
     fp8,
+    fp8_cache,
     gemm,
     logsumexp,
     matmul,
@@ -104,6 +106,12 @@ def compile_fp8_cache(target):
                 config, splits, kv_scale=scale,
             )  # fmt: skip
             report(f"{label} decode of {requests}", decode._decode_kernel, known)
+        if target == "sm_90":
+            room = torch.zeros(2, 4, attention_config.UNPACKED_BLOCK, 2, head_dim, dtype=q.dtype)
+            plan = replace(plan, unpacked_blocks=1)
+            unpacked = fp8_cache.UnpackedCache.within(room, plan, 3)
+            fp8_cache.unpack(unpacked, cache, table, numbers[:16], numbers, scale, 0)
+            report(f"{label} unpacked", fp8_cache._unpack_kernel, known)
         rotary.rotary_and_cache(q, q[:, :2], q[:, :2], angles, wide, cache, wide, kv_scale=scale)
         report(f"{label} write", rotary._rotary_and_cache_kernel, known)
 

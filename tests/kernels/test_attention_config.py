@@ -5,7 +5,16 @@ import random
 
 import pytest
 
-from headrace.kernels.attention_config import DECODE, MAX_SPLITS, PREFILL, pick_config, pick_splits, plan_attention
+from headrace.kernels.attention_config import (
+    DECODE,
+    MAX_SPLITS,
+    PREFILL,
+    UNPACKED_BYTES,
+    pick_config,
+    pick_splits,
+    plan_attention,
+    unpacked_block_bytes,
+)
 
 FAMILIES = ("cuda", "hip")
 
@@ -66,6 +75,38 @@ def test_the_copy_engine_serves_prompts_that_fill_the_chip_in_its_tiles(tokens, 
     assert plan.num_decodes == 2
     assert plan.prefill_splits == 1 or not wanted
     assert not plan_attention(3, tokens, 2, 8192, 32, 8, head_dim, 2, "cuda", 132).prefill.copy_engine
+
+
+@pytest.mark.parametrize(
+    ("requests", "tokens", "longest", "blocks"),
+    [
+        (3, 2048, 8192, 128),
+        (3, 2048, 8130, 128),
+        (3, 2048, 40_000, 0),  # no room
+        (9, 128, 8192, 0),  # so few queries that unpacking costs more
+        (3, 200, 8192, 0),  # too few tiles
+    ],
+)
+def test_of_an_fp8_cache_what_they_read_is_unpacked_where_there_is_room_and_work(requests, tokens, longest, blocks):
+    decodes = 1
+    plan = plan_attention(
+        requests,
+        tokens + decodes,
+        decodes,
+        131_072,
+        32,
+        8,
+        128,
+        1,
+        "cuda",
+        132,
+        copy_engine=True,
+        max_prompt_len=longest,
+    )
+    assert plan.unpacked_blocks == blocks
+    assert plan.prefill.copy_engine == bool(blocks)
+    room = (requests - decodes) * blocks * unpacked_block_bytes(8, 128)
+    assert room <= UNPACKED_BYTES
 
 
 def test_a_decode_batch_plans_no_prefill():

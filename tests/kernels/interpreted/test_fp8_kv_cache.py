@@ -1,6 +1,7 @@
 """The fp8 KV cache: what rotary_and_cache writes, and attention over it, against their references."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ from test_attention_kernel import BATCHES, make_inputs, small_plan
 from test_decode_kernel import LENGTHS, scattered_cache
 
 from headrace.kernels.attention import paged_attention, paged_attention_reference
-from headrace.kernels.attention_config import AttentionConfig
+from headrace.kernels.attention_config import UNPACKED_BLOCK, AttentionConfig
 from headrace.kernels.decode import decode_attention, decode_attention_reference
+from headrace.kernels.fp8_cache import UnpackedCache, unpack
 from headrace.kernels.table import REFERENCE_KERNELS as REFERENCE
 from headrace.kernels.table import TRITON_KERNELS as TRITON
 
@@ -151,3 +153,28 @@ def test_caches_narrower_than_the_model_without_scales(dtype):
         cache = torch.zeros(2, 1, 2, 1, 8).bfloat16()
         kernels.rotary_and_cache(k, k, v, table, slots, cache, slots)
         assert torch.equal(cache.view(2, 2, 1, 8), torch.stack((k, v)).bfloat16())
+
+
+@each_fp8
+@pytest.mark.parametrize("heads", [(4, 2, 64), (3, 1, 128), (10, 5, 64)], ids=str)
+def test_what_prompts_read_is_unpacked(heads, fp8):
+    lengths = [9, 1, 70, 133, 0, 64]
+    (_, cache, *_), scale, *_ = fp8_inputs("mixed", heads, 16, torch.float16, fp8)
+    blocks = max(-(-length // 16) for length in lengths)
+    table = torch.randint(0, cache.shape[1], (len(lengths), blocks), dtype=torch.int32)
+    rows, decodes = torch.randperm(len(lengths)).int(), 2
+    seq_lens = torch.tensor(lengths, dtype=torch.int32)
+    plan = replace(small_plan([(1, 1)], torch.zeros(1, *heads[::2]), heads, decodes, 1), unpacked_blocks=3)
+    room = torch.full((2, 4 * 3 + 1, UNPACKED_BLOCK, *heads[1:]), 7.0, dtype=torch.float16)
+    unpacked = UnpackedCache.within(room, plan, len(lengths))
+    unpack(unpacked, cache, table, rows, seq_lens, scale, decodes)
+    flat = room.view(2, -1, *heads[1:]).float()
+    written = torch.zeros(flat.shape[1], dtype=torch.bool)
+    for request in range(decodes, len(lengths)):
+        length = lengths[request]
+        first = int(unpacked.block_table[unpacked.rows[request], 0]) * UNPACKED_BLOCK
+        own = table[rows[request], : -(-length // 16)].long()
+        held = cache.view(torch.uint8)[:, own].view(fp8).flatten(1, 2)[:, :length].float() * scale.view(2, 1, 1, 1)
+        torch.testing.assert_close(flat[:, first : first + length], held, rtol=1e-3, atol=1e-6, equal_nan=True)
+        written[first : first + length] = True
+    assert bool((flat[:, ~written] == 7.0).all())

@@ -80,13 +80,18 @@ def test_a_wrong_one_is_found() -> None:
     assert wrong.demoted == ["rotary_and_cache"]
 
 
-@pytest.mark.parametrize(("factor", "demoted"), [(1.0, []), (1.02, ["prefill_attention"])])
+@pytest.mark.parametrize("kv", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize(("factor", "demoted"), [(1.0, []), (1.04, ["prefill_attention"])])
 def test_so_is_a_wrong_kernel_of_long_prompts(
-    factor: float, demoted: list[str], monkeypatch: pytest.MonkeyPatch
+    factor: float, demoted: list[str], kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It needs a GPU: in its place the kernel of short ones, or that one wrong."""
+    """It needs a GPU: in its place the kernel of short ones, or that one wrong. Of an fp8 cache both read what was
+    unpacked."""
+
+    ran = set()
 
     def stands_in(out: torch.Tensor, *inputs: Any) -> None:
+        ran.add(inputs[1].element_size())
         *inputs, qk_scale, first_req, end_req = inputs[:-2]
         tiles = (len(out) - first_req) // 32 + end_req - first_req
         like = replace(PREFILL["cuda", 2, 64], block_m=64)
@@ -95,4 +100,6 @@ def test_so_is_a_wrong_kernel_of_long_prompts(
 
     monkeypatch.setattr("headrace.kernels.prefill.prefill_attention", stands_in)
     heads = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    assert check({**LLAMA, **heads}, "auto", None, copy_engine=True).demoted == demoted
+    found = check({**LLAMA, **heads}, kv, None, copy_engine=True)
+    assert found.demoted == demoted
+    assert ran == {2}
