@@ -52,7 +52,7 @@ def measure(
     """A row a variant. `told`: how the prompts go on; None: as the model in 16 bits says."""
 
     def sequences(changes: dict[str, Any], forced: list[Prompts] | None) -> list[Sequence]:
-        with stepped_core(EngineConfig(model=str(folder), **knobs, **changes), folder) as core:
+        with stepped_core(EngineConfig(model=str(folder), **knobs | changes), folder) as core:
             found: list[Sequence] = []
             for index, prompts in enumerate(batches):
                 tokens = None if forced is None else forced[index]
@@ -90,7 +90,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     logging.getLogger().setLevel(logging.WARNING)
-    knobs = {"device": args.device, "dtype": args.dtype, "enable_prefix_caching": False, "gpu_memory_utilization": 0.3}
+    knobs = {"device": args.device, "enable_prefix_caching": False, "gpu_memory_utilization": 0.3}
+    knobs |= {"dtype": args.dtype, "kv_cache_dtype": args.dtype}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as work:
         for model in args.models.split(","):

@@ -69,6 +69,7 @@ def main() -> int:
         wanted = EngineConfig(
             model=name,
             dtype=args.dtype,
+            kv_cache_dtype=args.dtype,
             device=args.device,
             max_model_len=2048,
             gpu_memory_utilization=0.3,

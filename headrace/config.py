@@ -127,8 +127,9 @@ class EngineConfig:
     )
     kv_cache_dtype: str = knob(
         "auto",
-        "Data type of the KV cache: `fp8` (same as fp8_e4m3) holds twice the tokens; `auto` is the model's own, or fp8 "
-        "under --objective throughput on NVIDIA GPUs that have it, if that moves this model little.",
+        "Data type of the KV cache: `fp8` (same as fp8_e4m3) holds twice the tokens; `auto` is fp8 on NVIDIA GPUs that "
+        "have it, if a start finds that it moves this model little, and the model's own elsewhere, under --objective "
+        "latency and with --batch-invariant. `bfloat16` rounds nothing.",
         choices=KV_CACHE_DTYPES,
         group="cache",
     )

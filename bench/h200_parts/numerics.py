@@ -107,8 +107,9 @@ def check_model(
 ) -> None:
     batches = [prompts(settings.requests(batch)) for batch in BATCHES]
     knobs: dict[str, Any] = {"model": str(folder), "max_model_len": length, "enable_prefix_caching": False}
-    knobs |= {"num_gpu_blocks_override": 4096, "gpu_memory_utilization": 0.3, "dtype": "bfloat16"}
-    knobs |= {"device": "cpu", "num_gpu_blocks_override": 512, "dtype": "float32"} if settings.smoke else {}
+    dtype = "float32" if settings.smoke else "bfloat16"
+    knobs |= {"num_gpu_blocks_override": 4096, "gpu_memory_utilization": 0.3, "dtype": dtype, "kv_cache_dtype": dtype}
+    knobs |= {"device": "cpu", "num_gpu_blocks_override": 512} if settings.smoke else {}
     base = EngineConfig(**knobs).replace(**settings.engine)
 
     def sequences(config: EngineConfig, forced: list[Sequence] | None = None) -> list[Sequence]:
@@ -131,7 +132,9 @@ def check_model(
     ]
     emit(Result(f"numerics/{name}/error", fast.error, notes=notes))
     with reference_path():
-        plain = base.replace(dtype="float32", enforce_eager=True, attention_backend="TORCH_SDPA")
+        plain = base.replace(
+            dtype="float32", kv_cache_dtype="float32", enforce_eager=True, attention_backend="TORCH_SDPA"
+        )
         exact = sequences(plain, reference)
     ours, theirs = compare(found, exact), compare(reference, exact)
     del exact

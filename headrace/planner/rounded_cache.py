@@ -1,7 +1,7 @@
 """A KV cache in fp8 that nobody asked for: where it is taken, and when it is given back.
 
-It rounds, so it is taken only where tokens a second are all that is wanted, and a start that finds that it moves this
-model too far goes on without it. What it moves, runner/kv_scales.py measures.
+It rounds, so a start that finds that it moves this model too far goes on without it, and every start says what it
+found and how to do without. What it moves, runner/kv_scales.py measures.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ MOST_UNASKED = 0.1
 """Most that hidden states may move where nobody asked: twice what is measured on the demo model, and half of what ten
 standard deviations of bias on K make of one; runner/kv_scales.py has what is served to whoever asks."""
 ROUNDED = (
-    "most tokens are wanted: a byte a number is read in half the time and leaves room for twice the requests; a start "
-    f"that finds hidden states moved by over {MOST_UNASKED:.0%} goes back"
+    "a byte a number is read in half the time and leaves room for twice the requests; a start that finds hidden states "
+    f"moved by over {MOST_UNASKED:.0%} goes back"
 )
 
 
 def rounds_cache(objective: str | None, dtype: str, chip: Chip) -> bool:
-    """Whether K and V are kept in fp8 where nobody says how. On NVIDIA's GPUs alone: there it has run. `dtype` is of
-    activations; whoever wants 32 bits wants no eight."""
-    return objective == "throughput" and dtype != "float32" and chip.vendor == "nvidia" and "fp8" in chip.flops
+    """Whether K and V are kept in fp8 where nobody says how: not where the one request that runs is to be fast, which
+    gains least. On NVIDIA's GPUs alone: there it has run. `dtype` is of activations; whoever wants 32 bits wants no
+    eight."""
+    return objective != "latency" and dtype != "float32" and chip.vendor == "nvidia" and "fp8" in chip.flops
 
 
 def rounds_cache_here(config: EngineConfig, dtype: str, device_type: str) -> bool:
     """The same on the GPUs of this machine, for a start."""
-    if config.objective != "throughput" or device_type != "cuda" or config.batch_invariant:
+    if device_type != "cuda" or config.batch_invariant:
         return False
     try:
         chips = [find_chip(name, memory) for name, memory in read_gpus()]
@@ -54,5 +55,8 @@ def settled_cache(config: EngineConfig, asked: bool, facts: list[WorkerFacts]) -
         )
     if asked or worst.kv_cache_error <= MOST_UNASKED:
         return None
-    reason = f"{moved}, and {MOST_UNASKED:.0%} is the most where nobody asked for it"
+    reason = (
+        f"{moved}, and {MOST_UNASKED:.0%} is the most where nobody asked for it; --kv-cache-dtype {dtype} saves the "
+        "next start the second load"
+    )
     return config.replace(kv_cache_dtype=dtype), Decision("kv_cache_dtype", dtype, reason, name, source="measured")

@@ -117,7 +117,7 @@ def test_calculated_scales_leave_headroom_and_follow_from_the_weights(kind: str,
     for cache in caches:
         for largest in cache.float().abs().amax(dim=(1, 2, 3, 4)).tolist():
             reach = torch.finfo(found.shape.dtype).max / largest
-            assert reach == pytest.approx(HEADROOM.get(found.shape.dtype, 2.0), rel=0.35)
+            assert reach == pytest.approx(HEADROOM.get(found.shape.dtype, 16.0), rel=0.35)
     again = calibration(folder, kind)
     settle_kv_scales(again, calculate=True)
     assert torch.equal(torch.stack(again.scales()), torch.stack(found.scales()))
@@ -129,8 +129,8 @@ def test_what_a_checkpoint_lacks_is_calculated_or_one(folder: Path, tmp_path: Pa
     assert "the checkpoint's, and calculated" in settle_kv_scales(found, calculate=True).said
     first, second = found.scales()
     assert first[0] == 0.5
-    assert 0 < float(first[1]) < 0.2
-    assert 0 < float(second.max()) < 0.2
+    assert 0 < float(first[1]) < 1
+    assert 0 < float(second.max()) < 1
     found = calibration(model, "fp8_e4m3")
     assert "the checkpoint's, and 1.0" in settle_kv_scales(found, calculate=False).said
     assert torch.stack(found.scales()).tolist() == [[0.5, 1.0], [1.0, 1.0]]
@@ -195,7 +195,8 @@ def test_outliers_end_a_cache_that_nobody_asked_for(
     assert (said["calm"].value, said["calm"].runner_up) == ("fp8_e4m3", "float32, which rounds nothing")
     assert (said["wild"].value, said["wild"].source) == ("float32", "measured")
     assert re.fullmatch(
-        r"the cache in fp8_e4m3 moves hidden states by \d+\.\d%, and 10% is the most where nobody asked for it",
+        r"the cache in fp8_e4m3 moves hidden states by \d+\.\d%, and 10% is the most where nobody asked for it; "
+        "--kv-cache-dtype float32 saves the next start the second load",
         said["wild"].reason,
     )
     monkeypatch.undo()

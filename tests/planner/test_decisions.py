@@ -55,19 +55,19 @@ def test_a_given_value_wins_and_is_marked() -> None:
 @pytest.mark.parametrize(
     ("gpus", "given", "settled"),
     [
-        (["NVIDIA H200"], {}, "bfloat16"),
+        (["NVIDIA H200"], {}, "fp8_e4m3"),
         (["NVIDIA H200"] * 2, {"objective": "throughput"}, "fp8_e4m3"),
         (["NVIDIA H200"], {"objective": "latency"}, "bfloat16"),
-        (["NVIDIA H200"], {"objective": "throughput", "dtype": "float32"}, "float32"),
-        (["NVIDIA H200"], {"objective": "throughput", "kv_cache_dtype": "bfloat16"}, "bfloat16"),
-        (["NVIDIA H200"], {"objective": "throughput", "batch_invariant": True}, "bfloat16"),
-        (["NVIDIA H200", "NVIDIA A100"], {"objective": "throughput"}, "bfloat16"),
+        (["NVIDIA H200"], {"dtype": "float32"}, "float32"),
+        (["NVIDIA H200"], {"kv_cache_dtype": "bfloat16"}, "bfloat16"),
+        (["NVIDIA H200"], {"batch_invariant": True}, "bfloat16"),
+        (["NVIDIA H200", "NVIDIA A100"], {}, "bfloat16"),
         (["AMD Instinct MI300X"], {"objective": "throughput"}, "bfloat16"),
-        (["a GPU that nobody knows"], {"objective": "throughput"}, "bfloat16"),
-        ([], {"objective": "throughput"}, "bfloat16"),
+        (["a GPU that nobody knows"], {}, "bfloat16"),
+        ([], {}, "bfloat16"),
     ],
 )
-def test_where_tokens_a_second_are_all_that_is_wanted_the_kv_cache_is_rounded(
+def test_where_the_kv_cache_is_rounded_unasked(
     gpus: list[str], given: dict[str, Any], settled: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.planner.rounded_cache.read_gpus", lambda: [(name, 150 << 30) for name in gpus])

@@ -137,8 +137,12 @@ def test_where_the_cache_is_short_smaller_steps_leave_more_of_it() -> None:
     assert flags["--max-num-batched-tokens"] == "1024"
 
 
-def test_an_fp8_cache_is_taken_unasked_for_throughput_alone_and_what_the_other_would_give_is_said() -> None:
+def test_an_fp8_cache_is_taken_unasked_and_what_the_other_would_give_is_said() -> None:
     load: Any = {"input_len": 2048, "output_len": 256, "concurrency": 500, "objective": "throughput"}
+    assert (
+        plan("llama-3.1-8b", "h200", **load | {"objective": "interactive"}).decision("kv_cache_dtype").value
+        == "fp8_e4m3"
+    )
     made, plain = plan("llama-3.1-8b", "h200", **load), plan("llama-3.1-8b", "h200", **load, kv_cache_dtype="bfloat16")
     assert made.prediction is not None
     assert plain.prediction is not None
@@ -156,8 +160,8 @@ def test_an_fp8_cache_is_taken_unasked_for_throughput_alone_and_what_the_other_w
     assert plan("deepseek-v3", "h200", num_gpus=16, **load).decision("kv_cache_dtype").value == "bfloat16"
 
 
-def test_an_fp8_cache_is_not_taken_unasked_for_a_pace_but_what_it_would_give_is_said() -> None:
-    shape: Any = {"input_len": 2048, "output_len": 256, "concurrency": 500}
+def test_an_fp8_cache_is_not_taken_unasked_for_latency_but_what_it_would_give_is_said() -> None:
+    shape: Any = {"input_len": 2048, "output_len": 256, "concurrency": 500, "objective": "latency"}
     made, other = plan("llama-3.1-8b", "h200", **shape), plan("llama-3.1-8b", "h200", **shape, kv_cache_dtype="fp8")
     assert made.prediction is not None
     assert other.prediction is not None
@@ -331,8 +335,8 @@ REFUSED = [
     ("gpt-oss-20b", "h200", {"quantization": "fp8"}, "holds mxfp4 already", "quantization left open"),
     ("llama-3.1-8b", "h200", {"input_len": 200_000}, "more than the model's context of 131072", "input_len"),
     ("llama-3.1-8b", "h200", {"max_model_len": 200_000}, "more than the model's context", "max_model_len left open"),
-    ("qwen3-32b", "h100", {"num_gpus": 1, "input_len": 32_000, "output_len": 8_000, "gpu_memory_utilization": 0.88},
-     "missing on each", "input_len"),
+    ("qwen3-32b", "h100", {"num_gpus": 1, "input_len": 32_000, "output_len": 8_000, "gpu_memory_utilization": 0.88,
+                           "objective": "latency"}, "missing on each", "input_len"),
     ("llama-4-maverick", "h200", {"enable_expert_parallel": True, "num_gpus": 8}, "0.78% of the experts", "left open"),
     ("llama-3.1-8b", "h200", {"quantization": "ptpc_fp8", "engine": "vllm"}, "for AMD GPUs only", "quantization fp8"),
 ]  # fmt: skip
