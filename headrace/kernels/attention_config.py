@@ -26,9 +26,9 @@ class AttentionConfig:
 
 DECODE: dict[tuple[str, int, int], AttentionConfig] = {
     # (family, bytes an element of the cache, widest head_dim): keys wanted in flight, so many stages and few warps
-    # (1: an fp8 cache. Those rows, and hip's, are derived, not measured)
+    # (1: an fp8 cache. Its rows but that of 128, and hip's, are derived, not measured)
     ("cuda", 1, 64): AttentionConfig(16, 64, 2, 4),
-    ("cuda", 1, 128): AttentionConfig(16, 64, 2, 4),
+    ("cuda", 1, 128): AttentionConfig(16, 32, 1, 6),
     ("cuda", 1, 256): AttentionConfig(16, 32, 4, 4),
     ("cuda", 2, 64): AttentionConfig(16, 64, 2, 4),
     ("cuda", 2, 128): AttentionConfig(16, 32, 1, 4),
@@ -204,6 +204,7 @@ def _tiles(config: AttentionConfig, prompts: int, tokens: int, group: int) -> in
 
 FEW_DECODES: dict[tuple[str, int, int], AttentionConfig] = {
     # as DECODE, where there are fewer programs than multiprocessors: what counts is how soon one is done
+    ("cuda", 1, 128): AttentionConfig(16, 128, 4, 2),
     ("cuda", 2, 128): AttentionConfig(16, 64, 2, 2),
 }
 DECODES_PER_SM = 16

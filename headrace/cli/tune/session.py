@@ -42,7 +42,7 @@ from headrace.planner.profile import (
 )
 
 ROUNDED = "kv_cache_dtype"
-"""Changes answers, so it wins only where the user has named it."""
+"""Where the plan does not round the cache, fp8 wins only where the user has named this knob."""
 PINS = (*(name for name in KNOBS if name != "cudagraph_mode"), "compilation_config", "enforce_eager")
 """Fields which, given by the user, are part of what was tuned."""
 MOST_CLIENTS = 4
@@ -59,7 +59,7 @@ class Session:
         self.budget = parse_seconds(options.budget)
         named = None if options.knobs is None else [name.strip() for name in options.knobs.split(",")]
         self.knobs = self._knobs(named)
-        self.keep_out = () if named and ROUNDED in named else (ROUNDED,)
+        self.rounding_asked = named is not None and ROUNDED in named
         folder = resolve_model_folder(config.model, config.revision, config.download_dir, config.load_format)
         self.model = ModelConfig.from_folder(folder)
         longest = config.max_model_len or self.model.max_position_embeddings
@@ -105,7 +105,7 @@ class Session:
         tuner = Tuner(self.journal, run_trial, self.objective, self.budget, time.monotonic, self._tell)
         try:
             with self.console.status("") as self._status:
-                outcome = tuner.tune(self._trials, self.keep_out)
+                outcome = tuner.tune(self._trials, self._kept_out)
         except KeyboardInterrupt:
             self.say(f"interrupted; what was measured is in {self.folder}, and the same command goes on from there")
             raise
@@ -114,6 +114,9 @@ class Session:
 
     def _trials(self, plan: Result) -> list[Trial]:
         return trials_of(self.knobs, self.config, self.model, plan.settings, self.traffic)
+
+    def _kept_out(self, trial: Trial) -> bool:
+        return not self.rounding_asked and str(trial.changes.get(ROUNDED)).startswith("fp8")
 
     def _load(self) -> str:
         load = self.traffic

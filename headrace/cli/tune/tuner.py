@@ -7,7 +7,7 @@ Knows trials by what they gave, not how they are run.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from headrace.cli.tune.record import Journal, Result, Trial
@@ -83,15 +83,18 @@ class Tuner:
         self._budget, self._clock, self._tell = budget, clock, tell
         self._end = clock() + budget
 
-    def tune(self, trials_for: Callable[[Result], list[Trial]], keep_out: Iterable[str] = ()) -> Outcome:
-        """`trials_for`: given the plan's result, what else to try. Knobs in `keep_out` come last, and never win.
+    def tune(
+        self, trials_for: Callable[[Result], list[Trial]], keep_out: Callable[[Trial], bool] = lambda _: False
+    ) -> Outcome:
+        """`trials_for`: given the plan's result, what else to try. Those that `keep_out` is true of come last, and
+        never win.
 
         Raises HeadraceError where not even the plan runs.
         """
         plan = self._journal.results.get(PLAN.id)
         if plan is None or not plan.ok:
             plan = self._measure(0, 1, PLAN, FIRST_LIMIT)
-        trials = sorted(trials_for(plan), key=lambda trial: any(knob in trial.changes for knob in keep_out))
+        trials = sorted(trials_for(plan), key=keep_out)
         limit = max(LEAST_LIMIT, PATIENCE * plan.seconds)
         done: list[Result] = []
         left = 0
@@ -135,12 +138,12 @@ class Tuner:
         found = gain(self._objective, result, plan)
         return found if found > 1 + NOISE or result is plan else 0.0
 
-    def _winners(self, plan: Result, done: list[Result], keep_out: Iterable[str]) -> dict[str, Result]:
+    def _winners(self, plan: Result, done: list[Result], keep_out: Callable[[Trial], bool]) -> dict[str, Result]:
         """Knob -> its best result, where that is better than the plan's; the best first."""
         best: dict[str, Result] = {}
         for result in sorted(done, key=lambda result: -self._worth(result, plan)):
             (knob,) = result.trial.changes
-            if knob not in keep_out and self._worth(result, plan) > 0:
+            if not keep_out(result.trial) and self._worth(result, plan) > 0:
                 best.setdefault(knob, result)
         return best
 
@@ -149,7 +152,7 @@ class Tuner:
         again = self._journal.results.get(AGAIN.id)
         return again if again is not None and again.ok else None
 
-    def _still_wanted(self, plan: Result, done: list[Result], keep_out: Iterable[str]) -> int:
+    def _still_wanted(self, plan: Result, done: list[Result], keep_out: Callable[[Trial], bool]) -> int:
         """Trials to keep time for: the plan again where something beats it, and the winners together."""
         winners = list(self._winners(plan, done, keep_out).values())
         combined = _combined(winners)

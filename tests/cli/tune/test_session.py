@@ -25,7 +25,7 @@ from headrace.config import EngineConfig
 from headrace.errors import ConfigError, HeadraceError
 from headrace.model_config import ModelConfig
 from headrace.planner.profile import find_profile, measured_here
-from tests.cli.tune.fake_trials import Clock, FakeRun
+from tests.cli.tune.fake_trials import PLAN, Clock, FakeRun
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +117,14 @@ def test_a_rounded_cache_wins_only_where_it_is_named(model_folder: str, capsys: 
     assert json.loads(capsys.readouterr().out)["best"] == {}
     run(model_folder, script, "--json", "--knobs", "kv_cache_dtype")
     assert json.loads(capsys.readouterr().out)["best"] == {"kv_cache_dtype": "fp8"}
+
+
+def test_a_cache_that_rounds_nothing_may_win_unnamed(
+    model_folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PLAN, "kv_cache_dtype", "fp8_e4m3")
+    run(model_folder, {Trial({"kv_cache_dtype": "bfloat16"}).id: 2000.0}, "--json")
+    assert json.loads(capsys.readouterr().out)["best"] == {"kv_cache_dtype": "bfloat16"}
 
 
 def test_what_cannot_be_measured_is_refused(model_folder: str, capsys: pytest.CaptureFixture[str]) -> None:
