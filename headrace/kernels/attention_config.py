@@ -79,6 +79,8 @@ UNPACKED_BYTES = 256 << 20
 """of that cache, set aside once"""
 UNPACKED_ROWS = 256
 """query tokens x GQA group of a prompt, on average, from which unpacking what they read costs less than it saves"""
+FILLED = 7 / 8
+"""of the multiprocessors have a tile, at least, where COPY_ENGINE_PREFILL serves: as with 512 tokens, less decodes"""
 MOST_GROUP = 64
 """query heads that share a KV head, at most: rows of half a tile"""
 SMALLEST_BOX = 8
@@ -173,7 +175,7 @@ def plan_attention(
             read = not plan.unpacked_blocks or (
                 prompts * plan.unpacked_blocks <= room and tokens * group >= prompts * UNPACKED_ROWS
             )
-            if read and plan.prefill_tiles * num_kv_heads >= num_sms:
+            if read and plan.prefill_tiles * num_kv_heads >= FILLED * num_sms:
                 return plan
         tiles = _tiles(prefill, prompts, tokens, group)
         # Two programs fill a multiprocessor; and where two thirds of the chip have work, putting parts of so many

@@ -345,7 +345,9 @@ def _budget(terms: Terms, deployment: Deployment) -> Decision:
         return Decision(field, request.max_num_batched_tokens, "given", source="user")
     if terms.engine == "headrace" or terms.chip.vendor == "cpu" or not request.enable_chunked_prefill:
         device = "cpu" if terms.chip.vendor == "cpu" else "cuda"
-        value, why = token_budget(device, request.enable_chunked_prefill, terms.context, request.max_num_seqs)
+        mlps = [group.mlp for group in terms.shape.groups if group.mlp.num_experts]
+        each = max((mlp.num_experts / mlp.experts_per_token for mlp in mlps), default=1.0)
+        value, why = token_budget(device, request.enable_chunked_prefill, terms.context, request.max_num_seqs, each)
         return Decision(field, value, why)
     sizes = [size for size in VLLM_BUDGETS[request.objective] if size >= (request.max_num_seqs or 0)]
     if not sizes:

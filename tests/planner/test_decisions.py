@@ -142,6 +142,14 @@ def test_what_is_expected_bounds_the_sequences(expected: int, seqs: int) -> None
     assert str(expected) in next(d for d in decisions if d.field == "max_num_seqs").reason
 
 
+@pytest.mark.parametrize(("top_k", "device", "budget"), [(8, "cuda", 16384), (16, "cuda", 8192), (8, "cpu", 2048)])
+def test_experts_that_see_few_tokens_raise_the_token_budget(top_k: int, device: str, budget: int) -> None:
+    experts = {"num_experts": 128, "num_experts_per_tok": top_k, "moe_intermediate_size": 768}
+    raw = {**MODEL.raw, "architectures": ["Qwen3MoeForCausalLM"], **experts}
+    config, _ = decide_before_load(EngineConfig(), ModelConfig.from_dict(raw), device)
+    assert config.max_num_batched_tokens == budget
+
+
 def test_many_sequences_raise_the_token_budget() -> None:
     config, _ = decide_before_load(EngineConfig(max_num_seqs=5000), MODEL, "cpu")
     assert config.max_num_batched_tokens == 5000
