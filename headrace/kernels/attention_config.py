@@ -79,7 +79,7 @@ UNPACKED_BYTES = 256 << 20
 """of that cache, set aside once"""
 UNPACKED_ROWS = 256
 """query tokens x GQA group of a prompt, on average, from which unpacking what they read costs less than it saves"""
-FILLED = 7 / 8
+FILLED = 1 / 2
 """of the multiprocessors have a tile, at least, where COPY_ENGINE_PREFILL serves: as with 512 tokens, less decodes"""
 MOST_GROUP = 64
 """query heads that share a KV head, at most: rows of half a tile"""
