@@ -17,6 +17,7 @@ from torch import Tensor
 from headrace.kernels._triton import DEVICE_FAMILY, launch, next_power_of_2, overlap, tl, triton, wait_for_inputs
 from headrace.kernels.attention_config import MAX_SPLITS, AttentionConfig, AttentionPlan, plan_attention
 from headrace.kernels.fp8_cache import UnpackedCache, as_float16, split_pairs, unpack
+from headrace.kernels.tiles import find_request
 
 LOG2_E = 1.4426950408889634
 
@@ -106,22 +107,6 @@ def _attend(
             acc = (tl.dot(weights, value.to(q.dtype), acc[0] * decay[:, None], input_precision="ieee"),)
         row_max = new_max
     return acc, row_max, row_sum
-
-
-@triton.jit
-def find_request(tile, query_start_loc_ptr, first_req, num_reqs, search_steps, BLOCK_Q: tl.constexpr):
-    """-> (the request whose tile this is, where its queries begin, how many they are, which of its tiles it is)"""
-    request = first_req
-    high = num_reqs
-    for _ in range(search_steps):  # the last request whose first tile is not behind this one
-        middle = (request + high) // 2
-        first_tile = (tl.load(query_start_loc_ptr + middle) - first_req) // BLOCK_Q + middle - first_req
-        request = tl.where(first_tile <= tile, middle, request)
-        high = tl.where(first_tile <= tile, high, middle)
-    query_start = tl.load(query_start_loc_ptr + request)
-    query_len = tl.load(query_start_loc_ptr + request + 1) - query_start
-    tile -= (query_start - first_req) // BLOCK_Q + request - first_req
-    return request, query_start, query_len, tile
 
 
 @triton.jit(do_not_specialize=["window", "num_blocks", "block_table_stride", "first_req", "num_reqs", "search_steps"])
