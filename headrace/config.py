@@ -127,8 +127,8 @@ class EngineConfig:
     )
     kv_cache_dtype: str = knob(
         "auto",
-        "Data type of the KV cache: `fp8` (same as fp8_e4m3) holds twice the tokens; `auto` is fp8 on NVIDIA GPUs that "
-        "have it, if a start finds that it moves this model little, and the model's own elsewhere, under --objective "
+        "Data type of the KV cache: `fp8` (same as fp8_e4m3) holds twice the tokens; `auto` is fp8 on H100 and "
+        "H200, if a start finds that it moves this model little, and the model's own elsewhere, under --objective "
         "latency and with --batch-invariant. `bfloat16` rounds nothing.",
         choices=KV_CACHE_DTYPES,
         group="cache",

@@ -30,7 +30,8 @@ class TritonAttention:
     def __init__(self) -> None:
         self.copy_engine = DEVICE_FAMILY == "cuda" and torch.cuda.is_available() and is_hopper(torch.device("cuda"))
         """Prompts may go through kernels/prefill.py"""
-        self._unpacked: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        self.unpacked: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        """KV heads, their size and type -> where an fp8 cache is unpacked to"""
 
     def prefills_by_copy_engine(self, spec: AttentionSpec, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
         """Whether kernels/prefill.py serves such layers, where prompts are long enough."""
@@ -102,11 +103,11 @@ class TritonAttention:
         if not plan.unpacked_blocks:
             return plan, None
         key = spec.num_kv_heads, spec.head_dim, q.dtype
-        if key not in self._unpacked:
+        if key not in self.unpacked:
             blocks = UNPACKED_BYTES // unpacked_block_bytes(spec.num_kv_heads, spec.head_dim)
             shape = (2, blocks, UNPACKED_BLOCK, spec.num_kv_heads, spec.head_dim)
-            self._unpacked[key] = torch.empty(shape, dtype=q.dtype, device=q.device)
-        return plan, UnpackedCache.within(self._unpacked[key], plan, metadata.num_reqs)
+            self.unpacked[key] = torch.empty(shape, dtype=q.dtype, device=q.device)
+        return plan, UnpackedCache.within(self.unpacked[key], plan, metadata.num_reqs)
 
     def decode(
         self,

@@ -47,7 +47,6 @@ def fit(
         executor.shutdown()
         raise
     executor.shutdown()
-    del executor  # and what it had set aside on the device
     config, decision = plainer
     told([decision], logging.WARNING)
     fitted = fit(make, config, given, asked_cache=True)

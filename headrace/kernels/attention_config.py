@@ -80,7 +80,7 @@ UNPACKED_BYTES = 256 << 20
 UNPACKED_ROWS = 256
 """query tokens x GQA group of a prompt, on average, from which unpacking what they read costs less than it saves"""
 FILLED = 1 / 2
-"""of the multiprocessors have a tile, at least, where COPY_ENGINE_PREFILL serves: as with 512 tokens, less decodes"""
+"""of the multiprocessors have a tile, at least, where COPY_ENGINE_PREFILL serves (measured from 0.55 on)"""
 MOST_GROUP = 64
 """query heads that share a KV head, at most: rows of half a tile"""
 SMALLEST_BOX = 8
@@ -150,8 +150,8 @@ def plan_attention(
     """Integers in, launches out. `max_seq_len` is a bound: max_model_len where the launch goes into a graph; so is
     `max_prompt_len`, of the requests behind the decodes, 0 if it is not known.
 
-    `copy_engine`: COPY_ENGINE_PREFILL may serve; it does where its tiles fill the chip, and of an fp8 cache if there is
-    room for what has to be unpacked, and work enough.
+    `copy_engine`: COPY_ENGINE_PREFILL may serve; it does where its tiles fill half of the chip, and of an fp8 cache if
+    there is room for what has to be unpacked, and work enough.
     `batch_invariant`: decodes run as prompts of one token, and keys are not split. So the keys of a query are added up
     in tiles that begin at multiples of block_n, in order, whatever else runs and wherever its prompt was cut.
     """

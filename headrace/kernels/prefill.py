@@ -3,7 +3,7 @@ asks the copy engine for keys and values out of the paged cache, two groups of w
 and a tile's weights are multiplied with its values while the softmax of the next tile is computed.
 
 Written in Gluon, as Triton orders such loops otherwise: 290 -> 460 TFLOP/s. What kernels/attention.py does beside
-(windows, fp8 caches, splits, other GPUs) it leaves to that.
+(windows, splits, other GPUs) it leaves to that; an fp8 cache is unpacked before (fp8_cache.py).
 """
 
 # mypy: disable-error-code="no-untyped-def"

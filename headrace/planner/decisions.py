@@ -28,7 +28,8 @@ on an H200 runs 384 at 90%: with the decodes beside them, as long in any step, f
 USUAL_OBJECTIVE = "interactive"
 WIDE_STEP, WIDER_STEP, EXPERT_ROWS = 8192, 16384, 1024
 """Tokens of a step on a GPU: the first, but the second where an expert then sees fewer than so many. (Of Qwen3-30B-A3B
-on an H200, 500 prompts of 2048 at once, 256 out: 5,130 output tokens/s at 4096, 5,546 at 8192, 5,912 at 32768)"""
+on an H200, 500 prompts of 2048 at once, 256 out: 5,130 output tokens/s at 4096, 5,546 at 8192, 5,850 at 16384, 5,912 at
+32768)"""
 DEVICES = {"cuda": "a GPU", "cpu": "a CPU"}
 MOST_SEQS = {"cuda": 1024, "cpu": 64}
 FEWEST_SEQS = 8

@@ -18,8 +18,6 @@ from headrace.planner.chips import GIB, Chip
 from headrace.planner.cost import Parallel
 from headrace.planner.shapes import AttentionShape, LayerGroup, ModelShape
 
-HOPPERS = ("h100", "h200")
-"""GPUs of compute capability 9.0"""
 VOCAB_ALIGNMENT = 64
 """as layers/embedding.py"""
 LIBRARIES = {
@@ -285,7 +283,7 @@ def _unpacked(shape: ModelShape, chip: Chip) -> int:
     """Where prompts' share of an fp8 cache is unpacked to, for a kernel that only Hopper has (kernels/prefill.py)."""
     kinds = [group.attention for group in shape.groups]
     served = any(kind.kind != "mla" and kind.window is None and kind.head_dim in COPY_ENGINE_PREFILL for kind in kinds)
-    return UNPACKED_BYTES if served and chip.name in HOPPERS else 0
+    return UNPACKED_BYTES if served and chip.arch == "sm_90" else 0
 
 
 def _fullest_stage(shape: ModelShape, parallel: Parallel, form: str, engine: str) -> list[tuple[int, LayerGroup]]:

@@ -23,14 +23,13 @@ ROUNDED = (
 
 def rounds_cache(objective: str | None, dtype: str, chip: Chip) -> bool:
     """Whether K and V are kept in fp8 where nobody says how: not where the one request that runs is to be fast, which
-    gains least. On NVIDIA's GPUs alone: there it has run. `dtype` is of activations; whoever wants 32 bits wants no
-    eight."""
-    return objective != "latency" and dtype != "float32" and chip.vendor == "nvidia" and "fp8" in chip.flops
+    gains least. On Hopper alone: there it has run. `dtype` is of activations; whoever wants 32 bits wants no eight."""
+    return objective != "latency" and dtype != "float32" and chip.arch == "sm_90"
 
 
 def rounds_cache_here(config: EngineConfig, dtype: str, device_type: str) -> bool:
     """The same on the GPUs of this machine, for a start."""
-    if device_type != "cuda" or config.batch_invariant:
+    if device_type != "cuda" or config.batch_invariant or config.objective == "latency" or dtype == "float32":
         return False
     try:
         chips = [find_chip(name, memory) for name, memory in read_gpus()]

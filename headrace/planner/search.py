@@ -30,7 +30,7 @@ ABOUT_THE_SAME = 0.02
 USUAL_CONCURRENCY = {"latency": 1, "interactive": 32}
 VLLM_BUDGETS = {"latency": (1024, 2048, 4096), "interactive": (2048, 4096, 8192), "throughput": (8192, 16384)}
 """Token budgets worth asking vLLM for; its steps with decodes are as large as its largest."""
-SMALLER_BUDGETS = (4096, 2048, 1024)
+SMALLER_BUDGETS = (8192, 4096, 2048, 1024)
 SHORTENINGS = 8
 MOST_SIMULATED = 1000
 """Requests of one rank, or steps with their prompts, whose simulation is worth waiting for unasked,"""

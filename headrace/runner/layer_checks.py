@@ -115,11 +115,12 @@ def _prompt_check(subject: Subject, layer: Attention, backend: TritonAttention) 
             3, sum(counts), 0, longest, spec.num_heads, spec.num_kv_heads, spec.head_dim, size, DEVICE_FAMILY, num_sms=1
         )
         group = spec.num_heads // spec.num_kv_heads
-        plan = by_copy_engine(plan, 3, sum(counts), longest, spec.head_dim, group, size)
+        plan = by_copy_engine(plan, 3, sum(counts), max(lengths), spec.head_dim, group, size)
         return _attention_error(subject, layer, counts, lengths, plan)
 
     def demote() -> str:
         backend.copy_engine = False
+        backend.unpacked.clear()
         return "the kernel of short ones"
 
     return Check("prefill_attention", error, cache_bound(subject, WIDE), demote)

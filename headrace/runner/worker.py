@@ -61,6 +61,8 @@ class Worker:
         self.mesh = init_mesh(rank, config.tensor_parallel_size, rendezvous, self.device)
         self.memory = device_memory(self.device)
         self.model: Any = None
+        self.backend: Any = None
+        """attention.backend.Backend, once loaded"""
         self.kv_scales = SettledScales("", 0.0, "")
         self.runner: ModelRunner | None = None
 
@@ -244,7 +246,7 @@ class Worker:
         """Leave the group and free the device's memory."""
         if self.runner is not None:
             self.runner.graphs = None  # which know the runner
-        self.runner = self.model = None
+        self.runner = self.model = self.backend = None
         self.mesh.close()
         with contextlib.suppress(RuntimeError):  # a GPU that can compute no more is freed with this process
             self.memory.give_back()

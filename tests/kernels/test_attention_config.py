@@ -67,7 +67,8 @@ def test_splits_are_few_where_there_is_parallelism_and_many_where_not():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "head_dim", "wanted"), [(8192, 128, True), (8192, 64, True), (200, 128, False), (8192, 256, False)]
+    ("tokens", "head_dim", "wanted"),
+    [(8192, 128, True), (8192, 64, True), (260, 128, True), (200, 128, False), (8192, 256, False)],
 )
 def test_the_copy_engine_serves_prompts_that_fill_the_chip_in_its_tiles(tokens, head_dim, wanted):
     plan = plan_attention(3, tokens, 2, 8192, 32, 8, head_dim, 2, "cuda", 132, copy_engine=True)

@@ -13,6 +13,7 @@ import pytest
 
 from headrace.errors import ConfigError
 from headrace.planner.chips import find_chip
+from headrace.planner.decisions import WIDE_STEP, WIDER_STEP
 from headrace.planner.plan import Plan, make_plan
 from headrace.planner.plan_json import to_json
 from headrace.planner.plan_request import PlanRequest
@@ -135,6 +136,11 @@ def test_where_the_cache_is_short_smaller_steps_leave_more_of_it() -> None:
     assert made.prediction.output_tok_s > 1.5 * fixed.output_tok_s
     flags = {flag.name: flag.value for flag in made.commands[0].flags}
     assert flags["--max-num-batched-tokens"] == "1024"
+
+
+def test_a_plan_and_a_start_give_mixtures_the_same_steps() -> None:
+    assert plan("qwen3-30b-a3b", "h200", num_gpus=1).decision("max_num_batched_tokens").value == WIDER_STEP
+    assert plan("mixtral-8x7b", "h200", num_gpus=2).decision("max_num_batched_tokens").value == WIDE_STEP
 
 
 def test_an_fp8_cache_is_taken_unasked_and_what_the_other_would_give_is_said() -> None:

@@ -24,7 +24,8 @@ from headrace.model_config import ModelConfig
 from headrace.models.loader import load_model
 from headrace.models.registry import attention_spec
 from headrace.request import EngineCoreRequest
-from headrace.runner.cuda_graph import GraphSettings, Shape, StepGraphs
+from headrace.runner.cuda_graph import GraphSettings, Shape, StepGraphs, _for_any_lengths
+from headrace.runner.input_batch import InputBatch
 from headrace.runner.kv_cache import KVCacheShape
 from headrace.runner.model_runner import ModelRunner, RunnerLimits
 from headrace.runner.pending import PendingStep
@@ -367,6 +368,12 @@ def test_a_rehearsal_that_fails_is_the_last() -> None:
         patch.setattr(runner, "execute", lambda step: 1 / 0)
         assert core.rehearse()
     assert not core.rehearse()
+
+
+def test_a_whole_graph_is_told_of_the_longest_requests_there_may_be() -> None:
+    step = SchedulerOutput(1, [], [], [], [1, 2], [5, 0], [1, 4], [True, True])
+    told = _for_any_lengths(InputBatch(4, torch.device("cpu")).fill(step), Shape("full", False, 2, 8), 100)
+    assert (told.max_seq_len, told.max_prompt_len, told.num_decodes) == (100, 100, 0)
 
 
 def test_sizes() -> None:

@@ -25,7 +25,7 @@ def test_a_mixed_step() -> None:
     assert batch.sample_positions.tolist() == [10, 4]
     assert (batch.num_reqs, batch.num_tokens, batch.num_samples) == (3, 6, 2)
     assert (batch.max_query_len, batch.max_seq_len, batch.decode_only) == (4, 10, False)
-    assert batch.num_decodes == 2
+    assert (batch.num_decodes, batch.max_prompt_len) == (2, 4)
 
 
 def test_the_last_token_of_a_chunk_is_the_one_that_samples() -> None:
@@ -67,7 +67,7 @@ def test_padding_tokens_belong_to_one_request_of_the_scratch_row() -> None:
     assert batch.seq_lens.tolist() == [10, 7, 0, 0]
     assert batch.query_start_loc.tolist() == [0, 1, 5, 8, 8]
     assert (batch.num_reqs, batch.num_tokens, batch.num_samples) == (4, 8, 2)
-    assert (batch.num_decodes, batch.max_query_len, batch.max_seq_len) == (1, 4, 10)
+    assert (batch.num_decodes, batch.max_query_len, batch.max_seq_len, batch.max_prompt_len) == (1, 4, 10, 7)
     assert not batch.decode_only
     everyone = inputs.everyone()
     assert everyone.rows.tolist() == [5, 2] + [8] * 7

@@ -8,6 +8,7 @@ import torch
 from test_attention_kernel import BATCHES, make_inputs, small_plan
 from test_decode_kernel import LENGTHS, scattered_cache
 
+from headrace.kernels import attention
 from headrace.kernels.attention import paged_attention, paged_attention_reference
 from headrace.kernels.attention_config import UNPACKED_BLOCK, AttentionConfig
 from headrace.kernels.decode import decode_attention, decode_attention_reference
@@ -178,3 +179,28 @@ def test_what_prompts_read_is_unpacked(heads, fp8):
         torch.testing.assert_close(flat[:, first : first + length], held, rtol=1e-3, atol=1e-6, equal_nan=True)
         written[first : first + length] = True
     assert bool((flat[:, ~written] == 7.0).all())
+
+
+def test_decodes_read_the_cache_itself_beside_prompts_that_read_what_was_unpacked(monkeypatch):
+    """prefill.py needs a GPU: in its place the kernel of short prompts, over the 16-bit cache."""
+    heads, decodes, batch = (4, 2, 16), 3, BATCHES["mixed"]
+    (q, *inputs), scale, longest_query, longest = fp8_inputs("mixed", heads, 16, torch.float16, FP8[0])
+    small = small_plan(batch, q, heads, decodes, 1)
+    blocks = -(-longest // UNPACKED_BLOCK)
+    plan = replace(small, prefill=replace(small.prefill, copy_engine=True), unpacked_blocks=blocks)
+    shape = (2, (len(batch) - decodes) * blocks, UNPACKED_BLOCK, *heads[1:])
+    room = torch.full(shape, float("nan"), dtype=torch.float16)
+
+    def stands_in(out, *inputs):
+        *inputs, qk_scale, first_req, end_req, tiles, _ = inputs
+        attention._run(
+            out, *inputs, None, qk_scale, None, first_req, end_req, tiles, small.prefill, 1, False
+        )  # fmt: skip
+
+    monkeypatch.setattr("headrace.kernels.prefill.prefill_attention", stands_in)
+    arguments = (q, *inputs, 0.3, longest_query, longest, None)
+    expected = paged_attention_reference(*arguments, kv_scale=scale)
+    unpacked = UnpackedCache.within(room, plan, len(batch))
+    out = paged_attention(*arguments, torch.full_like(q, float("nan")), plan, scale, unpacked)
+    error = (out.double() - expected.double()).norm() / expected.double().norm()
+    assert error <= 2 * TOLERANCE[torch.float16]
