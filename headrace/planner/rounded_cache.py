@@ -24,12 +24,16 @@ ROUNDED = (
 def rounds_cache(objective: str | None, dtype: str, chip: Chip) -> bool:
     """Whether K and V are kept in fp8 where nobody says how: not where the one request that runs is to be fast, which
     gains least. On Hopper alone: there it has run. `dtype` is of activations; whoever wants 32 bits wants no eight."""
-    return objective != "latency" and dtype != "float32" and chip.arch == "sm_90"
+    return _may_round(objective, dtype) and chip.arch == "sm_90"
+
+
+def _may_round(objective: str | None, dtype: str) -> bool:
+    return objective != "latency" and dtype != "float32"
 
 
 def rounds_cache_here(config: EngineConfig, dtype: str, device_type: str) -> bool:
     """The same on the GPUs of this machine, for a start."""
-    if device_type != "cuda" or config.batch_invariant or config.objective == "latency" or dtype == "float32":
+    if device_type != "cuda" or config.batch_invariant or not _may_round(config.objective, dtype):
         return False
     try:
         chips = [find_chip(name, memory) for name, memory in read_gpus()]
