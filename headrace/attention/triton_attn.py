@@ -1,6 +1,8 @@
-"""TRITON_ATTN: our own kernels. The step's launches are planned once for each shape of layer."""
+"""TRITON_ATTN: our own kernels. The step's launches are planned and made ready once for each shape of layer."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,6 +24,17 @@ from headrace.kernels.attention_config import (
 )
 from headrace.kernels.decode import decode_attention
 from headrace.kernels.fp8_cache import UnpackedCache
+from headrace.kernels.launch import Recording, recorded
+
+
+@dataclass
+class Planned:
+    """What a step's layers of one shape have in common."""
+
+    plan: AttentionPlan
+    unpacked: UnpackedCache | None = None
+    recording: Recording | None = None
+    """of the first layer's launches, which the others repeat"""
 
 
 class TritonAttention:
@@ -58,6 +71,8 @@ class TritonAttention:
         kv_scale: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
+        out = torch.empty_like(q) if out is None else out
+        tensors = (out, q, kv_cache, kv_scale)
         planned = metadata.plan.get(spec)
         if planned is None:
             decodes = metadata.num_reqs if metadata.max_query_len == 1 else metadata.num_decodes
@@ -77,37 +92,39 @@ class TritonAttention:
                 metadata.max_prompt_len,
             )
             planned = metadata.plan[spec] = self.launches(plan, metadata, spec, q)
-        plan, unpacked = planned
-        return paged_attention(
-            q,
-            kv_cache,
-            metadata.block_table,
-            metadata.rows,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            spec.scale,
-            metadata.max_query_len,
-            metadata.max_seq_len,
-            spec.sliding_window,
-            out,
-            plan,
-            kv_scale,
-            unpacked,
-        )
+        if planned.recording is not None and planned.recording.again(tensors):
+            return out
+        with recorded() as made:
+            paged_attention(
+                q,
+                kv_cache,
+                metadata.block_table,
+                metadata.rows,
+                metadata.query_start_loc,
+                metadata.seq_lens,
+                spec.scale,
+                metadata.max_query_len,
+                metadata.max_seq_len,
+                spec.sliding_window,
+                out,
+                planned.plan,
+                kv_scale,
+                planned.unpacked,
+            )
+        planned.recording = Recording.of(made, tensors)
+        return out
 
-    def launches(
-        self, plan: AttentionPlan, metadata: AttentionMetadata, spec: AttentionSpec, q: Tensor
-    ) -> tuple[AttentionPlan, UnpackedCache | None]:
-        """What a step keeps of its plan: with where an fp8 cache is unpacked to, if it is. That memory is taken at the
-        first call, which the self-check makes."""
+    def launches(self, plan: AttentionPlan, metadata: AttentionMetadata, spec: AttentionSpec, q: Tensor) -> Planned:
+        """With where an fp8 cache is unpacked to, if it is. That memory is taken at the first call, which the
+        self-check makes."""
         if not plan.unpacked_blocks:
-            return plan, None
+            return Planned(plan)
         key = spec.num_kv_heads, spec.head_dim, q.dtype
         if key not in self.unpacked:
             blocks = UNPACKED_BYTES // unpacked_block_bytes(spec.num_kv_heads, spec.head_dim)
             shape = (2, blocks, UNPACKED_BLOCK, spec.num_kv_heads, spec.head_dim)
             self.unpacked[key] = torch.empty(shape, dtype=q.dtype, device=q.device)
-        return plan, UnpackedCache.within(self.unpacked[key], plan, metadata.num_reqs)
+        return Planned(plan, UnpackedCache.within(self.unpacked[key], plan, metadata.num_reqs))
 
     def decode(
         self,

@@ -70,39 +70,6 @@ def overlap() -> dict[str, bool]:
     return _OVERLAP if target.backend == "cuda" and target.arch >= 90 else _NO_OVERLAP
 
 
-def _told(tensor: torch.Tensor) -> tuple[torch.dtype, int, bool]:
-    """What Triton compiles a kernel for, of a tensor."""
-    small = DEVICE_FAMILY == "hip" and tensor.untyped_storage().size() < 2**31
-    return tensor.dtype, tensor.data_ptr() % 16, small
-
-
-_LAUNCHED: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
-
-
-def launch(kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    """kernel[grid](*args, **keywords), in half of the host's time where its like was launched before: Triton looks
-    at each argument every time, while here the types of all tell, and of tensors the alignment, and on AMD's GPUs
-    whether their memory can be addressed with 31 bits.
-
-    For kernels all of whose integers are `do_not_specialize`. `args`, of which the first is a tensor, come before what
-    `keywords` names in the kernel's signature.
-    """
-    key = (
-        id(kernel),
-        args[0].device,
-        *keywords.values(),
-        *[_told(arg) if isinstance(arg, torch.Tensor) else type(arg) for arg in args],
-    )
-    known = _LAUNCHED.get(key)
-    if known is not None:
-        compiled, constants = known
-        compiled[grid](*args, *constants)
-        return
-    compiled = kernel[grid](*args, **keywords)
-    if compiled is not None:  # the interpreter compiles nothing
-        _LAUNCHED[key] = compiled, [keywords[name] for name in kernel.arg_names[len(args) :]]
-
-
 @lru_cache(maxsize=16)
 def fp8_dtype(device: torch.device) -> torch.dtype:
     """The e4m3 that `device` computes with: on gfx942 the one without negative zero, whose largest number is 240."""
@@ -118,6 +85,6 @@ def next_power_of_2(n: int) -> int:
 
 
 __all__ = [
-    "DEVICE_FAMILY", "HAS_TRITON", "after_inputs", "fp8_dtype", "launch", "next_power_of_2", "overlap", "tl", "triton",
+    "DEVICE_FAMILY", "HAS_TRITON", "after_inputs", "fp8_dtype", "next_power_of_2", "overlap", "tl", "triton",
     "wait_for_inputs",
 ]  # fmt: skip

@@ -14,9 +14,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from headrace.kernels._triton import DEVICE_FAMILY, launch, next_power_of_2, overlap, tl, triton, wait_for_inputs
+from headrace.kernels._triton import DEVICE_FAMILY, next_power_of_2, overlap, tl, triton, wait_for_inputs
 from headrace.kernels.attention_config import MAX_SPLITS, AttentionConfig, AttentionPlan, plan_attention
 from headrace.kernels.fp8_cache import UnpackedCache, as_float16, split_pairs, unpack
+from headrace.kernels.launch import launch
 from headrace.kernels.tiles import find_request
 
 LOG2_E = 1.4426950408889634

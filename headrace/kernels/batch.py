@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels._triton import overlap, tl, triton, wait_for_inputs
+from headrace.kernels.launch import launch
 
 
 @triton.jit(do_not_specialize=["num_words"])
@@ -30,9 +31,8 @@ def copy_words(destination: Tensor, source: Tensor) -> None:
     `source` alone until the stream has reached it; nothing on the device may write to it, as it is read early."""
     num_words = source.shape[0]
     if num_words:
-        _copy_words_kernel[(-(-num_words // 1024),)](
-            destination, source, num_words, BLOCK=1024, num_warps=4, **overlap()
-        )
+        constants = dict(BLOCK=1024, num_warps=4, **overlap())
+        launch(_copy_words_kernel, (-(-num_words // 1024), 1, 1), (destination, source, num_words), constants)
 
 
 def copy_words_reference(destination: Tensor, source: Tensor) -> None:
@@ -54,9 +54,8 @@ def scatter_words(table: Tensor, index: Tensor, values: Tensor) -> None:
     and values [n] int32 in the host's pinned memory, on which is said above at copy_words what the host must do."""
     num_words = index.shape[0]
     if num_words:
-        _scatter_words_kernel[(-(-num_words // 512),)](
-            table, index, values, num_words, BLOCK=512, num_warps=4, **overlap()
-        )
+        constants = dict(BLOCK=512, num_warps=4, **overlap())
+        launch(_scatter_words_kernel, (-(-num_words // 512), 1, 1), (table, index, values, num_words), constants)
 
 
 def scatter_words_reference(table: Tensor, index: Tensor, values: Tensor) -> None:
@@ -106,20 +105,11 @@ def commit_tokens(
     """
     num_samples = token_ids.shape[0]
     if num_samples:
-        _commit_tokens_kernel[(-(-num_samples // 128),)](
-            out,
-            token_table,
-            token_ids,
-            best,
-            rows,
-            positions,
-            token_table.stride(0),
-            num_samples,
-            invalid_token,
-            BLOCK=128,
-            num_warps=4,
-            **overlap(),
-        )
+        arguments = (
+            out, token_table, token_ids, best, rows, positions, token_table.stride(0), num_samples, invalid_token
+        )  # fmt: skip
+        constants = dict(BLOCK=128, num_warps=4, **overlap())
+        launch(_commit_tokens_kernel, (-(-num_samples // 128), 1, 1), arguments, constants)
 
 
 def commit_tokens_reference(
@@ -196,25 +186,12 @@ def prepare_batch(
     slot_mapping = torch.empty(num_tokens, dtype=torch.int64, device=device)
     num_reqs = rows.shape[0]
     if num_tokens:
-        _prepare_batch_kernel[(-(-num_tokens // 128),)](
-            input_ids,
-            positions,
-            slot_mapping,
-            rows,
-            num_computed,
-            query_start_loc,
-            token_table,
-            block_table,
-            token_table.stride(0),
-            block_table.stride(0),
-            num_reqs,
-            num_tokens,
-            num_reqs.bit_length(),
-            BLOCK_SIZE=block_size,
-            BLOCK=128,
-            num_warps=4,
-            **overlap(),
-        )
+        arguments = (
+            input_ids, positions, slot_mapping, rows, num_computed, query_start_loc, token_table, block_table,
+            token_table.stride(0), block_table.stride(0), num_reqs, num_tokens, num_reqs.bit_length(),
+        )  # fmt: skip
+        constants = dict(BLOCK_SIZE=block_size, BLOCK=128, num_warps=4, **overlap())
+        launch(_prepare_batch_kernel, (-(-num_tokens // 128), 1, 1), arguments, constants)
     return input_ids, positions, slot_mapping
 
 

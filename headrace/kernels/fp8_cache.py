@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.kernels._triton import launch, next_power_of_2, overlap, tl, triton, wait_for_inputs
+from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_for_inputs
 from headrace.kernels.attention_config import UNPACKED_BLOCK, AttentionPlan
+from headrace.kernels.launch import launch
 
 ELEMENTS = 1 << 14
 """that a program unpacks"""

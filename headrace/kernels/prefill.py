@@ -16,8 +16,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from headrace.kernels._triton import launch
 from headrace.kernels.attention_config import AttentionConfig
+from headrace.kernels.launch import launch
 from headrace.kernels.tiles import find_request
 
 async_load = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared  # Triton 3.6 and 3.7

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_for_inputs
+from headrace.kernels.launch import launch
 from headrace.kernels.norm import rms_norm_reference
 
 
@@ -214,16 +215,18 @@ def rotary_and_cache(
         return out
     half = cos_sin.shape[1] // 2
     group = num_heads // num_kv_heads
-    _rotary_and_cache_kernel[(num_tokens, num_kv_heads)](
+    arguments = (
         out, q, k, v, cos_sin, positions, kv_cache, slot_mapping, q_norm, k_norm, kv_scale,
         eps, q.stride(0), k.stride(0), v.stride(0), q.stride(1), k.stride(1), v.stride(1),
-        kv_cache.shape[1] * kv_cache.shape[2],
-        num_heads, num_kv_heads,
+        kv_cache.shape[1] * kv_cache.shape[2], num_heads, num_kv_heads,
+    )  # fmt: skip
+    constants = dict(
         GROUP=group, BLOCK_G=next_power_of_2(group), HEAD_DIM=head_dim, BLOCK_D=next_power_of_2(head_dim), HALF=half,
         BLOCK_HALF=next_power_of_2(half), BLOCK_REST=next_power_of_2(max(1, head_dim - 2 * half)),
         NORM=q_norm is not None, LARGEST=largest_fp8(kv_cache.dtype),
         num_warps=2 if group * head_dim >= 512 else 1, **overlap(),
     )  # fmt: skip
+    launch(_rotary_and_cache_kernel, (num_tokens, num_kv_heads, 1), arguments, constants)
     return out
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels._triton import next_power_of_2, tl, triton
+from headrace.kernels.launch import launch
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this mean greedy."""
@@ -158,10 +159,10 @@ def best_token(scores: Tensor) -> tuple[Tensor, Tensor]:
         blocks = -(-vocab_size // block)
         best = torch.empty((rows, blocks), dtype=torch.float32, device=scores.device)
         index = torch.empty((rows, blocks), dtype=torch.int32, device=scores.device)
-        _best_kernel[(rows, blocks)](
-            best, index, scores, scores.stride(0), vocab_size, blocks, BLOCK=block, num_warps=4
-        )
-        _pick_best_kernel[(rows,)](score, out, best, index, blocks, BLOCK=next_power_of_2(blocks), num_warps=1)
+        of_blocks = (best, index, scores, scores.stride(0), vocab_size, blocks)
+        launch(_best_kernel, (rows, blocks, 1), of_blocks, {"BLOCK": block, "num_warps": 4})
+        constants = {"BLOCK": next_power_of_2(blocks), "num_warps": 1}
+        launch(_pick_best_kernel, (rows, 1, 1), (score, out, best, index, blocks), constants)
     return score, out
 
 

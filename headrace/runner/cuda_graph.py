@@ -392,6 +392,7 @@ class StepGraphs:
                 cut.begin()
                 hidden, metadata = self._model.forward(batch, cut if key.kind == "piecewise" else None)
                 metadata.cut = None  # it knows these graphs, which are to go as soon as nobody wants them
+                metadata.plan = None  # and this, memory of the pool that other captures may use
                 return _Captured(cut.pieces, cut.end(), hidden, metadata)
             finally:
                 cut.abandon()

@@ -18,6 +18,8 @@ from headrace.sampling.state import SamplingState
 from headrace.sampling.transfer import TableWriter
 from headrace.step import SchedulerOutput
 
+TOKENS, BLOCKS = "tokens", "blocks"
+
 
 class RequestState:
     """Tables on `device`:
@@ -40,10 +42,14 @@ class RequestState:
         scatter_words: Callable[[Tensor, Tensor, Tensor], None] = scatter_words_reference,
     ) -> None:
         self.device = device
-        self._writer = TableWriter(device, scatter_words)
-        self.token_table = torch.zeros(max_rows + 1, max_model_len + 1, dtype=torch.int32, device=device)
-        max_blocks = -(-max_model_len // block_size)
-        self.block_table = torch.zeros(max_rows + 1, max_blocks, dtype=torch.int32, device=device)
+        shapes = {
+            SamplingState.TABLE: SamplingState.table_shape(max_rows),
+            TOKENS: (max_rows + 1, max_model_len + 1),
+            BLOCKS: (max_rows + 1, -(-max_model_len // block_size)),
+        }
+        self._writer = TableWriter(device, shapes, scatter_words)
+        self.token_table = self._writer.tables[TOKENS]
+        self.block_table = self._writer.tables[BLOCKS]
         self.block_table[max_rows] = scratch_block
         self.sampling = SamplingState(max_rows, vocab_size, max_model_len, device, self._writer)
         self.prompt_logprobs: dict[int, tuple[int, int]] = {}
@@ -52,7 +58,7 @@ class RequestState:
         """row -> k of the requests that asked for logprobs"""
 
     def apply(self, step: SchedulerOutput) -> None:
-        """Free, then fill rows and block tables as the step says: one write to the device a table."""
+        """Free, then fill rows and block tables as the step says, in one write to the device."""
         if step.freed_rows:
             self.sampling.remove(step.freed_rows)
         for row in (*step.freed_rows, *(new.row for new in step.new_rows)):
@@ -61,7 +67,7 @@ class RequestState:
         if step.new_rows:
             self.sampling.add(step.new_rows)
             width = self.token_table.shape[1]
-            self._scatter(self.token_table, [(new.row * width, new.prompt_token_ids) for new in step.new_rows])
+            self._write(TOKENS, [(new.row * width, new.prompt_token_ids) for new in step.new_rows])
             for new in step.new_rows:
                 if new.params.prompt_logprobs is not None:
                     self.prompt_logprobs[new.row] = (new.params.prompt_logprobs, len(new.prompt_token_ids))
@@ -69,9 +75,10 @@ class RequestState:
                     self.wants_logprobs[new.row] = new.params.logprobs
         if step.block_updates:
             width = self.block_table.shape[1]
-            self._scatter(self.block_table, [(u.row * width + u.start, u.block_ids) for u in step.block_updates])
+            self._write(BLOCKS, [(u.row * width + u.start, u.block_ids) for u in step.block_updates])
+        self._writer.flush()
 
-    def _scatter(self, table: Tensor, runs: list[tuple[int, list[int]]]) -> None:
+    def _write(self, table: str, runs: list[tuple[int, list[int]]]) -> None:
         """table.flatten()[start : start + len(values)] = values for each (start, values)."""
         counts = np.fromiter((len(values) for _, values in runs), dtype=np.int64, count=len(runs))
         total = int(counts.sum())

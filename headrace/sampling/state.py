@@ -101,15 +101,22 @@ class SamplingState:
     that they could change (an eos id of the tokenizer may lie beyond the model's vocabulary).
     """
 
+    TABLE = "sampling"
+
+    @staticmethod
+    def table_shape(max_rows: int) -> tuple[int, int]:
+        return max_rows, _WIDTH
+
     def __init__(
         self,
         max_rows: int,
         vocab_size: int,
         max_model_len: int,
         device: torch.device,
-        writer: TableWriter | None = None,
+        writer: TableWriter,
     ) -> None:
-        self._writer = writer or TableWriter(device)
+        """`writer` has a table of `table_shape`, SamplingState.TABLE, and is flushed by its owner."""
+        self._writer = writer
         self.max_rows = max_rows
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
@@ -118,7 +125,7 @@ class SamplingState:
         self.allowed_masks: Tensor | None = None
         """[max_rows, ceil(vocab_size / 32)] int32: bit t % 32 of word t // 32 says that token t is allowed; made when
         the first request asks. Only rows whose record says so are read."""
-        self._records = torch.zeros(max_rows, _WIDTH, dtype=torch.int32, device=self.device)
+        self._records = writer.tables[self.TABLE]
         self._live: dict[int, Feature] = {}
         self._num_live = Counter[Feature]()
         self._num_logprobs: dict[int, int] = {}
@@ -128,7 +135,7 @@ class SamplingState:
         """The most alternatives that a live row asked for; None: no row wants logprobs."""
 
     def add(self, new_rows: list[NewRow]) -> None:
-        """Fill rows: one write to the device for all of them (and a copy where token masks came along)."""
+        """Fill rows: with the writer's next flush (and a copy where token masks came along)."""
         self.remove([new.row for new in new_rows if new.row in self._live])
         if not new_rows:
             return
@@ -143,7 +150,7 @@ class SamplingState:
             if Feature.RULES in found:
                 self.rules.add(new)
         words = records["row"].astype(np.int64)[:, None] * _WIDTH + np.arange(_WIDTH)
-        self._writer.write(self._records, words.ravel(), records.view(np.int32))
+        self._writer.write(self.TABLE, words.ravel(), records.view(np.int32))
         self._write_masks([(new.row, new.params.allowed_token_ids or []) for new in new_rows if _has_mask(new.params)])
         self._sum_up()
 

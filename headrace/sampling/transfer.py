@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -30,40 +31,60 @@ class Event(Protocol):
 
 
 class TableWriter:
-    """Writes words of permanent tables on the device, one launch a write: the copy engine and torch's own indexing take
-    the host a tenth of a millisecond, and every step in which a sequence begins a block writes some.
+    """Permanent tables of words on the device, and one launch a step that writes all that is new in them: the copy
+    engine and torch's own indexing take the host a tenth of a millisecond, and every step in which a sequence begins a
+    block writes some.
 
-    `stages` pieces of pinned memory take turns, and one is used again only when the device has read it: with three
-    writes a step at most, and two steps under way while one is prepared, nobody ever waits for that.
+    `stages` pieces of pinned memory take turns, and one is used again only when the device has read it: with two steps
+    under way while one is prepared, nobody ever waits for that.
     """
 
     def __init__(
         self,
         device: torch.device,
+        shapes: Mapping[str, tuple[int, int]],
         scatter_words: Callable[[Tensor, Tensor, Tensor], None] = scatter_words_reference,
-        stages: int = 12,
+        stages: int = 4,
         new_event: Callable[[], Event] | None = None,
     ) -> None:
-        """`new_event`: as torch.cuda.Event, which it is on a GPU."""
+        """`shapes` of the tables, by name; `new_event`: as torch.cuda.Event, which it is on a GPU."""
         self._scatter = scatter_words
         self._pinned = device.type != "cpu"
+        sizes = [-(-math.prod(shape) // 4) * 4 for shape in shapes.values()]  # kernels are compiled for such beginnings
+        self._memory = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        parts = self._memory.split(sizes)
+        self.tables = {
+            name: part[: math.prod(shape)].view(shape)
+            for (name, shape), part in zip(shapes.items(), parts, strict=True)
+        }
+        """int32, zeros at first"""
         self._stages = [torch.empty(0, dtype=torch.int32)] * stages
         if new_event is None and self._pinned:
             new_event = torch.cuda.Event
         self._read = [None if new_event is None else new_event() for _ in self._stages]
         self._turn = 0
+        self._index: list[np.ndarray] = []
+        self._values: list[np.ndarray] = []
 
-    def write(self, table: Tensor, index: np.ndarray, values: np.ndarray) -> None:
-        """table.flatten()[index] = values; `table` is int32 and contiguous, `index` without repetitions."""
-        count = len(index)
-        where = -(-2 * count // 4) * 4  # kernels are compiled for values at a multiple of 16 bytes
-        words = self._next(where + count)
-        staged = words[: 2 * count].view(torch.int64), words[where : where + count]
-        staged[0].numpy()[:] = index
-        staged[1].numpy()[:] = values
-        self._scatter(table, *staged)
-        if (read := self._read[self._turn]) is not None:
-            read.record()
+    def write(self, table: str, index: np.ndarray, values: np.ndarray) -> None:
+        """tables[table].flatten()[index] = values, with the next flush; until then no word is written twice."""
+        self._index.append(index + self.tables[table].storage_offset())
+        self._values.append(values)
+
+    def flush(self) -> None:
+        """What has been written goes to the device, on the current stream."""
+        count = sum(map(len, self._index))
+        if count:
+            where = -(-2 * count // 4) * 4  # as above, for values
+            words = self._next(where + count)
+            staged = words[: 2 * count].view(torch.int64), words[where : where + count]
+            np.concatenate(self._index, out=staged[0].numpy())
+            np.concatenate(self._values, out=staged[1].numpy())
+            self._scatter(self._memory, *staged)
+            if (read := self._read[self._turn]) is not None:
+                read.record()
+        self._index.clear()
+        self._values.clear()
 
     def _next(self, num_words: int) -> Tensor:
         self._turn = (self._turn + 1) % len(self._stages)

@@ -1,4 +1,5 @@
-"""A kernel whose like was launched before is given the same arguments, without Triton looking at them again."""
+"""A kernel whose like was launched before is given the same arguments, without Triton looking at them again; and so is
+what a later layer of a step repeats."""
 
 import json
 import subprocess
@@ -35,3 +36,35 @@ def test_another_alignment_and_another_type_are_other_kernels(found):
 def test_memory_that_31_bits_do_not_address_is_another_kernel_where_triton_makes_one_for_less(found):
     """AMD's: buffer loads, whose offsets have 32 bits"""
     assert found["kernels"][3] == (4 if found["target"] == "gfx942" else 3)
+
+
+def test_a_later_layer_launches_what_it_would_have_launched_alone(found):
+    for step, (recorded, pairs) in found["layers"].items():
+        assert recorded, step
+        for repeated, alone in pairs:
+            assert repeated == alone, step
+            assert all(any(part in str(repeated) for part in (one, "own")) for one in ("out", "q", "cache"))
+
+
+def test_the_steps_are_of_all_launches_that_attention_has(found):
+    launches = {step: len(pairs[0][0]) for step, (_, pairs) in found["layers"].items()}
+    parts = {"decodes in parts": 2, "prompts beside decodes": 3, "of an fp8 cache": 4, "a lone prompt": 1}
+    whole = {"decodes in parts": 2, "prompts beside decodes": 4, "of an fp8 cache": 4, "a lone prompt": 2}
+    assert launches == (parts if found["target"] == "sm_90" else whole)
+
+
+def test_a_call_whose_tensor_was_read_elsewhere_is_not_repeated():
+    import torch
+
+    from headrace.kernels.launch import Made, Recording
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *given, stream: None
+
+    q, out = torch.zeros(4), torch.zeros(4)
+    made = [Made(Compiled(), (1, 1, 1), (out, q), [out.data_ptr(), q.data_ptr()])]
+    assert Recording.of(made, (out, q, None)) is not None
+    assert Recording.of(made, (out, q.clone())) is None
+    assert Recording.of([Made(None, (1, 1, 1), (out, q), [])], (out, q)) is None
+    assert Recording.of([], (out, q)) is None

@@ -14,6 +14,7 @@ import torch
 
 from headrace.sampling.sampler import Sampler, SampleResult
 from headrace.sampling.state import SamplingState
+from headrace.sampling.transfer import TableWriter
 from headrace.sampling_params import SamplingParams
 from headrace.step import NewRow
 
@@ -44,7 +45,9 @@ class Bench:
 
     def __init__(self, vocab_size: int, max_rows: int = 32, max_model_len: int = 64) -> None:
         self.vocab_size = vocab_size
-        self.state = SamplingState(max_rows, vocab_size, max_model_len, CPU)
+        shapes = {SamplingState.TABLE: SamplingState.table_shape(max_rows)}
+        self.writer = TableWriter(CPU, shapes)
+        self.state = SamplingState(max_rows, vocab_size, max_model_len, CPU, self.writer)
         self.sampler = Sampler(self.state)
         # What earlier owners of a row left behind must not matter.
         self.token_table = torch.randint(vocab_size, (max_rows + 1, max_model_len + 1), dtype=torch.int32)
@@ -52,6 +55,7 @@ class Bench:
 
     def add(self, cases: dict[int, Case]) -> None:
         self.state.add([case.new_row(row) for row, case in cases.items()])
+        self.writer.flush()
         self.cases |= cases
         for row, case in cases.items():
             self.token_table[row, : len(case.tokens)] = torch.tensor(case.tokens, dtype=torch.int32)

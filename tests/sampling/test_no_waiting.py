@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headrace.kernels.batch import scatter_words
 from headrace.kernels.table import select_kernels
 from headrace.sampling.sampler import Sampler
 from headrace.sampling.state import SamplingState
+from headrace.sampling.transfer import TableWriter
 
 from .oracle import Bench, random_case
 
@@ -81,15 +83,18 @@ def test_a_gpu_gives_the_same_tokens_without_waiting() -> None:
     for seed in range(4):
         bench, logits = full_bench(seed), torch.randn(ROWS, VOCAB_SIZE) * 2
         expected = bench.sample(logits, list(range(ROWS)))
-        state = SamplingState(ROWS, VOCAB_SIZE, 64, device)
+        writer = TableWriter(device, {SamplingState.TABLE: SamplingState.table_shape(ROWS)}, scatter_words)
+        state = SamplingState(ROWS, VOCAB_SIZE, 64, device, writer)
         sampler, table = Sampler(state), bench.token_table.to(device)
         rows = torch.arange(ROWS, device=device)
         num_tokens = torch.tensor([len(bench.cases[row].tokens) for row in range(ROWS)], device=device)
         on_device = logits.to(device)
         state.add([case.new_row(row) for row, case in bench.cases.items()])
+        writer.flush()
         sampler.sample(on_device, rows, num_tokens, table)  # compiles kernels, which may wait
         state.remove([0])
         state.add([bench.cases[0].new_row(0)])
+        writer.flush()
         torch.cuda.set_sync_debug_mode("error")
         try:
             result = sampler.sample(on_device, rows, num_tokens, table)
