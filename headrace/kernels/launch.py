@@ -31,8 +31,8 @@ def launch(kernel: Any, grid: Grid, args: tuple[Any, ...], keywords: dict[str, A
     parameters = getattr(kernel, "params", None)
     if parameters is None:  # the interpreter, which compiles nothing
         kernel[grid](*args, **keywords)
-        if _recorded is not None:
-            _recorded.append(Made(None, grid, args, []))
+        if _RECORDED:
+            _RECORDED[-1].append(Made(None, grid, args, []))
         return
     key: list[Any] = [id(kernel), args[0].get_device(), *keywords.values()]
     given: list[Any] = []
@@ -54,8 +54,8 @@ def launch(kernel: Any, grid: Grid, args: tuple[Any, ...], keywords: dict[str, A
         compiled = kernel[grid](*args, **keywords)
         constants = [keywords[name] for name in kernel.arg_names[len(args) :]]
         _LAUNCHED[alike] = compiled, constants
-    if _recorded is not None:
-        _recorded.append(Made(compiled, grid, args, [*given, *constants]))
+    if _RECORDED:
+        _RECORDED[-1].append(Made(compiled, grid, args, [*given, *constants]))
 
 
 @dataclass(frozen=True)
@@ -71,19 +71,18 @@ class Made:
     """to the launcher: addresses in place of tensors, then constants"""
 
 
-_recorded: list[Made] | None = None
-"""of the call that is being recorded"""
+_RECORDED: list[list[Made]] = []
+"""of the calls that are being recorded, the innermost last"""
 
 
 @contextmanager
 def recorded() -> Iterator[list[Made]]:
     """What is launched inside."""
-    global _recorded
-    before, _recorded = _recorded, []
+    _RECORDED.append([])
     try:
-        yield _recorded
+        yield _RECORDED[-1]
     finally:
-        _recorded = before
+        _RECORDED.pop()
 
 
 class Move(NamedTuple):

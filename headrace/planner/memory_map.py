@@ -385,6 +385,8 @@ def _graph_bytes(
         kinds = len({decode, other} - {"none"})
         return kinds * VLLM_GRAPH_SIZES * num_layers * VLLM_GRAPH_LAYER
     full = capture_sizes(seqs) if decode == "full" else []
+    alone = [size for size in capture_sizes(min(MOST_TOKENS, tokens)) if size > 2] if other == "piecewise" else []
+    full = [*full, *alone] if decode == "full" else []
     pieces = set(capture_sizes(min(shape.most_in_pieces(form, parallel.tp), tokens)) if other == "piecewise" else [])
     pieces |= set(capture_sizes(seqs) if decode == "piecewise" else [])
     mixed = capture_sizes(min(MOST_TOKENS, tokens)) if other == "full" else []

@@ -1,4 +1,5 @@
 """CUDA graphs of steps: whole ones, or the pieces between attention calls, captured when a size is used a second time.
+A prompt that runs alone, whole, is captured as one, since all that attention depends on is its size.
 
 The first use of a size runs eagerly, which loads every kernel that the capture will hold; so a start captures nothing
 and serving begins at once. A size for which there is no room stays eager. Knows nothing of what the model computes.
@@ -72,9 +73,18 @@ class GraphSettings:
         return max((*decode, *(self.other_sizes if self.other != "none" else ())), default=0)
 
     @property
+    def alone_sizes(self) -> tuple[int, ...]:
+        """tokens of prompts that are captured whole where they run alone: between pieces the device waits 10 us a layer
+        for the next launch, and where the host is slower than a layer, for the host. (An attention backend takes
+        either all steps in graphs or none; one that takes decodes alone would be asked here.)"""
+        if (self.decode, self.other) != ("full", "piecewise"):
+            return ()
+        return tuple(size for size in self.other_sizes if 2 < size <= MOST_TOKENS)
+
+    @property
     def num_full(self) -> int:
         """graphs of whole steps, if every size comes up"""
-        decode = len(self.decode_sizes) if self.decode == "full" else 0
+        decode = len(self.decode_sizes) + len(self.alone_sizes) if self.decode == "full" else 0
         widths = (self.max_num_seqs + 1).bit_length()  # numbers of requests that a mixed step is padded to
         return decode + (len(self.other_sizes) * widths if self.other == "full" else 0)
 
@@ -91,7 +101,9 @@ class GraphSettings:
         decodes = [(size, size) for size in self.decode_sizes] if self.decode != "none" else []
         sizes = self.other_sizes[::-1]
         likely = [*sizes[:1], *sorted(sizes[1:], key=lambda size: (size > MOST_TOKENS, -size))]
-        others = [(-(-size // self.max_model_len), size) for size in likely if self.other != "none"]
+        fewest = [(-(-size // self.max_model_len), size) for size in likely if self.other != "none"]
+        alone = set(self.alone_sizes)
+        others = [step for few, size in fewest for step in ([(2, size), (1, size)] if size in alone else [(few, size)])]
         others = [step for step in others if step[0] < step[1] and step[0] <= self.max_num_seqs]
         turns = itertools.zip_longest(decodes, others)
         return [step for turn in turns for step in turn if step is not None]
@@ -99,7 +111,7 @@ class GraphSettings:
     @property
     def total_tokens(self) -> int:
         """of all graphs together: each keeps its hidden states"""
-        decode = sum(self.decode_sizes) if self.decode == "full" else 0
+        decode = sum(self.decode_sizes) + sum(self.alone_sizes) if self.decode == "full" else 0
         widths = (self.max_num_seqs + 1).bit_length()
         return decode + (sum(self.other_sizes) * widths if self.other == "full" else 0) + sum(self._pieces())
 
@@ -117,9 +129,13 @@ class Shape(NamedTuple):
     """Padding is requests of one token; else one request with all of it, and requests without tokens."""
     num_reqs: int
     num_tokens: int
+    alone: bool = False
+    """One whole prompt, which nothing was computed of before, and one request for the padding."""
 
     @property
     def size(self) -> str:
+        if self.alone:
+            return f"a lone prompt of {self.num_tokens} tokens"
         return f"{self.num_reqs} decodes" if self.decode else f"{self.num_tokens} tokens"
 
     def __str__(self) -> str:
@@ -299,6 +315,7 @@ class StepGraphs:
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
         self._decode_shapes = self._lookup(settings.decode, True, settings.decode_sizes)
         self._other_shapes = self._lookup(settings.other, False, settings.other_sizes)
+        self._alone_sizes = frozenset(settings.alone_sizes)
 
     @staticmethod
     def _lookup(kind: str, decode: bool, sizes: tuple[int, ...]) -> list[Shape | None]:
@@ -322,14 +339,31 @@ class StepGraphs:
         shape = self._other_shapes[num_tokens] if num_tokens < len(self._other_shapes) else None
         if shape is None or shape.num_tokens - num_tokens > self.settings.max_model_len:
             return None
+        if num_reqs == 1 and not step.num_computed_tokens[0] and (alone := self._alone(shape)) is not None:
+            return alone
         reqs = num_reqs + 1  # one for the padding tokens
         if shape.kind == "full":
             reqs = min(1 << (reqs - 1).bit_length(), self.settings.max_num_seqs + 1)
         return shape._replace(num_reqs=reqs)
 
+    def _alone(self, shape: Shape) -> Shape | None:
+        """What a lone prompt is padded to, or None where pieces serve it better."""
+        alone = Shape("full", False, 2, shape.num_tokens, alone=True)
+        if alone in self._captured:
+            return alone
+        if shape.num_tokens not in self._alone_sizes or not self._may_capture(alone):
+            return None
+        if alone not in self._seen and _pieces_of(shape) in self._captured:  # they load the same kernels
+            self._seen.add(alone)
+            return None
+        return alone
+
+    def _may_capture(self, key: Shape) -> bool:
+        return key not in self._refused and self._failures[key.kind] < MOST_FAILURES
+
     def run(self, shape: Shape, batch: Batch) -> Tensor:
         """Hidden states of a batch padded to `shape`; overwritten by the next run."""
-        key = Shape("piecewise", False, 0, shape.num_tokens) if shape.kind == "piecewise" else shape
+        key = _pieces_of(shape) if shape.kind == "piecewise" else shape
         captured = self._captured.get(key)
         if captured is None:
             if shape.kind == "full":
@@ -350,7 +384,7 @@ class StepGraphs:
         """Capture `key` if this is not its first use. Where that fails nothing has run, and the step can run eagerly:
         for lack of memory this size does so from now on; for any other reason it is tried again, but after
         MOST_FAILURES of them all of its kind is left alone."""
-        if key in self._refused or self._failures[key.kind] >= MOST_FAILURES:
+        if not self._may_capture(key):
             return None
         if key not in self._seen:
             self._seen.add(key)
@@ -407,6 +441,11 @@ class StepGraphs:
         return buffer[: q.shape[0]]
 
 
+def _pieces_of(shape: Shape) -> Shape:
+    """The key of the pieces that serve any step of so many tokens."""
+    return Shape("piecewise", False, 0, shape.num_tokens)
+
+
 def _whole(attend: Callable[..., Tensor], *arguments: Any, num_heads: int) -> Tensor:
     """A cut that cuts nothing: the kernels of a capture in pieces, run eagerly."""
     return attend(*arguments)
@@ -414,8 +453,8 @@ def _whole(attend: Callable[..., Tensor], *arguments: Any, num_heads: int) -> Te
 
 def _for_any_lengths(batch: Batch, shape: Shape, max_model_len: int) -> Batch:
     """What a whole graph is told of its batch: nothing that depends on current lengths. In a mixed step any request may
-    be of any length, so that none is known to be a decode."""
+    be of any length, so that none is known to be a decode; a lone prompt is as long as its step at most."""
     if shape.decode:
         return replace(batch, max_seq_len=max_model_len)
-    most = max(2, shape.num_tokens)
-    return replace(batch, max_seq_len=max_model_len, max_prompt_len=max_model_len, max_query_len=most, num_decodes=0)
+    longest, most = shape.num_tokens if shape.alone else max_model_len, max(2, shape.num_tokens)
+    return replace(batch, max_seq_len=longest, max_prompt_len=longest, max_query_len=most, num_decodes=0)

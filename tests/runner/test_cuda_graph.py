@@ -182,7 +182,8 @@ def test_five_modes_give_the_same_tokens(
     kinds = {(shape.kind, shape.decode) for shape in shapes_of(runner.graphs)}
     decode, other = GRAPH_MODES[mode]
     wanted = {(decode, decode == "full")} | ({(other, False)} if other != "none" else set())
-    assert kinds == wanted
+    alone = {("full", False)} if mode == "FULL_AND_PIECEWISE" else set()
+    assert wanted <= kinds <= wanted | alone
     replayed = [graph.replays for graph in runner.graphs._device.graphs]  # type: ignore[attr-defined]
     assert min(replayed) >= 1
     assert max(replayed) > 2
@@ -392,8 +393,11 @@ def test_sizes() -> None:
     assert of(200).other_sizes[-1] == 200
     assert of(pieces=2048).other_sizes[-2:] == (1984, 2048)
     assert of(pieces=2048, cudagraph_mode="FULL").other_sizes[-1] == 512
-    assert [tokens for _, tokens in of(pieces=640).rehearsals[1:10:2]] == [640, 512, 480, 448, 416]
+    assert of(pieces=640).rehearsals[1:10:2] == [(1, 640), (2, 512), (1, 512), (2, 480), (1, 480)]
     assert [tokens for _, tokens in of(pieces=704).rehearsals[-3:]] == [2, 640, 576]
+    assert (of().alone_sizes[0], of().alone_sizes[-1], len(of().alone_sizes)) == (4, 512, 29)
+    assert of(cudagraph_mode="PIECEWISE").alone_sizes == of(cudagraph_mode="FULL").alone_sizes == ()
+    assert of().num_full == len(of().decode_sizes) + 29
     assert of(cudagraph_capture_sizes=[2, 64, 1000]).decode_sizes == (2, 64)
     assert of(cudagraph_capture_sizes=[2, 64, 1000]).other_sizes == (2, 64, 1000)
     assert of(max_cudagraph_capture_size=16).decode_sizes == (1, 2, 4, 8, 16)
@@ -432,3 +436,80 @@ def test_padding_longer_than_a_sequence_may_be_is_left_alone() -> None:
     graphs.settings = replace(graphs.settings, max_model_len=20)
     step = SchedulerOutput(0, [], [], [], [0], [0], [3], [True])
     assert graphs.shape_of(step) is None
+
+
+def lone_prompt(number: int, row: int, tokens: int, computed: int = 0) -> SchedulerOutput:
+    """All of whose tokens and blocks are those of a row that nobody filled."""
+    return SchedulerOutput(number, [], [], [], [row], [computed], [tokens], [True])
+
+
+@pytest.mark.parametrize("name", [*MODELS, "demo"])
+def test_a_lone_prompt_is_captured_whole_and_gives_the_same_tokens(name: str) -> None:
+    """One after the other, of sizes that are padded and of one that is not, again and again."""
+
+    def one_by_one(mode: str) -> tuple[list[list[int]], ModelRunner]:
+        runner = make_runner(name, mode)
+        core, found = make_core(runner, num_blocks=26), []
+        rng = random.Random(5)
+        for number, length in enumerate([9, 16, 20, 9, 16, 20, 12, 15, 19]):
+            prompt = [rng.randrange(60) for _ in range(length)]
+            params = SamplingParams(max_tokens=3, temperature=0.0)
+            core.add_request(
+                EngineCoreRequest(request_id=str(number), prompt_token_ids=prompt, params=params, max_tokens=3, seed=0)
+            )
+            found.append([])
+            while core.has_work():
+                stepped = core.step()
+                for output in stepped.outputs if stepped else ():
+                    found[-1] += output.new_token_ids
+        return found, runner
+
+    expected, _ = one_by_one("NONE")
+    got, runner = one_by_one("FULL_AND_PIECEWISE")
+    assert got == expected
+    assert runner.graphs is not None
+    alone = {shape.num_tokens for shape in shapes_of(runner.graphs) if shape.alone}
+    assert alone == {16, 24}
+    assert not any(shape.kind == "piecewise" for shape in shapes_of(runner.graphs))
+
+
+def test_what_is_not_alone_or_not_whole_runs_in_pieces() -> None:
+    runner = make_runner("llama", "FULL_AND_PIECEWISE", cudagraph_capture_sizes=[2, 4, 16])
+    graphs = graphs_of(runner)
+    alone = Shape("full", False, 2, 16, alone=True)
+    assert graphs.shape_of(lone_prompt(0, 0, 9)) == alone
+    assert graphs.shape_of(lone_prompt(0, 0, 9, computed=4)) == Shape("piecewise", False, 2, 16)
+    assert graphs.shape_of(lone_prompt(0, 0, 2)) == Shape("piecewise", False, 2, 2)
+    two = SchedulerOutput(0, [], [], [], [0, 1], [0, 0], [4, 5], [True, True])
+    assert graphs.shape_of(two) == Shape("piecewise", False, 3, 16)
+    assert str(alone) == "full graph of a lone prompt of 16 tokens"
+
+
+def test_a_lone_prompt_whose_pieces_are_there_does_not_wait_for_its_own_graph() -> None:
+    runner = make_runner("llama", "FULL_AND_PIECEWISE", cudagraph_capture_sizes=[16])
+    graphs = graphs_of(runner)
+    two = SchedulerOutput(0, [], [], [], [0, 1], [0, 0], [4, 5], [True, True])
+    pieces, alone = Shape("piecewise", False, 0, 16), Shape("full", False, 2, 16, alone=True)
+    for _ in range(2):
+        runner.execute(two).result()
+    assert shapes_of(graphs) == {pieces}
+    before = [graph.replays for graph in graphs._device.graphs]  # type: ignore[attr-defined]
+    runner.execute(lone_prompt(1, 0, 9)).result()
+    assert [graph.replays for graph in graphs._device.graphs] == [count + 1 for count in before]  # type: ignore[attr-defined]
+    assert shapes_of(graphs) == {pieces}
+    runner.execute(lone_prompt(2, 0, 9)).result()
+    assert shapes_of(graphs) == {pieces, alone}
+
+
+def test_without_room_for_a_lone_prompts_graph_its_pieces_serve() -> None:
+    runner = make_runner("llama", "FULL_AND_PIECEWISE", cudagraph_capture_sizes=[16])
+    graphs = graphs_of(runner)
+    alone = Shape("full", False, 2, 16, alone=True)
+    graphs._refused.add(alone)
+    assert graphs.shape_of(lone_prompt(0, 0, 9)) == Shape("piecewise", False, 2, 16)
+
+
+def test_a_lone_prompts_graph_is_told_of_prompts_of_its_size() -> None:
+    step = lone_prompt(1, 0, 5)
+    told = _for_any_lengths(InputBatch(4, torch.device("cpu")).fill(step, 2, 8), Shape("full", False, 2, 8, True), 100)
+    assert (told.max_seq_len, told.max_prompt_len, told.max_query_len, told.num_decodes) == (8, 8, 8, 0)
