@@ -99,13 +99,14 @@ class Move(NamedTuple):
 @dataclass(frozen=True)
 class Recording:
     """What one call launched, to be launched again for other tensors that are alike in all but where they lie. What
-    else it used it uses again, and what it took for itself is kept for that."""
+    else it used it uses again, and what it took for itself is kept for that; its own tensors are not."""
 
     launches: list[tuple[Callable[..., None], list[Any], list[Move]]]
     """(takes the arguments; those given last; what of them moves)"""
     alignment: list[int]
     device: int
-    kept: list[Made]
+    kept: list[Any]
+    """what the arguments that stay as they are point to"""
 
     @staticmethod
     def of(made: list[Made], tensors: Sequence[Tensor | None]) -> Recording | None:
@@ -114,14 +115,16 @@ class Recording:
         if not made or any(one.compiled is None for one in made):
             return None
         begins = _addresses(tensors)
-        launches = []
+        launches, kept = [], []
         for one in made:
-            moves = [move for place, arg in enumerate(one.args) if (move := _move(place, arg, tensors, begins))]
+            found = [_move(place, arg, tensors, begins) for place, arg in enumerate(one.args)]
+            moves = [move for move in found if move is not None]
+            kept += [arg for arg, move in zip(one.args, found, strict=True) if move is None]
             launches.append((one.compiled[one.grid], one.given, moves))
         moved = {move.which for _, _, moves in launches for move in moves}
         if any(tensor is not None and which not in moved for which, tensor in enumerate(tensors)):
             return None
-        return Recording(launches, [begin % 16 for begin in begins], made[0].args[0].get_device(), made)
+        return Recording(launches, [begin % 16 for begin in begins], made[0].args[0].get_device(), kept)
 
     def again(self, tensors: Sequence[Tensor | None]) -> bool:
         """For `tensors` in the same order. False: they are aligned otherwise, and nothing was launched."""

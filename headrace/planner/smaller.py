@@ -46,6 +46,12 @@ def smaller_plan(
         missing = -(-shortest // config.block_size) - blocks
     if all(missing * fact.kv_bytes_per_block < fact.step_bytes for fact in facts):
         return _smaller_step(config, f"room for the KV cache beside a step of {_step(config)}")
+    mode = config.compilation_config["cudagraph_mode"]
+    free_to_choose = mode != "NONE" and given.compilation_config.get("cudagraph_mode") is None
+    if free_to_choose and all(missing * fact.kv_bytes_per_block < fact.step_bytes + fact.graph_bytes for fact in facts):
+        eager = config.replace(compilation_config={**config.compilation_config, "cudagraph_mode": "NONE"})
+        reason = "room for the KV cache, which graphs would take"
+        return eager, [Decision("cudagraph_mode", "NONE", reason, mode, source="measured")]
     return None
 
 

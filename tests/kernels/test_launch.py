@@ -68,3 +68,23 @@ def test_a_call_whose_tensor_was_read_elsewhere_is_not_repeated():
     assert Recording.of(made, (out, q.clone())) is None
     assert Recording.of([Made(None, (1, 1, 1), (out, q), [])], (out, q)) is None
     assert Recording.of([], (out, q)) is None
+
+
+def test_a_recording_keeps_no_tensor_of_the_layer_it_is_of():
+    import weakref
+
+    import torch
+
+    from headrace.kernels.launch import Made, Recording
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *given, stream: None
+
+    q, out, table = torch.zeros(4), torch.zeros(4), torch.zeros(4)
+    made = [Made(Compiled(), (1, 1, 1), (out, q, table), [one.data_ptr() for one in (out, q, table)])]
+    recording = Recording.of(made, (out, q))
+    held = [weakref.ref(one) for one in (q, out, table)]
+    del q, out, table, made
+    assert [one() is not None for one in held] == [False, False, True]
+    assert recording is not None

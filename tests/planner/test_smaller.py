@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace.config import EngineConfig
@@ -68,6 +69,19 @@ def test_a_step_is_made_smaller_for_the_shortest_context_worth_having() -> None:
     assert smaller is not None
     assert (smaller[0].max_model_len, smaller[0].max_num_batched_tokens) == (512, 4096)
     assert smaller_plan(*resolved(), [facts(-10 * BLOCK, step=10 * BLOCK)]) is None
+
+
+def test_graphs_go_where_a_smaller_step_alone_is_not_enough() -> None:
+    """26 blocks are missing, of which a step can give 10."""
+    tight = [msgspec.structs.replace(facts(-10 * BLOCK, step=10 * BLOCK), graph_bytes=17 * BLOCK)]
+    config, given = resolved()
+    smaller = smaller_plan(config, given, tight)
+    assert smaller is not None
+    config, (decision,) = smaller
+    assert config.compilation_config["cudagraph_mode"] == "NONE"
+    assert str(decision).startswith("cudagraph_mode = NONE: room for the KV cache, which graphs would take")
+    assert smaller_plan(config, given, tight) is None
+    assert smaller_plan(*resolved(compilation_config={"cudagraph_mode": "FULL"}), tight) is None
 
 
 def test_a_context_that_was_given_makes_steps_smaller_where_that_helps() -> None:
