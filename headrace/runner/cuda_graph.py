@@ -97,16 +97,17 @@ class GraphSettings:
     def rehearsals(self) -> list[tuple[int, int]]:
         """(requests, tokens) of a step of each size, by turns the next larger number of decodes and the next smaller of
         prompt tokens, from what may stand beside decodes, and then the larger ones: what is likely to come up first.
-        But the very largest is the first of all: the memory that its capture takes holds what the others need."""
+        But the very largest of both is the first of all: the memory that its capture takes holds what the others need,
+        while each that is larger than all before it takes its own."""
         decodes = [(size, size) for size in self.decode_sizes] if self.decode != "none" else []
-        sizes = self.other_sizes[::-1]
-        likely = [*sizes[:1], *sorted(sizes[1:], key=lambda size: (size > MOST_TOKENS, -size))]
+        likely = sorted(self.other_sizes, key=lambda size: (size > MOST_TOKENS, -size))
         fewest = [(-(-size // self.max_model_len), size) for size in likely if self.other != "none"]
         alone = set(self.alone_sizes)
         others = [step for few, size in fewest for step in ([(2, size), (1, size)] if size in alone else [(few, size)])]
         others = [step for step in others if step[0] < step[1] and step[0] <= self.max_num_seqs]
+        largest = max([*others, *decodes], key=lambda step: step[1], default=None)
         turns = itertools.zip_longest(decodes, others)
-        return [step for turn in turns for step in turn if step is not None]
+        return ([largest] if largest else []) + [step for turn in turns for step in turn if step and step != largest]
 
     @property
     def total_tokens(self) -> int:

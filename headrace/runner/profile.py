@@ -42,9 +42,10 @@ class MemoryUse:
 
 
 def measure_memory(
-    runner: ModelRunner, memory: DeviceMemory, utilization: float, free_at_start: int, hidden_size: int
+    runner: ModelRunner, memory: DeviceMemory, utilization: float, free_at_start: int, hidden_bytes: int
 ) -> MemoryUse:
-    """`utilization`: share of the device that may be ours; `free_at_start`: bytes, before the weights were loaded.
+    """`utilization`: share of the device that may be ours; `free_at_start`: bytes, before the weights were loaded;
+    `hidden_bytes`: of a token between layers, which graphs keep.
 
     Raises what the allocator raises where a step does not fit.
     """
@@ -58,7 +59,7 @@ def measure_memory(
         largest = replace(limits, max_num_batched_tokens=settings.most_tokens, max_num_seqs=chunks)
         _run(runner, _largest_step(largest, samples=False))
         pool = memory.peak() - standing
-        hidden = settings.total_tokens * hidden_size * runner.shape.dtype.itemsize
+        hidden = settings.total_tokens * hidden_bytes
         driver = settings.num_full * FULL_GRAPH_BYTES
         driver += settings.num_piecewise * (runner.shape.num_layers + 1) * PIECE_BYTES
         graphs = pool + hidden + driver + WORKSPACE_BYTES

@@ -393,7 +393,12 @@ def test_sizes() -> None:
     assert of(200).other_sizes[-1] == 200
     assert of(pieces=2048).other_sizes[-2:] == (1984, 2048)
     assert of(pieces=2048, cudagraph_mode="FULL").other_sizes[-1] == 512
-    assert of(pieces=640).rehearsals[1:10:2] == [(1, 640), (2, 512), (1, 512), (2, 480), (1, 480)]
+    assert of(pieces=640).rehearsals[:6] == [(1, 640), (1, 1), (2, 512), (2, 2), (1, 512), (4, 4)]
+    assert of(cudagraph_mode="FULL_DECODE_ONLY").rehearsals[:3] == [(100, 100), (1, 1), (2, 2)]
+    wide = GraphSettings.of({"cudagraph_mode": "FULL_AND_PIECEWISE"}, 1024, 8192, 4096)
+    assert wide is not None
+    assert wide.rehearsals[:3] == [(1024, 1024), (1, 1), (2, 512)]
+    assert len(wide.rehearsals) == len(set(wide.rehearsals))
     assert [tokens for _, tokens in of(pieces=704).rehearsals[-3:]] == [2, 640, 576]
     assert (of().alone_sizes[0], of().alone_sizes[-1], len(of().alone_sizes)) == (4, 512, 29)
     assert of(cudagraph_mode="PIECEWISE").alone_sizes == of(cudagraph_mode="FULL").alone_sizes == ()
