@@ -18,7 +18,7 @@ Parts, each meant to take less than 3 minutes: PARTS.
     fp8-memory        loading in fp8 takes less than 1.1 x what the weights take
     unasked-cache     an fp8 KV cache is taken where nobody asked, and given back where it moves the model too far
 
-All have run on an H200; unasked-cache not since that cache is the default.
+All have run on an H200.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from headrace.config import GRAPH_MODES
-from headrace.graph_sizes import FULL_GRAPH_BYTES, MOST_TOKENS, PIECE_BYTES, WORKSPACE_BYTES, capture_sizes
+from headrace.graph_sizes import FULL_GRAPH_BYTES, MOST_TOKENS, PIECE_BYTES, WORKSPACE_BYTES, alone_sizes, capture_sizes
 from headrace.kernels.attention_config import COPY_ENGINE_PREFILL, UNPACKED_BYTES
 from headrace.planner.checkpoint_format import bytes_per_weight as bytes_per_weight
 from headrace.planner.chips import GIB, Chip
@@ -385,9 +385,8 @@ def _graph_bytes(
         kinds = len({decode, other} - {"none"})
         return kinds * VLLM_GRAPH_SIZES * num_layers * VLLM_GRAPH_LAYER
     full = capture_sizes(seqs) if decode == "full" else []
-    alone = [size for size in capture_sizes(min(MOST_TOKENS, tokens)) if size > 2] if other == "piecewise" else []
-    full = [*full, *alone] if decode == "full" else []
     pieces = set(capture_sizes(min(shape.most_in_pieces(form, parallel.tp), tokens)) if other == "piecewise" else [])
+    full += alone_sizes(pieces) if decode == "full" else []
     pieces |= set(capture_sizes(seqs) if decode == "piecewise" else [])
     mixed = capture_sizes(min(MOST_TOKENS, tokens)) if other == "full" else []
     widths = (seqs + 1).bit_length()

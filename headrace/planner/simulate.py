@@ -26,7 +26,7 @@ from headrace.step import RunnerOutput
 OPEN_SECONDS = 60.0
 """for how long requests arrive, where they come at a rate and nobody says how many"""
 STEP_ITSELF = 16
-"""What going through a step costs beside its requests, in requests"""
+"""What going through a step, or past a stretch of them, costs beside its requests, in requests"""
 
 
 class Arrival(NamedTuple):
@@ -338,6 +338,7 @@ class _Run:
             count = min(count, scheduler.steps_held - 1)  # then it looks again whether there is room
         if count < 2:
             return
+        self.patience -= STEP_ITSELF
         contexts = sum(request.num_tokens for request in running) / len(running)
 
         def stretch(steps: int) -> tuple[StepWork, float]:

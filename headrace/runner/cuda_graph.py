@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headrace.attention.metadata import AttentionMetadata
 from headrace.config import GRAPH_MODES
-from headrace.graph_sizes import MOST_TOKENS, capture_sizes
+from headrace.graph_sizes import MOST_TOKENS, alone_sizes, capture_sizes
 from headrace.runner.input_batch import Batch
 from headrace.runner.memory import first_line, is_out_of_memory
 from headrace.runner.pending import Notes
@@ -79,7 +79,7 @@ class GraphSettings:
         either all steps in graphs or none; one that takes decodes alone would be asked here.)"""
         if (self.decode, self.other) != ("full", "piecewise"):
             return ()
-        return tuple(size for size in self.other_sizes if 2 < size <= MOST_TOKENS)
+        return tuple(alone_sizes(self.other_sizes))
 
     @property
     def num_full(self) -> int:

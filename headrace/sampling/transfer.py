@@ -73,18 +73,18 @@ class TableWriter:
 
     def flush(self) -> None:
         """What has been written goes to the device, on the current stream."""
-        count = sum(map(len, self._index))
-        if count:
-            where = -(-2 * count // 4) * 4  # as above, for values
-            words = self._next(where + count)
-            staged = words[: 2 * count].view(torch.int64), words[where : where + count]
-            np.concatenate(self._index, out=staged[0].numpy())
-            np.concatenate(self._values, out=staged[1].numpy())
-            self._scatter(self._memory, *staged)
-            if (read := self._read[self._turn]) is not None:
-                read.record()
-        self._index.clear()
-        self._values.clear()
+        index, values, self._index, self._values = self._index, self._values, [], []
+        count = sum(map(len, index))
+        if not count:
+            return
+        where = -(-2 * count // 4) * 4  # as above, for values
+        words = self._next(where + count)
+        staged = words[: 2 * count].view(torch.int64), words[where : where + count]
+        np.concatenate(index, out=staged[0].numpy())
+        np.concatenate(values, out=staged[1].numpy())
+        self._scatter(self._memory, *staged)
+        if (read := self._read[self._turn]) is not None:
+            read.record()
 
     def _next(self, num_words: int) -> Tensor:
         self._turn = (self._turn + 1) % len(self._stages)
