@@ -16,7 +16,8 @@ from torch import Tensor
 from headrace.attention.backend import Backend
 from headrace.attention.metadata import AttentionMetadata
 from headrace.kernels.table import KernelTable
-from headrace.runner.cuda_graph import CudaDevice, GraphDevice, GraphSettings, StepGraphs
+from headrace.runner.cuda_graph import CudaDevice, GraphDevice, StepGraphs
+from headrace.runner.graph_settings import GraphSettings
 from headrace.runner.input_batch import Batch, InputBatch
 from headrace.runner.kv_cache import KVCacheShape, allocate_kv_cache
 from headrace.runner.pending import HostLogprobs, Notes, Outgoing, PendingStep, logprobs_to_host

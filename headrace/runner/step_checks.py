@@ -11,7 +11,8 @@ from torch import Tensor
 
 from headrace.layers.attention import Attention
 from headrace.layers.moe import SparseMoE
-from headrace.runner.cuda_graph import CudaDevice, GraphDevice, GraphSettings
+from headrace.runner.cuda_graph import CudaDevice, GraphDevice
+from headrace.runner.graph_settings import GraphSettings
 from headrace.runner.kernel_checks import Subject
 from headrace.runner.model_runner import ModelRunner, RunnerLimits
 from headrace.runner.self_check import Check, relative_error, switches

@@ -22,7 +22,7 @@ from headrace.model_config import ModelConfig
 from headrace.models.loader import load_model
 from headrace.models.registry import attention_spec
 from headrace.models.size import multiplied_weights
-from headrace.runner.cuda_graph import GraphSettings
+from headrace.runner.graph_settings import GraphSettings
 from headrace.runner.kernel_checks import Subject, kernel_checks
 from headrace.runner.kv_cache import KVCacheShape, cache_dtype
 from headrace.runner.kv_scales import Calibration, SettledScales, settle_kv_scales

@@ -27,7 +27,7 @@ from headrace.planner.chips import CHIPS, GIB
 from headrace.planner.cost import Parallel
 from headrace.planner.memory_map import MemoryMap, attention_weights, kv_share, layer_bytes, memory_map
 from headrace.planner.shapes import ModelShape, shape_of
-from headrace.runner import cuda_graph
+from headrace.runner import graph_settings
 from headrace.runner.profile import MemoryUse
 from tests.models.driver import make_context
 
@@ -122,7 +122,7 @@ def test_graphs_are_counted_as_the_runner_counts_them(mode: str, form: str) -> N
     shape = find_model("llama-3.1-8b")
     found = memory_map(shape, H200, ONE, graph_mode=mode, max_num_seqs=256, max_model_len=8192, weight_format=form)
     most = 512 if form == "bf16" else 2048
-    counted = cuda_graph.GraphSettings.of({"cudagraph_mode": mode}, 256, 8192, 8192, most)
+    counted = graph_settings.GraphSettings.of({"cudagraph_mode": mode}, 256, 8192, 8192, most)
     if counted is None:
         assert found.graphs == 0
         return

@@ -22,7 +22,8 @@ from headrace.models.registry import attention_spec
 from headrace.quantization import gpu_linear
 from headrace.quantization.fp8 import Fp8
 from headrace.quantization.unquantized import Unquantized
-from headrace.runner.cuda_graph import GraphSettings, Shape, StepGraphs
+from headrace.runner.cuda_graph import Shape, StepGraphs
+from headrace.runner.graph_settings import GraphSettings
 from headrace.runner.kernel_checks import Subject, kernel_checks
 from headrace.runner.kv_cache import KVCacheShape
 from headrace.runner.layer_checks import layer_checks
