@@ -16,7 +16,7 @@ bf16 both take 14 ms at 600 tokens; of Qwen3-30B-A3B 36 at 2048; in fp8 a step t
 1800 tokens)"""
 FP8_WEIGHT = 0.25
 """... of which one in fp8 is so much: it computes in half the time, and takes twice the launches"""
-FULL_GRAPH_BYTES = 1 << 20
+FULL_GRAPH_BYTES = 5 << 18
 """What the driver keeps of one graph of a whole step, beside the pool (H200: 35 took 41 MiB, pool included; 68 of
 Qwen3-30B-A3B 1.3 MiB each)"""
 PIECE_BYTES = 1 << 17

@@ -29,7 +29,7 @@ class AttentionMetadata:
     num_tokens: int
     max_query_len: int
     max_seq_len: int
-    """Upper bound of seq_lens; max_model_len inside a graph"""
+    """Upper bound of seq_lens; inside a graph of what any step may be, max_model_len"""
     num_decodes: int = 0
     """Requests at the front known to run one token each (all of them if max_query_len is 1)"""
     max_prompt_len: int = 0

@@ -65,8 +65,8 @@ def scatter_words_reference(table: Tensor, index: Tensor, values: Tensor) -> Non
 
 @triton.jit(do_not_specialize=["token_table_stride", "num_samples", "invalid_token"])
 def _commit_tokens_kernel(
-    out_ptr,
     token_table_ptr,
+    out_ptr,
     token_ids_ptr,
     best_ptr,
     rows_ptr,
@@ -106,7 +106,7 @@ def commit_tokens(
     num_samples = token_ids.shape[0]
     if num_samples:
         arguments = (
-            out, token_table, token_ids, best, rows, positions, token_table.stride(0), num_samples, invalid_token
+            token_table, out, token_ids, best, rows, positions, token_table.stride(0), num_samples, invalid_token
         )  # fmt: skip
         constants = dict(BLOCK=128, num_warps=4, **overlap())
         launch(_commit_tokens_kernel, (-(-num_samples // 128), 1, 1), arguments, constants)

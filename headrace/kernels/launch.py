@@ -5,6 +5,7 @@ Knows nothing of what kernels compute.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,8 +32,8 @@ def launch(kernel: Any, grid: Grid, args: tuple[Any, ...], keywords: dict[str, A
     parameters = getattr(kernel, "params", None)
     if parameters is None:  # the interpreter, which compiles nothing
         kernel[grid](*args, **keywords)
-        if _RECORDED:
-            _RECORDED[-1].append(Made(None, grid, args, []))
+        if _RECORDINGS.open:
+            _RECORDINGS.open[-1].append(Made(None, grid, args, []))
         return
     key: list[Any] = [id(kernel), args[0].get_device(), *keywords.values()]
     given: list[Any] = []
@@ -54,8 +55,8 @@ def launch(kernel: Any, grid: Grid, args: tuple[Any, ...], keywords: dict[str, A
         compiled = kernel[grid](*args, **keywords)
         constants = [keywords[name] for name in kernel.arg_names[len(args) :]]
         _LAUNCHED[alike] = compiled, constants
-    if _RECORDED:
-        _RECORDED[-1].append(Made(compiled, grid, args, [*given, *constants]))
+    if _RECORDINGS.open:
+        _RECORDINGS.open[-1].append(Made(compiled, grid, args, [*given, *constants]))
 
 
 @dataclass(frozen=True)
@@ -71,18 +72,26 @@ class Made:
     """to the launcher: addresses in place of tensors, then constants"""
 
 
-_RECORDED: list[list[Made]] = []
-"""of the calls that are being recorded, the innermost last"""
+class _Recordings(threading.local):
+    """A thread's own: a start compiles on several."""
+
+    def __init__(self) -> None:
+        self.open: list[list[Made]] = []
+        """of the calls that are being recorded, the innermost last"""
+
+
+_RECORDINGS = _Recordings()
 
 
 @contextmanager
 def recorded() -> Iterator[list[Made]]:
     """What is launched inside."""
-    _RECORDED.append([])
+    made: list[Made] = []
+    _RECORDINGS.open.append(made)
     try:
-        yield _RECORDED[-1]
+        yield made
     finally:
-        _RECORDED.pop()
+        _RECORDINGS.open.pop()
 
 
 class Move(NamedTuple):
@@ -121,6 +130,8 @@ class Recording:
             moves = [move for move in found if move is not None]
             kept += [arg for arg, move in zip(one.args, found, strict=True) if move is None]
             launches.append((one.compiled[one.grid], one.given, moves))
+        if any(move.offset and type(given[move.place]) is not int for _, given, moves in launches for move in moves):
+            return None  # a descriptor that begins inside a tensor
         moved = {move.which for _, _, moves in launches for move in moves}
         if any(tensor is not None and which not in moved for which, tensor in enumerate(tensors)):
             return None

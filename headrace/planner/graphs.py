@@ -11,6 +11,8 @@ from headrace.config import GRAPH_MODES, EngineConfig
 from headrace.errors import ConfigError
 from headrace.planner.record import Decision
 
+GRAPH_KEYS = frozenset({"cudagraph_mode", "use_cudagraph", "full_cuda_graph"})
+"""What of a compilation_config names the mode."""
 DEFAULT_MODE = "FULL_AND_PIECEWISE"
 MODES_BY_NUMBER = {0: "NONE", 1: "PIECEWISE", 2: "FULL", (2, 0): "FULL_DECODE_ONLY", (2, 1): "FULL_AND_PIECEWISE"}
 """The values of vLLM's enumeration, which JSON may carry in place of names."""
@@ -104,5 +106,5 @@ def _step_down(asked: str | None, backend: str, full_graphs: str) -> Decision:
         return Decision("cudagraph_mode", mode, f"{backend} allows {what}", wanted)
     if asked:
         return Decision("cudagraph_mode", mode, "given", source="user")
-    why = "decodes are replayed whole; other small steps in pieces around attention, at their true lengths"
+    why = "decodes are replayed whole; lone prompts too, other small steps in pieces around attention, at their true lengths"
     return Decision("cudagraph_mode", mode, why, "NONE")

@@ -24,13 +24,13 @@ from headrace.config import EngineConfig, cache_folder
 from headrace.model_config import ModelConfig
 from headrace.planner.chips import read_gpus
 from headrace.planner.decisions import USUAL_OBJECTIVE
+from headrace.planner.graphs import GRAPH_KEYS
 from headrace.planner.record import Decision
 
 logger = logging.getLogger(__name__)
 
 BASE = ("tensor_parallel_size", "quantization", "dtype", "batch_invariant", "block_size")
 """Fields in which an engine must always equal the one that was tuned."""
-GRAPH_KEYS = ("cudagraph_mode", "use_cudagraph", "full_cuda_graph")
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,12 @@ from typing import Any
 from headrace.config import EngineConfig
 from headrace.errors import OutOfMemoryError
 from headrace.planner.decisions import blocks_by_memory
+from headrace.planner.graphs import GRAPH_KEYS
 from headrace.planner.record import Decision
 from headrace.step import WorkerFacts
 
+FEW_SEQS = 64
+"""Graphs go before there are fewer."""
 FEWEST_TOKENS = 16
 """in a step, where prompts may be cut"""
 SHORTEST_CONTEXT = 2048
@@ -44,15 +47,16 @@ def smaller_plan(
         return _change(config, reason, max_model_len=room)
     if given.max_model_len is None:  # a smaller step first, then a shorter context
         missing = -(-shortest // config.block_size) - blocks
-    if all(missing * fact.kv_bytes_per_block < fact.step_bytes for fact in facts):
-        return _smaller_step(config, f"room for the KV cache beside a step of {_step(config)}")
+    by_step = all(missing * fact.kv_bytes_per_block < fact.step_bytes for fact in facts)
+    by_both = all(missing * fact.kv_bytes_per_block < fact.step_bytes + fact.graph_bytes for fact in facts)
+    assert config.max_num_seqs is not None
+    enough = by_step and (_tokens_left(config) or config.max_num_seqs > FEW_SEQS)
     mode = config.compilation_config["cudagraph_mode"]
-    free_to_choose = mode != "NONE" and given.compilation_config.get("cudagraph_mode") is None
-    if free_to_choose and all(missing * fact.kv_bytes_per_block < fact.step_bytes + fact.graph_bytes for fact in facts):
+    if by_both and not enough and mode != "NONE" and not GRAPH_KEYS & given.compilation_config.keys():
         eager = config.replace(compilation_config={**config.compilation_config, "cudagraph_mode": "NONE"})
         reason = "room for the KV cache, which graphs would take"
         return eager, [Decision("cudagraph_mode", "NONE", reason, mode, source="measured")]
-    return None
+    return _smaller_step(config, f"room for the KV cache beside a step of {_step(config)}") if by_step else None
 
 
 def fewer_blocks(config: EngineConfig, num_blocks: int, facts: list[WorkerFacts]) -> tuple[int, Decision]:
@@ -88,11 +92,18 @@ def _smaller_step(config: EngineConfig, reason: str) -> tuple[EngineConfig, list
     assert tokens is not None
     assert seqs is not None
     fewest = _fewest(config)
-    if tokens > max(fewest, seqs):
+    if _tokens_left(config):
         return _change(config, reason, max_num_batched_tokens=max(fewest, seqs, tokens // 2))
     if seqs > 1:
         return _change(config, reason, max_num_seqs=seqs // 2, max_num_batched_tokens=max(fewest, seqs // 2))
     raise OutOfMemoryError(f"not even the smallest plan fits: {reason}")
+
+
+def _tokens_left(config: EngineConfig) -> bool:
+    """Steps may have fewer tokens and as many sequences."""
+    assert config.max_num_batched_tokens is not None
+    assert config.max_num_seqs is not None
+    return config.max_num_batched_tokens > max(_fewest(config), config.max_num_seqs)
 
 
 def _fewest(config: EngineConfig) -> int:

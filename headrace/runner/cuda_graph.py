@@ -216,8 +216,8 @@ class StepGraphs:
         self._device = device
         self._seen: set[Shape] = set()
         self._refused: set[Shape] = set()
-        self._failures: Counter[str] = Counter()
-        """by kind: captures that failed, but for lack of memory"""
+        self._failures: Counter[tuple[str, bool]] = Counter()
+        """by kind, those of lone prompts apart: captures that failed, but for lack of memory"""
         self._captured: dict[Shape, _Captured] = {}
         self._count: Counter[str] = Counter()
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
@@ -267,7 +267,7 @@ class StepGraphs:
         return alone
 
     def _may_capture(self, key: Shape) -> bool:
-        return key not in self._refused and self._failures[key.kind] < MOST_FAILURES
+        return key not in self._refused and self._failures[key.kind, key.alone] < MOST_FAILURES
 
     def run(self, shape: Shape, batch: Batch) -> Tensor:
         """Hidden states of a batch padded to `shape`; overwritten by the next run."""
@@ -320,12 +320,13 @@ class StepGraphs:
         return None
 
     def _failed(self, key: Shape, said: str) -> None:
-        self._failures[key.kind] += 1
-        count = self._failures[key.kind]
+        self._failures[key.kind, key.alone] += 1
+        count = self._failures[key.kind, key.alone]
         if count < MOST_FAILURES:
             self.notes.warnings.append(f"a {key} could not be captured, and is tried again: {said}")
         else:
-            self.notes.warnings.append(f"no {key.kind} graphs from now on, since {count} could not be captured: {said}")
+            kind = f"{key.kind} graphs{' of lone prompts' if key.alone else ''}"
+            self.notes.warnings.append(f"no {kind} from now on, since {count} could not be captured: {said}")
 
     def _capture(self, key: Shape, batch: Batch) -> _Captured:
         cut = Cut(self._device, self._buffer)

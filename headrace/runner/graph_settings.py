@@ -22,6 +22,8 @@ class GraphSettings:
     """numbers of tokens"""
     max_num_seqs: int
     max_model_len: int
+    alone: str = "full"
+    """prompts that run alone, where decodes are captured whole and other steps in pieces: `full` or `none`"""
 
     @staticmethod
     def of(
@@ -57,7 +59,7 @@ class GraphSettings:
         """tokens of prompts that are captured whole where they run alone: between pieces the device waits 10 us a layer
         for the next launch, and where the host is slower than a layer, for the host. (An attention backend takes
         either all steps in graphs or none; one that takes decodes alone would be asked here.)"""
-        if (self.decode, self.other) != ("full", "piecewise"):
+        if (self.decode, self.other, self.alone) != ("full", "piecewise", "full"):
             return ()
         return tuple(alone_sizes(self.other_sizes))
 
@@ -78,12 +80,16 @@ class GraphSettings:
         """(requests, tokens) of a step of each size, by turns the next larger number of decodes and the next smaller of
         prompt tokens, from what may stand beside decodes, and then the larger ones: what is likely to come up first.
         But the very largest of both is the first of all: the memory that its capture takes holds what the others need,
-        while each that is larger than all before it takes its own."""
+        while each that is larger than all before it takes its own. Where one request runs at a time pieces are captured
+        as they come up: of prompts that go on."""
         decodes = [(size, size) for size in self.decode_sizes] if self.decode != "none" else []
         likely = sorted(self.other_sizes, key=lambda size: (size > MOST_TOKENS, -size))
         fewest = [(-(-size // self.max_model_len), size) for size in likely if self.other != "none"]
         alone = set(self.alone_sizes)
-        others = [step for few, size in fewest for step in ([(2, size), (1, size)] if size in alone else [(few, size)])]
+        others = []
+        for few, size in fewest:
+            others += [(max(2, few), size) if size in alone else (few, size)]
+            others += [(1, size)] if size in alone and few == 1 else []
         others = [step for step in others if step[0] < step[1] and step[0] <= self.max_num_seqs]
         largest = max([*others, *decodes], key=lambda step: step[1], default=None)
         turns = itertools.zip_longest(decodes, others)

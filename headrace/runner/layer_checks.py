@@ -152,11 +152,12 @@ def _attention_error(
     if plan is not None and isinstance(subject.backend, TritonAttention):
         metadata.plan[spec] = subject.backend.launches(plan, metadata, spec, q)
     out = layer.attend(q, cache, metadata, spec, scale)
+    again = layer.attend(q.clone(), cache.clone(), metadata, spec, scale)  # as a later layer of the step
     expected = paged_attention_reference(
         q, cache, metadata.block_table, metadata.rows, metadata.query_start_loc, metadata.seq_lens, spec.scale,
         metadata.max_query_len, metadata.max_seq_len, spec.sliding_window, kv_scale=scale,
     )  # fmt: skip
-    return relative_error(out, expected)
+    return relative_error((out, again), (expected, expected))
 
 
 def _filled_cache(subject: Subject, counts: list[int], lengths: list[int]) -> tuple[Tensor, AttentionMetadata]:

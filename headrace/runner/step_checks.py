@@ -38,7 +38,8 @@ def step_checks(
     refused: set[str],
     device: Callable[[torch.device], GraphDevice] = CudaDevice,
 ) -> Iterator[Check]:
-    """`settings` is for `scratch_limits`; what must not be captured, `decode` or `other`, is added to `refused`."""
+    """`settings` is for `scratch_limits`; what must not be captured, `decode`, `other` or `alone`, is added to
+    `refused`."""
     limits = scratch_limits(subject.shape.block_size, subject.vocab_size)
     fused = any(layer.decode is not None for layer in subject.layers(Attention))
     if not (settings or fused or switches(subject.kernels)):
@@ -49,8 +50,9 @@ def step_checks(
     runner.allocate(SEQS * -(-LENGTH // limits.block_size))
     if fused or switches(subject.kernels):
         yield _references_check(subject, runner, refused)
-    for kind in ("decode", "other"):
-        if settings is not None and kind not in refused and getattr(settings, kind) != "none":
+    for kind in ("decode", "other", "alone"):
+        left = without_graphs(settings, refused)
+        if left is not None and (left.alone_sizes if kind == "alone" else getattr(left, kind) != "none"):
             yield _graph_check(subject, runner, kind, refused)
     runner.graphs = None  # which hold memory, and the runner
 
@@ -60,8 +62,8 @@ def _bound(subject: Subject) -> float:
     return COARSE if coarse else BOUND[subject.dtype]
 
 
-def _steps(runner: ModelRunner) -> tuple[SchedulerOutput, SchedulerOutput]:
-    """Two prompts, then a decode of each; either may be run again."""
+def _steps(runner: ModelRunner) -> dict[str, SchedulerOutput]:
+    """By kind: two prompts, a decode of each, and the first prompt alone; each may be run again."""
     limits, rows = runner.limits, list(range(len(PROMPTS)))
     blocks = -(-limits.max_model_len // limits.block_size)
     params = SamplingParams(temperature=0.0, max_tokens=None, seed=0)
@@ -70,7 +72,8 @@ def _steps(runner: ModelRunner) -> tuple[SchedulerOutput, SchedulerOutput]:
     owned = [BlockUpdate(row, 0, list(range(row * blocks, (row + 1) * blocks))) for row in rows]
     prompts = SchedulerOutput(0, new, rows, owned, rows, [0] * len(rows), list(PROMPTS), [True] * len(rows))
     decodes = SchedulerOutput(1, [], [], [], rows, list(PROMPTS), [1] * len(rows), [True] * len(rows))
-    return prompts, decodes
+    alone = SchedulerOutput(2, [], [], [], rows[:1], [0], [PROMPTS[0]], [True])
+    return {"other": prompts, "decode": decodes, "alone": alone}
 
 
 def _references_check(subject: Subject, runner: ModelRunner, refused: set[str]) -> Check:
@@ -92,9 +95,9 @@ def _references_check(subject: Subject, runner: ModelRunner, refused: set[str]) 
 
 
 def _eagerly(runner: ModelRunner) -> tuple[Tensor, ...]:
-    """Logits of either step's last tokens."""
+    """Logits of each step's last tokens."""
     found = []
-    for step in _steps(runner):
+    for step in _steps(runner).values():
         runner.state.apply(step)
         batch = runner.inputs.fill(step)
         hidden, _ = runner.forward(batch)
@@ -121,12 +124,12 @@ def _by_references(subject: Subject) -> Iterator[None]:
 
 def _graph_check(subject: Subject, runner: ModelRunner, kind: str, refused: set[str]) -> Check:
     def error() -> float:
-        prompts, decodes = _steps(runner)
+        steps = _steps(runner)
         runner.renew_graphs()
         runner.notes.take()
-        step = decodes if kind == "decode" else prompts
-        runner.state.apply(prompts)
-        runner.forward(runner.inputs.fill(prompts))
+        step = steps[kind]
+        runner.state.apply(steps["other"])
+        runner.forward(runner.inputs.fill(steps["other"]))
         graphs = runner.graphs
         assert graphs is not None
         shape = graphs.shape_of(step)

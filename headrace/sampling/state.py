@@ -150,8 +150,8 @@ class SamplingState:
             if Feature.RULES in found:
                 self.rules.add(new)
         words = records["row"].astype(np.int64)[:, None] * _WIDTH + np.arange(_WIDTH)
-        self._writer.write(self.TABLE, words.ravel(), records.view(np.int32))
         self._write_masks([(new.row, new.params.allowed_token_ids or []) for new in new_rows if _has_mask(new.params)])
+        self._writer.write(self.TABLE, words.ravel(), records.view(np.int32))  # last: it cannot fail
         self._sum_up()
 
     def remove(self, rows: list[int]) -> None:

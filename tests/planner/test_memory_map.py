@@ -205,7 +205,7 @@ def test_formats() -> None:
     halved = on(H200, "llama-3.1-8b", kv_dtype_bytes=1.0)
     assert halved.kv_bytes_per_token == plain.kv_bytes_per_token / 2
     lost = UNPACKED_BYTES // halved.kv_bytes_per_token
-    assert halved.kv_tokens == pytest.approx(2 * plain.kv_tokens - lost, abs=32)
+    assert halved.kv_tokens == pytest.approx(2 * plain.kv_tokens - lost, abs=64)
     halved, plain = (on(CHIPS["l40s"], "llama-3.1-8b", kv_dtype_bytes=size) for size in (1.0, 2.0))
     assert halved.tables < plain.tables  # it has no kernel that unpacks
 

@@ -81,7 +81,25 @@ def test_graphs_go_where_a_smaller_step_alone_is_not_enough() -> None:
     assert config.compilation_config["cudagraph_mode"] == "NONE"
     assert str(decision).startswith("cudagraph_mode = NONE: room for the KV cache, which graphs would take")
     assert smaller_plan(config, given, tight) is None
-    assert smaller_plan(*resolved(compilation_config={"cudagraph_mode": "FULL"}), tight) is None
+    for asked in ({"cudagraph_mode": "FULL"}, {"full_cuda_graph": True}):
+        assert smaller_plan(*resolved(compilation_config=asked), tight) is None
+
+
+def test_graphs_go_before_hardly_any_sequences_are_left() -> None:
+    """5 blocks are missing, however small the step becomes."""
+    config, given = resolved()
+    seen = []
+    for _ in range(40):
+        graphs = 100 * BLOCK * (config.compilation_config["cudagraph_mode"] != "NONE")
+        left = 11 * BLOCK + graphs // 2 if not graphs else 11 * BLOCK
+        tight = [msgspec.structs.replace(facts(left, step=10 * BLOCK), graph_bytes=graphs)]
+        smaller = smaller_plan(config, given, tight) if graphs else None
+        if smaller is None:
+            break
+        config, decisions = smaller
+        seen += [(decision.field, decision.value) for decision in decisions]
+    assert seen[-1] == ("cudagraph_mode", "NONE")
+    assert config.max_num_seqs == 64
 
 
 def test_a_context_that_was_given_makes_steps_smaller_where_that_helps() -> None:

@@ -25,7 +25,7 @@ from headrace.models.registry import attention_spec
 from headrace.request import EngineCoreRequest
 from headrace.runner.cuda_graph import Shape, StepGraphs, _for_any_lengths
 from headrace.runner.graph_settings import GraphSettings
-from headrace.runner.input_batch import InputBatch
+from headrace.runner.input_batch import Batch, InputBatch
 from headrace.runner.kv_cache import KVCacheShape
 from headrace.runner.model_runner import ModelRunner, RunnerLimits
 from headrace.runner.pending import PendingStep
@@ -470,6 +470,26 @@ def test_without_room_for_a_lone_prompts_graph_its_pieces_serve() -> None:
     alone = Shape("full", False, 2, 16, alone=True)
     graphs._refused.add(alone)
     assert graphs.shape_of(lone_prompt(0, 0, 9)) == Shape("piecewise", False, 2, 16)
+
+
+def test_lone_prompts_that_cannot_be_captured_take_no_graph_from_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_runner("llama", "FULL_AND_PIECEWISE")
+    graphs = graphs_of(runner)
+    capture = graphs._capture
+
+    def fails(key: Shape, batch: Batch) -> object:
+        if key.alone:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return capture(key, batch)
+
+    monkeypatch.setattr(graphs, "_capture", fails)
+    warnings = []
+    for number, tokens in enumerate([4, 4, 8, 8, 16, 16, 24, 24]):
+        warnings += runner.execute(lone_prompt(number, 0, tokens)).result().warnings
+    assert warnings[-1].startswith("no full graphs of lone prompts from now on, since 3 could not be captured")
+    for number in range(2):
+        runner.execute(decode_step(number, [0, 1, 2], 0)).result()
+    assert Shape("full", True, 4, 4) in shapes_of(graphs)
 
 
 def test_a_lone_prompts_graph_is_told_of_prompts_of_its_size() -> None:

@@ -30,6 +30,11 @@ def test_sizes() -> None:
     assert wide is not None
     assert wide.rehearsals[:3] == [(1024, 1024), (1, 1), (2, 512)]
     assert len(wide.rehearsals) == len(set(wide.rehearsals))
+    short = GraphSettings.of({"cudagraph_mode": "FULL_AND_PIECEWISE"}, 100, 8192, 128)
+    assert short is not None
+    assert [step for step in short.rehearsals if step[1] in (512, 128, 112)][::-1] == [
+        (1, 112), (2, 112), (1, 128), (2, 128), (4, 512)
+    ]  # fmt: skip
     assert [tokens for _, tokens in of(pieces=704).rehearsals[-3:]] == [2, 640, 576]
     assert (of().alone_sizes[0], of().alone_sizes[-1], len(of().alone_sizes)) == (4, 512, 29)
     assert of(cudagraph_mode="PIECEWISE").alone_sizes == of(cudagraph_mode="FULL").alone_sizes == ()

@@ -193,11 +193,12 @@ def settings_of(mode: str, found: Subject) -> GraphSettings | None:
 
 
 KINDS = {
-    "PIECEWISE": ("piecewise", "piecewise"),
-    "FULL": ("full", "full"),
-    "FULL_DECODE_ONLY": ("full", "none"),
-    "FULL_AND_PIECEWISE": ("full", "piecewise"),
+    "PIECEWISE": ("piecewise", "piecewise", "none"),
+    "FULL": ("full", "full", "none"),
+    "FULL_DECODE_ONLY": ("full", "none", "none"),
+    "FULL_AND_PIECEWISE": ("full", "piecewise", "full"),
 }
+"""of decodes, other steps, and prompts that run alone"""
 
 
 def checked_graphs(mode: str) -> tuple[SelfCheck, GraphSettings | None]:
@@ -209,7 +210,7 @@ def checked_graphs(mode: str) -> tuple[SelfCheck, GraphSettings | None]:
 
 
 @pytest.mark.parametrize("mode", KINDS)
-@pytest.mark.parametrize("wrong", ["neither", "decode", "other"])
+@pytest.mark.parametrize("wrong", ["neither", "decode", "other", "alone"])
 def test_graphs(mode: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run_graph, replays = StepGraphs.run, 0
 
@@ -217,19 +218,27 @@ def test_graphs(mode: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
         nonlocal replays
         hidden = run_graph(self, shape, batch)
         replays += bool(self._captured)
-        lies = self._captured and wrong == ("decode" if shape.decode else "other")
+        lies = self._captured and wrong == ("decode" if shape.decode else "alone" if shape.alone else "other")
         return hidden * 1.2 if lies else hidden
 
     monkeypatch.setattr(StepGraphs, "run", disturbed)
     check, left = checked_graphs(mode)
-    kinds = dict(zip(("decode", "other"), KINDS[mode], strict=True))
-    assert replays == 2 * sum(kind != "none" for kind in kinds.values())
+    kinds = dict(zip(("decode", "other", "alone"), KINDS[mode], strict=True))
+    wanted = sum(kind != "none" for kind in kinds.values())
+    if kinds["alone"] == "full" and wrong in ("decode", "other"):
+        wanted -= 1  # lone prompts are whole where decodes are, beside pieces
+        kinds["alone"] = "none"
+    assert replays == 2 * wanted
     if wrong == "neither" or kinds[wrong] == "none":
         assert check.demoted == []
     else:
         assert check.demoted == [f"cuda_graph_{wrong}"]
         kinds[wrong] = "none"
-    assert (left.decode, left.other) == tuple(kinds.values()) if left else set(kinds.values()) == {"none"}
+    if left is None:
+        assert set(kinds.values()) == {"none"}
+    else:
+        assert (left.decode, left.other) == (kinds["decode"], kinds["other"])
+        assert bool(left.alone_sizes) == (kinds["alone"] == "full")
 
 
 def test_graphs_that_do_nothing_or_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:

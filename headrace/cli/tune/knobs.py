@@ -18,7 +18,7 @@ from headrace.model_config import ModelConfig
 from headrace.models.registry import attention_spec
 from headrace.planner.chips import read_gpus
 from headrace.planner.decisions import USUAL_OBJECTIVE
-from headrace.planner.profile import GRAPH_KEYS
+from headrace.planner.graphs import GRAPH_KEYS
 from headrace.planner.search import score
 from headrace.planner.served import expect
 from headrace.step import WorkerFacts
