@@ -106,5 +106,5 @@ def _step_down(asked: str | None, backend: str, full_graphs: str) -> Decision:
         return Decision("cudagraph_mode", mode, f"{backend} allows {what}", wanted)
     if asked:
         return Decision("cudagraph_mode", mode, "given", source="user")
-    why = "decodes and lone prompts are replayed whole; other small steps in pieces around attention, at their true lengths"
+    why = "decodes and lone prompts are replayed whole; other small steps in pieces around attention, at true lengths"
     return Decision("cudagraph_mode", mode, why, "NONE")
