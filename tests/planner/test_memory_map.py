@@ -38,7 +38,7 @@ REPORTED = {
     ("vllm", "llama-3.1-8b", "bf16", 16384): 891_392,
     ("vllm", "llama-3.1-8b", "fp8", 16384): 944_288,
     ("vllm", "qwen3-30b-a3b", "bf16", 16384): 708_336,
-    ("headrace", "qwen3-30b-a3b", "bf16", 8192): 736_384,
+    ("headrace", "qwen3-30b-a3b", "bf16", 16384): 1_446_704,  # the cache in fp8, max_model_len 40,960
 }
 
 
@@ -57,11 +57,14 @@ def on(chip: Any, name: str, parallel: Parallel = ONE, **settings: Any) -> Memor
 def test_kv_tokens_are_those_that_an_h200_reported() -> None:
     print()
     for (engine, name, weight_format, budget), tokens in REPORTED.items():
-        found = on(H200, name, engine=engine, weight_format=weight_format, max_num_batched_tokens=budget)
+        kv = 1.0 if (engine, budget) == ("headrace", 16384) else 2.0
+        found = on(
+            H200, name, engine=engine, weight_format=weight_format, max_num_batched_tokens=budget, kv_dtype_bytes=kv
+        )
         print(
             f"{engine:9}{name:15}{weight_format:5}{tokens:9,}{found.kv_tokens:9,}{found.kv_tokens / tokens - 1:+8.2%}"
         )
-        assert found.kv_tokens == pytest.approx(tokens, rel=0.025)  # since then 0.2 GB more is for graphs
+        assert found.kv_tokens == pytest.approx(tokens, rel=0.02)
 
 
 @pytest.mark.parametrize("name", PARTS_REPORTED)
@@ -205,7 +208,7 @@ def test_formats() -> None:
     halved = on(H200, "llama-3.1-8b", kv_dtype_bytes=1.0)
     assert halved.kv_bytes_per_token == plain.kv_bytes_per_token / 2
     lost = UNPACKED_BYTES // halved.kv_bytes_per_token
-    assert halved.kv_tokens == pytest.approx(2 * plain.kv_tokens - lost, abs=64)
+    assert halved.kv_tokens == pytest.approx(2 * plain.kv_tokens - lost, abs=48)  # three times a block
     halved, plain = (on(CHIPS["l40s"], "llama-3.1-8b", kv_dtype_bytes=size) for size in (1.0, 2.0))
     assert halved.tables < plain.tables  # it has no kernel that unpacks
 

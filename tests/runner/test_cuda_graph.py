@@ -182,8 +182,7 @@ def test_five_modes_give_the_same_tokens(
     kinds = {(shape.kind, shape.decode) for shape in shapes_of(runner.graphs)}
     decode, other = GRAPH_MODES[mode]
     wanted = {(decode, decode == "full")} | ({(other, False)} if other != "none" else set())
-    alone = {("full", False)} if mode == "FULL_AND_PIECEWISE" else set()
-    assert wanted <= kinds <= wanted | alone
+    assert kinds == wanted
     replayed = [graph.replays for graph in runner.graphs._device.graphs]  # type: ignore[attr-defined]
     assert min(replayed) >= 1
     assert max(replayed) > 2
