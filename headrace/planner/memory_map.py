@@ -392,6 +392,5 @@ def _graph_bytes(
     widths = (seqs + 1).bit_length()
     most = max([*full, *pieces, *mixed], default=0)
     pool = _step_bytes(shape, parallel, most, seqs, engine, sampling=False)
-    hidden = (sum(full) + sum(pieces) + sum(mixed) * widths) * shape.hidden_size * shape.plain_bytes
     driver = (len(full) + len(mixed) * widths) * FULL_GRAPH_BYTES + len(pieces) * (num_layers + 1) * PIECE_BYTES
-    return pool + hidden + driver + WORKSPACE_BYTES
+    return pool + driver + WORKSPACE_BYTES

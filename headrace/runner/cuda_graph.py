@@ -270,7 +270,7 @@ class StepGraphs:
         return key not in self._refused and self._failures[key.kind, key.alone] < MOST_FAILURES
 
     def run(self, shape: Shape, batch: Batch) -> Tensor:
-        """Hidden states of a batch padded to `shape`; overwritten by the next run."""
+        """Hidden states of a batch padded to `shape`; overwritten by the next run, of whatever shape."""
         key = _pieces_of(shape) if shape.kind == "piecewise" else shape
         captured = self._captured.get(key)
         if captured is None:
@@ -336,7 +336,7 @@ class StepGraphs:
                 hidden, metadata = self._model.forward(batch, cut if key.kind == "piecewise" else None)
                 metadata.cut = None  # it knows these graphs, which are to go as soon as nobody wants them
                 metadata.plan = None  # and this, memory of the pool that other captures may use
-                return _Captured(cut.pieces, cut.end(), hidden, metadata)
+                return _Captured(cut.pieces, cut.end(), self._device.borrow(hidden), metadata)
             finally:
                 cut.abandon()
 

@@ -95,13 +95,6 @@ class GraphSettings:
         turns = itertools.zip_longest(decodes, others)
         return ([largest] if largest else []) + [step for turn in turns for step in turn if step and step != largest]
 
-    @property
-    def total_tokens(self) -> int:
-        """of all graphs together: each keeps its hidden states"""
-        decode = sum(self.decode_sizes) + sum(self.alone_sizes) if self.decode == "full" else 0
-        widths = (self.max_num_seqs + 1).bit_length()
-        return decode + (sum(self.other_sizes) * widths if self.other == "full" else 0) + sum(self._pieces())
-
     def _pieces(self) -> set[int]:
         decode = self.decode_sizes if self.decode == "piecewise" else ()
         return {*decode, *(self.other_sizes if self.other == "piecewise" else ())}

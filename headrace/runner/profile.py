@@ -41,11 +41,8 @@ class MemoryUse:
         return ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items()) + " GiB"
 
 
-def measure_memory(
-    runner: ModelRunner, memory: DeviceMemory, utilization: float, free_at_start: int, hidden_bytes: int
-) -> MemoryUse:
-    """`utilization`: share of the device that may be ours; `free_at_start`: bytes, before the weights were loaded;
-    `hidden_bytes`: of a token between layers, which graphs keep.
+def measure_memory(runner: ModelRunner, memory: DeviceMemory, utilization: float, free_at_start: int) -> MemoryUse:
+    """`utilization`: share of the device that may be ours; `free_at_start`: bytes, before the weights were loaded.
 
     Raises what the allocator raises where a step does not fit.
     """
@@ -59,10 +56,9 @@ def measure_memory(
         largest = replace(limits, max_num_batched_tokens=settings.most_tokens, max_num_seqs=chunks)
         _run(runner, _largest_step(largest, samples=False))
         pool = memory.peak() - standing
-        hidden = settings.total_tokens * hidden_bytes
         driver = settings.num_full * FULL_GRAPH_BYTES
         driver += settings.num_piecewise * (runner.shape.num_layers + 1) * PIECE_BYTES
-        graphs = pool + hidden + driver + WORKSPACE_BYTES
+        graphs = pool + driver + WORKSPACE_BYTES
     _run(runner, _largest_step(limits, samples=True))
     peak = memory.peak()
     memory.give_back()

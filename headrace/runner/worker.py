@@ -173,8 +173,8 @@ class Worker:
         assert self.runner is not None
         if self.device.type != "cuda":
             return self._facts(left=self.memory.free())
-        share, hidden_bytes = self.config.gpu_memory_utilization, self.model_config.hidden_size * self.dtype.itemsize
-        self.use = measure_memory(self.runner, self.memory, share, self.free_at_start, hidden_bytes)
+        share = self.config.gpu_memory_utilization
+        self.use = measure_memory(self.runner, self.memory, share, self.free_at_start)
         step_times = measure_step_times(self.runner)
         total, free = self.memory.total / 2**30, self.free_at_start / 2**30
         memory = f"Memory of {self.device}: {self.use}; {share:g} of {total:.2f} GiB may be ours, {free:.2f} were free"

@@ -142,6 +142,9 @@ class RecordedGraph:
     def replay(self) -> None:
         assert not self._device.under_way
         self.replays += 1
+        for owner, tensor in self._device.borrowed:
+            if owner is not self:
+                tensor.fill_(float("nan"))
         for func, args, kwargs, made in self._recording.calls:
             for old, new in zip(made, _tensors(func(*args, **kwargs)), strict=True):
                 if old is not None:
@@ -149,7 +152,8 @@ class RecordedGraph:
 
 
 class RecordingDevice:
-    """`failures`: how many of the next captures find no memory."""
+    """`failures`: how many of the next captures find no memory. What is borrowed of one graph's memory is lost when
+    another is replayed."""
 
     def __init__(self, device: torch.device) -> None:
         self.pool = object()
@@ -158,6 +162,7 @@ class RecordingDevice:
         self.failures = 0
         self.given_back = 0
         self.graphs: list[RecordedGraph] = []
+        self.borrowed: list[tuple[RecordedGraph, Tensor]] = []
 
     def new_graph(self) -> RecordedGraph:
         self.graphs.append(RecordedGraph(self))
@@ -173,6 +178,7 @@ class RecordingDevice:
         self.given_back += 1
 
     def borrow(self, tensor: Tensor) -> Tensor:
+        self.borrowed.append((self.graphs[-1], tensor))
         return tensor
 
     def fail_if_told(self) -> None:

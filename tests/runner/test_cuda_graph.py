@@ -320,6 +320,16 @@ def test_graphs_that_are_dropped_go_at_once() -> None:
         gc.enable()
 
 
+def test_graphs_keep_no_memory_for_their_results() -> None:
+    """A hundred graphs would keep their hidden states, and break up the memory that all of them compute in."""
+    core = make_core(make_runner("llama", "FULL_AND_PIECEWISE"), num_blocks=26)
+    serve(core)
+    graphs = core._executor.runner.graphs  # type: ignore[attr-defined]
+    borrowed = {id(tensor) for _, tensor in graphs._device.borrowed}
+    assert {shape.kind for shape in graphs._captured} == {"full", "piecewise"}
+    assert all(id(captured.hidden) in borrowed for captured in graphs._captured.values())
+
+
 @pytest.mark.parametrize("mode", [mode for mode in GRAPH_MODES if mode != "NONE"])
 def test_what_is_rehearsed_is_captured_before_it_comes_up(
     mode: str, expected: tuple[str, dict[str, list[int]], dict[str, list[float]]]

@@ -80,7 +80,7 @@ def watched(mode: str, memory: FakeMemory) -> ModelRunner:
 
 def test_what_is_left_is_our_share_less_all_that_we_take() -> None:
     memory = FakeMemory(1000 * MIB, standing=100 * MIB, bytes_per_token=MIB, outside=30 * MIB)
-    use = measure_memory(watched("NONE", memory), memory, 0.9, 1000 * MIB, 128)
+    use = measure_memory(watched("NONE", memory), memory, 0.9, 1000 * MIB)
     assert (use.standing, use.step, use.outside, use.graphs) == (100 * MIB, 24 * MIB, 30 * MIB, 0)
     assert use.left == 900 * MIB - 100 * MIB - 24 * MIB - 30 * MIB
     assert str(use).startswith("weights and tables 0.10, the largest step 0.02, CUDA graphs 0.00, libraries 0.03, left")
@@ -92,21 +92,21 @@ def test_graphs_take_what_their_largest_step_takes_and_a_little_each() -> None:
     settings = runner.graph_settings
     assert settings is not None
     runner.graph_settings = replace(settings, other_sizes=(1, 2, 4, 16), decode_sizes=(1, 2, 6))
-    use = measure_memory(runner, memory, 0.9, 1000 * MIB, 128)
+    use = measure_memory(runner, memory, 0.9, 1000 * MIB)
     sizes = {1, 2, 4, 16, 6}
     pieces = len(sizes) * 4 * PIECE_BYTES  # three layers
-    assert use.graphs == 16 * MIB + sum(sizes) * 32 * 4 + pieces + WORKSPACE_BYTES
+    assert use.graphs == 16 * MIB + pieces + WORKSPACE_BYTES
     assert use.left == 900 * MIB - 24 * MIB - use.graphs
 
 
 def test_a_second_instance_sees_what_the_first_one_took() -> None:
     first = FakeMemory(1000 * MIB, standing=100 * MIB, bytes_per_token=MIB)
-    alone = measure_memory(watched("NONE", first), first, 0.45, 1000 * MIB, 128)
+    alone = measure_memory(watched("NONE", first), first, 0.45, 1000 * MIB)
     taken = 100 * MIB + alone.left
     assert taken < 450 * MIB
     second = FakeMemory(1000 * MIB, standing=100 * MIB, bytes_per_token=MIB, others=taken)
-    assert measure_memory(watched("NONE", second), second, 0.45, 1000 * MIB - taken, 128).left == alone.left
-    greedy = measure_memory(watched("NONE", second), second, 0.9, 1000 * MIB - taken, 128)
+    assert measure_memory(watched("NONE", second), second, 0.45, 1000 * MIB - taken).left == alone.left
+    greedy = measure_memory(watched("NONE", second), second, 0.9, 1000 * MIB - taken)
     assert greedy.left == 1000 * MIB - taken - 100 * MIB - 24 * MIB - int(1000 * MIB * MARGIN), (
         "bounded by what is free"
     )
@@ -115,14 +115,14 @@ def test_a_second_instance_sees_what_the_first_one_took() -> None:
 def test_what_others_take_while_this_one_starts_is_not_counted_as_libraries() -> None:
     total = 100 << 30
     memory = FakeMemory(total, standing=10 << 30, bytes_per_token=MIB, outside=1 << 30, others=45 << 30)
-    use = measure_memory(watched("NONE", memory), memory, 0.45, free_at_start=total, hidden_bytes=128)
+    use = measure_memory(watched("NONE", memory), memory, 0.45, free_at_start=total)
     assert use.outside == MOST_OUTSIDE
     assert use.left == int(total * 0.45) - (10 << 30) - 24 * MIB - MOST_OUTSIDE
 
 
 def test_too_small_a_share_says_how_much_is_missing() -> None:
     memory = FakeMemory(1000 * MIB, standing=100 * MIB, bytes_per_token=MIB)
-    assert measure_memory(watched("NONE", memory), memory, 0.05, 1000 * MIB, 128).left == -74 * MIB
+    assert measure_memory(watched("NONE", memory), memory, 0.05, 1000 * MIB).left == -74 * MIB
 
 
 @pytest.fixture
