@@ -16,11 +16,11 @@ bf16 both take 14 ms at 600 tokens; of Qwen3-30B-A3B 36 at 2048; in fp8 a step t
 1800 tokens)"""
 FP8_WEIGHT = 0.25
 """... of which one in fp8 is so much: it computes in half the time, and takes twice the launches"""
-FULL_GRAPH_BYTES = 5 << 18
-"""What the driver keeps of one graph of a whole step, beside the pool (H200: 35 took 41 MiB, pool included; 68 of
-Qwen3-30B-A3B 1.3 MiB each)"""
+LAYER_BYTES = 1 << 15
+"""What the driver keeps of a layer in a graph of a whole step, beside the pool (H200, 67 graphs each: 28 KiB of an 8B,
+36 of Qwen3-30B-A3B)"""
 PIECE_BYTES = 1 << 17
-"""... and of one piece of a step (31 sizes of an 8B took 91 KiB a piece, 54 of Qwen3-30B-A3B 130)"""
+"""... and of one piece of a step (29 sizes of an 8B: 128 KiB a piece, 53 of Qwen3-30B-A3B: 130)"""
 WORKSPACE_BYTES = 64 << 20
 """... and what the matrix libraries take once more on the stream of the captures"""
 

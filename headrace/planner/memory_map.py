@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from headrace.config import GRAPH_MODES
-from headrace.graph_sizes import FULL_GRAPH_BYTES, MOST_TOKENS, PIECE_BYTES, WORKSPACE_BYTES, alone_sizes, capture_sizes
+from headrace.graph_sizes import LAYER_BYTES, MOST_TOKENS, PIECE_BYTES, WORKSPACE_BYTES, alone_sizes, capture_sizes
 from headrace.kernels.attention_config import COPY_ENGINE_PREFILL, UNPACKED_BYTES
 from headrace.planner.checkpoint_format import bytes_per_weight as bytes_per_weight
 from headrace.planner.chips import GIB, Chip
@@ -392,5 +392,6 @@ def _graph_bytes(
     widths = (seqs + 1).bit_length()
     most = max([*full, *pieces, *mixed], default=0)
     pool = _step_bytes(shape, parallel, most, seqs, engine, sampling=False)
-    driver = (len(full) + len(mixed) * widths) * FULL_GRAPH_BYTES + len(pieces) * (num_layers + 1) * PIECE_BYTES
+    whole = len(full) + len(mixed) * widths
+    driver = whole * num_layers * LAYER_BYTES + len(pieces) * (num_layers + 1) * PIECE_BYTES
     return pool + driver + WORKSPACE_BYTES
