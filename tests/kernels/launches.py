@@ -1,6 +1,7 @@
 """`python -m tests.kernels.launches TARGET`: what a launcher is given when attention runs twice over like tensors, then
 over a slice that begins elsewhere, over another type, and over a cache that 31 bits do not address; and in the second
-layer of a step, which repeats what the first launched, beside the same layer in a step of its own. One JSON line:
+layer of a step, which repeats what the first launched, beside the same layer in a step of its own; and how often a
+kernel is compiled for numbers that it is compiled for by value, and for others. One JSON line:
 launches are lists of grid and arguments, tensors by name."""
 
 import json
@@ -8,6 +9,8 @@ import sys
 from dataclasses import replace
 
 import torch
+import triton
+import triton.language as tl
 
 from headrace.attention import triton_attn
 from headrace.attention.metadata import AttentionMetadata
@@ -112,13 +115,28 @@ def second_layers(copy_engine: bool) -> dict[str, list[object]]:
     return found
 
 
+@triton.jit(do_not_specialize=["free"])
+def numbers_kernel(out_ptr, told, free, BLOCK: tl.constexpr):
+    lane = tl.arange(0, BLOCK)
+    tl.store(out_ptr + lane, told + free + lane)
+
+
+def compiled_for() -> list[object]:
+    """(told, free, kernels so far, what the launcher was given behind the tensor), launch by launch."""
+    out, found = torch.zeros(16, dtype=torch.int32), []
+    for told, free in ((1, 5), (3, 5), (3, 16), (16, 5), (32, 7), (5, 1), (1, 7)):
+        launch.launch(numbers_kernel, (1, 1, 1), (out, told, free), {"BLOCK": 16})
+        found.append([told, free, len(compiled(numbers_kernel)), said({"out": out})[0][4:6]])
+    return found
+
+
 def main() -> None:
     target = sys.argv[1]
     use_target(target)
     launch.DEVICE_FAMILY = family = triton_attn.DEVICE_FAMILY = TARGETS[target][0].backend
     triton_attn.multiprocessor_count = lambda device: 132
     OfflineDriver.launcher_cls.__call__ = record
-    print(json.dumps(attention_twice(family) | {"layers": second_layers(target == "sm_90")}))
+    print(json.dumps(attention_twice(family) | {"numbers": compiled_for(), "layers": second_layers(target == "sm_90")}))
 
 
 if __name__ == "__main__":

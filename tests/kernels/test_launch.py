@@ -33,6 +33,12 @@ def test_another_alignment_and_another_type_are_other_kernels(found):
     assert found["kernels"][:3] == [1, 3, 5]
 
 
+def test_a_number_compiled_for_its_value_does_not_meet_another_numbers_kernel(found):
+    """Of the first number 1 is a kernel of its own, and so is what 16 divides; of the second none is."""
+    numbers = ((1, 5, 1), (3, 5, 2), (3, 16, 2), (16, 5, 3), (32, 7, 3), (5, 1, 3), (1, 7, 3))
+    assert found["numbers"] == [[told, free, kernels, [told, free]] for told, free, kernels in numbers]
+
+
 def test_memory_that_31_bits_do_not_address_is_another_kernel_where_triton_makes_one_for_less(found):
     """AMD's: buffer loads, whose offsets have 32 bits"""
     assert found["kernels"][3] == (4 if found["target"] == "gfx942" else 3)

@@ -9,7 +9,7 @@ import pytest
 from headrace.errors import ConfigError
 from headrace.planner.cost import Parallel, StepWork, step_model
 from headrace.planner.predict import Workload
-from headrace.planner.simulate import Arrival, Limits, Percentiles, TooLongError, recost, simulate
+from headrace.planner.simulate import STEP_ITSELF, Arrival, Limits, Percentiles, TooLongError, recost, simulate
 from tests.planner.planner_cases import deployment
 
 ROOMY = Limits(max_num_seqs=1024, max_num_batched_tokens=8192, kv_tokens=891_392)
@@ -148,3 +148,15 @@ def test_patience_ends() -> None:
     with pytest.raises(TooLongError):
         simulate(deployment(), load, limits, patience=100)
     assert simulate(deployment(), load, limits, patience=10**6) == simulate(deployment(), load, limits)
+
+
+def test_a_jump_takes_patience_like_a_step() -> None:
+    load = Workload(128, 1000, 1, 3)
+    run = simulate(deployment(), load, ROOMY)
+    jumps = sum(segment.steps > 1 for segment in run.segments)
+    steps = len(run.segments) - jumps
+    assert jumps >= 3
+    needed = steps * (1 + STEP_ITSELF) + jumps * STEP_ITSELF
+    assert simulate(deployment(), load, ROOMY, patience=needed) == run
+    with pytest.raises(TooLongError):
+        simulate(deployment(), load, ROOMY, patience=needed - 1)
