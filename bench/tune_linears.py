@@ -10,7 +10,7 @@ beside it. The fastest there is the bucket's entry, null where that is the libra
 headrace/quantization/gemm_tables.json; what a file there says of other sizes, devices and buckets stays, so that it may
 be that very file.
 
-The shipped entries of Llama-3.1-8B's sizes were chosen inside whole layers (tune_layers.py), which prefer other tiles.
+The shipped entries of Llama-3.1-8B's sizes were chosen inside steps (tune_steps.py), which prefer other tiles.
 """
 
 from __future__ import annotations
@@ -253,26 +253,13 @@ def sizes_of(options: argparse.Namespace) -> Iterator[Size]:
                 yield Size(itemsize, out_features, in_features)
 
 
-def table_parser(description: str | None, sizes: str, sizes_help: str) -> argparse.ArgumentParser:
-    """What every script that writes such a table is told."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--out", type=Path, required=True, help="the table to write, or to write into")
-    made.add_argument("--sizes", default=sizes, help=sizes_help)
+    made.add_argument("--sizes", default=SIZES, help="outputs x inputs, separated by commas")
     made.add_argument("--dtypes", default="bf16,fp8", help="of the weights; default: both")
     made.add_argument("--buckets", default=",".join(map(str, BUCKETS)), help="numbers of tokens")
     made.add_argument("--smoke", action="store_true", help="toy sizes on the CPU, nothing is timed")
-    return made
-
-
-def buckets_of(options: argparse.Namespace) -> list[int]:
-    buckets = [int(bucket) for bucket in options.buckets.split(",")]
-    if unknown := set(buckets) - set(BUCKETS):
-        raise SystemExit(f"unknown bucket {sorted(unknown)}; buckets are {list(BUCKETS)}")
-    return buckets
-
-
-def parser() -> argparse.ArgumentParser:
-    made = table_parser(__doc__, SIZES, "outputs x inputs, separated by commas")
     made.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="that compile")
     return made
 
@@ -283,7 +270,9 @@ def main() -> int:
     name = "a CPU" if options.smoke else torch.cuda.get_device_name(device)
     if options.smoke:
         options.sizes, options.buckets = "64x96", "1,16"
-    buckets = buckets_of(options)
+    buckets = [int(bucket) for bucket in options.buckets.split(",")]
+    if unknown := set(buckets) - set(BUCKETS):
+        raise SystemExit(f"unknown bucket {sorted(unknown)}; buckets are {list(BUCKETS)}")
     sizes = list(sizes_of(options))
     jobs = [
         (itemsize, bucket, config)

@@ -1,0 +1,160 @@
+"""Which of our kernels, or the vendor's library, serves each linear of a model best inside the engine's decode steps.
+
+    python bench/tune_steps.py --model bf16 --batches 8,32 --out headrace/quantization/gemm_tables.json
+    python bench/tune_steps.py --model fp8 --batches 1 --sizes 28672x4096 --out table.json
+    python bench/tune_steps.py --smoke --out table.json                 the script itself, on a CPU
+
+A kernel alone, as tune_linears.py times it, starts behind another of its own kind. In a step it shares the chip with
+attention and with the product behind it, whose first weights need shared memory of their own: the fastest alone may not
+be the fastest there. One linear is varied at a time, for the batch's bucket, from what the tables say now, and the best
+five are timed again. A configuration takes a second or two. --out as in tune_linears.py; sizes are outputs x inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from h200_parts.models import MODELS
+from h200_parts.offline import INPUT, Bench
+from h200_parts.settings import Settings
+from tune_linears import BUCKETS, FP8, Size, configs, short, unquantized, write_table
+
+from headrace.kernels._triton import TritonError
+from headrace.kernels.fp8 import quantize_per_token
+from headrace.kernels.gemm import skinny_linear
+from headrace.kernels.gemm_config import GemmConfig
+from headrace.quantization.gpu_linear import Table
+
+OUTPUT = 96
+FINALISTS, REPEATS = 5, 3
+WORTH = 0.997
+"""of the time now; more is noise"""
+THREADS = 16
+Config = GemmConfig | None
+"""None: the library"""
+
+
+def best_of(seconds: Callable[[Config, int], float], now: Config, tried: list[Config]) -> Config:
+    """`seconds` of a step with a configuration, out of so many runs; printed as it goes."""
+    times = sorted(((seconds(config, 1), config) for config in tried if config != now), key=lambda one: one[0])
+    before = seconds(now, REPEATS)
+    again = [(seconds(config, REPEATS), config) for _, config in times[:FINALISTS]]
+    told = " | ".join(f"{1000 * time:.3f} {short(config)}" for time, config in sorted(again, key=lambda one: one[0]))
+    print(f"    now {1000 * before:.3f} {short(now)}; {told}", flush=True)
+    fastest, config = min(again, key=lambda one: one[0], default=(before, now))
+    return config if fastest < WORTH * before else now
+
+
+class Steps:
+    """Decode steps of one engine, whose tables are the ones that it serves with."""
+
+    def __init__(self, settings: Settings, model: str) -> None:
+        self.settings = settings
+        self.bench = Bench(settings, MODELS[model], ceilings=None)  # type: ignore[arg-type]  # no bound is asked for
+        self.runner: Any = self.bench.llm._client._core._executor._worker.runner
+        schemes = {id(layer.scheme): layer.scheme for layer in self.runner.model.modules() if hasattr(layer, "scheme")}
+        self.tables: dict[Size, Table] = {}
+        for scheme in schemes.values():
+            self.tables |= {Size(*size): table for size, table in getattr(scheme, "plans", {}).items()}
+
+    def seconds(self, batch: int, repeats: int) -> float:
+        """Of one step, by what the tables say now; the median."""
+        self.runner.renew_graphs()
+        prompts = self.bench.prompts(self.settings.requests(batch), self.settings.tokens(INPUT))
+        length = self.settings.tokens(OUTPUT)
+        for output in (1, 3, 3, 1):  # a size of graph is captured at its second use
+            self.bench.seconds(prompts, output)
+        times = []
+        for _ in range(repeats):
+            whole, first = self.bench.seconds(prompts, length), self.bench.seconds(prompts, 1)
+            times.append((whole - first) / (length - 1))
+        return statistics.median(times)
+
+    def tune(self, batch: int, size: Size) -> tuple[int, Config]:
+        """(bucket, what serves it best), which from now on it does."""
+        table = self.tables[size]
+        bucket = next(bucket for bucket in BUCKETS if bucket >= batch)
+        span = range(max([0, *(smaller for smaller in BUCKETS if smaller < bucket)]) + 1, bucket + 1)
+
+        def put(config: Config) -> None:
+            for tokens in span:
+                table[tokens] = config
+
+        def seconds(config: Config, repeats: int) -> float:
+            put(config)
+            return self.seconds(batch, repeats)
+
+        now = table[batch]
+        best = best_of(seconds, now, [*runnable(size, bucket), None])
+        put(best)
+        return bucket, best
+
+
+def runnable(size: Size, bucket: int) -> list[Config]:
+    """Those that fit this GPU; compiled side by side."""
+    dtype = unquantized("cuda")
+    x = torch.randn(bucket, size.in_features, device="cuda").to(dtype)
+    weight = torch.zeros(size.out_features, size.in_features, device="cuda", dtype=FP8 if size.itemsize == 1 else dtype)
+    scales = torch.ones(size.out_features, device="cuda") if size.itemsize == 1 else None
+
+    def attempt(config: GemmConfig) -> bool:
+        values, x_scales = x, None
+        if size.itemsize == 1 and config.block_m > 1:
+            values, x_scales = quantize_per_token(x, FP8)
+        try:
+            skinny_linear(values, weight, None, config, x_scales, scales, dtype)
+        except TritonError as error:
+            print(f"    cannot run {short(config)}: {str(error)[:80]}", flush=True)
+            return False
+        return True
+
+    found = configs(bucket, size.itemsize)
+    with ThreadPoolExecutor(THREADS) as pool:
+        return [config for config, fine in zip(found, pool.map(attempt, found), strict=True) if fine]
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, required=True, help="the table to write, or to write into")
+    made.add_argument("--model", choices=list(MODELS), default="bf16")
+    made.add_argument("--batches", default="1,8,32,64,128", help="requests; each stands for its bucket of tokens")
+    made.add_argument("--sizes", help="linears to vary; default: all that the model's tables name")
+    made.add_argument("--smoke", action="store_true", help="a toy model on the CPU, which has no such tables")
+    return made
+
+
+def main() -> int:
+    options = parser().parse_args()
+    batches = [int(batch) for batch in options.batches.split(",")]
+    if beyond := [batch for batch in batches if not 1 <= batch <= BUCKETS[-1]]:
+        raise SystemExit(f"batches of 1 to {BUCKETS[-1]} have a bucket, not {beyond}")
+    name = "a CPU" if options.smoke else torch.cuda.get_device_name()
+    with tempfile.TemporaryDirectory() as work:
+        steps = Steps(Settings(Path(work), options.smoke), options.model)
+        by_name = {f"{size.out_features}x{size.in_features}": size for size in steps.tables}
+        asked = options.sizes.split(",") if options.sizes else list(by_name)
+        if unknown := [one for one in asked if one not in by_name]:
+            raise SystemExit(f"unknown sizes {unknown}; the model has {list(by_name)}")
+        found: dict[Size, dict[int, Config]] = {}
+        for batch in batches:
+            before = steps.seconds(batch, REPEATS)
+            for size in map(by_name.__getitem__, asked):
+                print(f"  batch {batch}, {size}, ms a step", flush=True)
+                bucket, config = steps.tune(batch, size)
+                found.setdefault(size, {})[bucket] = config
+                write_table(options.out, name, found)  # after every one
+            print(f"batch {batch}: {1000 * before:.3f} -> {1000 * steps.seconds(batch, REPEATS):.3f} ms", flush=True)
+        steps.bench.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""What wins a bucket of a linear, and which tables are tuned: those that serve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from h200_parts.settings import Settings
+from tune_linears import Size
+from tune_steps import Config, Steps, best_of
+
+from headrace.kernels.gemm_config import GemmConfig
+
+NOW, OTHER, THIRD = GemmConfig(16, 64, 128, 4), GemmConfig(16, 32, 128, 4), GemmConfig(16, 16, 128, 2)
+
+
+def test_what_is_fastest_in_the_second_timing_wins_where_it_is_worth_it() -> None:
+    def timed(once: dict[Config, float], again: dict[Config, float]) -> Config:
+        return best_of(
+            lambda config, repeats: (once if repeats == 1 else again)[config], NOW, [OTHER, NOW, THIRD, None]
+        )
+
+    once = {OTHER: 0.9, THIRD: 0.95, None: 2.0}
+    assert timed(once, {NOW: 1.0, OTHER: 0.97, THIRD: 0.96, None: 2.0}) == THIRD
+    assert timed(once, {NOW: 1.0, OTHER: 0.999, THIRD: 0.998, None: 2.0}) == NOW, "no more than noise"
+    assert timed(once, {NOW: 1.0, OTHER: 0.99, THIRD: 0.98, None: 0.5}) is None
+    assert best_of(lambda config, repeats: 1.0, NOW, [NOW]) == NOW
+
+
+def test_a_linear_is_varied_for_its_bucket_alone(tmp_path: Path, monkeypatch) -> None:
+    steps = Steps(Settings(tmp_path, smoke=True), "bf16")
+    assert steps.tables == {}, "a CPU has none"
+    assert steps.seconds(2, 1) > 0
+    size = Size(2, 6144, 4096)
+    table: list[Config] = [None, *[NOW] * 64]
+    steps.tables[size] = table
+    seen: list[list[Config]] = []
+
+    def seconds(batch: int, repeats: int) -> float:
+        seen.append(list(table))
+        return 0.5 if table[batch] == OTHER else 1.0
+
+    monkeypatch.setattr("tune_steps.runnable", lambda size, bucket: [OTHER, THIRD])
+    monkeypatch.setattr(steps, "seconds", seconds)
+    assert steps.tune(8, size) == (16, OTHER)
+    assert table == [None, NOW, *[OTHER] * 15, *[NOW] * 48]
+    assert any(one[2:17] == [None] * 15 for one in seen), "the library is tried"
+    assert all(one[1] == NOW and set(one[17:]) == {NOW} for one in seen)
+    steps.bench.close()
