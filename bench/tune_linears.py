@@ -10,7 +10,7 @@ beside it. The fastest there is the bucket's entry, null where that is the libra
 headrace/quantization/gemm_tables.json; what a file there says of other sizes, devices and buckets stays, so that it may
 be that very file.
 
-The shipped entries of Llama-3.1-8B's sizes were chosen inside steps (tune_steps.py), which prefer other tiles.
+The shipped entries of Llama-3.1-8B's sizes were chosen inside layers, some in whole steps (tune_steps.py).
 """
 
 from __future__ import annotations

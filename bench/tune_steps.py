@@ -2,12 +2,13 @@
 
     python bench/tune_steps.py --model bf16 --batches 8,32 --out headrace/quantization/gemm_tables.json
     python bench/tune_steps.py --model fp8 --batches 1 --sizes 28672x4096 --out table.json
-    python bench/tune_steps.py --smoke --out table.json                 the script itself, on a CPU
+    python bench/tune_steps.py --smoke --out table.json     its engine and its clock, on a CPU, which has no such tables
 
 A kernel alone, as tune_linears.py times it, starts behind another of its own kind. In a step it shares the chip with
 attention and with the product behind it, whose first weights need shared memory of their own: the fastest alone may not
-be the fastest there. One linear is varied at a time, for the batch's bucket, from what the tables say now, and the best
-five are timed again. A configuration takes a second or two. --out as in tune_linears.py; sizes are outputs x inputs.
+be the fastest there. One linear is varied at a time, for the batch's bucket, from what the tables say now, out of those
+that agree with fp32; the best five are timed again, between two timings of what serves now. A configuration takes a
+second or two at small batches. --out as in tune_linears.py; sizes are outputs x inputs.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from h200_parts.models import MODELS
 from h200_parts.offline import INPUT, Bench
 from h200_parts.settings import Settings
-from tune_linears import BUCKETS, FP8, Size, configs, short, unquantized, write_table
+from tune_linears import BUCKETS, FP8, INEXACT, Size, configs, short, unquantized, write_table
 
-from headrace.kernels._triton import TritonError
 from headrace.kernels.fp8 import quantize_per_token
 from headrace.kernels.gemm import skinny_linear
 from headrace.kernels.gemm_config import GemmConfig
@@ -47,6 +49,7 @@ def best_of(seconds: Callable[[Config, int], float], now: Config, tried: list[Co
     times = sorted(((seconds(config, 1), config) for config in tried if config != now), key=lambda one: one[0])
     before = seconds(now, REPEATS)
     again = [(seconds(config, REPEATS), config) for _, config in times[:FINALISTS]]
+    before = min(before, seconds(now, REPEATS))
     told = " | ".join(f"{1000 * time:.3f} {short(config)}" for time, config in sorted(again, key=lambda one: one[0]))
     print(f"    now {1000 * before:.3f} {short(now)}; {told}", flush=True)
     fastest, config = min(again, key=lambda one: one[0], default=(before, now))
@@ -59,6 +62,8 @@ class Steps:
     def __init__(self, settings: Settings, model: str) -> None:
         self.settings = settings
         self.bench = Bench(settings, MODELS[model], ceilings=None)  # type: ignore[arg-type]  # no bound is asked for
+        self.prompts: dict[int, list[list[int]]] = {}
+        """of a batch: the same ones in every run, so that the same experts are chosen"""
         self.runner: Any = self.bench.llm._client._core._executor._worker.runner
         schemes = {id(layer.scheme): layer.scheme for layer in self.runner.model.modules() if hasattr(layer, "scheme")}
         self.tables: dict[Size, Table] = {}
@@ -68,7 +73,9 @@ class Steps:
     def seconds(self, batch: int, repeats: int) -> float:
         """Of one step, by what the tables say now; the median."""
         self.runner.renew_graphs()
-        prompts = self.bench.prompts(self.settings.requests(batch), self.settings.tokens(INPUT))
+        if batch not in self.prompts:
+            self.prompts[batch] = self.bench.prompts(self.settings.requests(batch), self.settings.tokens(INPUT))
+        prompts = self.prompts[batch]
         length = self.settings.tokens(OUTPUT)
         for output in (1, 3, 3, 1):  # a size of graph is captured at its second use
             self.bench.seconds(prompts, output)
@@ -99,22 +106,31 @@ class Steps:
 
 
 def runnable(size: Size, bucket: int) -> list[Config]:
-    """Those that fit this GPU; compiled side by side."""
+    """Those that fit this GPU and agree with fp32; compiled side by side, alone and with what a step adds to them."""
     dtype = unquantized("cuda")
     x = torch.randn(bucket, size.in_features, device="cuda").to(dtype)
-    weight = torch.zeros(size.out_features, size.in_features, device="cuda", dtype=FP8 if size.itemsize == 1 else dtype)
+    weight = torch.randn(size.out_features, size.in_features, device="cuda").to(FP8 if size.itemsize == 1 else dtype)
     scales = torch.ones(size.out_features, device="cuda") if size.itemsize == 1 else None
+    ones = torch.ones(size.out_features, device="cuda", dtype=dtype)
+    quantized = quantize_per_token(x, FP8) if size.itemsize == 1 else None
 
     def attempt(config: GemmConfig) -> bool:
-        values, x_scales = x, None
-        if size.itemsize == 1 and config.block_m > 1:
-            values, x_scales = quantize_per_token(x, FP8)
+        values, x_scales = quantized if quantized is not None and config.block_m > 1 else (x, None)
         try:
-            skinny_linear(values, weight, None, config, x_scales, scales, dtype)
-        except TritonError as error:
-            print(f"    cannot run {short(config)}: {str(error)[:80]}", flush=True)
+            run = partial(skinny_linear, values, weight, None, config, x_scales, scales, dtype)
+            out = run()
+            run(gated=True)
+            run(residual=torch.zeros_like(out), next_norm=None if x_scales is not None else ones)
+            torch.cuda.synchronize()
+        except Exception as error:  # whatever it is, it is said, and this one is not tried
+            print(f"    cannot run {short(config)}: {type(error).__name__}: {str(error)[:80]}", flush=True)
             return False
-        return True
+        plain = values.float() if x_scales is None else values.float() * x_scales
+        exact = F.linear(plain, weight.float())
+        error = float((out.float() - exact).norm() / exact.norm())
+        if not error < INEXACT:
+            print(f"    WRONG {short(config)}: {error:.1e}", flush=True)
+        return error < INEXACT
 
     found = configs(bucket, size.itemsize)
     with ThreadPoolExecutor(THREADS) as pool:

@@ -16,11 +16,12 @@ bf16 both take 14 ms at 600 tokens; of Qwen3-30B-A3B 36 at 2048; in fp8 a step t
 1800 tokens)"""
 FP8_WEIGHT = 0.25
 """... of which one in fp8 is so much: it computes in half the time, and takes twice the launches"""
-LAYER_BYTES = 1 << 15
-"""What the driver keeps of a layer in a graph of a whole step, beside the pool (H200, 67 graphs each: 28 KiB of an 8B,
-36 of Qwen3-30B-A3B)"""
+LAYER_BYTES = 9 << 12
+"""What the driver keeps of a layer in a graph of a whole step, beside the pool (H200, 67 graphs after the first: 28 KiB
+each of an 8B, 36 of Qwen3-30B-A3B)"""
 PIECE_BYTES = 1 << 17
-"""... and of one piece of a step (29 sizes of an 8B: 128 KiB a piece, 53 of Qwen3-30B-A3B: 130)"""
+"""... and of one piece of a step (29 sizes after the first of an 8B: 128 KiB a piece, 53 of
+Qwen3-30B-A3B: 130)"""
 WORKSPACE_BYTES = 64 << 20
 """... and what the matrix libraries take once more on the stream of the captures"""
 

@@ -197,8 +197,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class _Captured:
-    """Hidden states come out of the last graph; `metadata` is what the capture was told, and says where the pieces
-    write positions and slots."""
+    """Hidden states come out of the last graph, in memory that is only borrowed; `metadata` is what the capture was
+    told, and keeps what the pieces write positions and slots to, which attention reads between their replays."""
 
     pieces: list[_Piece]
     last: Graph

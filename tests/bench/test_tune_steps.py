@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from h200_parts.settings import Settings
 from tune_linears import Size
 from tune_steps import Config, Steps, best_of
@@ -26,10 +28,36 @@ def test_what_is_fastest_in_the_second_timing_wins_where_it_is_worth_it() -> Non
     assert best_of(lambda config, repeats: 1.0, NOW, [NOW]) == NOW
 
 
-def test_a_linear_is_varied_for_its_bucket_alone(tmp_path: Path, monkeypatch) -> None:
+def test_what_serves_now_is_timed_before_and_after_the_others() -> None:
+    """A machine that grows faster meanwhile makes no winner."""
+    left = {NOW: [1.0, 0.9], OTHER: [0.95, 0.9]}
+    assert best_of(lambda config, repeats: left[config].pop(0), NOW, [OTHER]) == NOW
+
+
+@pytest.fixture(name="steps")
+def steps_on_a_cpu(tmp_path: Path) -> Iterator[Steps]:
     steps = Steps(Settings(tmp_path, smoke=True), "bf16")
+    yield steps
+    steps.bench.close()
+
+
+def test_a_step_is_what_a_run_takes_beyond_its_first_token(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps.tables == {}, "a CPU has none"
-    assert steps.seconds(2, 1) > 0
+    real, ran, wholes = steps.bench.seconds, [], iter([5.0, 9.0, 6.0])
+
+    def seconds(prompts: list[list[int]], output: int) -> float:
+        assert real(prompts, output) > 0
+        ran.append((prompts, output))
+        return next(wholes) if output == 2 else 3.0
+
+    monkeypatch.setattr(steps.bench, "seconds", seconds)
+    assert steps.seconds(2, 3) == 3.0, "the median of 2, 6 and 3"
+    assert [output for _, output in ran] == [1, 3, 3, 1, 2, 1, 2, 1, 2, 1]
+    assert all(prompts is ran[0][0] for prompts, _ in ran)
+    assert len(ran[0][0]) == 2
+
+
+def test_a_linear_is_varied_for_its_bucket_alone(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
     size = Size(2, 6144, 4096)
     table: list[Config] = [None, *[NOW] * 64]
     steps.tables[size] = table
@@ -45,4 +73,3 @@ def test_a_linear_is_varied_for_its_bucket_alone(tmp_path: Path, monkeypatch) ->
     assert table == [None, NOW, *[OTHER] * 15, *[NOW] * 48]
     assert any(one[2:17] == [None] * 15 for one in seen), "the library is tried"
     assert all(one[1] == NOW and set(one[17:]) == {NOW} for one in seen)
-    steps.bench.close()

@@ -13,7 +13,7 @@ import headrace
 from headrace import LLM, SamplingParams
 from headrace.config import EngineConfig
 from headrace.errors import OutOfMemoryError
-from headrace.graph_sizes import PIECE_BYTES, WORKSPACE_BYTES
+from headrace.graph_sizes import LAYER_BYTES, PIECE_BYTES, WORKSPACE_BYTES
 from headrace.model_config import ModelConfig
 from headrace.models.llama import LlamaForCausalLM
 from headrace.planner.decisions import decide_before_load
@@ -86,16 +86,21 @@ def test_what_is_left_is_our_share_less_all_that_we_take() -> None:
     assert str(use).startswith("weights and tables 0.10, the largest step 0.02, CUDA graphs 0.00, libraries 0.03, left")
 
 
-def test_graphs_take_what_their_largest_step_takes_and_a_little_each() -> None:
+@pytest.mark.parametrize(
+    ("mode", "pieces", "whole"),
+    [("PIECEWISE", {1, 2, 4, 16, 6}, []), ("FULL_AND_PIECEWISE", {1, 2, 4, 16}, [1, 2, 6, "alone 4", "alone 16"])],
+)
+def test_graphs_take_what_their_largest_step_takes_and_a_little_each(
+    mode: str, pieces: set[int], whole: list[object]
+) -> None:
     memory = FakeMemory(1000 * MIB, standing=0, bytes_per_token=MIB)
-    runner = watched("PIECEWISE", memory)
+    runner = watched(mode, memory)
     settings = runner.graph_settings
     assert settings is not None
     runner.graph_settings = replace(settings, other_sizes=(1, 2, 4, 16), decode_sizes=(1, 2, 6))
     use = measure_memory(runner, memory, 0.9, 1000 * MIB)
-    sizes = {1, 2, 4, 16, 6}
-    pieces = len(sizes) * 4 * PIECE_BYTES  # three layers
-    assert use.graphs == 16 * MIB + pieces + WORKSPACE_BYTES
+    driver = len(pieces) * 4 * PIECE_BYTES + len(whole) * 3 * LAYER_BYTES  # three layers
+    assert use.graphs == 16 * MIB + driver + WORKSPACE_BYTES
     assert use.left == 900 * MIB - 24 * MIB - use.graphs
 
 
