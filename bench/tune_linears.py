@@ -122,13 +122,13 @@ class Inputs:
         self.quantized = quantize_per_token(self.x, FP8) if size.itemsize == 1 else None
         self.ones = torch.ones(size.in_features, device=device, dtype=self.dtype)
 
-    def ours(self, config: GemmConfig, weight: Tensor, x: Tensor | None = None) -> Tensor:
-        """`x`, where it is not fp8, in place of the batch."""
+    def ours(self, config: GemmConfig, weight: Tensor, x: Tensor | None = None, **added: Any) -> Tensor:
+        """`x`, where it is not fp8, in place of the batch; `added`: what skinny_linear does in the same pass."""
         if self.quantized is not None and config.block_m > 1:
             values, x_scales = self.quantized
-            return skinny_linear(values, weight, None, config, x_scales, self.scales, self.dtype)
+            return skinny_linear(values, weight, None, config, x_scales, self.scales, self.dtype, **added)
         x = self.x if x is None else x
-        return skinny_linear(x, weight, None, config, None, self.scales, self.dtype)
+        return skinny_linear(x, weight, None, config, None, self.scales, self.dtype, **added)
 
     def library(self, weight: Tensor, x: Tensor | None = None) -> Tensor:
         if self.quantized is not None:
@@ -150,9 +150,10 @@ class Inputs:
         return float((self.ours(config, weight).float() - exact).norm() / exact.norm())
 
 
-def weights_of(size: Size, device: torch.device, smoke: bool) -> list[Tensor]:
+def weights_of(size: Size, device: torch.device, one: bool) -> list[Tensor]:
+    """Enough to be timed, or one."""
     count = size.out_features * size.in_features
-    copies = 1 if smoke else max(2, min(MOST_COPIES, POOL_BYTES // (count * size.itemsize)))
+    copies = 1 if one else max(2, min(MOST_COPIES, POOL_BYTES // (count * size.itemsize)))
     shape, dtype = (size.out_features, size.in_features), FP8 if size.itemsize == 1 else unquantized(device.type)
     std = 1.0 if size.itemsize == 1 else 0.02
     return [torch.empty(shape, device=device).normal_(0, std).to(dtype) for _ in range(copies)]

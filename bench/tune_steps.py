@@ -7,31 +7,27 @@
 A kernel alone, as tune_linears.py times it, starts behind another of its own kind. In a step it shares the chip with
 attention and with the product behind it, whose first weights need shared memory of their own: the fastest alone may not
 be the fastest there. One linear is varied at a time, for the batch's bucket, from what the tables say now, out of those
-that agree with fp32; the best five are timed again, between two timings of what serves now. A configuration takes a
-second or two at small batches. --out as in tune_linears.py; sizes are outputs x inputs.
+that agree with fp32; the best five are timed again, between two timings of what serves now. A configuration takes
+two seconds at small batches. --out as in tune_linears.py; sizes are outputs x inputs.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from h200_parts.models import MODELS
 from h200_parts.offline import INPUT, Bench
 from h200_parts.settings import Settings
-from tune_linears import BUCKETS, FP8, INEXACT, Size, configs, short, unquantized, write_table
+from tune_linears import BUCKETS, INEXACT, Inputs, Size, configs, short, weights_of, write_table
 
-from headrace.kernels.fp8 import quantize_per_token
-from headrace.kernels.gemm import skinny_linear
+from headrace.cli.bench.latency import summarize_latency
 from headrace.kernels.gemm_config import GemmConfig
 from headrace.quantization.gpu_linear import Table
 
@@ -44,14 +40,14 @@ Config = GemmConfig | None
 """None: the library"""
 
 
-def best_of(seconds: Callable[[Config, int], float], now: Config, tried: list[Config]) -> Config:
-    """`seconds` of a step with a configuration, out of so many runs; printed as it goes."""
-    times = sorted(((seconds(config, 1), config) for config in tried if config != now), key=lambda one: one[0])
-    before = seconds(now, REPEATS)
-    again = [(seconds(config, REPEATS), config) for _, config in times[:FINALISTS]]
-    before = min(before, seconds(now, REPEATS))
-    told = " | ".join(f"{1000 * time:.3f} {short(config)}" for time, config in sorted(again, key=lambda one: one[0]))
-    print(f"    now {1000 * before:.3f} {short(now)}; {told}", flush=True)
+def best_of(milliseconds: Callable[[Config, int], float], now: Config, tried: list[Config]) -> Config:
+    """`milliseconds` of a step with a configuration, out of so many runs; printed as it goes."""
+    times = sorted(((milliseconds(config, 1), config) for config in tried if config != now), key=lambda one: one[0])
+    before = milliseconds(now, REPEATS)
+    again = [(milliseconds(config, REPEATS), config) for _, config in times[:FINALISTS]]
+    before = min(before, milliseconds(now, REPEATS))
+    told = " | ".join(f"{time:.3f} {short(config)}" for time, config in sorted(again, key=lambda one: one[0]))
+    print(f"    now {before:.3f} {short(now)}; {told}", flush=True)
     fastest, config = min(again, key=lambda one: one[0], default=(before, now))
     return config if fastest < WORTH * before else now
 
@@ -70,20 +66,14 @@ class Steps:
         for scheme in schemes.values():
             self.tables |= {Size(*size): table for size, table in getattr(scheme, "plans", {}).items()}
 
-    def seconds(self, batch: int, repeats: int) -> float:
-        """Of one step, by what the tables say now; the median."""
+    def milliseconds(self, batch: int, repeats: int) -> float:
+        """Of one step, by what the tables say now; out of medians."""
         self.runner.renew_graphs()
         if batch not in self.prompts:
             self.prompts[batch] = self.bench.prompts(self.settings.requests(batch), self.settings.tokens(INPUT))
-        prompts = self.prompts[batch]
         length = self.settings.tokens(OUTPUT)
-        for output in (1, 3, 3, 1):  # a size of graph is captured at its second use
-            self.bench.seconds(prompts, output)
-        times = []
-        for _ in range(repeats):
-            whole, first = self.bench.seconds(prompts, length), self.bench.seconds(prompts, 1)
-            times.append((whole - first) / (length - 1))
-        return statistics.median(times)
+        found = summarize_latency(*self.bench.whole_and_first(self.prompts[batch], length, repeats), length)
+        return float(found["decode_step_ms"])
 
     def tune(self, batch: int, size: Size) -> tuple[int, Config]:
         """(bucket, what serves it best), which from now on it does."""
@@ -95,39 +85,31 @@ class Steps:
             for tokens in span:
                 table[tokens] = config
 
-        def seconds(config: Config, repeats: int) -> float:
+        def milliseconds(config: Config, repeats: int) -> float:
             put(config)
-            return self.seconds(batch, repeats)
+            return self.milliseconds(batch, repeats)
 
         now = table[batch]
-        best = best_of(seconds, now, [*runnable(size, bucket), None])
+        best = best_of(milliseconds, now, [*runnable(size, bucket), None])
         put(best)
         return bucket, best
 
 
 def runnable(size: Size, bucket: int) -> list[Config]:
     """Those that fit this GPU and agree with fp32; compiled side by side, alone and with what a step adds to them."""
-    dtype = unquantized("cuda")
-    x = torch.randn(bucket, size.in_features, device="cuda").to(dtype)
-    weight = torch.randn(size.out_features, size.in_features, device="cuda").to(FP8 if size.itemsize == 1 else dtype)
-    scales = torch.ones(size.out_features, device="cuda") if size.itemsize == 1 else None
-    ones = torch.ones(size.out_features, device="cuda", dtype=dtype)
-    quantized = quantize_per_token(x, FP8) if size.itemsize == 1 else None
+    inputs = Inputs(size, bucket, weights_of(size, torch.device("cuda"), one=True))
+    weight, ones = inputs.weights[0], torch.ones(size.out_features, device="cuda", dtype=inputs.dtype)
 
     def attempt(config: GemmConfig) -> bool:
-        values, x_scales = quantized if quantized is not None and config.block_m > 1 else (x, None)
+        next_norm = ones if inputs.quantized is None or config.block_m == 1 else None
         try:
-            run = partial(skinny_linear, values, weight, None, config, x_scales, scales, dtype)
-            out = run()
-            run(gated=True)
-            run(residual=torch.zeros_like(out), next_norm=None if x_scales is not None else ones)
+            error = inputs.error(config)
+            inputs.ours(config, weight, gated=True)
+            inputs.ours(config, weight, residual=ones.repeat(bucket, 1), next_norm=next_norm)
             torch.cuda.synchronize()
-        except Exception as error:  # whatever it is, it is said, and this one is not tried
-            print(f"    cannot run {short(config)}: {type(error).__name__}: {str(error)[:80]}", flush=True)
+        except Exception as failure:  # whatever it is, it is said, and this one is not tried
+            print(f"    cannot run {short(config)}: {type(failure).__name__}: {str(failure)[:80]}", flush=True)
             return False
-        plain = values.float() if x_scales is None else values.float() * x_scales
-        exact = F.linear(plain, weight.float())
-        error = float((out.float() - exact).norm() / exact.norm())
         if not error < INEXACT:
             print(f"    WRONG {short(config)}: {error:.1e}", flush=True)
         return error < INEXACT
@@ -161,13 +143,13 @@ def main() -> int:
             raise SystemExit(f"unknown sizes {unknown}; the model has {list(by_name)}")
         found: dict[Size, dict[int, Config]] = {}
         for batch in batches:
-            before = steps.seconds(batch, REPEATS)
+            before = steps.milliseconds(batch, REPEATS)
             for size in map(by_name.__getitem__, asked):
                 print(f"  batch {batch}, {size}, ms a step", flush=True)
                 bucket, config = steps.tune(batch, size)
                 found.setdefault(size, {})[bucket] = config
                 write_table(options.out, name, found)  # after every one
-            print(f"batch {batch}: {1000 * before:.3f} -> {1000 * steps.seconds(batch, REPEATS):.3f} ms", flush=True)
+            print(f"batch {batch}: {before:.3f} -> {steps.milliseconds(batch, REPEATS):.3f} ms", flush=True)
         steps.bench.close()
     return 0
 

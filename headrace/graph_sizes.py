@@ -5,8 +5,6 @@ Planner and ranks count with the same; nothing here captures.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 MOST_TOKENS = 512
 """Steps with prompts in them are captured up to here, or further in pieces where a layer is small"""
 MOST_IN_PIECES = 2048
@@ -31,11 +29,6 @@ def most_in_pieces(layer_weights: float) -> int:
     multiplied with in a layer, on one rank, those in fp8 counted as FP8_WEIGHT."""
     tokens = LAUNCHED / max(1.0, layer_weights)
     return max(MOST_TOKENS, int(min(MOST_IN_PIECES, tokens)) // 64 * 64)
-
-
-def alone_sizes(sizes: Iterable[int]) -> list[int]:
-    """Of the sizes of steps with prompts in them, those at which a prompt that runs alone has a whole graph."""
-    return [size for size in sizes if 2 < size <= MOST_TOKENS]
 
 
 def capture_sizes(largest: int) -> list[int]:

@@ -96,6 +96,17 @@ class Bench:
     def seconds(self, prompts: list[list[int]], output_len: int) -> float:
         return self.run(prompts, output_len)[0]
 
+    def whole_and_first(
+        self, prompts: list[list[int]], output_len: int, repeats: int
+    ) -> tuple[list[float], list[float]]:
+        """Seconds of whole runs of a batch, and of runs of one token in between, as `headrace bench latency` has them:
+        its `summarize_latency` knows what a step takes."""
+        # two to warm up: a size of graph is captured at its second use
+        options = LatencyOptions(num_iters_warmup=2, num_iters=repeats, disable_tqdm=True, output_len=output_len)
+        run = partial(self.seconds, prompts)
+        run(1)  # what the prompts alone need, which a whole run to warm up does not show
+        return measure(run, options)
+
     def run(self, prompts: list[list[int]], output_len: int) -> tuple[float, list[Any]]:
         """(seconds, outputs) of one greedy batch."""
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=output_len, detokenize=False)
@@ -108,13 +119,10 @@ def decode_rows(bench: Bench, emit: Emit) -> None:
     """Steps as `headrace bench latency` computes them: whole runs, and runs of one token in between."""
     settings, name = bench.settings, bench.model.name
     input_len, output_len = settings.tokens(INPUT), settings.tokens(OUTPUT)
-    # two to warm up: a size of graph is captured at its second use
-    options = LatencyOptions(num_iters_warmup=2, num_iters=settings.repeats, disable_tqdm=True, output_len=output_len)
     prompts = {batch: bench.prompts(settings.requests(batch), input_len) for batch in BATCHES}
     for batch in BATCHES:
-        size, run = len(prompts[batch]), partial(bench.seconds, prompts[batch])
-        run(1)  # what the prompts alone need, which a whole run to warm up does not show
-        whole, first = measure(run, options)
+        size = len(prompts[batch])
+        whole, first = bench.whole_and_first(prompts[batch], output_len, settings.repeats)
         found = summarize_latency(whole, first, output_len)
         row = Result(
             f"decode/{name}/{batch}",

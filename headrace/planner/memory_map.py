@@ -11,12 +11,12 @@ import math
 from dataclasses import dataclass
 
 from headrace.config import GRAPH_MODES
-from headrace.graph_sizes import LAYER_BYTES, MOST_TOKENS, PIECE_BYTES, WORKSPACE_BYTES, alone_sizes, capture_sizes
 from headrace.kernels.attention_config import COPY_ENGINE_PREFILL, UNPACKED_BYTES
 from headrace.planner.checkpoint_format import bytes_per_weight as bytes_per_weight
 from headrace.planner.chips import GIB, Chip
 from headrace.planner.cost import Parallel
 from headrace.planner.shapes import AttentionShape, LayerGroup, ModelShape
+from headrace.runner.graph_settings import GraphSettings
 
 VOCAB_ALIGNMENT = 64
 """as layers/embedding.py"""
@@ -221,9 +221,9 @@ def memory_map(
         tables += _unpacked(shape, chip) if kv_dtype_bytes == 1 else 0
     step = _step_bytes(shape, parallel, max_num_batched_tokens, max_num_seqs, engine, sampling=True)
     graphs = 0
-    if chip.vendor != "cpu" and graph_mode != "NONE":
+    if chip.vendor != "cpu":
         num_layers = sum(count for count, _ in layers)
-        limits = max_num_seqs, max_num_batched_tokens
+        limits = max_num_seqs, max_num_batched_tokens, longest
         graphs = _graph_bytes(shape, parallel, num_layers, graph_mode, *limits, engine, form)
     talks = parallel.gpus > parallel.replicas and chip.vendor != "cpu"
     reserve = LIBRARIES[chip.vendor, engine] + (COMMUNICATION if talks else 0)
@@ -376,22 +376,17 @@ def _graph_bytes(
     mode: str,
     seqs: int,
     tokens: int,
+    longest: int,
     engine: str,
     form: str,
 ) -> int:
     """headrace: what runner/profile.py expects of graphs, if all come up."""
-    decode, other = GRAPH_MODES[mode]
     if engine == "vllm":
-        kinds = len({decode, other} - {"none"})
+        kinds = len(set(GRAPH_MODES[mode]) - {"none"})
         return kinds * VLLM_GRAPH_SIZES * num_layers * VLLM_GRAPH_LAYER
-    full = capture_sizes(seqs) if decode == "full" else []
-    pieces = set(capture_sizes(min(shape.most_in_pieces(form, parallel.tp), tokens)) if other == "piecewise" else [])
-    full += alone_sizes(pieces) if decode == "full" else []
-    pieces |= set(capture_sizes(seqs) if decode == "piecewise" else [])
-    mixed = capture_sizes(min(MOST_TOKENS, tokens)) if other == "full" else []
-    widths = (seqs + 1).bit_length()
-    most = max([*full, *pieces, *mixed], default=0)
-    pool = _step_bytes(shape, parallel, most, seqs, engine, sampling=False)
-    whole = len(full) + len(mixed) * widths
-    driver = whole * num_layers * LAYER_BYTES + len(pieces) * (num_layers + 1) * PIECE_BYTES
-    return pool + driver + WORKSPACE_BYTES
+    most_in_pieces = shape.most_in_pieces(form, parallel.tp)
+    settings = GraphSettings.of({"cudagraph_mode": mode}, seqs, tokens, longest, most_in_pieces)
+    if settings is None:
+        return 0
+    pool = _step_bytes(shape, parallel, settings.most_tokens, seqs, engine, sampling=False)
+    return pool + settings.bytes_beside(num_layers)

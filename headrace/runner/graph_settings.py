@@ -1,4 +1,5 @@
-"""Which sizes of steps are captured as CUDA graphs, in what order, and how many graphs that makes. Captures nothing."""
+"""Which sizes of steps are captured as CUDA graphs, in what order, how many graphs that makes, and what those take. For
+the planner too: captures nothing, and knows no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.config import GRAPH_MODES
-from headrace.graph_sizes import MOST_TOKENS, alone_sizes, capture_sizes
+from headrace.graph_sizes import LAYER_BYTES, MOST_TOKENS, PIECE_BYTES, WORKSPACE_BYTES, capture_sizes
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class GraphSettings:
         either all steps in graphs or none; one that takes decodes alone would be asked here.)"""
         if (self.decode, self.other, self.alone) != ("full", "piecewise", "full"):
             return ()
-        return tuple(alone_sizes(self.other_sizes))
+        return tuple(size for size in self.other_sizes if 2 < size <= MOST_TOKENS)
 
     @property
     def num_full(self) -> int:
@@ -74,6 +75,11 @@ class GraphSettings:
     def num_piecewise(self) -> int:
         """sizes captured in pieces, if every one comes up"""
         return len(self._pieces())
+
+    def bytes_beside(self, num_layers: int) -> int:
+        """What all graphs of such a model take beside the pool that they compute in, if every one comes up."""
+        pieces = self.num_piecewise * (num_layers + 1)
+        return self.num_full * num_layers * LAYER_BYTES + pieces * PIECE_BYTES + WORKSPACE_BYTES
 
     @property
     def rehearsals(self) -> list[tuple[int, int]]:

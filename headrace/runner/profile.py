@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from headrace.graph_sizes import LAYER_BYTES, PIECE_BYTES, WORKSPACE_BYTES
 from headrace.runner.memory import DeviceMemory
 from headrace.runner.model_runner import ModelRunner, RunnerLimits
 from headrace.sampling_params import SamplingParams
@@ -56,9 +55,7 @@ def measure_memory(runner: ModelRunner, memory: DeviceMemory, utilization: float
         largest = replace(limits, max_num_batched_tokens=settings.most_tokens, max_num_seqs=chunks)
         _run(runner, _largest_step(largest, samples=False))
         pool = memory.peak() - standing
-        layers = runner.shape.num_layers
-        driver = settings.num_full * layers * LAYER_BYTES + settings.num_piecewise * (layers + 1) * PIECE_BYTES
-        graphs = pool + driver + WORKSPACE_BYTES
+        graphs = pool + settings.bytes_beside(runner.shape.num_layers)
     _run(runner, _largest_step(limits, samples=True))
     peak = memory.peak()
     memory.give_back()

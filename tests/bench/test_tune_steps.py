@@ -43,7 +43,7 @@ def steps_on_a_cpu(tmp_path: Path) -> Iterator[Steps]:
 
 def test_a_step_is_what_a_run_takes_beyond_its_first_token(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps.tables == {}, "a CPU has none"
-    real, ran, wholes = steps.bench.seconds, [], iter([5.0, 9.0, 6.0])
+    real, ran, wholes = steps.bench.seconds, [], iter([50.0, 40.0, 5.0, 9.0, 6.0])
 
     def seconds(prompts: list[list[int]], output: int) -> float:
         assert real(prompts, output) > 0
@@ -51,8 +51,8 @@ def test_a_step_is_what_a_run_takes_beyond_its_first_token(steps: Steps, monkeyp
         return next(wholes) if output == 2 else 3.0
 
     monkeypatch.setattr(steps.bench, "seconds", seconds)
-    assert steps.seconds(2, 3) == 3.0, "the median of 2, 6 and 3"
-    assert [output for _, output in ran] == [1, 3, 3, 1, 2, 1, 2, 1, 2, 1]
+    assert steps.milliseconds(2, 3) == 3000.0, "6 of 5, 6 and 9, less 3"
+    assert [output for _, output in ran] == [1, 2, 2, 1, 2, 1, 2, 1, 2]
     assert all(prompts is ran[0][0] for prompts, _ in ran)
     assert len(ran[0][0]) == 2
 
@@ -63,12 +63,12 @@ def test_a_linear_is_varied_for_its_bucket_alone(steps: Steps, monkeypatch: pyte
     steps.tables[size] = table
     seen: list[list[Config]] = []
 
-    def seconds(batch: int, repeats: int) -> float:
+    def milliseconds(batch: int, repeats: int) -> float:
         seen.append(list(table))
         return 0.5 if table[batch] == OTHER else 1.0
 
     monkeypatch.setattr("tune_steps.runnable", lambda size, bucket: [OTHER, THIRD])
-    monkeypatch.setattr(steps, "seconds", seconds)
+    monkeypatch.setattr(steps, "milliseconds", milliseconds)
     assert steps.tune(8, size) == (16, OTHER)
     assert table == [None, NOW, *[OTHER] * 15, *[NOW] * 48]
     assert any(one[2:17] == [None] * 15 for one in seen), "the library is tried"

@@ -38,15 +38,42 @@ REPORTED = {
     ("vllm", "llama-3.1-8b", "bf16", 16384): 891_392,
     ("vllm", "llama-3.1-8b", "fp8", 16384): 944_288,
     ("vllm", "qwen3-30b-a3b", "bf16", 16384): 708_336,
+    ("headrace", "qwen3-30b-a3b", "bf16", 8192): 736_384,
     ("headrace", "qwen3-30b-a3b", "bf16", 16384): 1_443_648,  # the cache in fp8, max_model_len 40,960
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Reported:
+    """By an H200, in bytes, where `serve` had no flags (2026-11-22)."""
+
+    budget: int
+    """tokens a step"""
+    weights: int
+    tables: int
+    step: int
+    """the largest"""
+    pool: int
+    """what the largest step of those that graphs are captured of takes"""
+    graphs: int
+    """all of them, when captured"""
+    libraries: int
+    cache: int
+    """what was left for KV"""
+    most_libraries: int
+    """what they took in another start, the day before"""
+
+
 PARTS_REPORTED = {
-    # tokens a step; weights, tables, the largest step, all graphs when captured, what was left for the KV cache
-    "llama-3.1-8b": (8192, 16_060_522_496, 942_290_432, 914_939_392, 350 << 20, 115_598_163_968),
-    "qwen3-30b-a3b": (16384, 61_064_245_248, 537_714_688, 1_061_552_128, 632 << 20, 70_958_186_496),
-}
+    "llama-3.1-8b": Reported(
+        8192, 16_060_522_496, 942_290_432, 914_939_392, 104_879_104, 350 << 20, 1_186_988_032, 115_598_948_352,
+        1_256_194_048,
+    ),
+    "qwen3-30b-a3b": Reported(
+        16384, 61_064_245_248, 537_714_688, 1_061_552_128, 109_817_856, 632 << 20, 857_735_168, 70_958_350_336,
+        1_191_182_336,
+    ),
+}  # fmt: skip
 
 
 def on(chip: Any, name: str, parallel: Parallel = ONE, **settings: Any) -> MemoryMap:
@@ -68,15 +95,23 @@ def test_kv_tokens_are_those_that_an_h200_reported() -> None:
 
 @pytest.mark.parametrize("name", PARTS_REPORTED)
 def test_every_part_is_what_an_h200_reported(name: str) -> None:
-    """Graphs within 30 MB, the cache within 1% of what `serve` without flags said on 2026-11-22. Libraries (0.65 to
-    1.26 GB) are a guess."""
-    budget, weights, tables, step, graphs, cache = PARTS_REPORTED[name]
-    found = memory_map(find_model(name), H200, ONE, max_num_batched_tokens=budget, kv_dtype_bytes=1.0)
-    assert found.weight_bytes == weights
-    assert found.tables == pytest.approx(tables, abs=2e6)
-    assert found.activations == pytest.approx(step, abs=2e6)
-    assert found.graphs == pytest.approx(graphs, abs=30e6)
-    assert found.kv_pool == pytest.approx(cache, rel=0.01)
+    """Within 3% or 100 MB, and most of it nearer. Libraries (0.65 to 1.26 GB, by what is loaded when) are a guess: the
+    cache is held beside them."""
+    reported = PARTS_REPORTED[name]
+    shape = find_model(name)
+    found = memory_map(shape, H200, ONE, max_num_batched_tokens=reported.budget, kv_dtype_bytes=1.0)
+    settings = graph_settings.GraphSettings.of(
+        {"cudagraph_mode": "FULL_AND_PIECEWISE"}, 1024, reported.budget, 8192, shape.most_in_pieces("bf16", 1)
+    )
+    assert settings is not None
+    assert found.weight_bytes == reported.weights
+    assert found.tables == pytest.approx(reported.tables, abs=2e6)
+    assert found.activations == pytest.approx(reported.step, abs=2e6)
+    assert found.graphs - settings.bytes_beside(shape.num_layers) == pytest.approx(reported.pool, abs=1e6)
+    assert found.graphs == pytest.approx(reported.graphs, abs=30e6)
+    assert found.reserve == pytest.approx(reported.most_libraries, abs=100e6)
+    assert found.kv_pool + found.reserve == pytest.approx(reported.cache + reported.libraries, abs=100e6)
+    assert found.kv_pool == pytest.approx(reported.cache, rel=0.01)
 
 
 def test_communication_takes_memory_where_there_is_any() -> None:
@@ -207,7 +242,7 @@ def test_formats() -> None:
     halved = on(H200, "llama-3.1-8b", kv_dtype_bytes=1.0)
     assert halved.kv_bytes_per_token == plain.kv_bytes_per_token / 2
     lost = UNPACKED_BYTES // halved.kv_bytes_per_token
-    assert halved.kv_tokens == pytest.approx(2 * plain.kv_tokens - lost, abs=48)  # three times a block
+    assert halved.kv_tokens == pytest.approx(2 * plain.kv_tokens - lost, abs=32)
     halved, plain = (on(CHIPS["l40s"], "llama-3.1-8b", kv_dtype_bytes=size) for size in (1.0, 2.0))
     assert halved.tables < plain.tables  # it has no kernel that unpacks
 
