@@ -32,6 +32,7 @@ from torch import Tensor
 
 from headrace.kernels import moe, moe_route
 from headrace.kernels._triton import overlap
+from headrace.kernels.gemm import vector_of
 from headrace.kernels.moe_config import MoeConfig, Tile, pick_moe_config
 from headrace.kernels.norm import rms_norm_reference
 
@@ -49,15 +50,16 @@ def tiles(*numbers: Numbers) -> list[Tile]:
 
 
 FEW_UP = tiles(
-    (8, 512, 4, 4), (8, 512, 4, 3), (8, 512, 4, 2), (8, 256, 4, 5), (8, 1024, 4, 2), (8, 1024, 4, 3), (16, 256, 4, 4),
-    (16, 512, 4, 3), (16, 512, 8, 3), (4, 512, 4, 4), (4, 1024, 4, 3), (4, 512, 2, 4), (8, 256, 2, 5), (4, 2048, 4, 2),
-    (4, 2048, 4, 1), (2, 2048, 4, 1), (8, 1024, 4, 1), (8, 2048, 8, 1), (8, 2048, 8, 2), (16, 128, 4, 6),
+    (2, 2048, 8, 1), (2, 512, 4, 1), (1, 2048, 4, 1), (1, 1024, 4, 1), (4, 2048, 8, 1), (4, 1024, 4, 1), (2, 1024, 4, 1),
+    (4, 512, 4, 1), (2, 2048, 4, 1), (8, 512, 8, 1), (8, 512, 4, 1), (1, 512, 2, 1),
 )  # fmt: skip
-FEW_DOWN = tiles(
-    (8, 256, 4, 4), (8, 256, 4, 6), (8, 256, 2, 4), (8, 256, 2, 6), (16, 256, 4, 4), (16, 256, 4, 5), (16, 128, 4, 6),
-    (8, 1024, 4, 3), (8, 1024, 4, 2), (8, 1024, 4, 4), (4, 1024, 4, 3), (4, 256, 2, 6), (4, 256, 1, 6), (16, 256, 8, 5),
-    (16, 1024, 4, 3), (16, 1024, 8, 3), (4, 1024, 4, 5), (8, 512, 4, 4),
-)  # fmt: skip
+FEW_DOWN = [
+    Tile(n, k, warps, 1, group=group)
+    for n, k, group, warps in (
+        (1, 1024, 4, 1), (4, 256, 8, 2), (8, 256, 8, 4), (1, 256, 4, 1), (1, 1024, 8, 2), (1, 1024, 2, 1),
+        (4, 256, 8, 8), (2, 256, 8, 4), (2, 256, 8, 1), (2, 1024, 4, 2), (4, 1024, 2, 2), (1, 256, 8, 1),
+    )
+]  # fmt: skip
 SMALL_UP = tiles(
     (16, 128, 4, 4), (16, 256, 4, 4), (16, 256, 2, 4), (32, 128, 4, 4), (32, 128, 4, 5), (32, 256, 4, 3),
     (32, 64, 4, 6), (64, 128, 4, 3), (64, 64, 4, 5), (16, 512, 4, 3), (32, 128, 4, 4, 1), (32, 128, 4, 5, 1),
@@ -173,11 +175,14 @@ def launch(
             GATED=up, BLOCK_M=block_m, SWAP=tile.swap, num_stages=tile.num_stages, **common,
         )  # fmt: skip
     elif up:
-        moe._up_one_by_one_kernel[(blocks, out.shape[0])](out, x, weight, routing.ids, STAGES=tile.num_stages, **common)
+        moe._up_one_by_one_kernel[(blocks, out.shape[0])](
+            out, x, weight, routing.ids, VECTOR=vector_of(weight), **common
+        )
     else:
         moe._down_one_by_one_kernel[(blocks, routing.ids.shape[0])](
-            out, x, weight, routing.ids, routing.weights, out, None, None, 0, STAGES=tile.num_stages, **common
-        )
+            out, x, weight, routing.ids, routing.weights, out, None, None, 0, None, None, None,
+            GROUP=tile.group, VECTOR=vector_of(weight), **common,
+        )  # fmt: skip
 
 
 def compile_one(sizes: Sizes, job: Job) -> tuple[Job, str]:
@@ -228,8 +233,8 @@ def compile_all(sizes: Sizes, jobs: list[Job], processes: int) -> set[Job]:
 
 
 def short(tile: Tile) -> str:
-    swap = ", swap=True" if tile.swap else ""
-    return f"Tile({tile.block_n}, {tile.block_k}, {tile.num_warps}, {tile.num_stages}{swap})"
+    more = ", swap=True" * tile.swap + f", group={tile.group}" * (tile.group > 1)
+    return f"Tile({tile.block_n}, {tile.block_k}, {tile.num_warps}, {tile.num_stages}{more})"
 
 
 def error(found: Tensor, exact: Tensor) -> float:

@@ -42,7 +42,7 @@ SIZES = "6144x4096,4096x4096,28672x4096,4096x14336,128256x4096,5120x2048,2048x40
 """of Llama-3.1-8B and of Qwen3-30B-A3B"""
 FP8 = torch.float8_e4m3fn
 ITEMSIZES = {"bf16": 2, "fp8": 1}
-VERSION = 2
+VERSION = 3
 """of the table's form, as in headrace/quantization/gpu_linear.py"""
 POOL_BYTES = 1 << 30
 """of weights to walk through, so that no cache holds them"""
@@ -52,8 +52,8 @@ FINALISTS = 8
 INEXACT = 1e-2
 
 ONE_BY_ONE = (
-    (4, 2048, 4), (8, 1024, 4), (2, 4096, 4), (8, 2048, 8), (4, 1024, 4), (2, 2048, 2), (4, 1024, 2), (8, 512, 2),
-    (1, 4096, 4), (4, 4096, 8), (16, 1024, 8), (2, 2048, 4),
+    (4, 1024, 4), (2, 2048, 8), (2, 4096, 4), (4, 2048, 8), (2, 1024, 4), (1, 2048, 4), (4, 2048, 4), (8, 1024, 4),
+    (8, 1024, 2), (16, 1024, 8), (16, 1024, 4), (4, 512, 2), (2, 1024, 2), (2, 4096, 8),
 )  # fmt: skip
 """(block_n, block_k, warps) for one token, without the matrix units; for fp8, block_k also twice as long"""
 TILES = (

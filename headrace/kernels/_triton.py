@@ -45,6 +45,15 @@ def wait_for_inputs(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def wait_before_next(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`wait_for_inputs` the other way round: the next kernel starts when all before this one has been written, and may
+    read that, past its processor's own cache, before it waits for what this one writes."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def after_inputs(offset, DIVISOR: tl.constexpr, OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
     """`offset`, a multiple of DIVISOR, once everything before this kernel has been written: loads at addresses made of
     it have waited, and others in the same loop, of constants, are on their way meanwhile. For a kernel that has let
@@ -86,5 +95,5 @@ def next_power_of_2(n: int) -> int:
 
 __all__ = [
     "DEVICE_FAMILY", "HAS_TRITON", "after_inputs", "fp8_dtype", "next_power_of_2", "overlap", "tl", "triton",
-    "wait_for_inputs",
+    "wait_before_next", "wait_for_inputs",
 ]  # fmt: skip

@@ -31,7 +31,7 @@ CANDIDATES: dict[tuple[str, int, int], tuple[GemmConfig, ...]] = {
     ("cuda", 2, 1): (
         GemmConfig(1, 4, 1024, 4),
         GemmConfig(1, 2, 4096, 4),
-        GemmConfig(1, 16, 1024, 8),
+        GemmConfig(1, 2, 2048, 8),
     ),
     ("cuda", 2, 16): (
         GemmConfig(16, 64, 256, 4, 4, swap=True),
@@ -54,9 +54,9 @@ CANDIDATES: dict[tuple[str, int, int], tuple[GemmConfig, ...]] = {
         GemmConfig(64, 64, 128, 4, 5, swap=True),
     ),
     ("cuda", 1, 1): (
-        GemmConfig(1, 4, 1024, 2),
-        GemmConfig(1, 4, 2048, 4),
-        GemmConfig(1, 8, 1024, 4),
+        GemmConfig(1, 8, 2048, 4),
+        GemmConfig(1, 8, 2048, 2),
+        GemmConfig(1, 16, 2048, 8),
     ),
     ("cuda", 1, 16): (
         GemmConfig(16, 64, 256, 4, 6, swap=True),

@@ -9,13 +9,22 @@ it chose them. Either way no sum depends on who comes first. Knows nothing of la
 # Triton functions are typed by what they are launched with.
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels._triton import DEVICE_FAMILY, next_power_of_2, overlap, tl, triton, wait_for_inputs
+from headrace.kernels._triton import (
+    DEVICE_FAMILY,
+    next_power_of_2,
+    overlap,
+    tl,
+    triton,
+    wait_before_next,
+    wait_for_inputs,
+)
+from headrace.kernels.gemm import sums_of_vectors, vector_of
 from headrace.kernels.gemm_config import BUCKETS
 from headrace.kernels.moe_config import MoeConfig, Tile, pick_moe_config
 from headrace.kernels.moe_route import Routing, norm_and_route, route_reference
@@ -55,10 +64,10 @@ def _beside_the_experts(
 def _up_one_by_one_kernel(
     out_ptr, x_ptr, weight_ptr, ids_ptr,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    VECTOR: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of N, pairs): out[pair] = silu(gate) * up, weight [experts, 2 * N, K]."""
-    wait_for_inputs(OVERLAP)
+    wait_before_next(OVERLAP)
     pair = tl.program_id(1)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
     lane = tl.arange(0, 2 * BLOCK_N)
@@ -67,14 +76,16 @@ def _up_one_by_one_kernel(
     row = tl.minimum(column, N - 1) + lane % 2 * N  # gate and up next to each other
     weight_ptrs = weight_ptr + expert * (2 * N * K) + row[:, None] * K + k[None, :]
     x_ptrs = x_ptr + pair // TOP_K * K + k
-    acc = tl.zeros([2 * BLOCK_N, BLOCK_K], tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+    acc = tl.zeros([2 * BLOCK_N, BLOCK_K // VECTOR], tl.float32)
+    for start in range(0, K, BLOCK_K):
         if K % BLOCK_K == 0:
-            weight, x = tl.load(weight_ptrs + start), tl.load(x_ptrs + start)
+            x = tl.load(x_ptrs + start)
+            weight = tl.load(weight_ptrs + start, eviction_policy="evict_first")
         else:
-            weight = tl.load(weight_ptrs + start, mask=(start + k < K)[None, :], other=0.0)
-            x = tl.load(x_ptrs + start, mask=start + k < K, other=0.0)
-        acc += weight.to(tl.float32) * x.to(tl.float32)[None, :]
+            inside = start + k < K
+            x = tl.load(x_ptrs + start, mask=inside, other=0.0)
+            weight = tl.load(weight_ptrs + start, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+        acc += sums_of_vectors(weight, x[None, :], VECTOR)
     gate, up = tl.split(tl.reshape(tl.sum(acc, axis=1), [BLOCK_N, 2]))
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     tl.store(out_ptr + pair * N + column, _silu_times(gate, up).to(out_ptr.dtype.element_ty), mask=column < N)
@@ -85,34 +96,40 @@ def _down_one_by_one_kernel(
     out_ptr, x_ptr, weight_ptr, ids_ptr, weights_ptr, residual_ptr, shared_ptr, gate_ptr, gate_stride,
     next_scaled_ptr, next_squares_ptr, next_weight_ptr,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    GROUP: tl.constexpr, VECTOR: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of N, tokens): out[token] = what is beside the experts + the sum over its experts
-    of their share times weight [experts, N, K] @ x."""
-    wait_for_inputs(OVERLAP)
+    of their share times weight [experts, N, K] @ x; GROUP experts at a time.
+
+    Who was chosen is known since the kernel before the one that makes x: the first weights are asked for before x is
+    there.
+    """
     token = tl.program_id(1)
-    first = tl.program_id(0) * BLOCK_N
-    column = first + tl.arange(0, BLOCK_N)
+    lane = tl.arange(0, GROUP * BLOCK_N)
+    member = lane // BLOCK_N
+    row = tl.minimum(tl.program_id(0) * BLOCK_N + lane % BLOCK_N, N - 1)
     k = tl.arange(0, BLOCK_K)
-    offset = tl.minimum(column, N - 1)[:, None] * K + k[None, :]
-    PARTS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for step in tl.range(0, TOP_K * PARTS, num_stages=STAGES):
-        pair = token * TOP_K + step // PARTS
-        start = step % PARTS * BLOCK_K
-        expert = tl.load(ids_ptr + pair).to(tl.int64)
-        share = tl.load(weights_ptr + pair)
-        if K % BLOCK_K == 0:
-            weight = tl.load(weight_ptr + expert * (N * K) + offset + start)
-            x = tl.load(x_ptr + pair * K + start + k)
-        else:
-            inside = start + k < K
-            weight = tl.load(weight_ptr + expert * (N * K) + offset + start, mask=inside[None, :], other=0.0)
-            x = tl.load(x_ptr + pair * K + start + k, mask=inside, other=0.0)
-        acc += weight.to(tl.float32) * (x.to(tl.float32) * share)[None, :]
+    acc = tl.zeros([GROUP * BLOCK_N, BLOCK_K // VECTOR], tl.float32)
+    for first in tl.static_range(0, TOP_K, GROUP):
+        pair = token * TOP_K + first + member
+        chosen = first + member < TOP_K
+        # written by a kernel that this one has not waited for, though it is done: not out of this processor's own cache
+        expert = tl.load(ids_ptr + pair, mask=chosen, other=0, cache_modifier=".cg").to(tl.int64)
+        share = tl.load(weights_ptr + pair, mask=chosen, other=0.0, cache_modifier=".cg")
+        weight_ptrs = weight_ptr + expert[:, None] * (N * K) + row[:, None] * K + k[None, :]
+        x_ptrs = x_ptr + pair[:, None] * K + k[None, :]
+        for start in range(0, K, BLOCK_K):
+            inside = chosen[:, None] & (start + k < K)[None, :]
+            weight = tl.load(weight_ptrs + start, mask=inside, other=0.0, eviction_policy="evict_first")
+            if first == 0:
+                wait_for_inputs(OVERLAP)
+            x = tl.load(x_ptrs + start, mask=inside, other=0.0)
+            acc += sums_of_vectors(weight, x, VECTOR) * share[:, None]
+    total = tl.sum(tl.reshape(tl.sum(acc, axis=1), [GROUP, BLOCK_N]), axis=0)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < N
     beside = _beside_the_experts(residual_ptr, shared_ptr, gate_ptr, gate_stride, token, column, inside, N)
-    rounded = (beside + tl.sum(acc, axis=1)).to(out_ptr.dtype.element_ty)
+    rounded = (beside + total).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * N + column, rounded, mask=inside)
     if next_scaled_ptr is not None:
         out, square_ptr = rounded.to(tl.float32), next_squares_ptr + token * tl.num_programs(0) + tl.program_id(0)
@@ -275,13 +292,13 @@ def _one_by_one(
     result, following = half_normed_over(out, _next_norm(experts, beside[0], num_tokens), blocks)
     _up_one_by_one_kernel[(-(-n // up.block_n), pairs)](
         inner, x, experts.w13, routing.ids,
-        N=n, K=hidden, TOP_K=top_k, BLOCK_N=up.block_n, BLOCK_K=up.block_k, STAGES=up.num_stages,
-        num_warps=up.num_warps, **overlap(),
+        N=n, K=hidden, TOP_K=top_k, BLOCK_N=up.block_n, BLOCK_K=up.block_k,
+        VECTOR=vector_of(inner), num_warps=up.num_warps, **overlap(),
     )  # fmt: skip
     _down_one_by_one_kernel[(blocks, num_tokens)](
         out, inner, w2, routing.ids, routing.weights, *beside, *following,
-        N=hidden, K=n, TOP_K=top_k, BLOCK_N=down.block_n, BLOCK_K=down.block_k, STAGES=down.num_stages,
-        num_warps=down.num_warps, **overlap(),
+        N=hidden, K=n, TOP_K=top_k, BLOCK_N=down.block_n, BLOCK_K=down.block_k,
+        GROUP=min(down.group, next_power_of_2(top_k)), VECTOR=vector_of(inner), num_warps=down.num_warps, **overlap(),
     )  # fmt: skip
     return result
 
@@ -315,7 +332,7 @@ def _by_tiles(
 def _fit(tile: Tile, n: int, k: int) -> Tile:
     """Smaller blocks where the weight is smaller."""
     block_n, block_k = min(tile.block_n, max(16, next_power_of_2(n))), min(tile.block_k, max(16, next_power_of_2(k)))
-    return Tile(block_n, block_k, tile.num_warps, tile.num_stages, tile.swap)
+    return replace(tile, block_n=block_n, block_k=block_k)
 
 
 def fused_moe_reference(

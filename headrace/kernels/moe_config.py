@@ -18,6 +18,8 @@ class Tile:
     num_stages: int
     swap: bool = False
     """the weight is the left operand of the matrix units"""
+    group: int = 1
+    """of a token by itself, in the second product: experts whose weights are asked for at once"""
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,10 @@ FEW_TOKENS = {("cuda", 2): 2, ("cuda", 4): 2, ("hip", 2): 2, ("hip", 4): 2}
 read twice, and there is no sorting and no adding up behind."""
 
 FEW: dict[tuple[str, int], MoeConfig] = {
-    ("cuda", 2): MoeConfig(1, Tile(2, 2048, 4, 1), Tile(16, 1024, 8, 3)),
-    ("cuda", 4): MoeConfig(1, Tile(8, 256, 4, 3), Tile(8, 256, 4, 3)),
-    ("hip", 2): MoeConfig(1, Tile(8, 512, 4, 2), Tile(8, 256, 4, 2)),
-    ("hip", 4): MoeConfig(1, Tile(8, 256, 4, 2), Tile(8, 256, 4, 2)),
+    ("cuda", 2): MoeConfig(1, Tile(2, 2048, 8, 1), Tile(1, 1024, 1, 1, group=4)),
+    ("cuda", 4): MoeConfig(1, Tile(4, 512, 4, 1), Tile(4, 512, 4, 1, group=2)),
+    ("hip", 2): MoeConfig(1, Tile(4, 1024, 4, 1), Tile(4, 256, 2, 1, group=4)),
+    ("hip", 4): MoeConfig(1, Tile(4, 512, 4, 1), Tile(4, 256, 2, 1, group=4)),
 }
 
 MANY: dict[tuple[str, int], tuple[tuple[float, MoeConfig], ...]] = {

@@ -27,7 +27,9 @@ class Layer(nn.Module):
     def create_weights(self, device: torch.device) -> None:
         """Give the layer's own parameters (not those of its children) uninitialized memory on `device`."""
         for name, parameter in self.named_parameters(recurse=False):
-            setattr(self, name, nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False))
+            # not empty_like: of a meta tensor, that imports sympy
+            made = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            setattr(self, name, nn.Parameter(made, requires_grad=False))
 
     def slots(self, path: str) -> dict[str, Slot]:
         """Checkpoint name -> where it goes. `path` is the layer's own name in the model."""

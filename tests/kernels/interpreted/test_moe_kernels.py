@@ -12,7 +12,7 @@ from headrace.kernels.moe_route import max_tiles, route, route_reference
 from headrace.kernels.norm import HalfNormed, half_norm_reference, rms_norm_reference
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
-FEW = MoeConfig(1, Tile(16, 16, 4, 1), Tile(16, 16, 4, 2))
+FEW = MoeConfig(1, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1, group=4))
 MANY = MoeConfig(16, Tile(16, 16, 4, 1), Tile(16, 32, 4, 1))
 SWAPPED = MoeConfig(16, Tile(16, 32, 4, 1, swap=True), Tile(16, 16, 4, 1, swap=True))
 
