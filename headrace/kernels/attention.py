@@ -24,6 +24,102 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
+def _load_tile(
+    start,
+    limit,
+    keys_ptr,
+    value_offset,
+    blocks_ptr,
+    column,
+    SLOT_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CUT: tl.constexpr,
+    REPEATED: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """Keys [BLOCK_D, BLOCK_N] and values [BLOCK_N, BLOCK_D], those of PAIRS as int16 of two, from `start` on. Behind
+    `limit` CUT gives zeros and reads nothing; REPEATED gives the last key again, which is fewer instructions."""
+    WHOLE_HEAD: tl.constexpr = column.shape[0] == HEAD_DIM
+    in_head = column < HEAD_DIM
+    values_ptr, value_column, value_in = keys_ptr + value_offset, column, in_head
+    if PAIRS:
+        values_ptr = values_ptr.to(tl.pointer_type(tl.int16))
+        value_column = tl.arange(0, column.shape[0] // 2)
+        value_in = value_column < HEAD_DIM // 2
+    position = start + tl.arange(0, BLOCK_N)
+    known = position < limit
+    place = position
+    if REPEATED:
+        place = tl.minimum(position, limit - 1)
+    if CUT:
+        block = tl.load(blocks_ptr + place // BLOCK_SIZE, mask=known, other=0)
+    else:
+        block = tl.load(blocks_ptr + place // BLOCK_SIZE)
+    offset = block.to(tl.int64) * (BLOCK_SIZE * SLOT_STRIDE) + place % BLOCK_SIZE * SLOT_STRIDE
+    key_ptrs = keys_ptr + offset[None, :] + column[:, None]
+    if PAIRS:
+        offset = offset // 2
+    value_ptrs = values_ptr + offset[:, None] + value_column[None, :]
+    if CUT and WHOLE_HEAD:
+        key = tl.load(key_ptrs, mask=known[None, :], other=0.0)
+        value = tl.load(value_ptrs, mask=known[:, None], other=0)
+    elif CUT:
+        key = tl.load(key_ptrs, mask=in_head[:, None] & known[None, :], other=0.0)
+        value = tl.load(value_ptrs, mask=value_in[None, :] & known[:, None], other=0)
+    elif WHOLE_HEAD:
+        key = tl.load(key_ptrs)
+        value = tl.load(value_ptrs)
+    else:
+        key = tl.load(key_ptrs, mask=in_head[:, None], other=0.0)
+        value = tl.load(value_ptrs, mask=value_in[None, :], other=0)
+    return key, value
+
+
+@triton.jit
+def _fold_tile(
+    q,
+    acc,
+    row_max,
+    row_sum,
+    key,
+    value,
+    start,
+    row_position,
+    window,
+    qk_scale,
+    cache_type: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    """Fold the keys and values of `_load_tile` into the running softmax; MASKED ones look at causality and window. A
+    cache of another type than q's is converted in registers."""
+    PAIRS: tl.constexpr = len(acc) == 2
+    scores = tl.dot(q, key.to(q.dtype), input_precision="ieee") * qk_scale
+    if MASKED:
+        position = start + tl.arange(0, key.shape[1])
+        visible = position[None, :] <= row_position[:, None]
+        if WINDOWED:
+            visible = visible & (position[None, :] > row_position[:, None] - window)
+        scores = tl.where(visible, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
+    weights = tl.exp2(scores - shift[:, None])
+    decay = tl.exp2(row_max - shift)
+    row_sum = row_sum * decay + tl.sum(weights, axis=1)
+    weights = weights.to(q.dtype)
+    if PAIRS:
+        even, odd = split_pairs(value, cache_type)
+        even = tl.dot(weights, even.to(q.dtype), acc[0] * decay[:, None], input_precision="ieee")
+        odd = tl.dot(weights, odd.to(q.dtype), acc[1] * decay[:, None], input_precision="ieee")
+        acc = (even, odd)
+    else:
+        acc = (tl.dot(weights, value.to(q.dtype), acc[0] * decay[:, None], input_precision="ieee"),)
+    return acc, new_max, row_sum
+
+
+@triton.jit
 def _attend(
     q,
     acc,
@@ -48,65 +144,18 @@ def _attend(
 ):
     """Fold keys [begin, end) into the running softmax; MASKED tiles look at `limit`, causality and window.
 
-    Rows behind the queries' end compute something finite that nobody stores. A cache of another type than q's is
-    converted in registers.
+    Rows behind the queries' end compute something finite that nobody stores.
     """
-    WHOLE_HEAD: tl.constexpr = column.shape[0] == HEAD_DIM
     PAIRS: tl.constexpr = len(acc) == 2
-    CUT: tl.constexpr = MASKED and not PAIRS
-    in_head = column < HEAD_DIM
-    values_ptr, value_column, value_in = keys_ptr + value_offset, column, in_head
-    if PAIRS:
-        values_ptr = values_ptr.to(tl.pointer_type(tl.int16))
-        value_column = tl.arange(0, column.shape[0] // 2)
-        value_in = value_column < HEAD_DIM // 2
     for start in range(begin, end, BLOCK_N):
-        position = start + tl.arange(0, BLOCK_N)
-        known = position < limit
-        place = position
-        if MASKED and PAIRS:  # behind the last key comes that one again: fewer instructions than masks
-            place = tl.minimum(position, limit - 1)
-        if CUT:
-            block = tl.load(blocks_ptr + place // BLOCK_SIZE, mask=known, other=0)
-        else:
-            block = tl.load(blocks_ptr + place // BLOCK_SIZE)
-        offset = block.to(tl.int64) * (BLOCK_SIZE * SLOT_STRIDE) + place % BLOCK_SIZE * SLOT_STRIDE
-        key_ptrs = keys_ptr + offset[None, :] + column[:, None]
-        if PAIRS:
-            offset = offset // 2
-        value_ptrs = values_ptr + offset[:, None] + value_column[None, :]
-        if CUT and WHOLE_HEAD:
-            key = tl.load(key_ptrs, mask=known[None, :], other=0.0)
-            value = tl.load(value_ptrs, mask=known[:, None], other=0.0)
-        elif CUT:
-            key = tl.load(key_ptrs, mask=in_head[:, None] & known[None, :], other=0.0)
-            value = tl.load(value_ptrs, mask=value_in[None, :] & known[:, None], other=0.0)
-        elif WHOLE_HEAD:
-            key = tl.load(key_ptrs)
-            value = tl.load(value_ptrs)
-        else:
-            key = tl.load(key_ptrs, mask=in_head[:, None], other=0.0)
-            value = tl.load(value_ptrs, mask=value_in[None, :], other=0.0)
-        scores = tl.dot(q, key.to(q.dtype), input_precision="ieee") * qk_scale
-        if MASKED:
-            visible = position[None, :] <= row_position[:, None]
-            if WINDOWED:
-                visible = visible & (position[None, :] > row_position[:, None] - window)
-            scores = tl.where(visible, scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
-        weights = tl.exp2(scores - shift[:, None])
-        decay = tl.exp2(row_max - shift)
-        row_sum = row_sum * decay + tl.sum(weights, axis=1)
-        weights = weights.to(q.dtype)
-        if PAIRS:
-            even, odd = split_pairs(value, keys_ptr.dtype.element_ty)
-            even = tl.dot(weights, even.to(q.dtype), acc[0] * decay[:, None], input_precision="ieee")
-            odd = tl.dot(weights, odd.to(q.dtype), acc[1] * decay[:, None], input_precision="ieee")
-            acc = (even, odd)
-        else:
-            acc = (tl.dot(weights, value.to(q.dtype), acc[0] * decay[:, None], input_precision="ieee"),)
-        row_max = new_max
+        key, value = _load_tile(
+            start, limit, keys_ptr, value_offset, blocks_ptr, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE,
+            MASKED and not PAIRS, MASKED and PAIRS, PAIRS,
+        )  # fmt: skip
+        acc, row_max, row_sum = _fold_tile(
+            q, acc, row_max, row_sum, key, value, start, row_position, window, qk_scale, keys_ptr.dtype.element_ty,
+            MASKED, WINDOWED,
+        )  # fmt: skip
     return acc, row_max, row_sum
 
 

@@ -22,6 +22,8 @@ class AttentionConfig:
     loop to loop"""
     copy_engine: bool = False
     """It is the kernel of prefill.py, for NVIDIA GPUs of compute capability 9.0, which cuts no keys into parts"""
+    early_keys: bool = False
+    """The fused decode kernel keeps a part's first tile of keys and values in registers before its query is there"""
 
 
 DECODE: dict[tuple[str, int, int], AttentionConfig] = {
@@ -209,6 +211,12 @@ FEW_DECODES: dict[tuple[str, int, int], AttentionConfig] = {
     ("cuda", 1, 128): AttentionConfig(16, 128, 4, 2),
     ("cuda", 2, 128): AttentionConfig(16, 64, 2, 2),
 }
+ALONE_DECODES: dict[tuple[str, int, int], AttentionConfig] = {
+    # as FEW_DECODES, for so few that all of a long context's parts are on the chip at once
+    ("cuda", 2, 128): AttentionConfig(16, 64, 4, 2, early_keys=True),
+}
+ALONE_PROGRAMS = 16
+"""requests times KV heads, at most, that are served as ALONE_DECODES says"""
 DECODES_PER_SM = 16
 """Programs wanted of the fused decode kernel: those behind a sequence's end cost nothing, and parts need no second
 kernel."""
@@ -224,7 +232,8 @@ def plan_decode(
     config = pick_config(True, head_dim, group, element_size, family)
     if programs < num_sms:
         width = next(width for width in (64, 128, 256) if head_dim <= width)
-        few = FEW_DECODES.get((family, element_size, width), config)
+        key = (family, element_size, width)
+        few = (ALONE_DECODES if programs <= ALONE_PROGRAMS else {}).get(key) or FEW_DECODES.get(key, config)
         config = replace(few, block_m=config.block_m)
     splits = max(1, min(DECODES_PER_SM * num_sms // programs, MAX_SPLITS))
     return config, 1 << (splits.bit_length() - 1)

@@ -16,6 +16,8 @@ from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_
 from headrace.kernels.attention import (
     LOG2_E,
     _attend,
+    _fold_tile,
+    _load_tile,
     paged_attention_reference,
 )
 from headrace.kernels.attention_config import AttentionConfig
@@ -115,6 +117,7 @@ def _decode_kernel(
     NORM: tl.constexpr,
     QUANTIZED: tl.constexpr,
     LIMIT: tl.constexpr,
+    EARLY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid (KV heads, requests, splits). A request's keys are cut into as many parts as are worth it, at most SPLITS;
@@ -146,6 +149,13 @@ def _decode_kernel(
     sin = tl.where((column < HALF)[None, :], -sin, sin)
     blocks_ptr = block_table_ptr + table_row * block_table_stride
     slot = tl.load(blocks_ptr + at // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE
+    keys_ptr = cache_ptr + kv_head * HEAD_DIM
+    value_offset = num_blocks.to(tl.int64) * (BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM)  # values follow all keys
+    if EARLY:
+        first_keys, first_values = _load_tile(
+            begin, end, keys_ptr, value_offset, blocks_ptr, column, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_N,
+            BLOCK_SIZE, True, False, QUANTIZED,
+        )  # fmt: skip
     wait_for_inputs(OVERLAP)
     if split >= num_parts:
         return
@@ -171,8 +181,12 @@ def _decode_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     before = at - 1 + tl.zeros([BLOCK_M], tl.int32)  # keys up to here; the new one is added below
-    keys_ptr = cache_ptr + kv_head * HEAD_DIM
-    value_offset = num_blocks.to(tl.int64) * (BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM)  # values follow all keys
+    if EARLY:
+        acc, row_max, row_sum = _fold_tile(
+            q, acc, row_max, row_sum, first_keys, first_values, begin, before, window - 1, qk_scale,
+            cache_ptr.dtype.element_ty, True, WINDOWED,
+        )  # fmt: skip
+        begin += BLOCK_N
     acc, row_max, row_sum = _attend(
         q, acc, row_max, row_sum, begin, end, end, before, window - 1, qk_scale, keys_ptr, value_offset, blocks_ptr,
         column, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, WINDOWED,
@@ -292,6 +306,7 @@ def decode_attention(
         HALF=cos_sin.shape[1] // 2, GROUP=group, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_SIZE=kv_cache.shape[2], SPLITS=splits, TILES_PER_PART=TILES_PER_PART, WINDOWED=sliding_window is not None,
         NORM=q_norm is not None, QUANTIZED=quantized, LIMIT=torch.finfo(kv_cache.dtype).max if quantized else 0.0,
+        EARLY=config.early_keys,
         num_warps=config.num_warps, num_stages=config.num_stages, **overlap(),
     )  # fmt: skip
     return out

@@ -50,7 +50,7 @@ ROWS_AT_ONCE = 1 << 25
 """elements of a weight that are widened to float32 at a time"""
 LONGEST = 1000
 """keys of a decode: enough for several parts"""
-DECODES = (1, 8, 16, 32, 64, 128, 256)
+DECODES = (1, 4, 8, 16, 32, 64, 128, 256)
 """Requests of a step: with as many parts a request as serving uses, so that it compiles nothing later"""
 
 

@@ -46,7 +46,8 @@ def scattered_cache(kv_heads, head_dim, dtype):
         ((8, 2, 32), 32, False, None, 8),
     ],
 )
-def test_equals_the_separate_kernels(dtype, heads, rotary_dim, norm, window, splits):
+@pytest.mark.parametrize("early_keys", [False, True])
+def test_equals_the_separate_kernels(dtype, heads, rotary_dim, norm, window, splits, early_keys):
     num_heads, kv_heads, head_dim = heads
     cache, table, rows = scattered_cache(kv_heads, head_dim, dtype)
     q, k, v = (
@@ -59,7 +60,7 @@ def test_equals_the_separate_kernels(dtype, heads, rotary_dim, norm, window, spl
     expected_cache = cache.clone()
     expected = decode_attention_reference(q, k, v, cos_sin, expected_cache, table, rows, lengths, scale, window, *norms)
     tickets = torch.zeros(len(rows) * kv_heads, dtype=torch.int32)
-    config = AttentionConfig(16, 4, 1, 2)
+    config = AttentionConfig(16, 4, 1, 2, early_keys=early_keys)
     out = decode_attention(
         q, k, v, cos_sin, cache, table, rows, lengths, tickets, scale, config, splits, window, *norms
     )
@@ -80,3 +81,9 @@ def test_plans_fill_the_chip_and_no_more():
     assert plan_decode(1, 32, 8, 128, 2, "cuda", 132)[1] == 64
     assert plan_decode(32, 32, 8, 128, 2, "cuda", 132)[1] == 8
     assert plan_decode(1024, 32, 8, 128, 2, "cuda", 132)[1] == 1
+
+
+def test_a_sequence_alone_has_its_keys_early_and_eight_do_not():
+    assert plan_decode(1, 32, 8, 128, 2, "cuda", 132)[0].early_keys
+    assert not plan_decode(8, 32, 8, 128, 2, "cuda", 132)[0].early_keys
+    assert not plan_decode(1, 32, 8, 128, 2, "hip", 304)[0].early_keys

@@ -108,8 +108,9 @@ def test_nan_stays_nan(fp8):
 
 @each_fp8
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("early_keys", [False, True])
 @pytest.mark.parametrize(("heads", "window", "splits"), [((4, 2, 16), None, 4), ((6, 1, 24), 7, 1)])
-def test_fused_decode(heads, window, splits, dtype, fp8):
+def test_fused_decode(heads, window, splits, early_keys, dtype, fp8):
     num_heads, kv_heads, head_dim = heads
     filled, table, rows = scattered_cache(kv_heads, head_dim, torch.float32)
     scale = torch.rand(2) * 0.1 + 0.01
@@ -119,7 +120,8 @@ def test_fused_decode(heads, window, splits, dtype, fp8):
     angles = torch.rand(128, head_dim // 2) * 6.28
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
     lengths, softmax_scale = torch.tensor(LENGTHS, dtype=torch.int32), head_dim**-0.5
-    tickets, config = torch.zeros(len(rows) * kv_heads, dtype=torch.int32), AttentionConfig(16, 16, 1, 2)
+    tickets = torch.zeros(len(rows) * kv_heads, dtype=torch.int32)
+    config = AttentionConfig(16, 16, 1, 2, early_keys=early_keys)
     expected = decode_attention_reference(
         q, k, v, cos_sin, caches[1], table, rows, lengths, softmax_scale, window, kv_scale=scale
     )
