@@ -54,7 +54,7 @@ def _load_tile(
     if REPEATED:
         place = tl.minimum(position, limit - 1)
     if CUT:
-        block = tl.load(blocks_ptr + place // BLOCK_SIZE, mask=known, other=0)
+        block = tl.load(blocks_ptr + place // BLOCK_SIZE, mask=known, other=0.0)
     else:
         block = tl.load(blocks_ptr + place // BLOCK_SIZE)
     offset = block.to(tl.int64) * (BLOCK_SIZE * SLOT_STRIDE) + place % BLOCK_SIZE * SLOT_STRIDE
@@ -64,16 +64,16 @@ def _load_tile(
     value_ptrs = values_ptr + offset[:, None] + value_column[None, :]
     if CUT and WHOLE_HEAD:
         key = tl.load(key_ptrs, mask=known[None, :], other=0.0)
-        value = tl.load(value_ptrs, mask=known[:, None], other=0)
+        value = tl.load(value_ptrs, mask=known[:, None], other=0.0)
     elif CUT:
         key = tl.load(key_ptrs, mask=in_head[:, None] & known[None, :], other=0.0)
-        value = tl.load(value_ptrs, mask=value_in[None, :] & known[:, None], other=0)
+        value = tl.load(value_ptrs, mask=value_in[None, :] & known[:, None], other=0.0)
     elif WHOLE_HEAD:
         key = tl.load(key_ptrs)
         value = tl.load(value_ptrs)
     else:
         key = tl.load(key_ptrs, mask=in_head[:, None], other=0.0)
-        value = tl.load(value_ptrs, mask=value_in[None, :], other=0)
+        value = tl.load(value_ptrs, mask=value_in[None, :], other=0.0)
     return key, value
 
 

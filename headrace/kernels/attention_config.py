@@ -22,6 +22,8 @@ class AttentionConfig:
     loop to loop"""
     copy_engine: bool = False
     """It is the kernel of prefill.py, for NVIDIA GPUs of compute capability 9.0, which cuts no keys into parts"""
+    tiles_per_part: int = 2
+    """Fewest tiles of keys that the fused decode kernel makes a part of"""
     early_keys: bool = False
     """The fused decode kernel keeps a part's first tile of keys and values in registers before its query is there"""
 

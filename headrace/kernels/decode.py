@@ -24,9 +24,6 @@ from headrace.kernels.attention_config import AttentionConfig
 from headrace.kernels.fp8_cache import as_float16
 from headrace.kernels.rotary import _to_fp8, rotary_and_cache_reference
 
-TILES_PER_PART = 2
-"""Fewest tiles of keys worth a part of their own."""
-
 
 @triton.jit
 def _rotated(
@@ -44,6 +41,21 @@ def _rotated(
         x = ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
         other = ((other * scale).to(dtype).to(tl.float32) * other_weight).to(dtype).to(tl.float32)
     return (x * cos + other * sin).to(dtype)
+
+
+@triton.jit
+def _new_value(value_ptr, wanted, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAIRS: tl.constexpr):
+    """The new token's value, if it is `wanted`: its even and its odd numbers if PAIRS, else all of them, twice."""
+    if PAIRS:
+        two = 2 * tl.arange(0, BLOCK_D // 2)
+        inside = (two < HEAD_DIM) & (wanted + 0 * two > 0)
+        even = tl.load(value_ptr + two, mask=inside, other=0.0)
+        odd = tl.load(value_ptr + two + 1, mask=inside, other=0.0)
+    else:
+        column = tl.arange(0, BLOCK_D)
+        even = tl.load(value_ptr + column, mask=(column < HEAD_DIM) & (wanted + 0 * column > 0), other=0.0)
+        odd = even
+    return even, odd
 
 
 @triton.jit
@@ -166,6 +178,16 @@ def _decode_kernel(
         q_ptrs + column[None, :], q_ptrs + partner[None, :], q_norm_ptr, column, partner, inside, cos, sin, eps,
         HEAD_DIM, NORM,
     )  # fmt: skip
+    last = split == num_parts - 1  # its program has the new token's own key and value too
+    k_ptrs = k_ptr + request.to(tl.int64) * k_stride + kv_head * HEAD_DIM + tl.zeros([1, BLOCK_D], tl.int32)
+    value_ptr = v_ptr + request.to(tl.int64) * v_stride + kv_head * HEAD_DIM
+    if EARLY:
+        new_in = (last + 0 * column > 0)[None, :] & in_head
+        key = _rotated(
+            k_ptrs + column[None, :], k_ptrs + partner[None, :], k_norm_ptr, column, partner, new_in, cos, sin, eps,
+            HEAD_DIM, NORM,
+        )  # fmt: skip
+        even, odd = _new_value(value_ptr, last, HEAD_DIM, BLOCK_D, QUANTIZED)
     k_scale = 1.0
     v_scale = 1.0
     if QUANTIZED:
@@ -192,13 +214,14 @@ def _decode_kernel(
         column, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, WINDOWED,
     )  # fmt: skip
 
-    if split == num_parts - 1:  # the new token's own key
+    if last:
         cache_type: tl.constexpr = cache_ptr.dtype.element_ty
-        k_ptrs = k_ptr + request.to(tl.int64) * k_stride + kv_head * HEAD_DIM + tl.zeros([1, BLOCK_D], tl.int32)
-        key = _rotated(
-            k_ptrs + column[None, :], k_ptrs + partner[None, :], k_norm_ptr, column, partner, in_head, cos, sin, eps,
-            HEAD_DIM, NORM,
-        )  # fmt: skip
+        if not EARLY:
+            key = _rotated(
+                k_ptrs + column[None, :], k_ptrs + partner[None, :], k_norm_ptr, column, partner, in_head, cos, sin,
+                eps, HEAD_DIM, NORM,
+            )  # fmt: skip
+            even, odd = _new_value(value_ptr, last, HEAD_DIM, BLOCK_D, QUANTIZED)
         key = _stored(key, k_scale, cache_type, QUANTIZED, LIMIT)
         cached = keys_ptr + slot * (NUM_KV_HEADS * HEAD_DIM)
         tl.store(cached + column[None, :], key, mask=(seq_len + 0 * column > 0)[None, :] & in_head)
@@ -214,21 +237,18 @@ def _decode_kernel(
         decay = tl.exp2(row_max - shift)
         row_sum = row_sum * decay + weights
         row_max = new_max
-        value_ptr = v_ptr + request.to(tl.int64) * v_stride + kv_head * HEAD_DIM
         if QUANTIZED:
-            pair = 2 * tl.arange(0, BLOCK_D // 2)
-            even = tl.load(value_ptr + pair, mask=pair < HEAD_DIM, other=0.0)
-            odd = tl.load(value_ptr + pair + 1, mask=pair < HEAD_DIM, other=0.0)
             even = _stored(even, v_scale, cache_type, QUANTIZED, LIMIT)
             odd = _stored(odd, v_scale, cache_type, QUANTIZED, LIMIT)
-            tl.store(cached + value_offset + pair, even, mask=(pair < HEAD_DIM) & (seq_len + 0 * pair > 0))
-            tl.store(cached + value_offset + pair + 1, odd, mask=(pair < HEAD_DIM) & (seq_len + 0 * pair > 0))
+            two = 2 * tl.arange(0, BLOCK_D // 2)
+            tl.store(cached + value_offset + two, even, mask=(two < HEAD_DIM) & (seq_len + 0 * two > 0))
+            tl.store(cached + value_offset + two + 1, odd, mask=(two < HEAD_DIM) & (seq_len + 0 * two > 0))
             acc = (
                 acc[0] * decay[:, None] + weights[:, None] * even.to(tl.float32)[None, :],
                 acc[1] * decay[:, None] + weights[:, None] * odd.to(tl.float32)[None, :],
             )
         else:
-            value = tl.load(value_ptr + column, mask=column < HEAD_DIM, other=0.0).to(cache_type)
+            value = even.to(cache_type)
             tl.store(cached + value_offset + column, value, mask=(column < HEAD_DIM) & (seq_len + 0 * column > 0))
             acc = (acc[0] * decay[:, None] + weights[:, None] * value.to(tl.float32)[None, :],)
 
@@ -304,7 +324,7 @@ def decode_attention(
         block_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=max(32, next_power_of_2(head_dim)),
         HALF=cos_sin.shape[1] // 2, GROUP=group, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        BLOCK_SIZE=kv_cache.shape[2], SPLITS=splits, TILES_PER_PART=TILES_PER_PART, WINDOWED=sliding_window is not None,
+        BLOCK_SIZE=kv_cache.shape[2], SPLITS=splits, TILES_PER_PART=config.tiles_per_part, WINDOWED=sliding_window is not None,
         NORM=q_norm is not None, QUANTIZED=quantized, LIMIT=torch.finfo(kv_cache.dtype).max if quantized else 0.0,
         EARLY=config.early_keys,
         num_warps=config.num_warps, num_stages=config.num_stages, **overlap(),
