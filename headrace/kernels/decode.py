@@ -324,9 +324,9 @@ def decode_attention(
         block_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=max(32, next_power_of_2(head_dim)),
         HALF=cos_sin.shape[1] // 2, GROUP=group, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        BLOCK_SIZE=kv_cache.shape[2], SPLITS=splits, TILES_PER_PART=config.tiles_per_part, WINDOWED=sliding_window is not None,
-        NORM=q_norm is not None, QUANTIZED=quantized, LIMIT=torch.finfo(kv_cache.dtype).max if quantized else 0.0,
-        EARLY=config.early_keys,
+        BLOCK_SIZE=kv_cache.shape[2], SPLITS=splits, TILES_PER_PART=config.tiles_per_part,
+        WINDOWED=sliding_window is not None, NORM=q_norm is not None, QUANTIZED=quantized,
+        LIMIT=torch.finfo(kv_cache.dtype).max if quantized else 0.0, EARLY=config.early_keys,
         num_warps=config.num_warps, num_stages=config.num_stages, **overlap(),
     )  # fmt: skip
     return out
