@@ -103,8 +103,8 @@ EFFICIENCIES: dict[tuple[str, str], Fitted] = {
     ),
     ("h200", "headrace"): Fitted(
         Efficiency(
-            bandwidth=0.88, kv_bandwidth=0.828, gemm=0.752, attention=0.457, overlap=1.87, kernel=2.26e-06,
-            launch=9.77e-06, sequence=9.87e-06, request=0.000947, link=0.70, collective=12e-6,
+            bandwidth=0.876, kv_bandwidth=0.824, gemm=0.753, attention=0.462, overlap=1.8, kernel=1.99e-06,
+            launch=9.8e-06, sequence=9.88e-06, request=0.000951, link=0.70, collective=12e-6,
         ),
         0.15,
         "fitted on 26 rows of docs/performance.md (three models, one H200); link and collective are likely values",
