@@ -54,7 +54,7 @@ def _load_tile(
     if REPEATED:
         place = tl.minimum(position, limit - 1)
     if CUT:
-        block = tl.load(blocks_ptr + place // BLOCK_SIZE, mask=known, other=0.0)
+        block = tl.load(blocks_ptr + place // BLOCK_SIZE, mask=known, other=0)
     else:
         block = tl.load(blocks_ptr + place // BLOCK_SIZE)
     offset = block.to(tl.int64) * (BLOCK_SIZE * SLOT_STRIDE) + place % BLOCK_SIZE * SLOT_STRIDE
