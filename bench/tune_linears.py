@@ -37,13 +37,12 @@ from headrace.kernels.fp8 import fp8_linear, quantize_per_token
 from headrace.kernels.gemm import skinny_linear
 from headrace.kernels.gemm_config import BUCKETS, GemmConfig
 from headrace.kernels.norm import rms_norm
+from headrace.quantization.gpu_linear import VERSION
 
 SIZES = "6144x4096,4096x4096,28672x4096,4096x14336,128256x4096,5120x2048,2048x4096,151936x2048"
 """of Llama-3.1-8B and of Qwen3-30B-A3B"""
 FP8 = torch.float8_e4m3fn
 ITEMSIZES = {"bf16": 2, "fp8": 1}
-VERSION = 3
-"""of the table's form, as in headrace/quantization/gpu_linear.py"""
 POOL_BYTES = 1 << 30
 """of weights to walk through, so that no cache holds them"""
 MOST_COPIES = 24

@@ -22,8 +22,6 @@ class AttentionConfig:
     loop to loop"""
     copy_engine: bool = False
     """It is the kernel of prefill.py, for NVIDIA GPUs of compute capability 9.0, which cuts no keys into parts"""
-    tiles_per_part: int = 2
-    """Fewest tiles of keys that the fused decode kernel makes a part of"""
     early_keys: bool = False
     """The fused decode kernel keeps a part's first tile of keys and values in registers before its query is there"""
 
@@ -235,7 +233,9 @@ def plan_decode(
     if programs < num_sms:
         width = next(width for width in (64, 128, 256) if head_dim <= width)
         key = (family, element_size, width)
-        few = (ALONE_DECODES if programs <= ALONE_PROGRAMS else {}).get(key) or FEW_DECODES.get(key, config)
+        few = FEW_DECODES.get(key, config)
+        if programs <= ALONE_PROGRAMS:
+            few = ALONE_DECODES.get(key, few)
         config = replace(few, block_m=config.block_m)
     splits = max(1, min(DECODES_PER_SM * num_sms // programs, MAX_SPLITS))
     return config, 1 << (splits.bit_length() - 1)

@@ -24,6 +24,9 @@ from headrace.kernels.attention_config import AttentionConfig
 from headrace.kernels.fp8_cache import as_float16
 from headrace.kernels.rotary import _to_fp8, rotary_and_cache_reference
 
+TILES_PER_PART = 2
+"""Fewest tiles of keys worth a part of their own."""
+
 
 @triton.jit
 def _rotated(
@@ -44,18 +47,25 @@ def _rotated(
 
 
 @triton.jit
-def _new_value(value_ptr, wanted, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAIRS: tl.constexpr):
-    """The new token's value, if it is `wanted`: its even and its odd numbers if PAIRS, else all of them, twice."""
+def _new_token(
+    k_ptr, v_ptr, k_norm_ptr, column, partner, wanted, cos, sin, eps,
+    HEAD_DIM: tl.constexpr, NORM: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Key [1, BLOCK_D] of the new token, as `_rotated` gives it, and its value: all of it, or if PAIRS its even and its
+    odd numbers. Zeros, and nothing is read, where it is not `wanted`."""
+    inside = (column < HEAD_DIM) & (wanted + 0 * column > 0)
+    k_ptrs = k_ptr + tl.zeros([1, column.shape[0]], tl.int32)
+    key = _rotated(
+        k_ptrs + column[None, :], k_ptrs + partner[None, :], k_norm_ptr, column, partner, inside[None, :], cos, sin,
+        eps, HEAD_DIM, NORM,
+    )  # fmt: skip
     if PAIRS:
-        two = 2 * tl.arange(0, BLOCK_D // 2)
+        two = 2 * tl.arange(0, column.shape[0] // 2)
         inside = (two < HEAD_DIM) & (wanted + 0 * two > 0)
-        even = tl.load(value_ptr + two, mask=inside, other=0.0)
-        odd = tl.load(value_ptr + two + 1, mask=inside, other=0.0)
+        value = (tl.load(v_ptr + two, mask=inside, other=0.0), tl.load(v_ptr + two + 1, mask=inside, other=0.0))
     else:
-        column = tl.arange(0, BLOCK_D)
-        even = tl.load(value_ptr + column, mask=(column < HEAD_DIM) & (wanted + 0 * column > 0), other=0.0)
-        odd = even
-    return even, odd
+        value = (tl.load(v_ptr + column, mask=inside, other=0.0),)
+    return key, value
 
 
 @triton.jit
@@ -179,15 +189,12 @@ def _decode_kernel(
         HEAD_DIM, NORM,
     )  # fmt: skip
     last = split == num_parts - 1  # its program has the new token's own key and value too
-    k_ptrs = k_ptr + request.to(tl.int64) * k_stride + kv_head * HEAD_DIM + tl.zeros([1, BLOCK_D], tl.int32)
-    value_ptr = v_ptr + request.to(tl.int64) * v_stride + kv_head * HEAD_DIM
+    k_ptr += request.to(tl.int64) * k_stride + kv_head * HEAD_DIM
+    v_ptr += request.to(tl.int64) * v_stride + kv_head * HEAD_DIM
     if EARLY:
-        new_in = (last + 0 * column > 0)[None, :] & in_head
-        key = _rotated(
-            k_ptrs + column[None, :], k_ptrs + partner[None, :], k_norm_ptr, column, partner, new_in, cos, sin, eps,
-            HEAD_DIM, NORM,
-        )  # fmt: skip
-        even, odd = _new_value(value_ptr, last, HEAD_DIM, BLOCK_D, QUANTIZED)
+        key, value = _new_token(
+            k_ptr, v_ptr, k_norm_ptr, column, partner, last, cos, sin, eps, HEAD_DIM, NORM, QUANTIZED
+        )
     k_scale = 1.0
     v_scale = 1.0
     if QUANTIZED:
@@ -217,15 +224,13 @@ def _decode_kernel(
     if last:
         cache_type: tl.constexpr = cache_ptr.dtype.element_ty
         if not EARLY:
-            key = _rotated(
-                k_ptrs + column[None, :], k_ptrs + partner[None, :], k_norm_ptr, column, partner, in_head, cos, sin,
-                eps, HEAD_DIM, NORM,
-            )  # fmt: skip
-            even, odd = _new_value(value_ptr, last, HEAD_DIM, BLOCK_D, QUANTIZED)
-        key = _stored(key, k_scale, cache_type, QUANTIZED, LIMIT)
+            key, value = _new_token(
+                k_ptr, v_ptr, k_norm_ptr, column, partner, last, cos, sin, eps, HEAD_DIM, NORM, QUANTIZED
+            )
+        own = _stored(key, k_scale, cache_type, QUANTIZED, LIMIT)
         cached = keys_ptr + slot * (NUM_KV_HEADS * HEAD_DIM)
-        tl.store(cached + column[None, :], key, mask=(seq_len + 0 * column > 0)[None, :] & in_head)
-        scores = tl.sum(q.to(tl.float32) * key.to(tl.float32), axis=1)
+        tl.store(cached + column[None, :], own, mask=(seq_len + 0 * column > 0)[None, :] & in_head)
+        scores = tl.sum(q.to(tl.float32) * own.to(tl.float32), axis=1)
         if QUANTIZED and q.dtype == tl.float16:
             scores = scores * tl.reshape(qk_scale + tl.zeros([BLOCK_M, 1], tl.float32), [BLOCK_M])
         else:
@@ -238,8 +243,8 @@ def _decode_kernel(
         row_sum = row_sum * decay + weights
         row_max = new_max
         if QUANTIZED:
-            even = _stored(even, v_scale, cache_type, QUANTIZED, LIMIT)
-            odd = _stored(odd, v_scale, cache_type, QUANTIZED, LIMIT)
+            even = _stored(value[0], v_scale, cache_type, QUANTIZED, LIMIT)
+            odd = _stored(value[1], v_scale, cache_type, QUANTIZED, LIMIT)
             two = 2 * tl.arange(0, BLOCK_D // 2)
             tl.store(cached + value_offset + two, even, mask=(two < HEAD_DIM) & (seq_len + 0 * two > 0))
             tl.store(cached + value_offset + two + 1, odd, mask=(two < HEAD_DIM) & (seq_len + 0 * two > 0))
@@ -248,9 +253,9 @@ def _decode_kernel(
                 acc[1] * decay[:, None] + weights[:, None] * odd.to(tl.float32)[None, :],
             )
         else:
-            value = even.to(cache_type)
-            tl.store(cached + value_offset + column, value, mask=(column < HEAD_DIM) & (seq_len + 0 * column > 0))
-            acc = (acc[0] * decay[:, None] + weights[:, None] * value.to(tl.float32)[None, :],)
+            whole = value[0].to(cache_type)
+            tl.store(cached + value_offset + column, whole, mask=(column < HEAD_DIM) & (seq_len + 0 * column > 0))
+            acc = (acc[0] * decay[:, None] + weights[:, None] * whole.to(tl.float32)[None, :],)
 
     if QUANTIZED:
         total = tl.interleave(acc[0], acc[1]) * v_scale
@@ -324,7 +329,7 @@ def decode_attention(
         block_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=max(32, next_power_of_2(head_dim)),
         HALF=cos_sin.shape[1] // 2, GROUP=group, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        BLOCK_SIZE=kv_cache.shape[2], SPLITS=splits, TILES_PER_PART=config.tiles_per_part,
+        BLOCK_SIZE=kv_cache.shape[2], SPLITS=splits, TILES_PER_PART=TILES_PER_PART,
         WINDOWED=sliding_window is not None, NORM=q_norm is not None, QUANTIZED=quantized,
         LIMIT=torch.finfo(kv_cache.dtype).max if quantized else 0.0, EARLY=config.early_keys,
         num_warps=config.num_warps, num_stages=config.num_stages, **overlap(),
