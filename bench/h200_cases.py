@@ -16,7 +16,8 @@ Parts, each meant to take less than 3 minutes: PARTS.
     invariance        --batch-invariant: tokens and logprobs bitwise as alone in traffic, chunks, preemption, hits
     invariance-cost   what that flag costs: decode steps, prefill and throughput of the 8B
     fp8-memory        loading in fp8 takes less than 1.1 x what the weights take
-    unasked-cache     an fp8 KV cache is taken where nobody asked, and given back where it moves the model too far
+    unasked-cache     the KV cache is the model's where nobody asks; --objective throughput takes fp8, and gives it back
+                      where it moves the model too far
 
 All have run on an H200.
 """

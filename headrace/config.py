@@ -127,9 +127,9 @@ class EngineConfig:
     )
     kv_cache_dtype: str = knob(
         "auto",
-        "Data type of the KV cache: `fp8` (same as fp8_e4m3) holds twice the tokens; `auto` is fp8 on H100 and "
-        "H200, if a start finds that it moves this model little, and the model's own elsewhere, under --objective "
-        "latency and with --batch-invariant. `bfloat16` rounds nothing.",
+        "Data type of the KV cache; `auto` is the model's own, which rounds nothing, but fp8 where the checkpoint was "
+        "calibrated for it, and under --objective throughput on H100 and H200. `fp8` (same as fp8_e4m3) holds twice "
+        "the tokens, rounded.",
         choices=KV_CACHE_DTYPES,
         group="cache",
     )
@@ -156,7 +156,7 @@ class EngineConfig:
     objective: str | None = knob(
         None,
         "What to plan for: short waits for each token (latency), a pace that people read along with (interactive), or "
-        "most tokens (throughput); default: interactive.",
+        "most tokens (throughput: on H100 and H200 with an fp8 KV cache, which rounds); default: interactive.",
         choices=OBJECTIVES,
         group="workload",
     )

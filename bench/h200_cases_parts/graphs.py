@@ -76,7 +76,6 @@ def run_mode(
     with LLM(
         model,
         dtype=dtype,
-        kv_cache_dtype=dtype,
         skip_tokenizer_init=True,
         compilation_config={"cudagraph_mode": mode},
         max_num_seqs=24,

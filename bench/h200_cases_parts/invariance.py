@@ -122,7 +122,7 @@ def same_requests(
 
     def start(**more: Any) -> Any:
         settings = {"num_gpu_blocks_override": 4096, "batch_invariant": True, **place, **more}
-        settings |= {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16"}
+        settings |= {"dtype": "bfloat16"}
         config = EngineConfig(model=str(folder), max_model_len=length, **settings)
         core = build_core(config, folder, False)
         core.scheduler.config = replace(core.scheduler.config, look_ahead=False)  # a small pool is to be filled
@@ -204,7 +204,6 @@ def engine_times(model: str, flag: bool) -> str:
         max_model_len=8192,
         enable_prefix_caching=False,
         batch_invariant=flag,
-        kv_cache_dtype="bfloat16",
     ) as llm:
 
         def seconds(batch: int, output: int, prompt: int = 128) -> float:

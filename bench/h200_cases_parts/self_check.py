@@ -48,7 +48,6 @@ class Starts:
             place = {"device": "cpu", "cpu_threads": 1, "cpu_kv_cache_gib": 0.1}
         dummy = {} if model == "demo" else {"load_format": "dummy"}
         limits = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 256}
-        knobs = {"kv_cache_dtype": "bfloat16"} | knobs
         with (
             watched() as worst,
             LLM(model, dtype="bfloat16", skip_tokenizer_init=True, **limits, **place, **dummy, **knobs) as llm,

@@ -56,7 +56,6 @@ class Settings:
             "max_model_len": 1024 if self.smoke else 8192,
             "max_num_seqs": 64 if self.smoke else 1024,
             "gpu_memory_utilization": 0.9,
-            "kv_cache_dtype": "float32" if self.smoke else "bfloat16",
         }
         if model.quantization:
             knobs["quantization"] = model.quantization

@@ -13,7 +13,7 @@ from headrace.config import EngineConfig
 from headrace.executor.base import Executor
 from headrace.planner.decisions import decide_num_blocks
 from headrace.planner.record import Decision
-from headrace.planner.rounded_cache import settled_cache
+from headrace.planner.rounded_cache import gained_by_rounding, settled_cache
 from headrace.planner.smaller import fewer_blocks, smaller_plan
 from headrace.step import WorkerFacts
 
@@ -33,7 +33,8 @@ def fit(
     make: Callable[[EngineConfig], Executor], config: EngineConfig, given: EngineConfig, asked_cache: bool
 ) -> Fitted:
     """An executor that is ready to serve `config`, or the largest plan below it that there is memory for. `given` is
-    what the user asked for; `asked_cache`: if that, or the checkpoint, names the type of the KV cache.
+    what the user asked for; `asked_cache`: if that, or the checkpoint, names the type of the KV cache, and not the
+    objective alone.
 
     Raises OutOfMemoryError where there is none, ConfigError for a cache that this model cannot live with.
     """
@@ -69,6 +70,8 @@ def _fit(executor: Executor, workers: list[WorkerFacts], config: EngineConfig, g
         num_blocks, decision = fewer_blocks(config, num_blocks, answers)
         decisions += told([decision], logging.WARNING)
         answers = executor.initialize_cache(num_blocks)
+    if lossy := gained_by_rounding(config, workers, num_blocks):
+        logger.info("%s", lossy)
     return Fitted(executor, config, decisions, workers, num_blocks)
 
 

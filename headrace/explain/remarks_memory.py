@@ -37,7 +37,8 @@ def kv_cache_dtype(case: Case, setting: Setting) -> Remark | None:
     if full is not None and half is not None:
         text += f" (a sequence of {tokens:,} tokens: {size(full)} -> {size(half)})"
     weights = case.weight_bytes()
-    text += "; it cannot shrink weights" + (f", which stay {size(weights)} ({_format(case)})" if weights else "")
+    text += " and rounds K and V, which moves answers; it cannot shrink weights"
+    text += f", which stay {size(weights)} ({_format(case)})" if weights else ""
     if value == "fp8_e5m2":
         return Remark(
             "costs",

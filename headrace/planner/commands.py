@@ -111,7 +111,7 @@ def headrace_command(settings: Settings) -> Command:
         flags.append(Flag(_flag(name), str(getattr(settings, name)), "what the cache leaves room for"))
     flags += _switches(given)
     flags += [
-        Flag("--objective", settings.objective, "how many prompt tokens a step with decodes may hold"),
+        Flag("--objective", settings.objective, _why_objective(settings)),
         Flag("--expected-input-len", str(settings.input_len), "what /v1/plan predicts for"),
         Flag("--expected-output-len", str(settings.output_len), "what /v1/plan predicts for"),
         Flag(
@@ -268,6 +268,12 @@ def _nodes(settings: Settings) -> tuple[str, ...]:
         more = "all but the first add --headless --data-parallel-start-rank, and all --data-parallel-address"
         return (f"on each of {nodes} nodes: {more} of the first",)
     return (f"the same on each of {nodes} nodes, behind a balancer",)
+
+
+def _why_objective(settings: Settings) -> str:
+    why = "how many prompt tokens a step with decodes may hold"
+    rounds = settings.objective == "throughput" and settings.kv_cache_dtype.startswith("fp8")
+    return f"{why}, and an fp8 KV cache, which rounds" if rounds and "kv_cache_dtype" not in settings.given else why
 
 
 def _text(value: Any) -> str:

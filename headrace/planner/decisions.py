@@ -18,7 +18,7 @@ from headrace.models.registry import attention_spec, resolve
 from headrace.planner.checkpoint_format import holds_kv_scales
 from headrace.planner.graphs import decide_graphs
 from headrace.planner.record import Decision
-from headrace.planner.rounded_cache import ROUNDED, rounds_cache_here
+from headrace.planner.rounded_cache import FP8, cache_for, runs_fp8_cache_here
 from headrace.quantization.table import resolve_format
 from headrace.step import WorkerFacts
 
@@ -202,9 +202,9 @@ def activation_dtype(checkpoint: str, device_type: str) -> tuple[str, str]:
 def _kv_cache_dtype(config: EngineConfig, model: ModelConfig, dtype: str, device_type: str) -> tuple[str, ...]:
     """What `auto` means, why, and instead of what."""
     if holds_kv_scales(model.quantization):
-        return "fp8_e4m3", "the checkpoint's quantization_config holds scales for it"
-    if config.kv_cache_dtype == "auto" and rounds_cache_here(config, dtype, device_type):
-        return "fp8_e4m3", ROUNDED, f"{dtype}, which rounds nothing"
+        return FP8, "the checkpoint's quantization_config holds scales for it"
+    if config.kv_cache_dtype == "auto" and runs_fp8_cache_here(config, dtype, device_type):
+        return cache_for(config.objective, dtype)
     return dtype, "the model's"
 
 

@@ -24,6 +24,7 @@ from headrace.planner.nearest import changes, drastic_changes
 from headrace.planner.plan_request import PlanRequest
 from headrace.planner.predict import Prediction
 from headrace.planner.record import Decision
+from headrace.planner.rounded_cache import FP8
 from headrace.planner.search import Candidate, Found, Short, Terms, evaluate, score, search, simulated
 from headrace.planner.settings import PACE, engine_decisions, parallel_decisions
 from headrace.planner.shapes import ModelShape
@@ -184,14 +185,15 @@ def _beside_other_cache(decision: Decision, terms: Terms, best: Candidate, dtype
     """`kv_cache_dtype` with what its runner-up would give, predicted as `best` was."""
     if not decision.runner_up:
         return decision
-    kv_dtype = dtype if decision.value == "fp8_e4m3" else "fp8_e4m3"
+    kv_dtype = dtype if decision.value == FP8 else FP8
     other = evaluate(replace(terms, kv_dtype=kv_dtype), best.parallel)
     if not isinstance(other, Candidate):
         return decision
     if exact:
         other, _ = simulated(other, terms.request.simulate)
+    held = f"{other.prediction.kv_tokens:,} tokens held instead of {best.prediction.kv_tokens:,}"
     tok_s = f"{other.prediction.output_tok_s:,.0f} tok/s instead of {best.prediction.output_tok_s:,.0f}"
-    return replace(decision, runner_up=f"{decision.runner_up}; {tok_s}")
+    return replace(decision, runner_up=f"{decision.runner_up}; {held}, {tok_s}")
 
 
 def _completed(plan: Plan, terms: Terms, found: Found, subject: Subject, exact: bool) -> Plan:

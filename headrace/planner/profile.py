@@ -176,6 +176,8 @@ def _allowed(name: str, value: Any, config: EngineConfig) -> bool:
         return config.max_num_batched_tokens is None or value <= config.max_num_batched_tokens
     if name == "cudagraph_mode":
         return not config.enforce_eager and not any(key in config.compilation_config for key in GRAPH_KEYS)
+    if name == "kv_cache_dtype" and str(value).startswith("fp8"):  # lossy
+        return config.objective == "throughput"
     if name == "attention_backend":  # chosen for the cache that it was measured with
         return config.kv_cache_dtype == "auto"
     return True

@@ -1,7 +1,7 @@
-"""A KV cache in fp8 that nobody asked for: where it is taken, and when it is given back.
+"""A KV cache in fp8, which is lossy: `--objective throughput` takes it where it has run, and nothing else does unasked.
 
-It rounds, so a start that finds that it moves this model too far goes on without it, and every start says what it
-found and how to do without. What it moves, runner/kv_scales.py measures.
+A start that took it for the objective alone, and finds that it moves this model too far, goes on without it. What it
+moves, runner/kv_scales.py measures.
 """
 
 from __future__ import annotations
@@ -12,54 +12,79 @@ from headrace.planner.chips import Chip, find_chip, read_gpus
 from headrace.planner.record import Decision
 from headrace.step import WorkerFacts
 
-MOST_UNASKED = 0.1
-"""Most that hidden states may move where nobody asked: twice what is measured on the demo model, and half of what ten
-standard deviations of bias on K make of one; runner/kv_scales.py has what is served to whoever asks."""
-ROUNDED = (
-    "a byte a number is read in half the time and leaves room for twice the requests; a start that finds hidden states "
-    f"moved by over {MOST_UNASKED:.0%} goes back"
+MOST_FOR_THROUGHPUT = 0.1
+"""Most that hidden states may move where the objective alone asked: twice what is measured on the demo model, and half
+of what ten standard deviations of bias on K make of one; runner/kv_scales.py has what is served to whoever names it."""
+FP8 = "fp8_e4m3"
+TAKEN = (
+    "--objective throughput takes it: twice the tokens, read in half the time, but rounded; a start that finds hidden "
+    f"states moved by over {MOST_FOR_THROUGHPUT:.0%} goes back"
 )
+LOSSLESS = "the model's, so the cache rounds nothing"
+OFFERED = "fp8, which rounds: twice the tokens, read in half the time, by --kv-cache-dtype fp8"
 
 
-def rounds_cache(objective: str | None, dtype: str, chip: Chip) -> bool:
-    """Whether K and V are kept in fp8 where nobody says how: not where the one request that runs is to be fast, which
-    gains least. On Hopper alone: there it has run. `dtype` is of activations; whoever wants 32 bits wants no eight."""
-    return _may_round(objective, dtype) and chip.arch == "sm_90"
+def runs_fp8_cache(dtype: str, chip: Chip) -> bool:
+    """Whether such a cache has run there and goes with activations in `dtype`: whoever wants 32 bits wants no eight."""
+    return dtype != "float32" and chip.arch == "sm_90"
 
 
-def _may_round(objective: str | None, dtype: str) -> bool:
-    return objective != "latency" and dtype != "float32"
-
-
-def rounds_cache_here(config: EngineConfig, dtype: str, device_type: str) -> bool:
-    """The same on the GPUs of this machine, for a start."""
-    if device_type != "cuda" or config.batch_invariant or not _may_round(config.objective, dtype):
+def runs_fp8_cache_here(config: EngineConfig, dtype: str, device_type: str) -> bool:
+    """The same on all GPUs of this machine, for a start."""
+    if device_type != "cuda" or config.batch_invariant:
         return False
     try:
         chips = [find_chip(name, memory) for name, memory in read_gpus()]
     except ConfigError:  # no plan is made for such a GPU
         return False
-    return bool(chips) and all(rounds_cache(config.objective, dtype, chip) for chip in chips)
+    return bool(chips) and all(runs_fp8_cache(dtype, chip) for chip in chips)
+
+
+def cache_for(objective: str | None, dtype: str) -> tuple[str, str, str]:
+    """Type of the cache, why, and instead of what, where one in fp8 runs and nobody names a type."""
+    if objective == "throughput":
+        return FP8, TAKEN, f"{dtype}, which rounds nothing"
+    other = "" if objective == "latency" else f"{OFFERED} or --objective throughput"  # one request gains least
+    return dtype, LOSSLESS, other
 
 
 def settled_cache(config: EngineConfig, asked: bool, facts: list[WorkerFacts]) -> tuple[EngineConfig, Decision] | None:
     """After a load: the config and decision to load again with, because the fp8 cache moves hidden states too far;
-    None: it does not. `asked`: for fp8, by the user or the checkpoint.
+    None: it does not. `asked`: for fp8 by name, by the user or the checkpoint.
 
     Raises ConfigError where what was asked for moves them so far that it is never served.
     """
     name, dtype = config.kv_cache_dtype, config.dtype
-    worst = max(facts, key=lambda fact: (fact.kv_cache_error != fact.kv_cache_error, fact.kv_cache_error))
+    worst = _worst(facts)
     moved = f"the cache in {name} moves hidden states by {worst.kv_cache_error:.1%}"
     if asked and worst.kv_cache_remedy:
         raise ConfigError(
             f"kv_cache_dtype {name}: {moved}: K or V has outliers, beside which the rest is lost; use "
             f"{worst.kv_cache_remedy}"
         )
-    if asked or worst.kv_cache_error <= MOST_UNASKED:
+    if asked or worst.kv_cache_error <= MOST_FOR_THROUGHPUT:
         return None
     reason = (
-        f"{moved}, and {MOST_UNASKED:.0%} is the most where nobody asked for it; --kv-cache-dtype {dtype} saves the "
-        "next start the second load"
+        f"{moved}, and {MOST_FOR_THROUGHPUT:.0%} is the most that --objective throughput takes by itself; "
+        f"--kv-cache-dtype {dtype} saves the next start the second load"
     )
     return config.replace(kv_cache_dtype=dtype), Decision("kv_cache_dtype", dtype, reason, name, source="measured")
+
+
+def gained_by_rounding(config: EngineConfig, facts: list[WorkerFacts], num_blocks: int) -> str:
+    """A line on what the allocated fp8 cache holds and what it moves; empty where the cache rounds nothing."""
+    name, dtype = config.kv_cache_dtype, config.dtype
+    if not name.startswith("fp8"):
+        return ""
+    wider = 4 if dtype == "float32" else 2
+    tokens, kib = num_blocks * config.block_size, facts[0].kv_bytes_per_block / config.block_size / 1024
+    return (
+        f"The KV cache is lossy: {name} holds {tokens:,} tokens where {dtype} would hold {tokens // wider:,}, of "
+        f"{kib:.4g} KiB each on a rank instead of {wider * kib:.4g}, read in 1/{wider} of the time; it moves hidden "
+        f"states by {_worst(facts).kv_cache_error:.1%}"
+    )
+
+
+def _worst(facts: list[WorkerFacts]) -> WorkerFacts:
+    """The rank whose states move furthest; one whose error is no number counts most."""
+    return max(facts, key=lambda fact: (fact.kv_cache_error != fact.kv_cache_error, fact.kv_cache_error))

@@ -16,7 +16,7 @@ from headrace.planner.engines import default_block_size, model_gaps
 from headrace.planner.formats import cache_problem, format_problem, in_plan_format, plan_format
 from headrace.planner.plan_request import PlanRequest
 from headrace.planner.record import Decision
-from headrace.planner.rounded_cache import ROUNDED, rounds_cache
+from headrace.planner.rounded_cache import FP8, LOSSLESS, OFFERED, cache_for, runs_fp8_cache
 from headrace.planner.search import Terms
 from headrace.planner.settings import graph_decision
 from headrace.planner.shapes import ModelShape
@@ -112,16 +112,15 @@ def dtype_of(request: PlanRequest, subject: Subject) -> Decision:
 def kv_cache_of(request: PlanRequest, subject: Subject) -> Decision:
     if request.kv_cache_dtype != "auto":
         given = request.kv_cache_dtype
-        return Decision("kv_cache_dtype", "fp8_e4m3" if given == "fp8" else given, "given", source="user")
+        return Decision("kv_cache_dtype", FP8 if given == "fp8" else given, "given", source="user")
     if subject.shape.fp8_kv_cache and "fp8" in subject.chip.flops:
-        return Decision("kv_cache_dtype", "fp8_e4m3", "the checkpoint brings scales for it")
+        return Decision("kv_cache_dtype", FP8, "the checkpoint brings scales for it")
     dtype = dtype_of(request, subject).value
     served = request.engine == "headrace" and not subject.shape.is_mla
-    if served and rounds_cache(request.objective, dtype, subject.chip):
-        return Decision("kv_cache_dtype", "fp8_e4m3", ROUNDED, f"{dtype}, which rounds nothing")
-    why = "the model's; it holds the cache, and no weights: those shrink by --quantization alone"
-    runner_up = "fp8: twice the tokens, rounded" if "fp8" in subject.chip.flops else ""
-    return Decision("kv_cache_dtype", dtype, why, runner_up)
+    if served and runs_fp8_cache(dtype, subject.chip):
+        value, why, other = cache_for(request.objective, dtype)
+        return Decision("kv_cache_dtype", value, why, other or OFFERED)
+    return Decision("kv_cache_dtype", dtype, LOSSLESS, OFFERED if "fp8" in subject.chip.flops else "")
 
 
 def gaps_of_model(request: PlanRequest, subject: Subject) -> list[str]:

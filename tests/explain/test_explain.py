@@ -77,6 +77,8 @@ OPINIONS = [
     # line, gpu, setting, verdict, part of what is said, claim
     (f"vllm serve {LLAMA} --kv-cache-dtype fp8", "h200", "--kv-cache-dtype", "helps", "cannot shrink weights",
      "kv-dtype-shrinks-weights"),
+    (f"headrace serve {LLAMA} --kv-cache-dtype fp8", "h200", "--kv-cache-dtype", "helps",
+     "rounds K and V, which moves answers", "kv-dtype-shrinks-weights"),
     (f"vllm serve {LLAMA} --kv-cache-dtype fp8_e5m2", "h200", "--kv-cache-dtype", "costs", "2 bits of mantissa", ""),
     (f"VLLM_ROCM_USE_AITER=1 vllm serve {LLAMA} --kv-cache-dtype fp8", None, "--kv-cache-dtype", "helps",
      "AMD's pages contradict each other", "kv-dtype-shrinks-weights"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import shutil
@@ -179,23 +180,29 @@ def test_a_cache_that_makes_numbers_of_none_is_not_served(folder: Path) -> None:
     assert settled.remedy == "float32"
 
 
-def test_outliers_end_a_cache_that_nobody_asked_for(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_outliers_end_a_cache_that_the_objective_alone_asked_for(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("headrace.planner.decisions.rounds_cache_here", lambda *_: True)
+    monkeypatch.setattr("headrace.planner.decisions.runs_fp8_cache_here", lambda *_: True)
+    caplog.set_level(logging.INFO)
     said, tokens = {}, {}
     for name, model in (("calm", DEMO), ("wild", with_outliers(folder, tmp_path / "wild", 30))):
-        with LLM(str(model), dtype="float32", skip_tokenizer_init=True) as llm:
+        caplog.clear()
+        with LLM(str(model), dtype="float32", skip_tokenizer_init=True, objective="throughput") as llm:
             facts = llm._client.facts
             said[name] = next(entry for entry in facts.decisions if entry.field == "kv_cache_dtype")
             assert llm.config.kv_cache_dtype == said[name].value
             assert bool(facts.workers[0].kv_cache_error) == (name == "calm")
+            assert ("The KV cache is lossy: fp8_e4m3 holds" in caplog.text) == (name == "calm")
+            warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+            assert warned == [str(said[name])] * (name == "wild")
             (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)
             tokens[name] = output.outputs[0].token_ids
     assert (said["calm"].value, said["calm"].runner_up) == ("fp8_e4m3", "float32, which rounds nothing")
     assert (said["wild"].value, said["wild"].source) == ("float32", "measured")
     assert re.fullmatch(
-        r"the cache in fp8_e4m3 moves hidden states by \d+\.\d%, and 10% is the most where nobody asked for it; "
+        r"the cache in fp8_e4m3 moves hidden states by \d+\.\d%, and 10% is the most that --objective throughput takes "
+        "by itself; "
         "--kv-cache-dtype float32 saves the next start the second load",
         said["wild"].reason,
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from headrace.config import EngineConfig
+from headrace.config import OBJECTIVES, EngineConfig
 from headrace.errors import ConfigError, OutOfMemoryError
 from headrace.model_config import ModelConfig
 from headrace.planner.checkpoint_format import holds_kv_scales
@@ -28,6 +29,19 @@ MODEL = ModelConfig.from_dict(
         "torch_dtype": "float32",
     }
 )
+
+
+OnGpus = Callable[..., None]
+
+
+@pytest.fixture
+def on_gpus(monkeypatch: pytest.MonkeyPatch) -> OnGpus:
+    """Makes up the GPUs of this machine, by name."""
+
+    def pretend(*names: str) -> None:
+        monkeypatch.setattr("headrace.planner.rounded_cache.read_gpus", lambda: [(name, 150 << 30) for name in names])
+
+    return pretend
 
 
 def facts(available: int, device: str = "cuda") -> WorkerFacts:
@@ -55,25 +69,57 @@ def test_a_given_value_wins_and_is_marked() -> None:
 @pytest.mark.parametrize(
     ("gpus", "given", "settled"),
     [
-        (["NVIDIA H200"], {}, "fp8_e4m3"),
-        (["NVIDIA H200"] * 2, {"objective": "throughput"}, "fp8_e4m3"),
+        (["NVIDIA H200"], {}, "bfloat16"),
+        (["NVIDIA H200"], {"objective": "interactive"}, "bfloat16"),
         (["NVIDIA H200"], {"objective": "latency"}, "bfloat16"),
-        (["NVIDIA H200"], {"dtype": "float32"}, "float32"),
-        (["NVIDIA H200"], {"kv_cache_dtype": "bfloat16"}, "bfloat16"),
-        (["NVIDIA H200"], {"batch_invariant": True}, "bfloat16"),
-        (["NVIDIA H200", "NVIDIA A100"], {}, "bfloat16"),
+        (["NVIDIA H200"] * 2, {"objective": "throughput"}, "fp8_e4m3"),
+        (["NVIDIA H200"], {"objective": "throughput", "dtype": "float32"}, "float32"),
+        (["NVIDIA H200"], {"objective": "throughput", "kv_cache_dtype": "bfloat16"}, "bfloat16"),
+        (["NVIDIA H200"], {"objective": "throughput", "batch_invariant": True}, "bfloat16"),
+        (["NVIDIA H200", "NVIDIA A100"], {"objective": "throughput"}, "bfloat16"),
         (["AMD Instinct MI300X"], {"objective": "throughput"}, "bfloat16"),
-        (["a GPU that nobody knows"], {}, "bfloat16"),
-        ([], {}, "bfloat16"),
+        (["a GPU that nobody knows"], {"objective": "throughput"}, "bfloat16"),
+        ([], {"objective": "throughput"}, "bfloat16"),
     ],
 )
-def test_where_the_kv_cache_is_rounded_unasked(
-    gpus: list[str], given: dict[str, Any], settled: str, monkeypatch: pytest.MonkeyPatch
+def test_the_kv_cache_is_rounded_for_throughput_alone(
+    gpus: list[str], given: dict[str, Any], settled: str, on_gpus: OnGpus
 ) -> None:
-    monkeypatch.setattr("headrace.planner.rounded_cache.read_gpus", lambda: [(name, 150 << 30) for name in gpus])
+    on_gpus(*gpus)
     config, decisions = decide_before_load(EngineConfig(**given), MODEL, "cuda")
     assert config.kv_cache_dtype == settled
-    assert bool(next(d for d in decisions if d.field == "kv_cache_dtype").runner_up) == (settled == "fp8_e4m3")
+    reason = next(d for d in decisions if d.field == "kv_cache_dtype").reason
+    assert ("--objective throughput takes it" in reason) == (settled == "fp8_e4m3")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "given", "named"),
+    [
+        ("NVIDIA H200", {}, True),
+        ("NVIDIA H200", {"objective": "latency"}, False),
+        ("NVIDIA H200", {"dtype": "float32"}, False),
+        ("NVIDIA A100", {}, False),
+    ],
+)
+def test_a_default_start_names_in_one_line_what_rounding_the_cache_would_give(
+    gpu: str, given: dict[str, Any], named: bool, on_gpus: OnGpus
+) -> None:
+    on_gpus(gpu)
+    _, decisions = decide_before_load(EngineConfig(**given), MODEL, "cuda")
+    lines = [str(decision) for decision in decisions if "fp8" in str(decision)]
+    said = (
+        "kv_cache_dtype = bfloat16: the model's, so the cache rounds nothing (instead of fp8, which rounds: twice the "
+        "tokens, read in half the time, by --kv-cache-dtype fp8 or --objective throughput)"
+    )
+    assert lines == [said] * named
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_cpu_never_rounds_the_cache(objective: str, on_gpus: OnGpus) -> None:
+    on_gpus("NVIDIA H200")
+    config, decisions = decide_before_load(EngineConfig(objective=objective), MODEL, "cpu")
+    assert config.kv_cache_dtype == "float32"
+    assert not any("fp8" in str(decision) for decision in decisions)
 
 
 def test_float32_checkpoints_run_in_bfloat16_on_a_gpu_unless_told() -> None:

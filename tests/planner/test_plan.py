@@ -37,8 +37,9 @@ def value(made: Plan, field: str) -> Any:
 
 
 def rates_told(decision: Decision, other: str) -> list[float]:
-    """tokens/s of the runner-up `other`, and of what was taken"""
-    found = re.fullmatch(rf"{other}; ([\d,]+) tok/s instead of ([\d,]+)", decision.runner_up)
+    """Of the runner-up `other`, and of what was taken: tokens held, then tokens/s"""
+    held, speed = r"([\d,]+) tokens held instead of ([\d,]+)", r"([\d,]+) tok/s instead of ([\d,]+)"
+    found = re.fullmatch(f"{other}; {held}, {speed}", decision.runner_up)
     assert found is not None
     return [float(number.replace(",", "")) for number in found.groups()]
 
@@ -143,37 +144,40 @@ def test_a_plan_and_a_start_give_mixtures_the_same_steps() -> None:
     assert plan("mixtral-8x7b", "h200", num_gpus=2).decision("max_num_batched_tokens").value == WIDE_STEP
 
 
-def test_an_fp8_cache_is_taken_unasked_and_what_the_other_would_give_is_said() -> None:
+def test_an_fp8_cache_is_taken_for_throughput_and_what_the_other_would_give_is_said() -> None:
     load: Any = {"input_len": 2048, "output_len": 256, "concurrency": 500, "objective": "throughput"}
-    assert (
-        plan("llama-3.1-8b", "h200", **load | {"objective": "interactive"}).decision("kv_cache_dtype").value
-        == "fp8_e4m3"
-    )
     made, plain = plan("llama-3.1-8b", "h200", **load), plan("llama-3.1-8b", "h200", **load, kv_cache_dtype="bfloat16")
     assert made.prediction is not None
     assert plain.prediction is not None
     decision = made.decision("kv_cache_dtype")
     assert decision.value == "fp8_e4m3"
-    other, ours = rates_told(decision, "bfloat16, which rounds nothing")
+    held, most, other, ours = rates_told(decision, "bfloat16, which rounds nothing")
+    assert most > 1.9 * held
     assert ours > 1.05 * other
     assert other == pytest.approx(plain.prediction.output_tok_s, rel=0.02)
     commands = {command.engine: command.lines[0] for command in made.commands}
     assert "--objective throughput" in commands["headrace"]
     assert "--kv-cache-dtype" not in " ".join(commands.values())  # headrace measures first, vLLM does not
+    objective = next(flag for flag in made.commands[0].flags if flag.name == "--objective")
+    assert "an fp8 KV cache, which rounds" in objective.reason
     for changes in ({"dtype": "float32"}, {"gpu": "mi300x"}, {"gpu": "a100"}, {"engine": "vllm"}):
         terms = {"model": "llama-3.1-8b", "gpu": "h200"} | load | changes
         assert plan(terms.pop("model"), terms.pop("gpu"), **terms).decision("kv_cache_dtype").value != "fp8_e4m3"
     assert plan("deepseek-v3", "h200", num_gpus=16, **load).decision("kv_cache_dtype").value == "bfloat16"
 
 
-def test_an_fp8_cache_is_not_taken_unasked_for_latency_but_what_it_would_give_is_said() -> None:
-    shape: Any = {"input_len": 2048, "output_len": 256, "concurrency": 500, "objective": "latency"}
+@pytest.mark.parametrize("objective", ["interactive", "latency"])
+def test_an_fp8_cache_is_proposed_with_what_it_would_give_and_how_to_ask_for_it(objective: str) -> None:
+    shape: Any = {"input_len": 2048, "output_len": 256, "concurrency": 500, "objective": objective}
     made, other = plan("llama-3.1-8b", "h200", **shape), plan("llama-3.1-8b", "h200", **shape, kv_cache_dtype="fp8")
     assert made.prediction is not None
     assert other.prediction is not None
     decision = made.decision("kv_cache_dtype")
     assert decision.value == "bfloat16"
-    said, ours = rates_told(decision, "fp8: twice the tokens, rounded")
+    asked_by = "--kv-cache-dtype fp8" + (" or --objective throughput" if objective == "interactive" else "")
+    proposal = f"fp8, which rounds: twice the tokens, read in half the time, by {asked_by}"
+    most, held, said, ours = rates_told(decision, proposal)
+    assert most > 1.9 * held
     assert said > 1.05 * ours
     assert said == pytest.approx(other.prediction.output_tok_s, rel=0.02)
     assert other.decision("kv_cache_dtype").runner_up == ""

@@ -34,7 +34,7 @@ PROFILE = Profile(
         "max_num_batched_tokens": Measured(16384, 8192, 1.06),
         "max_num_seqs": Measured(512, 1024, 1.03),
         "cudagraph_mode": Measured("PIECEWISE", "FULL_AND_PIECEWISE", 1.1),
-        "kv_cache_dtype": Measured("fp8", "bfloat16", 1.2),
+        "kv_cache_dtype": Measured("bfloat16", "fp8_e4m3", 1.2),
         "attention_backend": Measured("TORCH_SDPA", "TRITON_ATTN", 1.04),
     },
 )
@@ -56,7 +56,7 @@ def test_measured_settings_are_taken_with_their_reason() -> None:
     write_profile(PROFILE, MODEL)
     config, decisions = decide()
     assert (config.max_num_batched_tokens, config.max_num_seqs) == (16384, 512)
-    assert (config.kv_cache_dtype, config.attention_backend) == ("fp8_e4m3", "TORCH_SDPA")
+    assert config.attention_backend == "TORCH_SDPA"
     budget = decisions["max_num_batched_tokens"]
     assert budget.source == "measured"
     assert budget.reason == "tuned on 2026-01-31 for 1024/128: +6.0% over 8192, in ITL p99"
@@ -84,7 +84,7 @@ def test_graphs_are_measured_settings_too() -> None:
         ({"max_num_seqs": 64}, {"max_num_seqs"}),
         ({"max_num_seqs": 20000}, {"max_num_seqs", "max_num_batched_tokens"}),
         ({"enable_chunked_prefill": False}, {"max_num_batched_tokens"}),
-        ({"kv_cache_dtype": "bfloat16"}, {"kv_cache_dtype", "attention_backend"}),
+        ({"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype", "attention_backend"}),
         ({"attention_backend": "TRITON_ATTN"}, {"attention_backend"}),
     ],
 )
@@ -95,6 +95,16 @@ def test_flags_win_and_what_does_not_go_with_them_is_left(given: dict[str, Any],
         assert getattr(config, name) == value
     measured = {name for name, decision in decisions.items() if decision.source == "measured"}
     assert PROFILE.settings.keys() - {"cudagraph_mode"} - measured == left
+
+
+@pytest.mark.parametrize("objective", ["interactive", "throughput"])
+def test_a_measured_cache_that_rounds_is_taken_for_throughput_alone(objective: str) -> None:
+    lossy = {"kv_cache_dtype": Measured("fp8", "bfloat16", 1.2)}
+    write_profile(dataclasses.replace(PROFILE, objective=objective, settings=lossy), MODEL)
+    config, decisions = decide(objective=objective)
+    taken = objective == "throughput"
+    assert config.kv_cache_dtype == ("fp8_e4m3" if taken else "bfloat16")
+    assert decisions["kv_cache_dtype"].source == ("measured" if taken else "derived")
 
 
 @pytest.mark.parametrize(

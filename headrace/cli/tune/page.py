@@ -40,7 +40,7 @@ def page(report: Report) -> str:
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>headrace tune: {title}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style><h1>{title}</h1>'
         f"<p>{html.escape(report.load)}</p><p><b>{html.escape(report.verdict())}</b></p>"
-        f"<p>{html.escape(report.standing_line())} {html.escape(report.doubt())}</p>"
+        f"<p>{html.escape(report.standing_line())} {html.escape(report.doubt())} {html.escape(report.proposal())}</p>"
         f'<div class="plots">{plots}</div>'
         "<p>The dashed line is the front: no other setting has both more tokens and shorter waits. Numbers are "
         "rows of the table; the diamond is the plan.</p>"

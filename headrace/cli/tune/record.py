@@ -44,8 +44,14 @@ class Trial(msgspec.Struct, frozen=True):
         return json.dumps(self.changes, sort_keys=True) + (" again" if self.again else "")
 
     @property
+    def is_lossy(self) -> bool:
+        """It rounds what the plan does not, so its answers are others."""
+        return str(self.changes.get("kv_cache_dtype")).startswith("fp8")
+
+    @property
     def title(self) -> str:
         changed = ", ".join(f"{name} {value}" for name, value in self.changes.items()) or "the plan"
+        changed += " (lossy)" if self.is_lossy else ""
         return f"{changed}, again" if self.again else changed
 
 

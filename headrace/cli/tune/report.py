@@ -9,7 +9,7 @@ import msgspec
 
 from headrace.cli.tune.knobs import KNOBS
 from headrace.cli.tune.record import Result
-from headrace.cli.tune.tuner import WORSE, Outcome, gain, gained
+from headrace.cli.tune.tuner import NOISE, WORSE, Outcome, gain, gained, may_win
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,10 +56,23 @@ class Report:
             return ""
         return "The plan was not measured again, for lack of time or because it failed, so this may be chance."
 
+    def proposal(self) -> str:
+        """What a lossy setting that may not win would give, and how to ask for it; empty: nothing beyond noise"""
+        found = [run for run in self.runs if not may_win(self.objective, run.trial)]
+        gains = {gain(self.objective, run, self.outcome.plan): run for run in found}
+        if max(gains, default=0.0) <= 1 + NOISE:
+            return ""
+        best = gains[max(gains)]
+        return (
+            f"Not taken: {best.trial.title}, {self.versus(best)} over the plan in {self.gained}. It moves answers, so "
+            "no profile holds it: --kv-cache-dtype fp8 asks for it."
+        )
+
     def standing(self) -> dict[str, tuple[float, Result]]:
-        """Figure -> (what the plan lacks of the best, 0.03: 3%; the best), each figure by itself. The best ITL is that
-        of settings whose TTFT is within 1.1 times the best."""
-        plan, runs = self.outcome.plan, [result for result in self.runs if result.ok]
+        """Figure -> (what the plan lacks of the best, 0.03: 3%; the best), each figure by itself, of what may win. The
+        best ITL is that of settings whose TTFT is within 1.1 times the best."""
+        plan = self.outcome.plan
+        runs = [result for result in self.runs if result.ok and may_win(self.objective, result.trial)]
         most = max(runs, key=_tok_s)
         first = min(runs, key=lambda result: result.felt.ttft_p99)
         prompt = [result for result in runs if result.felt.ttft_p99 <= WORSE * first.felt.ttft_p99]
@@ -95,7 +108,7 @@ def kind(result: Result) -> str:
 
 def value(result: Result) -> str:
     if len(result.trial.changes) == 1:
-        return str(*result.trial.changes.values())
+        return str(*result.trial.changes.values()) + (" (lossy)" if result.trial.is_lossy else "")
     return result.trial.title if result.trial.changes else "again" if result.trial.again else ""
 
 
@@ -143,7 +156,8 @@ def as_json(report: Report) -> dict[str, Any]:
             figure: {"share": lacks, "of": best.trial.changes} for figure, (lacks, best) in report.standing().items()
         },
         "trials": [
-            msgspec.to_builtins(result) | {"gain": gain(report.objective, result, outcome.plan)}
+            msgspec.to_builtins(result)
+            | {"gain": gain(report.objective, result, outcome.plan), "lossy": result.trial.is_lossy}
             for result in report.runs
         ],
     }

@@ -24,7 +24,7 @@ from headrace.cli.tune.picture import write_png
 from headrace.cli.tune.record import Journal, Result, Trial
 from headrace.cli.tune.report import Report, as_json, failures, rich_table
 from headrace.cli.tune.trial import Traffic, TrialRunner
-from headrace.cli.tune.tuner import PLAN, RunTrial, Tuner, gain, parse_seconds
+from headrace.cli.tune.tuner import PLAN, RunTrial, Tuner, gain, may_win, parse_seconds
 from headrace.config import EngineConfig, cache_folder
 from headrace.errors import ConfigError, HeadraceError
 from headrace.hub import resolve_model_folder
@@ -41,8 +41,6 @@ from headrace.planner.profile import (
     write_profile,
 )
 
-ROUNDED = "kv_cache_dtype"
-"""Where the plan does not round the cache, fp8 wins only where the user has named this knob."""
 PINS = (*(name for name in KNOBS if name != "cudagraph_mode"), "compilation_config", "enforce_eager")
 """Fields which, given by the user, are part of what was tuned."""
 MOST_CLIENTS = 4
@@ -57,9 +55,7 @@ class Session:
         self.options, self.config = options, config
         self.console = Console(stderr=True, highlight=False)
         self.budget = parse_seconds(options.budget)
-        named = None if options.knobs is None else [name.strip() for name in options.knobs.split(",")]
-        self.knobs = self._knobs(named)
-        self.rounding_asked = named is not None and ROUNDED in named
+        self.knobs = self._knobs()
         folder = resolve_model_folder(config.model, config.revision, config.download_dir, config.load_format)
         self.model = ModelConfig.from_folder(folder)
         longest = config.max_model_len or self.model.max_position_embeddings
@@ -78,7 +74,8 @@ class Session:
         self._status: Any = None
         self._line = ""
 
-    def _knobs(self, named: list[str] | None) -> list[str]:
+    def _knobs(self) -> list[str]:
+        named = None if self.options.knobs is None else [name.strip() for name in self.options.knobs.split(",")]
         for name in named or ():
             if name not in KNOBS:
                 raise ConfigError(f"--knobs must be of {', '.join(KNOBS)}; got {name!r}")
@@ -105,7 +102,7 @@ class Session:
         tuner = Tuner(self.journal, run_trial, self.objective, self.budget, time.monotonic, self._tell)
         try:
             with self.console.status("") as self._status:
-                outcome = tuner.tune(self._trials, self._kept_out)
+                outcome = tuner.tune(self._trials)
         except KeyboardInterrupt:
             self.say(f"interrupted; what was measured is in {self.folder}, and the same command goes on from there")
             raise
@@ -114,9 +111,6 @@ class Session:
 
     def _trials(self, plan: Result) -> list[Trial]:
         return trials_of(self.knobs, self.config, self.model, plan.settings, self.traffic)
-
-    def _kept_out(self, trial: Trial) -> bool:
-        return not self.rounding_asked and str(trial.changes.get(ROUNDED)).startswith("fp8")
 
     def _load(self) -> str:
         load = self.traffic
@@ -132,7 +126,8 @@ class Session:
         plan = self.journal.results.get(PLAN.id)
         if plan is None:
             return ""
-        best = max(self.journal.results.values(), key=lambda result: gain(self.objective, result, plan))
+        results = [result for result in self.journal.results.values() if may_win(self.objective, result.trial)]
+        best = max(results, key=lambda result: gain(self.objective, result, plan))
         return f"  [dim]best so far: {escape(best.trial.title)}, {_rate(best)}[/dim]"
 
     def _tell(self, number: int, total: int, trial: Trial, result: Result | None) -> None:
@@ -177,6 +172,8 @@ class Session:
         console.print(f"Milliseconds; vs plan in {report.gained}; `-`: too much worse in something else.", style="dim")
         console.print(report.standing_line(), markup=False)
         console.print(report.verdict(), markup=False, style="bold")
+        if report.proposal():
+            console.print(report.proposal(), markup=False)
         if report.outcome.left:
             left = f"{report.outcome.left} trials found no time; the same command goes on with them."
             console.print(left, style="yellow")

@@ -52,6 +52,12 @@ def gain(objective: str, result: Result, plan: Result) -> float:
     return old.itl_p99 / max(new.itl_p99, 1e-9)
 
 
+def may_win(objective: str, trial: Trial) -> bool:
+    """What is lossy is measured and shown, and is taken for throughput alone: serve takes it under no other
+    objective."""
+    return objective == "throughput" or not trial.is_lossy
+
+
 @dataclass(frozen=True)
 class Outcome:
     plan: Result
@@ -83,30 +89,27 @@ class Tuner:
         self._budget, self._clock, self._tell = budget, clock, tell
         self._end = clock() + budget
 
-    def tune(
-        self, trials_for: Callable[[Result], list[Trial]], keep_out: Callable[[Trial], bool] = lambda _: False
-    ) -> Outcome:
-        """`trials_for`: given the plan's result, what else to try. Those that `keep_out` is true of come last, and
-        never win.
+    def tune(self, trials_for: Callable[[Result], list[Trial]]) -> Outcome:
+        """`trials_for`: given the plan's result, what else to try. What may not win comes last.
 
         Raises HeadraceError where not even the plan runs.
         """
         plan = self._journal.results.get(PLAN.id)
         if plan is None or not plan.ok:
             plan = self._measure(0, 1, PLAN, FIRST_LIMIT)
-        trials = sorted(trials_for(plan), key=keep_out)
+        trials = sorted(trials_for(plan), key=self._may_win, reverse=True)
         limit = max(LEAST_LIMIT, PATIENCE * plan.seconds)
         done: list[Result] = []
         left = 0
         for number, trial in enumerate(trials, 1):
             result = self._journal.results.get(trial.id)
-            if result is None and self._has_time(plan, done, self._still_wanted(plan, done, keep_out)):
+            if result is None and self._has_time(plan, done, self._still_wanted(plan, done)):
                 result = self._measure(number, len(trials), trial, limit)
             if result is None:
                 left += 1
             else:
                 done.append(result)
-        winners = self._winners(plan, done, keep_out)
+        winners = self._winners(plan, done)
         combined = _combined(list(winners.values()))
         together = combined is None
         if combined is not None:
@@ -138,12 +141,15 @@ class Tuner:
         found = gain(self._objective, result, plan)
         return found if found > 1 + NOISE or result is plan else 0.0
 
-    def _winners(self, plan: Result, done: list[Result], keep_out: Callable[[Trial], bool]) -> dict[str, Result]:
+    def _may_win(self, trial: Trial) -> bool:
+        return may_win(self._objective, trial)
+
+    def _winners(self, plan: Result, done: list[Result]) -> dict[str, Result]:
         """Knob -> its best result, where that is better than the plan's; the best first."""
         best: dict[str, Result] = {}
         for result in sorted(done, key=lambda result: -self._worth(result, plan)):
             (knob,) = result.trial.changes
-            if not keep_out(result.trial) and self._worth(result, plan) > 0:
+            if self._may_win(result.trial) and self._worth(result, plan) > 0:
                 best.setdefault(knob, result)
         return best
 
@@ -152,9 +158,9 @@ class Tuner:
         again = self._journal.results.get(AGAIN.id)
         return again if again is not None and again.ok else None
 
-    def _still_wanted(self, plan: Result, done: list[Result], keep_out: Callable[[Trial], bool]) -> int:
+    def _still_wanted(self, plan: Result, done: list[Result]) -> int:
         """Trials to keep time for: the plan again where something beats it, and the winners together."""
-        winners = list(self._winners(plan, done, keep_out).values())
+        winners = list(self._winners(plan, done).values())
         combined = _combined(winners)
         together = combined is not None and combined.id not in self._journal.results
         return int(bool(winners) and self._measured_again() is None) + int(together)

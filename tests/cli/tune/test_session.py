@@ -111,12 +111,18 @@ def test_what_was_pinned_is_part_of_what_was_tuned(model_folder: str) -> None:
     assert [*measured_here(EngineConfig(objective="throughput", max_num_seqs=64), model, "cuda")] == ["cudagraph_mode"]
 
 
-def test_a_rounded_cache_wins_only_where_it_is_named(model_folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("objective", ["interactive", "throughput"])
+def test_a_rounded_cache_is_in_the_profile_for_throughput_alone(
+    objective: str, model_folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = {Trial({"kv_cache_dtype": "fp8"}).id: 2000.0}
-    run(model_folder, script, "--json")
-    assert json.loads(capsys.readouterr().out)["best"] == {}
-    run(model_folder, script, "--json", "--knobs", "kv_cache_dtype")
-    assert json.loads(capsys.readouterr().out)["best"] == {"kv_cache_dtype": "fp8"}
+    run(model_folder, script, "--objective", objective, "--knobs", "kv_cache_dtype")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "fp8 (lossy)" in said
+    profile = find_profile(ModelConfig.from_folder(Path(model_folder)))
+    assert profile is not None
+    assert {*profile.settings} == ({"kv_cache_dtype"} if objective == "throughput" else set())
+    assert ("so no profile holds it: --kv-cache-dtype fp8 asks" in said) == (objective == "interactive")
 
 
 def test_a_cache_that_rounds_nothing_may_win_unnamed(

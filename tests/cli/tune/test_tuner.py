@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def of(**changes: Any) -> Trial:
 
 
 SMALL, LARGE = of(max_num_batched_tokens=4096), of(max_num_batched_tokens=16384)
-FEW, EAGER = of(max_num_seqs=512), of(cudagraph_mode="NONE")
+FEW, EAGER, ROUNDED = of(max_num_seqs=512), of(cudagraph_mode="NONE"), of(kv_cache_dtype="fp8")
 TRIALS = [SMALL, LARGE, FEW, EAGER]
 
 
@@ -61,9 +62,9 @@ class Bench:
     def journal(self, key: str = "a") -> Journal:
         return Journal(self.path, key, self.said.append)
 
-    def tune(self, budget: float = 1000.0, keep_out: str = "", objective: str = "throughput") -> Outcome:
+    def tune(self, budget: float = 1000.0, objective: str = "throughput", trials: Sequence[Trial] = TRIALS) -> Outcome:
         tuner = Tuner(self.journal(), self.run, objective, budget, self.clock, lambda *told: None)
-        return tuner.tune(lambda plan: TRIALS, lambda trial: keep_out in trial.changes)
+        return tuner.tune(lambda plan: list(trials))
 
 
 def test_the_plan_runs_first_and_the_winners_together_last(bench: Bench) -> None:
@@ -131,11 +132,33 @@ def test_where_there_is_no_time_for_it_that_is_said(bench: Bench) -> None:
     assert (outcome.best.trial, outcome.weighed) == (FEW, False)
 
 
-def test_a_knob_kept_out_is_measured_last_and_never_wins(bench: Bench) -> None:
-    bench.run.script = {FEW.id: 2000.0}
-    outcome = bench.tune(keep_out="max_num_seqs")
+def test_what_is_lossy_is_measured_last_and_proposed_and_wins_for_throughput_alone(bench: Bench) -> None:
+    bench.run.script = {ROUNDED.id: 2000.0}
+    outcome = bench.tune(objective="interactive", trials=[ROUNDED, *TRIALS])
     assert outcome.best is outcome.plan
-    assert bench.run.ran[-1] == FEW.changes
+    assert bench.run.ran[-1] == ROUNDED.changes
+    report = Report(outcome, "interactive", "a model", "a load")
+    assert report.verdict() == "Nothing beats the plan by more than noise (2%): serve keeps it."
+    assert report.standing()["output tok/s"] == (0.0, outcome.plan)
+    assert report.proposal() == (
+        "Not taken: kv_cache_dtype fp8 (lossy), +100.0% over the plan in output tok/s. It moves answers, so no profile "
+        "holds it: --kv-cache-dtype fp8 asks for it."
+    )
+    assert report.proposal() in page(report)
+    assert {entry["trial"]["changes"].get("kv_cache_dtype"): entry["lossy"] for entry in as_json(report)["trials"]} == {
+        None: False,
+        "fp8": True,
+    }
+    bench.clock.now, bench.run.ran = 0.0, []
+    outcome = bench.tune(trials=[ROUNDED, *TRIALS])
+    assert outcome.best.trial == ROUNDED
+    assert Report(outcome, "throughput", "a model", "a load").proposal() == ""
+
+
+def test_a_lossy_gain_within_the_noise_is_not_proposed(bench: Bench) -> None:
+    bench.run.script = {ROUNDED.id: 1019.0}
+    outcome = bench.tune(objective="interactive", trials=[ROUNDED])
+    assert Report(outcome, "interactive", "a model", "a load").proposal() == ""
 
 
 def test_a_failed_trial_is_a_result_and_not_tried_again(bench: Bench) -> None:
