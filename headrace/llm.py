@@ -18,7 +18,7 @@ from headrace.engine.core_client import InprocClient
 from headrace.engine.input_processor import InputProcessor, ModelLimits, sampling_defaults
 from headrace.engine.output_processor import OutputProcessor
 from headrace.errors import ConfigError, HeadraceError, RequestError, SomeRequestsError
-from headrace.model_config import ModelConfig
+from headrace.models.registry import read_served_config
 from headrace.request import RequestOutput, SchedulerStats
 from headrace.sampling_params import SamplingParams
 
@@ -37,7 +37,7 @@ class LLM:
         except TypeError as error:
             raise ConfigError(f"LLM: {error}") from None
         folder = model_folder(engine_config)
-        model_config = ModelConfig.from_folder(folder)
+        model_config = read_served_config(folder)
         self._defaults = SamplingParams(**sampling_defaults(engine_config, model_config))
         self.tokenizer = load_tokenizer(engine_config, folder)
         self._client = InprocClient(engine_config, folder, executor)

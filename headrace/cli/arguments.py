@@ -48,6 +48,13 @@ GROUP_TITLES = {
 }
 OTHER_FLAGS = "Further flags and variables of vLLM are taken by name; `headrace explain` says what becomes of each."
 SWITCH_WORDS = {"true": True, "false": False}
+OWNERS = {
+    "engine": "`headrace serve`, `generate` and the benchmarks that run an engine",
+    "server": "`headrace serve`",
+    "bench": "a benchmark (`headrace bench --help`)",
+    "offline": "`headrace bench latency` and `throughput`",
+}
+"""scope of flags/table.py -> the commands that take its flags"""
 
 
 def parse_switch(text: str) -> bool:
@@ -81,6 +88,7 @@ class FlagParser:
 
     def __init__(self, command: str, summary: str, examples: str, *, model: bool = True) -> None:
         """`model`: MODEL may be given as first positional as well as by `--model`."""
+        self._command = command
         usage = f"headrace {command} [MODEL] [flags]" if model else f"headrace {command} [flags]"
         self._parser = _Argparse(
             usage=usage,
@@ -257,9 +265,18 @@ class FlagParser:
         return tokens.pop(0)
 
     def _unknown(self, flag: str) -> str:
-        own = {*self._flags, *self._switches}
-        near = difflib.get_close_matches(flag, sorted(own), 1, 0.6)
-        return f"unknown flag {flag}" + (f"; did you mean {near[0]}?" if near else "; --help lists the flags")
+        """What to do about a flag that this command does not take: who takes it, what is like it, or where all are."""
+        for scope, owners in OWNERS.items():
+            found = find_flag(flag, [scope])
+            if found is not None and found.known.fate == "ours":
+                return f"unknown flag {flag}: `headrace {self._command}` does not take it; it is for {owners}"
+            if found is not None:
+                why = found.known.why or "what it asks for is done anyway"
+                return f"unknown flag {flag}: `headrace {self._command}` does not take it; it is vLLM's, and {why}"
+        near = difflib.get_close_matches(flag, sorted({*self._flags, *self._switches}), 1, 0.6)
+        if near:
+            return f"unknown flag {flag}; did you mean {near[0]}?"
+        return f"unknown flag {flag}: no flag of headrace's or vLLM's; `headrace {self._command} --help` lists them"
 
 
 def _switch_value(given: str | None, tokens: list[str]) -> str:

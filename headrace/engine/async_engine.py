@@ -22,6 +22,7 @@ from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import EngineDeadError, HeadraceError
 from headrace.hub import resolve_model_folder, resolve_tokenizer_folder
 from headrace.model_config import ModelConfig
+from headrace.models.registry import read_served_config
 from headrace.planner.memory_report import report_memory
 from headrace.planner.record import Decision
 from headrace.planner.served import expect, predict_memory
@@ -83,7 +84,7 @@ class AsyncEngine:
         `executor`: `module:attribute` of a function like `make_executor`, for tests.
         """
         folder = await asyncio.to_thread(model_folder, config)
-        model_config = ModelConfig.from_folder(folder)
+        model_config = read_served_config(folder)
         sampling_defaults(config, model_config)  # what is wrong with them is told before anything is loaded
         client = AsyncMPClient(config, folder, executor)
         try:

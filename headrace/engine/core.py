@@ -23,6 +23,7 @@ from headrace.errors import ConfigError, EngineDeadError, HeadraceError, OutOfMe
 from headrace.executor.base import Executor, StepHandle
 from headrace.executor.factory import detect_device, make_executor
 from headrace.model_config import ModelConfig
+from headrace.models.registry import read_served_config
 from headrace.planner.checkpoint_format import holds_kv_scales
 from headrace.planner.decisions import decide_before_load, decide_mixed_step
 from headrace.planner.profile import measured_here
@@ -260,7 +261,7 @@ def build_core(config: EngineConfig, folder: Path, beside_server: bool, executor
 
     `executor`: `module:attribute` of a function like `make_executor`, for tests.
     """
-    model_config = ModelConfig.from_folder(folder)
+    model_config = read_served_config(folder)
     device, factory = _executor_factory(config, executor)
     measured = measured_here(config, model_config, device)
     resolved, decisions = decide_before_load(config, model_config, device, beside_server, measured)

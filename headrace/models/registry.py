@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from headrace.attention.spec import AttentionSpec
 from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.layers.moe_spec import ExpertNames, MoeSpec
-from headrace.model_config import MOST, Fields, ModelConfig
+from headrace.model_config import MOST, Fields, ModelConfig, read_object
 from headrace.quantization.table import resolve_format
 
 Windows = Callable[[ModelConfig], tuple[int | None, ...]]
@@ -209,6 +211,10 @@ MODELS = (
     ),
 )
 
+SERVED = {entry.architecture: entry for entry in MODELS}
+VISION_FIELDS = ("vision_config", "vision_tower", "visual", "image_token_id", "image_token_index")
+"""of config.json: any of them is there where a model sees"""
+
 ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -221,15 +227,37 @@ ROPE_NUMBERS = ("factor", "low_freq_factor", "original_max_position_embeddings",
 """of any rope type: far enough from 0 and infinity for a logarithm of their quotient"""
 
 
+def read_served_config(folder: Path) -> ModelConfig:
+    """The config of a model's folder, if its architecture is served. That is looked at first: other families have
+    other fields, and that one of ours is missing would say nothing.
+
+    Raises UnsupportedModelError, and ModelNotFoundError where a file is missing or cannot be read.
+    """
+    raw = read_object(folder / "config.json")
+    names = Fields(raw, "config.json").texts("architectures")
+    if names and names[0] not in SERVED:
+        raise _not_served(names[0], raw)
+    return ModelConfig.from_folder(folder)
+
+
+def _not_served(architecture: str, raw: dict[str, Any]) -> UnsupportedModelError:
+    """`raw` is config.json."""
+    kind = ""
+    if any(name in raw for name in VISION_FIELDS):
+        kind = "a vision-language model, which is "
+    elif "text_config" in raw:
+        kind = "a model of more than text, which is "
+    return UnsupportedModelError(
+        f"architecture {architecture!r:.80} is {kind}not served yet; served: {', '.join(SERVED)}"
+    )
+
+
 def resolve(config: ModelConfig) -> ModelEntry:
-    """The entry that serves `config`. Raises UnsupportedModelError naming what is supported: of architectures, of one
+    """The entry that serves `config`. Raises UnsupportedModelError naming what is served: of architectures, of one
     architecture's features, or of weight formats."""
-    for entry in MODELS:
-        if entry.architecture == config.architecture:
-            break
-    else:
-        supported = ", ".join(entry.architecture for entry in MODELS)
-        raise UnsupportedModelError(f"architecture {config.architecture!r} is not supported; supported: {supported}")
+    entry = SERVED.get(config.architecture)
+    if entry is None:
+        raise _not_served(config.architecture, config.raw)
     reasons = entry.reasons(config)
     if reasons:
         raise UnsupportedModelError(f"config.json of {config.architecture}: {'; '.join(reasons)}")

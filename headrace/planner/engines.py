@@ -11,7 +11,7 @@ from headrace.attention.spec import AttentionSpec
 from headrace.attention.table import BACKENDS, select_backend
 from headrace.errors import UnsupportedModelError
 from headrace.model_config import ModelConfig
-from headrace.models.registry import MODELS, resolve
+from headrace.models.registry import SERVED, resolve
 from headrace.planner.chips import Chip
 from headrace.planner.cost import Parallel
 from headrace.planner.record import Decision
@@ -29,10 +29,9 @@ AITER_HEAD_DIMS = (64, 128, 256)
 
 def model_gaps(raw: dict[str, Any], quantization: str | None) -> list[str]:
     """Why headrace cannot serve the model of that config.json in that format; empty: it can."""
-    known = [entry.architecture for entry in MODELS]
     names = raw.get("architectures") or ["unknown"]
-    if names[0] not in known:
-        return [f"headrace has no {names[0]} yet; it has {', '.join(known)}"]
+    if names[0] not in SERVED:
+        return [f"headrace has no {names[0]} yet; it has {', '.join(SERVED)}"]
     try:
         resolve(ModelConfig.from_dict(raw))
     except UnsupportedModelError as error:

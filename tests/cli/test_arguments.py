@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from headrace.cli.arguments import FlagParser, build_config, human_int
 from headrace.cli.bench.command import build_parser as bench_parser
 from headrace.cli.generate import build_parser as generate_parser
+from headrace.cli.plan import build_parser as plan_parser
 from headrace.cli.serve import build_parser as serve_parser
 from headrace.config import EngineConfig, ServerConfig, knob
 from headrace.errors import ConfigError
@@ -69,7 +71,7 @@ def test_spellings(line: str, expected: dict[str, Any]) -> None:
 MISTAKES = [
     ("--max-model-length 5", "unknown flag --max-model-length; did you mean --max-model-len?"),
     ("--no-enforce-eagr", "unknown flag --no-enforce-eagr; did you mean --no-enforce-eager?"),
-    ("--qqqqqqqq", "unknown flag --qqqqqqqq; --help lists the flags"),
+    ("--qqqqqqqq", "unknown flag --qqqqqqqq: no flag of headrace's or vLLM's; `headrace serve --help` lists them"),
     ("-x", "unknown flag -x"),
     ("--max-model-len x", "--max-model-len must be a whole number such as 4096, 8k or 8K, got 'x'"),
     ("--max-model-len 0", "--max-model-len must be at least 1, got 0"),
@@ -264,6 +266,31 @@ def test_what_a_benchmark_does_not_take(name: str, line: str, message: str) -> N
     with pytest.raises(ConfigError) as caught:
         bench_parser(name).parse(line.split())
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("parser", "flag", "message"),
+    [
+        (generate_parser, "--port", "`headrace generate` does not take it; it is for `headrace serve`"),
+        (
+            plan_parser,
+            "--served-model-name",
+            "`headrace plan` does not take it; it is for `headrace serve`,",
+        ),
+        (serve_parser, "--random-input-len", "`headrace serve` does not take it; it is for a benchmark"),
+        (plan_parser, "--swap-space", "it is vLLM's, and preempted requests are recomputed, not swapped"),
+        (plan_parser, "--num-gpu", "unknown flag --num-gpu; did you mean --num-gpus?"),
+        (plan_parser, "--frobnicate", "no flag of headrace's or vLLM's; `headrace plan --help` lists them"),
+    ],
+)
+def test_a_flag_of_another_command_or_of_nobody_says_whose_it_is(
+    parser: Callable[[], FlagParser], flag: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parser().parse([flag, "3"])
+    assert str(caught.value).startswith(f"unknown flag {flag}")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("line", ["--ignore-eos", "--backend vllm", "--async-engine"])

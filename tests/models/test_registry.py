@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headrace import LLM
 from headrace.errors import ConfigError, UnsupportedModelError
+from headrace.hub import DEMO_FOLDER
 from headrace.layers.moe_spec import MoeSpec
 from headrace.model_config import ModelConfig
-from headrace.models.registry import MODELS, ROPE_FIELDS, attention_spec, resolve
+from headrace.models.registry import MODELS, ROPE_FIELDS, attention_spec, read_served_config, resolve
 
 RAW: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -84,8 +88,40 @@ def test_loads_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_unknown_architecture_names_the_supported() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'GPT2LMHeadModel'.*LlamaForCausalLM, MistralForCausalLM"):
+GPT2 = {"architectures": ["GPT2LMHeadModel"], "n_embd": 768, "n_head": 12, "n_layer": 12, "vocab_size": 50257}
+TEXT = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 512}
+LLAVA = {"architectures": ["LlavaForConditionalGeneration"], "text_config": TEXT, "vision_config": {"hidden_size": 32}}
+QWEN2_VL = {"architectures": ["Qwen2VLForConditionalGeneration"], **TEXT, "vision_config": {"depth": 32}}
+SPEECH = {"architectures": ["SpeechForConditionalGeneration"], "text_config": TEXT, "audio_config": {}}
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (GPT2, "architecture 'GPT2LMHeadModel' is not served yet"),
+        (LLAVA, "architecture 'LlavaForConditionalGeneration' is a vision-language model, which is not served yet"),
+        (
+            QWEN2_VL,
+            "architecture 'Qwen2VLForConditionalGeneration' is a vision-language model, which is not served yet",
+        ),
+        (SPEECH, "architecture 'SpeechForConditionalGeneration' is a model of more than text, which is not served yet"),
+    ],
+    ids=lambda value: value["architectures"][0] if isinstance(value, dict) else "",
+)
+def test_a_folder_of_another_family_is_refused_by_its_architecture(
+    raw: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    """Whose config.json has other fields, so that what is missing of ours would say nothing."""
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(UnsupportedModelError) as caught:
+        LLM(str(tmp_path))
+    assert str(caught.value).startswith(said)
+    assert "; served: LlamaForCausalLM, MistralForCausalLM" in str(caught.value)
+
+
+def test_a_served_family_is_read_and_every_other_architecture_refused() -> None:
+    assert read_served_config(DEMO_FOLDER).architecture == "LlamaForCausalLM"
+    with pytest.raises(UnsupportedModelError, match="architecture 'GPT2LMHeadModel' is not served yet"):
         resolve(config(architectures=["GPT2LMHeadModel"]))
 
 

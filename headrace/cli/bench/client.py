@@ -60,6 +60,10 @@ class ClientError(HeadraceError):
     """The server cannot be reached, or what it says is no HTTP."""
 
 
+class NobodyListensError(ClientError):
+    """No connection could be made at all."""
+
+
 class HttpClient:
     """Keep-alive connections to one server. Not for use by several event loops."""
 
@@ -143,9 +147,11 @@ class HttpClient:
                 return connection, True
         host, port = self._address
         try:
-            _, fresh = await asyncio.get_running_loop().create_connection(_Connection, host, port, ssl=self._tls)
+            async with asyncio.timeout(self._timeout):
+                _, fresh = await asyncio.get_running_loop().create_connection(_Connection, host, port, ssl=self._tls)
         except OSError as error:
-            raise ClientError(f"cannot connect to {host}:{port}: {error.strerror or error}") from None
+            why = error.strerror or str(error) or f"no answer within {self._timeout:g} s"
+            raise NobodyListensError(f"cannot connect to {host}:{port}: {why}") from None
         return fresh, False
 
 

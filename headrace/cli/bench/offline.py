@@ -10,13 +10,13 @@ from headrace.cli.bench.datasets import BenchRequest
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.hub import resolve_model_folder
-from headrace.model_config import ModelConfig
+from headrace.models.registry import read_served_config
 
 
 def model_facts(config: EngineConfig) -> tuple[int, int]:
     """(vocab_size, max_model_len) before anything is loaded."""
     folder = resolve_model_folder(config.model, config.revision, config.download_dir, config.load_format)
-    model = ModelConfig.from_folder(folder)
+    model = read_served_config(folder)
     return model.vocab_size, config.max_model_len or model.max_position_embeddings
 
 

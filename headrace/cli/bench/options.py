@@ -112,8 +112,12 @@ class ServeBenchOptions:
         group="server",
     )
     api_key: str | None = knob(None, "Sent as bearer token (VLLM_API_KEY).", group="server")
-    ready_check_timeout_sec: float = knob(
-        600.0, "Wait this long for the server; 0: neither wait nor send a test request.", minimum=0.0, group="server"
+    ready_check_timeout_sec: float | None = knob(
+        None,
+        "Wait this many seconds until the server answers; default: 600 for one that loads and not at all where nothing "
+        "listens on the port; 0: neither wait nor send a test request.",
+        minimum=0.0,
+        group="server",
     )
 
     request_rate: float = knob(float("inf"), "Requests a second; inf: all at once.", minimum=1e-9, group="load")

@@ -18,7 +18,7 @@ import msgspec
 import uvloop
 
 from headrace.cli.arguments import build_config
-from headrace.cli.bench.client import ClientError, HttpClient, Target
+from headrace.cli.bench.client import ClientError, HttpClient, NobodyListensError, Target
 from headrace.cli.bench.datasets import (
     TEST_STREAM,
     BenchRequest,
@@ -36,6 +36,11 @@ from headrace.hub import local_model_folder, resolve_tokenizer_folder
 
 DEFAULT_VOCAB_SIZE = 10_000
 """Bound of random token ids when nobody says more, as in vLLM's latency benchmark."""
+LOADING_SECONDS = 600.0
+"""What a server that listens and does not answer yet is given, as in vLLM's benchmark"""
+ANSWER_SECONDS, PROGRESS_SECONDS, POLL = 5.0, 5.0, 0.5
+"""One try, the time from one line of progress to the next, and between two tries"""
+START_OR_WAIT = "start a server there (headrace serve), or give --ready-check-timeout-sec 600 to wait for one"
 BUSY_CLIENT = 0.7
 """Share of a core above which the client itself may be what is measured."""
 
@@ -74,7 +79,7 @@ def run(values: argparse.Namespace) -> int:
     if options.backend == CHAT_BACKEND:
         requests = _as_texts(requests, PromptMaker(dataset.seed, vocab_size), tokenizer())
     _warn_of_long_requests(requests, facts.max_model_len)
-    if options.ready_check_timeout_sec > 0:
+    if options.ready_check_timeout_sec != 0:
         test_run(target, requests[0], dataset.seed, vocab_size, options)
 
     replay = requests[0].arrival is not None and options.request_rate == float("inf")
@@ -108,10 +113,12 @@ def run(values: argparse.Namespace) -> int:
 
 
 async def server_facts(base_url: str, headers: dict[str, str], options: ServeBenchOptions) -> ServerFacts:
-    """Waits until the server lists its models. Raises ClientError when it does not in time."""
-    client = HttpClient(base_url, headers, timeout=10.0)
-    deadline = time.monotonic() + options.ready_check_timeout_sec
-    waiting = False
+    """Waits until the server lists its models. Raises ClientError when it does not in time; where nothing listens on
+    the port that is at once, unless the user says how long to wait."""
+    client = HttpClient(base_url, headers, timeout=ANSWER_SECONDS)
+    began = time.monotonic()
+    limit = LOADING_SECONDS if options.ready_check_timeout_sec is None else options.ready_check_timeout_sec
+    told = -PROGRESS_SECONDS
     try:
         while True:
             try:
@@ -119,16 +126,21 @@ async def server_facts(base_url: str, headers: dict[str, str], options: ServeBen
                 problem = "" if status == 200 else f"{base_url}/v1/models answers HTTP {status}: {body[:200].decode()}"
                 if status in (401, 403):
                     raise ConfigError(f"{base_url} refuses the key (HTTP {status}); give --api-key")
+            except NobodyListensError as error:
+                if options.ready_check_timeout_sec is None:
+                    raise ClientError(f"{error}; {START_OR_WAIT}") from None
+                problem = str(error)
             except ClientError as error:
                 problem = str(error)
             if not problem:
                 break
-            if time.monotonic() >= deadline:
+            waited = time.monotonic() - began
+            if waited >= limit:
                 raise ClientError(problem)
-            if not waiting:
-                print(f"waiting for {base_url}: {problem}", file=sys.stderr)
-                waiting = True
-            await asyncio.sleep(0.5)
+            if waited - told >= PROGRESS_SECONDS:
+                print(f"waiting for {base_url}, {waited:.0f} of {limit:g} s: {problem}", file=sys.stderr, flush=True)
+                told = waited
+            await asyncio.sleep(POLL)
     finally:
         client.close()
     return facts_of(body, options.served_model_name or options.model)

@@ -28,7 +28,7 @@ from headrace.cli.tune.tuner import PLAN, RunTrial, Tuner, gain, may_win, parse_
 from headrace.config import EngineConfig, cache_folder
 from headrace.errors import ConfigError, HeadraceError
 from headrace.hub import resolve_model_folder
-from headrace.model_config import ModelConfig
+from headrace.models.registry import read_served_config
 from headrace.planner.decisions import USUAL_OBJECTIVE
 from headrace.planner.profile import (
     BASE,
@@ -57,7 +57,7 @@ class Session:
         self.budget = parse_seconds(options.budget)
         self.knobs = self._knobs()
         folder = resolve_model_folder(config.model, config.revision, config.download_dir, config.load_format)
-        self.model = ModelConfig.from_folder(folder)
+        self.model = read_served_config(folder)
         longest = config.max_model_len or self.model.max_position_embeddings
         check_lengths(options.input_len + options.output_len, longest)
         self.objective = config.objective or USUAL_OBJECTIVE

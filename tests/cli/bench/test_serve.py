@@ -178,9 +178,28 @@ def test_a_refused_test_run_ends_the_benchmark(fake: FakeServer, capsys: pytest.
     assert "initial test run failed: HTTP 400" in capsys.readouterr().err
 
 
-def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "serve", "--port", "1", "--ready-check-timeout-sec", "0.1"]) == 1
-    assert "headrace: error: cannot connect to 127.0.0.1:1" in capsys.readouterr().err
+def test_where_nothing_listens_the_benchmark_ends_at_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncio.sleep", lambda seconds: pytest.fail("waits"))
+    assert main(["bench", "serve", "--port", "1"]) == 1
+    assert capsys.readouterr().err == (
+        "headrace: error: cannot connect to 127.0.0.1:1: Connection refused; start a server there (headrace serve), or "
+        "give --ready-check-timeout-sec 600 to wait for one\n"
+    )
+
+
+def test_a_server_that_is_still_to_come_is_waited_for_as_long_as_asked_with_progress(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "PROGRESS_SECONDS", 0.05)
+    monkeypatch.setattr(serve, "POLL", 0.05)
+    assert main(["bench", "serve", "--port", "1", "--ready-check-timeout-sec", "0.2"]) == 1
+    *progress, last = capsys.readouterr().err.splitlines()
+    assert len(progress) >= 2
+    waiting = "waiting for http://127.0.0.1:1, 0 of 0.2 s: cannot connect to 127.0.0.1:1: Connection refused"
+    assert {*progress} == {waiting}
+    assert last == "headrace: error: cannot connect to 127.0.0.1:1: Connection refused"
 
 
 def test_requests_beyond_the_servers_limit_are_announced(fake: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
