@@ -19,7 +19,7 @@ Parts, each meant to take less than 3 minutes: PARTS.
     unasked-cache     the KV cache is the model's where nobody asks; --objective throughput takes fp8, and gives it back
                       where it moves the model too far
 
-All have run on an H200.
+All have run on an H200, unasked-cache with other defaults: of it the way back has.
 """
 
 from __future__ import annotations

@@ -130,13 +130,13 @@ def test_where_the_cache_is_short_smaller_steps_leave_more_of_it() -> None:
     tight: Any = {"num_gpus": 1, "quantization": "fp8", "gpu_memory_utilization": 0.91}
     made = plan("llama-3.3-70b", "h100", **tight)
     budget = made.decision("max_num_batched_tokens")
-    assert (budget.value, budget.runner_up) == (1024, "8192")
+    assert (budget.value, budget.runner_up) == (2048, "8192")
     assert made.prediction is not None
     fixed = plan("llama-3.3-70b", "h100", max_num_batched_tokens=8192, **tight).prediction
     assert fixed is not None
     assert made.prediction.output_tok_s > 1.5 * fixed.output_tok_s
     flags = {flag.name: flag.value for flag in made.commands[0].flags}
-    assert flags["--max-num-batched-tokens"] == "1024"
+    assert flags["--max-num-batched-tokens"] == "2048"
 
 
 def test_a_plan_and_a_start_give_mixtures_the_same_steps() -> None:
