@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import os
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -15,27 +17,42 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from headrace.config import EngineConfig, knobs_from_environment
 from headrace.engine.async_engine import load_tokenizer, make_metrics, model_folder
 from headrace.engine.core_client import InprocClient
+from headrace.engine.hf_tokenizer import Conversation, HFTokenizer
 from headrace.engine.input_processor import InputProcessor, ModelLimits, sampling_defaults
 from headrace.engine.output_processor import OutputProcessor
-from headrace.errors import ConfigError, HeadraceError, RequestError, SomeRequestsError
+from headrace.errors import HeadraceError, RequestError, SomeRequestsError
+from headrace.flags.keywords import engine_keywords
+from headrace.flags.table import flags_by_name, notice
 from headrace.models.registry import read_served_config
 from headrace.request import RequestOutput, SchedulerStats
 from headrace.sampling_params import SamplingParams
 
+logger = logging.getLogger(__name__)
+
 Prompt = str | list[int] | Mapping[str, Any]
-"""Text, token ids, or a mapping with `prompt` or `prompt_token_ids`."""
-Conversation = list[dict[str, Any]]
+"""Text, token ids, or a mapping with `prompt` or `prompt_token_ids`, and perhaps a `cache_salt`: vLLM's TextPrompt and
+TokensPrompt."""
+PROMPT_KEYS = frozenset(("prompt", "prompt_token_ids", "cache_salt"))
+NOT_HERE = {
+    **dict.fromkeys(("encode", "embed", "classify", "reward", "score"), "--runner"),
+    **dict.fromkeys(("beam_search", "sleep", "wake_up", "start_profile", "stop_profile"), "--enable-sleep-mode"),
+    **dict.fromkeys(("collective_rpc", "apply_model"), "--worker-extension-cls"),
+}
+"""Methods of vLLM's LLM, and the flag of which flags/table.py knows why it has nothing behind it here."""
 
 
 class LLM:
-    """`LLM(model, **keywords of EngineConfig)`. Close it with `shutdown`, a `with` block or by dropping it."""
+    """`LLM(model, **keywords)`, which are the fields of EngineConfig; those of vLLM's are judged as its flags are.
 
-    def __init__(self, model: str = "demo", *, executor: str | None = None, **config: Any) -> None:
+    Close it with `shutdown`, a `with` block or by dropping it.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] = "demo", *, executor: str | None = None, **keywords: Any) -> None:
         """Raises UserError for whatever cannot work. `executor`: `module:attribute`, in place of the real one."""
-        try:
-            engine_config = EngineConfig(model=model, **(knobs_from_environment(EngineConfig) | config))
-        except TypeError as error:
-            raise ConfigError(f"LLM: {error}") from None
+        given, notes = engine_keywords({"model": model, **keywords})
+        if notes:
+            logger.warning("%s", notice(notes).removeprefix("headrace: note: "))
+        engine_config = EngineConfig(**(knobs_from_environment(EngineConfig) | given))
         folder = model_folder(engine_config)
         model_config = read_served_config(folder)
         self._defaults = SamplingParams(**sampling_defaults(engine_config, model_config))
@@ -59,14 +76,16 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        lora_request: Any = None,
         add_special_tokens: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """One RequestOutput a prompt. `sampling_params`: one for all or one a prompt (default:
-        `get_default_sampling_params`).
+        `get_default_sampling_params`). `lora_request`: None, as vLLM has it by default.
 
         Raises RequestError for the first invalid prompt, before any runs.
         """
+        _refuse_adapters(lora_request)
         return self._run(_as_list(prompts), sampling_params, use_tqdm, add_special_tokens, priority)
 
     def chat(
@@ -75,21 +94,26 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
-        tools: list[dict[str, Any]] | None = None,
+        lora_request: Any = None,
+        chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """One conversation, or several: the model's next message in each."""
+        """One conversation, or several: the model's next message in each.
+
+        `chat_template`: jinja, or the name of one of the model's. `continue_final_message`: the rest of the last
+        message instead of a next one; it needs `add_generation_prompt=False`.
+        """
+        _refuse_adapters(lora_request)
         if self.tokenizer is None:
             raise RequestError("chat needs a tokenizer, but skip_tokenizer_init is set", "messages")
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        template = self.tokenizer.template_for(tools, chat_template)
+        render = template.render_continued if continue_final_message else template.render
+        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts: list[Prompt] = [
-            self.tokenizer.render_chat(
-                conversation,  # type: ignore[arg-type]
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                **(chat_template_kwargs or {}),
-            )
+            render(conversation, tools, add_generation_prompt, chat_template_kwargs or {})
             for conversation in conversations
         ]
         return self._run(prompts, sampling_params, use_tqdm, add_special_tokens=False, priority=None)
@@ -99,11 +123,14 @@ class LLM:
         return self._client.stats()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """SamplingParams() with what the model's generation_config.json says."""
-        return self._defaults
+        """SamplingParams() with what the model's generation_config.json says: a copy, to be changed at will."""
+        return self._defaults.clone()
 
-    def get_tokenizer(self) -> Any:
-        return self.tokenizer
+    def get_tokenizer(self) -> HFTokenizer:
+        """With the methods of transformers' tokenizers. Raises HeadraceError if skip_tokenizer_init is set."""
+        if self.tokenizer is None:
+            raise HeadraceError("there is no tokenizer, as skip_tokenizer_init is set")
+        return HFTokenizer(self.tokenizer, self.config.tokenizer or self.config.model)
 
     def shutdown(self) -> None:
         """Free the device. The LLM cannot be used any more."""
@@ -117,6 +144,13 @@ class LLM:
     ) -> None:
         self.shutdown()
 
+    if not TYPE_CHECKING:  # else no wrong name would be found
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Says why what vLLM's LLM has is missing from this one."""
+            why = f": {flags_by_name('engine')[NOT_HERE[name]].why}" if name in NOT_HERE else ""
+            raise AttributeError(f"LLM has no attribute {name!r}{why}", name=name, obj=self)
+
     def _run(
         self,
         prompts: list[Prompt],
@@ -128,20 +162,20 @@ class LLM:
         if not self._finalizer.alive:
             raise HeadraceError("this LLM has been shut down")
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or self._defaults] * len(prompts)
+            params = [(sampling_params or self._defaults).clone()] * len(prompts)
         else:
-            params = list(sampling_params)
+            params = [one.clone() for one in sampling_params]
         for name, values in (("sampling_params", params), ("priority", priority)):
             if values is not None and len(values) != len(prompts):
                 raise RequestError(f"{name} must be one a prompt: {len(prompts)} prompts, got {len(values)}", name)
         arrival_time = time.monotonic()
-        texts, ids = self._tokenize(prompts, add_special_tokens)
+        tokenized = [self._tokenize(prompt, add_special_tokens) for prompt in prompts]
         collected: list[_Collector] = []
         names: list[str] = []
         finished = False
         try:
             batch = []
-            for i, (text, prompt_ids) in enumerate(zip(texts, ids, strict=True)):
+            for i, (text, prompt_ids, cache_salt) in enumerate(tokenized):
                 name = str(next(self._ids))
                 requests = self._inputs.process(
                     name,
@@ -149,6 +183,7 @@ class LLM:
                     params[i],
                     arrival_time=arrival_time,
                     priority=0 if priority is None else priority[i],
+                    cache_salt=cache_salt,
                 )
                 collector = _Collector()
                 self._outputs.add(name, text, requests, params[i], "final", collector)
@@ -166,21 +201,19 @@ class LLM:
             raise SomeRequestsError([collector.error or collector.result() for collector in collected])
         return [collector.result() for collector in collected]
 
-    def _tokenize(self, prompts: list[Prompt], add_special_tokens: bool) -> tuple[list[str | None], list[list[int]]]:
-        texts: list[str | None] = []
-        ids: list[list[int]] = []
-        for prompt in prompts:
-            given: Any = prompt
-            if isinstance(prompt, Mapping):
-                given = prompt.get("prompt_token_ids")
-                given = prompt.get("prompt") if given is None else given
-            if isinstance(given, str):
-                texts.append(given)
-                ids.append(self._inputs.tokenize(given, add_special_tokens))
-            else:
-                texts.append(None)
-                ids.append(given)
-        return texts, ids
+    def _tokenize(self, prompt: Prompt, add_special_tokens: bool) -> tuple[str | None, Any, str | None]:
+        """Its text if it has one, its token ids, unchecked where they were given, and its cache salt."""
+        if isinstance(prompt, str):
+            return prompt, self._inputs.tokenize(prompt, add_special_tokens), None
+        if not isinstance(prompt, Mapping):
+            return None, prompt, None
+        for key, value in prompt.items():
+            if key not in PROMPT_KEYS and value:
+                raise RequestError(f"prompt has {key!r:.100}; known are {', '.join(sorted(PROMPT_KEYS))}", "prompt")
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if ids is None and isinstance(text, str):
+            ids = self._inputs.tokenize(text, add_special_tokens)
+        return text, ids, prompt.get("cache_salt")
 
     def _step_until_done(self, collected: list[_Collector], use_tqdm: bool) -> None:
         progress = Progress(
@@ -229,6 +262,12 @@ class _Collector:
         if self._output.prompt_logprobs is not None:
             self._output.prompt_logprobs = [*self._output.prompt_logprobs]
         return self._output
+
+
+def _refuse_adapters(lora_request: Any) -> None:
+    """Whether one for all or one a prompt."""
+    if any(one is not None for one in (lora_request if isinstance(lora_request, list | tuple) else [lora_request])):
+        raise RequestError(f"lora_request must be None: {flags_by_name('engine')['--enable-lora'].why}", "lora_request")
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

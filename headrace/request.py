@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -148,6 +148,56 @@ class Logprob:
     decoded_token: str | None
 
 
+@dataclass(frozen=True)
+class RequestMetrics:
+    """When one request came to what, under the names of vLLM's RequestStateStats and of its older RequestMetrics.
+
+    Names ending in `_ts` are seconds of time.monotonic(), 0.0 where the request did not come so far. Those in `_time`
+    are seconds since 1970, None where it did not; they are made of the others, and so never run backwards.
+    """
+
+    arrival_time: float
+    queued_ts: float
+    """the same moment as arrival_time"""
+    scheduled_ts: float = 0.0
+    """its first step began"""
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    finished_ts: float = 0.0
+    """its last output was handed out"""
+    num_generation_tokens: int = 0
+    """of all its choices"""
+
+    @property
+    def first_token_latency(self) -> float:
+        """Seconds from arrival to first token; 0.0 without one."""
+        return self.first_token_ts - self.queued_ts if self.first_token_ts else 0.0
+
+    @property
+    def time_in_queue(self) -> float | None:
+        """Seconds from arrival to first step."""
+        return self.scheduled_ts - self.queued_ts if self.scheduled_ts else None
+
+    @property
+    def first_scheduled_time(self) -> float | None:
+        return self._wall(self.scheduled_ts)
+
+    @property
+    def first_token_time(self) -> float | None:
+        return self._wall(self.first_token_ts)
+
+    @property
+    def last_token_time(self) -> float | None:
+        return self._wall(self.last_token_ts)
+
+    @property
+    def finished_time(self) -> float | None:
+        return self._wall(self.finished_ts)
+
+    def _wall(self, moment: float) -> float | None:
+        return self.arrival_time + (moment - self.queued_ts) if moment else None
+
+
 @dataclass
 class CompletionOutput:
     index: int
@@ -158,10 +208,17 @@ class CompletionOutput:
     """Per output token: token id -> Logprob, the sampled token first."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    lora_request: None = None
+    """vLLM's; adapters are not served yet"""
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
 
 
 @dataclass
 class RequestOutput:
+    """What a request brought: all of it, or what came since the last output. Attributes are vLLM's."""
+
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
@@ -170,8 +227,13 @@ class RequestOutput:
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     """Per prompt token; the first is None, as nothing precedes it."""
     num_cached_tokens: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
-    """arrival_time, first_token_time, finished_time: seconds, monotonic"""
+    metrics: RequestMetrics | None = None
+    """None until the request has finished"""
+    lora_request: None = None
+    encoder_prompt: None = None
+    encoder_prompt_token_ids: None = None
+    kv_transfer_params: None = None
+    """vLLM's, for what is not served here: adapters, encoders and KV caches of other servers"""
 
 
 class StepTimes(msgspec.Struct):

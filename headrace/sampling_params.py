@@ -6,7 +6,9 @@ input processor, which alone knows them.
 
 from __future__ import annotations
 
+import copy
 import math
+from typing import Any
 
 import msgspec
 
@@ -24,6 +26,22 @@ MAX_ALLOWED_TOKEN_IDS = 2**20
 MAX_SEED = 2**63 - 1
 SAMPLING_EPS = 1e-5
 """Temperatures below this are greedy."""
+NOT_HERE = {
+    **dict.fromkeys(("structured_outputs", "guided_decoding"), "headrace does not constrain output to a grammar yet"),
+    **dict.fromkeys(("logits_processors", "extra_args"), "headrace runs no code of the user's while it samples"),
+    "truncate_prompt_tokens": "shorten the prompt's token ids yourself",
+    "flat_logprobs": "logprobs are dictionaries, one a token",
+    **dict.fromkeys(
+        ("logprob_token_ids", "prompt_logprob_token_ids", "prompt_logprob_start"),
+        "logprobs are those of the best tokens, at every position",
+    ),
+    "skip_reading_prefix_cache": "give the prompt a `cache_salt` of its own",
+    "thinking_token_budget": "reasoning is text like any other here",
+    "repetition_detection": "stop strings and max_tokens end an output",
+}
+"""Fields of vLLM's that change what comes out, and why they are refused where they ask for something."""
+NO_MATTER = ("output_kind", "stream_interval", "skip_clone")
+"""Fields of vLLM's that any value is taken for: who calls decides how outputs come, and copies are cheap."""
 
 
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
@@ -47,8 +65,11 @@ def _token_ids(name: str, value: object, limit: int) -> None:
         raise RequestError(f"{name} must be a list of token ids (integers >= 0), got {value!r:.100}", name)
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Immutable; raises RequestError naming the field, the value and what would be accepted."""
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, repr_omit_defaults=True):
+    """What is wrong raises RequestError naming the field, the value and what would be accepted.
+
+    Fields may be assigned to, as in vLLM: `LLM` checks them again, and takes a copy, when it is called.
+    """
 
     n: int = 1
     temperature: float = 1.0
@@ -78,16 +99,38 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Accepted for compatibility: it changed the text of slow tokenizers only."""
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
+    best_of: int | None = None
+    """Of older vLLM, where it must equal n; None afterwards."""
+    structured_outputs: Any = None
+    guided_decoding: Any = None
+    logits_processors: Any = None
+    extra_args: Any = None
+    truncate_prompt_tokens: Any = None
+    flat_logprobs: Any = None
+    logprob_token_ids: Any = None
+    prompt_logprob_token_ids: Any = None
+    prompt_logprob_start: Any = None
+    skip_reading_prefix_cache: Any = None
+    thinking_token_budget: Any = None
+    repetition_detection: Any = None
+    """This one and those above: see NOT_HERE."""
+    output_kind: Any = None
+    stream_interval: Any = None
+    skip_clone: Any = None
+    """This one and those above: see NO_MATTER."""
 
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words"):
             value = getattr(self, name)
-            normal = [] if value is None else [value] if isinstance(value, str) else value
-            if normal is not value:
-                msgspec.structs.force_setattr(self, name, normal)
+            if value is None or isinstance(value, str):
+                setattr(self, name, [] if value is None else [value])
         if self.stop_token_ids is None:
-            msgspec.structs.force_setattr(self, "stop_token_ids", [])
+            self.stop_token_ids = []
+        self._leave_out_what_is_not_here()
         _integer("n", self.n, 1, MAX_N)
+        if self.best_of not in (None, self.n):
+            raise RequestError(f"best_of must equal n ({self.n}) or be left out, got {self.best_of!r:.100}", "best_of")
+        self.best_of = None
         _number("temperature", self.temperature, 0.0, 100.0)
         _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _integer("top_k", self.top_k, -1, 2**31 - 1)
@@ -109,6 +152,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         self._check_token_constraints()
+
+    def clone(self) -> SamplingParams:
+        """A copy that shares no list with this one; raises RequestError if a field was assigned a wrong value."""
+        fields = {name: copy.copy(getattr(self, name)) for name in self.__struct_fields__}
+        return msgspec.structs.replace(self, **fields)
+
+    def _leave_out_what_is_not_here(self) -> None:
+        for name, why in NOT_HERE.items():
+            value = getattr(self, name)
+            if value is not None:
+                if value:
+                    raise RequestError(f"{name} is not supported, got {value!r:.100}: {why}", name)
+                setattr(self, name, None)
+        for name in NO_MATTER:
+            setattr(self, name, None)
 
     def _check_stops(self) -> None:
         for name, limit in (("stop", MAX_STOP_STRINGS), ("bad_words", MAX_BAD_WORDS)):

@@ -10,6 +10,7 @@ import datetime
 import json
 import logging
 import re
+import secrets
 import threading
 import time
 from collections.abc import Mapping
@@ -159,6 +160,29 @@ class ChatTemplate:
             logger.debug("chat template failed", exc_info=True)
             raise RequestError(f"chat template: {_describe(error)}", "messages") from error
         return "".join(parts)
+
+    def render_continued(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, Any],
+    ) -> str:
+        """Up to the end of the last message's text, which the model goes on with. A mark says where that is: the text
+        itself may stand again in what the template writes behind it (`<` in `<|im_end|>`)."""
+        name = "continue_final_message"
+        if add_generation_prompt:
+            raise RequestError(f"{name} needs add_generation_prompt to be false", name)
+        content = messages[-1].get("content") if messages else None
+        if not isinstance(content, str):
+            raise RequestError(f"{name} needs a last message whose content is text", name)
+        text = content.rstrip()
+        space, mark = content[len(text) :], secrets.token_hex(16)
+        marked = [*messages[:-1], {**messages[-1], "content": text + mark + space}]
+        before, found, after = self.render(marked, tools, False, kwargs).rpartition(mark)
+        if not text or not found:
+            raise RequestError(f"{name}: the template does not show the last message's text", name)
+        return before + space if after.startswith(space) else before
 
 
 def _describe(error: Exception) -> str:

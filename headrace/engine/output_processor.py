@@ -23,6 +23,7 @@ from headrace.request import (
     EngineCoreRequest,
     FinishReason,
     Logprob,
+    RequestMetrics,
     RequestOutput,
 )
 from headrace.sampling_params import SamplingParams
@@ -302,7 +303,7 @@ class OutputProcessor:
             finished=finished,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=parent.num_cached_tokens,
-            metrics=_times(parent) if finished else {},
+            metrics=_request_metrics(parent) if finished else None,
         )
 
 
@@ -316,10 +317,16 @@ def _logprobs(entry: Logprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob
     return found
 
 
-def _times(parent: _Parent) -> dict[str, float]:
-    firsts = [choice.times.first_token for choice in parent.choices if choice.times.first_token]
-    return {
-        "arrival_time": parent.arrival_time,
-        "first_token_time": min(firsts, default=0.0),
-        "finished_time": time.monotonic(),
-    }
+def _request_metrics(parent: _Parent) -> RequestMetrics:
+    """Of a request that ends now: the earliest and the latest of its choices."""
+    times = [choice.times for choice in parent.choices]
+    now = time.monotonic()
+    return RequestMetrics(
+        arrival_time=time.time() - (now - parent.arrival_time),
+        queued_ts=parent.arrival_time,
+        scheduled_ts=min(filter(None, (entry.scheduled for entry in times)), default=0.0),
+        first_token_ts=min(filter(None, (entry.first_token for entry in times)), default=0.0),
+        last_token_ts=max(entry.last_token for entry in times),
+        finished_ts=now,
+        num_generation_tokens=sum(choice.num_tokens for choice in parent.choices),
+    )

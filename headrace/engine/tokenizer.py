@@ -6,7 +6,7 @@ Holds no torch and no per-request state; encoding releases the GIL and may run i
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +37,19 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         templates: Mapping[str, str],
         template_override: str | None = None,
+        extra_special_tokens: Sequence[str] = (),
     ) -> None:
-        """`special_tokens`: name (`bos_token`, ...) -> text. `templates`: name -> jinja source."""
-        self._backend = backend
+        """`special_tokens`: name (`bos_token`, ...) -> text. `templates`: name -> jinja source.
+        `extra_special_tokens`: those that the model's config lists without a name."""
+        self.backend = backend
         self.special_tokens = dict(special_tokens)
+        self.extra_special_tokens = tuple(extra_special_tokens)
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self.pieces = PieceTable(backend)
-        self._templates, self._broken = self._compile(templates, template_override)
+        self.templates, self._broken = self._compile(templates, template_override)
 
     @classmethod
     def from_folder(cls, folder: Path, chat_template: str | None = None) -> Tokenizer:
@@ -67,32 +70,32 @@ class Tokenizer:
             if "added_tokens_decoder" not in config:  # newer folders have everything in tokenizer_config.json
                 config = {**config, **_read_object(folder / "special_tokens_map.json")}
             backend = _backend(content, source, config)
-            special_tokens = _named_tokens(config)
-            _finish_backend(backend, config, special_tokens, source.post_processor is None)
+            special_tokens, extra = _named_tokens(config), _extra_tokens(config)
+            _finish_backend(backend, config, special_tokens, extra, source.post_processor is None)
             templates = _templates(folder, config)
         except TokenizerError:
             raise
         except Exception as error:  # `tokenizers` raises plain Exception for a file it cannot use
             raise TokenizerError(f"{path} cannot be used: {type(error).__name__}: {error}") from error
         override = None if chat_template is None else _read_template(chat_template)
-        return cls(backend, special_tokens, templates, override)
+        return cls(backend, special_tokens, templates, override, extra)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(f"text cannot be encoded as UTF-8: {error}", "prompt") from None
 
     def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         try:
-            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+            encodings = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(f"text cannot be encoded as UTF-8: {error}", "prompt") from None
         return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Ids that the vocabulary does not know (a model's may be padded) decode to nothing."""
-        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
         """What the token adds to a running text, its leading space included; U+FFFD for a part of a character."""
@@ -102,7 +105,7 @@ class Tokenizer:
         piece = self.pieces.get(token_id)
         if piece is not None:
             return piece.data
-        return self._backend.decode([token_id], skip_special_tokens=False).encode()
+        return self.backend.decode([token_id], skip_special_tokens=False).encode()
 
     def render_chat(
         self,
@@ -115,17 +118,30 @@ class Tokenizer:
 
         `kwargs` go to the template. Raises RequestError, naming `messages`, if there is no template or if it fails.
         """
-        template = (self._templates.get("tool_use") if tools else None) or self._templates.get("default")
+        return self.template_for(tools).render(messages, tools, add_generation_prompt, kwargs)
+
+    def template_for(self, tools: list[dict[str, Any]] | None, source: str | None = None) -> ChatTemplate:
+        """The model's chat template, with tools or without, or one made of `source`: its name here, or jinja.
+
+        Raises RequestError: there is none (param `messages`), or `source` is not a template (`chat_template`).
+        """
+        name = source or ("tool_use" if tools and "tool_use" in self.templates else "default")
+        template = self.templates.get(name)
+        if template is None and source is not None:
+            try:
+                return ChatTemplate(source, self.special_tokens)
+            except jinja2.TemplateError as error:
+                raise RequestError(f"chat_template is not a valid jinja template: {error}", "chat_template") from None
         if template is None:
             why = f"its chat template is broken: {self._broken}" if self._broken else "it has no chat template"
             raise RequestError(
                 f"this model cannot take chat messages, as {why}; give one with --chat-template", "messages"
             )
-        return template.render(messages, tools, add_generation_prompt, kwargs)
+        return template
 
     def _special_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
-        return None if text is None else self._backend.token_to_id(text)
+        return None if text is None else self.backend.token_to_id(text)
 
     def _compile(
         self, templates: Mapping[str, str], override: str | None
@@ -199,6 +215,7 @@ def _finish_backend(
     backend: tokenizers.Tokenizer,
     config: Mapping[str, Any],
     special_tokens: Mapping[str, str],
+    extra: list[str],
     without_post_processor: bool,
 ) -> None:
     """Special tokens of the config that tokenizer.json lacks, and the tokens put around every text."""
@@ -208,8 +225,7 @@ def _finish_backend(
     declared = config.get("added_tokens_decoder") or {}
     missing = [_added_token(value) for _, value in sorted(declared.items(), key=lambda item: int(item[0]))]
     backend.add_tokens([token for token in missing if backend.token_to_id(token.content) is None])
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    names = [*special_tokens.values(), *(_token_content(token) for token in extra if not isinstance(extra, Mapping))]
+    names = [*special_tokens.values(), *extra]
     backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names if name])
     if without_post_processor:  # else it alone says what is put around a text, whatever the config holds
         around = {
@@ -243,6 +259,12 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if (name in NAMED_TOKENS or name.endswith("_token")) and isinstance(value, str | Mapping):
             found[name] = _token_content(value)
     return found
+
+
+def _extra_tokens(config: Mapping[str, Any]) -> list[str]:
+    """Special tokens without a name of their own."""
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    return [] if isinstance(extra, Mapping) else [_token_content(token) for token in extra]
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -124,6 +124,11 @@ class Known:
     def name(self) -> str:
         return self.names[0]
 
+    @property
+    def is_variable(self) -> bool:
+        """One of the environment; else a flag, and so a keyword argument as well."""
+        return not self.name.startswith("-")
+
     def problem(self, value: str, engine: str = "headrace") -> str | None:
         """What is wrong with `value` for that engine, naming what is accepted; None: nothing."""
         if engine == "vllm":
@@ -265,7 +270,7 @@ def find_variable(name: str) -> Known | None:
 
 def hides(name: str, value: str, known: Known | None) -> bool:
     """Whether the value is never shown: of flags that are known their row says it, of all others their name."""
-    if known is not None and (known.secret or name.startswith("-")):
+    if known is not None and (known.secret or not known.is_variable):
         return known.secret
     return is_secret(name, value)
 
@@ -292,7 +297,7 @@ def judge(known: Known, name: str, value: str) -> Note | None:
     library reads it. Raises ConfigError where `value` is wrong, or asks for what we lack."""
     if known.fate == "library":
         return None  # whose business wrong values are
-    subject = name if name.startswith("-") else f"environment variable {name}"
+    subject = f"environment variable {name}" if known.is_variable else name
     problem = known.problem(value)
     if problem is not None:
         raise ConfigError(f"{subject} {problem}")
@@ -300,9 +305,7 @@ def judge(known: Known, name: str, value: str) -> Note | None:
         if _asks_nothing(known, value):
             return None
         if known.kind is SWITCH or not known.accepts:
-            raise ConfigError(
-                f"{subject if known.kind is SWITCH else shown(name, value, known)} is not supported: {known.why}"
-            )
+            raise ConfigError(f"{shown(name, value, known)} is not supported: {known.why}")
         raise ConfigError(f"{subject} must be {' or '.join(known.accepts)}, got {value!r}: {known.why}")
     if known.fate != "inert":
         return None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -37,8 +35,6 @@ async def render_prompt(
     kwargs = _template_kwargs(request.chat_template_kwargs)
     continue_final = bool(request.continue_final_message)
     add_generation_prompt = request.add_generation_prompt is not False
-    if continue_final and add_generation_prompt:
-        raise RequestError("continue_final_message needs add_generation_prompt to be false", "continue_final_message")
     if not request.messages:
         raise RequestError("messages must not be empty", "messages")
     given = request.messages
@@ -46,11 +42,9 @@ async def render_prompt(
     def render() -> str:
         messages = [_template_message(index, message) for index, message in enumerate(given)]
         tools = _template_tools(request.tools) if tools_wanted else None
-
-        def template(messages: list[dict[str, Any]]) -> str:
-            return tokenizer.render_chat(messages, tools, add_generation_prompt=add_generation_prompt, **kwargs)
-
-        return _up_to_the_last_text(template, messages) if continue_final else template(messages)
+        template = tokenizer.template_for(tools)
+        render = template.render_continued if continue_final else template.render
+        return render(messages, tools, add_generation_prompt, kwargs)
 
     short = not request.tools and not kwargs and size <= INLINE_BYTES
     return render() if short else await asyncio.to_thread(render)
@@ -128,18 +122,3 @@ def _arguments(where: str, given: str | dict[str, Any] | None) -> dict[str, Any]
             raise RequestError(f"{where}.tool_calls: arguments must be a JSON object as text", "messages") from None
     check_depth(f"{where}.tool_calls", given)
     return given or {}
-
-
-def _up_to_the_last_text(template: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]]) -> str:
-    """The rendered prompt up to the end of the last message's text, which the model goes on with. A mark says where
-    that is: the text itself may stand again in what the template writes behind it (`<` in `<|im_end|>`)."""
-    content: str = messages[-1]["content"]
-    text = content.rstrip()
-    space, mark = content[len(text) :], secrets.token_hex(16)
-    rendered = template([*messages[:-1], messages[-1] | {"content": text + mark + space}])
-    before, found, after = rendered.rpartition(mark)
-    if not text or not found:
-        raise RequestError(
-            "continue_final_message: the template does not show the last message's text", "continue_final_message"
-        )
-    return before + space if after.startswith(space) else before

@@ -111,8 +111,6 @@ def check_common(request: GenerateRequest) -> None:
             raise RequestError(f"{name} is not yet supported", name)
     if request.use_beam_search:
         raise RequestError("use_beam_search is not supported", "use_beam_search")
-    if request.best_of is not None and request.best_of != (request.n or 1):
-        raise RequestError(f"best_of must equal n ({request.n or 1}) or be left out, got {request.best_of}", "best_of")
     form = request.response_format
     if form is not None and form != {"type": "text"}:
         kind = form.get("type") if isinstance(form, dict) else form
