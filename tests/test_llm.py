@@ -1,7 +1,9 @@
 """Offline inference with scripted tokens: order, parameters, chat, refusals."""
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,7 +49,10 @@ def test_sampling_defaults_of_the_model(tmp_path: Path) -> None:
         '{"temperature": 0.6, "top_p": 0.9, "min_p": null, "do_sample": true}'
     )
     with LLM(str(folder), executor=ECHO) as llm:
-        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.6, top_p=0.9)
+        defaults = llm.get_default_sampling_params()
+        assert defaults == SamplingParams(temperature=0.6, top_p=0.9)
+        defaults.temperature = 0.1
+        assert llm.get_default_sampling_params().temperature == 0.6
     with LLM(str(folder), executor=ECHO, generation_config="vllm") as llm:
         assert llm.get_default_sampling_params() == SamplingParams()
     (folder / "generation_config.json").write_text('{"top_p": 7}')
@@ -57,13 +62,77 @@ def test_sampling_defaults_of_the_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "prompts",
-    ["ab", ["ab"], [100, 101], [[100, 101]], {"prompt_token_ids": [100, 101]}, [{"prompt": "ab"}]],
-    ids=["text", "texts", "ids", "lists of ids", "mapping", "mappings"],
+    [
+        "ab",
+        ["ab"],
+        [100, 101],
+        [[100, 101]],
+        {"prompt_token_ids": [100, 101]},
+        [{"prompt": "ab"}],
+        {"prompt": "ab", "prompt_token_ids": [100, 101], "multi_modal_data": None, "cache_salt": "salt"},
+    ],
+    ids=["text", "texts", "ids", "lists of ids", "TokensPrompt", "TextPrompts", "both"],
 )
 def test_every_way_to_give_a_prompt(llm: LLM, prompts: object) -> None:
     outputs = llm.generate(prompts, SamplingParams(max_tokens=4), use_tqdm=False)  # type: ignore[arg-type]
     assert len(outputs) == 1
     assert outputs[0].outputs[0].token_ids == outputs[0].prompt_token_ids * 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ({"prompt": "ab", "multi_modal_data": {"image": "x"}}, "prompt has 'multi_modal_data'"),
+        ({"prompt_embeds": [1.0]}, "prompt has 'prompt_embeds'"),
+        ({}, "must be a text or a list of token ids"),
+        ({"prompt": 5}, "must be a text or a list of token ids"),
+        ({"prompt": "ab", "cache_salt": 5}, "cache_salt must be a text"),
+    ],
+)
+def test_prompts_of_other_kinds_are_refused(llm: LLM, prompt: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm.generate(["ab", prompt], use_tqdm=False)
+    assert llm._outputs.num_requests == 0
+
+
+def test_a_cache_salt_keeps_blocks_apart(llm: LLM) -> None:
+    ids = list(range(100, 148))
+    params = SamplingParams(max_tokens=1)
+    cached = [
+        llm.generate({"prompt_token_ids": ids, "cache_salt": salt}, params, use_tqdm=False)[0].num_cached_tokens
+        for salt in ("mine", "mine", "other")
+    ]
+    assert cached == [0, 32, 0]
+
+
+def test_adapters_are_refused_and_none_of_them_is_taken(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=1)
+    assert len(llm.generate(["a", "b"], params, lora_request=[None, None], use_tqdm=False)) == 2
+    for call in (llm.generate, llm.chat):
+        with pytest.raises(RequestError, match="lora_request must be None: headrace does not serve adapters"):
+            call("a", params, lora_request=object())
+
+
+def test_parameters_may_be_assigned_to_between_calls(llm: LLM) -> None:
+    params = llm.get_default_sampling_params()
+    params.max_tokens = 2
+    params.stop = "b"  # type: ignore[assignment]
+    assert texts(llm.generate("ab", params, use_tqdm=False)) == ["a"]
+    params.top_p = 7
+    with pytest.raises(RequestError, match="top_p must be in"):
+        llm.generate(["ab", "cd"], [SamplingParams(), params], use_tqdm=False)
+
+
+def test_outputs_have_the_attributes_of_vllm(llm: LLM) -> None:
+    (output,) = llm.generate("ab", SamplingParams(max_tokens=3), use_tqdm=False)
+    assert output.finished
+    assert output.outputs[0].finished()
+    for name in ("lora_request", "encoder_prompt", "encoder_prompt_token_ids", "kv_transfer_params", "prompt_logprobs"):
+        assert getattr(output, name) is None
+    assert output.metrics is not None
+    assert output.metrics.num_generation_tokens == 3
+    moments = [output.metrics.queued_ts, output.metrics.first_token_ts, output.metrics.last_token_ts]
+    assert 0 < moments[0] <= moments[1] <= moments[2] <= output.metrics.finished_ts
 
 
 def test_no_prompts_no_outputs(llm: LLM) -> None:
@@ -86,6 +155,18 @@ def test_chat(llm: LLM) -> None:
     assert len(llm.chat([conversation, conversation], use_tqdm=False)) == 2
     with pytest.raises(RequestError, match="chat_template_kwargs"):
         llm.chat(conversation, chat_template_kwargs={"eos_token": "x"})
+
+
+def test_chat_with_another_template_and_with_a_message_to_continue(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, "}]
+    params = SamplingParams(max_tokens=1)
+    template = "{{ messages[0].content }}{{ mood }}"
+    (output,) = llm.chat(conversation, params, False, chat_template=template, chat_template_kwargs={"mood": "!"})
+    assert output.prompt == "hi!"
+    (output,) = llm.chat(conversation, params, False, add_generation_prompt=False, continue_final_message=True)
+    assert output.prompt == "<|user|>hi</s><|assistant|>Well, "
+    with pytest.raises(RequestError, match="continue_final_message needs add_generation_prompt to be false"):
+        llm.chat(conversation, params, False, continue_final_message=True)
 
 
 def test_an_invalid_prompt_stops_all_before_any_runs(llm: LLM) -> None:
@@ -134,6 +215,43 @@ def test_without_tokenizer(folder: Path) -> None:
             llm.generate("text")
         with pytest.raises(RequestError, match="chat needs a tokenizer"):
             llm.chat([{"role": "user", "content": "hi"}])
+        with pytest.raises(HeadraceError, match="no tokenizer, as skip_tokenizer_init is set"):
+            llm.get_tokenizer()
+
+
+def test_the_tokenizer_is_like_transformers(llm: LLM, folder: Path) -> None:
+    """tests/engine/test_tokenizer.py compares them name by name."""
+    tokenizer = llm.get_tokenizer()
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert prompt == "<|user|>hi</s><|assistant|>"
+    assert tokenizer.decode(tokenizer.encode(prompt)) == prompt
+    assert (tokenizer.eos_token, tokenizer.eos_token_id, tokenizer.name_or_path) == ("</s>", 2, str(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("embed", ": headrace generates text; it"), ("beam_search", ": the engine has"), ("nothing", "")]
+)
+def test_methods_of_vllm_that_are_not_here_say_why(llm: LLM, name: str, why: str) -> None:
+    assert not hasattr(llm, name)
+    with pytest.raises(AttributeError, match=f"^LLM has no attribute '{name}'{why}"):
+        getattr(llm, name)
+
+
+def test_keywords_of_vllm(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """tests/flags/test_keywords.py has the others."""
+    with pytest.raises(ConfigError, match="enable_lora=True is not supported: headrace does not serve adapters"):
+        LLM(str(folder), executor=ECHO, enable_lora=True)
+    with caplog.at_level(logging.WARNING, "headrace.llm"):
+        llm = LLM(model=folder, executor=ECHO, enable_lora=False, swap_space=4, trust_remote_code=True, seed=None)
+    llm.shutdown()
+    (record,) = [record for record in caplog.records if record.name == "headrace.llm"]
+    for said in ("no effect here", "swap_space=4: preempted requests are recomputed", "trust_remote_code=True: code"):
+        assert said in record.getMessage()
+    caplog.clear()
+    with LLM(str(folder), executor=ECHO, max_num_seqs=2, enforce_eager=True):
+        assert not [record for record in caplog.records if record.name == "headrace.llm"]
 
 
 def test_the_environment_counts_unless_a_keyword_is_given(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,19 +172,18 @@ class Sink:
 class Front:
     """Input and output processor with one request in between, and a core that says what the test says."""
 
-    def __init__(self, kind: OutputKind = "delta", **params: object) -> None:
+    def __init__(self, kind: OutputKind = "delta", arrival_time: float | None = None, **params: object) -> None:
         self.metrics = EngineMetrics("model", 64, {"block_size": 16})
         self.processor = OutputProcessor(TOKENIZER, self.metrics)
         self.sink = Sink()
         prompt = TOKENIZER.encode("ab")
         sampling = SamplingParams(max_tokens=None, **params)  # type: ignore[arg-type]
-        requests = inputs().process("r", prompt, sampling, arrival_time=time.monotonic())
+        requests = inputs().process("r", prompt, sampling, arrival_time=arrival_time or time.monotonic())
         self.processor.add("r", "ab", requests, sampling, kind, self.sink)
 
-    def step(self, *outputs: EngineCoreOutput) -> list[Abort]:
-        return self.processor.process(
-            EngineCoreOutputs(outputs=list(outputs), stats=SchedulerStats(), timestamp=time.monotonic())
-        )
+    def step(self, *outputs: EngineCoreOutput, timestamp: float | None = None) -> list[Abort]:
+        now = timestamp or time.monotonic()
+        return self.processor.process(EngineCoreOutputs(outputs=list(outputs), stats=SchedulerStats(), timestamp=now))
 
     def text(self, text: str, index: int = 0, **more: object) -> list[Abort]:
         return self.step(EngineCoreOutput(request_id=f"r-{index}", new_token_ids=TOKENIZER.encode(text), **more))  # type: ignore[arg-type]
@@ -235,7 +234,42 @@ class TestOutput:
         (output,) = front.sink.outputs
         assert [c.text for c in output.outputs] == ["xy", "p"]
         assert output.finished
-        assert output.metrics["arrival_time"] <= output.metrics["first_token_time"] <= output.metrics["finished_time"]
+
+    def test_metrics_come_with_the_last_output_under_the_names_of_vllm(self) -> None:
+        before, started = time.time(), time.monotonic()
+        front = Front(n=2, arrival_time=started)
+        scheduled, first, last = started + 0.5, started + 1.0, started + 2.0
+        for index in (0, 1):
+            front.step(
+                EngineCoreOutput(request_id=f"r-{index}", new_token_ids=[5], scheduled_time=scheduled),
+                timestamp=first + index / 4,
+            )
+        assert [output.metrics for output in front.sink.outputs] == [None, None]
+        for index in (0, 1):
+            front.step(
+                EngineCoreOutput(request_id=f"r-{index}", new_token_ids=[6], finish_reason=FinishReason.LENGTH),
+                timestamp=last - index / 4,
+            )
+        found = front.sink.outputs[-1].metrics
+        assert found is not None
+        assert (found.queued_ts, found.scheduled_ts, found.num_generation_tokens) == (started, scheduled, 4)
+        assert (found.first_token_ts, found.last_token_ts) == (first, last)
+        assert (found.time_in_queue, found.first_token_latency) == (scheduled - started, first - started)
+        assert found.arrival_time == pytest.approx(before, abs=30)  # wall time: seconds since 1970
+        wall = (found.first_scheduled_time, found.first_token_time, found.last_token_time)
+        assert wall == pytest.approx([found.arrival_time + after for after in (0.5, 1.0, 2.0)])
+        assert found.finished_ts >= started
+        assert found.finished_time is not None
+        with pytest.raises(AttributeError):
+            found.finished_ts = 0.0  # type: ignore[misc]
+
+    def test_metrics_of_a_request_without_a_token(self) -> None:
+        front = Front("final")
+        front.processor.finish_aborted("r")
+        found = front.sink.outputs[-1].metrics
+        assert found is not None
+        assert (found.scheduled_ts, found.first_token_ts, found.first_token_latency) == (0.0, 0.0, 0.0)
+        assert (found.first_token_time, found.time_in_queue, found.num_generation_tokens) == (None, None, 0)
 
     def test_choices_of_one_step_come_together(self) -> None:
         front = Front(n=2)

@@ -3,16 +3,23 @@
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
 
-from headrace.engine.tokenizer import Tokenizer
+from headrace.engine.hf_tokenizer import HFTokenizer
+from headrace.engine.tokenizer import NAMED_TOKENS, Tokenizer
 from headrace.errors import ConfigError, RequestError, TokenizerError
+from headrace.hub import DEMO_FOLDER
 from tests.engine.fakes import byte_tokenizer, model_folder
 
 SHARED = Path(__file__).parents[2].parent / "shared"
-FOLDERS = sorted((SHARED / "data" / "tokenizers").glob("*/")) + sorted((SHARED / "models").glob("stories260K/"))
+FOLDERS = [
+    DEMO_FOLDER,
+    *sorted((SHARED / "data" / "tokenizers").glob("*/")),
+    *sorted((SHARED / "models").glob("stories260K/")),
+]
 TEXTS = [
     "",
     "a",
@@ -67,12 +74,51 @@ def assert_like_transformers(folder: Path) -> None:
             assert ours.render_chat(MESSAGES, tools, prompt) == rendered
             ids = theirs.apply_chat_template(MESSAGES, tools=tools, add_generation_prompt=prompt, return_dict=False)
             assert ours.encode(rendered, add_special_tokens=False) == list(ids)
+    assert_methods_like_transformers(HFTokenizer(ours, str(folder)), theirs)
 
 
-@pytest.mark.parametrize("folder", FOLDERS or [None], ids=lambda f: f.name if f else "none")
-def test_real_tokenizers_equal_transformers(folder: Path | None) -> None:
-    if folder is None:
-        pytest.skip("no folder ../shared/data/tokenizers beside the repository")
+def assert_methods_like_transformers(ours: HFTokenizer, theirs: Any) -> None:
+    """What `LLM.get_tokenizer` returns: the same names, defaults and results."""
+    for name in (*NAMED_TOKENS, "all_special_tokens", "chat_template", "vocab_size", "name_or_path", "is_fast"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    for name in (*(f"{name}_id" for name in NAMED_TOKENS), "all_special_ids"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert len(ours) == len(theirs)
+    assert ours.get_vocab() == theirs.get_vocab()
+    batch = [theirs.encode(text) for text in TEXTS]
+    for text, ids in zip(TEXTS, batch, strict=True):
+        assert ours.encode(text) == ids
+        assert ours(text) == dict(theirs(text))
+        assert ours(text, add_special_tokens=False).input_ids == theirs(text, add_special_tokens=False).input_ids
+        assert ours.tokenize(text) == theirs.tokenize(text)
+        assert ours.decode(ids) == theirs.decode(ids)
+        assert ours.decode(ids, skip_special_tokens=True) == theirs.decode(ids, skip_special_tokens=True)
+        tokens = ours.convert_ids_to_tokens(ids)
+        assert tokens == theirs.convert_ids_to_tokens(ids)
+        assert ours.convert_ids_to_tokens(ids, True) == theirs.convert_ids_to_tokens(ids, True)
+        assert ours.convert_tokens_to_ids(tokens) == theirs.convert_tokens_to_ids(tokens)
+    assert ours(TEXTS) == dict(theirs(TEXTS))
+    assert ours.batch_decode(batch) == ours.decode(batch) == theirs.batch_decode(batch)
+    assert ours.decode(batch[2][0]) == theirs.decode(batch[2][0])
+    assert ours.convert_ids_to_tokens(batch[2][0]) == theirs.convert_ids_to_tokens(batch[2][0])
+    assert ours.convert_tokens_to_ids("no such token") == theirs.convert_tokens_to_ids("no such token")
+    if theirs.chat_template:
+        unfinished = [*MESSAGES[:2], {"role": "assistant", "content": "It is <", "tool_calls": None}]
+        for messages in (MESSAGES, [MESSAGES, unfinished]):
+            assert ours.apply_chat_template(messages) == dict(theirs.apply_chat_template(messages))
+            for options in (
+                {"tokenize": False},
+                {"return_dict": False, "add_generation_prompt": True},
+                {"tokenize": False, "chat_template": "{{ messages[0].role }}{{ mood }}", "mood": "!"},
+                {"tokenize": False, "tools": TOOLS},
+                {"tokenize": False, "continue_final_message": True},
+            ):
+                assert ours.apply_chat_template(messages, **options) == theirs.apply_chat_template(messages, **options)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_real_tokenizers_equal_transformers(folder: Path) -> None:
+    """The demo model's, and those of ../shared/data/tokenizers, where that folder is beside the repository."""
     assert_like_transformers(folder)
 
 
