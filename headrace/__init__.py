@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "__version__",
+]
 
 if TYPE_CHECKING:
-    from headrace.llm import LLM
+    from headrace.llm import LLM, TextPrompt, TokensPrompt
+    from headrace.request import CompletionOutput, RequestOutput
     from headrace.sampling_params import SamplingParams
+
+_HOMES = {"SamplingParams": "sampling_params", "RequestOutput": "request", "CompletionOutput": "request"}
+"""of names that are not in llm.py"""
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LLM":
-        from headrace.llm import LLM
-
-        return LLM
-    if name == "SamplingParams":
-        from headrace.sampling_params import SamplingParams
-
-        return SamplingParams
-    raise AttributeError(f"module 'headrace' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'headrace' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"headrace.{_HOMES.get(name, 'llm')}"), name)

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, NotRequired, TypedDict
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -29,10 +29,26 @@ from headrace.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-Prompt = str | list[int] | Mapping[str, Any]
-"""Text, token ids, or a mapping with `prompt` or `prompt_token_ids`, and perhaps a `cache_salt`: vLLM's TextPrompt and
-TokensPrompt."""
-PROMPT_KEYS = frozenset(("prompt", "prompt_token_ids", "cache_salt"))
+
+class TextPrompt(TypedDict):
+    """A text to go on with; a plain dictionary of this shape will do."""
+
+    prompt: str
+    cache_salt: NotRequired[str | None]
+    """Blocks are shared only among prompts of the same salt."""
+
+
+class TokensPrompt(TypedDict):
+    """Token ids to go on with; a plain dictionary of this shape will do."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str | None]
+    """what RequestOutput shall show as text"""
+    cache_salt: NotRequired[str | None]
+
+
+Prompt = str | list[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
+PROMPT_KEYS = TextPrompt.__annotations__.keys() | TokensPrompt.__annotations__.keys()
 NOT_HERE = {
     **dict.fromkeys(("encode", "embed", "classify", "reward", "score"), "--runner"),
     **dict.fromkeys(("beam_search", "sleep", "wake_up", "start_profile", "stop_profile"), "--enable-sleep-mode"),

@@ -43,6 +43,9 @@ NOT_HERE = {
 NO_MATTER = ("output_kind", "stream_interval", "skip_clone")
 """Fields of vLLM's that any value is taken for: who calls decides how outputs come, and copies are cheap."""
 
+COMPATIBLE_ONLY = frozenset(("best_of", *NOT_HERE, *NO_MATTER))
+"""Fields that no program written for headrace would set."""
+
 
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):

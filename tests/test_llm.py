@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headrace import LLM, SamplingParams
+from headrace import LLM, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
 from headrace.errors import ConfigError, HeadraceError, RequestError, SomeRequestsError
 from tests.engine.fakes import FAIL_TOKEN, model_folder
 
@@ -67,8 +67,8 @@ def test_sampling_defaults_of_the_model(tmp_path: Path) -> None:
         ["ab"],
         [100, 101],
         [[100, 101]],
-        {"prompt_token_ids": [100, 101]},
-        [{"prompt": "ab"}],
+        TokensPrompt(prompt_token_ids=[100, 101]),
+        [TextPrompt(prompt="ab")],
         {"prompt": "ab", "prompt_token_ids": [100, 101], "multi_modal_data": None, "cache_salt": "salt"},
     ],
     ids=["text", "texts", "ids", "lists of ids", "TokensPrompt", "TextPrompts", "both"],
@@ -125,6 +125,7 @@ def test_parameters_may_be_assigned_to_between_calls(llm: LLM) -> None:
 
 def test_outputs_have_the_attributes_of_vllm(llm: LLM) -> None:
     (output,) = llm.generate("ab", SamplingParams(max_tokens=3), use_tqdm=False)
+    assert isinstance(output, RequestOutput)
     assert output.finished
     assert output.outputs[0].finished()
     for name in ("lora_request", "encoder_prompt", "encoder_prompt_token_ids", "kv_transfer_params", "prompt_logprobs"):

@@ -19,7 +19,7 @@ from headrace.config import EngineConfig, check_knobs, knob
 from headrace.errors import ConfigError, HeadraceError, RequestError, SomeRequestsError
 from headrace.hub import DEMO_MODEL
 from headrace.request import CompletionOutput, RequestOutput
-from headrace.sampling_params import SamplingParams
+from headrace.sampling_params import COMPATIBLE_ONLY, SamplingParams
 
 DEFAULT_MAX_TOKENS = 128
 DEMO_PROMPT = "Once upon a time"
@@ -82,6 +82,8 @@ def build_parser() -> FlagParser:
     parser.add_knobs(GenerateOptions, single=("prompt",))
     hints = typing.get_type_hints(SamplingParams)
     for field in msgspec.structs.fields(SamplingParams):
+        if field.name in COMPATIBLE_ONLY:
+            continue
         kind, optional, element = _sampling_type(hints[field.name])
         default = DEFAULT_MAX_TOKENS if field.name == "max_tokens" else field.default
         default = None if default is msgspec.NODEFAULT else default
