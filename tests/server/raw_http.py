@@ -83,11 +83,11 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(**config: Any) -> AsyncIterator[Server]:
+async def serving(send_buffer: int = 4096, **config: Any) -> AsyncIterator[Server]:
     engine = FakeEngine()
     settings = {"max_connections": 100, **config}
     listener = take_port("127.0.0.1", 0)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # so that little waits in the kernel
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # little: that little waits in the kernel
     server = HttpServer(make_app(engine, **settings), ServerConfig(**settings), 1)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     found = Server(server, engine, listener.getsockname())

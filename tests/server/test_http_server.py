@@ -151,7 +151,7 @@ def test_without_descriptors_the_server_waits_for_them(tmp_path: Path) -> None:
             waiting.settimeout(1)
             with pytest.raises(TimeoutError):
                 waiting.recv(1)
-            assert sum(process.cpu_times()[:2]) - spent < 0.5 * (time.monotonic() - started)
+            assert sum(process.cpu_times()[:2]) - spent < 0.15 * (time.monotonic() - started)
             resource.prlimit(process.pid, resource.RLIMIT_NOFILE, before)
             waiting.settimeout(SECONDS)
             assert b" 200 " in waiting.recv(100)
