@@ -210,6 +210,32 @@ class ServerConfig:
     port: int = knob(8000, "Port to listen on.", minimum=0, maximum=65535, group="server")
     api_key: list[str] = knob([], "Keys, one of which every route but /health asks for (VLLM_API_KEY).", group="server")
     max_request_bytes: int = knob(32 * 1024 * 1024, "Largest request body, in bytes.", minimum=1024, group="server")
+    max_connections: int | None = knob(
+        None,
+        "Most open connections; beyond them only /health and /metrics are answered; default: what the limit of open "
+        "files (ulimit -n) leaves, 16384 at most.",
+        minimum=1,
+        group="server",
+    )
+    header_timeout: float = knob(
+        10.0, "Seconds that a client may take to send the headers of a request.", minimum=0.1, group="server"
+    )
+    body_timeout: float = knob(
+        30.0,
+        "Seconds over which a request body must bring 500 bytes a second; then 408.",
+        minimum=0.1,
+        group="server",
+    )
+    send_timeout: float = knob(
+        300.0, "Seconds after which a client that reads nothing of its answer loses it.", minimum=0.1, group="server"
+    )
+    timeout_keep_alive: int = knob(
+        75,
+        "Seconds that a connection may idle between two requests (VLLM_HTTP_TIMEOUT_KEEP_ALIVE); 75 is longer than "
+        "common clients and proxies keep one, so that it is they who close.",
+        minimum=0,
+        group="server",
+    )
     allowed_origins: list[str] = knob([], "CORS origins.", group="server")
     root_path: str = knob("", "Path prefix behind a proxy.", group="server")
     uvicorn_log_level: str = knob(
@@ -223,7 +249,10 @@ class ServerConfig:
     def __post_init__(self) -> None:
         check_knobs(self)
         if any(not key.strip() for key in self.api_key):
-            raise ConfigError("api_key must not be empty: an empty key would let everybody in")
+            raise ConfigError(
+                "api_key must not be empty (--api-key, VLLM_API_KEY): an empty key would let everybody in; to serve "
+                "without keys, leave both away"
+            )
 
 
 def _plain_type(annotation: Any) -> tuple[type, bool]:
@@ -270,6 +299,7 @@ def check_knobs(config: Any) -> None:
 ENVIRONMENT_KNOBS = {
     "VLLM_CPU_KVCACHE_SPACE": "cpu_kv_cache_gib",
     "VLLM_API_KEY": "api_key",
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "timeout_keep_alive",
     "VLLM_BATCH_INVARIANT": "batch_invariant",
     "VLLM_ATTENTION_BACKEND": "attention_backend",
 }
@@ -283,8 +313,8 @@ def knobs_from_environment(config_class: type, environ: Mapping[str, str] | None
     values: dict[str, Any] = {}
     for variable, name in ENVIRONMENT_KNOBS.items():
         text = environ.get(variable)
-        if not text or name not in kinds:
-            continue
+        if name not in kinds or text is None or (not text and name != "api_key"):
+            continue  # an empty key is no absent one: who sets it believes that there is a key
         if name == "attention_backend" and text.upper() in ATTENTION_OF_VLLM:
             continue
         kind = kinds[name][0]

@@ -122,6 +122,13 @@ class MethodNotAllowedError(RequestError):
     code = "method_not_allowed"
 
 
+class RequestTimeoutError(RequestError):
+    """A client takes too long to send its request."""
+
+    http_status = 408
+    code = "request_timeout"
+
+
 class PayloadTooLargeError(RequestError):
     http_status = 413
     code = "request_too_large"
@@ -138,6 +145,14 @@ class EngineDeadError(HeadraceError):
     http_status = 503
     error_type = "service_unavailable_error"
     code = "engine_dead"
+
+
+class TooManyConnectionsError(HeadraceError):
+    """All connections that may be open are taken."""
+
+    http_status = 503
+    error_type = "service_unavailable_error"
+    code = "too_many_connections"
 
 
 class ServerStoppingError(HeadraceError):

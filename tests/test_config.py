@@ -72,6 +72,7 @@ def test_environment_gives_values_by_type() -> None:
     assert knobs_from_environment(EngineConfig, environ) == {"cpu_kv_cache_gib": 2.5}
     assert knobs_from_environment(ServerConfig, environ) == {"api_key": ["secret"]}
     assert knobs_from_environment(EngineConfig, {"VLLM_CPU_KVCACHE_SPACE": ""}) == {}
+    assert knobs_from_environment(ServerConfig, {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "5"}) == {"timeout_keep_alive": 5}
     assert knobs_from_environment(EngineConfig, {"VLLM_BATCH_INVARIANT": "1"}) == {"batch_invariant": True}
     assert knobs_from_environment(EngineConfig, {"VLLM_BATCH_INVARIANT": "0"}) == {"batch_invariant": False}
 

@@ -122,6 +122,7 @@ class EngineMetrics:
             (*self._labels, "kind"),
             registry=self.registry,
         )
+        self.http_connections = self._gauge("http_connections", "Open connections of clients.", "headrace")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.iteration_tokens = self._histogram("iteration_tokens_total", "Tokens a step.", ITERATION_TOKENS)

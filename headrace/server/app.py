@@ -121,6 +121,8 @@ def _add_plain_routes(app: FastAPI, serving: Serving) -> None:
             path, endpoint, methods=methods, response_model=None, summary=summary,
             responses=openapi.gives(shape, *errors), **more,
         )  # fmt: skip
+        if "GET" in methods:
+            _add_head(app, path, endpoint)
 
     add("/v1/models", models, "List the served models", protocol.ModelList, 401)
     add(
@@ -136,7 +138,7 @@ def _add_plain_routes(app: FastAPI, serving: Serving) -> None:
         "/detokenize", detokenize, "Token ids to text", protocol.DetokenizeAnswer, 400, 401, 404, 413, 415,
         methods=["POST"], openapi_extra=openapi.takes(protocol.DetokenizeRequest),
     )  # fmt: skip
-    add("/health", health, "200 while the engine steps", None, 503)
+    add("/health", health, "200 while the engine steps", None, 503, openapi_extra={"security": []})
     add("/ping", health, "The same as /health, behind the key", None, 401, 503)
     app.add_api_route("/ping", health, methods=["POST"], include_in_schema=False, response_model=None)
     add("/metrics", metrics, "Prometheus metrics", None, 401)
@@ -156,6 +158,12 @@ def _add_description(app: FastAPI, server_config: ServerConfig) -> None:
 
     for path, endpoint in (("/openapi.json", openapi_json), ("/docs", docs)):
         app.add_api_route(path, endpoint, methods=["GET"], include_in_schema=False, response_model=None)
+        _add_head(app, path, endpoint)
+
+
+def _add_head(app: FastAPI, path: str, endpoint: Any) -> None:
+    """The answer to GET without its body, which uvicorn leaves away."""
+    app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False, response_model=None)
 
 
 def _exception_handlers() -> dict[int | type[Exception], Any]:
@@ -163,12 +171,12 @@ def _exception_handlers() -> dict[int | type[Exception], Any]:
         return error_response(error)
 
     async def routing(request: Request, error: HTTPException) -> Response:
-        place = f"{request.method[:20]} {request.url.path[:200]}"
+        place = f"{request.method[:20]} {request.scope['path'][:200]}"  # request.url is made of the Host header
         if error.status_code == 404:
             return error_response(NotFoundError(f"no such route: {place}"))
         if error.status_code == 405:
-            headers = dict(error.headers or {})
-            return error_response(MethodNotAllowedError(f"method not allowed: {place}"), headers)
+            allowed = (error.headers or {}).get("Allow", "").replace("GET", "GET, HEAD")
+            return error_response(MethodNotAllowedError(f"method not allowed: {place}"), {"allow": allowed})
         return error_response(RequestError(str(error.detail)))
 
     async def gone(request: Request, error: ClientDisconnect) -> Response:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
+import ipaddress
 import logging
 import os
 import signal
@@ -15,22 +17,21 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING
 
-import uvicorn
 import uvloop
 
 from headrace import __version__
 from headrace.config import EngineConfig, ServerConfig
 from headrace.engine.async_engine import AsyncEngine
 from headrace.errors import ConfigError, PortInUseError
-from headrace.server.http_limits import BoundedHttpProtocol
+from headrace.server.http_server import HttpServer, connection_bound
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+logger = logging.getLogger(__name__)
+
 StartEngine = Callable[[EngineConfig], Awaitable[AsyncEngine]]
 BACKLOG = 2048
-KEEP_ALIVE_SECONDS = 75
-"""Longer than common clients and proxies keep idle connections, so that it is they who close them."""
 FINISH_SECONDS = 1.5
 """What running requests have to finish by themselves after the first signal. All in all a stop takes under 5 s."""
 CLOSE_SECONDS = 1
@@ -44,7 +45,10 @@ EXIT_AT_ONCE = 130
 def run_server(config: EngineConfig, server_config: ServerConfig, start_engine: StartEngine | None = None) -> int:
     """Returns the exit code. Raises UserError for what the user can mend: a taken port, a model that is not there."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    bound = connection_bound(server_config.max_connections)
+    server_config = dataclasses.replace(server_config, max_connections=bound)
     listener = take_port(server_config.host, server_config.port)
+    warn_of_strangers(listener, server_config)
     with contextlib.closing(listener), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(config, server_config, listener, start_engine or AsyncEngine.start))
 
@@ -70,6 +74,13 @@ def take_port(host: str, port: int) -> socket.socket:
         raise PortInUseError(f"cannot listen on {host}:{port}: {error}; choose another --port") from None
     listener.setblocking(False)
     return listener
+
+
+def warn_of_strangers(listener: socket.socket, server_config: ServerConfig) -> None:
+    """A warning where whoever reaches this machine could use the server."""
+    address = listener.getsockname()[0]
+    if not server_config.api_key and not ipaddress.ip_address(address).is_loopback:
+        logger.warning("%s is open to the network without a key: set --api-key, or --host 127.0.0.1", address)
 
 
 async def _serve(
@@ -110,7 +121,8 @@ def _routes() -> Callable[[AsyncEngine, ServerConfig, list[str]], FastAPI]:
 async def _serve_app(
     app: FastAPI, names: list[str], server_config: ServerConfig, listener: socket.socket, stop: asyncio.Event
 ) -> None:
-    server = _Server(_uvicorn_config(app, server_config))
+    server = HttpServer(app, server_config, int(FINISH_SECONDS + CLOSE_SECONDS + 0.5))
+    app.state.serving.engine.metrics.http_connections.set_function(lambda: server.num_connections)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.005)
@@ -128,31 +140,6 @@ async def _serve_app(
         await asyncio.wait((serving,), timeout=FINISH_SECONDS)
         app.state.serving.stop()
     await serving
-
-
-def _uvicorn_config(app: FastAPI, server_config: ServerConfig) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http=BoundedHttpProtocol,
-        ws="none",
-        lifespan="off",
-        loop="none",
-        access_log=server_config.uvicorn_log_level in ("info", "debug"),
-        log_level=server_config.uvicorn_log_level,
-        proxy_headers=False,
-        server_header=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=int(FINISH_SECONDS + CLOSE_SECONDS + 0.5),
-    )
-
-
-class _Server(uvicorn.Server):
-    """Signals are ours: uvicorn would raise them again after a clean stop, and the exit code would not be 0."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 @contextlib.contextmanager

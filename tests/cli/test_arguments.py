@@ -126,6 +126,17 @@ def test_only_what_was_given_is_taken_from_the_command_line(monkeypatch: pytest.
     assert build_config(EngineConfig, values, enable_prefix_caching=False).enable_prefix_caching is True
 
 
+@pytest.mark.parametrize(
+    ("variable", "flags"), [("", []), (" ", []), (None, ["--api-key", ""]), (None, ["--api-key="])]
+)
+def test_an_empty_key_ends_the_start(variable: str | None, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that a variable brings: whoever sets it believes that there is a key."""
+    if variable is not None:
+        monkeypatch.setenv("VLLM_API_KEY", variable)
+    with pytest.raises(ConfigError, match=r"api_key must not be empty \(--api-key, VLLM_API_KEY\)"):
+        build_config(ServerConfig, serve_parser().parse(flags))
+
+
 def test_a_knob_is_a_flag_with_its_aliases() -> None:
     @dataclass(frozen=True, kw_only=True)
     class Options:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import hmac
+import inspect
+import types
 from typing import Any
 
 import pytest
 from starlette.routing import Route
 
 from headrace.errors import ConfigError
+from headrace.server import auth
 from tests.server.fake_engine import error_of, make_app, send
+from tests.server.raw_http import run, serving
 
 KEYS = ["first-key", "second-key"]
 APP = make_app(api_key=KEYS)
@@ -33,6 +39,8 @@ def test_no_route_without_key(method: str, path: str) -> None:
     answer = send(APP, method, concrete(path))
     if path == "/health":
         assert answer.status_code == 200
+    elif method == "HEAD":
+        assert (answer.status_code, answer.content) == (401, b"")
     else:
         assert error_of(answer, 401)["code"] == "invalid_api_key"
         assert answer.headers["www-authenticate"] == "Bearer"
@@ -121,6 +129,93 @@ def test_root_path_cannot_free_a_route() -> None:
     assert asgi(app, "/health")[0]["status"] == 200
     for path in ("/api/v1/models", "/v1/models", "/api/api/health", "/api/health/v1/models", "/apihealth"):
         assert asgi(app, path)[0]["status"] == 401
+
+
+TARGETS = {
+    b"/health": 200,
+    b"/%68ealth": 200,
+    b"http://test/health": 200,
+    b"http://user@test:80/health?a=b": 200,
+    b"//health": 401,
+    b"/.//health": 401,
+    b"/health/": 401,
+    b"/health/../v1/models": 401,
+    b"/health%2f..%2fv1/models": 401,
+    b"/health%3fx/../v1/models": 401,
+    b"/health%00": 401,
+    b"/health%0a": 401,
+    b"/v1%2fmodels": 401,
+    b"/%76%31/models": 401,
+    b"/%252e%252e/health": 401,
+    b"http://test/v1/models": 401,
+    b"http://test/health/../v1/models": 401,
+    b"http://test//health": 401,
+    b"http://health/v1/models": 401,
+    b"/http://test/health": 401,
+    b"/v1/models#/health": 401,
+    b"/v1/models?/health": 401,
+    b"/v1/models;/health": 401,
+    b"http://test": 400,
+    b"health": 400,
+    b"\\health": 400,
+    b"/health\xff": 400,
+    b"*": 401,
+}
+"""What a request line may name -> the status without a key. 200 is /health itself, whose body is empty."""
+
+
+@pytest.mark.parametrize("root_path", ["", "/api", "/v1"])
+def test_request_targets_as_they_come_from_the_wire(root_path: str) -> None:
+    """The same tricks through the real parser: what it makes of a target is what router and keys see."""
+
+    async def go() -> None:
+        async with serving(api_key=KEYS, root_path=root_path) as server:
+            for target, status in TARGETS.items():
+                client = await server.connect(b"GET " + target + b" HTTP/1.0\r\nX-Original-URL: /health\r\n\r\n")
+                answer = await client.rest()
+                assert answer.startswith(b"HTTP/1.1 %d " % status), (target, answer[:200])
+                assert status != 200 or answer.endswith(b"\r\n\r\n"), target
+
+    run(go)
+
+
+@pytest.mark.parametrize("token", ["first-key", "second-key", "neither"])
+def test_each_key_is_compared_in_constant_time(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every key, whichever matched before, and as digests of one length."""
+    compared: list[tuple[int, int]] = []
+
+    def compare(given: bytes, known: bytes) -> bool:
+        compared.append((len(given), len(known)))
+        return hmac.compare_digest(given, known)
+
+    monkeypatch.setattr(auth, "hmac", types.SimpleNamespace(compare_digest=compare))
+    answer = send(APP, "GET", "/v1/models", headers={"authorization": f"Bearer {token}"})
+    assert answer.status_code == (401 if token == "neither" else 200)
+    assert compared == [(32, 32)] * len(KEYS)
+
+
+def test_secrets_are_compared_by_nothing_else() -> None:
+    """Of what holds a secret, auth.py compares no value, looks none up and calls no method that searches."""
+    secret = {"token", "digest", "digests", "known", "keys", "key", "value"}
+    allowed = {
+        "hashlib.sha256",
+        "hmac.compare_digest",
+        "key.strip().encode",
+        "key.strip",
+        "token.strip",
+        "hashlib.sha256(token.strip()).digest",
+        "hashlib.sha256(key.strip().encode()).digest",
+    }
+
+    def names(node: ast.AST) -> set[str]:
+        found = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+        return found | {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)}
+
+    for node in ast.walk(ast.parse(inspect.getsource(auth))):
+        if isinstance(node, ast.Compare | ast.Match | ast.Subscript):
+            assert not names(node) & secret, ast.unparse(node)
+        elif isinstance(node, ast.Call) and names(node) & secret:
+            assert ast.unparse(node.func) in allowed, ast.unparse(node)
 
 
 def test_websockets_are_closed() -> None:

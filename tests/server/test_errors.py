@@ -236,6 +236,9 @@ def test_unknown_route_and_method() -> None:
     answer = send(make_app(), "GET", "/v1/completions")
     assert error_of(answer, 405)["code"] == "method_not_allowed"
     assert answer.headers["allow"] == "POST"
+    answer = send(make_app(), "POST", "/health")
+    assert error_of(answer, 405)["message"] == "method not allowed: POST /health"
+    assert answer.headers["allow"] == "GET, HEAD"
 
 
 def test_dead_engine_is_503_before_the_first_byte() -> None:

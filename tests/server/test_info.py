@@ -150,6 +150,9 @@ def test_openapi_describes_every_route_and_shape() -> None:
     assert "securitySchemes" not in schema["components"]
     keyed = send(make_app(api_key=["k"]), "GET", "/openapi.json", headers={"authorization": "Bearer k"}).json()
     assert keyed["components"]["securitySchemes"]
+    open_to_all = {path for path, methods in keyed["paths"].items() if methods.get("get", {}).get("security") == []}
+    assert open_to_all == {"/health"}
+    assert all("head" not in methods for methods in keyed["paths"].values())
 
 
 def test_docs_need_no_internet() -> None:

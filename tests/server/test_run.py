@@ -17,7 +17,7 @@ import pytest
 
 from headrace.config import EngineConfig, ServerConfig
 from headrace.errors import ConfigError, PortInUseError
-from headrace.server.run import run_server, take_port
+from headrace.server.run import run_server, take_port, warn_of_strangers
 from tests.engine.fakes import SLOW_TOKEN
 from tests.server.live import KEY, Live, gone
 
@@ -165,6 +165,20 @@ def test_port_in_use_is_found_before_the_engine_starts() -> None:
 def test_host_that_is_none() -> None:
     with pytest.raises(ConfigError, match=r"no\.such\.host\.invalid"):
         take_port("no.such.host.invalid", 0)
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "warned"),
+    [("127.0.0.1", [], False), ("localhost", [], False), ("0.0.0.0", [], True), ("0.0.0.0", ["a"], False)],
+)
+def test_a_server_without_key_beyond_this_machine_is_warned_of(
+    host: str, keys: list[str], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with take_port(host, 0) as listener:
+        warn_of_strangers(listener, ServerConfig(host=host, api_key=keys))
+    assert (["0.0.0.0 is open to the network without a key: set --api-key, or --host 127.0.0.1"] if warned else []) == [
+        record.getMessage() for record in caplog.records
+    ]
 
 
 def test_port_is_free_again_at_once() -> None:

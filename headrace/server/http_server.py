@@ -1,0 +1,211 @@
+"""uvicorn's server with a bound on connections that keeps /health and /metrics within reach.
+
+A connection beyond the bound goes to a small reserve, where those two routes are answered and all others get 503. When
+the reserve is full, the oldest that has asked for nothing makes room. Knows nothing else of what is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import socket
+import time
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from headrace.config import ServerConfig
+from headrace.errors import ConfigError, TooManyConnectionsError
+from headrace.server.http_limits import BoundedHttpProtocol, Timeouts
+from headrace.server.replies import error_response
+
+logger = logging.getLogger(__name__)
+
+MOST_CONNECTIONS = 16_384
+"""What is allowed where nobody says: more would take gigabytes before descriptors run out."""
+RESERVE = 32
+RESERVE_HEADER_SECONDS = 2.0
+OWN_DESCRIPTORS = 96
+"""For the listener, the pipes and sockets of the engine, and files that are open for a moment."""
+PROBES = ("/health", "/metrics")
+BATCH = 64
+"""Connections that are accepted before others' data is read."""
+BATCH_BEYOND = 4
+"""... beyond the bound: several rounds pass before they fill the reserve, so that who asks at once is heard."""
+TICK = 0.1
+"""Seconds between two calls of uvicorn's `on_tick`."""
+WARN_SECONDS = 60.0
+
+
+def connection_bound(wanted: int | None) -> int:
+    """How many connections may be open. The soft limit of descriptors is raised for them as far as the hard one allows;
+    raises ConfigError where they do not fit even so.
+    """
+    needed = (wanted or MOST_CONNECTIONS) + RESERVE + OWN_DESCRIPTORS
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if limit != unlimited and limit < needed:
+        limit = needed if hard == unlimited else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    room = needed if limit == unlimited else limit
+    room -= RESERVE + OWN_DESCRIPTORS
+    if room < (wanted or 1):
+        given = f"max_connections ({wanted}) is too many" if wanted else "there is no room for connections"
+        raise ConfigError(
+            f"{given}: {limit} files may be open (ulimit -Hn), of which {RESERVE + OWN_DESCRIPTORS} are kept"
+        )
+    return wanted or min(room, MOST_CONNECTIONS)
+
+
+class HttpServer(uvicorn.Server):
+    """Takes connections from one listening socket until `should_exit` is set.
+
+    Signals are not its business: uvicorn would raise them again after a clean stop, and the exit code would not be 0.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig, graceful_seconds: int) -> None:
+        """`config.max_connections`: a number, from `connection_bound`."""
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=BoundedHttpProtocol,
+                ws="none",
+                lifespan="off",
+                loop="none",
+                access_log=config.uvicorn_log_level in ("info", "debug"),
+                log_level=config.uvicorn_log_level,
+                proxy_headers=False,
+                server_header=False,
+                timeout_keep_alive=config.timeout_keep_alive,
+                timeout_graceful_shutdown=graceful_seconds,
+            )
+        )
+        assert config.max_connections is not None
+        self.bound = config.max_connections
+        self.timeouts = Timeouts(config.header_timeout, config.body_timeout, config.send_timeout)
+        prefix = config.root_path.rstrip("/")
+        self._probes = frozenset((*PROBES, *(prefix + path for path in PROBES)))
+        self._ordinary: set[BoundedHttpProtocol] = set()
+        self._reserve: dict[BoundedHttpProtocol, None] = {}
+        """oldest first"""
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._accepting = False
+        self._clock = 0.0
+        shortest = min(self.timeouts.header, self.timeouts.body, self.timeouts.send, RESERVE_HEADER_SECONDS)
+        self._sweep_ticks = max(1, min(10, int(shortest / 4 / TICK)))
+        self._warned: dict[str, float] = {}
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._ordinary) + len(self._reserve)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        assert sockets is not None
+        (self._listener,) = sockets
+        self._loop = asyncio.get_running_loop()
+        self.servers = []
+        self._listen()
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop.remove_reader(self._listener)
+        await super().shutdown(sockets)
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % self._sweep_ticks == 0:
+            self._clock += self._sweep_ticks * TICK
+            for connection in list(self.server_state.connections):
+                connection.check_time(self._clock)  # type: ignore[union-attr]
+            self._listen()
+        return await super().on_tick(counter)
+
+    def admit(self, connection: BoundedHttpProtocol) -> bool:
+        if connection not in self._reserve:
+            return True
+        if len(self._ordinary) < self.bound:
+            del self._reserve[connection]
+            self._ordinary.add(connection)
+            connection.app, connection.timeouts = self.config.loaded_app, self.timeouts
+            return True
+        return False
+
+    def forget(self, connection: BoundedHttpProtocol) -> None:
+        self._ordinary.discard(connection)
+        self._reserve.pop(connection, None)
+
+    def _listen(self) -> None:
+        if not self._accepting:
+            self._accepting = True
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(BATCH if len(self._ordinary) < self.bound else BATCH_BEYOND):
+            try:
+                client, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:  # no descriptors, no memory: what waits goes on waiting until the next sweep
+                self._loop.remove_reader(self._listener)
+                self._accepting = False
+                self._warn(f"no connection can be accepted: {error}")
+                return
+            self._take(client)
+
+    def _take(self, client: socket.socket) -> None:
+        connection = BoundedHttpProtocol(
+            self, self.timeouts, config=self.config, server_state=self.server_state, app_state={}, _loop=self._loop
+        )
+        if len(self._ordinary) < self.bound:
+            self._ordinary.add(connection)
+        elif len(self._reserve) < RESERVE or self._make_room():
+            self._warn(f"{self.bound} connections are open (--max-connections): others get /health and /metrics alone")
+            self._reserve[connection] = None
+            connection.app = self._answer_in_reserve
+            header = min(self.timeouts.header, RESERVE_HEADER_SECONDS)
+            connection.timeouts = Timeouts(header, self.timeouts.body, self.timeouts.send)
+        else:
+            client.close()
+            return
+        client.setblocking(False)
+        task = self._loop.create_task(self._connect(connection, client))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    async def _connect(self, connection: BoundedHttpProtocol, client: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(lambda: connection, client)
+        except OSError as error:
+            self.forget(connection)
+            client.close()
+            logger.debug("a connection ended as it began: %s", error)
+
+    def _make_room(self) -> bool:
+        oldest = next((connection for connection in self._reserve if connection.is_silent), None)
+        if oldest is None:
+            return False
+        self.forget(oldest)
+        oldest.transport.abort()
+        return True
+
+    async def _answer_in_reserve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in self._probes:
+            await self.config.loaded_app(scope, receive, send)
+        else:
+            error = TooManyConnectionsError(f"{self.bound} connections are open; try again later (--max-connections)")
+            await error_response(error, {"retry-after": "1"})(scope, receive, send)
+
+    def _warn(self, line: str) -> None:
+        """Once a minute for the same line."""
+        now = time.monotonic()
+        if now - self._warned.get(line, -WARN_SECONDS) >= WARN_SECONDS:
+            self._warned[line] = now
+            logger.warning("%s", line)
