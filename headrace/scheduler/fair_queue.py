@@ -26,7 +26,8 @@ class Parent:
         """ever, of those that are remembered"""
         self.num_running = 0
         self.turn: tuple[int, float, str] = (0, 0.0, "")
-        """order of the request that came, or was preempted, or the moment of admission, whichever was last"""
+        """when it last began to wait: order of a request that came or was preempted, or the moment in which one was
+        admitted or ended"""
         self.order: tuple[int, tuple[int, float, str], str] = (0, self.turn, name)
         self.waiting: OrderedQueue[Request] = OrderedQueue()
 
@@ -74,7 +75,7 @@ class FairQueue:
         return None if parent is None else parent.waiting.first
 
     def tick(self) -> int:
-        """Counts arrivals and admissions."""
+        """Counts arrivals, admissions and ends."""
         self._clock += 1
         return self._clock
 
@@ -97,7 +98,7 @@ class FairQueue:
         self._lift(parent)
         self._dequeue(request, parent)
         self._count(parent, 1)
-        parent.turn = parent.client.turn = (0, self.tick(), "")
+        self._had_turn(parent)
         self._settle(parent)
 
     def put_back(self, request: Request) -> None:
@@ -113,6 +114,7 @@ class FairQueue:
         parent = self._parent_of.pop(request.request_id)
         self._lift(parent)
         self._count(parent, -1)
+        self._had_turn(parent)
         self._settle(parent)
 
     def remove(self, request: Request) -> None:
@@ -158,6 +160,9 @@ class FairQueue:
     def _burden(self, request: Request) -> tuple[int, int, tuple[int, float, str]]:
         parent = self._parent_of[request.request_id]
         return parent.client.num_running, parent.num_running, request.order
+
+    def _had_turn(self, parent: Parent) -> None:
+        parent.turn = parent.client.turn = (0, self.tick(), "")
 
     @staticmethod
     def _count(parent: Parent, change: int) -> None:

@@ -236,7 +236,9 @@ def test_prompt_logprobs_computed_again_are_not_sent_again() -> None:
         for row, computed, count in zip(step.rows, step.num_computed_tokens, step.num_scheduled_tokens, strict=True):
             if row == b.row and computed < len(prompt) - 1:
                 scored = prompt[computed + 1 : computed + count + 1]
-                result = RunnerOutput(step.step, result.token_ids, [], {row: [Logprobs([t], [-1.0], 1) for t in scored]})
+                result = RunnerOutput(
+                    step.step, result.token_ids, [], {row: [Logprobs([t], [-1.0], 1) for t in scored]}
+                )
         outputs = scheduler.update(step, result)
         received += [entry.token_ids[0] for output in outputs for entry in output.new_prompt_logprobs]
         assert all(output.new_token_ids or output.new_prompt_logprobs for output in outputs)
