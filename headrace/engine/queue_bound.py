@@ -45,6 +45,8 @@ class QueueBound:
         """(seconds in which something waited, prompt tokens that had left the queue), since start"""
         self._seconds = 0.0
         self._seen = clock()
+        self._waited = False
+        """when last looked at"""
         self._rejected = metrics.show_queue(
             {
                 "max_queued_requests": lambda: self.max_requests,
@@ -69,10 +71,11 @@ class QueueBound:
     def place(self, requests: int, tokens: int) -> Iterator[Place]:
         """Room for all of an HTTP request: so many choices, and so many prompt tokens of all of them together. Raises
         QueueFullError if there is not as much now, RequestError if there never is."""
-        for name, wanted, queued, limit in (
+        bounds = (
             ("requests", requests, self.num_requests, self.max_requests),
             ("tokens", tokens, self.num_tokens, self.max_tokens),
-        ):
+        )
+        for name, wanted, _, limit in bounds:
             if limit and wanted > limit:
                 unit = "choices (prompts x n)" if name == "requests" else "prompt tokens (of all choices together)"
                 raise RequestError(
@@ -80,6 +83,7 @@ class QueueBound:
                     f"(--max-queued-{name}): please send it in parts",
                     "prompt",
                 )
+        for name, wanted, queued, limit in bounds:
             if limit and queued + wanted > limit:
                 self._rejected(f"queued_{name}")
                 raise QueueFullError(
@@ -105,9 +109,9 @@ class QueueBound:
     def observe(self) -> None:
         """Look at what the core said last; as often as one likes."""
         now, stats = self._clock(), self._metrics.stats
-        if stats.num_waiting:
+        if self._waited:
             self._seconds += now - self._seen
-        self._seen = now
+        self._seen, self._waited = now, stats.num_waiting > 0
         if self._seconds - self._samples[-1][0] >= SAMPLE_SECONDS:
             self._samples.append((self._seconds, stats.num_received_tokens - stats.num_waiting_tokens))
 

@@ -258,11 +258,12 @@ class Scheduler:
         return all(self.waiting.shares_steps(request, newcomer) for request in partials)
 
     def _plan_partials(self, plan: _Plan, partials: list[Request], newcomer: Request | None, budget: int) -> int:
-        """Equal parts of the budget for prompts under way and the newcomer; returns what is left for admissions. The
-        prompts that have come to their ends leave `partials`."""
+        """Equal parts of the budget for prompts under way and the newcomer, and what the shortest leave for the others;
+        returns what is left for admissions. The prompts that have come to their ends leave `partials`."""
         kept = 0 if newcomer is None else min(max(1, budget // (len(partials) + 1)), newcomer.num_tokens)
         budget -= kept
         unfinished = []
+        partials.sort(key=lambda request: request.num_tokens - request.num_computed_tokens)
         for index, request in enumerate(partials):
             if request.status is not RequestStatus.RUNNING:  # preempted for one before it
                 continue
