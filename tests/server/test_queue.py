@@ -38,7 +38,7 @@ def test_what_does_not_fit_is_refused_whole(fields: dict[str, Any], words: str, 
 
 
 def test_a_chat_is_bounded_too() -> None:
-    engine = nearly_full(max_queued_requests=2)
+    engine = nearly_full(max_queued_requests=2, max_queued_tokens=0)
     answer = chat(make_app(engine))
     assert error_of(answer, 429)["code"] == "queue_full"
     assert answer.headers["retry-after"] == "1"
