@@ -144,8 +144,8 @@ class FairQueue:
         rival = self._rival(parent)
         if rival is None:
             return None
-        parents = rival.parents.values() if isinstance(rival, Client) else (rival,)
-        return max((one for one in running if self._parent_of[one.request_id] in parents), key=self._burden)
+        owners = ((one, self._parent_of[one.request_id]) for one in running)
+        return max((one for one, owner in owners if rival in (owner, owner.client)), key=self._burden)
 
     def _rival(self, parent: Parent) -> Client | Parent | None:
         client = parent.client
@@ -197,8 +197,9 @@ class FairQueue:
 
     def _enqueue(self, request: Request, parent: Parent) -> None:
         client = parent.client
-        parent.turn = min(parent.turn, request.order) if parent.waiting.items else request.order
-        client.turn = min(client.turn, request.order) if client.waiting.items else request.order
+        has_waiting = bool(parent.waiting.items)
+        parent.turn = min(parent.turn, request.order) if has_waiting else request.order
+        client.turn = min(client.turn, request.order) if has_waiting or client.waiting.items else request.order
         parent.waiting.add(request)
         self._size += 1
         self.num_prompt_tokens += request.num_prompt_tokens

@@ -61,6 +61,13 @@ def test_clients_take_turns_however_many_requests_they_send() -> None:
     assert firsts(run_to_end(scheduler)) == ["a0", "b0", "a1", "b1", "a2", "a3", "c0", "c1"]
 
 
+def test_what_follows_does_not_cost_a_client_its_turn() -> None:
+    scheduler = roomy(max_num_seqs=1)
+    for name, client in (("a0", "x"), ("b0", "y"), ("a1", "x")):
+        scheduler.add_request(make_request(name, 1, 1, client=client, parent=name[0]))
+    assert firsts(run_to_end(scheduler)) == ["a0", "b0", "a1"]
+
+
 def test_under_the_priority_policy_only_priority_and_arrival_count() -> None:
     scheduler = roomy(policy="priority")
     for index in range(6):
