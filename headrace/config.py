@@ -151,6 +151,18 @@ class EngineConfig:
         choices=("fcfs", "priority"),
         group="scheduler",
     )
+    max_queued_requests: int = knob(
+        8192,
+        "Most requests (prompts x n) of the server that wait to run; more are refused with 429. 0: no bound.",
+        minimum=0,
+        group="scheduler",
+    )
+    max_queued_tokens: int = knob(
+        2**25,
+        "Most prompt tokens of the server that wait to run; more are refused with 429. 0: no bound.",
+        minimum=0,
+        group="scheduler",
+    )
     async_scheduling: bool = knob(True, "Schedule step N+1 while step N runs on the device.", group="scheduler")
 
     objective: str | None = knob(

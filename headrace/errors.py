@@ -139,6 +139,19 @@ class UnsupportedMediaTypeError(RequestError):
     code = "unsupported_media_type"
 
 
+class QueueFullError(HeadraceError):
+    """More requests or prompt tokens wait than may."""
+
+    http_status = 429
+    error_type = "rate_limit_error"
+    code = "queue_full"
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        """`retry_after`: whole seconds."""
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 class EngineDeadError(HeadraceError):
     """The engine core is gone or no longer steps."""
 

@@ -31,6 +31,10 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     arrival_time: float = 0.0
     """seconds, time.monotonic() of the front end; orders requests of equal priority"""
     cache_salt: str | None = None
+    client: str = ""
+    """Whose it is: clients take turns. Never a key itself, only its digest; empty: nobody's in particular."""
+    parent: str = ""
+    """Requests with the same one came together and have turns as one; empty: it came alone."""
 
 
 class FinishReason(enum.StrEnum):
@@ -109,7 +113,7 @@ class Request:
         self.max_total_tokens = 0
         """prompt and output together; set when the scheduler, which knows max_model_len, accepts it"""
         self.order: tuple[int, float, str] = (0, 0.0, self.request_id)
-        """unique; the scheduling policy's rank of this request, lowest first"""
+        """unique: priority (0 under fcfs) and arrival; who is last is preempted first"""
         self.admitted_step = -1
         """the step that last put it among the running ones, anew or resumed"""
         self.num_registered_blocks = 0
@@ -250,6 +254,13 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
 
     num_running: int = 0
     num_waiting: int = 0
+    """preempted ones included"""
+    num_waiting_tokens: int = 0
+    """prompt tokens of those"""
+    num_received: int = 0
+    """requests since start, refused ones included"""
+    num_received_tokens: int = 0
+    """their prompt tokens"""
     num_blocks: int = 0
     num_free_blocks: int = 0
     """blocks not held by a request (cached ones count as free: they can be evicted)"""

@@ -1,8 +1,8 @@
 """The one contract between deciding (scheduler) and computing (runner): plain integers, sent as msgspec.
 
 A *row* is a slot in the runner's permanent tables (token ids, block table, sampling parameters). A request owns one
-row from admission until it finishes, also while it is preempted. Steps run on the device in the order in which they
-were scheduled, so a row or block freed by one step may be reused by the next.
+row from admission until it finishes or is preempted. Steps run on the device in the order in which they were scheduled,
+so a row or block freed by one step may be reused by the next.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ INVALID_TOKEN = -1
 
 
 class NewRow(msgspec.Struct, frozen=True, array_like=True):
-    """Fill a row: sent once, in the step in which the request is first scheduled."""
+    """Fill a row: sent in the step in which the request is first scheduled, and when it resumes after preemption."""
 
     row: int
     prompt_token_ids: list[int]
@@ -26,6 +26,8 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     bad_words_token_ids: list[list[int]] = []
     seed: int = 0
     """Always set: the user's seed, or a random one drawn by the input processor."""
+    output_token_ids: list[int] = []
+    """what was sampled before a preemption"""
 
 
 class BlockUpdate(msgspec.Struct, frozen=True, array_like=True):
@@ -43,8 +45,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     step: int
     new_rows: list[NewRow]
     freed_rows: list[int]
-    """Rows whose request ended since the last step: drop their state. Applied before `new_rows`. After a failed step
-    some may be told again, or never have been filled."""
+    """Rows whose request ended or was preempted since the last step: drop their state. Applied before `new_rows`. After
+    a failed step some may be told again, or never have been filled."""
     block_updates: list[BlockUpdate]
     rows: list[int]
     num_computed_tokens: list[int]

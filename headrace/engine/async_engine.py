@@ -18,6 +18,7 @@ from headrace.engine.input_processor import InputProcessor, ModelLimits, samplin
 from headrace.engine.messages import Abort, CoreFacts
 from headrace.engine.metrics import EngineMetrics
 from headrace.engine.output_processor import OutputKind, OutputProcessor
+from headrace.engine.queue_bound import Place, QueueBound
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import EngineDeadError, HeadraceError
 from headrace.hub import resolve_model_folder, resolve_tokenizer_folder
@@ -56,6 +57,8 @@ class AsyncEngine:
         self.max_model_len: int = limits.max_model_len
         self.vocab_size: int = limits.vocab_size
         self.metrics = make_metrics(facts, limits)
+        self.queue = QueueBound(facts.config, self.metrics)
+        """What may wait; for whoever wants to keep to it, by `place`."""
         self.default_sampling = sampling_defaults(facts.config, model_config)
         """Fields of SamplingParams for requests that leave them out."""
         if self.default_sampling:
@@ -109,8 +112,14 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         output_kind: OutputKind = "delta",
+        client: str = "",
+        parent: str | None = None,
+        place: Place | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """`delta`: what came since the last output, several steps in one if nobody was waiting. `final`: one output.
+
+        `client`: whose it is, and `parent`: what it is part of (None: nothing but its own n choices), as these take
+        turns. `place`: in the queue; without one it is sent whatever waits.
 
         Raises RequestError on the first step for invalid input, EngineDeadError when the core dies, HeadraceError if
         this request failed there. Closing or cancelling the iterator aborts the request.
@@ -120,8 +129,9 @@ class AsyncEngine:
             raise self._dead
         ids = await self.tokenize(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
         requests = self._inputs.process(
-            request_id, ids, params, arrival_time=arrival_time, priority=priority, cache_salt=cache_salt
-        )
+            request_id, ids, params, arrival_time=arrival_time, priority=priority, cache_salt=cache_salt,
+            client=client, parent=request_id if parent is None else parent,
+        )  # fmt: skip
         stream = OutputStream()
         text = prompt if isinstance(prompt, str) else None
         self._outputs.add(request_id, text, requests, params, output_kind, stream)
@@ -130,6 +140,7 @@ class AsyncEngine:
         finished = False
         try:
             self._client.add(requests)
+            self.queue.sent(len(requests), len(requests) * len(ids), place)
             while not finished:
                 output = await stream.get()
                 finished = output.finished
@@ -205,6 +216,7 @@ class AsyncEngine:
                     if (waiting := self._client.receive_waiting()) is None:
                         break
                     self._abort(self._outputs.process(waiting))
+                self.queue.observe()
                 await asyncio.sleep(0)  # a core faster than this loop must not keep the readers from their tokens
         except EngineDeadError as error:
             self._die(error)

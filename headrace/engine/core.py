@@ -250,9 +250,8 @@ class EngineCore:
 
     def _note_admissions(self, plan: SchedulerOutput) -> None:
         now = time.monotonic()
-        rows = {new_row.row for new_row in plan.new_rows}
         for request in self.scheduler.running.items:
-            if request.admitted_step == plan.step and request.row in rows:
+            if request.admitted_step == plan.step and not request.num_preemptions:
                 self._scheduled_at[request.request_id] = now
 
 

@@ -120,8 +120,11 @@ class InputProcessor:
         arrival_time: float,
         priority: int = 0,
         cache_salt: str | None = None,
+        client: str = "",
+        parent: str = "",
     ) -> list[EngineCoreRequest]:
-        """`params.n` requests of one output each; ids `REQUEST_ID-i`, seeds that follow each other."""
+        """`params.n` requests of one output each; ids `REQUEST_ID-i`, seeds that follow each other. `client` and
+        `parent`: see EngineCoreRequest."""
         self._check_prompt(prompt_token_ids)
         self._check_params(params)
         self._check_envelope(request_id, priority, cache_salt)
@@ -145,6 +148,8 @@ class InputProcessor:
                 priority=priority,
                 arrival_time=arrival_time,
                 cache_salt=cache_salt,
+                client=client,
+                parent=parent,
             )
             for i in range(params.n)
         ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter as Tally
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -183,6 +183,20 @@ class EngineMetrics:
     def kv_cache_usage(self) -> float:
         """Share of the blocks that requests hold."""
         return 1 - self.stats.num_free_blocks / self.stats.num_blocks if self.stats.num_blocks else 0.0
+
+    def show_queue(self, gauges: Mapping[str, Callable[[], int]]) -> Callable[[str], None]:
+        """Show figures of the queue in front of the core, asked for when somebody looks. Returns what counts a request
+        that is refused, by its reason."""
+        for name, value in gauges.items():
+            help = f"{name.replace('_', ' ')}".capitalize()
+            self._gauge(name, f"{help}: prompts x n, or their prompt tokens.", "headrace").set_function(value)
+        rejected = Counter(
+            "headrace:requests_rejected",
+            "HTTP requests refused because the queue was full, by the bound that they met.",
+            (*self._labels, "reason"),
+            registry=self.registry,
+        )
+        return lambda reason: rejected.labels(**self._labels, reason=reason).inc()
 
     def render(self) -> bytes:
         """Prometheus' text format."""

@@ -18,7 +18,7 @@ from headrace.errors import ConfigError, HeadraceError
 from headrace.planner.cost import Deployment, StepModel, StepWork, step_model
 from headrace.planner.predict import CLOSED_ROUNDS, Workload
 from headrace.planner.step_work import work_of
-from headrace.request import EngineCoreRequest, Request
+from headrace.request import EngineCoreRequest, Request, RequestStatus
 from headrace.sampling_params import SamplingParams
 from headrace.scheduler.scheduler import Scheduler, SchedulerConfig
 from headrace.step import RunnerOutput
@@ -306,7 +306,9 @@ class _Run:
         if count == self._num_preemptions:
             return
         self._num_preemptions = count
-        for request in self.scheduler.preempted.items:
+        for request in self.scheduler.requests.values():
+            if request.status is not RequestStatus.PREEMPTED:
+                continue
             life = self.lives[request.request_id]
             if life.paused < 0 and life.first >= 0:
                 life.paused = last_token
@@ -334,7 +336,7 @@ class _Run:
         count = min(request.max_total_tokens - request.num_tokens for request in running) - 1
         count = self._fitting(running, count)
         scheduler = self.scheduler
-        if scheduler.steps_held > 0 and (len(scheduler.waiting) or len(scheduler.preempted)):
+        if scheduler.steps_held > 0 and len(scheduler.waiting):
             count = min(count, scheduler.steps_held - 1)  # then it looks again whether there is room
         if count < 2:
             return

@@ -1,7 +1,7 @@
 """The permanent rows: what a rank keeps of every admitted request, on the device.
 
-A row is filled once at admission and lives until the request ends; each step only reads through an index. Knows
-nothing of scheduling: which row is whose is the scheduler's business.
+A row is filled at admission and lives until the request ends or is preempted; each step only reads through an index.
+Knows nothing of scheduling: which row is whose is the scheduler's business.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class RequestState:
         if step.new_rows:
             self.sampling.add(step.new_rows)
             width = self.token_table.shape[1]
-            self._write(TOKENS, [(new.row * width, new.prompt_token_ids) for new in step.new_rows])
+            known = [(new.row * width, new.prompt_token_ids + new.output_token_ids) for new in step.new_rows]
+            self._write(TOKENS, known)
             for new in step.new_rows:
                 if new.params.prompt_logprobs is not None:
                     self.prompt_logprobs[new.row] = (new.params.prompt_logprobs, len(new.prompt_token_ids))

@@ -1,6 +1,6 @@
 """Whether newcomers of a step find blocks to their ends beside those who run.
 
-Puts the pool, what is guessed of lengths, and the order of requests together; admits nobody.
+Puts the pool, what is guessed of lengths, and the priority of requests together; admits nobody.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from headrace.scheduler.kv_cache_manager import KVCacheManager
 
 
 class Room:
-    """What there is in the cache for newcomers of one step, none of which is before `first` in order. Requests behind
-    that one would be preempted for it, so they take no room from it."""
+    """What there is in the cache for newcomers of one step, none of which is before `first` in order. Requests of a
+    worse priority would be preempted for that one, so they take no room from it."""
 
     def __init__(
         self, kv_cache: KVCacheManager, lengths: LengthForecast, running: Iterable[Request], first: Request
@@ -22,7 +22,7 @@ class Room:
         holders, held, unclaimed = [], 0, kv_cache.pool.num_available
         for request in running:
             blocks = len(request.block_ids)
-            if request.order > first.order:
+            if request.order[0] > first.order[0]:
                 unclaimed += blocks
                 continue
             # a prompt under way claims the rest of it

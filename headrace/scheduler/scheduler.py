@@ -1,10 +1,10 @@
 """Decides, step by step, how many of whose tokens run and which KV blocks they own.
 
 There are no phases. A request is a gap: tokens known, on the host or in flight on the device, minus tokens computed.
-A step hands out a budget of tokens so that gaps close: decodes (gap 1) first, then the prompt under way, then
-admissions. Beside decodes, which wait for whatever shares their step, prompts get a smaller budget. Steps may be
-scheduled ahead of the results of earlier ones; the device runs them in order, so a row or a block freed here may be
-reused by the very next step. Knows only integers: no torch, no I/O, no clock.
+A step hands out a budget of tokens so that gaps close: decodes (gap 1) first, then prompts under way, then
+admissions, by turns (`fair_queue.py`). Beside decodes, which wait for whatever shares their step, prompts get a smaller
+budget. Steps may be scheduled ahead of the results of earlier ones; the device runs them in order, so a row or a block
+freed here may be reused by the very next step. Knows only integers: no torch, no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from headrace.request import (
     RequestStatus,
     SchedulerStats,
 )
+from headrace.scheduler.fair_queue import FairQueue
 from headrace.scheduler.forecast import LengthForecast
 from headrace.scheduler.kv_cache_manager import KVCacheManager
-from headrace.scheduler.request_queue import RequestQueue
+from headrace.scheduler.ordered_queue import OrderedQueue
 from headrace.scheduler.room import Room
 from headrace.step import INVALID_TOKEN, BlockUpdate, Logprobs, NewRow, RunnerOutput, SchedulerOutput
 
@@ -88,15 +89,10 @@ class Scheduler:
         self.config = config
         self.kv_cache = KVCacheManager(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self.requests: dict[str, Request] = {}
-        """the unfinished ones, each in the queue of its status"""
-        self.waiting = RequestQueue()
-        self.preempted = RequestQueue()
-        self.running = RequestQueue()
-        self._queues = {
-            RequestStatus.WAITING: self.waiting,
-            RequestStatus.PREEMPTED: self.preempted,
-            RequestStatus.RUNNING: self.running,
-        }
+        """the unfinished ones, each waiting or running"""
+        self.waiting = FairQueue()
+        """the preempted ones among them"""
+        self.running: OrderedQueue[Request] = OrderedQueue()
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._freed_rows: list[int] = []
         """freed since the last step; told with the next one"""
@@ -105,11 +101,12 @@ class Scheduler:
         self._next_step = 0
         self._lengths = LengthForecast()
         self._held_back: Request | None = None
-        """the first in order, for which there was no room when it was last looked for"""
+        """the first of the waiting, for which there was no room when it was last looked for"""
         self.steps_held = 0
         """so many steps from now it is looked for again, if nobody ends before: who runs comes nearer to its end, and
         what one computes others may find in the prefix cache"""
-        self._num_added = 0
+        self._num_received = 0
+        self._num_received_tokens = 0
         self._num_preemptions = 0
         self._cache_queries = 0
         self._cache_hits = 0
@@ -120,6 +117,8 @@ class Scheduler:
         """Queue a request. Raises RequestError if it could never run, or if its id is in use."""
         config = self.config
         request = Request(core_request)
+        self._num_received += 1
+        self._num_received_tokens += request.num_prompt_tokens
         if core_request.request_id in self.requests:
             raise RequestError(f"request_id {core_request.request_id!r} is in use by an unfinished request")
         if not 0 < request.num_prompt_tokens < config.max_model_len:
@@ -139,10 +138,13 @@ class Scheduler:
                 f"{needed} KV cache blocks of {config.block_size} tokens, but there are only {config.num_blocks}",
                 "max_tokens",
             )
-        self._num_added += 1
-        request.order = request.sort_key if config.policy == "priority" else (self._num_added, 0.0, request.request_id)
         self.requests[request.request_id] = request
-        self.waiting.add(request)
+        if config.policy == "priority":  # whoever is to run first is said, so that there are no turns to take
+            request.order = request.sort_key
+            self.waiting.add(request, "", request.request_id)
+        else:
+            request.order = (0, self.waiting.tick(), request.request_id)
+            self.waiting.add(request, core_request.client, core_request.parent or request.request_id)
 
     def abort(self, request_id: str, num_output_tokens_kept: int | None = None) -> None:
         """End a request without output, whatever its status; an unknown id is one that ended by itself meanwhile.
@@ -178,58 +180,105 @@ class Scheduler:
         )
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        self._queues[request.status].remove(request)
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+            self.waiting.release(request)
+            self._free_row(request)
+        else:
+            self.waiting.remove(request)
         self.kv_cache.free(request)
         self._held_back = None
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._lengths.learn(request.num_output_tokens)
-        if request.row >= 0:
-            self._free_rows.append(request.row)
-            self._freed_rows.append(request.row)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         del self.requests[request.request_id]
+
+    def _free_row(self, request: Request) -> None:
+        self._free_rows.append(request.row)
+        self._freed_rows.append(request.row)
+        request.row = -1
 
     # ---- deciding a step
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step, or None if nothing can run before a result comes back or a request is added."""
         plan = _Plan()
-        partial = self._plan_decodes(plan)
-        budget = self._prompt_budget(len(plan.decodes), partial)
-        if partial is not None:
-            gap = partial.num_tokens - partial.num_computed_tokens
-            count = min(gap, budget)
-            if self._ensure_blocks(partial, partial.num_computed_tokens + count, plan):
-                plan.chunks.append((partial, count))
-                budget -= count
+        self._make_way(plan)
+        partials = self._plan_decodes(plan)
+        newcomer = None if plan.preempted else self._newcomer_beside(partials)
+        budget = self._prompt_budget(len(plan.decodes), partials, len(partials) + (newcomer is not None))
+        budget = self._plan_partials(plan, partials, newcomer, budget)
         if not plan.preempted:  # else what was taken from one would go to the next, and be taken again
-            self._plan_admissions(plan, budget)
+            self._plan_admissions(plan, budget, partials)
         if not plan.decodes and not plan.chunks:
             return None
         return self._commit(plan)
 
-    def _plan_decodes(self, plan: _Plan) -> Request | None:
-        """Give each running request with a gap of 1 its token. Returns the one whose prompt is under way: there is
-        never more than one, since only the end of the budget cuts a prompt. Its row is one of max_num_seqs, so that
-        the budget leaves at least a token for it."""
+    def _make_way(self, plan: _Plan) -> None:
+        """Where the first of the waiting lacks a row, or lacked blocks in the last step, and somebody runs much more
+        than it would: preempt one request of that one, the youngest."""
+        newcomer = self.waiting.first
+        if newcomer is None or newcomer.num_inflight or (self._free_rows and newcomer is not self._held_back):
+            return
+        victim = self.waiting.making_way(newcomer, self.running.items)
+        if victim is not None:
+            self._preempt(victim, plan)
+
+    def _plan_decodes(self, plan: _Plan) -> list[Request]:
+        """Give each running request with a gap of 1 its token. Returns those whose prompts are under way: mostly one,
+        since only the end of the budget cuts a prompt, and one more for each that shares steps with it. Their rows are
+        among max_num_seqs, so that the budget leaves at least a token for each."""
         decodes, block_size = plan.decodes, self.config.block_size
-        partial = None
-        for request in self.running.items:  # preemption shortens it from behind
+        partials = []
+        for request in self.running.items[:]:
+            if plan.preempted and request.status is not RequestStatus.RUNNING:
+                continue
             computed = request.num_computed_tokens
             total = len(request.token_ids) + request.num_inflight
             if total - computed != 1:
-                partial = request
+                partials.append(request)
                 continue
             if total >= request.max_total_tokens:  # ends when what is in flight comes back
                 continue
-            if computed >= len(request.block_ids) * block_size and not self._ensure_blocks(request, total, plan):
-                break
-            decodes.append(request)
-        return partial
+            if computed < len(request.block_ids) * block_size or self._ensure_blocks(request, total, plan):
+                decodes.append(request)
+        return [request for request in partials if request.status is RequestStatus.RUNNING]
 
-    def _prompt_budget(self, num_decodes: int, partial: Request | None) -> int:
-        """Prompt tokens of a step beside `num_decodes` decodes, at least 1 if there is a partial prompt.
+    def _newcomer_beside(self, partials: list[Request]) -> Request | None:
+        """The first of the waiting, if it can start now and prompts are under way that leave it part of the step."""
+        newcomer = self.waiting.first
+        if not partials or newcomer is None or newcomer.num_inflight or not self._free_rows:
+            return None
+        if newcomer is self._held_back or not self._is_let_in(newcomer, partials):
+            return None
+        return newcomer
+
+    def _is_let_in(self, newcomer: Request, partials: list[Request]) -> bool:
+        return all(self.waiting.shares_steps(request, newcomer) for request in partials)
+
+    def _plan_partials(self, plan: _Plan, partials: list[Request], newcomer: Request | None, budget: int) -> int:
+        """Equal parts of the budget for prompts under way and the newcomer, and what the shortest leave for the others;
+        returns what is left for admissions. The prompts that have come to their ends leave `partials`."""
+        kept = 0 if newcomer is None else min(max(1, budget // (len(partials) + 1)), newcomer.num_tokens)
+        budget -= kept
+        unfinished = []
+        partials.sort(key=lambda request: request.num_tokens - request.num_computed_tokens)
+        for index, request in enumerate(partials):
+            if request.status is not RequestStatus.RUNNING:  # preempted for one before it
+                continue
+            gap = request.num_tokens - request.num_computed_tokens
+            count = min(gap, -(-budget // (len(partials) - index)))
+            if self._ensure_blocks(request, request.num_computed_tokens + count, plan):
+                plan.chunks.append((request, count))
+                budget -= count
+                if count < gap:
+                    unfinished.append(request)
+        partials[:] = unfinished
+        return budget + kept
+
+    def _prompt_budget(self, num_decodes: int, partials: list[Request], at_least: int) -> int:
+        """Prompt tokens of a step beside `num_decodes` decodes, of which `at_least` so many prompts want one each.
 
         A decode waits for its whole step, so the step is kept to `mixed_step_tokens`, of which prompts get half or
         more. A backlog raises that, else many prompts at once would wait longer in all than the decodes do; but not by
@@ -240,20 +289,21 @@ class Scheduler:
         most = config.max_num_batched_tokens - num_decodes
         if not num_decodes or config.mixed_step_tokens is None or not config.enable_chunked_prefill:
             return most
-        backlog = self.waiting.num_prompt_tokens + self.preempted.num_prompt_tokens
-        if partial is not None:
+        backlog = self.waiting.num_prompt_tokens
+        for partial in partials:
             backlog += partial.num_tokens - partial.num_computed_tokens
         limit = backlog // BACKLOG_STEPS
         if limit < RAISED * config.mixed_step_tokens:
             limit = config.mixed_step_tokens
-        return min(most, max(limit - num_decodes, -(-limit // 2)))
+        return min(most, max(limit - num_decodes, -(-limit // 2), at_least))
 
     def _ensure_blocks(self, request: Request, num_tokens: int, plan: _Plan) -> bool:
-        """Make room for `num_tokens` tokens of a running request, preempting from the end of the order. False if that
-        preempted the request itself. It ends, since one request alone always fits."""
+        """Make room for `num_tokens` tokens of a running request, preempting the last in order of whoever runs most.
+        False if that preempted the request itself. It ends, since one request alone always fits."""
         while (fresh := self.kv_cache.grow(request, num_tokens)) is None:
-            victim = self.running.items[-1]
+            victim = self.waiting.most_dispensable(self.running.items)
             self._preempt(victim, plan)
+            plan.preempted = True
             if victim is request:
                 return False
         if fresh:
@@ -261,37 +311,33 @@ class Scheduler:
         return True
 
     def _preempt(self, victim: Request, plan: _Plan) -> None:
-        """Take the last running request's blocks back, and its part in this step. It keeps its row and its tokens."""
-        if plan.decodes and plan.decodes[-1] is victim:
-            plan.decodes.pop()
-        if plan.block_updates and plan.block_updates[-1].row == victim.row:
-            plan.block_updates.pop()
-        plan.preempted = True
+        """Take a running request's row and blocks back, and its part in this step. It keeps its tokens."""
+        if victim in plan.decodes:
+            plan.decodes.remove(victim)
+        plan.chunks = [chunk for chunk in plan.chunks if chunk[0] is not victim]
+        plan.block_updates = [update for update in plan.block_updates if update.row != victim.row]
         self.running.remove(victim)
         self.kv_cache.free(victim)
+        self._free_row(victim)
         self._held_back = None
         victim.num_computed_tokens = 0
         victim.status = RequestStatus.PREEMPTED
         victim.num_preemptions += 1
         self._num_preemptions += 1
-        self.preempted.add(victim)
+        self.waiting.put_back(victim)
 
-    def _next_candidate(self) -> Request | None:
-        """First in order among the preempted, which have their rows, and, where a row is free, the waiting."""
-        resumable, fresh = self.preempted.first, self.waiting.first if self._free_rows else None
-        if resumable is None or (fresh is not None and fresh.order < resumable.order):
-            return fresh
-        return resumable
-
-    def _plan_admissions(self, plan: _Plan, budget: int) -> None:
-        """Admit in strict order while budget and blocks last, those that the running ones will still want included.
-        Nobody overtakes the first that does not fit, so that it cannot starve."""
+    def _plan_admissions(self, plan: _Plan, budget: int, partials: list[Request]) -> None:
+        """Admit by turns while rows, budget and blocks last, those that the running ones will still want included.
+        Nobody overtakes the first that does not fit, so that it cannot starve; nor a prompt under way that does not
+        share its steps."""
         config, kv_cache = self.config, self.kv_cache
         room: Room | None = None
         self.steps_held -= 1
-        while budget > 0:
-            request = self._next_candidate()
+        while budget > 0 and self._free_rows:
+            request = self.waiting.first
             if request is None or request.num_inflight:  # its tokens must be known to be looked up and hashed
+                return
+            if partials and not self._is_let_in(request, partials):
                 return
             if request is self._held_back and self.steps_held > 0:
                 return
@@ -307,10 +353,11 @@ class Scheduler:
                     self._held_back, self.steps_held = request, config.block_size
                     return
             if not kv_cache.admit(request, cached, computed + count):
+                self._held_back, self.steps_held = request, 0
                 return
-            self._queues[request.status].remove(request)
+            self.waiting.take(request)
+            plan.new_rows.append(self._take_row(request))
             if request.status is RequestStatus.WAITING:
-                plan.new_rows.append(self._take_row(request))
                 request.num_cached_tokens = computed
                 if config.enable_prefix_caching and request.core_request.params.prompt_logprobs is None:
                     self._cache_queries += request.num_prompt_tokens
@@ -325,7 +372,8 @@ class Scheduler:
 
     def _take_row(self, request: Request) -> NewRow:
         request.row = self._free_rows.pop()
-        request.own_tokens()
+        if request.status is RequestStatus.WAITING:
+            request.own_tokens()
         core = request.core_request
         return NewRow(
             request.row,
@@ -334,6 +382,7 @@ class Scheduler:
             core.stop_token_ids,
             core.bad_words_token_ids,
             core.seed,
+            request.token_ids[request.num_prompt_tokens :],
         )
 
     def _commit(self, plan: _Plan) -> SchedulerOutput:
@@ -451,7 +500,10 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             num_running=len(self.running),
-            num_waiting=len(self.waiting) + len(self.preempted),
+            num_waiting=len(self.waiting),
+            num_waiting_tokens=self.waiting.num_prompt_tokens,
+            num_received=self._num_received,
+            num_received_tokens=self._num_received_tokens,
             num_blocks=self.config.num_blocks,
             num_free_blocks=self.kv_cache.pool.num_available,
             num_preemptions=self._num_preemptions,

@@ -77,7 +77,7 @@ def _add_generating_routes(app: FastAPI, serving: Serving) -> None:
     async def chat_completions(request: Request) -> Response:
         return await serving.until_stopped(answer_chat(serving, request))
 
-    errors = (400, 401, 404, 413, 415, 503)
+    errors = (400, 401, 404, 413, 415, 429, 503)
     app.add_api_route(
         "/v1/completions", completions, methods=["POST"], response_model=None,
         summary="Complete prompts", openapi_extra=openapi.takes(protocol.CompletionRequest),

@@ -12,6 +12,8 @@ from headrace.errors import AuthenticationError
 from headrace.server.replies import error_response
 
 FREE_PATH = "/health"
+CLIENT = "headrace.client"
+"""Of an ASGI scope: whose key came with the request, as the beginning of its digest."""
 
 
 class RequireApiKey:
@@ -28,19 +30,21 @@ class RequireApiKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         kind = scope["type"]
-        if kind == "lifespan" or (kind == "http" and (scope["path"] in self.free_paths or self._knows(scope))):
-            await self.app(scope, receive, send)
+        client = self._client(scope) if kind == "http" else ""
+        if kind == "lifespan" or (kind == "http" and (scope["path"] in self.free_paths or client)):
+            await self.app({**scope, CLIENT: client}, receive, send)
         elif kind == "http":
             error = AuthenticationError("a valid API key is needed: Authorization: Bearer KEY")
             await error_response(error, {"www-authenticate": "Bearer"})(scope, receive, send)
         elif kind == "websocket":
             await send({"type": "websocket.close", "code": 1008})
 
-    def _knows(self, scope: Scope) -> bool:
+    def _client(self, scope: Scope) -> str:
+        """Empty for one without a valid key."""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         if len(given) != 1:  # two headers could be read differently by a proxy before us
-            return False
+            return ""
         scheme, _, token = given[0].partition(b" ")
         digest = hashlib.sha256(token.strip()).digest()
         matches = [hmac.compare_digest(digest, known) for known in self.digests]
-        return scheme.lower() == b"bearer" and any(matches)
+        return digest.hex()[:16] if scheme.lower() == b"bearer" and any(matches) else ""

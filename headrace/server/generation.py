@@ -17,8 +17,9 @@ from starlette.types import Receive, Scope, Send
 
 from headrace.errors import HeadraceError, ServerStoppingError
 from headrace.request import CompletionOutput, RequestOutput
+from headrace.server.auth import CLIENT
 from headrace.server.protocol import PromptTokensDetails, Usage
-from headrace.server.replies import error_body
+from headrace.server.replies import error_body, error_headers
 from headrace.server.requests import Generation
 from headrace.server.serving import Serving
 
@@ -78,12 +79,14 @@ class GenerationResponse(Response):
         self.generation = generation
         self.answer = answer
         self.stream = stream
-        self.extra_headers = [(name.encode(), value.encode()) for name, value in headers.items()]
+        self.extra_headers = _encoded(headers)
+        self.client = ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.serving.stopping:
             await self._send_json(send, *error_body(ServerStoppingError()))
             return
+        self.client = scope.get(CLIENT, "")
         await self.serving.until_disconnect(receive, self._stream(send) if self.stream else self._whole(send))
 
     async def _whole(self, send: Send) -> None:
@@ -96,12 +99,13 @@ class GenerationResponse(Response):
             status, body = error_body(ServerStoppingError())
         except Exception as error:
             status, body = error_body(error)
+            self.extra_headers += _encoded(error_headers(error))
         await self._send_json(send, status, body)
 
     async def _stream(self, send: Send) -> None:
         started, scores = False, self.generation.params.prompt_logprobs is not None
         try:
-            async with aclosing(await self._run("delta")) as increments:
+            async with aclosing(self._run("delta")) as increments:
                 async for batch in increments:
                     scored = scores and any(output.prompt_logprobs is not None for _, output in batch)
                     events = await asyncio.to_thread(self._events, batch) if scored else self._events(batch)
@@ -123,6 +127,7 @@ class GenerationResponse(Response):
             last = b"data: " + last + b"\n\n" if started else last
         except Exception as error:
             status, last = error_body(error)
+            self.extra_headers += _encoded(error_headers(error))
             last = b"data: " + last + b"\n\n" if started else last
         if started:
             await send({"type": "http.response.body", "body": last, "more_body": False})
@@ -147,7 +152,7 @@ class GenerationResponse(Response):
         """One output a prompt, with all of its choices."""
         latest: dict[int, RequestOutput] = {}
         choices: dict[int, dict[int, CompletionOutput]] = {}
-        async with aclosing(await self._run("final")) as increments:
+        async with aclosing(self._run("final")) as increments:
             async for batch in increments:
                 for index, output in batch:
                     before = latest.get(index)
@@ -163,25 +168,33 @@ class GenerationResponse(Response):
     async def _run(
         self, output_kind: Literal["delta", "final"]
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
-        """Raises RequestError before anything runs where one of the prompts cannot."""
-        generation = self.generation
-        prompts = await self.serving.engine.prepare(
-            generation.prompts, generation.params, generation.add_special_tokens
-        )
+        """Raises RequestError, or QueueFullError, before anything runs where one of the prompts cannot."""
+        generation, engine = self.generation, self.serving.engine
+        params, response_id = generation.params, generation.response_id
+        prompts = await engine.prepare(generation.prompts, params, generation.add_special_tokens)
         several = len(prompts) > 1
-        return _merge(
-            [
-                self.serving.engine.generate(
+        with engine.queue.place(len(prompts) * params.n, sum(map(len, prompts)) * params.n) as place:
+            streams = [
+                engine.generate(
                     prompt,
-                    generation.params,
-                    f"{generation.response_id}-{index}" if several else generation.response_id,
+                    params,
+                    f"{response_id}-{index}" if several else response_id,
                     priority=generation.priority,
                     cache_salt=generation.cache_salt,
                     output_kind=output_kind,
+                    client=self.client,
+                    parent=response_id,
+                    place=place,
                 )
                 for index, prompt in enumerate(prompts)
             ]
-        )
+            async with aclosing(_merge(streams)) as batches:
+                async for batch in batches:
+                    yield batch
+
+
+def _encoded(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode(), value.encode()) for name, value in headers.items()]
 
 
 async def _merge(

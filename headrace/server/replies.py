@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from headrace.errors import EngineDeadError, HeadraceError
+from headrace.errors import EngineDeadError, HeadraceError, QueueFullError
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +44,13 @@ def error_body(error: BaseException) -> tuple[int, bytes]:
     return error.http_status, encoder.encode(ErrorObject(detail))
 
 
+def error_headers(error: BaseException) -> dict[str, str]:
+    return {"retry-after": str(error.retry_after)} if isinstance(error, QueueFullError) else {}
+
+
 def error_response(error: BaseException, headers: dict[str, str] | None = None) -> Response:
     status, body = error_body(error)
-    return Response(body, status, headers, "application/json")
+    return Response(body, status, {**error_headers(error), **(headers or {})}, "application/json")
 
 
 def json_response(value: Any, headers: dict[str, str] | None = None) -> Response:

@@ -79,6 +79,9 @@ def test_streaming_aborting_and_refusing(folder: Path) -> None:
             await check_refusals(engine)
             await check_failed_step(engine)
             await check_long_prompts_leave_the_loop_free(engine)
+            await check_turns(engine)
+            # Whatever became of them, nothing of what was sent is thought to wait still.
+            await eventually(lambda: (engine.queue.num_requests, engine.queue.num_tokens) == (0, 0))
             engine.check_health()
 
     async def check_deltas(engine: AsyncEngine) -> None:
@@ -120,6 +123,22 @@ def test_streaming_aborting_and_refusing(folder: Path) -> None:
         streams = [engine.generate(p, params(max_tokens=10), p, output_kind="final") for p in prompts]
         results = await asyncio.gather(*(collect(stream) for stream in streams))
         assert [result[0].outputs[0].text for result in results] == prompts
+
+    async def check_turns(engine: AsyncEngine) -> None:
+        """Many prompts of one request hold up another request by little."""
+        finished: list[str] = []
+
+        async def one(name: str, parent: str | None, max_tokens: int) -> None:
+            await collect(engine.generate([5, 6, 7], params(max_tokens=max_tokens), name, parent=parent))
+            finished.append(name)
+
+        large = [asyncio.create_task(one(f"large {i}", "large", 100)) for i in range(400)]
+        await eventually(lambda: engine.metrics.stats.num_waiting > 0)
+        await asyncio.wait_for(one("small", None, 2), 10)
+        assert len(finished) == 1, "before any of the others came to its end"
+        for task in large:
+            task.cancel()
+        await asyncio.gather(*large, return_exceptions=True)
 
     async def check_closing_aborts(engine: AsyncEngine) -> None:
         stream = engine.generate([SLOW_TOKEN], params(max_tokens=200), "closed")

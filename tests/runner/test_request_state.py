@@ -34,6 +34,16 @@ def test_prompts_of_several_rows_land_in_one_go() -> None:
     assert rows.token_table[1].eq(0).all()
 
 
+def test_one_that_resumes_brings_its_output_along() -> None:
+    """Which is no part of its prompt: penalties, min_tokens and prompt logprobs tell the two apart."""
+    rows = state()
+    wants = SamplingParams(prompt_logprobs=1)
+    rows.apply(step([NewRow(1, [5, 6], wants, [], output_token_ids=[7, 8])]))
+    assert rows.token_table[1, :4].tolist() == [5, 6, 7, 8]
+    assert rows.sampling.gather(torch.tensor([1])).num_prompt_tokens.tolist() == [2]
+    assert rows.prompt_logprobs == {1: (1, 2)}
+
+
 def test_block_updates_write_where_they_say() -> None:
     rows = state()
     rows.apply(step(blocks=[BlockUpdate(1, 0, [4, 8]), BlockUpdate(0, 2, [3])]))

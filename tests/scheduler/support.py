@@ -41,6 +41,8 @@ def make_request(
     arrival_time: float = 0.0,
     cache_salt: str | None = None,
     seed: int = 0,
+    client: str = "",
+    parent: str = "",
     **params: Any,
 ) -> EngineCoreRequest:
     """`prompt`: token ids, or how many of 100, 101, 102, ... `stop_token_ids`: the model's (eos) and the user's."""
@@ -54,6 +56,8 @@ def make_request(
         priority=priority,
         arrival_time=arrival_time,
         cache_salt=cache_salt,
+        client=client,
+        parent=parent,
     )
 
 
@@ -126,8 +130,9 @@ class FakeDevice:
             self.owner.pop(row, None)  # told again after a failed step
         for new in step.new_rows:
             assert new.row not in self.owner, "a row with two owners"
-            self.owner[new.row] = self.scripts[new.seed]
-            self.tokens[new.row] = list(new.prompt_token_ids)
+            script = self.owner[new.row] = self.scripts[new.seed]
+            self.tokens[new.row] = new.prompt_token_ids + new.output_token_ids
+            assert self.tokens[new.row] == script.tokens[: len(self.tokens[new.row])]
             self.block_table[new.row] = []
         for update in step.block_updates:
             table = self.block_table[update.row]

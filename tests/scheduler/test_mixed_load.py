@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.scheduler.scheduler import BACKLOG_STEPS, RAISED, Scheduler
+from headrace.scheduler.scheduler import BACKLOG_STEPS, RAISED, Scheduler, _Plan
 
 from .support import batch, make_request, make_scheduler, results, run_step
 
@@ -88,11 +88,7 @@ def test_preempted_requests_count_among_the_backlog() -> None:
     scheduler.add_request(make_request("p", 300))
     run_step(scheduler)
     waiting = scheduler.requests["p"]
-    scheduler.running.remove(waiting)
-    scheduler.kv_cache.free(waiting)
-    waiting.num_computed_tokens = 0
-    waiting.status = type(waiting.status).PREEMPTED
-    scheduler.preempted.add(waiting)
+    scheduler._preempt(waiting, _Plan())
     assert prompt_tokens(scheduler) == 300 // BACKLOG_STEPS - 1
 
 

@@ -8,7 +8,7 @@ from headrace.request import FinishReason, RequestStatus
 from headrace.scheduler.scheduler import Scheduler
 from headrace.step import BlockUpdate, Logprobs, RunnerOutput
 
-from .support import batch, make_request, make_scheduler, results, run_step, run_to_end
+from .support import FILLER, batch, make_request, make_scheduler, results, run_step, run_to_end
 
 
 def greedy_scheduler(**changes: Any) -> Scheduler:
@@ -26,13 +26,14 @@ def two_decodes(**changes: object) -> Scheduler:
     return scheduler
 
 
-def test_the_last_in_order_is_preempted_and_keeps_its_row() -> None:
+def test_the_last_in_order_is_preempted_and_gives_its_row_back() -> None:
     scheduler = two_decodes()
     b = scheduler.requests["b"]
     step, _ = run_step(scheduler)
     assert batch(scheduler, step) == {"a": 1}
     assert b.status is RequestStatus.PREEMPTED
-    assert (b.row, b.block_ids, b.num_computed_tokens, b.num_preemptions) == (1, [], 0, 1)
+    assert step.freed_rows == [1]
+    assert (b.row, b.block_ids, b.num_computed_tokens, b.num_preemptions) == (-1, [], 0, 1)
     stats = scheduler.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_preemptions) == (1, 1, 1)
 
@@ -42,8 +43,10 @@ def test_the_preempted_resumes_by_computing_prompt_and_output_again() -> None:
     run_step(scheduler)
     scheduler.abort("a")
     step, _ = run_step(scheduler)
-    assert step.new_rows == []
-    assert (step.rows, step.num_computed_tokens, step.num_scheduled_tokens, step.samples) == ([1], [0], [5], [True])
+    assert [(new.row, new.prompt_token_ids, new.output_token_ids) for new in step.new_rows] == [
+        (0, [4, 5, 6], [FILLER, FILLER])
+    ]
+    assert (step.rows, step.num_computed_tokens, step.num_scheduled_tokens, step.samples) == ([0], [0], [5], [True])
     assert len(step.block_updates[0].block_ids) == 2
     assert len(run_to_end(scheduler)) == 5
 
@@ -65,7 +68,6 @@ def test_nothing_is_admitted_in_a_step_that_preempts_and_the_preempted_go_first(
     scheduler.abort("a")
     step, _ = run_step(scheduler)
     assert batch(scheduler, step) == {"b": 1, "c": 1}
-    assert scheduler.requests["c"].row == 0
 
 
 def test_every_request_comes_through_however_small_the_pool() -> None:
@@ -92,7 +94,7 @@ def test_priority_decides_who_is_preempted() -> None:
     assert scheduler.requests["patient"].status is RequestStatus.PREEMPTED
 
 
-def test_a_row_that_falls_free_goes_to_an_urgent_newcomer_before_the_preempted_resume() -> None:
+def test_the_row_of_a_preempted_request_goes_to_an_urgent_newcomer() -> None:
     scheduler = greedy_scheduler(policy="priority", num_blocks=3, max_num_seqs=2)
     for name in ("a", "b"):
         scheduler.add_request(make_request(name, [3, 4, 5], priority=3))
@@ -101,7 +103,7 @@ def test_a_row_that_falls_free_goes_to_an_urgent_newcomer_before_the_preempted_r
     assert scheduler.requests["b"].status is RequestStatus.PREEMPTED
     scheduler.add_request(make_request("urgent", 1, max_tokens=1, priority=0))
     order = [output.request_id for output in run_to_end(scheduler) if output.finish_reason]
-    assert order == ["a", "urgent", "b"]
+    assert order == ["urgent", "a", "b"]
 
 
 def test_a_prompt_under_way_takes_blocks_from_those_behind_it_out_of_the_same_step() -> None:
@@ -180,7 +182,7 @@ def test_a_request_may_end_while_preempted() -> None:
     assert scheduler.requests["b"].status is RequestStatus.PREEMPTED
     _, ended = scheduler.update(steps[0], results(steps[0]))
     assert (ended.request_id, ended.finish_reason) == ("b", FinishReason.STOP)
-    assert len(scheduler.preempted) == 0
+    assert len(scheduler.waiting) == 0
     outputs = scheduler.update(steps[1], results(steps[1])) + scheduler.update(steps[2], results(steps[2]))
     assert [output.request_id for output in outputs] == ["a", "a"]
 
@@ -198,8 +200,10 @@ def test_an_abort_of_a_preempted_request_forgets_what_it_left_in_the_cache() -> 
 def test_a_step_from_before_the_preemption_registers_nothing() -> None:
     """Its blocks have been given back."""
     scheduler = prompt_under_way()
-    chunk, preempting = scheduler.schedule(), scheduler.schedule()
-    assert [batch(scheduler, step) for step in (chunk, preempting)] == [{"a": 1, "b": 5}, {"a": 1}]
+    chunk = scheduler.schedule()
+    assert batch(scheduler, chunk) == {"a": 1, "b": 5}
+    preempting = scheduler.schedule()
+    assert batch(scheduler, preempting) == {"a": 1}
     scheduler.update(chunk, results(chunk))
     b = scheduler.requests["b"]
     assert b.num_registered_blocks == 0
@@ -223,15 +227,18 @@ def test_nor_when_it_has_resumed_meanwhile() -> None:
 
 def test_prompt_logprobs_computed_again_are_not_sent_again() -> None:
     scheduler = prompt_under_way(prompt_logprobs=0)
-    prompt = scheduler.requests["b"].token_ids[:]
+    b = scheduler.requests["b"]
+    prompt = b.token_ids[:]
     received: list[int] = []
     while scheduler.has_work():
         step = scheduler.schedule()
         result = results(step)
         for row, computed, count in zip(step.rows, step.num_computed_tokens, step.num_scheduled_tokens, strict=True):
-            if row == 1 and computed < len(prompt) - 1:
+            if row == b.row and computed < len(prompt) - 1:
                 scored = prompt[computed + 1 : computed + count + 1]
-                result = RunnerOutput(step.step, result.token_ids, [], {1: [Logprobs([t], [-1.0], 1) for t in scored]})
+                result = RunnerOutput(
+                    step.step, result.token_ids, [], {row: [Logprobs([t], [-1.0], 1) for t in scored]}
+                )
         outputs = scheduler.update(step, result)
         received += [entry.token_ids[0] for output in outputs for entry in output.new_prompt_logprobs]
         assert all(output.new_token_ids or output.new_prompt_logprobs for output in outputs)

@@ -1,14 +1,14 @@
 """Thousands of random traffic histories against a fake device that knows what every read must find.
 
 Each history draws limits (tiny pools, odd block sizes, both policies, chunking and caching on and off, one to three
-steps in flight) and a list of operations: add, schedule, take a result, abort, fail. After every operation the books
+steps in flight), who sends what (one by one, several together, by several clients) and a list of operations: add,
+schedule, take a result, abort, fail. After every operation the books
 must balance; at the end every request has exactly the tokens its script dictates.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pytest
@@ -97,7 +97,7 @@ class Traffic:
             assert request.row in step.rows or request.status is RequestStatus.PREEMPTED
         owned = [request.row for request in self.scheduler.requests.values() if request.row >= 0]
         assert len(owned) == len(set(owned))
-        self.admitted += self.owners_of(new.row for new in step.new_rows)
+        self.note_admissions(step)
         if not self.config.enable_chunked_prefill:
             assert all(step.samples)
 
@@ -139,15 +139,21 @@ class Traffic:
             step = self.in_flight.popleft()[0] if self.in_flight else None
         else:
             step = self.scheduler.schedule()
-            self.admitted += [] if step is None else self.owners_of(new.row for new in step.new_rows)
+            if step is not None:
+                self.note_admissions(step)
         if step is not None:
             for output in self.scheduler.fail(step, "out of luck"):
                 assert output.error == "out of luck"
                 self.receive(output)
 
-    def owners_of(self, rows: Iterable[int]) -> list[str]:
-        owners = {request.row: request.request_id for request in self.scheduler.requests.values()}
-        return [owners[row] for row in rows]
+    def note_admissions(self, step: SchedulerOutput) -> None:
+        owners = {request.row: request for request in self.scheduler.requests.values()}
+        self.admitted += [owners[new.row].request_id for new in step.new_rows if not owners[new.row].num_preemptions]
+
+    @property
+    def is_one_by_one(self) -> bool:
+        """Everything comes from one client, a request at a time."""
+        return all(not script.request.parent and not script.request.client for script in self.script_of.values())
 
     # ---- what must always hold
 
@@ -159,13 +165,17 @@ class Traffic:
         holders = Counter(block for request in scheduler.requests.values() for block in request.block_ids)
         assert pool.num_held == len(holders)
         assert all(pool.ref_count(block) == count for block, count in holders.items())
-        assert len(scheduler.running) + len(scheduler.preempted) <= self.config.max_num_seqs
         running = scheduler.running.items
-        assert sum(r.num_tokens + r.num_inflight - r.num_computed_tokens > 1 for r in running) <= 1  # partial prompts
-        for queue in (scheduler.waiting, scheduler.preempted):
-            assert queue.num_prompt_tokens == sum(request.num_prompt_tokens for request in queue.items)
+        assert len(running) <= self.config.max_num_seqs
+        partials = [r.core_request for r in running if r.num_tokens + r.num_inflight - r.num_computed_tokens > 1]
+        assert len(partials) <= (1 if self.is_one_by_one else len({(one.client, one.parent) for one in partials}))
+        waiting = [r for r in scheduler.requests.values() if r.status is not RequestStatus.RUNNING]
+        assert len(scheduler.waiting) == len(waiting)
+        assert scheduler.waiting.num_prompt_tokens == sum(request.num_prompt_tokens for request in waiting)
+        assert (scheduler.waiting.first in waiting) if waiting else scheduler.waiting.first is None
+        assert all((r.row >= 0) == (r.status is RequestStatus.RUNNING) for r in scheduler.requests.values())
         stats = scheduler.stats()
-        assert stats.num_running + stats.num_waiting == len(scheduler.requests)
+        assert stats.num_running == len(running)
         if not self.config.enable_prefix_caching:
             assert pool.num_cached == 0
 
@@ -173,6 +183,8 @@ class Traffic:
         assert not self.scheduler.has_work()
         assert self.scheduler.schedule() is None
         assert self.scheduler.kv_cache.pool.num_held == 0
+        assert not self.scheduler.waiting._clients, "somebody is remembered who has nothing any more"
+        assert self.scheduler.stats().num_received == len(self.script_of)
         for request_id, seen in self.received.items():
             script = self.script_of[request_id]
             tokens, reason = script.expected_output()
@@ -184,7 +196,7 @@ class Traffic:
             params = script.request.params
             assert seen.logprobs == (tokens if params.logprobs is not None else [])
             assert seen.prompt_logprobs == (prompt[1:] if params.prompt_logprobs is not None else [])
-        if self.config.policy == "fcfs":
+        if self.config.policy == "fcfs" and self.is_one_by_one:
             assert self.admitted == sorted(self.admitted), "a later request overtook an earlier one"
 
     def run(self, operations: list[int]) -> None:
@@ -236,8 +248,12 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
 
 @st.composite
 def script_lists(draw: st.DrawFn, max_model_len: int) -> list[Script]:
-    """Requests with prompts of few families, so that prefixes are often shared; ids in order of arrival."""
+    """Requests with prompts of few families, so that prefixes are often shared; ids in order of arrival. Half of the
+    lists come one by one from one client."""
     scripts = []
+    clients, together = draw(
+        st.sampled_from([(False, False), (False, False), (False, True), (True, False), (True, True)])
+    )
     for index in range(draw(st.integers(1, 10))):
         family = draw(st.integers(0, 1))
         length = min(draw(st.integers(1, max_model_len - 1)), draw(st.integers(1, max_model_len - 1)))
@@ -255,6 +271,8 @@ def script_lists(draw: st.DrawFn, max_model_len: int) -> list[Script]:
             priority=draw(st.integers(0, 2)),
             arrival_time=float(index),
             seed=index,
+            client="ab"[draw(st.integers(0, 1))] if clients else "",
+            parent=draw(st.sampled_from(["", "p", "q"])) if together else "",
         )
         scripts.append(Script(request, outcome=family, max_model_len=max_model_len))
     return scripts

@@ -18,6 +18,8 @@ from fastapi import FastAPI
 
 from headrace.config import EngineConfig, ServerConfig
 from headrace.engine.input_processor import InputProcessor, ModelLimits
+from headrace.engine.metrics import EngineMetrics
+from headrace.engine.queue_bound import Place, QueueBound
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import EngineDeadError, HeadraceError
 from headrace.request import CompletionOutput, Logprob, RequestOutput
@@ -38,11 +40,6 @@ def byte_level_tokenizer() -> Tokenizer:
         return Tokenizer.from_folder(fakes.model_folder(Path(folder)))
 
 
-class FakeMetrics:
-    def render(self) -> bytes:
-        return b"# HELP vllm:num_requests_running x\nvllm:num_requests_running 0.0\n"
-
-
 class FakeEngine:
     """`delay`: seconds before each token. `fail_at`: the token before which `error` is raised in every request."""
 
@@ -52,7 +49,8 @@ class FakeEngine:
         self.max_model_len = MAX_MODEL_LEN
         self.vocab_size = fakes.VOCAB_SIZE
         self.default_sampling: dict[str, Any] = {}
-        self.metrics = FakeMetrics()
+        self.metrics = EngineMetrics(MODEL, MAX_MODEL_LEN, {})
+        self.queue = QueueBound(self.config, self.metrics)
         self.decisions: list[Any] = []
         self.expected: Any = None
         self.memory: Any = None
@@ -100,6 +98,9 @@ class FakeEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         output_kind: str = "delta",
+        client: str = "",
+        parent: str | None = None,
+        place: Place | None = None,
     ) -> AsyncIterator[RequestOutput]:
         if self.dead:
             raise self.error
@@ -107,8 +108,12 @@ class FakeEngine:
         max_tokens = self.inputs.process(request_id, ids, params, arrival_time=0.0, priority=priority,
                                          cache_salt=cache_salt)[0].max_tokens  # fmt: skip
         self.requests.append({"id": request_id, "prompt": self.prompts[tuple(ids)], "ids": ids, "params": params,
-                              "salt": cache_salt, "priority": priority, "special": self.special})  # fmt: skip
+                              "salt": cache_salt, "priority": priority, "special": self.special,
+                              "client": client, "parent": parent})  # fmt: skip
         self.active.add(request_id)
+        self.queue.sent(params.n, params.n * len(ids), place)
+        self.metrics.stats.num_received += params.n  # and none of it waits
+        self.metrics.stats.num_received_tokens += params.n * len(ids)
         finished = False
         try:
             async for output in self._say(ids, params, max_tokens, output_kind):

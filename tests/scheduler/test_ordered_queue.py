@@ -1,9 +1,9 @@
-"""A queue keeps its requests in the policy's order, whatever the order of arrival."""
+"""A queue keeps its items in their order, whatever the order of arrival."""
 
 from __future__ import annotations
 
 from headrace.request import Request
-from headrace.scheduler.request_queue import RequestQueue
+from headrace.scheduler.ordered_queue import OrderedQueue
 
 from .support import make_request
 
@@ -15,16 +15,14 @@ def request_of_rank(rank: int) -> Request:
 
 
 def test_order_first_and_removal() -> None:
-    queue = RequestQueue()
+    queue: OrderedQueue[Request] = OrderedQueue()
     assert queue.first is None
     requests = [request_of_rank(rank) for rank in range(4)]
     for rank in (2, 0, 3, 1):
         queue.add(requests[rank])
     assert queue.items == requests
     assert queue.first is requests[0]
-    assert queue.num_prompt_tokens == 1 + 2 + 3 + 4
     queue.remove(requests[2])
     queue.remove(requests[0])
     assert queue.items == [requests[1], requests[3]]
     assert len(queue) == 2
-    assert queue.num_prompt_tokens == 2 + 4
