@@ -5,37 +5,59 @@ TORCH_SPEC ?= torch==2.13.0
 PIP_ARGS ?=
 MODEL ?= demo
 ARGS ?=
+# Processes that share the tests: auto is one a core, no more than memory is there for.
+WORKERS ?= auto
+PYTEST_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-# The stamp's name holds the choice of torch, so that another choice installs again.
-STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH_SPEC) $(PIP_ARGS)' | cksum | cut -d' ' -f1)
+# A stamp's name holds the choice of torch, so that another choice installs again.
+CHOICE := $(shell printf '%s' '$(TORCH_SPEC) $(PIP_ARGS)' | cksum | cut -d' ' -f1)
+INSTALLED := $(VENV)/.installed-$(CHOICE)
+TESTABLE := $(VENV)/.testable-$(CHOICE)
 
-.PHONY: serve test check fmt bench-cpu clean
+.PHONY: help install serve test test-all check fmt clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo 'make serve   serve the demo model on http://127.0.0.1:8000 (MODEL=..., ARGS=...)'
-	@echo 'make test    the whole test suite'
-	@echo 'make check   ruff and mypy'
+	@echo 'make serve      serve the demo model on http://127.0.0.1:8000 (MODEL=..., ARGS=...)'
+	@echo 'make install    what serving needs, in $(VENV); the command is $(BIN)/headrace (TORCH_SPEC=..., PIP_ARGS=...)'
+	@echo 'make test       the test suite, without its longest sweeps (WORKERS=..., PYTEST_ARGS=...)'
+	@echo 'make test-all   the longest sweeps too'
+	@echo 'make check      ruff and mypy'
+	@echo 'make fmt        ruff, mending what it can'
+	@echo 'make clean      remove $(VENV) and caches'
 
-$(STAMP): pyproject.toml
+$(INSTALLED): pyproject.toml
+	@echo 'Installing headrace and $(TORCH_SPEC) in $(VENV).'
+	@echo 'A CPU build of torch: some 250 MB to download, 1 GB on disk. A CUDA or ROCm build: several GB.'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q $(PIP_ARGS) '$(TORCH_SPEC)' -e '.[test]'
+	$(BIN)/pip install $(PIP_ARGS) '$(TORCH_SPEC)' -e .
+	@touch $@
+	@echo 'Installed. The command is $(BIN)/headrace; `. $(BIN)/activate` makes it plain `headrace` in this shell.'
+
+$(TESTABLE): $(INSTALLED)
+	@echo 'Installing what tests and checks need too: some 300 MB to download, 1.4 GB on disk.'
+	$(BIN)/pip install $(PIP_ARGS) '$(TORCH_SPEC)' -e '.[test]'
 	@touch $@
 
-serve: $(STAMP)
+install: $(INSTALLED)
+
+serve: $(INSTALLED)
 	$(BIN)/headrace serve $(MODEL) $(ARGS)
 
-test: $(STAMP)
-	$(BIN)/python -m pytest
+test: $(TESTABLE)
+	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
-check: $(STAMP)
+test-all: $(TESTABLE)
+	$(BIN)/python -m pytest -n $(WORKERS) -m '' $(PYTEST_ARGS)
+
+check: $(TESTABLE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-fmt: $(STAMP)
+fmt: $(TESTABLE)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from headrace.cli.main import main
+from tests.speed import slowness
 
 LINE = (
     "VLLM_ROCM_USE_AITER=1 VLLM_ROCM_QUICK_REDUCE_QUANTIZATION=INT4 vllm serve openai/gpt-oss-120b "
@@ -113,4 +114,4 @@ def test_is_quick_and_loads_no_torch() -> None:
 
     runs = [run() for _ in range(3)]
     assert runs[0][1].splitlines()[-1] == "LOADED []"
-    assert min(seconds for seconds, _ in runs) < 1.0
+    assert min(seconds for seconds, _ in runs) < 1.0 * slowness()

@@ -17,6 +17,7 @@ from headrace.cli.main import main
 from headrace.cli.plan_tables import folded, print_plan, ranges
 from headrace.planner.plan import make_plan
 from headrace.planner.plan_request import PlanRequest
+from tests.speed import slowness
 
 LARGE = ["plan", "llama-3.1-405b", "--gpu", "mi300x", "--num-gpus", "8", "--input-len", "128", "--output-len", "2048",
          "--concurrency", "64"]  # fmt: skip
@@ -146,7 +147,7 @@ def test_no_torch_and_under_a_second() -> None:
         assert done.stdout.splitlines()[-1] == "LOADED [] 0"
         return time.perf_counter() - start
 
-    assert min(run() for _ in range(3)) < 1.0
+    assert min(run() for _ in range(3)) < 1.0 * slowness()
 
 
 def test_help_lists_every_flag_and_loads_little() -> None:

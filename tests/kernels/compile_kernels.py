@@ -1,5 +1,6 @@
-"""`python -m tests.kernels.compile_kernels TARGET`: compile, through the very functions that launch them, every kernel
-at the configurations that the tables pick for TARGET. One JSON line a kernel: what it is, spills, shared memory."""
+"""`python -m tests.kernels.compile_kernels TARGET [sweep]`: compile, through the very functions that launch them, every
+kernel at configurations that the tables pick for TARGET: at all of them in a sweep, otherwise at so few that every
+dtype, head size and so on comes up. One JSON line a kernel: what it is, spills, shared memory."""
 
 import itertools
 import json
@@ -31,6 +32,14 @@ from headrace.kernels.gemm_config import CANDIDATES
 from tests.kernels.offline_target import TARGETS, compiled, spills, use_target
 
 DTYPES = (torch.bfloat16, torch.float16)
+SWEEP = sys.argv[2:] == ["sweep"]
+
+
+def grid(*axes):
+    """All combinations in a sweep, otherwise as many as the longest axis has values."""
+    if SWEEP:
+        return list(itertools.product(*axes))
+    return [tuple(axis[place % len(axis)] for axis in axes) for place in range(max(map(len, axes)))]
 
 
 def report(label, kernel, known):
@@ -43,7 +52,7 @@ def report(label, kernel, known):
 def compile_attention(family):
     known = set()
     numbers = torch.zeros(16, dtype=torch.int32)
-    for dtype, head_dim, group in itertools.product(DTYPES, (64, 128, 256), (1, 4, 8)):
+    for dtype, head_dim, group in grid(DTYPES, (64, 128, 256), (1, 4, 8)):
         kv_heads = 2
         q = torch.zeros(64, group * kv_heads, head_dim, dtype=dtype)
         cache = torch.zeros(2, 4, 16, kv_heads, head_dim, dtype=dtype)
@@ -63,7 +72,7 @@ def compile_prefill(target):
     from headrace.kernels import prefill
 
     known, numbers = set(), torch.zeros(16, dtype=torch.int32)
-    for dtype, head_dim, group, block_size in itertools.product(DTYPES, (64, 128), (1, 4, 7), (16, 64)):
+    for dtype, head_dim, group, block_size in grid(DTYPES, (64, 128), (1, 4, 7), (16, 64)):
         q = torch.zeros(64, group * 2, head_dim, dtype=dtype)
         cache = torch.zeros(2, 4, block_size, 2, head_dim, dtype=dtype)
         plan = plan_attention(16, 64, 0, 1 << 17, group * 2, 2, head_dim, 2, "cuda", 1, copy_engine=True)
@@ -74,7 +83,7 @@ def compile_prefill(target):
 def compile_decode(family):
     """Launches of the fused decode kernel for few and for many requests."""
     known, numbers = set(), torch.zeros(64, dtype=torch.int32)
-    for dtype, head_dim, requests in itertools.product(DTYPES, (64, 128, 256), (1, 64)):
+    for dtype, head_dim, requests in grid(DTYPES, (64, 128, 256), (1, 64)):
         q, k, v = torch.zeros(requests, 12, head_dim, dtype=dtype).split((8, 2, 2), dim=1)
         cache, angles = torch.zeros(2, 4, 16, 2, head_dim, dtype=dtype), torch.zeros(8, head_dim)
         config, splits = plan_decode(requests, 8, 2, head_dim, 2, family, 132)
@@ -89,7 +98,7 @@ def compile_fp8_cache(target):
     e4m3 = torch.float8_e4m3fnuz if target == "gfx942" else torch.float8_e4m3fn
     known = {id(found) for kernel in (attention._attention_kernel, decode._decode_kernel) for found in compiled(kernel)}
     numbers, scale = torch.zeros(64, dtype=torch.int32), torch.ones(2)
-    for dtype, head_dim, group in itertools.product((e4m3, torch.float8_e5m2), (64, 128, 256), (1, 8)):
+    for dtype, head_dim, group in grid((e4m3, torch.float8_e5m2), (64, 128, 256), (1, 8)):
         label = f"fp8 cache {dtype} head_dim {head_dim} group {group}"
         q = torch.zeros(64, group * 2, head_dim, dtype=torch.bfloat16)
         cache, angles = torch.zeros(2, 4, 16, 2, head_dim).to(dtype), torch.zeros(8, head_dim)
@@ -139,7 +148,8 @@ def compile_experts(family):
         one = torch.zeros(1, dtype=torch.bfloat16)
         w13, w2 = one.expand(num_experts, 2 * n, hidden), one.expand(num_experts, hidden, n)
         router = one.expand(num_experts + has_shared, hidden)
-        for num_tokens in (1, 8, 32, 128, 2048) if num_experts == 128 else (1, 32):
+        few = (1, 32) if SWEEP else (32,) if has_shared else (1,)
+        for num_tokens in (1, 8, 32, 128, 2048) if num_experts == 128 and SWEEP else few:
             x = one.expand(num_tokens, hidden).contiguous()
             experts = moe.Experts(router[0], 1e-6, router, w13, w2, top_k, True)
             moe.fused_moe(x, experts, x if has_shared else None, x)
@@ -177,13 +187,13 @@ def compile_rest():
 def compile_batch_invariant(family):
     """Linears of few and of many tokens, whole and in parts; attention; logsumexp."""
     matmul.DEVICE_FAMILY = family
-    for dtype, (n, k), tokens in itertools.product(DTYPES, ((4096, 4096), (28672, 100)), (1, 500)):
+    for dtype, (n, k), tokens in grid(DTYPES, ((4096, 4096), (28672, 100)), (1, 500)):
         matmul.matmul(torch.zeros(tokens, k, dtype=dtype), torch.zeros(n, k, dtype=dtype))
     logsumexp.logsumexp(torch.zeros(2, 128256))
     for kernel in (matmul._matmul_kernel, matmul._add_parts_kernel, logsumexp._logsumexp_kernel):
         report(f"batch-invariant {kernel.__name__}", kernel, set())
     known, numbers = set(map(id, compiled(attention._attention_kernel))), torch.zeros(16, dtype=torch.int32)
-    for head_dim, group in itertools.product((64, 128), (1, 4, 8)):
+    for head_dim, group in grid((64, 128), (1, 4, 8)):
         q = torch.zeros(64, group * 2, head_dim, dtype=torch.bfloat16)
         cache = torch.zeros(2, 4, 16, 2, head_dim, dtype=torch.bfloat16)
         plan = plan_attention(16, 64, 0, 1 << 17, group * 2, 2, head_dim, 2, family, 132, True)

@@ -1,13 +1,5 @@
-"""The interpreted kernels' tests are run by test_interpreted.py, in their own process; compiling comes last."""
+"""The interpreted kernels' tests are run by test_interpreted.py, in processes whose Triton interprets."""
 
-import sys
+import os
 
-collect_ignore = [] if any("interpreted" in argument for argument in sys.argv) else ["interpreted"]
-
-
-def pytest_configure(config):
-    config.addinivalue_line("markers", "compiles: compiles kernels ahead of time, for a minute or so; runs last")
-
-
-def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.get_closest_marker("compiles") is not None)
+collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreted"]

@@ -9,6 +9,8 @@ from time import perf_counter
 
 import pytest
 
+from tests.speed import slowness
+
 from .support import make_request, make_scheduler, results
 
 MOST_MICROSECONDS = 15.0
@@ -44,4 +46,4 @@ def test_decode_steps_cost_microseconds_a_request(num_requests: int) -> None:
         f"\n{num_requests} decodes: schedule {best[0]:.2f}, update {best[1]:.2f} us/request; "
         f"slowest step {worst[0]:.1f} + {worst[1]:.1f} ms"
     )
-    assert sum(best) < MOST_MICROSECONDS
+    assert sum(best) < MOST_MICROSECONDS * slowness()

@@ -1,5 +1,8 @@
 """Makes Triton's interpreter right for bf16, which it treats as raw 16-bit integers: dots, sums, comparisons and casts
-go through float32 and round as torch does. Casts from and to fp8, a few percent of which it gets wrong, are torch's."""
+go through float32 and round as torch does. Casts from and to fp8, a few percent of which it gets wrong, are torch's.
+
+Dots are added up here, since numpy leaves them to the machine's BLAS, which picks an order of summation by the shape
+and by the processor: two tiles of one kernel would then differ in their last bits for no reason of the kernel's."""
 
 import numpy as np
 import torch
@@ -7,7 +10,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 Builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
-plain = {name: getattr(Builder, name) for name in ("binary_op", "unary_op", "create_dot")}
+plain = {name: getattr(Builder, name) for name in ("binary_op", "unary_op")}
 plain_convert = interpreter._convert_float
 FP8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2, "fp8e4b8": torch.float8_e4m3fnuz}
 
@@ -64,8 +67,24 @@ def unary_op(self, argument, op):
     return Handle(narrow(op(widen(argument.data))), tl.bfloat16)
 
 
+def numbers(handle):
+    if handle.dtype.scalar.is_fp8():
+        return convert_float(handle.data, handle.dtype.scalar, tl.float32, None).view(np.float32)
+    return wide(handle).data
+
+
 def create_dot(self, left, right, total, *options):
-    return plain["create_dot"](self, wide(left), wide(right), total, *options)
+    """Each sum on its own, from the first product to the last, by one multiplication and one addition of float64 each,
+    which IEEE 754 leaves no choice: its bits depend on its row and column alone. Rounded once, at the end."""
+    rows, columns = numbers(left), numbers(right)
+    exact = np.float64 if total.data.dtype.kind == "f" else total.data.dtype
+    rows, columns, sums = rows.astype(exact), columns.astype(exact), total.data.astype(exact)
+    products = np.empty_like(sums)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for k in range(rows.shape[-1]):
+            np.multiply(rows[..., k, None], columns[..., k, None, :], out=products)
+            np.add(sums, products, out=sums)
+        return Handle(sums.astype(total.data.dtype), total.dtype.scalar)
 
 
 interpreter._convert_float = convert_float

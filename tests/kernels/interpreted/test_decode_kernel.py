@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from sampled import sampled
 
 from headrace.kernels.attention_config import AttentionConfig, plan_decode
 from headrace.kernels.decode import decode_attention, decode_attention_reference
@@ -35,9 +36,9 @@ def scattered_cache(kv_heads, head_dim, dtype):
     return torch.randn(2, total, BLOCK_SIZE, kv_heads, head_dim).to(dtype), table, rows
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(
-    ("heads", "rotary_dim", "norm", "window", "splits"),
+@sampled(
+    ("dtype", "case", "early_keys"),
+    TOLERANCE,
     [
         ((4, 2, 16), 16, False, None, 1),
         ((4, 2, 16), 16, True, None, 4),
@@ -45,9 +46,10 @@ def scattered_cache(kv_heads, head_dim, dtype):
         ((3, 3, 8), 8, False, 20, 2),
         ((8, 2, 32), 32, False, None, 8),
     ],
+    [False, True],
 )
-@pytest.mark.parametrize("early_keys", [False, True])
-def test_equals_the_separate_kernels(dtype, heads, rotary_dim, norm, window, splits, early_keys):
+def test_equals_the_separate_kernels(dtype, case, early_keys):
+    heads, rotary_dim, norm, window, splits = case
     num_heads, kv_heads, head_dim = heads
     cache, table, rows = scattered_cache(kv_heads, head_dim, dtype)
     q, k, v = (

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from sampled import sampled
 
 from headrace.kernels.table import REFERENCE_KERNELS as REFERENCE
 from headrace.kernels.table import TRITON_KERNELS as TRITON
@@ -26,15 +27,15 @@ def check(logits, params):
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("vocab_size", [1, 37, 700, 5000])
+@sampled(("dtype", "vocab_size"), [torch.float32, torch.float16, torch.bfloat16], [1, 37, 700, 5000])
 def test_random_rows(dtype, vocab_size):
     torch.seed()
     logits = (torch.randn(16, vocab_size) * torch.logspace(-3, 1.5, 16)[:, None]).to(dtype)
     check(logits, settings(16))
 
 
-def test_edges():
+@sampled(("top_k", "top_p"), [-1, 0, 1, 2, 20, 299, 300, 301, 2**31 - 1], [0.0, 1e-6, 0.5, 0.999999, 1.0])
+def test_edges(top_k, top_p):
     torch.seed()
     logits, rows = torch.randn(10, 300), 10
     logits[0] = 1.5  # all equal
@@ -48,17 +49,15 @@ def test_edges():
     logits[7, 1:] = -INF  # one left
     logits[8] = logits[8] * 1e-6 + 80
     ones = torch.ones(rows)
-    for top_k in (-1, 0, 1, 2, 20, 299, 300, 301, 2**31 - 1):
-        for top_p in (0.0, 1e-6, 0.5, 0.999999, 1.0):
-            params = ones * 0.7, torch.full((rows,), top_k, dtype=torch.int32), ones * top_p, ones * 0.0
-            floor = check(logits, params)
-            kept = (logits >= floor[:, None]).sum(1)
-            assert (kept >= 1).all()
-            if top_p == 1.0 and 0 < top_k < 300:
-                assert kept[8] >= top_k
-                assert kept[9] == top_k
-            if not 0 < top_k < 300 and top_p == 1.0:
-                assert (floor == -INF).all()
+    params = ones * 0.7, torch.full((rows,), top_k, dtype=torch.int32), ones * top_p, ones * 0.0
+    floor = check(logits, params)
+    kept = (logits >= floor[:, None]).sum(1)
+    assert (kept >= 1).all()
+    if top_p == 1.0 and 0 < top_k < 300:
+        assert kept[8] >= top_k
+        assert kept[9] == top_k
+    if not 0 < top_k < 300 and top_p == 1.0:
+        assert (floor == -INF).all()
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")

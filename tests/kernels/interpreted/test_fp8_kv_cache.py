@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from sampled import sampled
 from test_attention_kernel import BATCHES, make_inputs, small_plan
 from test_decode_kernel import LENGTHS, scattered_cache
 
@@ -47,9 +48,7 @@ def attend(kind, heads, block_size, dtype, fp8, window=None, splits=1, times=1.0
     assert error <= TOLERANCE[dtype]
 
 
-@each_fp8
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
-@pytest.mark.parametrize("kind", BATCHES)
+@sampled(("kind", "dtype", "fp8"), BATCHES, TOLERANCE, FP8)
 def test_attention_reads_fp8(kind, dtype, fp8):
     attend(kind, (4, 2, 16), 16, dtype, fp8, splits=random.choice((1, 4)))
 
@@ -106,11 +105,12 @@ def test_nan_stays_nan(fp8):
         assert cache.float().isnan().all()
 
 
-@each_fp8
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
-@pytest.mark.parametrize("early_keys", [False, True])
-@pytest.mark.parametrize(("heads", "window", "splits"), [((4, 2, 16), None, 4), ((6, 1, 24), 7, 1)])
-def test_fused_decode(heads, window, splits, early_keys, dtype, fp8):
+@sampled(
+    ("case", "early_keys", "dtype", "fp8"),
+    [((4, 2, 16), None, 4), ((6, 1, 24), 7, 1)], [False, True], TOLERANCE, FP8,
+)  # fmt: skip
+def test_fused_decode(case, early_keys, dtype, fp8):
+    heads, window, splits = case
     num_heads, kv_heads, head_dim = heads
     filled, table, rows = scattered_cache(kv_heads, head_dim, torch.float32)
     scale = torch.rand(2) * 0.1 + 0.01

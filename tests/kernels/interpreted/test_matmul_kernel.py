@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from sampled import sampled
 
 from headrace.kernels import matmul as module
 from headrace.kernels.matmul import Tile, matmul, matmul_reference, num_parts
@@ -24,9 +25,7 @@ def small(monkeypatch):
     num_parts.cache_clear()
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("sizes", [(24, 32), (40, 64), (33, 100), (16, 129)], ids=str)
-@pytest.mark.parametrize("bias", [False, True])
+@sampled(("dtype", "sizes", "bias"), TOLERANCE, [(24, 32), (40, 64), (33, 100), (16, 129)], [False, True])
 def test_equals_the_reference(dtype, sizes, bias):
     n, k = sizes
     weight, offset = torch.randn(n, k).to(dtype), torch.randn(n).to(dtype) if bias else None
@@ -39,8 +38,7 @@ def test_equals_the_reference(dtype, sizes, bias):
 
 @pytest.mark.parametrize("k", [256, 200])
 def test_a_row_is_the_same_whether_parts_are_summed_together_or_apart(k):
-    """Magnitudes so far apart that any other order would show; one input a block, so that the interpreter's own
-    products have no order."""
+    """Magnitudes so far apart that any other order would show."""
     assert num_parts(24, k, 4) > 1
     weight, x = torch.zeros(24, k), torch.zeros(90, k)
     weight[:, ::16] = torch.randn(24, len(range(0, k, 16))) * 10.0 ** torch.randint(-6, 6, (24, len(range(0, k, 16))))

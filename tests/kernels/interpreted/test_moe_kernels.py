@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from sampled import sampled
 
 from headrace.kernels import moe, moe_route
 from headrace.kernels.moe import Experts, fused_moe, fused_moe_reference
@@ -34,11 +35,12 @@ def assert_same_routing(found, expected):
     assert torch.equal(found.tiles[:, used], expected.tiles[:, used])
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "num_experts", "top_k"), [(1, 8, 2), (5, 60, 4), (33, 12, 3), (70, 5, 5), (64, 1, 1)]
-)
-@pytest.mark.parametrize("block_m", [0, 1, 16])
-def test_routes_and_sorts(num_tokens, num_experts, top_k, block_m):
+@sampled(
+    ("size", "block_m", "half"),
+    [(1, 8, 2), (5, 60, 4), (33, 12, 3), (70, 5, 5), (64, 1, 1)], [0, 1, 16], [torch.float16, torch.bfloat16],
+)  # fmt: skip
+def test_routes_and_sorts(size, block_m, half):
+    num_tokens, num_experts, top_k = size
     wide = torch.randn(num_tokens, num_experts + 3)
     wide[num_tokens // 2] = 1.5  # ties
     wide[-1, 1:3] = -float("inf")
@@ -46,10 +48,8 @@ def test_routes_and_sorts(num_tokens, num_experts, top_k, block_m):
     renormalize = bool(torch.rand(()) < 0.5)
     expected = route_reference(logits, top_k, renormalize, block_m)
     assert_same_routing(route(logits, top_k, renormalize, block_m), expected)
-    for dtype in (torch.float16, torch.bfloat16):
-        rounded = logits.to(dtype)
-        expected = route_reference(rounded, top_k, True, block_m)
-        assert_same_routing(route(rounded, top_k, True, block_m), expected)
+    rounded = logits.to(half)
+    assert_same_routing(route(rounded, top_k, True, block_m), route_reference(rounded, top_k, True, block_m))
 
 
 @pytest.mark.parametrize("num_tokens", [401, 1003, 3000])  # a block, two, and more than a large one
@@ -129,16 +129,18 @@ def run(num_tokens, hidden, num_experts, n, top_k, config, dtype=torch.float32, 
     assert error <= TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("config", [FEW, MANY, SWAPPED], ids=["one by one", "tiles", "swapped"])
-@pytest.mark.parametrize(
-    ("num_tokens", "hidden", "num_experts", "n", "top_k"),
+@sampled(
+    ("config", "size", "has_shared"),
+    ["one by one", "tiles", "swapped"],
     [(1, 32, 8, 32, 2), (3, 48, 5, 20, 3), (21, 33, 3, 17, 2), (37, 16, 4, 16, 1)],
+    [False, True],
 )
-@pytest.mark.parametrize("has_shared", [False, True], ids=["", "shared"])
-def test_layers(num_tokens, hidden, num_experts, n, top_k, config, has_shared):
-    if config is FEW:
+def test_layers(config, size, has_shared):
+    num_tokens, *rest = size
+    if config == "one by one":
         num_tokens = min(num_tokens, 4)
-    run(num_tokens, hidden, num_experts, n, top_k, config, has_shared=has_shared)
+    config = {"one by one": FEW, "tiles": MANY, "swapped": SWAPPED}[config]
+    run(num_tokens, *rest, config, has_shared=has_shared)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from sampled import sampled
 
 from headrace.kernels.attention import paged_attention, paged_attention_reference
 from headrace.kernels.attention_config import AttentionConfig, plan_attention
@@ -22,9 +23,7 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("kind", BATCHES)
-@pytest.mark.parametrize("whole_graph", [False, True], ids=["between pieces", "whole graph"])
-@pytest.mark.parametrize("window", [None, 7])
+@sampled(("kind", "whole_graph", "window"), BATCHES, [False, True], [None, 7])
 def test_attention_gives_zeros_to_padding_and_leaves_others_alone(kind, whole_graph, window):
     counts, lengths = zip(*BATCHES[kind], strict=True)
     tokens, reqs = sum(counts), len(counts)

@@ -38,6 +38,8 @@ QWEN3 = {
     "eos_token_id": 60,
 }
 LLAMA = {**QWEN3, "architectures": ["LlamaForCausalLM"]}
+FEW_DECODES = (1, 4, 16)
+"""Requests of a step: keys in several parts, in two, and whole, as of all of layer_checks.DECODES"""
 
 
 def check(
@@ -64,12 +66,17 @@ def check(
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "DUMMY_RANGE", 0.3)
+    monkeypatch.setattr(layer_checks, "DECODES", FEW_DECODES)
     for place in ("headrace.kernels.attention", "headrace.attention.triton_attn"):
         monkeypatch.setattr(f"{place}.multiprocessor_count", lambda _: 8)
 
 
+@pytest.mark.parametrize("decodes", [FEW_DECODES, pytest.param(layer_checks.DECODES, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize(("config", "kv", "quantization"), [(QWEN3, "fp8_e4m3", None), (LLAMA, "auto", "ptpc_fp8")])
-def test_ours_agree(config: dict[str, Any], kv: str, quantization: str | None) -> None:
+def test_ours_agree(
+    config: dict[str, Any], kv: str, quantization: str | None, decodes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_checks, "DECODES", decodes)
     found = check(config, kv, quantization)
     assert found.demoted == []
     assert found._count >= 11
@@ -88,6 +95,7 @@ def test_so_is_a_wrong_kernel_of_long_prompts(
     """It needs a GPU: in its place the kernel of short ones, or that one wrong. Of an fp8 cache both read what was
     unpacked."""
 
+    monkeypatch.setattr(layer_checks, "DECODES", FEW_DECODES[:1])
     ran = set()
 
     def stands_in(out: torch.Tensor, *inputs: Any) -> None:

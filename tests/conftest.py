@@ -1,0 +1,61 @@
+"""How the suite is shared among processes (`make test`, pytest -n): file by file, what takes longest first.
+
+A file stays in one process, so that what its tests share is started once. Tests of several files run at the same time:
+ports, folders, and processes that a test looks for must be its own.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import psutil
+import pytest
+
+CORES = len(os.sched_getaffinity(0))
+MOST_WORKERS = 8
+WORKER_BYTES = 3 * 2**30
+"""torch, transformers, and the servers that a test starts"""
+ONE_BY_ONE = ("tests/kernels/test_interpreted.py", "tests/kernels/test_compiled.py")
+"""Each of their tests is a process of its own, and may run wherever there is room."""
+LONGEST_FIRST = (
+    *ONE_BY_ONE,
+    "tests/kernels/",
+    "tests/e2e/",
+    "tests/runner/",
+    "tests/test_generate.py",
+    "tests/test_batch_invariant.py",
+)
+"""Beginnings of paths, in this order"""
+
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # before torch is imported: workers share the cores, and so do children
+    threads = max(1, CORES // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Without workers the longest come last, so that what is wrong is heard of early."""
+    last = len(LONGEST_FIRST) if "PYTEST_XDIST_WORKER" in os.environ else -1
+
+    def place(item: pytest.Item) -> int:
+        matches = [number for number, start in enumerate(LONGEST_FIRST) if item.nodeid.startswith(start)]
+        return matches[0] if matches else last
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    return max(1, min(CORES, MOST_WORKERS, psutil.virtual_memory().available // WORKER_BYTES))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid if nodeid.startswith(ONE_BY_ONE) else nodeid.split("::")[0]
+
+    config.option.loadscopereorder = False  # in the order of collection
+    return ByFile(config, log)
