@@ -140,6 +140,14 @@ class EngineDeadError(HeadraceError):
     code = "engine_dead"
 
 
+class StepsFailError(HeadraceError):
+    """The engine steps, but its steps fail one after the other."""
+
+    http_status = 503
+    error_type = "service_unavailable_error"
+    code = "steps_fail"
+
+
 class ServerStoppingError(HeadraceError):
     """The server was told to stop while a request was open."""
 
