@@ -151,7 +151,7 @@ class AsyncMPClient:
         return reply.outputs
 
     def check_health(self, has_requests: bool) -> None:
-        """Raises EngineDeadError unless the core's loop has shown itself lately, StepsFailError while its steps fail."""
+        """Raises EngineDeadError unless the core's loop has shown itself lately, StepsFailError while steps fail."""
         if self._dead is not None:
             raise self._dead
         if not self._child.is_alive():

@@ -56,4 +56,6 @@ def _said(stored: StoredTensor, source: tuple[slice, ...]) -> str:
     if wrong:
         return f"tensor {stored.name!r} ({wrong} of {values.numel()} values are NaN or Inf; download the model again)"
     largest = float(values.abs().max())
-    return f"tensor {stored.name!r} (values up to {largest:g} overflow the model's type; use --dtype bfloat16 or float32)"
+    return (
+        f"tensor {stored.name!r} (values up to {largest:g} overflow the model's type; use --dtype bfloat16 or float32)"
+    )
