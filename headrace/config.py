@@ -318,8 +318,8 @@ def environment() -> dict[str, str]:
 
 
 CPU_VARIABLES = {
-    # Else OpenMP's barriers spin for milliseconds when cores are shared with another busy process. (16 tiny sequences on
-    # 2 busy cores: 115 ms a step with libgomp's own default, 10 ms with this.)
+    # Else OpenMP's barriers spin for milliseconds when cores are shared with another busy process. (16 tiny sequences
+    # on 2 busy cores: 115 ms a step with libgomp's own default, 10 ms with this.)
     "GOMP_SPINCOUNT": "1000",
     # oneDNN keeps a compiled product for every number of tokens that it met, up to 1024 of some megabytes each. A step
     # needs one for each size of linear, which its layers share; to compile one anew takes 0.2 ms.

@@ -40,7 +40,7 @@ BACKLOG_STEPS = 6
 RAISED = 2
 """where that is at least so many times `mixed_step_tokens`."""
 UNUSABLE = {
-    NO_TOKEN_ALLOWED: "no token may be sampled: allowed_token_ids, logit_bias, bad_words and min_tokens forbid them all",
+    NO_TOKEN_ALLOWED: "no token may be sampled: allowed_token_ids, bad_words and min_tokens forbid them all",
     LOGITS_NOT_FINITE: "the model gave no usable logits: NaN or Inf",
 }
 

@@ -192,7 +192,7 @@ def test_health_follows_the_loop(folder: Path, monkeypatch: pytest.MonkeyPatch) 
                 engine.check_health()
                 with pytest.raises(HeadraceError, match="the step failed"):
                     await collect(engine.generate([FAIL_TOKEN], params(), f"bad {number}"))
-            with pytest.raises(StepsFailError, match="last 3 steps failed.*scripted failure"):
+            with pytest.raises(StepsFailError, match=r"last 3 steps failed.*scripted failure"):
                 engine.check_health()
             await collect(engine.generate([10], params(), "good"))
             engine.check_health()

@@ -199,7 +199,7 @@ def test_a_plain_abort_leaves_the_cache_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "told, said",
+    ("told", "said"),
     [(LOGITS_NOT_FINITE, "the model gave .* NaN or Inf"), (NO_TOKEN_ALLOWED, "allowed_token_ids, .* forbid")],
 )
 def test_a_request_without_usable_logits_ends_alone_and_leaves_nothing_in_the_cache(told: int, said: str) -> None:
