@@ -150,12 +150,13 @@ def check_around_the_step() -> float:
     for count in (1, 64, 1000):
         rows, positions = torch.randperm(1025, device=DEVICE)[:count], torch.randint(0, 99, (count,), device=DEVICE)
         token_ids, best = torch.randint(0, 128256, (count,), device=DEVICE), randn(count, dtype=torch.bfloat16)
-        best[1::3], best[2::3] = float("nan"), float("-inf")
+        raw_best = best.clone()
+        best[1::3], raw_best[2::3] = float("-inf"), float("nan")
         found = []
         for kernels in (TRITON_KERNELS, REFERENCE_KERNELS):
             table = torch.zeros(1025, 99, dtype=torch.int32, device=DEVICE)
             out = torch.zeros(count, dtype=torch.int64).pin_memory()
-            kernels.commit_tokens(out, table, token_ids, best, rows, positions, -1)
+            kernels.commit_tokens(out, table, token_ids, best, raw_best, rows, positions, -1, -2)
             torch.cuda.synchronize()
             found.append((out, table))
         same = same and all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -1,11 +1,17 @@
-"""Clients that come and go at random against `headrace serve`, and what is left of them afterwards.
+"""Clients that come and go at random, more than `headrace serve` can serve, and what is left of them afterwards.
 
-    python bench/soak.py [MODEL] [--clients 64] [--duration 60] [--url URL] [-- FLAGS OF SERVE]
+    python bench/soak.py [MODEL] [--seconds 60] [--overload 2] [--url URL] [-- FLAGS OF SERVE]
 
-Each client streams completions or chats, some with n, stop strings, penalties or logprobs; two of three leave in the
-middle, many before the first byte. Exit code 1 if anything is wrong that was not a client's own doing: an error, a
-broken stream, requests or KV blocks still held, memory that has grown by more than --max-growth-mib, open files left
-over, a traceback in the log, or a greedy answer that is no longer the same.
+First --clients clients, each with one request at a time, find the rate of requests that the server sustains. Then
+requests arrive at random at --overload times that rate, whether others have ended or not. Each streams a completion or
+a chat, some with n, stop strings, penalties or logprobs; two of three clients leave in the middle, many before the
+first byte. A request that is refused with 429 and Retry-After is no loss.
+
+Prints every so often the resident memory of each process against its bound, then how many requests were lost and the
+slowest answer of /health, which a process of its own asks once a second. Exit code 1 if anything is wrong that was not
+a client's own doing: a request lost (an error, a broken stream, a status but 200 and 429), a 429 without Retry-After,
+/health slow or red, memory that has grown by more than --max-growth-mib, requests, KV blocks or open files still held
+afterwards, a traceback in the log, or a greedy answer that is no longer the same.
 
 Starts a server of its own (and ends it) unless --url names one; memory, files and log are then not looked at.
 """
@@ -15,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import random
 import re
 import signal
@@ -32,6 +39,10 @@ import psutil
 
 START_SECONDS = 600
 DRAIN_SECONDS = 10
+PATIENCE_SECONDS = 600.0
+"""Who stays to the end gives up only then, and counts as lost."""
+LINES = 60
+"""of memory over time"""
 PROBE = {"prompt": "Once upon a time", "max_tokens": 48, "temperature": 0}
 OPENINGS = ("Once upon a time", "One day, a little girl", "The dog was", "Tom and Sue", "In the garden", "It was late")
 HELD = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
@@ -43,8 +54,10 @@ class Target:
     headers: dict[str, str]
 
     def client(self) -> httpx.AsyncClient:
-        """(verify: loading certificates would hold up all clients.)"""
-        return httpx.AsyncClient(base_url=self.url, headers=self.headers, timeout=120, verify=False)
+        """(verify: loading certificates would hold up all clients. Limits() is no limit.)"""
+        return httpx.AsyncClient(
+            base_url=self.url, headers=self.headers, timeout=PATIENCE_SECONDS, verify=False, limits=httpx.Limits()
+        )
 
     def metrics(self, names: tuple[str, ...]) -> dict[str, float]:
         text = httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=30).text
@@ -65,6 +78,11 @@ class Tally:
 
     events: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
+
+    def lost(self, text: str) -> None:
+        """A request that neither ended, nor was left by its client, nor refused."""
+        self.events["lost"] += 1
+        self.problem(text)
 
     def problem(self, text: str) -> None:
         self.events["problems"] += 1
@@ -95,16 +113,22 @@ def random_request(rng: random.Random) -> tuple[str, dict[str, Any], int]:
     return "/v1/completions", {**body, "prompt": text}, n
 
 
-async def one_stream(client: httpx.AsyncClient, rng: random.Random, tally: Tally, patience: float) -> None:
-    """`patience`: seconds after which the client leaves."""
+async def one_stream(client: httpx.AsyncClient, rng: random.Random, tally: Tally, leaves_at: float) -> None:
+    """`leaves_at`: time.monotonic() at which the client goes; inf: it stays to the end."""
     path, body, n = random_request(rng)
     ended: set[int] = set()
     done = False
+    patience = min(max(leaves_at - time.monotonic(), 0.0), PATIENCE_SECONDS)
+    tally.events["requests"] += 1
     try:
         async with asyncio.timeout(patience), client.stream("POST", path, json=body) as answer:
-            tally.events["started"] += 1
+            if answer.status_code == 429:
+                tally.events["refused"] += 1
+                if not answer.headers.get("retry-after", "").isdecimal():
+                    tally.problem(f"{path}: a 429 without seconds in Retry-After")
+                return
             if answer.status_code != 200:
-                tally.problem(f"{path}: status {answer.status_code}: {(await answer.aread())[:300]!r}")
+                tally.lost(f"{path}: status {answer.status_code}: {(await answer.aread())[:300]!r}")
                 return
             async for line in answer.aiter_lines():
                 if not line:
@@ -114,61 +138,107 @@ async def one_stream(client: httpx.AsyncClient, rng: random.Random, tally: Tally
                     continue
                 event = json.loads(line.removeprefix("data: "))
                 if "error" in event:
-                    tally.problem(f"{path}: error event {event['error']}")
+                    tally.lost(f"{path}: error event {event['error']}")
                     return
                 ended |= {choice["index"] for choice in event["choices"] if choice["finish_reason"]}
     except TimeoutError:
-        tally.events["left"] += 1
+        if patience < PATIENCE_SECONDS:
+            tally.events["left"] += 1
+        else:
+            tally.lost(f"{path}: not answered within {PATIENCE_SECONDS:.0f} s")
         return
     except (httpx.HTTPError, ValueError) as error:
-        tally.problem(f"{path}: {type(error).__name__}: {error}")
+        tally.lost(f"{path}: {type(error).__name__}: {error}")
         return
     tally.events["finished"] += 1
     if not done or len(ended) != n:
-        tally.problem(f"{path}: stream ended early: [DONE] {done}, {len(ended)} of {n} choices ended")
+        tally.lost(f"{path}: stream ended early: [DONE] {done}, {len(ended)} of {n} choices ended")
 
 
-async def one_client(target: Target, seed: int, until: float, tally: Tally) -> None:
-    """One connection at a time; leaving closes it."""
-    rng = random.Random(seed)
-    while time.monotonic() < until:
-        async with target.client() as client:
-            for _ in range(rng.randrange(1, 4)):
-                # A third leave almost at once, a third sometime, a third stay to the end.
-                patience = rng.choice((rng.uniform(0.0, 0.3), rng.uniform(0.1, 5.0), 120.0))
-                await one_stream(client, rng, tally, min(patience, max(until - time.monotonic(), 0.1)))
-                if rng.random() < 0.2:
-                    await asyncio.sleep(rng.uniform(0, 0.2))
+def leaving(rng: random.Random) -> float:
+    """A third leave almost at once, a third sometime, a third stay to the end."""
+    return time.monotonic() + rng.choice((rng.uniform(0.0, 0.3), rng.uniform(0.1, 5.0), float("inf")))
 
 
-async def watch_health(target: Target, until: float, tally: Tally) -> None:
-    """The server answers others meanwhile."""
-    async with target.client() as client:
+async def sustained_rate(target: Target, clients: int, seconds: float, seed: int) -> float:
+    """Requests a second that the server takes of clients each of which waits for its own."""
+    tally, until = Tally(), time.monotonic() + seconds
+
+    async def one_client(rng: random.Random) -> None:
         while time.monotonic() < until:
-            started = time.monotonic()
-            answer = await client.get("/health")
-            if answer.status_code != 200:
-                tally.problem(f"/health: {answer.status_code}")
-            tally.events["slowest health check, ms"] = max(
-                tally.events["slowest health check, ms"], round(1000 * (time.monotonic() - started))
-            )
-            await asyncio.sleep(0.25)
+            await one_stream(client, rng, tally, min(leaving(rng), until))
 
-
-async def crowd(target: Target, clients: int, duration: float, seed: int, tally: Tally) -> None:
-    until = time.monotonic() + duration
-    async with asyncio.TaskGroup() as group:
-        group.create_task(watch_health(target, until, tally))
+    async with target.client() as client, asyncio.TaskGroup() as group:
         for index in range(clients):
-            group.create_task(one_client(target, seed + index, until, tally))
+            group.create_task(one_client(random.Random(seed + index)))
+    served = tally.events["requests"] - tally.events["refused"] - clients  # whose last ones the end cut short
+    return max(served, 1) / seconds
+
+
+async def flood(target: Target, rate: float, seconds: float, seed: int, tally: Tally, watch: Watch | None) -> None:
+    """Requests arrive at `rate` a second; who is there at the end leaves."""
+    rng = random.Random(seed)
+    began = arrives = time.monotonic()
+    until, looks = began + seconds, began
+    open_requests: set[asyncio.Task[None]] = set()
+    async with target.client() as client:
+        while arrives < until:
+            now = time.monotonic()
+            if watch is not None and now >= looks:
+                watch.look(now - began, tally, len(open_requests))
+                looks += max(seconds / LINES, 1.0)
+            await asyncio.sleep(max(arrives - now, 0.0))
+            request = random.Random(rng.random())
+            task = asyncio.create_task(one_stream(client, request, tally, min(leaving(request), until)))
+            open_requests.add(task)
+            task.add_done_callback(open_requests.discard)
+            arrives += rng.expovariate(rate)
+        await asyncio.gather(*open_requests)
+
+
+def ask_health(url: str, stop: Any, found: Any) -> None:
+    """In a process of its own, so that nothing but the server can make an answer late: once a second, until `stop`."""
+    slowest, red = 0.0, ""
+    with httpx.Client(base_url=url, timeout=60, verify=False) as client:
+        while not stop.wait(1.0):
+            began = time.monotonic()
+            try:
+                answer = client.get("/health")
+                red = red or ("" if answer.status_code == 200 else f"{answer.status_code}: {answer.text[:300]}")
+            except httpx.HTTPError as error:
+                red = red or f"{type(error).__name__}: {error}"
+            slowest = max(slowest, time.monotonic() - began)
+    found.send((slowest, red))
 
 
 def memory_mib(process: psutil.Process) -> dict[str, float]:
-    """Private memory of the server and of its children, by what they run."""
+    """Resident memory of the server and of its children, by what they run."""
     return {
-        re.sub(r".*headrace\.", "", " ".join(one.cmdline()[:5])).split()[0]: one.memory_full_info().uss / 2**20
+        f"{re.sub(r'.*headrace.', '', ' '.join(one.cmdline()[:5])).split()[0]} {one.pid}": one.memory_info().rss / 2**20
         for one in (process, *process.children(recursive=True))
     }
+
+
+class Watch:
+    """The memory of every process over time, against what it was at first and may grow by."""
+
+    def __init__(self, process: psutil.Process, max_growth: float) -> None:
+        self._process = process
+        self._max_growth = max_growth
+        self._bounds = {name: now + max_growth for name, now in memory_mib(process).items()}
+        self._told: set[str] = set()
+
+    def look(self, seconds: float, tally: Tally, open_requests: int = 0) -> None:
+        """Prints a line; a bound that is passed is a problem, once a process."""
+        shown = []
+        for name, now in memory_mib(self._process).items():
+            bound = self._bounds.setdefault(name, now + self._max_growth)
+            shown.append(f"{name} {now:.0f} of {bound:.0f} MiB")
+            if now > bound and name not in self._told:
+                self._told.add(name)
+                tally.problem(f"memory of {name}: {now:.0f} MiB after {seconds:.0f} s, bound {bound:.0f} MiB")
+        events = ", ".join(f"{name} {tally.events[name]}" for name in ("requests", "finished", "refused", "lost"))
+        print(f"{seconds:6.0f} s: {', '.join(shown)}; {open_requests} open; {events}", flush=True)
 
 
 def check_drained(target: Target, tally: Tally) -> None:
@@ -181,26 +251,41 @@ def check_drained(target: Target, tally: Tally) -> None:
 
 
 def soak(target: Target, process: psutil.Process | None, options: argparse.Namespace) -> Tally:
-    tally = Tally()
+    tally, seconds, seed = Tally(), options.seconds, options.seed
     before = target.probe()
-    # What is allocated once, on the first load, is no leak: a short crowd comes first.
-    asyncio.run(crowd(target, options.clients, min(options.duration / 4, 15), options.seed + 10_000, Tally()))
+    rate = asyncio.run(sustained_rate(target, options.clients, min(seconds / 4, 15), seed + 10_000))
     check_drained(target, tally)
-    memory = memory_mib(process) if process else {}
+    print(f"sustained: {rate:.1f} requests a second; from now on {options.overload * rate:.1f}", flush=True)
+    rate *= options.overload
+    # What is allocated once, on the first load, is no leak: a short flood comes first.
+    asyncio.run(flood(target, rate, min(seconds / 4, 120), seed + 20_000, Tally(), None))
+    check_drained(target, tally)
+    watch = Watch(process, options.max_growth_mib) if process else None
     files = process.num_fds() if process else 0
-    asyncio.run(crowd(target, options.clients, options.duration, options.seed, tally))
+    spawn = multiprocessing.get_context("spawn")
+    stop, (found, finds) = spawn.Event(), spawn.Pipe(duplex=False)
+    asker = spawn.Process(target=ask_health, args=(target.url, stop, finds), daemon=True)
+    asker.start()
+    asyncio.run(flood(target, rate, seconds, seed, tally, watch))
+    stop.set()
+    if not found.poll(70):
+        raise SystemExit("the process that asks /health does not answer")
+    slowest, red = found.recv()
+    asker.join()
     check_drained(target, tally)
     tally.events["preemptions"] = int(sum(target.metrics(("vllm:num_preemptions_total",)).values()))
+    print(f"lost requests: {tally.events['lost']} of {tally.events['requests']} (must be 0)")
+    print(f"slowest answer of /health: {1000 * slowest:.0f} ms (must be below {options.max_health_ms:g})")
+    if 1000 * slowest >= options.max_health_ms:
+        tally.problem(f"/health took {1000 * slowest:.0f} ms (bound: {options.max_health_ms:g})")
+    if red:
+        tally.problem(f"/health was not 200: {red}")
     after = target.probe()
     if after != before:
         tally.problem(f"the greedy answer has changed: {before!r}, now {after!r}")
     check_drained(target, tally)
-    if process:
-        for name, now in memory_mib(process).items():
-            growth = now - memory.get(name, 0.0)
-            print(f"memory of {name}: {memory.get(name, 0.0):.1f} MiB before, {now:.1f} MiB after")
-            if growth > options.max_growth_mib:
-                tally.problem(f"memory of {name} has grown by {growth:.1f} MiB (bound: {options.max_growth_mib})")
+    if process and watch:
+        watch.look(seconds, tally)
         if process.num_fds() > files + 4:
             tally.problem(f"open files: {files} before, {process.num_fds()} after")
     return tally
@@ -244,10 +329,12 @@ def wait_for_url(server: subprocess.Popen[bytes], log_fd: int) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="demo")
-    parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--duration", type=float, default=60, help="seconds")
+    parser.add_argument("--seconds", type=float, default=60, help="how long requests arrive, after up to 135 s before")
+    parser.add_argument("--overload", type=float, default=2, help="times the rate that the server sustains")
+    parser.add_argument("--clients", type=int, default=64, help="with one request each, to find that rate")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-growth-mib", type=float, default=32, help="of each process's private memory")
+    parser.add_argument("--max-growth-mib", type=float, default=64, help="of each process's resident memory")
+    parser.add_argument("--max-health-ms", type=float, default=200, help="of the slowest answer of /health")
     parser.add_argument("--url", help="a server that runs already")
     parser.add_argument("--api-key", default="", help="of that server")
     own, flags = sys.argv[1:], []

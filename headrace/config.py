@@ -359,13 +359,21 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
-def calm_openmp() -> None:
-    """Keep OpenMP's barriers from spinning for milliseconds when cores are shared with another busy process; call it
-    before torch is first imported. Children inherit it, and what the user has set stays.
+CPU_VARIABLES = {
+    # Else OpenMP's barriers spin for milliseconds when cores are shared with another busy process. (16 tiny sequences
+    # on 2 busy cores: 115 ms a step with libgomp's own default, 10 ms with this.)
+    "GOMP_SPINCOUNT": "1000",
+    # oneDNN keeps a compiled product for every number of tokens that it met, up to 1024 of some megabytes each. A step
+    # needs one for each size of linear, which its layers share; to compile one anew takes 0.2 ms.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
+}
 
-    (16 tiny sequences on 2 busy cores: 115 ms a step with libgomp's own default, 10 ms with this.)
-    """
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+def calm_cpu_libraries() -> None:
+    """Tell the libraries that torch computes with on a CPU what they read from the environment; call it before torch is
+    first imported. Children inherit it, and what the user has set stays."""
+    for name, value in CPU_VARIABLES.items():
+        os.environ.setdefault(name, value)
 
 
 def child_environment(**extra: str) -> dict[str, str]:

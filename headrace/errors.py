@@ -168,6 +168,14 @@ class TooManyConnectionsError(HeadraceError):
     code = "too_many_connections"
 
 
+class StepsFailError(HeadraceError):
+    """The engine steps, but its steps fail one after the other."""
+
+    http_status = 503
+    error_type = "service_unavailable_error"
+    code = "steps_fail"
+
+
 class ServerStoppingError(HeadraceError):
     """The server was told to stop while a request was open."""
 

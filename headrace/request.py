@@ -276,6 +276,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     """kind of CUDA graph -> memory that all of it take"""
     step_times: dict[str, StepTimes] = {}
     """kind of step -> what they took; empty where nothing is predicted"""
+    problem: str = ""
+    """why /health is red although the core steps: steps fail one after the other; empty: they do not"""
 
 
 class EngineCoreOutputs(msgspec.Struct, kw_only=True):

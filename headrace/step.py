@@ -11,8 +11,10 @@ import msgspec
 
 from headrace.sampling_params import SamplingParams
 
-INVALID_TOKEN = -1
-"""In RunnerOutput.token_ids: this row had nothing to sample from (NaN logits, or every token forbidden)."""
+NO_TOKEN_ALLOWED = -1
+"""In RunnerOutput.token_ids: the request itself forbade every token (allowed_token_ids, bad_words and the like)."""
+LOGITS_NOT_FINITE = -2
+"""... the model gave this row NaN or Inf logits, whatever the request asked for."""
 
 
 class NewRow(msgspec.Struct, frozen=True, array_like=True):

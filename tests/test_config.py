@@ -14,7 +14,9 @@ from headrace.config import (
     EngineConfig,
     ServerConfig,
     cache_folder,
+    calm_cpu_libraries,
     check_knobs,
+    child_environment,
     knob,
     knob_types,
     knobs_from_environment,
@@ -102,3 +104,14 @@ def test_a_user_without_a_home_has_a_cache_all_the_same(monkeypatch: pytest.Monk
     assert cache_folder({}) == Path(tempfile.gettempdir(), f"headrace-{os.getuid()}")
     assert cache_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/headrace")
     assert cache_folder({"HEADRACE_CACHE": "/y"}) == Path("/y")
+
+
+def test_cpu_libraries_are_told_what_the_user_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN's own default keeps a thousand compiled products, and memory grows with every new number of tokens."""
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "made to be restored afterwards")
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+    calm_cpu_libraries()
+    inherited = child_environment()
+    assert inherited["GOMP_SPINCOUNT"] == "7"
+    assert int(inherited["ONEDNN_PRIMITIVE_CACHE_CAPACITY"]) <= 32

@@ -183,7 +183,7 @@ class AsyncEngine:
         self._abort(self._outputs.finish_aborted(request_id))
 
     def check_health(self) -> None:
-        """Raises EngineDeadError unless the core lives and its loop goes round."""
+        """Raises EngineDeadError unless the core lives and its loop goes round, StepsFailError while its steps fail."""
         if self._dead is not None:
             raise self._dead
         self._client.check_health(has_requests=self._outputs.num_requests > 0)

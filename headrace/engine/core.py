@@ -18,6 +18,7 @@ from pathlib import Path
 from headrace.config import EngineConfig
 from headrace.engine.fit import fit, told
 from headrace.engine.messages import Abort, CoreFacts
+from headrace.engine.step_health import StepHealth
 from headrace.engine.step_watch import StepWatch, Watched
 from headrace.errors import ConfigError, EngineDeadError, HeadraceError, OutOfMemoryError
 from headrace.executor.base import Executor, StepHandle
@@ -70,6 +71,7 @@ class EngineCore:
         self.scheduler = scheduler
         self._executor = executor
         self._watch = watch
+        self._health = StepHealth(facts.config.dtype)
         self._rehearsals = collections.deque(facts.workers[0].rehearsals if facts.workers else [])
         self._depth = PIPELINE_DEPTH if facts.config.async_scheduling else 1
         self._inflight: collections.deque[_Inflight] = collections.deque()
@@ -159,6 +161,7 @@ class EngineCore:
         stats.num_short_steps, stats.graph_bytes = self._num_short_steps, self._graph_bytes
         if self._watch is not None:
             stats.step_times = self._watch.totals
+        stats.problem = self._health.problem
         return EngineCoreOutputs(outputs=outputs, stats=stats, timestamp=time.monotonic())
 
     def check(self) -> None:
@@ -211,6 +214,7 @@ class EngineCore:
             self._watched(step, counts=False)
             self._fail(step.plan, error, outputs)
             return
+        self._health.finished(result)
         self._watched(step, counts=not (result.notes or result.warnings))
         if result.notes or result.warnings:
             self._log(result)
@@ -242,7 +246,8 @@ class EngineCore:
 
     def _fail(self, plan: SchedulerOutput, error: Exception, outputs: list[EngineCoreOutput]) -> None:
         logger.error("step %d failed", plan.step, exc_info=error)
-        self._executor.check()  # else every later step would fail too, and /health would stay green
+        self._executor.check()  # else every later step would fail too
+        self._health.failed(error)
         if isinstance(error, OutOfMemoryError):
             self._shrink(plan)
         said = f": {error}" if isinstance(error, HeadraceError) else ""  # other words may name internals: logged alone

@@ -17,7 +17,7 @@ import zmq.asyncio
 from headrace.config import EngineConfig
 from headrace.engine.core import EngineCore, build_core
 from headrace.engine.messages import Abort, AbortMany, Add, Command, CoreConfig, CoreFacts, Failed, Ready, Reply
-from headrace.errors import EngineDeadError, HeadraceError, rebuild
+from headrace.errors import EngineDeadError, HeadraceError, StepsFailError, rebuild
 from headrace.process import Child, spawn
 from headrace.request import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 
@@ -87,6 +87,7 @@ class AsyncMPClient:
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._last_heard = time.monotonic()
         self._core_busy = False
+        self._problem = ""
         requests, replies = (f"ipc://{self._directory.name}/{name}" for name in ("requests", "replies"))
         self._sender.bind(requests)
         self._receiver.bind(replies)
@@ -146,10 +147,11 @@ class AsyncMPClient:
         if isinstance(reply, Ready):
             raise EngineDeadError("the engine core started twice")
         self._core_busy = reply.busy
+        self._problem = reply.outputs.stats.problem
         return reply.outputs
 
     def check_health(self, has_requests: bool) -> None:
-        """Raises EngineDeadError unless the core's loop has shown itself lately."""
+        """Raises EngineDeadError unless the core's loop has shown itself lately, StepsFailError while steps fail."""
         if self._dead is not None:
             raise self._dead
         if not self._child.is_alive():
@@ -158,6 +160,8 @@ class AsyncMPClient:
         allowed = BUSY_SILENCE_SECONDS if has_requests or self._core_busy else IDLE_SILENCE_SECONDS
         if silence > allowed:
             raise EngineDeadError(f"the engine core has been silent for {silence:.0f} s")
+        if self._problem:
+            raise StepsFailError(self._problem)
 
     async def shutdown(self, timeout: float = STOP_SECONDS) -> None:
         """SIGTERM, then SIGKILL: returns when the process is gone."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headrace.config import EngineConfig, calm_openmp
+from headrace.config import EngineConfig, calm_cpu_libraries
 from headrace.errors import ConfigError
 from headrace.executor.base import Executor
 from headrace.model_config import ModelConfig
@@ -12,7 +12,7 @@ from headrace.model_config import ModelConfig
 
 def detect_device(config: EngineConfig) -> str:
     """`cuda` or `cpu`; ConfigError where the one asked for is not there."""
-    calm_openmp()
+    calm_cpu_libraries()
     import torch
 
     found = "cuda" if torch.cuda.is_available() else "cpu"

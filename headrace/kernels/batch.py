@@ -63,17 +63,19 @@ def scatter_words_reference(table: Tensor, index: Tensor, values: Tensor) -> Non
     table.view(-1)[index] = values
 
 
-@triton.jit(do_not_specialize=["token_table_stride", "num_samples", "invalid_token"])
+@triton.jit(do_not_specialize=["token_table_stride", "num_samples", "none_allowed", "not_finite"])
 def _commit_tokens_kernel(
     token_table_ptr,
     out_ptr,
     token_ids_ptr,
     best_ptr,
+    raw_best_ptr,
     rows_ptr,
     positions_ptr,
     token_table_stride,
     num_samples,
-    invalid_token,
+    none_allowed,
+    not_finite,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -82,10 +84,13 @@ def _commit_tokens_kernel(
     inside = sample < num_samples
     token = tl.load(token_ids_ptr + sample, mask=inside, other=0)
     best = tl.load(best_ptr + sample, mask=inside, other=0.0).to(tl.float32)
+    raw_best = tl.load(raw_best_ptr + sample, mask=inside, other=0.0).to(tl.float32)
     row = tl.load(rows_ptr + sample, mask=inside, other=0)
     position = tl.load(positions_ptr + sample, mask=inside, other=0)
     tl.store(token_table_ptr + row * token_table_stride + position, token.to(tl.int32), mask=inside)
-    tl.store(out_ptr + sample, tl.where(best > float("-inf"), token, invalid_token), mask=inside)
+    shown = tl.where(best > float("-inf"), token, none_allowed)
+    shown = tl.where(tl.abs(raw_best) < float("inf"), shown, not_finite)  # false for NaN
+    tl.store(out_ptr + sample, shown, mask=inside)
 
 
 def commit_tokens(
@@ -93,20 +98,24 @@ def commit_tokens(
     token_table: Tensor,
     token_ids: Tensor,
     best: Tensor,
+    raw_best: Tensor,
     rows: Tensor,
     positions: Tensor,
-    invalid_token: int,
+    none_allowed: int,
+    not_finite: int,
 ) -> None:
     """Write sampled tokens to their rows, for the next step, and to `out`, for the host.
 
     out [n] int64, on the device or in the host's pinned memory, which holds them once the stream has got there:
-    `invalid_token` where the highest logit `best` [n] is NaN or -inf. token_table [max_rows, max_model_len] int32;
+    `not_finite` where the highest logit of the model, `raw_best` [n], is NaN or infinite, else `none_allowed` where the
+    highest that the request's own wishes left, `best` [n], is NaN or -inf. token_table [max_rows, max_model_len] int32;
     token_ids, rows, positions [n] int64.
     """
     num_samples = token_ids.shape[0]
     if num_samples:
         arguments = (
-            token_table, out, token_ids, best, rows, positions, token_table.stride(0), num_samples, invalid_token
+            token_table, out, token_ids, best, raw_best, rows, positions, token_table.stride(0), num_samples,
+            none_allowed, not_finite,
         )  # fmt: skip
         constants = dict(BLOCK=128, num_warps=4, **overlap())
         launch(_commit_tokens_kernel, (-(-num_samples // 128), 1, 1), arguments, constants)
@@ -117,12 +126,15 @@ def commit_tokens_reference(
     token_table: Tensor,
     token_ids: Tensor,
     best: Tensor,
+    raw_best: Tensor,
     rows: Tensor,
     positions: Tensor,
-    invalid_token: int,
+    none_allowed: int,
+    not_finite: int,
 ) -> None:
     token_table[rows, positions] = token_ids.to(torch.int32)
-    out.copy_(torch.where(best > float("-inf"), token_ids, invalid_token), non_blocking=True)
+    shown = torch.where(best > float("-inf"), token_ids, none_allowed)
+    out.copy_(torch.where(raw_best.abs() < float("inf"), shown, not_finite), non_blocking=True)  # false for NaN
 
 
 @triton.jit(do_not_specialize=["token_table_stride", "block_table_stride", "num_reqs", "num_tokens", "search_steps"])

@@ -29,6 +29,7 @@ from headrace.layers.linear import Linear
 from headrace.layers.moe import SparseMoE
 from headrace.model_config import ModelConfig
 from headrace.models.checkpoint import READABLE_DTYPES, StoredTensor, checkpoint_files, stored_tensors, total_bytes
+from headrace.models.finite import FiniteCheck
 from headrace.models.registry import resolve
 from headrace.quantization.scheme import LinearSpec, Scheme, Slot
 from headrace.quantization.table import resolve_format
@@ -117,21 +118,23 @@ def fill_from_checkpoint(slots: dict[str, Slot], folder: Path, tied: bool = Fals
     waiting = {name: slot for name, slot in slots.items() if not slot.optional}
     with _progress(total_bytes(files)) as advance:
         for file in files:
+            check = FiniteCheck()
             for stored in stored_tensors(file):
                 name = stored.name if stored.name in slots else f"model.{stored.name}"
                 if name not in slots:
                     if NOT_NEEDED.search(stored.name) or (tied and stored.name == "lm_head.weight"):
                         continue
                     raise CheckpointError(f"{file.name} holds tensor {stored.name!r}, which this model does not have")
-                _copy(stored, slots[name])
+                _copy(stored, slots[name], check)
                 waiting.pop(name, None)
                 advance(stored)
+            check.finish()
     if waiting:
         some = ", ".join(sorted(waiting)[:3]) + (f" and {len(waiting) - 3} more" if len(waiting) > 3 else "")
         raise CheckpointError(f"{folder} lacks {some} (read {', '.join(file.name for file in files[:3])})")
 
 
-def _copy(stored: StoredTensor, slot: Slot) -> None:
+def _copy(stored: StoredTensor, slot: Slot, check: FiniteCheck) -> None:
     if stored.shape != slot.shape and not (slot.optional and slot.shape == (1,) and stored.shape == ()):
         raise CheckpointError(
             f"tensor {stored.name!r} in {stored.file.name} has shape {list(stored.shape)}, "
@@ -143,7 +146,11 @@ def _copy(stored: StoredTensor, slot: Slot) -> None:
             f"accepted: {', '.join(READABLE_DTYPES)}"
         )
     if slot.destination is not None:
-        slot.put(stored.data[slot.source])
+        values = stored.data[slot.source]
+        if slot.store is not None:  # which may hide what it was given: an fp8 weight knows no Inf
+            values = values.to(slot.dtype or slot.destination.dtype).to(slot.destination.device)
+        slot.put(values)
+        check.add(stored, slot.source, slot.destination if slot.store is None else values)
 
 
 def fill_with_dummies(slots: dict[str, Slot], seed: int) -> None:

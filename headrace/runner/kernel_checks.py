@@ -297,14 +297,15 @@ def _scatter_words(subject: Subject) -> Iterator[Case]:
 
 
 def _commit_tokens(subject: Subject) -> Iterator[Case]:
-    token_ids, rows = subject.ints(7, 3, 9, dtype=torch.int64), subject.ints(2, 0, 3, dtype=torch.int64)
-    positions = subject.ints(0, 5, 3, dtype=torch.int64)
-    best = torch.tensor([1.0, float("nan"), float("-inf")], device=subject.device).to(subject.dtype)
+    token_ids, rows = subject.ints(7, 3, 9, 8, dtype=torch.int64), subject.ints(2, 0, 3, 1, dtype=torch.int64)
+    positions = subject.ints(0, 5, 3, 2, dtype=torch.int64)
+    best = torch.tensor([1.0, float("nan"), float("-inf"), 2.0], device=subject.device).to(subject.dtype)
+    raw_best = torch.tensor([1.0, float("nan"), 3.0, float("inf")], device=subject.device).to(subject.dtype)
 
     def run(kernel: Callable[..., None]) -> Tensor:
         table = torch.zeros(4, 6, dtype=torch.int32, device=subject.device)
-        out = torch.zeros(3, dtype=torch.int64, pin_memory=subject.device.type == "cuda")
-        kernel(out, table, token_ids, best, rows, positions, -1)
+        out = torch.zeros(4, dtype=torch.int64, pin_memory=subject.device.type == "cuda")
+        kernel(out, table, token_ids, best, raw_best, rows, positions, -1, -2)
         if subject.device.type == "cuda":
             torch.cuda.synchronize(subject.device)
         return torch.cat((table.long().flatten(), out.to(subject.device)))

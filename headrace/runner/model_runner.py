@@ -24,7 +24,7 @@ from headrace.runner.pending import HostLogprobs, Notes, Outgoing, PendingStep, 
 from headrace.runner.request_state import RequestState
 from headrace.sampling.logprobs import LogprobTensors, gather_logprobs
 from headrace.sampling.sampler import Sampler
-from headrace.step import INVALID_TOKEN, SchedulerOutput
+from headrace.step import LOGITS_NOT_FINITE, NO_TOKEN_ALLOWED, SchedulerOutput
 
 PROMPT_LOGPROBS_CHUNK = 256
 """Positions whose full-vocabulary logits are held at once."""
@@ -184,8 +184,9 @@ class ModelRunner:
             token_ids = self._outgoing.next(batch.num_samples)
             rows, positions = batch.sample_rows, batch.sample_positions
             self.kernels.commit_tokens(
-                token_ids, state.token_table, result.token_ids, result.best, rows, positions, INVALID_TOKEN
-            )
+                token_ids, state.token_table, result.token_ids, result.best, result.raw_best, rows, positions,
+                NO_TOKEN_ALLOWED, LOGITS_NOT_FINITE,
+            )  # fmt: skip
             if result.logprobs is not None and state.wants_logprobs:
                 sampled_rows = [row for row, samples in zip(step.rows, step.samples, strict=True) if samples]
                 logprobs = logprobs_to_host(result.logprobs, [state.wants_logprobs.get(row) for row in sampled_rows])

@@ -37,14 +37,16 @@ class SampleResult:
     """[n] int64, always within the vocabulary"""
     best: Tensor
     """[n] the highest score"""
+    raw_best: Tensor
+    """[n] the highest logit as the model gave it"""
     logprobs: LogprobTensors | None
     """Of every row, if a live row asked; k is the most that any live row asked for."""
 
     @property
     def invalid(self) -> Tensor:
-        """[n] bool: there was nothing to sample from (NaN among the logits, or every token forbidden); the token means
-        nothing, and the request, it alone, should fail"""
-        return ~(self.best > float("-inf"))
+        """[n] bool: there was nothing to sample from (NaN or Inf among the logits, or every token forbidden); the token
+        means nothing, and the request, it alone, should fail"""
+        return ~((self.best > float("-inf")) & self.raw_best.isfinite())
 
 
 class Sampler:
@@ -76,12 +78,13 @@ class Sampler:
             self._change_(scores, params, rows, num_tokens, token_table[:, :max_num_tokens])
         # NaN wins a maximum, so the maximum also tells rows without any usable logit.
         best, token_ids = self.kernels.best_token(scores)
+        raw_best = best if scores is logits else self.kernels.best_token(logits)[0]
         if Feature.RANDOM in features:
             token_ids = torch.where(best > float("-inf"), self._draw(scores, params, num_tokens), token_ids)
         logprobs = None
         if state.max_logprobs is not None:
             logprobs = gather_logprobs(logits, token_ids, state.max_logprobs, self.kernels.logsumexp)
-        return SampleResult(token_ids, best, logprobs)
+        return SampleResult(token_ids, best, raw_best, logprobs)
 
     def _change_(self, scores: Tensor, params: BatchParams, rows: Tensor, num_tokens: Tensor, tokens: Tensor) -> None:
         """Stages 3 to 5, in place."""

@@ -25,14 +25,25 @@ from headrace.scheduler.forecast import LengthForecast
 from headrace.scheduler.kv_cache_manager import KVCacheManager
 from headrace.scheduler.ordered_queue import OrderedQueue
 from headrace.scheduler.room import Room
-from headrace.step import INVALID_TOKEN, BlockUpdate, Logprobs, NewRow, RunnerOutput, SchedulerOutput
+from headrace.step import (
+    LOGITS_NOT_FINITE,
+    NO_TOKEN_ALLOWED,
+    BlockUpdate,
+    Logprobs,
+    NewRow,
+    RunnerOutput,
+    SchedulerOutput,
+)
 
 POLICIES = ("fcfs", "priority")
 BACKLOG_STEPS = 6
 """Beside decodes a step takes one part in so many of the prompt tokens that wait,"""
 RAISED = 2
 """where that is at least so many times `mixed_step_tokens`."""
-NOTHING_TO_SAMPLE = "the model gave no usable logits: NaN, or every token forbidden"
+UNUSABLE = {
+    NO_TOKEN_ALLOWED: "no token may be sampled: allowed_token_ids, bad_words and min_tokens forbid them all",
+    LOGITS_NOT_FINITE: "the model gave no usable logits: NaN or Inf",
+}
 
 
 @dataclass(frozen=True)
@@ -432,8 +443,8 @@ class Scheduler:
             if request.finish_reason is not None:  # ended while this step was under way: what it sampled is dropped
                 continue
             token = token_ids[sample] if samples else 0
-            if token == INVALID_TOKEN:
-                outputs.append(self._fail_request(request, NOTHING_TO_SAMPLE))
+            if token < 0:
+                outputs.append(self._fail_request(request, UNUSABLE[token]))
                 continue
             end = computed + count
             if count > 1 or end % block_size == 0:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from headrace import __version__
 from headrace.engine.tokenizer import Tokenizer
-from headrace.errors import EngineDeadError, ModelNotServedError, RequestError
+from headrace.errors import EngineDeadError, ModelNotServedError, RequestError, StepsFailError
 from headrace.planner.decisions import USUAL_OBJECTIVE
 from headrace.server.body import decode, read_body
 from headrace.server.chat_prompt import render_prompt
@@ -104,10 +104,10 @@ async def detokenize(serving: Serving, http: Request) -> Response:
 
 
 def health(serving: Serving) -> Response:
-    """200 only while the engine steps."""
+    """200 only while the engine steps and its steps succeed."""
     try:
         serving.engine.check_health()
-    except EngineDeadError as error:
+    except (EngineDeadError, StepsFailError) as error:
         logger.error("/health is red: %s", error)
         return error_response(error)
     return Response(status_code=200)

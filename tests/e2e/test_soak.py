@@ -14,7 +14,8 @@ SCRIPT = Path(__file__).parents[2] / "bench" / "soak.py"
 
 def test_clients_that_come_and_go(server: Serve) -> None:
     done = subprocess.run(
-        [sys.executable, SCRIPT, "--url", server.url, "--api-key", KEY, "--clients", "32", "--duration", "3"],
+        [sys.executable, SCRIPT, "--url", server.url, "--api-key", KEY, "--clients", "32", "--seconds", "3",
+         "--max-health-ms", "30000"],
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -17,7 +17,16 @@ import pytest
 from headrace.config import EngineConfig
 from headrace.engine.async_engine import AsyncEngine
 from headrace.engine.core_client import AsyncMPClient
-from headrace.errors import CheckpointError, ConfigError, EngineDeadError, HeadraceError, RequestError, TokenizerError
+from headrace.engine.step_health import MOST_FAILURES
+from headrace.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    HeadraceError,
+    RequestError,
+    StepsFailError,
+    TokenizerError,
+)
 from headrace.request import RequestOutput
 from headrace.sampling_params import SamplingParams
 from tests.engine.fakes import DEAD_TOKEN, DIE_TOKEN, FAIL_TOKEN, SLOW_TOKEN, STUCK_TOKEN, model_folder
@@ -190,13 +199,21 @@ def test_streaming_aborting_and_refusing(folder: Path) -> None:
 
 
 def test_health_follows_the_loop(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red while a step is stuck; green as long as an idle loop shows itself."""
+    """Red while a step is stuck, or one fails after the other; green as long as an idle loop shows itself."""
     monkeypatch.setattr("headrace.engine.core_client.IDLE_SILENCE_SECONDS", 1.5)
     monkeypatch.setattr("headrace.engine.core_client.BUSY_SILENCE_SECONDS", 0.3)
 
     async def body() -> None:
         async with started(folder, "make_echo") as engine:
             await asyncio.sleep(2.0)
+            engine.check_health()
+            for number in range(MOST_FAILURES):
+                engine.check_health()
+                with pytest.raises(HeadraceError, match="the step failed"):
+                    await collect(engine.generate([FAIL_TOKEN], params(), f"bad {number}"))
+            with pytest.raises(StepsFailError, match=r"last 3 steps failed.*scripted failure"):
+                engine.check_health()
+            await collect(engine.generate([10], params(), "good"))
             engine.check_health()
             task = asyncio.create_task(collect(engine.generate([STUCK_TOKEN], params(), "stuck")))
             await asyncio.sleep(1.0)

@@ -165,7 +165,7 @@ def compile_rest():
     activation.silu_and_mul(x)
     batch.copy_words(numbers, numbers)
     batch.scatter_words(numbers, wide, numbers)
-    batch.commit_tokens(wide, x.int(), wide, x[:, 0], wide, wide, -1)
+    batch.commit_tokens(wide, x.int(), wide, x[:, 0], x[:, 0], wide, wide, -1, -2)
     batch.prepare_batch(numbers, numbers, torch.zeros(17, dtype=torch.int32), x.int(), x.int(), 16, 16)
     q, k, v = torch.zeros(16, 48, 128, dtype=torch.bfloat16).split((32, 8, 8), dim=1)
     cache, angles = torch.zeros(2, 4, 16, 8, 128, dtype=torch.bfloat16), torch.zeros(8, 128)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from headrace.distributed.mesh import Group, Mesh
 from headrace.errors import CheckpointError
 from headrace.model_config import ModelConfig
 from headrace.models import loader
+from headrace.models.checkpoint import stored_tensors
+from headrace.models.finite import CHUNK, FiniteCheck
 from headrace.models.loader import load_model
 
 PROMPT = [[5, 9, 33, 2, 71]]
@@ -112,6 +115,42 @@ def test_integer_weights_are_refused(folder: Path) -> None:
     edit(folder, **{K_PROJ: torch.zeros(32, 64, dtype=torch.int8)})
     with pytest.raises(CheckpointError, match=f"{K_PROJ}.*I8.*accepted"):
         logits(folder)
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_no_finite_numbers_are_named(folder: Path, value: float, quantization: str | None) -> None:
+    shard(folder)
+    config = ModelConfig.from_folder(folder)
+    load_model(folder, config, make_context(config), quantization=quantization)
+    file = next(path for path in folder.glob("*.safetensors") if K_PROJ in load_file(path))
+    tensors = load_file(file)
+    tensors[K_PROJ][3, 5] = tensors[K_PROJ][-1, -1] = value
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=rf"^{file.name} .*{K_PROJ}' \(2 of 2048 values are NaN or Inf"):
+        load_model(folder, config, make_context(config), quantization=quantization)
+
+
+def test_weights_that_overflow_the_model_dtype_are_named(folder: Path) -> None:
+    edit(folder, **{K_PROJ: torch.full((32, 64), 1e5)})
+    config = ModelConfig.from_folder(folder)
+    with pytest.raises(CheckpointError, match=rf"{K_PROJ}' \(values up to 100000 overflow.*--dtype bfloat16"):
+        load_model(folder, config, make_context(config, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_file_is_read_for_its_weights_in_any_type(folder: Path, dtype: torch.dtype) -> None:
+    """The rest of the file beside one bad value at its very end, in a tensor longer than what is converted at once."""
+    stored = next(tensor for tensor in stored_tensors(folder / "model.safetensors") if tensor.name == K_PROJ)
+    good, bad = torch.zeros(2, CHUNK - 1).to(dtype), torch.zeros(2, CHUNK - 1)
+    bad[-1, -1] = math.nan
+    check = FiniteCheck()
+    check.add(stored, (slice(0, 32), slice(0, 64)), good)
+    check.add(stored, (slice(0, 32), slice(0, 64)), torch.zeros(3, dtype=torch.int32))
+    check.finish()
+    check.add(stored, (slice(0, 32), slice(0, 64)), bad.to(dtype))
+    with pytest.raises(CheckpointError, match=K_PROJ):
+        check.finish()
 
 
 @pytest.mark.parametrize("keep", [4, 3000, -1000], ids=["in the length", "in the header", "in the data"])

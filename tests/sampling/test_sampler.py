@@ -209,6 +209,7 @@ def test_rows_without_usable_logits_are_told_and_harm_nobody(params: SamplingPar
     bench.add({**good, 1: Case(victim, [1], [], [4])})
     result = bench.sample(logits, [0, 1, 2])
     assert result.invalid.tolist() == [False, True, False]
+    assert result.raw_best.isfinite().tolist() == [True, bad == "nothing allowed", True]
     assert 0 <= result.token_ids[1].item() < 20
     healthy = Bench(vocab_size=20)
     healthy.add(good)
@@ -230,7 +231,7 @@ def test_an_invalid_row_gets_a_valid_id_whatever_the_draw_makes_of_it() -> None:
     assert ids[1] == 7
 
 
-def test_infinite_logits_win() -> None:
+def test_infinite_logits_win_and_are_told() -> None:
     bench = Bench(vocab_size=6)
     penalized = SamplingParams(presence_penalty=1.0, repetition_penalty=2.0, min_tokens=1)
     params = [GREEDY, SamplingParams(), penalized, SamplingParams(top_p=0.5, top_k=3, min_p=0.2)]
@@ -239,7 +240,7 @@ def test_infinite_logits_win() -> None:
     logits[:, 4] = math.inf
     result = bench.sample(logits, [0, 1, 2, 3])
     assert result.token_ids.tolist() == [4] * 4
-    assert not result.invalid.any()
+    assert result.invalid.all()
 
 
 @pytest.mark.parametrize("params", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 2e-5}])

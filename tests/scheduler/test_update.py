@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 
 from headrace.request import EngineCoreOutput, FinishReason
 from headrace.scheduler.scheduler import Scheduler
-from headrace.step import INVALID_TOKEN, Logprobs, RunnerOutput
+from headrace.step import LOGITS_NOT_FINITE, NO_TOKEN_ALLOWED, Logprobs, RunnerOutput
 
 from .support import make_request, make_scheduler, results, run_step, run_to_end
 
@@ -196,7 +198,11 @@ def test_a_plain_abort_leaves_the_cache_as_it_is() -> None:
 # ---- failures
 
 
-def test_a_request_without_usable_logits_ends_alone_and_leaves_nothing_in_the_cache() -> None:
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [(LOGITS_NOT_FINITE, "the model gave .* NaN or Inf"), (NO_TOKEN_ALLOWED, "allowed_token_ids, .* forbid")],
+)
+def test_a_request_without_usable_logits_ends_alone_and_leaves_nothing_in_the_cache(told: int, said: str) -> None:
     scheduler = make_scheduler(max_num_batched_tokens=8)
     scheduler.add_request(make_request("good", 2))
     scheduler.add_request(make_request("bad", list(range(9))))
@@ -204,10 +210,10 @@ def test_a_request_without_usable_logits_ends_alone_and_leaves_nothing_in_the_ca
     step = scheduler.schedule()
     bad = scheduler.requests["bad"]
     assert bad.num_registered_blocks == 1
-    good, ended = scheduler.update(step, RunnerOutput(step.step, [7, INVALID_TOKEN]))
+    good, ended = scheduler.update(step, RunnerOutput(step.step, [7, told]))
     assert (good.request_id, good.new_token_ids) == ("good", [7])
     assert (ended.request_id, ended.new_token_ids, ended.finish_reason) == ("bad", [], FinishReason.ERROR)
-    assert "no usable logits" in ended.error
+    assert re.search(said, ended.error)
     assert [scheduler.kv_cache.pool.find(digest) for digest in bad.block_hashes] == [None, None]
 
 

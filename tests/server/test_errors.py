@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, StepsFailError
 from tests.server.fake_engine import FakeEngine, chat, complete, error_of, events, make_app, post, send
 
 JSON = {"content-type": "application/json"}
@@ -247,6 +247,13 @@ def test_dead_engine_is_503_before_the_first_byte() -> None:
     for stream in (False, True):
         assert error_of(complete(make_app(engine), stream=stream), 503)["code"] == "engine_dead"
     assert error_of(send(make_app(engine), "GET", "/health"), 503)["message"].startswith("the engine is dead")
+
+
+def test_health_says_why_steps_fail() -> None:
+    engine = FakeEngine()
+    engine.dead, engine.error = True, StepsFailError("the last 3 steps failed: NaN")
+    error = error_of(send(make_app(engine), "GET", "/health"), 503)
+    assert (error["code"], error["message"]) == ("steps_fail", "the last 3 steps failed: NaN")
 
 
 @pytest.mark.parametrize("prompt", ["a", ["a", "b"]])

@@ -106,14 +106,16 @@ def test_scatter_words(count):
 def test_commit_tokens(dtype, count):
     rows, positions = torch.randperm(300)[:count], torch.randint(0, 40, (count,))
     token_ids, best = torch.randint(0, 2**31 - 1, (count,)), torch.randn(count).to(dtype)
-    best[1::3], best[2::3] = float("nan"), float("-inf")
+    raw_best = best.clone()
+    best[1::4], raw_best[2::4], raw_best[3::8], best[7::8] = float("-inf"), float("nan"), float("inf"), float("nan")
     tables = [torch.full((301, 40), 9, dtype=torch.int32) for _ in range(2)]
     outs = [torch.full((count,), -7) for _ in range(2)]
     for kernels, table, out in zip((TRITON, REFERENCE), tables, outs, strict=True):
-        kernels.commit_tokens(out, table, token_ids, best, rows, positions, -1)
+        kernels.commit_tokens(out, table, token_ids, best, raw_best, rows, positions, -1, -2)
     assert torch.equal(*outs)
     assert torch.equal(*tables)
-    assert outs[0].tolist() == [-1 if i % 3 else token for i, token in enumerate(token_ids.tolist())]
+    told = (None, -1, -2, -2, None, -1, -2, -1)
+    assert outs[0].tolist() == [told[i % 8] or token for i, token in enumerate(token_ids.tolist())]
 
 
 @each_dtype

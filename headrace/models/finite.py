@@ -1,0 +1,61 @@
+"""NaN and Inf among weights: found as they are loaded, so that a damaged checkpoint is refused instead of served.
+
+One reduction a tensor where it lies, and no copy of it. A device is waited for once a file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from headrace.errors import CheckpointError
+from headrace.models.checkpoint import StoredTensor
+
+MOST_NAMED = 3
+CHUNK = 1 << 22
+"""elements of an fp8 tensor, which knows no such reduction, that are converted at once"""
+
+
+@dataclass
+class FiniteCheck:
+    """Of the tensors of one file."""
+
+    _added: list[tuple[StoredTensor, tuple[slice, ...]]] = field(default_factory=list)
+    _extremes: list[Tensor] = field(default_factory=list)
+    """# of each, smallest and largest value, both NaN where there is a NaN"""
+
+    def add(self, stored: StoredTensor, source: tuple[slice, ...], loaded: Tensor) -> None:
+        """`loaded`: what was made of the tensor's part `source`, in the type in which the model computes with it."""
+        if not loaded.numel() or not loaded.is_floating_point():
+            return
+        parts = (loaded,) if loaded.itemsize > 1 else (part.float() for part in loaded.flatten().split(CHUNK))
+        for part in parts:
+            self._added.append((stored, source))
+            self._extremes.extend(part.aminmax())
+
+    def finish(self) -> None:
+        """Raises CheckpointError naming file and tensors if any value is NaN or Inf."""
+        if not self._extremes:
+            return
+        finite = torch.stack(self._extremes).isfinite().view(-1, 2).all(1).tolist()
+        named = {added[0].name: added for added, is_finite in zip(self._added, finite, strict=True) if not is_finite}
+        if not named:
+            return
+        bad = list(named.values())
+        said = ", ".join(_said(stored, source) for stored, source in bad[:MOST_NAMED])
+        more = f" and {len(bad) - MOST_NAMED} more" if len(bad) > MOST_NAMED else ""
+        raise CheckpointError(f"{bad[0][0].file.name} holds weights that are not finite numbers: {said}{more}")
+
+
+def _said(stored: StoredTensor, source: tuple[slice, ...]) -> str:
+    """Reads the tensor once more: whether the file or the conversion is at fault."""
+    values = stored.data[source].float()
+    wrong = int((~values.isfinite()).sum())
+    if wrong:
+        return f"tensor {stored.name!r} ({wrong} of {values.numel()} values are NaN or Inf; download the model again)"
+    largest = float(values.abs().max())
+    return (
+        f"tensor {stored.name!r} (values up to {largest:g} overflow the model's type; use --dtype bfloat16 or float32)"
+    )
