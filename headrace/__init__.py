@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+TYPE_CHECKING = False  # the name's meaning is typing's, which takes longer to import than all else that `--help` needs
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from headrace.llm import LLM
     from headrace.sampling_params import SamplingParams
 

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
@@ -22,6 +21,7 @@ from headrace import __version__
 from headrace.config import EngineConfig, ServerConfig
 from headrace.engine.async_engine import AsyncEngine
 from headrace.errors import ConfigError, PortInUseError
+from headrace.process import exit_at_once
 from headrace.server.http_limits import BoundedHttpProtocol
 
 if TYPE_CHECKING:
@@ -157,23 +157,26 @@ class _Server(uvicorn.Server):
 
 @contextlib.contextmanager
 def _signals() -> Iterator[asyncio.Event]:
-    """The first SIGINT or SIGTERM sets the event, the second ends the process; its children die with it."""
+    """The first SIGINT, SIGTERM or SIGHUP sets the event, the second ends the process; its children die with it."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
         if stop.is_set():
-            os._exit(EXIT_AT_ONCE)
+            exit_at_once(EXIT_AT_ONCE)
         stop.set()
 
-    handled = (signal.SIGINT, signal.SIGTERM)
-    for number in handled:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    if before[signal.SIGHUP] == signal.SIG_IGN:  # nohup: a closed terminal is no reason to stop
+        del before[signal.SIGHUP]
+    for number in before:
         loop.add_signal_handler(number, on_signal)
     try:
         yield stop
     finally:
-        for number in handled:
+        for number, handler in before.items():
             loop.remove_signal_handler(number)
+            signal.signal(number, handler)
 
 
 def say(line: str) -> None:
