@@ -154,7 +154,9 @@ def test_a_start_removes_socket_folders_of_the_dead_and_no_others(
 
     second = SocketFolder()
     assert not left.exists()
-    assert all(path.exists() for path in (Path(living.name), Path(second.name), users / "folder", elsewhere / "file", link))
+    assert all(
+        path.exists() for path in (Path(living.name), Path(second.name), users / "folder", elsewhere / "file", link)
+    )
     living.remove()
     assert not Path(living.name).exists()
     living.remove()

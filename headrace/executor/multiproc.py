@@ -84,7 +84,7 @@ class MultiprocExecutor:
             socket.setsockopt(zmq.LINGER, 1000)
             socket.bind(address)
             self._commands.append(socket)
-            rank_config = RankConfig(config, str(self._folder), rank, f"file://{base}-rendezvous", address, replies)
+            rank_config = RankConfig(config, str(self._folder), rank, f"{base}-rendezvous", address, replies)
             self._children.append(spawn("headrace.executor.rank", self._encoder.encode(rank_config), **environment))
 
     def load(self) -> list[WorkerFacts]:

@@ -59,7 +59,8 @@ class Serve:
         self.lines: list[str] = []
         self.url = ""
         self._new: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         if wait:
             self.url = self.wait_for(" on http://").split(" on ")[1].split()[0]
 
@@ -79,6 +80,15 @@ class Serve:
         for line in self.process.stdout:
             self.lines.append(line.rstrip("\n"))
             self._new.put(line.rstrip("\n"))
+
+    def hang_up(self) -> None:
+        """Nobody reads what it prints from now on: neither this nor another process holds the pipe's other end."""
+        assert self.process.stdout is not None
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), self.process.stdout.fileno())
+        self.health()  # a line in the log, which the reading thread waits for
+        self._reader.join(10)
+        assert not self._reader.is_alive()
 
     @property
     def text(self) -> str:
