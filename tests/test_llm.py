@@ -40,8 +40,8 @@ def test_outputs_come_in_the_order_of_their_prompts(llm: LLM) -> None:
 
 @pytest.mark.parametrize("trusted", [False, True])
 def test_code_in_a_models_folder_is_never_run(trusted: bool, tmp_path: Path) -> None:
-    """CVE-2025-66448 and its like: `auto_map` names classes in files of the repository. Asked to trust it or not, nothing
-    of it is imported, and the weights are used as config.json describes them."""
+    """CVE-2025-66448 and its like: `auto_map` names classes in files of the repository. Nothing of it is imported,
+    whether we are asked to trust it or not, and the weights are used as config.json describes them."""
     folder, marker = demo_copy(tmp_path), tmp_path / "imported"
     poison = f"from pathlib import Path\nPath({str(marker)!r}).touch()\nclass Poison: pass\n"
     for name in ("poison", "configuration_llama", "modeling_llama", "tokenization_llama", "conftest", "__init__"):

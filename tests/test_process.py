@@ -1,4 +1,4 @@
-"""Children: which code they run, what ends them, and the folders where processes meet. Where Python keeps what it compiles."""
+"""Children: which code they run, where its bytecode is kept, what ends them; and the folders where processes meet."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Parent:
 
 
 def test_a_child_runs_its_parents_package_and_nothing_of_the_working_directory(tmp_path: Path) -> None:
-    """The package of a source tree that is on no path but the parent's; and a working directory that someone else filled,
+    """The package of a source tree that is on no path but the parent's; and a working directory that others filled,
     or that holds a clone, whose folder has the package's name."""
     package = tmp_path / "source" / "headrace"
     package.mkdir(parents=True)
@@ -107,7 +107,7 @@ def test_a_child_dies_with_its_parent_even_while_stopped_and_not_with_the_thread
 
 
 def test_ctrl_c_and_a_closed_terminal_are_the_parents_to_handle(tmp_path: Path) -> None:
-    """From the first moment: a signal that comes while Python itself starts would end it, with a traceback or without."""
+    """From the first moment: a signal that comes while Python itself starts would end it, often with a traceback."""
     parent = Parent(tmp_path, 0)
     assert parent.end() == 0
     assert parent.report["blocked"] == [signal.SIGHUP, signal.SIGINT]

@@ -46,9 +46,10 @@ def test_ctrl_c_while_requests_run() -> None:
 
 def test_a_closed_terminal_stops_and_output_that_nobody_reads_harms_nobody() -> None:
     """`headrace serve demo | tee log`, and Ctrl-C ends tee first: streams still end as they should."""
-    with Serve() as server:
+    with Serve("demo", "--uvicorn-log-level", "info", read_until="serving demo on http") as server:
+        server.reader.join(10)
+        assert not server.reader.is_alive()
         everything = server.children()
-        server.hang_up()
         reader = Reader(server, max_tokens=8)
         reader.thread.join(10)
         assert reader.lines[-1] == "data: [DONE]"
@@ -115,6 +116,7 @@ class TestTensorParallel:
         }
         assert {process.pid for process in server.ranks()} < {process.pid for process in processes}
         assert addresses == {"127.0.0.1"}
+        assert {rank.environ()["NCCL_SOCKET_IFNAME"] for rank in server.ranks()} == {"lo"}  # of GPUs
 
     def test_killed_rank_ends_open_requests(self) -> None:
         with Serve("demo", "-tp", "2") as server:
