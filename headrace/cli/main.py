@@ -13,7 +13,6 @@ import sys
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import FrameType
-    from typing import NoReturn
 
 COMMANDS = {
     "generate": ("headrace.cli.generate", "Complete prompts: from flags, a file or standard input."),
@@ -71,12 +70,9 @@ class Signals:
         self.at_work = False
         raise KeyboardInterrupt
 
-    def exit(self, number: int) -> NoReturn:
-        if "headrace.process" in sys.modules:
-            from headrace.process import exit_at_once
-
-            exit_at_once(128 + number)
-        os._exit(128 + number)
+    def exit(self, number: int) -> None:
+        """Leaving no folders behind; of a module that is half imported there are none yet."""
+        getattr(sys.modules.get("headrace.process"), "exit_at_once", os._exit)(128 + number)
 
 
 def _imports(frame: FrameType | None) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -134,6 +136,14 @@ def signalled(number: int, moment: str, *argv: str, before: str = "default") -> 
 )
 def test_a_signal_ends_a_command_quietly_also_while_it_imports(number: int, moment: str, argv: list[str]) -> None:
     assert signalled(number, moment, *argv) == (128 + number, "", "")
+
+
+def test_a_signal_while_the_module_that_cleans_up_is_half_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setitem(sys.modules, "headrace.process", ModuleType("headrace.process"))
+    monkeypatch.setattr(os, "_exit", ended.append)
+    main_module.Signals().exit(signal.SIGTERM)
+    assert ended == [143]
 
 
 def test_nohup_is_obeyed() -> None:
