@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+TYPE_CHECKING = False  # the name's meaning is typing's, which takes longer to import than all else that `--help` needs
 
 __version__ = "0.1.0"
 __all__ = [
@@ -17,6 +16,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from headrace.llm import LLM, TextPrompt, TokensPrompt
     from headrace.request import CompletionOutput, RequestOutput
     from headrace.sampling_params import SamplingParams
@@ -28,4 +29,6 @@ _HOMES = {"SamplingParams": "sampling_params", "RequestOutput": "request", "Comp
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'headrace' has no attribute {name!r}")
+    import importlib
+
     return getattr(importlib.import_module(f"headrace.{_HOMES.get(name, 'llm')}"), name)

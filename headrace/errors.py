@@ -54,6 +54,10 @@ class OutOfMemoryError(UserError):
     """Not even the smallest plan fits the device."""
 
 
+class OutputError(HeadraceError):
+    """Standard output, which is what the command is for, cannot be written."""
+
+
 def crossing_name(error: Exception) -> str:
     """Of an error that is about to cross a process boundary, for `rebuild`. Another's that has the name of one of ours,
     as torch's OutOfMemoryError, is told apart."""

@@ -7,10 +7,13 @@ ports, folders, and processes that a test looks for must be its own.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+
+ROOT = Path(__file__).parents[1]
 
 CORES = len(os.sched_getaffinity(0))
 MOST_WORKERS = 8
@@ -27,6 +30,9 @@ LONGEST_FIRST = (
     "tests/test_batch_invariant.py",
 )
 """Beginnings of paths, in this order"""
+
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+"""children of the tests find what is in `tests` too, though they search no working directory"""
 
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # before torch is imported: workers share the cores, and so do children
     threads = max(1, CORES // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))

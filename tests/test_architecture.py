@@ -13,7 +13,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "headrace"
 FILES = sorted(PACKAGE.rglob("*.py"))
 ROOT_NOUNS = {
-    "config", "model_config", "sampling_params", "request", "errors", "step", "hub", "process", "graph_sizes",
+    "config", "model_config", "sampling_params", "request", "errors", "step", "hub", "process", "child", "output",
+    "graph_sizes",
 }  # fmt: skip
 ORDER = [
     "cli", "llm", "server", "engine", "explain", "planner", "flags", "doctor", "scheduler", "executor", "runner",
@@ -90,6 +91,23 @@ def test_no_pickle_no_global_no_environment_outside_config() -> None:
                 assert path.name == "config.py", f"{path}:{node.lineno}: the environment is read in config.py alone"
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in ("eval", "exec"), f"{path}:{node.lineno}: {node.func.id}"
+
+
+def narrows(test: ast.expr) -> bool:
+    """`x is not None`, `isinstance(x, T)`, or several of them: what tells the type checker that which holds anyway."""
+    if isinstance(test, ast.BoolOp):
+        return isinstance(test.op, ast.And) and all(map(narrows, test.values))
+    if isinstance(test, ast.Call):
+        return isinstance(test.func, ast.Name) and test.func.id == "isinstance"
+    return isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.IsNot)
+
+
+def test_no_check_goes_away_with_python_O() -> None:
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Assert):
+                assert narrows(node.test), f"{path}:{node.lineno}: assert is for types; raise what must be checked"
+            assert not isinstance(node, ast.Name) or node.id != "__debug__", f"{path}:{node.lineno}: __debug__"
 
 
 def test_no_branch_on_a_family_outside_models() -> None:

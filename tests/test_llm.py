@@ -1,5 +1,6 @@
 """Offline inference with scripted tokens: order, parameters, chat, refusals."""
 
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from headrace import LLM, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
 from headrace.errors import ConfigError, HeadraceError, RequestError, SomeRequestsError
+from tests.e2e.serving import demo_copy
 from tests.engine.fakes import FAIL_TOKEN, model_folder
 
 ECHO = "tests.engine.fakes:make_echo"
@@ -36,6 +38,26 @@ def test_outputs_come_in_the_order_of_their_prompts(llm: LLM) -> None:
     assert texts(outputs) == [prompt * (1 + i % 5) for i, prompt in enumerate(prompts)]
     assert [output.prompt for output in outputs] == prompts
     assert all(output.finished for output in outputs)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_code_in_a_models_folder_is_never_run(trusted: bool, tmp_path: Path) -> None:
+    """CVE-2025-66448 and its like: `auto_map` names classes in files of the repository. Nothing of it is imported,
+    whether we are asked to trust it or not, and the weights are used as config.json describes them."""
+    folder, marker = demo_copy(tmp_path), tmp_path / "imported"
+    poison = f"from pathlib import Path\nPath({str(marker)!r}).touch()\nclass Poison: pass\n"
+    for name in ("poison", "configuration_llama", "modeling_llama", "tokenization_llama", "conftest", "__init__"):
+        (folder / f"{name}.py").write_text(poison)
+    for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
+        known = json.loads((folder / name).read_text())
+        kinds = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer")
+        known["auto_map"] = dict.fromkeys(kinds, "poison.Poison") | {"AutoTokenizer": ["poison.Poison", None]}
+        known["custom_generate"] = "poison"
+        (folder / name).write_text(json.dumps(known))
+    with LLM(str(folder), device="cpu", cpu_threads=1, trust_remote_code=trusted) as llm:
+        (output,) = llm.generate("Once upon a time", SamplingParams(max_tokens=4))
+    assert len(output.outputs[0].token_ids) == 4
+    assert not marker.exists()
 
 
 def test_defaults_are_vllms(llm: LLM) -> None:

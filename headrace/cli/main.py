@@ -1,17 +1,18 @@
 """The `headrace` command: finds the subcommand, loads it alone, and turns errors into one line and an exit code.
 
-Knows nothing of flags or engines; `--help` loads no torch.
+Knows nothing of flags or engines; `--help` loads no torch. This file imports next to nothing until `Signals` are taken:
+before that Python answers them with a traceback.
 """
 
 from __future__ import annotations
 
-import difflib
-import importlib
+import _signal  # what `signal` is made of, without its enums, which take longer to make than all else here
 import os
 import sys
 
-from headrace import __version__
-from headrace.errors import ConfigError, HeadraceError
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import FrameType
 
 COMMANDS = {
     "generate": ("headrace.cli.generate", "Complete prompts: from flags, a file or standard input."),
@@ -38,23 +39,86 @@ examples:
 `headrace COMMAND --help` lists a command's flags; `headrace --version` prints the version."""
 
 
+class Signals:
+    """Ctrl-C, SIGTERM and a closed terminal end a command quietly, with status 128 + number.
+
+    A command at work is interrupted by KeyboardInterrupt, so that it gives back what it holds. During an import that
+    exception could get lost, or be printed, in a callback of the import system: then, before and after the work, and
+    the second time, the process ends on the spot.
+    """
+
+    def __init__(self) -> None:
+        self.number: int = _signal.SIGINT
+        self.at_work = False
+
+    def take(self) -> None:
+        handler = self.on_signal
+        for number in (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP):
+            if number != _signal.SIGHUP or _signal.getsignal(number) != _signal.SIG_IGN:  # nohup
+                _signal.signal(number, handler)
+        import signal
+
+        signal.default_int_handler = handler  # type: ignore[assignment]  # asyncio takes the place of this one alone
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self.at_work or _imports(frame):
+            self.exit(number)
+        if number != _signal.SIGINT:
+            self.number = number
+            _signal.raise_signal(_signal.SIGINT)  # an event loop has a handler of its own for it
+            return
+        self.at_work = False
+        raise KeyboardInterrupt
+
+    def exit(self, number: int) -> None:
+        """Leaving no folders behind; of a module that is half imported there are none yet."""
+        getattr(sys.modules.get("headrace.process"), "exit_at_once", os._exit)(128 + number)
+
+
+def _imports(frame: FrameType | None) -> bool:
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, 2 for what the user can mend, 1 for what broke, 130 for Ctrl-C."""
+    """Returns the exit code: 0, 2 for what the user can mend, 1 for what broke, 130 for Ctrl-C.
+
+    Without `argv` this is the process's program, and signals and standard streams are its to handle.
+    """
+    signals = Signals()
+    if argv is None:
+        signals.take()
+    from headrace.errors import HeadraceError
+
+    if argv is None:
+        from headrace.output import take_streams
+
+        argv = sys.argv[1:]
+        take_streams(output_matters=argv[:1] != ["serve"])
     try:
-        return _dispatch(sys.argv[1:] if argv is None else argv)
+        try:
+            signals.at_work = True
+            return _dispatch(argv)
+        finally:
+            signals.at_work = False
+            sys.stdout.flush()
     except HeadraceError as error:
-        sys.stdout.flush()
         print("headrace: error: " + " ".join(str(error).split()), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        # The reader of our output is gone (`| head`); Python's own flush at exit must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signals.number
+    except BrokenPipeError:  # the reader of our output is gone (`| head`)
         return 1
 
 
 def _dispatch(argv: list[str]) -> int:
+    import difflib
+    import importlib
+
+    from headrace import __version__
+    from headrace.errors import ConfigError
+
     if not argv or argv[0] in ("-h", "--help", "help"):
         width = max(map(len, COMMANDS))
         print(HELP.format(commands="\n".join(f"  {name:{width}}  {text}" for name, (_, text) in COMMANDS.items())))

@@ -54,8 +54,9 @@ def init_mesh(
 ) -> Mesh:
     """Join the other ranks; returns when all are there.
 
-    `rendezvous` is a file that does not exist yet (a path, or `file:///path`), or `tcp://127.0.0.1:port`, the same for
-    every rank; a mesh of one rank needs none. CPU ranks talk over gloo on loopback, CUDA ranks over NCCL.
+    `rendezvous` is the path of a file that does not exist yet, in a folder that only this user can enter, the same for
+    every rank (torch's TCPStore would listen on all networks); a mesh of one rank needs none. CPU ranks talk over gloo
+    on loopback, CUDA ranks over NCCL.
     Raises ConfigError on a rank or rendezvous that cannot work, torch's DistStoreError when somebody stays away.
     """
     if not 0 <= rank < tp_size:
@@ -63,8 +64,10 @@ def init_mesh(
     if tp_size == 1:
         return Mesh()
     if not rendezvous:
-        raise ConfigError(f"tensor_parallel_size {tp_size} needs a rendezvous (file:// path or tcp://host:port)")
-    store = _open_store(rendezvous, rank, tp_size, timeout)
+        raise ConfigError(f"tensor_parallel_size {tp_size} needs a rendezvous: the path of a file")
+    if not Path(rendezvous).parent.is_dir():
+        raise ConfigError(f"rendezvous {rendezvous!r}: its folder does not exist")
+    store = dist.FileStore(rendezvous, tp_size)
     device = torch.device(device)
     if device.type == "cuda":
         dist.init_process_group("nccl", store=store, rank=rank, world_size=tp_size, timeout=timeout, device_id=device)
@@ -75,20 +78,6 @@ def init_mesh(
     options._timeout = timeout
     processes = gloo(dist.PrefixStore("tp", store), rank, tp_size, options)
     return Mesh(_gloo_group(rank, tp_size, processes), close=processes.shutdown)
-
-
-def _open_store(rendezvous: str, rank: int, size: int, timeout: timedelta) -> dist.Store:
-    scheme, separator, rest = rendezvous.partition("://")
-    if not separator:
-        scheme, rest = "file", rendezvous
-    if scheme == "file":
-        if not Path(rest).parent.is_dir():
-            raise ConfigError(f"rendezvous {rendezvous!r}: its folder does not exist")
-        return dist.FileStore(rest, size)
-    host, _, port = rest.rpartition(":")
-    if scheme != "tcp" or not host or not port.isdigit():
-        raise ConfigError(f"rendezvous must be a path, file:///path or tcp://host:port, got {rendezvous!r}")
-    return dist.TCPStore(host, int(port), size, is_master=rank == 0, timeout=timeout)
 
 
 def _nccl_group(rank: int, size: int) -> Group:

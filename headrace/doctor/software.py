@@ -145,7 +145,7 @@ def check_torch_runs(survey: Survey) -> Iterator[Finding]:
     if survey.torch is None:
         return
     try:
-        output = survey.machine.command(sys.executable, "-c", PROBE, seconds=IMPORT_SECONDS)
+        output = survey.machine.command(sys.executable, "-P", "-c", PROBE, seconds=IMPORT_SECONDS)
         report = TorchReport(**json.loads(output.strip().splitlines()[-1]))
     except Unreadable as error:
         fix = f"pip install --force-reinstall torch=={survey.torch.version.split('+')[0]}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -18,7 +17,7 @@ from headrace.config import EngineConfig
 from headrace.engine.core import EngineCore, build_core
 from headrace.engine.messages import Abort, AbortMany, Add, Command, CoreConfig, CoreFacts, Failed, Ready, Reply
 from headrace.errors import EngineDeadError, HeadraceError, StepsFailError, rebuild
-from headrace.process import Child, spawn
+from headrace.process import Child, SocketFolder, spawn
 from headrace.request import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 
 logger = logging.getLogger(__name__)
@@ -29,8 +28,6 @@ IDLE_SILENCE_SECONDS = 10.0
 BUSY_SILENCE_SECONDS = 120.0
 """A loop silent for longer no longer steps. Busy: one step may take long on a slow device."""
 LAST_WORDS_SECONDS = 0.2
-MAX_DIRECTORY_CHARS = 80
-"""Of a socket's path; the system allows 107 in all."""
 
 
 class InprocClient:
@@ -72,10 +69,7 @@ class AsyncMPClient:
     def __init__(self, config: EngineConfig, folder: Path, executor: str | None = None) -> None:
         """Starts the process; `ready` waits for it."""
         self._loop = asyncio.get_running_loop()
-        self._directory = tempfile.TemporaryDirectory(prefix="headrace-")  # mode 0700: nobody else can connect
-        if len(self._directory.name) > MAX_DIRECTORY_CHARS:
-            self._directory.cleanup()
-            self._directory = tempfile.TemporaryDirectory(prefix="headrace-", dir="/tmp")
+        self._folder = SocketFolder()
         self._context = zmq.asyncio.Context()
         self._receiver = self._context.socket(zmq.PULL)
         self._receiver.set(zmq.RCVHWM, 0)
@@ -88,7 +82,7 @@ class AsyncMPClient:
         self._last_heard = time.monotonic()
         self._core_busy = False
         self._problem = ""
-        requests, replies = (f"ipc://{self._directory.name}/{name}" for name in ("requests", "replies"))
+        requests, replies = (f"ipc://{self._folder.name}/{name}" for name in ("requests", "replies"))
         self._sender.bind(requests)
         self._receiver.bind(replies)
         core_config = CoreConfig(config, str(folder), requests, replies, executor)
@@ -108,7 +102,7 @@ class AsyncMPClient:
             raise rebuild(reply.error_class, reply.message, EngineDeadError(what) if dead else HeadraceError(what))
         if not isinstance(reply, Ready):
             raise EngineDeadError(f"the engine core said {type(reply).__name__} before it was ready")
-        self._directory.cleanup()  # both ends are connected; a path that is gone cannot be connected to or left behind
+        self._folder.remove()  # both ends are connected; a path that is gone cannot be connected to or left behind
         return reply.facts
 
     def add(self, requests: list[EngineCoreRequest]) -> None:
@@ -175,7 +169,7 @@ class AsyncMPClient:
             self._receiver.close(linger=0)
             self._sender.close(linger=0)
             self._context.term()
-            self._directory.cleanup()
+            self._folder.remove()
 
     def _send(self, command: Command) -> None:
         if self._dead is not None:

@@ -22,7 +22,7 @@ import zmq
 from headrace.engine.core import EngineCore, build_core
 from headrace.engine.messages import Add, Command, CoreConfig, Failed, Ready, Reply, Stepped
 from headrace.errors import HeadraceError, crossing_name
-from headrace.process import read_config
+from headrace.process import exit_at_once, read_config
 
 HEARTBEAT_SECONDS = 0.5
 """Longest silence of a loop that goes round."""
@@ -39,11 +39,10 @@ class _Stop:
         self.asked = False
         self.looping = False
         signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self.looping:
-            os._exit(0)
+            exit_at_once(0)
         self.asked = True
 
 

@@ -7,7 +7,6 @@ be waiting for it inside a collective.
 from __future__ import annotations
 
 import collections
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -31,11 +30,13 @@ from headrace.executor.messages import (
     StepDone,
     Stop,
 )
-from headrace.process import Child, spawn
+from headrace.process import Child, SocketFolder, spawn
 from headrace.step import RunnerOutput, SchedulerOutput, WorkerFacts
 
 R = TypeVar("R", Loaded, CacheReady)
 
+LOOPBACK = "lo"
+"""Where NCCL's ranks meet: it would listen on a network that others can reach."""
 POLL_MS = 200
 """How often a wait looks whether all ranks still live."""
 
@@ -56,7 +57,7 @@ class MultiprocExecutor:
     def __init__(self, config: EngineConfig, folder: Path) -> None:
         self._folder = folder
         self._size = config.tensor_parallel_size
-        self._directory = tempfile.TemporaryDirectory(prefix="headrace-")  # mode 0700: nobody else can connect
+        self._sockets = SocketFolder()
         self._context = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Reply)
@@ -70,23 +71,21 @@ class MultiprocExecutor:
         self._dead: str | None = None
         self._stuck = False
         self._num_groups += 1
-        base = f"{self._directory.name}/{self._num_groups}"
+        base = f"{self._sockets.name}/{self._num_groups}"
         replies = f"ipc://{base}-replies"
         self._replies = self._context.socket(zmq.PULL)
         self._replies.bind(replies)
         self._commands: list[zmq.Socket[bytes]] = []
         self._children: list[Child] = []
-        threads = str(config.cpu_threads or 1)
+        environment = {"OMP_NUM_THREADS": str(config.cpu_threads or 1), "NCCL_SOCKET_IFNAME": LOOPBACK}
         for rank in range(self._size):
             address = f"ipc://{base}-rank{rank}"
             socket = self._context.socket(zmq.PUSH)
             socket.setsockopt(zmq.LINGER, 1000)
             socket.bind(address)
             self._commands.append(socket)
-            rank_config = RankConfig(config, str(self._folder), rank, f"file://{base}-rendezvous", address, replies)
-            self._children.append(
-                spawn("headrace.executor.rank", self._encoder.encode(rank_config), OMP_NUM_THREADS=threads)
-            )
+            rank_config = RankConfig(config, str(self._folder), rank, f"{base}-rendezvous", address, replies)
+            self._children.append(spawn("headrace.executor.rank", self._encoder.encode(rank_config), **environment))
 
     def load(self) -> list[WorkerFacts]:
         self._send(Load())
@@ -114,7 +113,7 @@ class MultiprocExecutor:
     def initialize_cache(self, num_blocks: int) -> list[WorkerFacts]:
         self._send(InitializeCache(num_blocks))
         replies = self._gather(CacheReady)
-        self._directory.cleanup()  # all are connected, and a path that is gone is not left behind by a killed process
+        self._sockets.remove()  # all are connected, and a path that is gone is not left behind by a killed process
         return [reply.facts for reply in sorted(replies, key=lambda reply: reply.rank)]
 
     def execute(self, step: SchedulerOutput) -> _Handle:
@@ -132,7 +131,7 @@ class MultiprocExecutor:
         for child in self._children:
             child.stop(timeout=2.0)
         self._context.destroy(linger=0)
-        self._directory.cleanup()
+        self._sockets.remove()
 
     def has_output(self, step: int) -> bool:
         while step not in self._outputs and self._receive(timeout_ms=0):

@@ -6,7 +6,6 @@ Results leave through a thread of their own, so that the next command is taken u
 from __future__ import annotations
 
 import queue
-import signal
 import sys
 import threading
 import traceback
@@ -58,7 +57,6 @@ def _failure(rank: int, error: Exception) -> Failed:
 
 def main(argv: list[str]) -> int:
     config = msgspec.msgpack.decode(read_config(argv), type=RankConfig)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     context = zmq.Context()
     commands = context.socket(zmq.PULL)
     commands.connect(config.commands)

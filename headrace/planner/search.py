@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from headrace.planner.chips import Chip
 from headrace.planner.cost import Deployment, Parallel, StepWork, step_model
-from headrace.planner.decisions import MOST_SEQS, mixed_step, sequences, token_budget
+from headrace.planner.decisions import mixed_step, sequences, token_budget
 from headrace.planner.engines import layout_gaps
 from headrace.planner.layouts import MANY_REQUESTS, copies_latent, layouts, name_of, reasons
 from headrace.planner.memory_map import MemoryMap, memory_map
@@ -374,7 +374,6 @@ def _sequences(terms: Terms, budget: int, expected: int | None) -> Decision:
     if terms.request.max_num_seqs is not None:
         return Decision("max_num_seqs", terms.request.max_num_seqs, "given", source="user")
     device = "cpu" if terms.chip.vendor == "cpu" else "cuda"
-    assert device in MOST_SEQS
     return Decision("max_num_seqs", *sequences(device, budget, expected))
 
 

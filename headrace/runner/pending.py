@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from headrace.errors import HeadraceError
 from headrace.sampling.logprobs import LogprobTensors
 from headrace.step import Logprobs, RunnerOutput
 
@@ -116,7 +117,8 @@ class Outgoing:
         """# [count] int64"""
         if not self._buffers:
             return torch.empty(count, dtype=torch.int64)
-        assert count <= len(self._buffers[0]), f"a step samples {count} tokens, more than there are rows"
+        if count > len(self._buffers[0]):
+            raise HeadraceError(f"a step samples {count} tokens, more than there are rows")
         self._turn = (self._turn + 1) % len(self._buffers)
         return self._buffers[self._turn][:count]
 

@@ -11,7 +11,6 @@ import dataclasses
 import gc
 import ipaddress
 import logging
-import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
@@ -23,6 +22,7 @@ from headrace import __version__
 from headrace.config import EngineConfig, ServerConfig
 from headrace.engine.async_engine import AsyncEngine
 from headrace.errors import ConfigError, PortInUseError
+from headrace.process import exit_at_once
 from headrace.server.http_server import HttpServer, connection_bound
 
 if TYPE_CHECKING:
@@ -144,23 +144,26 @@ async def _serve_app(
 
 @contextlib.contextmanager
 def _signals() -> Iterator[asyncio.Event]:
-    """The first SIGINT or SIGTERM sets the event, the second ends the process; its children die with it."""
+    """The first SIGINT, SIGTERM or SIGHUP sets the event, the second ends the process; its children die with it."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
         if stop.is_set():
-            os._exit(EXIT_AT_ONCE)
+            exit_at_once(EXIT_AT_ONCE)
         stop.set()
 
-    handled = (signal.SIGINT, signal.SIGTERM)
-    for number in handled:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    if before[signal.SIGHUP] == signal.SIG_IGN:  # nohup: a closed terminal is no reason to stop
+        del before[signal.SIGHUP]
+    for number in before:
         loop.add_signal_handler(number, on_signal)
     try:
         yield stop
     finally:
-        for number in handled:
+        for number, handler in before.items():
             loop.remove_signal_handler(number)
+            signal.signal(number, handler)
 
 
 def say(line: str) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -81,6 +84,80 @@ def test_exit_codes_of_other_ends(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert ending(KeyboardInterrupt()) == 130
     with pytest.raises(ZeroDivisionError):  # a bug shows its traceback
         ending(ZeroDivisionError())
+
+
+SIGNALLED = """
+import os, signal, sys
+
+NUMBER, MOMENT, BEFORE = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+del sys.argv[1:4]
+
+class Import:
+    def find_spec(self, name, path=None, target=None):
+        if name == MOMENT:
+            os.kill(os.getpid(), NUMBER)
+
+class Stdin:
+    def isatty(self):
+        return False
+    def read(self):
+        if MOMENT == "work":
+            os.kill(os.getpid(), NUMBER)
+        return "a prompt"
+
+if BEFORE == "ignored":
+    signal.signal(NUMBER, signal.SIG_IGN)
+sys.meta_path.insert(0, Import())
+sys.stdin = Stdin()
+from headrace.cli.main import main
+sys.exit(main())
+"""
+"""The command, which gets a signal when it imports a module, or when it reads prompts, in the midst of its work."""
+
+
+def signalled(number: int, moment: str, *argv: str, before: str = "default") -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALLED, str(int(number)), moment, before, *argv],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("moment", "argv"),
+    [
+        ("headrace.errors", ["--help"]),
+        ("headrace.cli.serve", ["serve", "demo"]),
+        ("uvicorn", ["serve", "demo"]),
+        ("torch._utils", ["generate", "demo", "--device", "cpu"]),
+        ("work", ["generate", "demo"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_signal_ends_a_command_quietly_also_while_it_imports(number: int, moment: str, argv: list[str]) -> None:
+    assert signalled(number, moment, *argv) == (128 + number, "", "")
+
+
+def test_a_signal_while_the_module_that_cleans_up_is_half_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setitem(sys.modules, "headrace.process", ModuleType("headrace.process"))
+    monkeypatch.setattr(os, "_exit", ended.append)
+    main_module.Signals().exit(signal.SIGTERM)
+    assert ended == [143]
+
+
+def test_nohup_is_obeyed() -> None:
+    version = f"headrace {__version__}\n"
+    assert signalled(signal.SIGHUP, "headrace.errors", "--version", before="ignored") == (0, version, "")
+    assert signalled(signal.SIGTERM, "headrace.errors", "--version", before="ignored")[0] == 143
+
+
+def test_nothing_is_imported_before_signals_are_taken() -> None:
+    """What `main` needs of Python is there; typing, enum or re alone take longer than the rest."""
+    code = "import os, sys; before = {*sys.modules}; import headrace.cli.main; print(*sorted({*sys.modules} - before))"
+    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["__future__", "headrace", "headrace.cli", "headrace.cli.main"]
 
 
 def test_the_shell_sees_the_same() -> None:

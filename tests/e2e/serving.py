@@ -28,10 +28,14 @@ LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 480, "ignore
 HELD = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
 
-def headrace(*arguments: str, **popen: Any) -> subprocess.Popen[str]:
-    """The command, as a process group of its own with one thread of torch a rank."""
+def headrace(*arguments: str, read_until: str = "", **popen: Any) -> subprocess.Popen[str]:
+    """The command, as a process group of its own with one thread of torch a rank. `read_until`: at such a line whoever
+    reads its output goes away."""
+    command = [sys.executable, "-m", "headrace.cli.main", *arguments]
+    if read_until:
+        command = ["bash", "-c", f"exec > >(sed -u '/{read_until}/q') 2>&1; exec \"$@\"", "bash", *command]
     return subprocess.Popen(
-        [sys.executable, "-m", "headrace.cli.main", *arguments],
+        command,
         stdout=subprocess.PIPE,
         stderr=popen.pop("stderr", subprocess.STDOUT),
         text=True,
@@ -51,15 +55,16 @@ def _command_line(process: psutil.Process) -> str:
 class Serve:
     """`headrace serve ARGUMENTS --port 0`. `lines` is what it has printed so far."""
 
-    def __init__(self, *arguments: str, key: str = "", wait: bool = True) -> None:
+    def __init__(self, *arguments: str, key: str = "", wait: bool = True, read_until: str = "") -> None:
         if key:
             arguments = (*arguments, "--api-key", key)
         self.headers = {"authorization": f"Bearer {key}"} if key else {}
-        self.process = headrace("serve", *(arguments or ("demo",)), "--port", "0")
+        self.process = headrace("serve", *(arguments or ("demo",)), "--port", "0", read_until=read_until)
         self.lines: list[str] = []
         self.url = ""
         self._new: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
         if wait:
             self.url = self.wait_for(" on http://").split(" on ")[1].split()[0]
 

@@ -44,6 +44,23 @@ def test_ctrl_c_while_requests_run() -> None:
         assert "Traceback" not in server.text
 
 
+def test_a_closed_terminal_stops_and_output_that_nobody_reads_harms_nobody() -> None:
+    """`headrace serve demo | tee log`, and Ctrl-C ends tee first: streams still end as they should."""
+    with Serve("demo", "--uvicorn-log-level", "info", read_until="serving demo on http") as server:
+        server.reader.join(10)
+        assert not server.reader.is_alive()
+        everything = server.children()
+        reader = Reader(server, max_tokens=8)
+        reader.thread.join(10)
+        assert reader.lines[-1] == "data: [DONE]"
+        reader = Reader(server)
+        server.process.send_signal(signal.SIGHUP)
+        reader.thread.join(10)
+        assert reader.lines[-1] == "data: [DONE]" or reader.error()["code"] == "server_stopping"
+        assert server.process.wait(STOP_SECONDS) == 0
+        gone(everything)
+
+
 @pytest.mark.parametrize(("number", "seconds"), [(signal.SIGINT, 0.0), (signal.SIGTERM, 0.4), (signal.SIGINT, 1.5)])
 def test_stop_while_starting(number: int, seconds: float) -> None:
     with Serve(wait=False) as server:
@@ -77,6 +94,7 @@ class TestTensorParallel:
     def check_killed_idle_rank(self, server: Serve, sockets: Path) -> None:
         assert len(server.ranks()) == 2
         assert not list(sockets.glob("headrace-*"))  # nothing is left behind by whoever is killed
+        self.check_nobody_else_can_join(server)
         text = server.complete(max_tokens=8)
         assert len(text) > 8
         ranks = server.ranks()
@@ -86,6 +104,19 @@ class TestTensorParallel:
         assert server.post("/v1/completions", {"prompt": "a"}).status_code == 503
         assert "rank 1 died" in server.text
         assert server.stop() == 0
+
+    def check_nobody_else_can_join(self, server: Serve) -> None:
+        """CVE-2025-30202, CVE-2025-47277: sockets between processes that the whole network could reach."""
+        processes = [psutil.Process(server.process.pid), *server.children()]
+        addresses = {
+            connection.laddr.ip
+            for process in processes
+            for connection in process.net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN or connection.type == socket.SOCK_DGRAM
+        }
+        assert {process.pid for process in server.ranks()} < {process.pid for process in processes}
+        assert addresses == {"127.0.0.1"}
+        assert {rank.environ()["NCCL_SOCKET_IFNAME"] for rank in server.ranks()} == {"lo"}  # of GPUs
 
     def test_killed_rank_ends_open_requests(self) -> None:
         with Serve("demo", "-tp", "2") as server:
@@ -101,18 +132,24 @@ class TestTensorParallel:
             everything = server.children()
             assert len(everything) >= 3
             reader = Reader(server)
+            for process in everything:  # which could not end by themselves
+                process.suspend()
             server.process.kill()
             gone(everything)
             reader.thread.join(5)
             assert reader.lines[-1].startswith("broken off")
 
-    def test_stop_while_ranks_load(self) -> None:
-        with Serve("demo", "-tp", "2", wait=False) as server:
-            deadline = time.monotonic() + 30
-            while len(server.ranks()) < 2:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-            everything: list[psutil.Process] = server.children()
-            server.process.send_signal(signal.SIGTERM)
-            assert server.process.wait(STOP_SECONDS) == 0
-            gone(everything, 2)
+    def test_stop_while_ranks_load(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with tempfile.TemporaryDirectory() as sockets, monkeypatch.context() as environment:
+            environment.setenv("TMPDIR", sockets)
+            with Serve("demo", "-tp", "2", wait=False) as server:
+                deadline = time.monotonic() + 30
+                while len(server.ranks()) < 2:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
+                everything: list[psutil.Process] = server.children()
+                assert list(Path(sockets).glob("headrace-*"))
+                server.process.send_signal(signal.SIGTERM)
+                assert server.process.wait(STOP_SECONDS) == 0
+                gone(everything, 2)
+            assert not list(Path(sockets).iterdir())

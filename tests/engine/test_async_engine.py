@@ -330,7 +330,7 @@ def test_no_socket_is_left_to_connect_to(folder: Path) -> None:
 
     async def body() -> None:
         client = AsyncMPClient(EngineConfig(), folder, "tests.engine.fakes:make_echo")
-        directory = Path(client._directory.name)
+        directory = Path(client._folder.name)
         try:
             assert directory.stat().st_mode & 0o777 == 0o700
             await client.ready()

@@ -141,6 +141,8 @@ def test_death_of_the_core(live: Live) -> None:
 def test_death_of_the_server_takes_the_core_along(live: Live) -> None:
     children = live.children()
     assert children
+    for child in children:  # which could not end by itself
+        child.suspend()
     live.process.kill()
     live.process.wait()
     gone(children)

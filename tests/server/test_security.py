@@ -4,6 +4,8 @@ bad request harms itself alone."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 import tracemalloc
 from typing import Any
@@ -199,3 +201,17 @@ def test_wide_json_is_refused_or_ignored_in_time() -> None:
     started = time.monotonic()
     assert send(make_app(), "POST", "/v1/completions", content=body, headers=JSON).status_code == 200
     assert time.monotonic() - started < 2
+
+
+WITHOUT_ASSERTS = """
+from tests.server.fake_engine import FakeEngine, complete, make_app
+engine = FakeEngine()
+bad = [{"prompt": []}, {"n": 10**9}, {"prompt": [2**40]}, {"logprobs": 10**6}, {"stop": [""]}, {"temperature": -1}]
+print(__debug__, *(complete(make_app(engine), **fields).status_code for fields in [*bad, {}]), len(engine.requests))
+"""
+
+
+def test_checks_do_not_go_away_with_python_O() -> None:
+    argv = [sys.executable, "-O", "-c", WITHOUT_ASSERTS]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["False", *["400"] * 6, "200", "1"]

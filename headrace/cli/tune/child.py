@@ -28,7 +28,6 @@ class Orders(msgspec.Struct):
 
 def main() -> int:
     orders = msgspec.json.decode(read_config(sys.argv), type=Orders)
-    os.setsid()
     with Path(orders.log).open("ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

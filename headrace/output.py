@@ -1,0 +1,55 @@
+"""Standard output and error, whose reader may go away, whose disk may fill up, and which may be closed from the start.
+
+A server goes on without output, and a command whose product it is says that it is lost. Imports nothing of ours but
+errors, as it is needed before all else.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from typing import IO, Any, TextIO
+
+from headrace.errors import OutputError
+
+
+class _Stream(io.FileIO):
+    """Writes all it is given, or loses it without a word: where `matters`, only after the first loss was raised."""
+
+    def __init__(self, descriptor: int, matters: bool) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._matters = matters
+
+    def write(self, data: Any, /) -> int:
+        try:
+            written: int | None = super().write(data)
+            if written is None:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        except OSError as error:
+            if not self._matters:
+                return len(data)
+            self._matters = False  # Python's own flush at exit must not fail again
+            if isinstance(error, BrokenPipeError):
+                raise
+            raise OutputError(f"standard output cannot be written: {error.strerror}") from None
+        return written
+
+
+def take_streams(output_matters: bool) -> None:
+    """Call once, before anything is printed or logged. Standard error never matters."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # closed: a file or socket opened later would get its number, and what libraries print
+            os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)  # to write there still fails
+    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = _text(sys.stdout, _Stream(1, output_matters))
+    sys.stderr = _text(sys.stderr, _Stream(2, False))
+
+
+def _text(before: TextIO | None, stream: _Stream) -> TextIO:
+    binary: IO[bytes] = io.BufferedWriter(stream)
+    encoding = before.encoding if before is not None else "utf-8"
+    return io.TextIOWrapper(binary, encoding, "backslashreplace", line_buffering=True)

@@ -1,0 +1,82 @@
+"""What becomes of output that cannot be written: nothing where a server goes on, an error where it is the product."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+CHATTER = """
+import logging, sys, warnings
+from headrace.output import take_streams
+
+take_streams(output_matters=False)
+logging.basicConfig()
+from rich.console import Console
+from rich.progress import track
+for _ in range(2):
+    print("a line")
+    print("another", file=sys.stderr, flush=True)
+    logging.error("a record")
+    logging.getLogger("none").warning("another")
+    warnings.warn("a warning")
+    Console().print("[bold]a line")
+    list(track(range(3), console=Console(stderr=True, force_terminal=True)))
+    sys.stdout.flush()
+with open("/proc/self/fd/0", "rb") as stdin:
+    assert stdin.read() == b"" == sys.stdin.buffer.read()
+sys.exit(7)
+"""
+
+
+@pytest.fixture
+def unread() -> Iterator[int]:
+    """The write end of a pipe that nobody reads any more."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    yield write_end
+    os.close(write_end)
+
+
+def run(*argv: str, redirect: str = "", **popen: Any) -> tuple[int, str | None, str | None]:
+    """(status, output, errors) of Python, with the shell's redirections."""
+    shell = ["bash", "-c", f'exec "$0" "$@" {redirect}', sys.executable, *argv]
+    popen = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **popen}
+    done = subprocess.run(shell, text=True, timeout=60, check=False, **popen)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("redirect", [">/dev/full 2>/dev/full", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_nothing_that_prints_notices_a_full_disk_or_closed_streams(redirect: str) -> None:
+    assert run("-c", CHATTER, redirect=redirect) == (7, "", "")
+
+
+def test_nothing_that_prints_notices_a_reader_that_has_left(unread: int) -> None:
+    assert run("-c", CHATTER, stdout=unread, stderr=unread) == (7, None, None)
+
+
+COMMANDS = [["--help"], ["explain", "vllm serve x"], ["plan", "llama-3.1-8b", "--gpu", "h200", "--json"]]
+
+
+@pytest.mark.parametrize(
+    ("redirect", "reason"), [(">/dev/full", "No space left on device"), (">&-", "Bad file descriptor")]
+)
+@pytest.mark.parametrize("command", COMMANDS[:2], ids=" ".join)
+def test_a_command_says_that_its_product_is_lost(command: list[str], redirect: str, reason: str) -> None:
+    said = f"headrace: error: standard output cannot be written: {reason}\n"
+    assert run("-m", "headrace.cli.main", *command, redirect=redirect) == (1, "", said)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_a_command_whose_reader_has_left_ends_quietly(command: list[str], unread: int) -> None:
+    assert run("-m", "headrace.cli.main", *command, stdout=unread) == (1, None, "")
+
+
+def test_errors_that_nobody_can_read_keep_their_status(unread: int) -> None:
+    for redirect in ("2>&-", "2>/dev/full"):
+        assert run("-m", "headrace.cli.main", "nonsense", redirect=redirect) == (2, "", "")
+    assert run("-m", "headrace.cli.main", "nonsense", stderr=unread) == (2, "", None)
