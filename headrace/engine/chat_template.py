@@ -17,11 +17,12 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from headrace.errors import RequestError
+from headrace.errors import RequestError, clip, quoted
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
             _bounded(left.bit_length() * right)
         elif operator == "%" and isinstance(left, str) and _WIDE_FORMAT.search(left):
-            raise jinja2.sandbox.SecurityError(f"{left!r:.100} asks for a wide text")
+            raise jinja2.sandbox.SecurityError(f"{quoted(left)} asks for a wide text")
         return super().call_binop(context, operator, left, right)
 
 
@@ -124,6 +125,8 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._template = environment.from_string(source)
+        self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+        """what it reads"""
         self._environment = environment
 
     def render(
@@ -136,7 +139,7 @@ class ChatTemplate:
         """Raises RequestError (param `messages`, or `chat_template_kwargs` for a reserved name)."""
         for name in kwargs:
             if name in RESERVED_KWARGS or name in self._special_tokens or name.startswith("_"):
-                raise RequestError(f"chat_template_kwargs may not set {name!r}", "chat_template_kwargs")
+                raise RequestError(f"chat_template_kwargs may not set {quoted(name)}", "chat_template_kwargs")
         context = {
             **self._special_tokens,
             **kwargs,
@@ -157,7 +160,7 @@ class ChatTemplate:
                 self._environment.check_clock()
         except Exception as error:  # a template may fail in any way that Python code can
             logger.debug("chat template failed", exc_info=True)
-            raise RequestError(f"chat template: {_describe(error)}", "messages") from error
+            raise RequestError(f"chat template: {clip(_describe(error))}", "messages") from error
         return "".join(parts)
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from headrace.config import EngineConfig
 from headrace.engine.tokenizer import Tokenizer
-from headrace.errors import ConfigError, RequestError
+from headrace.errors import ConfigError, RequestError, quoted
 from headrace.model_config import ModelConfig
 from headrace.request import EngineCoreRequest
 from headrace.sampling_params import MAX_SEED, SamplingParams
@@ -180,7 +180,7 @@ class InputProcessor:
         for token_id in ids:
             if not 0 <= token_id < self.limits.vocab_size:
                 raise RequestError(
-                    f"{name} has token id {token_id}, which is not in the model's vocabulary "
+                    f"{name} has token id {quoted(token_id)}, which is not in the model's vocabulary "
                     f"(0 to {self.limits.vocab_size - 1})",
                     name,
                 )
@@ -189,7 +189,9 @@ class InputProcessor:
         if not _is_text(request_id):
             raise RequestError("request_id must be valid text", "request_id")
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
-            raise RequestError(f"priority must be an integer of at most {MAX_PRIORITY}, got {priority!r}", "priority")
+            raise RequestError(
+                f"priority must be an integer of at most {MAX_PRIORITY}, got {quoted(priority)}", "priority"
+            )
         if priority and not self._with_priority:
             raise RequestError(
                 f"priority is {priority}, but the server schedules by arrival (--scheduling-policy fcfs)", "priority"

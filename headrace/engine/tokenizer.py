@@ -115,13 +115,17 @@ class Tokenizer:
 
         `kwargs` go to the template. Raises RequestError, naming `messages`, if there is no template or if it fails.
         """
-        template = (self._templates.get("tool_use") if tools else None) or self._templates.get("default")
+        return self.chat_template(bool(tools)).render(messages, tools, add_generation_prompt, kwargs)
+
+    def chat_template(self, with_tools: bool) -> ChatTemplate:
+        """Raises RequestError, naming `messages`, if there is none."""
+        template = (self._templates.get("tool_use") if with_tools else None) or self._templates.get("default")
         if template is None:
             why = f"its chat template is broken: {self._broken}" if self._broken else "it has no chat template"
             raise RequestError(
                 f"this model cannot take chat messages, as {why}; give one with --chat-template", "messages"
             )
-        return template.render(messages, tools, add_generation_prompt, kwargs)
+        return template
 
     def _special_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)

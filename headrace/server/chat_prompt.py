@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from headrace.errors import RequestError
+from headrace.engine.tokenizer import Tokenizer
+from headrace.errors import RequestError, quoted
 from headrace.server.body import check_depth
 from headrace.server.protocol import ChatCompletionRequest, ChatMessage, ContentPart, TokenizeRequest, Tool
 from headrace.server.serving import Serving
 
-INLINE_BYTES = 8192
+RENDERED_INLINE_BYTES = 8192
 """Longer bodies, and conversations with tools, are rendered in a thread: they must not hold up others' tokens."""
 MAX_TOOLS = 1024
 MAX_TEMPLATE_KWARGS = 32
@@ -23,13 +23,9 @@ RESERVED_KWARGS = frozenset(("self", "messages", "tools", "add_generation_prompt
 _ARGUMENTS = msgspec.json.Decoder(dict[str, Any])
 
 
-async def render_prompt(
-    serving: Serving, request: ChatCompletionRequest | TokenizeRequest, tools_wanted: bool, size: int
-) -> str:
-    """`size`: bytes of the request's body. Raises RequestError."""
-    tokenizer = serving.engine.tokenizer
-    if tokenizer is None:
-        raise RequestError("this server runs without tokenizer and takes token ids only", "messages")
+def render_prompt(serving: Serving, request: ChatCompletionRequest | TokenizeRequest, tools_wanted: bool) -> str:
+    """Raises RequestError."""
+    tokenizer = _tokenizer(serving)
     if request.chat_template is not None:
         raise RequestError(
             "chat_template is not accepted in a request; start the server with --chat-template", "chat_template"
@@ -41,19 +37,28 @@ async def render_prompt(
         raise RequestError("continue_final_message needs add_generation_prompt to be false", "continue_final_message")
     if not request.messages:
         raise RequestError("messages must not be empty", "messages")
-    given = request.messages
+    messages = [_template_message(index, message) for index, message in enumerate(request.messages)]
+    tools = _template_tools(request.tools) if tools_wanted else None
+    effort = request.reasoning_effort
+    if effort is not None and template_reads(serving, "reasoning_effort", bool(tools)):
+        kwargs = {"reasoning_effort": effort} | kwargs
 
-    def render() -> str:
-        messages = [_template_message(index, message) for index, message in enumerate(given)]
-        tools = _template_tools(request.tools) if tools_wanted else None
+    def template(messages: list[dict[str, Any]]) -> str:
+        return tokenizer.render_chat(messages, tools, add_generation_prompt=add_generation_prompt, **kwargs)
 
-        def template(messages: list[dict[str, Any]]) -> str:
-            return tokenizer.render_chat(messages, tools, add_generation_prompt=add_generation_prompt, **kwargs)
+    return _up_to_the_last_text(template, messages) if continue_final else template(messages)
 
-        return _up_to_the_last_text(template, messages) if continue_final else template(messages)
 
-    short = not request.tools and not kwargs and size <= INLINE_BYTES
-    return render() if short else await asyncio.to_thread(render)
+def template_reads(serving: Serving, name: str, with_tools: bool) -> bool:
+    """Whether a variable means anything to the model's template."""
+    return name in _tokenizer(serving).chat_template(with_tools).variables
+
+
+def _tokenizer(serving: Serving) -> Tokenizer:
+    tokenizer = serving.engine.tokenizer
+    if tokenizer is None:
+        raise RequestError("this server runs without tokenizer and takes token ids only", "messages")
+    return tokenizer
 
 
 def _template_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
@@ -63,7 +68,7 @@ def _template_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
         raise RequestError(f"{name} may hold at most {MAX_TEMPLATE_KWARGS} entries, got {len(kwargs)}", name)
     for key in kwargs:
         if key in RESERVED_KWARGS or not key.isidentifier():
-            raise RequestError(f"{name} may not set {key!r:.100}", name)
+            raise RequestError(f"{name} may not set {quoted(key)}", name)
     check_depth(name, kwargs)
     return kwargs
 
@@ -113,7 +118,7 @@ def _text(where: str, content: str | list[ContentPart] | None) -> str:
         text = {"text": part.text, "input_text": part.text, "refusal": part.refusal}.get(part.type)
         if text is None:
             known = part.type in ("text", "input_text", "refusal")
-            why = f"has no {part.type}" if known else f"is of type {part.type[:50]!r}; this model takes text only"
+            why = f"has no {part.type}" if known else f"is of type {quoted(part.type)}; this model takes text only"
             raise RequestError(f"{where}.content[{number}] {why}", "messages")
         texts.append(text)
     return "\n".join(texts)
