@@ -16,7 +16,7 @@ from headrace.errors import RequestError, clip
 
 PIECE = 2**16
 """Bytes that are decoded in one call, roughly."""
-MAX_VALUES = 2**18
+MAX_VALUES = 2**17
 """Most values of a body, token ids in lists not counted: these have no other bound than the body's size."""
 MAX_ITEMS = 2**20
 """Most items of one list: beyond any context or vocabulary that fits into a body."""
