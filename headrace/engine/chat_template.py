@@ -30,6 +30,10 @@ MAX_RENDERED_CHARS = 16 * 2**20
 MAX_RENDER_SECONDS = 2.0
 MAX_REPEAT = 10**6
 """Largest result of `text * n`, and largest result of `a ** b` in bits."""
+MAX_PARTS = 2**18
+"""Of a text that is split, as MAX_JSON_CHARS of what is written as JSON: both are single steps that hold Python's lock.
+"""
+MAX_JSON_CHARS = 2**22
 RESERVED_KWARGS = frozenset(
     "messages tools documents chat_template tokenize tokenizer add_generation_prompt "
     "conversation continue_final_message return_dict return_tensors padding truncation max_length "
@@ -67,6 +71,11 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         __self.check_clock()
+        text = getattr(__obj, "__self__", None)
+        if isinstance(text, str) and len(text) > MAX_PARTS and __obj.__name__ in ("split", "rsplit", "splitlines"):
+            separators = [value for value in (*args, *kwargs.values()) if isinstance(value, str) and value]
+            if not separators or text.count(separators[0]) >= MAX_PARTS:
+                raise jinja2.sandbox.SecurityError(f"a text may be split into more than {MAX_PARTS} parts")
         return super().call(__context, __obj, *args, **kwargs)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -111,7 +120,17 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """jinja's own filter escapes HTML, which a prompt is not."""
+    if _characters(value) > MAX_JSON_CHARS:
+        raise jinja2.sandbox.SecurityError(f"a value of more than {MAX_JSON_CHARS} characters is written as JSON")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _characters(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(_characters(key) + _characters(item) for key, item in value.items())
+    return sum(map(_characters, value)) if isinstance(value, list | tuple) else 1
 
 
 class ChatTemplate:
