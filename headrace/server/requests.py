@@ -23,7 +23,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_CHOICES = 1024
 """Most choices (prompts x n) of one HTTP request."""
-MAX_COPIED = 2**22
+MAX_COPIED = 2**20
 """Most token ids in the lists of which each choice holds a copy, all choices together."""
 IDS_PER_CHAR = 16
 """What a character of bad_words counts for: it costs more than an id, and becomes several."""
