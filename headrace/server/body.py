@@ -18,7 +18,9 @@ from headrace.server.json_pieces import decode_json
 T = TypeVar("T")
 MAX_DEPTH = 32
 """Deepest nesting of free-form values (tools, chat_template_kwargs)."""
-_WHERE = re.compile(r"^(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>[^`]*)`)?$", re.DOTALL)
+MAX_PATH = 500
+"""Longest end of a message of msgspec's that says where: before it may stand all of a wrong value."""
+_WHERE = re.compile(r" - at (?P<key>`key` in )?`\$(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]*)`$")
 _TOO_LONG = re.compile(r"^Expected `(?:array|object)` of length <= (?P<limit>\d+)$")
 _STEP = re.compile(r"\.(?P<name>[^.\[\]]+)|\[(?P<index>\d+)\]|\[\.\.\.\]")
@@ -75,8 +77,9 @@ def convert(value: Any, shape: type[T], prefix: str = "") -> T:
 
 
 def _explain(message: str, value: Any, prefix: str) -> RequestError:
-    match = _WHERE.match(message)
-    what, path, is_key = (match["what"], match["path"] or "", match["key"]) if match else (message, "", None)
+    match = _WHERE.search(message[-MAX_PATH:])
+    path, is_key = (match["path"], match["key"]) if match else ("", None)
+    what = message[: len(message) - len(match[0])] if match else message
     missing = _MISSING.match(what)
     if missing:
         name = _join(prefix, f"{path}.{missing['name']}")
