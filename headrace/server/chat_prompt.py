@@ -11,7 +11,8 @@ import msgspec
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import RequestError, quoted
 from headrace.server.body import check_depth
-from headrace.server.protocol import ChatCompletionRequest, ChatMessage, ContentPart, TokenizeRequest, Tool
+from headrace.server.json_pieces import decode_json
+from headrace.server.protocol import ROLES, ChatCompletionRequest, ChatMessage, ContentPart, TokenizeRequest, Tool
 from headrace.server.serving import Serving
 
 RENDERED_INLINE_BYTES = 8192
@@ -20,7 +21,6 @@ MAX_TOOLS = 1024
 MAX_TEMPLATE_KWARGS = 32
 RESERVED_KWARGS = frozenset(("self", "messages", "tools", "add_generation_prompt", "chat_template"))
 """What a request sets by fields of its own, or not at all; the engine's template refuses more."""
-_ARGUMENTS = msgspec.json.Decoder(dict[str, Any])
 
 
 def render_prompt(serving: Serving, request: ChatCompletionRequest | TokenizeRequest, tools_wanted: bool) -> str:
@@ -79,6 +79,8 @@ def _template_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
     if len(tools) > MAX_TOOLS:
         raise RequestError(f"tools may hold at most {MAX_TOOLS} entries, got {len(tools)}", "tools")
     for index, tool in enumerate(tools):
+        if tool.type != "function":
+            raise RequestError(f"tools[{index}].type must be 'function', got {quoted(tool.type)}", "tools")
         if not isinstance(tool.function.get("name"), str) or not tool.function["name"]:
             raise RequestError(f"tools[{index}].function.name is required", "tools")
         check_depth("tools", tool.function)
@@ -88,6 +90,8 @@ def _template_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
 def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
     """The form that templates know: text content, and the arguments of tool calls as objects."""
     where = f"messages[{index}]"
+    if message.role not in ROLES:
+        raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}, got {quoted(message.role)}", "messages")
     if message.content is None and message.role != "assistant":
         raise RequestError(f"{where}.content may be null for the assistant only, got role {message.role!r}", "messages")
     found: dict[str, Any] = {
@@ -128,9 +132,13 @@ def _arguments(where: str, given: str | dict[str, Any] | None) -> dict[str, Any]
     """OpenAI sends JSON text; templates write objects."""
     if isinstance(given, str):
         try:
-            given = _ARGUMENTS.decode(given) if given.strip() else {}
-        except (msgspec.DecodeError, RecursionError):
-            raise RequestError(f"{where}.tool_calls: arguments must be a JSON object as text", "messages") from None
+            given = decode_json(given.encode()) if given.strip() else {}
+        except RequestError as error:
+            raise RequestError(f"{where}.tool_calls: {error}", "messages") from None
+        except (msgspec.DecodeError, RecursionError, UnicodeError):
+            given = None
+        if not isinstance(given, dict):
+            raise RequestError(f"{where}.tool_calls: arguments must be a JSON object as text", "messages")
     check_depth(f"{where}.tool_calls", given)
     return given or {}
 

@@ -7,7 +7,7 @@ is not to be converted; limits on values where these are understood: sampling_pa
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -99,17 +99,24 @@ class ToolCall(Struct):
     type: str = "function"
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+Role = Annotated[str, Meta(extra_json_schema={"enum": ROLES})]  # of a Literal's wrong value msgspec would quote all
+
+
 class ChatMessage(Struct):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Role
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
 
+ToolType = Annotated[str, Meta(extra_json_schema={"enum": ("function",)})]
+
+
 class Tool(Struct):
     function: dict[str, Any]
-    type: Literal["function"] = "function"
+    type: ToolType = "function"
 
 
 class ChatCompletionRequest(GenerateRequest, kw_only=True):

@@ -139,6 +139,12 @@ SHAPED: dict[str, tuple[str, Callable[[], bytes]]] = {
             b"[", b'[{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":"{\\"a\\":', b'"}}]}]', b""
         ),
     ),
+    "arguments of many numbers": (
+        "messages",
+        lambda: full_of(
+            b"1", b'[{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":"{\\"a\\":[', b']}"}}]}]'
+        ),
+    ),
     "many tools": ("tools", lambda: full_of(b'{"function":{"name":"f"}}')),
     "a tool of many values": ("tools", lambda: full_of(b"0", b'[{"function":{"name":"f","a":[', b"]}}]")),
 }
