@@ -260,7 +260,7 @@ class TestChatTemplate:
         tokenizer = Tokenizer.from_folder(folder, template)
         with pytest.raises(RequestError, match="more than"):
             tokenizer.render_chat([{"role": "user", "content": text}])
-        assert tokenizer.render_chat([{"role": "user", "content": text[:1000]}])
+        tokenizer.render_chat([{"role": "user", "content": text[:1000]}])
 
     def test_output_is_bounded(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("headrace.engine.chat_template.MAX_RENDERED_CHARS", 1000)
