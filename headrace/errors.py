@@ -7,7 +7,35 @@ This file knows nothing of HTTP libraries or of the command line.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
+
+MAX_QUOTED = 200
+"""Most characters that a message to a client quotes of what it sent."""
+
+
+def clip(text: str) -> str:
+    """At most MAX_QUOTED characters of `text`, with a mark where some are missing."""
+    return text if len(text) <= MAX_QUOTED else text[: MAX_QUOTED - 3] + "..."
+
+
+def quoted(value: object, levels: int = 4) -> str:
+    """`repr(value)` for a message, clipped. Values may be huge: no more of one is looked at than is shown."""
+    if isinstance(value, str | bytes):
+        return clip(repr(value[:MAX_QUOTED]))
+    if isinstance(value, int) and not -(10**MAX_QUOTED) < value < 10**MAX_QUOTED:
+        return f"an integer of {value.bit_length()} bits"  # Python refuses to write the longest
+    if isinstance(value, list | tuple | dict):
+        if not levels:
+            return "..."
+        if isinstance(value, dict):
+            items = value.items()
+            shown = [f"{quoted(key)}: {quoted(item, levels - 1)}" for key, item in islice(items, MAX_QUOTED // 8)]
+        else:
+            shown = [quoted(item, levels - 1) for item in islice(value, MAX_QUOTED // 4)]
+        opening, closing = "{}" if isinstance(value, dict) else "[]" if isinstance(value, list) else "()"
+        return clip(opening + ", ".join(shown) + (", ..." if len(shown) < len(value) else "") + closing)
+    return clip(repr(value))
 
 
 class HeadraceError(Exception):

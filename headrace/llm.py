@@ -125,7 +125,7 @@ class LLM:
         _refuse_adapters(lora_request)
         if self.tokenizer is None:
             raise RequestError("chat needs a tokenizer, but skip_tokenizer_init is set", "messages")
-        template = self.tokenizer.template_for(tools, chat_template)
+        template = self.tokenizer.template_for(bool(tools), chat_template)
         render = template.render_continued if continue_final_message else template.render
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts: list[Prompt] = [

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.errors import RequestError
+from headrace.errors import RequestError, quoted
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -48,16 +48,17 @@ COMPATIBLE_ONLY = frozenset(("best_of", *NOT_HERE, *NO_MATTER))
 
 
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise RequestError(f"{name} must be a finite number, got {value!r}", name)
+    finite = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+    if isinstance(value, bool) or not isinstance(value, int | float) or not finite:
+        raise RequestError(f"{name} must be a finite number, got {quoted(value)}", name)
     if value < low or (low_open and value == low) or value > high:
         bracket = "(" if low_open else "["
-        raise RequestError(f"{name} must be in {bracket}{low:g}, {high:g}], got {value!r}", name)
+        raise RequestError(f"{name} must be in {bracket}{low:g}, {high:g}], got {quoted(value)}", name)
 
 
 def _integer(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise RequestError(f"{name} must be an integer between {low} and {high}, got {value!r}", name)
+        raise RequestError(f"{name} must be an integer between {low} and {high}, got {quoted(value)}", name)
 
 
 def _token_ids(name: str, value: object, limit: int) -> None:
@@ -65,7 +66,7 @@ def _token_ids(name: str, value: object, limit: int) -> None:
         raise RequestError(f"{name} may hold at most {limit} token ids, got {len(value)}", name)
     # by functions in C: there may be as many as the vocabulary has
     if not isinstance(value, list) or {*map(type, value)} - {int} or min(value, default=0) < 0:
-        raise RequestError(f"{name} must be a list of token ids (integers >= 0), got {value!r:.100}", name)
+        raise RequestError(f"{name} must be a list of token ids (integers >= 0), got {quoted(value)}", name)
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, repr_omit_defaults=True):
@@ -174,10 +175,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, repr_omit
     def _check_stops(self) -> None:
         for name, limit in (("stop", MAX_STOP_STRINGS), ("bad_words", MAX_BAD_WORDS)):
             words = getattr(self, name)
-            if not isinstance(words, list) or any(not isinstance(w, str) or not w for w in words):
-                raise RequestError(f"{name} must be a string or a list of non-empty strings, got {words!r:.100}", name)
-            if len(words) > limit:
+            if isinstance(words, list) and len(words) > limit:
                 raise RequestError(f"{name} may hold at most {limit} strings, got {len(words)}", name)
+            if not isinstance(words, list) or any(not isinstance(w, str) or not w for w in words):
+                raise RequestError(f"{name} must be a string or a list of non-empty strings, got {quoted(words)}", name)
             if any(len(w) > MAX_STOP_STRING_CHARS for w in words):
                 raise RequestError(f"each string of {name} may have at most {MAX_STOP_STRING_CHARS} characters", name)
         if self.stop and not self.detokenize:
@@ -188,7 +189,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, repr_omit
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, dict):
                 raise RequestError(
-                    f"logit_bias must map token ids to numbers, got {self.logit_bias!r:.100}", "logit_bias"
+                    f"logit_bias must map token ids to numbers, got {quoted(self.logit_bias)}", "logit_bias"
                 )
             if len(self.logit_bias) > MAX_LOGIT_BIAS:
                 raise RequestError(
@@ -197,7 +198,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, repr_omit
             for token_id in self.logit_bias:
                 if type(token_id) is not int or token_id < 0:
                     raise RequestError(
-                        f"a key of logit_bias must be a token id (an integer >= 0), got {token_id!r:.100}", "logit_bias"
+                        f"a key of logit_bias must be a token id (an integer >= 0), got {quoted(token_id)}",
+                        "logit_bias",
                     )
             for bias in self.logit_bias.values():
                 _number("logit_bias", bias, -100.0, 100.0)

@@ -18,11 +18,12 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from headrace.errors import RequestError
+from headrace.errors import RequestError, clip, quoted
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,10 @@ MAX_RENDERED_CHARS = 16 * 2**20
 MAX_RENDER_SECONDS = 2.0
 MAX_REPEAT = 10**6
 """Largest result of `text * n`, and largest result of `a ** b` in bits."""
+MAX_PARTS = 2**18
+"""Of a text that is split, as MAX_JSON_CHARS of what is written as JSON: both are single steps that hold Python's lock.
+"""
+MAX_JSON_CHARS = 2**22
 RESERVED_KWARGS = frozenset(
     "messages tools documents chat_template tokenize tokenizer add_generation_prompt "
     "conversation continue_final_message return_dict return_tensors padding truncation max_length "
@@ -67,6 +72,11 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         __self.check_clock()
+        text = getattr(__obj, "__self__", None)
+        if isinstance(text, str) and len(text) > MAX_PARTS and __obj.__name__ in ("split", "rsplit", "splitlines"):
+            separators = [value for value in (*args, *kwargs.values()) if isinstance(value, str) and value]
+            if not separators or text.count(separators[0]) >= MAX_PARTS:
+                raise jinja2.sandbox.SecurityError(f"a text may be split into more than {MAX_PARTS} parts")
         return super().call(__context, __obj, *args, **kwargs)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -86,7 +96,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
             _bounded(left.bit_length() * right)
         elif operator == "%" and isinstance(left, str) and _WIDE_FORMAT.search(left):
-            raise jinja2.sandbox.SecurityError(f"{left!r:.100} asks for a wide text")
+            raise jinja2.sandbox.SecurityError(f"{quoted(left)} asks for a wide text")
         return super().call_binop(context, operator, left, right)
 
 
@@ -111,7 +121,17 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """jinja's own filter escapes HTML, which a prompt is not."""
+    if _characters(value) > MAX_JSON_CHARS:
+        raise jinja2.sandbox.SecurityError(f"a value of more than {MAX_JSON_CHARS} characters is written as JSON")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _characters(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(_characters(key) + _characters(item) for key, item in value.items())
+    return sum(map(_characters, value)) if isinstance(value, list | tuple) else 1
 
 
 class ChatTemplate:
@@ -125,6 +145,8 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._template = environment.from_string(source)
+        self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+        """what it reads"""
         self._environment = environment
 
     def render(
@@ -137,7 +159,7 @@ class ChatTemplate:
         """Raises RequestError (param `messages`, or `chat_template_kwargs` for a reserved name)."""
         for name in kwargs:
             if name in RESERVED_KWARGS or name in self._special_tokens or name.startswith("_"):
-                raise RequestError(f"chat_template_kwargs may not set {name!r}", "chat_template_kwargs")
+                raise RequestError(f"chat_template_kwargs may not set {quoted(name)}", "chat_template_kwargs")
         context = {
             **self._special_tokens,
             **kwargs,
@@ -158,7 +180,7 @@ class ChatTemplate:
                 self._environment.check_clock()
         except Exception as error:  # a template may fail in any way that Python code can
             logger.debug("chat template failed", exc_info=True)
-            raise RequestError(f"chat template: {_describe(error)}", "messages") from error
+            raise RequestError(f"chat template: {clip(_describe(error))}", "messages") from error
         return "".join(parts)
 
     def render_continued(

@@ -132,7 +132,7 @@ class HFTokenizer:
         With `tokenize` a BatchEncoding, or without `return_dict` its ids; else text. `chat_template`: jinja, or the
         name of one of the model's.
         """
-        template = self._tokenizer.template_for(tools, chat_template)
+        template = self._tokenizer.template_for(bool(tools), chat_template)
         render = template.render_continued if continue_final_message else template.render
         several = bool(conversation) and isinstance(conversation[0], list | tuple)
         texts = [

@@ -13,15 +13,17 @@ import msgspec
 
 from headrace.config import EngineConfig
 from headrace.engine.tokenizer import Tokenizer
-from headrace.errors import ConfigError, RequestError
+from headrace.errors import ConfigError, RequestError, quoted
 from headrace.model_config import ModelConfig
 from headrace.request import EngineCoreRequest
 from headrace.sampling_params import MAX_SEED, SamplingParams
 
 MAX_CHARS_PER_TOKEN = 256
 """Longest stretch of text that one token of a plausible vocabulary covers."""
-PROBE_CHARS_PER_TOKEN = 16
-"""Texts with more characters for each token of room are measured by their beginning first."""
+MEASURED_BYTES = 2**16
+"""Shorter texts are tokenized without a look at how many tokens they will have."""
+MEASURED_CHARS = 2**15
+"""Characters that are measured at a time: the library holds Python's lock for a time that grows with the tokens."""
 MAX_PROMPT_LOGPROBS = 2**20
 """Most logprobs of prompt tokens that one request may ask for: some 70 MB while it runs, and as much of JSON."""
 MAX_PRIORITY = 2**31 - 1
@@ -79,18 +81,24 @@ class InputProcessor:
         self._seeds = random.Random(config.seed)
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Bounded work: a text that cannot fit is refused by its length, or by the tokens of its beginning."""
+        """Bounded work: a text that cannot fit is refused by its length, or at the part where it becomes too long."""
         if self._tokenizer is None:
             raise RequestError("prompt must be a list of token ids, as the server runs without tokenizer", "prompt")
         room = self.limits.max_model_len
         if len(text) > room * MAX_CHARS_PER_TOKEN:
             raise self._too_long(f"at least {-(-len(text) // MAX_CHARS_PER_TOKEN)}")
-        probe = room * PROBE_CHARS_PER_TOKEN
-        if len(text) > probe:
-            count = len(self._tokenizer.encode(text[:probe], add_special_tokens=False))
-            if count > room + 1:
-                raise self._too_long(f"more than {count}")
+        if 4 * len(text) > max(MEASURED_BYTES, 2 * room):  # a character may be four tokens
+            self._measure(self._tokenizer, text)
         return self._tokenizer.encode(text, add_special_tokens)
+
+    def _measure(self, tokenizer: Tokenizer, text: str) -> None:
+        """Raises RequestError for a text of more tokens than there is room for. Each cut may add some to the count."""
+        count, most = 0, self.limits.max_model_len + 1
+        for start in range(0, len(text), MEASURED_CHARS):
+            count += len(tokenizer.encode(text[start : start + MEASURED_CHARS], add_special_tokens=False))
+            if count > most:
+                raise self._too_long(f"more than {count - most + self.limits.max_model_len}")
+            most += MAX_CHARS_PER_TOKEN
 
     def prepare(self, prompt: str | list[int], params: SamplingParams, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt that `process` will take. Of several in one request each, before any of them runs."""
@@ -185,7 +193,7 @@ class InputProcessor:
         for token_id in ids:
             if not 0 <= token_id < self.limits.vocab_size:
                 raise RequestError(
-                    f"{name} has token id {token_id}, which is not in the model's vocabulary "
+                    f"{name} has token id {quoted(token_id)}, which is not in the model's vocabulary "
                     f"(0 to {self.limits.vocab_size - 1})",
                     name,
                 )
@@ -194,7 +202,9 @@ class InputProcessor:
         if not _is_text(request_id):
             raise RequestError("request_id must be valid text", "request_id")
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
-            raise RequestError(f"priority must be an integer of at most {MAX_PRIORITY}, got {priority!r}", "priority")
+            raise RequestError(
+                f"priority must be an integer of at most {MAX_PRIORITY}, got {quoted(priority)}", "priority"
+            )
         if priority and not self._with_priority:
             raise RequestError(
                 f"priority is {priority}, but the server schedules by arrival (--scheduling-policy fcfs)", "priority"

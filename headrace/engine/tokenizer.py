@@ -118,14 +118,14 @@ class Tokenizer:
 
         `kwargs` go to the template. Raises RequestError, naming `messages`, if there is no template or if it fails.
         """
-        return self.template_for(tools).render(messages, tools, add_generation_prompt, kwargs)
+        return self.template_for(bool(tools)).render(messages, tools, add_generation_prompt, kwargs)
 
-    def template_for(self, tools: list[dict[str, Any]] | None, source: str | None = None) -> ChatTemplate:
+    def template_for(self, with_tools: bool, source: str | None = None) -> ChatTemplate:
         """The model's chat template, with tools or without, or one made of `source`: its name here, or jinja.
 
         Raises RequestError: there is none (param `messages`), or `source` is not a template (`chat_template`).
         """
-        name = source or ("tool_use" if tools and "tool_use" in self.templates else "default")
+        name = source or ("tool_use" if with_tools and "tool_use" in self.templates else "default")
         template = self.templates.get(name)
         if template is None and source is not None:
             try:

@@ -1,101 +1,107 @@
 """Request bodies: read within limits, decoded once, refused in words that name field, value and limit.
 
-Knows nothing of what a request means; the shapes are in protocol.py.
+Knows nothing of what a request means; the shapes are in protocol.py. A body of any size takes many short steps, never
+one long one, so that in a thread it does not hold up the event loop.
 """
 
 from __future__ import annotations
 
 import re
-import reprlib
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
-from headrace.errors import PayloadTooLargeError, RequestError, UnsupportedMediaTypeError
+from headrace.errors import PayloadTooLargeError, RequestError, UnsupportedMediaTypeError, clip, quoted
+from headrace.server.json_pieces import decode_json
 
 T = TypeVar("T")
 MAX_DEPTH = 32
 """Deepest nesting of free-form values (tools, chat_template_kwargs)."""
-MAX_QUOTED_FROM = 2**16
-"""Bytes of a body that is decoded a second time, to quote from it what is wrong with it."""
-_HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")
-_WHERE = re.compile(r"^(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>[^`]*)`)?$", re.DOTALL)
+MAX_PATH = 500
+"""Longest end of a message of msgspec's that says where: before it may stand all of a wrong value."""
+_WHERE = re.compile(r" - at (?P<key>`key` in )?`\$(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]*)`$")
+_TOO_LONG = re.compile(r"^Expected `(?:array|object)` of length <= (?P<limit>\d+)$")
 _STEP = re.compile(r"\.(?P<name>[^.\[\]]+)|\[(?P<index>\d+)\]|\[\.\.\.\]")
 
 
-async def read_body(request: Request, limit: int) -> bytes:
+async def read_body(request: Request, limit: int) -> bytearray:
     """The body, at most `limit` bytes of it ever held; raises 415 before, and 413 while, reading it."""
     headers = request.headers
     media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not (
         media_type.startswith("application/") and media_type.endswith("+json")
     ):
-        raise UnsupportedMediaTypeError(f"Content-Type must be application/json, got {media_type[:100] or 'none'!r}")
+        raise UnsupportedMediaTypeError(
+            f"Content-Type must be application/json, got {quoted(media_type) if media_type else 'none'}"
+        )
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
-        raise UnsupportedMediaTypeError(f"Content-Encoding must be identity, got {encoding[:100]!r}")
+        raise UnsupportedMediaTypeError(f"Content-Encoding must be identity, got {quoted(encoding)}")
     declared = headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > limit:
         raise _too_large(f"{declared[:20]} bytes", limit)
-    parts: list[bytes] = []
-    size = 0
+    body = bytearray()  # grows in place: parts that are joined at the end would be copied in one long step
     async for part in request.stream():
-        size += len(part)
-        if size > limit:
+        if len(body) + len(part) > limit:
             raise _too_large(f"more than {limit} bytes", limit)
-        parts.append(part)
-    return b"".join(parts)
+        body += part
+    return body
 
 
 def _too_large(size: str, limit: int) -> PayloadTooLargeError:
     return PayloadTooLargeError(f"the request body has {size}; the limit is {limit} (--max-request-bytes)")
 
 
-def decode(body: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[T], prefix: str = "") -> T:
-    """Raises RequestError naming the field (below `prefix`), what it holds and what was expected."""
+def decode_object(body: bytes | bytearray) -> dict[str, Any]:
+    """The fields of a body. Raises RequestError where it is not a JSON object."""
     try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise _explain(str(error), body, prefix) from None
+        fields = decode_json(body)
     except RecursionError:
-        raise RequestError("the JSON is nested too deeply", prefix or None) from None
+        raise RequestError("the JSON is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        halves = (
-            r" (\ud800 to \udfff are halves of characters and come in pairs)" if _HALF_CHARACTER.search(body) else ""
-        )
-        raise RequestError(f"the body is not valid JSON: {error}{halves}", prefix or None) from None
+        raise RequestError(f"the body is not valid JSON: {clip(str(error))}") from None
+    if not isinstance(fields, dict):
+        raise RequestError(f"the body must be a JSON object, got {quoted(fields)}")
+    return fields
 
 
-def _explain(message: str, body: bytes | msgspec.Raw, prefix: str) -> RequestError:
-    match = _WHERE.match(message)
-    what, path, is_key = (match["what"], match["path"] or "", match["key"]) if match else (message, "", None)
+def convert(value: Any, shape: type[T], prefix: str = "") -> T:
+    """Decoded JSON in the form of `shape`. Raises RequestError naming the field (below `prefix`), what it holds and
+    what was expected."""
+    try:
+        return msgspec.convert(value, shape, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error), value, prefix) from None
+
+
+def _explain(message: str, value: Any, prefix: str) -> RequestError:
+    match = _WHERE.search(message[-MAX_PATH:])
+    path, is_key = (match["path"], match["key"]) if match else ("", None)
+    what = message[: len(message) - len(match[0])] if match else message
     missing = _MISSING.match(what)
     if missing:
         name = _join(prefix, f"{path}.{missing['name']}")
         return RequestError(f"{name} is required", name)
     name = _join(prefix, path)
-    found = "" if is_key else _value_at(body, path)
-    place = f"a key of {name}" if is_key else name or "the body"
-    return RequestError(f"{place}: {what[:1].lower()}{what[1:]}{found}", name or None)
+    for step in _STEP.finditer(path):
+        if step["name"]:
+            value = value[step["name"]]
+        elif step["index"]:
+            value = value[int(step["index"])]
+        else:  # some value of an object
+            return RequestError(f"{name}: {what[:1].lower()}{clip(what[1:])}", name)
+    too_long = _TOO_LONG.match(what)
+    if too_long:
+        return RequestError(f"{name} may hold at most {too_long['limit']} entries, got {len(value)}", name)
+    place = f"a key of {name}" if is_key else name
+    found = "" if is_key else f" ({quoted(value)})"
+    return RequestError(f"{place}: {what[:1].lower()}{clip(what[1:])}{found}", name or None)
 
 
 def _join(prefix: str, path: str) -> str:
     return f"{prefix}{path}" if prefix else path.removeprefix(".")
-
-
-def _value_at(body: bytes | msgspec.Raw, path: str) -> str:
-    """` (abc)` for what stands at `path` (msgspec's notation), or nothing where that cannot be told."""
-    if len(memoryview(body)) > MAX_QUOTED_FROM:
-        return ""
-    try:
-        value = msgspec.json.decode(body)
-        for step in _STEP.finditer(path):
-            value = value[step["name"]] if step["name"] else value[int(step["index"])]
-    except (msgspec.DecodeError, RecursionError, LookupError, TypeError, ValueError):
-        return ""
-    return f" ({reprlib.repr(value)})"
 
 
 def check_depth(name: str, value: Any) -> None:

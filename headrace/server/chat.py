@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 
-import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 
-from headrace.errors import RequestError
+from headrace.errors import RequestError, quoted
 from headrace.request import CompletionOutput, RequestOutput
-from headrace.server.body import decode, read_body
-from headrace.server.chat_prompt import render_prompt
+from headrace.server.chat_prompt import RENDERED_INLINE_BYTES, render_prompt, template_reads
 from headrace.server.generation import Generation, GenerationResponse, UsageCount
 from headrace.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from headrace.server.protocol import (
@@ -27,28 +25,31 @@ from headrace.server.protocol import (
 )
 from headrace.server.replies import encoder
 from headrace.server.requests import (
+    answer_headers,
     check_choices,
     check_common,
     check_copies,
     check_logprobs,
     check_max_tokens,
+    receive,
     sampling_params,
 )
-from headrace.server.serving import Serving, new_id, request_id_headers
-
-_DECODER = msgspec.json.Decoder(ChatCompletionRequest)
+from headrace.server.serving import Serving, new_id
 
 
 async def answer_chat(serving: Serving, http: Request) -> GenerationResponse:
-    body = await read_body(http, serving.config.max_request_bytes)
-    request = decode(body, _DECODER)
-    generation = await _plan(serving, request, len(body))
-    headers = request_id_headers(http, serving.config, request.request_id, generation.response_id)
+    received = await receive(serving, http, ChatCompletionRequest)
+    request = received.fields
+    plain = not request.tools and not request.chat_template_kwargs  # these may make a template slow
+    most = RENDERED_INLINE_BYTES if plain else 0
+    generation = await serving.work(received.size, lambda: _plan(serving, request), most)
+    ignored = [*received.ignored, *_without_effect(serving, request)]
+    headers = answer_headers(serving, http, request.request_id, generation, ignored)
     answer = ChatAnswer(serving, request, generation)
     return GenerationResponse(serving, generation, answer, bool(request.stream), headers)
 
 
-async def _plan(serving: Serving, request: ChatCompletionRequest, size: int) -> Generation:
+def _plan(serving: Serving, request: ChatCompletionRequest) -> Generation:
     model = serving.resolve_model(request.model)
     check_common(request)
     check_max_tokens("max_tokens", request.max_tokens)
@@ -67,7 +68,7 @@ async def _plan(serving: Serving, request: ChatCompletionRequest, size: int) -> 
         detokenize=True,
     )
     check_copies(params, params.n)
-    text = await render_prompt(serving, request, _tools_wanted(request), size)
+    text = render_prompt(serving, request, _tools_wanted(request))
     return Generation(
         response_id=new_id("chatcmpl"),
         model=model,
@@ -88,7 +89,15 @@ def _tools_wanted(request: ChatCompletionRequest) -> bool:
         return False
     if choice == "required" or isinstance(choice, dict):
         raise RequestError("tool_choice can be 'none' or 'auto': forcing a call is not yet supported", "tool_choice")
-    raise RequestError(f"tool_choice must be 'none' or 'auto', got {choice!r:.100}", "tool_choice")
+    raise RequestError(f"tool_choice must be 'none' or 'auto', got {quoted(choice)}", "tool_choice")
+
+
+def _without_effect(serving: Serving, request: ChatCompletionRequest) -> list[str]:
+    """Tools are shown to the model, but a call that it writes stays text."""
+    found = ["tools"] if request.tools and _tools_wanted(request) else []
+    if request.reasoning_effort is not None and not template_reads(serving, "reasoning_effort", bool(found)):
+        found.append("reasoning_effort")
+    return found
 
 
 class ChatAnswer:
@@ -107,6 +116,8 @@ class ChatAnswer:
         self.created = int(time.time())
         self.count = UsageCount()
         self.begun: set[int] = set()
+        self.echoed = _echoed(request)
+        request.messages = []  # the prompt has them; they need not be kept while the answer is made
 
     def whole(self, outputs: list[RequestOutput]) -> bytes:
         output = outputs[0]
@@ -116,7 +127,7 @@ class ChatAnswer:
             self.count.completion_tokens[said.index] = len(said.token_ids)
             choice = ChatChoice(
                 said.index,
-                AssistantMessage(self._echoed() + said.text),
+                AssistantMessage(self.echoed + said.text),
                 self._logprobs(said),
                 said.finish_reason,
                 said.stop_reason,
@@ -138,7 +149,7 @@ class ChatAnswer:
         for said in output.outputs:
             if said.index not in self.begun:
                 self.begun.add(said.index)
-                opening = ChatChunkChoice(said.index, Delta(role="assistant", content=self._echoed()))
+                opening = ChatChunkChoice(said.index, Delta(role="assistant", content=self.echoed))
                 ids = output.prompt_token_ids if self.request.return_token_ids else UNSET
                 events.append(self._event(opening, ids))
             tokens = self.count.completion_tokens
@@ -176,10 +187,11 @@ class ChatAnswer:
             return None
         return chat_logprobs(said.token_ids, said.logprobs or [], self.request.top_logprobs or 0, self.names)
 
-    def _echoed(self) -> str:
-        """vLLM's `echo`: the assistant's last message, which the answer continues."""
-        last = self.request.messages[-1]
-        if not self.request.echo or last.role != "assistant":
-            return ""
-        content = last.content or ""
-        return content if isinstance(content, str) else "\n".join(part.text or "" for part in content)
+
+def _echoed(request: ChatCompletionRequest) -> str:
+    """vLLM's `echo`: the assistant's last message, which the answer continues."""
+    last = request.messages[-1]
+    if not request.echo or last.role != "assistant":
+        return ""
+    content = last.content or ""
+    return content if isinstance(content, str) else "\n".join(part.text or "" for part in content)

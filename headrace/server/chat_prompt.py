@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
 
-from headrace.errors import RequestError
+from headrace.engine.tokenizer import Tokenizer
+from headrace.errors import RequestError, quoted
 from headrace.server.body import check_depth
-from headrace.server.protocol import ChatCompletionRequest, ChatMessage, ContentPart, TokenizeRequest, Tool
+from headrace.server.json_pieces import decode_json
+from headrace.server.protocol import ROLES, ChatCompletionRequest, ChatMessage, ContentPart, TokenizeRequest, Tool
 from headrace.server.serving import Serving
 
-INLINE_BYTES = 8192
+RENDERED_INLINE_BYTES = 8192
 """Longer bodies, and conversations with tools, are rendered in a thread: they must not hold up others' tokens."""
 MAX_TOOLS = 1024
 MAX_TEMPLATE_KWARGS = 32
 RESERVED_KWARGS = frozenset(("self", "messages", "tools", "add_generation_prompt", "chat_template"))
 """What a request sets by fields of its own, or not at all; the engine's template refuses more."""
-_ARGUMENTS = msgspec.json.Decoder(dict[str, Any])
 
 
-async def render_prompt(
-    serving: Serving, request: ChatCompletionRequest | TokenizeRequest, tools_wanted: bool, size: int
-) -> str:
-    """`size`: bytes of the request's body. Raises RequestError."""
-    tokenizer = serving.engine.tokenizer
-    if tokenizer is None:
-        raise RequestError("this server runs without tokenizer and takes token ids only", "messages")
+def render_prompt(serving: Serving, request: ChatCompletionRequest | TokenizeRequest, tools_wanted: bool) -> str:
+    """Raises RequestError."""
+    tokenizer = _tokenizer(serving)
     if request.chat_template is not None:
         raise RequestError(
             "chat_template is not accepted in a request; start the server with --chat-template", "chat_template"
@@ -37,17 +33,27 @@ async def render_prompt(
     add_generation_prompt = request.add_generation_prompt is not False
     if not request.messages:
         raise RequestError("messages must not be empty", "messages")
-    given = request.messages
+    messages = [_template_message(index, message) for index, message in enumerate(request.messages)]
+    tools = _template_tools(request.tools) if tools_wanted else None
+    effort = request.reasoning_effort
+    if effort is not None and template_reads(serving, "reasoning_effort", bool(tools)):
+        kwargs = {"reasoning_effort": effort} | kwargs
 
-    def render() -> str:
-        messages = [_template_message(index, message) for index, message in enumerate(given)]
-        tools = _template_tools(request.tools) if tools_wanted else None
-        template = tokenizer.template_for(tools)
-        render = template.render_continued if continue_final else template.render
-        return render(messages, tools, add_generation_prompt, kwargs)
+    template = tokenizer.template_for(bool(tools))
+    render = template.render_continued if continue_final else template.render
+    return render(messages, tools, add_generation_prompt, kwargs)
 
-    short = not request.tools and not kwargs and size <= INLINE_BYTES
-    return render() if short else await asyncio.to_thread(render)
+
+def template_reads(serving: Serving, name: str, with_tools: bool) -> bool:
+    """Whether a variable means anything to the model's template."""
+    return name in _tokenizer(serving).template_for(with_tools).variables
+
+
+def _tokenizer(serving: Serving) -> Tokenizer:
+    tokenizer = serving.engine.tokenizer
+    if tokenizer is None:
+        raise RequestError("this server runs without tokenizer and takes token ids only", "messages")
+    return tokenizer
 
 
 def _template_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
@@ -57,7 +63,7 @@ def _template_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
         raise RequestError(f"{name} may hold at most {MAX_TEMPLATE_KWARGS} entries, got {len(kwargs)}", name)
     for key in kwargs:
         if key in RESERVED_KWARGS or not key.isidentifier():
-            raise RequestError(f"{name} may not set {key!r:.100}", name)
+            raise RequestError(f"{name} may not set {quoted(key)}", name)
     check_depth(name, kwargs)
     return kwargs
 
@@ -68,6 +74,8 @@ def _template_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
     if len(tools) > MAX_TOOLS:
         raise RequestError(f"tools may hold at most {MAX_TOOLS} entries, got {len(tools)}", "tools")
     for index, tool in enumerate(tools):
+        if tool.type != "function":
+            raise RequestError(f"tools[{index}].type must be 'function', got {quoted(tool.type)}", "tools")
         if not isinstance(tool.function.get("name"), str) or not tool.function["name"]:
             raise RequestError(f"tools[{index}].function.name is required", "tools")
         check_depth("tools", tool.function)
@@ -77,6 +85,8 @@ def _template_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
 def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
     """The form that templates know: text content, and the arguments of tool calls as objects."""
     where = f"messages[{index}]"
+    if message.role not in ROLES:
+        raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}, got {quoted(message.role)}", "messages")
     if message.content is None and message.role != "assistant":
         raise RequestError(f"{where}.content may be null for the assistant only, got role {message.role!r}", "messages")
     found: dict[str, Any] = {
@@ -107,7 +117,7 @@ def _text(where: str, content: str | list[ContentPart] | None) -> str:
         text = {"text": part.text, "input_text": part.text, "refusal": part.refusal}.get(part.type)
         if text is None:
             known = part.type in ("text", "input_text", "refusal")
-            why = f"has no {part.type}" if known else f"is of type {part.type[:50]!r}; this model takes text only"
+            why = f"has no {part.type}" if known else f"is of type {quoted(part.type)}; this model takes text only"
             raise RequestError(f"{where}.content[{number}] {why}", "messages")
         texts.append(text)
     return "\n".join(texts)
@@ -117,8 +127,12 @@ def _arguments(where: str, given: str | dict[str, Any] | None) -> dict[str, Any]
     """OpenAI sends JSON text; templates write objects."""
     if isinstance(given, str):
         try:
-            given = _ARGUMENTS.decode(given) if given.strip() else {}
-        except (msgspec.DecodeError, RecursionError):
-            raise RequestError(f"{where}.tool_calls: arguments must be a JSON object as text", "messages") from None
+            given = decode_json(given.encode()) if given.strip() else {}
+        except RequestError as error:
+            raise RequestError(f"{where}.tool_calls: {error}", "messages") from None
+        except (msgspec.DecodeError, RecursionError, UnicodeError):
+            given = None
+        if not isinstance(given, dict):
+            raise RequestError(f"{where}.tool_calls: arguments must be a JSON object as text", "messages")
     check_depth(f"{where}.tool_calls", given)
     return given or {}

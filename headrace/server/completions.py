@@ -5,36 +5,36 @@ from __future__ import annotations
 import dataclasses
 import time
 
-import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 
 from headrace.request import CompletionOutput, RequestOutput
 from headrace.sampling_params import SamplingParams
-from headrace.server.body import decode, read_body
 from headrace.server.generation import Generation, GenerationResponse, UsageCount
 from headrace.server.logprobs import TokenNames, completion_logprobs, joined, prompt_logprobs
 from headrace.server.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
 from headrace.server.replies import encoder
 from headrace.server.requests import (
+    answer_headers,
     check_choices,
     check_common,
     check_copies,
     check_logprobs,
     check_max_tokens,
     parse_prompts,
+    receive,
     sampling_params,
 )
-from headrace.server.serving import Serving, new_id, request_id_headers
+from headrace.server.serving import Serving, new_id
 
 DEFAULT_MAX_TOKENS = 16
-_DECODER = msgspec.json.Decoder(CompletionRequest)
 
 
 async def answer_completion(serving: Serving, http: Request) -> GenerationResponse:
-    request = decode(await read_body(http, serving.config.max_request_bytes), _DECODER)
-    generation = _plan(serving, request)
-    headers = request_id_headers(http, serving.config, request.request_id, generation.response_id)
+    received = await receive(serving, http, CompletionRequest)
+    request = received.fields
+    generation = await serving.work(received.size, lambda: _plan(serving, request))
+    headers = answer_headers(serving, http, request.request_id, generation, received.ignored)
     answer = CompletionAnswer(serving, request, generation)
     return GenerationResponse(serving, generation, answer, bool(request.stream), headers)
 

@@ -218,9 +218,12 @@ async def _merge(
         else:
             await queue.put((index, None))
 
-    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
-    running = len(tasks)
+    tasks: list[asyncio.Task[None]] = []
+    running = len(streams)
     try:
+        for index, started in enumerate(streams):
+            tasks.append(asyncio.create_task(pump(index, started)))
+            await asyncio.sleep(0)  # it checks and sends its prompt, which may be long: one in each turn of the loop
         while running:
             items = [await queue.get()]
             while not queue.empty():

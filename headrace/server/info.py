@@ -12,10 +12,9 @@ from starlette.responses import Response
 
 from headrace import __version__
 from headrace.engine.tokenizer import Tokenizer
-from headrace.errors import EngineDeadError, ModelNotServedError, RequestError, StepsFailError
+from headrace.errors import EngineDeadError, ModelNotServedError, RequestError, StepsFailError, quoted
 from headrace.planner.decisions import USUAL_OBJECTIVE
-from headrace.server.body import decode, read_body
-from headrace.server.chat_prompt import render_prompt
+from headrace.server.chat_prompt import RENDERED_INLINE_BYTES, render_prompt
 from headrace.server.protocol import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -28,13 +27,12 @@ from headrace.server.protocol import (
     TokenizeRequest,
 )
 from headrace.server.replies import error_response, json_response
+from headrace.server.requests import receive
 from headrace.server.serving import Serving
 
 logger = logging.getLogger(__name__)
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
-_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 
 def _card(serving: Serving, name: str) -> ModelCard:
@@ -48,7 +46,7 @@ def list_models(serving: Serving) -> Response:
 def show_model(serving: Serving, name: str) -> Response:
     if name not in serving.model_names:
         served = ", ".join(serving.model_names)
-        raise ModelNotServedError(f"the model {name[:200]!r} does not exist; served here: {served}", "model")
+        raise ModelNotServedError(f"the model {quoted(name)} does not exist; served here: {served}", "model")
     return json_response(_card(serving, name))
 
 
@@ -73,14 +71,16 @@ def show_plan(serving: Serving) -> Response:
 
 
 async def tokenize(serving: Serving, http: Request) -> Response:
-    body = await read_body(http, serving.config.max_request_bytes)
-    request = decode(body, _TOKENIZE)
+    received = await receive(serving, http, TokenizeRequest)
+    request = received.fields
     serving.resolve_model(request.model)
     tokenizer = _tokenizer(serving)
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("give either prompt or messages", "prompt")
     if request.prompt is None:
-        text, special = await render_prompt(serving, request, True, len(body)), request.add_special_tokens is True
+        most = 0 if request.tools or request.chat_template_kwargs else RENDERED_INLINE_BYTES
+        text = await serving.work(received.size, lambda: render_prompt(serving, request, True), most)
+        special = request.add_special_tokens is True
     else:
         text, special = request.prompt, request.add_special_tokens is not False
     ids = await serving.engine.tokenize(text, special)  # bounded work: no text far beyond the context
@@ -89,7 +89,7 @@ async def tokenize(serving: Serving, http: Request) -> Response:
 
 
 async def detokenize(serving: Serving, http: Request) -> Response:
-    request = decode(await read_body(http, serving.config.max_request_bytes), _DETOKENIZE)
+    request = (await receive(serving, http, DetokenizeRequest)).fields
     serving.resolve_model(request.model)
     tokenizer = _tokenizer(serving)
     limit, longest = serving.engine.vocab_size, serving.engine.max_model_len
@@ -99,7 +99,7 @@ async def detokenize(serving: Serving, http: Request) -> Response:
         )
     for token_id in (min(request.tokens, default=0), max(request.tokens, default=0)):
         if not 0 <= token_id < limit:
-            raise RequestError(f"tokens must hold ids from 0 to {limit - 1}, got {token_id}", "tokens")
+            raise RequestError(f"tokens must hold ids from 0 to {limit - 1}, got {quoted(token_id)}", "tokens")
     return json_response(DetokenizeAnswer(await asyncio.to_thread(tokenizer.decode, request.tokens, False)))
 
 

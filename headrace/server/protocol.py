@@ -1,15 +1,23 @@
-"""The shapes of requests and answers: OpenAI's, with vLLM's extra fields. Data only; unknown fields are ignored.
+"""The shapes of requests and answers: OpenAI's, with vLLM's extra fields. Data only; fields.py says what becomes of
+fields that no shape has.
 
-Every optional request field also takes null, which means the default. Limits on values stand where the values are
-understood: sampling_params.py, requests.py and chat.py.
+Every optional request field also takes null, which means the default. Limits on lengths stand here, as a value too long
+is not to be converted; limits on values where these are understood: sampling_params.py, requests.py and chat.py.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
+
+from headrace.sampling_params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
 
 PROMPT_SCHEMA = {
     "oneOf": [
@@ -20,8 +28,10 @@ PROMPT_SCHEMA = {
     ]
 }
 Prompt = Annotated[
-    msgspec.Raw, Meta(description="Text, texts, token ids, or lists of token ids.", extra_json_schema=PROMPT_SCHEMA)
+    Any, Meta(description="Text, texts, token ids, or lists of token ids.", extra_json_schema=PROMPT_SCHEMA)
 ]
+
+ReasoningEffort = Annotated[str, Meta(max_length=32, description="Passed to the chat template, if it reads it.")]
 
 
 class StreamOptions(Struct):
@@ -43,9 +53,9 @@ class GenerateRequest(Struct, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    stop: str | Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    bad_words: Annotated[list[str], Meta(max_length=MAX_BAD_WORDS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     max_tokens: int | None = None
@@ -53,8 +63,8 @@ class GenerateRequest(Struct, kw_only=True):
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
+    logit_bias: Annotated[dict[int, float], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
+    allowed_token_ids: Annotated[list[int], Meta(max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
     add_special_tokens: bool | None = None
     echo: bool | None = None
     stream: bool | None = None
@@ -65,20 +75,11 @@ class GenerateRequest(Struct, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
     response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    use_beam_search: bool | None = None
-    truncate_prompt_tokens: int | None = None
 
 
 class CompletionRequest(GenerateRequest, kw_only=True):
     prompt: Prompt
     logprobs: int | None = None
-    suffix: str | None = None
-    prompt_embeds: Any = None
 
 
 class ContentPart(Struct, omit_defaults=True):
@@ -98,17 +99,24 @@ class ToolCall(Struct):
     type: str = "function"
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+Role = Annotated[str, Meta(extra_json_schema={"enum": ROLES})]  # of a Literal's wrong value msgspec would quote all
+
+
 class ChatMessage(Struct):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Role
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
 
+ToolType = Annotated[str, Meta(extra_json_schema={"enum": ("function",)})]
+
+
 class Tool(Struct):
     function: dict[str, Any]
-    type: Literal["function"] = "function"
+    type: ToolType = "function"
 
 
 class ChatCompletionRequest(GenerateRequest, kw_only=True):
@@ -118,6 +126,7 @@ class ChatCompletionRequest(GenerateRequest, kw_only=True):
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
     tool_choice: Any = None
+    reasoning_effort: ReasoningEffort | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
@@ -131,6 +140,7 @@ class TokenizeRequest(Struct, kw_only=True):
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     tools: list[Tool] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None

@@ -5,36 +5,30 @@ Values of sampling parameters are checked by SamplingParams itself; here is what
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
+from starlette.requests import Request
 
-from headrace.errors import RequestError
+from headrace.errors import RequestError, quoted
 from headrace.sampling_params import MAX_LOGPROBS, MAX_N, SamplingParams
-from headrace.server.body import decode
+from headrace.server.body import convert, decode_object, read_body
+from headrace.server.fields import ignored_fields, ignored_header
 from headrace.server.protocol import GenerateRequest
+from headrace.server.serving import Serving, request_id_headers
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_CHOICES = 1024
 """Most choices (prompts x n) of one HTTP request."""
-MAX_COPIED = 2**22
+MAX_COPIED = 2**20
 """Most token ids in the lists of which each choice holds a copy, all choices together."""
 IDS_PER_CHAR = 16
 """What a character of bad_words counts for: it costs more than an id, and becomes several."""
 MAX_CACHE_SALT_CHARS = 256
 MAX_PRIORITY = 2**31 - 1
-_FIRST_ITEM = re.compile(rb"\[\s*(.)?", re.DOTALL)
-_ONE_TEXT = msgspec.json.Decoder(str)
-_TEXTS = msgspec.json.Decoder(list[str])
-_IDS = msgspec.json.Decoder(list[int])
-_LISTS_OF_IDS = msgspec.json.Decoder(list[list[int]])
-UNSUPPORTED = (
-    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "truncate_prompt_tokens",
-    "suffix", "prompt_embeds",
-)  # fmt: skip
-"""Ignoring these would give a wrong answer that looks right, so they are refused."""
 PASSED_ON = tuple(
     name
     for name in SamplingParams.__struct_fields__
@@ -56,24 +50,52 @@ class Generation:
     cache_salt: str | None
 
 
-def parse_prompts(raw: msgspec.Raw) -> list[str | list[int]]:
+@dataclass(frozen=True)
+class Received(Generic[T]):
+    """A request as it came."""
+
+    fields: T
+    ignored: list[str]
+    """fields that have no effect"""
+    size: int
+    """bytes of the body"""
+
+
+async def receive(serving: Serving, http: Request, shape: type[T]) -> Received[T]:
+    """Raises RequestError for a body that cannot be read as `shape`."""
+    body = await read_body(http, serving.config.max_request_bytes)
+    names = {field.name for field in msgspec.structs.fields(shape)}
+
+    def work() -> Received[T]:
+        fields = decode_object(body)
+        ignored = ignored_fields({name: fields[name] for name in fields.keys() - names})
+        return Received(convert(fields, shape), ignored, len(body))
+
+    return await serving.work(len(body), work)
+
+
+def answer_headers(
+    serving: Serving, http: Request, request_id: str | None, generation: Generation, ignored: list[str]
+) -> dict[str, str]:
+    """What an answer's head says beside its type. `ignored`: fields that had no effect."""
+    known = request_id_headers(http, serving.config, request_id, generation.response_id)
+    return known | ignored_header(ignored, serving.told)
+
+
+def parse_prompts(prompt: Any) -> list[str | list[int]]:
     """A text, texts, ids, or lists of ids. Raises RequestError, also for what is empty and for too many prompts."""
-    view = memoryview(raw)
     prompts: list[str | list[int]]
-    if bytes(view[:1]) != b"[":
-        prompts = [decode(raw, _ONE_TEXT, "prompt")]
+    if not isinstance(prompt, list):
+        prompts = [convert(prompt, str, "prompt")]
+    elif prompt and isinstance(prompt[0], str):
+        prompts = [*convert(prompt, list[str], "prompt")]
+    elif prompt and isinstance(prompt[0], list):
+        _check_count("prompt", len(prompt), 1)
+        prompts = [convert(ids, list[int], f"prompt[{index}]") for index, ids in enumerate(prompt)]
     else:
-        match = _FIRST_ITEM.match(view)
-        first = (match[1] if match else None) or b""
-        if first == b'"':
-            prompts = [*decode(raw, _TEXTS, "prompt")]
-        elif first == b"[":
-            _check_count("prompt", view.tobytes().count(b"[") - 1, 1)
-            prompts = [*decode(raw, _LISTS_OF_IDS, "prompt")]
-        else:
-            prompts = [decode(raw, _IDS, "prompt")]
-    for index, prompt in enumerate(prompts):
-        if not prompt:
+        prompts = [convert(prompt, list[int], "prompt")]
+    for index, given in enumerate(prompts):
+        if not given:
             name = "prompt" if len(prompts) == 1 else f"prompt[{index}]"
             raise RequestError(f"{name} must not be empty", "prompt")
     return prompts
@@ -81,7 +103,7 @@ def parse_prompts(raw: msgspec.Raw) -> list[str | list[int]]:
 
 def check_choices(prompts: list[str | list[int]], n: int | None) -> None:
     if n is not None and not 1 <= n <= MAX_N:
-        raise RequestError(f"n must be an integer between 1 and {MAX_N}, got {n}", "n")
+        raise RequestError(f"n must be an integer between 1 and {MAX_N}, got {quoted(n)}", "n")
     _check_count("prompt", len(prompts), n or 1)
 
 
@@ -106,16 +128,11 @@ def check_copies(params: SamplingParams, choices: int) -> None:
 
 def check_common(request: GenerateRequest) -> None:
     """What completions and chat refuse alike."""
-    for name in UNSUPPORTED:
-        if getattr(request, name, None) not in (None, ""):
-            raise RequestError(f"{name} is not yet supported", name)
-    if request.use_beam_search:
-        raise RequestError("use_beam_search is not supported", "use_beam_search")
     form = request.response_format
     if form is not None and form != {"type": "text"}:
         kind = form.get("type") if isinstance(form, dict) else form
         raise RequestError(
-            f"response_format must be {{'type': 'text'}}, got {kind!r:.100}: structured output is not yet supported",
+            f"response_format must be {{'type': 'text'}}, got {quoted(kind)}: structured output is not yet supported",
             "response_format",
         )
     if request.stream_options is not None and not request.stream:
@@ -123,7 +140,7 @@ def check_common(request: GenerateRequest) -> None:
     if request.stream and request.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs is not available when stream is true", "prompt_logprobs")
     if request.priority is not None and abs(request.priority) > MAX_PRIORITY:
-        raise RequestError(f"priority must be within +-{MAX_PRIORITY}, got {request.priority}", "priority")
+        raise RequestError(f"priority must be within +-{MAX_PRIORITY}, got {quoted(request.priority)}", "priority")
     salt = request.cache_salt
     if salt is not None and not 1 <= len(salt) <= MAX_CACHE_SALT_CHARS:
         raise RequestError(
@@ -133,12 +150,12 @@ def check_common(request: GenerateRequest) -> None:
 
 def check_logprobs(name: str, value: int | None) -> None:
     if value is not None and not 0 <= value <= MAX_LOGPROBS:
-        raise RequestError(f"{name} must be an integer between 0 and {MAX_LOGPROBS}, got {value}", name)
+        raise RequestError(f"{name} must be an integer between 0 and {MAX_LOGPROBS}, got {quoted(value)}", name)
 
 
 def check_max_tokens(name: str, value: int | None) -> None:
     if value is not None and not 1 <= value < 2**31:
-        raise RequestError(f"{name} must be an integer between 1 and {2**31 - 1}, got {value}", name)
+        raise RequestError(f"{name} must be an integer between 1 and {2**31 - 1}, got {quoted(value)}", name)
 
 
 def sampling_params(

@@ -5,6 +5,7 @@ import time
 import pytest
 
 from headrace.config import EngineConfig
+from headrace.engine import input_processor
 from headrace.engine.async_engine import merge_outputs
 from headrace.engine.input_processor import MAX_PROMPT_LOGPROBS, InputProcessor, ModelLimits
 from headrace.engine.messages import Abort
@@ -145,9 +146,11 @@ class TestInput:
         with pytest.raises(RequestError, match="at least 65 tokens"):
             inputs().tokenize("x" * (64 * 256 + 1))
         assert measured == []
-        with pytest.raises(RequestError, match="more than 1024 tokens"):
+        monkeypatch.setattr(input_processor, "MEASURED_BYTES", 256)
+        monkeypatch.setattr(input_processor, "MEASURED_CHARS", 400)
+        with pytest.raises(RequestError, match="more than 399 tokens"):
             inputs().tokenize("x" * 16000)
-        assert measured == [1024]
+        assert measured == [400]
 
     def test_a_small_cache_bounds_the_context(self) -> None:
         model = ModelConfig.from_dict(MODEL_CONFIG)

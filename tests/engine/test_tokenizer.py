@@ -292,6 +292,22 @@ class TestChatTemplate:
         assert text == "" or template == "{{ messages.__class__ }}"
         assert time.monotonic() - started < 2
 
+    @pytest.mark.parametrize(
+        ("template", "text"),
+        [
+            ("{{ messages[0].content.split('</think>')[-1] }}", "</think>" * 2**18),
+            ("{{ messages[0].content.split() | length }}", "a " * 2**18),
+            ("{{ messages[0].content.splitlines() | length }}", "\n" * 2**19),
+            ("{{ messages | tojson }}", "a" * (2**22 + 1)),
+        ],
+    )
+    def test_no_single_step_is_long(self, folder: Path, template: str, text: str) -> None:
+        """Splitting and writing JSON of a long text hold Python's lock, and so the event loop, in a thread too."""
+        tokenizer = Tokenizer.from_folder(folder, template)
+        with pytest.raises(RequestError, match="more than"):
+            tokenizer.render_chat([{"role": "user", "content": text}])
+        tokenizer.render_chat([{"role": "user", "content": text[:1000]}])
+
     def test_output_is_bounded(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("headrace.engine.chat_template.MAX_RENDERED_CHARS", 1000)
         with pytest.raises(RequestError, match="more than 1000 characters"):

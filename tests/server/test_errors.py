@@ -66,7 +66,7 @@ BAD_SAMPLING: list[tuple[str, Any, str]] = [
     ("guided_json", {}, "not yet supported"),
     ("guided_regex", "(a+)+$", "not yet supported"),
     ("guided_choice", ["a"], "not yet supported"),
-    ("use_beam_search", True, "not supported"),
+    ("use_beam_search", True, "not yet supported"),
     ("truncate_prompt_tokens", 5, "not yet supported"),
     ("priority", 1, "--scheduling-policy"),
     ("priority", HUGE, "priority"),

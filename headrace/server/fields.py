@@ -1,0 +1,75 @@
+"""What becomes of a request's fields that headrace does not act on: one table.
+
+HARMLESS ones change nothing of an answer, REFUSED ones would give a wrong answer that looks right. Whatever else no
+shape in protocol.py has is ignored, and the answer says so in a header.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headrace.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+IGNORED_HEADER = "x-headrace-ignored"
+"""Of answers: the fields of the request that had no effect."""
+HARMLESS = frozenset((
+    "user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",  # notes to the provider
+    "prediction",  # saves time alone
+    "parallel_tool_calls",  # says nothing without `tools`, which are named themselves
+    "guided_decoding_backend", "guided_whitespace_pattern", "mm_processor_kwargs",  # go with what is refused
+))  # fmt: skip
+REFUSED = frozenset((
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",  # vLLM
+    "regex", "ebnf", "json_schema", "structural_tag", "grammar", "stop_regex",  # SGLang, llama.cpp
+    "suffix", "prompt_embeds", "truncate_prompt_tokens", "use_beam_search", "logits_processors", "documents",
+    "lora_path", "modalities", "audio", "web_search_options", "function_call",
+))  # fmt: skip
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "use_beam_search": (False,),
+    "logits_processors": ([],),
+    "documents": ([],),
+    "modalities": (["text"],),
+    "function_call": ("auto", "none"),
+    "functions": ([],),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "verbosity": ("medium",),
+    "include_reasoning": (True,),
+}
+"""Values beside null and "" that ask for nothing."""
+WHY = {"function_call": "function_call can be 'none' or 'auto': forcing a call is not yet supported"}
+MAX_NAMED = 16
+"""Most fields that the header names."""
+MAX_LOGGED = 64
+"""Most names that are logged, each once: clients make them up."""
+_PLAIN_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+
+
+def ignored_fields(others: Mapping[str, Any]) -> list[str]:
+    """Names of `others`, the fields that no shape has, that have no effect where they should have one. Raises
+    RequestError for the REFUSED."""
+    found = []
+    for name, value in others.items():
+        if name in HARMLESS or value is None or value == "" or value in NEUTRAL.get(name, ()):
+            continue
+        if name in REFUSED:
+            raise RequestError(WHY.get(name, f"{name} is not yet supported"), name)
+        found.append(name)
+    return found
+
+
+def ignored_header(names: Sequence[str], told: set[str]) -> dict[str, str]:
+    """The header of an answer, if a field was ignored. `told`: names that are in the log, where each stands once."""
+    plain = [name for name in names[:MAX_NAMED] if _PLAIN_NAME.fullmatch(name)]
+    for name in plain:
+        if name not in told and len(told) < MAX_LOGGED:
+            told.add(name)
+            logger.warning("%s of a request has no effect here; answers say so in the header %s", name, IGNORED_HEADER)
+    if len(plain) < len(names):
+        plain.append("...")
+    return {IGNORED_HEADER: ", ".join(plain)} if plain else {}
