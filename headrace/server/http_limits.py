@@ -207,7 +207,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _check_sending(self, now: float) -> None:
         left = self._amount(Stage.SENDING)
-        if left < self._mark:
+        if left != self._mark:  # also more: the client had read, and more was written
             self._since, self._mark = now, left
         elif now - self._since > self.timeouts.send:
             self.transport.abort()

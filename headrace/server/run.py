@@ -97,6 +97,8 @@ async def _serve(
             await asyncio.gather(starting, return_exceptions=True)
             return 0
         stopped.cancel()
+        if stop.is_set() and starting.exception() is not None:  # a signal to the whole group ended the core as well
+            return 0
         engine = await starting
         names = engine.config.served_model_name or [engine.config.model]
         try:

@@ -67,7 +67,7 @@ def test_stop_while_starting(number: int, seconds: float) -> None:
         server.wait_for("loading demo")
         time.sleep(seconds)
         everything = server.children()
-        server.process.send_signal(number)
+        os.killpg(server.process.pid, number)
         assert server.process.wait(STOP_SECONDS) == 0
         gone(everything, 1)
         assert "Traceback" not in server.text
