@@ -64,11 +64,11 @@ class Received(Generic[T]):
 async def receive(serving: Serving, http: Request, shape: type[T]) -> Received[T]:
     """Raises RequestError for a body that cannot be read as `shape`."""
     body = await read_body(http, serving.config.max_request_bytes)
-    names = {field.name for field in msgspec.structs.fields(shape)}
+    names = shape.__struct_fields__  # not structs.fields: that evaluates all annotations anew, a millisecond
 
     def work() -> Received[T]:
         fields = decode_object(body)
-        ignored = ignored_fields({name: fields[name] for name in fields.keys() - names})
+        ignored = ignored_fields({name: fields[name] for name in fields.keys() - set(names)})
         return Received(convert(fields, shape), ignored, len(body))
 
     return await serving.work(len(body), work)
