@@ -13,13 +13,14 @@ import msgspec
 from starlette.requests import Request
 
 from headrace.errors import PayloadTooLargeError, RequestError, UnsupportedMediaTypeError, clip, quoted
-from headrace.server.json_pieces import decode_json
+from headrace.server.json_pieces import PIECE, decode_json
 
 T = TypeVar("T")
 MAX_DEPTH = 32
 """Deepest nesting of free-form values (tools, chat_template_kwargs)."""
 MAX_PATH = 500
 """Longest end of a message of msgspec's that says where: before it may stand all of a wrong value."""
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _WHERE = re.compile(r" - at (?P<key>`key` in )?`\$(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]*)`$")
 _TOO_LONG = re.compile(r"^Expected `(?:array|object)` of length <= (?P<limit>\d+)$")
@@ -61,10 +62,26 @@ def decode_object(body: bytes | bytearray) -> dict[str, Any]:
     except RecursionError:
         raise RequestError("the JSON is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"the body is not valid JSON: {clip(str(error))}") from None
+        raise RequestError(f"the body is not valid JSON: {clip(str(error))}", _broken_field(body)) from None
     if not isinstance(fields, dict):
         raise RequestError(f"the body must be a JSON object, got {quoted(fields)}")
     return fields
+
+
+def _broken_field(body: bytes | bytearray) -> str | None:
+    """The field whose value cannot be decoded, where the rest of a short body can."""
+    if len(body) > PIECE:
+        return None
+    try:
+        fields = _FIELDS.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    for name, value in fields.items():
+        try:
+            decode_json(bytes(value))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return name
+    return None
 
 
 def convert(value: Any, shape: type[T], prefix: str = "") -> T:

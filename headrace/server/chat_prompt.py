@@ -86,7 +86,8 @@ def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
     """The form that templates know: text content, and the arguments of tool calls as objects."""
     where = f"messages[{index}]"
     if message.role not in ROLES:
-        raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}, got {quoted(message.role)}", "messages")
+        roles = ", ".join(ROLES)
+        raise RequestError(f"{where}.role must be one of {roles}, got {quoted(message.role)}", f"{where}.role")
     if message.content is None and message.role != "assistant":
         raise RequestError(f"{where}.content may be null for the assistant only, got role {message.role!r}", "messages")
     found: dict[str, Any] = {

@@ -143,7 +143,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any], int, str | None, list[str]]] = {
     "no JSON": ("completions", {"content": b'{"prompt": "a"'}, 400, None, ["JSON"]),
     "no UTF-8": ("completions", {"content": b'{"prompt": "\xff"}'}, 400, "prompt", ["JSON"]),
     "half a character": ("completions", {"content": rb'{"prompt": "\ud800"}'}, 400, None, []),
-    "deep": ("completions", {"content": b'{"prompt": ' + b"[" * 100_000}, 400, None, []),
+    "deep": ("completions", {"content": b'{"prompt": ' + b"[" * 100_000}, 400, "prompt", ["nested"]),
     "list": ("completions", {"content": b"[]"}, 400, None, ["object"]),
     "nothing": ("completions", {"content": b""}, 400, None, ["JSON"]),
     "content type": (
