@@ -166,7 +166,7 @@ class Case:
         form = weight_format or self.weight_format or shape.weight_format
         layers = sum(group.count * layer_bytes(shape, group, Parallel(), form).total for group in shape.groups)
         rest = shape.embedding_weights + shape.head_weights + shape.final_weights + shape.extra_weights
-        return int(layers + shape.plain_bytes * (rest - shape.draft_weights))
+        return int(layers + shape.plain_bytes * (rest - shape.spec.draft_weights))
 
     def fewest_gpus(self, share: float = WORKING_SHARE, weight_format: str | None = None) -> int | None:
         """The smallest power of two whose memory's `share` holds the weights."""
@@ -183,7 +183,7 @@ class Case:
         if self.shape is None:
             return None
         values = sum(
-            group.count * group.attention.kv_values * min(tokens, group.attention.window or tokens)
+            group.count * group.mixer.cached_values * min(tokens, group.mixer.window or tokens)
             for group in self.shape.groups
         )
         return int(values * width)
@@ -201,11 +201,11 @@ class Case:
 
     @property
     def has_windows(self) -> bool:
-        return self.shape is not None and any(group.attention.window for group in self.shape.groups)
+        return self.shape is not None and any(group.mixer.window for group in self.shape.groups)
 
     @property
     def is_sparse_attention(self) -> bool:
-        return self.shape is not None and any(group.attention.sparse_top_k for group in self.shape.groups)
+        return self.shape is not None and any(group.mixer.sparse_top_k for group in self.shape.groups)
 
 
 def make_case(line: CommandLine, chip: Chip | None = None) -> Case:
@@ -234,8 +234,8 @@ def _shape_of(line: CommandLine) -> ModelShape | None:
         return None
     if line.engine != "vllm":
         return shape
-    context = context_of(config_of(line.model), changes_of(line), shape.max_position_embeddings)
-    return replace(shape, max_position_embeddings=context)
+    context = context_of(config_of(line.model), changes_of(line), shape.spec.max_position_embeddings)
+    return replace(shape, spec=replace(shape.spec, max_position_embeddings=context))
 
 
 def _hints_at_amd(line: CommandLine) -> bool:

@@ -65,7 +65,7 @@ def _unread(case: Case) -> str:
 
 
 def _memory(case: Case, shape: ModelShape, chip: Chip) -> Finding:
-    context = shape.max_position_embeddings
+    context = shape.spec.max_position_embeddings
     asked = case.asked.max_model_len or context
     longest = asked if case.stretches else min(asked, context)
     fits = _map(case, chip, case.tp, longest)

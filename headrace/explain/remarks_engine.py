@@ -99,7 +99,7 @@ def enable_expert_parallel(case: Case, setting: Setting) -> Remark | None:
     if case.gpus == 1:
         return Remark("no effect", "one GPU has all experts anyway", "drop", claim)
     if case.shape is not None:
-        mlps = [group.mlp for group in case.shape.groups if group.mlp.num_experts]
+        mlps = [group.feed_forward for group in case.shape.groups if group.feed_forward.num_experts]
         share = min(mlp.experts_per_token / mlp.num_experts for mlp in mlps)
         if share < ULTRA_SPARSE:
             return Remark(
@@ -268,7 +268,7 @@ def mm_encoder_tp_mode(case: Case, setting: Setting) -> Remark | None:
         return None
     if case.tp == 1:
         return Remark("no effect", "with one GPU there is nothing to split", "drop")
-    if case.shape is not None and case.shape.extra_weights <= case.shape.draft_weights:
+    if case.shape is not None and case.shape.extra_weights <= case.shape.spec.draft_weights:
         return Remark("no effect", "the model has no image encoder", "drop")
     return Remark(
         "helps",

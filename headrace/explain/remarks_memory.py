@@ -127,7 +127,7 @@ def max_model_len(case: Case, setting: Setting) -> Remark | None:
     length = case.asked.max_model_len
     if length is None:
         return Remark("fine", "the longest context that the KV cache has room for, up to the model's")
-    longest = case.shape.max_position_embeddings if case.shape is not None else length
+    longest = case.shape.spec.max_position_embeddings if case.shape is not None else length
     if length > longest and case.stretches:
         return Remark("costs", f"the model ends at {longest:,} tokens; what it answers beyond them, nobody knows")
     if length > longest and not case.is_open(*OVERRIDES):
@@ -148,8 +148,8 @@ def hf_overrides(case: Case, setting: Setting) -> Remark | None:
         return Remark("fine", "what the rotary flags say belongs into it", _as_overrides(case))
     if case.shape is None or case.line.model is None:
         return None
-    own = context_of(config_of(case.line.model), {}, find_model(case.line.model).max_position_embeddings)
-    context = case.shape.max_position_embeddings
+    own = context_of(config_of(case.line.model), {}, find_model(case.line.model).spec.max_position_embeddings)
+    context = case.shape.spec.max_position_embeddings
     return Remark("fine", f"the context is {context:,} tokens with it, not {own:,}") if context != own else None
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace import model_spec
 from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.spec import AttentionSpec
 from headrace.kernels.norm import HalfNormed
@@ -15,7 +16,6 @@ from headrace.layers.context import LayerContext
 from headrace.layers.layer import Layer
 from headrace.layers.linear import QKVParallelLinear, RowParallelLinear
 from headrace.layers.norm import RMSNorm
-from headrace.model_config import ModelConfig
 from headrace.quantization.scheme import Slot
 
 Angles = tuple[Tensor, Tensor | None]
@@ -41,28 +41,25 @@ queries and probabilities are not quantized here."""
 class Attention(Layer):
     def __init__(
         self,
-        config: ModelConfig,
+        mixer: model_spec.Attention,
         spec: AttentionSpec,
         context: LayerContext,
-        *,
-        qkv_bias: bool,
-        o_bias: bool,
-        qk_norm: bool,
+        eps: float,
         norm: RMSNorm,
     ) -> None:
-        """`spec` says what is on this rank; `qk_norm`: RMS norm over each head of q and k before rotating; `norm`: what
-        the layer's input goes through first."""
+        """`mixer` describes the layer, `spec` what of it is on this rank; `norm`: what the layer's input goes through
+        first."""
         super().__init__()
-        group, dtype, width = context.mesh.tp, context.dtype, config.num_heads * config.head_dim
+        group, dtype, hidden, dim = context.mesh.tp, context.dtype, mixer.hidden_size, mixer.head_dim
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, group, dtype, qkv_bias, norm
+            hidden, mixer.num_heads, mixer.num_kv_heads, dim, group, dtype, mixer.qkv_bias, norm
         )
-        self.o_proj = RowParallelLinear(width, config.hidden_size, group, dtype, o_bias)
-        if qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, context.kernels, dtype)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, context.kernels, dtype)
-        self.qk_norm = qk_norm
-        self.eps = config.rms_norm_eps
+        self.o_proj = RowParallelLinear(mixer.num_heads * dim, hidden, group, dtype, mixer.o_bias)
+        self.qk_norm = mixer.qk_norm == "head"
+        if self.qk_norm:
+            self.q_norm = RMSNorm(dim, eps, context.kernels, dtype)
+            self.k_norm = RMSNorm(dim, eps, context.kernels, dtype)
+        self.eps = eps
         self.spec = spec
         self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         self.rotary_and_cache = context.kernels.rotary_and_cache

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headrace import model_spec
 from headrace.distributed.mesh import Group, Mesh
 from headrace.kernels.moe import Experts
 from headrace.kernels.norm import HALF_NORMED_DTYPE, whole
@@ -18,7 +19,6 @@ from headrace.layers.context import LayerContext
 from headrace.layers.layer import Layer, empty_parameter, whole_slot
 from headrace.layers.linear import divide
 from headrace.layers.mlp import GatedMLP
-from headrace.layers.moe_spec import MoeSpec
 from headrace.layers.norm import RMSNorm
 from headrace.quantization.scheme import Slot
 
@@ -29,22 +29,23 @@ def linears_take_halves(weight: Tensor) -> bool:
 
 
 class SparseMoE(Layer):
-    def __init__(self, hidden_size: int, spec: MoeSpec, context: LayerContext, norm: RMSNorm) -> None:
+    def __init__(self, spec: model_spec.Experts, context: LayerContext, norm: RMSNorm) -> None:
         """`norm`: what comes in goes through it first."""
         super().__init__()
         self.norm = (norm,)  # in a tuple, so that it does not become a child
         group, dtype = context.mesh.tp, context.dtype
-        local = divide(spec.intermediate_size, group, "an expert's intermediate size")
-        self.spec, self.hidden_size, self.local = spec, hidden_size, local
+        hidden_size = spec.hidden_size
+        local = divide(spec.expert_intermediate_size, group, "an expert's intermediate size")
+        self.spec, self.local = spec, local
         self.rows = slice(group.rank * local, (group.rank + 1) * local)
-        has_shared = spec.shared_intermediate_size > 0
+        has_shared = spec.intermediate_size > 0
         self.router = empty_parameter(spec.num_experts + has_shared, hidden_size, dtype=dtype)
         self.w13 = empty_parameter(spec.num_experts, 2 * local, hidden_size, dtype=dtype)
         self.w2 = empty_parameter(spec.num_experts, hidden_size, local, dtype=dtype)
         if has_shared:
             # this rank's part of the sum: the layer adds up routed and shared experts, then reduces once
             unreduced = replace(context, mesh=Mesh(Group(group.rank, group.size)))
-            self.shared_expert = GatedMLP(hidden_size, spec.shared_intermediate_size, False, unreduced, norm)
+            self.shared_expert = GatedMLP(hidden_size, spec.intermediate_size, False, unreduced, norm)
         self.has_shared = has_shared
         self.fused_moe = context.kernels.fused_moe
         self.batch_invariant = context.spec.batch_invariant
@@ -55,12 +56,12 @@ class SparseMoE(Layer):
         self.kept_ids: Tensor | None = None
 
     def slots(self, path: str) -> dict[str, Slot]:
-        spec, names, local, hidden = self.spec, self.spec.names, self.local, self.hidden_size
+        spec, names, local, hidden = self.spec, self.spec.names, self.local, self.spec.hidden_size
         block = f"{path.rpartition('.')[0]}.{names.block}"
         slots = {f"{block}.gate.weight": whole_slot(self.router[: spec.num_experts])}
         if self.has_shared:
             slots[f"{block}.shared_expert_gate.weight"] = whole_slot(self.router[spec.num_experts :])
-        wide, everything = (spec.intermediate_size, hidden), slice(0, hidden)
+        wide, everything = (spec.expert_intermediate_size, hidden), slice(0, hidden)
         for expert in range(spec.num_experts):
             name, w13 = f"{block}.experts.{expert}", self.w13[expert]
             slots[f"{name}.{names.gate}.weight"] = Slot(wide, (self.rows, everything), w13[:local])
@@ -74,8 +75,8 @@ class SparseMoE(Layer):
         halves = self.alone and not self.batch_invariant and linears_take_halves(self.w13)
         next_norm = following.weight.data if halves and following is not None else None
         self.experts = Experts(
-            norm.weight, norm.eps, self.router, self.w13, self.w2, spec.top_k, spec.renormalize, self.batch_invariant,
-            next_norm,
+            norm.weight, norm.eps, self.router, self.w13, self.w2, spec.experts_per_token, spec.renormalize,
+            self.batch_invariant, next_norm,
         )  # fmt: skip
 
     def forward(self, x: Tensor, residual: Tensor) -> Any:
@@ -93,7 +94,7 @@ def keep_expert_ids(model: nn.Module, max_tokens: int) -> None:
     tokens) used, also in graphs captured after this call. `max_tokens` 0: no longer."""
     for layer in model.modules():
         if isinstance(layer, SparseMoE):
-            shape, device = (max_tokens, layer.spec.top_k), layer.w13.device
+            shape, device = (max_tokens, layer.spec.experts_per_token), layer.w13.device
             layer.kept_ids = torch.full(shape, -1, dtype=torch.int32, device=device) if max_tokens else None
 
 

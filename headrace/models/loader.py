@@ -46,7 +46,7 @@ def build_model(config: ModelConfig, context: LayerContext) -> Any:
     divide it."""
     entry = resolve(config)
     model_class = getattr(importlib.import_module(entry.module), entry.class_name)
-    return model_class(config, entry, context)
+    return model_class(config, entry.spec(config.fields), context)
 
 
 def load_model(

@@ -1,217 +1,135 @@
-"""The model families: which class serves an architecture, what its config.json leaves unsaid, and what it cannot do.
+"""The model families: which description and which class serve an architecture, and what cannot be served.
 
-Imports no torch: planner, server and the command line read this table too. A family is one line of `MODELS`.
+Imports no torch: planner, server and the command line read this table too. A family is one entry of `MODELS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from headrace.attention.spec import AttentionSpec
 from headrace.errors import ConfigError, UnsupportedModelError
-from headrace.layers.moe_spec import ExpertNames, MoeSpec
 from headrace.model_config import MOST, Fields, ModelConfig, read_object
+from headrace.model_spec import ModelSpec
+from headrace.models import descriptions
+from headrace.models.descriptions import Describe
 from headrace.quantization.table import resolve_format
-
-Windows = Callable[[ModelConfig], tuple[int | None, ...]]
-"""-> each layer's sliding window: the keys a query may look back on, itself included; None: all"""
-
-Experts = Callable[[ModelConfig], MoeSpec]
 
 
 @dataclass(frozen=True)
 class ModelEntry:
     architecture: str
-    module: str
-    class_name: str
-    windows: Windows
-    qkv_bias: bool | None = None
-    """None here and below: as config.json's `attention_bias` says"""
-    o_bias: bool | None = None
-    mlp_bias: bool | None = None
-    """None: as config.json's `mlp_bias` says"""
-    qk_norm: bool = False
+    describe: Describe
+    module: str = ""
+    """empty: the family is described and has no modules yet, so it can be planned and not served"""
+    class_name: str = ""
     needs: tuple[str, ...] = ()
     """fields that config.json must hold, because the family's default for them is not the usual one"""
-    moe: Experts | None = None
-    """None: every layer is dense"""
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """what config.json leaves out where it is as usual"""
+
+    def spec(self, fields: Fields) -> ModelSpec:
+        """The model that `fields`, those of the text part of a config.json, describe. Raises UnsupportedModelError for
+        a field that is missing or holds no value of its kind."""
+        for name in self.needs:
+            if fields.values.get(name) is None:
+                raise fields.refusal(name, "given")
+        fields = replace(fields, values={**self.defaults, **fields.values})
+        described = self.describe(fields)
+        return ModelSpec(
+            architecture=self.architecture,
+            hidden_size=fields.integer("hidden_size"),
+            vocab_size=fields.integer("vocab_size"),
+            max_position_embeddings=fields.integer("max_position_embeddings", 2048),
+            layers=described.layers,
+            tied_embeddings=fields.flag("tie_word_embeddings"),
+            vision_weights=described.vision_weights,
+            draft_weights=described.draft_weights,
+        )
 
     def reasons(self, config: ModelConfig) -> list[str]:
         """Why this model cannot be served: field, value and what is accepted. Empty: it can. Raises
         UnsupportedModelError for a value that is none of its field."""
-        missing = [f"`{name}` is missing" for name in self.needs if config.raw.get(name) is None]
-        own = missing or self._own_reasons(config)
+        own = [f"`{name}` is missing" for name in self.needs if config.raw.get(name) is None]
+        if not own and self.spec(config.fields).is_moe and not config.fields.flag("qkv_bias", True):
+            own = ["`qkv_bias` is False; accepted: true"]
         return [*own, *_shape_reasons(config), *_rope_reasons(config), *_feature_reasons(config)]
-
-    def _own_reasons(self, config: ModelConfig) -> list[str]:
-        """Windows and experts raise for themselves."""
-        self.windows(config)
-        if self.moe is None:
-            return []
-        self.moe(config)
-        return [] if config.fields.flag("qkv_bias", True) else ["`qkv_bias` is False; accepted: true"]
-
-
-def no_window(config: ModelConfig) -> tuple[int | None, ...]:
-    return (None,) * config.num_layers
-
-
-def same_window(config: ModelConfig) -> tuple[int | None, ...]:
-    """Mistral's rule: `sliding_window` on every layer (4096 where the field is absent, none where it is null)."""
-    return (_window(config.fields),) * config.num_layers
-
-
-def upper_window(config: ModelConfig) -> tuple[int | None, ...]:
-    """Qwen's rule: `layer_types` if given, else the layers from `max_window_layers` (28) on; only with
-    `use_sliding_window`."""
-    first = config.fields.integer("max_window_layers", 28, minimum=0)
-    usual = ["sliding_attention" if i >= first else "full_attention" for i in range(config.num_layers)]
-    return _typed_windows(config, usual)
-
-
-def raw_window(config: ModelConfig) -> tuple[int | None, ...]:
-    """Mixtral's rule: `sliding_window` on every layer, none where the field is absent."""
-    return (config.fields.optional("sliding_window"),) * config.num_layers
-
-
-def switched_window(config: ModelConfig) -> tuple[int | None, ...]:
-    """Qwen3-MoE's rule: `sliding_window` (4096) on every layer, only with `use_sliding_window`."""
-    return (_switched(config.fields),) * config.num_layers
-
-
-def alternate_window(config: ModelConfig) -> tuple[int | None, ...]:
-    """Qwen2-MoE's rule: `layer_types` if given, else every other layer below `max_window_layers` (28), from the first;
-    only with `use_sliding_window`."""
-    below = config.fields.integer("max_window_layers", 28, minimum=0)
-    usual = ["sliding_attention" if i % 2 == 0 and i < below else "full_attention" for i in range(config.num_layers)]
-    return _typed_windows(config, usual)
-
-
-def _window(fields: Fields) -> int | None:
-    return fields.optional("sliding_window") if "sliding_window" in fields.values else 4096
-
-
-def _switched(fields: Fields) -> int | None:
-    return _window(fields) if fields.flag("use_sliding_window") else None
-
-
-def _typed_windows(config: ModelConfig, usual: list[str]) -> tuple[int | None, ...]:
-    window = _switched(config.fields)
-    return tuple(window if kind == "sliding_attention" else None for kind in _layer_types(config) or usual)
-
-
-def _layer_types(config: ModelConfig) -> list[str]:
-    """One for each layer; empty where config.json names none."""
-    types = config.fields.texts("layer_types")
-    if types and (len(types) != config.num_layers or {*types} - {"full_attention", "sliding_attention"}):
-        raise config.fields.refusal(
-            "layer_types", f"full_attention or sliding_attention for each of the {config.num_layers} layers"
-        )
-    return types
-
-
-def mixtral_experts(config: ModelConfig) -> MoeSpec:
-    experts = config.fields.integer("num_local_experts")
-    return MoeSpec(
-        num_experts=experts,
-        top_k=config.fields.integer("num_experts_per_tok", maximum=experts),
-        intermediate_size=config.intermediate_size,
-        renormalize=True,
-        sparse=(True,) * config.num_layers,
-        names=ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
-    )
-
-
-def qwen_experts(config: ModelConfig) -> MoeSpec:
-    """Every `decoder_sparse_step`-th layer but `mlp_only_layers`. transformers 5 writes `num_local_experts`."""
-    fields = config.fields
-    renamed = fields.values.get("num_experts") is None and "num_local_experts" in fields.values
-    experts = fields.integer("num_local_experts" if renamed else "num_experts")
-    step, dense = fields.integer("decoder_sparse_step", 1), fields.integers("mlp_only_layers")
-    return MoeSpec(
-        num_experts=experts,
-        top_k=fields.integer("num_experts_per_tok", maximum=experts),
-        intermediate_size=fields.integer("moe_intermediate_size"),
-        renormalize=fields.flag("norm_topk_prob"),
-        sparse=tuple((i + 1) % step == 0 and i not in dense for i in range(config.num_layers)),
-    )
-
-
-def qwen_experts_and_shared(config: ModelConfig) -> MoeSpec:
-    return replace(
-        qwen_experts(config), shared_intermediate_size=config.fields.integer("shared_expert_intermediate_size")
-    )
 
 
 LLAMA = ("headrace.models.llama", "LlamaForCausalLM")
+PLAIN_BIASES = {"qkv_bias": False, "o_bias": False, "mlp_bias": False}
+QWEN2_BIASES = {**PLAIN_BIASES, "qkv_bias": True}
+
+
+def _llama(**quirks: Any) -> Describe:
+    return partial(descriptions.llama, **quirks)
+
 
 MODELS = (
-    ModelEntry("LlamaForCausalLM", *LLAMA, no_window),
+    ModelEntry("LlamaForCausalLM", _llama(), *LLAMA),
     ModelEntry(
         "MistralForCausalLM",
+        _llama(windows=descriptions.same_window, **PLAIN_BIASES),
         *LLAMA,
-        same_window,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
         needs=("num_key_value_heads",),
     ),
     ModelEntry(
         "Qwen2ForCausalLM",
+        _llama(windows=descriptions.upper_window, **QWEN2_BIASES),
         *LLAMA,
-        upper_window,
-        qkv_bias=True,
-        o_bias=False,
-        mlp_bias=False,
         needs=("num_key_value_heads",),
     ),
     ModelEntry(
         "Qwen3ForCausalLM",
+        _llama(windows=descriptions.upper_window, mlp_bias=False, qk_norm="head"),
         *LLAMA,
-        upper_window,
-        mlp_bias=False,
-        qk_norm=True,
         needs=("num_key_value_heads", "head_dim"),
     ),
     ModelEntry(
         "MixtralForCausalLM",
+        _llama(windows=descriptions.raw_window, feed_forwards=descriptions.mixtral_experts, **PLAIN_BIASES),
         *LLAMA,
-        raw_window,
-        qkv_bias=False,
-        o_bias=False,
         needs=("num_key_value_heads", "num_local_experts", "num_experts_per_tok"),
-        moe=mixtral_experts,
     ),
     ModelEntry(
         "Qwen2MoeForCausalLM",
+        _llama(
+            windows=descriptions.alternate_window, feed_forwards=descriptions.qwen_experts_and_shared, **QWEN2_BIASES
+        ),
         *LLAMA,
-        alternate_window,
-        qkv_bias=True,
-        o_bias=False,
-        mlp_bias=False,
         needs=(
             "num_key_value_heads",
             "num_experts_per_tok",
             "moe_intermediate_size",
             "shared_expert_intermediate_size",
         ),
-        moe=qwen_experts_and_shared,
     ),
     ModelEntry(
         "Qwen3MoeForCausalLM",
+        _llama(
+            windows=descriptions.switched_window, feed_forwards=descriptions.qwen_experts, mlp_bias=False,
+            qk_norm="head",
+        ),
         *LLAMA,
-        switched_window,
-        mlp_bias=False,
-        qk_norm=True,
         needs=("num_key_value_heads", "num_experts_per_tok", "moe_intermediate_size"),
-        moe=qwen_experts,
     ),
-)
+    ModelEntry("DeepseekV3ForCausalLM", descriptions.deepseek),
+    ModelEntry("DeepseekV32ForCausalLM", descriptions.deepseek),
+    ModelEntry("GlmMoeDsaForCausalLM", descriptions.deepseek),
+    ModelEntry("KimiK25ForConditionalGeneration", descriptions.deepseek),
+    ModelEntry("Llama4ForConditionalGeneration", descriptions.llama4),
+    ModelEntry("GptOssForCausalLM", descriptions.gpt_oss),
+    ModelEntry("Gemma3ForConditionalGeneration", descriptions.gemma3, defaults=descriptions.GEMMA3),
+    ModelEntry("Gemma3ForCausalLM", descriptions.gemma3, defaults=descriptions.GEMMA3),
+    ModelEntry("MiniMaxM2ForCausalLM", descriptions.minimax),
+    ModelEntry("Qwen3VLMoeForConditionalGeneration", descriptions.qwen3_vl),
+)  # fmt: skip
 
-SERVED = {entry.architecture: entry for entry in MODELS}
+DESCRIBED = {entry.architecture: entry for entry in MODELS}
+SERVED = {name: entry for name, entry in DESCRIBED.items() if entry.module}
 VISION_FIELDS = ("vision_config", "vision_tower", "visual", "image_token_id", "image_token_index")
 """of config.json: any of them is there where a model sees"""
 
@@ -247,8 +165,9 @@ def _not_served(architecture: str, raw: dict[str, Any]) -> UnsupportedModelError
         kind = "a vision-language model, which is "
     elif "text_config" in raw:
         kind = "a model of more than text, which is "
+    planned = " (`headrace plan` can plan it)" if architecture in DESCRIBED else ""
     return UnsupportedModelError(
-        f"architecture {architecture!r:.80} is {kind}not served yet; served: {', '.join(SERVED)}"
+        f"architecture {architecture!r:.80} is {kind}not served yet{planned}; served: {', '.join(SERVED)}"
     )
 
 
@@ -263,6 +182,11 @@ def resolve(config: ModelConfig) -> ModelEntry:
         raise UnsupportedModelError(f"config.json of {config.architecture}: {'; '.join(reasons)}")
     resolve_format(config)
     return entry
+
+
+def describe(config: ModelConfig) -> ModelSpec:
+    """What a model that can be served is made of. Raises UnsupportedModelError where it cannot."""
+    return resolve(config).spec(config.fields)
 
 
 def attention_spec(
@@ -286,7 +210,7 @@ def attention_spec(
         raise ConfigError(
             f"tensor_parallel_size {tp_size} must divide num_key_value_heads ({kv_heads}) or be a multiple of it"
         )
-    windows = [window for window in resolve(config).windows(config) if window is not None]
+    windows = [layer.mixer.window for layer in describe(config).layers if layer.mixer.window is not None]
     return AttentionSpec(
         num_heads=config.num_heads // tp_size,
         num_kv_heads=max(1, kv_heads // tp_size),
@@ -309,7 +233,7 @@ def _shape_reasons(config: ModelConfig) -> list[str]:
         )
     if config.head_dim % 2:
         reasons.append(f"`head_dim` is {config.head_dim}; must be even")
-    _layer_types(config)
+    descriptions.layer_types(config.fields)
     return reasons
 
 

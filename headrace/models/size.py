@@ -17,7 +17,7 @@ def multiplied_weights(model: nn.Module) -> float:
     total = 0.0
     for layer in model.modules():
         if isinstance(layer, SparseMoE):
-            total += 3 * layer.spec.top_k * layer.local * layer.hidden_size
+            total += 3 * layer.spec.experts_per_token * layer.local * layer.spec.hidden_size
         elif isinstance(layer, Linear) and not isinstance(layer, ParallelLMHead):
             weights = layer.spec.in_features * layer.spec.out_features
             total += weights * (FP8_WEIGHT if isinstance(layer.scheme, Fp8) else 1.0)

@@ -10,10 +10,11 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from headrace.model_spec import FeedForward, Mixer
 from headrace.planner.chips import Chip
 from headrace.planner.collectives import Links
 from headrace.planner.constants import GROUPED, NARROW, Efficiency, EngineTraits, find_efficiency, find_traits
-from headrace.planner.shapes import AttentionShape, LayerGroup, MlpShape, ModelShape
+from headrace.planner.shapes import LayerGroup, ModelShape
 
 UNITS = {"fp8": "fp8", "ptpc_fp8": "fp8", "int8": "int8", "mxfp4": "fp4"}
 """format -> the units that multiply it, where the chip has them; without, and for all others, the 16-bit ones"""
@@ -132,7 +133,7 @@ class _Linears:
 class _Experts:
     """A layer's experts, on the busiest of the GPUs that share them."""
 
-    def __init__(self, mlp: MlpShape, parallel: Parallel, one: _Linears) -> None:
+    def __init__(self, mlp: FeedForward, parallel: Parallel, one: _Linears) -> None:
         self.mlp, self.one = mlp, one
         self.groups = parallel.expert_gpus if parallel.ep else 1
         """of whole experts; within one every expert is sliced over `slices` GPUs"""
@@ -164,7 +165,7 @@ class _Layer:
     def __init__(self, group: LayerGroup, model: StepModel) -> None:
         deployment, traits, constants = model.deployment, model.traits, model.efficiency
         shape, parallel = deployment.shape, deployment.parallel
-        attention, mlp, tp = group.attention, group.mlp, parallel.tp
+        attention, mlp, tp = group.mixer, group.feed_forward, parallel.tp
         self.count, self.attention = group.count, attention
         parts = shape.parts_in(deployment.weight_format)
 
@@ -173,23 +174,21 @@ class _Layer:
             seconds = 2 * weights / model.rate(weight_format) / (GROUPED if part == "experts" else 1.0)
             return _Linears(weights * shape.bytes_per_weight(weight_format) / model.bandwidth, seconds)
 
-        split = attention.weights - attention.kv_weights - attention.replicated_weights
         kv_split = min(tp, max(1, attention.num_kv_heads))
-        self.projections = linears(
-            "attention", split / tp + attention.kv_weights / kv_split + attention.replicated_weights
-        )
-        self.dense = linears("dense", (mlp.dense_weights - mlp.router_weights) / tp)
-        self.router = linears("router", mlp.router_weights)
-        self.experts = _Experts(mlp, parallel, linears("experts", mlp.expert_weights)) if mlp.num_experts else None
+        ranks = {"heads": tp, "kv_heads": kv_split, "width": tp, "whole": 1}
+        self.projections = linears("attention", sum(p.size / ranks[p.split] for p in attention.parameters))
+        self.dense = linears("dense", group.dense_weights / tp)
+        self.router = linears("router", group.router_weights)
+        self.experts = _Experts(mlp, parallel, linears("experts", group.expert_weights)) if mlp.num_experts else None
 
         latent = attention.kind == "mla"
         self.grows = attention.kind != "linear"
-        key_bytes = attention.kv_values * deployment.kv_dtype_bytes / (1 if latent else kv_split)
+        key_bytes = attention.cached_values * deployment.kv_dtype_bytes / (1 if latent else kv_split)
         self.seconds_per_key = key_bytes / model.kv_bandwidth
         heads = attention.num_heads / tp
         pair = attention.head_dim + attention.v_head_dim
         self.seconds_per_pair = 2 * heads * pair / model.attention_rate
-        absorbed = 2 * attention.kv_values if latent else pair  # a decode meets the latent itself
+        absorbed = 2 * attention.cached_values if latent else pair  # a decode meets the latent itself
         self.decode_seconds_per_pair = 2 * heads * absorbed / model.attention_rate
         self.state_seconds = 0.0
         if not self.grows:  # a state is read and written for every token of a decode
@@ -208,14 +207,14 @@ class _Layer:
         seen = context if attention.window is None else min(context, attention.window)
         if attention.sparse_top_k is None or seen <= attention.sparse_top_k:
             return seen, seen
-        index = INDEX_VALUES / max(attention.kv_values, INDEX_VALUES)
+        index = INDEX_VALUES / max(attention.cached_values, INDEX_VALUES)
         return attention.sparse_top_k, attention.sparse_top_k + seen * index
 
 
 def _activation_bytes(group: LayerGroup, shape: ModelShape, parallel: Parallel, weight_format: str) -> float:
     """What kernels between products read and write for one token: norms and residuals, rotary, activation, rounding,
     sums over experts. 16-bit values."""
-    attention, mlp, hidden = group.attention, group.mlp, shape.hidden_size
+    attention, mlp, hidden = group.mixer, group.feed_forward, shape.spec.hidden_size
     heads = attention.num_heads * attention.head_dim
     inner = mlp.intermediate_size / parallel.tp
     inner += mlp.experts_per_token * mlp.expert_intermediate_size / parallel.expert_gpus
@@ -227,7 +226,7 @@ def _activation_bytes(group: LayerGroup, shape: ModelShape, parallel: Parallel, 
     return 2 * values
 
 
-def _kernels(attention: AttentionShape, mlp: MlpShape, traits: EngineTraits, narrow: bool) -> int:
+def _kernels(attention: Mixer, mlp: FeedForward, traits: EngineTraits, narrow: bool) -> int:
     count = traits.attention_kernels + (traits.expert_kernels if mlp.num_experts else traits.dense_kernels)
     if attention.kind == "mla":
         count += traits.latent_kernels
@@ -254,7 +253,7 @@ class StepModel:
         self._layers = [_Layer(group, self) for group in shape.groups]
         head = (shape.head_weights or shape.embedding_weights) / tp
         self._head = _Linears(head * shape.plain_bytes / self.bandwidth, 2 * head / self.rate("bf16"))
-        self._sampling_seconds = HEAD_BYTES * shape.vocab_size / self.bandwidth
+        self._sampling_seconds = HEAD_BYTES * shape.spec.vocab_size / self.bandwidth
         self._operations = HEAD_KERNELS + sum(layer.count * layer.operations for layer in self._layers)
 
     def rate(self, weight_format: str) -> float:
@@ -330,7 +329,7 @@ class StepModel:
 
     def _tell(self, layer: _Layer, tokens: float, everywhere: float) -> float:
         """A layer's collectives: sums after attention and after the MLP, or tokens to their experts and back."""
-        parallel, width = self.deployment.parallel, 2.0 * self.deployment.shape.hidden_size
+        parallel, width = self.deployment.parallel, 2.0 * self.deployment.shape.spec.hidden_size
         seconds = self.links.all_reduce(tokens * width, parallel.tp)
         if layer.experts is None or not parallel.dp_attention:
             return 2 * seconds
@@ -347,7 +346,7 @@ class StepModel:
         if parallel.pp == 1:
             return 0.0
         other_node = parallel.tp * parallel.pp > self.deployment.chip.gpus_per_node
-        return (parallel.pp - 1) * self.links.send(tokens * 2.0 * self.deployment.shape.hidden_size, other_node)
+        return (parallel.pp - 1) * self.links.send(tokens * 2.0 * self.deployment.shape.spec.hidden_size, other_node)
 
     def _host(self, sequences: float, prefill: float) -> float:
         """Starting what is in no graph, and bookkeeping for each request."""

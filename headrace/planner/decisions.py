@@ -14,7 +14,7 @@ from headrace.attention.table import Selection, select_backend
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, OutOfMemoryError
 from headrace.model_config import ModelConfig
-from headrace.models.registry import attention_spec, resolve
+from headrace.models.registry import attention_spec, describe
 from headrace.planner.checkpoint_format import holds_kv_scales
 from headrace.planner.graphs import decide_graphs
 from headrace.planner.record import Decision
@@ -135,11 +135,8 @@ def token_budget(
 
 
 def _experts_each(model: ModelConfig) -> float:
-    experts = resolve(model).moe
-    if experts is None:
-        return 1.0
-    spec = experts(model)
-    return spec.num_experts / spec.top_k
+    sparse = [layer.feed_forward for layer in describe(model).layers if layer.feed_forward.num_experts]
+    return max((block.num_experts / block.experts_per_token for block in sparse), default=1.0)
 
 
 def sequences(device_type: str, budget: int, expected: int | None) -> tuple[int, str]:

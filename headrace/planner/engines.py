@@ -11,11 +11,12 @@ from headrace.attention.spec import AttentionSpec
 from headrace.attention.table import BACKENDS, select_backend
 from headrace.errors import UnsupportedModelError
 from headrace.model_config import ModelConfig
+from headrace.model_spec import Mixer
 from headrace.models.registry import SERVED, resolve
 from headrace.planner.chips import Chip
 from headrace.planner.cost import Parallel
 from headrace.planner.record import Decision
-from headrace.planner.shapes import AttentionShape, ModelShape
+from headrace.planner.shapes import ModelShape
 
 GRAPHS_OF = {entry.name: entry.full_graphs for entry in BACKENDS} | {
     "TRITON_ATTN": "any",
@@ -122,10 +123,10 @@ def _cuda_backend(shape: ModelShape, chip: Chip) -> Decision:
     )
 
 
-def _widest(shape: ModelShape) -> AttentionShape:
+def _widest(shape: ModelShape) -> Mixer:
     """Of the layers whose cache grows, the kind that caches most; all are alike in most models."""
-    return max((group.attention for group in shape.groups), key=lambda attention: attention.kv_values)
+    return max((group.mixer for group in shape.groups), key=lambda attention: attention.cached_values)
 
 
 def _window(shape: ModelShape) -> int | None:
-    return min((group.attention.window for group in shape.groups if group.attention.window is not None), default=None)
+    return min((group.mixer.window for group in shape.groups if group.mixer.window is not None), default=None)

@@ -62,7 +62,7 @@ def _tensor_reasons(parallel: Parallel, shape: ModelShape, chip: Chip) -> list[s
     if tp > chip.gpus_per_node:
         found.append(f"tensor parallelism over {tp} GPUs leaves the node of {chip.gpus_per_node}")
     for group in shape.groups:
-        attention, mlp = group.attention, group.mlp
+        attention, mlp = group.mixer, group.feed_forward
         if attention.num_heads % tp:
             found.append(f"{attention.num_heads} attention heads do not divide by {tp}")
         kv_heads = attention.num_kv_heads
@@ -81,7 +81,7 @@ def _expert_reasons(parallel: Parallel, shape: ModelShape) -> list[str]:
         if parallel.ep or parallel.dp_attention:
             found.append("a dense model has no experts to spread")
         return found
-    sparse = [group.mlp for group in shape.groups if group.mlp.num_experts]
+    sparse = [group.feed_forward for group in shape.groups if group.feed_forward.num_experts]
     share = min(mlp.experts_per_token / mlp.num_experts for mlp in sparse)
     if parallel.ep:
         for count in sorted({mlp.num_experts for mlp in sparse}):

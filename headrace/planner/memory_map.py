@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 from headrace.config import GRAPH_MODES
 from headrace.kernels.attention_config import COPY_ENGINE_PREFILL, UNPACKED_BYTES
+from headrace.model_spec import Mixer
 from headrace.planner.checkpoint_format import bytes_per_weight as bytes_per_weight
 from headrace.planner.chips import GIB, Chip
 from headrace.planner.cost import Parallel
-from headrace.planner.shapes import AttentionShape, LayerGroup, ModelShape
+from headrace.planner.shapes import LayerGroup, ModelShape
 from headrace.runner.graph_settings import GraphSettings
 
 VOCAB_ALIGNMENT = 64
@@ -152,39 +153,33 @@ def layer_bytes(
     """What one GPU holds of a layer of `group` when its linears are in `weight_format`."""
     plain = shape.plain_bytes
     held, parts = shape.bytes_per_weight(weight_format), shape.parts_in(weight_format, engine)
-    attention, mlp, tp = group.attention, group.mlp, parallel.tp
+    tp = parallel.tp
 
     def size(part: str, weights: float, unformatted: float) -> float:
         return weights * plain if part not in parts else (weights - unformatted) * held + unformatted * plain
 
-    here = attention_weights(attention, tp)
-    local = size("attention", here, attention.plain_weights * here / max(1, attention.weights))
-    expert, experts = size("experts", mlp.expert_weights, mlp.expert_plain_weights), mlp.num_experts
+    here = mixer_weights(group.mixer, tp)
+    local = size("attention", here, group.mixer_plain_weights * here / max(1, group.mixer_weights))
+    expert, experts = size("experts", group.expert_weights, group.expert_plain_weights), group.feed_forward.num_experts
     if parallel.ep:
         experts = math.ceil(experts / parallel.expert_gpus)
     else:
         expert /= parallel.expert_gpus
     return LayerBytes(
         attention=local,
-        dense=size("dense", (mlp.dense_weights - mlp.router_weights) / tp, 0),
-        router=mlp.router_weights * plain,
+        dense=size("dense", group.dense_weights / tp, group.dense_plain_weights / tp),
+        router=group.router_weights * plain,
         expert=expert,
         experts_here=experts,
-        norms=group.other_weights * plain,
+        norms=group.layer.norm_weights * plain,
     )
 
 
-def attention_weights(attention: AttentionShape, tp: int) -> float:
-    """Parameters of one layer's attention on one of `tp` ranks: where there are fewer KV heads, ranks share copies."""
-    whole = attention.replicated_weights
-    split = attention.weights - attention.kv_weights - whole
-    share = math.ceil(attention.num_heads / tp) / attention.num_heads
-    return split * share + attention.kv_weights * kv_share(attention, tp) + whole
-
-
-def kv_share(attention: AttentionShape, tp: int) -> float:
-    """Of the KV heads, and of the cache, what one of `tp` ranks holds; all of a latent, which has no heads."""
-    return 1.0 if attention.kind == "mla" else math.ceil(attention.num_kv_heads / tp) / attention.num_kv_heads
+def mixer_weights(mixer: Mixer, tp: int) -> float:
+    """Parameters of one layer's mixer on one of `tp` ranks."""
+    heads = math.ceil(mixer.num_heads / tp) / mixer.num_heads
+    share = {"heads": heads, "kv_heads": mixer.cache_share(tp), "width": 1 / tp, "whole": 1.0}
+    return sum(parameter.size * share[parameter.split] for parameter in mixer.parameters)
 
 
 def memory_map(
@@ -210,7 +205,7 @@ def memory_map(
     Nothing is refused: what does not fit says by how much (`missing`), a split that leaves a rest is rounded up.
     """
     form = weight_format or shape.weight_format
-    longest = max_model_len or shape.max_position_embeddings
+    longest = max_model_len or shape.spec.max_position_embeddings
     layers = _fullest_stage(shape, parallel, form, engine)
     weights = _weights(shape, layers, parallel, form, engine, speculates)
     tokens_of_row = longest + 1 if engine == "headrace" else 0  # vLLM keeps them on the host
@@ -262,8 +257,8 @@ def _kv_bytes(
     """Of a token in all layers, and by window in those that have one."""
     per_token, windowed = 0, dict[int, int]()
     for count, group in layers:
-        attention = group.attention
-        size = round(count * attention.kv_values * kv_share(attention, parallel.tp) * dtype_bytes)
+        attention = group.mixer
+        size = round(count * attention.cached_values * attention.cache_share(parallel.tp) * dtype_bytes)
         per_token += size
         if attention.window is not None and size:
             windowed[attention.window] = windowed.get(attention.window, 0) + size
@@ -274,14 +269,14 @@ def _beside_rows(shape: ModelShape, chip: Chip, graph_mode: str) -> int:
     """What stands beside weights and rows: cosines and sines of every position in fp32, and cuBLAS's workspace of the
     steps' stream. A router calls cuBLAS in the small graphs that a start checks, too, on a stream of their own; dense
     layers have kernels of ours for so few tokens."""
-    angles = 4 * shape.max_position_embeddings * max(group.attention.head_dim for group in shape.groups)
+    angles = 4 * shape.spec.max_position_embeddings * max(group.mixer.head_dim for group in shape.groups)
     streams = 2 if shape.is_moe and graph_mode != "NONE" else 1
     return angles + streams * WORKSPACE.get(chip.vendor, 0)
 
 
 def _unpacked(shape: ModelShape, chip: Chip) -> int:
     """Where prompts' share of an fp8 cache is unpacked to, for a kernel that only Hopper has (kernels/prefill.py)."""
-    kinds = [group.attention for group in shape.groups]
+    kinds = [group.mixer for group in shape.groups]
     served = any(kind.kind != "mla" and kind.window is None and kind.head_dim in COPY_ENGINE_PREFILL for kind in kinds)
     return UNPACKED_BYTES if served and chip.arch == "sm_90" else 0
 
@@ -309,8 +304,8 @@ def _weights(
 ) -> dict[str, int]:
     plain = shape.plain_bytes
     tp = parallel.tp
-    rows = math.ceil(shape.vocab_size / (VOCAB_ALIGNMENT * tp)) * VOCAB_ALIGNMENT
-    ends = {"embedding": rows * shape.hidden_size * plain, "head": 0}
+    rows = math.ceil(shape.spec.vocab_size / (VOCAB_ALIGNMENT * tp)) * VOCAB_ALIGNMENT
+    ends = {"embedding": rows * shape.spec.hidden_size * plain, "head": 0}
     if shape.head_weights:
         ends["head"] = ends["embedding"]
         if parallel.pp > 1:  # at opposite ends of the pipeline
@@ -324,8 +319,8 @@ def _weights(
         sums["experts"] += count * held.experts_here * held.expert
         sums["norms"] += count * held.norms
     sums["norms"] += shape.final_weights * plain
-    vision = (shape.extra_weights - shape.draft_weights) * plain / tp
-    draft = shape.draft_weights * shape.bytes_per_weight(form) / parallel.expert_gpus if speculates else 0
+    vision = (shape.extra_weights - shape.spec.draft_weights) * plain / tp
+    draft = shape.spec.draft_weights * shape.bytes_per_weight(form) / parallel.expert_gpus if speculates else 0
     return {**ends, **{name: math.ceil(size) for name, size in sums.items()}, "extra": math.ceil(vision + draft)}
 
 
@@ -335,14 +330,14 @@ def _step_bytes(shape: ModelShape, parallel: Parallel, tokens: int, seqs: int, e
     vLLM keeps the residual beside the stream, and logits in fp32 and twice over.
     """
     plain = shape.plain_bytes
-    tp, hidden, ours = parallel.tp, shape.hidden_size, engine == "headrace"
+    tp, hidden, ours = parallel.tp, shape.spec.hidden_size, engine == "headrace"
     widest = 0.0
     for group in shape.groups:
-        attention, mlp = group.attention, group.mlp
+        attention, mlp = group.mixer, group.feed_forward
         heads = math.ceil(attention.num_heads / tp)
         queries, values = heads * attention.head_dim, heads * attention.v_head_dim
         if attention.kind == "mla":  # prompts: keys and values of every head come out of the latent
-            keys = queries + values + attention.kv_values
+            keys = queries + values + attention.cached_values
         else:
             keys = 2 * attention.head_dim * math.ceil(attention.num_kv_heads / tp)
         beside = queries if ours else hidden  # queries as rotated; the residual
@@ -360,12 +355,12 @@ def _step_bytes(shape: ModelShape, parallel: Parallel, tokens: int, seqs: int, e
             widest = max(widest, 2 * hidden + chosen)
     most = tokens * widest * plain
     if sampling and ours:  # hidden states; logits, fp32 for as many, extremes of groups, counts and weights of bins
-        groups = math.ceil(shape.vocab_size / FILTER_GROUP)
-        row = shape.vocab_size * (plain + 4) + groups * 2 * 4 + FILTER_BINS * (4 + 8)
+        groups = math.ceil(shape.spec.vocab_size / FILTER_GROUP)
+        row = shape.spec.vocab_size * (plain + 4) + groups * 2 * 4 + FILTER_BINS * (4 + 8)
         most = max(most, tokens * hidden * plain + seqs * row)
     elif sampling:
         gathered = plain / tp if tp > 1 else 0
-        most = max(most, 3 * tokens * hidden * plain + seqs * shape.vocab_size * (plain + 8 + gathered))
+        most = max(most, 3 * tokens * hidden * plain + seqs * shape.spec.vocab_size * (plain + 8 + gathered))
     return math.ceil(most)
 
 

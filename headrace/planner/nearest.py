@@ -47,7 +47,7 @@ def drastic_changes(
         if shape.weight_format != "bf16" or lower.quantization == "fp8":
             lowest = lower
     plain = free.replace(quantization=None, kv_cache_dtype="auto")
-    context = shape.max_position_embeddings
+    context = shape.spec.max_position_embeddings
     for tokens in (plain, _shorter(plain, context, 1), _shorter(plain, context, SHORTER[-1])):
         for count in (num_gpus, *_more(num_gpus, most_gpus)):
             for entry in (free, plain, lowest):
@@ -91,7 +91,7 @@ def _lower_precision(request: PlanRequest, shape: ModelShape, chip: Chip) -> Ite
 
 
 def _fewer_tokens(request: PlanRequest, shape: ModelShape) -> Iterator[PlanRequest]:
-    context = shape.max_position_embeddings
+    context = shape.spec.max_position_embeddings
     if request.answer_len < context < request.prompt_len + request.answer_len:
         yield request.replace(input_len=context - request.answer_len, max_model_len=None)
     for part in (1, *SHORTER):

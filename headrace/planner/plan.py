@@ -101,7 +101,7 @@ def make_plan(request: PlanRequest, machine: tuple[Chip, int] | None = None) -> 
     `machine`: what `gpu="auto"` means, default this machine. Raises ConfigError for a model or GPU that nobody knows.
     """
     subject = find_subject(request, machine)
-    context = subject.shape.max_position_embeddings
+    context = subject.shape.spec.max_position_embeddings
     request = request.filled(min(context, request.max_model_len or context))
     plan = _attempt(request, subject)
     if plan.feasible:

@@ -19,12 +19,12 @@ def to_json(plan: Plan) -> dict[str, Any]:
     return {
         "model": {
             "name": shape.name,
-            "architecture": shape.architecture,
+            "architecture": shape.spec.architecture,
             "source": shape.source,
             "parameters": shape.total_weights,
             "active_parameters": shape.active_weights,
             "weight_format": shape.weight_format,
-            "context": shape.max_position_embeddings,
+            "context": shape.spec.max_position_embeddings,
         },
         "gpu": {"name": chip.name, "title": chip.title, "memory_bytes": chip.memory_bytes, "source": chip.source},
         "num_gpus": plan.num_gpus,

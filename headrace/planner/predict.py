@@ -184,7 +184,7 @@ def error_band(deployment: Deployment) -> float:
     """The band of the constants, wider where no row that they were fitted on was like it."""
     band, parallel = find_fitted(deployment.chip, deployment.engine).band, deployment.parallel
     unlike = parallel.pp > 1 or parallel.ep or parallel.dp_attention or parallel.tp > deployment.chip.gpus_per_node
-    unlike = unlike or any(group.attention.kind != "gqa" for group in deployment.shape.groups)
+    unlike = unlike or any(group.mixer.kind != "gqa" for group in deployment.shape.groups)
     return min(MOST_BAND, band * UNLIKE) if unlike else band
 
 

@@ -87,7 +87,7 @@ class Terms:
 
     @property
     def context(self) -> int:
-        return self.request.max_model_len or self.shape.max_position_embeddings
+        return self.request.max_model_len or self.shape.spec.max_position_embeddings
 
 
 @dataclass(frozen=True)
@@ -321,7 +321,7 @@ def _map(terms: Terms, parallel: Parallel, budget: int, seqs: int, longest: int)
         block_size=terms.block_size,
         graph_mode=terms.graph_mode,
         engine=terms.engine,
-        speculates=bool(terms.request.speculative_config) and terms.shape.draft_weights > 0,
+        speculates=bool(terms.request.speculative_config) and terms.shape.spec.draft_weights > 0,
     )
 
 
@@ -345,7 +345,7 @@ def _budget(terms: Terms, deployment: Deployment) -> Decision:
         return Decision(field, request.max_num_batched_tokens, "given", source="user")
     if terms.engine == "headrace" or terms.chip.vendor == "cpu" or not request.enable_chunked_prefill:
         device = "cpu" if terms.chip.vendor == "cpu" else "cuda"
-        mlps = [group.mlp for group in terms.shape.groups if group.mlp.num_experts]
+        mlps = [group.feed_forward for group in terms.shape.groups if group.feed_forward.num_experts]
         each = max((mlp.num_experts / mlp.experts_per_token for mlp in mlps), default=1.0)
         value, why = token_budget(device, request.enable_chunked_prefill, terms.context, request.max_num_seqs, each)
         return Decision(field, value, why)

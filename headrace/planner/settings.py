@@ -110,7 +110,8 @@ def _why_experts(shape: ModelShape, best: Candidate) -> str:
         return "a dense model has no experts"
     if best.parallel.ep:
         return "whole experts on each GPU: larger products, and tokens travel to them"
-    shares = [group.mlp.experts_per_token / group.mlp.num_experts for group in shape.groups if group.mlp.num_experts]
+    sparse = [group.feed_forward for group in shape.groups if group.feed_forward.num_experts]
+    shares = [block.experts_per_token / block.num_experts for block in sparse]
     if min(shares) < ULTRA_SPARSE:
         return f"a token uses {min(shares):.2%} of the experts: whole ones would leave most GPUs idle"
     if best.parallel.expert_gpus == 1:
@@ -153,7 +154,7 @@ def all_reduce(terms: Terms, best: Candidate) -> Decision:
         return Decision(field, "gloo", "the CPU's")
     if terms.engine == "headrace":
         return Decision(field, name, "what headrace has; kernels of its own for small sums are to come")
-    width = 2 * terms.shape.hidden_size
+    width = 2 * terms.shape.spec.hidden_size
     decode = best.limits.max_num_seqs * width / 2**20
     step = best.limits.max_num_batched_tokens * width / 2**20
     value = f"own kernel, {name} above {CUSTOM_ALL_REDUCE_MIB} MiB"
@@ -209,7 +210,7 @@ def _block_size(terms: Terms, backend: Decision) -> Decision:
 def _model_length(terms: Terms, best: Candidate) -> Decision:
     if terms.request.max_model_len is not None:
         return Decision("max_model_len", best.max_model_len, "given", source="user")
-    context = terms.shape.max_position_embeddings
+    context = terms.shape.spec.max_position_embeddings
     if best.max_model_len < context:
         return Decision(
             "max_model_len", best.max_model_len, "what the KV cache has room for", f"{context}, the model's"
@@ -233,7 +234,7 @@ def _graph_sizes(terms: Terms, best: Candidate, mode: str) -> Decision:
 
 
 def _speculation(terms: Terms) -> Decision:
-    field, drafts = "speculative_config", terms.shape.draft_weights
+    field, drafts = "speculative_config", terms.shape.spec.draft_weights
     if terms.request.speculative_config:
         return Decision(field, json.dumps(terms.request.speculative_config), "given; not predicted", source="user")
     if terms.engine == "headrace":

@@ -72,7 +72,7 @@ def problems_of(request: PlanRequest, subject: Subject) -> list[str]:
     """What no layout could mend."""
     shape, chip = subject.shape, subject.chip
     problems = [format_problem(request, shape, chip), cache_problem(kv_cache_of(request, subject).value, chip)]
-    context, length, budget = shape.max_position_embeddings, request.max_model_len, request.max_num_batched_tokens
+    context, length, budget = shape.spec.max_position_embeddings, request.max_model_len, request.max_num_batched_tokens
     load = request.prompt_len + request.answer_len
     tokens = max(load, length or 0)
     if tokens > context:

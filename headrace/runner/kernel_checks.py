@@ -355,8 +355,8 @@ def _logsumexp(subject: Subject) -> Iterator[Case]:
 def _fused_moe(subject: Subject) -> Iterator[Case]:
     for layer in subject.ends(SparseMoE):
         for tokens in TOKENS:
-            x = subject.random(tokens, layer.hidden_size)
-            shared = subject.random(tokens, layer.hidden_size) if layer.has_shared else None
+            x = subject.random(tokens, layer.spec.hidden_size)
+            shared = subject.random(tokens, layer.spec.hidden_size) if layer.has_shared else None
             expected, chosen = REFERENCE_KERNELS.fused_moe(x, layer.experts, shared, torch.zeros_like(x))
             yield partial(_experts, x, layer, shared, expected, chosen), EXPERTS[subject.dtype]
 

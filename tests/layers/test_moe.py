@@ -17,12 +17,12 @@ from headrace.distributed.mesh import Group, Mesh
 from headrace.errors import ConfigError
 from headrace.kernels.norm import HalfNormed, summed
 from headrace.layers.moe import SparseMoE, distinct_experts, keep_expert_ids
-from headrace.layers.moe_spec import MoeSpec
 from headrace.layers.norm import RMSNorm
 from headrace.model_config import ModelConfig
+from headrace.model_spec import Experts
 from headrace.models.loader import load_model
 
-SPEC = MoeSpec(num_experts=4, top_k=2, intermediate_size=12, renormalize=True, sparse=(True,))
+SPEC = Experts(hidden_size=8, num_experts=4, experts_per_token=2, expert_intermediate_size=12)
 RAW: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "vocab_size": 4096,
@@ -42,12 +42,12 @@ RAW: dict[str, Any] = {
 }
 
 
-def make_layer(spec: MoeSpec, rank: int = 0, size: int = 1) -> SparseMoE:
+def make_layer(spec: Experts, rank: int = 0, size: int = 1) -> SparseMoE:
     context = make_context(ModelConfig.from_dict(RAW), Mesh(Group(rank, size)))
     norm = RMSNorm(8, 1e-6, context.kernels, context.dtype)
     norm.create_weights(torch.device("cpu"))
     torch.nn.init.ones_(norm.weight)
-    layer = SparseMoE(8, spec, context, norm)
+    layer = SparseMoE(spec, context, norm)
     for module in layer.modules():
         module.create_weights(torch.device("cpu"))  # type: ignore[operator]
     return layer
@@ -71,7 +71,7 @@ def test_a_rank_holds_its_slice_of_every_expert_gate_above_up() -> None:
 
 
 def test_ranks_must_divide_the_experts_size() -> None:
-    spec = replace(SPEC, intermediate_size=7)
+    spec = replace(SPEC, expert_intermediate_size=7)
     with pytest.raises(
         ConfigError, match=r"tensor_parallel_size 2 does not divide an expert's intermediate size \(7\)"
     ):

@@ -13,9 +13,9 @@ import pytest
 from headrace import LLM
 from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.hub import DEMO_FOLDER
-from headrace.layers.moe_spec import MoeSpec
 from headrace.model_config import ModelConfig
-from headrace.models.registry import MODELS, ROPE_FIELDS, attention_spec, read_served_config, resolve
+from headrace.model_spec import Experts
+from headrace.models.registry import MODELS, ROPE_FIELDS, attention_spec, describe, read_served_config, resolve
 
 RAW: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -79,8 +79,7 @@ def config(**changes: Any) -> ModelConfig:
 
 
 def windows(**changes: Any) -> tuple[int | None, ...]:
-    made = config(**changes)
-    return resolve(made).windows(made)
+    return tuple(layer.mixer.window for layer in describe(config(**changes)).layers)
 
 
 def test_loads_no_torch() -> None:
@@ -189,24 +188,28 @@ def test_windows_of_the_sparse_families() -> None:
 
 
 def test_which_layers_are_sparse_and_what_of() -> None:
-    def experts(raw: dict[str, Any]) -> MoeSpec:
-        made = ModelConfig.from_dict(raw)
-        entry = resolve(made)
-        assert entry.moe is not None
-        return entry.moe(made)
+    def sparse(raw: dict[str, Any]) -> list[bool]:
+        return [bool(layer.feed_forward.num_experts) for layer in describe(ModelConfig.from_dict(raw)).layers]
+
+    def experts(raw: dict[str, Any]) -> Experts:
+        blocks = [layer.feed_forward for layer in describe(ModelConfig.from_dict(raw)).layers]
+        (found,) = {block for block in blocks if isinstance(block, Experts)}
+        return found
 
     spec = experts(QWEN3_30B_A3B)
-    assert (spec.num_experts, spec.top_k, spec.intermediate_size, spec.renormalize) == (128, 8, 768, True)
-    assert spec.sparse == (True,) * 48
-    assert spec.shared_intermediate_size == 0
+    sizes = (spec.num_experts, spec.experts_per_token, spec.expert_intermediate_size, spec.renormalize)
+    assert sizes == (128, 8, 768, True)
+    assert sparse(QWEN3_30B_A3B) == [True] * 48
+    assert spec.intermediate_size == 0
     qwen2 = RAW | {"architectures": ["Qwen2MoeForCausalLM"], **SPARSE, "shared_expert_intermediate_size": 40}
-    spec = experts(qwen2 | {"decoder_sparse_step": 2, "mlp_only_layers": [3]})
-    assert spec.sparse == (False, True, False, False)
-    assert (spec.shared_intermediate_size, spec.renormalize) == (40, False)
+    odd = qwen2 | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    assert sparse(odd) == [False, True, False, False]
+    spec = experts(odd)
+    assert (spec.intermediate_size, spec.renormalize) == (40, False)
     renamed = {key: value for key, value in qwen2.items() if key != "num_experts"} | {"num_local_experts": 6}
     assert experts(renamed).num_experts == 6
     mixtral = RAW | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
-    assert (experts(mixtral).intermediate_size, experts(mixtral).renormalize) == (96, True)
+    assert (experts(mixtral).expert_intermediate_size, experts(mixtral).renormalize) == (96, True)
 
 
 @pytest.mark.parametrize(
@@ -247,4 +250,4 @@ def test_rope_types_have_formulas_and_entries_have_classes() -> None:
 
     assert set(FREQUENCIES) == set(ROPE_FIELDS)
     for entry in MODELS:
-        assert hasattr(importlib.import_module(entry.module), entry.class_name)
+        assert not entry.module or hasattr(importlib.import_module(entry.module), entry.class_name)

@@ -52,7 +52,7 @@ def test_layers_weigh_what_the_reference_implementation_builds(name: str) -> Non
         built = model_class(model_class.config_class(**copy.deepcopy(raw)))
     expected = sum(parameter.numel() for parameter in built.parameters())
     found = shape_of(config, name)
-    assert found.total_weights - found.draft_weights == expected
+    assert found.total_weights - found.spec.draft_weights == expected
 
 
 def _few_layers(config: dict[str, Any]) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def test_an_id_in_the_hub_cache_goes_before_the_catalogue(tmp_path: Path, monkey
     longer = {**catalogue()["qwen3-8b"].config, "max_position_embeddings": 131072}
     (folder / "snapshots" / "0123" / "config.json").write_text(json.dumps(longer))
     found = find_model("Qwen/Qwen3-8B")
-    assert (found.name, found.max_position_embeddings) == ("Qwen/Qwen3-8B", 131072)
+    assert (found.name, found.spec.max_position_embeddings) == ("Qwen/Qwen3-8B", 131072)
 
 
 def test_nothing_heavy_is_loaded() -> None:

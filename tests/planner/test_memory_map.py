@@ -19,13 +19,14 @@ from headrace.kernels.attention_config import UNPACKED_BYTES
 from headrace.layers import embedding
 from headrace.layers.layer import Layer
 from headrace.model_config import ModelConfig
+from headrace.model_spec import total
 from headrace.models.loader import attach_format, build_model
 from headrace.models.size import multiplied_weights
 from headrace.planner import memory_map as this
 from headrace.planner.catalogue import catalogue, find_model
 from headrace.planner.chips import CHIPS, GIB
 from headrace.planner.cost import Parallel
-from headrace.planner.memory_map import MemoryMap, attention_weights, kv_share, layer_bytes, memory_map
+from headrace.planner.memory_map import MemoryMap, layer_bytes, memory_map, mixer_weights
 from headrace.planner.shapes import ModelShape, shape_of
 from headrace.runner import graph_settings
 from headrace.runner.profile import MemoryUse
@@ -190,13 +191,13 @@ def test_parts_of_a_sparse_model() -> None:
 
 
 def test_kv_heads_are_copied_where_ranks_outnumber_them() -> None:
-    attention = find_model("qwen3-235b-a22b").groups[0].attention  # 4 KV heads
-    assert [kv_share(attention, tp) for tp in (1, 2, 4, 8)] == [1, 0.5, 0.25, 0.25]
-    split = attention.weights - attention.kv_weights - attention.replicated_weights
-    assert attention_weights(attention, 8) == split / 8 + attention.kv_weights / 4 + attention.replicated_weights
-    latent = find_model("deepseek-v3").groups[0].attention
-    assert kv_share(latent, 8) == 1
-    assert attention_weights(latent, 8) > latent.weights / 8
+    attention = find_model("qwen3-235b-a22b").groups[0].mixer  # 4 KV heads
+    assert [attention.cache_share(tp) for tp in (1, 2, 4, 8)] == [1, 0.5, 0.25, 0.25]
+    split, keys, whole = (total(attention.parameters, split=split) for split in ("heads", "kv_heads", "whole"))
+    assert mixer_weights(attention, 8) == split / 8 + keys / 4 + whole
+    latent = find_model("deepseek-v3").groups[0].mixer
+    assert latent.cache_share(8) == 1
+    assert mixer_weights(latent, 8) > total(latent.parameters) / 8
 
 
 def test_latents_are_copied_by_tensor_parallelism_and_dealt_out_by_data_parallel_attention() -> None:

@@ -102,7 +102,7 @@ def fits_by_its_own_map(made: Plan) -> None:
     assert sum(parts.values()) <= memory.usable <= memory.total
     tokens = request.prompt_len + request.answer_len
     length = value(made, "max_model_len")
-    assert tokens <= length <= made.shape.max_position_embeddings
+    assert tokens <= length <= made.shape.spec.max_position_embeddings
     assert memory.kv_tokens >= length
     assert 1 <= value(made, "max_num_seqs") <= value(made, "max_num_batched_tokens")
     assert made.prediction.max_concurrency >= 1
@@ -117,11 +117,11 @@ def counts_everything(made: Plan) -> None:
     assert memory.weight_bytes * gpus >= shape.quantizable * LEAST_BYTES[value(made, "quantization")]
     width = 1 if value(made, "kv_cache_dtype").startswith("fp8") else 2
     cached = sum(
-        group.count * group.attention.kv_values / (1 if shape.is_mla else min(tp, group.attention.num_kv_heads))
+        group.count * group.mixer.cached_values / (1 if shape.is_mla else min(tp, group.mixer.num_kv_heads))
         for group in shape.groups
     )
     assert memory.kv_bytes_per_token * pp >= 0.999 * cached * width
-    windows = any(group.attention.window for group in shape.groups)
+    windows = any(group.mixer.window for group in shape.groups)
     assert windows or memory.kv_tokens * memory.kv_bytes_per_token <= memory.kv_pool
 
 
@@ -137,16 +137,16 @@ def keeps_the_rules(made: Plan) -> None:
     assert tp <= chip.gpus_per_node
     expert_gpus = tp * dp if shared else tp
     for group in shape.groups:
-        heads, kv_heads = group.attention.num_heads, group.attention.num_kv_heads
+        heads, kv_heads = group.mixer.num_heads, group.mixer.num_kv_heads
         assert heads % tp == 0
-        if group.attention.kind == "gqa":
+        if group.mixer.kind == "gqa":
             assert kv_heads % tp == 0 or tp % kv_heads == 0
-        assert group.mlp.intermediate_size % tp == 0
-        if group.mlp.num_experts and ep:
-            assert group.mlp.num_experts % expert_gpus == 0
-            assert group.mlp.experts_per_token / group.mlp.num_experts >= 0.01
-        if group.mlp.num_experts and not ep:
-            assert group.mlp.expert_intermediate_size % expert_gpus == 0
+        assert group.feed_forward.intermediate_size % tp == 0
+        if group.feed_forward.num_experts and ep:
+            assert group.feed_forward.num_experts % expert_gpus == 0
+            assert group.feed_forward.experts_per_token / group.feed_forward.num_experts >= 0.01
+        if group.feed_forward.num_experts and not ep:
+            assert group.feed_forward.expert_intermediate_size % expert_gpus == 0
     assert shape.is_moe or not (ep or shared)
     if pp > 1 and tp * pp <= chip.gpus_per_node:
         assert not make_plan(made.request.replace(pipeline_parallel_size=1)).feasible
@@ -165,7 +165,7 @@ def follows_no_false_claim(made: Plan) -> None:
     assert prediction is not None
     # A longer limit takes nothing from the cache, but headrace's rows of token and block ids, so it is the model's own
     # unless one such sequence does not fit.
-    length, context = value(made, "max_model_len"), made.shape.max_position_embeddings
+    length, context = value(made, "max_model_len"), made.shape.spec.max_position_embeddings
     if length < context:
         assert made.decision("max_model_len").runner_up
         seqs = value(made, "max_num_seqs") + 1 if request.engine == "headrace" else 0
@@ -174,7 +174,7 @@ def follows_no_false_claim(made: Plan) -> None:
     # All sequences at their longest need not fit at once: the cache bounds them by what they hold on the way.
     assert request.max_num_seqs is None
     most = made.decision("max_num_seqs")
-    if most.runner_up and not any(group.attention.window for group in made.shape.groups):
+    if most.runner_up and not any(group.mixer.window for group in made.shape.groups):
         assert (most.value + 1) * (request.prompt_len + request.answer_len / 2) > memory.kv_tokens
     # What is on by default stays on; guesses are not made where nobody knows how many are right.
     assert value(made, "enable_chunked_prefill") is True
@@ -196,7 +196,7 @@ def follows_no_false_claim(made: Plan) -> None:
             assert "NCCL_MIN_NCHANNELS" not in said
             assert "ROCM" not in said
     # A latent cache has blocks of any size; only an index that chooses keys one by one asks for its own.
-    sparse = any(group.attention.sparse_top_k for group in made.shape.groups)
+    sparse = any(group.mixer.sparse_top_k for group in made.shape.groups)
     assert value(made, "block_size") == 16 or (sparse and made.engine == "vllm")
     # The dtype of the cache shrinks no weights, and formats are those that the chip multiplies.
     form = value(made, "quantization")

@@ -23,7 +23,7 @@ DENSE, SPARSE, LATENT, ULTRA = (find_model(name) for name in ("llama-3.1-8b", "q
 
 def terms(shape: Any = DENSE, num_gpus: int = 8, *, chip: Any = H200, today: bool = False, **asked: Any) -> Terms:
     request = PlanRequest(model=shape.name, gpu=chip.name, engine=asked.pop("engine", "vllm"), **asked)
-    request = request.filled(shape.max_position_embeddings)
+    request = request.filled(shape.spec.max_position_embeddings)
     return Terms(
         request=request,
         shape=shape,
