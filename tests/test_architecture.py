@@ -13,7 +13,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "headrace"
 FILES = sorted(PACKAGE.rglob("*.py"))
 ROOT_NOUNS = {
-    "config", "model_config", "sampling_params", "request", "errors", "step", "hub", "process", "child", "output",
+    "config", "model_config", "model_spec", "sampling_params", "request", "errors", "step", "hub", "process", "child",
+    "output",
     "graph_sizes",
 }  # fmt: skip
 ORDER = [
