@@ -28,7 +28,7 @@ LLAMA: dict[str, Any] = {
     "torch_dtype": "float16",
 }
 
-SERVED: dict[str, Any] = {
+FIELDS: dict[str, Any] = {
     **LLAMA,
     "head_dim": 8,
     "num_local_experts": 4,
@@ -73,7 +73,7 @@ def test_tied_embeddings_serve_as_head() -> None:
 
 @pytest.mark.parametrize("architecture", SERVED)
 def test_every_family_that_is_served_can_be_counted(architecture: str) -> None:
-    found = shape_of({**SERVED, "architectures": [architecture]}, "tiny")
+    found = shape_of({**FIELDS, "architectures": [architecture]}, "tiny")
     assert found.num_layers == 3
     assert found.is_moe == (architecture.startswith("Mixtral") or "Moe" in architecture)
     (layer,) = {group.layer for group in found.groups}
@@ -295,7 +295,7 @@ WILD: list[Any] = [None, True, 0, -1, 1, 2.5, 1e400, float("nan"), 10**400, 2**3
 
 @pytest.mark.parametrize("name", [*catalogue(), *SERVED])
 def test_whatever_a_field_holds_parameters_are_counted_or_one_line_is_said(name: str) -> None:
-    config = catalogue()[name].config if name in catalogue() else {**SERVED, "architectures": [name]}
+    config = catalogue()[name].config if name in catalogue() else {**FIELDS, "architectures": [name]}
     for path in _paths(config):
         for value in WILD:
             changed = copy.deepcopy(config)
