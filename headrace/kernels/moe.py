@@ -222,8 +222,8 @@ def _sum_kernel(
 class Experts:
     """One sparse layer as this rank holds it: weights of one dtype, contiguous, and how tokens are routed."""
 
-    norm_weight: Tensor
-    """# [hidden]; what comes in is normed (RMS) first"""
+    norm_weight: Tensor | None
+    """# [hidden]; what comes in is normed (RMS) first; None: it is normed already"""
     eps: float
     router: Tensor
     """# [experts, hidden], with one row more, the shared expert's gate, where there is such an expert"""
@@ -343,7 +343,7 @@ def fused_moe_reference(
     config: MoeConfig | None = None,
 ) -> tuple[Tensor | HalfNormed, Tensor]:
     num_experts = experts.w13.shape[0]
-    normed = rms_norm_reference(x, experts.norm_weight, experts.eps)
+    normed = x if experts.norm_weight is None else rms_norm_reference(x, experts.norm_weight, experts.eps)
     logits = F.linear(normed, experts.router)
     ids, weights, *_ = route_reference(logits[:, :num_experts], experts.top_k, experts.renormalize)
     out = torch.zeros_like(x)

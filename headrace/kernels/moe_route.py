@@ -172,19 +172,19 @@ def _arrivals(device: torch.device) -> Tensor:
 
 
 def norm_and_route(
-    x: Tensor, norm_weight: Tensor, eps: float, router: Tensor, num_experts: int, top_k: int, renormalize: bool,
+    x: Tensor, norm_weight: Tensor | None, eps: float, router: Tensor, num_experts: int, top_k: int, renormalize: bool,
     block_m: int, invariant: bool = False,
 ) -> tuple[Routing, Tensor, Tensor]:  # fmt: skip
     """x [num_tokens, hidden], router [num_experts or more, hidden] -> (routing, all logits, normed x), in x's dtype.
 
     `block_m` 0: ids and weights alone, without order and tiles. At most ROUTER_TOKENS tokens are routed by one launch.
-    `invariant`: always by three, whose sums know nothing of the number of tokens.
+    `invariant`: always by three, whose sums know nothing of the number of tokens. `norm_weight` None: x is normed.
     """
     num_tokens, hidden = x.shape
     num_rows = router.shape[0]
     arrived = _arrivals(x.device)  # also where it is not needed yet: no graph's memory may hold it
-    if num_tokens > ROUTER_TOKENS or invariant:
-        normed = rms_norm(x, norm_weight, eps)
+    if num_tokens > ROUTER_TOKENS or invariant or norm_weight is None:
+        normed = x if norm_weight is None else rms_norm(x, norm_weight, eps)
         logits = matmul(normed, router) if invariant else F.linear(normed, router)
         return route(logits[:, :num_experts], top_k, renormalize, block_m), logits, normed
     routing = _empty_routing(num_tokens, num_experts, top_k, block_m, x.device)

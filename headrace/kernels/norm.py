@@ -158,15 +158,16 @@ def half_norm_reference(x: Tensor, weight: Tensor, parts: int = 1) -> HalfNormed
     return HalfNormed(x, (x.float() * weight.float()).to(x.dtype), squares)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., hidden] / rms(x) * weight [hidden], contiguous, in x's dtype.
+def rms_norm(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> Tensor:
+    """x [..., hidden] / rms(x) * weight [hidden], contiguous, in x's dtype; `delta`, contiguous and of the shape of an
+    x of two dimensions, is first added to x.
 
     Normalized in fp32, rounded to x's dtype, then multiplied by the weight, as Hugging Face models do.
     """
     hidden = x.shape[-1]
     rows = x if x.dim() == 2 else x.reshape(-1, hidden)
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-    _launch(out, None, rows, weight, eps, 0.0)
+    _launch(out, None, rows, weight, eps, 0.0, delta)
     return out if x.dim() == 2 else out.view(x.shape)
 
 
@@ -185,7 +186,9 @@ def _constant(value: float, device: torch.device) -> Tensor:
     return torch.tensor([value], device=device)
 
 
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> Tensor:
+    if delta is not None:
+        x.add_(delta)
     # mean square = norm squared / hidden; half as many operations as F.rms_norm, which counts on a CPU
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale = torch.addcmul(_constant(eps, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
@@ -195,6 +198,4 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rms_norm_quantized_reference(
     x: Tensor, weight: Tensor, eps: float, fp8: torch.dtype, delta: Tensor | None = None
 ) -> Quantized:
-    if delta is not None:
-        x.add_(delta)
-    return quantize_per_token_reference(rms_norm_reference(x, weight, eps), fp8)
+    return quantize_per_token_reference(rms_norm_reference(x, weight, eps, delta), fp8)

@@ -11,11 +11,11 @@ from torch import Tensor
 from headrace import model_spec
 from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.spec import AttentionSpec
-from headrace.kernels.norm import HalfNormed
 from headrace.layers.context import LayerContext
 from headrace.layers.layer import Layer
 from headrace.layers.linear import QKVParallelLinear, RowParallelLinear
 from headrace.layers.norm import RMSNorm
+from headrace.layers.pending import Pending
 from headrace.quantization.scheme import Slot
 
 Angles = tuple[Tensor, Tensor | None]
@@ -45,14 +45,12 @@ class Attention(Layer):
         spec: AttentionSpec,
         context: LayerContext,
         eps: float,
-        norm: RMSNorm,
     ) -> None:
-        """`mixer` describes the layer, `spec` what of it is on this rank; `norm`: what the layer's input goes through
-        first."""
+        """`mixer` describes the layer, `spec` what of it is on this rank; `eps` is of norms."""
         super().__init__()
         group, dtype, hidden, dim = context.mesh.tp, context.dtype, mixer.hidden_size, mixer.head_dim
         self.qkv_proj = QKVParallelLinear(
-            hidden, mixer.num_heads, mixer.num_kv_heads, dim, group, dtype, mixer.qkv_bias, norm
+            hidden, mixer.num_heads, mixer.num_kv_heads, dim, group, dtype, mixer.qkv_bias
         )
         self.o_proj = RowParallelLinear(mixer.num_heads * dim, hidden, group, dtype, mixer.o_bias)
         self.qk_norm = mixer.qk_norm == "head"
@@ -81,9 +79,8 @@ class Attention(Layer):
             found[f"{path}.{name}"] = Slot((1,), (), place, optional=True)
         return found
 
-    def forward(self, x: Tensor | HalfNormed, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor) -> Any:
-        """x [num_tokens, hidden_size], to which attention's output is added in place; this step's keys and values go
-        into `kv_cache`."""
+    def forward(self, x: Any, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor | Pending:
+        """x [num_tokens, hidden_size] -> the same; this step's keys and values go into `kv_cache`."""
         qkv = self.qkv_proj(x).view(x.shape[0], -1, self.spec.head_dim)
         if metadata.cut is None:
             attended = self._rotate_and_attend(qkv, kv_cache, metadata, angles)
@@ -91,7 +88,7 @@ class Attention(Layer):
             attended = metadata.cut(
                 self._rotate_and_attend, qkv, kv_cache, metadata, angles, num_heads=self.spec.num_heads
             )
-        return self.o_proj(attended.view(x.shape[0], -1), x)
+        return self.o_proj(attended.view(x.shape[0], -1))
 
     def _rotate_and_attend(
         self, qkv: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, angles: Angles, out: Tensor | None = None

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from headrace.distributed.mesh import Group
 from headrace.errors import ConfigError
-from headrace.kernels.norm import HALF_NORMED_DTYPE, HalfNormed, whole
+from headrace.kernels.norm import HALF_NORMED_DTYPE, Unsummed
 from headrace.layers.layer import Layer
 from headrace.layers.norm import RMSNorm
+from headrace.layers.pending import Pending
 from headrace.quantization.scheme import Around, Compute, LinearSpec, Part, Scheme, Slot
 from headrace.quantization.unquantized import Unquantized
 
@@ -35,18 +36,14 @@ def _not_loaded(x: Any, residual: Tensor | None) -> Tensor:
 class Linear(Layer):
     """x [num_tokens, spec.in_features] -> [num_tokens, spec.out_features], as one rank holds it.
 
-    With `norm`, x is normed first; with `activation` (silu_and_mul of the kernel table), half as many outputs come out.
+    With `activation` (silu_and_mul of the kernel table), half as many outputs come out.
     """
 
-    def __init__(
-        self, spec: LinearSpec, norm: RMSNorm | None = None, activation: Callable[[Tensor], Any] | None = None
-    ) -> None:
+    def __init__(self, spec: LinearSpec, activation: Callable[[Tensor], Any] | None = None) -> None:
         super().__init__()
         self.spec = spec
-        self.norm = (norm,)  # in a tuple, so that it does not become a child
-        self.next_norm: tuple[Any] = (None,)
-        """what its sum with a residual goes through next, by a linear that takes it half done; by who knows both"""
-        self.activation = activation
+        self.around = Around(activation=activation)
+        """what it computes beside its product; models/fusion.py adds norms"""
         self.scheme: Scheme = Unquantized()
         self.weights: dict[str, Tensor] = {}
         self.compute: Compute = _not_loaded
@@ -61,18 +58,12 @@ class Linear(Layer):
             for part, tensor, slot in self.scheme.slots(self.spec, self.weights)
         }
 
-    def around(self) -> Around:
-        """What this linear's scheme is told of its neighbours."""
-        around = Around(activation=self.activation)
-        if (norm := self.norm[0]) is not None:
-            around = Around(norm.weight.data, norm.eps, norm.rms_norm, activation=self.activation)
-        next_norm = self.next_norm[0]
-        if next_norm is not None and self.spec.dtype == HALF_NORMED_DTYPE:
-            around = replace(around, next_norm=next_norm.weight.data)
-        return around
+    def norms_with(self, norm: RMSNorm) -> None:
+        """From now on, before `finalize`: x is normed here."""
+        self.around = replace(self.around, norm_weight=norm.weight.data, norm_eps=norm.eps, rms_norm=norm.rms_norm)
 
     def finalize(self) -> None:
-        self.compute = self.scheme.finalize(self.spec, self.weights, self.around())
+        self.compute = self.scheme.finalize(self.spec, self.weights, self.around)
         if any(tensor.device.type == "cpu" for tensor in self.weights.values()):
             self.weights = {}  # held in another form; on a GPU as they are, and kept for who checks what is computed
 
@@ -91,7 +82,6 @@ class MergedColumnParallelLinear(Linear):
         group: Group,
         dtype: torch.dtype,
         bias: bool,
-        norm: RMSNorm | None = None,
         activation: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """`parts`: checkpoint name -> its number of outputs."""
@@ -103,7 +93,7 @@ class MergedColumnParallelLinear(Linear):
             rows = slice(group.rank * local, (group.rank + 1) * local)
             placed.append(Part(name, (size, in_features), rows, columns, offset))
             offset += local
-        super().__init__(LinearSpec(in_features, offset, tuple(placed), dtype, bias), norm, activation)
+        super().__init__(LinearSpec(in_features, offset, tuple(placed), dtype, bias), activation)
 
 
 class ColumnParallelLinear(Linear):
@@ -131,7 +121,6 @@ class QKVParallelLinear(Linear):
         group: Group,
         dtype: torch.dtype,
         bias: bool,
-        norm: RMSNorm | None = None,
     ) -> None:
         heads = divide(num_heads, group, "num_attention_heads")
         kv_heads, kv_rank = split_kv_heads(num_kv_heads, group)
@@ -147,7 +136,7 @@ class QKVParallelLinear(Linear):
             rows = slice(rank * size, (rank + 1) * size)
             parts.append(Part(name, (total * head_dim, hidden_size), rows, columns, offset))
             offset += size
-        super().__init__(LinearSpec(hidden_size, offset, tuple(parts), dtype, bias), norm)
+        super().__init__(LinearSpec(hidden_size, offset, tuple(parts), dtype, bias))
 
 
 def split_kv_heads(num_kv_heads: int, group: Group) -> tuple[int, int]:
@@ -171,13 +160,25 @@ class RowParallelLinear(Linear):
         super().__init__(LinearSpec(local, out_features, (part,), dtype, bias, adds_bias=group.rank == 0))
         self.all_reduce = group.all_reduce
         self.alone = group.size == 1
+        self.pending = False
+        """its output has one reader, a norm, which has it computed"""
+        self.sum_is_read_once = False
+        """by a linear that norms it and makes the sum in the same pass"""
 
-    def forward(self, x: Any, residual: Tensor | HalfNormed | None = None) -> Any:
-        """With `residual` [num_tokens, out_features], the sum is written over it. It may be HalfNormed, and so may the
-        result, where a norm follows."""
-        if residual is not None:
-            residual = whole(residual)
+    def hands_to(self, norm: RMSNorm) -> None:
+        """From now on, before `finalize`: the sum goes through `norm` next, in the pass of the linear that reads it."""
+        self.sum_is_read_once = True
+        if self.spec.dtype == HALF_NORMED_DTYPE:
+            self.around = replace(self.around, next_norm=norm.weight.data)
+
+    def forward(self, x: Any) -> Tensor | Pending:
+        return Pending(self, x) if self.pending else self.computed(x)
+
+    def computed(self, x: Any) -> Tensor:
+        return self.all_reduce(self.compute(x, None))
+
+    def added_to(self, x: Any, residual: Tensor) -> Any:
         if self.alone:
             return self.compute(x, residual)
-        out = self.all_reduce(self.compute(x, None))
-        return out if residual is None else residual.add_(out)
+        out = self.computed(x)
+        return Unsummed(residual, out) if self.sum_is_read_once else residual.add_(out)

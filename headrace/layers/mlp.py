@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from headrace.kernels.norm import HalfNormed
 from headrace.layers.context import LayerContext
 from headrace.layers.layer import Layer
 from headrace.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from headrace.layers.norm import RMSNorm
+from headrace.layers.pending import Pending
 
 
 class GatedMLP(Layer):
@@ -21,16 +21,12 @@ class GatedMLP(Layer):
         intermediate_size: int,
         bias: bool,
         context: LayerContext,
-        norm: RMSNorm | None = None,
     ) -> None:
-        """`norm`: what comes in goes through it first."""
         super().__init__()
         group, dtype = context.mesh.tp, context.dtype
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         kernels = context.kernels
-        self.gate_up_proj = MergedColumnParallelLinear(
-            hidden_size, parts, group, dtype, bias, norm, kernels.silu_and_mul
-        )
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, parts, group, dtype, bias, kernels.silu_and_mul)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, group, dtype, bias)
         self.silu_and_mul_quantized = kernels.silu_and_mul_quantized
 
@@ -39,8 +35,9 @@ class GatedMLP(Layer):
         super().finalize()
         wanted = self.down_proj.scheme.input_dtype(self.down_proj.spec)
         if wanted is not None:
-            self.gate_up_proj.activation = partial(self.silu_and_mul_quantized, fp8=wanted)
+            quantized = partial(self.silu_and_mul_quantized, fp8=wanted)
+            self.gate_up_proj.around = replace(self.gate_up_proj.around, activation=quantized)
 
-    def forward(self, x: Tensor | HalfNormed, residual: Tensor | HalfNormed | None = None) -> Any:
-        """x [num_tokens, hidden_size] -> the same; with `residual`, the sum is written over it (it may be x)."""
-        return self.down_proj(self.gate_up_proj(x), residual)
+    def forward(self, x: Any) -> Tensor | Pending:
+        """x [num_tokens, hidden_size] -> the same."""
+        return self.down_proj(self.gate_up_proj(x))

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from headrace import model_spec
 from headrace.distributed.mesh import Group, Mesh
 from headrace.kernels.moe import Experts
-from headrace.kernels.norm import HALF_NORMED_DTYPE, whole
+from headrace.kernels.norm import HALF_NORMED_DTYPE, HalfNormed, Unsummed, whole
 from headrace.layers.context import LayerContext
 from headrace.layers.layer import Layer, empty_parameter, whole_slot
 from headrace.layers.linear import divide
 from headrace.layers.mlp import GatedMLP
 from headrace.layers.norm import RMSNorm
+from headrace.layers.pending import Pending
 from headrace.quantization.scheme import Slot
 
 
@@ -29,10 +30,8 @@ def linears_take_halves(weight: Tensor) -> bool:
 
 
 class SparseMoE(Layer):
-    def __init__(self, spec: model_spec.Experts, context: LayerContext, norm: RMSNorm) -> None:
-        """`norm`: what comes in goes through it first."""
+    def __init__(self, spec: model_spec.Experts, context: LayerContext) -> None:
         super().__init__()
-        self.norm = (norm,)  # in a tuple, so that it does not become a child
         group, dtype = context.mesh.tp, context.dtype
         hidden_size = spec.hidden_size
         local = divide(spec.expert_intermediate_size, group, "an expert's intermediate size")
@@ -45,14 +44,20 @@ class SparseMoE(Layer):
         if has_shared:
             # this rank's part of the sum: the layer adds up routed and shared experts, then reduces once
             unreduced = replace(context, mesh=Mesh(Group(group.rank, group.size)))
-            self.shared_expert = GatedMLP(hidden_size, spec.intermediate_size, False, unreduced, norm)
+            self.shared_expert = GatedMLP(hidden_size, spec.intermediate_size, False, unreduced)
         self.has_shared = has_shared
         self.fused_moe = context.kernels.fused_moe
         self.batch_invariant = context.spec.batch_invariant
         self.all_reduce = group.all_reduce
         self.alone = group.size == 1
-        self.next_norm: tuple[Any] = (None,)
-        """what its sum with the residual goes through next, by a linear that takes it half done; by who knows both"""
+        self.norm_weight: Tensor | None = None
+        """# [hidden]; what comes in is normed here; None: it is normed already"""
+        self.norm_eps = 0.0
+        self.next_norm: Tensor | None = None
+        """# [hidden]; weight of the norm that the sum with the residual goes through next, in the pass of the linear
+        that reads it; None: it is handed on whole"""
+        self.pending = False
+        """its output has one reader, a norm, which has it computed"""
         self.kept_ids: Tensor | None = None
 
     def slots(self, path: str) -> dict[str, Slot]:
@@ -69,24 +74,47 @@ class SparseMoE(Layer):
             slots[f"{name}.{names.down}.weight"] = Slot(wide[::-1], (everything, self.rows), self.w2[expert])
         return slots
 
+    def norms_with(self, norm: RMSNorm) -> None:
+        """From now on, before `finalize`: x is normed here, also for the shared expert."""
+        self.norm_weight, self.norm_eps = norm.weight.data, norm.eps
+        if self.has_shared:
+            self.shared_expert.gate_up_proj.norms_with(norm)
+
+    def hands_to(self, norm: RMSNorm) -> None:
+        """From now on, before `finalize`: the sum goes through `norm` next, in the pass of the linear that reads it."""
+        self.next_norm = norm.weight.data
+
     def finalize(self) -> None:
         super().finalize()
-        norm, spec, following = self.norm[0], self.spec, self.next_norm[0]
+        spec = self.spec
         halves = self.alone and not self.batch_invariant and linears_take_halves(self.w13)
-        next_norm = following.weight.data if halves and following is not None else None
+        next_norm = self.next_norm if halves else None
         self.experts = Experts(
-            norm.weight, norm.eps, self.router, self.w13, self.w2, spec.experts_per_token, spec.renormalize,
+            self.norm_weight, self.norm_eps, self.router, self.w13, self.w2, spec.experts_per_token, spec.renormalize,
             self.batch_invariant, next_norm,
         )  # fmt: skip
 
-    def forward(self, x: Tensor, residual: Tensor) -> Any:
-        """x [num_tokens, hidden_size] -> the same; the sum is written over `residual` (which may be x). The result may
-        be HalfNormed, where a norm follows."""
+    def forward(self, x: Tensor) -> Tensor | Pending:
+        """x [num_tokens, hidden_size] -> the same."""
+        return Pending(self, x) if self.pending else self.computed(x)
+
+    def computed(self, x: Tensor) -> Tensor:
+        return self.all_reduce(whole(self._compute(x, None)))
+
+    def added_to(self, x: Tensor, residual: Tensor) -> Any:
+        """`residual` may be x."""
+        if self.alone:
+            return self._compute(x, residual)
+        out = self.computed(x)
+        return residual.add_(out) if self.next_norm is None else Unsummed(residual, out)
+
+    def _compute(self, x: Tensor, residual: Tensor | None) -> Tensor | HalfNormed:
+        """This rank's share."""
         shared = self.shared_expert(x) if self.has_shared else None
-        out, ids = self.fused_moe(x, self.experts, shared, residual if self.alone else None)
+        out, ids = self.fused_moe(x, self.experts, shared, residual)
         if self.kept_ids is not None:
             self.kept_ids.fill_(-1)[: ids.shape[0]] = ids
-        return out if self.alone else residual.add_(self.all_reduce(whole(out)))
+        return out
 
 
 def keep_expert_ids(model: nn.Module, max_tokens: int) -> None:

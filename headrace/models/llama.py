@@ -7,7 +7,6 @@ are those of the checkpoint, but for fused layers, which know their parts' names
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from headrace import model_spec as spec_of
 from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.spec import AttentionSpec
-from headrace.kernels.norm import HalfNormed
 from headrace.layers.attention import Angles, Attention
 from headrace.layers.context import LayerContext
 from headrace.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -40,19 +38,22 @@ class LlamaDecoderLayer(Layer):
         sizes = (config.hidden_size, config.rms_norm_eps, context.kernels, context.dtype)
         self.input_layernorm = RMSNorm(*sizes)
         assert isinstance(layer.mixer, spec_of.Attention)
-        self.self_attn = Attention(layer.mixer, spec, context, config.rms_norm_eps, self.input_layernorm)
-        norm = self.post_attention_layernorm = RMSNorm(*sizes)
+        self.self_attn = Attention(layer.mixer, spec, context, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(*sizes)
         block = layer.feed_forward
         if isinstance(block, spec_of.Experts):
-            self.mlp: Layer = SparseMoE(block, context, norm)
+            self.mlp: Layer = SparseMoE(block, context)
         else:
-            self.mlp = GatedMLP(block.hidden_size, block.intermediate_size, block.bias, context, norm)
-            self.self_attn.o_proj.next_norm = (norm,)
+            self.mlp = GatedMLP(block.hidden_size, block.intermediate_size, block.bias, context)
 
-    def forward(self, x: Tensor | HalfNormed, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor) -> Any:
-        """x [num_tokens, hidden_size] -> the same, in place. Norms are their neighbours' affair."""
-        x = self.self_attn(x, angles, metadata, kv_cache)
-        return self.mlp(x, x)
+    def forward(
+        self, hidden: Any, residual: Tensor | None, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor
+    ) -> tuple[Any, Tensor]:
+        """hidden, residual [num_tokens, hidden_size]; hidden, the output of the layer before, is yet to be added."""
+        hidden, residual = self.input_layernorm(hidden, residual)
+        hidden = self.self_attn(hidden, angles, metadata, kv_cache)
+        hidden, residual = self.post_attention_layernorm(hidden, residual)
+        return self.mlp(hidden), residual
 
 
 class LlamaModel(Layer):
@@ -69,21 +70,16 @@ class LlamaModel(Layer):
             )
             for layer in spec.layers
         )
-        for layer, following in itertools.pairwise(self.layers):
-            if isinstance(layer.mlp, GatedMLP):
-                layer.mlp.down_proj.next_norm = (following.input_layernorm,)
-            elif isinstance(layer.mlp, SparseMoE):
-                layer.mlp.next_norm = (following.input_layernorm,)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context.kernels, context.dtype)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv_caches: list[Tensor]
     ) -> Tensor:
-        x = self.embed_tokens(input_ids)
+        hidden, residual = self.embed_tokens(input_ids), None
         angles = self.step_angles(self.cos_sin, positions)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            x = layer(x, angles, metadata, kv_cache)
-        return self.norm(x)
+            hidden, residual = layer(hidden, residual, angles, metadata, kv_cache)
+        return self.norm(hidden, residual)[0]
 
 
 class LlamaForCausalLM(Layer):

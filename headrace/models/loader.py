@@ -30,6 +30,7 @@ from headrace.layers.moe import SparseMoE
 from headrace.model_config import ModelConfig
 from headrace.models.checkpoint import READABLE_DTYPES, StoredTensor, checkpoint_files, stored_tensors, total_bytes
 from headrace.models.finite import FiniteCheck
+from headrace.models.fusion import fuse
 from headrace.models.registry import resolve
 from headrace.quantization.scheme import LinearSpec, Scheme, Slot
 from headrace.quantization.table import resolve_format
@@ -78,6 +79,7 @@ def load_model(
             fill_with_dummies(slots, seed)
         else:
             fill_from_checkpoint(slots, folder, tied=config.tie_word_embeddings)
+        model.notes.append(fuse(model, config.num_layers, context.device))
         model.weight_bytes = sum(slot.num_bytes for slot in slots.values() if not slot.optional)
         for _, layer in layers:
             layer.finalize()

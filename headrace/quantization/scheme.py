@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from headrace.kernels.norm import Unsummed, summed
+from headrace.kernels.norm import Unsummed, whole
 from headrace.kernels.table import KernelTable
 
 Product = Callable[[Any], Tensor]
@@ -32,7 +32,7 @@ class Around:
     norm_weight: Tensor | None = None
     """[in_features]: x goes through an RMS norm first; None: it does not"""
     norm_eps: float = 0.0
-    rms_norm: Callable[[Tensor, Tensor, float], Any] | None = None
+    rms_norm: Callable[..., Any] | None = None
     next_norm: Tensor | None = None
     """[out_features]: weight of the norm that the sum with the residual goes through next, by a linear that takes it
     HalfNormed or Unsummed; None: another, or none"""
@@ -45,7 +45,7 @@ class Around:
         weight, eps, rms_norm = self.norm_weight, self.norm_eps, self.rms_norm
         if weight is None or rms_norm is None:
             return None
-        return lambda x: rms_norm(summed(x), weight, eps)
+        return lambda x: rms_norm(whole(x), weight, eps, x.delta if isinstance(x, Unsummed) else None)
 
     def wrap(self, product: Product) -> Compute:
         """One after the other."""

@@ -129,21 +129,23 @@ def _norms(subject: Subject) -> list[RMSNorm]:
 def _rms_norm(subject: Subject) -> Iterator[Case]:
     for norm in _norms(subject):
         for tokens in (1, 40):
-            x = subject.random(tokens, norm.weight.shape[0])
+            x, delta = (subject.random(tokens, norm.weight.shape[0]) for _ in range(2))
             yield partial(_call, x, norm.weight, norm.eps), TIGHT[subject.dtype]
+            yield partial(_summed_and_normed, x, delta, (norm.weight, norm.eps)), TIGHT[subject.dtype]
 
 
 def _rms_norm_quantized(subject: Subject) -> Iterator[Case]:
     for layer, fp8 in subject.fp8_linears():
-        if (norm := layer.norm[0]) is not None:
-            x, delta = subject.random(40, norm.weight.shape[0]), subject.random(40, norm.weight.shape[0])
-            yield partial(_call, x, norm.weight, norm.eps, fp8), FP8
-            yield partial(_summed_and_normed, x, delta, norm, fp8), FP8
+        if (weight := layer.around.norm_weight) is not None:
+            x, delta = (subject.random(40, weight.shape[0]) for _ in range(2))
+            norm = (weight, layer.around.norm_eps, fp8)
+            yield partial(_call, x, *norm), FP8
+            yield partial(_summed_and_normed, x, delta, norm), FP8
 
 
-def _summed_and_normed(x: Tensor, delta: Tensor, norm: RMSNorm, fp8: torch.dtype, kernel: Callable[..., Any]) -> Any:
+def _summed_and_normed(x: Tensor, delta: Tensor, norm: tuple[Any, ...], kernel: Callable[..., Any]) -> Any:
     x = x.clone()
-    return kernel(x, norm.weight, norm.eps, fp8, delta), x
+    return kernel(x, *norm, delta), x
 
 
 def _silu_and_mul(subject: Subject) -> Iterator[Case]:

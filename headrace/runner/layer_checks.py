@@ -48,6 +48,8 @@ W8A8 = {False: 6e-2, True: 0.12}
 """Products over activations in fp8 beside the same over plain ones; True: gate times up, perhaps in fp8 again"""
 ROWS_AT_ONCE = 1 << 25
 """elements of a weight that are widened to float32 at a time"""
+EPS = 1e-6
+"""of a norm that is left half done: whoever finishes it brings its own"""
 LONGEST = 1000
 """keys of a decode: enough for several parts"""
 DECODES = (1, 4, 8, 16, 32, 64, 128, 256)
@@ -217,7 +219,7 @@ def _linear_checks(subject: Subject) -> Iterator[Check]:
 
 def _use(layer: Linear) -> tuple[object, ...]:
     """What its launches depend on"""
-    return layer.spec.in_features, layer.spec.out_features, layer.activation is None, type(layer), layer.scheme
+    return layer.spec.in_features, layer.spec.out_features, layer.around.activation is None, type(layer), layer.scheme
 
 
 def _table(layer: Linear) -> Table | None:
@@ -253,9 +255,9 @@ def _error_beside_plain(subject: Subject, layer: Linear, x: Any) -> float:
         expected += residual
     out = layer.compute(x, residual)
     error = relative_error(_tensor(out, subject.dtype), expected.to(subject.dtype))
-    if isinstance(out, HalfNormed) and (norm := layer.next_norm[0]) is not None:
-        normed = REFERENCE_KERNELS.rms_norm(out.x, norm.weight, norm.eps)
-        error = max(error, relative_error(out.normed(norm.eps).to(subject.dtype), normed))
+    if isinstance(out, HalfNormed) and (weight := layer.around.next_norm) is not None:
+        normed = REFERENCE_KERNELS.rms_norm(out.x, weight, EPS)
+        error = max(error, relative_error(out.normed(EPS).to(subject.dtype), normed))
     half = _half_normed(subject, layer, x.shape[0])
     if half is not None:
         out, expected = layer.compute(half, None), _plainly(layer, half.x)
@@ -269,12 +271,13 @@ def _tensor(out: Any, dtype: torch.dtype) -> Tensor:
 
 def _half_normed(subject: Subject, layer: Linear, tokens: int) -> HalfNormed | None:
     """What the linear before the norm of `layer` hands it for so many tokens, if that is left for it to finish."""
-    norm, table = layer.norm[0], _table(layer)
+    weight, table = layer.around.norm_weight, _table(layer)
     config = table[tokens] if table is not None and tokens < len(table) else None
     if config is None or (config.block_m > 1 and layer.scheme.input_dtype(layer.spec) is not None):
         return None  # it norms by a kernel of its own, to quantize
     for before in subject.layers(RowParallelLinear):
-        if norm is not None and before.next_norm[0] is norm:
+        left = before.around.next_norm
+        if weight is not None and left is not None and left.data_ptr() == weight.data_ptr():
             x, residual = (subject.random(tokens, size) for size in (before.spec.in_features, before.spec.out_features))
             out = before.compute(x, residual)
             return out if isinstance(out, HalfNormed) else None
@@ -283,11 +286,11 @@ def _half_normed(subject: Subject, layer: Linear, tokens: int) -> HalfNormed | N
 
 def _plainly(layer: Linear, x: Any) -> Tensor:
     """# [num_tokens, outputs] float32"""
-    norm = layer.norm[0]
+    around = layer.around
     if isinstance(x, Quantized):
         x = x.dequantize(torch.float32)
-    elif norm is not None:
-        x = REFERENCE_KERNELS.rms_norm(x, norm.weight, norm.eps)
+    elif around.norm_weight is not None:
+        x = REFERENCE_KERNELS.rms_norm(x, around.norm_weight, around.norm_eps)
     weight, wide = layer.weights["weight"], x.float()
     step = max(1, ROWS_AT_ONCE // weight.shape[1])
     out = torch.cat([F.linear(wide, rows.float()) for rows in weight.split(step)], dim=1)
@@ -295,7 +298,7 @@ def _plainly(layer: Linear, x: Any) -> Tensor:
         out *= scales
     if (bias := layer.weights.get("bias")) is not None:
         out += bias.float()
-    if layer.activation is not None:
+    if layer.around.activation is not None:
         gate, up = out.chunk(2, dim=-1)
         out = F.silu(gate) * up
     return out
@@ -308,7 +311,7 @@ def _fp8_checks(subject: Subject) -> Iterator[Check]:
             name = f"fp8_linear_{layer.spec.out_features}x{layer.spec.in_features}"
             demote = partial(_without_fp8, subject, layer)
             error = partial(_fp8_error, subject, layer)
-            yield Check(name, error, W8A8[layer.activation is not None], demote)
+            yield Check(name, error, W8A8[layer.around.activation is not None], demote)
 
 
 def _fp8_error(subject: Subject, layer: Linear) -> float:
@@ -326,7 +329,7 @@ def _without_fp8(subject: Subject, wrong: Linear) -> str:
             weights = dict(layer.weights)
             weights["weight"] = (weights["weight"].float() * weights.pop("weight_scale")[:, None]).to(subject.dtype)
             layer.weights = weights
-            layer.compute = _of_plain_inputs(plain.finalize(layer.spec, weights, layer.around()), subject.dtype)
+            layer.compute = _of_plain_inputs(plain.finalize(layer.spec, weights, layer.around), subject.dtype)
     return "linears over plain activations"
 
 

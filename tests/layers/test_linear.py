@@ -143,16 +143,16 @@ def test_a_sum_is_left_to_the_norm_behind_it(fp8: bool) -> None:
     for tells in (False, True):
         before = RowParallelLinear(16, 32, alone, bf16, bias=False)
         after = ColumnParallelLinear(32, 48, alone, bf16, bias=False)
-        after.norm = (norm,)
+        after.norms_with(norm)
         if tells:
-            before.next_norm = (norm,)
+            before.hands_to(norm)
         if fp8:
             before.scheme = after.scheme = Fp8(per_channel=True)
             before.scheme.prepare([before.spec, after.spec], CPU)
         filled(before, "o_proj", {"o_proj.weight": random(32, 16).to(bf16)})
         filled(after, "up_proj", {"up_proj.weight": random(48, 32).to(bf16)})
         residual = random(5, 32).to(bf16)
-        x = before(random(5, 16).to(bf16), residual)
+        x = before.added_to(random(5, 16).to(bf16), residual)
         assert isinstance(x, Unsummed) == tells
         out = after(x)
         assert whole(x) is residual

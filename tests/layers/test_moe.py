@@ -47,9 +47,10 @@ def make_layer(spec: Experts, rank: int = 0, size: int = 1) -> SparseMoE:
     norm = RMSNorm(8, 1e-6, context.kernels, context.dtype)
     norm.create_weights(torch.device("cpu"))
     torch.nn.init.ones_(norm.weight)
-    layer = SparseMoE(spec, context, norm)
+    layer = SparseMoE(spec, context)
     for module in layer.modules():
         module.create_weights(torch.device("cpu"))  # type: ignore[operator]
+    layer.norms_with(norm)
     return layer
 
 
@@ -88,7 +89,7 @@ def test_dummy_weights_route_nearly_uniformly(batch: int, expected: float) -> No
     tokens = torch.randperm(4096, generator=torch.Generator().manual_seed(1))[:batch]
     hidden = model.model.embed_tokens(tokens)
     for layer in model.model.layers:  # all of a layer but attention, whose share of the sum is small
-        hidden = summed(layer.mlp(hidden, hidden))
+        hidden = summed(layer.mlp(hidden).added_to(hidden))
     counts = distinct_experts(model)
     assert len(counts) == 2  # the layer between is dense
     assert sum(counts) / len(counts) >= 0.9 * expected
@@ -115,11 +116,11 @@ def test_the_norm_that_is_left_half_done_is_the_next_layers(invariant: bool, mon
     for weight, following in zip(found, list(halving.layers)[1:], strict=False):
         assert weight.data_ptr() == following.input_layernorm.weight.data_ptr()
     hidden = torch.randn(5, 256).bfloat16()
-    half = halving.layers[0].mlp(hidden, hidden.clone())
+    half = halving.layers[0].mlp(hidden).added_to(hidden.clone())
     assert isinstance(half, HalfNormed)
     qkv = halving.layers[1].self_attn.qkv_proj
     assert torch.equal(qkv(half), qkv(half.x))  # where the library serves, it norms what is whole
-    whole = plain.model.layers[0].mlp(hidden, hidden.clone())
+    whole = plain.model.layers[0].mlp(hidden).added_to(hidden.clone())
     assert torch.equal(half.x, whole)
 
 
@@ -130,5 +131,5 @@ def test_kept_ids_forget_the_step_before() -> None:
     layer.finalize()
     keep_expert_ids(layer, 6)
     for tokens in (6, 1):
-        layer(torch.randn(tokens, 8), torch.zeros(tokens, 8))
+        layer(torch.randn(tokens, 8))
     assert distinct_experts(layer) == [2]
