@@ -162,6 +162,7 @@ def compile_rest():
     numbers, wide = torch.zeros(16, dtype=torch.int32), torch.zeros(16, dtype=torch.int64)
     x = torch.zeros(16, 4096, dtype=torch.bfloat16)
     norm.rms_norm(x, x[0], 1e-5)
+    norm.rms_norm(x, x[0], 1e-5, x)
     activation.silu_and_mul(x)
     batch.copy_words(numbers, numbers)
     batch.scatter_words(numbers, wide, numbers)

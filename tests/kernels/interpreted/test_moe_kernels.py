@@ -167,6 +167,14 @@ def test_the_residual_may_be_the_input(config):
 
 
 @pytest.mark.parametrize("config", [FEW, MANY], ids=["one by one", "tiles"])
+def test_what_comes_in_may_be_normed_already(config):
+    x, experts, shared, _ = make_layer(3, 32, 4, 16, 2, torch.float32, True)
+    experts = replace(experts, norm_weight=None)
+    expected = fused_moe_reference(x, experts, shared)[0]
+    torch.testing.assert_close(fused_moe(x, experts, shared, None, config)[0], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", [FEW, MANY], ids=["one by one", "tiles"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_next_norm_is_left_half_done(config, dtype):
     x, experts, shared, residual = make_layer(3, 300, 4, 16, 2, dtype, True)

@@ -32,6 +32,9 @@ def assert_close(out, reference):
 def test_norms(dtype, rows, hidden):
     x, weight = torch.randn(rows, hidden).to(dtype), torch.randn(hidden).to(dtype)
     assert_close(TRITON.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5))
+    delta, same = torch.randn(rows, hidden).to(dtype), x.clone()
+    assert_close(TRITON.rms_norm(x, weight, 1e-5, delta), REFERENCE.rms_norm(same, weight, 1e-5, delta))
+    assert torch.equal(x, same)  # the sum, rounded once
 
 
 def test_norm_of_a_strided_view_and_of_three_dimensions():
