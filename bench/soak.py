@@ -257,11 +257,12 @@ def soak(target: Target, process: psutil.Process | None, options: argparse.Names
     check_drained(target, tally)
     print(f"sustained: {rate:.1f} requests a second; from now on {options.overload * rate:.1f}", flush=True)
     rate *= options.overload
-    # What is allocated once, on the first load, is no leak: a short flood comes first.
-    asyncio.run(flood(target, rate, min(seconds / 4, 120), seed + 20_000, Tally(), None))
-    check_drained(target, tally)
-    watch = Watch(process, options.max_growth_mib) if process else None
-    files = process.num_fds() if process else 0
+    watch, files = None, 0
+    if process:
+        # What is allocated once, on the first load, is no leak: a flood that is not looked at comes first.
+        asyncio.run(flood(target, rate, min(seconds, 120), seed + 20_000, Tally(), None))
+        check_drained(target, tally)
+        watch, files = Watch(process, options.max_growth_mib), process.num_fds()
     spawn = multiprocessing.get_context("spawn")
     stop, (found, finds) = spawn.Event(), spawn.Pipe(duplex=False)
     asker = spawn.Process(target=ask_health, args=(target.url, stop, finds), daemon=True)
@@ -333,7 +334,7 @@ def main() -> int:
     parser.add_argument("--overload", type=float, default=2, help="times the rate that the server sustains")
     parser.add_argument("--clients", type=int, default=64, help="with one request each, to find that rate")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-growth-mib", type=float, default=64, help="of each process's resident memory")
+    parser.add_argument("--max-growth-mib", type=float, default=96, help="of each process's resident memory")
     parser.add_argument("--max-health-ms", type=float, default=200, help="of the slowest answer of /health")
     parser.add_argument("--url", help="a server that runs already")
     parser.add_argument("--api-key", default="", help="of that server")
