@@ -2,7 +2,9 @@
 
 Next is whoever runs the fewest, as in "Dominant Resource Fairness" (Ghodsi et al., NSDI 2011) with rows as the only
 resource; among equals, whoever's last turn, or arrival, is longest ago. Requests that come one by one from one client
-are therefore first come, first served. Knows nothing of blocks, budgets or steps.
+are therefore first come, first served. A turn of a request to the server is good for a few of its choices: were it for
+one, a request for three would wait three times as long as others for as long as more come than can be served. Knows
+nothing of blocks, budgets or steps.
 """
 
 from __future__ import annotations
@@ -46,14 +48,17 @@ class Client:
         """those of `parents` that have something waiting"""
         self.parents: dict[str, Parent] = {}
         self.large: dict[str, Parent] = {}
-        """those that run more than one"""
+        """those that run more than a turn's"""
 
 
 class FairQueue:
     """Holds the waiting requests and counts the running ones, to know whose turn it is: `add`, then `take` or `remove`
     while it waits, and once taken `put_back` or `release`."""
 
-    def __init__(self) -> None:
+    def __init__(self, quantum: int = 1) -> None:
+        """`quantum`: requests of one parent that a turn is good for; with no more than these it makes way for nobody of
+        its client."""
+        self._quantum = quantum
         self._parent_of: dict[str, Parent] = {}
         """by request id, of those that wait or run"""
         self._clients: dict[str, Client] = {}
@@ -98,7 +103,9 @@ class FairQueue:
         self._lift(parent)
         self._dequeue(request, parent)
         self._count(parent, 1)
-        self._had_turn(parent)
+        parent.client.turn = (0, self.tick(), "")
+        if parent.num_running % self._quantum == 0:
+            parent.turn = parent.client.turn
         self._settle(parent)
 
     def put_back(self, request: Request) -> None:
@@ -114,7 +121,7 @@ class FairQueue:
         parent = self._parent_of.pop(request.request_id)
         self._lift(parent)
         self._count(parent, -1)
-        self._had_turn(parent)
+        parent.turn = parent.client.turn = (0, self.tick(), "")
         self._settle(parent)
 
     def remove(self, request: Request) -> None:
@@ -159,10 +166,7 @@ class FairQueue:
 
     def _burden(self, request: Request) -> tuple[int, int, tuple[int, float, str]]:
         parent = self._parent_of[request.request_id]
-        return parent.client.num_running, parent.num_running, request.order
-
-    def _had_turn(self, parent: Parent) -> None:
-        parent.turn = parent.client.turn = (0, self.tick(), "")
+        return parent.client.num_running, parent.num_running // self._quantum, request.order
 
     @staticmethod
     def _count(parent: Parent, change: int) -> None:
@@ -180,9 +184,9 @@ class FairQueue:
     def _settle(self, parent: Parent) -> None:
         """Undo `_lift`, and forget who has nothing any more."""
         client = parent.client
-        parent.order = (parent.num_running, parent.turn, parent.name)
+        parent.order = (parent.num_running // self._quantum, parent.turn, parent.name)
         client.order = (client.num_running, client.turn, client.name)
-        if parent.num_running > 1:
+        if parent.num_running > self._quantum:
             client.large[parent.name] = parent
         else:
             client.large.pop(parent.name, None)

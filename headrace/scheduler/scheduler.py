@@ -40,6 +40,8 @@ BACKLOG_STEPS = 6
 """Beside decodes a step takes one part in so many of the prompt tokens that wait,"""
 RAISED = 2
 """where that is at least so many times `mixed_step_tokens`."""
+MOST_A_TURN = 8
+"""Choices of one request to the server that a turn is good for, where there are rows for many such requests"""
 UNUSABLE = {
     NO_TOKEN_ALLOWED: "no token may be sampled: allowed_token_ids, bad_words and min_tokens forbid them all",
     LOGITS_NOT_FINITE: "the model gave no usable logits: NaN or Inf",
@@ -101,7 +103,7 @@ class Scheduler:
         self.kv_cache = KVCacheManager(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self.requests: dict[str, Request] = {}
         """the unfinished ones, each waiting or running"""
-        self.waiting = FairQueue()
+        self.waiting = FairQueue(max(1, min(MOST_A_TURN, config.max_num_seqs // 8)))
         """the preempted ones among them"""
         self.running: OrderedQueue[Request] = OrderedQueue()
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))

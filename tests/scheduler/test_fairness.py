@@ -232,3 +232,19 @@ def test_single_requests_are_never_preempted_for_fairness() -> None:
                     admitted += [new.seed for new in run_step(scheduler)[0].new_rows]
         assert admitted == list(range(20))
         assert scheduler.stats().num_preemptions == 0
+
+
+def test_a_turn_is_good_for_the_choices_of_an_ordinary_request() -> None:
+    """More come than can be served, one after the other, for ever: a request for three choices waits as long as its
+    neighbours, and its choices do not make way for those who come later."""
+    scheduler = roomy(max_num_seqs=32, max_num_batched_tokens=64)
+    add(scheduler, "first", 32, max_tokens=40, parent="")
+    add(scheduler, "three", 3, max_tokens=40)
+    add(scheduler, "behind", 64, max_tokens=40, parent="")
+    ids: list[str] = []
+    for step in range(60):
+        add(scheduler, f"late{step}-", 2, max_tokens=40, parent="")
+        ids += firsts(run_step(scheduler)[1])
+    begun = list(dict.fromkeys(ids))
+    assert begun[32:35] == ["three0", "three1", "three2"]
+    assert scheduler.stats().num_preemptions == 0
