@@ -41,6 +41,7 @@ def headrace(*arguments: str, read_until: str = "", **popen: Any) -> subprocess.
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests themselves may run under nohup
         **popen,
     )
 

@@ -193,7 +193,7 @@ def test_streaming_aborting_and_refusing(folder: Path) -> None:
 
     async def check_long_prompts_leave_the_loop_free(engine: AsyncEngine) -> None:
         with pytest.raises(RequestError, match="maximum context"):
-            await engine.tokenize("ab " * 1400)
+            await engine.tokenize("ab " * 14_000)
 
     asyncio.run(body())
 

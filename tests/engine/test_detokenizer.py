@@ -45,7 +45,7 @@ def sentencepiece_like() -> Tokenizer:
 
 def metaspace() -> Tokenizer:
     """A decoder that looks at the first token differently, so that text is decoded by windows."""
-    backend = sentencepiece_like()._backend
+    backend = sentencepiece_like().backend
     backend.decoder = tokenizers.decoders.Sequence(
         [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Metaspace(prepend_scheme="first")]
     )

@@ -67,7 +67,7 @@ def test_error_of_a_linear(per_channel: bool, emulates: bool, dtype: torch.dtype
     assert 0.01 < error(out, exact) < 0.045
     residual = torch.randn(17, 192, generator=generator).to(dtype)
     wanted = out.double() + residual.double()
-    assert layer(x, residual) is residual
+    assert layer.added_to(x, residual) is residual
     assert error(residual, wanted) < 1e-2
 
 
@@ -124,7 +124,8 @@ def test_norm_and_activation_around_a_linear(emulates: bool, generator: torch.Ge
     norm.create_weights(CPU)
     norm.weight.data.uniform_(0.5, 1.5, generator=generator)
     activation = partial(REFERENCE_KERNELS.silu_and_mul_quantized, fp8=E4M3)
-    layer = MergedColumnParallelLinear(64, {"a": 32, "b": 32}, ALONE, torch.float32, False, norm, activation)
+    layer = MergedColumnParallelLinear(64, {"a": 32, "b": 32}, ALONE, torch.float32, False, activation)
+    layer.norms_with(norm)
     tensors = {f"{name}.weight": torch.randn(32, 64, generator=generator) * 0.2 for name in "ab"}
     x = torch.randn(6, 64, generator=generator) * 3
     out = made(layer, tensors, True, emulates)(x)
