@@ -186,10 +186,8 @@ class _Layer:
         key_bytes = attention.cached_values * deployment.kv_dtype_bytes / (1 if latent else kv_split)
         self.seconds_per_key = key_bytes / model.kv_bandwidth
         heads = attention.num_heads / tp
-        pair = attention.head_dim + attention.v_head_dim
-        self.seconds_per_pair = 2 * heads * pair / model.attention_rate
-        absorbed = 2 * attention.cached_values if latent else pair  # a decode meets the latent itself
-        self.decode_seconds_per_pair = 2 * heads * absorbed / model.attention_rate
+        self.seconds_per_pair = attention.flops_per_pair / tp / model.attention_rate
+        self.decode_seconds_per_pair = attention.decode_flops_per_pair / tp / model.attention_rate
         self.state_seconds = 0.0
         if not self.grows:  # a state is read and written for every token of a decode
             self.state_seconds = heads * attention.head_dim * attention.v_head_dim * 8 / model.kv_bandwidth
