@@ -68,9 +68,12 @@ class Attention:
     """RMS norm of queries and keys before they are rotated: of each head, or of all heads as one vector"""
     sinks: bool = False
     """a learned logit for each head takes part in the softmax and adds no value"""
+    causal: bool = True
+    """False: a query sees the keys that come later too (an encoder), so nothing is cached"""
 
     kind = "gqa"
     sparse_top_k = None
+    state_values = flops_per_token = 0
 
     @property
     def v_head_dim(self) -> int:
@@ -95,7 +98,7 @@ class Attention:
     @property
     def cached_values(self) -> int:
         """Numbers cached for a token: K and V."""
-        return 2 * self.num_kv_heads * self.head_dim
+        return 2 * self.num_kv_heads * self.head_dim if self.causal else 0
 
     def cache_share(self, ranks: int) -> float:
         """What one of `ranks` holds of the cache."""
@@ -130,6 +133,8 @@ class LatentAttention:
     kind = "mla"
     num_kv_heads = 1
     window = None
+    causal = True
+    state_values = flops_per_token = 0
 
     @property
     def head_dim(self) -> int:
@@ -176,6 +181,46 @@ class LatentAttention:
     def decode_flops_per_pair(self) -> int:
         """A decode meets the latent itself."""
         return 4 * self.num_heads * self.cached_values
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """Linear attention, delta rules, Mamba: all tokens so far are summed up in a matrix a head, which each further one
+    changes. Nothing is cached for a token; what a request keeps is one state, in fp32, however long it is."""
+
+    hidden_size: int
+    num_heads: int
+    head_dim: int
+    """of keys and queries: rows of a head's matrix"""
+    v_head_dim: int
+    """of values: its columns"""
+    parameters: tuple[Parameter, ...]
+    """listed by the family's description: hardly two families have the same ones"""
+    window_values: int = 0
+    """numbers of the latest tokens that a short convolution before it keeps, of all heads"""
+
+    kind = "state"
+    window = sparse_top_k = None
+    causal = True
+    cached_values = flops_per_pair = decode_flops_per_pair = 0
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_heads
+
+    @property
+    def state_values(self) -> int:
+        """Numbers kept for a request, of all heads."""
+        return self.num_heads * self.head_dim * self.v_head_dim + self.window_values
+
+    def cache_share(self, ranks: int) -> float:
+        """What one of `ranks` holds of the state."""
+        return math.ceil(self.num_heads / ranks) / self.num_heads
+
+    @property
+    def flops_per_token(self) -> int:
+        """Operations that each token costs beside products with weights: the state decays, takes it up and is read."""
+        return 5 * self.num_heads * self.head_dim * self.v_head_dim
 
 
 @dataclass(frozen=True)
@@ -263,8 +308,10 @@ def gated(
     return (*found, *linear(f"{block}.{down}", hidden, width, "width", "whole" if bias else None))
 
 
-Mixer = Attention | LatentAttention
+Mixer = Attention | LatentAttention | RecurrentState
 FeedForward = DenseMLP | Experts
+STATE_BYTES = 4
+"""of a number of a state: rounding would add up from token to token"""
 
 
 @dataclass(frozen=True)

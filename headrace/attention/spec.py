@@ -18,6 +18,8 @@ class AttentionSpec:
     """float16, bfloat16 or float32: of activations"""
     sliding_window: int | None = None
     """Keys a query sees, itself included; None: all"""
+    causal: bool = True
+    """False: a query sees the keys that come later too, and nothing is cached"""
     device_type: str = "cuda"
     batch_invariant: bool = False
     """A query's result must not depend on what else is in the batch, nor on how its prompt was cut"""

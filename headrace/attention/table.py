@@ -38,21 +38,26 @@ class Selection(NamedTuple):
     full_graphs: str
 
 
-def _triton_reasons(spec: AttentionSpec) -> list[str]:
+def _common_reasons(spec: AttentionSpec) -> list[str]:
     reasons = []
-    if spec.device_type != "cuda":
-        reasons.append(f"runs on GPUs, not on {spec.device_type}")
-    if spec.head_dim > 256:
-        reasons.append(f"head_dim {spec.head_dim} is over 256")
+    if not spec.causal:
+        reasons.append("attends over a cache, to what came before alone: not to keys that come later")
     if spec.num_heads % spec.num_kv_heads:
         reasons.append(f"{spec.num_heads} query heads are no multiple of {spec.num_kv_heads} KV heads")
     return reasons
 
 
+def _triton_reasons(spec: AttentionSpec) -> list[str]:
+    reasons = _common_reasons(spec)
+    if spec.device_type != "cuda":
+        reasons.append(f"runs on GPUs, not on {spec.device_type}")
+    if spec.head_dim > 256:
+        reasons.append(f"head_dim {spec.head_dim} is over 256")
+    return reasons
+
+
 def _sdpa_reasons(spec: AttentionSpec) -> list[str]:
-    reasons = []
-    if spec.num_heads % spec.num_kv_heads:
-        reasons.append(f"{spec.num_heads} query heads are no multiple of {spec.num_kv_heads} KV heads")
+    reasons = _common_reasons(spec)
     if spec.batch_invariant and spec.device_type != "cpu":
         reasons.append("batch invariance: torch sums in another order for other sizes of a batch")
     return reasons

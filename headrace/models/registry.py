@@ -210,7 +210,7 @@ def attention_spec(
         raise ConfigError(
             f"tensor_parallel_size {tp_size} must divide num_key_value_heads ({kv_heads}) or be a multiple of it"
         )
-    windows = [layer.mixer.window for layer in describe(config).layers if layer.mixer.window is not None]
+    mixers = [layer.mixer for layer in describe(config).layers]
     return AttentionSpec(
         num_heads=config.num_heads // tp_size,
         num_kv_heads=max(1, kv_heads // tp_size),
@@ -218,7 +218,8 @@ def attention_spec(
         scale=config.head_dim**-0.5,
         block_size=block_size,
         dtype=dtype,
-        sliding_window=min(windows, default=None),
+        sliding_window=min((mixer.window for mixer in mixers if mixer.window is not None), default=None),
+        causal=all(mixer.causal for mixer in mixers),
         device_type=device_type,
         batch_invariant=batch_invariant,
         kv_cache_dtype=kv_cache_dtype,

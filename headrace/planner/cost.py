@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from headrace.model_spec import FeedForward, Mixer
+from headrace.model_spec import STATE_BYTES, FeedForward, Mixer
 from headrace.planner.chips import Chip
 from headrace.planner.collectives import Links
 from headrace.planner.constants import GROUPED, NARROW, Efficiency, EngineTraits, find_efficiency, find_traits
@@ -182,15 +182,13 @@ class _Layer:
         self.experts = _Experts(mlp, parallel, linears("experts", group.expert_weights)) if mlp.num_experts else None
 
         latent = attention.kind == "mla"
-        self.grows = attention.kind != "linear"
         key_bytes = attention.cached_values * deployment.kv_dtype_bytes / (1 if latent else kv_split)
         self.seconds_per_key = key_bytes / model.kv_bandwidth
-        heads = attention.num_heads / tp
         self.seconds_per_pair = attention.flops_per_pair / tp / model.attention_rate
         self.decode_seconds_per_pair = attention.decode_flops_per_pair / tp / model.attention_rate
-        self.state_seconds = 0.0
-        if not self.grows:  # a state is read and written for every token of a decode
-            self.state_seconds = heads * attention.head_dim * attention.v_head_dim * 8 / model.kv_bandwidth
+        self.state_seconds = 2 * STATE_BYTES * attention.state_values / tp / model.kv_bandwidth
+        """A decode reads and writes it."""
+        self.seconds_per_token = attention.flops_per_token / tp / model.attention_rate
 
         self.activation_seconds = _activation_bytes(group, shape, parallel, deployment.weight_format) / model.bandwidth
         self.kernels = _kernels(attention, mlp, traits, narrow=deployment.weight_format in UNITS)
@@ -200,8 +198,6 @@ class _Layer:
     def keys(self, context: float) -> tuple[float, float]:
         """(keys attended to, share of the cached values that is read) by a query with `context` keys before it."""
         attention = self.attention
-        if not self.grows:
-            return 0.0, 0.0
         seen = context if attention.window is None else min(context, attention.window)
         if attention.sparse_top_k is None or seen <= attention.sparse_top_k:
             return seen, seen
@@ -290,8 +286,9 @@ class StepModel:
         for layer in self._layers:
             keys, read = layer.keys(work.decode_context)
             cache = decodes * (read * layer.seconds_per_key + layer.state_seconds)
-            looking = decodes * keys * layer.decode_seconds_per_pair
-            prompt_pairs = prefill * layer.keys(work.prefill_context)[0] * layer.seconds_per_pair
+            looking = decodes * (keys * layer.decode_seconds_per_pair + layer.seconds_per_token)
+            prompt_keys = layer.keys(work.prefill_context)[0]
+            prompt_pairs = prefill * (prompt_keys * layer.seconds_per_pair + layer.seconds_per_token)
             linears = [layer.projections(tokens), layer.dense(tokens), layer.router(tokens)]
             if layer.experts is not None:
                 linears.append(layer.experts(everywhere))

@@ -78,8 +78,9 @@ def _headrace_backend(
     shape: ModelShape, chip: Chip, tp: int, dtype: str, kv_dtype: str, block_size: int, given: str | None
 ) -> Decision:
     attention = _widest(shape)
-    if attention.kind != "gqa":
-        return Decision("attention_backend", "none", f"headrace has none for {attention.kind} yet")
+    if attention.kind != "gqa" or not attention.causal:
+        kind = attention.kind if attention.causal else "attention to later tokens"
+        return Decision("attention_backend", "none", f"headrace has none for {kind} yet")
     chosen = select_backend(
         AttentionSpec(
             num_heads=max(1, attention.num_heads // tp),

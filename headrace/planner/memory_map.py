@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from headrace.config import GRAPH_MODES
 from headrace.kernels.attention_config import COPY_ENGINE_PREFILL, UNPACKED_BYTES
-from headrace.model_spec import Mixer
+from headrace.model_spec import STATE_BYTES, Mixer
 from headrace.planner.checkpoint_format import bytes_per_weight as bytes_per_weight
 from headrace.planner.chips import GIB, Chip
 from headrace.planner.cost import Parallel
@@ -71,6 +71,8 @@ class MemoryMap:
     """as the cache is allocated: every layer holds every token"""
     kv_bytes_windowed: dict[int, int]
     """window -> of these bytes, those of layers that need no more than their last so many tokens"""
+    state_bytes: int
+    """of a sequence, however long it is: recurrent states"""
     kv_tokens: int
     """that the pool holds, in whole blocks; vLLM's in sequences of `longest`, as it gives back what windows passed"""
     longest: int
@@ -93,7 +95,7 @@ class MemoryMap:
 
     def kv_bytes_least(self, tokens: int) -> int:
         """of one sequence of `tokens`, if layers with a window kept no more than that"""
-        return _least(tokens, self.kv_bytes_per_token, self.kv_bytes_windowed)
+        return self.state_bytes + _least(tokens, self.kv_bytes_per_token, self.kv_bytes_windowed)
 
     def tokens_at_best(self, tokens: int) -> int:
         """that the pool could hold in sequences of `tokens`, if layers with a window kept no more than that"""
@@ -210,9 +212,11 @@ def memory_map(
     weights = _weights(shape, layers, parallel, form, engine, speculates)
     tokens_of_row = longest + 1 if engine == "headrace" else 0  # vLLM keeps them on the host
     tables = (max_num_seqs + 1) * 4 * (tokens_of_row + math.ceil(longest / block_size))
-    per_token, windowed = _kv_bytes(layers, parallel, kv_dtype_bytes)
+    per_token, windowed, states = _kv_bytes(layers, parallel, kv_dtype_bytes)
     if engine == "headrace":
-        tables += _beside_rows(shape, chip, graph_mode) + 2 * block_size * per_token  # one block, and padding's
+        tables += _beside_rows(shape, chip, graph_mode) + 2 * (
+            block_size * per_token + states
+        )  # one block, and padding's
         tables += _unpacked(shape, chip) if kv_dtype_bytes == 1 else 0
     step = _step_bytes(shape, parallel, max_num_batched_tokens, max_num_seqs, engine, sampling=True)
     graphs = 0
@@ -229,6 +233,7 @@ def memory_map(
     needed = tokens * per_token
     if engine == "vllm":  # it gives back what windows have passed
         needed = _least(tokens, per_token, windowed)
+    needed += states
     held = pool * tokens // needed if needed else 0
     return MemoryMap(
         total=chip.memory_bytes,
@@ -241,6 +246,7 @@ def memory_map(
         kv_pool=pool,
         kv_bytes_per_token=per_token,
         kv_bytes_windowed=windowed,
+        state_bytes=states,
         kv_tokens=held // block_size * block_size,
         longest=longest,
         missing=max(0, needed - (left if left < 0 else pool)),
@@ -253,16 +259,17 @@ def _least(tokens: int, per_token: int, windowed: dict[int, int]) -> int:
 
 def _kv_bytes(
     layers: list[tuple[int, LayerGroup]], parallel: Parallel, dtype_bytes: float
-) -> tuple[int, dict[int, int]]:
-    """Of a token in all layers, and by window in those that have one."""
-    per_token, windowed = 0, dict[int, int]()
+) -> tuple[int, dict[int, int], int]:
+    """Of a token in all layers, by window in those that have one, and of a sequence's states."""
+    per_token, states, windowed = 0, 0, dict[int, int]()
     for count, group in layers:
         attention = group.mixer
         size = round(count * attention.cached_values * attention.cache_share(parallel.tp) * dtype_bytes)
         per_token += size
+        states += round(count * attention.state_values * attention.cache_share(parallel.tp) * STATE_BYTES)
         if attention.window is not None and size:
             windowed[attention.window] = windowed.get(attention.window, 0) + size
-    return per_token, windowed
+    return per_token, windowed, states
 
 
 def _beside_rows(shape: ModelShape, chip: Chip, graph_mode: str) -> int:

@@ -42,6 +42,7 @@ def test_a_forced_backend_in_any_case():
         (CPU, "TRITON_ATTN", ["TRITON_ATTN cannot serve", "runs on GPUs, not on cpu", "choose from TORCH_SDPA"]),
         (GPU, "FLASHINFER", ["FLASHINFER", "unknown", "TRITON_ATTN, TORCH_SDPA"]),
         (replace(GPU, num_heads=30), None, ["no attention backend", "30 query heads are no multiple of 8"]),
+        (replace(CPU, causal=False), None, ["no attention backend", "TORCH_SDPA: attends over a cache", "come later"]),
     ],
 )
 def test_impossible_choices_name_reasons_and_remedies(spec, forced, words):
