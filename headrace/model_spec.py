@@ -70,6 +70,8 @@ class Attention:
     """a learned logit for each head takes part in the softmax and adds no value"""
     causal: bool = True
     """False: a query sees the keys that come later too (an encoder), so nothing is cached"""
+    rotary: bool = True
+    """queries and keys are rotated by their positions"""
 
     kind = "gqa"
     sparse_top_k = None

@@ -24,7 +24,7 @@ from headrace.layers.context import LayerContext
 from headrace.layers.linear import Linear
 from headrace.model_config import ModelConfig
 from headrace.models.loader import load_model
-from headrace.models.registry import attention_spec
+from headrace.models.registry import attention_specs
 
 MOST = 1.1
 """times the weights"""
@@ -67,9 +67,9 @@ def load(
 ) -> tuple[Any, float, str]:
     """(model, peak / weights, a line); on the CPU nothing is measured."""
     gpu = device.type == "cuda"
-    spec = attention_spec(config, tp_size=1, block_size=16, dtype="bfloat16", device_type=device.type)
-    backend = load_backend(select_backend(spec).name)
-    context = LayerContext(Mesh(), select_kernels(device.type), backend, spec, torch.bfloat16, device)
+    specs = attention_specs(config, tp_size=1, block_size=16, dtype="bfloat16", device_type=device.type)
+    backend = load_backend(select_backend(specs).name)
+    context = LayerContext(Mesh(), select_kernels(device.type), backend, specs, torch.bfloat16, device)
     before = 0
     if gpu:
         torch.cuda.empty_cache()

@@ -20,6 +20,14 @@ class AttentionSpec:
     """Keys a query sees, itself included; None: all"""
     causal: bool = True
     """False: a query sees the keys that come later too, and nothing is cached"""
+    chunked: bool = False
+    """`sliding_window` is the size of a chunk: a query sees the keys of its own chunk alone"""
+    sinks: bool = False
+    """A learned logit for each head takes part in the softmax and adds no value"""
+    rotary: bool = True
+    """Queries and keys are rotated by their positions"""
+    latent_dim: int | None = None
+    """Values are the last so many numbers of their keys, and the cache holds the keys alone; None: it holds both"""
     device_type: str = "cuda"
     batch_invariant: bool = False
     """A query's result must not depend on what else is in the batch, nor on how its prompt was cut"""

@@ -5,7 +5,7 @@ Torch-free: the planner reads it too. What a backend does is said in its own fil
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
@@ -53,7 +53,9 @@ def _triton_reasons(spec: AttentionSpec) -> list[str]:
         reasons.append(f"runs on GPUs, not on {spec.device_type}")
     if spec.head_dim > 256:
         reasons.append(f"head_dim {spec.head_dim} is over 256")
-    return reasons
+    unlike = {"chunks": spec.chunked, "sinks": spec.sinks, "keys without positions": not spec.rotary}
+    unlike["latents in place of keys and values"] = spec.latent_dim is not None
+    return reasons + [f"knows no {what}" for what, wanted in unlike.items() if wanted]
 
 
 def _sdpa_reasons(spec: AttentionSpec) -> list[str]:
@@ -80,12 +82,17 @@ BACKENDS = (
 )
 
 
-def select_backend(spec: AttentionSpec, forced: str | None = None) -> Selection:
-    """The first backend without reasons against `spec`, or the forced one.
+def reasons_against(entry: BackendEntry, specs: Iterable[AttentionSpec | None]) -> list[str]:
+    """Why it cannot serve a model whose layers ask for `specs` (None: for no attention); empty: it can."""
+    return list(dict.fromkeys(why for spec in dict.fromkeys(specs) if spec is not None for why in entry.reasons(spec)))
+
+
+def select_backend(specs: Sequence[AttentionSpec | None], forced: str | None = None) -> Selection:
+    """The first backend without reasons against any layer of `specs`, or the forced one.
 
     Raises ConfigError when the forced one is unknown or cannot serve, naming its reasons and the ones that can.
     """
-    verdicts = {entry.name: entry.reasons(spec) for entry in BACKENDS}
+    verdicts = {entry.name: reasons_against(entry, specs) for entry in BACKENDS}
     usable = [name for name, reasons in verdicts.items() if not reasons]
     if forced is not None:
         name = forced.upper()

@@ -17,7 +17,9 @@ class LayerContext:
     mesh: Mesh
     kernels: KernelTable
     backend: Any
-    spec: AttentionSpec
-    """attention on this rank; the model replaces `sliding_window` by each layer's own"""
+    specs: tuple[AttentionSpec | None, ...]
+    """attention of each layer on this rank; None: it has none"""
     dtype: torch.dtype
     device: torch.device
+    batch_invariant: bool = False
+    """A token's result must not depend on what else is in the batch"""

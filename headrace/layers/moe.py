@@ -47,7 +47,7 @@ class SparseMoE(Layer):
             self.shared_expert = GatedMLP(hidden_size, spec.intermediate_size, False, unreduced)
         self.has_shared = has_shared
         self.fused_moe = context.kernels.fused_moe
-        self.batch_invariant = context.spec.batch_invariant
+        self.batch_invariant = context.batch_invariant
         self.all_reduce = group.all_reduce
         self.alone = group.size == 1
         self.norm_weight: Tensor | None = None

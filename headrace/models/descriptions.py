@@ -243,7 +243,7 @@ def llama4(c: Fields) -> Described:
     """Experts in every n-th layer beside a shared one; every fourth layer sees all keys, without positions, the others
     those of their chunk."""
     width, step = c.integer("intermediate_size"), c.integer("interleave_moe_layer_step")
-    everything, chunked = attention(c), attention(c, c.optional("attention_chunk_size"), chunked=True)
+    everything, chunked = attention(c, rotary=False), attention(c, c.optional("attention_chunk_size"), chunked=True)
     routed = _routed(c, c.integer("num_local_experts"), width, width, block="feed_forward", router="router")
     plain = dense(c, width="intermediate_size_mlp")
     layers = tuple(

@@ -6,7 +6,6 @@ are those of the checkpoint, but for fused layers, which know their parts' names
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,13 +30,14 @@ class LlamaDecoderLayer(Layer):
         self,
         config: ModelConfig,
         layer: LayerSpec,
-        spec: AttentionSpec,
+        spec: AttentionSpec | None,
         context: LayerContext,
     ) -> None:
         super().__init__()
         sizes = (config.hidden_size, config.rms_norm_eps, context.kernels, context.dtype)
         self.input_layernorm = RMSNorm(*sizes)
         assert isinstance(layer.mixer, spec_of.Attention)
+        assert spec is not None
         self.self_attn = Attention(layer.mixer, spec, context, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(*sizes)
         block = layer.feed_forward
@@ -65,10 +65,8 @@ class LlamaModel(Layer):
             config.vocab_size, config.hidden_size, context.mesh.tp, context.dtype
         )
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(
-                config, layer, dataclasses.replace(context.spec, sliding_window=layer.mixer.window), context
-            )
-            for layer in spec.layers
+            LlamaDecoderLayer(config, layer, attention, context)
+            for layer, attention in zip(spec.layers, context.specs, strict=True)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context.kernels, context.dtype)
 

@@ -69,7 +69,7 @@ def load_model(
         layers = [(path, module) for path, module in model.named_modules() if isinstance(module, Layer)]
         for _, layer in layers:
             if isinstance(layer, Linear):
-                layer.spec = replace(layer.spec, batch_invariant=context.spec.batch_invariant)
+                layer.spec = replace(layer.spec, batch_invariant=context.batch_invariant)
         model.notes = attach_format(config, layers, context, quantization)
         slots: dict[str, Slot] = {}
         for path, layer in layers:

@@ -6,14 +6,14 @@ Imports no torch: planner, server and the command line read this table too. A fa
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from headrace.attention.spec import AttentionSpec
 from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.model_config import MOST, Fields, ModelConfig, read_object
-from headrace.model_spec import ModelSpec
+from headrace.model_spec import Attention, LatentAttention, Mixer, ModelSpec
 from headrace.models import descriptions
 from headrace.models.descriptions import Describe
 from headrace.quantization.table import resolve_format
@@ -189,7 +189,7 @@ def describe(config: ModelConfig) -> ModelSpec:
     return resolve(config).spec(config.fields)
 
 
-def attention_spec(
+def attention_specs(
     config: ModelConfig,
     *,
     tp_size: int,
@@ -198,32 +198,41 @@ def attention_spec(
     device_type: str,
     batch_invariant: bool = False,
     kv_cache_dtype: str = "auto",
-) -> AttentionSpec:
-    """What attention has to be on one rank of `tp_size`; with a sliding window if any layer has one.
+) -> tuple[AttentionSpec | None, ...]:
+    """What attention has to be in each layer, on one rank of `tp_size`; None: the layer has none.
 
     Raises UnsupportedModelError, and ConfigError where `tp_size` does not divide the heads.
     """
-    if config.num_heads % tp_size:
-        raise ConfigError(f"tensor_parallel_size {tp_size} does not divide num_attention_heads ({config.num_heads})")
-    kv_heads = config.num_kv_heads
-    if kv_heads % tp_size and tp_size % kv_heads:
-        raise ConfigError(
-            f"tensor_parallel_size {tp_size} must divide num_key_value_heads ({kv_heads}) or be a multiple of it"
+
+    @cache
+    def on_a_rank(mixer: Mixer) -> AttentionSpec | None:
+        if not isinstance(mixer, Attention | LatentAttention):
+            return None
+        heads, kv_heads, latent = mixer.num_heads, mixer.num_kv_heads, isinstance(mixer, LatentAttention)
+        if heads % tp_size:
+            raise ConfigError(f"tensor_parallel_size {tp_size} does not divide num_attention_heads ({heads})")
+        if not latent and kv_heads % tp_size and tp_size % kv_heads:
+            raise ConfigError(
+                f"tensor_parallel_size {tp_size} must divide num_key_value_heads ({kv_heads}) or be a multiple of it"
+            )
+        spec = AttentionSpec(
+            num_heads=heads // tp_size,
+            num_kv_heads=max(1, kv_heads // tp_size),
+            head_dim=mixer.cached_values if latent else mixer.head_dim,
+            scale=mixer.head_dim**-0.5,
+            block_size=block_size,
+            dtype=dtype,
+            sliding_window=mixer.window,
+            device_type=device_type,
+            batch_invariant=batch_invariant,
+            kv_cache_dtype=kv_cache_dtype,
         )
-    mixers = [layer.mixer for layer in describe(config).layers]
-    return AttentionSpec(
-        num_heads=config.num_heads // tp_size,
-        num_kv_heads=max(1, kv_heads // tp_size),
-        head_dim=config.head_dim,
-        scale=config.head_dim**-0.5,
-        block_size=block_size,
-        dtype=dtype,
-        sliding_window=min((mixer.window for mixer in mixers if mixer.window is not None), default=None),
-        causal=all(mixer.causal for mixer in mixers),
-        device_type=device_type,
-        batch_invariant=batch_invariant,
-        kv_cache_dtype=kv_cache_dtype,
-    )
+        if isinstance(mixer, LatentAttention):
+            return replace(spec, latent_dim=mixer.latent_dim)
+        own = {name: getattr(mixer, name) for name in ("causal", "chunked", "sinks", "rotary")}
+        return replace(spec, **own)
+
+    return tuple(on_a_rank(layer.mixer) for layer in describe(config).layers)
 
 
 def _shape_reasons(config: ModelConfig) -> list[str]:

@@ -14,7 +14,7 @@ from headrace.attention.table import Selection, select_backend
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, OutOfMemoryError
 from headrace.model_config import ModelConfig
-from headrace.models.registry import attention_spec, describe
+from headrace.models.registry import attention_specs, describe
 from headrace.planner.checkpoint_format import holds_kv_scales
 from headrace.planner.graphs import decide_graphs
 from headrace.planner.record import Decision
@@ -153,7 +153,7 @@ def sequences(device_type: str, budget: int, expected: int | None) -> tuple[int,
 def _attention(config: EngineConfig, model: ModelConfig, device_type: str) -> Selection:
     """The attention backend that the ranks will choose."""
     tp_size = config.tensor_parallel_size
-    spec = attention_spec(
+    specs = attention_specs(
         model,
         tp_size=tp_size,
         block_size=config.block_size,
@@ -162,7 +162,7 @@ def _attention(config: EngineConfig, model: ModelConfig, device_type: str) -> Se
         batch_invariant=config.batch_invariant,
         kv_cache_dtype=config.kv_cache_dtype,
     )
-    return select_backend(spec, config.attention_backend)
+    return select_backend(specs, config.attention_backend)
 
 
 def _batch_invariance(config: EngineConfig, device_type: str) -> Decision:

@@ -81,20 +81,18 @@ def _headrace_backend(
     if attention.kind != "gqa" or not attention.causal:
         kind = attention.kind if attention.causal else "attention to later tokens"
         return Decision("attention_backend", "none", f"headrace has none for {kind} yet")
-    chosen = select_backend(
-        AttentionSpec(
-            num_heads=max(1, attention.num_heads // tp),
-            num_kv_heads=max(1, attention.num_kv_heads // tp),
-            head_dim=attention.head_dim,
-            scale=attention.head_dim**-0.5,
-            block_size=block_size,
-            dtype=dtype,
-            sliding_window=_window(shape),
-            device_type="cpu" if chip.vendor == "cpu" else "cuda",
-            kv_cache_dtype=kv_dtype,
-        ),
-        given,
+    spec = AttentionSpec(
+        num_heads=max(1, attention.num_heads // tp),
+        num_kv_heads=max(1, attention.num_kv_heads // tp),
+        head_dim=attention.head_dim,
+        scale=attention.head_dim**-0.5,
+        block_size=block_size,
+        dtype=dtype,
+        sliding_window=_window(shape),
+        device_type="cpu" if chip.vendor == "cpu" else "cuda",
+        kv_cache_dtype=kv_dtype,
     )
+    chosen = select_backend([spec], given)
     source = "derived" if given is None else "user"
     return Decision("attention_backend", chosen.name, chosen.why, "; ".join(chosen.passed_over), source)
 

@@ -20,7 +20,7 @@ from headrace.kernels.table import select_kernels
 from headrace.layers.context import LayerContext
 from headrace.model_config import ModelConfig
 from headrace.models.loader import load_model
-from headrace.models.registry import attention_spec
+from headrace.models.registry import attention_specs
 from headrace.models.size import multiplied_weights
 from headrace.runner.graph_settings import GraphSettings
 from headrace.runner.kernel_checks import Subject, kernel_checks
@@ -85,7 +85,7 @@ class Worker:
 
     def _load(self) -> None:
         config, model_config = self.config, self.model_config
-        spec = attention_spec(
+        specs = attention_specs(
             model_config,
             tp_size=config.tensor_parallel_size,
             block_size=config.block_size,
@@ -95,13 +95,16 @@ class Worker:
             kv_cache_dtype=config.kv_cache_dtype,
         )
         kv_dtype = cache_dtype(config.kv_cache_dtype, self.device)
-        chosen = select_backend(spec, config.attention_backend)
+        chosen = select_backend(specs, config.attention_backend)
         self.backend = load_backend(chosen.name)
         self.kernels = with_switches(select_kernels(self.device.type))
-        context = LayerContext(self.mesh, self.kernels, self.backend, spec, self.dtype, self.device)
+        context = LayerContext(
+            self.mesh, self.kernels, self.backend, specs, self.dtype, self.device, config.batch_invariant
+        )
         self.model = load_model(
             self.folder, model_config, context, config.load_format, config.seed, config.quantization
         )
+        spec = next(spec for spec in specs if spec is not None)
         self.shape = KVCacheShape(
             model_config.num_layers, spec.num_kv_heads, spec.head_dim, config.block_size, kv_dtype
         )

@@ -15,25 +15,25 @@ CPU = replace(GPU, device_type="cpu")
 
 
 def test_the_gpu_gets_triton_and_passes_over_nothing():
-    chosen = select_backend(GPU)
+    chosen = select_backend([GPU])
     assert chosen.name == "TRITON_ATTN"
     assert chosen.passed_over == []
 
 
 def test_the_cpu_gets_torch_and_says_what_it_passed_over():
-    chosen = select_backend(CPU)
+    chosen = select_backend([CPU])
     assert chosen.name == "TORCH_SDPA"
     assert chosen.passed_over == ["TRITON_ATTN: runs on GPUs, not on cpu"]
 
 
 def test_heads_too_wide_for_triton():
-    chosen = select_backend(replace(GPU, head_dim=512))
+    chosen = select_backend([replace(GPU, head_dim=512)])
     assert chosen.name == "TORCH_SDPA"
     assert "head_dim 512 is over 256" in chosen.passed_over[0]
 
 
 def test_a_forced_backend_in_any_case():
-    assert select_backend(GPU, "torch_sdpa").name == "TORCH_SDPA"
+    assert select_backend([GPU], "torch_sdpa").name == "TORCH_SDPA"
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_forced_backend_in_any_case():
 )
 def test_impossible_choices_name_reasons_and_remedies(spec, forced, words):
     with pytest.raises(ConfigError) as caught:
-        select_backend(spec, forced)
+        select_backend([spec], forced)
     for word in words:
         assert word in str(caught.value)
 
@@ -58,7 +58,7 @@ def test_fp8_caches_change_no_choice(kind):
         quantized = replace(spec, kv_cache_dtype=kind)
         assert quantized.quantized_cache
         assert not spec.quantized_cache
-        assert select_backend(quantized).name == select_backend(spec).name
+        assert select_backend([quantized]).name == select_backend([spec]).name
 
 
 @pytest.mark.parametrize("entry", BACKENDS, ids=lambda entry: entry.name)
@@ -82,6 +82,21 @@ def test_the_table_loads_no_torch():
 
 
 def test_torch_serves_batch_invariance_only_where_tokens_run_one_at_a_time():
-    assert select_backend(replace(CPU, batch_invariant=True)).name == "TORCH_SDPA"
+    assert select_backend([replace(CPU, batch_invariant=True)]).name == "TORCH_SDPA"
     with pytest.raises(ConfigError, match="batch invariance"):
-        select_backend(replace(GPU, head_dim=512, batch_invariant=True))
+        select_backend([replace(GPU, head_dim=512, batch_invariant=True)])
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"sliding_window": 32, "chunked": True}, "knows no chunks"),
+        ({"sinks": True}, "knows no sinks"),
+        ({"rotary": False}, "knows no keys without positions"),
+        ({"num_kv_heads": 1, "latent_dim": 80}, "knows no latents in place of keys and values"),
+    ],
+)
+def test_one_layer_that_triton_cannot_serve_decides_for_all(change, what):
+    chosen = select_backend([GPU, None, replace(GPU, **change)])
+    assert chosen.name == "TORCH_SDPA"
+    assert chosen.passed_over == [f"TRITON_ATTN: {what}"]

@@ -102,7 +102,7 @@ def test_dummy_weights_route_nearly_uniformly(batch: int, expected: float) -> No
 def test_the_norm_that_is_left_half_done_is_the_next_layers(invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelConfig.from_dict({**RAW, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": []})
     context = make_context(config, dtype=torch.bfloat16)
-    context = replace(context, spec=replace(context.spec, batch_invariant=invariant))
+    context = replace(context, batch_invariant=invariant)
     plain = load_model(Path("nowhere"), config, context, load_format="dummy")
     assert [layer.mlp.experts.next_norm for layer in plain.model.layers] == [None] * 3  # a CPU's linears take no half
 

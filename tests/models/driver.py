@@ -15,22 +15,22 @@ from headrace.kernels.table import select_kernels
 from headrace.layers.context import LayerContext
 from headrace.model_config import ModelConfig
 from headrace.models.loader import load_model
-from headrace.models.registry import attention_spec
+from headrace.models.registry import attention_specs
 
 
 def make_context(
     config: ModelConfig, mesh: Mesh | None = None, dtype: torch.dtype = torch.float32, block_size: int = 16
 ) -> LayerContext:
     mesh = mesh or Mesh()
-    spec = attention_spec(
+    specs = attention_specs(
         config,
         tp_size=mesh.tp.size,
         block_size=block_size,
         dtype=str(dtype).removeprefix("torch."),
         device_type="cpu",
     )
-    backend = load_backend(select_backend(spec).name)
-    return LayerContext(mesh, select_kernels("cpu"), backend, spec, dtype, torch.device("cpu"))
+    backend = load_backend(select_backend(specs).name)
+    return LayerContext(mesh, select_kernels("cpu"), backend, specs, dtype, torch.device("cpu"))
 
 
 class Driver:
@@ -41,7 +41,9 @@ class Driver:
         self.max_len = max_len
 
     def start(self, num_requests: int) -> None:
-        spec = self.context.spec
+        spec = self.context.specs[0]
+        assert spec is not None
+        self.block_size = spec.block_size
         blocks = (self.max_len + spec.block_size - 1) // spec.block_size
         order = torch.randperm(num_requests * blocks, generator=torch.Generator().manual_seed(0))
         self.block_table = order.view(num_requests, blocks).to(torch.int32)
@@ -52,7 +54,7 @@ class Driver:
     @torch.inference_mode()
     def step(self, tokens: list[list[int]]) -> Tensor:
         """Append `tokens[i]` to request i; returns the logits of all these tokens, in order."""
-        block_size, counts = self.context.spec.block_size, [len(chunk) for chunk in tokens]
+        block_size, counts = self.block_size, [len(chunk) for chunk in tokens]
         lengths = [done + count for done, count in zip(self.computed, counts, strict=True)]
         positions = torch.cat([torch.arange(done, length) for done, length in zip(self.computed, lengths, strict=True)])
         owner = torch.repeat_interleave(torch.arange(len(tokens)), torch.tensor(counts))

@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def calibration(folder: Path, kind: str, load_format: str = "auto", group: Group | None = None) -> Calibration:
     config = ModelConfig.from_folder(folder)
     context = make_context(config)
-    context = replace(context, spec=replace(context.spec, kv_cache_dtype=kind))
+    context = replace(context, specs=tuple(replace(spec, kv_cache_dtype=kind) for spec in context.specs if spec))
     model = load_model(folder, config, context, load_format)
     shape = KVCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, 16, cache_dtype(kind, CPU))
     return Calibration(model, context.backend, config, shape, torch.float32, group or Group(), CPU)

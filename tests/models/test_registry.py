@@ -15,7 +15,7 @@ from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.hub import DEMO_FOLDER
 from headrace.model_config import ModelConfig
 from headrace.model_spec import Experts
-from headrace.models.registry import MODELS, ROPE_FIELDS, attention_spec, describe, read_served_config, resolve
+from headrace.models.registry import MODELS, ROPE_FIELDS, attention_specs, describe, read_served_config, resolve
 
 RAW: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -234,13 +234,14 @@ def test_sparse_models_that_cannot_be_served(changes: dict[str, Any], message: s
         resolve(config(**base | changes))
 
 
-def test_attention_spec_of_a_rank() -> None:
+def test_attention_specs_of_a_rank() -> None:
     facts: dict[str, Any] = {"block_size": 16, "dtype": "float32", "device_type": "cpu"}
-    spec = attention_spec(config(), tp_size=4, **facts)
+    (spec, *_) = attention_specs(config(), tp_size=4, **facts)
+    assert spec is not None
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.scale) == (1, 1, 16, 0.25)
     assert spec.sliding_window is None
     with pytest.raises(ConfigError, match="tensor_parallel_size 3 does not divide num_attention_heads"):
-        attention_spec(config(), tp_size=3, **facts)
+        attention_specs(config(), tp_size=3, **facts)
 
 
 def test_rope_types_have_formulas_and_entries_have_classes() -> None:

@@ -21,7 +21,7 @@ from headrace.engine.messages import CoreFacts
 from headrace.layers.context import LayerContext
 from headrace.model_config import ModelConfig
 from headrace.models.loader import load_model
-from headrace.models.registry import attention_spec
+from headrace.models.registry import attention_specs
 from headrace.request import EngineCoreRequest
 from headrace.runner.cuda_graph import Shape, StepGraphs, _for_any_lengths
 from headrace.runner.graph_settings import GraphSettings
@@ -60,11 +60,11 @@ DEMO = Path(headrace.__file__).parent / "demo_model"
 
 def make_runner(name: str, mode: str, **sizes: object) -> ModelRunner:
     model_config = ModelConfig.from_folder(DEMO) if name == "demo" else ModelConfig.from_dict(MODELS[name])
-    spec = attention_spec(model_config, tp_size=1, block_size=4, dtype="float32", device_type="cpu")
+    specs = attention_specs(model_config, tp_size=1, block_size=4, dtype="float32", device_type="cpu")
     backend = AttentionInGraphs()
-    context = LayerContext(Mesh(), KERNELS, backend, spec, torch.float32, CPU)
+    context = LayerContext(Mesh(), KERNELS, backend, specs, torch.float32, CPU)
     model = load_model(DEMO, model_config, context, "auto" if name == "demo" else "dummy")
-    shape = KVCacheShape(model_config.num_layers, spec.num_kv_heads, spec.head_dim, 4, torch.float32)
+    shape = KVCacheShape(model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, 4, torch.float32)
     settings = GraphSettings.of(
         {"cudagraph_mode": mode, **sizes}, LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, LIMITS.max_model_len
     )

@@ -18,7 +18,7 @@ from headrace.layers.context import LayerContext
 from headrace.layers.linear import Linear
 from headrace.model_config import ModelConfig
 from headrace.models import loader
-from headrace.models.registry import attention_spec
+from headrace.models.registry import attention_specs
 from headrace.quantization import gpu_linear
 from headrace.quantization.fp8 import Fp8
 from headrace.quantization.unquantized import Unquantized
@@ -55,11 +55,11 @@ def subject(
 ) -> Subject:
     """A model of random weights, which keeps them as on a GPU."""
     model_config = ModelConfig.from_dict(config)
-    spec = attention_spec(model_config, tp_size=1, block_size=4, dtype="float32", device_type="cpu")
+    specs = attention_specs(model_config, tp_size=1, block_size=4, dtype="float32", device_type="cpu")
     backend, table = AttentionInGraphs(), with_switches(kernels)
-    context = LayerContext(Mesh(), table, backend, spec, torch.float32, CPU)
+    context = LayerContext(Mesh(), table, backend, specs, torch.float32, CPU)
     model = loader.load_model(NO_FOLDER, model_config, context, "dummy", 0, quantization)
-    shape = KVCacheShape(model_config.num_layers, spec.num_kv_heads, spec.head_dim, 4, torch.float32)
+    shape = KVCacheShape(model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, 4, torch.float32)
     return Subject(model, backend, table, shape, model_config.vocab_size, torch.float32, CPU)
 
 

@@ -9,13 +9,13 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from headrace.attention.table import BACKENDS, select_backend
+from headrace.attention.table import BACKENDS, reasons_against, select_backend
 from headrace.cli.tune.record import Trial
 from headrace.cli.tune.trial import Traffic, changed
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.model_config import ModelConfig
-from headrace.models.registry import attention_spec
+from headrace.models.registry import attention_specs
 from headrace.planner.chips import read_gpus
 from headrace.planner.decisions import USUAL_OBJECTIVE
 from headrace.planner.graphs import GRAPH_KEYS
@@ -90,7 +90,7 @@ def _nearest(values: list[int], here: int, enough: int) -> list[int]:
 
 
 def _backends(plan: EngineConfig, model: ModelConfig) -> list[str]:
-    spec = attention_spec(
+    specs = attention_specs(
         model,
         tp_size=plan.tensor_parallel_size,
         block_size=plan.block_size,
@@ -99,8 +99,8 @@ def _backends(plan: EngineConfig, model: ModelConfig) -> list[str]:
         batch_invariant=plan.batch_invariant,
         kv_cache_dtype=plan.kv_cache_dtype,
     )
-    chosen = select_backend(spec).name
-    return [entry.name for entry in BACKENDS if entry.name != chosen and not entry.reasons(spec)]
+    chosen = select_backend(specs).name
+    return [entry.name for entry in BACKENDS if entry.name != chosen and not reasons_against(entry, specs)]
 
 
 def _promise(before: float | None, after: float | None) -> float:

@@ -18,7 +18,7 @@ from headrace.layers.attention import Attention
 from headrace.layers.context import LayerContext
 from headrace.model_config import ModelConfig
 from headrace.models import loader
-from headrace.models.registry import attention_spec
+from headrace.models.registry import attention_specs
 from headrace.runner import layer_checks
 from headrace.runner.kernel_checks import Subject, kernel_checks
 from headrace.runner.kv_cache import KVCacheShape, cache_dtype
@@ -46,14 +46,14 @@ def check(
     config: dict[str, Any], kv: str, quantization: str | None, copy_engine: bool = False, **broken: Any
 ) -> SelfCheck:
     model_config = ModelConfig.from_dict(config)
-    spec = attention_spec(
+    specs = attention_specs(
         model_config, tp_size=1, block_size=16, dtype="bfloat16", device_type="cuda", kv_cache_dtype=kv
     )
     backend, kernels = TritonAttention(), with_switches(replace(TRITON_KERNELS, **broken))
     backend.copy_engine = copy_engine
-    context = LayerContext(Mesh(), kernels, backend, spec, torch.bfloat16, CPU)
+    context = LayerContext(Mesh(), kernels, backend, specs, torch.bfloat16, CPU)
     model = loader.load_model(Path(), model_config, context, "dummy", 0, quantization)
-    shape = KVCacheShape(2, 2, spec.head_dim, 16, torch.bfloat16 if kv == "auto" else cache_dtype(kv, CPU))
+    shape = KVCacheShape(2, 2, model_config.head_dim, 16, torch.bfloat16 if kv == "auto" else cache_dtype(kv, CPU))
     found = SelfCheck(Group(), CPU)
     subject = Subject(model, backend, kernels, shape, 61, torch.bfloat16, CPU)
     found.run(kernel_checks(subject))
