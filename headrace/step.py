@@ -33,11 +33,21 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BlockUpdate(msgspec.Struct, frozen=True, array_like=True):
-    """block_table[row, start : start + len(block_ids)] = block_ids."""
+    """block_table[row, start : start + len(block_ids)] = block_ids, in the table of one group of layers
+    (cache_groups.py). What stands before the blocks that a window still needs may belong to others by now."""
 
     row: int
     start: int
     block_ids: list[int]
+    group: int = 0
+
+
+class StateCopy(msgspec.Struct, frozen=True, array_like=True):
+    """Block `target` of a group of states becomes what block `source` is."""
+
+    group: int
+    source: int
+    target: int
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -56,6 +66,11 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     num_scheduled_tokens: list[int]
     samples: list[bool]
     """True where this step reaches the last known token, so that its logits give the next one."""
+    cleared_pages: list[int] = []
+    """Pages of the arena that went from one group to another: they hold numbers of another type, which may read as NaN,
+    and are zeroed before all else. Empty where all layers keep alike, as is the next."""
+    state_copies: list[StateCopy] = []
+    """made in this order before the step computes: a snapshot is taken, or a request begins with one"""
 
     @property
     def num_tokens(self) -> int:

@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ROOT_NOUNS = {
     "config", "model_config", "model_spec", "sampling_params", "request", "errors", "step", "hub", "process", "child",
     "output",
-    "graph_sizes",
+    "graph_sizes", "cache_groups",
 }  # fmt: skip
 ORDER = [
     "cli", "llm", "server", "engine", "explain", "planner", "flags", "doctor", "scheduler", "executor", "runner",

@@ -1,0 +1,150 @@
+"""How the caches of unlike layers share one arena: in groups of layers that keep alike, over pages that any borrows.
+
+The arena is `num_pages` pages and one more, which is scratch for padding. A page lent to a group holds so many of its
+blocks that block b of a group begins at byte b * block_stride of the arena, wherever its page lies: whoever reads needs
+one stride and no table of pages. Where all layers are alike a page is one block. Integers alone: no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from headrace.model_spec import STATE_BYTES, Attention, Mixer, ModelSpec
+
+CacheKind = Literal["full", "window", "chunk", "latent", "state"]
+ALIGNMENT = 256
+"""bytes: where blocks begin, if pages are shared"""
+MOST_PAGE_BYTES = 32 << 20
+"""unless one block is larger"""
+MOST_WASTE = 0.02
+"""Share of a page that a group's blocks may leave unused, where a page of at most so many bytes allows it"""
+MOST_TRIED = 64
+"""sizes of page for each group"""
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """Layers that keep the same number of bytes for a token, for as long; their blocks are given and taken together."""
+
+    layers: tuple[int, ...]
+    kind: CacheKind
+    window: int | None
+    """keys that a query of a window sees, itself included; size of a chunk; None: not bounded"""
+    block_size: int
+    """tokens of a block. A state has no tokens: one block is the whole state of all the group's layers."""
+    block_bytes: int
+    """of all the group's layers together, on one rank: (layer, K or V, token, head, dim) within it, or the states"""
+    blocks_per_page: int = 1
+    block_stride: int = 0
+    """bytes from one block to the next; a little more than `block_bytes` where a page is no whole number of blocks"""
+
+    @property
+    def is_state(self) -> bool:
+        return self.kind == "state"
+
+    def first_needed(self, start: int) -> int:
+        """The first block that queries from position `start` on read: none before it is read again."""
+        if self.window is None:
+            return 0
+        key = start // self.window * self.window if self.kind == "chunk" else max(0, start - self.window + 1)
+        return key // self.block_size
+
+    def most_blocks(self, num_tokens: int, step_tokens: int = 1) -> int:
+        """The most that a sequence holds at once until it has `num_tokens`, of which a step computes at most
+        `step_tokens`."""
+        if self.is_state:
+            return 1
+        blocks = -(-num_tokens // self.block_size)
+        if self.window is None:
+            return blocks
+        # So many keys in a row lie in so many blocks at worst, where the first is the last of its block.
+        keys = self.window - 1 + step_tokens
+        return min(blocks, (keys + self.block_size - 2) // self.block_size + 1)
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    groups: tuple[CacheGroup, ...]
+    """in the order of their first layers"""
+    page_bytes: int
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block, in every group that has tokens."""
+        return self.groups[0].block_size
+
+    def blocks(self, group: int, page: int) -> range:
+        """The blocks of `group` that lie in `page`, if it is lent to it."""
+        count = self.groups[group].blocks_per_page
+        return range(page * count, (page + 1) * count)
+
+    def pages_for(self, num_tokens: int, step_tokens: int = 1, sequences: int = 1) -> int:
+        """That so many sequences hold at most, each until it has `num_tokens`."""
+        return sum(
+            -(-sequences * group.most_blocks(num_tokens, step_tokens) // group.blocks_per_page) for group in self.groups
+        )
+
+
+def same_layout(block_size: int, block_bytes: int = 1) -> CacheLayout:
+    """Of layers that all keep everything, and alike."""
+    return CacheLayout((CacheGroup((), "full", None, block_size, block_bytes, 1, block_bytes),), block_bytes)
+
+
+def cache_layout(spec: ModelSpec, ranks: int, itemsize: int, block_size: int) -> CacheLayout:
+    """What one of `ranks` caches of a model, whose cached numbers have `itemsize` bytes."""
+    members: dict[tuple[CacheKind, int | None, int], list[int]] = {}
+    for index, layer in enumerate(spec.layers):
+        mixer = layer.mixer
+        share = mixer.cache_share(ranks)
+        size = round(mixer.cached_values * share) * itemsize + round(mixer.state_values * share) * STATE_BYTES
+        if size:
+            members.setdefault((_kind(mixer), mixer.window, size), []).append(index)
+    groups = [
+        CacheGroup(tuple(layers), kind, window, block_size, len(layers) * size * (1 if kind == "state" else block_size))
+        for (kind, window, size), layers in members.items()
+    ]
+    sizes = [group.block_bytes for group in groups]
+    page, counts = _best_page(sizes) if len(groups) > 1 else (sum(sizes), [1] * len(groups))
+    paged = [
+        replace(group, blocks_per_page=count, block_stride=page // count)
+        for group, count in zip(groups, counts, strict=True)
+    ]
+    return CacheLayout(tuple(paged), page)
+
+
+def _kind(mixer: Mixer) -> CacheKind:
+    if mixer.kind == "state":
+        return "state"
+    if mixer.kind == "mla":
+        return "latent"
+    if mixer.window is None:
+        return "full"
+    return "chunk" if isinstance(mixer, Attention) and mixer.chunked else "window"
+
+
+def _best_page(sizes: list[int]) -> tuple[int, list[int]]:
+    """Bytes of the smallest page of which blocks of no size leave more than MOST_WASTE unused, or else of the one with
+    the least waste; and how many blocks of each size it holds."""
+    largest = max(sizes)
+    limit = max(MOST_PAGE_BYTES, largest)
+    least = [-(-largest // size) for size in sizes]
+    pages = {
+        size * count
+        for size, first in zip(sizes, least, strict=True)
+        for count in range(first, min(limit // size, first + MOST_TRIED) + 1)
+    }
+    best = (1.0, 0, least)
+    for blocks in sorted(pages):
+        counts = [blocks // size for size in sizes]
+        if ALIGNMENT * math.lcm(*counts) > blocks * MOST_WASTE:  # counts without common factors want large pages
+            counts = [1 << count.bit_length() - 1 for count in counts]
+        unit = ALIGNMENT * math.lcm(*counts)
+        page = -(-blocks // unit) * unit
+        waste = max(1 - count * size / page for count, size in zip(counts, sizes, strict=True))
+        if waste < best[0]:
+            best = waste, page, counts
+        if waste <= MOST_WASTE:
+            break
+    return best[1:]
