@@ -76,14 +76,12 @@ class Choice:
 
 
 def ways(dtype: torch.dtype, in_cache: bool) -> list[Way]:
-    """The ways to try for `dtype`; the first is taken unless another is clearly faster.
-
-    Weights that come from memory gain little from another order, but may from packing; a small product is over before
-    a packed one has begun.
+    """The ways to try for `dtype`; the first is taken unless another is clearly faster. Weights that come from memory
+    gain little from another order; packed ones are read as they lie, where the others are packed anew in each product.
     """
     plain, transposed = (Way(hold.__name__, hold, dtype.itemsize) for hold in (hold_plain, hold_transposed))
     found = [transposed, plain] if in_cache else [plain, transposed]
-    packs = torch.backends.mkldnn.is_available() and not in_cache
+    packs = torch.backends.mkldnn.is_available()
     if packs and _multiplies(dtype):
         found.append(Way("hold_packed", hold_packed, dtype.itemsize))
     if dtype != torch.float32:
@@ -108,6 +106,9 @@ IN_CACHE = 16 << 20
 """Weights of fewer bytes in all stay in the CPU's cache between steps; others come from memory each time."""
 STREAMED = 8 << 20
 """elements of the weight on which the latter are tried, so that no cache holds much of it"""
+OTHERS, MOST_COPIES = 4 << 20, 8
+"""Small weights are tried in copies that take turns, at most so many, of so many bytes in all: in a step the other
+layers' weights come in between, so that none is in the core's own cache."""
 SECONDS_PER_WAY = 0.001
 ROUNDS = (2, 30)
 """fewest and most runs of one way at one size; the fastest counts"""
@@ -136,7 +137,8 @@ def choose(out_features: int, in_features: int, dtype: torch.dtype, roomy: bool,
     """Try every way on a weight of these sizes. `roomy`: a second copy may be held."""
     candidates = [way for way in ways(dtype, in_cache) if roomy or way.bytes_per_weight == dtype.itemsize]
     weight = torch.full((out_features, in_features), 0.01, dtype=dtype)
-    held = [way.hold(weight, None) for way in candidates]
+    copies = max(1, OTHERS // (weight.numel() * dtype.itemsize)) if in_cache else 1
+    held = [[way.hold(weight.clone(), None) for _ in range(min(copies, MOST_COPIES))] for way in candidates]
     times = {size: _try(held, torch.full((size, in_features), 0.01, dtype=dtype)) for size in SIZES}
     few, many = _fastest(times[SIZES[0]]), _fastest(times[SIZES[-1]])
     for single in (few, many):  # one copy is enough where it is nearly as good for both
@@ -156,12 +158,14 @@ def spare_memory() -> int:
     return 0
 
 
-def _try(held: list[Product], x: Tensor) -> list[float]:
-    """-> seconds of each on x, tried in turns so that a busy moment hits them alike."""
+def _try(held: list[list[Product]], x: Tensor) -> list[float]:
+    """-> seconds of each way, held once or in several copies, on x; tried in turns so that a busy moment hits them
+    alike."""
     best = [float("inf")] * len(held)
     start, rounds = time.perf_counter(), 0
     while rounds < ROUNDS[0] or (rounds < ROUNDS[1] and time.perf_counter() - start < SECONDS_PER_WAY * len(held)):
-        for index, compute in enumerate(held):
+        for index, copies in enumerate(held):
+            compute = copies[rounds % len(copies)]
             before = time.perf_counter()
             compute(x)
             best[index] = min(best[index], time.perf_counter() - before)
