@@ -20,6 +20,7 @@ import pytest
 from headrace import process
 from headrace.process import SOCKETS, SocketFolder, bytecode_environment, remove_abandoned
 from tests.e2e.serving import gone
+from tests.speed import PATIENCE
 
 PACKAGE = Path(process.__file__).parent
 CHILD = """
@@ -71,7 +72,7 @@ class Parent:
     def end(self) -> int:
         assert self.process.stdout is not None
         self.process.stdout.close()
-        return self.process.wait(10)
+        return self.process.wait(PATIENCE)
 
 
 def test_a_child_runs_its_parents_package_and_nothing_of_the_working_directory(tmp_path: Path) -> None:

@@ -19,10 +19,9 @@ from typing import Any
 import httpx
 import psutil
 
+from tests.speed import PATIENCE
+
 DEMO = Path(__file__).parents[2] / "headrace" / "demo_model"
-START_SECONDS = 60
-STOP_SECONDS = 5
-"""What a stop, or a death, may take until the last process is gone."""
 LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 480, "ignore_eos": True, "temperature": 0}
 """Seconds of work."""
 HELD = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
@@ -91,7 +90,7 @@ class Serve:
         return "\n".join(self.lines)
 
     def wait_for(self, text: str) -> str:
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline and (self.process.poll() is None or not self._new.empty()):
             try:
                 line = self._new.get(timeout=0.1)
@@ -114,7 +113,7 @@ class Serve:
         return self.children("headrace.executor.rank")
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}{path}", timeout=30, **{"json": body, "headers": self.headers, **options})
+        return httpx.post(f"{self.url}{path}", timeout=PATIENCE, **{"json": body, "headers": self.headers, **options})
 
     def complete(self, **fields: Any) -> str:
         """Text of a greedy completion."""
@@ -124,33 +123,30 @@ class Serve:
         return text
 
     def health(self) -> int:
-        return httpx.get(f"{self.url}/health", timeout=5).status_code
+        return httpx.get(f"{self.url}/health", timeout=PATIENCE).status_code
 
-    def wait_for_health(self, status: int, seconds: float) -> float:
-        """How long it took."""
+    def wait_for_health(self, status: int) -> None:
         started = time.monotonic()
         while self.health() != status:
-            assert time.monotonic() - started < seconds, f"/health is not {status} after {seconds} s"
+            assert time.monotonic() - started < PATIENCE, f"/health is not {status}"
             time.sleep(0.05)
-        return time.monotonic() - started
 
     def held(self) -> dict[str, float]:
         """Requests in the engine, and the share of its cache that they hold."""
-        return metrics(httpx.get(f"{self.url}/metrics", timeout=10, headers=self.headers).text, HELD)
+        return metrics(httpx.get(f"{self.url}/metrics", timeout=PATIENCE, headers=self.headers).text, HELD)
 
-    def wait_until_free(self, seconds: float = 5) -> None:
-        deadline = time.monotonic() + seconds
+    def wait_until_free(self) -> None:
+        deadline = time.monotonic() + PATIENCE
         while any(self.held().values()):
             assert time.monotonic() < deadline, f"still held: {self.held()}"
             time.sleep(0.05)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Exit code; no process is left after STOP_SECONDS."""
+        """Exit code; no process is left."""
         everything = self.children()
-        started = time.monotonic()
         self.process.send_signal(number)
-        code = self.process.wait(STOP_SECONDS)
-        gone(everything, STOP_SECONDS - (time.monotonic() - started))
+        code = self.process.wait(PATIENCE)
+        gone(everything)
         return code
 
 
@@ -160,9 +156,9 @@ def metrics(text: str, names: tuple[str, ...]) -> dict[str, float]:
     return found
 
 
-def gone(processes: list[psutil.Process], seconds: float = STOP_SECONDS) -> None:
+def gone(processes: list[psutil.Process]) -> None:
     """Raises AssertionError unless they all end. An orphan that waits for the system's first process has ended."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE
     while alive := [process for process in processes if not _ended(process)]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.02)
@@ -184,11 +180,11 @@ class Reader:
         self.status = 0
         self.thread = threading.Thread(target=self._read, args=(server.url, {**LONG, "stream": True, **fields}))
         self.thread.start()
-        assert self.started.wait(10)
+        assert self.started.wait(PATIENCE)
 
     def _read(self, url: str, body: dict[str, Any]) -> None:
         try:
-            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer:
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE) as answer:
                 self.status = answer.status_code
                 for line in answer.iter_lines():
                     if line:
@@ -201,7 +197,7 @@ class Reader:
 
     def error(self) -> dict[str, Any]:
         """The one error event that ended the stream, which has no [DONE]."""
-        self.thread.join(10)
+        self.thread.join(PATIENCE)
         assert "data: [DONE]" not in self.lines
         assert [i for i, line in enumerate(self.lines) if '"error"' in line] == [len(self.lines) - 1], self.lines[-3:]
         error: dict[str, Any] = json.loads(self.lines[-1].removeprefix("data: "))["error"]

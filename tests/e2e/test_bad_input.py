@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.serving import Serve, demo_copy, headrace
+from tests.speed import PATIENCE
 
 
 def no_folder(folder: Path) -> None:
@@ -84,7 +85,7 @@ def test_start(case: str, tmp_path: Path) -> None:
         spoil(demo_copy(tmp_path))
     process = headrace("serve", "demo" if spoil is None else str(tmp_path), "--port", "0", *flags)
     try:
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     assert process.returncode == 2, output
@@ -194,7 +195,7 @@ def test_request(case: str, server: Serve) -> None:
 
 def test_one_bad_request_does_not_touch_another(server: Serve) -> None:
     expected = server.complete(max_tokens=24)
-    with httpx.Client(base_url=server.url, headers=server.headers, timeout=30) as client:
+    with httpx.Client(base_url=server.url, headers=server.headers, timeout=PATIENCE) as client:
         body = {**TEXT, "max_tokens": 24, "temperature": 0, "stream": True}
         with client.stream("POST", "/v1/completions", json=body) as answer:
             for path, bad, *_ in list(REQUESTS.values())[:20]:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.e2e.conftest import KEY
 from tests.e2e.serving import Serve
+from tests.speed import PATIENCE
 
 USER: list[Any] = [{"role": "user", "content": "Tell me a story about a dog."}]
 PROMPT = "Once upon a time"
@@ -19,7 +20,7 @@ PROMPT = "Once upon a time"
 
 @pytest.fixture(scope="module")
 def client(server: Serve) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=30) as sdk:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=PATIENCE) as sdk:
         yield sdk
 
 

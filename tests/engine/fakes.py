@@ -151,7 +151,7 @@ def make_crashing(config: EngineConfig, folder: Path, model_config: ModelConfig)
 
 
 def make_slow_start(config: EngineConfig, folder: Path, model_config: ModelConfig) -> FakeExecutor:
-    time.sleep(60)
+    time.sleep(3600)
     return FakeExecutor()
 
 

@@ -30,6 +30,7 @@ from headrace.errors import (
 from headrace.request import RequestOutput
 from headrace.sampling_params import SamplingParams
 from tests.engine.fakes import DEAD_TOKEN, DIE_TOKEN, FAIL_TOKEN, SLOW_TOKEN, STUCK_TOKEN, model_folder
+from tests.speed import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 Body = Callable[[AsyncEngine], Coroutine[Any, Any, None]]
@@ -67,7 +68,7 @@ async def collect(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -121,7 +122,7 @@ def test_streaming_aborting_and_refusing(folder: Path) -> None:
         """What several steps brought meanwhile goes out as one."""
         stream = engine.generate("abcd", params(max_tokens=60), "late loop")
         first = await anext(stream)
-        time.sleep(0.15)
+        time.sleep(0.4)
         rest = await collect(stream)
         counts = [len(output.outputs[0].token_ids) for output in (first, *rest)]
         assert max(counts) > 4
@@ -143,7 +144,7 @@ def test_streaming_aborting_and_refusing(folder: Path) -> None:
 
         large = [asyncio.create_task(one(f"large {i}", "large", 100)) for i in range(400)]
         await eventually(lambda: engine.metrics.stats.num_waiting > 0)
-        await asyncio.wait_for(one("small", None, 2), 10)
+        await asyncio.wait_for(one("small", None, 2), PATIENCE)
         assert len(finished) == 1, "before any of the others came to its end"
         for task in large:
             task.cancel()
@@ -205,18 +206,25 @@ def test_health_follows_the_loop(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
     async def body() -> None:
         async with started(folder, "make_echo") as engine:
+
+            def heard() -> bool:
+                with contextlib.suppress(EngineDeadError):
+                    engine.check_health()
+                    return True
+                return False
+
             await asyncio.sleep(2.0)
-            engine.check_health()
+            await eventually(heard)
             for number in range(MOST_FAILURES):
-                engine.check_health()
+                await eventually(heard)
                 with pytest.raises(HeadraceError, match="the step failed"):
                     await collect(engine.generate([FAIL_TOKEN], params(), f"bad {number}"))
             with pytest.raises(StepsFailError, match=r"last 3 steps failed.*scripted failure"):
-                engine.check_health()
+                await eventually(heard)
             await collect(engine.generate([10], params(), "good"))
-            engine.check_health()
+            await eventually(heard)
             task = asyncio.create_task(collect(engine.generate([STUCK_TOKEN], params(), "stuck")))
-            await asyncio.sleep(1.0)
+            await eventually(lambda: not heard())
             with pytest.raises(EngineDeadError, match="silent"):
                 engine.check_health()
             task.cancel()
@@ -236,7 +244,7 @@ def test_death_of_the_core_ends_open_requests(folder: Path, how: str) -> None:
                 token = DIE_TOKEN if how == "in a step" else DEAD_TOKEN
                 with pytest.raises(EngineDeadError):
                     await collect(engine.generate([token], params(), "last"))
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE):
                 with pytest.raises(EngineDeadError):
                     await waiting
             with pytest.raises(EngineDeadError):
@@ -252,9 +260,8 @@ def test_shutdown_with_open_requests(folder: Path) -> None:
         async with started(folder) as engine:
             waiting = asyncio.create_task(collect(engine.generate([STUCK_TOKEN], params(), "open")))
             await asyncio.sleep(0.2)
-            started_at = time.monotonic()
-            await engine.shutdown(timeout=1.0)
-            assert time.monotonic() - started_at < 3
+            async with asyncio.timeout(PATIENCE):  # it would be for ever
+                await engine.shutdown(timeout=1.0)
             with pytest.raises(EngineDeadError, match="shutting down"):
                 await waiting
 
@@ -298,7 +305,7 @@ async def main():
     else:
         engine = await AsyncEngine.start(EngineConfig(model=sys.argv[1]), executor="tests.engine.fakes:" + sys.argv[2])
         print(engine.core_pid, flush=True)
-    await asyncio.sleep(60)
+    await asyncio.sleep(3600)
 
 asyncio.run(main())
 """
@@ -312,7 +319,7 @@ def test_the_core_does_not_outlive_its_parent(folder: Path, executor: str) -> No
         core = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
     with contextlib.suppress(psutil.NoSuchProcess):
-        core.wait(timeout=5)
+        core.wait(timeout=PATIENCE)
     assert not core.is_running()
 
 

@@ -13,6 +13,7 @@ from headrace.engine.tokenizer import NAMED_TOKENS, Tokenizer
 from headrace.errors import ConfigError, RequestError, TokenizerError
 from headrace.hub import DEMO_FOLDER
 from tests.engine.fakes import byte_tokenizer, model_folder
+from tests.speed import PATIENCE
 
 SHARED = Path(__file__).parents[2].parent / "shared"
 FOLDERS = [
@@ -290,7 +291,7 @@ class TestChatTemplate:
         except RequestError:
             text = ""
         assert text == "" or template == "{{ messages.__class__ }}"
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < PATIENCE  # it would be hours
 
     @pytest.mark.parametrize(
         ("template", "text"),

@@ -18,6 +18,7 @@ from headrace.planner.plan import Plan, make_plan
 from headrace.planner.plan_json import to_json
 from headrace.planner.plan_request import PlanRequest
 from headrace.planner.record import Decision
+from tests.speed import slowness
 
 FIELDS = [
     "num_gpus", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel",
@@ -230,7 +231,7 @@ def test_no_load_takes_long(load: dict[str, Any]) -> None:
     for model, gpu in (("llama-3.3-70b", "b200"), ("qwen3-8b", "h200")):
         began = time.process_time()
         plan(model, gpu, **load)
-        assert time.process_time() - began < 3  # a second where nothing else runs
+        assert time.process_time() - began < 3 * slowness()  # a second where nothing else runs
 
 
 def test_a_load_that_is_too_much_is_said() -> None:

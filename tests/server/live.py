@@ -17,10 +17,10 @@ from pathlib import Path
 import psutil
 
 from tests.engine import fakes
+from tests.speed import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 KEY = "live-key"
-START_SECONDS = 60
 
 
 def main(folder: str, executor: str = "make_echo") -> int:
@@ -60,7 +60,7 @@ class Live:
             self._new.put(line.rstrip("\n"))
 
     def wait_for(self, text: str) -> str:
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline and (self.process.poll() is None or not self._new.empty()):
             try:
                 line = self._new.get(timeout=0.1)
@@ -73,14 +73,13 @@ class Live:
     def children(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    def stop(self, number: int = signal.SIGINT) -> tuple[int, float]:
-        """(exit code, seconds) and no process left behind."""
+    def stop(self, number: int = signal.SIGINT) -> int:
+        """Exit code; no process is left behind."""
         children = self.children()
-        started = time.monotonic()
         self.process.send_signal(number)
-        code = self.process.wait(10)
+        code = self.process.wait(PATIENCE)
         gone(children)
-        return code, time.monotonic() - started
+        return code
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -88,7 +87,7 @@ class Live:
             self.process.wait()
 
 
-def gone(processes: list[psutil.Process], seconds: float = 5.0) -> None:
+def gone(processes: list[psutil.Process], seconds: float = PATIENCE) -> None:
     """Raises AssertionError unless they all end."""
     _, alive = psutil.wait_procs(processes, seconds)
     assert not alive

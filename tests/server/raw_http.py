@@ -15,12 +15,11 @@ from headrace.config import ServerConfig
 from headrace.server.http_server import RESERVE, HttpServer
 from headrace.server.run import take_port
 from tests.server.fake_engine import FakeEngine, make_app
+from tests.speed import PATIENCE
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 MODELS = HEALTH.replace(b"/health", b"/v1/models")
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-SECONDS = 20
-"""What a slow machine may take for anything."""
 
 
 def request(**fields: Any) -> bytes:
@@ -39,14 +38,14 @@ class Client:
 
     async def answer(self) -> bytes:
         """One answer of known length."""
-        async with asyncio.timeout(SECONDS):
+        async with asyncio.timeout(PATIENCE):
             head = await self.reader.readuntil(b"\r\n\r\n")
             length = head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
             return head + await self.reader.readexactly(int(length))
 
     async def rest(self) -> bytes:
         """All until the server closes; what it says to a client that it cuts off may be lost on the way."""
-        async with asyncio.timeout(SECONDS):
+        async with asyncio.timeout(PATIENCE):
             with contextlib.suppress(ConnectionError):
                 return await self.reader.read()
         return b""
@@ -77,7 +76,7 @@ class Server:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SECONDS):
+    async with asyncio.timeout(PATIENCE):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -99,7 +98,7 @@ async def serving(send_buffer: int = 4096, **config: Any) -> AsyncIterator[Serve
         for client in found.clients:
             client.writer.transport.abort()
         server.should_exit = True
-        await asyncio.wait_for(task, SECONDS)
+        await asyncio.wait_for(task, PATIENCE)
 
 
 def run(test: Callable[[], Coroutine[None, None, None]]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from fastapi import FastAPI
 
 from tests.server.fake_engine import FakeEngine, make_app
+from tests.speed import PATIENCE
 
 
 class Client:
@@ -38,7 +39,7 @@ class Client:
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -57,10 +58,10 @@ def test_leaving_aborts(stream: bool, prompt: Any) -> None:
         if stream:
             await until(lambda: leaver.sent)
         leaver.left.set()
-        await asyncio.wait_for(leaver.task, 1)
+        await asyncio.wait_for(leaver.task, PATIENCE)
         assert len(engine.aborted) == count
         assert not any(b"[DONE]" in message.get("body", b"") for message in leaver.sent)
-        await asyncio.wait_for(stayer.task, 5)
+        await asyncio.wait_for(stayer.task, PATIENCE)
         assert stayer.sent[0]["status"] == 200
         assert len(engine.aborted) == count
         assert not engine.active
@@ -101,7 +102,7 @@ def test_stopping_the_server_ends_open_requests(stream: bool) -> None:
         client = Client(app, {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": stream})
         await until(lambda: client.sent if stream else engine.active)
         app.state.serving.stop()
-        await asyncio.wait_for(client.task, 1)
+        await asyncio.wait_for(client.task, PATIENCE)
         assert len(engine.aborted) == 1
         assert client.sent[0]["status"] == (200 if stream else 503)
         assert b"server_stopping" in client.sent[-1]["body"]

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from tests.server.live import KEY, Live
+from tests.speed import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def client(live: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{live.url}/v1", api_key=KEY, max_retries=0, timeout=30) as sdk:
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key=KEY, max_retries=0, timeout=PATIENCE) as sdk:
         yield sdk
 
 
@@ -159,7 +160,7 @@ def test_extra_fields(client: openai.OpenAI) -> None:
 
 def test_async_client_with_many_at_once(live: Live) -> None:
     async def go() -> None:
-        async with openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key=KEY, max_retries=0, timeout=30) as sdk:
+        async with openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key=KEY, max_retries=0, timeout=PATIENCE) as sdk:
 
             async def one(index: int) -> None:
                 text = f"request number {index}: "

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.server.fake_engine import FakeEngine, chat, complete, error_of, events, make_app, post, send
+from tests.speed import PATIENCE, slowness
 
 JSON = {"content-type": "application/json"}
 
@@ -122,7 +123,7 @@ def test_template_of_a_request_is_never_run() -> None:
     template = "{{ ''.__class__.__mro__[1].__subclasses__() }}{% for i in range(10**9) %}x{% endfor %}"
     started = time.monotonic()
     assert "--chat-template" in error_of(chat(make_app(), chat_template=template), 400)["message"]
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < PATIENCE  # rendered, it would be minutes
 
 
 def test_jinja_in_messages_is_text() -> None:
@@ -201,7 +202,7 @@ def test_wide_json_is_refused_or_ignored_in_time(count: int, status: int) -> Non
     body = b'{"prompt": "a", "max_tokens": 1, "unknown": [' + b",".join([b"{}"] * count) + b"]}"
     started = time.monotonic()
     assert send(make_app(), "POST", "/v1/completions", content=body, headers=JSON).status_code == status
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 2 * slowness()
 
 
 WITHOUT_ASSERTS = """
