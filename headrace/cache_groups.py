@@ -44,6 +44,11 @@ class CacheGroup:
     def is_state(self) -> bool:
         return self.kind == "state"
 
+    @property
+    def grows_on(self) -> bool:
+        """With every token, as long as a sequence is."""
+        return self.window is None and not self.is_state
+
     def first_needed(self, start: int) -> int:
         """The first block that queries from position `start` on read: none before it is read again."""
         if self.window is None:
@@ -82,9 +87,13 @@ class CacheLayout:
 
     def pages_for(self, num_tokens: int, step_tokens: int = 1, sequences: int = 1) -> int:
         """That so many sequences hold at most, each until it has `num_tokens`."""
-        return sum(
-            -(-sequences * group.most_blocks(num_tokens, step_tokens) // group.blocks_per_page) for group in self.groups
-        )
+        pages = 0
+        for group in self.groups:
+            blocks = sequences * group.most_blocks(num_tokens, step_tokens)
+            if group.window is not None:  # what has fallen behind it goes back with the last of its page
+                blocks += group.blocks_per_page - 1
+            pages += -(-blocks // group.blocks_per_page)
+        return pages
 
 
 def same_layout(block_size: int, block_bytes: int = 1) -> CacheLayout:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -70,6 +71,15 @@ class RequestStatus(enum.Enum):
     FINISHED = "finished"
 
 
+class Snapshot(NamedTuple):
+    """A copy of a request's state that a step under way makes."""
+
+    num_tokens: int
+    """that the state has seen"""
+    group: int
+    block: int
+
+
 class Request:
     """The scheduler's mutable record of one request.
 
@@ -83,7 +93,9 @@ class Request:
         "block_ids",
         "core_request",
         "finish_reason",
+        "first_blocks",
         "max_total_tokens",
+        "num_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_inflight",
@@ -94,6 +106,7 @@ class Request:
         "order",
         "request_id",
         "row",
+        "snapshots",
         "status",
         "stop_set",
         "token_ids",
@@ -117,9 +130,15 @@ class Request:
         self.admitted_step = -1
         """the step that last put it among the running ones, anew or resumed"""
         self.num_registered_blocks = 0
-        """leading blocks of `block_ids` that need not be offered to the prefix cache any more"""
+        """leading blocks that need not be offered to the prefix cache any more"""
         self.row = -1
-        self.block_ids: list[int] = []
+        self.num_blocks = 0
+        """that its tokens have room in, in every group of layers: those behind a window count"""
+        self.block_ids: list[list[int]] = []
+        """of each group; empty while it waits. One of a state has its one block."""
+        self.first_blocks: list[int] = []
+        """of each group: what stands before in `block_ids` is not its own any more"""
+        self.snapshots: list[Snapshot] = []
         self.block_hashes: list[bytes] = []
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None

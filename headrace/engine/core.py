@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.cache_groups import same_layout
 from headrace.config import EngineConfig
 from headrace.engine.fit import fit, told
 from headrace.engine.messages import Abort, CoreFacts
@@ -300,8 +301,8 @@ def _scheduler_config(config: EngineConfig, num_blocks: int, mixed_step_tokens: 
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
-        block_size=config.block_size,
-        num_blocks=num_blocks,
+        layout=same_layout(config.block_size),
+        num_pages=num_blocks,
         enable_prefix_caching=config.enable_prefix_caching,
         enable_chunked_prefill=config.enable_chunked_prefill,
         policy=config.scheduling_policy,

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from headrace.cache_groups import same_layout
 from headrace.errors import ConfigError, HeadraceError
 from headrace.planner.cost import Deployment, StepModel, StepWork, step_model
 from headrace.planner.predict import CLOSED_ROUNDS, Workload
@@ -203,8 +204,8 @@ class _Run:
                 max_num_seqs=min(limits.max_num_seqs, budget),
                 max_num_batched_tokens=budget,
                 max_model_len=longest + 1,
-                block_size=limits.block_size,
-                num_blocks=limits.kv_tokens // limits.block_size,
+                layout=same_layout(limits.block_size),
+                num_pages=limits.kv_tokens // limits.block_size,
                 enable_prefix_caching=False,
                 enable_chunked_prefill=limits.enable_chunked_prefill or budget < longest + 1,
                 mixed_step_tokens=limits.mixed_step_tokens,
@@ -370,9 +371,9 @@ class _Run:
     def _fitting(self, running: list[Request], count: int) -> int:
         """As many of `count` steps as there are blocks for."""
         cache = self.scheduler.kv_cache
-        size, free = cache.block_size, cache.pool.num_available
+        size, free = cache.block_size, cache.pages.num_available
         # How many tokens requests can still write into blocks that they own -> how many such requests.
-        slots = Counter(len(request.block_ids) * size - request.num_tokens + 1 for request in running)
+        slots = Counter(request.num_blocks * size - request.num_tokens + 1 for request in running)
 
         def needed(steps: int) -> int:
             return sum(requests * max(0, -((left - steps) // size)) for left, requests in slots.items())

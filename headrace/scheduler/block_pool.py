@@ -1,6 +1,9 @@
-"""Who has which KV block: free, held by requests, or cached (held by nobody, but its content may be asked for again).
+"""Who has which block of the KV cache: free, held by requests, or cached (held by nobody, but its content may be asked
+for again); and which group of layers has which page of the arena.
 
-Knows block ids, digests and counts; nothing of requests, tokens or tensors.
+A page lent to a group is cut into its blocks. It is *held* while any of them is, *idle* while some are cached and none
+is held, and goes back when all are free; idle ones are lent anew when no page is free. Where all layers are alike a
+page is one block. Knows ids, digests and counts; nothing of requests, tokens or tensors.
 """
 
 from __future__ import annotations
@@ -9,34 +12,111 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 
-class BlockPool:
-    """Every block is in exactly one state: free + held + cached = total."""
+class PagePool:
+    """Every page is free, or one group's."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[int, bytes] = OrderedDict()
-        """block -> digest, least recently released first"""
+    def __init__(self, num_pages: int, blocks_per_page: Sequence[int]) -> None:
+        """`blocks_per_page`: of each group."""
+        self.num_pages = num_pages
+        self.free = list(range(num_pages - 1, -1, -1))
+        self.pools = [BlockPool(self, count) for count in blocks_per_page]
+        self.num_releases = 0
+        """so far: the clock by which idle pages of unlike groups are compared"""
+        self.cleared: list[int] = []
+        """pages lent to another group than the one before, since somebody emptied this list"""
+        self._last: list[object] = [None] * num_pages
+        """the group that had it last; None: nobody ever"""
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be lent: free ones, then idle ones, whose content is lost."""
+        return len(self.free) + sum(len(pool.idle) for pool in self.pools)
+
+    def allocate(self, counts: Sequence[int]) -> list[list[int]] | None:
+        """So many blocks of each group, of undefined content, each held once; None (and nothing changes) if there are
+        not as many."""
+        if len(counts) == 1:
+            pool, available = self.pools[0], len(self.free) + len(self.pools[0].idle)
+            return None if pool.pages_for(counts[0]) > available else [pool.take(counts[0], available)[0]]
+        fewest = [pool.pages_for(count) for pool, count in zip(self.pools, counts, strict=True)]
+        spare = self.num_available - sum(fewest)
+        if spare < 0:
+            return None
+        found = []
+        for pool, count, pages in zip(self.pools, counts, fewest, strict=True):
+            blocks, taken = pool.take(count, pages + spare)
+            spare -= taken - pages
+            found.append(blocks)
+        return found
+
+    def lend(self, pool: BlockPool) -> int:
+        """A page for `pool`: a free one, or the one that has been idle for longest."""
+        if self.free:
+            page = self.free.pop()
+        else:
+            page = min((one for one in self.pools if one.idle), key=BlockPool.idle_since).evict_page()
+        last = self._last[page]
+        if last is not pool:
+            self._last[page] = pool
+            if last is not None:
+                self.cleared.append(page)
+        return page
+
+    def not_cleared(self, pages: Iterable[int]) -> None:
+        """The step that should have cleared them came to nothing: whoever is lent one, clears it."""
+        for page in {*pages}.intersection(self.free):
+            self._last[page] = self
+
+    def check_invariant(self) -> None:
+        """Look at every page and block; raises RuntimeError if the books do not balance. For tests: slow."""
+        lent = [page for pool in self.pools for page in pool.check_invariant()]
+        if sorted([*self.free, *lent]) != list(range(self.num_pages)):
+            raise RuntimeError(
+                f"of {self.num_pages} pages {len(self.free)} are free and {len(lent)} lent: inconsistent"
+            )
+
+
+class BlockPool:
+    """The blocks of one group. Those that lie in its pages are free, held or cached."""
+
+    def __init__(self, pages: PagePool, blocks_per_page: int) -> None:
+        self.blocks_per_page = blocks_per_page
+        self.num_held = 0
+        self.idle: OrderedDict[int, int] = OrderedDict()
+        """idle page -> when it was released, earliest first"""
+        self._pages = pages
+        num_blocks = pages.num_pages * blocks_per_page
+        self._free: dict[int, list[int]] = {}
+        """held page -> its free blocks, if there are any"""
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        """least recently released first"""
+        self._num_held_pages = 0
+        self._held_in = [0] * pages.num_pages
+        """blocks of a page"""
         self._ref_counts = [0] * num_blocks
         self._digest_of: list[bytes | None] = [None] * num_blocks
         self._block_with: dict[bytes, int] = {}
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
 
     @property
     def num_cached(self) -> int:
         return len(self._cached)
 
     @property
-    def num_held(self) -> int:
-        return self.num_blocks - len(self._free) - len(self._cached)
+    def num_loose(self) -> int:
+        """Free and cached blocks beside held ones: what can be had without a page."""
+        return self._num_held_pages * self.blocks_per_page - self.num_held
 
-    @property
-    def num_available(self) -> int:
-        """Blocks that `allocate` can give: free ones, then cached ones by eviction."""
-        return len(self._free) + len(self._cached)
+    def pages_for(self, count: int) -> int:
+        """that `count` blocks take at least"""
+        more = count - self._num_held_pages * self.blocks_per_page + self.num_held
+        return -(-more // self.blocks_per_page) if more > 0 else 0
+
+    def pages_beside(self, blocks: Sequence[int], count: int) -> tuple[int, int]:
+        """Pages that holding these held or cached blocks wakes, and how many `count` more blocks then take."""
+        unheld = [block for block in blocks if not self._ref_counts[block]]
+        woken = len({block // self.blocks_per_page for block in unheld}.intersection(self.idle))
+        loose = self.num_loose + woken * self.blocks_per_page - len(unheld)
+        return woken, -(-max(0, count - loose) // self.blocks_per_page)
 
     def ref_count(self, block: int) -> int:
         return self._ref_counts[block]
@@ -45,41 +125,73 @@ class BlockPool:
         """The block whose content has this digest, held or cached."""
         return self._block_with.get(digest)
 
-    def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks of undefined content, each held once; None (and nothing changes) if there are not as many."""
-        free, cached = self._free, self._cached
-        if count > len(free) + len(cached):
-            return None
-        blocks = []
+    def take(self, count: int, most_pages: int) -> tuple[list[int], int]:
+        """`count` blocks, which there must be, and how many pages were taken for them: at most `most_pages`, before
+        cached blocks beside held ones are evicted."""
+        free, per_page = self._free, self.blocks_per_page
+        blocks: list[int] = []
+        taken = 0
+        ref_counts, held_in = self._ref_counts, self._held_in
         for _ in range(count):
             if free:
-                block = free.pop()
+                page = next(reversed(free))
+                block = free[page].pop()
+                if not free[page]:
+                    del free[page]
+            elif taken < most_pages:
+                page = self._pages.lend(self)
+                block = page * per_page
+                if per_page > 1:
+                    free[page] = list(range(block + per_page - 1, block, -1))
+                taken += 1
             else:
-                block, digest = cached.popitem(last=False)
-                self._unregister(block, digest)
-            self._ref_counts[block] = 1
+                block = next(block for block in self._cached if self._held_in[block // per_page])
+                page = block // per_page
+                del self._cached[block]
+                self._unregister(block)
             blocks.append(block)
-        return blocks
+            ref_counts[block] = 1
+            self._num_held_pages += not held_in[page]
+            held_in[page] += 1
+        self.num_held += count
+        return blocks, taken
 
     def hold(self, blocks: Iterable[int]) -> None:
         """One more holder for each of these held or cached blocks."""
         for block in blocks:
-            if self._ref_counts[block] == 0:
-                del self._cached[block]
-            self._ref_counts[block] += 1
+            if self._ref_counts[block]:
+                self._ref_counts[block] += 1
+                continue
+            page = block // self.blocks_per_page
+            del self._cached[block]
+            if not self._held_in[page]:
+                del self.idle[page]
+                if unused := [other for other in self._blocks(page) if self._digest_of[other] is None]:
+                    self._free[page] = unused
+                self._num_held_pages += 1
+            self._ref_counts[block] = 1
+            self._held_in[page] += 1
+            self.num_held += 1
 
     def release(self, blocks: Sequence[int]) -> None:
         """One holder less for each of these blocks of one request, given in their order: the tail is let go first, so
         that it is evicted first, since a head without its tail is still a useful prefix and the reverse is not."""
+        self._pages.num_releases += 1
         for block in reversed(blocks):
             self._ref_counts[block] -= 1
             if self._ref_counts[block]:
                 continue
-            digest = self._digest_of[block]
-            if digest is None:
-                self._free.append(block)
-            else:
-                self._cached[block] = digest
+            page = block // self.blocks_per_page
+            self.num_held -= 1
+            self._held_in[page] -= 1
+            if self._digest_of[block] is not None:
+                self._cached[block] = None
+            elif self._held_in[page]:
+                self._free.setdefault(page, []).append(block)
+            if not self._held_in[page]:
+                self._num_held_pages -= 1
+                self._free.pop(page, None)
+                self._settle(page)
 
     def register(self, block: int, digest: bytes) -> None:
         """Let a held block be found by the digest of its content. Where another block already has that content, this
@@ -91,26 +203,66 @@ class BlockPool:
     def forget(self, digest: bytes) -> None:
         """Take the block with this content, if any, out of the cache, unless someone holds it."""
         block = self._block_with.get(digest)
-        if block is not None and self._ref_counts[block] == 0:
-            del self._cached[block]
-            self._unregister(block, digest)
-            self._free.append(block)
+        if block is None or self._ref_counts[block]:
+            return
+        del self._cached[block]
+        self._unregister(block)
+        page = block // self.blocks_per_page
+        if self._held_in[page]:
+            self._free.setdefault(page, []).append(block)
+        else:
+            self._settle(page)
 
-    def _unregister(self, block: int, digest: bytes) -> None:
+    def idle_since(self) -> int:
+        """When its oldest idle page was released."""
+        return next(iter(self.idle.values()))
+
+    def evict_page(self) -> int:
+        """Give up the page that has been idle for longest, with all that is cached in it."""
+        page, _ = self.idle.popitem(last=False)
+        for block in self._blocks(page):
+            if self._digest_of[block] is not None:
+                del self._cached[block]
+                self._unregister(block)
+        return page
+
+    def _blocks(self, page: int) -> range:
+        return range(page * self.blocks_per_page, (page + 1) * self.blocks_per_page)
+
+    def _settle(self, page: int) -> None:
+        """A page of which nothing is held is idle while something in it is cached; else it goes back."""
+        if any(self._digest_of[block] is not None for block in self._blocks(page)):
+            self.idle.setdefault(page, self._pages.num_releases)
+        else:
+            self.idle.pop(page, None)
+            self._pages.free.append(page)
+
+    def _unregister(self, block: int) -> None:
+        digest = self._digest_of[block]
+        assert digest is not None
         del self._block_with[digest]
         self._digest_of[block] = None
 
-    def check_invariant(self) -> None:
-        """Look at every block; raises RuntimeError if the books do not balance. For tests: it costs O(num_blocks)."""
+    def check_invariant(self) -> list[int]:
+        """The group's pages; raises RuntimeError if the books of its blocks do not balance. For tests: slow."""
         held = [block for block, count in enumerate(self._ref_counts) if count > 0]
+        held_pages = {block // self.blocks_per_page for block in held}
+        pages = [*held_pages, *self.idle]
         registered = {digest: block for block, digest in enumerate(self._digest_of) if digest is not None}
-        in_one_state = sorted([*self._free, *self._cached, *held]) == list(range(self.num_blocks))
+        free = [block for blocks in self._free.values() for block in blocks]
+        unused = [block for page in self.idle for block in self._blocks(page) if self._digest_of[block] is None]
+        in_one_state = sorted([*free, *unused, *self._cached, *held]) == sorted(
+            block for page in pages for block in self._blocks(page)
+        )
         no_negative = all(count >= 0 for count in self._ref_counts)
+        counted = self.num_held == len(held) and self._num_held_pages == len(held_pages)
+        counted = counted and all(self._held_in[page] == 0 for page in {*range(len(self._held_in))} - held_pages)
         findable = registered == self._block_with
-        cached_have_digests = all(self._digest_of[block] == digest for block, digest in self._cached.items())
-        free_have_none = all(self._digest_of[block] is None for block in self._free)
-        if not (in_one_state and no_negative and findable and cached_have_digests and free_have_none):
+        cached_have_digests = all(self._digest_of[block] is not None for block in self._cached)
+        free_have_none = all(self._digest_of[block] is None for block in free)
+        if not (in_one_state and no_negative and counted and findable and cached_have_digests and free_have_none):
             raise RuntimeError(
-                f"block pool of {self.num_blocks} is inconsistent: {self.num_free} free, {len(held)} held, "
+                f"block pool of {len(pages)} pages is inconsistent: {len(free) + len(unused)} free, {len(held)} held, "
                 f"{self.num_cached} cached, {len(registered)} registered, {len(self._block_with)} findable"
             )
+        return pages

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from headrace.cache_groups import CacheLayout
 from headrace.errors import ConfigError, RequestError
 from headrace.request import (
     EngineCoreOutput,
@@ -55,8 +56,8 @@ class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    block_size: int
-    num_blocks: int
+    layout: CacheLayout
+    num_pages: int
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     policy: str = "fcfs"
@@ -66,7 +67,7 @@ class SchedulerConfig:
     """Admit what can run to its end beside the others; False: what fits now, and preempt later, as vLLM does"""
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_blocks"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_pages"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.mixed_step_tokens is not None and self.mixed_step_tokens < 1:
@@ -100,7 +101,9 @@ class _Plan:
 class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.kv_cache = KVCacheManager(config.num_blocks, config.block_size, config.enable_prefix_caching)
+        self.kv_cache = KVCacheManager(
+            config.layout, config.num_pages, config.enable_prefix_caching, config.max_num_batched_tokens
+        )
         self.requests: dict[str, Request] = {}
         """the unfinished ones, each waiting or running"""
         self.waiting = FairQueue(max(1, min(MOST_A_TURN, config.max_num_seqs // 8)))
@@ -115,6 +118,9 @@ class Scheduler:
         self._lengths = LengthForecast()
         self._held_back: Request | None = None
         """the first of the waiting, for which there was no room when it was last looked for"""
+        self._alone: Request | None = None
+        """one that found no room although no other ran: nobody runs beside it any more. Blocks of several may have lain
+        in its pages, and kept it from packing its own."""
         self.steps_held = 0
         """so many steps from now it is looked for again, if nobody ends before: who runs comes nearer to its end, and
         what one computes others may find in the prefix cache"""
@@ -144,11 +150,11 @@ class Scheduler:
             raise RequestError(f"max_tokens must be at least 1, got {core_request.max_tokens}", "max_tokens")
         request.max_total_tokens = min(request.num_prompt_tokens + core_request.max_tokens, config.max_model_len)
         # The last token is sampled but never computed, so it needs no place in the cache.
-        needed = self.kv_cache.num_blocks_for(request.max_total_tokens - 1)
-        if needed > config.num_blocks:
+        needed = config.layout.pages_for(request.max_total_tokens - 1, config.max_num_batched_tokens)
+        if needed > config.num_pages:
             raise RequestError(
                 f"a prompt of {request.num_prompt_tokens} tokens with max_tokens {core_request.max_tokens} needs "
-                f"{needed} KV cache blocks of {config.block_size} tokens, but there are only {config.num_blocks}",
+                f"{needed} KV cache blocks, but there are only {config.num_pages}",
                 "max_tokens",
             )
         self.requests[request.request_id] = request
@@ -176,6 +182,7 @@ class Scheduler:
     def fail(self, step: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
         """A step brought no result: its requests end with an error, all others live on. May be called before results
         of earlier steps are in. The device may not have heard of the rows that the step freed: it is told again."""
+        self.kv_cache.pages.not_cleared(step.cleared_pages)
         untold = set(self._free_rows).difference(self._freed_rows)
         self._freed_rows += [row for row in step.freed_rows if row in untold]
         outputs = []
@@ -201,6 +208,8 @@ class Scheduler:
             self.waiting.remove(request)
         self.kv_cache.free(request)
         self._held_back = None
+        if request is self._alone:
+            self._alone = None
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._lengths.learn(request.num_output_tokens)
         request.status = RequestStatus.FINISHED
@@ -242,7 +251,7 @@ class Scheduler:
         """Give each running request with a gap of 1 its token. Returns those whose prompts are under way: mostly one,
         since only the end of the budget cuts a prompt, and one more for each that shares steps with it. Their rows are
         among max_num_seqs, so that the budget leaves at least a token for each."""
-        decodes, block_size = plan.decodes, self.config.block_size
+        decodes, block_size = plan.decodes, self.kv_cache.block_size
         partials = []
         for request in self.running.items[:]:
             if plan.preempted and request.status is not RequestStatus.RUNNING:
@@ -254,7 +263,7 @@ class Scheduler:
                 continue
             if total >= request.max_total_tokens:  # ends when what is in flight comes back
                 continue
-            if computed < len(request.block_ids) * block_size or self._ensure_blocks(request, total, plan):
+            if computed < request.num_blocks * block_size or self._ensure_blocks(request, total, plan):
                 decodes.append(request)
         return [request for request in partials if request.status is RequestStatus.RUNNING]
 
@@ -281,7 +290,7 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING:  # preempted for one before it
                 continue
             gap = request.num_tokens - request.num_computed_tokens
-            count = min(gap, -(-budget // (len(partials) - index)))
+            count = self._cut(request, request.num_computed_tokens, min(gap, -(-budget // (len(partials) - index))))
             if self._ensure_blocks(request, request.num_computed_tokens + count, plan):
                 plan.chunks.append((request, count))
                 budget -= count
@@ -313,14 +322,17 @@ class Scheduler:
     def _ensure_blocks(self, request: Request, num_tokens: int, plan: _Plan) -> bool:
         """Make room for `num_tokens` tokens of a running request, preempting the last in order of whoever runs most.
         False if that preempted the request itself. It ends, since one request alone always fits."""
+        start = request.num_blocks
         while (fresh := self.kv_cache.grow(request, num_tokens)) is None:
             victim = self.waiting.most_dispensable(self.running.items)
             self._preempt(victim, plan)
             plan.preempted = True
             if victim is request:
+                self._alone = self._alone if self.running.items else request
                 return False
-        if fresh:
-            plan.block_updates.append(BlockUpdate(request.row, len(request.block_ids) - len(fresh), fresh))
+        for group, blocks in enumerate(fresh):
+            if blocks:
+                plan.block_updates.append(BlockUpdate(request.row, start, blocks, group))
         return True
 
     def _preempt(self, victim: Request, plan: _Plan) -> None:
@@ -354,18 +366,21 @@ class Scheduler:
                 return
             if request is self._held_back and self.steps_held > 0:
                 return
-            cached = kv_cache.find_cached(request)
-            computed = len(cached) * config.block_size
+            if self._alone is not None and self.running.items and self._alone in (request, self.running.items[0]):
+                return
+            prefix = kv_cache.nothing_cached() if request is self._alone else kv_cache.find_cached(request)
+            computed = prefix.num_blocks * kv_cache.block_size
             gap = request.num_tokens - computed
             count = min(gap, budget)
             if count < gap and not config.enable_chunked_prefill:
                 return
+            count = self._cut(request, computed, count)
             if config.look_ahead and self.running.items:  # one alone always has room, which rounding must not deny
                 room = room or Room(kv_cache, self._lengths, self.running.items, request)
-                if not room.has_place_for(request, cached):
-                    self._held_back, self.steps_held = request, config.block_size
+                if not room.has_place_for(request, prefix):
+                    self._held_back, self.steps_held = request, kv_cache.block_size
                     return
-            if not kv_cache.admit(request, cached, computed + count):
+            if not kv_cache.admit(request, prefix, computed + count):
                 self._held_back, self.steps_held = request, 0
                 return
             self.waiting.take(request)
@@ -379,9 +394,15 @@ class Scheduler:
             request.num_computed_tokens = computed
             request.admitted_step = self._next_step
             self.running.add(request)
-            plan.block_updates.append(BlockUpdate(request.row, 0, list(request.block_ids)))
+            for group, (block_ids, first) in enumerate(zip(request.block_ids, request.first_blocks, strict=True)):
+                if block_ids[first:]:
+                    plan.block_updates.append(BlockUpdate(request.row, first, block_ids[first:], group))
             plan.chunks.append((request, count))
             budget -= count
+
+    def _cut(self, request: Request, start: int, count: int) -> int:
+        """Of `count` tokens of a prompt those that this step computes, where states want steps to end with blocks."""
+        return self.kv_cache.cut(request, start, count) if self.config.enable_chunked_prefill else count
 
     def _take_row(self, request: Request) -> NewRow:
         request.row = self._free_rows.pop()
@@ -400,6 +421,8 @@ class Scheduler:
 
     def _commit(self, plan: _Plan) -> SchedulerOutput:
         """Count what was planned as computed and in flight, and write it down as a step."""
+        if self.kv_cache.states:
+            self.kv_cache.take_snapshots([*plan.decodes, *(request for request, _ in plan.chunks)])
         requests = plan.decodes
         rows = [request.row for request in requests]
         computed = [request.num_computed_tokens for request in requests]
@@ -420,16 +443,18 @@ class Scheduler:
         number = self._next_step
         self._next_step += 1
         self._steps[number] = requests
+        cleared, copies = self.kv_cache.take_orders()
         return SchedulerOutput(
-            number, plan.new_rows, self.take_freed_rows(), plan.block_updates, rows, computed, counts, samples
-        )
+            number, plan.new_rows, self.take_freed_rows(), plan.block_updates, rows, computed, counts, samples, cleared,
+            copies,
+        )  # fmt: skip
 
     # ---- taking a result
 
     def update(self, step: SchedulerOutput, result: RunnerOutput) -> list[EngineCoreOutput]:
         """Close the books of a step. Results come back in the order of their steps."""
         token_ids, logprobs, prompt_logprobs = result.token_ids, result.logprobs, result.prompt_logprobs
-        block_size = self.config.block_size
+        block_size = self.kv_cache.block_size
         outputs = []
         next_sample = 0
         for request, row, computed, count, samples in zip(
@@ -517,8 +542,8 @@ class Scheduler:
             num_waiting_tokens=self.waiting.num_prompt_tokens,
             num_received=self._num_received,
             num_received_tokens=self._num_received_tokens,
-            num_blocks=self.config.num_blocks,
-            num_free_blocks=self.kv_cache.pool.num_available,
+            num_blocks=self.config.num_pages,
+            num_free_blocks=self.kv_cache.num_available_pages,
             num_preemptions=self._num_preemptions,
             prefix_cache_queries=self._cache_queries,
             prefix_cache_hits=self._cache_hits,

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.cache_groups import same_layout
 from headrace.config import EngineConfig
 from headrace.engine.core import EngineCore, build_core
 from headrace.engine.messages import Abort, CoreFacts
@@ -16,7 +17,7 @@ from tests.engine.fakes import DEAD_TOKEN, FAIL_TOKEN, FakeExecutor, model_folde
 
 def make_core(executor: FakeExecutor, *, overlap: bool = True, num_blocks: int = 64) -> EngineCore:
     limits = SchedulerConfig(
-        max_num_seqs=8, max_num_batched_tokens=32, max_model_len=128, block_size=4, num_blocks=num_blocks
+        max_num_seqs=8, max_num_batched_tokens=32, max_model_len=128, layout=same_layout(4), num_pages=num_blocks
     )
     facts = CoreFacts(EngineConfig(async_scheduling=overlap), [], [], num_blocks)
     return EngineCore(facts, Scheduler(limits), executor)

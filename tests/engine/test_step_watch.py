@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from headrace.cache_groups import same_layout
 from headrace.config import EngineConfig
 from headrace.engine.core import EngineCore, build_core
 from headrace.engine.messages import CoreFacts
@@ -102,7 +103,9 @@ class Device:
 
 
 def core_of(device: Device, watch: StepWatch | None) -> EngineCore:
-    limits = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=128, block_size=4, num_blocks=64)
+    limits = SchedulerConfig(
+        max_num_seqs=8, max_num_batched_tokens=32, max_model_len=128, layout=same_layout(4), num_pages=64
+    )
     facts = CoreFacts(EngineConfig(), [], [], 64)
     return EngineCore(facts, Scheduler(limits), cast(Any, device), watch)
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import headrace
+from headrace.cache_groups import same_layout
 from headrace.config import GRAPH_MODES, EngineConfig
 from headrace.distributed.mesh import Mesh
 from headrace.engine.core import EngineCore
@@ -95,7 +96,13 @@ class InThisProcess:
 
 def make_core(runner: ModelRunner, num_blocks: int, rehearsals: Sequence[tuple[int, int]] = ()) -> EngineCore:
     runner.allocate(num_blocks)
-    sizes = (LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, LIMITS.max_model_len, LIMITS.block_size, num_blocks)
+    sizes = (
+        LIMITS.max_num_seqs,
+        LIMITS.max_num_batched_tokens,
+        LIMITS.max_model_len,
+        same_layout(LIMITS.block_size),
+        num_blocks,
+    )
     scheduler = SchedulerConfig(*sizes, look_ahead=False)  # a small pool is to be filled, and some preempted
     config = EngineConfig(
         max_num_seqs=LIMITS.max_num_seqs,

@@ -1,8 +1,8 @@
 """What the scheduler's tests share: short ways to say "a scheduler", "a request", "one step", and a fake device.
 
-The fake device keeps what a real one keeps (token rows, block tables, KV slots), but the KV of a position is a digest
-of all tokens up to it. So it can tell whether a step reads what it should: a wrong prefix hit, a block given away too
-early or a stale block table shows up as a wrong digest.
+The fake device keeps what a real one keeps (token rows, block tables, KV slots, states), but the KV of a position, and
+the state behind it, is a digest of all tokens up to it. So it can tell whether a step reads what it should: a wrong
+prefix hit, a block given away too early or a stale block table shows up as a wrong digest.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.cache_groups import CacheLayout, same_layout
 from headrace.request import EngineCoreOutput, EngineCoreRequest
 from headrace.sampling_params import SamplingParams
 from headrace.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -25,8 +26,8 @@ def make_scheduler(**changes: Any) -> Scheduler:
         "max_num_seqs": 4,
         "max_num_batched_tokens": 64,
         "max_model_len": 64,
-        "block_size": 4,
-        "num_blocks": 16,
+        "layout": same_layout(changes.pop("block_size", 4)),
+        "num_pages": changes.pop("num_blocks", 16),
     }
     return Scheduler(SchedulerConfig(**settings | changes))
 
@@ -117,13 +118,17 @@ class Script:
 class FakeDevice:
     """Runs steps at once, in the order given. `scripts[seed]` is the request whose NewRow carries that seed."""
 
-    def __init__(self, block_size: int, scripts: list[Script]) -> None:
-        self.block_size = block_size
+    def __init__(self, layout: CacheLayout, scripts: list[Script]) -> None:
+        self.layout = layout
         self.scripts = scripts
         self.owner: dict[int, Script] = {}
         self.tokens: dict[int, list[int]] = {}
-        self.block_table: dict[int, list[int]] = {}
-        self.kv: dict[int, int] = {}
+        self.block_tables: dict[int, list[dict[int, int]]] = {}
+        """row -> of each group: place -> block"""
+        self.kv: dict[tuple[int, int, int], int] = {}
+        """(group, block, place in it) -> digest of the position, or of the last one that a state has seen"""
+        self.writer: dict[int, int] = {}
+        """page -> the group whose numbers are in it"""
 
     def execute(self, step: SchedulerOutput) -> RunnerOutput:
         for row in step.freed_rows:
@@ -133,12 +138,14 @@ class FakeDevice:
             script = self.owner[new.row] = self.scripts[new.seed]
             self.tokens[new.row] = new.prompt_token_ids + new.output_token_ids
             assert self.tokens[new.row] == script.tokens[: len(self.tokens[new.row])]
-            self.block_table[new.row] = []
+            self.block_tables[new.row] = [{} for _ in self.layout.groups]
+        self._clear(step.cleared_pages)
+        for copy in step.state_copies:
+            assert self.layout.groups[copy.group].is_state
+            self._put(copy.group, copy.target, 0, self.kv[copy.group, copy.source, 0])
         for update in step.block_updates:
-            table = self.block_table[update.row]
             assert update.block_ids
-            assert update.start <= len(table), "a hole in the block table"
-            table[update.start :] = update.block_ids
+            self.block_tables[update.row][update.group].update(enumerate(update.block_ids, update.start))
         assert len(set(step.rows)) == len(step.rows)
         batch = list(
             zip(step.rows, step.num_computed_tokens, step.num_scheduled_tokens, step.samples, strict=True),
@@ -146,23 +153,49 @@ class FakeDevice:
         for row, computed, count, _ in batch:
             self._write(row, computed, count)
         for row, computed, count, _ in batch:
-            self._check_reads(row, computed + count)
+            self._check_reads(row, computed, computed + count)
         return self._sample(step.step, batch)
 
-    def _slot(self, row: int, position: int) -> int:
-        return self.block_table[row][position // self.block_size] * self.block_size + position % self.block_size
+    def _clear(self, pages: list[int]) -> None:
+        for page in pages:
+            self.writer.pop(page, None)
+            for group, _ in enumerate(self.layout.groups):
+                blocks = self.layout.blocks(group, page)
+                for slot in [slot for slot in self.kv if slot[0] == group and slot[1] in blocks]:
+                    del self.kv[slot]
+
+    def _put(self, group: int, block: int, place: int, digest: int) -> None:
+        page = block // self.layout.groups[group].blocks_per_page
+        assert self.writer.setdefault(page, group) == group, "another group's numbers are in the page"
+        self.kv[group, block, place] = digest
 
     def _write(self, row: int, computed: int, count: int) -> None:
         script, tokens = self.owner[row], self.tokens[row]
         assert count >= 1
         assert computed + count <= len(tokens), "a step computes tokens that nobody knows yet"
         assert tokens[: computed + count] == script.tokens[: computed + count]
-        for position in range(computed, computed + count):
-            self.kv[self._slot(row, position)] = script.digests[position]
+        for index, (group, table) in enumerate(zip(self.layout.groups, self.block_tables[row], strict=True)):
+            if group.is_state:
+                if computed:
+                    assert self.kv.get((index, table[0], 0)) == script.digests[computed - 1], "not its state"
+                self._put(index, table[0], 0, script.digests[computed + count - 1])
+                continue
+            for position in range(computed, computed + count):
+                block = table[position // group.block_size]
+                self._put(index, block, position % group.block_size, script.digests[position])
 
-    def _check_reads(self, row: int, end: int) -> None:
-        found = [self.kv.get(self._slot(row, position)) for position in range(end)]
-        assert found == self.owner[row].digests[:end], f"row {row} reads KV that is not its own"
+    def _check_reads(self, row: int, start: int, end: int) -> None:
+        """Every key that a query of a step from `start` on sees."""
+        digests = self.owner[row].digests
+        for index, (group, table) in enumerate(zip(self.layout.groups, self.block_tables[row], strict=True)):
+            if group.is_state:
+                continue
+            first = 0
+            if group.window is not None:
+                first = start // group.window * group.window if group.kind == "chunk" else start - group.window + 1
+            for position in range(max(0, first), end):
+                slot = index, table[position // group.block_size], position % group.block_size
+                assert self.kv.get(slot) == digests[position], f"row {row} reads KV that is not its own at {position}"
 
     def _sample(self, number: int, batch: list[tuple[int, int, int, bool]]) -> RunnerOutput:
         sampled: list[int] = []

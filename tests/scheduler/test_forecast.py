@@ -7,8 +7,9 @@ from collections import Counter
 
 import pytest
 
+from headrace.cache_groups import CacheGroup, CacheKind, CacheLayout, same_layout
 from headrace.request import EngineCoreOutput, Request
-from headrace.scheduler.forecast import LengthForecast, Occupancy
+from headrace.scheduler.forecast import Holder, LengthForecast, Occupancy
 from headrace.scheduler.scheduler import Scheduler
 
 from .support import make_request, make_scheduler, run_step, run_to_end
@@ -51,15 +52,42 @@ def test_the_most_blocks_are_held_just_before_somebody_ends() -> None:
     draw = random.Random(4)
     for _ in range(300):
         size = draw.choice((1, 4, 16))
-        holders = [(draw.randrange(60), draw.randrange(1, 9)) for _ in range(draw.randrange(1, 7))]
-        alive = [[(left, blocks) for left, blocks in holders if left >= time] for time in range(61)]
-        held = [sum(blocks for _, blocks in some) - (-time * len(some) // size) for time, some in enumerate(alive)]
+        holders = [Holder(draw.randrange(60), draw.randrange(1, 9)) for _ in range(draw.randrange(1, 7))]
+        alive = [[holder for holder in holders if holder.remaining >= time] for time in range(61)]
+        held = [sum(one.held for one in some) - (-time * len(some) // size) for time, some in enumerate(alive)]
         *others, last = holders
-        occupancy = Occupancy(size, others[:1])
+        occupancy = Occupancy(same_layout(size), others[:1])
         for holder in others[1:]:
-            occupancy.add(*holder)
-        assert occupancy.fits(*last, max(held))
-        assert not occupancy.fits(*last, max(held) - 1)
+            occupancy.add(holder)
+        assert occupancy.fits(last, max(held))
+        assert not occupancy.fits(last, max(held) - 1)
+
+
+def test_who_keeps_a_window_grows_until_it_is_full() -> None:
+    """Against the sum at every moment: full blocks of 3 bytes, those of windows of 5 and 7."""
+    draw = random.Random(5)
+    kinds: tuple[CacheKind, ...] = ("full", "window", "chunk")
+    windows, sizes = (None, 9, 9), (3, 5, 7)
+    groups = [
+        CacheGroup((), kind, window, 4, size, 1, size) for kind, window, size in zip(kinds, windows, sizes, strict=True)
+    ]
+    layout = CacheLayout(tuple(groups), 7)
+    for _ in range(300):
+        holders = [
+            Holder(draw.randrange(40), draw.randrange(100), (draw.randrange(30), draw.randrange(30)))
+            for _ in range(draw.randrange(1, 7))
+        ]
+
+        def held(time: int, some: list[Holder]) -> int:
+            tokens = [time * len(some), *(sum(min(time, one.bounds[index]) for one in some) for index in (0, 1))]
+            return sum(one.held for one in some) + sum(-(-n // 4) * size for n, size in zip(tokens, sizes, strict=True))
+
+        moments = [(one.remaining, [other for other in holders if other.remaining >= one.remaining]) for one in holders]
+        most = max(held(*moment) for moment in moments)
+        *others, last = holders
+        occupancy = Occupancy(layout, others)
+        assert occupancy.fits(last, most)
+        assert not occupancy.fits(last, most - 1)
 
 
 def two(**changes: object) -> Scheduler:

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from headrace.cache_groups import same_layout
 from headrace.request import Request
 from headrace.scheduler.kv_cache_manager import KVCacheManager, extend_block_hashes
 
@@ -21,7 +22,7 @@ def hashes(prompt: list[int], block_size: int = 2, cache_salt: str | None = None
 def cached_request(manager: KVCacheManager, prompt: list[int], cache_salt: str | None = None) -> Request:
     """A request that has computed its prompt and gone, leaving its full blocks in the cache."""
     request = Request(make_request("earlier", prompt, cache_salt=cache_salt))
-    assert manager.admit(request, [], len(prompt))
+    assert manager.admit(request, manager.nothing_cached(), len(prompt))
     manager.register(request, len(prompt))
     manager.free(request)
     return request
@@ -56,61 +57,61 @@ def test_hashing_in_parts_gives_the_same_chain() -> None:
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 32, 64])
 def test_a_hit_is_every_full_block_but_never_the_last_token(block_size: int) -> None:
-    manager = KVCacheManager(num_blocks=300, block_size=block_size, enable_prefix_caching=True)
+    manager = KVCacheManager(same_layout(block_size), 300, True)
     prompt = list(range(200))
     cached_request(manager, prompt)
     for length in (1, block_size, block_size + 1, 2 * block_size, 199, 200):
         found = manager.find_cached(Request(make_request("r", prompt[:length])))
-        assert len(found) == (length - 1) // block_size
+        assert found.num_blocks == len(found.blocks[0]) == (length - 1) // block_size
 
 
 def test_a_hit_ends_at_the_first_difference() -> None:
-    manager = KVCacheManager(num_blocks=10, block_size=2, enable_prefix_caching=True)
+    manager = KVCacheManager(same_layout(2), 10, True)
     cached_request(manager, [1, 2, 3, 4, 5, 6, 7])
-    assert len(manager.find_cached(Request(make_request("r", [1, 2, 3, 9, 5, 6, 7])))) == 1
+    assert manager.find_cached(Request(make_request("r", [1, 2, 3, 9, 5, 6, 7]))).num_blocks == 1
 
 
 def test_salts_do_not_see_each_other() -> None:
-    manager = KVCacheManager(num_blocks=10, block_size=2, enable_prefix_caching=True)
+    manager = KVCacheManager(same_layout(2), 10, True)
     cached_request(manager, [1, 2, 3], cache_salt="mine")
-    assert len(manager.find_cached(Request(make_request("r", [1, 2, 3], cache_salt="mine")))) == 1
-    assert manager.find_cached(Request(make_request("r", [1, 2, 3], cache_salt="yours"))) == []
-    assert manager.find_cached(Request(make_request("r", [1, 2, 3]))) == []
+    assert manager.find_cached(Request(make_request("r", [1, 2, 3], cache_salt="mine"))).num_blocks == 1
+    assert manager.find_cached(Request(make_request("r", [1, 2, 3], cache_salt="yours"))) == (0, [[]])
+    assert manager.find_cached(Request(make_request("r", [1, 2, 3]))) == (0, [[]])
 
 
 def test_prompt_logprobs_need_every_position_computed() -> None:
-    manager = KVCacheManager(num_blocks=10, block_size=2, enable_prefix_caching=True)
+    manager = KVCacheManager(same_layout(2), 10, True)
     cached_request(manager, [1, 2, 3])
-    assert manager.find_cached(Request(make_request("r", [1, 2, 3], prompt_logprobs=0))) == []
+    assert manager.find_cached(Request(make_request("r", [1, 2, 3], prompt_logprobs=0))) == (0, [[]])
 
 
 def test_without_prefix_caching_nothing_is_hashed() -> None:
-    manager = KVCacheManager(num_blocks=10, block_size=2, enable_prefix_caching=False)
+    manager = KVCacheManager(same_layout(2), 10, False)
     request = cached_request(manager, [1, 2, 3])
-    assert manager.find_cached(Request(make_request("r", [1, 2, 3]))) == []
+    assert manager.find_cached(Request(make_request("r", [1, 2, 3]))) == (0, [[]])
     assert request.block_hashes == []
-    assert manager.pool.num_free == 10
+    assert len(manager.pages.free) == 10
 
 
 def test_admission_counts_cached_blocks_that_nobody_holds_as_both_hit_and_taken() -> None:
-    manager = KVCacheManager(num_blocks=4, block_size=2, enable_prefix_caching=True)
+    manager = KVCacheManager(same_layout(2), 4, True)
     cached_request(manager, [1, 2, 3, 4, 5])  # leaves 2 cached blocks, 2 free
     request = Request(make_request("r", [1, 2, 3, 4, *range(10, 15)]))  # needs 5 blocks
     cached = manager.find_cached(request)
-    assert len(cached) == 2
+    assert cached.num_blocks == 2
     assert not manager.admit(request, cached, 5)
-    assert manager.pool.num_held == 0
+    assert manager.pages.pools[0].num_held == 0
 
     request = Request(make_request("r", [1, 2, 3, 4, *range(10, 14)]))  # needs 4
     assert manager.admit(request, manager.find_cached(request), 5)
-    assert request.block_ids[:2] == cached
-    assert len(request.block_ids) == 3, "blocks for the first chunk only"
-    manager.pool.check_invariant()
+    assert request.block_ids[0][:2] == cached.blocks[0]
+    assert len(request.block_ids[0]) == 3, "blocks for the first chunk only"
+    manager.pages.check_invariant()
 
 
 def test_what_lies_beyond_a_cut_is_forgotten() -> None:
-    manager = KVCacheManager(num_blocks=10, block_size=2, enable_prefix_caching=True)
+    manager = KVCacheManager(same_layout(2), 10, True)
     request = cached_request(manager, [1, 2, 3, 4, 5, 6])
     manager.forget_after(request, 3)
-    assert [manager.pool.find(digest) is not None for digest in request.block_hashes] == [True, False, False]
-    manager.pool.check_invariant()
+    assert [manager.pages.pools[0].find(digest) is not None for digest in request.block_hashes] == [True, False, False]
+    manager.pages.check_invariant()

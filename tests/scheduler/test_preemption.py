@@ -134,8 +134,8 @@ def test_the_block_update_of_a_decode_taken_out_goes_with_it() -> None:
     step, _ = run_step(scheduler)  # worse's second block would be the fourth; better then wants two more
     assert batch(scheduler, step) == {"better": 7}
     better = scheduler.requests["better"]
-    assert step.block_updates == [BlockUpdate(better.row, 2, better.block_ids[2:])]
-    scheduler.kv_cache.pool.check_invariant()
+    assert step.block_updates == [BlockUpdate(better.row, 2, better.block_ids[0][2:])]
+    scheduler.kv_cache.pages.check_invariant()
 
 
 def prompt_under_way(**params: object) -> Scheduler:
@@ -191,10 +191,10 @@ def test_an_abort_of_a_preempted_request_forgets_what_it_left_in_the_cache() -> 
     scheduler = two_decodes()
     run_step(scheduler)
     b = scheduler.requests["b"]
-    assert scheduler.kv_cache.pool.find(b.block_hashes[0]) is not None
+    assert scheduler.kv_cache.pages.pools[0].find(b.block_hashes[0]) is not None
     scheduler.abort("b", num_output_tokens_kept=0)
-    assert scheduler.kv_cache.pool.find(b.block_hashes[0]) is None
-    scheduler.kv_cache.pool.check_invariant()
+    assert scheduler.kv_cache.pages.pools[0].find(b.block_hashes[0]) is None
+    scheduler.kv_cache.pages.check_invariant()
 
 
 def test_a_step_from_before_the_preemption_registers_nothing() -> None:
@@ -207,7 +207,7 @@ def test_a_step_from_before_the_preemption_registers_nothing() -> None:
     scheduler.update(chunk, results(chunk))
     b = scheduler.requests["b"]
     assert b.num_registered_blocks == 0
-    assert scheduler.kv_cache.find_cached(b) == []
+    assert scheduler.kv_cache.find_cached(b).num_blocks == 0
 
 
 def test_nor_when_it_has_resumed_meanwhile() -> None:

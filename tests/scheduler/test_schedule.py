@@ -20,7 +20,7 @@ from .support import batch, make_request, make_scheduler, run_step, run_to_end
     ("changes", "message"),
     [
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, got 0"),
-        ({"num_blocks": 0}, "num_blocks must be at least 1, got 0"),
+        ({"num_blocks": 0}, "num_pages must be at least 1, got 0"),
         ({"policy": "lifo"}, "scheduling_policy must be one of fcfs, priority; got 'lifo'"),
         ({"max_num_seqs": 65}, r"max_num_seqs \(65\) must not exceed max_num_batched_tokens \(64\)"),
         (
@@ -45,7 +45,7 @@ def test_requests_that_could_never_run() -> None:
     with pytest.raises(RequestError, match="max_tokens must be at least 1, got 0"):
         scheduler.add_request(msgspec.structs.replace(request, max_tokens=0))
     with pytest.raises(
-        RequestError, match=r"10 tokens with max_tokens 12 needs 6 .* of 4 tokens, but there are only 5"
+        RequestError, match=r"10 tokens with max_tokens 12 needs 6 KV cache blocks, but there are only 5"
     ):
         scheduler.add_request(make_request("a", 10, max_tokens=12))
     assert not scheduler.has_work()
@@ -240,11 +240,11 @@ def test_requests_under_way_share_blocks() -> None:
     scheduler.add_request(make_request("b", 9))
     run_step(scheduler)
     a, b = scheduler.requests["a"], scheduler.requests["b"]
-    assert a.block_ids[:2] == b.block_ids[:2]
-    assert a.block_ids[2] != b.block_ids[2]
+    assert a.block_ids[0][:2] == b.block_ids[0][:2]
+    assert a.block_ids[0][2] != b.block_ids[0][2]
     scheduler.abort("a")
-    assert scheduler.kv_cache.pool.num_held == 3
-    scheduler.kv_cache.pool.check_invariant()
+    assert scheduler.kv_cache.pages.pools[0].num_held == 3
+    scheduler.kv_cache.pages.check_invariant()
 
 
 def test_a_status_follows_the_request() -> None:

@@ -1,13 +1,15 @@
 """Thousands of random traffic histories against a fake device that knows what every read must find.
 
 Each history draws limits (tiny pools, odd block sizes, both policies, chunking and caching on and off, one to three
-steps in flight), who sends what (one by one, several together, by several clients) and a list of operations: add,
+steps in flight), what layers keep (everything, windows, chunks, states, several of these over shared pages), who sends
+what (one by one, several together, by several clients) and a list of operations: add,
 schedule, take a result, abort, fail. After every operation the books
 must balance; at the end every request has exactly the tokens its script dictates.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from dataclasses import dataclass
 
@@ -15,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from headrace.cache_groups import CacheGroup, CacheKind, CacheLayout, same_layout
 from headrace.errors import RequestError
 from headrace.request import EngineCoreOutput, FinishReason, Request, RequestStatus
 from headrace.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -40,7 +43,7 @@ class Traffic:
         self.config = config
         self.depth = depth
         self.scheduler = Scheduler(config)
-        self.device = FakeDevice(config.block_size, scripts)
+        self.device = FakeDevice(config.layout, scripts)
         self.upcoming = deque(scripts)
         self.script_of: dict[str, Script] = {}
         self.received: dict[str, Received] = {}
@@ -56,8 +59,8 @@ class Traffic:
         script = self.upcoming.popleft()
         request = script.request
         self.script_of[request.request_id] = script
-        needed = -(-(len(script.tokens) - 1) // self.config.block_size)
-        if needed > self.config.num_blocks:
+        needed = self.config.layout.pages_for(len(script.tokens) - 1, self.config.max_num_batched_tokens)
+        if needed > self.config.num_pages:
             with pytest.raises(RequestError, match=f"needs {needed} KV cache blocks"):
                 self.scheduler.add_request(request)
             return
@@ -79,7 +82,9 @@ class Traffic:
         self.check_step(step, due)
         self.in_flight.append((step, self.device.execute(step)))
         for request in self.scheduler.running.items:
-            assert self.device.block_table[request.row] == request.block_ids
+            owned = zip(self.device.block_tables[request.row], request.block_ids, request.first_blocks, strict=True)
+            for table, block_ids, first in owned:
+                assert [table[place] for place in range(first, len(block_ids))] == block_ids[first:]
         return True
 
     @staticmethod
@@ -127,10 +132,11 @@ class Traffic:
         else:
             kept = choice % (request.num_output_tokens + 1)
             self.scheduler.abort(request_id, num_output_tokens_kept=kept)
-            pool = self.scheduler.kv_cache.pool
-            for digest in request.block_hashes[(request.num_prompt_tokens + kept) // self.config.block_size :]:
-                block = pool.find(digest)
-                assert block is None or pool.ref_count(block) > 0
+            known = (request.num_prompt_tokens + kept) // self.config.layout.block_size
+            for pool in self.scheduler.kv_cache.pages.pools:
+                for digest in request.block_hashes[known:]:
+                    block = pool.find(digest)
+                    assert block is None or pool.ref_count(block) > 0
         self.received[request_id].cut_short = True
 
     def fail(self, choice: int) -> None:
@@ -159,16 +165,12 @@ class Traffic:
 
     def check(self) -> None:
         scheduler = self.scheduler
-        pool = scheduler.kv_cache.pool
-        pool.check_invariant()
-        assert pool.num_free + pool.num_held + pool.num_cached == pool.num_blocks
-        holders = Counter(block for request in scheduler.requests.values() for block in request.block_ids)
-        assert pool.num_held == len(holders)
-        assert all(pool.ref_count(block) == count for block, count in holders.items())
+        self.check_pools()
         running = scheduler.running.items
         assert len(running) <= self.config.max_num_seqs
         partials = [r.core_request for r in running if r.num_tokens + r.num_inflight - r.num_computed_tokens > 1]
-        assert len(partials) <= (1 if self.is_one_by_one else len({(one.client, one.parent) for one in partials}))
+        if not scheduler.kv_cache.states:  # else a step computes whole blocks, and leaves their ends to the next
+            assert len(partials) <= (1 if self.is_one_by_one else len({(one.client, one.parent) for one in partials}))
         waiting = [r for r in scheduler.requests.values() if r.status is not RequestStatus.RUNNING]
         assert len(scheduler.waiting) == len(waiting)
         assert scheduler.waiting.num_prompt_tokens == sum(request.num_prompt_tokens for request in waiting)
@@ -176,13 +178,29 @@ class Traffic:
         assert all((r.row >= 0) == (r.status is RequestStatus.RUNNING) for r in scheduler.requests.values())
         stats = scheduler.stats()
         assert stats.num_running == len(running)
-        if not self.config.enable_prefix_caching:
-            assert pool.num_cached == 0
+
+    def check_pools(self) -> None:
+        """Free, held and cached blocks of each group are all there are, and held by those who say so."""
+        cache, requests = self.scheduler.kv_cache, self.scheduler.requests.values()
+        cache.pages.check_invariant()
+        for index, (group, pool) in enumerate(zip(cache.layout.groups, cache.pages.pools, strict=True)):
+            holders = Counter(one.block for request in requests for one in request.snapshots if one.group == index)
+            for request in requests:
+                if request.block_ids:
+                    held = request.block_ids[index][request.first_blocks[index] :]
+                    holders.update(held)
+                    most = group.most_blocks(request.num_blocks * group.block_size, self.config.max_num_batched_tokens)
+                    lag = -(-self.depth * self.config.max_num_batched_tokens // group.block_size)
+                    assert len(held) <= most + lag
+            assert pool.num_held == len(holders)
+            assert all(pool.ref_count(block) == count for block, count in holders.items())
+            if not self.config.enable_prefix_caching:
+                assert pool.num_cached == 0
 
     def check_end(self) -> None:
         assert not self.scheduler.has_work()
         assert self.scheduler.schedule() is None
-        assert self.scheduler.kv_cache.pool.num_held == 0
+        assert all(pool.num_held == 0 for pool in self.scheduler.kv_cache.pages.pools)
         assert not self.scheduler.waiting._clients, "somebody is remembered who has nothing any more"
         assert self.scheduler.stats().num_received == len(self.script_of)
         for request_id, seen in self.received.items():
@@ -222,6 +240,27 @@ class Traffic:
         self.check_end()
 
 
+KINDS: tuple[tuple[CacheKind, ...], ...] = (
+    ("window",), ("chunk",), ("full", "window"), ("window", "full", "state"), ("chunk", "full"), ("latent", "state"),
+    ("state", "window", "chunk"),
+)  # fmt: skip
+
+
+@st.composite
+def layouts(draw: st.DrawFn, block_size: int) -> CacheLayout:
+    """Half of them of layers that are all alike and keep everything. Unlike groups have pages of few blocks."""
+    if draw(st.booleans()):
+        return same_layout(block_size)
+    kinds = draw(st.sampled_from(KINDS))
+    counts = [draw(st.integers(1, 4)) if len(kinds) > 1 else 1 for _ in kinds]
+    page = math.lcm(*counts)
+    groups = []
+    for index, (kind, count) in enumerate(zip(kinds, counts, strict=True)):
+        window = draw(st.integers(1, 20)) if kind in ("window", "chunk") else None
+        groups.append(CacheGroup((index,), kind, window, block_size, page // count, count, page // count))
+    return CacheLayout(tuple(groups), page)
+
+
 @st.composite
 def configs(draw: st.DrawFn) -> SchedulerConfig:
     """Half of them tight: prompts run in many chunks and the pool is short of blocks all the time."""
@@ -231,13 +270,15 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
     max_num_seqs = draw(st.integers(1, 5))
     fewest_tokens = max_num_seqs if chunked else max(max_num_seqs, max_model_len)
     block_size = draw(st.sampled_from([1, 2, 3] if tight else [1, 2, 3, 4, 5, 16, 32, 64]))
-    for_one = -(-max_model_len // block_size)
+    max_num_batched_tokens = fewest_tokens + draw(st.integers(0, 3 if tight else 12))
+    layout = draw(layouts(block_size))
+    for_one = layout.pages_for(max_model_len, max_num_batched_tokens)
     return SchedulerConfig(
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=fewest_tokens + draw(st.integers(0, 3 if tight else 12)),
+        max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
-        block_size=block_size,
-        num_blocks=max(1, for_one + draw(st.integers(-2, 4))),
+        layout=layout,
+        num_pages=max(1, for_one + draw(st.integers(-2, 4))),
         enable_prefix_caching=draw(st.booleans()),
         enable_chunked_prefill=chunked,
         policy=draw(st.sampled_from(["fcfs", "priority"])),

@@ -160,7 +160,7 @@ def test_an_abort_frees_everything_in_any_status_and_says_nothing() -> None:
     scheduler.abort("waiting")
     scheduler.abort("unknown")
     assert not scheduler.has_work()
-    assert scheduler.kv_cache.pool.num_held == 0
+    assert scheduler.kv_cache.pages.pools[0].num_held == 0
     assert scheduler.update(step, results(step)) == []
 
 
@@ -214,7 +214,7 @@ def test_a_request_without_usable_logits_ends_alone_and_leaves_nothing_in_the_ca
     assert (good.request_id, good.new_token_ids) == ("good", [7])
     assert (ended.request_id, ended.new_token_ids, ended.finish_reason) == ("bad", [], FinishReason.ERROR)
     assert re.search(said, ended.error)
-    assert [scheduler.kv_cache.pool.find(digest) for digest in bad.block_hashes] == [None, None]
+    assert [scheduler.kv_cache.pages.pools[0].find(digest) for digest in bad.block_hashes] == [None, None]
 
 
 def test_rows_that_a_failed_step_should_have_freed_are_told_again() -> None:
@@ -271,4 +271,4 @@ def test_a_failed_step_ends_its_requests_and_no_others() -> None:
     outputs = scheduler.update(following, results(following))
     assert [output.request_id for output in outputs] == ["c"]
     assert run_to_end(scheduler)[-1].finish_reason is FinishReason.LENGTH
-    assert scheduler.kv_cache.pool.num_held == 0
+    assert scheduler.kv_cache.pages.pools[0].num_held == 0
