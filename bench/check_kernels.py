@@ -223,10 +223,12 @@ def check_experts(tokens: int, sizes: tuple[int, int, int, int], shared: bool, d
 
 
 def attention_inputs(
-    counts: list[int], lengths: list[int], heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
-) -> tuple[Tensor, ...]:
+    counts: list[int], lengths: list[int], heads: tuple[int, int, int], block_size: int, dtype: torch.dtype,
+    layers: int = 0,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """(q, kv_cache, block_table, rows, query_start_loc, seq_lens) with blocks scattered over the cache, and NaN in them
-    behind each request's last key"""
+    behind each request's last key; with `layers`, the cache of the last of so many, which follow each other in a block,
+    the others full of NaN"""
     num_heads, kv_heads, dim = heads
     width = -(-max(lengths) // block_size) + 3
     total = sum(-(-length // block_size) for length in lengths)
@@ -241,6 +243,9 @@ def attention_inputs(
         used += needed
         if length % block_size:
             cache[:, blocks[used - 1], length % block_size :] = float("nan")
+    if layers:
+        arena = cache.new_full((total + 1, layers, 2, *cache.shape[2:]), float("nan"))
+        cache = arena[:, -1].transpose(0, 1).copy_(cache)
     q = randn(sum(counts), num_heads, dim, dtype=dtype)
     return q, cache, table, rows, ints([0, *itertools.accumulate(counts)]), ints(lengths)
 
@@ -259,7 +264,7 @@ def check_attention(
         lengths[5] = 1
     elif kind != "prefill":
         lengths[-1] = 0  # padding of a whole graph
-    inputs = attention_inputs(counts, lengths, heads, block_size, dtype)
+    inputs = attention_inputs(counts, lengths, heads, block_size, dtype, random.choice((0, 1, 3)))
     q = inputs[0]
     plan = plan_attention(
         len(counts), len(q), len(decodes), max(lengths), *heads, q.element_size(), DEVICE_FAMILY,

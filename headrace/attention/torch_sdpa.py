@@ -114,12 +114,12 @@ def _attend(group: _Group, q: Tensor, kv_cache: Tensor, spec: AttentionSpec, kv_
     mask = group.mask
     if size == 1 and queries > 1:  # [Hkv, shared, Q, D] against keys repeated without a copy
         length = queries if mask is None else mask.shape[-1]
-        key, value = gathered.view(2, -1, kv_heads, head_dim)[:, :length].transpose(1, 2).unsqueeze(2).unbind()
+        key, value = gathered.flatten(1, 2)[:, :length].transpose(1, 2).unsqueeze(2).unbind()
         query = q.view(queries, kv_heads, shared, head_dim).permute(1, 2, 0, 3)
         key, value = key.expand(-1, shared, -1, -1), value.expand(-1, shared, -1, -1)
         out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, scale=spec.scale)
         return out.permute(2, 0, 1, 3).reshape(q.shape)
-    key, value = gathered.view(2, size, -1, kv_heads, head_dim).transpose(2, 3).unbind()
+    key, value = gathered.reshape(2, size, -1, kv_heads, head_dim).transpose(2, 3).unbind()
     if queries == 1:
         query = q.view(size, kv_heads, shared, head_dim)
         if q.dtype != torch.float32 or key.numel() > ONE_THREAD:

@@ -18,6 +18,7 @@ from headrace.kernels._triton import DEVICE_FAMILY, next_power_of_2, overlap, tl
 from headrace.kernels.attention_config import MAX_SPLITS, AttentionConfig, AttentionPlan, plan_attention
 from headrace.kernels.fp8_cache import UnpackedCache, as_float16, split_pairs, unpack
 from headrace.kernels.launch import launch
+from headrace.kernels.paged import block_steps
 from headrace.kernels.tiles import find_request
 
 LOG2_E = 1.4426950408889634
@@ -30,6 +31,7 @@ def _load_tile(
     keys_ptr,
     value_offset,
     blocks_ptr,
+    block_step,
     column,
     SLOT_STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -57,7 +59,7 @@ def _load_tile(
         block = tl.load(blocks_ptr + place // BLOCK_SIZE, mask=known, other=0)
     else:
         block = tl.load(blocks_ptr + place // BLOCK_SIZE)
-    offset = block.to(tl.int64) * (BLOCK_SIZE * SLOT_STRIDE) + place % BLOCK_SIZE * SLOT_STRIDE
+    offset = (block * block_step).to(tl.int64) * (BLOCK_SIZE * SLOT_STRIDE) + place % BLOCK_SIZE * SLOT_STRIDE
     key_ptrs = keys_ptr + offset[None, :] + column[:, None]
     if PAIRS:
         offset = offset // 2
@@ -134,6 +136,7 @@ def _attend(
     keys_ptr,
     value_offset,
     blocks_ptr,
+    block_step,
     column,
     SLOT_STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -149,8 +152,8 @@ def _attend(
     PAIRS: tl.constexpr = len(acc) == 2
     for start in range(begin, end, BLOCK_N):
         key, value = _load_tile(
-            start, limit, keys_ptr, value_offset, blocks_ptr, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE,
-            MASKED and not PAIRS, MASKED and PAIRS, PAIRS,
+            start, limit, keys_ptr, value_offset, blocks_ptr, block_step, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N,
+            BLOCK_SIZE, MASKED and not PAIRS, MASKED and PAIRS, PAIRS,
         )  # fmt: skip
         acc, row_max, row_sum = _fold_tile(
             q, acc, row_max, row_sum, key, value, start, row_position, window, qk_scale, keys_ptr.dtype.element_ty,
@@ -159,7 +162,11 @@ def _attend(
     return acc, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=["window", "num_blocks", "block_table_stride", "first_req", "num_reqs", "search_steps"])
+@triton.jit(
+    do_not_specialize=[
+        "window", "value_step", "block_step", "block_table_stride", "first_req", "num_reqs", "search_steps"
+    ]
+)  # fmt: skip
 def _attention_kernel(
     out_ptr,
     parts_ptr,
@@ -173,7 +180,8 @@ def _attention_kernel(
     kv_scale_ptr,
     qk_scale,
     window,
-    num_blocks,
+    value_step,
+    block_step,
     block_table_stride,
     first_req,
     num_reqs,
@@ -198,7 +206,7 @@ def _attention_kernel(
     num_splits = tl.num_programs(2)
     BLOCK_Q: tl.constexpr = 1 if DECODE else BLOCK_M // GROUP
     SLOT_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
-    value_offset = num_blocks.to(tl.int64) * (BLOCK_SIZE * SLOT_STRIDE)  # values follow all keys
+    value_offset = value_step.to(tl.int64) * (BLOCK_SIZE * SLOT_STRIDE)
     if DECODE:
         request = tl.program_id(1)
         query_start = tl.load(query_start_loc_ptr + request)
@@ -257,18 +265,18 @@ def _attention_kernel(
             front = tl.minimum(tl.maximum(front, begin), end)
             acc, row_max, row_sum = _attend(
                 q, acc, row_max, row_sum, begin, front, limit, row_position, window, qk_scale, keys_ptr, value_offset,
-                blocks_ptr, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, True,
+                blocks_ptr, block_step, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, True,
             )  # fmt: skip
             begin = tl.maximum(begin, front)
         whole = tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, end)  # tiles that every row sees: no masks
         acc, row_max, row_sum = _attend(
             q, acc, row_max, row_sum, begin, whole, limit, row_position, window, qk_scale, keys_ptr, value_offset,
-            blocks_ptr, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, False, False,
+            blocks_ptr, block_step, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, False, False,
         )  # fmt: skip
         begin = tl.maximum(begin, whole)
     acc, row_max, row_sum = _attend(
         q, acc, row_max, row_sum, begin, end, limit, row_position, window, qk_scale, keys_ptr, value_offset,
-        blocks_ptr, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, WINDOWED,
+        blocks_ptr, block_step, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, WINDOWED,
     )  # fmt: skip
 
     if PAIRS:
@@ -362,7 +370,7 @@ def paged_attention(
     unpacked: UnpackedCache | None = None,
 ) -> Tensor:
     """Causal attention of q [T, Hq, D] over the paged cache [2, num_blocks, block_size, Hkv, D], which is
-    contiguous; returns [T, Hq, D].
+    contiguous within a block; returns [T, Hq, D].
 
     Request i has the tokens query_start_loc[i] : query_start_loc[i + 1], the last of seq_lens[i] known ones, and finds
     its blocks in block_table[rows[i]]. A query sees itself and `sliding_window` - 1 keys before it, or all. Requests of
@@ -424,7 +432,7 @@ def _run(
         lse = torch.empty((num_tokens, num_heads, splits), dtype=torch.float32, device=q.device)
     arguments = (
         out, parts, lse, q, kv_cache, block_table, rows, query_start_loc, seq_lens, kv_scale, qk_scale,
-        window or 0, kv_cache.shape[1], block_table.stride(0), first_req, end_req,
+        window or 0, *block_steps(kv_cache), block_table.stride(0), first_req, end_req,
         (end_req - first_req - 1).bit_length(),
     )  # fmt: skip
     constants = dict(

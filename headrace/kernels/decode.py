@@ -22,6 +22,7 @@ from headrace.kernels.attention import (
 )
 from headrace.kernels.attention_config import AttentionConfig
 from headrace.kernels.fp8_cache import as_float16
+from headrace.kernels.paged import block_steps
 from headrace.kernels.rotary import _to_fp8, rotary_and_cache_reference
 
 TILES_PER_PART = 2
@@ -100,7 +101,7 @@ def _combined(
     return total / tl.where(norm == 0.0, 1.0, norm)[:, None]
 
 
-@triton.jit(do_not_specialize=["window", "num_blocks", "block_table_stride"])
+@triton.jit(do_not_specialize=["window", "value_step", "block_step", "block_table_stride"])
 def _decode_kernel(
     out_ptr,
     parts_ptr,
@@ -123,7 +124,8 @@ def _decode_kernel(
     q_stride,
     k_stride,
     v_stride,
-    num_blocks,
+    value_step,
+    block_step,
     block_table_stride,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -170,13 +172,13 @@ def _decode_kernel(
     sin = tl.load(angle + HALF, mask=turns, other=0.0)[None, :]
     sin = tl.where((column < HALF)[None, :], -sin, sin)
     blocks_ptr = block_table_ptr + table_row * block_table_stride
-    slot = tl.load(blocks_ptr + at // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE
+    slot = (tl.load(blocks_ptr + at // BLOCK_SIZE) * block_step).to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE
     keys_ptr = cache_ptr + kv_head * HEAD_DIM
-    value_offset = num_blocks.to(tl.int64) * (BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM)  # values follow all keys
+    value_offset = value_step.to(tl.int64) * (BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM)
     if EARLY:
         first_keys, first_values = _load_tile(
-            begin, end, keys_ptr, value_offset, blocks_ptr, column, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_N,
-            BLOCK_SIZE, True, False, QUANTIZED,
+            begin, end, keys_ptr, value_offset, blocks_ptr, block_step, column, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM,
+            BLOCK_N, BLOCK_SIZE, True, False, QUANTIZED,
         )  # fmt: skip
     wait_for_inputs(OVERLAP)
     if split >= num_parts:
@@ -218,7 +220,7 @@ def _decode_kernel(
         begin += BLOCK_N
     acc, row_max, row_sum = _attend(
         q, acc, row_max, row_sum, begin, end, end, before, window - 1, qk_scale, keys_ptr, value_offset, blocks_ptr,
-        column, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, WINDOWED,
+        block_step, column, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, WINDOWED,
     )  # fmt: skip
 
     if last:
@@ -325,8 +327,8 @@ def decode_attention(
     quantized = kv_cache.element_size() == 1
     _decode_kernel[(num_kv_heads, num_reqs, splits)](
         out, parts, lse, tickets, q, k, v, cos_sin, q_norm, k_norm, kv_cache, block_table, rows, seq_lens, kv_scale,
-        eps, scale * LOG2_E, sliding_window or 0, q.stride(0), k.stride(0), v.stride(0), kv_cache.shape[1],
-        block_table.stride(0),
+        eps, scale * LOG2_E, sliding_window or 0, q.stride(0), k.stride(0), v.stride(0),
+        *block_steps(kv_cache), block_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=max(32, next_power_of_2(head_dim)),
         HALF=cos_sin.shape[1] // 2, GROUP=group, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_SIZE=kv_cache.shape[2], SPLITS=splits, TILES_PER_PART=TILES_PER_PART,

@@ -17,6 +17,7 @@ from torch import Tensor
 from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_for_inputs
 from headrace.kernels.attention_config import UNPACKED_BLOCK, AttentionPlan
 from headrace.kernels.launch import launch
+from headrace.kernels.paged import block_steps
 
 ELEMENTS = 1 << 14
 """that a program unpacks"""
@@ -58,10 +59,10 @@ class UnpackedCache:
         return UnpackedCache(cache, table, rows)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_unpacked", "table_stride", "first_req", "blocks_each"])
+@triton.jit(do_not_specialize=["value_step", "block_step", "num_unpacked", "table_stride", "first_req", "blocks_each"])
 def _unpack_kernel(
     out_ptr, cache_ptr, block_table_ptr, rows_ptr, seq_lens_ptr, scale_ptr,
-    num_unpacked, num_blocks, table_stride, first_req, blocks_each,
+    value_step, block_step, num_unpacked, table_stride, first_req, blocks_each,
     WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr, UNPACKED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -76,7 +77,7 @@ def _unpack_kernel(
     mask = (position < seq_len)[:, None] & (column < WIDTH)[None, :]
     blocks_ptr = block_table_ptr + tl.load(rows_ptr + first_req + prompt).to(tl.int64) * table_stride
     block = tl.load(blocks_ptr + position // BLOCK_SIZE, mask=position < seq_len, other=0)
-    source = (half * num_blocks + block).to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+    source = (half * value_step + block * block_step).to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
     target = (half * num_unpacked + prompt * blocks_each).to(tl.int64) * UNPACKED + position
     packed = tl.load(cache_ptr + source[:, None] * WIDTH + column[None, :], mask=mask)
     value = packed.to(tl.float16).to(tl.float32) * tl.load(scale_ptr + half)
@@ -89,14 +90,14 @@ def unpack(
 ) -> None:  # fmt: skip
     """Keys and values of the requests from `first_req` on, out of an fp8 cache # [2, blocks, block_size, Hkv, D] times
     kv_scale # [2]. What lies behind a request's last key in its blocks stays as it was."""
-    num_blocks, block_size, kv_heads, head_dim = kv_cache.shape[1:]
+    block_size, kv_heads, head_dim = kv_cache.shape[2:]
     width = kv_heads * head_dim
     block_w = next_power_of_2(width)
     tokens = max(1, ELEMENTS // block_w)
     prompts, blocks = unpacked.block_table.shape
     arguments = (
         unpacked.cache, kv_cache, block_table, rows, seq_lens, kv_scale,
-        unpacked.cache.shape[1], num_blocks, block_table.stride(0), first_req, blocks,
+        *block_steps(kv_cache), unpacked.cache.shape[1], block_table.stride(0), first_req, blocks,
     )  # fmt: skip
     constants = {
         "WIDTH": width, "BLOCK_W": block_w, "TOKENS": tokens, "BLOCK_SIZE": block_size, "UNPACKED": UNPACKED_BLOCK,

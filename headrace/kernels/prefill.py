@@ -30,7 +30,7 @@ BOX_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, r
 @gluon.jit
 def _fetch(
     cache, blocks_ptr, first_row, column, start, last_block, full, buffer,
-    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    block_rows, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     """Keys or values of positions start : start + BLOCK_N; behind the last block comes that one again."""
     hopper.mbarrier.expect(full, BLOCK_N * HEAD_DIM * 2)
@@ -39,7 +39,7 @@ def _fetch(
     for i in gl.static_range(BLOCK_N // ROWS):
         position = start + i * ROWS
         block = gl.load(blocks_ptr + gl.minimum(position // BLOCK_SIZE, last_block))
-        row = first_row + block * BLOCK_SIZE + position % BLOCK_SIZE
+        row = first_row + block * block_rows + position % BLOCK_SIZE
         for j in gl.static_range(HEAD_DIM // COLUMNS):
             part = buffer.slice(i * ROWS, ROWS, 0).slice(j * COLUMNS, COLUMNS, 1)
             async_load(cache, [row, column + j * COLUMNS], full, part)
@@ -47,8 +47,8 @@ def _fetch(
 
 @gluon.jit
 def _produce(
-    cache, blocks_ptr, value_row, column, tiles, last_block, keys, values, key_full, key_free, value_full, value_free,
-    HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    cache, blocks_ptr, value_row, block_rows, column, tiles, last_block, keys, values,
+    key_full, key_free, value_full, value_free, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     """The last tile of keys first, as it is the one with a mask."""
     STAGES: gl.constexpr = keys.shape[0]
@@ -60,12 +60,12 @@ def _produce(
         hopper.mbarrier.wait(key_free.index(stage), free)
         _fetch(
             cache, blocks_ptr, 0, column, start, last_block, key_full.index(stage), keys.index(stage),
-            BLOCK_N, HEAD_DIM, BLOCK_SIZE,
+            block_rows, BLOCK_N, HEAD_DIM, BLOCK_SIZE,
         )  # fmt: skip
         hopper.mbarrier.wait(value_free.index(stage), free)
         _fetch(
             cache, blocks_ptr, value_row, column, start, last_block, value_full.index(stage), values.index(stage),
-            BLOCK_N, HEAD_DIM, BLOCK_SIZE,
+            block_rows, BLOCK_N, HEAD_DIM, BLOCK_SIZE,
         )  # fmt: skip
 
 
@@ -177,10 +177,10 @@ def _consume(
     gl.store(out_ptr + place, out, mask=mask)
 
 
-@gluon.jit(do_not_specialize=["num_blocks", "block_table_stride", "first_req", "num_reqs", "search_steps"])
+@gluon.jit(do_not_specialize=["value_row", "block_rows", "block_table_stride", "first_req", "num_reqs", "search_steps"])
 def _prefill_kernel(
     out_ptr, q_ptr, cache, block_table_ptr, rows_ptr, query_start_loc_ptr, seq_lens_ptr, qk_scale,
-    num_blocks, block_table_stride, first_req, num_reqs, search_steps,
+    value_row, block_rows, block_table_stride, first_req, num_reqs, search_steps,
     NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -229,7 +229,7 @@ def _prefill_kernel(
                 HALF, HALF, BLOCK_Q, NUM_KV_HEADS, GROUP, HEAD_DIM,
             )),
             (_produce, (
-                cache, blocks_ptr, num_blocks * BLOCK_SIZE, kv_head * HEAD_DIM, tiles, last_block, keys, values,
+                cache, blocks_ptr, value_row, block_rows, kv_head * HEAD_DIM, tiles, last_block, keys, values,
                 key_full, key_free, value_full, value_free, HEAD_DIM, BLOCK_SIZE,
             )),
         ],
@@ -247,10 +247,13 @@ def prefill_attention(
     num_heads, head_dim = q.shape[1:]
     num_blocks, block_size, num_kv_heads = kv_cache.shape[1:4]
     box, width = [min(block_size, config.block_n), COLUMNS], num_kv_heads * head_dim
-    cache = TensorDescriptor(kv_cache, [2 * num_blocks * block_size, width], [width, 1], box, BOX_LAYOUT)
+    # rows in memory: a token's keys, its values, and what other layers keep in between
+    value_row, block_rows = (stride // width for stride in kv_cache.stride()[:2])
+    num_rows = value_row + (num_blocks - 1) * block_rows + block_size
+    cache = TensorDescriptor(kv_cache, [num_rows, width], [width, 1], box, BOX_LAYOUT)
     arguments = (
         out, q, cache, block_table, rows, query_start_loc, seq_lens, qk_scale,
-        num_blocks, block_table.stride(0), first_req, end_req, (end_req - first_req - 1).bit_length(),
+        value_row, block_rows, block_table.stride(0), first_req, end_req, (end_req - first_req - 1).bit_length(),
     )  # fmt: skip
     constants = {
         "NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim, "GROUP": num_heads // num_kv_heads,

@@ -13,6 +13,7 @@ from torch import Tensor
 from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_for_inputs
 from headrace.kernels.launch import launch
 from headrace.kernels.norm import rms_norm_reference
+from headrace.kernels.paged import block_steps, by_token, token_places
 
 
 @triton.jit
@@ -66,7 +67,7 @@ def _to_fp8(x, factor, LARGEST: tl.constexpr, FP8: tl.constexpr):
     return tl.clamp(scaled, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(FP8)
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit(do_not_specialize=["value_step", "block_step"])
 def _rotary_and_cache_kernel(
     out_ptr,
     q_ptr,
@@ -86,9 +87,11 @@ def _rotary_and_cache_kernel(
     q_head_stride,
     k_head_stride,
     v_head_stride,
-    num_slots,
+    value_step,
+    block_step,
     num_heads,
     num_kv_heads,
+    BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -166,7 +169,9 @@ def _rotary_and_cache_kernel(
             HAS_REST,
             NORM,
         )
-        cached = cache_ptr + (slot * num_kv_heads + kv_head) * HEAD_DIM
+        place = slot + slot // BLOCK_SIZE * (block_step - 1) * BLOCK_SIZE
+        cached = cache_ptr + (place * num_kv_heads + kv_head) * HEAD_DIM
+        value_offset = value_step.to(tl.int64) * BLOCK_SIZE * (num_kv_heads * HEAD_DIM)
         k_mask = one_in[:, None] & half_in[None, :]
         k_first, k_second, k_tail = k_first.to(dtype), k_second.to(dtype), k_tail.to(dtype)
         column = tl.arange(0, BLOCK_D)
@@ -182,7 +187,6 @@ def _rotary_and_cache_kernel(
         tl.store(cached + HALF + half[None, :], k_second, mask=k_mask)
         if HAS_REST:
             tl.store(cached + rest[None, :], k_tail, mask=one_in[:, None] & rest_in[None, :])
-        value_offset = num_slots.to(tl.int64) * (num_kv_heads * HEAD_DIM)  # values follow all keys
         tl.store(cached + value_offset + column, value, mask=column < HEAD_DIM)
 
 
@@ -203,10 +207,10 @@ def rotary_and_cache(
 
     q, k, v may be views of one tensor (last dim contiguous). With `q_norm` and `k_norm` [D], heads are RMS-normed
     first. cos_sin [max_pos, rotary_dim] fp32 is cos | sin, each rotary_dim // 2 wide; dimension i turns with
-    i + rotary_dim // 2 (half-split), and what lies beyond rotary_dim stays. kv_cache is contiguous
-    [2, num_blocks, block_size, Hkv, D]; tokens whose slot_mapping [T] int64 is negative are not written.
-    positions [T] int64. A cache of one byte an element (fp8) gets K / kv_scale[0] and V / kv_scale[1], fp32 [2] on the
-    device, held to the largest number it knows.
+    i + rotary_dim // 2 (half-split), and what lies beyond rotary_dim stays. kv_cache
+    [2, num_blocks, block_size, Hkv, D] is contiguous within a block; tokens whose slot_mapping [T] int64 is negative
+    are not written. positions [T] int64. A cache of one byte an element (fp8) gets K / kv_scale[0] and V / kv_scale[1],
+    fp32 [2] on the device, held to the largest number it knows.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
@@ -218,10 +222,11 @@ def rotary_and_cache(
     arguments = (
         out, q, k, v, cos_sin, positions, kv_cache, slot_mapping, q_norm, k_norm, kv_scale,
         eps, q.stride(0), k.stride(0), v.stride(0), q.stride(1), k.stride(1), v.stride(1),
-        kv_cache.shape[1] * kv_cache.shape[2], num_heads, num_kv_heads,
+        *block_steps(kv_cache), num_heads, num_kv_heads,
     )  # fmt: skip
     constants = dict(
-        GROUP=group, BLOCK_G=next_power_of_2(group), HEAD_DIM=head_dim, BLOCK_D=next_power_of_2(head_dim), HALF=half,
+        BLOCK_SIZE=kv_cache.shape[2], GROUP=group, BLOCK_G=next_power_of_2(group), HEAD_DIM=head_dim,
+        BLOCK_D=next_power_of_2(head_dim), HALF=half,
         BLOCK_HALF=next_power_of_2(half), BLOCK_REST=next_power_of_2(max(1, head_dim - 2 * half)),
         NORM=q_norm is not None, LARGEST=largest_fp8(kv_cache.dtype),
         num_warps=2 if group * head_dim >= 512 else 1, **overlap(),
@@ -267,7 +272,7 @@ def rotary_and_cache_reference(
     kv_scale: Tensor | None = None,
 ) -> Tensor:
     """`positions` None: `cos_sin` is what step_angles_reference made of the table."""
-    num_heads, (num_kv_heads, head_dim) = q.shape[1], k.shape[1:]
+    num_heads = q.shape[1]
     angles = cos_sin if positions is None else step_angles_reference(cos_sin, positions)[0]
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm_reference(q, q_norm, eps), rms_norm_reference(k, k_norm, eps)
@@ -284,9 +289,10 @@ def rotary_and_cache_reference(
         k = quantize_reference(k, kv_scale[0], kv_cache.dtype).view(torch.uint8)
         v = quantize_reference(v, kv_scale[1], kv_cache.dtype).view(torch.uint8)
         kv_cache = kv_cache.view(torch.uint8)
-    keys, values = kv_cache.view(2, -1, num_kv_heads, head_dim).unbind()
-    keys.index_copy_(0, slot_mapping, k.to(kv_cache.dtype))
-    values.index_copy_(0, slot_mapping, v.to(kv_cache.dtype))
+    keys, values = by_token(kv_cache).unbind()
+    places = token_places(kv_cache, slot_mapping)
+    keys.index_copy_(0, places, k.to(kv_cache.dtype))
+    values.index_copy_(0, places, v.to(kv_cache.dtype))
     return q
 
 

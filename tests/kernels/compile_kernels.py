@@ -52,7 +52,7 @@ def report(label, kernel, known):
 def compile_attention(family):
     known = set()
     numbers = torch.zeros(16, dtype=torch.int32)
-    for dtype, head_dim, group in grid(DTYPES, (64, 128, 256), (1, 4, 8)):
+    for dtype, head_dim, group in grid(DTYPES, (64, 96, 128, 256), (1, 4, 8)):
         kv_heads = 2
         q = torch.zeros(64, group * kv_heads, head_dim, dtype=dtype)
         cache = torch.zeros(2, 4, 16, kv_heads, head_dim, dtype=dtype)

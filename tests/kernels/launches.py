@@ -91,10 +91,12 @@ def second_layers(copy_engine: bool) -> dict[str, list[object]]:
             counts = (num_reqs, num_tokens, longest, 1600, num_decodes, 1600)
             return AttentionMetadata(n[:-1], n, n[:-1], at, at, t, *counts, plan={})
 
-        def layer(shift: int, num_tokens=num_tokens, dtype=dtype, quantized=quantized):
+        arena = torch.zeros(80, 3, 2, 16, 2, 128, dtype=dtype)
+
+        def layer(place: int, shift: int, num_tokens=num_tokens, arena=arena, quantized=quantized):
             """Its own tensors, `shift` elements behind a multiple of 16 bytes."""
             sized = torch.zeros(shift + num_tokens * 8 * 128, dtype=torch.bfloat16)[shift:].view(num_tokens, 8, 128)
-            cache = torch.zeros(2, 80, 16, 2, 128, dtype=dtype)
+            cache = arena[:, place].transpose(0, 1)
             return sized, torch.zeros_like(sized), cache, torch.ones(2) if quantized else None
 
         def attend(tensors, step, told=told, numbers=numbers, table=table):
@@ -103,7 +105,7 @@ def second_layers(copy_engine: bool) -> dict[str, list[object]]:
             names = {"out": out, "q": q, "cache": cache, "numbers": numbers, "table": table}
             return said(names | ({} if scale is None else {"scale": scale}))
 
-        first, second, shifted = layer(0), layer(0), layer(1)
+        first, second, shifted = layer(0, 0), layer(1, 0), layer(2, 1)
         step = metadata()
         attend(first, step)
         recorded = step.plan[told].recording is not None

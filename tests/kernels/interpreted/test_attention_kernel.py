@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from arena import in_arena
 from sampled import sampled
 
 from headrace.attention import triton_attn
@@ -36,7 +37,11 @@ def make_inputs(batch, heads, block_size, dtype):
     q = torch.randn(sum(counts), num_heads, dim).to(dtype)
     starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
     rows = torch.randperm(7)[: len(batch)].int()
-    return (q, cache, table, rows, starts, torch.tensor(lengths, dtype=torch.int32)), max(counts), max(lengths)
+    return (
+        (q, in_arena(cache), table, rows, starts, torch.tensor(lengths, dtype=torch.int32)),
+        max(counts),
+        max(lengths),
+    )
 
 
 def small_plan(batch, q, heads, decodes, splits):
@@ -76,7 +81,7 @@ def test_sliding_window(kind, window):
     run(kind, (4, 2, 8), 16, window, random.choice((1, 2)), torch.float32)
 
 
-@pytest.mark.parametrize("heads", [(3, 1, 24), (4, 4, 16), (5, 1, 40)], ids=str)
+@pytest.mark.parametrize("heads", [(3, 1, 24), (4, 4, 16), (5, 1, 40), (2, 1, 64), (4, 2, 96), (2, 2, 128)], ids=str)
 @pytest.mark.parametrize("kind", ["decode", "mixed"])
 def test_odd_heads(kind, heads):
     run(kind, heads, 16, None, 2, torch.float32)

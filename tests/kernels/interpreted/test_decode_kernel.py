@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from arena import in_arena, neighbours_are_untouched
 from sampled import sampled
 
 from headrace.kernels.attention_config import AttentionConfig, plan_decode
@@ -33,7 +34,7 @@ def scattered_cache(kv_heads, head_dim, dtype):
     for row, length in zip(rows.tolist(), LENGTHS, strict=True):
         needed = -(-length // BLOCK_SIZE)
         table[row, :needed], blocks = blocks[:needed], blocks[needed:]
-    return torch.randn(2, total, BLOCK_SIZE, kv_heads, head_dim).to(dtype), table, rows
+    return in_arena(torch.randn(2, total, BLOCK_SIZE, kv_heads, head_dim).to(dtype)), table, rows
 
 
 @sampled(
@@ -45,6 +46,7 @@ def scattered_cache(kv_heads, head_dim, dtype):
         ((6, 1, 24), 8, True, 7, 4),
         ((3, 3, 8), 8, False, 20, 2),
         ((8, 2, 32), 32, False, None, 8),
+        ((2, 1, 96), 96, True, None, 2),
     ],
     [False, True],
 )
@@ -59,7 +61,7 @@ def test_equals_the_separate_kernels(dtype, case, early_keys):
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
     norms = [torch.randn(head_dim).to(dtype) if norm else None for _ in range(2)]
     lengths, scale = torch.tensor(LENGTHS, dtype=torch.int32), head_dim**-0.5
-    expected_cache = cache.clone()
+    expected_cache = in_arena(cache)
     expected = decode_attention_reference(q, k, v, cos_sin, expected_cache, table, rows, lengths, scale, window, *norms)
     tickets = torch.zeros(len(rows) * kv_heads, dtype=torch.int32)
     config = AttentionConfig(16, 4, 1, 2, early_keys=early_keys)
@@ -68,6 +70,8 @@ def test_equals_the_separate_kernels(dtype, case, early_keys):
     )
     assert error(out, expected) <= TOLERANCE[dtype]
     assert error(cache, expected_cache) <= TOLERANCE[dtype]
+    assert neighbours_are_untouched(cache)
+    assert neighbours_are_untouched(expected_cache)
     assert not tickets.any()
 
 

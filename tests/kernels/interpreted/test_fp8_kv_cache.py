@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from arena import in_arena, neighbours_are_untouched
 from sampled import sampled
-from test_attention_kernel import BATCHES, make_inputs, small_plan
+from test_attention_kernel import BATCHES, SMALL, make_inputs, small_plan
 from test_decode_kernel import LENGTHS, scattered_cache
 
 from headrace.kernels import attention
@@ -32,7 +33,7 @@ def fp8_inputs(kind, heads, block_size, dtype, fp8):
     (q, cache, *rest), longest_query, longest = make_inputs(BATCHES[kind], heads, block_size, dtype)
     scale = torch.rand(2) * 0.1 + 0.01
     held = (cache.float() / scale.view(2, 1, 1, 1, 1)).clamp(-200, 200).to(fp8)
-    return (q, held, *rest), scale, longest_query, longest
+    return (q, in_arena(held), *rest), scale, longest_query, longest
 
 
 def attend(kind, heads, block_size, dtype, fp8, window=None, splits=1, times=1.0):
@@ -92,7 +93,7 @@ def test_rotary_writes_fp8(dtype, fp8, norm):
     slots = torch.tensor([3, -1, 7, 15, -1, 2])
     weights = [torch.rand(dim).to(dtype) + 0.5 if norm else None for _ in range(2)]
     scale = torch.tensor([0.013, 0.4])
-    caches = [start.clone(), start.clone()]
+    caches = [in_arena(start), in_arena(start)]
     outs = [
         kernels.rotary_and_cache(q, k, v, cos_sin, positions, cache, slots, *weights, 1e-6, scale)
         for kernels, cache in zip((TRITON, REFERENCE), caches, strict=True)
@@ -104,15 +105,16 @@ def test_rotary_writes_fp8(dtype, fp8, norm):
     live = slots >= 0
     error = torch.zeros(2, 16, kv_heads, dim)
     error[0, slots[live]] = rotation_error(k, weights[1], rotary_dim)[live] / scale[0]
-    error[0] += eps(dtype) * theirs.view(error.shape)[0].abs()
+    error[0] += eps(dtype) * theirs.reshape(error.shape)[0].abs()
     error = error.view(ours.shape) * (1 + eps(fp8)) + eps(fp8) * theirs.abs()
     error += torch.finfo(fp8).smallest_normal * eps(fp8)
     assert ((ours - theirs).abs() <= error).all()
-    written = ours.view(2, 16, kv_heads, dim)[:, slots[live]]
+    assert all(map(neighbours_are_untouched, caches))
+    written = ours.reshape(2, 16, kv_heads, dim)[:, slots[live]]
     assert written.isfinite().all()
     assert written.abs().max() == torch.finfo(fp8).max or fp8 == torch.float8_e5m2
     kept = [slot for slot in range(16) if slot not in slots]
-    flat = (cache.view(torch.uint8).view(2, 16, -1)[:, kept] for cache in (caches[0], start))
+    flat = (cache.view(torch.uint8).reshape(2, 16, -1)[:, kept] for cache in (caches[0], start))
     assert torch.equal(*flat)
 
 
@@ -136,7 +138,7 @@ def test_fused_decode(case, early_keys, dtype, fp8):
     num_heads, kv_heads, head_dim = heads
     filled, table, rows = scattered_cache(kv_heads, head_dim, torch.float32)
     scale = torch.rand(2) * 0.1 + 0.01
-    caches = [(filled / scale.view(2, 1, 1, 1, 1)).clamp(-200, 200).to(fp8) for _ in range(2)]
+    caches = [in_arena((filled / scale.view(2, 1, 1, 1, 1)).clamp(-200, 200).to(fp8)) for _ in range(2)]
     joined = torch.randn(len(rows), num_heads + 2 * kv_heads, head_dim).to(dtype)
     q, k, v = joined.split((num_heads, kv_heads, kv_heads), dim=1)
     angles = torch.rand(128, head_dim // 2) * 6.28
@@ -228,3 +230,30 @@ def test_decodes_read_the_cache_itself_beside_prompts_that_read_what_was_unpacke
     out = paged_attention(*arguments, torch.full_like(q, float("nan")), plan, scale, unpacked)
     error = (out.double() - expected.double()).norm() / expected.double().norm()
     assert error <= 2 * TOLERANCE[torch.float16]
+
+
+def test_blocks_beyond_what_31_bits_address():
+    """Of 2.5 GiB, nearly all of which nobody touches."""
+    heads, stride, blocks = (4, 2, 16), 2**28, [9, 1, 8, 0]
+    far = torch.empty(10 * stride, dtype=FP8[0]).as_strided((2, 10, 16, 2, 16), (512, stride, 32, 16, 1))
+    near = torch.randn(2, 4, 16, 2, 16).to(FP8[0])
+    for place, block in enumerate(blocks):
+        far[:, block] = near[:, place]
+    tables = torch.tensor([blocks], dtype=torch.int32), torch.arange(4, dtype=torch.int32).view(1, 4)
+    rows, starts, length = torch.tensor([0, 1]).int(), torch.tensor([0, 1]).int(), torch.tensor([50]).int()
+    slots = torch.tensor([blocks[3] * 16 + 1]), torch.tensor([3 * 16 + 1])
+    q, k, v = torch.randn(1, 8, 16).split((4, 2, 2), dim=1)
+    scale, cos_sin = torch.tensor([0.5, 2.0]), torch.cat((torch.ones(64, 8), torch.zeros(64, 8)), dim=1)
+    plan = replace(small_plan([(1, 50)], q, heads, 0, 1), unpacked_blocks=1)
+    found = []
+    for cache, table, slot in zip((far, near), tables, slots, strict=True):
+        decoded = decode_attention(
+            q, k, v, cos_sin, cache, table, rows[:1], length, torch.zeros(2).int(), 0.3, SMALL, 2, kv_scale=scale
+        )
+        TRITON.rotary_and_cache(q, k, v, cos_sin, length - 1, cache, slot, kv_scale=scale)
+        attended = paged_attention(q, cache, table, rows[:1], starts, length, 0.3, 1, 50, plan=plan, kv_scale=scale)
+        unpacked = UnpackedCache.within(torch.zeros(2, 1, UNPACKED_BLOCK, 2, 16), plan, 1)
+        unpack(unpacked, cache, table, rows, length, scale, 0)
+        found.append((decoded, attended, unpacked.cache))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)

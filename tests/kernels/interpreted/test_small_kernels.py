@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from arena import in_arena, neighbours_are_untouched
 
 from headrace.kernels.table import REFERENCE_KERNELS as REFERENCE
 from headrace.kernels.table import TRITON_KERNELS as TRITON
@@ -54,21 +55,23 @@ def test_silu_and_mul(dtype, rows, width):
 @each_dtype
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "rotary_dim", "norm"),
-    [(6, 2, 8, 8, False), (3, 3, 24, 24, True), (5, 1, 32, 16, True), (4, 2, 10, 4, False)],
+    [(6, 2, 8, 8, False), (3, 3, 24, 24, True), (5, 1, 32, 16, True), (4, 2, 10, 4, False), (2, 2, 96, 96, False)],
 )
 def test_rotary_and_cache(dtype, heads, kv_heads, dim, rotary_dim, norm):
     q, k, v = torch.randn(5, heads + 2 * kv_heads, dim).to(dtype).split((heads, kv_heads, kv_heads), dim=1)
     angles, positions = torch.rand(64, rotary_dim // 2) * 6, torch.randint(0, 64, (5,))
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
-    cache = torch.randn(2, 4, 4, kv_heads, dim).to(dtype)
-    expected_cache, untouched = cache.clone(), cache.clone()
+    untouched = torch.randn(2, 4, 4, kv_heads, dim).to(dtype)
+    cache, expected_cache = in_arena(untouched), in_arena(untouched)
     slots = torch.tensor([3, -1, 7, 15, 0])
     weights = [torch.randn(dim).to(dtype) if norm else None for _ in range(2)]
     out = TRITON.rotary_and_cache(q, k, v, cos_sin, positions, cache, slots, *weights)
     assert_close(out, REFERENCE.rotary_and_cache(q, k, v, cos_sin, positions, expected_cache, slots, *weights))
     assert_close(cache, expected_cache)
     unwritten = [slot for slot in range(16) if slot not in slots]
-    assert torch.equal(cache.view(2, 16, -1)[:, unwritten], untouched.view(2, 16, -1)[:, unwritten])
+    assert torch.equal(cache.reshape(2, 16, -1)[:, unwritten], untouched.view(2, 16, -1)[:, unwritten])
+    assert neighbours_are_untouched(cache)
+    assert neighbours_are_untouched(expected_cache)
 
 
 @pytest.mark.parametrize("counts", [[1, 1, 1], [1, 5, 2, 140], [300]], ids=str)
