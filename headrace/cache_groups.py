@@ -15,7 +15,7 @@ from headrace.model_spec import STATE_BYTES, Attention, Mixer, ModelSpec
 
 CacheKind = Literal["full", "window", "chunk", "latent", "state"]
 ALIGNMENT = 256
-"""bytes: where blocks begin, if pages are shared"""
+"""bytes: where blocks begin, if pages are shared; those of tokens also a whole number of a layer's tokens apart"""
 MOST_PAGE_BYTES = 32 << 20
 """unless one block is larger"""
 MOST_WASTE = 0.02
@@ -115,7 +115,8 @@ def cache_layout(spec: ModelSpec, ranks: int, itemsize: int, block_size: int) ->
         for (kind, window, size), layers in members.items()
     ]
     sizes = [group.block_bytes for group in groups]
-    page, counts = _best_page(sizes) if len(groups) > 1 else (sum(sizes), [1] * len(groups))
+    units = [ALIGNMENT if kind == "state" else math.lcm(ALIGNMENT, size) for kind, _, size in members]
+    page, counts = _best_page(sizes, units) if len(groups) > 1 else (sum(sizes), [1] * len(groups))
     paged = [
         replace(group, blocks_per_page=count, block_stride=page // count)
         for group, count in zip(groups, counts, strict=True)
@@ -133,9 +134,9 @@ def _kind(mixer: Mixer) -> CacheKind:
     return "chunk" if isinstance(mixer, Attention) and mixer.chunked else "window"
 
 
-def _best_page(sizes: list[int]) -> tuple[int, list[int]]:
+def _best_page(sizes: list[int], units: list[int]) -> tuple[int, list[int]]:
     """Bytes of the smallest page of which blocks of no size leave more than MOST_WASTE unused, or else of the one with
-    the least waste; and how many blocks of each size it holds."""
+    the least waste; and how many blocks of each size it holds, which are multiples of `units` apart."""
     largest = max(sizes)
     limit = max(MOST_PAGE_BYTES, largest)
     least = [-(-largest // size) for size in sizes]
@@ -146,14 +147,13 @@ def _best_page(sizes: list[int]) -> tuple[int, list[int]]:
     }
     best = (1.0, 0, least)
     for blocks in sorted(pages):
-        counts = [blocks // size for size in sizes]
-        if ALIGNMENT * math.lcm(*counts) > blocks * MOST_WASTE:  # counts without common factors want large pages
-            counts = [1 << count.bit_length() - 1 for count in counts]
-        unit = ALIGNMENT * math.lcm(*counts)
-        page = -(-blocks // unit) * unit
-        waste = max(1 - count * size / page for count, size in zip(counts, sizes, strict=True))
-        if waste < best[0]:
-            best = waste, page, counts
-        if waste <= MOST_WASTE:
+        most = [blocks // size for size in sizes]
+        for counts in (most, [1 << count.bit_length() - 1 for count in most]):  # no common factors want large pages
+            common = math.lcm(*(count * unit for count, unit in zip(counts, units, strict=True)))
+            page = -(-blocks // common) * common
+            waste = max(1 - count * size / page for count, size in zip(counts, sizes, strict=True))
+            if waste < best[0] and (page <= limit or not best[1]):
+                best = waste, page, counts
+        if best[0] <= MOST_WASTE:
             break
     return best[1:]

@@ -64,6 +64,8 @@ def test_pages_lend_whole_blocks_at_linear_addresses() -> None:
         for number, group in enumerate(layout.groups):
             assert group.block_stride * group.blocks_per_page == page_bytes
             assert group.block_stride % ALIGNMENT == 0 or len(layout.groups) == 1
+            token_bytes = group.block_bytes // group.block_size // len(group.layers)
+            assert group.block_stride % token_bytes == 0
             assert group.block_bytes <= group.block_stride
             for page in (0, 1, 7):
                 first, *_ = blocks = layout.blocks(number, page)

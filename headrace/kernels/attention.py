@@ -18,7 +18,7 @@ from headrace.kernels._triton import DEVICE_FAMILY, next_power_of_2, overlap, tl
 from headrace.kernels.attention_config import MAX_SPLITS, AttentionConfig, AttentionPlan, plan_attention
 from headrace.kernels.fp8_cache import UnpackedCache, as_float16, split_pairs, unpack
 from headrace.kernels.launch import launch
-from headrace.kernels.paged import block_steps
+from headrace.kernels.paged import rows_between
 from headrace.kernels.tiles import find_request
 
 LOG2_E = 1.4426950408889634
@@ -27,11 +27,12 @@ LOG2_E = 1.4426950408889634
 @triton.jit
 def _load_tile(
     start,
+    first,
     limit,
     keys_ptr,
     value_offset,
     blocks_ptr,
-    block_step,
+    block_rows,
     column,
     SLOT_STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -39,10 +40,12 @@ def _load_tile(
     BLOCK_SIZE: tl.constexpr,
     CUT: tl.constexpr,
     REPEATED: tl.constexpr,
+    WINDOWED: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
     """Keys [BLOCK_D, BLOCK_N] and values [BLOCK_N, BLOCK_D], those of PAIRS as int16 of two, from `start` on. Behind
-    `limit` CUT gives zeros and reads nothing; REPEATED gives the last key again, which is fewer instructions."""
+    `limit`, and before `first` where blocks behind a window may be others' by now, CUT gives zeros and reads nothing;
+    REPEATED gives the last key again, or the first, which is fewer instructions."""
     WHOLE_HEAD: tl.constexpr = column.shape[0] == HEAD_DIM
     in_head = column < HEAD_DIM
     values_ptr, value_column, value_in = keys_ptr + value_offset, column, in_head
@@ -55,11 +58,16 @@ def _load_tile(
     place = position
     if REPEATED:
         place = tl.minimum(position, limit - 1)
+    if WINDOWED:
+        known = known & (position >= first)
+        if REPEATED:
+            place = tl.maximum(place, first)
     if CUT:
         block = tl.load(blocks_ptr + place // BLOCK_SIZE, mask=known, other=0)
     else:
         block = tl.load(blocks_ptr + place // BLOCK_SIZE)
-    offset = (block * block_step).to(tl.int64) * (BLOCK_SIZE * SLOT_STRIDE) + place % BLOCK_SIZE * SLOT_STRIDE
+    row = block * block_rows + place % BLOCK_SIZE
+    offset = row.to(tl.uint32).to(tl.int64) * SLOT_STRIDE
     key_ptrs = keys_ptr + offset[None, :] + column[:, None]
     if PAIRS:
         offset = offset // 2
@@ -129,6 +137,7 @@ def _attend(
     row_sum,
     begin,
     end,
+    first,
     limit,
     row_position,
     window,
@@ -136,7 +145,7 @@ def _attend(
     keys_ptr,
     value_offset,
     blocks_ptr,
-    block_step,
+    block_rows,
     column,
     SLOT_STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -152,8 +161,8 @@ def _attend(
     PAIRS: tl.constexpr = len(acc) == 2
     for start in range(begin, end, BLOCK_N):
         key, value = _load_tile(
-            start, limit, keys_ptr, value_offset, blocks_ptr, block_step, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N,
-            BLOCK_SIZE, MASKED and not PAIRS, MASKED and PAIRS, PAIRS,
+            start, first, limit, keys_ptr, value_offset, blocks_ptr, block_rows, column, SLOT_STRIDE, HEAD_DIM,
+            BLOCK_N, BLOCK_SIZE, MASKED and not PAIRS, MASKED and PAIRS, MASKED and WINDOWED, PAIRS,
         )  # fmt: skip
         acc, row_max, row_sum = _fold_tile(
             q, acc, row_max, row_sum, key, value, start, row_position, window, qk_scale, keys_ptr.dtype.element_ty,
@@ -164,7 +173,7 @@ def _attend(
 
 @triton.jit(
     do_not_specialize=[
-        "window", "value_step", "block_step", "block_table_stride", "first_req", "num_reqs", "search_steps"
+        "window", "value_rows", "block_rows", "block_table_stride", "first_req", "num_reqs", "search_steps"
     ]
 )  # fmt: skip
 def _attention_kernel(
@@ -180,8 +189,8 @@ def _attention_kernel(
     kv_scale_ptr,
     qk_scale,
     window,
-    value_step,
-    block_step,
+    value_rows,
+    block_rows,
     block_table_stride,
     first_req,
     num_reqs,
@@ -206,7 +215,7 @@ def _attention_kernel(
     num_splits = tl.num_programs(2)
     BLOCK_Q: tl.constexpr = 1 if DECODE else BLOCK_M // GROUP
     SLOT_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
-    value_offset = value_step.to(tl.int64) * (BLOCK_SIZE * SLOT_STRIDE)
+    value_offset = value_rows.to(tl.int64) * SLOT_STRIDE
     if DECODE:
         request = tl.program_id(1)
         query_start = tl.load(query_start_loc_ptr + request)
@@ -242,9 +251,11 @@ def _attention_kernel(
     first_position = seq_len - query_len + tile * BLOCK_Q
     row_position = seq_len - query_len + query
     limit = tl.minimum(first_position + BLOCK_Q, seq_len)
+    first = 0
     begin = 0
     if WINDOWED:
-        begin = tl.maximum(first_position - window + 1, 0) // BLOCK_N * BLOCK_N
+        first = tl.maximum(first_position - window + 1, 0)
+        begin = first // BLOCK_N * BLOCK_N
     part = tl.cdiv(tl.cdiv(tl.maximum(limit - begin, 0), BLOCK_N), num_splits) * BLOCK_N
     begin += split * part
     end = tl.minimum(begin + part, limit)
@@ -264,19 +275,19 @@ def _attention_kernel(
             front = tl.cdiv(tl.maximum(limit - window, 0), BLOCK_N) * BLOCK_N
             front = tl.minimum(tl.maximum(front, begin), end)
             acc, row_max, row_sum = _attend(
-                q, acc, row_max, row_sum, begin, front, limit, row_position, window, qk_scale, keys_ptr, value_offset,
-                blocks_ptr, block_step, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, True,
+                q, acc, row_max, row_sum, begin, front, first, limit, row_position, window, qk_scale, keys_ptr,
+                value_offset, blocks_ptr, block_rows, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, True,
             )  # fmt: skip
             begin = tl.maximum(begin, front)
         whole = tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, end)  # tiles that every row sees: no masks
         acc, row_max, row_sum = _attend(
-            q, acc, row_max, row_sum, begin, whole, limit, row_position, window, qk_scale, keys_ptr, value_offset,
-            blocks_ptr, block_step, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, False, False,
+            q, acc, row_max, row_sum, begin, whole, first, limit, row_position, window, qk_scale, keys_ptr,
+            value_offset, blocks_ptr, block_rows, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, False, False,
         )  # fmt: skip
         begin = tl.maximum(begin, whole)
     acc, row_max, row_sum = _attend(
-        q, acc, row_max, row_sum, begin, end, limit, row_position, window, qk_scale, keys_ptr, value_offset,
-        blocks_ptr, block_step, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, WINDOWED,
+        q, acc, row_max, row_sum, begin, end, first, limit, row_position, window, qk_scale, keys_ptr, value_offset,
+        blocks_ptr, block_rows, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, WINDOWED,
     )  # fmt: skip
 
     if PAIRS:
@@ -432,7 +443,7 @@ def _run(
         lse = torch.empty((num_tokens, num_heads, splits), dtype=torch.float32, device=q.device)
     arguments = (
         out, parts, lse, q, kv_cache, block_table, rows, query_start_loc, seq_lens, kv_scale, qk_scale,
-        window or 0, *block_steps(kv_cache), block_table.stride(0), first_req, end_req,
+        window or 0, *rows_between(kv_cache), block_table.stride(0), first_req, end_req,
         (end_req - first_req - 1).bit_length(),
     )  # fmt: skip
     constants = dict(

@@ -22,7 +22,7 @@ from headrace.kernels.attention import (
 )
 from headrace.kernels.attention_config import AttentionConfig
 from headrace.kernels.fp8_cache import as_float16
-from headrace.kernels.paged import block_steps
+from headrace.kernels.paged import rows_between
 from headrace.kernels.rotary import _to_fp8, rotary_and_cache_reference
 
 TILES_PER_PART = 2
@@ -101,7 +101,7 @@ def _combined(
     return total / tl.where(norm == 0.0, 1.0, norm)[:, None]
 
 
-@triton.jit(do_not_specialize=["window", "value_step", "block_step", "block_table_stride"])
+@triton.jit(do_not_specialize=["window", "value_rows", "block_rows", "block_table_stride"])
 def _decode_kernel(
     out_ptr,
     parts_ptr,
@@ -124,8 +124,8 @@ def _decode_kernel(
     q_stride,
     k_stride,
     v_stride,
-    value_step,
-    block_step,
+    value_rows,
+    block_rows,
     block_table_stride,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -153,9 +153,11 @@ def _decode_kernel(
     seq_len = tl.load(seq_lens_ptr + request)
     table_row = tl.load(rows_ptr + request).to(tl.int64)
     at = tl.maximum(seq_len - 1, 0)  # the new token's position, and the number of keys before it
+    first = 0
     begin = 0
     if WINDOWED:
-        begin = tl.maximum(at - window + 1, 0) // BLOCK_N * BLOCK_N
+        first = tl.maximum(at - window + 1, 0)
+        begin = first // BLOCK_N * BLOCK_N
     tiles = tl.cdiv(at - begin, BLOCK_N)
     per_part = tl.maximum(tl.cdiv(tiles, SPLITS), TILES_PER_PART)
     num_parts = tl.maximum(tl.cdiv(tiles, per_part), 1)
@@ -172,13 +174,13 @@ def _decode_kernel(
     sin = tl.load(angle + HALF, mask=turns, other=0.0)[None, :]
     sin = tl.where((column < HALF)[None, :], -sin, sin)
     blocks_ptr = block_table_ptr + table_row * block_table_stride
-    slot = (tl.load(blocks_ptr + at // BLOCK_SIZE) * block_step).to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE
+    own_row = tl.load(blocks_ptr + at // BLOCK_SIZE) * block_rows + at % BLOCK_SIZE
     keys_ptr = cache_ptr + kv_head * HEAD_DIM
-    value_offset = value_step.to(tl.int64) * (BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM)
+    value_offset = value_rows.to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM)
     if EARLY:
         first_keys, first_values = _load_tile(
-            begin, end, keys_ptr, value_offset, blocks_ptr, block_step, column, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM,
-            BLOCK_N, BLOCK_SIZE, True, False, QUANTIZED,
+            begin, first, end, keys_ptr, value_offset, blocks_ptr, block_rows, column, NUM_KV_HEADS * HEAD_DIM,
+            HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, False, WINDOWED, QUANTIZED,
         )  # fmt: skip
     wait_for_inputs(OVERLAP)
     if split >= num_parts:
@@ -219,8 +221,8 @@ def _decode_kernel(
         )  # fmt: skip
         begin += BLOCK_N
     acc, row_max, row_sum = _attend(
-        q, acc, row_max, row_sum, begin, end, end, before, window - 1, qk_scale, keys_ptr, value_offset, blocks_ptr,
-        block_step, column, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, WINDOWED,
+        q, acc, row_max, row_sum, begin, end, first, end, before, window - 1, qk_scale, keys_ptr, value_offset,
+        blocks_ptr, block_rows, column, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, WINDOWED,
     )  # fmt: skip
 
     if last:
@@ -230,7 +232,7 @@ def _decode_kernel(
                 k_ptr, v_ptr, k_norm_ptr, column, partner, last, cos, sin, eps, HEAD_DIM, NORM, QUANTIZED
             )
         own = _stored(key, k_scale, cache_type, QUANTIZED, LIMIT)
-        cached = keys_ptr + slot * (NUM_KV_HEADS * HEAD_DIM)
+        cached = keys_ptr + own_row.to(tl.uint32).to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM)
         tl.store(cached + column[None, :], own, mask=(seq_len + 0 * column > 0)[None, :] & in_head)
         scores = tl.sum(q.to(tl.float32) * own.to(tl.float32), axis=1)
         if QUANTIZED and q.dtype == tl.float16:
@@ -328,7 +330,7 @@ def decode_attention(
     _decode_kernel[(num_kv_heads, num_reqs, splits)](
         out, parts, lse, tickets, q, k, v, cos_sin, q_norm, k_norm, kv_cache, block_table, rows, seq_lens, kv_scale,
         eps, scale * LOG2_E, sliding_window or 0, q.stride(0), k.stride(0), v.stride(0),
-        *block_steps(kv_cache), block_table.stride(0),
+        *rows_between(kv_cache), block_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=max(32, next_power_of_2(head_dim)),
         HALF=cos_sin.shape[1] // 2, GROUP=group, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_SIZE=kv_cache.shape[2], SPLITS=splits, TILES_PER_PART=TILES_PER_PART,

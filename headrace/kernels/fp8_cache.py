@@ -17,7 +17,7 @@ from torch import Tensor
 from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_for_inputs
 from headrace.kernels.attention_config import UNPACKED_BLOCK, AttentionPlan
 from headrace.kernels.launch import launch
-from headrace.kernels.paged import block_steps
+from headrace.kernels.paged import rows_between
 
 ELEMENTS = 1 << 14
 """that a program unpacks"""
@@ -59,10 +59,10 @@ class UnpackedCache:
         return UnpackedCache(cache, table, rows)
 
 
-@triton.jit(do_not_specialize=["value_step", "block_step", "num_unpacked", "table_stride", "first_req", "blocks_each"])
+@triton.jit(do_not_specialize=["value_rows", "block_rows", "num_unpacked", "table_stride", "first_req", "blocks_each"])
 def _unpack_kernel(
     out_ptr, cache_ptr, block_table_ptr, rows_ptr, seq_lens_ptr, scale_ptr,
-    value_step, block_step, num_unpacked, table_stride, first_req, blocks_each,
+    value_rows, block_rows, num_unpacked, table_stride, first_req, blocks_each,
     WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr, UNPACKED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -77,7 +77,7 @@ def _unpack_kernel(
     mask = (position < seq_len)[:, None] & (column < WIDTH)[None, :]
     blocks_ptr = block_table_ptr + tl.load(rows_ptr + first_req + prompt).to(tl.int64) * table_stride
     block = tl.load(blocks_ptr + position // BLOCK_SIZE, mask=position < seq_len, other=0)
-    source = (half * value_step + block * block_step).to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+    source = (half * value_rows + block * block_rows + position % BLOCK_SIZE).to(tl.uint32).to(tl.int64)
     target = (half * num_unpacked + prompt * blocks_each).to(tl.int64) * UNPACKED + position
     packed = tl.load(cache_ptr + source[:, None] * WIDTH + column[None, :], mask=mask)
     value = packed.to(tl.float16).to(tl.float32) * tl.load(scale_ptr + half)
@@ -97,7 +97,7 @@ def unpack(
     prompts, blocks = unpacked.block_table.shape
     arguments = (
         unpacked.cache, kv_cache, block_table, rows, seq_lens, kv_scale,
-        *block_steps(kv_cache), unpacked.cache.shape[1], block_table.stride(0), first_req, blocks,
+        *rows_between(kv_cache), unpacked.cache.shape[1], block_table.stride(0), first_req, blocks,
     )  # fmt: skip
     constants = {
         "WIDTH": width, "BLOCK_W": block_w, "TOKENS": tokens, "BLOCK_SIZE": block_size, "UNPACKED": UNPACKED_BLOCK,

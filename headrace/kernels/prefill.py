@@ -18,6 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.kernels.attention_config import AttentionConfig
 from headrace.kernels.launch import launch
+from headrace.kernels.paged import rows_between
 from headrace.kernels.tiles import find_request
 
 async_load = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared  # Triton 3.6 and 3.7
@@ -47,7 +48,7 @@ def _fetch(
 
 @gluon.jit
 def _produce(
-    cache, blocks_ptr, value_row, block_rows, column, tiles, last_block, keys, values,
+    cache, blocks_ptr, value_rows, block_rows, column, tiles, last_block, keys, values,
     key_full, key_free, value_full, value_free, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     """The last tile of keys first, as it is the one with a mask."""
@@ -64,7 +65,7 @@ def _produce(
         )  # fmt: skip
         hopper.mbarrier.wait(value_free.index(stage), free)
         _fetch(
-            cache, blocks_ptr, value_row, column, start, last_block, value_full.index(stage), values.index(stage),
+            cache, blocks_ptr, value_rows, column, start, last_block, value_full.index(stage), values.index(stage),
             block_rows, BLOCK_N, HEAD_DIM, BLOCK_SIZE,
         )  # fmt: skip
 
@@ -177,10 +178,12 @@ def _consume(
     gl.store(out_ptr + place, out, mask=mask)
 
 
-@gluon.jit(do_not_specialize=["value_row", "block_rows", "block_table_stride", "first_req", "num_reqs", "search_steps"])
+@gluon.jit(
+    do_not_specialize=["value_rows", "block_rows", "block_table_stride", "first_req", "num_reqs", "search_steps"]
+)
 def _prefill_kernel(
     out_ptr, q_ptr, cache, block_table_ptr, rows_ptr, query_start_loc_ptr, seq_lens_ptr, qk_scale,
-    value_row, block_rows, block_table_stride, first_req, num_reqs, search_steps,
+    value_rows, block_rows, block_table_stride, first_req, num_reqs, search_steps,
     NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -229,7 +232,7 @@ def _prefill_kernel(
                 HALF, HALF, BLOCK_Q, NUM_KV_HEADS, GROUP, HEAD_DIM,
             )),
             (_produce, (
-                cache, blocks_ptr, value_row, block_rows, kv_head * HEAD_DIM, tiles, last_block, keys, values,
+                cache, blocks_ptr, value_rows, block_rows, kv_head * HEAD_DIM, tiles, last_block, keys, values,
                 key_full, key_free, value_full, value_free, HEAD_DIM, BLOCK_SIZE,
             )),
         ],
@@ -247,13 +250,12 @@ def prefill_attention(
     num_heads, head_dim = q.shape[1:]
     num_blocks, block_size, num_kv_heads = kv_cache.shape[1:4]
     box, width = [min(block_size, config.block_n), COLUMNS], num_kv_heads * head_dim
-    # rows in memory: a token's keys, its values, and what other layers keep in between
-    value_row, block_rows = (stride // width for stride in kv_cache.stride()[:2])
-    num_rows = value_row + (num_blocks - 1) * block_rows + block_size
+    value_rows, block_rows = rows_between(kv_cache)
+    num_rows = value_rows + (num_blocks - 1) * block_rows + block_size
     cache = TensorDescriptor(kv_cache, [num_rows, width], [width, 1], box, BOX_LAYOUT)
     arguments = (
         out, q, cache, block_table, rows, query_start_loc, seq_lens, qk_scale,
-        value_row, block_rows, block_table.stride(0), first_req, end_req, (end_req - first_req - 1).bit_length(),
+        value_rows, block_rows, block_table.stride(0), first_req, end_req, (end_req - first_req - 1).bit_length(),
     )  # fmt: skip
     constants = {
         "NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim, "GROUP": num_heads // num_kv_heads,

@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_for_inputs
 from headrace.kernels.launch import launch
 from headrace.kernels.norm import rms_norm_reference
-from headrace.kernels.paged import block_steps, by_token, token_places
+from headrace.kernels.paged import by_row, rows_between, rows_of
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def _to_fp8(x, factor, LARGEST: tl.constexpr, FP8: tl.constexpr):
     return tl.clamp(scaled, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(FP8)
 
 
-@triton.jit(do_not_specialize=["value_step", "block_step"])
+@triton.jit(do_not_specialize=["value_rows", "block_rows"])
 def _rotary_and_cache_kernel(
     out_ptr,
     q_ptr,
@@ -87,8 +87,8 @@ def _rotary_and_cache_kernel(
     q_head_stride,
     k_head_stride,
     v_head_stride,
-    value_step,
-    block_step,
+    value_rows,
+    block_rows,
     num_heads,
     num_kv_heads,
     BLOCK_SIZE: tl.constexpr,
@@ -169,9 +169,9 @@ def _rotary_and_cache_kernel(
             HAS_REST,
             NORM,
         )
-        place = slot + slot // BLOCK_SIZE * (block_step - 1) * BLOCK_SIZE
-        cached = cache_ptr + (place * num_kv_heads + kv_head) * HEAD_DIM
-        value_offset = value_step.to(tl.int64) * BLOCK_SIZE * (num_kv_heads * HEAD_DIM)
+        row = slot + slot // BLOCK_SIZE * (block_rows - BLOCK_SIZE)
+        cached = cache_ptr + (row * num_kv_heads + kv_head) * HEAD_DIM
+        value_offset = value_rows.to(tl.int64) * (num_kv_heads * HEAD_DIM)
         k_mask = one_in[:, None] & half_in[None, :]
         k_first, k_second, k_tail = k_first.to(dtype), k_second.to(dtype), k_tail.to(dtype)
         column = tl.arange(0, BLOCK_D)
@@ -222,7 +222,7 @@ def rotary_and_cache(
     arguments = (
         out, q, k, v, cos_sin, positions, kv_cache, slot_mapping, q_norm, k_norm, kv_scale,
         eps, q.stride(0), k.stride(0), v.stride(0), q.stride(1), k.stride(1), v.stride(1),
-        *block_steps(kv_cache), num_heads, num_kv_heads,
+        *rows_between(kv_cache), num_heads, num_kv_heads,
     )  # fmt: skip
     constants = dict(
         BLOCK_SIZE=kv_cache.shape[2], GROUP=group, BLOCK_G=next_power_of_2(group), HEAD_DIM=head_dim,
@@ -289,10 +289,10 @@ def rotary_and_cache_reference(
         k = quantize_reference(k, kv_scale[0], kv_cache.dtype).view(torch.uint8)
         v = quantize_reference(v, kv_scale[1], kv_cache.dtype).view(torch.uint8)
         kv_cache = kv_cache.view(torch.uint8)
-    keys, values = by_token(kv_cache).unbind()
-    places = token_places(kv_cache, slot_mapping)
-    keys.index_copy_(0, places, k.to(kv_cache.dtype))
-    values.index_copy_(0, places, v.to(kv_cache.dtype))
+    keys, values = by_row(kv_cache).unbind()
+    rows = rows_of(kv_cache, slot_mapping)
+    keys.index_copy_(0, rows, k.to(kv_cache.dtype))
+    values.index_copy_(0, rows, v.to(kv_cache.dtype))
     return q
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from arena import in_arena, neighbours_are_untouched
 from sampled import sampled
-from test_attention_kernel import BATCHES, SMALL, make_inputs, small_plan
+from test_attention_kernel import BATCHES, SMALL, forget_behind_window, make_inputs, small_plan
 from test_decode_kernel import LENGTHS, scattered_cache
 
 from headrace.kernels import attention
@@ -44,6 +44,7 @@ def attend(kind, heads, block_size, dtype, fp8, window=None, splits=1, times=1.0
     plan = small_plan(BATCHES[kind], q, heads, decodes, splits)
     arguments = (q, *inputs, softmax_scale, longest_query, longest, window)
     expected = paged_attention_reference(*arguments, kv_scale=scale)
+    forget_behind_window(*inputs[:2], BATCHES[kind], inputs[2], window)
     out = paged_attention(*arguments, torch.full_like(q, float("nan")), plan, scale)
     error = (out.double() - expected.double()).norm() / expected.double().norm()
     assert error <= TOLERANCE[dtype]
