@@ -29,7 +29,8 @@ class Backend(Protocol):
     ) -> Tensor:
         """Attention of q # [T, Hq, D] over kv_cache # [2, num_blocks, block_size, Hkv, D], the step's own k and v
         already in it, divided by kv_scale # [2] if the cache is fp8; returns # [T, Hq, D] contiguous: `out` if given.
-        Tokens of requests with seq_len 0 get zeros."""
+        Tokens of requests with seq_len 0 get zeros. One that serves sinks takes `sinks` # [Hq] too; one that serves
+        latents, a cache # [1, num_blocks, block_size, 1, D], and returns # [T, Hq, latent_dim]."""
         ...
 
 

@@ -74,21 +74,22 @@ class TorchSdpa:
         spec: AttentionSpec,
         kv_scale: Tensor | None = None,
         out: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         groups = metadata.plan.get(spec)
         if groups is None:
             groups = metadata.plan[spec] = _plan_groups(metadata, spec, q.dtype)
         if len(groups) == 1 and groups[0].tokens is None and groups[0].size * groups[0].query_len == q.shape[0]:
-            attended = _attend(groups[0], q, kv_cache, spec, kv_scale)
+            attended = _attend(groups[0], q, kv_cache, spec, kv_scale, sinks)
             return attended if out is None else out.copy_(attended)
-        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out.zero_()
+        out = q.new_zeros((*q.shape[:2], spec.latent_dim or q.shape[2])) if out is None else out.zero_()
         for group in groups:
             if group.tokens is None:
                 stop = group.first + group.size * group.query_len
-                out[group.first : stop] = _attend(group, q[group.first : stop], kv_cache, spec, kv_scale)
+                out[group.first : stop] = _attend(group, q[group.first : stop], kv_cache, spec, kv_scale, sinks)
             else:
                 # padding repeats a request's last token with that token's own mask, so whoever writes last is right
-                out[group.tokens] = _attend(group, q[group.tokens], kv_cache, spec, kv_scale)
+                out[group.tokens] = _attend(group, q[group.tokens], kv_cache, spec, kv_scale, sinks)
         return out
 
 
@@ -101,51 +102,67 @@ def _gather(kv_cache: Tensor, blocks: Tensor | slice, dtype: torch.dtype, kv_sca
     gathered = stored[:, blocks] if isinstance(blocks, slice) else stored.index_select(1, blocks)
     converted = gathered.view(kv_cache.dtype).to(dtype)
     if quantized and kv_scale is not None:
-        converted.mul_(kv_scale.to(dtype).view(2, 1, 1, 1, 1))
+        converted.mul_(kv_scale[: len(converted)].to(dtype).view(-1, 1, 1, 1, 1))
     return converted
 
 
-def _attend(group: _Group, q: Tensor, kv_cache: Tensor, spec: AttentionSpec, kv_scale: Tensor | None) -> Tensor:
-    """q # [B * Q, Hq, D] -> the same shape. Query heads that share a KV head are rows of one product."""
+def _attend(
+    group: _Group, q: Tensor, kv_cache: Tensor, spec: AttentionSpec, kv_scale: Tensor | None, sinks: Tensor | None
+) -> Tensor:
+    """q # [B * Q, Hq, D] -> # [B * Q, Hq, D of values]. Query heads that share a KV head are rows of one product."""
     size, queries = group.size, group.query_len
     kv_heads, head_dim = spec.num_kv_heads, spec.head_dim
     shared = spec.num_heads // kv_heads
     gathered = _gather(kv_cache, group.blocks, q.dtype, kv_scale)
-    mask = group.mask
-    if size == 1 and queries > 1:  # [Hkv, shared, Q, D] against keys repeated without a copy
+    lone, mask = size == 1 and queries > 1, group.mask
+    if lone:  # [Hkv, shared, Q, D] against keys repeated without a copy
         length = queries if mask is None else mask.shape[-1]
-        key, value = gathered.flatten(1, 2)[:, :length].transpose(1, 2).unsqueeze(2).unbind()
+        parts = gathered.flatten(1, 2)[:, :length].transpose(1, 2).unsqueeze(2)
+        parts = parts.expand(-1, -1, shared, -1, -1)
         query = q.view(queries, kv_heads, shared, head_dim).permute(1, 2, 0, 3)
-        key, value = key.expand(-1, shared, -1, -1), value.expand(-1, shared, -1, -1)
-        out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, scale=spec.scale)
-        return out.permute(2, 0, 1, 3).reshape(q.shape)
-    key, value = gathered.reshape(2, size, -1, kv_heads, head_dim).transpose(2, 3).unbind()
-    if queries == 1:
-        query = q.view(size, kv_heads, shared, head_dim)
-        if q.dtype != torch.float32 or key.numel() > ONE_THREAD:
-            return F.scaled_dot_product_attention(query, key, value, mask, scale=spec.scale).reshape(q.shape)
-        threads = torch.get_num_threads()
+    else:  # [B, Hkv, shared * Q, D]
+        parts = gathered.reshape(len(gathered), size, -1, kv_heads, head_dim).transpose(2, 3)
+        query = q.view(size, -1, kv_heads, shared, head_dim)
+        query = query.squeeze(1) if queries == 1 else query.permute(0, 2, 3, 1, 4).flatten(2, 3)
+    key, value = (parts[0], parts[0, ..., -spec.latent_dim :]) if spec.latent_dim else parts.unbind()
+    if sinks is not None and mask is not None:  # one key more, of nothing but the mask's number, and without a value
+        key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
+        column = sinks.view(kv_heads, shared, 1, 1).expand(-1, -1, queries, -1)
+        column = column if lone else column.reshape(1, kv_heads, -1, 1).expand(size, -1, -1, -1)
+        mask = torch.cat((mask.expand(*column.shape[:3], -1), column), dim=-1)
+    few = queries == 1 and q.dtype == torch.float32 and key.numel() <= ONE_THREAD
+    threads = torch.get_num_threads() if few else 0
+    if few:
         torch.set_num_threads(1)
-        try:
-            return F.scaled_dot_product_attention(query, key, value, mask, scale=spec.scale).reshape(q.shape)
-        finally:
+    try:
+        out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, scale=spec.scale)
+    finally:
+        if few:
             torch.set_num_threads(threads)
-    query = q.view(size, queries, kv_heads, shared, head_dim).permute(0, 2, 3, 1, 4)
-    query = query.reshape(size, kv_heads, shared * queries, head_dim)
-    out = F.scaled_dot_product_attention(query, key, value, mask, scale=spec.scale)
-    return out.view(size, kv_heads, shared, queries, head_dim).permute(0, 3, 1, 2, 4).reshape(q.shape)
+    if lone:
+        return out.permute(2, 0, 1, 3).reshape(*q.shape[:2], -1)
+    if queries > 1:
+        out = out.unflatten(2, (shared, queries)).permute(0, 3, 1, 2, 4)
+    return out.reshape(*q.shape[:2], -1)
+
+
+def _first_visible(position: int, spec: AttentionSpec) -> int:
+    """The first key that a query sees."""
+    window = spec.sliding_window
+    if window is None:
+        return 0
+    return position // window * window if spec.chunked else max(0, position - window + 1)
 
 
 def _plan_groups(metadata: AttentionMetadata, spec: AttentionSpec, dtype: torch.dtype) -> list[_Group]:
     starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
-    window, block_size = spec.sliding_window, spec.block_size
+    block_size = spec.block_size
     requests: list[_Request] = []
     for index, seq_len in enumerate(lengths):
         query_len = starts[index + 1] - starts[index]
         if seq_len == 0 or query_len == 0:
             continue
-        hidden = max(0, seq_len - query_len - window + 1) if window else 0
-        skipped = hidden // block_size * block_size
+        skipped = _first_visible(seq_len - query_len, spec) // block_size * block_size
         requests.append(_Request(index, starts[index], query_len, seq_len, skipped, seq_len - skipped))
     return [_make_group(members, metadata, spec, dtype) for members in _partition(requests, spec)]
 
@@ -185,7 +202,8 @@ def _make_group(
     num_blocks = max(-(-member.span // block_size) for member in members)
     table, device = metadata.block_table.cpu().numpy(), metadata.block_table.device
     index, start, query_len, seq_len, skipped, _ = np.array(members).T[..., None]
-    columns = np.minimum(skipped // block_size + np.arange(num_blocks), table.shape[1] - 1)
+    # not beyond a request's last block: what stands there may be another group's by now, and no number of this one
+    columns = np.minimum(skipped // block_size + np.arange(num_blocks), (seq_len - 1) // block_size)
     block_ids = table[metadata.rows.cpu().numpy()[index], columns].ravel().astype(np.int64)
     one_run = block_ids[-1] - block_ids[0] == block_ids.size - 1 and bool((np.diff(block_ids) == 1).all())
     blocks = slice(int(block_ids[0]), int(block_ids[-1]) + 1) if one_run else torch.from_numpy(block_ids).to(device)
@@ -196,14 +214,15 @@ def _make_group(
     if any(member.start != first + i * queries or member.query_len != queries for i, member in enumerate(members)):
         tokens = torch.from_numpy((start + offset).ravel()).to(device)
     lone = members[0]
-    if size == 1 and queries > 1 and lone.seq_len == queries and (window is None or window >= queries):
+    plain = not spec.sinks and (window is None or window >= queries)
+    if size == 1 and queries > 1 and lone.seq_len == queries and plain:
         return _Group(size, queries, blocks, None, first, tokens)
 
     query_at = (seq_len - query_len + offset)[..., None]  # [B, Q, 1]
     key_at = (skipped + np.arange(num_blocks * block_size))[:, None]  # [B, 1, L]
     hidden = key_at > query_at
     if window is not None:
-        hidden |= key_at <= query_at - window
+        hidden |= key_at < query_at // window * window if spec.chunked else key_at <= query_at - window
     mask = torch.from_numpy(np.where(hidden, MASKED, UNMASKED)).to(device, dtype)
     if size > 1 and queries > 1:
         mask = mask.repeat(1, spec.num_heads // spec.num_kv_heads, 1)  # rows: heads that share, then queries

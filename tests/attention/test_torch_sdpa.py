@@ -1,7 +1,9 @@
 """TORCH_SDPA against the plain reference: whatever batch, however it is grouped and padded."""
 
 import itertools
+import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +14,78 @@ from headrace.attention.torch_sdpa import TorchSdpa
 from headrace.kernels.attention import paged_attention_reference
 
 HEADS = [(4, 2, 8), (3, 1, 24), (4, 4, 16)]
+
+
+def quirky_reference(q, cache, table, rows, starts, lengths, spec, sinks):
+    """Query by query: whom it sees, a softmax with the sink as one more logit, and the sum of the values."""
+    out = []
+    for row, start, end, length in zip(rows.tolist(), starts.tolist(), starts.tolist()[1:], lengths, strict=False):
+        blocks = table[row, : -(-length // spec.block_size)].long()
+        parts = cache[:, blocks].flatten(1, 2)[:, :length].double()
+        key, value = parts if spec.latent_dim is None else (parts[0], parts[0, ..., -spec.latent_dim :])
+        key, value = (part.repeat_interleave(spec.num_heads // spec.num_kv_heads, 1) for part in (key, value))
+        for index in range(start, end):
+            at, window = length - (end - index), spec.sliding_window or length
+            first = at // window * window if spec.chunked else max(0, at - window + 1)
+            logits = torch.einsum("hd,lhd->hl", q[index].double(), key[first : at + 1]) * spec.scale
+            if sinks is not None:
+                logits = torch.cat((logits, sinks.double()[:, None]), 1)
+            shares = logits.softmax(1)[:, : at + 1 - first]
+            out.append(torch.einsum("hl,lhd->hd", shares, value[first : at + 1]))
+    return torch.stack(out).to(q.dtype)
+
+
+QUIRKS = {
+    "a window": {"sliding_window": 20},
+    "chunks": {"sliding_window": 24, "chunked": True},
+    "sinks": {"sinks": True},
+    "sinks and a window": {"sliding_window": 7, "sinks": True},
+    "a latent": {"latent_dim": 20, "num_kv_heads": 1},
+    "a latent, chunks and sinks": {
+        "latent_dim": 8,
+        "num_kv_heads": 1,
+        "sliding_window": 5,
+        "chunked": True,
+        "sinks": True,
+    },
+}
+
+
+@pytest.mark.parametrize("quirk", QUIRKS)
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_layers_unlike_the_usual_ones(quirk, block_size):
+    """Cells that no request of the batch owns, and table entries beyond a request's end, lead to NaN."""
+    for _ in range(5):
+        counts = sorted(random.choice((1, 1, 3, 17, 60)) for _ in range(random.randint(1, 6)))
+        lengths = [count + random.choice((0, 0, 5, 100)) for count in counts]
+        spec = replace(AttentionSpec(6, 2, 24, 0.3, block_size, "float32", device_type="cpu"), **QUIRKS[quirk])
+        width, size = -(-max(lengths) // block_size) + 1, len(counts)
+        order = torch.randperm(size * width).view(size, width).int()
+        table = torch.full((size, width), size * width, dtype=torch.int32)
+        for row, length in enumerate(lengths):
+            used = -(-length // block_size)
+            table[row, :used] = order[row, :used]
+        cache = torch.full((1 if spec.latent_dim else 2, size * width + 1, block_size, spec.num_kv_heads, 24), math.nan)
+        for row, length in enumerate(lengths):
+            first = 0
+            if spec.sliding_window:
+                at = length - counts[row]
+                first = (
+                    at // spec.sliding_window * spec.sliding_window if spec.chunked else at - spec.sliding_window + 1
+                )
+            blocks = table[row, max(0, first) // block_size : -(-length // block_size)].long()
+            cache[:, blocks] = torch.randn_like(cache[:, blocks])
+        q, sinks = torch.randn(sum(counts), 6, 24), torch.randn(6) if spec.sinks else None
+        starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+        rows, seq_lens = torch.arange(size).int(), torch.tensor(lengths, dtype=torch.int32)
+        metadata = AttentionMetadata(
+            rows, starts, seq_lens, starts, starts, table, size, len(q), max(counts), max(lengths)
+        )
+        backend = TorchSdpa()
+        backend.plan(metadata)
+        out = backend.forward(q, cache, metadata, spec, sinks=sinks)
+        expected = quirky_reference(q, cache, table, rows, starts, lengths, spec, sinks)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
 def attend(batch, heads, block_size, window=None, dtype=torch.float32, layers=1, cache_dtype=None):
