@@ -265,6 +265,12 @@ class Experts:
     """of one expert, on all ranks together"""
     renormalize: bool = True
     """whether the weights of a token's experts are made to sum to one"""
+    sigmoid: bool = False
+    """a router's logits become weights one by one, not by a softmax"""
+    selection_bias: bool = False
+    """each expert has a number that is added to its weight where the best are chosen, and nowhere else"""
+    scaling: float = 1.0
+    """what the weights of a token's experts are multiplied by, last"""
     intermediate_size: int = 0
     """of all shared experts together, which every token visits; 0: there are none"""
     shared_gate: bool = False
@@ -280,6 +286,9 @@ class Experts:
         found = [Parameter(f"{block}.{names.router}.weight", (self.num_experts, hidden), "router", "whole")]
         if self.bias:
             found.append(Parameter(f"{block}.{names.router}.bias", (self.num_experts,), "router", "whole"))
+        if self.selection_bias:
+            name = f"{block}.{names.router}.e_score_correction_bias"
+            found.append(Parameter(name, (self.num_experts,), "router", "whole"))
         if self.shared_gate:
             found.append(Parameter(f"{block}.shared_expert_gate.weight", (1, hidden), "router", "whole"))
         if self.intermediate_size:

@@ -38,4 +38,4 @@ class AttentionMetadata:
     """The backend's own, made once a step"""
     cut: Callable[..., Tensor] | None = None
     """Takes attention's calls where the step is captured in pieces around them: cut(attend, q, kv_cache, metadata,
-    *rest, num_heads=...) in place of attend(q, kv_cache, metadata, *rest)"""
+    *rest, shape=what it gives for a token) in place of attend(q, kv_cache, metadata, *rest)"""

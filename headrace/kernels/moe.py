@@ -27,7 +27,7 @@ from headrace.kernels._triton import (
 from headrace.kernels.gemm import sums_of_vectors, vector_of
 from headrace.kernels.gemm_config import BUCKETS
 from headrace.kernels.moe_config import MoeConfig, Tile, pick_moe_config
-from headrace.kernels.moe_route import Routing, norm_and_route, route_reference
+from headrace.kernels.moe_route import SOFTMAX, Routing, Scoring, norm_and_route, route_reference
 from headrace.kernels.norm import (
     HalfNormed,
     half_norm_reference,
@@ -55,8 +55,10 @@ def _beside_the_experts(
     if residual_ptr is not None:
         total += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if shared_ptr is not None:
-        gate = tl.load(gate_ptr + token * gate_stride).to(tl.float32)
-        total += tl.load(shared_ptr + at, mask=inside, other=0.0).to(tl.float32) / (1.0 + tl.exp(-gate))
+        shared = tl.load(shared_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        if gate_ptr is not None:
+            shared /= 1.0 + tl.exp(-tl.load(gate_ptr + token * gate_stride).to(tl.float32))
+        total += shared
     return total
 
 
@@ -226,16 +228,17 @@ class Experts:
     """# [hidden]; what comes in is normed (RMS) first; None: it is normed already"""
     eps: float
     router: Tensor
-    """# [experts, hidden], with one row more, the shared expert's gate, where there is such an expert"""
+    """# [experts, hidden], with one row more, the shared expert's gate, where there is such a gate"""
     w13: Tensor
     """# [experts, 2 * n, hidden], gate above up"""
     w2: Tensor
     """# [experts, hidden, n]"""
     top_k: int
     renormalize: bool
-    """whether the softmax is divided by its sum over a token's experts"""
+    """whether the weights are divided by their sum over a token's experts"""
     invariant: bool = False
     """a token's output has the same bits whoever else is there"""
+    scoring: Scoring = SOFTMAX
     next_norm: Tensor | None = None
     """# [hidden]; weight of the norm that the sum with the residual goes through next, by a linear that takes it
     HalfNormed; None: another, or none"""
@@ -250,9 +253,10 @@ def fused_moe(
 ) -> tuple[Tensor | HalfNormed, Tensor]:
     """x [T, hidden] -> (the layer's output [T, hidden], the experts of each token [T, top_k] int32, best first).
 
-    A token's experts are weighted by the softmax, in fp32, of its router logits in x's dtype. `shared` [T, hidden]: the
-    shared expert's output, added times the sigmoid of its gate. `residual` [T, hidden] contiguous: the sum with it is
-    written over it, and returned; it may be x. With it, up to HALF_NORMED_TOKENS get their next norm half done.
+    A token's experts are weighted by the softmax (or as `scoring` says), in fp32, of its router logits in x's dtype.
+    `shared` [T, hidden]: the shared expert's output, added times the sigmoid of its gate if it has one. `residual`
+    [T, hidden] contiguous: the sum with it is written over it, and returned; it may be x. With it, up to
+    HALF_NORMED_TOKENS get their next norm half done.
     """
     num_tokens, hidden = x.shape
     num_experts, n = experts.w13.shape[0], experts.w13.shape[1] // 2
@@ -265,10 +269,11 @@ def fused_moe(
     one_by_one = config.block_m == 1
     routing, logits, normed = norm_and_route(
         x, experts.norm_weight, experts.eps, experts.router, num_experts, experts.top_k, experts.renormalize,
-        0 if one_by_one else config.block_m, experts.invariant,
+        0 if one_by_one else config.block_m, experts.invariant, experts.scoring,
     )  # fmt: skip
     inner = torch.empty((num_tokens * experts.top_k, n), dtype=x.dtype, device=x.device)
-    gate = (shared, logits[:, num_experts:], logits.stride(0)) if shared is not None else (None, None, 0)
+    gated = logits.shape[1] > num_experts
+    gate = (shared, logits[:, num_experts:] if gated else None, logits.stride(0))
     run = _one_by_one if one_by_one else _by_tiles
     return run(out, normed, inner, experts, routing, (residual, *gate), config), routing.ids
 
@@ -345,7 +350,8 @@ def fused_moe_reference(
     num_experts = experts.w13.shape[0]
     normed = x if experts.norm_weight is None else rms_norm_reference(x, experts.norm_weight, experts.eps)
     logits = F.linear(normed, experts.router)
-    ids, weights, *_ = route_reference(logits[:, :num_experts], experts.top_k, experts.renormalize)
+    chosen = logits[:, :num_experts]
+    ids, weights, *_ = route_reference(chosen, experts.top_k, experts.renormalize, scoring=experts.scoring)
     out = torch.zeros_like(x)
     for expert in ids.unique().tolist():
         token, choice = (ids == expert).nonzero(as_tuple=True)
@@ -353,7 +359,7 @@ def fused_moe_reference(
         inner = F.linear(F.silu(gate).mul_(up), experts.w2[expert])
         out.index_add_(0, token, (inner * weights[token, choice, None]).to(x.dtype))
     if shared is not None:
-        out += torch.sigmoid(logits[:, num_experts:]) * shared
+        out += torch.sigmoid(logits[:, num_experts:]) * shared if logits.shape[1] > num_experts else shared
     if residual is None:
         return out, ids
     residual.add_(out)

@@ -35,6 +35,20 @@ class Routing(NamedTuple):
     e's begin at max_tiles(pairs of the experts before e, e, block_m)."""
 
 
+class Scoring(NamedTuple):
+    """How router logits become weights of experts, in fp32."""
+
+    sigmoid: bool = False
+    """each by itself; False: by the softmax over all"""
+    bias: Tensor | None = None
+    """# [num_experts], added to the weights where the best are chosen, and nowhere else; only with a sigmoid"""
+    scaling: float = 1.0
+    """what weights are multiplied by, last"""
+
+
+SOFTMAX = Scoring()
+
+
 def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
     """The most tiles there can be, however the pairs fall."""
     groups = min(num_pairs, num_experts)
@@ -49,8 +63,8 @@ def _max_tiles(num_pairs, num_experts, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _choose(
-    logits_ptr, ids_ptr, weights_ptr, row, num_tokens, num_experts, logits_stride,
-    BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr,
+    logits_ptr, ids_ptr, weights_ptr, bias_ptr, row, num_tokens, num_experts, logits_stride, scaling,
+    BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
     """Write the choices of tokens `row` [ROWS], where less than num_tokens.
 
@@ -63,11 +77,16 @@ def _choose(
     # another program may have written them: not out of this processor's own cache
     at = logits_ptr + row.to(tl.int64) * logits_stride + expert
     logits = tl.load(at, mask=inside, other=float("-inf"), cache_modifier=".cg")
-    BITS: tl.constexpr = logits.dtype.primitive_bitwidth
+    score = logits
+    if SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-logits.to(tl.float32)))
+        if bias_ptr is not None:
+            score += tl.load(bias_ptr + expert, mask=expert < num_experts, other=0.0).to(tl.float32)
+    BITS: tl.constexpr = score.dtype.primitive_bitwidth
     if BITS == 16:
-        key = logits.to(tl.int16, bitcast=True).to(tl.int32)
+        key = score.to(tl.int16, bitcast=True).to(tl.int32)
     else:
-        key = logits.to(tl.int32, bitcast=True).to(tl.int64)
+        key = score.to(tl.int32, bitcast=True).to(tl.int64)
     key = key ^ ((key >> (BITS - 1)) & ((1 << (BITS - 1)) - 1))  # as integers in the order of the floats
     LOWEST: tl.constexpr = -(1 << (2 * BITS - 1))
     key = tl.where(inside, (key << BITS) | (BLOCK_E - 1 - expert), LOWEST)
@@ -77,19 +96,26 @@ def _choose(
         place = tl.where(found, choice, place)
         key = tl.where(found, LOWEST, key)
     logits = logits.to(tl.float32)
-    weights = tl.exp(logits - tl.max(logits, axis=1)[:, None])
     chosen = inside & (place >= 0)
-    total = tl.sum(tl.where(chosen if RENORMALIZE else inside, weights, 0.0), axis=1)
+    if SIGMOID:
+        weights = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        weights = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+    if RENORMALIZE or not SIGMOID:
+        total = tl.sum(tl.where(chosen if RENORMALIZE else inside, weights, 0.0), axis=1)
+        weights /= total[:, None]
     at = row * TOP_K + place
     tl.store(ids_ptr + at, tl.broadcast_to(expert, place.shape), mask=chosen)
-    tl.store(weights_ptr + at, weights / total[:, None], mask=chosen)
+    tl.store(weights_ptr + at, weights * scaling, mask=chosen)
 
 
 @triton.jit
 def _router_kernel(
-    normed_ptr, logits_ptr, arrived_ptr, x_ptr, norm_ptr, router_ptr, ids_ptr, weights_ptr, num_experts, x_stride, eps,
+    normed_ptr, logits_ptr, arrived_ptr, x_ptr, norm_ptr, router_ptr, ids_ptr, weights_ptr, bias_ptr, num_experts,
+    x_stride, eps, scaling,
     NUM_ROWS: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr,
-    TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, WARPS: tl.constexpr, OVERLAP: tl.constexpr,
+    TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, WARPS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS rows of the router for one token, which it norms first. A token's last to finish routes it."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -113,22 +139,23 @@ def _router_kernel(
         tl.store(arrived_ptr + token, 0)
         warp = tl.arange(0, WARPS)  # the first has the token, so that it need not wait for the others
         _choose(
-            logits_ptr, ids_ptr, weights_ptr, token + warp * tl.num_programs(1), tl.num_programs(1), num_experts,
-            NUM_ROWS, BLOCK_E, TOP_K, RENORMALIZE,
+            logits_ptr, ids_ptr, weights_ptr, bias_ptr, token + warp * tl.num_programs(1), tl.num_programs(1),
+            num_experts, NUM_ROWS, scaling, BLOCK_E, TOP_K, RENORMALIZE, SIGMOID,
         )  # fmt: skip
 
 
 @triton.jit
 def _route_kernel(
-    logits_ptr, ids_ptr, weights_ptr, num_experts, logits_stride,
-    BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, OVERLAP: tl.constexpr,
+    logits_ptr, ids_ptr, weights_ptr, bias_ptr, num_experts, logits_stride, scaling,
+    BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, SIGMOID: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program: a token."""
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0) + tl.arange(0, 1)
     _choose(
-        logits_ptr, ids_ptr, weights_ptr, row, tl.num_programs(0), num_experts, logits_stride, BLOCK_E, TOP_K,
-        RENORMALIZE,
+        logits_ptr, ids_ptr, weights_ptr, bias_ptr, row, tl.num_programs(0), num_experts, logits_stride, scaling,
+        BLOCK_E, TOP_K, RENORMALIZE, SIGMOID,
     )  # fmt: skip
 
 
@@ -173,7 +200,7 @@ def _arrivals(device: torch.device) -> Tensor:
 
 def norm_and_route(
     x: Tensor, norm_weight: Tensor | None, eps: float, router: Tensor, num_experts: int, top_k: int, renormalize: bool,
-    block_m: int, invariant: bool = False,
+    block_m: int, invariant: bool = False, scoring: Scoring = SOFTMAX,
 ) -> tuple[Routing, Tensor, Tensor]:  # fmt: skip
     """x [num_tokens, hidden], router [num_experts or more, hidden] -> (routing, all logits, normed x), in x's dtype.
 
@@ -186,7 +213,7 @@ def norm_and_route(
     if num_tokens > ROUTER_TOKENS or invariant or norm_weight is None:
         normed = x if norm_weight is None else rms_norm(x, norm_weight, eps)
         logits = matmul(normed, router) if invariant else F.linear(normed, router)
-        return route(logits[:, :num_experts], top_k, renormalize, block_m), logits, normed
+        return route(logits[:, :num_experts], top_k, renormalize, block_m, scoring), logits, normed
     routing = _empty_routing(num_tokens, num_experts, top_k, block_m, x.device)
     logits = torch.empty((num_tokens, num_rows), dtype=x.dtype, device=x.device)
     normed = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
@@ -195,23 +222,25 @@ def norm_and_route(
     warps = max(1 if num_tokens <= 4 else 4, block_h // 2048)
     rows = max(1, min(warps, warps * 2048 // block_h))
     _router_kernel[(-(-num_rows // rows), num_tokens)](
-        normed, logits, arrived, x, norm_weight, router, routing.ids, routing.weights, num_experts, x.stride(0), eps,
+        normed, logits, arrived, x, norm_weight, router, routing.ids, routing.weights,
+        scoring.bias, num_experts, x.stride(0), eps, scoring.scaling,
         NUM_ROWS=num_rows, HIDDEN=hidden, ROWS=rows, BLOCK_H=block_h, BLOCK_E=next_power_of_2(num_experts),
-        TOP_K=top_k, RENORMALIZE=renormalize, WARPS=warps, num_warps=warps, **overlap(),
+        TOP_K=top_k, RENORMALIZE=renormalize, SIGMOID=scoring.sigmoid, WARPS=warps, num_warps=warps, **overlap(),
     )  # fmt: skip
     if block_m:
         _sort(routing, num_experts, block_m)
     return routing, logits, normed
 
 
-def route(logits: Tensor, top_k: int, renormalize: bool, block_m: int) -> Routing:
+def route(logits: Tensor, top_k: int, renormalize: bool, block_m: int, scoring: Scoring = SOFTMAX) -> Routing:
     """logits [num_tokens, num_experts] (last dim contiguous) -> softmax in fp32, then the best `top_k` of it, whose
     weights sum to one if `renormalize`. `block_m` as above."""
     num_tokens, num_experts = logits.shape
     routing = _empty_routing(num_tokens, num_experts, top_k, block_m, logits.device)
     _route_kernel[(num_tokens,)](
-        logits, routing.ids, routing.weights, num_experts, logits.stride(0), BLOCK_E=next_power_of_2(num_experts),
-        TOP_K=top_k, RENORMALIZE=renormalize, num_warps=1, **overlap(),
+        logits, routing.ids, routing.weights, scoring.bias, num_experts, logits.stride(0), scoring.scaling,
+        BLOCK_E=next_power_of_2(num_experts), TOP_K=top_k, RENORMALIZE=renormalize, SIGMOID=scoring.sigmoid,
+        num_warps=1, **overlap(),
     )  # fmt: skip
     if block_m:
         _sort(routing, num_experts, block_m)
@@ -240,12 +269,20 @@ def _empty_routing(num_tokens: int, num_experts: int, top_k: int, block_m: int, 
     )
 
 
-def route_reference(logits: Tensor, top_k: int, renormalize: bool, block_m: int = 0) -> Routing:
+def route_reference(
+    logits: Tensor, top_k: int, renormalize: bool, block_m: int = 0, scoring: Scoring = SOFTMAX
+) -> Routing:
     num_tokens, num_experts = logits.shape
-    ids = logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-    weights = logits.softmax(dim=-1, dtype=torch.float32).gather(1, ids)
+    chosen_by = logits.float()
+    weights = chosen_by.sigmoid() if scoring.sigmoid else chosen_by.softmax(dim=-1)
+    if scoring.sigmoid:
+        chosen_by = weights if scoring.bias is None else weights + scoring.bias.float()
+    ids = chosen_by.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = weights.gather(1, ids)
     if renormalize:
         weights /= weights.sum(dim=-1, keepdim=True)
+    if scoring.scaling != 1.0:
+        weights *= scoring.scaling
     routing = _empty_routing(num_tokens, num_experts, top_k, block_m, logits.device)
     routing.ids.copy_(ids)
     routing.weights.copy_(weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from headrace import model_spec
 from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.spec import AttentionSpec
 from headrace.layers.context import LayerContext
-from headrace.layers.layer import Layer
+from headrace.layers.layer import Layer, empty_parameter
 from headrace.layers.linear import QKVParallelLinear, RowParallelLinear
 from headrace.layers.norm import RMSNorm
 from headrace.layers.pending import Pending
@@ -39,6 +40,8 @@ queries and probabilities are not quantized here."""
 
 
 class Attention(Layer):
+    opaque = ("_rotate_and_attend",)
+
     def __init__(
         self,
         mixer: model_spec.Attention,
@@ -57,6 +60,11 @@ class Attention(Layer):
         if self.qk_norm:
             self.q_norm = RMSNorm(dim, eps, context.kernels, dtype)
             self.k_norm = RMSNorm(dim, eps, context.kernels, dtype)
+        self.sinks: Tensor | None = None
+        if mixer.sinks:
+            self.sinks = empty_parameter(spec.num_heads, dtype=dtype)
+            first = context.mesh.tp.rank * spec.num_heads
+            self.sink_slot = (mixer.num_heads,), (slice(first, first + spec.num_heads),)
         self.eps = eps
         self.spec = spec
         self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
@@ -77,7 +85,14 @@ class Attention(Layer):
         for name, (first, last) in KV_SCALE_NAMES.items():
             place = None if self.kv_scale is None or first == last else self.kv_scale[first:last]
             found[f"{path}.{name}"] = Slot((1,), (), place, optional=True)
+        if self.sinks is not None:
+            found[f"{path}.sinks"] = Slot(*self.sink_slot, self.sinks)
         return found
+
+    def finalize(self) -> None:
+        super().finalize()
+        if self.sinks is not None:
+            self.attend = partial(self.attend, sinks=self.sinks)
 
     def forward(self, x: Any, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor | Pending:
         """x [num_tokens, hidden_size] -> the same; this step's keys and values go into `kv_cache`."""
@@ -85,9 +100,8 @@ class Attention(Layer):
         if metadata.cut is None:
             attended = self._rotate_and_attend(qkv, kv_cache, metadata, angles)
         else:
-            attended = metadata.cut(
-                self._rotate_and_attend, qkv, kv_cache, metadata, angles, num_heads=self.spec.num_heads
-            )
+            shape = (self.spec.num_heads, self.spec.head_dim)
+            attended = metadata.cut(self._rotate_and_attend, qkv, kv_cache, metadata, angles, shape=shape)
         return self.o_proj(attended.view(x.shape[0], -1))
 
     def _rotate_and_attend(

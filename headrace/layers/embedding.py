@@ -61,12 +61,14 @@ class ParallelLMHead(Linear):
         group: Group,
         dtype: torch.dtype,
         tied_to: VocabParallelEmbedding | None = None,
+        soft_cap: float | None = None,
     ) -> None:
-        """`tied_to`: take this embedding's weights and none from the checkpoint."""
+        """`tied_to`: take this embedding's weights and none from the checkpoint. `soft_cap`: no logit is beyond it."""
         local, rows = vocab_share(vocab_size, group)
         part = Part(None, (vocab_size, hidden_size), rows, slice(0, hidden_size), 0)
         super().__init__(LinearSpec(hidden_size, local, (part,), dtype))
         self.vocab_size = vocab_size
+        self.soft_cap = soft_cap
         self.all_gather = group.all_gather
         self.tied_to = (tied_to,)  # in a tuple, so that it does not become a child
 
@@ -83,4 +85,5 @@ class ParallelLMHead(Linear):
         super().finalize()
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.all_gather(self.compute(hidden, None))[..., : self.vocab_size]
+        logits = self.all_gather(self.compute(hidden, None))[..., : self.vocab_size]
+        return logits if self.soft_cap is None else logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)

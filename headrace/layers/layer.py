@@ -20,6 +20,9 @@ def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 class Layer(nn.Module):
+    opaque: tuple[str, ...] = ()
+    """Methods that mix tokens by way of a cache: a recorded run (models/fusion.py) does not look into them"""
+
     def __call__(self, *args: Any) -> Any:
         """Straight to `forward`: module hooks are not supported, and looking for them costs more than a small op."""
         return self.forward(*args)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from headrace import model_spec
 from headrace.distributed.mesh import Group, Mesh
 from headrace.kernels.moe import Experts
+from headrace.kernels.moe_route import Scoring
 from headrace.kernels.norm import HALF_NORMED_DTYPE, HalfNormed, Unsummed, whole
 from headrace.layers.context import LayerContext
 from headrace.layers.layer import Layer, empty_parameter, whole_slot
@@ -38,13 +39,16 @@ class SparseMoE(Layer):
         self.spec, self.local = spec, local
         self.rows = slice(group.rank * local, (group.rank + 1) * local)
         has_shared = spec.intermediate_size > 0
-        self.router = empty_parameter(spec.num_experts + has_shared, hidden_size, dtype=dtype)
+        self.router = empty_parameter(spec.num_experts + spec.shared_gate, hidden_size, dtype=dtype)
+        self.selection_bias: Tensor | None = None
+        if spec.selection_bias:
+            self.selection_bias = empty_parameter(spec.num_experts, dtype=torch.float32)
         self.w13 = empty_parameter(spec.num_experts, 2 * local, hidden_size, dtype=dtype)
         self.w2 = empty_parameter(spec.num_experts, hidden_size, local, dtype=dtype)
         if has_shared:
             # this rank's part of the sum: the layer adds up routed and shared experts, then reduces once
             unreduced = replace(context, mesh=Mesh(Group(group.rank, group.size)))
-            self.shared_expert = GatedMLP(hidden_size, spec.intermediate_size, False, unreduced)
+            self.add_module(spec.names.shared, GatedMLP(hidden_size, spec.intermediate_size, False, unreduced))
         self.has_shared = has_shared
         self.fused_moe = context.kernels.fused_moe
         self.batch_invariant = context.batch_invariant
@@ -63,8 +67,10 @@ class SparseMoE(Layer):
     def slots(self, path: str) -> dict[str, Slot]:
         spec, names, local, hidden = self.spec, self.spec.names, self.local, self.spec.hidden_size
         block = f"{path.rpartition('.')[0]}.{names.block}"
-        slots = {f"{block}.gate.weight": whole_slot(self.router[: spec.num_experts])}
-        if self.has_shared:
+        slots = {f"{block}.{names.router}.weight": whole_slot(self.router[: spec.num_experts])}
+        if self.selection_bias is not None:
+            slots[f"{block}.{names.router}.e_score_correction_bias"] = whole_slot(self.selection_bias)
+        if spec.shared_gate:
             slots[f"{block}.shared_expert_gate.weight"] = whole_slot(self.router[spec.num_experts :])
         wide, everything = (spec.expert_intermediate_size, hidden), slice(0, hidden)
         for expert in range(spec.num_experts):
@@ -78,7 +84,7 @@ class SparseMoE(Layer):
         """From now on, before `finalize`: x is normed here, also for the shared expert."""
         self.norm_weight, self.norm_eps = norm.weight.data, norm.eps
         if self.has_shared:
-            self.shared_expert.gate_up_proj.norms_with(norm)
+            getattr(self, self.spec.names.shared).gate_up_proj.norms_with(norm)
 
     def hands_to(self, norm: RMSNorm) -> None:
         """From now on, before `finalize`: the sum goes through `norm` next, in the pass of the linear that reads it."""
@@ -91,7 +97,7 @@ class SparseMoE(Layer):
         next_norm = self.next_norm if halves else None
         self.experts = Experts(
             self.norm_weight, self.norm_eps, self.router, self.w13, self.w2, spec.experts_per_token, spec.renormalize,
-            self.batch_invariant, next_norm,
+            self.batch_invariant, Scoring(spec.sigmoid, self.selection_bias, spec.scaling), next_norm,
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor | Pending:
@@ -110,7 +116,7 @@ class SparseMoE(Layer):
 
     def _compute(self, x: Tensor, residual: Tensor | None) -> Tensor | HalfNormed:
         """This rank's share."""
-        shared = self.shared_expert(x) if self.has_shared else None
+        shared = getattr(self, self.spec.names.shared)(x) if self.has_shared else None
         out, ids = self.fused_moe(x, self.experts, shared, residual)
         if self.kept_ids is not None:
             self.kept_ids.fill_(-1)[: ids.shape[0]] = ids

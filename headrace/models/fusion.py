@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
-from headrace.layers.attention import Attention
 from headrace.layers.embedding import VocabParallelEmbedding
+from headrace.layers.layer import Layer
 from headrace.layers.linear import Linear, RowParallelLinear
 from headrace.layers.moe import SparseMoE
 from headrace.layers.norm import RMSNorm
@@ -44,12 +45,14 @@ class Recorded:
         return Recorded(None)
 
     def __add__(self, other: Any) -> Recorded:
-        for value in (self, other):
-            if isinstance(value, Recorded):
-                value.readers.append(None)
-        return Recorded(None)
+        return _reads_whole(self, other)
 
     __radd__ = __mul__ = __rmul__ = __add__
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Recorded:
+        """torch.cat and the like"""
+        return _reads_whole(args, kwargs)
 
 
 @dataclass(frozen=True)
@@ -115,23 +118,26 @@ def _stand_ins(model: nn.Module, norms: list[Norm]) -> Iterator[None]:
     replaced: list[tuple[nn.Module, str]] = []
     try:
         for layer in model.modules():
-            if isinstance(layer, Attention):
-                name, stand_in = "_rotate_and_attend", cast("Callable[..., Any]", _attends)
-            elif isinstance(layer, RMSNorm):
-                name, stand_in = "forward", partial(_norms, norms, layer)
+            stand_ins: dict[str, Callable[..., Any]] = {}
+            if isinstance(layer, RMSNorm):
+                stand_ins["forward"] = partial(_norms, norms, layer)
             elif isinstance(layer, Linear | SparseMoE | VocabParallelEmbedding):
-                name, stand_in = "forward", partial(_reads, layer)
-            else:
-                continue
-            setattr(layer, name, stand_in)
-            replaced.append((layer, name))
+                stand_ins["forward"] = partial(_reads, layer)
+            elif isinstance(layer, Layer):
+                stand_ins = dict.fromkeys(layer.opaque, _reads_whole)
+            for name, stand_in in stand_ins.items():
+                setattr(layer, name, stand_in)
+                replaced.append((layer, name))
         yield
     finally:
         for layer, name in replaced:
             delattr(layer, name)
 
 
-def _attends(*arguments: Any, **options: Any) -> Recorded:
+def _reads_whole(*arguments: Any, **options: Any) -> Recorded:
+    for value in tree_flatten((arguments, options))[0]:
+        if isinstance(value, Recorded):
+            value.readers.append(None)
     return Recorded(None)
 
 

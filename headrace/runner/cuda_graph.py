@@ -155,7 +155,7 @@ class Cut:
     """Handed to the layers while pieces are captured: at each attention call it ends one graph and begins the next.
     Attention itself is left out, and gives its result in `out` when the pieces are replayed."""
 
-    def __init__(self, device: GraphDevice, buffer: Callable[[Tensor, int], Tensor]) -> None:
+    def __init__(self, device: GraphDevice, buffer: Callable[[Tensor, tuple[int, ...]], Tensor]) -> None:
         self._device = device
         self._buffer = buffer
         self._current: Graph | None = None
@@ -179,11 +179,11 @@ class Cut:
         kv_cache: Tensor,
         metadata: AttentionMetadata,
         *rest: Any,
-        num_heads: int,
+        shape: tuple[int, ...],
     ) -> Tensor:
-        """In place of attend(q, kv_cache, metadata, *rest), which gives # [tokens of q, num_heads, q's head_dim]."""
+        """In place of attend(q, kv_cache, metadata, *rest), which gives # [tokens of q, *shape]."""
         graph = self.end()
-        out = self._buffer(q, num_heads)
+        out = self._buffer(q, shape)
         self.pieces.append(_Piece(graph, attend, self._device.borrow(q), kv_cache, rest, out))
         self.begin()
         return out
@@ -340,12 +340,12 @@ class StepGraphs:
             finally:
                 cut.abandon()
 
-    def _buffer(self, q: Tensor, num_heads: int) -> Tensor:
-        """Where attention's result lies between two pieces: one buffer for all layers and sizes."""
-        key = (num_heads, q.shape[2], q.dtype)
+    def _buffer(self, q: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Where attention's result lies between two pieces: one buffer for all layers of a shape, and all sizes."""
+        key = (shape, q.dtype)
         buffer = self._buffers.get(key)
         if buffer is None:
-            size = (self.settings.most_tokens, num_heads, q.shape[2])
+            size = (self.settings.most_tokens, *shape)
             buffer = self._buffers[key] = torch.empty(size, dtype=q.dtype, device=q.device)
         return buffer[: q.shape[0]]
 
@@ -355,7 +355,7 @@ def _pieces_of(shape: Shape) -> Shape:
     return Shape("piecewise", False, 0, shape.num_tokens)
 
 
-def _whole(attend: Callable[..., Tensor], *arguments: Any, num_heads: int) -> Tensor:
+def _whole(attend: Callable[..., Tensor], *arguments: Any, shape: tuple[int, ...]) -> Tensor:
     """A cut that cuts nothing: the kernels of a capture in pieces, run eagerly."""
     return attend(*arguments)
 

@@ -154,6 +154,9 @@ def compile_experts(family):
             experts = moe.Experts(router[0], 1e-6, router, w13, w2, top_k, True)
             moe.fused_moe(x, experts, x if has_shared else None, x)
             moe.fused_moe(x, replace(experts, next_norm=router[0]), x if has_shared else None, x)
+            if has_shared:  # and with a sigmoid's router, without a gate of the shared expert
+                scoring = moe_route.Scoring(True, router[0, :num_experts].float(), 2.5)
+                moe.fused_moe(x, replace(experts, router=router[:-1], scoring=scoring), x, x)
             for kernel in kernels:
                 report(f"experts {kernel.__name__} {num_experts} {num_tokens}", kernel, known)
 

@@ -114,6 +114,13 @@ def test_vocabulary_is_padded_and_split(vocab: int, size: int, tied: bool) -> No
     torch.testing.assert_close(torch.cat(logits, dim=1)[:, :vocab], hidden @ table.T)
 
 
+def test_a_soft_cap_bounds_logits_and_keeps_their_order() -> None:
+    table, hidden = torch.randn(100, 8), torch.randn(3, 8)
+    head = ParallelLMHead(100, 8, Group(), F32, soft_cap=2.0)
+    filled(head, "h", {"h.weight": table})
+    torch.testing.assert_close(head(hidden), 2 * torch.tanh(hidden @ table.T / 2))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

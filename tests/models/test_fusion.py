@@ -38,6 +38,16 @@ class Block(Layer):
         return self.last(hidden, residual)[0]
 
 
+class Joining(Block):
+    """Its branches are joined by torch itself, and what comes of them goes through a norm before it is added."""
+
+    def forward(self, input_ids: Tensor, *unused: Any) -> Tensor:
+        hidden, residual = self.norm(torch.ones(1, 8))
+        hidden = torch.stack((self.left(hidden), hidden)).mean(0)
+        hidden, _ = self.norm(self.down(hidden))
+        return self.last(hidden, residual)[0]
+
+
 class Branching(Block):
     """Its forward looks into a value, which only a tensor allows."""
 
@@ -77,6 +87,12 @@ def test_two_readers_force_a_norm_whole(context: Any) -> None:
     assert (len(first.out.readers), first.reader(), first.source()) == (2, None, None)
     assert last.source() is block.down
     assert "forward" not in block.left.__dict__, "stand-ins are gone"
+
+
+def test_a_norm_after_a_layer_computes_it_whole_and_is_read_by_no_linear(context: Any) -> None:
+    first, after, last = record(Joining(context), 1, torch.device("cpu"))
+    assert first.out.readers[0] is not None
+    assert (first.reader(), after.reader(), after.source(), last.source()) == (None, None, None, None)
 
 
 @pytest.mark.parametrize("variant", [("LlamaForCausalLM", "biases"), ("Qwen2MoeForCausalLM", None)])

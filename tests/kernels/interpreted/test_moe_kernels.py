@@ -9,7 +9,7 @@ from sampled import sampled
 from headrace.kernels import moe, moe_route
 from headrace.kernels.moe import Experts, fused_moe, fused_moe_reference
 from headrace.kernels.moe_config import MoeConfig, Tile
-from headrace.kernels.moe_route import max_tiles, route, route_reference
+from headrace.kernels.moe_route import Scoring, max_tiles, route, route_reference
 from headrace.kernels.norm import HalfNormed, half_norm_reference, rms_norm_reference
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
@@ -48,6 +48,10 @@ def test_routes_and_sorts(size, block_m, half):
     renormalize = bool(torch.rand(()) < 0.5)
     expected = route_reference(logits, top_k, renormalize, block_m)
     assert_same_routing(route(logits, top_k, renormalize, block_m), expected)
+    for bias in (None, torch.randn(num_experts)):
+        scoring = Scoring(True, bias, 2.5)
+        expected = route_reference(logits, top_k, renormalize, block_m, scoring)
+        assert_same_routing(route(logits, top_k, renormalize, block_m, scoring), expected)
     rounded = logits.to(half)
     assert_same_routing(route(rounded, top_k, True, block_m), route_reference(rounded, top_k, True, block_m))
 
@@ -102,12 +106,14 @@ def test_tiles_never_outgrow_their_bound():
 
 
 def make_layer(num_tokens, hidden, num_experts, n, top_k, dtype, has_shared, **options):
-    """(x, experts, shared, residual)"""
+    """(x, experts, shared, residual). `has_shared` without a gate: the router is a sigmoid's, with all its quirks."""
     x, shared, residual = torch.randn(3, num_tokens, hidden).to(dtype)
-    router = torch.randn(num_experts + has_shared, hidden).to(dtype) * 0.4
+    router = torch.randn(num_experts + (has_shared is True), hidden).to(dtype) * 0.4
     w13, w2 = torch.randn(num_experts, 2 * n, hidden) * hidden**-0.5, torch.randn(num_experts, hidden, n) * n**-0.5
     norm = (torch.rand(hidden) + 0.5).to(dtype)
     options = {"renormalize": bool(torch.rand(()) < 0.5), **options}
+    if has_shared == "without a gate":
+        options["scoring"] = Scoring(True, torch.randn(num_experts), 2.5)
     experts = Experts(norm, 1e-3, router, w13.to(dtype), w2.to(dtype), top_k, **options)
     return x * 3, experts, shared if has_shared else None, residual
 
@@ -133,7 +139,7 @@ def run(num_tokens, hidden, num_experts, n, top_k, config, dtype=torch.float32, 
     ("config", "size", "has_shared"),
     ["one by one", "tiles", "swapped"],
     [(1, 32, 8, 32, 2), (3, 48, 5, 20, 3), (21, 33, 3, 17, 2), (37, 16, 4, 16, 1)],
-    [False, True],
+    [False, True, "without a gate"],
 )
 def test_layers(config, size, has_shared):
     num_tokens, *rest = size
