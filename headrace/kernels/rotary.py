@@ -7,6 +7,8 @@ Knows the layout of a cache tensor, not which request owns a slot.
 # Triton functions are typed by what they are launched with.
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -175,27 +177,30 @@ def _rotary_and_cache_kernel(
         k_mask = one_in[:, None] & half_in[None, :]
         k_first, k_second, k_tail = k_first.to(dtype), k_second.to(dtype), k_tail.to(dtype)
         column = tl.arange(0, BLOCK_D)
-        value = tl.load(v_ptr + token * v_stride + kv_head * v_head_stride + column, mask=column < HEAD_DIM)
+        if v_ptr is not None:
+            value = tl.load(v_ptr + token * v_stride + kv_head * v_head_stride + column, mask=column < HEAD_DIM)
         if LARGEST is not None:
             FP8: tl.constexpr = cache_ptr.dtype.element_ty
             k_factor = 1.0 / tl.load(kv_scale_ptr)
             k_first = _to_fp8(k_first, k_factor, LARGEST, FP8)
             k_second = _to_fp8(k_second, k_factor, LARGEST, FP8)
             k_tail = _to_fp8(k_tail, k_factor, LARGEST, FP8)
-            value = _to_fp8(value, 1.0 / tl.load(kv_scale_ptr + 1), LARGEST, FP8)
+            if v_ptr is not None:
+                value = _to_fp8(value, 1.0 / tl.load(kv_scale_ptr + 1), LARGEST, FP8)
         tl.store(cached + half[None, :], k_first, mask=k_mask)
         tl.store(cached + HALF + half[None, :], k_second, mask=k_mask)
         if HAS_REST:
             tl.store(cached + rest[None, :], k_tail, mask=one_in[:, None] & rest_in[None, :])
-        tl.store(cached + value_offset + column, value, mask=column < HEAD_DIM)
+        if v_ptr is not None:
+            tl.store(cached + value_offset + column, value, mask=column < HEAD_DIM)
 
 
 def rotary_and_cache(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor,
+    v: Tensor | None,
+    cos_sin: Tensor | None,
+    positions: Tensor | None,
     kv_cache: Tensor,
     slot_mapping: Tensor,
     q_norm: Tensor | None = None,
@@ -210,18 +215,22 @@ def rotary_and_cache(
     i + rotary_dim // 2 (half-split), and what lies beyond rotary_dim stays. kv_cache
     [2, num_blocks, block_size, Hkv, D] is contiguous within a block; tokens whose slot_mapping [T] int64 is negative
     are not written. positions [T] int64. A cache of one byte an element (fp8) gets K / kv_scale[0] and V / kv_scale[1],
-    fp32 [2] on the device, held to the largest number it knows.
+    fp32 [2] on the device, held to the largest number it knows. `v` None: the cache [1, ...] holds keys alone.
+    `cos_sin` None: nothing is rotated.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if not num_tokens:
         return out
+    if cos_sin is None:
+        cos_sin, positions = _no_turn(q.device), torch.zeros_like(slot_mapping)
     half = cos_sin.shape[1] // 2
+    v_strides = (0, 0) if v is None else v.stride()[:2]
     group = num_heads // num_kv_heads
     arguments = (
         out, q, k, v, cos_sin, positions, kv_cache, slot_mapping, q_norm, k_norm, kv_scale,
-        eps, q.stride(0), k.stride(0), v.stride(0), q.stride(1), k.stride(1), v.stride(1),
+        eps, q.stride(0), k.stride(0), v_strides[0], q.stride(1), k.stride(1), v_strides[1],
         *rows_between(kv_cache), num_heads, num_kv_heads,
     )  # fmt: skip
     constants = dict(
@@ -233,6 +242,12 @@ def rotary_and_cache(
     )  # fmt: skip
     launch(_rotary_and_cache_kernel, (num_tokens, num_kv_heads, 1), arguments, constants)
     return out
+
+
+@lru_cache(maxsize=16)
+def _no_turn(device: torch.device) -> Tensor:
+    """A table of one row that leaves a head's first two numbers as they are."""
+    return torch.tensor([[1.0, 0.0]], device=device)
 
 
 def largest_fp8(dtype: torch.dtype) -> float | None:
@@ -261,8 +276,8 @@ def step_angles_reference(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, T
 def rotary_and_cache_reference(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
-    cos_sin: Tensor,
+    v: Tensor | None,
+    cos_sin: Tensor | None,
     positions: Tensor | None,
     kv_cache: Tensor,
     slot_mapping: Tensor,
@@ -273,26 +288,30 @@ def rotary_and_cache_reference(
 ) -> Tensor:
     """`positions` None: `cos_sin` is what step_angles_reference made of the table."""
     num_heads = q.shape[1]
-    angles = cos_sin if positions is None else step_angles_reference(cos_sin, positions)[0]
+    angles = cos_sin
+    if cos_sin is not None and positions is not None:
+        angles = step_angles_reference(cos_sin, positions)[0]
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm_reference(q, q_norm, eps), rms_norm_reference(k, k_norm, eps)
-    both = _joined(q, k)
-    if both is None:
-        q, k = _rotate(q, angles), _rotate(k, angles)
-    else:
-        both = _rotate(both, angles)
-        q, k = both[:, :num_heads], both[:, num_heads:]
+    if angles is not None:
+        both = _joined(q, k)
+        if both is None:
+            q, k = _rotate(q, angles), _rotate(k, angles)
+        else:
+            both = _rotate(both, angles)
+            q, k = both[:, :num_heads], both[:, num_heads:]
     if slot_mapping.numel() and int(slot_mapping.min()) < 0:
         written = (slot_mapping >= 0).nonzero().squeeze(1)
-        slot_mapping, k, v = slot_mapping[written], k[written], v[written]
+        slot_mapping, k, v = slot_mapping[written], k[written], None if v is None else v[written]
     if kv_scale is not None and kv_cache.dtype.itemsize == 1:  # index_copy_ knows no fp8
         k = quantize_reference(k, kv_scale[0], kv_cache.dtype).view(torch.uint8)
-        v = quantize_reference(v, kv_scale[1], kv_cache.dtype).view(torch.uint8)
+        v = None if v is None else quantize_reference(v, kv_scale[1], kv_cache.dtype).view(torch.uint8)
         kv_cache = kv_cache.view(torch.uint8)
-    keys, values = by_row(kv_cache).unbind()
     rows = rows_of(kv_cache, slot_mapping)
-    keys.index_copy_(0, rows, k.to(kv_cache.dtype))
-    values.index_copy_(0, rows, v.to(kv_cache.dtype))
+    planes = by_row(kv_cache)
+    planes[0].index_copy_(0, rows, k.to(kv_cache.dtype))
+    if v is not None:
+        planes[1].index_copy_(0, rows, v.to(kv_cache.dtype))
     return q
 
 

@@ -19,8 +19,10 @@ from headrace.layers.norm import RMSNorm
 from headrace.layers.pending import Pending
 from headrace.quantization.scheme import Slot
 
-Angles = tuple[Tensor, Tensor | None]
+Angles = tuple[Tensor | None, Tensor | None]
 """What the kernel table's `step_angles` made of the rope table and the step's positions."""
+NO_ANGLES: Angles = (None, None)
+"""Nothing is rotated"""
 
 
 KV_SCALE_NAMES = {
@@ -110,6 +112,7 @@ class Attention(Layer):
         """qkv # [num_tokens, heads, head_dim] as projected -> # [num_tokens, num_heads, head_dim]. All that depends on
         how tokens are spread over requests, so that a step takes the same way with graphs and without."""
         q, k, v = qkv.split(self.heads, dim=1)
+        angles = angles if self.spec.rotary else NO_ANGLES
         norms = (self.q_norm.weight, self.k_norm.weight) if self.qk_norm else (None, None)
         scale = self.kv_scale
         if metadata.max_query_len == 1 and self.decode is not None:

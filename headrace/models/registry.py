@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,8 @@ MODELS = (
 
 DESCRIBED = {entry.architecture: entry for entry in MODELS}
 SERVED = {name: entry for name, entry in DESCRIBED.items() if entry.module}
+PLUGINS = "headrace.models"
+"""Group of entry points by which an installed package brings a family of its own: architecture -> its ModelEntry"""
 VISION_FIELDS = ("vision_config", "vision_tower", "visual", "image_token_id", "image_token_index")
 """of config.json: any of them is there where a model sees"""
 
@@ -145,6 +148,28 @@ ROPE_NUMBERS = ("factor", "low_freq_factor", "original_max_position_embeddings",
 """of any rope type: far enough from 0 and infinity for a logarithm of their quotient"""
 
 
+def find_entry(architecture: str) -> ModelEntry | None:
+    """Ours, or an installed package's; None: nobody describes it. Raises UnsupportedModelError for one that cannot be
+    imported."""
+    if architecture in DESCRIBED:
+        return DESCRIBED[architecture]
+    for plugin in entry_points(group=PLUGINS, name=architecture):
+        try:
+            found: ModelEntry = plugin.load()
+        except (ImportError, AttributeError) as error:
+            raise UnsupportedModelError(
+                f"architecture {architecture!r:.80}: {plugin.value} of entry point {PLUGINS} cannot be loaded: {error}"
+            ) from None
+        return found
+    return None
+
+
+def served_entry(architecture: str) -> ModelEntry | None:
+    """The same, if it has modules."""
+    entry = find_entry(architecture)
+    return entry if entry is not None and entry.module else None
+
+
 def read_served_config(folder: Path) -> ModelConfig:
     """The config of a model's folder, if its architecture is served. That is looked at first: other families have
     other fields, and that one of ours is missing would say nothing.
@@ -153,7 +178,7 @@ def read_served_config(folder: Path) -> ModelConfig:
     """
     raw = read_object(folder / "config.json")
     names = Fields(raw, "config.json").texts("architectures")
-    if names and names[0] not in SERVED:
+    if names and served_entry(names[0]) is None:
         raise _not_served(names[0], raw)
     return ModelConfig.from_folder(folder)
 
@@ -165,7 +190,7 @@ def _not_served(architecture: str, raw: dict[str, Any]) -> UnsupportedModelError
         kind = "a vision-language model, which is "
     elif "text_config" in raw:
         kind = "a model of more than text, which is "
-    planned = " (`headrace plan` can plan it)" if architecture in DESCRIBED else ""
+    planned = " (`headrace plan` can plan it)" if find_entry(architecture) else ""
     return UnsupportedModelError(
         f"architecture {architecture!r:.80} is {kind}not served yet{planned}; served: {', '.join(SERVED)}"
     )
@@ -174,7 +199,7 @@ def _not_served(architecture: str, raw: dict[str, Any]) -> UnsupportedModelError
 def resolve(config: ModelConfig) -> ModelEntry:
     """The entry that serves `config`. Raises UnsupportedModelError naming what is served: of architectures, of one
     architecture's features, or of weight formats."""
-    entry = SERVED.get(config.architecture)
+    entry = served_entry(config.architecture)
     if entry is None:
         raise _not_served(config.architecture, config.raw)
     reasons = entry.reasons(config)

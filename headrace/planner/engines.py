@@ -12,7 +12,7 @@ from headrace.attention.table import BACKENDS, select_backend
 from headrace.errors import UnsupportedModelError
 from headrace.model_config import ModelConfig
 from headrace.model_spec import Mixer
-from headrace.models.registry import SERVED, resolve
+from headrace.models.registry import SERVED, resolve, served_entry
 from headrace.planner.chips import Chip
 from headrace.planner.cost import Parallel
 from headrace.planner.record import Decision
@@ -31,7 +31,7 @@ AITER_HEAD_DIMS = (64, 128, 256)
 def model_gaps(raw: dict[str, Any], quantization: str | None) -> list[str]:
     """Why headrace cannot serve the model of that config.json in that format; empty: it can."""
     names = raw.get("architectures") or ["unknown"]
-    if names[0] not in SERVED:
+    if served_entry(names[0]) is None:
         return [f"headrace has no {names[0]} yet; it has {', '.join(SERVED)}"]
     try:
         resolve(ModelConfig.from_dict(raw))

@@ -14,7 +14,7 @@ from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.graph_sizes import FP8_WEIGHT, most_in_pieces
 from headrace.model_config import Fields
 from headrace.model_spec import FeedForward, LayerSpec, Mixer, ModelSpec, total
-from headrace.models.registry import DESCRIBED
+from headrace.models.registry import DESCRIBED, find_entry
 from headrace.planner.checkpoint_format import MADE_AT_LOAD, PARTS, bytes_per_weight, holds_kv_scales, read_format
 
 
@@ -219,7 +219,7 @@ def _counted(config: Fields, name: str, source: str) -> ModelShape:
     architecture = next(iter(config.texts("architectures")), "none")
     text = replace(config, where=f"{config.where} ({architecture})")
     text = text.changed(text.object("text_config").values)
-    entry = DESCRIBED.get(architecture)
+    entry = find_entry(architecture)
     if entry is None:
         known = ", ".join(sorted(DESCRIBED))
         raise ConfigError(f"architecture {architecture!r} of {name} is not one that can be counted; known: {known}")

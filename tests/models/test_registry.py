@@ -244,6 +244,23 @@ def test_attention_specs_of_a_rank() -> None:
         attention_specs(config(), tp_size=3, **facts)
 
 
+def test_an_installed_package_may_bring_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "brought-1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: brought\nVersion: 1\n")
+    (folder / "entry_points.txt").write_text("[headrace.models]\nBrought = brought:ENTRY\nLost = nowhere:ENTRY\n")
+    (tmp_path / "brought.py").write_text(
+        "from headrace.models.registry import LLAMA, ModelEntry\nfrom headrace.models.descriptions import llama\n"
+        "ENTRY = ModelEntry('Brought', llama, *LLAMA)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert resolve(config(architectures=["Brought"])).architecture == "Brought"
+    with pytest.raises(UnsupportedModelError, match=r"'Lost': nowhere:ENTRY .* cannot be loaded: No module named"):
+        resolve(config(architectures=["Lost"]))
+    with pytest.raises(UnsupportedModelError, match="'Unknown' is not served yet; served"):
+        resolve(config(architectures=["Unknown"]))
+
+
 def test_rope_types_have_formulas_and_entries_have_classes() -> None:
     import importlib
 

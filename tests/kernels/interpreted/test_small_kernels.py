@@ -74,6 +74,22 @@ def test_rotary_and_cache(dtype, heads, kv_heads, dim, rotary_dim, norm):
     assert neighbours_are_untouched(expected_cache)
 
 
+@pytest.mark.parametrize("rotates", [True, False])
+@pytest.mark.parametrize("planes", [1, 2])
+def test_a_cache_of_keys_alone_and_keys_without_positions(planes, rotates):
+    q, k, v = torch.randn(5, 8, 24).split((6, 1, 1), dim=1)
+    angles, slots = torch.rand(64, 4) * 6, torch.tensor([3, -1, 7, 15, 0])
+    table = (torch.cat((angles.cos(), angles.sin()), -1), torch.randint(0, 64, (5,))) if rotates else (None, None)
+    untouched = torch.randn(planes, 4, 4, 1, 24)
+    cache, expected_cache = untouched.clone(), untouched.clone()
+    v = v if planes == 2 else None
+    out = TRITON.rotary_and_cache(q, k, v, *table, cache, slots)
+    assert_close(out, REFERENCE.rotary_and_cache(q, k, v, *table, expected_cache, slots))
+    assert_close(cache, expected_cache)
+    assert torch.equal(out, q) != rotates
+    assert torch.equal(cache.view(planes, 16, 24)[-1, 15], (k if v is None else v)[3, 0]) != (rotates and v is None)
+
+
 @pytest.mark.parametrize("counts", [[1, 1, 1], [1, 5, 2, 140], [300]], ids=str)
 @pytest.mark.parametrize("block_size", [1, 16, 64])
 def test_prepare_batch(counts, block_size):
