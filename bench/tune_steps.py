@@ -64,7 +64,7 @@ class Steps:
         schemes = {id(layer.scheme): layer.scheme for layer in self.runner.model.modules() if hasattr(layer, "scheme")}
         self.tables: dict[Size, Table] = {}
         for scheme in schemes.values():
-            self.tables |= {Size(*size): table for size, table in getattr(scheme, "plans", {}).items()}
+            self.tables |= {Size(*size): table for size, table in getattr(scheme.product, "plans", {}).items()}
 
     def milliseconds(self, batch: int, repeats: int) -> float:
         """Of one step, by what the tables say now; out of medians."""

@@ -12,8 +12,6 @@ LAUNCHED = 1.2e11
 """Tokens times weights of a layer: with more of them it computes for longer than it takes to launch. (H200: of an 8B in
 bf16 both take 14 ms at 600 tokens; of Qwen3-30B-A3B 36 at 2048; in fp8 a step takes 24 ms to launch, and to compute at
 1800 tokens)"""
-FP8_WEIGHT = 0.25
-"""... of which one in fp8 is so much: it computes in half the time, and takes twice the launches"""
 LAYER_BYTES = 9 << 12
 """What the driver keeps of a layer in a graph of a whole step, beside the pool (H200, 67 graphs after the first: 28 KiB
 each of an 8B, 36 of Qwen3-30B-A3B)"""
@@ -26,7 +24,7 @@ WORKSPACE_BYTES = 64 << 20
 
 def most_in_pieces(layer_weights: float) -> int:
     """Tokens of the largest step with prompts in it that is captured in pieces. `layer_weights`: what a token is
-    multiplied with in a layer, on one rank, those in fp8 counted as FP8_WEIGHT."""
+    multiplied with in a layer, on one rank, each as its format counts (`WeightFormat.launched_as`)."""
     tokens = LAUNCHED / max(1.0, layer_weights)
     return max(MOST_TOKENS, int(min(MOST_IN_PIECES, tokens)) // 64 * 64)
 

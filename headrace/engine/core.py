@@ -26,12 +26,12 @@ from headrace.executor.base import Executor, StepHandle
 from headrace.executor.factory import detect_device, make_executor
 from headrace.model_config import ModelConfig
 from headrace.models.registry import read_served_config
-from headrace.planner.checkpoint_format import holds_kv_scales
 from headrace.planner.decisions import decide_before_load, decide_mixed_step
 from headrace.planner.profile import measured_here
 from headrace.planner.served import predict_steps
 from headrace.planner.settled import one_list
 from headrace.planner.smaller import smaller_budget
+from headrace.quantization.checkpoint_format import holds_kv_scales
 from headrace.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from headrace.scheduler.scheduler import Scheduler, SchedulerConfig
 from headrace.step import RunnerOutput, SchedulerOutput

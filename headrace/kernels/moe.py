@@ -2,7 +2,9 @@
 
 Few tokens: each token's experts are read by themselves, and the second kernel adds them up. More: pairs are sorted into
 tiles (moe_route.py), a tile's programs read one expert, and a last kernel adds a token's experts in the order in which
-it chose them. Either way no sum depends on who comes first. Knows nothing of layers or of tensor parallelism.
+it chose them. Either way no sum depends on who comes first. Weights may be fp8 with a scale an output: a token by
+itself meets them as it is, tiles are rounded to fp8 too, which matrix units take without unpacking. Knows nothing of
+layers or of tensor parallelism.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -24,6 +26,7 @@ from headrace.kernels._triton import (
     wait_before_next,
     wait_for_inputs,
 )
+from headrace.kernels.fp8 import quantize_per_token, quantize_per_token_reference
 from headrace.kernels.gemm import sums_of_vectors, vector_of
 from headrace.kernels.gemm_config import BUCKETS
 from headrace.kernels.moe_config import MoeConfig, Tile, pick_moe_config
@@ -64,11 +67,11 @@ def _beside_the_experts(
 
 @triton.jit
 def _up_one_by_one_kernel(
-    out_ptr, x_ptr, weight_ptr, ids_ptr,
+    out_ptr, x_ptr, weight_ptr, scale_ptr, ids_ptr,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     VECTOR: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of N, pairs): out[pair] = silu(gate) * up, weight [experts, 2 * N, K]."""
+    """Grid (blocks of N, pairs): out[pair] = silu(gate) * up, weight [experts, 2 * N, K], scale [experts, 2 * N]."""
     wait_before_next(OVERLAP)
     pair = tl.program_id(1)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
@@ -88,14 +91,17 @@ def _up_one_by_one_kernel(
             x = tl.load(x_ptrs + start, mask=inside, other=0.0)
             weight = tl.load(weight_ptrs + start, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
         acc += sums_of_vectors(weight, x[None, :], VECTOR)
-    gate, up = tl.split(tl.reshape(tl.sum(acc, axis=1), [BLOCK_N, 2]))
+    total = tl.sum(acc, axis=1)
+    if scale_ptr is not None:
+        total *= tl.load(scale_ptr + expert * (2 * N) + row)
+    gate, up = tl.split(tl.reshape(total, [BLOCK_N, 2]))
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     tl.store(out_ptr + pair * N + column, _silu_times(gate, up).to(out_ptr.dtype.element_ty), mask=column < N)
 
 
 @triton.jit
 def _down_one_by_one_kernel(
-    out_ptr, x_ptr, weight_ptr, ids_ptr, weights_ptr, residual_ptr, shared_ptr, gate_ptr, gate_stride,
+    out_ptr, x_ptr, weight_ptr, scale_ptr, ids_ptr, weights_ptr, residual_ptr, shared_ptr, gate_ptr, gate_stride,
     next_scaled_ptr, next_squares_ptr, next_weight_ptr,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr, VECTOR: tl.constexpr, OVERLAP: tl.constexpr,
@@ -118,6 +124,8 @@ def _down_one_by_one_kernel(
         # written by a kernel that this one has not waited for, though it is done: not out of this processor's own cache
         expert = tl.load(ids_ptr + pair, mask=chosen, other=0, cache_modifier=".cg").to(tl.int64)
         share = tl.load(weights_ptr + pair, mask=chosen, other=0.0, cache_modifier=".cg")
+        if scale_ptr is not None:
+            share *= tl.load(scale_ptr + expert * N + row)
         weight_ptrs = weight_ptr + expert[:, None] * (N * K) + row[:, None] * K + k[None, :]
         x_ptrs = x_ptr + pair[:, None] * K + k[None, :]
         for start in range(0, K, BLOCK_K):
@@ -140,14 +148,14 @@ def _down_one_by_one_kernel(
 
 @triton.jit(do_not_specialize=["max_tiles"])
 def _tiles_kernel(
-    out_ptr, x_ptr, weight_ptr, order_ptr, tiles_ptr, max_tiles,
+    out_ptr, x_ptr, x_scale_ptr, weight_ptr, scale_ptr, order_ptr, tiles_ptr, max_tiles,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N outputs of one tile's pairs, out [pairs, N].
 
     GATED: x has a row a token, weight is [experts, 2 * N, K], out is silu(gate) * up. Otherwise x has a row a pair,
-    weight is [experts, N, K].
+    weight is [experts, N, K]. In fp8 each has a scale a row.
     """
     BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
@@ -186,6 +194,9 @@ def _tiles_kernel(
                 acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
         if SWAP:
             acc = tl.trans(acc)
+        if scale_ptr is not None:
+            x_scale = tl.load(x_scale_ptr + source, mask=member < count, other=0.0)
+            acc *= x_scale[:, None] * tl.load(scale_ptr + expert * (ROWS // BLOCK_N * N) + row)[None, :]
         if GATED:
             gate, up = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N, 2]))
             acc = _silu_times(gate, up)
@@ -222,7 +233,8 @@ def _sum_kernel(
 
 @dataclass(frozen=True)
 class Experts:
-    """One sparse layer as this rank holds it: weights of one dtype, contiguous, and how tokens are routed."""
+    """One sparse layer as this rank holds it, contiguous, and how tokens are routed. The experts' weights are of the
+    router's dtype, or fp8 with scales."""
 
     norm_weight: Tensor | None
     """# [hidden]; what comes in is normed (RMS) first; None: it is normed already"""
@@ -242,6 +254,10 @@ class Experts:
     next_norm: Tensor | None = None
     """# [hidden]; weight of the norm that the sum with the residual goes through next, by a linear that takes it
     HalfNormed; None: another, or none"""
+    w13_scale: Tensor | None = None
+    """# [experts, 2 * n] fp32, what each output is multiplied with; None: nothing"""
+    w2_scale: Tensor | None = None
+    """# [experts, hidden] fp32, the same"""
 
 
 def fused_moe(
@@ -264,7 +280,7 @@ def fused_moe(
     if not num_tokens:
         return out, torch.empty((0, experts.top_k), dtype=torch.int32, device=x.device)
     if config is None:
-        size = x.element_size()
+        size = experts.w13.element_size()
         config = pick_moe_config(num_tokens, experts.top_k, num_experts, size, DEVICE_FAMILY, experts.invariant)
     one_by_one = config.block_m == 1
     routing, logits, normed = norm_and_route(
@@ -292,18 +308,18 @@ def _one_by_one(
 ) -> Tensor | HalfNormed:
     (num_tokens, hidden), (pairs, n) = x.shape, inner.shape
     w2, top_k = experts.w2, experts.top_k
-    up, down = _fit(config.up, n, hidden), _fit(config.down, hidden, n)
+    up, down = _fit(config.up, n, hidden, w2), _fit(config.down, hidden, n, w2)
     blocks = -(-hidden // down.block_n)
     result, following = half_normed_over(out, _next_norm(experts, beside[0], num_tokens), blocks)
     _up_one_by_one_kernel[(-(-n // up.block_n), pairs)](
-        inner, x, experts.w13, routing.ids,
+        inner, x, experts.w13, experts.w13_scale, routing.ids,
         N=n, K=hidden, TOP_K=top_k, BLOCK_N=up.block_n, BLOCK_K=up.block_k,
-        VECTOR=vector_of(inner), num_warps=up.num_warps, **overlap(),
+        VECTOR=vector_of(w2), num_warps=up.num_warps, **overlap(),
     )  # fmt: skip
     _down_one_by_one_kernel[(blocks, num_tokens)](
-        out, inner, w2, routing.ids, routing.weights, *beside, *following,
+        out, inner, w2, experts.w2_scale, routing.ids, routing.weights, *beside, *following,
         N=hidden, K=n, TOP_K=top_k, BLOCK_N=down.block_n, BLOCK_K=down.block_k,
-        GROUP=min(down.group, next_power_of_2(top_k)), VECTOR=vector_of(inner), num_warps=down.num_warps, **overlap(),
+        GROUP=min(down.group, next_power_of_2(top_k)), VECTOR=vector_of(w2), num_warps=down.num_warps, **overlap(),
     )  # fmt: skip
     return result
 
@@ -313,13 +329,14 @@ def _by_tiles(
 ) -> Tensor | HalfNormed:
     (num_tokens, hidden), (pairs, n) = x.shape, inner.shape
     outer = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
-    tiles = routing.tiles.shape[1]
-    for target, source, weight, gated, tile in (
-        (inner, x, experts.w13, True, _fit(config.up, n, hidden)),
-        (outer, inner, experts.w2, False, _fit(config.down, hidden, n)),
+    tiles, w13, w2 = routing.tiles.shape[1], experts.w13, experts.w2
+    for target, source, weight, scale, gated, tile in (
+        (inner, x, w13, experts.w13_scale, True, _fit(config.up, n, hidden, w2)),
+        (outer, inner, w2, experts.w2_scale, False, _fit(config.down, hidden, n, w2)),
     ):
+        values, x_scale = (source, None) if scale is None else quantize_per_token(source, weight.dtype)
         _tiles_kernel[(tiles * -(-target.shape[1] // tile.block_n),)](
-            target, source, weight, routing.order, routing.tiles, tiles,
+            target, values, x_scale, weight, scale, routing.order, routing.tiles, tiles,
             N=target.shape[1], K=source.shape[1], TOP_K=experts.top_k, GATED=gated, BLOCK_M=config.block_m,
             BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SWAP=tile.swap,
             num_warps=tile.num_warps, num_stages=tile.num_stages, **overlap(),
@@ -334,9 +351,10 @@ def _by_tiles(
     return result
 
 
-def _fit(tile: Tile, n: int, k: int) -> Tile:
-    """Smaller blocks where the weight is smaller."""
-    block_n, block_k = min(tile.block_n, max(16, next_power_of_2(n))), min(tile.block_k, max(16, next_power_of_2(k)))
+def _fit(tile: Tile, n: int, k: int, weight: Tensor) -> Tile:
+    """Smaller blocks where the weight is smaller; matrix units take 32 bytes of a row, or 16 numbers, at the least."""
+    least = 32 if weight.element_size() == 1 else 16
+    block_n, block_k = min(tile.block_n, max(16, next_power_of_2(n))), min(tile.block_k, max(least, next_power_of_2(k)))
     return replace(tile, block_n=block_n, block_k=block_k)
 
 
@@ -347,16 +365,18 @@ def fused_moe_reference(
     residual: Tensor | None = None,
     config: MoeConfig | None = None,
 ) -> tuple[Tensor | HalfNormed, Tensor]:
+    """With weights in fp8 all tokens are rounded, unless `config` says that each is by itself."""
     num_experts = experts.w13.shape[0]
     normed = x if experts.norm_weight is None else rms_norm_reference(x, experts.norm_weight, experts.eps)
     logits = F.linear(normed, experts.router)
     chosen = logits[:, :num_experts]
     ids, weights, *_ = route_reference(chosen, experts.top_k, experts.renormalize, scoring=experts.scoring)
     out = torch.zeros_like(x)
+    rounds = experts.w13_scale is not None and (config is None or config.block_m > 1)
     for expert in ids.unique().tolist():
         token, choice = (ids == expert).nonzero(as_tuple=True)
-        gate, up = F.linear(normed[token], experts.w13[expert]).chunk(2, dim=-1)
-        inner = F.linear(F.silu(gate).mul_(up), experts.w2[expert])
+        gate, up = _product_reference(normed[token], experts.w13, experts.w13_scale, expert, rounds).chunk(2, dim=-1)
+        inner = _product_reference(F.silu(gate).mul_(up), experts.w2, experts.w2_scale, expert, rounds)
         out.index_add_(0, token, (inner * weights[token, choice, None]).to(x.dtype))
     if shared is not None:
         out += torch.sigmoid(logits[:, num_experts:]) * shared if logits.shape[1] > num_experts else shared
@@ -365,6 +385,14 @@ def fused_moe_reference(
     residual.add_(out)
     next_norm = _next_norm(experts, residual, len(x))
     return residual if next_norm is None else half_norm_reference(residual, next_norm), ids
+
+
+def _product_reference(x: Tensor, weight: Tensor, scale: Tensor | None, expert: int, rounds: bool) -> Tensor:
+    """x [T, K] @ weight[expert].T. `rounds`: x is rounded to the weight's type first."""
+    one = weight[expert]
+    if scale is not None:
+        one = (one.float() * scale[expert, :, None]).to(x.dtype)
+    return F.linear(quantize_per_token_reference(x, weight.dtype).dequantize(x.dtype) if rounds else x, one)
 
 
 __all__ = ["Experts", "fused_moe", "fused_moe_reference"]

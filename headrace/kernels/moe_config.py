@@ -30,20 +30,29 @@ class MoeConfig:
     down: Tile
 
 
-FEW_TOKENS = {("cuda", 2): 2, ("cuda", 4): 2, ("hip", 2): 2, ("hip", 4): 2}
-"""(family, bytes an element) -> most tokens that are served one by one. They share hardly an expert, so that nothing is
+FEW_TOKENS = {(family, size): 2 for family in ("cuda", "hip") for size in (1, 2, 4)}
+"""(family, bytes a weight) -> most tokens that are served one by one. They share hardly an expert, so that nothing is
 read twice, and there is no sorting and no adding up behind."""
 
 FEW: dict[tuple[str, int], MoeConfig] = {
+    ("cuda", 1): MoeConfig(1, Tile(4, 2048, 8, 1), Tile(1, 1024, 2, 1, group=8)),
     ("cuda", 2): MoeConfig(1, Tile(2, 2048, 8, 1), Tile(1, 1024, 1, 1, group=4)),
     ("cuda", 4): MoeConfig(1, Tile(4, 512, 4, 1), Tile(4, 512, 4, 1, group=2)),
+    ("hip", 1): MoeConfig(1, Tile(8, 1024, 4, 1), Tile(4, 512, 2, 1, group=4)),
     ("hip", 2): MoeConfig(1, Tile(4, 1024, 4, 1), Tile(4, 256, 2, 1, group=4)),
     ("hip", 4): MoeConfig(1, Tile(4, 512, 4, 1), Tile(4, 256, 2, 1, group=4)),
 }
 
 MANY: dict[tuple[str, int], tuple[tuple[float, MoeConfig], ...]] = {
     # pairs per expert, at most -> what serves them; up to about 16 weights are all there is to read. Rows of 2 bytes on
-    # NVIDIA are measured, on an H200 at the sizes of Qwen3-30B-A3B.
+    # NVIDIA are measured, on an H200 at the sizes of Qwen3-30B-A3B; those of 1 byte follow from them: the same bytes.
+    ("cuda", 1): (
+        (4, MoeConfig(16, Tile(32, 256, 4, 4, swap=True), Tile(128, 256, 4, 3, swap=True))),
+        (12, MoeConfig(16, Tile(64, 256, 4, 3, swap=True), Tile(128, 256, 4, 3, swap=True))),
+        (48, MoeConfig(64, Tile(64, 128, 4, 3), Tile(128, 128, 4, 4))),
+        (256, MoeConfig(128, Tile(128, 128, 8, 3), Tile(256, 128, 8, 3))),
+        (float("inf"), MoeConfig(128, Tile(128, 128, 8, 3), Tile(256, 64, 8, 5))),
+    ),
     ("cuda", 2): (
         (4, MoeConfig(16, Tile(32, 128, 4, 4, swap=True), Tile(128, 128, 4, 3, swap=True))),
         (12, MoeConfig(16, Tile(64, 128, 4, 3, swap=True), Tile(128, 128, 4, 3, swap=True))),
@@ -54,6 +63,11 @@ MANY: dict[tuple[str, int], tuple[tuple[float, MoeConfig], ...]] = {
     ("cuda", 4): (
         (16, MoeConfig(16, Tile(16, 64, 4, 3), Tile(32, 64, 4, 3))),
         (float("inf"), MoeConfig(32, Tile(16, 32, 4, 3), Tile(32, 32, 4, 3))),
+    ),
+    ("hip", 1): (
+        (8, MoeConfig(16, Tile(32, 256, 4, 2), Tile(64, 256, 4, 2))),
+        (64, MoeConfig(64, Tile(32, 128, 4, 2), Tile(64, 128, 4, 2))),
+        (float("inf"), MoeConfig(128, Tile(64, 128, 8, 2), Tile(128, 128, 8, 2))),
     ),
     ("hip", 2): (
         (8, MoeConfig(16, Tile(32, 128, 4, 2), Tile(64, 128, 4, 2))),
@@ -73,13 +87,14 @@ INVARIANT: dict[tuple[str, int], MoeConfig] = {
     ("hip", 2): MoeConfig(64, Tile(32, 64, 4, 2), Tile(64, 64, 4, 2)),
     ("hip", 4): MoeConfig(16, Tile(16, 64, 4, 2), Tile(32, 64, 4, 2)),
 }
-"""One for all sizes of a batch, so that a token's sums are made by the same instructions in the same order."""
+"""One for all sizes of a batch, so that a token's sums are made by the same instructions in the same order. Weights in
+fp8 do not go with it (planner/decisions.py)."""
 
 
 def pick_moe_config(
     num_tokens: int, top_k: int, num_experts: int, element_size: int, family: str, invariant: bool = False
 ) -> MoeConfig:
-    """The tables' choice."""
+    """The tables' choice. `element_size`: bytes of a weight."""
     key = (family, element_size)
     if invariant:
         return INVARIANT[key]

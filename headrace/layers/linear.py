@@ -19,7 +19,7 @@ from headrace.layers.layer import Layer
 from headrace.layers.norm import RMSNorm
 from headrace.layers.pending import Pending
 from headrace.quantization.scheme import Around, Compute, LinearSpec, Part, Scheme, Slot
-from headrace.quantization.unquantized import Unquantized
+from headrace.quantization.unquantized import unquantized
 
 
 def divide(total: int, group: Group, what: str) -> int:
@@ -44,31 +44,34 @@ class Linear(Layer):
         self.spec = spec
         self.around = Around(activation=activation)
         """what it computes beside its product; models/fusion.py adds norms"""
-        self.scheme: Scheme = Unquantized()
+        self.scheme: Scheme = unquantized()
         self.weights: dict[str, Tensor] = {}
         self.compute: Compute = _not_loaded
 
     def create_weights(self, device: torch.device) -> None:
-        self.weights = self.scheme.create_weights(self.spec, device)
+        self.weights = self.scheme.layout.create_weights(self.spec, device)
 
     def slots(self, path: str) -> dict[str, Slot]:
-        parent = path.rpartition(".")[0]
         return {
-            f"{path if part.name is None else f'{parent}.{part.name}'}.{tensor}": slot
-            for part, tensor, slot in self.scheme.slots(self.spec, self.weights)
+            f"{part.path(path)}.{tensor}": slot
+            for part, tensor, slot in self.scheme.layout.slots(self.spec, self.weights)
         }
+
+    def quantized_names(self, path: str) -> list[list[str]]:
+        """By what names a checkpoint may say in which format each part is: its own, and that of all parts together."""
+        return [[part.path(path), path] for part in self.spec.parts]
 
     def norms_with(self, norm: RMSNorm) -> None:
         """From now on, before `finalize`: x is normed here."""
         self.around = replace(self.around, norm_weight=norm.weight.data, norm_eps=norm.eps, rms_norm=norm.rms_norm)
 
     def finalize(self) -> None:
-        self.compute = self.scheme.finalize(self.spec, self.weights, self.around)
+        self.compute = self.scheme.product.finalize(self.spec, self.weights, self.around)
         if any(tensor.device.type == "cpu" for tensor in self.weights.values()):
             self.weights = {}  # held in another form; on a GPU as they are, and kept for who checks what is computed
 
     def forward(self, x: Any) -> Any:
-        """x may be Quantized as the scheme's `input_dtype` says; so is the result if the activation gives it so."""
+        """x may be Quantized as the product's `input_dtype` says; so is the result if the activation gives it so."""
         return self.compute(x, None)
 
 

@@ -33,7 +33,7 @@ class GatedMLP(Layer):
     def finalize(self) -> None:
         """Before the parts: the activation of the first learns in which type the second wants its input."""
         super().finalize()
-        wanted = self.down_proj.scheme.input_dtype(self.down_proj.spec)
+        wanted = self.down_proj.scheme.product.input_dtype(self.down_proj.spec)
         if wanted is not None:
             quantized = partial(self.silu_and_mul_quantized, fp8=wanted)
             self.gate_up_proj.around = replace(self.gate_up_proj.around, activation=quantized)

@@ -22,7 +22,8 @@ from headrace.layers.linear import divide
 from headrace.layers.mlp import GatedMLP
 from headrace.layers.norm import RMSNorm
 from headrace.layers.pending import Pending
-from headrace.quantization.scheme import Slot
+from headrace.quantization.scheme import LinearSpec, Part, Scheme, Slot, Weights
+from headrace.quantization.unquantized import unquantized
 
 
 def linears_take_halves(weight: Tensor) -> bool:
@@ -37,14 +38,29 @@ class SparseMoE(Layer):
         hidden_size = spec.hidden_size
         local = divide(spec.expert_intermediate_size, group, "an expert's intermediate size")
         self.spec, self.local = spec, local
-        self.rows = slice(group.rank * local, (group.rank + 1) * local)
+        wide, everything, mine = (
+            spec.expert_intermediate_size,
+            slice(0, hidden_size),
+            slice(group.rank * local, (group.rank + 1) * local),
+        )
+        names = spec.names
+        gate, up = (
+            Part(name, (wide, hidden_size), mine, everything, offset)
+            for name, offset in ((names.gate, 0), (names.up, local))
+        )
+        down = Part(names.down, (hidden_size, wide), everything, mine, 0)
+        self.gate_up_spec = LinearSpec(hidden_size, 2 * local, (gate, up), dtype)
+        """of one expert, as the next"""
+        self.down_spec = LinearSpec(local, hidden_size, (down,), dtype)
+        self.scheme: Scheme = unquantized()
+        """of the experts; the router is plain"""
+        self.w13: Weights = {}
+        self.w2: Weights = {}
         has_shared = spec.intermediate_size > 0
         self.router = empty_parameter(spec.num_experts + spec.shared_gate, hidden_size, dtype=dtype)
         self.selection_bias: Tensor | None = None
         if spec.selection_bias:
             self.selection_bias = empty_parameter(spec.num_experts, dtype=torch.float32)
-        self.w13 = empty_parameter(spec.num_experts, 2 * local, hidden_size, dtype=dtype)
-        self.w2 = empty_parameter(spec.num_experts, hidden_size, local, dtype=dtype)
         if has_shared:
             # this rank's part of the sum: the layer adds up routed and shared experts, then reduces once
             unreduced = replace(context, mesh=Mesh(Group(group.rank, group.size)))
@@ -64,20 +80,31 @@ class SparseMoE(Layer):
         """its output has one reader, a norm, which has it computed"""
         self.kept_ids: Tensor | None = None
 
+    def create_weights(self, device: torch.device) -> None:
+        super().create_weights(device)
+        layout, experts = self.scheme.layout, (self.spec.num_experts,)
+        self.w13 = layout.create_weights(self.gate_up_spec, device, experts)
+        self.w2 = layout.create_weights(self.down_spec, device, experts)
+
+    def quantized_names(self, path: str) -> list[list[str]]:
+        """Of an expert, which stands for all, and of the experts."""
+        experts = f"{path.rpartition('.')[0]}.{self.spec.names.block}.experts"
+        parts = (*self.gate_up_spec.parts, *self.down_spec.parts)
+        return [[f"{experts}.0.{part.name}", experts] for part in parts]
+
     def slots(self, path: str) -> dict[str, Slot]:
-        spec, names, local, hidden = self.spec, self.spec.names, self.local, self.spec.hidden_size
+        spec, names = self.spec, self.spec.names
         block = f"{path.rpartition('.')[0]}.{names.block}"
         slots = {f"{block}.{names.router}.weight": whole_slot(self.router[: spec.num_experts])}
         if self.selection_bias is not None:
             slots[f"{block}.{names.router}.e_score_correction_bias"] = whole_slot(self.selection_bias)
         if spec.shared_gate:
             slots[f"{block}.shared_expert_gate.weight"] = whole_slot(self.router[spec.num_experts :])
-        wide, everything = (spec.expert_intermediate_size, hidden), slice(0, hidden)
         for expert in range(spec.num_experts):
-            name, w13 = f"{block}.experts.{expert}", self.w13[expert]
-            slots[f"{name}.{names.gate}.weight"] = Slot(wide, (self.rows, everything), w13[:local])
-            slots[f"{name}.{names.up}.weight"] = Slot(wide, (self.rows, everything), w13[local:])
-            slots[f"{name}.{names.down}.weight"] = Slot(wide[::-1], (everything, self.rows), self.w2[expert])
+            for linear, weights in ((self.gate_up_spec, self.w13), (self.down_spec, self.w2)):
+                one = {name: tensor[expert] for name, tensor in weights.items()}
+                for part, tensor, slot in self.scheme.layout.slots(linear, one):
+                    slots[f"{block}.experts.{expert}.{part.name}.{tensor}"] = slot
         return slots
 
     def norms_with(self, norm: RMSNorm) -> None:
@@ -93,11 +120,17 @@ class SparseMoE(Layer):
     def finalize(self) -> None:
         super().finalize()
         spec = self.spec
-        halves = self.alone and not self.batch_invariant and linears_take_halves(self.w13)
-        next_norm = self.next_norm if halves else None
+        halves = self.alone and not self.batch_invariant and linears_take_halves(self.router)
+        next_norm, product = self.next_norm if halves else None, self.scheme.product
+        (w13, w13_scale), (w2, w2_scale) = (
+            product.experts(self.gate_up_spec, self.w13),
+            product.experts(self.down_spec, self.w2),
+        )
+        self.w13 = self.w2 = {}
         self.experts = Experts(
-            self.norm_weight, self.norm_eps, self.router, self.w13, self.w2, spec.experts_per_token, spec.renormalize,
+            self.norm_weight, self.norm_eps, self.router, w13, w2, spec.experts_per_token, spec.renormalize,
             self.batch_invariant, Scoring(spec.sigmoid, self.selection_bias, spec.scaling), next_norm,
+            w13_scale, w2_scale,
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor | Pending:
@@ -128,7 +161,7 @@ def keep_expert_ids(model: nn.Module, max_tokens: int) -> None:
     tokens) used, also in graphs captured after this call. `max_tokens` 0: no longer."""
     for layer in model.modules():
         if isinstance(layer, SparseMoE):
-            shape, device = (max_tokens, layer.spec.experts_per_token), layer.w13.device
+            shape, device = (max_tokens, layer.spec.experts_per_token), layer.router.device
             layer.kept_ids = torch.full(shape, -1, dtype=torch.int32, device=device) if max_tokens else None
 
 

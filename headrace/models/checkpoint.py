@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from headrace.errors import CheckpointError
 from headrace.model_config import read_object
 
-READABLE_DTYPES = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}
-"""and their bytes"""
+ITEM_BYTES = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8, "I16": 2, "I32": 4, "I64": 8}
+"""of safetensors' types that take more than one"""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * READABLE_DTYPES.get(self.dtype, 1)
+        return math.prod(self.shape) * ITEM_BYTES.get(self.dtype, 1)
 
 
 def checkpoint_files(folder: Path) -> list[Path]:

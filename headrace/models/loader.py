@@ -21,20 +21,19 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from torch import Tensor
 
-from headrace.errors import CheckpointError
+from headrace.errors import CheckpointError, UnsupportedModelError
 from headrace.layers.context import LayerContext
-from headrace.layers.embedding import ParallelLMHead
 from headrace.layers.layer import Layer
 from headrace.layers.linear import Linear
 from headrace.layers.moe import SparseMoE
 from headrace.model_config import ModelConfig
-from headrace.models.checkpoint import READABLE_DTYPES, StoredTensor, checkpoint_files, stored_tensors, total_bytes
+from headrace.models.checkpoint import StoredTensor, checkpoint_files, stored_tensors, total_bytes
 from headrace.models.finite import FiniteCheck
 from headrace.models.fusion import fuse
 from headrace.models.registry import resolve
-from headrace.quantization.scheme import LinearSpec, Scheme, Slot
-from headrace.quantization.table import resolve_format
-from headrace.quantization.unquantized import Unquantized
+from headrace.quantization.checkpoint_format import CheckpointFormat
+from headrace.quantization.scheme import Scheme, Slot
+from headrace.quantization.table import UNQUANTIZED, SchemeEntry, resolve_format, scheme_for
 
 DUMMY_RANGE = 1e-3
 PROGRESS_FROM_BYTES = 1e9
@@ -70,7 +69,7 @@ def load_model(
         for _, layer in layers:
             if isinstance(layer, Linear):
                 layer.spec = replace(layer.spec, batch_invariant=context.batch_invariant)
-        model.notes = attach_format(config, layers, context, quantization)
+        model.notes = attach_schemes(config, layers, context, quantization)
         slots: dict[str, Slot] = {}
         for path, layer in layers:
             layer.create_weights(context.device)
@@ -80,38 +79,70 @@ def load_model(
         else:
             fill_from_checkpoint(slots, folder, tied=config.tie_word_embeddings)
         model.notes.append(fuse(model, config.num_layers, context.device))
-        model.weight_bytes = sum(slot.num_bytes for slot in slots.values() if not slot.optional)
+        model.weight_bytes = sum(map(weight_bytes, (layer for _, layer in layers)))
         for _, layer in layers:
             layer.finalize()
     return model
 
 
-def attach_format(
+def attach_schemes(
     config: ModelConfig, layers: list[tuple[str, Layer]], context: LayerContext, quantization: str | None
 ) -> list[str]:
-    """Hand every linear to the checkpoint's format, or to that of `quantization`; the head, and those that the format
-    refuses, stay as they are in the checkpoint. Returns lines for the log that name these."""
-    entry = resolve_format(config, quantization)
-    scheme: Scheme = getattr(importlib.import_module(entry.module), entry.class_name)(**entry.options)
-    plain = scheme if isinstance(scheme, Unquantized) else Unquantized()
-    served: dict[Scheme, list[LinearSpec]] = {scheme: [], plain: []}
+    """Hand every linear and every layer of experts to the scheme of its format; those that this refuses stay plain.
+    Returns lines for the log, one a format, that also name what is plain."""
+    held = resolve_format(config, quantization)
+    schemes: dict[SchemeEntry, Scheme] = {}
+    served: dict[Scheme, list[Linear | SparseMoE]] = {}
     kept: Counter[str] = Counter()
     for path, layer in layers:
+        if not isinstance(layer, Linear | SparseMoE):
+            continue
+        scheme, why = _scheme_of(path, layer, held, schemes)
+        layer.scheme = scheme
+        served.setdefault(scheme, []).append(layer)
         name = re.sub(r"\.\d+\.", ".*.", path)
-        if isinstance(layer, Linear):
-            why = scheme.refusal(layer.spec)
-            layer.scheme = plain if why or isinstance(layer, ParallelLMHead) else scheme
-            served[layer.scheme].append(layer.spec)
-            if layer.scheme is not scheme:
-                kept[f"{name} ({why})" if why else name] += 1
+        if scheme is schemes[UNQUANTIZED]:
+            kept[f"{name} ({why})" if why else name] += 1
         elif isinstance(layer, SparseMoE):
-            kept[f"{name} (router, experts)"] += 1
-    for used, specs in served.items():
-        used.prepare(specs, context.device, context.kernels)
-    if scheme is plain:
-        return []
+            kept[f"{name} (router)"] += 1
+    for scheme, ones in served.items():
+        linears = [layer.spec for layer in ones if isinstance(layer, Linear)]
+        scheme.product.prepare(linears, context.device, context.kernels)
     names = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in kept.items())
-    return [f"Quantization {entry.name}: {len(served[scheme])} linears in fp8. Unquantized: {names}."]
+    said = []
+    for scheme, ones in served.items():
+        if scheme is not schemes[UNQUANTIZED]:
+            sparse = sum(isinstance(layer, SparseMoE) for layer in ones)
+            experts = f" and the experts of {sparse} layers" if sparse else ""
+            said.append(f"Quantization {scheme.format.name}: {len(ones) - sparse} linears{experts}.")
+    return said and [*said[:-1], f"{said[-1]} Unquantized: {names}."]
+
+
+def _scheme_of(
+    path: str, layer: Linear | SparseMoE, held: CheckpointFormat, schemes: dict[SchemeEntry, Scheme]
+) -> tuple[Scheme, str]:
+    """(what serves it, why it is plain where the format would not be). Raises UnsupportedModelError where parts of what
+    is one here are in several formats."""
+    names = layer.quantized_names(path)
+    entry, *others = {scheme_for(held, *each): each for each in names}
+    if others:
+        formats = ", ".join(f"{each[0]}: {held.format_for(*each).name}" for each in names)
+        raise UnsupportedModelError(f"config.json: {path} is computed as one, and in several formats ({formats})")
+    for each in (UNQUANTIZED, entry):
+        if each not in schemes:
+            schemes[each] = each.make()
+    why = schemes[entry].product.refusal(layer.spec) if isinstance(layer, Linear) else ""
+    return schemes[UNQUANTIZED if why else entry], why
+
+
+def weight_bytes(layer: Layer) -> int:
+    """Of its own weights on this rank, scales included, before it settles."""
+    tensors: list[Tensor] = [*layer.parameters(recurse=False)]
+    if isinstance(layer, Linear):
+        tensors += layer.weights.values()
+    elif isinstance(layer, SparseMoE):
+        tensors += [*layer.w13.values(), *layer.w2.values()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def fill_from_checkpoint(slots: dict[str, Slot], folder: Path, tied: bool = False) -> None:
@@ -142,10 +173,10 @@ def _copy(stored: StoredTensor, slot: Slot, check: FiniteCheck) -> None:
             f"tensor {stored.name!r} in {stored.file.name} has shape {list(stored.shape)}, "
             f"config.json asks for {list(slot.shape)}"
         )
-    if stored.dtype not in READABLE_DTYPES:
+    if stored.dtype not in slot.stored:
         raise CheckpointError(
             f"tensor {stored.name!r} in {stored.file.name} is of type {stored.dtype}; "
-            f"accepted: {', '.join(READABLE_DTYPES)}"
+            f"accepted: {', '.join(slot.stored)}"
         )
     if slot.destination is not None:
         values = stored.data[slot.source]
@@ -171,6 +202,8 @@ def fill_with_dummies(slots: dict[str, Slot], seed: int) -> None:
 
 
 def _uniform(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    if not tensor.is_floating_point():  # packed
+        return tensor.random_(generator=generator)
     return tensor.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
 
 

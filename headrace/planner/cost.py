@@ -15,9 +15,8 @@ from headrace.planner.chips import Chip
 from headrace.planner.collectives import Links
 from headrace.planner.constants import GROUPED, NARROW, Efficiency, EngineTraits, find_efficiency, find_traits
 from headrace.planner.shapes import LayerGroup, ModelShape
+from headrace.quantization.formats import PLAIN, find_format
 
-UNITS = {"fp8": "fp8", "ptpc_fp8": "fp8", "int8": "int8", "mxfp4": "fp4"}
-"""format -> the units that multiply it, where the chip has them; without, and for all others, the 16-bit ones"""
 HEAD_KERNELS = 8
 """embedding, last norm, head, sampling, and what prepares the step"""
 HEAD_BYTES = 12
@@ -68,7 +67,7 @@ class Deployment:
     chip: Chip
     parallel: Parallel
     weight_format: str
-    """bf16, fp8, ptpc_fp8, mxfp4, int4 or int8: of what `shape.parts_in` names"""
+    """one of quantization/formats.py: of what `shape.parts_in` names"""
     kv_dtype_bytes: float
     engine: str
     """headrace or vllm: whose efficiencies count"""
@@ -170,7 +169,7 @@ class _Layer:
         parts = shape.parts_in(deployment.weight_format)
 
         def linears(part: str, weights: float) -> _Linears:
-            weight_format = deployment.weight_format if part in parts else "bf16"
+            weight_format = deployment.weight_format if part in parts else PLAIN.name
             seconds = 2 * weights / model.rate(weight_format) / (GROUPED if part == "experts" else 1.0)
             return _Linears(weights * shape.bytes_per_weight(weight_format) / model.bandwidth, seconds)
 
@@ -191,7 +190,7 @@ class _Layer:
         self.seconds_per_token = attention.flops_per_token / tp / model.attention_rate
 
         self.activation_seconds = _activation_bytes(group, shape, parallel, deployment.weight_format) / model.bandwidth
-        self.kernels = _kernels(attention, mlp, traits, narrow=deployment.weight_format in UNITS)
+        self.kernels = _kernels(attention, mlp, traits, narrow=bool(find_format(deployment.weight_format).units))
         self.launch_seconds = self.kernels * constants.kernel
         self.operations = self.kernels + (traits.expert_operations - traits.expert_kernels if mlp.num_experts else 0)
 
@@ -215,7 +214,7 @@ def _activation_bytes(group: LayerGroup, shape: ModelShape, parallel: Parallel, 
     values = 8 * hidden + 2 * (heads + 2 * attention.num_kv_heads * attention.head_dim) / parallel.tp + 3 * inner
     if mlp.num_experts:
         values += (mlp.experts_per_token + 1) * hidden
-    if weight_format in UNITS:  # 16 bits in, 8 out, before the products that no norm precedes
+    if find_format(weight_format).units:  # 16 bits in, 8 out, before the products that no norm precedes
         values += 1.5 * (heads / parallel.tp + inner)
     return 2 * values
 
@@ -246,13 +245,13 @@ class StepModel:
         self.attention_rate = self._peak * constants.attention
         self._layers = [_Layer(group, self) for group in shape.groups]
         head = (shape.head_weights or shape.embedding_weights) / tp
-        self._head = _Linears(head * shape.plain_bytes / self.bandwidth, 2 * head / self.rate("bf16"))
+        self._head = _Linears(head * shape.plain_bytes / self.bandwidth, 2 * head / self.rate(PLAIN.name))
         self._sampling_seconds = HEAD_BYTES * shape.spec.vocab_size / self.bandwidth
         self._operations = HEAD_KERNELS + sum(layer.count * layer.operations for layer in self._layers)
 
     def rate(self, weight_format: str) -> float:
         """Operations a second of large products."""
-        units = self.deployment.chip.flops.get(UNITS.get(weight_format, ""))
+        units = self.deployment.chip.flops.get(find_format(weight_format).units)
         if units is None:
             return self._peak * self.efficiency.gemm
         return units * self.efficiency.gemm * NARROW

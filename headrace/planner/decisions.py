@@ -15,10 +15,10 @@ from headrace.config import EngineConfig
 from headrace.errors import ConfigError, OutOfMemoryError
 from headrace.model_config import ModelConfig
 from headrace.models.registry import attention_specs, describe
-from headrace.planner.checkpoint_format import holds_kv_scales
 from headrace.planner.graphs import decide_graphs
 from headrace.planner.record import Decision
 from headrace.planner.rounded_cache import FP8, cache_for, runs_fp8_cache_here
+from headrace.quantization.checkpoint_format import holds_kv_scales
 from headrace.quantization.table import resolve_format
 from headrace.step import WorkerFacts
 
@@ -180,7 +180,7 @@ def _batch_invariance(config: EngineConfig, device_type: str) -> Decision:
 def _quantization(config: EngineConfig, model: ModelConfig, device_type: str) -> Decision:
     """The format under headrace's own name for it. Raises ConfigError where it contradicts the checkpoint's, or another
     setting."""
-    name = resolve_format(model, config.quantization).name
+    name = resolve_format(model, config.quantization).default.name
     if config.batch_invariant and device_type != "cpu":
         raise ConfigError(
             f"quantization {config.quantization!r} does not go with batch_invariant on a GPU: the order of sums of the "

@@ -5,14 +5,11 @@ Knows what chips have units for and what engines make at load; bytes and rates a
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from headrace.planner.checkpoint_format import MADE_AT_LOAD
 from headrace.planner.chips import Chip
-from headrace.planner.cost import UNITS
 from headrace.planner.plan_request import PlanRequest
 from headrace.planner.record import Decision
 from headrace.planner.shapes import ModelShape, in_format
+from headrace.quantization.formats import PLAIN, find_format
 
 
 def format_problem(request: PlanRequest, shape: ModelShape, chip: Chip) -> str | None:
@@ -20,10 +17,10 @@ def format_problem(request: PlanRequest, shape: ModelShape, chip: Chip) -> str |
     wanted, own = request.weight_format, shape.weight_format
     if wanted is None or _same(wanted, own):
         return None
-    if own != "bf16":
+    if own != PLAIN.name:
         return f"quantization {request.quantization}: the checkpoint holds {own} already and keeps it"
-    units = UNITS.get(wanted)
-    if units is not None and units not in chip.flops:
+    units = find_format(wanted).units
+    if units and units not in chip.flops:
         return f"quantization {request.quantization}: {chip.title} has no {units} units ({', '.join(chip.flops)})"
     if wanted == "ptpc_fp8" and request.engine == "vllm" and chip.vendor != "amd":
         return "quantization ptpc_fp8: vLLM has it for AMD GPUs only; fp8 runs here"
@@ -43,47 +40,37 @@ def plan_format(request: PlanRequest, shape: ModelShape) -> str:
 
 
 def in_plan_format(request: PlanRequest, shape: ModelShape) -> ModelShape:
-    """The model as the engine will hold it. headrace rounds no experts."""
+    """The model as the engine will hold it."""
     wanted = plan_format(request, shape)
-    if wanted == shape.weight_format:
-        return shape
-    made = in_format(shape, wanted)
-    if request.engine == "headrace" and wanted in MADE_AT_LOAD and shape.is_moe:
-        return replace(made, format_parts=("attention", "dense"))
-    return made
+    return shape if wanted == shape.weight_format else in_format(shape, wanted)
 
 
 def at_load(request: PlanRequest, shape: ModelShape) -> str | None:
     """What `--quantization` says in a command; None: nothing, the checkpoint is taken as it is."""
     wanted = request.weight_format
-    made = wanted in MADE_AT_LOAD and not _same(wanted or "", shape.weight_format)
+    made = wanted is not None and find_format(wanted).made_at_load and not _same(wanted, shape.weight_format)
     return wanted if made else None
 
 
 def missing_checkpoint(request: PlanRequest, shape: ModelShape) -> str:
     """A format that the model's own checkpoint is not in, and that is not made at load; empty: there is none."""
     wanted = plan_format(request, shape)
-    return "" if wanted == shape.weight_format or wanted in MADE_AT_LOAD else wanted
+    return "" if wanted == shape.weight_format or find_format(wanted).made_at_load else wanted
 
 
 def format_decision(request: PlanRequest, shape: ModelShape, chip: Chip) -> Decision:
     """`quantization`. `shape` is the checkpoint's."""
     wanted, own = plan_format(request, shape), shape.weight_format
-    units = UNITS.get(wanted)
-    alone = wanted != "bf16" and (units is None or units not in chip.flops)
+    alone = wanted != PLAIN.name and find_format(wanted).units not in chip.flops
     how = f"; products run in 16 bits, as {chip.name} has no units for it" if alone else ""
     if request.quantization is not None:
-        said = "given; experts stay as they are" if _plain_experts(request, shape) else "given"
-        return Decision("quantization", wanted, said + how, source="user")
-    if own != "bf16":
+        return Decision("quantization", wanted, "given" + how, source="user")
+    if own != PLAIN.name:
         return Decision("quantization", own, "the checkpoint's" + how)
     runner_up = "fp8: half the bytes a token, rounded" if "fp8" in chip.flops else ""
     return Decision("quantization", "none", "the checkpoint's own 16 bits: nothing is rounded unasked", runner_up)
 
 
-def _plain_experts(request: PlanRequest, shape: ModelShape) -> bool:
-    return shape.is_moe and request.engine == "headrace" and at_load(request, shape) is not None
-
-
 def _same(wanted: str, own: str) -> bool:
-    return wanted == own or (wanted in MADE_AT_LOAD and own == "fp8")
+    """A checkpoint that holds what the wanted format would make of a plain one is as good."""
+    return wanted == own or (find_format(wanted).made_at_load and find_format(own).made_at_load)

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from headrace.config import GRAPH_MODES
 from headrace.kernels.attention_config import COPY_ENGINE_PREFILL, UNPACKED_BYTES
-from headrace.model_spec import STATE_BYTES, Mixer
-from headrace.planner.checkpoint_format import bytes_per_weight as bytes_per_weight
+from headrace.model_spec import STATE_BYTES, Mixer, Parameter
 from headrace.planner.chips import GIB, Chip
 from headrace.planner.cost import Parallel
 from headrace.planner.shapes import LayerGroup, ModelShape
@@ -149,27 +148,24 @@ class LayerBytes:
         return self.attention + self.dense + self.router + self.expert * self.experts_here + self.norms
 
 
-def layer_bytes(
-    shape: ModelShape, group: LayerGroup, parallel: Parallel, weight_format: str, engine: str = "vllm"
-) -> LayerBytes:
+def layer_bytes(shape: ModelShape, group: LayerGroup, parallel: Parallel, weight_format: str) -> LayerBytes:
     """What one GPU holds of a layer of `group` when its linears are in `weight_format`."""
-    plain = shape.plain_bytes
-    held, parts = shape.bytes_per_weight(weight_format), shape.parts_in(weight_format, engine)
-    tp = parallel.tp
+    plain, tp = shape.plain_bytes, parallel.tp
+    held, parts = shape.format_of(weight_format), shape.parts_in(weight_format)
 
-    def size(part: str, weights: float, unformatted: float) -> float:
-        return weights * plain if part not in parts else (weights - unformatted) * held + unformatted * plain
+    def size(part: str, parameter: Parameter) -> float:
+        formatted = part in parts and parameter.kind == "linear"
+        return held.num_bytes(*parameter.shape) if formatted else parameter.size * plain
 
-    here = mixer_weights(group.mixer, tp)
-    local = size("attention", here, group.mixer_plain_weights * here / max(1, group.mixer_weights))
-    expert, experts = size("experts", group.expert_weights, group.expert_plain_weights), group.feed_forward.num_experts
+    feed_forward, shares = group.feed_forward, mixer_shares(group.mixer, tp)
+    expert, experts = sum(size("experts", one) for one in feed_forward.expert_parameters), feed_forward.num_experts
     if parallel.ep:
         experts = math.ceil(experts / parallel.expert_gpus)
     else:
         expert /= parallel.expert_gpus
     return LayerBytes(
-        attention=local,
-        dense=size("dense", group.dense_weights / tp, group.dense_plain_weights / tp),
+        attention=sum(size("attention", one) * shares[one.split] for one in group.mixer.parameters),
+        dense=sum(size("dense", one) for one in feed_forward.parameters if one.kind != "router") / tp,
         router=group.router_weights * plain,
         expert=expert,
         experts_here=experts,
@@ -177,11 +173,10 @@ def layer_bytes(
     )
 
 
-def mixer_weights(mixer: Mixer, tp: int) -> float:
-    """Parameters of one layer's mixer on one of `tp` ranks."""
+def mixer_shares(mixer: Mixer, tp: int) -> dict[str, float]:
+    """What one of `tp` ranks holds of a mixer's parameters, by how they are split."""
     heads = math.ceil(mixer.num_heads / tp) / mixer.num_heads
-    share = {"heads": heads, "kv_heads": mixer.cache_share(tp), "width": 1 / tp, "whole": 1.0}
-    return sum(parameter.size * share[parameter.split] for parameter in mixer.parameters)
+    return {"heads": heads, "kv_heads": mixer.cache_share(tp), "width": 1 / tp, "whole": 1.0}
 
 
 def memory_map(
@@ -208,8 +203,8 @@ def memory_map(
     """
     form = weight_format or shape.weight_format
     longest = max_model_len or shape.spec.max_position_embeddings
-    layers = _fullest_stage(shape, parallel, form, engine)
-    weights = _weights(shape, layers, parallel, form, engine, speculates)
+    layers = _fullest_stage(shape, parallel, form)
+    weights = _weights(shape, layers, parallel, form, speculates)
     tokens_of_row = longest + 1 if engine == "headrace" else 0  # vLLM keeps them on the host
     tables = (max_num_seqs + 1) * 4 * (tokens_of_row + math.ceil(longest / block_size))
     per_token, windowed, states = _kv_bytes(layers, parallel, kv_dtype_bytes)
@@ -288,11 +283,11 @@ def _unpacked(shape: ModelShape, chip: Chip) -> int:
     return UNPACKED_BYTES if served and chip.arch == "sm_90" else 0
 
 
-def _fullest_stage(shape: ModelShape, parallel: Parallel, form: str, engine: str) -> list[tuple[int, LayerGroup]]:
+def _fullest_stage(shape: ModelShape, parallel: Parallel, form: str) -> list[tuple[int, LayerGroup]]:
     """(how many layers, of which group) of the pipeline stage that weighs most: of the heaviest layers alone."""
     room = math.ceil(shape.num_layers / parallel.pp)
     found = []
-    heaviest = sorted(shape.groups, key=lambda group: -layer_bytes(shape, group, parallel, form, engine).total)
+    heaviest = sorted(shape.groups, key=lambda group: -layer_bytes(shape, group, parallel, form).total)
     for group in heaviest if parallel.pp > 1 else shape.groups:
         count = min(room, group.count)
         room -= count
@@ -306,7 +301,6 @@ def _weights(
     layers: list[tuple[int, LayerGroup]],
     parallel: Parallel,
     form: str,
-    engine: str,
     speculates: bool,
 ) -> dict[str, int]:
     plain = shape.plain_bytes
@@ -319,7 +313,7 @@ def _weights(
             ends["embedding"] = 0
     sums = dict.fromkeys(("attention", "dense", "router", "experts", "norms"), 0.0)
     for count, group in layers:
-        held = layer_bytes(shape, group, parallel, form, engine)
+        held = layer_bytes(shape, group, parallel, form)
         sums["attention"] += count * held.attention
         sums["dense"] += count * held.dense
         sums["router"] += count * held.router

@@ -11,11 +11,12 @@ from functools import cached_property
 from typing import Any
 
 from headrace.errors import ConfigError, UnsupportedModelError
-from headrace.graph_sizes import FP8_WEIGHT, most_in_pieces
+from headrace.graph_sizes import most_in_pieces
 from headrace.model_config import Fields
 from headrace.model_spec import FeedForward, LayerSpec, Mixer, ModelSpec, total
 from headrace.models.registry import DESCRIBED, find_entry
-from headrace.planner.checkpoint_format import MADE_AT_LOAD, PARTS, bytes_per_weight, holds_kv_scales, read_format
+from headrace.quantization.checkpoint_format import PARTS, holds_kv_scales, read_format
+from headrace.quantization.formats import PLAIN, WeightFormat, find_format
 
 
 @dataclass(frozen=True)
@@ -38,18 +39,9 @@ class LayerGroup:
         return total(self.mixer.parameters)
 
     @cached_property
-    def mixer_plain_weights(self) -> int:
-        """of `mixer_weights`: in the model's dtype whatever the weight format"""
-        return total(self.mixer.parameters, "plain")
-
-    @cached_property
     def dense_weights(self) -> int:
         """dense feed-forward, or shared experts"""
         return total(self.feed_forward.parameters, "linear", "plain")
-
-    @cached_property
-    def dense_plain_weights(self) -> int:
-        return total(self.feed_forward.parameters, "plain")
 
     @cached_property
     def router_weights(self) -> int:
@@ -59,10 +51,6 @@ class LayerGroup:
     def expert_weights(self) -> int:
         """of one expert"""
         return total(self.feed_forward.expert_parameters)
-
-    @cached_property
-    def expert_plain_weights(self) -> int:
-        return total(self.feed_forward.expert_parameters, "plain")
 
 
 @dataclass(frozen=True)
@@ -77,8 +65,8 @@ class ModelShape:
     """where config.json comes from"""
     format_parts: tuple[str, ...] = PARTS
     """what the checkpoint holds in `weight_format`; the rest is in `dtype`"""
-    format_bytes: float = 0.0
-    """of a weight in the checkpoint's format, scales included, where config.json tells; 0: as usual"""
+    exact_format: WeightFormat | None = None
+    """`weight_format` with the scales that config.json tells of; None: as usual"""
     plain_bytes: int = 2
     """of a number that is in no format, as it will be held: 4 in float32"""
     fp8_kv_cache: bool = False
@@ -166,23 +154,20 @@ class ModelShape:
             for group in self.groups
         )
 
-    def parts_in(self, weight_format: str, engine: str = "vllm") -> tuple[str, ...]:
-        """The parts that are held in `weight_format` when it is asked for: as the checkpoint has it, else all; headrace
-        rounds no experts while it loads."""
-        if weight_format == self.weight_format:
-            return self.format_parts
-        made_at_load = self.weight_format == "bf16" and weight_format in MADE_AT_LOAD
-        return ("attention", "dense") if made_at_load and engine == "headrace" else PARTS
+    def parts_in(self, weight_format: str) -> tuple[str, ...]:
+        """The parts that are held in `weight_format` when it is asked for: as the checkpoint has it, else all."""
+        return self.format_parts if weight_format == self.weight_format else PARTS
 
     def multiplied_weights(self, weight_format: str) -> float:
         """What a token is multiplied with in all layers, as models/size.py counts it in the loaded model."""
-        narrow = self.parts_in(weight_format, "headrace") if weight_format in MADE_AT_LOAD else ()
-        attention, dense, experts = (FP8_WEIGHT if part in narrow else 1.0 for part in PARTS)
+        narrow, share = self.parts_in(weight_format), find_format(weight_format).launched_as
+        attention, dense, experts = (share if part in narrow else 1.0 for part in PARTS)
         return sum(
             group.count
             * (
                 attention * group.mixer_weights
-                + dense * (group.dense_weights + group.router_weights)
+                + dense * group.dense_weights
+                + group.router_weights
                 + experts * group.feed_forward.experts_per_token * group.expert_weights
             )
             for group in self.groups
@@ -196,11 +181,16 @@ class ModelShape:
         """The model with what is in no format in `dtype`."""
         return replace(self, plain_bytes=4) if dtype in ("float32", "float") else self
 
+    def format_of(self, weight_format: str) -> WeightFormat:
+        """As weights of this model are held in it."""
+        if weight_format == PLAIN.name:
+            return replace(PLAIN, bits=8 * self.plain_bytes)
+        own = self.exact_format if weight_format == self.weight_format else None
+        return own or find_format(weight_format)
+
     def bytes_per_weight(self, weight_format: str) -> float:
         """of a weight held in `weight_format`, scales included"""
-        if weight_format == "bf16":
-            return self.plain_bytes
-        return (weight_format == self.weight_format and self.format_bytes) or bytes_per_weight(weight_format)
+        return self.format_of(weight_format).bytes_per_weight
 
 
 Config = dict[str, Any]
@@ -225,19 +215,19 @@ def _counted(config: Fields, name: str, source: str) -> ModelShape:
         raise ConfigError(f"architecture {architecture!r} of {name} is not one that can be counted; known: {known}")
     spec = entry.spec(text)
     quantization = text.object("quantization_config").values
-    held = read_format(quantization, len(spec.layers))
+    held = read_format(quantization)
     return ModelShape(
         name=name,
         spec=spec,
         dtype=text.text("dtype", text.text("torch_dtype", "bfloat16")).removeprefix("torch."),
-        weight_format=held.name,
+        weight_format=held.default.name,
         source=source,
-        format_parts=held.parts,
-        format_bytes=held.bytes_per_weight,
+        format_parts=held.parts(len(spec.layers)),
+        exact_format=held.default,
         fp8_kv_cache=holds_kv_scales(quantization),
     )
 
 
 def in_format(shape: ModelShape, weight_format: str, fp8_kv_cache: bool = False) -> ModelShape:
     """The same model in a checkpoint that holds all its linears in `weight_format`."""
-    return replace(shape, weight_format=weight_format, format_parts=PARTS, format_bytes=0.0, fp8_kv_cache=fp8_kv_cache)
+    return replace(shape, weight_format=weight_format, format_parts=PARTS, exact_format=None, fp8_kv_cache=fp8_kv_cache)

@@ -15,17 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.quantization.scheme import LinearSpec, Product
+from headrace.quantization.scheme import LinearSpec, Multiply
 
-Hold = Callable[[Tensor, Tensor | None], Product]
+Hold = Callable[[Tensor, Tensor | None], Multiply]
 """weight [out, in], bias [out] or None -> the function that applies them, which keeps what it needs of them."""
 
 
-def hold_plain(weight: Tensor, bias: Tensor | None) -> Product:
+def hold_plain(weight: Tensor, bias: Tensor | None) -> Multiply:
     return lambda x: F.linear(x, weight, bias)
 
 
-def hold_transposed(weight: Tensor, bias: Tensor | None) -> Product:
+def hold_transposed(weight: Tensor, bias: Tensor | None) -> Multiply:
     """[in, out]: what sgemm wants when tokens are few."""
     transposed = weight.t().contiguous()
     if bias is None:
@@ -33,7 +33,7 @@ def hold_transposed(weight: Tensor, bias: Tensor | None) -> Product:
     return lambda x: torch.addmm(bias, x, transposed)
 
 
-def hold_packed(weight: Tensor, bias: Tensor | None) -> Product:
+def hold_packed(weight: Tensor, bias: Tensor | None) -> Multiply:
     """In oneDNN's blocked layout."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, 8)
     linear = torch.ops.mkldnn._linear_pointwise.default
@@ -44,7 +44,7 @@ def in_float32(hold: Hold) -> Hold:
     """For 16-bit weights on a CPU that multiplies 32-bit numbers only: converted once, not in every product. Sums are
     float32 either way."""
 
-    def hold_converted(weight: Tensor, bias: Tensor | None) -> Product:
+    def hold_converted(weight: Tensor, bias: Tensor | None) -> Multiply:
         dtype = weight.dtype
         linear = hold(weight.float(), None if bias is None else bias.float())
         return lambda x: linear(x.float()).to(dtype)
@@ -67,7 +67,7 @@ class Choice:
     many: Way
     threshold: int = 1
 
-    def hold(self, weight: Tensor, bias: Tensor | None) -> Product:
+    def hold(self, weight: Tensor, bias: Tensor | None) -> Multiply:
         few = self.few.hold(weight, bias)
         if self.many is self.few:
             return few
@@ -158,7 +158,7 @@ def spare_memory() -> int:
     return 0
 
 
-def _try(held: list[list[Product]], x: Tensor) -> list[float]:
+def _try(held: list[list[Multiply]], x: Tensor) -> list[float]:
     """-> seconds of each way, held once or in several copies, on x; tried in turns so that a busy moment hits them
     alike."""
     best = [float("inf")] * len(held)

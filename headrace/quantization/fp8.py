@@ -3,7 +3,7 @@ checkpoint (`fp8`) or a scale an output (`ptpc_fp8`), activations with a scale a
 
 A CPU has no fp8 arithmetic worth using: there weights and activations are rounded to fp8 and back, so that results are
 those of a GPU (which leaves the activations of a lone token as they are), and nothing is faster. Scales are this rank's
-own: it knows its slice alone.
+own: it knows its slice alone. Experts are held alike; kernels/moe.py applies them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from headrace.kernels.norm import HalfNormed, Unsummed, whole
 from headrace.kernels.table import KernelTable, select_kernels
 from headrace.quantization import gpu_linear
 from headrace.quantization.cpu_linear import Choice, choose_all, hold_plain, spare_memory
-from headrace.quantization.scheme import Around, Compute, LinearSpec, Part, Product, Slot
+from headrace.quantization.formats import FORMATS
+from headrace.quantization.scheme import Around, Compute, LinearSpec, Multiply, Part, Scheme, Slot, Table, Weights
+from headrace.quantization.unquantized import bias_slot, empty_bias, rows_of
 
 MULTIPLE = 16
 """Matrix units take inputs and outputs by so many."""
@@ -31,12 +33,58 @@ AT_ONCE = 1 << 22
 """weights that are quantized in one go, of which there are a few float32 copies meanwhile"""
 
 
-class Fp8:
+class RoundedLayout:
+    """A plain checkpoint, of which fp8 and a scale an output are kept: `weight`, `weight_scale` [out] fp32."""
+
     def __init__(self, per_channel: bool) -> None:
-        """`per_channel`: a scale for each output, not for each tensor of the checkpoint."""
+        """`per_channel`: each output has a scale of its own, not that of its tensor of the checkpoint."""
         self.per_channel = per_channel
+
+    def create_weights(self, spec: LinearSpec, device: torch.device, experts: tuple[int, ...] = ()) -> Weights:
+        shape = (*experts, spec.out_features)
+        return {
+            "weight": torch.empty(*shape, spec.in_features, dtype=fp8_dtype(device), device=device),
+            "weight_scale": torch.empty(shape, dtype=torch.float32, device=device),
+            **empty_bias(spec, device),
+        }
+
+    def slots(self, spec: LinearSpec, weights: Weights) -> Iterator[tuple[Part, str, Slot]]:
+        for part in spec.parts:
+            weight, scales = (weights[name][rows_of(part)] for name in ("weight", "weight_scale"))
+            store = partial(self._store, weight, scales, spec.dtype)
+            yield part, "weight", Slot(part.shape, (part.rows, part.columns), weight, False, store, spec.dtype)
+            yield from bias_slot(spec, part, weights)
+
+    def _store(self, weight: Tensor, scales: Tensor, dtype: torch.dtype, values: Tensor) -> None:
+        """values [n, k] -> weight [n, k] and scales [n]"""
+        values = values.to(dtype).to(weight.device)
+        largest = None if self.per_channel else torch.linalg.vector_norm(values, float("inf"))
+        step = max(1, AT_ONCE // values.shape[1])
+        for start in range(0, values.shape[0], step):
+            rows = slice(start, start + step)
+            quantized = quantize_per_token_reference(values[rows], weight.dtype, largest)
+            weight[rows] = quantized.values
+            scales[rows] = quantized.scales[:, 0]
+
+    def dequantize(self, spec: LinearSpec, weights: Weights) -> Weights:
+        narrow, scales = weights["weight"].flatten(0, -2), weights["weight_scale"].flatten()
+        weight = torch.empty(narrow.shape, dtype=spec.dtype, device=narrow.device)
+        step = max(1, AT_ONCE // narrow.shape[1])
+        for start in range(0, len(narrow), step):
+            rows = slice(start, start + step)
+            weight[rows] = narrow[rows].float() * scales[rows, None]
+        plain = {**weights, "weight": weight.view(weights["weight"].shape)}
+        del plain["weight_scale"]
+        return plain
+
+
+class RoundingProduct:
+    """Activations are rounded too; sums are multiplied with both scales."""
+
+    def __init__(self, layout: RoundedLayout) -> None:
+        self.layout = layout
         self.choices: dict[tuple[int, int, torch.dtype], Choice] = {}
-        self.plans: dict[gpu_linear.Size, gpu_linear.Table] = {}
+        self.plans: dict[gpu_linear.Size, Table] = {}
 
     def prepare(self, specs: list[LinearSpec], device: torch.device, kernels: KernelTable | None = None) -> None:
         """Raises ConfigError on a GPU without fp8."""
@@ -61,51 +109,25 @@ class Fp8:
     def input_dtype(self, spec: LinearSpec) -> torch.dtype | None:
         return self.fp8
 
-    def create_weights(self, spec: LinearSpec, device: torch.device) -> dict[str, Tensor]:
-        held_as = spec.dtype if self.emulates else self.fp8
-        weights = {"weight": torch.empty(spec.out_features, spec.in_features, dtype=held_as, device=device)}
-        if not self.emulates:
-            weights["weight_scale"] = torch.empty(spec.out_features, dtype=torch.float32, device=device)
-        if spec.bias and spec.adds_bias:
-            weights["bias"] = torch.zeros(spec.out_features, dtype=spec.dtype, device=device)
-        return weights
+    def table(self, spec: LinearSpec) -> Table | None:
+        return self.plans.get((1, spec.out_features, spec.in_features))
 
-    def slots(self, spec: LinearSpec, weights: dict[str, Tensor]) -> Iterator[tuple[Part, str, Slot]]:
-        for part in spec.parts:
-            rows = slice(part.offset, part.offset + part.rows.stop - part.rows.start)
-            mine = {name: tensor[rows] for name, tensor in weights.items()}
-            store = partial(self._store, mine["weight"], mine.get("weight_scale"), spec.dtype)
-            yield part, "weight", Slot(part.shape, (part.rows, part.columns), mine["weight"], False, store, spec.dtype)
-            if spec.bias:
-                yield part, "bias", Slot(part.shape[:1], (part.rows,), mine.get("bias"))
-
-    def _store(self, weight: Tensor, scales: Tensor | None, dtype: torch.dtype, values: Tensor) -> None:
-        """values [n, k] -> weight [n, k] and scales [n]; without scales the weight takes what they stand for."""
-        values = values.to(dtype).to(weight.device)
-        largest = None if self.per_channel else torch.linalg.vector_norm(values, float("inf"))
-        step = max(1, AT_ONCE // values.shape[1])
-        for start in range(0, values.shape[0], step):
-            rows = slice(start, start + step)
-            quantized = quantize_per_token_reference(values[rows], self.fp8, largest)
-            if scales is None:
-                weight[rows] = quantized.dequantize(dtype)
-            else:
-                weight[rows] = quantized.values
-                scales[rows] = quantized.scales[:, 0]
-
-    def finalize(self, spec: LinearSpec, weights: dict[str, Tensor], around: Around) -> Compute:
+    def finalize(self, spec: LinearSpec, weights: Weights, around: Around) -> Compute:
         quantize = self._quantize(around)
-        product = self._product(spec, weights)
+        multiply = self._multiply(spec, weights)
 
         def quantized(x: Any) -> Tensor:
-            return product(x if isinstance(x, Quantized) else quantize(x))
+            return multiply(x if isinstance(x, Quantized) else quantize(x))
 
         many = replace(around, norm_weight=None).wrap(quantized)
-        plan = self.plans.get((1, spec.out_features, spec.in_features))
-        if plan is None:
+        table = self.table(spec)
+        if table is None:
             return many
         held = (weights["weight"], weights["weight_scale"], weights.get("bias"))
-        return gpu_linear.hold_fp8(*held, plan, around, quantize, spec.dtype, many)
+        return gpu_linear.hold_fp8(*held, table, around, quantize, spec.dtype, many)
+
+    def experts(self, spec: LinearSpec, weights: Weights) -> tuple[Tensor, Tensor | None]:
+        return weights["weight"], weights["weight_scale"]
 
     def _quantize(self, around: Around) -> Callable[[Any], Quantized]:
         """Of what comes in, normed where `around` norms; a sum not yet made is made in the same pass."""
@@ -119,11 +141,18 @@ class Fp8:
 
         return quantize
 
-    def _product(self, spec: LinearSpec, weights: dict[str, Tensor]) -> Product:
-        weight, scales, bias, dtype = weights["weight"], weights.get("weight_scale"), weights.get("bias"), spec.dtype
-        if scales is not None:
-            linear = self.kernels.fp8_linear
-            return lambda x: linear(*x, weight, scales, bias, dtype)
+    def _multiply(self, spec: LinearSpec, weights: Weights) -> Multiply:
+        if not self.emulates:
+            linear, dtype = self.kernels.fp8_linear, spec.dtype
+            held = (weights["weight"], weights["weight_scale"], weights.get("bias"))
+            return lambda x: linear(*x, *held, dtype)
+        plain, dtype = self.layout.dequantize(spec, weights), spec.dtype
         choice = self.choices.get((spec.out_features, spec.in_features, dtype))
-        held = hold_plain(weight, bias) if choice is None else choice.hold(weight, bias)
-        return lambda x: held(x.dequantize(dtype))
+        hold = hold_plain if choice is None else choice.hold
+        multiply = hold(plain["weight"], plain.get("bias"))
+        return lambda x: multiply(x.dequantize(dtype))
+
+
+def fp8(per_channel: bool) -> Scheme:
+    layout = RoundedLayout(per_channel)
+    return Scheme(FORMATS["ptpc_fp8" if per_channel else "fp8"], layout, RoundingProduct(layout))

@@ -27,15 +27,12 @@ from headrace.kernels.fp8 import Quantized, fp8_linear, quantize_per_token
 from headrace.kernels.gemm import skinny_linear
 from headrace.kernels.gemm_config import BUCKETS, CANDIDATES, GemmConfig
 from headrace.kernels.norm import HalfNormed
-from headrace.quantization.scheme import Around, Compute, LinearSpec
+from headrace.quantization.scheme import Around, Compute, LinearSpec, Table
 
 logger = logging.getLogger(__name__)
 
 Plan = tuple[GemmConfig | None, ...]
 """one a bucket; None: the vendor's library"""
-Table = list[GemmConfig | None]
-"""Entry t serves t tokens. All linears of a size share it: an entry that becomes None goes to the library from then on,
-but for graphs captured before."""
 Size = tuple[int, int, int]
 """(bytes an element, out_features, in_features)"""
 VERSION = 3

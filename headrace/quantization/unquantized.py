@@ -11,10 +11,28 @@ from headrace.kernels.matmul import matmul
 from headrace.kernels.table import KernelTable
 from headrace.quantization import gpu_linear
 from headrace.quantization.cpu_linear import Choice, choose_all, hold_plain, spare_memory
-from headrace.quantization.scheme import Around, Compute, LinearSpec, Part, Product, Slot
+from headrace.quantization.formats import PLAIN
+from headrace.quantization.scheme import Around, Compute, LinearSpec, Multiply, Part, Scheme, Slot, Table, Weights
 
 
-class Unquantized:
+class PlainLayout:
+    def create_weights(self, spec: LinearSpec, device: torch.device, experts: tuple[int, ...] = ()) -> Weights:
+        weight = torch.empty(*experts, spec.out_features, spec.in_features, dtype=spec.dtype, device=device)
+        used = max(part.offset + _length(part.rows) for part in spec.parts)
+        weight[..., used:, :].zero_()
+        return {"weight": weight, **empty_bias(spec, device)}
+
+    def slots(self, spec: LinearSpec, weights: Weights) -> Iterator[tuple[Part, str, Slot]]:
+        for part in spec.parts:
+            rows = rows_of(part)
+            yield part, "weight", Slot(part.shape, (part.rows, part.columns), weights["weight"][rows])
+            yield from bias_slot(spec, part, weights)
+
+    def dequantize(self, spec: LinearSpec, weights: Weights) -> Weights:
+        return weights
+
+
+class PlainProduct:
     def __init__(self) -> None:
         self.choices: dict[tuple[int, int, torch.dtype], Choice] = {}
         self.plans: dict[gpu_linear.Size, gpu_linear.Table] = {}
@@ -33,30 +51,19 @@ class Unquantized:
     def input_dtype(self, spec: LinearSpec) -> torch.dtype | None:
         return None
 
-    def create_weights(self, spec: LinearSpec, device: torch.device) -> dict[str, Tensor]:
-        weight = torch.empty(spec.out_features, spec.in_features, dtype=spec.dtype, device=device)
-        used = max(part.offset + _length(part.rows) for part in spec.parts)
-        weight[used:].zero_()
-        weights = {"weight": weight}
-        if spec.bias and spec.adds_bias:
-            weights["bias"] = torch.zeros(spec.out_features, dtype=spec.dtype, device=device)
-        return weights
+    def table(self, spec: LinearSpec) -> Table | None:
+        return self.plans.get((spec.dtype.itemsize, spec.out_features, spec.in_features))
 
-    def slots(self, spec: LinearSpec, weights: dict[str, Tensor]) -> Iterator[tuple[Part, str, Slot]]:
-        for part in spec.parts:
-            rows = slice(part.offset, part.offset + _length(part.rows))
-            yield part, "weight", Slot(part.shape, (part.rows, part.columns), weights["weight"][rows])
-            if spec.bias:
-                bias = weights["bias"][rows] if spec.adds_bias else None
-                yield part, "bias", Slot(part.shape[:1], (part.rows,), bias)
+    def finalize(self, spec: LinearSpec, weights: Weights, around: Around) -> Compute:
+        table = self.table(spec)
+        if table is not None:
+            return gpu_linear.hold(weights["weight"], weights.get("bias"), table, around)
+        return around.wrap(self._multiply(spec, weights))
 
-    def finalize(self, spec: LinearSpec, weights: dict[str, Tensor], around: Around) -> Compute:
-        plan = self.plans.get((spec.dtype.itemsize, spec.out_features, spec.in_features))
-        if plan is not None:
-            return gpu_linear.hold(weights["weight"], weights.get("bias"), plan, around)
-        return around.wrap(self._product(spec, weights))
+    def experts(self, spec: LinearSpec, weights: Weights) -> tuple[Tensor, Tensor | None]:
+        return weights["weight"], None
 
-    def _product(self, spec: LinearSpec, weights: dict[str, Tensor]) -> Product:
+    def _multiply(self, spec: LinearSpec, weights: Weights) -> Multiply:
         weight, bias = weights["weight"], weights.get("bias")
         if spec.batch_invariant and weight.device.type != "cpu":  # a CPU runs tokens one at a time
             return lambda x: matmul(x, weight, bias)
@@ -64,6 +71,27 @@ class Unquantized:
         if choice is None:
             return hold_plain(weight, bias)
         return choice.hold(weight, bias)
+
+
+def unquantized() -> Scheme:
+    return Scheme(PLAIN, PlainLayout(), PlainProduct())
+
+
+def empty_bias(spec: LinearSpec, device: torch.device) -> Weights:
+    if not (spec.bias and spec.adds_bias):
+        return {}
+    return {"bias": torch.zeros(spec.out_features, dtype=spec.dtype, device=device)}
+
+
+def bias_slot(spec: LinearSpec, part: Part, weights: Weights) -> Iterator[tuple[Part, str, Slot]]:
+    if spec.bias:
+        bias = weights["bias"][rows_of(part)] if spec.adds_bias else None
+        yield part, "bias", Slot(part.shape[:1], (part.rows,), bias)
+
+
+def rows_of(part: Part) -> slice:
+    """of our weight"""
+    return slice(part.offset, part.offset + _length(part.rows))
 
 
 def _length(rows: slice) -> int:

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from headrace.attention.backend import Backend
+from headrace.kernels._triton import DEVICE_FAMILY
 from headrace.kernels.fp8 import quantize_per_token_reference
+from headrace.kernels.moe_config import MoeConfig, pick_moe_config
 from headrace.kernels.norm import HalfNormed
 from headrace.kernels.rotary import rotary_and_cache_reference
 from headrace.kernels.table import REFERENCE_KERNELS, KernelTable
@@ -79,7 +81,7 @@ class Subject:
     def fp8_linears(self) -> list[tuple[Linear, torch.dtype]]:
         """(the first and the last of each size, in which type they want their input)"""
         sized = self.ends(Linear, lambda layer: (layer.spec.in_features, layer.spec.out_features, layer.scheme))
-        wanted = [(layer, layer.scheme.input_dtype(layer.spec)) for layer in sized]
+        wanted = [(layer, layer.scheme.product.input_dtype(layer.spec)) for layer in sized]
         return [(layer, fp8) for layer, fp8 in wanted if fp8 is not None]
 
     def rope(self) -> Tensor:
@@ -359,17 +361,27 @@ def _fused_moe(subject: Subject) -> Iterator[Case]:
         for tokens in TOKENS:
             x = subject.random(tokens, layer.spec.hidden_size)
             shared = subject.random(tokens, layer.spec.hidden_size) if layer.has_shared else None
-            expected, chosen = REFERENCE_KERNELS.fused_moe(x, layer.experts, shared, torch.zeros_like(x))
-            yield partial(_experts, x, layer, shared, expected, chosen), EXPERTS[subject.dtype]
+            rounds = layer.experts.w13_scale is not None  # some tokens, as their configuration says
+            top_k, count = layer.spec.experts_per_token, layer.spec.num_experts
+            config = pick_moe_config(tokens, top_k, count, 1, DEVICE_FAMILY) if rounds else None
+            expected, chosen = REFERENCE_KERNELS.fused_moe(x, layer.experts, shared, torch.zeros_like(x), config)
+            bound = EXPERTS[subject.dtype] + (FP8 if rounds else 0.0)
+            yield partial(_experts, x, layer, shared, config, expected, chosen), bound
 
 
 def _experts(
-    x: Tensor, layer: SparseMoE, shared: Tensor | None, expected: Any, chosen: Tensor, kernel: Callable[..., Any]
+    x: Tensor,
+    layer: SparseMoE,
+    shared: Tensor | None,
+    config: MoeConfig | None,
+    expected: Any,
+    chosen: Tensor,
+    kernel: Callable[..., Any],
 ) -> Tensor:
     """A token whose choice of experts was a close call may choose otherwise: it is taken as the reference had it,
     unless there are many of them. Beside what comes out stands what the next norm makes of it, where it is half done.
     """
-    out, ids = kernel(x, layer.experts, shared, torch.zeros_like(x))
+    out, ids = kernel(x, layer.experts, shared, torch.zeros_like(x), config)
     if isinstance(out, HalfNormed):
         out = torch.stack((out.x, out.normed(layer.experts.eps).to(x.dtype)))
         expected = torch.stack((expected.x, expected.normed(layer.experts.eps).to(x.dtype)))

@@ -28,9 +28,8 @@ from headrace.kernels.rotary import quantize_reference
 from headrace.kernels.table import REFERENCE_KERNELS
 from headrace.layers.attention import Attention
 from headrace.layers.linear import Linear, RowParallelLinear
-from headrace.quantization.fp8 import Fp8
-from headrace.quantization.gpu_linear import Table
-from headrace.quantization.unquantized import Unquantized
+from headrace.quantization.scheme import Table
+from headrace.quantization.unquantized import unquantized
 from headrace.runner.kernel_checks import (
     TOKENS,
     WIDE,
@@ -224,10 +223,7 @@ def _use(layer: Linear) -> tuple[object, ...]:
 
 def _table(layer: Linear) -> Table | None:
     """Which kernel serves how many tokens, shared by all linears of the size; None where none is ours."""
-    if not layer.weights or not isinstance(layer.scheme, Unquantized | Fp8):
-        return None
-    itemsize = layer.weights["weight"].dtype.itemsize
-    return layer.scheme.plans.get((itemsize, layer.spec.out_features, layer.spec.in_features))
+    return layer.scheme.product.table(layer.spec) if layer.weights else None
 
 
 def _by_library(table: Table, low: int, bucket: int) -> str:
@@ -241,7 +237,7 @@ def _linear_error(subject: Subject, layers: list[Linear], tokens: int, table: Ta
     worst = 0.0
     for layer in layers if table[tokens] is not None else ():
         x: Any = subject.random(tokens, layer.spec.in_features)
-        fp8 = layer.scheme.input_dtype(layer.spec)
+        fp8 = layer.scheme.product.input_dtype(layer.spec)
         if fp8 is not None:
             x = quantize_per_token_reference(x, fp8)
         worst = max(worst, _error_beside_plain(subject, layer, x))
@@ -273,7 +269,7 @@ def _half_normed(subject: Subject, layer: Linear, tokens: int) -> HalfNormed | N
     """What the linear before the norm of `layer` hands it for so many tokens, if that is left for it to finish."""
     weight, table = layer.around.norm_weight, _table(layer)
     config = table[tokens] if table is not None and tokens < len(table) else None
-    if config is None or (config.block_m > 1 and layer.scheme.input_dtype(layer.spec) is not None):
+    if config is None or (config.block_m > 1 and layer.scheme.product.input_dtype(layer.spec) is not None):
         return None  # it norms by a kernel of its own, to quantize
     for before in subject.layers(RowParallelLinear):
         left = before.around.next_norm
@@ -291,12 +287,11 @@ def _plainly(layer: Linear, x: Any) -> Tensor:
         x = x.dequantize(torch.float32)
     elif around.norm_weight is not None:
         x = REFERENCE_KERNELS.rms_norm(x, around.norm_weight, around.norm_eps)
-    weight, wide = layer.weights["weight"], x.float()
+    plain, wide = layer.scheme.layout.dequantize(replace(layer.spec, dtype=torch.float32), layer.weights), x.float()
+    weight = plain["weight"]
     step = max(1, ROWS_AT_ONCE // weight.shape[1])
     out = torch.cat([F.linear(wide, rows.float()) for rows in weight.split(step)], dim=1)
-    if (scales := layer.weights.get("weight_scale")) is not None:
-        out *= scales
-    if (bias := layer.weights.get("bias")) is not None:
+    if (bias := plain.get("bias")) is not None:
         out += bias.float()
     if layer.around.activation is not None:
         gate, up = out.chunk(2, dim=-1)
@@ -307,7 +302,7 @@ def _plainly(layer: Linear, x: Any) -> Tensor:
 def _fp8_checks(subject: Subject) -> Iterator[Check]:
     """What fp8 does to activations, size by size."""
     for layer, _ in subject.fp8_linears():
-        if "weight_scale" in layer.weights:
+        if layer.weights:
             name = f"fp8_linear_{layer.spec.out_features}x{layer.spec.in_features}"
             demote = partial(_without_fp8, subject, layer)
             error = partial(_fp8_error, subject, layer)
@@ -322,14 +317,13 @@ def _fp8_error(subject: Subject, layer: Linear) -> float:
 
 def _without_fp8(subject: Subject, wrong: Linear) -> str:
     """All linears of the size over the same weights, widened."""
-    plain = Unquantized()
+    plain, rounding = unquantized(), wrong.scheme
     for layer in subject.layers(Linear):
         same = (layer.spec.out_features, layer.spec.in_features) == (wrong.spec.out_features, wrong.spec.in_features)
-        if same and layer.scheme is wrong.scheme and "weight_scale" in layer.weights:
-            weights = dict(layer.weights)
-            weights["weight"] = (weights["weight"].float() * weights.pop("weight_scale")[:, None]).to(subject.dtype)
-            layer.weights = weights
-            layer.compute = _of_plain_inputs(plain.finalize(layer.spec, weights, layer.around), subject.dtype)
+        if same and layer.scheme is rounding:
+            layer.weights, layer.scheme = rounding.layout.dequantize(layer.spec, layer.weights), plain
+            compute = plain.product.finalize(layer.spec, layer.weights, layer.around)
+            layer.compute = _of_plain_inputs(compute, subject.dtype)
     return "linears over plain activations"
 
 

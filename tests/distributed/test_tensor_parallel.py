@@ -13,8 +13,11 @@ from safetensors.torch import load_file
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "models"))
 from driver import Driver  # noqa: E402
+from mixed_format import ENTRY, NAME, quantize  # noqa: E402
 from tiny_configs import save_tiny_model  # noqa: E402
 from tp_rank import run  # noqa: E402
+
+from headrace.quantization.table import SCHEMES  # noqa: E402
 
 CASES = [
     ("LlamaForCausalLM", "biases"),
@@ -35,6 +38,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {f"{architecture}-{variant}": root / f"{architecture}-{variant}" for architecture, variant in CASES}
     for (architecture, variant), folder in zip(CASES, folders.values(), strict=True):
         save_tiny_model(architecture, variant, folder)
+    folders["formats that mix"] = root / "mixed"
+    save_tiny_model("Qwen3MoeForCausalLM", "full", root / "mixed")
+    quantize(root / "mixed", r"layers\.1\.mlp\.experts\.\d+\.\w+|layers\.0\.self_attn\.o_proj", root / "plain")
     command = [sys.executable, str(HERE / "tp_rank.py")]
     rest = [str(root / "rendezvous"), *map(str, folders.values())]
     ranks = [subprocess.Popen([*command, str(rank), *rest]) for rank in (0, 1)]
@@ -52,4 +58,17 @@ def test_two_ranks_equal_one(folders: dict[str, Path], case: str) -> None:
     first, second = load_file(folders[case] / "rank0"), load_file(folders[case] / "rank1")
     for step, logits in expected.items():
         assert torch.equal(first[step], second[step])
+        assert (first[step] - logits).abs().max() <= 1e-5 * logits.abs().max()
+
+
+def test_two_ranks_of_a_checkpoint_in_several_formats_equal_one(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And that one the plain model that it stands for."""
+    monkeypatch.setitem(SCHEMES, NAME, ENTRY)
+    folder = folders["formats that mix"]
+    one, first = run(Driver(folder)), load_file(folder / "rank0")
+    plain = run(Driver(folder.with_name("plain")))
+    for step, logits in plain.items():
+        assert (one[step] - logits).abs().max() <= 1e-5 * logits.abs().max()
         assert (first[step] - logits).abs().max() <= 1e-5 * logits.abs().max()

@@ -22,6 +22,7 @@ from headrace.kernels import (
     logsumexp,
     matmul,
     moe,
+    moe_config,
     moe_route,
     norm,
     rotary,
@@ -135,8 +136,9 @@ def compile_linears(family):
                 report(f"linear {config}", gemm._gemv_kernel if bucket == 1 else gemm._skinny_kernel, known)
 
 
-def compile_experts(family):
+def compile_experts(target):
     """Layers like Qwen3-30B-A3B's, Mixtral's and Qwen1.5-MoE's (with a shared expert), from one token to thousands."""
+    family = TARGETS[target][0].backend
     known, moe.DEVICE_FAMILY = set(), family
     kernels = (
         moe_route._router_kernel, moe_route._route_kernel, moe_route._sort_kernel,
@@ -145,8 +147,13 @@ def compile_experts(family):
     for num_experts, top_k, hidden, n, has_shared in (
         (128, 8, 2048, 768, False), (8, 2, 4096, 14336, False), (60, 4, 2048, 1408, True),
     ):  # fmt: skip
-        one = torch.zeros(1, dtype=torch.bfloat16)
+        one, scale = torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1)
+        narrow = torch.zeros(1).to(torch.float8_e4m3fnuz if target == "gfx942" else torch.float8_e4m3fn)
         w13, w2 = one.expand(num_experts, 2 * n, hidden), one.expand(num_experts, hidden, n)
+        in_fp8 = {
+            "w13": narrow.expand(w13.shape), "w13_scale": scale.expand(w13.shape[:2]),
+            "w2": narrow.expand(w2.shape), "w2_scale": scale.expand(w2.shape[:2]),
+        }  # fmt: skip
         router = one.expand(num_experts + has_shared, hidden)
         few = (1, 32) if SWEEP else (32,) if has_shared else (1,)
         for num_tokens in (1, 8, 32, 128, 2048) if num_experts == 128 and SWEEP else few:
@@ -157,6 +164,10 @@ def compile_experts(family):
             if has_shared:  # and with a sigmoid's router, without a gate of the shared expert
                 scoring = moe_route.Scoring(True, router[0, :num_experts].float(), 2.5)
                 moe.fused_moe(x, replace(experts, router=router[:-1], scoring=scoring), x, x)
+            moe.fused_moe(x, replace(experts, **in_fp8), x if has_shared else None, x)
+            if num_experts == 8:
+                tiled = moe_config.pick_moe_config(40, 1, 1, 1, family)
+                moe.fused_moe(x, replace(experts, **in_fp8), None, x, tiled)
             for kernel in kernels:
                 report(f"experts {kernel.__name__} {num_experts} {num_tokens}", kernel, known)
 
@@ -227,7 +238,7 @@ if __name__ == "__main__":
     compile_decode(TARGETS[sys.argv[1]][0].backend)
     compile_fp8_cache(sys.argv[1])
     compile_linears(TARGETS[sys.argv[1]][0].backend)
-    compile_experts(TARGETS[sys.argv[1]][0].backend)
+    compile_experts(sys.argv[1])
     compile_batch_invariant(TARGETS[sys.argv[1]][0].backend)
     compile_rest()
     compile_fp8(sys.argv[1])

@@ -23,7 +23,7 @@ from headrace.layers.linear import (
     RowParallelLinear,
 )
 from headrace.layers.norm import RMSNorm
-from headrace.quantization.fp8 import Fp8
+from headrace.quantization.fp8 import fp8 as fp8_scheme
 
 F32 = torch.float32
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def filled(layer: Layer, path: str, tensors: dict[str, Tensor]) -> Layer:
     for name, slot in slots.items():
         assert slot.shape == tuple(tensors[name].shape)
         if slot.destination is not None:
-            slot.destination.copy_(tensors[name][slot.source])
+            slot.put(tensors[name][slot.source])
     layer.finalize()
     return layer
 
@@ -154,8 +154,8 @@ def test_a_sum_is_left_to_the_norm_behind_it(fp8: bool) -> None:
         if tells:
             before.hands_to(norm)
         if fp8:
-            before.scheme = after.scheme = Fp8(per_channel=True)
-            before.scheme.prepare([before.spec, after.spec], CPU)
+            before.scheme = after.scheme = fp8_scheme(per_channel=True)
+            before.scheme.product.prepare([before.spec, after.spec], CPU)
         filled(before, "o_proj", {"o_proj.weight": random(32, 16).to(bf16)})
         filled(after, "up_proj", {"up_proj.weight": random(48, 32).to(bf16)})
         residual = random(5, 32).to(bf16)

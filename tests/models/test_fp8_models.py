@@ -15,11 +15,13 @@ from headrace.distributed.mesh import Group, Mesh
 from headrace.engine.tokenizer import Tokenizer
 from headrace.hub import resolve_model_folder
 from headrace.kernels.fp8 import quantize_per_token_reference
+from headrace.kernels.moe_config import MoeConfig, Tile
 from headrace.layers.linear import Linear
+from headrace.layers.moe import SparseMoE
 from headrace.model_config import ModelConfig
 from headrace.models import loader
 from headrace.models.loader import load_model
-from headrace.quantization.fp8 import Fp8
+from headrace.quantization.fp8 import RoundingProduct
 
 SCHEMES = ("fp8", "ptpc_fp8")
 each_scheme = pytest.mark.parametrize("scheme", SCHEMES)
@@ -86,19 +88,20 @@ def test_what_a_gpu_holds_gives_the_same_logits(
 ) -> None:
     folder = resolve_model_folder("demo")
     emulated = run(Quantizing(folder, scheme, max_len=256), stories[:1])
-    prepare = Fp8.prepare
+    prepare = RoundingProduct.prepare
 
-    def as_on_gpu(self: Fp8, specs: Any, device: torch.device, kernels: Any = None) -> None:
+    def as_on_gpu(self: RoundingProduct, specs: Any, device: torch.device, kernels: Any = None) -> None:
         prepare(self, specs, device, kernels)
         self.emulates = False
 
-    monkeypatch.setattr(Fp8, "prepare", as_on_gpu)
+    monkeypatch.setattr(RoundingProduct, "prepare", as_on_gpu)
     held = Quantizing(folder, scheme, max_len=256)
-    assert error(run(held, stories[:1]), emulated) < 0.02  # a rounding that falls the other way moves others
+    assert error(run(held, stories[:1]), emulated) < 0.03  # a rounding that falls the other way moves others
     config, linears = held.config, [layer for layer in held.model.modules() if isinstance(layer, Linear)]
     quantized = sum(one.spec.in_features * one.spec.out_features for one in linears[:-1])
     rest = config.vocab_size * config.hidden_size + (2 * config.num_layers + 1) * config.hidden_size
-    assert held.model.weight_bytes == quantized + 4 * rest  # the head is tied, everything else float32
+    scales = sum(one.spec.out_features for one in linears[:-1])
+    assert held.model.weight_bytes == quantized + 4 * scales + 4 * rest  # the head is tied, everything else float32
 
 
 @each_scheme
@@ -119,10 +122,29 @@ def test_every_family_and_what_stays_unquantized(scheme: str, architecture: str,
     assert same == fused
     assert note.startswith(f"Quantization {scheme}: ")
     assert "lm_head" in note
-    assert ("mlp (router, experts)" in note) == sparse
+    assert ("mlp (router)" in note) == sparse
     shared = found.config.raw.get("shared_expert_intermediate_size", 64)
     odd = f"shared_expert.down_proj ({shared} inputs, not a multiple of 16)"
     assert (odd in note) == (shared % 16 != 0)
+
+
+@each_scheme
+@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "Qwen3MoeForCausalLM"])
+def test_the_experts_of_a_layer_stay_within_8_percent(scheme: str, architecture: str, tmp_path: Path) -> None:
+    """And within 6% where a token is by itself, whose activations a GPU does not round."""
+    save_tiny_model(architecture, "full", tmp_path)
+    plain, rounded = (
+        [layer for layer in Quantizing(tmp_path, one).model.modules() if isinstance(layer, SparseMoE)]
+        for one in (None, scheme)
+    )
+    alone = MoeConfig(1, Tile(1, 1, 1, 1), Tile(1, 1, 1, 1))
+    for before, after in zip(plain, rounded, strict=True):
+        assert after.experts.w13.dtype == after.experts.w2.dtype == torch.float8_e4m3fn
+        assert torch.equal(after.router, before.router)
+        x = torch.randn(300, before.spec.hidden_size)
+        exact, _ = before.fused_moe(x, before.experts)
+        assert 0.04 < error(after.fused_moe(x, after.experts)[0], exact) < 0.08
+        assert 0.03 < error(after.fused_moe(x, after.experts, None, None, alone)[0], exact) < 0.06
 
 
 def test_dummies_are_the_unquantized_ones_quantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,9 +169,9 @@ def test_dummies_are_the_unquantized_ones_quantized(tmp_path: Path, monkeypatch:
     halves = [dummies(Mesh(Group(rank, 2)), "ptpc_fp8") for rank in (0, 1)]
     assert plain.keys() == found.keys()
     for name, tensor in plain.items():
+        assert tensor.std() > 4e-4
         if name.endswith("_proj.weight"):
-            tensor = quantize_per_token_reference(tensor, torch.float8_e4m3fn).dequantize(torch.float32)
-        torch.testing.assert_close(found[name], tensor)
-        assert found[name].std() > 4e-4
+            tensor = quantize_per_token_reference(tensor, torch.float8_e4m3fn).values
+        assert torch.equal(found[name].float(), tensor.float())
     name = "model.layers.1.self_attn.k_proj.weight"
-    torch.testing.assert_close(torch.cat([half[name] for half in halves]), found[name])
+    assert torch.equal(torch.cat([half[name] for half in halves]).float(), found[name].float())

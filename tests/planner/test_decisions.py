@@ -11,9 +11,9 @@ import pytest
 from headrace.config import OBJECTIVES, EngineConfig
 from headrace.errors import ConfigError, OutOfMemoryError
 from headrace.model_config import ModelConfig
-from headrace.planner.checkpoint_format import holds_kv_scales
 from headrace.planner.decisions import decide_before_load, decide_mixed_step, decide_num_blocks
 from headrace.planner.record import Decision
+from headrace.quantization.checkpoint_format import holds_kv_scales
 from headrace.step import WorkerFacts
 
 MODEL = ModelConfig.from_dict(

@@ -20,13 +20,13 @@ from headrace.layers import embedding
 from headrace.layers.layer import Layer
 from headrace.model_config import ModelConfig
 from headrace.model_spec import total
-from headrace.models.loader import attach_format, build_model
+from headrace.models.loader import attach_schemes, build_model, weight_bytes
 from headrace.models.size import multiplied_weights
 from headrace.planner import memory_map as this
 from headrace.planner.catalogue import catalogue, find_model
 from headrace.planner.chips import CHIPS, GIB
 from headrace.planner.cost import Parallel
-from headrace.planner.memory_map import MemoryMap, layer_bytes, memory_map, mixer_weights
+from headrace.planner.memory_map import MemoryMap, layer_bytes, memory_map, mixer_shares
 from headrace.planner.shapes import ModelShape, shape_of
 from headrace.runner import graph_settings
 from headrace.runner.profile import MemoryUse
@@ -133,21 +133,26 @@ def test_checkpoints_of_known_size() -> None:
     "name", ["llama-3.1-8b", "qwen3-8b", "qwen3-30b-a3b", "mixtral-8x7b", "mistral-7b", "llama-3.1-405b"]
 )
 def test_weights_are_those_of_the_layers_that_headrace_builds(name: str, tp: int) -> None:
-    """To the byte, on the first rank, in a model of two layers."""
+    """To the byte, on the first rank, in a model of two layers; in fp8 too, but for scales of inputs that are split, of
+    which each rank has all."""
     config = {**catalogue()[name].config, "num_hidden_layers": 2}
     built = ModelConfig.from_dict(config)
     context = make_context(built, Mesh(Group(0, tp)), torch.bfloat16)
     model = build_model(built, context)
     layers = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, Layer)]
-    for _, layer in layers:
-        layer.create_weights(torch.device("meta"))
-    slots = {key: slot for path, layer in layers for key, slot in layer.slots(path).items() if not slot.optional}
-    expected = sum(slot.num_bytes for slot in slots.values())
     shape = shape_of(config, name)
-    assert memory_map(shape, H200, Parallel(tp=tp)).weight_bytes == expected
+
+    def held() -> int:
+        for _, layer in layers:
+            layer.create_weights(torch.device("meta"))
+        return sum(weight_bytes(layer) for _, layer in layers)
+
+    assert memory_map(shape, H200, Parallel(tp=tp)).weight_bytes == held()
     assert multiplied_weights(model) == pytest.approx(shape.multiplied_weights("bf16") / tp, rel=0.05)
-    attach_format(built, layers, context, "fp8")
+    attach_schemes(built, layers, context, "fp8")
     assert multiplied_weights(model) == pytest.approx(shape.multiplied_weights("fp8") / tp, rel=0.05)
+    counted = memory_map(shape, H200, Parallel(tp=tp), weight_format="fp8").weight_bytes
+    assert counted == (held() if tp == 1 else pytest.approx(held(), rel=1e-2))
 
 
 def test_numbers_of_the_engine_are_its_own() -> None:
@@ -193,11 +198,10 @@ def test_parts_of_a_sparse_model() -> None:
 def test_kv_heads_are_copied_where_ranks_outnumber_them() -> None:
     attention = find_model("qwen3-235b-a22b").groups[0].mixer  # 4 KV heads
     assert [attention.cache_share(tp) for tp in (1, 2, 4, 8)] == [1, 0.5, 0.25, 0.25]
-    split, keys, whole = (total(attention.parameters, split=split) for split in ("heads", "kv_heads", "whole"))
-    assert mixer_weights(attention, 8) == split / 8 + keys / 4 + whole
+    assert mixer_shares(attention, 8) == {"heads": 1 / 8, "kv_heads": 1 / 4, "width": 1 / 8, "whole": 1}
     latent = find_model("deepseek-v3").groups[0].mixer
     assert latent.cache_share(8) == 1
-    assert mixer_weights(latent, 8) > total(latent.parameters) / 8
+    assert total(latent.parameters, split="whole") > 0
 
 
 def test_latents_are_copied_by_tensor_parallelism_and_dealt_out_by_data_parallel_attention() -> None:
@@ -248,11 +252,11 @@ def test_formats() -> None:
     assert halved.tables < plain.tables  # it has no kernel that unpacks
 
 
-def test_headrace_rounds_no_experts_while_it_loads() -> None:
-    ours, theirs = (on(H200, "qwen3-30b-a3b", weight_format="fp8", engine=engine) for engine in ("headrace", "vllm"))
-    assert ours.weights["experts"] == on(H200, "qwen3-30b-a3b").weights["experts"]
-    assert ours.weights["attention"] == theirs.weights["attention"]
-    assert theirs.weights["experts"] == pytest.approx(ours.weights["experts"] / 2, rel=2e-3)
+def test_experts_are_rounded_too_and_the_router_is_not() -> None:
+    plain, rounded = on(H200, "qwen3-30b-a3b").weights, on(H200, "qwen3-30b-a3b", weight_format="fp8").weights
+    scales = 4 * 48 * 128 * (2 * 768 + 2048)  # one an output
+    assert rounded["experts"] == plain["experts"] / 2 + scales
+    assert rounded["router"] == plain["router"]
 
 
 def test_windows_bound_what_is_needed_not_what_is_allocated() -> None:

@@ -13,8 +13,9 @@ from headrace.errors import ConfigError
 from headrace.model_spec import total
 from headrace.models.registry import SERVED
 from headrace.planner.catalogue import catalogue, find_model
-from headrace.planner.checkpoint_format import PARTS, bytes_per_weight, read_format
 from headrace.planner.shapes import ModelShape, in_format, shape_of
+from headrace.quantization.checkpoint_format import PARTS, read_format
+from headrace.quantization.formats import FORMATS, find_format
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -51,7 +52,7 @@ def test_a_llama_by_hand() -> None:
     assert (group.count, group.layer.norm_weights) == (3, 128)
     assert group.mixer_weights == 64 * 64 + 2 * 64 * 16 + 64 * 64
     assert total(attention.parameters, split="kv_heads") == 2 * 64 * 16
-    assert (total(attention.parameters, split="whole"), group.mixer_plain_weights) == (0, 0)
+    assert (total(attention.parameters, split="whole"), total(attention.parameters, "plain")) == (0, 0)
     assert (attention.kind, attention.head_dim, attention.window, attention.cached_values) == ("gqa", 8, None, 32)
     assert (group.dense_weights, mlp.num_experts, mlp.intermediate_size) == (3 * 64 * 160, 0, 160)
     assert found.embedding_weights == found.head_weights == 64_000
@@ -84,10 +85,10 @@ def test_every_family_that_is_served_can_be_counted(architecture: str) -> None:
 
 def test_biases_and_norms_of_heads_are_counted_and_stay_plain() -> None:
     config = {**LLAMA, "architectures": ["Qwen2ForCausalLM"]}
-    assert shape_of(config, "tiny").groups[0].mixer_plain_weights == 64 + 2 * 16
+    assert total(shape_of(config, "tiny").groups[0].mixer.parameters, "plain") == 64 + 2 * 16
     config = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "head_dim": 8}
     group = shape_of(config, "tiny").groups[0]
-    assert group.mixer_plain_weights == total(group.mixer.parameters, split="whole") == 16
+    assert total(group.mixer.parameters, "plain") == total(group.mixer.parameters, split="whole") == 16
 
 
 def test_windows_split_the_layers_into_groups() -> None:
@@ -148,7 +149,7 @@ def test_the_format_of_the_checkpoint_and_what_it_leaves_alone() -> None:
     assert (kimi.weight_format, kimi.parts_in("int4")) == ("int4", ("experts",))
     assert kimi.parts_in("fp8") == PARTS
     assert kimi.bytes_per_weight("int4") == 0.5625  # 32 weights share a scale of two bytes
-    assert kimi.bytes_per_weight("fp8") == bytes_per_weight("fp8")
+    assert kimi.bytes_per_weight("fp8") == FORMATS["fp8"].bytes_per_weight
 
 
 @pytest.mark.parametrize(
@@ -179,7 +180,7 @@ def test_the_format_of_the_checkpoint_and_what_it_leaves_alone() -> None:
     ],
 )
 def test_formats_as_tools_write_them(quantization: dict[str, Any] | None, name: str) -> None:
-    assert read_format(quantization, 4).name == name
+    assert read_format(quantization).default.name == name
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,7 @@ def test_formats_as_tools_write_them(quantization: dict[str, Any] | None, name: 
     ],
 )
 def test_lists_of_what_was_left_alone(left_alone: list[str], parts: tuple[str, ...]) -> None:
-    assert read_format({"quant_method": "fp8", "modules_to_not_convert": left_alone}, 4).parts == parts
+    assert read_format({"quant_method": "fp8", "modules_to_not_convert": left_alone}).parts(4) == parts
 
 
 @pytest.mark.parametrize(
@@ -235,12 +236,13 @@ def test_a_format_that_is_not_ours_is_named(quantization: dict[str, Any]) -> Non
 
 
 def test_bytes_of_a_weight() -> None:
-    assert bytes_per_weight("bf16") == 2.0
-    assert 1.0 < bytes_per_weight("fp8") == bytes_per_weight("int8") < 1.002
-    assert bytes_per_weight("mxfp4") * 8 == 4.25
-    assert bytes_per_weight("int4") * 128 == 64 + 2 + 0.5
+    size = {name: one.bytes_per_weight for name, one in FORMATS.items()}
+    assert size["bf16"] == 2.0
+    assert 1.0 < size["fp8"] == size["int8"] < 1.002
+    assert size["mxfp4"] * 8 == 4.25
+    assert size["int4"] * 128 == 64 + 2 + 0.5
     with pytest.raises(ConfigError, match="fp5"):
-        bytes_per_weight("fp5")
+        find_format("fp5")
 
 
 def test_the_same_model_in_another_format() -> None:

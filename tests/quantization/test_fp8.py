@@ -22,8 +22,9 @@ from headrace.layers.norm import RMSNorm
 from headrace.model_config import ModelConfig
 from headrace.planner.decisions import decide_before_load
 from headrace.quantization import fp8
-from headrace.quantization.fp8 import Fp8
-from headrace.quantization.table import resolve_format
+from headrace.quantization.formats import PLAIN
+from headrace.quantization.scheme import Scheme
+from headrace.quantization.table import UNQUANTIZED, resolve_format, scheme_for
 
 CPU, ALONE, E4M3 = torch.device("cpu"), Group(0, 1), torch.float8_e4m3fn
 per_channel = pytest.mark.parametrize("per_channel", [False, True], ids=["fp8", "ptpc_fp8"])
@@ -35,11 +36,16 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(torch.seed() % 2**31)
 
 
+def prepared(per_channel: bool, layer: Linear, emulates: bool) -> Scheme:
+    scheme = fp8.fp8(per_channel)
+    scheme.product.prepare([layer.spec], CPU)
+    scheme.product.emulates = emulates  # type: ignore[attr-defined]
+    return scheme
+
+
 def made(layer: Linear, tensors: dict[str, Tensor], per_channel: bool, emulates: bool = True) -> Linear:
     """`layer` filled; `tensors` by the names of parts beside it, and whole even where the layer is a rank's share."""
-    scheme = Fp8(per_channel)
-    scheme.prepare([layer.spec], CPU)
-    scheme.emulates, layer.scheme = emulates, scheme
+    layer.scheme = prepared(per_channel, layer, emulates)
     layer.create_weights(CPU)
     for name, slot in layer.slots("x.y").items():
         if slot.destination is not None:
@@ -104,9 +110,7 @@ def test_scales_belong_to_the_parts_of_a_fused_linear(per_channel: bool, generat
     tensors = {f"{name}.weight": torch.randn(32, 48, generator=generator) * size for name, size in (("a", 1), ("b", 9))}
     for rank in (0, 1):
         layer = MergedColumnParallelLinear(48, {"a": 32, "b": 32}, Group(rank, 2), torch.float32, False)
-        scheme = layer.scheme = Fp8(per_channel)
-        scheme.prepare([layer.spec], CPU)
-        scheme.emulates = False
+        layer.scheme = prepared(per_channel, layer, emulates=False)
         layer.create_weights(CPU)
         for name, slot in layer.slots("x.y").items():
             slot.put(tensors[name.removeprefix("x.")][slot.source])
@@ -141,8 +145,8 @@ def test_norm_and_activation_around_a_linear(emulates: bool, generator: torch.Ge
 )
 def test_sizes_that_fp8_cannot_take_are_refused(inputs: int, outputs: int, said: str) -> None:
     spec = RowParallelLinear(inputs, outputs, ALONE, torch.float32, False).spec
-    assert said in Fp8(True).refusal(spec)
-    assert Fp8(True).refusal(RowParallelLinear(48, 16, ALONE, torch.float32, False).spec) == ""
+    assert said in fp8.fp8(True).product.refusal(spec)
+    assert fp8.fp8(True).product.refusal(RowParallelLinear(48, 16, ALONE, torch.float32, False).spec) == ""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -179,9 +183,7 @@ def test_loading_takes_little_beside_what_is_kept(per_channel: bool, monkeypatch
     """One part in 16 bits, and a few float32 copies of a part's share: no matter how large or many parts are."""
     monkeypatch.setattr(fp8, "AT_ONCE", 4096)
     layer = MergedColumnParallelLinear(256, {"a": 512, "b": 512}, ALONE, torch.bfloat16, False)
-    scheme = layer.scheme = Fp8(per_channel)
-    scheme.prepare([layer.spec], CPU)
-    scheme.emulates = False
+    layer.scheme = prepared(per_channel, layer, emulates=False)
     read = {f"{name}.weight": torch.randn(512, 256) for name in "ab"}  # in float32: converted on the way
     with LiveBytes() as counted:
         layer.create_weights(CPU)
@@ -210,10 +212,12 @@ def model_config(**changes: Any) -> ModelConfig:
 
 def test_names_of_formats() -> None:
     plain = model_config()
-    assert resolve_format(plain).name == ""
+    assert resolve_format(plain).default == PLAIN
     for typed, name in {"fp8": "fp8", "fp8_per_tensor": "fp8", "ptpc_fp8": "ptpc_fp8", "ptpc-fp8": "ptpc_fp8"}.items():
         entry = resolve_format(plain, typed)
-        assert (entry.name, entry.options) == (name, {"per_channel": name == "ptpc_fp8"})
+        assert entry.default.name == name
+        assert scheme_for(entry, "model.layers.0.mlp.down_proj").options == {"per_channel": name == "ptpc_fp8"}
+        assert scheme_for(entry, "lm_head") is UNQUANTIZED
         config, decisions = decide_before_load(EngineConfig(quantization=typed), plain, "cpu")
         assert config.quantization == name
         assert [one.source for one in decisions if one.field == "quantization"] == ["user"]

@@ -20,8 +20,8 @@ from headrace.model_config import ModelConfig
 from headrace.models import loader
 from headrace.models.registry import attention_specs
 from headrace.quantization import gpu_linear
-from headrace.quantization.fp8 import Fp8
-from headrace.quantization.unquantized import Unquantized
+from headrace.quantization.fp8 import RoundingProduct
+from headrace.quantization.unquantized import PlainProduct
 from headrace.runner.cuda_graph import Shape, StepGraphs
 from headrace.runner.graph_settings import GraphSettings
 from headrace.runner.kernel_checks import Subject, kernel_checks
@@ -66,7 +66,7 @@ def subject(
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linears keep their weights, fp8 is held as fp8, and each size has a kernel of ours for few tokens."""
-    finalize, prepare, prepare_plain = Linear.finalize, Fp8.prepare, Unquantized.prepare
+    finalize, prepare, prepare_plain = Linear.finalize, RoundingProduct.prepare, PlainProduct.prepare
 
     def keeping(self: Linear) -> None:
         weights = self.weights
@@ -78,17 +78,17 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             (itemsize, spec.out_features, spec.in_features): gpu_linear.by_number_of_tokens(CONFIGS) for spec in specs
         }
 
-    def planned(self: Unquantized, specs: Any, device: torch.device, kernels: Any = None) -> None:
+    def planned(self: PlainProduct, specs: Any, device: torch.device, kernels: Any = None) -> None:
         prepare_plain(self, specs, device, kernels)
         self.plans = tables(specs, 4)
 
-    def planned_fp8(self: Fp8, specs: Any, device: torch.device, kernels: Any = None) -> None:
+    def planned_fp8(self: RoundingProduct, specs: Any, device: torch.device, kernels: Any = None) -> None:
         prepare(self, specs, device, kernels)
         self.emulates, self.plans = False, tables(specs, 1)
 
     monkeypatch.setattr(Linear, "finalize", keeping)
-    monkeypatch.setattr(Unquantized, "prepare", planned)
-    monkeypatch.setattr(Fp8, "prepare", planned_fp8)
+    monkeypatch.setattr(PlainProduct, "prepare", planned)
+    monkeypatch.setattr(RoundingProduct, "prepare", planned_fp8)
     monkeypatch.setattr(gpu_linear, "skinny_linear", skinny_linear_reference)
 
 
@@ -120,8 +120,8 @@ def test_one_kernel_of_one_size_goes_to_the_library(quantization: str | None, mo
     assert checked.demoted == ["linear_96x32_up_to_32_tokens"]
     assert "is replaced by the vendor's library" in checked.notes[1]
     layer = next(layer for layer in found.layers(Linear) if layer.spec.out_features == 96)
-    assert isinstance(layer.scheme, Unquantized | Fp8)
-    table = layer.scheme.plans[4 if quantization is None else 1, 96, 32]
+    table = layer.scheme.product.table(layer.spec)
+    assert table is not None
     assert [tokens for tokens, config in enumerate(table) if config is None] == [0, *range(17, 33)]
     assert run(found).demoted == []
 
@@ -133,7 +133,7 @@ def test_ranks_that_measured_differently_run_the_same_checks() -> None:
     for config in (CONFIGS[0], None):
         found = subject()
         layer = next(layer for layer in found.model.modules() if isinstance(layer, Linear))
-        for table in layer.scheme.plans.values():  # type: ignore[attr-defined]
+        for table in layer.scheme.product.plans.values():  # type: ignore[attr-defined]
             table[1] = config
         names.append([check.name for check in layer_checks(found)])
         run(found)

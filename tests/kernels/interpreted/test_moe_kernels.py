@@ -7,6 +7,7 @@ import torch
 from sampled import sampled
 
 from headrace.kernels import moe, moe_route
+from headrace.kernels.fp8 import quantize_per_token_reference
 from headrace.kernels.moe import Experts, fused_moe, fused_moe_reference
 from headrace.kernels.moe_config import MoeConfig, Tile
 from headrace.kernels.moe_route import Scoring, max_tiles, route, route_reference
@@ -153,6 +154,53 @@ def test_layers(config, size, has_shared):
 @pytest.mark.parametrize("config", [FEW, MANY, SWAPPED], ids=["one by one", "tiles", "swapped"])
 def test_half_precision(dtype, config):
     run(4, 64, 6, 32, 2, config, dtype, has_shared=True)
+
+
+def in_fp8(experts):
+    """The same with both weights in fp8, a scale an output; outputs differ in size."""
+    changed = {}
+    for name in ("w13", "w2"):
+        weight = getattr(experts, name)
+        sizes = torch.rand(weight.shape[:2]) * 2 + 0.1
+        rows = (weight.float() * sizes[..., None]).flatten(0, 1)
+        values, scales = quantize_per_token_reference(rows, torch.float8_e4m3fn)
+        changed[name], changed[f"{name}_scale"] = values.view(weight.shape), scales.view(weight.shape[:2])
+    return replace(experts, **changed)
+
+
+@sampled(
+    ("config", "size", "has_shared", "dtype"),
+    ["one by one", "tiles", "swapped"],
+    [(1, 32, 8, 32, 2), (3, 48, 5, 20, 3), (21, 33, 3, 17, 2), (37, 16, 4, 16, 1)],
+    [False, True],
+    [torch.float32, torch.bfloat16],
+)
+def test_weights_in_fp8(config, size, has_shared, dtype):
+    """Tiles round what comes in, a token by itself does not: so it is with the reference."""
+    num_tokens, *rest = size
+    if config == "one by one":
+        num_tokens = min(num_tokens, 4)
+    config = {"one by one": FEW, "tiles": MANY, "swapped": SWAPPED}[config]
+    x, plain, shared, residual = make_layer(num_tokens, *rest, dtype, has_shared)
+    experts = in_fp8(plain)
+    expected, expected_ids = fused_moe_reference(x, experts, shared, residual.clone(), config)
+    out, ids = fused_moe(x, experts, shared, residual.clone(), config)
+    same = (ids == expected_ids).all(dim=1)
+    assert same.float().mean() >= (1.0 if dtype == torch.float32 else 0.4)
+    error = (out[same].double() - expected[same].double()).norm() / expected[same].double().norm()
+    rounds = config.block_m > 1  # now and then one value of a row comes to lie one step away
+    assert error <= TOLERANCE[dtype] + 2e-2 * rounds
+    exact = fused_moe_reference(x, experts, shared, residual.clone(), FEW)[0]
+    assert torch.equal(exact, expected) != rounds
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 17])
+def test_the_tables_choice_in_fp8(num_tokens):
+    x, experts, _, _ = make_layer(num_tokens, 64, 4, 32, 2, torch.float32, False)
+    experts = in_fp8(experts)
+    config = moe.pick_moe_config(num_tokens, 2, 4, 1, moe.DEVICE_FAMILY)
+    out, expected = fused_moe(x, experts)[0], fused_moe_reference(x, experts, None, None, config)[0]
+    assert (out - expected).norm() <= (2e-2 if num_tokens > 2 else 1e-5) * expected.norm()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 17])

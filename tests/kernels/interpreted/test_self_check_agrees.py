@@ -38,6 +38,13 @@ QWEN3 = {
     "eos_token_id": 60,
 }
 LLAMA = {**QWEN3, "architectures": ["LlamaForCausalLM"]}
+MOE = {
+    **QWEN3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
 FEW_DECODES = (1, 4, 16)
 """Requests of a step: keys in several parts, in two, and whole, as of all of layer_checks.DECODES"""
 
@@ -72,7 +79,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("decodes", [FEW_DECODES, pytest.param(layer_checks.DECODES, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize(("config", "kv", "quantization"), [(QWEN3, "fp8_e4m3", None), (LLAMA, "auto", "ptpc_fp8")])
+@pytest.mark.parametrize(
+    ("config", "kv", "quantization"), [(QWEN3, "fp8_e4m3", None), (LLAMA, "auto", "ptpc_fp8"), (MOE, "auto", "fp8")]
+)
 def test_ours_agree(
     config: dict[str, Any], kv: str, quantization: str | None, decodes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,6 +94,15 @@ def test_ours_agree(
 def test_a_wrong_one_is_found() -> None:
     wrong = check(QWEN3, "auto", None, rotary_and_cache=lambda *a: TRITON_KERNELS.rotary_and_cache(*a) * 1.02)
     assert wrong.demoted == ["rotary_and_cache"]
+
+
+def test_so_are_wrong_experts_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lies(*arguments: Any) -> Any:
+        out, ids = TRITON_KERNELS.fused_moe(*arguments)
+        return out * 1.1, ids
+
+    monkeypatch.setattr(layer_checks, "DECODES", FEW_DECODES[:1])
+    assert check(MOE, "auto", "fp8", fused_moe=lies).demoted == ["fused_moe"]
 
 
 @pytest.mark.parametrize("kv", ["auto", "fp8_e4m3"])
