@@ -75,13 +75,18 @@ class Choice:
         return lambda x: few(x) if x.shape[0] < threshold else many(x)
 
 
-def ways(dtype: torch.dtype, in_cache: bool) -> list[Way]:
+PACKED_FROM = 1 << 16
+"""elements of a weight"""
+
+
+def ways(dtype: torch.dtype, in_cache: bool, elements: int = PACKED_FROM) -> list[Way]:
     """The ways to try for `dtype`; the first is taken unless another is clearly faster. Weights that come from memory
     gain little from another order; packed ones are read as they lie, where the others are packed anew in each product.
+    One of few `elements` is not worth it: its product is over before a packed one has begun.
     """
     plain, transposed = (Way(hold.__name__, hold, dtype.itemsize) for hold in (hold_plain, hold_transposed))
     found = [transposed, plain] if in_cache else [plain, transposed]
-    packs = torch.backends.mkldnn.is_available()
+    packs = torch.backends.mkldnn.is_available() and elements >= PACKED_FROM
     if packs and _multiplies(dtype):
         found.append(Way("hold_packed", hold_packed, dtype.itemsize))
     if dtype != torch.float32:
@@ -135,9 +140,10 @@ def choose_all(specs: list[LinearSpec], spare_bytes: int) -> dict[tuple[int, int
 
 def choose(out_features: int, in_features: int, dtype: torch.dtype, roomy: bool, in_cache: bool) -> Choice:
     """Try every way on a weight of these sizes. `roomy`: a second copy may be held."""
-    candidates = [way for way in ways(dtype, in_cache) if roomy or way.bytes_per_weight == dtype.itemsize]
+    elements = out_features * in_features
+    candidates = [way for way in ways(dtype, in_cache, elements) if roomy or way.bytes_per_weight == dtype.itemsize]
     weight = torch.full((out_features, in_features), 0.01, dtype=dtype)
-    copies = max(1, OTHERS // (weight.numel() * dtype.itemsize)) if in_cache else 1
+    copies = max(1, OTHERS // (elements * dtype.itemsize)) if in_cache else 1
     held = [[way.hold(weight.clone(), None) for _ in range(min(copies, MOST_COPIES))] for way in candidates]
     times = {size: _try(held, torch.full((size, in_features), 0.01, dtype=dtype)) for size in SIZES}
     few, many = _fastest(times[SIZES[0]]), _fastest(times[SIZES[-1]])
