@@ -84,7 +84,8 @@ class Request:
     """The scheduler's mutable record of one request.
 
     `token_ids` are the tokens known to the host; `num_inflight` more have been sampled on the device by steps whose
-    output has not come back. The gap to close is `num_tokens + num_inflight - num_computed_tokens`.
+    output has not come back. The gap to close is `num_tokens + num_inflight - num_computed_tokens`. Both count every
+    draft of a step as accepted until its result is there.
     """
 
     __slots__ = (

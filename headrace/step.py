@@ -51,8 +51,8 @@ class StateCopy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
-    """One step. The lists from `rows` on are parallel: entry i is the i-th request of the batch; requests that run one
-    token come before longer chunks."""
+    """One step. The lists from `rows` on are parallel: entry i is the i-th request of the batch; decodes come first,
+    then what else runs one token."""
 
     step: int
     new_rows: list[NewRow]
@@ -62,7 +62,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     block_updates: list[BlockUpdate]
     rows: list[int]
     num_computed_tokens: list[int]
-    """Tokens whose KV is in the cache before this step; also the position of the first token computed in it."""
+    """Tokens whose KV is in the cache before this step; also the position of the first token computed in it. The most
+    that it can be, where drafts of earlier steps have not been accepted or rejected yet; the rows know how many."""
     num_scheduled_tokens: list[int]
     samples: list[bool]
     """True where this step reaches the last known token, so that its logits give the next one."""
@@ -71,6 +72,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     and are zeroed before all else. Empty where all layers keep alike, as is the next."""
     state_copies: list[StateCopy] = []
     """made in this order before the step computes: a snapshot is taken, or a request begins with one"""
+    num_drafts: list[int] = []
+    """How many of each request's tokens, the last of them, are drafts: guesses, in its row, of what follows the last
+    known token. Empty: nobody has any."""
 
     @property
     def num_tokens(self) -> int:
@@ -88,7 +92,8 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RunnerOutput(msgspec.Struct, frozen=True, array_like=True):
-    """What one step computed. `token_ids` has one entry for each True in `SchedulerOutput.samples`, in that order."""
+    """What one step computed. `token_ids` has one entry for each True in `SchedulerOutput.samples`, in that order, and
+    after it one for each of that request's drafts that was accepted."""
 
     step: int
     token_ids: list[int]
@@ -105,6 +110,8 @@ class RunnerOutput(msgspec.Struct, frozen=True, array_like=True):
     """There was no memory for the step as it was: later ones should be smaller."""
     graph_bytes: dict[str, int] = {}
     """kind of CUDA graph -> memory that all of it take; only where there are notes or warnings"""
+    num_sampled: list[int] = []
+    """Parallel to `SchedulerOutput.rows`, of a step with drafts: how many of `token_ids` are each request's"""
 
 
 class WorkerFacts(msgspec.Struct, frozen=True):

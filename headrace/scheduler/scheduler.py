@@ -3,13 +3,16 @@
 There are no phases. A request is a gap: tokens known, on the host or in flight on the device, minus tokens computed.
 A step hands out a budget of tokens so that gaps close: decodes (gap 1) first, then prompts under way, then
 admissions, by turns (`fair_queue.py`). Beside decodes, which wait for whatever shares their step, prompts get a smaller
-budget. Steps may be scheduled ahead of the results of earlier ones; the device runs them in order, so a row or a block
-freed here may be reused by the very next step. Knows only integers: no torch, no I/O, no clock.
+budget. A decode may hold drafts behind its last token; until its result is there all of them count as accepted. Steps
+may be scheduled ahead of the results of earlier ones; the device runs them in order, so a row or a block freed here may
+be reused by the very next step. Knows only integers: no torch, no I/O, no clock.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from headrace.cache_groups import CacheLayout
 from headrace.errors import ConfigError, RequestError
@@ -65,6 +68,8 @@ class SchedulerConfig:
     """Tokens of a step in which requests decode, while few prompt tokens wait; None: max_num_batched_tokens"""
     look_ahead: bool = True
     """Admit what can run to its end beside the others; False: what fits now, and preempt later, as vLLM does"""
+    num_drafts: int = 0
+    """Guessed tokens that each decode computes behind its last known one"""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_pages"):
@@ -74,10 +79,15 @@ class SchedulerConfig:
             raise ConfigError(f"mixed_step_tokens must be at least 1, got {self.mixed_step_tokens}")
         if self.policy not in POLICIES:
             raise ConfigError(f"scheduling_policy must be one of {', '.join(POLICIES)}; got {self.policy!r}")
-        if self.max_num_seqs > self.max_num_batched_tokens:
+        if self.num_drafts < 0:
+            raise ConfigError(f"num_drafts must not be negative, got {self.num_drafts}")
+        if self.num_drafts and any(group.is_state for group in self.layout.groups):
+            raise ConfigError(f"num_drafts must be 0, got {self.num_drafts}: a state cannot take rejected drafts back")
+        if self.max_num_seqs * (1 + self.num_drafts) > self.max_num_batched_tokens:
+            tokens = f"a token and {self.num_drafts} drafts" if self.num_drafts else "a token"
             raise ConfigError(
                 f"max_num_seqs ({self.max_num_seqs}) must not exceed max_num_batched_tokens "
-                f"({self.max_num_batched_tokens}): every running request gets a token in every step"
+                f"({self.max_num_batched_tokens}): every running request gets {tokens} in every step"
             )
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise ConfigError(
@@ -91,11 +101,24 @@ class _Plan:
     """A step under construction: nothing but blocks has been given yet."""
 
     decodes: list[Request] = field(default_factory=list)
-    """one token each, which samples; in the order of the running ones"""
+    """the last known token of each, which samples, and its drafts; in the order of the running ones"""
     chunks: list[tuple[Request, int]] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
     block_updates: list[BlockUpdate] = field(default_factory=list)
     preempted: bool = False
+
+
+class _Accepted(NamedTuple):
+    """What a request got of a step with drafts."""
+
+    token_ids: list[int]
+    logprobs: list[Logprobs]
+
+    def complete(self, output: EngineCoreOutput, request: Request) -> None:
+        """All of it, in place of the last token."""
+        output.new_token_ids, output.new_logprobs = self.token_ids, self.logprobs
+        if request.num_output_tokens == len(self.token_ids):
+            output.num_cached_tokens = request.num_cached_tokens
 
 
 class Scheduler:
@@ -149,8 +172,9 @@ class Scheduler:
         if core_request.max_tokens < 1:
             raise RequestError(f"max_tokens must be at least 1, got {core_request.max_tokens}", "max_tokens")
         request.max_total_tokens = min(request.num_prompt_tokens + core_request.max_tokens, config.max_model_len)
-        # The last token is sampled but never computed, so it needs no place in the cache.
-        needed = config.layout.pages_for(request.max_total_tokens - 1, config.max_num_batched_tokens)
+        # The last token is sampled but never computed, so it needs no place in the cache; drafts behind it do.
+        most = min(request.max_total_tokens - 1 + config.num_drafts, config.max_model_len)
+        needed = config.layout.pages_for(most, config.max_num_batched_tokens)
         if needed > config.num_pages:
             raise RequestError(
                 f"a prompt of {request.num_prompt_tokens} tokens with max_tokens {core_request.max_tokens} needs "
@@ -229,7 +253,8 @@ class Scheduler:
         self._make_way(plan)
         partials = self._plan_decodes(plan)
         newcomer = None if plan.preempted else self._newcomer_beside(partials)
-        budget = self._prompt_budget(len(plan.decodes), partials, len(partials) + (newcomer is not None))
+        decode_tokens = len(plan.decodes) * (1 + self.config.num_drafts)
+        budget = self._prompt_budget(decode_tokens, partials, len(partials) + (newcomer is not None))
         budget = self._plan_partials(plan, partials, newcomer, budget)
         if not plan.preempted:  # else what was taken from one would go to the next, and be taken again
             self._plan_admissions(plan, budget, partials)
@@ -248,24 +273,34 @@ class Scheduler:
             self._preempt(victim, plan)
 
     def _plan_decodes(self, plan: _Plan) -> list[Request]:
-        """Give each running request with a gap of 1 its token. Returns those whose prompts are under way: mostly one,
-        since only the end of the budget cuts a prompt, and one more for each that shares steps with it. Their rows are
-        among max_num_seqs, so that the budget leaves at least a token for each."""
-        decodes, block_size = plan.decodes, self.kv_cache.block_size
-        partials = []
+        """Give each running request with a gap of 1 its token and its drafts. Returns those whose prompts are under
+        way: mostly one, since only the end of the budget cuts a prompt, and one more for each that shares steps with
+        it. Their rows are among max_num_seqs, so that the budget leaves at least a token for each."""
+        decodes, block_size, num_drafts = plan.decodes, self.kv_cache.block_size, self.config.num_drafts
+        preempted, partials = False, []
         for request in self.running.items[:]:
-            if plan.preempted and request.status is not RequestStatus.RUNNING:
+            if preempted and request.status is not RequestStatus.RUNNING:
                 continue
             computed = request.num_computed_tokens
             total = len(request.token_ids) + request.num_inflight
             if total - computed != 1:
                 partials.append(request)
                 continue
-            if total >= request.max_total_tokens:  # ends when what is in flight comes back
+            if total >= request.max_total_tokens:  # ends, if all that is in flight comes back
                 continue
-            if computed < request.num_blocks * block_size or self._ensure_blocks(request, total, plan):
+            if computed + num_drafts < request.num_blocks * block_size:
                 decodes.append(request)
+                continue
+            if self._ensure_blocks(request, self._end_of_decode(computed), plan):
+                decodes.append(request)
+            preempted = plan.preempted
         return [request for request in partials if request.status is RequestStatus.RUNNING]
+
+    def _end_of_decode(self, computed: int) -> int:
+        """Tokens computed once a decode is: its drafts go with it unless they would pass max_model_len, where tables
+        and positions end."""
+        end = computed + 1 + self.config.num_drafts
+        return end if end <= self.config.max_model_len else computed + 1
 
     def _newcomer_beside(self, partials: list[Request]) -> Request | None:
         """The first of the waiting, if it can start now and prompts are under way that leave it part of the step."""
@@ -299,8 +334,8 @@ class Scheduler:
         partials[:] = unfinished
         return budget + kept
 
-    def _prompt_budget(self, num_decodes: int, partials: list[Request], at_least: int) -> int:
-        """Prompt tokens of a step beside `num_decodes` decodes, of which `at_least` so many prompts want one each.
+    def _prompt_budget(self, decode_tokens: int, partials: list[Request], at_least: int) -> int:
+        """Prompt tokens of a step beside `decode_tokens`, of which `at_least` so many prompts want one each.
 
         A decode waits for its whole step, so the step is kept to `mixed_step_tokens`, of which prompts get half or
         more. A backlog raises that, else many prompts at once would wait longer in all than the decodes do; but not by
@@ -308,8 +343,8 @@ class Scheduler:
         decodes there is nobody to spare, and without chunks a prompt could wait for its turn forever.
         """
         config = self.config
-        most = config.max_num_batched_tokens - num_decodes
-        if not num_decodes or config.mixed_step_tokens is None or not config.enable_chunked_prefill:
+        most = config.max_num_batched_tokens - decode_tokens
+        if not decode_tokens or config.mixed_step_tokens is None or not config.enable_chunked_prefill:
             return most
         backlog = self.waiting.num_prompt_tokens
         for partial in partials:
@@ -317,7 +352,7 @@ class Scheduler:
         limit = backlog // BACKLOG_STEPS
         if limit < RAISED * config.mixed_step_tokens:
             limit = config.mixed_step_tokens
-        return min(most, max(limit - num_decodes, -(-limit // 2), at_least))
+        return min(most, max(limit - decode_tokens, -(-limit // 2), at_least))
 
     def _ensure_blocks(self, request: Request, num_tokens: int, plan: _Plan) -> bool:
         """Make room for `num_tokens` tokens of a running request, preempting the last in order of whoever runs most.
@@ -426,11 +461,18 @@ class Scheduler:
         requests = plan.decodes
         rows = [request.row for request in requests]
         computed = [request.num_computed_tokens for request in requests]
-        counts = [1] * len(requests)
+        counts, num_drafts = [1] * len(requests), []
         samples = [True] * len(requests)
         for request in requests:
             request.num_computed_tokens += 1
             request.num_inflight += 1
+        if self.config.num_drafts:
+            counts = [self._end_of_decode(done) - done for done in computed]
+            num_drafts = [count - 1 for count in counts]
+            for request, drafts in zip(requests, num_drafts, strict=True):
+                request.num_computed_tokens += drafts
+                request.num_inflight += drafts
+            num_drafts = num_drafts + [0] * len(plan.chunks) if any(num_drafts) else []
         for request, count in sorted(plan.chunks, key=lambda chunk: chunk[1] > 1):
             requests.append(request)
             rows.append(request.row)
@@ -446,15 +488,18 @@ class Scheduler:
         cleared, copies = self.kv_cache.take_orders()
         return SchedulerOutput(
             number, plan.new_rows, self.take_freed_rows(), plan.block_updates, rows, computed, counts, samples, cleared,
-            copies,
+            copies, num_drafts,
         )  # fmt: skip
 
     # ---- taking a result
 
     def update(self, step: SchedulerOutput, result: RunnerOutput) -> list[EngineCoreOutput]:
         """Close the books of a step. Results come back in the order of their steps."""
-        token_ids, logprobs, prompt_logprobs = result.token_ids, result.logprobs, result.prompt_logprobs
-        block_size = self.kv_cache.block_size
+        token_ids, prompt_logprobs, block_size = result.token_ids, result.prompt_logprobs, self.kv_cache.block_size
+        extras: Sequence[Logprobs | _Accepted | None] = result.logprobs
+        if step.num_drafts:
+            extras = accepted = self._accept(step, result)
+            token_ids = [new.token_ids[-1] for new in accepted]
         outputs = []
         next_sample = 0
         for request, row, computed, count, samples in zip(
@@ -485,8 +530,11 @@ class Scheduler:
                 outputs.append(output)
                 if num_tokens == request.num_prompt_tokens + 1:
                     output.num_cached_tokens = request.num_cached_tokens
-                if logprobs and (entry := logprobs[sample]) is not None:
-                    output.new_logprobs = [entry]
+                if extras and (extra := extras[sample]) is not None:
+                    if isinstance(extra, Logprobs):
+                        output.new_logprobs = [extra]
+                    else:
+                        extra.complete(output, request)
                 if row in prompt_logprobs:
                     output.new_prompt_logprobs = self._unsent(request, computed, prompt_logprobs[row])
                 if token in request.stop_set or num_tokens >= request.max_total_tokens:
@@ -501,10 +549,35 @@ class Scheduler:
                 )
         return outputs
 
+    def _accept(self, step: SchedulerOutput, result: RunnerOutput) -> list[_Accepted]:
+        """Take back what a step with drafts counted as known and computed and what was rejected, and append all that a
+        request got but the last token. One entry for each that sampled."""
+        accepted = []
+        first = 0
+        for request, drafts, count in zip(self._steps[step.step], step.num_drafts, result.num_sampled, strict=True):
+            if not count:
+                continue
+            request.num_inflight -= drafts
+            request.num_computed_tokens -= 1 + drafts - count  # nobody looks at that of a preempted one
+            new = [0] if request.finish_reason else self._up_to_end(request, result.token_ids[first : first + count])
+            logprobs = [entry for entry in result.logprobs[first : first + len(new)] if entry is not None]
+            accepted.append(_Accepted(new, logprobs))
+            request.token_ids += new[:-1]
+            first += count
+        return accepted
+
+    @staticmethod
+    def _up_to_end(request: Request, new: list[int]) -> list[int]:
+        """Of tokens that came at once those up to the first that ends the request."""
+        new = new[: request.max_total_tokens - request.num_tokens]
+        unripe = request.core_request.params.min_tokens - request.num_output_tokens - 1
+        ends = (place + 1 for place, token in enumerate(new) if token in request.stop_set and place >= unripe)
+        return new[: next(ends, len(new))]
+
     def _register(self, step: int, request: Request, num_tokens: int) -> None:
         """A step from before the request's last preemption wrote to blocks that are no longer its own."""
         if step >= request.admitted_step and request.status is RequestStatus.RUNNING:
-            self.kv_cache.register(request, num_tokens)
+            self.kv_cache.register(request, min(num_tokens, request.num_tokens))
 
     def _unsent(self, request: Request, computed: int, entries: list[Logprobs]) -> list[Logprobs]:
         """The entries, of which the first scores prompt token `computed + 1`, that no earlier step has brought:

@@ -116,11 +116,15 @@ class Script:
 
 
 class FakeDevice:
-    """Runs steps at once, in the order given. `scripts[seed]` is the request whose NewRow carries that seed."""
+    """Runs steps at once, in the order given. `scripts[seed]` is the request whose NewRow carries that seed.
 
-    def __init__(self, layout: CacheLayout, scripts: list[Script]) -> None:
+    Drafts are guessed as `drafts` says: `right` and `wrong` always are, `random` ones about half of the time.
+    """
+
+    def __init__(self, layout: CacheLayout, scripts: list[Script], drafts: str = "right") -> None:
         self.layout = layout
         self.scripts = scripts
+        self.drafts = drafts
         self.owner: dict[int, Script] = {}
         self.tokens: dict[int, list[int]] = {}
         self.block_tables: dict[int, list[dict[int, int]]] = {}
@@ -147,14 +151,25 @@ class FakeDevice:
             assert update.block_ids
             self.block_tables[update.row][update.group].update(enumerate(update.block_ids, update.start))
         assert len(set(step.rows)) == len(step.rows)
-        batch = list(
-            zip(step.rows, step.num_computed_tokens, step.num_scheduled_tokens, step.samples, strict=True),
-        )
-        for row, computed, count, _ in batch:
-            self._write(row, computed, count)
-        for row, computed, count, _ in batch:
-            self._check_reads(row, computed, computed + count)
-        return self._sample(step.step, batch)
+        batch = []
+        for row, bound, count, samples, drafts in zip(
+            step.rows, step.num_computed_tokens, step.num_scheduled_tokens, step.samples,
+            step.num_drafts or [0] * len(step.rows), strict=True,
+        ):  # fmt: skip
+            computed = min(bound, len(self.tokens[row]) - 1)  # the host knows a bound
+            assert computed == bound or samples, "a prompt whose length the host does not know"
+            batch.append((row, computed, count, samples, drafts))
+        for row, computed, count, _, drafts in batch:
+            self._write(row, computed, count - drafts, drafts)
+        for row, computed, count, _, drafts in batch:
+            self._check_reads(row, computed, computed + count - drafts)
+        return self._sample(step, batch)
+
+    def _guessed(self, row: int, position: int) -> int:
+        """The draft for a position: the token that will be sampled there, or another."""
+        script = self.owner[row]
+        is_right = {"right": True, "wrong": False, "random": hash((position, script.outcome)) % 2 == 0}[self.drafts]
+        return script.sampled(position) + (not is_right)
 
     def _clear(self, pages: list[int]) -> None:
         for page in pages:
@@ -169,20 +184,25 @@ class FakeDevice:
         assert self.writer.setdefault(page, group) == group, "another group's numbers are in the page"
         self.kv[group, block, place] = digest
 
-    def _write(self, row: int, computed: int, count: int) -> None:
+    def _write(self, row: int, computed: int, count: int, drafts: int) -> None:
         script, tokens = self.owner[row], self.tokens[row]
         assert count >= 1
         assert computed + count <= len(tokens), "a step computes tokens that nobody knows yet"
         assert tokens[: computed + count] == script.tokens[: computed + count]
+        assert not drafts or computed + count == len(tokens)
+        digests, right = script.digests[: computed + count], True
+        for position in range(len(tokens), len(tokens) + drafts):
+            right = right and position < len(script.tokens) and self._guessed(row, position) == script.tokens[position]
+            digests.append(script.digests[position] if right else -1)
         for index, (group, table) in enumerate(zip(self.layout.groups, self.block_tables[row], strict=True)):
             if group.is_state:
                 if computed:
                     assert self.kv.get((index, table[0], 0)) == script.digests[computed - 1], "not its state"
-                self._put(index, table[0], 0, script.digests[computed + count - 1])
+                self._put(index, table[0], 0, digests[-1])
                 continue
-            for position in range(computed, computed + count):
+            for position in range(computed, computed + count + drafts):
                 block = table[position // group.block_size]
-                self._put(index, block, position % group.block_size, script.digests[position])
+                self._put(index, block, position % group.block_size, digests[position])
 
     def _check_reads(self, row: int, start: int, end: int) -> None:
         """Every key that a query of a step from `start` on sees."""
@@ -197,20 +217,28 @@ class FakeDevice:
                 slot = index, table[position // group.block_size], position % group.block_size
                 assert self.kv.get(slot) == digests[position], f"row {row} reads KV that is not its own at {position}"
 
-    def _sample(self, number: int, batch: list[tuple[int, int, int, bool]]) -> RunnerOutput:
+    def _sample(self, step: SchedulerOutput, batch: list[tuple[int, int, int, bool, int]]) -> RunnerOutput:
         sampled: list[int] = []
         logprobs: list[Logprobs | None] = []
+        num_sampled: list[int] = []
         prompt_logprobs: dict[int, list[Logprobs]] = {}
-        for row, computed, count, samples in batch:
-            script, tokens, end = self.owner[row], self.tokens[row], computed + count
+        for row, computed, count, samples, drafts in batch:
+            script, tokens, end = self.owner[row], self.tokens[row], computed + count - drafts
             params, prompt = script.request.params, script.request.prompt_token_ids
             if params.prompt_logprobs is not None and computed < len(prompt) - 1:
                 entries = prompt[computed + 1 : end + 1]
                 prompt_logprobs[row] = [Logprobs([token], [-1.0], 1) for token in entries]
             assert samples == (end == len(tokens)), "sampling before the last known token, or not at it"
-            if samples:
-                token = script.sampled(end)
-                tokens.append(token)
-                sampled.append(token)
-                logprobs.append(Logprobs([token], [-2.0], 1) if params.logprobs is not None else None)
-        return RunnerOutput(number, sampled, logprobs if any(logprobs) else [], prompt_logprobs)
+            new = []
+            for position in range(end, end + drafts + 1) if samples else ():
+                new.append(script.sampled(position))
+                if new[-1] != self._guessed(row, position):
+                    break
+            tokens += new
+            sampled += new
+            num_sampled.append(len(new))
+            logprobs += [Logprobs([token], [-2.0], 1) if params.logprobs is not None else None for token in new]
+        return RunnerOutput(
+            step.step, sampled, logprobs if any(logprobs) else [], prompt_logprobs,
+            num_sampled=num_sampled if step.num_drafts else [],
+        )  # fmt: skip

@@ -22,6 +22,8 @@ from .support import batch, make_request, make_scheduler, run_step, run_to_end
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, got 0"),
         ({"num_blocks": 0}, "num_pages must be at least 1, got 0"),
         ({"policy": "lifo"}, "scheduling_policy must be one of fcfs, priority; got 'lifo'"),
+        ({"num_drafts": -1}, "num_drafts must not be negative, got -1"),
+        ({"num_drafts": 16}, "every running request gets a token and 16 drafts in every step"),
         ({"max_num_seqs": 65}, r"max_num_seqs \(65\) must not exceed max_num_batched_tokens \(64\)"),
         (
             {"enable_chunked_prefill": False, "max_model_len": 65},

@@ -1,10 +1,10 @@
 """Thousands of random traffic histories against a fake device that knows what every read must find.
 
 Each history draws limits (tiny pools, odd block sizes, both policies, chunking and caching on and off, one to three
-steps in flight), what layers keep (everything, windows, chunks, states, several of these over shared pages), who sends
-what (one by one, several together, by several clients) and a list of operations: add,
-schedule, take a result, abort, fail. After every operation the books
-must balance; at the end every request has exactly the tokens its script dictates.
+steps in flight, up to four drafts a decode, all of them right, wrong or either), what layers keep (everything, windows,
+chunks, states, several of these over shared pages), who sends what (one by one, several together, by several clients)
+and a list of operations: add, schedule, take a result, abort, fail. After every operation the books must balance; at
+the end every request has exactly the tokens its script dictates.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Received:
 
 
 class Traffic:
-    def __init__(self, config: SchedulerConfig, scripts: list[Script], depth: int) -> None:
+    def __init__(self, config: SchedulerConfig, scripts: list[Script], depth: int, drafts: str = "right") -> None:
         self.config = config
         self.depth = depth
         self.scheduler = Scheduler(config)
-        self.device = FakeDevice(config.layout, scripts)
+        self.device = FakeDevice(config.layout, scripts, drafts)
         self.upcoming = deque(scripts)
         self.script_of: dict[str, Script] = {}
         self.received: dict[str, Received] = {}
@@ -59,7 +59,8 @@ class Traffic:
         script = self.upcoming.popleft()
         request = script.request
         self.script_of[request.request_id] = script
-        needed = self.config.layout.pages_for(len(script.tokens) - 1, self.config.max_num_batched_tokens)
+        most = min(len(script.tokens) - 1 + self.config.num_drafts, self.config.max_model_len)
+        needed = self.config.layout.pages_for(most, self.config.max_num_batched_tokens)
         if needed > self.config.num_pages:
             with pytest.raises(RequestError, match=f"needs {needed} KV cache blocks"):
                 self.scheduler.add_request(request)
@@ -96,7 +97,10 @@ class Traffic:
     def check_step(self, step: SchedulerOutput, due: list[Request]) -> None:
         assert step.rows
         assert step.num_tokens <= self.config.max_num_batched_tokens
-        assert step.num_scheduled_tokens == sorted(step.num_scheduled_tokens, key=lambda count: count > 1)
+        known = [count - drafts for count, drafts in zip(step.num_scheduled_tokens, step.num_drafts, strict=False)]
+        known = known or step.num_scheduled_tokens
+        assert known == sorted(known, key=lambda count: count > 1)
+        assert set(step.num_drafts) <= {0, self.config.num_drafts}
         assert {update.row for update in step.block_updates} <= set(step.rows)
         for request in due:
             assert request.row in step.rows or request.status is RequestStatus.PREEMPTED
@@ -268,10 +272,15 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
     max_model_len = draw(st.integers(12 if tight else 2, 48))
     chunked = tight or draw(st.booleans())
     max_num_seqs = draw(st.integers(1, 5))
-    fewest_tokens = max_num_seqs if chunked else max(max_num_seqs, max_model_len)
+    num_drafts = draw(st.sampled_from([0, 0, 1, 2, 3, 4]))
+    fewest_tokens = max_num_seqs * (1 + num_drafts)
+    if not chunked:
+        fewest_tokens = max(fewest_tokens, max_model_len)
     block_size = draw(st.sampled_from([1, 2, 3] if tight else [1, 2, 3, 4, 5, 16, 32, 64]))
     max_num_batched_tokens = fewest_tokens + draw(st.integers(0, 3 if tight else 12))
     layout = draw(layouts(block_size))
+    if any(group.is_state for group in layout.groups):
+        num_drafts = 0
     for_one = layout.pages_for(max_model_len, max_num_batched_tokens)
     return SchedulerConfig(
         max_num_seqs=max_num_seqs,
@@ -284,6 +293,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         mixed_step_tokens=draw(st.none() | st.integers(1, 8)),
         look_ahead=draw(st.booleans()),
+        num_drafts=num_drafts,
     )
 
 
@@ -326,4 +336,5 @@ def test_random_traffic(data: st.DataObject) -> None:
     scripts = data.draw(script_lists(config.max_model_len))
     depth = data.draw(st.integers(1, 3))
     operations = data.draw(st.lists(st.integers(0, 255), max_size=50))
-    Traffic(config, scripts, depth).run(operations)
+    drafts = data.draw(st.sampled_from(["right", "wrong", "random"])) if config.num_drafts else "right"
+    Traffic(config, scripts, depth, drafts).run(operations)

@@ -272,3 +272,52 @@ def test_a_failed_step_ends_its_requests_and_no_others() -> None:
     assert [output.request_id for output in outputs] == ["c"]
     assert run_to_end(scheduler)[-1].finish_reason is FinishReason.LENGTH
     assert scheduler.kv_cache.pages.pools[0].num_held == 0
+
+
+# ---- drafts
+
+
+def test_a_decode_with_drafts_counts_them_as_accepted_until_the_result_says_how_many_were() -> None:
+    scheduler = make_scheduler(num_drafts=3)
+    scheduler.add_request(make_request("a", 5, max_tokens=20, logprobs=0))
+    request = scheduler.requests["a"]
+    run_step(scheduler)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert [step.num_computed_tokens for step in (first, second)] == [[5], [9]]
+    assert [(step.num_scheduled_tokens, step.num_drafts) for step in (first, second)] == [([4], [3])] * 2
+    tokens = [8, 9]  # the last known token's own, and one of three drafts was right
+    (output,) = scheduler.update(first, RunnerOutput(1, tokens, [entry(8), entry(9)], num_sampled=[2]))
+    assert (output.new_token_ids, output.new_logprobs) == (tokens, [entry(8), entry(9)])
+    assert (request.num_tokens, request.num_computed_tokens, request.num_inflight) == (8, 11, 4)
+    scheduler.update(second, RunnerOutput(2, [9] * 4, [entry(9)] * 4, num_sampled=[4]))
+    assert (request.num_tokens, request.num_computed_tokens, request.num_inflight) == (12, 11, 0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kept", "reason"),
+    [
+        ([7, EOS, 7, 7], [7, EOS], FinishReason.STOP),
+        ([EOS, 7, EOS, 7], [EOS, 7, EOS], FinishReason.STOP),  # the first comes before min_tokens
+        ([7, EOS, 7, NO_TOKEN_ALLOWED], [7, EOS], FinishReason.STOP),
+        ([7, 7, 7, 7], [7, 7, 7], FinishReason.LENGTH),
+    ],
+)
+def test_tokens_beyond_the_end_are_dropped(tokens: list[int], kept: list[int], reason: FinishReason) -> None:
+    scheduler = make_scheduler(num_drafts=3)
+    scheduler.add_request(make_request("a", 5, max_tokens=4, min_tokens=3, stop_token_ids=[EOS]))
+    run_step(scheduler)
+    (output,) = scheduler.update(scheduler.schedule(), RunnerOutput(1, tokens, num_sampled=[4]))
+    assert (output.new_token_ids, output.finish_reason) == (kept, reason)
+    assert scheduler.kv_cache.pages.pools[0].num_held == 0
+
+
+def test_a_decode_without_room_for_drafts_before_max_model_len_has_none() -> None:
+    scheduler = make_scheduler(max_model_len=8, num_drafts=3, num_blocks=2)
+    scheduler.add_request(make_request("a", 4, max_tokens=9))
+    run_step(scheduler)
+    first = scheduler.schedule()
+    assert (first.num_scheduled_tokens, first.num_drafts) == ([4], [3])
+    assert scheduler.schedule() is None  # it has ended, if all are right
+    scheduler.update(first, RunnerOutput(1, [7], num_sampled=[1]))
+    second = scheduler.schedule()
+    assert (second.num_scheduled_tokens, second.num_drafts) == ([1], [])
