@@ -108,7 +108,8 @@ class _Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {tensor.untyped_storage().data_ptr() for tensor in _tensors([*args, *(kwargs or {}).values()])}
+        taken = [tensor for tensor in _tensors([*args, *(kwargs or {}).values()]) if not tensor.is_mkldnn]
+        given = {tensor.untyped_storage().data_ptr() for tensor in taken}  # packed weights have no storage to look at
         made = [None if t.untyped_storage().data_ptr() in given else t for t in _tensors(result)]
         self.calls.append((func, args, kwargs or {}, made))
         return result
