@@ -206,13 +206,13 @@ class Scheduler:
     def fail(self, step: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
         """A step brought no result: its requests end with an error, all others live on. May be called before results
         of earlier steps are in. The device may not have heard of the rows that the step freed: it is told again."""
-        self.kv_cache.pages.not_cleared(step.cleared_pages)
         untold = set(self._free_rows).difference(self._freed_rows)
         self._freed_rows += [row for row in step.freed_rows if row in untold]
         outputs = []
         for request in self._steps.pop(step.step):
             if request.finish_reason is None:
                 outputs.append(self._fail_request(request, message))
+        self.kv_cache.pages.not_cleared(step.cleared_pages)  # those that are free again
         return outputs
 
     def _fail_request(self, request: Request, message: str) -> EngineCoreOutput:
