@@ -39,6 +39,7 @@ ENGINE_PARTS = {
     **{f"throughput-{name}": name for name in MODELS},
     "idle": "bf16",
     **{f"profile-{name}": name for name in MODELS if name != "bf16"},
+    "drafts": "bf16",
 }
 """part -> the model whose engine it runs on"""
 PARTS = ("start", *ENGINE_PARTS, "serve", "numerics", "ceilings")
@@ -132,6 +133,7 @@ def run_group(parts: list[str], run: Run) -> None:
 
 
 def run_engine_parts(parts: list[str], run: Run) -> None:
+    from h200_parts.drafts import draft_rows
     from h200_parts.offline import Bench, decode_rows, prefill_rows, throughput_rows
     from h200_parts.profile import idle_rows
 
@@ -145,6 +147,8 @@ def run_engine_parts(parts: list[str], run: Run) -> None:
                 prefill_rows(bench, run.emit)
             elif part.startswith("throughput-"):
                 throughput_rows(bench, run.emit)
+            elif part == "drafts":
+                draft_rows(bench, run.emit)
             else:
                 idle_rows(bench, run.emit)
             bench.count_experts(run.emit)

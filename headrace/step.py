@@ -80,6 +80,13 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     def num_tokens(self) -> int:
         return sum(self.num_scheduled_tokens)
 
+    def without_drafts(self) -> SchedulerOutput:
+        """The same step, in which each request that samples gets one token."""
+        if not self.num_drafts:
+            return self
+        counts = [count - drafts for count, drafts in zip(self.num_scheduled_tokens, self.num_drafts, strict=True)]
+        return msgspec.structs.replace(self, num_scheduled_tokens=counts, num_drafts=[])
+
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities at one position, over the model's raw distribution (before penalties and temperature)."""

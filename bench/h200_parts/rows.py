@@ -94,6 +94,7 @@ def _other_rows() -> list[RowSpec]:
     start = "process start to first token, 8B bf16: first time / again / without tables and caches"
     rate = "served, 1024/128 at 16 req/s: TTFT p50 / p99, ITL p99"
     more = "served, 1024/128 at 16 req/s: TPOT p50, ITL p50, E2E p50"
+    drafts = "8B bf16, step of 8 requests with 0 / 3 drafts each (at most 1.25 x)"
     single = "served, one at a time 128/128: TTFT, TPOT"
     return [
         RowSpec("start/first", "start", start, "first time", "s", 89.7, 20.0),
@@ -118,6 +119,8 @@ def _other_rows() -> list[RowSpec]:
         RowSpec("served/rate/e2el-p50", "serve", more, "E2E p50", "ms", 1220.0),
         RowSpec("served/single/ttft", "serve", single, "TTFT", "ms", 17.6, 9.0),
         RowSpec("served/single/tpot", "serve", single, "TPOT", "ms", 4.90),
+        RowSpec("drafts/bf16/0", "drafts", drafts, "no drafts", "ms"),
+        RowSpec("drafts/bf16/3", "drafts", drafts, "3 drafts", "ms", None, 1.25, share_of="drafts/bf16/0"),
         RowSpec("idle/bf16/128", "idle", "GPU idle between decode steps at batch 128 (trace)", "idle", "%", None, 3.0),
     ]
 

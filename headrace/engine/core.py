@@ -54,11 +54,16 @@ class _Inflight:
 
 def rehearsal(num_reqs: int, num_tokens: int, freed_rows: list[int], config: SchedulerConfig) -> SchedulerOutput:
     """A step of so many requests and tokens, all in the row behind those of max_num_seqs requests."""
+    rows, samples, drafts = [config.max_num_seqs] * num_reqs, [True] * num_reqs, config.num_drafts
+    if drafts and num_tokens == num_reqs * (1 + drafts):
+        counts = [1 + drafts] * num_reqs
+        return SchedulerOutput(
+            REHEARSED, [], freed_rows, [], rows, [0] * num_reqs, counts, samples, num_drafts=[drafts] * num_reqs
+        )
     counts = [1] * num_reqs
     for index in reversed(range(num_reqs)):  # longer chunks stand last
         counts[index] += min(num_tokens - sum(counts), config.max_model_len - 1)
-    rows = [config.max_num_seqs] * num_reqs
-    return SchedulerOutput(REHEARSED, [], freed_rows, [], rows, [0] * num_reqs, counts, [True] * num_reqs)
+    return SchedulerOutput(REHEARSED, [], freed_rows, [], rows, [0] * num_reqs, counts, samples)
 
 
 class EngineCore:
@@ -243,7 +248,9 @@ class EngineCore:
             told(decisions, logging.WARNING)
             tokens = self._config.max_num_batched_tokens
             assert tokens is not None
-            self.scheduler.config = dataclasses.replace(self.scheduler.config, max_num_batched_tokens=tokens)
+            limits = self.scheduler.config
+            tokens = max(tokens, limits.max_num_seqs * (1 + limits.num_drafts))
+            self.scheduler.config = dataclasses.replace(limits, max_num_batched_tokens=tokens)
 
     def _fail(self, plan: SchedulerOutput, error: Exception, outputs: list[EngineCoreOutput]) -> None:
         logger.error("step %d failed", plan.step, exc_info=error)

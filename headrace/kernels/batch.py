@@ -63,7 +63,73 @@ def scatter_words_reference(table: Tensor, index: Tensor, values: Tensor) -> Non
     table.view(-1)[index] = values
 
 
-@triton.jit(do_not_specialize=["token_table_stride", "num_samples", "none_allowed", "not_finite"])
+@triton.jit(do_not_specialize=["num_reqs", "num_samples"])
+def _settle_lengths_kernel(
+    num_computed_ptr,
+    seq_lens_ptr,
+    rows_ptr,
+    positions_ptr,
+    sample_rows_ptr,
+    offsets_ptr,
+    num_known_ptr,
+    num_reqs,
+    num_samples,
+    BLOCK: tl.constexpr,
+):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < num_reqs
+    row = tl.load(rows_ptr + index, mask=inside, other=0)
+    known = tl.load(num_known_ptr + row, mask=inside, other=0)
+    bound = tl.load(num_computed_ptr + index, mask=inside, other=0)
+    computed = tl.minimum(bound, tl.maximum(known - 1, 0))
+    seq_len = tl.load(seq_lens_ptr + index, mask=inside, other=0)
+    tl.store(num_computed_ptr + index, computed, mask=inside)
+    tl.store(seq_lens_ptr + index, seq_len - (bound - computed), mask=inside)
+    inside = index < num_samples
+    row = tl.load(sample_rows_ptr + index, mask=inside, other=0)
+    known = tl.load(num_known_ptr + row, mask=inside, other=0).to(tl.int64)
+    offset = tl.load(offsets_ptr + index, mask=inside, other=0)
+    position = tl.load(positions_ptr + index, mask=inside, other=0)
+    tl.store(positions_ptr + index, tl.minimum(position, known + offset), mask=inside)
+
+
+def settle_lengths(
+    num_computed: Tensor,
+    seq_lens: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    sample_rows: Tensor,
+    offsets: Tensor,
+    num_known: Tensor,
+) -> None:
+    """Lower what the host gave as a bound, as it did not know how many drafts would be accepted, to what is so, in
+    place: `num_computed` and `seq_lens` [num_reqs] int32 of requests in `rows` int32, and `positions` [num_samples]
+    int64 of what is sampled in `sample_rows`, `offsets` behind the first of its request. num_known [max_rows] int32:
+    tokens known in each row. Numbers that the host knew stay as they are."""
+    num_reqs, num_samples = rows.shape[0], sample_rows.shape[0]
+    arguments = (
+        num_computed, seq_lens, rows, positions, sample_rows, offsets, num_known, num_reqs, num_samples,
+    )  # fmt: skip
+    constants = {"BLOCK": 128, "num_warps": 4}  # no overlap(): what comes after reads lengths before it waits
+    launch(_settle_lengths_kernel, (-(-max(num_reqs, num_samples) // 128), 1, 1), arguments, constants)
+
+
+def settle_lengths_reference(
+    num_computed: Tensor,
+    seq_lens: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    sample_rows: Tensor,
+    offsets: Tensor,
+    num_known: Tensor,
+) -> None:
+    computed = torch.minimum(num_computed, (num_known[rows.long()] - 1).clamp_(min=0))
+    seq_lens -= num_computed - computed
+    num_computed.copy_(computed)
+    positions.copy_(torch.minimum(positions, num_known[sample_rows] + offsets))
+
+
+@triton.jit(do_not_specialize=["token_table_stride", "num_samples", "none_allowed", "not_finite", "rejected"])
 def _commit_tokens_kernel(
     token_table_ptr,
     out_ptr,
@@ -72,25 +138,50 @@ def _commit_tokens_kernel(
     raw_best_ptr,
     rows_ptr,
     positions_ptr,
+    num_known_ptr,
+    offsets_ptr,
     token_table_stride,
     num_samples,
     none_allowed,
     not_finite,
+    rejected,
+    MOST: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """A lane is a sample, and with drafts the first of its request does the work of all, in their order."""
     wait_for_inputs(OVERLAP)
     sample = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = sample < num_samples
-    token = tl.load(token_ids_ptr + sample, mask=inside, other=0)
-    best = tl.load(best_ptr + sample, mask=inside, other=0.0).to(tl.float32)
-    raw_best = tl.load(raw_best_ptr + sample, mask=inside, other=0.0).to(tl.float32)
+    if num_known_ptr is not None:
+        inside = inside & (tl.load(offsets_ptr + sample, mask=inside, other=1) == 0)
     row = tl.load(rows_ptr + sample, mask=inside, other=0)
     position = tl.load(positions_ptr + sample, mask=inside, other=0)
-    tl.store(token_table_ptr + row * token_table_stride + position, token.to(tl.int32), mask=inside)
-    shown = tl.where(best > float("-inf"), token, none_allowed)
-    shown = tl.where(tl.abs(raw_best) < float("inf"), shown, not_finite)  # false for NaN
-    tl.store(out_ptr + sample, shown, mask=inside)
+    row_ptr = token_table_ptr + row * token_table_stride + position
+    counts = inside
+    num_counted = tl.zeros([BLOCK], tl.int32)
+    for offset in tl.static_range(MOST):
+        own = inside
+        if offset:
+            behind = (sample + offset < num_samples) & inside
+            own = tl.load(offsets_ptr + sample + offset, mask=behind, other=-1) == offset
+            counts = counts & own
+        token = tl.load(token_ids_ptr + sample + offset, mask=own, other=0)
+        best = tl.load(best_ptr + sample + offset, mask=own, other=0.0).to(tl.float32)
+        raw_best = tl.load(raw_best_ptr + sample + offset, mask=own, other=0.0).to(tl.float32)
+        shown = tl.where(best > float("-inf"), token, none_allowed)
+        shown = tl.where(tl.abs(raw_best) < float("inf"), shown, not_finite)  # false for NaN
+        if num_known_ptr is not None:
+            draft = tl.load(row_ptr + offset, mask=own, other=0)
+            num_counted += counts.to(tl.int32)
+            tl.store(out_ptr + sample + offset, tl.where(counts, shown, rejected), mask=own)
+            tl.store(row_ptr + offset, token.to(tl.int32), mask=counts)
+            counts = counts & (shown == draft)
+        else:
+            tl.store(row_ptr, token.to(tl.int32), mask=inside)
+            tl.store(out_ptr + sample, shown, mask=inside)
+    if num_known_ptr is not None:
+        tl.store(num_known_ptr + row, position.to(tl.int32) + num_counted, mask=inside)
 
 
 def commit_tokens(
@@ -103,6 +194,10 @@ def commit_tokens(
     positions: Tensor,
     none_allowed: int,
     not_finite: int,
+    num_known: Tensor | None = None,
+    offsets: Tensor | None = None,
+    most: int = 1,
+    rejected: int = 0,
 ) -> None:
     """Write sampled tokens to their rows, for the next step, and to `out`, for the host.
 
@@ -110,14 +205,18 @@ def commit_tokens(
     `not_finite` where the highest logit of the model, `raw_best` [n], is NaN or infinite, else `none_allowed` where the
     highest that the request's own wishes left, `best` [n], is NaN or -inf. token_table [max_rows, max_model_len] int32;
     token_ids, rows, positions [n] int64.
+
+    With drafts `num_known` [max_rows] int32 is brought up to date, offsets [n] int64 count each request's tokens, of
+    which there are at most `most`, and its drafts stand in token_table where the tokens go. A token counts only if all
+    before it equal their drafts; `out` is `rejected` for the others, which are written nowhere.
     """
     num_samples = token_ids.shape[0]
     if num_samples:
         arguments = (
-            token_table, out, token_ids, best, raw_best, rows, positions, token_table.stride(0), num_samples,
-            none_allowed, not_finite,
+            token_table, out, token_ids, best, raw_best, rows, positions, num_known, offsets, token_table.stride(0),
+            num_samples, none_allowed, not_finite, rejected,
         )  # fmt: skip
-        constants = dict(BLOCK=128, num_warps=4, **overlap())
+        constants = dict(MOST=most, BLOCK=128, num_warps=4, **overlap())
         launch(_commit_tokens_kernel, (-(-num_samples // 128), 1, 1), arguments, constants)
 
 
@@ -131,10 +230,24 @@ def commit_tokens_reference(
     positions: Tensor,
     none_allowed: int,
     not_finite: int,
+    num_known: Tensor | None = None,
+    offsets: Tensor | None = None,
+    most: int = 1,
+    rejected: int = 0,
 ) -> None:
-    token_table[rows, positions] = token_ids.to(torch.int32)
     shown = torch.where(best > float("-inf"), token_ids, none_allowed)
-    out.copy_(torch.where(raw_best.abs() < float("inf"), shown, not_finite), non_blocking=True)  # false for NaN
+    shown = torch.where(raw_best.abs() < float("inf"), shown, not_finite)  # false for NaN
+    if num_known is not None and offsets is not None:
+        drafts = token_table[rows, positions]
+        wrong = (shown != drafts).long()
+        wrong_before = wrong.cumsum(0) - wrong
+        first = torch.arange(len(rows), device=rows.device) - offsets
+        counts = wrong_before == wrong_before[first]
+        num_known.scatter_reduce_(0, rows, torch.where(counts, positions + 1, 0).int(), "amax", include_self=False)
+        shown = torch.where(counts, shown, rejected)
+        token_ids = torch.where(counts, token_ids, drafts)
+    token_table[rows, positions] = token_ids.to(torch.int32)
+    out.copy_(shown, non_blocking=True)
 
 
 @triton.jit(do_not_specialize=["token_table_stride", "block_table_stride", "num_reqs", "num_tokens", "search_steps"])

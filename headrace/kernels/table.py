@@ -27,6 +27,7 @@ class KernelTable:
     copy_words: Callable[[Tensor, Tensor], None]
     scatter_words: Callable[[Tensor, Tensor, Tensor], None]
     prepare_batch: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    settle_lengths: Callable[..., None]
     commit_tokens: Callable[..., None]
     best_token: Callable[[Tensor], tuple[Tensor, Tensor]]
     gumbel_argmax: Callable[..., Tensor]
@@ -47,6 +48,7 @@ REFERENCE_KERNELS = KernelTable(
     copy_words=batch.copy_words_reference,
     scatter_words=batch.scatter_words_reference,
     prepare_batch=batch.prepare_batch_reference,
+    settle_lengths=batch.settle_lengths_reference,
     commit_tokens=batch.commit_tokens_reference,
     best_token=sampling.best_token_reference,
     gumbel_argmax=sampling.gumbel_argmax_reference,
@@ -67,6 +69,7 @@ TRITON_KERNELS = KernelTable(
     copy_words=batch.copy_words,
     scatter_words=batch.scatter_words,
     prepare_batch=batch.prepare_batch,
+    settle_lengths=batch.settle_lengths,
     commit_tokens=batch.commit_tokens,
     best_token=sampling.best_token,
     gumbel_argmax=sampling.gumbel_argmax,

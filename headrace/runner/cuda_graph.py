@@ -34,7 +34,7 @@ class Shape(NamedTuple):
     kind: str
     """full | piecewise"""
     decode: bool
-    """Padding is requests of one token; else one request with all of it, and requests without tokens."""
+    """Padding is more decodes; else one request with all of it, and requests without tokens."""
     num_reqs: int
     num_tokens: int
     alone: bool = False
@@ -221,28 +221,29 @@ class StepGraphs:
         self._captured: dict[Shape, _Captured] = {}
         self._count: Counter[str] = Counter()
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
-        self._decode_shapes = self._lookup(settings.decode, True, settings.decode_sizes)
+        self._decode_shapes = self._lookup(settings.decode, True, settings.decode_sizes, settings.decode_len)
         self._other_shapes = self._lookup(settings.other, False, settings.other_sizes)
         self._alone_sizes = frozenset(settings.alone_sizes)
 
     @staticmethod
-    def _lookup(kind: str, decode: bool, sizes: tuple[int, ...]) -> list[Shape | None]:
+    def _lookup(kind: str, decode: bool, sizes: tuple[int, ...], length: int = 1) -> list[Shape | None]:
         """size -> what it is padded to; a mixed step's number of requests is filled in later"""
         if kind == "none" or not sizes:
             return []
         found: list[Shape | None] = [None] * (sizes[-1] + 1)
         for size in reversed(sizes):
-            found[: size + 1] = [Shape(kind, decode, size, size)] * (size + 1)
+            found[: size + 1] = [Shape(kind, decode, size, size * length)] * (size + 1)
         return found
 
     def shape_of(self, step: SchedulerOutput) -> Shape | None:
         """What the step is padded to, or None where it runs eagerly.
 
-        A step of decodes is one in which every request runs one token and samples. (A token that samples is never one
-        that prompt logprobs are wanted after.)
+        A step of decodes is one in which every request runs one token and its drafts, and samples. (A token that
+        samples is never one that prompt logprobs are wanted after.)
         """
-        num_reqs, num_tokens = len(step.rows), step.num_tokens
-        if num_tokens == num_reqs and all(step.samples):
+        num_reqs, num_tokens, length = len(step.rows), step.num_tokens, self.settings.decode_len
+        decodes = num_tokens == num_reqs * length and all(step.samples)
+        if decodes and (length == 1 or step.num_drafts == [length - 1] * num_reqs):
             return self._decode_shapes[num_reqs] if num_reqs < len(self._decode_shapes) else None
         shape = self._other_shapes[num_tokens] if num_tokens < len(self._other_shapes) else None
         if shape is None or shape.num_tokens - num_tokens > self.settings.max_model_len:

@@ -25,6 +25,8 @@ class GraphSettings:
     max_model_len: int
     alone: str = "full"
     """prompts that run alone, where decodes are captured whole and other steps in pieces: `full` or `none`"""
+    decode_len: int = 1
+    """tokens of a decode, drafts included"""
 
     @staticmethod
     def of(
@@ -52,7 +54,7 @@ class GraphSettings:
     @property
     def most_tokens(self) -> int:
         """of a captured step"""
-        decode = self.decode_sizes if self.decode != "none" else ()
+        decode = [size * self.decode_len for size in self.decode_sizes] if self.decode != "none" else ()
         return max((*decode, *(self.other_sizes if self.other != "none" else ())), default=0)
 
     @property
@@ -88,7 +90,7 @@ class GraphSettings:
         But the very largest of both is the first of all: the memory that its capture takes holds what the others need,
         while each that is larger than all before it takes its own. Where one request runs at a time pieces are captured
         as they come up: of prompts that go on."""
-        decodes = [(size, size) for size in self.decode_sizes] if self.decode != "none" else []
+        decodes = [(size, size * self.decode_len) for size in self.decode_sizes] if self.decode != "none" else []
         likely = sorted(self.other_sizes, key=lambda size: (size > MOST_TOKENS, -size))
         fewest = [(-(-size // self.max_model_len), size) for size in likely if self.other != "none"]
         alone = set(self.alone_sizes)
@@ -102,5 +104,5 @@ class GraphSettings:
         return ([largest] if largest else []) + [step for turn in turns for step in turn if step and step != largest]
 
     def _pieces(self) -> set[int]:
-        decode = self.decode_sizes if self.decode == "piecewise" else ()
+        decode = [size * self.decode_len for size in self.decode_sizes] if self.decode == "piecewise" else ()
         return {*decode, *(self.other_sizes if self.other == "piecewise" else ())}

@@ -30,11 +30,13 @@ class Batch:
     query_start_loc: Tensor
     """[R + 1] int32"""
     sample_index: Tensor
-    """[S] int64: index into the step's tokens of each sampling request's last token"""
+    """[S] int64: index into the step's tokens of each sampling request's last token; its drafts follow"""
     sample_rows: Tensor
     """[S] int64"""
     sample_positions: Tensor
     """[S] int64: number of tokens known before the sampled one, which is the position it takes"""
+    sample_offsets: Tensor | None
+    """[S] int64, where decodes may have drafts: how far each is behind the first of its request"""
     num_reqs: int
     """R, padding included, as in the numbers below"""
     num_tokens: int
@@ -46,7 +48,7 @@ class Batch:
     max_prompt_len: int
     """of the requests behind the decodes; 0: there are none"""
     decode_only: bool
-    """Every request runs one token and samples: request i is token i is sample i."""
+    """Every token samples: token i is sample i."""
 
 
 class Everyone(NamedTuple):
@@ -67,17 +69,20 @@ class _Buffers:
     small: Tensor
     """# [4, max_rows + 2 or more] int32: rows, num_computed, seq_lens, query_start_loc"""
     large: Tensor
-    """# [3, max_rows + 2 or more] int64: sample_index, sample_rows, sample_positions"""
+    """# [3 or 4, (max_rows + 2) * decode_len or more] int64: sample_index, sample_rows, sample_positions, and with
+    drafts sample_offsets"""
 
     @staticmethod
-    def allocate(width: int, device: torch.device | str, pinned: bool = False) -> _Buffers:
-        words = torch.zeros((4 + 2 * 3) * width, dtype=torch.int32, device=device, pin_memory=pinned)
-        return _Buffers(words, words[: 4 * width].view(4, width), words[4 * width :].view(torch.int64).view(3, width))
+    def allocate(width: int, decode_len: int, device: torch.device | str, pinned: bool = False) -> _Buffers:
+        kinds = 3 + (decode_len > 1)
+        words = torch.zeros((4 + 2 * kinds * decode_len) * width, dtype=torch.int32, device=device, pin_memory=pinned)
+        return _Buffers(words, words[: 4 * width].view(4, width), words[4 * width :].view(torch.int64).view(kinds, -1))
 
 
 class InputBatch:
-    """Buffers for at most `max_rows` requests and one of padding. `stages` host copies rotate so that one may be filled
-    while another is still read. On a CPU they are the device's too, unless addresses are to be `fixed`."""
+    """Buffers for at most `max_rows` requests and one of padding, whose decodes have `decode_len` tokens. `stages` host
+    copies rotate so that one may be filled while another is still read. On a CPU they are the device's too, unless
+    addresses are to be `fixed`."""
 
     def __init__(
         self,
@@ -86,17 +91,19 @@ class InputBatch:
         stages: int = 4,
         fixed: bool = False,
         copy_words: Callable[[Tensor, Tensor], None] = copy_words_reference,
+        decode_len: int = 1,
     ) -> None:
         self.device = device
+        self.decode_len = decode_len
         self._copy = copy_words
         self.max_rows = max_rows
         pinned = device.type != "cpu"
         width = (
             -(-(max_rows + 2) // 4) * 4
         )  # every view begins at a multiple of 16 bytes, which kernels are compiled for
-        self._stages = [_Buffers.allocate(width, "cpu", pinned) for _ in range(stages)]
+        self._stages = [_Buffers.allocate(width, decode_len, "cpu", pinned) for _ in range(stages)]
         self._arrays = [(stage.small.numpy(), stage.large.numpy()) for stage in self._stages]
-        self._device = _Buffers.allocate(width, device) if pinned or fixed else None
+        self._device = _Buffers.allocate(width, decode_len, device) if pinned or fixed else None
         self._views = [
             (*buffers.small.unbind(), *buffers.large.unbind())
             for buffers in (self._device or stage for stage in self._stages)
@@ -118,11 +125,11 @@ class InputBatch:
         everyone: bool = False,
     ) -> Batch:
         """Copy the step's integers to the device. Requests beyond the step's own, up to `padded_reqs`, have seq_len 0
-        and sit in the scratch row: of one token each, or, with `padded_tokens`, the first of all tokens up to there
-        and the others of none. `everyone`: make what `everyone()` gives right, too."""
+        and sit in the scratch row: of as many tokens as a decode has, or, with `padded_tokens`, the first of all tokens
+        up to there and the others of none. `everyone`: make what `everyone()` gives right, too."""
         num_reqs, num_tokens = len(step.rows), step.num_tokens
         padded = padded_reqs or num_reqs
-        tokens = padded_tokens or num_tokens + padded - num_reqs
+        tokens = padded_tokens or num_tokens + (padded - num_reqs) * self.decode_len
         self._turn = (self._turn + 1) % len(self._stages)
         small, large = self._arrays[self._turn]
         facts = np.array((step.rows, step.num_computed_tokens, step.num_scheduled_tokens))
@@ -138,16 +145,19 @@ class InputBatch:
             small[1:3, num_reqs:end] = 0
             small[3, num_reqs + 1 : end + 1] = tokens
             if padded_tokens is None:
-                small[3, num_reqs + 1 : padded + 1] = np.arange(num_tokens + 1, tokens + 1)
-        num_samples = sum(step.samples)
-        chosen = slice(None) if num_samples == num_reqs else np.array(step.samples)
-        large[0, :num_samples] = starts[chosen] - 1
-        large[1, :num_samples] = facts[0, chosen]
-        large[2, :num_samples] = ends[chosen]
+                small[3, num_reqs + 1 : padded + 1] = np.arange(num_tokens, tokens, self.decode_len) + self.decode_len
+        if self.decode_len > 1:
+            num_samples = self._fill_samples(step, large, facts[0], starts, ends)
+        else:
+            num_samples = sum(step.samples)
+            chosen = slice(None) if num_samples == num_reqs else np.array(step.samples)
+            large[0, :num_samples] = starts[chosen] - 1
+            large[1, :num_samples] = facts[0, chosen]
+            large[2, :num_samples] = ends[chosen]
         if self._device is not None:
             self._copy(self._device.words, self._stages[self._turn].words)
         views = self._views[self._turn]
-        rows, num_computed, seq_lens, query_start_loc, sample_index, sample_rows, sample_positions = views
+        rows, num_computed, seq_lens, query_start_loc, sample_index, sample_rows, sample_positions, *offsets = views
         longest = max(step.num_scheduled_tokens)
         num_decodes = num_reqs if longest == 1 else int(np.argmax(scheduled > 1))
         return Batch(
@@ -158,6 +168,7 @@ class InputBatch:
             sample_index=sample_index[:num_samples],
             sample_rows=sample_rows[:num_samples],
             sample_positions=sample_positions[:num_samples],
+            sample_offsets=offsets[0][:num_samples] if offsets else None,
             num_reqs=padded,
             num_tokens=tokens,
             num_samples=num_samples,
@@ -166,5 +177,23 @@ class InputBatch:
             max_query_len=longest if padded_tokens is None else max(longest, tokens - num_tokens, 2),
             max_seq_len=int(ends.max()),
             max_prompt_len=int(ends[num_decodes:].max(initial=0)),
-            decode_only=longest == 1 and num_samples == num_reqs,
+            decode_only=num_samples == num_tokens,
         )
+
+    @staticmethod
+    def _fill_samples(
+        step: SchedulerOutput, large: np.ndarray, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray
+    ) -> int:
+        """A sample for the last known token of each request that samples, and for each of its drafts; -> how many."""
+        counts = np.array(step.samples, dtype=np.int64)
+        if step.num_drafts:
+            counts *= 1 + np.array(step.num_drafts)
+        whose = np.repeat(np.arange(len(counts)), counts)
+        num_samples = len(whose)
+        offsets = np.arange(num_samples) - (counts.cumsum() - counts)[whose]
+        behind = counts[whose] - 1 - offsets  # tokens of the request behind this one
+        large[0, :num_samples] = starts[whose] - 1 - behind
+        large[1, :num_samples] = rows[whose]
+        large[2, :num_samples] = ends[whose] - behind
+        large[3, :num_samples] = offsets
+        return num_samples

@@ -300,21 +300,43 @@ def _scatter_words(subject: Subject) -> Iterator[Case]:
     yield run, 0.0
 
 
+def _settle_lengths(subject: Subject) -> Iterator[Case]:
+    rows, known = subject.ints(3, 0, 2), subject.ints(9, 4, 0, 21)
+    whose, offsets = subject.ints(3, 3, 0, dtype=torch.int64), subject.ints(0, 1, 0, dtype=torch.int64)
+
+    def run(kernel: Callable[..., None]) -> Tensor:
+        computed, lengths = subject.ints(24, 3, 0), subject.ints(26, 9, 0)
+        positions = subject.ints(25, 26, 9, dtype=torch.int64)
+        kernel(computed, lengths, rows, positions, whose, offsets, known)
+        return torch.cat((computed, lengths, positions)).long()
+
+    yield run, 0.0
+
+
 def _commit_tokens(subject: Subject) -> Iterator[Case]:
     token_ids, rows = subject.ints(7, 3, 9, 8, dtype=torch.int64), subject.ints(2, 0, 3, 1, dtype=torch.int64)
     positions = subject.ints(0, 5, 3, 2, dtype=torch.int64)
     best = torch.tensor([1.0, float("nan"), float("-inf"), 2.0], device=subject.device).to(subject.dtype)
     raw_best = torch.tensor([1.0, float("nan"), 3.0, float("inf")], device=subject.device).to(subject.dtype)
 
-    def run(kernel: Callable[..., None]) -> Tensor:
-        table = torch.zeros(4, 6, dtype=torch.int32, device=subject.device)
+    def run(
+        kernel: Callable[..., None], rows: Tensor = rows, positions: Tensor = positions, offsets: Tensor | None = None
+    ) -> Tensor:
+        table = torch.full((4, 6), 7, dtype=torch.int32, device=subject.device)
+        known = None if offsets is None else torch.zeros(4, dtype=torch.int32, device=subject.device)
         out = torch.zeros(4, dtype=torch.int64, pin_memory=subject.device.type == "cuda")
-        kernel(out, table, token_ids, best, raw_best, rows, positions, -1, -2)
+        drafts = () if offsets is None else (known, offsets, 3, -3)
+        kernel(out, table, token_ids, best, raw_best, rows, positions, -1, -2, *drafts)
         if subject.device.type == "cuda":
             torch.cuda.synchronize(subject.device)
-        return torch.cat((table.long().flatten(), out.to(subject.device)))
+        found = [table.long().flatten(), out.to(subject.device)]
+        return torch.cat(found if known is None else [*found, known.long()])
 
     yield run, 0.0
+    # of three tokens of a row the second is no number, behind a right draft; then a row without drafts
+    rows, positions = subject.ints(2, 2, 2, 0, dtype=torch.int64), subject.ints(1, 2, 3, 5, dtype=torch.int64)
+    offsets = subject.ints(0, 1, 2, 0, dtype=torch.int64)
+    yield partial(run, rows=rows, positions=positions, offsets=offsets), 0.0
 
 
 def _logits(subject: Subject, rows: int = 6) -> Tensor:
@@ -403,6 +425,7 @@ KERNEL_CASES: dict[str, Callable[[Subject], Iterator[Case]]] = {
     "copy_words": _copy_words,
     "scatter_words": _scatter_words,
     "prepare_batch": _prepare_batch,
+    "settle_lengths": _settle_lengths,
     "commit_tokens": _commit_tokens,
     "best_token": _best_token,
     "gumbel_argmax": _gumbel_argmax,

@@ -20,7 +20,7 @@ from headrace.runner.cuda_graph import CudaDevice, GraphDevice, StepGraphs
 from headrace.runner.graph_settings import GraphSettings
 from headrace.runner.input_batch import Batch, InputBatch
 from headrace.runner.kv_cache import KVCacheShape, allocate_kv_cache
-from headrace.runner.pending import HostLogprobs, Notes, Outgoing, PendingStep, logprobs_to_host
+from headrace.runner.pending import REJECTED, HostLogprobs, Notes, Outgoing, PendingStep, logprobs_to_host
 from headrace.runner.request_state import RequestState
 from headrace.sampling.logprobs import LogprobTensors, gather_logprobs
 from headrace.sampling.sampler import Sampler
@@ -38,6 +38,19 @@ class CausalModel(Protocol):
     ) -> Tensor: ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class Drafter(Protocol):
+    """Guesses what follows the known tokens of a row. Wrong guesses cost time and nothing else."""
+
+    num_drafts: int
+    """guesses a row"""
+
+    def propose(self, batch: Batch, state: RequestState, hidden: Tensor) -> None:
+        """Write guesses to the `num_drafts` places of state.token_table behind the state.num_known tokens of each row
+        of batch.sample_rows. `hidden`: of the batch's tokens. It follows each step that samples, and must take no
+        memory that it may not find: the step would be computed again, and its tokens are known already."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -60,6 +73,7 @@ class ModelRunner:
         device: torch.device,
         graph_settings: GraphSettings | None = None,
         graph_device: Callable[[torch.device], GraphDevice] = CudaDevice,
+        drafter: Drafter | None = None,
     ) -> None:
         """Ready to be profiled, on a cache of one block and without graphs; `allocate` makes it ready to serve."""
         self.model = model
@@ -68,13 +82,16 @@ class ModelRunner:
         self.shape = shape
         self.limits = limits
         self.device = device
+        self.drafter = drafter
+        self.num_drafts = 0 if drafter is None else drafter.num_drafts
         self.graph_settings = graph_settings
         self.graphs: StepGraphs | None = None
         self.notes = Notes()
         self._graph_device = graph_device
         self.inputs = InputBatch(
-            limits.max_num_seqs, device, fixed=graph_settings is not None, copy_words=kernels.copy_words
-        )
+            limits.max_num_seqs, device, fixed=graph_settings is not None, copy_words=kernels.copy_words,
+            decode_len=1 + self.num_drafts,
+        )  # fmt: skip
         self.keep_results()
         self._build(num_blocks=1)
 
@@ -93,7 +110,7 @@ class ModelRunner:
 
     def keep_results(self) -> None:
         """What queued steps leave for the host stays there, however many steps follow before it is read."""
-        self._outgoing = Outgoing(self.limits.max_num_seqs, self.device)
+        self._outgoing = Outgoing(self.limits.max_num_seqs * (1 + self.num_drafts), self.device)
 
     def _build(self, num_blocks: int) -> None:
         limits = self.limits
@@ -102,7 +119,7 @@ class ModelRunner:
         self.kv_caches = allocate_kv_cache(self.shape, num_blocks, self.device)
         self.state = RequestState(
             limits.max_num_seqs, limits.max_model_len, limits.block_size, limits.vocab_size, num_blocks, self.device,
-            self.kernels.scatter_words,
+            self.kernels.scatter_words, self.num_drafts,
         )  # fmt: skip
         self.sampler = Sampler(self.state.sampling, self.kernels)
 
@@ -114,13 +131,33 @@ class ModelRunner:
         graphs = self.graphs
         shape = None if graphs is None else graphs.shape_of(step)
         if graphs is None or shape is None:
-            batch = self.inputs.fill(step)
+            batch = self._fill(step)
             hidden, _ = self.forward(batch)
         else:
             tokens = None if shape.decode else shape.num_tokens
-            batch = self.inputs.fill(step, shape.num_reqs, tokens, everyone=shape.kind == "piecewise")
+            batch = self._fill(step, shape.num_reqs, tokens, everyone=shape.kind == "piecewise")
             hidden = graphs.run(shape, batch)
-        return self._sample(step, batch, self._logits(batch, hidden), self._prompt_logprobs(step, hidden))
+        prompts = self._prompt_logprobs(step, hidden)
+        pending = self._sample(step, batch, self._logits(batch, hidden), prompts)
+        if self.drafter is not None and batch.num_samples:
+            self.drafter.propose(batch, self.state, hidden)
+        return pending
+
+    def _fill(
+        self,
+        step: SchedulerOutput,
+        padded_reqs: int | None = None,
+        padded_tokens: int | None = None,
+        everyone: bool = False,
+    ) -> Batch:
+        """The step's batch; where the host knows but bounds of lengths, they are what the rows say."""
+        state, batch = self.state, self.inputs.fill(step, padded_reqs, padded_tokens, everyone)
+        if state.num_known is not None:
+            self.kernels.settle_lengths(
+                batch.num_computed, batch.seq_lens, batch.rows, batch.sample_positions, batch.sample_rows,
+                batch.sample_offsets, state.num_known,
+            )  # fmt: skip
+        return batch
 
     def forward(self, batch: Batch, cut: Callable[..., Tensor] | None = None) -> tuple[Tensor, AttentionMetadata]:
         """Hidden states [num_tokens, hidden_size] after the last norm, and what attention was told.
@@ -172,29 +209,29 @@ class ModelRunner:
     ) -> PendingStep:
         """Sample, write the tokens back to their rows, and queue what the host wants to see."""
         state = self.state
-        token_ids = logprobs = None
+        token_ids = logprobs = samples = None
+        if step.num_drafts:
+            samples = [
+                drafts + 1 if samples else 0 for drafts, samples in zip(step.num_drafts, step.samples, strict=True)
+            ]
         if logits is not None:
-            result = self.sampler.sample(
-                logits,
-                batch.sample_rows,
-                batch.sample_positions,
-                state.token_table,
-                max_num_tokens=batch.max_seq_len,
-            )
-            token_ids = self._outgoing.next(batch.num_samples)
             rows, positions = batch.sample_rows, batch.sample_positions
+            offsets, most = batch.sample_offsets, 1 + self.num_drafts
+            result = self.sampler.sample(logits, rows, positions, state.token_table, batch.max_seq_len, offsets, most)
+            token_ids = self._outgoing.next(batch.num_samples)
             self.kernels.commit_tokens(
                 token_ids, state.token_table, result.token_ids, result.best, result.raw_best, rows, positions,
-                NO_TOKEN_ALLOWED, LOGITS_NOT_FINITE,
+                NO_TOKEN_ALLOWED, LOGITS_NOT_FINITE, state.num_known, offsets, most, REJECTED,
             )  # fmt: skip
             if result.logprobs is not None and state.wants_logprobs:
-                sampled_rows = [row for row, samples in zip(step.rows, step.samples, strict=True) if samples]
-                logprobs = logprobs_to_host(result.logprobs, [state.wants_logprobs.get(row) for row in sampled_rows])
+                counts = samples or step.samples
+                sampled = [row for row, count in zip(step.rows, counts, strict=True) for _ in range(count)]
+                logprobs = logprobs_to_host(result.logprobs, [state.wants_logprobs.get(row) for row in sampled])
         event = None
         if self.device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
-        return PendingStep(step.step, token_ids, logprobs, prompts, event, self.notes.take())
+        return PendingStep(step.step, token_ids, logprobs, prompts, event, self.notes.take(), samples)
 
     def _prompt_logprobs(self, step: SchedulerOutput, hidden: Tensor) -> dict[int, HostLogprobs]:
         """For the rows that asked: the distribution after each prompt position of this step, scored at the prompt token

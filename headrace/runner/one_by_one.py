@@ -16,18 +16,20 @@ from headrace.step import Logprobs, RunnerOutput, SchedulerOutput
 
 
 def execute_one_by_one(runner: ModelRunner, step: SchedulerOutput) -> FinishedStep:
-    """What `runner.execute` would give, computed already."""
+    """What `runner.execute` would give, computed already. Drafts would be in one batch with what they follow: they are
+    left out."""
     token_ids: list[int] = []
     logprobs: list[Logprobs | None] = []
     prompt_logprobs: dict[int, list[Logprobs]] = {}
-    for single in single_tokens(step):
+    num_sampled = [int(samples) for samples in step.samples] if step.num_drafts else []
+    for single in single_tokens(step.without_drafts()):
         result = runner.execute(single).result()
         token_ids += result.token_ids
         logprobs += result.logprobs or [None] * len(result.token_ids)
         for row, entries in result.prompt_logprobs.items():
             prompt_logprobs.setdefault(row, []).extend(entries)
     wanted = logprobs if any(logprobs) else []
-    return FinishedStep(RunnerOutput(step.step, token_ids, wanted, prompt_logprobs))
+    return FinishedStep(RunnerOutput(step.step, token_ids, wanted, prompt_logprobs, num_sampled=num_sampled))
 
 
 def single_tokens(step: SchedulerOutput) -> Iterator[SchedulerOutput]:

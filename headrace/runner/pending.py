@@ -14,6 +14,9 @@ from headrace.errors import HeadraceError
 from headrace.sampling.logprobs import LogprobTensors
 from headrace.step import Logprobs, RunnerOutput
 
+REJECTED = -3
+"""In place of a token that was sampled behind a wrong draft; beside step.NO_TOKEN_ALLOWED and LOGITS_NOT_FINITE."""
+
 
 @dataclass(frozen=True)
 class HostLogprobs:
@@ -76,8 +79,11 @@ class PendingStep:
         prompt_logprobs: dict[int, HostLogprobs] | None = None,
         event: torch.cuda.Event | None = None,
         notes: Notes | None = None,
+        samples: list[int] | None = None,
     ) -> None:
+        """`samples`: of each request, where some have drafts, of which REJECTED tells those that do not count."""
         self._step = step
+        self._samples = samples
         self._token_ids = token_ids
         self._logprobs = logprobs
         self._prompt_logprobs = prompt_logprobs or {}
@@ -90,10 +96,20 @@ class PendingStep:
     def result(self) -> RunnerOutput:
         if self._event is not None:
             self._event.synchronize()
+        token_ids: list[int] = [] if self._token_ids is None else self._token_ids.tolist()
+        logprobs = [] if self._logprobs is None else self._logprobs.entries()
+        num_sampled = []
+        if self._samples is not None:
+            first = 0
+            for count in self._samples:
+                num_sampled.append(count - token_ids[first : first + count].count(REJECTED))
+                first += count
+            logprobs = [entry for entry, token in zip(logprobs, token_ids, strict=False) if token != REJECTED]
+            token_ids = [token for token in token_ids if token != REJECTED]
         return RunnerOutput(
             self._step,
-            [] if self._token_ids is None else self._token_ids.tolist(),
-            [] if self._logprobs is None else self._logprobs.entries(),
+            token_ids,
+            logprobs,
             {
                 row: [entry for entry in host.entries() if entry is not None]
                 for row, host in self._prompt_logprobs.items()
@@ -101,6 +117,7 @@ class PendingStep:
             self._notes.lines,
             self._notes.warnings,
             graph_bytes=self._notes.graph_bytes,
+            num_sampled=num_sampled,
         )
 
 
@@ -108,9 +125,9 @@ class Outgoing:
     """Where sampled tokens come to lie on the host: pinned buffers that take turns, so that a step may be queued while
     the results of `turns` - 1 before it have not been read. On a CPU each step has its own."""
 
-    def __init__(self, max_rows: int, device: torch.device, turns: int = 4) -> None:
+    def __init__(self, most: int, device: torch.device, turns: int = 4) -> None:
         pinned = device.type != "cpu"
-        self._buffers = [torch.empty(max_rows, dtype=torch.int64, pin_memory=True) for _ in range(turns * pinned)]
+        self._buffers = [torch.empty(most, dtype=torch.int64, pin_memory=True) for _ in range(turns * pinned)]
         self._turn = 0
 
     def next(self, count: int) -> Tensor:
@@ -118,7 +135,7 @@ class Outgoing:
         if not self._buffers:
             return torch.empty(count, dtype=torch.int64)
         if count > len(self._buffers[0]):
-            raise HeadraceError(f"a step samples {count} tokens, more than there are rows")
+            raise HeadraceError(f"a step samples {count} tokens, more than rows can have")
         self._turn = (self._turn + 1) % len(self._buffers)
         return self._buffers[self._turn][:count]
 

@@ -18,13 +18,15 @@ from headrace.sampling.state import SamplingState
 from headrace.sampling.transfer import TableWriter
 from headrace.step import SchedulerOutput
 
-TOKENS, BLOCKS = "tokens", "blocks"
+TOKENS, BLOCKS, KNOWN = "tokens", "blocks", "known"
 
 
 class RequestState:
     """Tables on `device`:
 
-    - `token_table` [max_rows + 1, max_model_len + 1] int32: every known token; sampling writes the next one here
+    - `token_table` [max_rows + 1, max_model_len + num_drafts + 1] int32: every known token; sampling writes the next
+      one here, and drafts follow
+    - `num_known` [max_rows + 1] int32, with drafts: how many are known, which the host learns late
     - `block_table` [max_rows + 1, max_blocks] int32
 
     The last row is scratch: padding of captured graphs lives there and writes to `scratch_block`, which no request has.
@@ -40,14 +42,18 @@ class RequestState:
         scratch_block: int,
         device: torch.device,
         scatter_words: Callable[[Tensor, Tensor, Tensor], None] = scatter_words_reference,
+        num_drafts: int = 0,
     ) -> None:
         self.device = device
         shapes = {
             SamplingState.TABLE: SamplingState.table_shape(max_rows),
-            TOKENS: (max_rows + 1, max_model_len + 1),
+            TOKENS: (max_rows + 1, max_model_len + num_drafts + 1),
             BLOCKS: (max_rows + 1, -(-max_model_len // block_size)),
         }
+        if num_drafts:
+            shapes[KNOWN] = (max_rows + 1, 1)
         self._writer = TableWriter(device, shapes, scatter_words)
+        self.num_known = self._writer.tables[KNOWN].view(-1) if num_drafts else None
         self.token_table = self._writer.tables[TOKENS]
         self.block_table = self._writer.tables[BLOCKS]
         self.block_table[max_rows] = scratch_block
@@ -69,6 +75,9 @@ class RequestState:
             width = self.token_table.shape[1]
             known = [(new.row * width, new.prompt_token_ids + new.output_token_ids) for new in step.new_rows]
             self._write(TOKENS, known)
+            if self.num_known is not None:
+                lengths = [[len(new.prompt_token_ids) + len(new.output_token_ids)] for new in step.new_rows]
+                self._write(KNOWN, [(new.row, length) for new, length in zip(step.new_rows, lengths, strict=True)])
             for new in step.new_rows:
                 if new.params.prompt_logprobs is not None:
                     self.prompt_logprobs[new.row] = (new.params.prompt_logprobs, len(new.prompt_token_ids))

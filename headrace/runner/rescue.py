@@ -16,21 +16,28 @@ from headrace.step import Logprobs, RunnerOutput, SchedulerOutput
 
 
 def rescue(runner: ModelRunner, memory: DeviceMemory, step: SchedulerOutput, said: str) -> FinishedStep:
-    """What `runner.execute(step)` would have given; `said`: the words with which it failed.
+    """What `runner.execute(step)` would have given, but for drafts, which are left out; `said`: the words with which it
+    failed.
 
     Raises OutOfMemoryError when there is no memory even for one token.
     """
     runner.keep_results()  # the step before may not have been read, and parts of this one would take its place
     memory.give_back()
-    output, how = _attempt(runner, step), "computed once cached memory was given back"
+    smaller = step.without_drafts()
+    output, how = _attempt(runner, smaller), "computed once cached memory was given back"
     if output is None:
         runner.renew_graphs()
         memory.give_back()
-        output, how = _in_parts(runner, memory, step, said), "computed in parts, and CUDA graphs were freed"
+        output, how = _in_parts(runner, memory, smaller, said), "computed in parts, and CUDA graphs were freed"
     note = f"step {step.step} of {step.num_tokens} tokens found no memory, and was {how}: {said}"
-    warnings, graph_bytes = [*output.warnings, note], dict(runner.notes.graph_bytes)
     return FinishedStep(
-        msgspec.structs.replace(output, warnings=warnings, short_of_memory=True, graph_bytes=graph_bytes)
+        msgspec.structs.replace(
+            output,
+            warnings=[*output.warnings, note],
+            short_of_memory=True,
+            graph_bytes=dict(runner.notes.graph_bytes),
+            num_sampled=[int(samples) for samples in step.samples] if step.num_drafts else [],
+        )
     )
 
 

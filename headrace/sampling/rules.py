@@ -91,31 +91,41 @@ class RuleTable:
         self._merged = None
 
     def apply_(
-        self, logits: Tensor, rows: Tensor, num_tokens: Tensor, num_outputs: Tensor, token_table: Tensor
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        num_tokens: Tensor,
+        num_outputs: Tensor,
+        token_table: Tensor,
+        offsets: Tensor | None = None,
+        most: int = 1,
     ) -> None:
         """Change `logits` [n, vocab_size] float32, contiguous, in place.
 
         rows, num_tokens, num_outputs [n] int64: entry i is at row rows[i], which knows num_tokens[i] tokens, the last
-        num_outputs[i] of them sampled. token_table [rows, width] int32. No row may be in the batch twice.
+        num_outputs[i] of them sampled. token_table [rows, width] int32. A row may be in the batch `most` times, each
+        with another one of `offsets` [n] int64.
         """
         if self._merged is None:
             self._merged = self._merge()
-        rules, num_reqs = self._merged, rows.shape[0]
+        rules = self._merged
         # Where each row sits in the batch; -1: not in it, its rules do nothing this time.
-        batch_index = torch.full((token_table.shape[0],), -1, dtype=torch.int64, device=logits.device)
-        batch_index.index_copy_(0, rows, torch.arange(num_reqs, device=logits.device))
+        places = torch.full((token_table.shape[0] * most,), -1, dtype=torch.int64, device=logits.device)
+        place = rows if offsets is None else rows * most + offsets
+        places.index_copy_(0, place, torch.arange(rows.shape[0], device=logits.device))
         flat = logits.view(-1)
-        if rules.bias_rows.numel():
-            index = batch_index[rules.bias_rows]
-            value = rules.bias_values.masked_fill(index < 0, 0.0)
-            flat.scatter_add_(0, index.clamp(min=0) * self.vocab_size + rules.bias_tokens, value)
-        if rules.ban_rows.numel():
-            index = batch_index[rules.ban_rows]
-            here = index.clamp(min=0)
-            banned = (index >= 0) & (num_outputs[here] < rules.ban_until)
-            _ban_(flat, here * self.vocab_size + rules.ban_tokens, banned)
-        if rules.phrase_rows.numel():
-            self._apply_phrases_(flat, rules, batch_index[rules.phrase_rows], num_tokens, token_table)
+        for batch_index in places.view(-1, most).unbind(1):
+            if rules.bias_rows.numel():
+                index = batch_index[rules.bias_rows]
+                value = rules.bias_values.masked_fill(index < 0, 0.0)
+                flat.scatter_add_(0, index.clamp(min=0) * self.vocab_size + rules.bias_tokens, value)
+            if rules.ban_rows.numel():
+                index = batch_index[rules.ban_rows]
+                here = index.clamp(min=0)
+                banned = (index >= 0) & (num_outputs[here] < rules.ban_until)
+                _ban_(flat, here * self.vocab_size + rules.ban_tokens, banned)
+            if rules.phrase_rows.numel():
+                self._apply_phrases_(flat, rules, batch_index[rules.phrase_rows], num_tokens, token_table)
 
     def _apply_phrases_(
         self, flat: Tensor, rules: _DeviceRules, index: Tensor, num_tokens: Tensor, token_table: Tensor

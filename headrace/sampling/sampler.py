@@ -63,19 +63,23 @@ class Sampler:
         num_tokens: Tensor,
         token_table: Tensor,
         max_num_tokens: int | None = None,
+        offsets: Tensor | None = None,
+        most: int = 1,
     ) -> SampleResult:
         """Choose the next token of each row; `logits` is left as it is.
 
-        logits [n, vocab_size] any float dtype; rows [n] int64, each at most once; num_tokens [n] int64: tokens known
-        before the one to be sampled, which is also its position; token_table [>= max_rows, width] int32 holds them.
-        `max_num_tokens`, a bound of num_tokens that the host knows, saves the penalties work; default: width.
+        logits [n, vocab_size] any float dtype; rows [n] int64; num_tokens [n] int64: tokens known before the one to be
+        sampled, which is also its position; token_table [>= max_rows, width] int32 holds them. A row stands here once,
+        or up to `most` times, with `offsets` [n] int64, where the tokens behind its known ones are drafts: each is
+        sampled as if the drafts before it were known. `max_num_tokens`, a bound of num_tokens that the host knows,
+        saves the penalties work; default: width.
         """
         state, features, scores = self.state, self.state.features, logits
         if features & ~Feature.LOGPROBS:
             params = state.gather(rows)
         if features & CHANGES_LOGITS:
             scores = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-            self._change_(scores, params, rows, num_tokens, token_table[:, :max_num_tokens])
+            self._change_(scores, params, rows, num_tokens, token_table[:, :max_num_tokens], offsets, most)
         # NaN wins a maximum, so the maximum also tells rows without any usable logit.
         best, token_ids = self.kernels.best_token(scores)
         raw_best = best if scores is logits else self.kernels.best_token(logits)[0]
@@ -86,14 +90,17 @@ class Sampler:
             logprobs = gather_logprobs(logits, token_ids, state.max_logprobs, self.kernels.logsumexp)
         return SampleResult(token_ids, best, raw_best, logprobs)
 
-    def _change_(self, scores: Tensor, params: BatchParams, rows: Tensor, num_tokens: Tensor, tokens: Tensor) -> None:
+    def _change_(
+        self, scores: Tensor, params: BatchParams, rows: Tensor, num_tokens: Tensor, tokens: Tensor,
+        offsets: Tensor | None, most: int,
+    ) -> None:  # fmt: skip
         """Stages 3 to 5, in place."""
         state, features = self.state, self.state.features
         if Feature.ALLOWED_MASK in features and state.allowed_masks is not None:
             apply_allowed_mask_(scores, state.allowed_masks, params.has_allowed_mask, rows)
         if Feature.RULES in features:
             num_outputs = num_tokens - params.num_prompt_tokens
-            state.rules.apply_(scores, rows, num_tokens, num_outputs, tokens)
+            state.rules.apply_(scores, rows, num_tokens, num_outputs, tokens, offsets, most)
         if Feature.PENALTIES in features:
             apply_penalties_(
                 scores,

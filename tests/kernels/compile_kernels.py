@@ -181,6 +181,8 @@ def compile_rest():
     batch.copy_words(numbers, numbers)
     batch.scatter_words(numbers, wide, numbers)
     batch.commit_tokens(wide, x.int(), wide, x[:, 0], x[:, 0], wide, wide, -1, -2)
+    batch.commit_tokens(wide, x.int(), wide, x[:, 0], x[:, 0], wide, wide, -1, -2, numbers, wide, 4, -3)
+    batch.settle_lengths(numbers, numbers, numbers, wide, wide, wide, numbers)
     batch.prepare_batch(numbers, numbers, torch.zeros(17, dtype=torch.int32), x.int(), x.int(), 16, 16)
     q, k, v = torch.zeros(16, 48, 128, dtype=torch.bfloat16).split((32, 8, 8), dim=1)
     cache, angles = torch.zeros(2, 4, 16, 8, 128, dtype=torch.bfloat16), torch.zeros(8, 128)
@@ -191,7 +193,7 @@ def compile_rest():
     filter.filter_floor(torch.zeros(16, 128256), ones, numbers, ones, ones)
     rest = (
         norm._rms_norm_kernel, activation._silu_and_mul_kernel, batch._prepare_batch_kernel, batch._copy_words_kernel,
-        batch._scatter_words_kernel, batch._commit_tokens_kernel,
+        batch._scatter_words_kernel, batch._commit_tokens_kernel, batch._settle_lengths_kernel,
         rotary._rotary_and_cache_kernel, sampling._gumbel_kernel, sampling._pick_kernel, attention._combine_kernel,
         filter._groups_kernel, filter._histogram_kernel, filter._limit_kernel,
     )  # fmt: skip

@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from headrace.runner.cuda_graph import Shape, StepGraphs, _for_any_lengths
 from headrace.runner.graph_settings import GraphSettings
 from headrace.runner.input_batch import Batch, InputBatch
 from headrace.runner.kv_cache import KVCacheShape
-from headrace.runner.model_runner import ModelRunner, RunnerLimits
+from headrace.runner.model_runner import Drafter, ModelRunner, RunnerLimits
 from headrace.runner.pending import PendingStep
 from headrace.sampling_params import SamplingParams
 from headrace.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -59,7 +59,7 @@ MODELS = {
 DEMO = Path(headrace.__file__).parent / "demo_model"
 
 
-def make_runner(name: str, mode: str, **sizes: object) -> ModelRunner:
+def make_runner(name: str, mode: str, drafter: Drafter | None = None, **sizes: object) -> ModelRunner:
     model_config = ModelConfig.from_folder(DEMO) if name == "demo" else ModelConfig.from_dict(MODELS[name])
     specs = attention_specs(model_config, tp_size=1, block_size=4, dtype="float32", device_type="cpu")
     backend = AttentionInGraphs()
@@ -69,8 +69,10 @@ def make_runner(name: str, mode: str, **sizes: object) -> ModelRunner:
     settings = GraphSettings.of(
         {"cudagraph_mode": mode, **sizes}, LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, LIMITS.max_model_len
     )
+    if settings is not None and drafter is not None:
+        settings = replace(settings, decode_len=1 + drafter.num_drafts)
     limits = replace(LIMITS, vocab_size=model_config.vocab_size)
-    return ModelRunner(model, backend, KERNELS, shape, limits, CPU, settings, RecordingDevice)
+    return ModelRunner(model, backend, KERNELS, shape, limits, CPU, settings, RecordingDevice, drafter)
 
 
 @pytest.fixture(autouse=True)
@@ -94,16 +96,22 @@ class InThisProcess:
         pass
 
 
-def make_core(runner: ModelRunner, num_blocks: int, rehearsals: Sequence[tuple[int, int]] = ()) -> EngineCore:
+def make_core(
+    runner: ModelRunner,
+    num_blocks: int,
+    rehearsals: Sequence[tuple[int, int]] = (),
+    executor: Callable[[ModelRunner], InThisProcess] = InThisProcess,
+) -> EngineCore:
     runner.allocate(num_blocks)
     sizes = (
         LIMITS.max_num_seqs,
-        LIMITS.max_num_batched_tokens,
+        max(LIMITS.max_num_batched_tokens, LIMITS.max_num_seqs * (1 + runner.num_drafts)),
         LIMITS.max_model_len,
         same_layout(LIMITS.block_size),
         num_blocks,
     )
-    scheduler = SchedulerConfig(*sizes, look_ahead=False)  # a small pool is to be filled, and some preempted
+    # a small pool is to be filled, and some preempted
+    scheduler = SchedulerConfig(*sizes, look_ahead=False, num_drafts=runner.num_drafts)
     config = EngineConfig(
         max_num_seqs=LIMITS.max_num_seqs,
         max_num_batched_tokens=LIMITS.max_num_batched_tokens,
@@ -111,7 +119,7 @@ def make_core(runner: ModelRunner, num_blocks: int, rehearsals: Sequence[tuple[i
     )
     worker = WorkerFacts("cpu", "recorded", 0, 0, 0, 0, "", rehearsals=list(rehearsals))
     facts = CoreFacts(config, [], [worker], num_blocks)
-    return EngineCore(facts, Scheduler(scheduler), InThisProcess(runner))  # type: ignore[arg-type]
+    return EngineCore(facts, Scheduler(scheduler), executor(runner))  # type: ignore[arg-type]
 
 
 def traffic() -> list[EngineCoreRequest]:

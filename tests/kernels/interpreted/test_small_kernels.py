@@ -140,6 +140,64 @@ def test_commit_tokens(dtype, count):
     assert outs[0].tolist() == [told[i % 8] or token for i, token in enumerate(token_ids.tolist())]
 
 
+@pytest.mark.parametrize("num_reqs", [1, 7, 150])
+def test_settle_lengths(num_reqs):
+    known = torch.randint(0, 60, (200,), dtype=torch.int32)
+    rows = torch.randperm(200)[:num_reqs].int()
+    ahead = torch.randint(0, 4, (num_reqs,), dtype=torch.int32)  # drafts that the host counts and that were rejected
+    computed = (known[rows.long()] - 1).clamp(min=0)
+    computed[::5] = computed[::5] // 2  # prompts under way, whose lengths the host knows
+    ahead[::5] = 0
+    samples = torch.randint(1, 4, (num_reqs,))
+    offsets = torch.cat([torch.arange(count) for count in samples])
+    sample_rows = rows.long().repeat_interleave(samples)
+    positions = known[sample_rows].long() + offsets
+    for kernels in (TRITON, REFERENCE):
+        bounds, lengths = computed + ahead, computed + ahead + 4
+        places = positions + ahead.repeat_interleave(samples)
+        kernels.settle_lengths(bounds, lengths, rows, places, sample_rows, offsets, known)
+        assert torch.equal(bounds, computed)
+        assert torch.equal(lengths, computed + 4)
+        assert torch.equal(places, positions)
+
+
+@each_dtype
+@pytest.mark.parametrize("num_reqs", [1, 5, 90])
+def test_commit_tokens_with_drafts(dtype, num_reqs):
+    samples = torch.randint(1, 5, (num_reqs,))
+    offsets = torch.cat([torch.arange(count) for count in samples])
+    total = len(offsets)
+    rows = torch.randperm(300)[:num_reqs].repeat_interleave(samples)
+    positions = torch.randint(0, 30, (num_reqs,)).repeat_interleave(samples) + offsets
+    token_ids, best = torch.randint(0, 2, (total,)), torch.randn(total).to(dtype)  # drafts are right half of the time
+    raw_best = best.clone()
+    best[5::9], raw_best[7::9] = float("-inf"), float("nan")
+    start = torch.randint(0, 2, (301, 40), dtype=torch.int32)
+    tables, knowns = [start.clone() for _ in range(2)], [torch.full((301,), 77, dtype=torch.int32) for _ in range(2)]
+    outs = [torch.full((total,), -7) for _ in range(2)]
+    for kernels, table, known, out in zip((TRITON, REFERENCE), tables, knowns, outs, strict=True):
+        kernels.commit_tokens(
+            out, table, token_ids, best, raw_best, rows, positions, -1, -2, known, offsets, 4, -3
+        )  # fmt: skip
+    assert torch.equal(*tables)
+    assert torch.equal(*knowns)
+    assert torch.equal(*outs)
+    counts = True
+    for index in range(total):  # one after the other, as without drafts
+        row, position = int(rows[index]), int(positions[index])
+        shown = int(token_ids[index])
+        if not best[index] > float("-inf"):
+            shown = -1
+        if not raw_best[index].isfinite():
+            shown = -2
+        counts = counts or not offsets[index]
+        assert outs[0][index] == (shown if counts else -3)
+        if counts:
+            assert tables[0][row, position] == token_ids[index]
+            assert knowns[0][row] == position + 1 or outs[0][index + 1] != -3
+        counts = counts and shown == int(start[row, position])
+
+
 @each_dtype
 @pytest.mark.parametrize("vocab_size", [1, 37, 1500])
 def test_gumbel_argmax(dtype, vocab_size):
