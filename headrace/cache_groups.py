@@ -8,6 +8,7 @@ one stride and no table of pages. Where all layers are alike a page is one block
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -80,6 +81,11 @@ class CacheLayout:
         """Tokens of a block, in every group that has tokens."""
         return self.groups[0].block_size
 
+    @property
+    def bytes_per_token(self) -> int:
+        """In all groups together, as long as no window has passed it."""
+        return sum(group.block_bytes // group.block_size for group in self.groups if not group.is_state)
+
     def blocks(self, group: int, page: int) -> range:
         """The blocks of `group` that lie in `page`, if it is lent to it."""
         count = self.groups[group].blocks_per_page
@@ -94,6 +100,23 @@ class CacheLayout:
                 blocks += group.blocks_per_page - 1
             pages += -(-blocks // group.blocks_per_page)
         return pages
+
+    def longest(self, num_pages: int, most: int, step_tokens: int = 1) -> int:
+        """Tokens, up to `most`, of the longest sequence that so many pages have room for while its prompt is computed:
+        0 where there is none."""
+        if self.pages_for(most, step_tokens) <= num_pages:
+            return most
+        ends = range(self.block_size, most, self.block_size)
+        return bisect_right(ends, num_pages, key=lambda end: self.pages_for(end, step_tokens)) * self.block_size
+
+    def tokens_in(self, num_pages: int, length: int) -> int:
+        """Tokens of sequences of `length` that so many pages hold at once, once their prompts are computed."""
+        length = -(-length // self.block_size) * self.block_size
+        return num_pages * self.page_bytes * length // self.sequence_bytes(length)
+
+    def sequence_bytes(self, num_tokens: int) -> int:
+        """Of the blocks of a sequence that has so many tokens."""
+        return sum(group.most_blocks(num_tokens) * group.block_stride for group in self.groups)
 
 
 def same_layout(block_size: int, block_bytes: int = 1) -> CacheLayout:

@@ -79,7 +79,7 @@ class LLM:
         self.config = facts.config
         self.decisions = facts.decisions
         self.model_config = model_config
-        limits = ModelLimits.of(facts.config, model_config, facts.num_blocks, self.tokenizer)
+        limits = ModelLimits.of(facts.config, model_config, facts.workers[0].layout, facts.num_pages, self.tokenizer)
         self.max_model_len = limits.max_model_len
         self.metrics = make_metrics(facts, limits)
         self._inputs = InputProcessor(limits, facts.config, self.tokenizer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from headrace.cache_groups import CacheLayout
 from headrace.sampling_params import SamplingParams
 
 NO_TOKEN_ALLOWED = -1
@@ -131,8 +132,8 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     available_kv_memory: int
     """bytes that may go to the KV cache, after weights, the profiled peak of activations and CUDA graphs; below 0:
     what is missing without any cache"""
-    kv_bytes_per_block: int
-    """bytes on this rank, all layers"""
+    layout: CacheLayout
+    """of the KV cache on this rank"""
     weight_bytes: int
     attention_backend: str
     notes: list[str] = []

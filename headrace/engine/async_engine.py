@@ -53,7 +53,8 @@ class AsyncEngine:
         self.decisions: list[Decision] = facts.decisions
         self.model_config = model_config
         self.tokenizer = tokenizer
-        limits = ModelLimits.of(facts.config, model_config, facts.num_blocks, tokenizer)
+        layout = facts.workers[0].layout
+        limits = ModelLimits.of(facts.config, model_config, layout, facts.num_pages, tokenizer)
         self.max_model_len: int = limits.max_model_len
         self.vocab_size: int = limits.vocab_size
         self.metrics = make_metrics(facts, limits)
@@ -64,13 +65,13 @@ class AsyncEngine:
         if self.default_sampling:
             said = ", ".join(f"{name}={value}" for name, value in self.default_sampling.items())
             logger.info("sampling defaults: %s (generation_config.json; --generation-config vllm ignores it)", said)
-        self.expected = expect(facts.config, model_config, facts.workers, facts.num_blocks)
+        self.expected = expect(facts.config, model_config, facts.workers, facts.num_pages)
         """What the planner predicts for the traffic that flags say to expect, or the usual one; None: it cannot."""
         predicted = predict_memory(facts.config, model_config, facts.workers)
-        self.memory = report_memory(facts.config, predicted, facts.workers, facts.num_blocks)
+        self.memory = report_memory(facts.config, predicted, facts.workers, facts.num_pages)
         for line in filter(None, (self.memory, self.expected)):
             logger.info("%s", line)
-        self.kv_cache_tokens = facts.num_blocks * facts.config.block_size
+        self.kv_cache_tokens = layout.tokens_in(facts.num_pages, limits.max_model_len)
         self._client = client
         self._inputs = InputProcessor(limits, facts.config, tokenizer)
         self._outputs = OutputProcessor(tokenizer, self.metrics)
@@ -340,7 +341,7 @@ def make_metrics(facts: CoreFacts, limits: ModelLimits) -> EngineMetrics:
     name = config.served_model_name[0] if config.served_model_name else config.model
     cache_config: dict[str, object] = {
         "block_size": config.block_size,
-        "num_gpu_blocks": facts.num_blocks,
+        "num_gpu_blocks": facts.num_pages,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "enable_prefix_caching": config.enable_prefix_caching,
     }

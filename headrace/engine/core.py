@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.cache_groups import same_layout
+from headrace.cache_groups import CacheLayout
 from headrace.config import EngineConfig
 from headrace.engine.fit import fit, told
 from headrace.engine.messages import Abort, CoreFacts
@@ -283,12 +283,12 @@ def build_core(config: EngineConfig, folder: Path, beside_server: bool, executor
     try:
         mixed_step, chunk = decide_mixed_step(fitted.config, fitted.workers, streamed=beside_server)
         decisions += fitted.decisions + told(chunk)
-        scheduler = Scheduler(_scheduler_config(fitted.config, fitted.num_blocks, mixed_step))
+        scheduler = Scheduler(_scheduler_config(fitted.config, fitted.workers[0].layout, fitted.num_pages, mixed_step))
     except BaseException:
         fitted.executor.shutdown()
         raise
     settled = one_list(fitted.config, decisions)
-    facts = CoreFacts(fitted.config, settled, fitted.workers, fitted.num_blocks)
+    facts = CoreFacts(fitted.config, settled, fitted.workers, fitted.num_pages)
     prediction = predict_steps(fitted.config, model_config, fitted.workers)
     return EngineCore(facts, scheduler, fitted.executor, None if prediction is None else StepWatch(prediction))
 
@@ -301,15 +301,17 @@ def _executor_factory(config: EngineConfig, path: str | None) -> tuple[str, Exec
     return "cpu" if config.device == "auto" else config.device, getattr(importlib.import_module(module), attribute)
 
 
-def _scheduler_config(config: EngineConfig, num_blocks: int, mixed_step_tokens: int | None) -> SchedulerConfig:
+def _scheduler_config(
+    config: EngineConfig, layout: CacheLayout, num_pages: int, mixed_step_tokens: int | None
+) -> SchedulerConfig:
     if config.max_num_seqs is None or config.max_num_batched_tokens is None or config.max_model_len is None:
         raise ConfigError("the planner left max_num_seqs, max_num_batched_tokens or max_model_len open")
     return SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
-        layout=same_layout(config.block_size),
-        num_pages=num_blocks,
+        layout=layout,
+        num_pages=num_pages,
         enable_prefix_caching=config.enable_prefix_caching,
         enable_chunked_prefill=config.enable_chunked_prefill,
         policy=config.scheduling_policy,

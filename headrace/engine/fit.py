@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 from headrace.config import EngineConfig
 from headrace.executor.base import Executor
-from headrace.planner.decisions import decide_num_blocks
+from headrace.planner.decisions import decide_num_pages
 from headrace.planner.record import Decision
 from headrace.planner.rounded_cache import gained_by_rounding, settled_cache
-from headrace.planner.smaller import fewer_blocks, smaller_plan
+from headrace.planner.smaller import fewer_pages, smaller_plan
 from headrace.step import WorkerFacts
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class Fitted:
     config: EngineConfig
     decisions: list[Decision]
     workers: list[WorkerFacts]
-    num_blocks: int
+    num_pages: int
 
 
 def fit(
@@ -63,16 +63,16 @@ def _fit(executor: Executor, workers: list[WorkerFacts], config: EngineConfig, g
         workers = executor.profile(config)
     for note in workers[0].notes:
         logger.info("%s", note)
-    num_blocks, made = decide_num_blocks(config, workers)
+    num_pages, made = decide_num_pages(config, workers)
     decisions += told(made)
-    answers = executor.initialize_cache(num_blocks)
+    answers = executor.initialize_cache(num_pages)
     while any(fact.shortfall for fact in answers):
-        num_blocks, decision = fewer_blocks(config, num_blocks, answers)
+        num_pages, decision = fewer_pages(config, num_pages, answers)
         decisions += told([decision], logging.WARNING)
-        answers = executor.initialize_cache(num_blocks)
-    if lossy := gained_by_rounding(config, workers, num_blocks):
+        answers = executor.initialize_cache(num_pages)
+    if lossy := gained_by_rounding(config, workers, num_pages):
         logger.info("%s", lossy)
-    return Fitted(executor, config, decisions, workers, num_blocks)
+    return Fitted(executor, config, decisions, workers, num_pages)
 
 
 def told(decisions: list[Decision], level: int = logging.INFO) -> list[Decision]:

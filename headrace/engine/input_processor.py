@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.cache_groups import CacheLayout
 from headrace.config import EngineConfig
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import ConfigError, RequestError, quoted
@@ -42,12 +43,17 @@ class ModelLimits:
 
     @classmethod
     def of(
-        cls, config: EngineConfig, model_config: ModelConfig, num_blocks: int, tokenizer: Tokenizer | None
+        cls,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        layout: CacheLayout,
+        num_pages: int,
+        tokenizer: Tokenizer | None,
     ) -> ModelLimits:
         """`config` is resolved. One sequence alone must fit into the cache; its last token needs no place there."""
         configured = config.max_model_len or model_config.max_position_embeddings
-        room = num_blocks * config.block_size + 1
-        why = f" (the KV cache has only {num_blocks} blocks of {config.block_size} tokens)" if room < configured else ""
+        room = layout.longest(num_pages, configured, config.max_num_batched_tokens or 1) + 1
+        why = f" (the KV cache has room for no more than {room - 1} tokens)" if room < configured else ""
         eos = list(model_config.eos_token_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             eos.append(tokenizer.eos_token_id)

@@ -34,7 +34,7 @@ class CoreFacts(msgspec.Struct, frozen=True):
     """resolved: nothing is None that the core needs"""
     decisions: list[Decision]
     workers: list[WorkerFacts]
-    num_blocks: int
+    num_pages: int
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):

@@ -28,7 +28,7 @@ class Executor(Protocol):
         """As `load`, for another config that differs in how much runs at once, the weights being there."""
         ...
 
-    def initialize_cache(self, num_blocks: int) -> list[WorkerFacts]:
+    def initialize_cache(self, num_pages: int) -> list[WorkerFacts]:
         """Facts of every rank; one with a `shortfall` found no room, and says what there is room for: it alone."""
         ...
 

@@ -29,7 +29,7 @@ class Profile(msgspec.Struct, frozen=True, tag=True):
 
 
 class InitializeCache(msgspec.Struct, frozen=True, tag=True):
-    num_blocks: int
+    num_pages: int
 
 
 class Execute(msgspec.Struct, frozen=True, tag=True):

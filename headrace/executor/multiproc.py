@@ -110,8 +110,8 @@ class MultiprocExecutor:
         self._stuck = any(reply.facts.shortfall for reply in replies)
         return [reply.facts for reply in sorted(replies, key=lambda reply: reply.rank)]
 
-    def initialize_cache(self, num_blocks: int) -> list[WorkerFacts]:
-        self._send(InitializeCache(num_blocks))
+    def initialize_cache(self, num_pages: int) -> list[WorkerFacts]:
+        self._send(InitializeCache(num_pages))
         replies = self._gather(CacheReady)
         self._sockets.remove()  # all are connected, and a path that is gone is not left behind by a killed process
         return [reply.facts for reply in sorted(replies, key=lambda reply: reply.rank)]

@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
             elif isinstance(command, Profile):
                 replies.send(encoder.encode(Loaded(config.rank, worker.profile(command.config))))
             elif isinstance(command, InitializeCache):
-                replies.send(encoder.encode(CacheReady(config.rank, worker.initialize_cache(command.num_blocks))))
+                replies.send(encoder.encode(CacheReady(config.rank, worker.initialize_cache(command.num_pages))))
             else:
                 worker.close()
                 return 0

@@ -24,8 +24,8 @@ class UniprocExecutor:
     def profile(self, config: EngineConfig) -> list[WorkerFacts]:
         return [self._worker.profile(config)]
 
-    def initialize_cache(self, num_blocks: int) -> list[WorkerFacts]:
-        return [self._worker.initialize_cache(num_blocks)]
+    def initialize_cache(self, num_pages: int) -> list[WorkerFacts]:
+        return [self._worker.initialize_cache(num_pages)]
 
     def execute(self, step: SchedulerOutput) -> StepHandle:
         return self._worker.execute(step)

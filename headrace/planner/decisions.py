@@ -205,22 +205,22 @@ def _kv_cache_dtype(config: EngineConfig, model: ModelConfig, dtype: str, device
     return dtype, "the model's"
 
 
-def decide_num_blocks(config: EngineConfig, facts: list[WorkerFacts]) -> tuple[int, list[Decision]]:
-    """How many KV blocks every rank allocates: what the tightest rank can hold, and no more than can ever be used.
+def decide_num_pages(config: EngineConfig, facts: list[WorkerFacts]) -> tuple[int, list[Decision]]:
+    """How many pages of KV cache every rank allocates (blocks, where all layers keep alike): what the tightest rank can
+    hold, and no more than can ever be used.
 
     Raises OutOfMemoryError when not one sequence of max_model_len fits.
     """
     assert config.max_model_len is not None
     assert config.max_num_seqs is not None
-    blocks_per_seq = -(-config.max_model_len // config.block_size)
     if config.num_gpu_blocks_override is not None:
         count = config.num_gpu_blocks_override
         return count, [Decision("num_gpu_blocks", count, "given", source="user")]
-    by_memory = blocks_by_memory(config, facts)
-    useful = 2 * config.max_num_seqs * blocks_per_seq
-    count = min(by_memory, useful)
-    if count < blocks_per_seq:
-        tokens = by_memory * config.block_size
+    by_memory = pages_by_memory(config, facts)
+    useful = 2 * facts[0].layout.pages_for(config.max_model_len, sequences=config.max_num_seqs)
+    count = min(by_memory, max(useful, pages_of_longest(config, facts)))
+    if count < pages_of_longest(config, facts):
+        tokens = longest_sequence(config, facts, by_memory)
         if tokens <= 0:
             missing = -min(_kv_bytes(config, fact) for fact in facts) / 2**30
             knob = f"--gpu-memory-utilization (it is {config.gpu_memory_utilization:g})"
@@ -234,16 +234,28 @@ def decide_num_blocks(config: EngineConfig, facts: list[WorkerFacts]) -> tuple[i
             f"the KV cache has room for {tokens} tokens, fewer than max_model_len ({config.max_model_len}); "
             f"lower --max-model-len to {tokens} or free memory on {facts[0].device_name}"
         )
-    if by_memory <= useful:
-        reason = f"what memory leaves: {count * config.block_size:,} tokens"
-    else:
-        reason = f"twice what {config.max_num_seqs} longest sequences need: {count * config.block_size:,} tokens"
+    reason = "what memory leaves"
+    if by_memory > useful:
+        reason = f"twice what {config.max_num_seqs} longest sequences need"
+    reason += f": {facts[0].layout.tokens_in(count, config.max_model_len):,} tokens"
     return count, [Decision("num_gpu_blocks", count, reason, source="measured")]
 
 
-def blocks_by_memory(config: EngineConfig, facts: list[WorkerFacts]) -> int:
-    """KV blocks that the tightest rank can hold; below 0: what is missing without any."""
-    return min(_kv_bytes(config, fact) // fact.kv_bytes_per_block for fact in facts)
+def pages_by_memory(config: EngineConfig, facts: list[WorkerFacts]) -> int:
+    """Pages that the tightest rank can hold; below 0: what is missing without any."""
+    return min(_kv_bytes(config, fact) // fact.layout.page_bytes for fact in facts)
+
+
+def pages_of_longest(config: EngineConfig, facts: list[WorkerFacts]) -> int:
+    """That one sequence of max_model_len holds while its prompt is computed."""
+    assert config.max_model_len is not None
+    return facts[0].layout.pages_for(config.max_model_len, config.max_num_batched_tokens or 1)
+
+
+def longest_sequence(config: EngineConfig, facts: list[WorkerFacts], num_pages: int) -> int:
+    """Tokens of the longest that so many pages have room for, up to max_model_len."""
+    assert config.max_model_len is not None
+    return facts[0].layout.longest(num_pages, config.max_model_len, config.max_num_batched_tokens or 1)
 
 
 def decide_mixed_step(

@@ -48,7 +48,7 @@ class MemoryReport:
 
 
 def report_memory(
-    config: EngineConfig, predicted: MemoryMap | None, facts: list[WorkerFacts], num_blocks: int
+    config: EngineConfig, predicted: MemoryMap | None, facts: list[WorkerFacts], num_pages: int
 ) -> MemoryReport | None:
     """None: no rank has said anything."""
     if not facts:
@@ -64,14 +64,14 @@ def report_memory(
     }
     if not fact.step_bytes:  # a CPU's memory belongs to everybody, and is not profiled
         reported = {"weights": fact.weight_bytes}
-    guesses, per_token = _guesses(predicted), fact.kv_bytes_per_block // config.block_size
+    guesses, per_token = _guesses(predicted), fact.layout.bytes_per_token
     return MemoryReport(
         device=fact.device_name,
         total=fact.total_memory,
         usable=int(fact.total_memory * config.gpu_memory_utilization) if fact.device != "cpu" else fact.total_memory,
         parts=tuple(Part(name, guesses.get(name), reported.get(name)) for name in PARTS),
         kv_bytes_per_token=Part("KV cache, a token", guesses.get("KV cache, a token"), per_token),
-        kv_cache=num_blocks * fact.kv_bytes_per_block,
+        kv_cache=num_pages * fact.layout.page_bytes,
     )
 
 

@@ -71,13 +71,14 @@ def settled_cache(config: EngineConfig, asked: bool, facts: list[WorkerFacts]) -
     return config.replace(kv_cache_dtype=dtype), Decision("kv_cache_dtype", dtype, reason, name, source="measured")
 
 
-def gained_by_rounding(config: EngineConfig, facts: list[WorkerFacts], num_blocks: int) -> str:
+def gained_by_rounding(config: EngineConfig, facts: list[WorkerFacts], num_pages: int) -> str:
     """A line on what the allocated fp8 cache holds and what it moves; empty where the cache rounds nothing."""
     name, dtype = config.kv_cache_dtype, config.dtype
     if not name.startswith("fp8"):
         return ""
     wider = 4 if dtype == "float32" else 2
-    tokens, kib = num_blocks * config.block_size, facts[0].kv_bytes_per_block / config.block_size / 1024
+    layout = facts[0].layout
+    tokens, kib = layout.tokens_in(num_pages, config.max_model_len or 1), layout.bytes_per_token / 1024
     return (
         f"The KV cache is lossy: {name} holds {tokens:,} tokens where {dtype} would hold {tokens // wider:,}, of "
         f"{kib:.4g} KiB each on a rank instead of {wider * kib:.4g}, read in 1/{wider} of the time; it moves hidden "

@@ -7,6 +7,7 @@ Takes what the ranks reported of the machine; measures nothing.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from headrace.config import EngineConfig
@@ -58,18 +59,19 @@ class StepPrediction:
     """False: too rough to call a step slow by it"""
 
 
-def expect(config: EngineConfig, model: ModelConfig, facts: list[WorkerFacts], num_blocks: int) -> Expected | None:
+def expect(config: EngineConfig, model: ModelConfig, facts: list[WorkerFacts], num_pages: int) -> Expected | None:
     """For a resolved config. None: the chip or the model is unknown to the planner, or such a request does not fit."""
     try:
         deployment = deployment_of(config, model, facts)
+        layout = facts[0].layout
+        workload, source = _workload(config, lambda length: layout.tokens_in(num_pages, length))
         limits = Limits(
             max_num_seqs=config.max_num_seqs or 1,
             max_num_batched_tokens=config.max_num_batched_tokens or 1,
-            kv_tokens=num_blocks * config.block_size,
+            kv_tokens=layout.tokens_in(num_pages, workload.input_len + workload.output_len),
             block_size=config.block_size,
             enable_chunked_prefill=config.enable_chunked_prefill,
         )
-        workload, source = _workload(config, limits)
         found = predict(deployment, workload, limits, limits.max_num_seqs, limits.max_num_batched_tokens)
     except ConfigError as error:
         logger.info("no prediction: %s", error)
@@ -135,17 +137,18 @@ def _chip(fact: WorkerFacts) -> Chip:
     return find_chip(fact.device_name, fact.total_memory)
 
 
-def _workload(config: EngineConfig, limits: Limits) -> tuple[Workload, str]:
-    """What is expected, and who says so: flags, and for what they leave open what `headrace plan` takes."""
+def _workload(config: EngineConfig, tokens_in: Callable[[int], int]) -> tuple[Workload, str]:
+    """What is expected, and who says so: flags, and for what they leave open what `headrace plan` takes. `tokens_in`:
+    the tokens that the cache holds in sequences of a length."""
     said = {
         "input_len": config.expected_input_len,
         "output_len": config.expected_output_len,
         "concurrency": config.expected_concurrency,
     }
     usual = PlanRequest(model=config.model, input_len=said["input_len"], output_len=said["output_len"])
-    usual = usual.filled(config.max_model_len or limits.kv_tokens)
+    usual = usual.filled(config.max_model_len or tokens_in(1))
     length = usual.prompt_len + usual.answer_len
-    held = max(1, min(limits.max_num_seqs, limits.kv_tokens // length))
+    held = max(1, min(config.max_num_seqs or 1, tokens_in(length) // length))
     objective = config.objective or USUAL_OBJECTIVE
     concurrency = said["concurrency"] or min(held, USUAL_CONCURRENCY.get(objective, held))
     left_open = [name for name, value in said.items() if value is None]

@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.config import EngineConfig
 from headrace.errors import OutOfMemoryError
-from headrace.planner.decisions import blocks_by_memory
+from headrace.planner.decisions import longest_sequence, pages_by_memory, pages_of_longest
 from headrace.planner.graphs import GRAPH_KEYS
 from headrace.planner.record import Decision
 from headrace.step import WorkerFacts
@@ -26,7 +26,7 @@ def smaller_plan(
     config: EngineConfig, given: EngineConfig, facts: list[WorkerFacts]
 ) -> tuple[EngineConfig, list[Decision]] | None:
     """A config that needs less memory than `config`, of which ranks report `facts`; None: it fits, or nothing smaller
-    would help the KV cache, as decide_num_blocks will say.
+    would help the KV cache, as decide_num_pages will say.
 
     `given` is what the user asked for. Raises OutOfMemoryError when not even the smallest step fits.
     """
@@ -36,19 +36,19 @@ def smaller_plan(
     if config.num_gpu_blocks_override is not None:
         return None
     assert config.max_model_len is not None
-    blocks = blocks_by_memory(config, facts)
-    missing = -(-config.max_model_len // config.block_size) - blocks
+    pages = pages_by_memory(config, facts)
+    missing = pages_of_longest(config, facts) - pages
     if missing <= 0:
         return None
-    room = blocks * config.block_size
+    room = longest_sequence(config, facts, pages)
     shortest = min(SHORTEST_CONTEXT, config.max_model_len // 2)
     if given.max_model_len is None and room >= shortest:
         reason = "what the KV cache has room for; longer sequences need more memory or GPUs"
         return _change(config, reason, max_model_len=room)
     if given.max_model_len is None:  # a smaller step first, then a shorter context
-        missing = -(-shortest // config.block_size) - blocks
-    by_step = all(missing * fact.kv_bytes_per_block < fact.step_bytes for fact in facts)
-    by_both = all(missing * fact.kv_bytes_per_block < fact.step_bytes + fact.graph_bytes for fact in facts)
+        missing = pages_of_longest(config.replace(max_model_len=shortest), facts) - pages
+    by_step = all(missing * fact.layout.page_bytes < fact.step_bytes for fact in facts)
+    by_both = all(missing * fact.layout.page_bytes < fact.step_bytes + fact.graph_bytes for fact in facts)
     assert config.max_num_seqs is not None
     enough = by_step and (_tokens_left(config) or config.max_num_seqs > FEW_SEQS)
     mode = config.compilation_config["cudagraph_mode"]
@@ -59,20 +59,19 @@ def smaller_plan(
     return _smaller_step(config, f"room for the KV cache beside a step of {_step(config)}") if by_step else None
 
 
-def fewer_blocks(config: EngineConfig, num_blocks: int, facts: list[WorkerFacts]) -> tuple[int, Decision]:
-    """After a cache of `num_blocks` blocks did not fit: the ranks where it did not report what there is room for now.
+def fewer_pages(config: EngineConfig, num_pages: int, facts: list[WorkerFacts]) -> tuple[int, Decision]:
+    """After a cache of `num_pages` pages did not fit: the ranks where it did not report what there is room for now.
     Raises OutOfMemoryError when that is not enough for one sequence of max_model_len."""
-    assert config.max_model_len is not None
     short = [fact for fact in facts if fact.shortfall]
     said = short[0].shortfall
-    blocks = min(blocks_by_memory(config, short), num_blocks * 15 // 16)
-    if blocks < -(-config.max_model_len // config.block_size):
+    pages = min(pages_by_memory(config, short), num_pages * 15 // 16)
+    if pages < pages_of_longest(config, short):
         raise OutOfMemoryError(
-            f"the KV cache has room for {max(0, blocks) * config.block_size} tokens, fewer than max_model_len "
+            f"the KV cache has room for {longest_sequence(config, short, pages)} tokens, fewer than max_model_len "
             f"({config.max_model_len}): {said}"
         )
-    reason = f"{num_blocks} did not fit: {said}"
-    return blocks, Decision("num_gpu_blocks", blocks, reason, str(num_blocks), source="measured")
+    reason = f"{num_pages} did not fit: {said}"
+    return pages, Decision("num_gpu_blocks", pages, reason, str(num_pages), source="measured")
 
 
 def smaller_budget(config: EngineConfig, num_tokens: int) -> tuple[EngineConfig, list[Decision]] | None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from headrace.attention.table import load_backend, select_backend
+from headrace.cache_groups import same_layout
 from headrace.config import EngineConfig
 from headrace.distributed.mesh import init_mesh
 from headrace.errors import OutOfMemoryError
@@ -197,7 +198,7 @@ class Worker:
             device_name=self.memory.name,
             total_memory=self.memory.total,
             available_kv_memory=left,
-            kv_bytes_per_block=self.shape.bytes_per_block,
+            layout=same_layout(self.config.block_size, self.shape.bytes_per_block),
             weight_bytes=self.model.weight_bytes,
             attention_backend=self.backend.name,
             notes=self.notes + (notes or []),
@@ -213,11 +214,11 @@ class Worker:
             shortfall=shortfall,
         )
 
-    def initialize_cache(self, num_blocks: int) -> WorkerFacts:
+    def initialize_cache(self, num_pages: int) -> WorkerFacts:
         """Ready to serve, or facts with a `shortfall` and with what there is room for now."""
         assert self.runner is not None
         try:
-            self.runner.allocate(num_blocks)
+            self.runner.allocate(num_pages)
             return self._facts()
         except RuntimeError as error:
             if not is_out_of_memory(error):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import tokenizers
 
+from headrace.cache_groups import same_layout
 from headrace.config import EngineConfig
 from headrace.errors import CheckpointError, EngineDeadError, HeadraceError
 from headrace.model_config import ModelConfig
@@ -74,13 +75,15 @@ class FakeExecutor:
     _free_at: float = 0.0
 
     def load(self) -> list[WorkerFacts]:
-        return [WorkerFacts("cpu", "fake", 2**30, 2**26, 2**10, 0, "FAKE", ["no model: scripted tokens"])]
+        return [
+            WorkerFacts("cpu", "fake", 2**30, 2**26, same_layout(16, 2**10), 0, "FAKE", ["no model: scripted tokens"])
+        ]
 
     def profile(self, config: EngineConfig) -> list[WorkerFacts]:
         return self.load()
 
-    def initialize_cache(self, num_blocks: int) -> list[WorkerFacts]:
-        self.num_blocks = num_blocks
+    def initialize_cache(self, num_pages: int) -> list[WorkerFacts]:
+        self.num_pages = num_pages
         return self.load()
 
     def execute(self, step: SchedulerOutput) -> FakeStep:

@@ -184,7 +184,7 @@ class TestBuild:
     def test_decides_loads_and_allocates(self, tmp_path: Path) -> None:
         config = EngineConfig(num_gpu_blocks_override=7)
         core = build_core(config, model_folder(tmp_path), False, "tests.engine.fakes:make_echo")
-        assert core.facts.num_blocks == 7
+        assert core.facts.num_pages == 7
         assert core.facts.config.max_model_len == 256
         assert {"max_model_len", "max_num_seqs", "num_gpu_blocks"} <= {d.field for d in core.facts.decisions}
 
@@ -200,7 +200,7 @@ class TestBuild:
         def no_room(*_: object) -> None:
             raise OutOfMemoryError("no room")
 
-        monkeypatch.setattr("headrace.engine.fit.decide_num_blocks", no_room)
+        monkeypatch.setattr("headrace.engine.fit.decide_num_pages", no_room)
         with pytest.raises(OutOfMemoryError):
             build_core(EngineConfig(), model_folder(tmp_path), False, "tests.engine.fakes:make_echo")
         assert executor.closed

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from headrace.cache_groups import same_layout
 from headrace.config import EngineConfig
 from headrace.engine.core import build_core
 from headrace.errors import OutOfMemoryError
@@ -20,6 +21,7 @@ from headrace.step import WorkerFacts
 from tests.engine.fakes import FakeExecutor, model_folder
 
 BLOCK = 1 << 10
+LAYOUT = same_layout(16, BLOCK)
 SAID = "CUDA out of memory. Tried to allocate 1.00 GiB."
 
 
@@ -41,17 +43,17 @@ class TightExecutor(FakeExecutor):
         tokens = config.max_num_batched_tokens or 0
         self.plans.append((tokens, config.max_num_seqs, config.max_model_len))
         roomy = WorkerFacts(
-            "cuda", "a GPU", 2**30, 10**5 * BLOCK, BLOCK, 0, "FAKE", ["a note"], step_bytes=tokens * 100
+            "cuda", "a GPU", 2**30, 10**5 * BLOCK, LAYOUT, 0, "FAKE", ["a note"], step_bytes=tokens * 100
         )
         tight = msgspec.structs.replace(roomy, available_kv_memory=self.blocks_reported * BLOCK)
         if tokens > self.step_tokens:
             return [msgspec.structs.replace(tight, shortfall=SAID)]
         return [roomy, tight]
 
-    def initialize_cache(self, num_blocks: int) -> list[WorkerFacts]:
-        self.caches.append(num_blocks)
-        facts = WorkerFacts("cuda", "a GPU", 2**30, self.num_blocks_free * BLOCK, BLOCK, 0, "FAKE")
-        if num_blocks <= self.num_blocks_free:
+    def initialize_cache(self, num_pages: int) -> list[WorkerFacts]:
+        self.caches.append(num_pages)
+        facts = WorkerFacts("cuda", "a GPU", 2**30, self.num_blocks_free * BLOCK, LAYOUT, 0, "FAKE")
+        if num_pages <= self.num_blocks_free:
             return [facts, facts]
         return [facts, msgspec.structs.replace(facts, shortfall=SAID)]
 
@@ -128,7 +130,7 @@ def test_a_cache_that_does_not_fit_becomes_smaller(start: Start, caplog: pytest.
     with caplog.at_level(logging.INFO):
         core, executor = start({"num_blocks_free": 100})
     assert executor.caches == [10**4, 100]
-    assert core.facts.num_blocks == core.scheduler.config.num_blocks == 100
+    assert core.facts.num_pages == core.scheduler.config.num_pages == 100
     assert f"num_gpu_blocks = 100: 10000 did not fit: {SAID} (instead of 10000)" in caplog.text
     assert answer(core) == [5, 6, 5, 6]
 
@@ -144,7 +146,7 @@ def test_a_context_that_nobody_gave_shrinks(start: Start) -> None:
     core, executor = start({"blocks_reported": 10})
     assert core.facts.config.max_model_len == core.scheduler.config.max_model_len == 160
     assert executor.plans[-1][2] == 160
-    assert core.facts.num_blocks == 10
+    assert core.facts.num_pages == 10
 
 
 def test_a_context_that_was_given_is_kept_or_refused(start: Start) -> None:

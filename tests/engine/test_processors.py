@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from headrace.cache_groups import same_layout
 from headrace.config import EngineConfig
 from headrace.engine import input_processor
 from headrace.engine.async_engine import merge_outputs
@@ -155,9 +156,9 @@ class TestInput:
     def test_a_small_cache_bounds_the_context(self) -> None:
         model = ModelConfig.from_dict(MODEL_CONFIG)
         config = EngineConfig(max_model_len=100, block_size=16)
-        assert ModelLimits.of(config, model, 4, TOKENIZER).max_model_len == 65
-        assert "only 4 blocks of 16 tokens" in ModelLimits.of(config, model, 4, None).why
-        assert ModelLimits.of(config, model, 40, None) == ModelLimits(VOCAB_SIZE, 100, (EOS,))
+        assert ModelLimits.of(config, model, same_layout(16), 4, TOKENIZER).max_model_len == 65
+        assert "no more than 64 tokens" in ModelLimits.of(config, model, same_layout(16), 4, None).why
+        assert ModelLimits.of(config, model, same_layout(16), 40, None) == ModelLimits(VOCAB_SIZE, 100, (EOS,))
 
 
 class Sink:

@@ -22,10 +22,10 @@ class ShortWorker(Worker):
             raise torch.OutOfMemoryError(SAID)
         return super()._measure()
 
-    def initialize_cache(self, num_blocks: int) -> WorkerFacts:
-        if num_blocks > 20 and self.mesh.tp.rank == 1:
+    def initialize_cache(self, num_pages: int) -> WorkerFacts:
+        if num_pages > 20 and self.mesh.tp.rank == 1:
             return self._facts(left=10**9, shortfall=SAID)
-        return super().initialize_cache(num_blocks)
+        return super().initialize_cache(num_pages)
 
 
 if __name__ == "__main__":

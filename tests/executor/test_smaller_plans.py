@@ -43,7 +43,7 @@ def test_both_ranks_get_the_same_smaller_plan(
         assert [child.is_alive() for child in children] == [False] * 4 + [True] * 2
         config = llm._client.facts.config
         assert config.max_num_batched_tokens == 16
-        assert llm._client.facts.num_blocks <= 20
+        assert llm._client.facts.num_pages <= 20
         found = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
     assert found == expected
     assert caplog.text.count("did not fit") >= 3

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from headrace.cache_groups import same_layout
 from headrace.config import OBJECTIVES, EngineConfig
 from headrace.errors import ConfigError, OutOfMemoryError
 from headrace.model_config import ModelConfig
-from headrace.planner.decisions import decide_before_load, decide_mixed_step, decide_num_blocks
+from headrace.planner.decisions import decide_before_load, decide_mixed_step, decide_num_pages
 from headrace.planner.record import Decision
 from headrace.quantization.checkpoint_format import holds_kv_scales
 from headrace.step import WorkerFacts
@@ -45,7 +46,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch) -> OnGpus:
 
 
 def facts(available: int, device: str = "cuda") -> WorkerFacts:
-    return WorkerFacts(device, "a device", 10**9, available, 1000, 0, "ANY")
+    return WorkerFacts(device, "a device", 10**9, available, same_layout(16, 1000), 0, "ANY")
 
 
 def test_every_derived_field_is_settled_and_explained() -> None:
@@ -241,41 +242,41 @@ def resolved(**given: object) -> EngineConfig:
 
 
 def test_blocks_fill_what_the_tightest_rank_has() -> None:
-    count, decisions = decide_num_blocks(resolved(), [facts(50_000), facts(40_000)])
+    count, decisions = decide_num_pages(resolved(), [facts(50_000), facts(40_000)])
     assert count == 40
     assert decisions[0].source == "measured"
 
 
 def test_no_more_blocks_than_can_ever_be_used() -> None:
-    count, _ = decide_num_blocks(resolved(max_num_seqs=2), [facts(10**9)])
+    count, _ = decide_num_pages(resolved(max_num_seqs=2), [facts(10**9)])
     assert count == 2 * 2 * 512 // 16
 
 
 def test_on_cpu_only_a_share_of_memory_is_taken() -> None:
     config = decide_before_load(EngineConfig(max_num_seqs=1024), MODEL, "cpu")[0]
-    assert decide_num_blocks(config, [facts(4_000_000, "cpu")])[0] == 1000
+    assert decide_num_pages(config, [facts(4_000_000, "cpu")])[0] == 1000
     config = decide_before_load(EngineConfig(cpu_kv_cache_gib=0.001), MODEL, "cpu")[0]
-    assert decide_num_blocks(config, [facts(10**9, "cpu")])[0] == int(0.001 * 2**30) // 1000
+    assert decide_num_pages(config, [facts(10**9, "cpu")])[0] == int(0.001 * 2**30) // 1000
 
 
 def test_too_little_memory_says_what_would_fit() -> None:
     with pytest.raises(OutOfMemoryError, match=r"room for 160 tokens.*--max-model-len to 160"):
-        decide_num_blocks(resolved(), [facts(10_000)])
+        decide_num_pages(resolved(), [facts(10_000)])
 
 
 def test_no_room_at_all_says_how_much_is_missing() -> None:
     with pytest.raises(OutOfMemoryError, match=r"2.00 GiB are missing.*--gpu-memory-utilization \(it is 0.9\)"):
-        decide_num_blocks(resolved(), [facts(50_000), facts(-(2 << 30))])
+        decide_num_pages(resolved(), [facts(50_000), facts(-(2 << 30))])
 
 
 def test_an_override_is_taken_as_it_is() -> None:
-    count, decisions = decide_num_blocks(resolved(num_gpu_blocks_override=7), [facts(0)])
+    count, decisions = decide_num_pages(resolved(num_gpu_blocks_override=7), [facts(0)])
     assert count == 7
     assert decisions[0].source == "user"
 
 
 def timed(*times: tuple[int, float]) -> WorkerFacts:
-    return WorkerFacts("cuda", "a device", 10**9, 10**9, 1000, 0, "ANY", step_times=list(times))
+    return WorkerFacts("cuda", "a device", 10**9, 10**9, same_layout(16, 1000), 0, "ANY", step_times=list(times))
 
 
 def test_a_step_with_decodes_is_the_smallest_that_prefills_at_nearly_full_rate() -> None:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from headrace.cache_groups import same_layout
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.planner.rounded_cache import MOST_FOR_THROUGHPUT, gained_by_rounding, settled_cache
@@ -16,7 +17,9 @@ CONFIG = EngineConfig(dtype="bfloat16", kv_cache_dtype="fp8_e4m3")
 
 def ranks(*errors: float, remedy: str = "") -> list[WorkerFacts]:
     return [
-        WorkerFacts("cuda", "a GPU", 2**30, 0, 1 << 20, 0, "ANY", kv_cache_error=error, kv_cache_remedy=remedy)
+        WorkerFacts(
+            "cuda", "a GPU", 2**30, 0, same_layout(16, 1 << 20), 0, "ANY", kv_cache_error=error, kv_cache_remedy=remedy
+        )
         for error in errors
     ]
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from headrace.cache_groups import same_layout
 from headrace.config import EngineConfig
 from headrace.model_config import ModelConfig
 from headrace.planner.catalogue import catalogue
@@ -21,12 +22,13 @@ from headrace.planner.settled import one_list
 from headrace.step import WorkerFacts
 
 MODEL = ModelConfig.from_dict(catalogue()["llama-3.1-8b"].config)
-H200 = WorkerFacts("cuda", "NVIDIA H200", 150_109_106_995, 10**11, 2**21, 16 * 2**30, "TRITON_ATTN")
+LAYOUT = same_layout(16, 2**21)
+H200 = WorkerFacts("cuda", "NVIDIA H200", 150_109_106_995, 10**11, LAYOUT, 16 * 2**30, "TRITON_ATTN")
 
 
-def expected(fact: WorkerFacts = H200, num_blocks: int = 50_000, device: str = "cuda", **given: Any) -> Expected | None:
+def expected(fact: WorkerFacts = H200, num_pages: int = 50_000, device: str = "cuda", **given: Any) -> Expected | None:
     config = decide_before_load(EngineConfig(model="llama-3.1-8b", **given), MODEL, device)[0]
-    return expect(config, MODEL, [fact], num_blocks)
+    return expect(config, MODEL, [fact], num_pages)
 
 
 @pytest.mark.parametrize(("objective", "at_once"), [(None, 32), ("latency", 1), ("throughput", 625)])
@@ -60,20 +62,18 @@ def test_steps_are_predicted_and_what_slows_them_is_known() -> None:
     assert 0.003 < found.model.seconds(StepWork(1, 128.0)) < 0.006
     assert (found.chip, found.warns) == ("NVIDIA H200 SXM", True)
     assert found.excuse == "eager steps (cudagraph_mode NONE)"
-    cpu = WorkerFacts("cpu", "CPU", 64 * 2**30, 10**10, 2**21, 16 * 2**30, "TORCH_SDPA")
+    cpu = WorkerFacts("cpu", "CPU", 64 * 2**30, 10**10, LAYOUT, 16 * 2**30, "TORCH_SDPA")
     rough = predict_steps(decide_before_load(EngineConfig(), MODEL, "cpu")[0], MODEL, [cpu])
     assert rough is not None
     assert not rough.warns
-    unknown = WorkerFacts("cuda", "Some GPU 9000", 10**11, 0, 0, 0, "ANY")
+    unknown = WorkerFacts("cuda", "Some GPU 9000", 10**11, 0, LAYOUT, 0, "ANY")
     assert predict_steps(config, MODEL, [unknown]) is predict_memory(config, MODEL, [unknown]) is None
     assert predict_steps(config, MODEL, []) is None
 
 
 def test_memory_is_reported_beside_what_was_predicted() -> None:
     config = decide_before_load(EngineConfig(model="llama-3.1-8b", max_model_len=8192), MODEL, "cuda")[0]
-    fact = msgspec.structs.replace(
-        H200, step_bytes=2**30, graph_bytes=2**29, library_bytes=2**28, table_bytes=2**25, kv_bytes_per_block=2**21
-    )
+    fact = msgspec.structs.replace(H200, step_bytes=2**30, graph_bytes=2**29, library_bytes=2**28, table_bytes=2**25)
     roomier = msgspec.structs.replace(fact, available_kv_memory=2 * fact.available_kv_memory)
     found = report_memory(config, predict_memory(config, MODEL, [fact]), [roomier, fact], 1000)
     assert found is not None
@@ -88,7 +88,7 @@ def test_memory_is_reported_beside_what_was_predicted() -> None:
 
 
 def test_what_was_not_measured_or_cannot_be_predicted_is_left_open() -> None:
-    cpu = WorkerFacts("cpu", "CPU", 64 * 2**30, 10**10, 2**21, 16 * 2**30, "TORCH_SDPA")
+    cpu = WorkerFacts("cpu", "CPU", 64 * 2**30, 10**10, LAYOUT, 16 * 2**30, "TORCH_SDPA")
     config = decide_before_load(EngineConfig(), MODEL, "cpu")[0]
     found = report_memory(config, None, [cpu], 10)
     assert found is not None
@@ -144,18 +144,18 @@ def test_quantized_weights_are_read_sooner() -> None:
 
 
 def test_a_cpu_is_known_too() -> None:
-    cpu = WorkerFacts("cpu", "CPU", 64 * 2**30, 10**10, 2**21, 16 * 2**30, "TORCH_SDPA")
+    cpu = WorkerFacts("cpu", "CPU", 64 * 2**30, 10**10, LAYOUT, 16 * 2**30, "TORCH_SDPA")
     found = expected(cpu, device="cpu", expected_concurrency=1)
     assert found is not None
     assert found.prediction.itl_ms > 20
 
 
 @pytest.mark.parametrize(
-    ("fact", "num_blocks"),
-    [(WorkerFacts("cuda", "Some GPU 9000", 10**11, 0, 0, 0, "ANY"), 50_000), (H200, 10)],
+    ("fact", "num_pages"),
+    [(WorkerFacts("cuda", "Some GPU 9000", 10**11, 0, LAYOUT, 0, "ANY"), 50_000), (H200, 10)],
     ids=["unknown chip", "no room"],
 )
-def test_no_prediction_is_no_failure(fact: WorkerFacts, num_blocks: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_prediction_is_no_failure(fact: WorkerFacts, num_pages: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    assert expected(fact, num_blocks, expected_concurrency=4) is None
+    assert expected(fact, num_pages, expected_concurrency=4) is None
     assert "no prediction: " in caplog.text

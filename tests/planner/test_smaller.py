@@ -7,10 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from headrace.cache_groups import same_layout
 from headrace.config import EngineConfig
 from headrace.errors import OutOfMemoryError
 from headrace.planner.decisions import decide_before_load
-from headrace.planner.smaller import fewer_blocks, smaller_budget, smaller_plan
+from headrace.planner.smaller import fewer_pages, smaller_budget, smaller_plan
 from headrace.step import WorkerFacts
 from tests.planner.test_decisions import MODEL
 
@@ -20,7 +21,9 @@ SAID = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
 def facts(available: int = 10**6, step: int = 0, shortfall: str = "") -> WorkerFacts:
-    return WorkerFacts("cuda", "a GPU", 10**9, available, BLOCK, 0, "ANY", step_bytes=step, shortfall=shortfall)
+    return WorkerFacts(
+        "cuda", "a GPU", 10**9, available, same_layout(16, BLOCK), 0, "ANY", step_bytes=step, shortfall=shortfall
+    )
 
 
 def resolved(**given: Any) -> tuple[EngineConfig, EngineConfig]:
@@ -109,7 +112,7 @@ def test_a_context_that_was_given_makes_steps_smaller_where_that_helps() -> None
     assert smaller[0].max_model_len == 512
     assert smaller[0].max_num_batched_tokens == 4096
     assert "room for the KV cache" in smaller[1][0].reason
-    assert smaller_plan(config, given, [facts(20 * BLOCK, step=5 * BLOCK)]) is None, "decide_num_blocks says what fits"
+    assert smaller_plan(config, given, [facts(20 * BLOCK, step=5 * BLOCK)]) is None, "decide_num_pages says what fits"
     assert smaller_plan(config, given, [facts(-(10**9), step=BLOCK)]) is None
 
 
@@ -119,12 +122,12 @@ def test_blocks_that_the_user_gave_are_not_questioned_before_they_are_tried() ->
 
 def test_a_cache_that_did_not_fit() -> None:
     config, _ = resolved()
-    blocks, decision = fewer_blocks(config, 100, [facts(0), facts(70 * BLOCK, shortfall=SAID)])
+    blocks, decision = fewer_pages(config, 100, [facts(0), facts(70 * BLOCK, shortfall=SAID)])
     assert blocks == 70
     assert str(decision) == f"num_gpu_blocks = 70: 100 did not fit: {SAID} (instead of 100)"
-    assert fewer_blocks(config, 100, [facts(10**6, shortfall=SAID)])[0] == 93, "whatever is reported, it ends"
+    assert fewer_pages(config, 100, [facts(10**6, shortfall=SAID)])[0] == 93, "whatever is reported, it ends"
     with pytest.raises(OutOfMemoryError, match=r"room for 320 tokens, fewer than max_model_len \(512\): CUDA out of"):
-        fewer_blocks(config, 100, [facts(20 * BLOCK, shortfall=SAID)])
+        fewer_pages(config, 100, [facts(20 * BLOCK, shortfall=SAID)])
 
 
 def test_a_step_that_found_no_memory_while_serving_halves_the_budget_down_to_the_sequences() -> None:

@@ -117,7 +117,7 @@ def make_core(
         max_num_batched_tokens=LIMITS.max_num_batched_tokens,
         max_model_len=LIMITS.max_model_len,
     )
-    worker = WorkerFacts("cpu", "recorded", 0, 0, 0, 0, "", rehearsals=list(rehearsals))
+    worker = WorkerFacts("cpu", "recorded", 0, 0, same_layout(LIMITS.block_size), 0, "", rehearsals=list(rehearsals))
     facts = CoreFacts(config, [], [worker], num_blocks)
     return EngineCore(facts, Scheduler(scheduler), executor(runner))  # type: ignore[arg-type]
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from headrace import __version__
+from headrace.cache_groups import same_layout
 from headrace.model_config import ModelConfig
 from headrace.planner.catalogue import catalogue
 from headrace.planner.memory_report import report_memory
@@ -116,7 +117,7 @@ def test_the_plan_tells_what_is_expected() -> None:
     engine = FakeEngine(expected_input_len=128, expected_output_len=64, expected_concurrency=8, max_num_seqs=8,
                         max_num_batched_tokens=8192)  # fmt: skip
     raw = catalogue()["llama-3.1-8b"].config
-    facts = [WorkerFacts("cuda", "NVIDIA H200", 150_109_106_995, 0, 0, 0, "ANY")]
+    facts = [WorkerFacts("cuda", "NVIDIA H200", 150_109_106_995, 0, same_layout(16), 0, "ANY")]
     engine.expected = expect(engine.config, ModelConfig.from_dict(raw), facts, 1000)
     told = send(make_app(engine), "GET", "/v1/plan").json()
     assert [told["workload"][name] for name in ("input_len", "output_len", "concurrency")] == [128, 64, 8]
@@ -127,7 +128,11 @@ def test_the_plan_tells_what_is_expected() -> None:
 def test_the_plan_tells_memory_as_predicted_and_as_reported() -> None:
     engine = FakeEngine(max_num_seqs=8, max_num_batched_tokens=8192)
     model = ModelConfig.from_dict(catalogue()["llama-3.1-8b"].config)
-    facts = [WorkerFacts("cuda", "NVIDIA H200", 150_109_106_995, 10**11, 2**21, 16_061_000_000, "ANY", step_bytes=7)]
+    facts = [
+        WorkerFacts(
+            "cuda", "NVIDIA H200", 150_109_106_995, 10**11, same_layout(16, 2**21), 16_061_000_000, "ANY", step_bytes=7
+        )
+    ]
     engine.memory = report_memory(engine.config, predict_memory(engine.config, model, facts), facts, 1000)
     told = send(make_app(engine), "GET", "/v1/plan").json()["memory"]
     weights = next(part for part in told["parts"] if part["name"] == "weights")

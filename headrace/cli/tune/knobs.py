@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from headrace.attention.table import BACKENDS, reasons_against, select_backend
+from headrace.cache_groups import same_layout
 from headrace.cli.tune.record import Trial
 from headrace.cli.tune.trial import Traffic, changed
 from headrace.config import EngineConfig
@@ -128,7 +129,7 @@ def _predicted(
             expected_output_len=traffic.output_len,
             expected_concurrency=traffic.at_once,
         )
-        found = expect(plan, model, [WorkerFacts(plan.device, *gpu, 0, 0, 0, "")], blocks)
+        found = expect(plan, model, [WorkerFacts(plan.device, *gpu, 0, same_layout(plan.block_size), 0, "")], blocks)
     except ConfigError:
         return None
     return None if found is None else score(config.objective or USUAL_OBJECTIVE, found.prediction)
