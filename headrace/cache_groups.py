@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from headrace.model_spec import STATE_BYTES, Attention, Mixer, ModelSpec
@@ -85,6 +86,11 @@ class CacheLayout:
     def bytes_per_token(self) -> int:
         """In all groups together, as long as no window has passed it."""
         return sum(group.block_bytes // group.block_size for group in self.groups if not group.is_state)
+
+    @cached_property
+    def group_of(self) -> dict[int, int]:
+        """layer -> its group, of those that cache something"""
+        return {layer: number for number, group in enumerate(self.groups) for layer in group.layers}
 
     def blocks(self, group: int, page: int) -> range:
         """The blocks of `group` that lie in `page`, if it is lent to it."""

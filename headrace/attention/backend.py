@@ -15,9 +15,6 @@ class Backend(Protocol):
 
     name: str
 
-    def plan(self, metadata: AttentionMetadata) -> None:
-        """On the host, once a step, before any layer: prepare what all layers share."""
-
     def forward(
         self,
         q: Tensor,
@@ -27,10 +24,11 @@ class Backend(Protocol):
         kv_scale: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Attention of q # [T, Hq, D] over kv_cache # [2, num_blocks, block_size, Hkv, D], the step's own k and v
-        already in it, divided by kv_scale # [2] if the cache is fp8; returns # [T, Hq, D] contiguous: `out` if given.
-        Tokens of requests with seq_len 0 get zeros. One that serves sinks takes `sinks` # [Hq] too; one that serves
-        latents, a cache # [1, num_blocks, block_size, 1, D], and returns # [T, Hq, latent_dim]."""
+        """Attention of q # [T, Hq, D] over kv_cache # [2, num_blocks, block_size, Hkv, D], whose blocks may lie apart,
+        the step's own k and v already in it, divided by kv_scale # [2] if the cache is fp8; returns # [T, Hq, D]
+        contiguous: `out` if given. Tokens of requests with seq_len 0 get zeros. One that serves sinks takes `sinks`
+        # [Hq] too; one that serves latents, a cache # [1, num_blocks, block_size, 1, D], and returns
+        # [T, Hq, latent_dim]. What all layers of a spec share is worked out once, and kept in `metadata.plan`."""
         ...
 
 

@@ -33,6 +33,8 @@ class AttentionSpec:
     """A query's result must not depend on what else is in the batch, nor on how its prompt was cut"""
     kv_cache_dtype: str = "auto"
     """of the cache: as `dtype` (auto), another of those, fp8_e4m3 or fp8_e5m2"""
+    group: int = 0
+    """of layers that keep alike, to which the layer belongs: which block table is its own"""
 
     @property
     def quantized_cache(self) -> bool:

@@ -63,9 +63,6 @@ class _Group:
 class TorchSdpa:
     name = "TORCH_SDPA"
 
-    def plan(self, metadata: AttentionMetadata) -> None:
-        metadata.plan = {}
-
     def forward(
         self,
         q: Tensor,
@@ -200,7 +197,8 @@ def _make_group(
     size = len(members)
     queries = max(member.query_len for member in members)
     num_blocks = max(-(-member.span // block_size) for member in members)
-    table, device = metadata.block_table.cpu().numpy(), metadata.block_table.device
+    block_table = metadata.block_tables[spec.group]
+    table, device = block_table.cpu().numpy(), block_table.device
     index, start, query_len, seq_len, skipped, _ = np.array(members).T[..., None]
     # not beyond a request's last block: what stands there may be another group's by now, and no number of this one
     columns = np.minimum(skipped // block_size + np.arange(num_blocks), (seq_len - 1) // block_size)

@@ -59,9 +59,6 @@ class TritonAttention:
             and not spec.batch_invariant
         )
 
-    def plan(self, metadata: AttentionMetadata) -> None:
-        metadata.plan = {}
-
     def forward(
         self,
         q: Tensor,
@@ -98,7 +95,7 @@ class TritonAttention:
             paged_attention(
                 q,
                 kv_cache,
-                metadata.block_table,
+                metadata.block_tables[spec.group],
                 metadata.rows,
                 metadata.query_start_loc,
                 metadata.seq_lens,
@@ -161,7 +158,7 @@ class TritonAttention:
             v,
             cos_sin,
             kv_cache,
-            metadata.block_table,
+            metadata.block_tables[spec.group],
             metadata.rows,
             metadata.seq_lens,
             tickets,

@@ -117,5 +117,6 @@ class Attention(Layer):
         scale = self.kv_scale
         if metadata.max_query_len == 1 and self.decode is not None:
             return self.decode(q, k, v, angles[0], kv_cache, metadata, self.spec, *norms, self.eps, scale, out)
-        q = self.rotary_and_cache(q, k, v, *angles, kv_cache, metadata.slot_mapping, *norms, self.eps, scale)
+        slots = metadata.slot_mappings[self.spec.group]
+        q = self.rotary_and_cache(q, k, v, *angles, kv_cache, slots, *norms, self.eps, scale)
         return self.attend(q, kv_cache, metadata, self.spec, scale, out)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,3 +24,5 @@ class LayerContext:
     device: torch.device
     batch_invariant: bool = False
     """A token's result must not depend on what else is in the batch"""
+    groups: Mapping[int, int] = field(default_factory=dict)
+    """layer -> the group whose block table is its own, of layers that cache something"""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.attention.spec import AttentionSpec
+from headrace.cache_groups import cache_layout
 from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.model_config import MOST, Fields, ModelConfig, read_object
 from headrace.model_spec import Attention, LatentAttention, Mixer, ModelSpec
@@ -257,7 +258,13 @@ def attention_specs(
         own = {name: getattr(mixer, name) for name in ("causal", "chunked", "sinks", "rotary")}
         return replace(spec, **own)
 
-    return tuple(on_a_rank(layer.mixer) for layer in describe(config).layers)
+    described = describe(config)
+    specs = [on_a_rank(layer.mixer) for layer in described.layers]
+    groups = cache_layout(described, tp_size, 1, block_size).group_of
+    return tuple(
+        spec if spec is None or spec.group == groups.get(layer, 0) else replace(spec, group=groups[layer])
+        for layer, spec in enumerate(specs)
+    )
 
 
 def _shape_reasons(config: ModelConfig) -> list[str]:

@@ -134,7 +134,7 @@ class Forward(Protocol):
         and nothing else depends on how the batch's tokens are spread over requests."""
         ...
 
-    def metadata(self, batch: Batch, positions: Tensor, slot_mapping: Tensor) -> AttentionMetadata:
+    def metadata(self, batch: Batch, positions: Tensor, slot_mappings: tuple[Tensor, ...]) -> AttentionMetadata:
         """What attention is told of a batch whose inputs are gathered elsewhere."""
         ...
 
@@ -282,7 +282,7 @@ class StepGraphs:
                 return self._model.forward(batch, _whole if shape.kind == "piecewise" else None)[0]
         if captured.pieces:
             told = captured.metadata
-            metadata = self._model.metadata(batch, told.positions, told.slot_mapping)
+            metadata = self._model.metadata(batch, told.positions, told.slot_mappings)
             for piece in captured.pieces:
                 piece.graph.replay()
                 piece.attend(piece.q, piece.kv_cache, metadata, *piece.rest, out=piece.out)
@@ -336,7 +336,7 @@ class StepGraphs:
                 cut.begin()
                 hidden, metadata = self._model.forward(batch, cut if key.kind == "piecewise" else None)
                 metadata.cut = None  # it knows these graphs, which are to go as soon as nobody wants them
-                metadata.plan = None  # and this, memory of the pool that other captures may use
+                metadata.plan = {}  # and this, memory of the pool that other captures may use
                 return _Captured(cut.pieces, cut.end(), self._device.borrow(hidden), metadata)
             finally:
                 cut.abandon()

@@ -8,7 +8,7 @@ replace it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ from headrace.layers.linear import Linear
 from headrace.layers.mlp import GatedMLP
 from headrace.layers.moe import SparseMoE
 from headrace.layers.norm import RMSNorm
-from headrace.runner.kv_cache import KVCacheShape, allocate_kv_cache
+from headrace.runner.kv_cache import CacheShape, allocate_alone
 from headrace.runner.self_check import Check, Switch, relative_error, switches
 
 TOKENS = (1, 8, 24, 40)
@@ -53,7 +53,7 @@ class Subject:
     """a CausalModel of layers"""
     backend: Backend
     kernels: KernelTable
-    shape: KVCacheShape
+    shape: CacheShape
     vocab_size: int
     dtype: torch.dtype
     device: torch.device
@@ -83,6 +83,12 @@ class Subject:
         sized = self.ends(Linear, lambda layer: (layer.spec.in_features, layer.spec.out_features, layer.scheme))
         wanted = [(layer, layer.scheme.product.input_dtype(layer.spec)) for layer in sized]
         return [(layer, fp8) for layer, fp8 in wanted if fp8 is not None]
+
+    def cache(self, layer: Attention, num_blocks: int) -> Tensor:
+        """Like that of `layer`, zeros."""
+        cache = allocate_alone(self.shape, self.shape.specs.index(layer.spec), num_blocks, self.device)
+        assert cache is not None
+        return cache
 
     def rope(self) -> Tensor:
         """# [positions, rotary_dim]"""
@@ -226,7 +232,7 @@ def _new_tokens(subject: Subject, layer: Attention) -> _Tokens:
     slots[count // 2] = -1  # padding
     q, k, v = subject.random(count, sum(layer.heads), spec.head_dim).split(layer.heads, dim=1)
     positions = torch.arange(count, device=subject.device).flip(0)
-    cache = allocate_kv_cache(replace(subject.shape, num_layers=1), count // size + 2, subject.device)[0]
+    cache = subject.cache(layer, count // size + 3)
     return _Tokens(q, k, v, positions, slots, cache, cache_scale(subject), head_norms(layer), layer.eps)
 
 

@@ -1,14 +1,19 @@
-"""Allocates the paged KV cache of one rank. Knows shapes and bytes, not who owns which block."""
+"""Allocates what a rank's layers cache, in one arena. Knows shapes and bytes, not who owns which block."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from headrace.attention.spec import AttentionSpec
+from headrace.cache_groups import CacheLayout, cache_layout
 from headrace.errors import ConfigError
 from headrace.kernels._triton import fp8_dtype
+from headrace.model_spec import STATE_BYTES, ModelSpec
+from headrace.step import SchedulerOutput
 
 E4M3_CAPABILITY = (8, 9)
 """The first NVIDIA GPUs that convert e4m3"""
@@ -30,25 +35,93 @@ def cache_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class KVCacheShape:
-    num_layers: int
-    num_kv_heads: int
-    """on this rank"""
-    head_dim: int
-    block_size: int
+class CacheShape:
+    """What the layers of one rank cache."""
+
+    layout: CacheLayout
+    specs: tuple[AttentionSpec | None, ...]
+    """of each layer; None: its cache is a state, or it has none"""
     dtype: torch.dtype
+    """of keys and values"""
 
     @property
-    def bytes_per_block(self) -> int:
-        elements = 2 * self.block_size * self.num_kv_heads * self.head_dim
-        return self.num_layers * elements * self.dtype.itemsize
+    def num_layers(self) -> int:
+        return len(self.specs)
+
+    @property
+    def block_size(self) -> int:
+        return self.layout.block_size
+
+    def block(self, layer: int) -> tuple[tuple[int, ...], torch.dtype]:
+        """Size and type of what a block holds of a layer: (planes, block_size, num_kv_heads, head_dim), of which planes
+        are K and V, or a latent alone; (1, numbers) of a state."""
+        spec = self.specs[layer]
+        if spec is None:
+            group = self.layout.groups[self.layout.group_of[layer]]
+            return (1, group.block_bytes // len(group.layers) // STATE_BYTES), torch.float32
+        planes = 1 if spec.latent_dim is not None else 2
+        return (planes, spec.block_size, spec.num_kv_heads, spec.head_dim), self.dtype
 
 
-def allocate_kv_cache(shape: KVCacheShape, num_blocks: int, device: torch.device) -> list[Tensor]:
-    """One tensor a layer # [2 (K, V), num_blocks + 1, block_size, num_kv_heads, head_dim].
+def cache_shape(
+    model: ModelSpec, specs: tuple[AttentionSpec | None, ...], ranks: int, block_size: int, dtype: torch.dtype
+) -> CacheShape:
+    """Of one of `ranks`, whose layers ask for `specs`."""
+    return CacheShape(cache_layout(model, ranks, dtype.itemsize, block_size), specs, dtype)
 
-    The extra block at the end is scratch for padding. Zeroed: uninitialized memory may hold NaN, and a masked
-    probability of zero times NaN is NaN.
+
+@dataclass(frozen=True)
+class KVCache:
+    shape: CacheShape
+    arena: Tensor
+    """[num_pages + 1, page_bytes] uint8; the last page is scratch for padding"""
+    layers: list[Tensor | None]
+    """views of the arena: # [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim] of a layer that attends,
+    [1, ...] where values are part of their keys; # [num_blocks, numbers] float32 of a state; None: nothing is cached"""
+
+    @property
+    def scratch_blocks(self) -> list[int]:
+        """of each group"""
+        return [(len(self.arena) - 1) * group.blocks_per_page for group in self.shape.layout.groups]
+
+    def prepare(self, step: SchedulerOutput) -> None:
+        """What goes before the step's own computing: pages that change hands are cleared, states copied."""
+        for page in step.cleared_pages:
+            self.arena[page].zero_()
+        for copy in step.state_copies:
+            blocks = self.arena.view(-1, self.shape.layout.groups[copy.group].block_stride)
+            blocks[copy.target].copy_(blocks[copy.source])
+
+
+def allocate_kv_cache(shape: CacheShape, num_pages: int, device: torch.device) -> KVCache:
+    """Zeroed: uninitialized memory may hold NaN, and a masked probability of zero times NaN is NaN.
+
+    Where one group of layers has the arena to itself its pages never change hands, and each layer's cache lies together
+    instead of each block: so a layer's reads are spread over less memory.
     """
-    size = (2, num_blocks + 1, shape.block_size, shape.num_kv_heads, shape.head_dim)
-    return [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)]
+    layout = shape.layout
+    arena = torch.zeros((num_pages + 1, layout.page_bytes), dtype=torch.uint8, device=device)
+    layers: list[Tensor | None] = [None] * shape.num_layers
+    for group in layout.groups:
+        num_blocks = (num_pages + 1) * group.blocks_per_page
+        for place, layer in enumerate(group.layers):
+            size, dtype = shape.block(layer)
+            planes, *inner = size
+            numbers = arena.view(-1).view(dtype)
+            to_plane, to_block = math.prod(inner), group.block_stride // dtype.itemsize
+            offset = place * planes * to_plane
+            if len(layout.groups) == 1 and not group.is_state:
+                to_plane, to_block, offset = num_blocks * to_plane, to_plane, num_blocks * offset
+            strides = [math.prod(inner[axis + 1 :]) for axis in range(len(inner))]
+            view = numbers.as_strided((planes, num_blocks, *inner), (to_plane, to_block, *strides), offset)
+            layers[layer] = view[0] if group.is_state else view
+    return KVCache(shape, arena, layers)
+
+
+def allocate_alone(shape: CacheShape, layer: int, num_blocks: int, device: torch.device) -> Tensor | None:
+    """The cache of one layer, of `num_blocks` zeroed blocks, in memory of its own."""
+    if layer not in shape.layout.group_of:
+        return None
+    (planes, *inner), dtype = shape.block(layer)
+    cache = torch.zeros((planes, num_blocks, *inner), dtype=dtype, device=device)
+    return cache if shape.specs[layer] is not None else cache[0]

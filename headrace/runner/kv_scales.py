@@ -13,14 +13,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from headrace.attention.backend import Backend
 from headrace.attention.metadata import AttentionMetadata
 from headrace.distributed.mesh import Group
 from headrace.errors import CheckpointError
 from headrace.kernels._triton import fp8_dtype
 from headrace.layers.attention import Attention
 from headrace.model_config import ModelConfig
-from headrace.runner.kv_cache import KVCacheShape, allocate_kv_cache
+from headrace.runner.kv_cache import CacheShape, allocate_alone
 
 NUM_PROMPTS, PROMPT_LENGTH = 4, 128
 HEADROOM = {torch.float8_e5m2: 32.0}
@@ -49,9 +48,8 @@ class Calibration:
 
     model: nn.Module
     """as the runner's CausalModel"""
-    backend: Backend
     config: ModelConfig
-    shape: KVCacheShape
+    shape: CacheShape
     """of the cache that will serve"""
     dtype: torch.dtype
     """the model's own"""
@@ -65,36 +63,40 @@ class Calibration:
 
     @torch.inference_mode()
     def run(self, cache_dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        """(hidden states of the made-up prompts # [tokens, hidden_size], the caches they leave)"""
+        """(hidden states of the made-up prompts # [tokens, hidden_size], the caches of layers that attend)"""
         length = min(PROMPT_LENGTH, self.config.max_position_embeddings)
         per_prompt = -(-length // self.shape.block_size)
-        caches = allocate_kv_cache(replace(self.shape, dtype=cache_dtype), NUM_PROMPTS * per_prompt, self.device)
+        shape = replace(self.shape, dtype=cache_dtype)
+        num_blocks, num_groups = NUM_PROMPTS * per_prompt, len(shape.layout.groups)
+        caches = [allocate_alone(shape, layer, num_blocks, self.device) for layer in range(shape.num_layers)]
         ids = torch.randint(self.config.vocab_size, (NUM_PROMPTS, length), generator=torch.Generator().manual_seed(0))
         if self.config.bos_token_id is not None:
             ids[:, 0] = self.config.bos_token_id
         positions = torch.arange(length, device=self.device).repeat(NUM_PROMPTS)
         first_slots = torch.arange(NUM_PROMPTS, device=self.device) * per_prompt * self.shape.block_size
         rows = torch.arange(NUM_PROMPTS + 1, dtype=torch.int32, device=self.device)
-        blocks = torch.arange(NUM_PROMPTS * per_prompt, dtype=torch.int32, device=self.device)
+        blocks = torch.arange(num_blocks, dtype=torch.int32, device=self.device)
+        slots = first_slots.repeat_interleave(length) + positions
         metadata = AttentionMetadata(
             rows=rows[:-1],
             query_start_loc=rows * length,
             seq_lens=torch.full_like(rows[:-1], length),
             positions=positions,
-            slot_mapping=first_slots.repeat_interleave(length) + positions,
-            block_table=blocks.view(NUM_PROMPTS, per_prompt),
+            slot_mappings=(slots,) * num_groups,
+            block_tables=(blocks.view(NUM_PROMPTS, per_prompt),) * num_groups,
             num_reqs=NUM_PROMPTS,
             num_tokens=NUM_PROMPTS * length,
             max_query_len=length,
             max_seq_len=length,
         )
-        self.backend.plan(metadata)
-        return self.model(ids.view(-1).to(self.device), positions, metadata, caches), caches
+        hidden = self.model(ids.view(-1).to(self.device), positions, metadata, caches)
+        attended = zip(caches, shape.specs, strict=True)
+        return hidden, [cache for cache, spec in attended if cache is not None and spec is not None]
 
     def fitting_scales(self, caches: list[Tensor]) -> Tensor:
         """# [layers, 2] float32, so that the largest numbers in `caches`, over all ranks, come to lie HEADROOM below
         the format's; 1.0 for what is all zeros, or not finite."""
-        largest = torch.stack([cache.abs().amax(dim=(1, 2, 3, 4)).float() for cache in caches])
+        largest = torch.stack([cache.abs().amax(dim=(1, 2, 3, 4)).float().expand(2) for cache in caches])
         largest = self.group.all_gather(largest.view(-1, 1)).amax(dim=-1).view(-1, 2)
         scales = largest * (HEADROOM.get(self.shape.dtype, 16.0) / torch.finfo(self.shape.dtype).max)
         return torch.where((scales > 0) & scales.isfinite(), scales, torch.ones_like(scales))

@@ -40,7 +40,6 @@ from headrace.runner.kernel_checks import (
     head_norms,
     written,
 )
-from headrace.runner.kv_cache import allocate_kv_cache
 from headrace.runner.self_check import Check, relative_error
 
 W8A8 = {False: 6e-2, True: 0.12}
@@ -90,7 +89,7 @@ def _decode_error(subject: Subject, layer: Attention, requests: int) -> float:
     lengths = [longest, *((37 * i) % min(200, longest) + 1 for i in range(1, requests))]
     if requests > 1:
         lengths[-1] = 0
-    cache, metadata = _filled_cache(subject, [1] * requests, lengths)
+    cache, metadata = _filled_cache(subject, layer, [1] * requests, lengths)
     norms = head_norms(layer)
     q, k, v = subject.random(requests, sum(layer.heads), layer.spec.head_dim).split(layer.heads, dim=1)
     angles = subject.kernels.step_angles(subject.rope(), metadata.positions)[0]
@@ -98,10 +97,10 @@ def _decode_error(subject: Subject, layer: Attention, requests: int) -> float:
     assert layer.decode is not None
     out = layer.decode(q, k, v, angles, cache, metadata, layer.spec, *norms, layer.eps, scale)
     expected = decode_attention_reference(
-        q, k, v, subject.rope(), other, metadata.block_table, metadata.rows, metadata.seq_lens, layer.spec.scale,
+        q, k, v, subject.rope(), other, metadata.block_tables[-1], metadata.rows, metadata.seq_lens, layer.spec.scale,
         layer.spec.sliding_window, *norms, layer.eps, scale,
     )  # fmt: skip
-    slots = metadata.slot_mapping
+    slots = metadata.slot_mappings[-1]
     return relative_error((out, *written(cache, slots)), (expected, *written(other, slots)))
 
 
@@ -148,24 +147,26 @@ def _attention_check(subject: Subject, layer: Attention) -> Check:
 def _attention_error(
     subject: Subject, layer: Attention, counts: list[int], lengths: list[int], plan: AttentionPlan | None = None
 ) -> float:
-    cache, metadata = _filled_cache(subject, counts, lengths)
+    cache, metadata = _filled_cache(subject, layer, counts, lengths)
     q, spec, scale = subject.random(sum(counts), layer.heads[0], layer.spec.head_dim), layer.spec, cache_scale(subject)
     if plan is not None and isinstance(subject.backend, TritonAttention):
         metadata.plan[spec] = subject.backend.launches(plan, metadata, spec, q)
     out = layer.attend(q, cache, metadata, spec, scale)
     again = layer.attend(q.clone(), cache.clone(), metadata, spec, scale)  # as a later layer of the step
     expected = paged_attention_reference(
-        q, cache, metadata.block_table, metadata.rows, metadata.query_start_loc, metadata.seq_lens, spec.scale,
+        q, cache, metadata.block_tables[-1], metadata.rows, metadata.query_start_loc, metadata.seq_lens, spec.scale,
         metadata.max_query_len, metadata.max_seq_len, spec.sliding_window, kv_scale=scale,
     )  # fmt: skip
     return relative_error((out, again), (expected, expected))
 
 
-def _filled_cache(subject: Subject, counts: list[int], lengths: list[int]) -> tuple[Tensor, AttentionMetadata]:
+def _filled_cache(
+    subject: Subject, layer: Attention, counts: list[int], lengths: list[int]
+) -> tuple[Tensor, AttentionMetadata]:
     """A layer's cache full of numbers, and a step of `counts` new tokens of requests that then have `lengths`."""
     size, device = subject.shape.block_size, subject.device
     needed = [max(1, -(-length // size)) for length in lengths]
-    cache = allocate_kv_cache(replace(subject.shape, num_layers=1), sum(needed), device)[0]
+    cache = subject.cache(layer, sum(needed) + 1)
     content = subject.random(*cache.shape)
     scale = cache_scale(subject)
     if scale is None:
@@ -182,21 +183,20 @@ def _filled_cache(subject: Subject, counts: list[int], lengths: list[int]) -> tu
             positions.append(max(0, position))
             slots.append(int(table[row, position // size]) * size + position % size if length else -1)
     ends = torch.tensor(counts).cumsum(0).tolist()
-    metadata = AttentionMetadata(
+    num_groups = layer.spec.group + 1
+    return cache, AttentionMetadata(
         rows=torch.arange(len(lengths), dtype=torch.int32, device=device),
         query_start_loc=subject.ints(0, *ends),
         seq_lens=subject.ints(*lengths),
         positions=subject.ints(*positions, dtype=torch.int64),
-        slot_mapping=subject.ints(*slots, dtype=torch.int64),
-        block_table=table.to(device),
+        slot_mappings=(subject.ints(*slots, dtype=torch.int64),) * num_groups,
+        block_tables=(table.to(device),) * num_groups,
         num_reqs=len(counts),
         num_tokens=sum(counts),
         max_query_len=max(counts),
         max_seq_len=max(lengths),
         num_decodes=sum(count == 1 for count in counts),
     )
-    subject.backend.plan(metadata)
-    return cache, metadata
 
 
 def _linear_checks(subject: Subject) -> Iterator[Check]:

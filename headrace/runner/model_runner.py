@@ -13,13 +13,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headrace.attention.backend import Backend
 from headrace.attention.metadata import AttentionMetadata
 from headrace.kernels.table import KernelTable
 from headrace.runner.cuda_graph import CudaDevice, GraphDevice, StepGraphs
 from headrace.runner.graph_settings import GraphSettings
 from headrace.runner.input_batch import Batch, InputBatch
-from headrace.runner.kv_cache import KVCacheShape, allocate_kv_cache
+from headrace.runner.kv_cache import CacheShape, KVCache, allocate_kv_cache
 from headrace.runner.pending import REJECTED, HostLogprobs, Notes, Outgoing, PendingStep, logprobs_to_host
 from headrace.runner.request_state import RequestState
 from headrace.sampling.logprobs import LogprobTensors, gather_logprobs
@@ -34,7 +33,7 @@ class CausalModel(Protocol):
     """What the runner needs of a model."""
 
     def __call__(
-        self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv_caches: list[Tensor]
+        self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv_caches: list[Tensor | None]
     ) -> Tensor: ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor: ...
@@ -66,18 +65,16 @@ class ModelRunner:
     def __init__(
         self,
         model: CausalModel,
-        backend: Backend,
         kernels: KernelTable,
-        shape: KVCacheShape,
+        shape: CacheShape,
         limits: RunnerLimits,
         device: torch.device,
         graph_settings: GraphSettings | None = None,
         graph_device: Callable[[torch.device], GraphDevice] = CudaDevice,
         drafter: Drafter | None = None,
     ) -> None:
-        """Ready to be profiled, on a cache of one block and without graphs; `allocate` makes it ready to serve."""
+        """Ready to be profiled, on a cache of one page and without graphs; `allocate` makes it ready to serve."""
         self.model = model
-        self.backend = backend
         self.kernels = kernels
         self.shape = shape
         self.limits = limits
@@ -93,12 +90,12 @@ class ModelRunner:
             decode_len=1 + self.num_drafts,
         )  # fmt: skip
         self.keep_results()
-        self._build(num_blocks=1)
+        self._build(num_pages=1)
 
-    def allocate(self, num_blocks: int) -> None:
-        """(Re)build cache and rows for `num_blocks` blocks; whatever they held is gone, and the graphs that know their
+    def allocate(self, num_pages: int) -> None:
+        """(Re)build cache and rows for `num_pages` pages; whatever they held is gone, and the graphs that know their
         addresses with it."""
-        self._build(num_blocks)
+        self._build(num_pages)
         self.renew_graphs()
 
     def renew_graphs(self) -> None:
@@ -112,19 +109,22 @@ class ModelRunner:
         """What queued steps leave for the host stays there, however many steps follow before it is read."""
         self._outgoing = Outgoing(self.limits.max_num_seqs * (1 + self.num_drafts), self.device)
 
-    def _build(self, num_blocks: int) -> None:
+    def _build(self, num_pages: int) -> None:
         limits = self.limits
         self.graphs = None
-        self.kv_caches: list[Tensor] = []
-        self.kv_caches = allocate_kv_cache(self.shape, num_blocks, self.device)
+        self.cache = KVCache(self.shape, torch.empty(0), [])  # the one before is gone before another is made
+        self.cache = allocate_kv_cache(self.shape, num_pages, self.device)
+        sizes = [limits.max_model_len if group.is_state else group.block_size for group in self.shape.layout.groups]
         self.state = RequestState(
-            limits.max_num_seqs, limits.max_model_len, limits.block_size, limits.vocab_size, num_blocks, self.device,
+            limits.max_num_seqs, limits.max_model_len, sizes, limits.vocab_size, self.cache.scratch_blocks, self.device,
             self.kernels.scatter_words, self.num_drafts,
         )  # fmt: skip
         self.sampler = Sampler(self.state.sampling, self.kernels)
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> PendingStep:
+        if step.cleared_pages or step.state_copies:
+            self.cache.prepare(step)
         self.state.apply(step)
         if not step.rows:
             return PendingStep(step.step)
@@ -165,28 +165,32 @@ class ModelRunner:
         With `cut` (see cuda_graph.py) inputs are gathered as for any batch of that many tokens.
         """
         state, whose = self.state, batch if cut is None else self.inputs.everyone()
-        input_ids, positions, slot_mapping = self.kernels.prepare_batch(
-            whose.rows,
-            whose.num_computed,
-            whose.query_start_loc,
-            state.token_table,
-            state.block_table,
-            self.limits.block_size,
-            batch.num_tokens,
-        )
-        metadata = self.metadata(batch, positions, slot_mapping)
+        gathered = [
+            self.kernels.prepare_batch(
+                whose.rows,
+                whose.num_computed,
+                whose.query_start_loc,
+                state.token_table,
+                table,
+                block_size,
+                batch.num_tokens,
+            )
+            for table, block_size in zip(state.block_tables, state.block_sizes, strict=True)
+        ]
+        input_ids, positions, _ = gathered[0]
+        metadata = self.metadata(batch, positions, tuple(slots for *_, slots in gathered))
         metadata.cut = cut
-        return self.model(input_ids, positions, metadata, self.kv_caches), metadata
+        return self.model(input_ids, positions, metadata, self.cache.layers), metadata
 
-    def metadata(self, batch: Batch, positions: Tensor, slot_mapping: Tensor) -> AttentionMetadata:
-        """What attention is told of the step, planned for."""
-        metadata = AttentionMetadata(
+    def metadata(self, batch: Batch, positions: Tensor, slot_mappings: tuple[Tensor, ...]) -> AttentionMetadata:
+        """What attention is told of the step."""
+        return AttentionMetadata(
             rows=batch.rows,
             query_start_loc=batch.query_start_loc,
             seq_lens=batch.seq_lens,
             positions=positions,
-            slot_mapping=slot_mapping,
-            block_table=self.state.block_table,
+            slot_mappings=slot_mappings,
+            block_tables=self.state.block_tables,
             num_reqs=batch.num_reqs,
             num_tokens=batch.num_tokens,
             max_query_len=batch.max_query_len,
@@ -194,8 +198,6 @@ class ModelRunner:
             num_decodes=batch.num_decodes,
             max_prompt_len=batch.max_prompt_len,
         )
-        self.backend.plan(metadata)
-        return metadata
 
     def _logits(self, batch: Batch, hidden: Tensor) -> Tensor | None:
         """# [num_samples, vocab_size]"""

@@ -6,7 +6,7 @@ Knows nothing of scheduling: which row is whose is the scheduler's business.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import numpy as np
@@ -18,7 +18,7 @@ from headrace.sampling.state import SamplingState
 from headrace.sampling.transfer import TableWriter
 from headrace.step import SchedulerOutput
 
-TOKENS, BLOCKS, KNOWN = "tokens", "blocks", "known"
+TOKENS, BLOCKS, KNOWN = "tokens", "blocks of group {}", "known"
 
 
 class RequestState:
@@ -27,9 +27,10 @@ class RequestState:
     - `token_table` [max_rows + 1, max_model_len + num_drafts + 1] int32: every known token; sampling writes the next
       one here, and drafts follow
     - `num_known` [max_rows + 1] int32, with drafts: how many are known, which the host learns late
-    - `block_table` [max_rows + 1, max_blocks] int32
+    - `block_tables` of each group of layers that keep alike, [max_rows + 1, max_blocks] int32
 
-    The last row is scratch: padding of captured graphs lives there and writes to `scratch_block`, which no request has.
+    The last row is scratch: padding of captured graphs lives there and writes to `scratch_blocks`, which no request
+    has.
     - `sampling`: the sampling parameters, a row each
     """
 
@@ -37,26 +38,29 @@ class RequestState:
         self,
         max_rows: int,
         max_model_len: int,
-        block_size: int,
+        block_sizes: Sequence[int],
         vocab_size: int,
-        scratch_block: int,
+        scratch_blocks: Sequence[int],
         device: torch.device,
         scatter_words: Callable[[Tensor, Tensor, Tensor], None] = scatter_words_reference,
         num_drafts: int = 0,
     ) -> None:
         self.device = device
+        self.block_sizes = block_sizes
         shapes = {
             SamplingState.TABLE: SamplingState.table_shape(max_rows),
             TOKENS: (max_rows + 1, max_model_len + num_drafts + 1),
-            BLOCKS: (max_rows + 1, -(-max_model_len // block_size)),
         }
+        for group, block_size in enumerate(block_sizes):
+            shapes[BLOCKS.format(group)] = (max_rows + 1, -(-(max_model_len + num_drafts) // block_size))
         if num_drafts:
             shapes[KNOWN] = (max_rows + 1, 1)
         self._writer = TableWriter(device, shapes, scatter_words)
         self.num_known = self._writer.tables[KNOWN].view(-1) if num_drafts else None
         self.token_table = self._writer.tables[TOKENS]
-        self.block_table = self._writer.tables[BLOCKS]
-        self.block_table[max_rows] = scratch_block
+        self.block_tables = tuple(self._writer.tables[BLOCKS.format(group)] for group in range(len(block_sizes)))
+        for table, scratch in zip(self.block_tables, scratch_blocks, strict=True):
+            table[max_rows] = scratch
         self.sampling = SamplingState(max_rows, vocab_size, max_model_len, device, self._writer)
         self.prompt_logprobs: dict[int, tuple[int, int]] = {}
         """row -> (k, prompt length) of the requests that asked for prompt logprobs"""
@@ -84,8 +88,10 @@ class RequestState:
                 if new.params.logprobs is not None:
                     self.wants_logprobs[new.row] = new.params.logprobs
         if step.block_updates:
-            width = self.block_table.shape[1]
-            self._write(BLOCKS, [(u.row * width + u.start, u.block_ids) for u in step.block_updates])
+            for group, table in enumerate(self.block_tables):
+                width = table.shape[1]
+                runs = [(u.row * width + u.start, u.block_ids) for u in step.block_updates if u.group == group]
+                self._write(BLOCKS.format(group), runs)
         self._writer.flush()
 
     def _write(self, table: str, runs: list[tuple[int, list[int]]]) -> None:

@@ -74,7 +74,9 @@ def _cut(step: SchedulerOutput, begin: int, end: int, rows_filled: bool = False)
         samples=step.samples[part],
     )
     if begin or rows_filled:
-        return msgspec.structs.replace(cut, new_rows=[], freed_rows=[], block_updates=[])
+        return msgspec.structs.replace(
+            cut, new_rows=[], freed_rows=[], block_updates=[], cleared_pages=[], state_copies=[]
+        )
     return cut
 
 

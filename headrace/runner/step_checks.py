@@ -44,10 +44,8 @@ def step_checks(
     fused = any(layer.decode is not None for layer in subject.layers(Attention))
     if not (settings or fused or switches(subject.kernels)):
         return
-    runner = ModelRunner(
-        subject.model, subject.backend, subject.kernels, subject.shape, limits, subject.device, settings, device
-    )
-    runner.allocate(SEQS * -(-LENGTH // limits.block_size))
+    runner = ModelRunner(subject.model, subject.kernels, subject.shape, limits, subject.device, settings, device)
+    runner.allocate(subject.shape.layout.pages_for(LENGTH, LENGTH, SEQS))
     if fused or switches(subject.kernels):
         yield _references_check(subject, runner, refused)
     for kind in ("decode", "other", "alone"):
@@ -65,15 +63,26 @@ def _bound(subject: Subject) -> float:
 def _steps(runner: ModelRunner) -> dict[str, SchedulerOutput]:
     """By kind: two prompts, a decode of each, and the first prompt alone; each may be run again."""
     limits, rows = runner.limits, list(range(len(PROMPTS)))
-    blocks = -(-limits.max_model_len // limits.block_size)
     params = SamplingParams(temperature=0.0, max_tokens=None, seed=0)
     ids = [[(row * 31 + place * 7919) % limits.vocab_size for place in range(PROMPTS[row] + 1)] for row in rows]
     new = [NewRow(row, ids[row], params, []) for row in rows]
-    owned = [BlockUpdate(row, 0, list(range(row * blocks, (row + 1) * blocks))) for row in rows]
+    owned = _own_blocks(runner, rows)
     prompts = SchedulerOutput(0, new, rows, owned, rows, [0] * len(rows), list(PROMPTS), [True] * len(rows))
     decodes = SchedulerOutput(1, [], [], [], rows, list(PROMPTS), [1] * len(rows), [True] * len(rows))
     alone = SchedulerOutput(2, [], [], [], rows[:1], [0], [PROMPTS[0]], [True])
     return {"other": prompts, "decode": decodes, "alone": alone}
+
+
+def _own_blocks(runner: ModelRunner, rows: list[int]) -> list[BlockUpdate]:
+    """In each group of layers, blocks for the longest sequences, in pages of the group's own."""
+    updates, page = [], 0
+    for number, group in enumerate(runner.shape.layout.groups):
+        count = group.most_blocks(LENGTH, LENGTH)
+        first = page * group.blocks_per_page
+        for row in rows:
+            updates.append(BlockUpdate(row, 0, list(range(first + row * count, first + (row + 1) * count)), number))
+        page += -(-SEQS * count // group.blocks_per_page)
+    return updates
 
 
 def _references_check(subject: Subject, runner: ModelRunner, refused: set[str]) -> Check:

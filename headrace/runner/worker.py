@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from headrace.attention.table import load_backend, select_backend
-from headrace.cache_groups import same_layout
 from headrace.config import EngineConfig
 from headrace.distributed.mesh import init_mesh
 from headrace.errors import OutOfMemoryError
@@ -21,11 +20,11 @@ from headrace.kernels.table import select_kernels
 from headrace.layers.context import LayerContext
 from headrace.model_config import ModelConfig
 from headrace.models.loader import load_model
-from headrace.models.registry import attention_specs
+from headrace.models.registry import attention_specs, describe
 from headrace.models.size import multiplied_weights
 from headrace.runner.graph_settings import GraphSettings
 from headrace.runner.kernel_checks import Subject, kernel_checks
-from headrace.runner.kv_cache import KVCacheShape, cache_dtype
+from headrace.runner.kv_cache import cache_dtype, cache_shape
 from headrace.runner.kv_scales import Calibration, SettledScales, settle_kv_scales
 from headrace.runner.layer_checks import layer_checks
 from headrace.runner.memory import device_memory, first_line, is_out_of_memory
@@ -96,18 +95,18 @@ class Worker:
             kv_cache_dtype=config.kv_cache_dtype,
         )
         kv_dtype = cache_dtype(config.kv_cache_dtype, self.device)
+        self.shape = cache_shape(
+            describe(model_config), specs, config.tensor_parallel_size, config.block_size, kv_dtype
+        )
         chosen = select_backend(specs, config.attention_backend)
         self.backend = load_backend(chosen.name)
         self.kernels = with_switches(select_kernels(self.device.type))
         context = LayerContext(
-            self.mesh, self.kernels, self.backend, specs, self.dtype, self.device, config.batch_invariant
-        )
+            self.mesh, self.kernels, self.backend, specs, self.dtype, self.device, config.batch_invariant,
+            self.shape.layout.group_of,
+        )  # fmt: skip
         self.model = load_model(
             self.folder, model_config, context, config.load_format, config.seed, config.quantization
-        )
-        spec = next(spec for spec in specs if spec is not None)
-        self.shape = KVCacheShape(
-            model_config.num_layers, spec.num_kv_heads, spec.head_dim, config.block_size, kv_dtype
         )
         self.notes = [f"Using {chosen.name} backend: {chosen.why}.", *self.model.notes]
         check = SelfCheck(self.mesh.tp, self.device)
@@ -118,10 +117,8 @@ class Worker:
         self.memory.drop_workspaces()
         check.run(kernel_checks(subject))
         check.run(layer_checks(subject))
-        if spec.quantized_cache:
-            calibration = Calibration(
-                self.model, self.backend, model_config, self.shape, self.dtype, self.mesh.tp, self.device
-            )
+        if kv_dtype.itemsize == 1:
+            calibration = Calibration(self.model, model_config, self.shape, self.dtype, self.mesh.tp, self.device)
             self.kv_scales = settle_kv_scales(calibration, config.calculate_kv_scales)
             self.notes.append(self.kv_scales.said)
         waiting = WAITS_FOR_THE_HOST & {*check.demoted}
@@ -163,7 +160,7 @@ class Worker:
             self.model_config.vocab_size,
         )
         graphs = without_graphs(self._graphs(limits), self.refused_graphs)
-        self.runner = ModelRunner(self.model, self.backend, self.kernels, self.shape, limits, self.device, graphs)
+        self.runner = ModelRunner(self.model, self.kernels, self.shape, limits, self.device, graphs)
 
     def _graphs(self, limits: RunnerLimits) -> GraphSettings | None:
         if self.device.type != "cuda":
@@ -198,7 +195,7 @@ class Worker:
             device_name=self.memory.name,
             total_memory=self.memory.total,
             available_kv_memory=left,
-            layout=same_layout(self.config.block_size, self.shape.bytes_per_block),
+            layout=self.shape.layout,
             weight_bytes=self.model.weight_bytes,
             attention_backend=self.backend.name,
             notes=self.notes + (notes or []),

@@ -79,10 +79,9 @@ def test_layers_unlike_the_usual_ones(quirk, block_size):
         starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
         rows, seq_lens = torch.arange(size).int(), torch.tensor(lengths, dtype=torch.int32)
         metadata = AttentionMetadata(
-            rows, starts, seq_lens, starts, starts, table, size, len(q), max(counts), max(lengths)
+            rows, starts, seq_lens, starts, (starts,), (table,), size, len(q), max(counts), max(lengths)
         )
         backend = TorchSdpa()
-        backend.plan(metadata)
         out = backend.forward(q, cache, metadata, spec, sinks=sinks)
         expected = quirky_reference(q, cache, table, rows, starts, lengths, spec, sinks)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
@@ -102,10 +101,9 @@ def attend(batch, heads, block_size, window=None, dtype=torch.float32, layers=1,
     seq_lens = torch.tensor(lengths, dtype=torch.int32)
     spec = AttentionSpec(num_heads, kv_heads, dim, 0.3, block_size, str(dtype), window, "cpu")
     metadata = AttentionMetadata(
-        rows, starts, seq_lens, starts, starts, table, len(batch), len(q), max(counts), max(lengths)
+        rows, starts, seq_lens, starts, (starts,), (table,), len(batch), len(q), max(counts), max(lengths)
     )
     backend = TorchSdpa()
-    backend.plan(metadata)
     for _ in range(layers):
         out = backend.forward(q, cache, metadata, spec, kv_scale)
     reference = paged_attention_reference(

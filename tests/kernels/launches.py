@@ -89,7 +89,7 @@ def second_layers(copy_engine: bool) -> dict[str, list[object]]:
         def metadata(num_reqs=num_reqs, num_tokens=num_tokens, num_decodes=num_decodes, n=numbers, t=table, at=longs):
             longest = max(1, num_tokens - num_decodes)
             counts = (num_reqs, num_tokens, longest, 1600, num_decodes, 1600)
-            return AttentionMetadata(n[:-1], n, n[:-1], at, at, t, *counts, plan={})
+            return AttentionMetadata(n[:-1], n, n[:-1], at, (at,), (t,), *counts)
 
         arena = torch.zeros(80, 3, 2, 16, 2, 128, dtype=dtype)
 

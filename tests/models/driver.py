@@ -15,7 +15,8 @@ from headrace.kernels.table import select_kernels
 from headrace.layers.context import LayerContext
 from headrace.model_config import ModelConfig
 from headrace.models.loader import load_model
-from headrace.models.registry import attention_specs
+from headrace.models.registry import attention_specs, describe
+from headrace.runner.kv_cache import allocate_alone, cache_shape
 
 
 def make_context(
@@ -47,8 +48,12 @@ class Driver:
         blocks = (self.max_len + spec.block_size - 1) // spec.block_size
         order = torch.randperm(num_requests * blocks, generator=torch.Generator().manual_seed(0))
         self.block_table = order.view(num_requests, blocks).to(torch.int32)
-        shape = (2, num_requests * blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-        self.kv_caches = [torch.zeros(shape, dtype=self.context.dtype) for _ in range(self.config.num_layers)]
+        self.num_groups = 1 + max(spec.group for spec in self.context.specs if spec is not None)
+        shape = cache_shape(describe(self.config), self.context.specs, 1, spec.block_size, self.context.dtype)
+        self.kv_caches = [
+            allocate_alone(shape, layer, num_requests * blocks, torch.device("cpu"))
+            for layer in range(shape.num_layers)
+        ]
         self.computed = [0] * num_requests
 
     @torch.inference_mode()
@@ -64,14 +69,13 @@ class Driver:
             query_start_loc=torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32),
             seq_lens=torch.tensor(lengths, dtype=torch.int32),
             positions=positions,
-            slot_mapping=slots,
-            block_table=self.block_table,
+            slot_mappings=(slots,) * self.num_groups,
+            block_tables=(self.block_table,) * self.num_groups,
             num_reqs=len(tokens),
             num_tokens=len(positions),
             max_query_len=max(counts),
             max_seq_len=max(lengths),
         )
-        self.context.backend.plan(metadata)
         input_ids = torch.tensor([token for chunk in tokens for token in chunk])
         hidden = self.model(input_ids, positions, metadata, self.kv_caches)
         self.computed = lengths

@@ -23,7 +23,8 @@ from headrace.distributed.mesh import Group
 from headrace.errors import CheckpointError, ConfigError
 from headrace.model_config import ModelConfig
 from headrace.models.loader import load_model
-from headrace.runner.kv_cache import KVCacheShape, cache_dtype
+from headrace.models.registry import describe
+from headrace.runner.kv_cache import cache_dtype, cache_shape
 from headrace.runner.kv_scales import BOUND, HEADROOM, Calibration, settle_kv_scales
 
 CPU = torch.device("cpu")
@@ -43,8 +44,8 @@ def calibration(folder: Path, kind: str, load_format: str = "auto", group: Group
     context = make_context(config)
     context = replace(context, specs=tuple(replace(spec, kv_cache_dtype=kind) for spec in context.specs if spec))
     model = load_model(folder, config, context, load_format)
-    shape = KVCacheShape(config.num_layers, config.num_kv_heads, config.head_dim, 16, cache_dtype(kind, CPU))
-    return Calibration(model, context.backend, config, shape, torch.float32, group or Group(), CPU)
+    shape = cache_shape(describe(config), context.specs, 1, 16, cache_dtype(kind, CPU))
+    return Calibration(model, config, shape, torch.float32, group or Group(), CPU)
 
 
 def with_tensors(folder: Path, target: Path, tensors: dict[str, Tensor]) -> Path:

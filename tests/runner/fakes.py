@@ -64,11 +64,6 @@ class AttentionInGraphs:
 
     name = "TEST"
 
-    def plan(self, metadata: AttentionMetadata) -> None:
-        assert metadata.query_start_loc.shape[0] == metadata.rows.shape[0] + 1 == metadata.num_reqs + 1
-        leading = metadata.num_reqs if metadata.max_query_len == 1 else metadata.num_decodes
-        metadata.plan = leading
-
     def forward(
         self,
         q: Tensor,
@@ -78,10 +73,11 @@ class AttentionInGraphs:
         kv_scale: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
+        assert metadata.query_start_loc.shape[0] == metadata.rows.shape[0] + 1 == metadata.num_reqs + 1
         attended: Tensor = torch.ops.headrace_test.attention(
             q,
             kv_cache,
-            metadata.block_table,
+            metadata.block_tables[spec.group],
             metadata.rows,
             metadata.query_start_loc,
             metadata.seq_lens,

@@ -22,12 +22,12 @@ from headrace.engine.messages import CoreFacts
 from headrace.layers.context import LayerContext
 from headrace.model_config import ModelConfig
 from headrace.models.loader import load_model
-from headrace.models.registry import attention_specs
+from headrace.models.registry import attention_specs, describe
 from headrace.request import EngineCoreRequest
 from headrace.runner.cuda_graph import Shape, StepGraphs, _for_any_lengths
 from headrace.runner.graph_settings import GraphSettings
 from headrace.runner.input_batch import Batch, InputBatch
-from headrace.runner.kv_cache import KVCacheShape
+from headrace.runner.kv_cache import cache_shape
 from headrace.runner.model_runner import Drafter, ModelRunner, RunnerLimits
 from headrace.runner.pending import PendingStep
 from headrace.sampling_params import SamplingParams
@@ -65,14 +65,14 @@ def make_runner(name: str, mode: str, drafter: Drafter | None = None, **sizes: o
     backend = AttentionInGraphs()
     context = LayerContext(Mesh(), KERNELS, backend, specs, torch.float32, CPU)
     model = load_model(DEMO, model_config, context, "auto" if name == "demo" else "dummy")
-    shape = KVCacheShape(model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, 4, torch.float32)
+    shape = cache_shape(describe(model_config), specs, 1, 4, torch.float32)
     settings = GraphSettings.of(
         {"cudagraph_mode": mode, **sizes}, LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, LIMITS.max_model_len
     )
     if settings is not None and drafter is not None:
         settings = replace(settings, decode_len=1 + drafter.num_drafts)
     limits = replace(LIMITS, vocab_size=model_config.vocab_size)
-    return ModelRunner(model, backend, KERNELS, shape, limits, CPU, settings, RecordingDevice, drafter)
+    return ModelRunner(model, KERNELS, shape, limits, CPU, settings, RecordingDevice, drafter)
 
 
 @pytest.fixture(autouse=True)

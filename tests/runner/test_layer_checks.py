@@ -18,14 +18,14 @@ from headrace.layers.context import LayerContext
 from headrace.layers.linear import Linear
 from headrace.model_config import ModelConfig
 from headrace.models import loader
-from headrace.models.registry import attention_specs
+from headrace.models.registry import attention_specs, describe
 from headrace.quantization import gpu_linear
 from headrace.quantization.fp8 import RoundingProduct
 from headrace.quantization.unquantized import PlainProduct
 from headrace.runner.cuda_graph import Shape, StepGraphs
 from headrace.runner.graph_settings import GraphSettings
 from headrace.runner.kernel_checks import Subject, kernel_checks
-from headrace.runner.kv_cache import KVCacheShape
+from headrace.runner.kv_cache import cache_shape
 from headrace.runner.layer_checks import layer_checks
 from headrace.runner.self_check import SelfCheck, with_switches
 from headrace.runner.step_checks import scratch_limits, step_checks, without_graphs
@@ -59,7 +59,7 @@ def subject(
     backend, table = AttentionInGraphs(), with_switches(kernels)
     context = LayerContext(Mesh(), table, backend, specs, torch.float32, CPU)
     model = loader.load_model(NO_FOLDER, model_config, context, "dummy", 0, quantization)
-    shape = KVCacheShape(model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, 4, torch.float32)
+    shape = cache_shape(describe(model_config), specs, 1, 4, torch.float32)
     return Subject(model, backend, table, shape, model_config.vocab_size, torch.float32, CPU)
 
 

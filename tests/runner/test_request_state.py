@@ -13,9 +13,9 @@ def state() -> RequestState:
     return RequestState(
         max_rows=3,
         max_model_len=10,
-        block_size=4,
+        block_sizes=[4, 10],
         vocab_size=32,
-        scratch_block=99,
+        scratch_blocks=[99, 7],
         device=torch.device("cpu"),
     )
 
@@ -47,15 +47,16 @@ def test_one_that_resumes_brings_its_output_along() -> None:
 def test_block_updates_write_where_they_say() -> None:
     rows = state()
     rows.apply(step(blocks=[BlockUpdate(1, 0, [4, 8]), BlockUpdate(0, 2, [3])]))
-    rows.apply(step(blocks=[BlockUpdate(1, 2, [6])]))
-    assert rows.block_table[1].tolist() == [4, 8, 6]
-    assert rows.block_table[0].tolist() == [0, 0, 3]
+    rows.apply(step(blocks=[BlockUpdate(1, 2, [6]), BlockUpdate(1, 0, [5], group=1)]))
+    first, second = rows.block_tables
+    assert first[:2].tolist() == [[0, 0, 3], [4, 8, 6]]
+    assert second[:2].tolist() == [[0], [5]]
 
 
 def test_the_scratch_row_points_at_the_scratch_block() -> None:
     rows = state()
-    assert rows.block_table.shape == (4, 3)
-    assert rows.block_table[3].tolist() == [99, 99, 99]
+    assert [table.shape for table in rows.block_tables] == [(4, 3), (4, 1)]
+    assert [table[3].tolist() for table in rows.block_tables] == [[99, 99, 99], [7]]
 
 
 def test_a_row_freed_and_reused_in_one_step_keeps_only_the_new_request() -> None:

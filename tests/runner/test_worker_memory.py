@@ -19,6 +19,7 @@ from headrace.models.llama import LlamaForCausalLM
 from headrace.planner.decisions import decide_before_load
 from headrace.runner import model_runner
 from headrace.runner import worker as worker_module
+from headrace.runner.kv_cache import KVCache
 from headrace.runner.model_runner import ModelRunner
 from headrace.runner.profile import MARGIN, MOST_OUTSIDE, measure_memory
 from headrace.runner.worker import Worker
@@ -165,7 +166,7 @@ def test_a_step_that_does_not_fit_is_a_fact_and_a_smaller_one_is_tried(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def runner(*arguments: Any) -> ModelRunner:
-        if arguments[4].max_num_batched_tokens > 16:
+        if arguments[3].max_num_batched_tokens > 16:
             fail()
         return ModelRunner(*arguments)
 
@@ -184,10 +185,10 @@ def test_a_cache_that_does_not_fit_is_a_fact_and_a_smaller_one_works(
 ) -> None:
     allocate = model_runner.allocate_kv_cache
 
-    def tight(shape: Any, num_blocks: int, device: torch.device) -> list[torch.Tensor]:
-        if num_blocks > 100:
+    def tight(shape: Any, num_pages: int, device: torch.device) -> KVCache:
+        if num_pages > 100:
             fail()
-        return allocate(shape, num_blocks, device)
+        return allocate(shape, num_pages, device)
 
     monkeypatch.setattr(model_runner, "allocate_kv_cache", tight)
     assert worker.load().shortfall == ""
@@ -226,7 +227,7 @@ def test_the_whole_engine_with_memory_that_ends(
             LLM("demo", skip_tokenizer_init=True, **settings)
         return
     if plant == "step":
-        big = planted(plant, ModelRunner, lambda *a: a[4].max_num_batched_tokens > 20)
+        big = planted(plant, ModelRunner, lambda *a: a[3].max_num_batched_tokens > 20)
         monkeypatch.setattr(worker_module, "ModelRunner", big)
     if plant == "cache":
         big = planted(plant, model_runner.allocate_kv_cache, lambda shape, blocks, device: blocks > 60)

@@ -147,10 +147,9 @@ def test_backend_plans_once_a_step_for_each_shape_of_layer(monkeypatch):
     inputs, longest_query, longest = make_inputs(batch, (4, 2, 8), 16, torch.float32)
     q, cache, table, rows, starts, lengths = inputs
     metadata = AttentionMetadata(
-        rows, starts, lengths, lengths, lengths, table, len(batch), len(q), longest_query, longest
+        rows, starts, lengths, lengths, (lengths,), (table,), len(batch), len(q), longest_query, longest
     )
     backend = triton_attn.TritonAttention()
-    backend.plan(metadata)
     full = AttentionSpec(4, 2, 8, 0.5, 16, "float32")
     windowed = replace(full, sliding_window=5)
     for spec in (full, windowed, full):

@@ -18,10 +18,10 @@ from headrace.layers.attention import Attention
 from headrace.layers.context import LayerContext
 from headrace.model_config import ModelConfig
 from headrace.models import loader
-from headrace.models.registry import attention_specs
+from headrace.models.registry import attention_specs, describe
 from headrace.runner import layer_checks
 from headrace.runner.kernel_checks import Subject, kernel_checks
-from headrace.runner.kv_cache import KVCacheShape, cache_dtype
+from headrace.runner.kv_cache import cache_dtype, cache_shape
 from headrace.runner.self_check import SelfCheck, with_switches
 
 CPU = torch.device("cpu")
@@ -60,7 +60,8 @@ def check(
     backend.copy_engine = copy_engine
     context = LayerContext(Mesh(), kernels, backend, specs, torch.bfloat16, CPU)
     model = loader.load_model(Path(), model_config, context, "dummy", 0, quantization)
-    shape = KVCacheShape(2, 2, model_config.head_dim, 16, torch.bfloat16 if kv == "auto" else cache_dtype(kv, CPU))
+    kv_dtype = torch.bfloat16 if kv == "auto" else cache_dtype(kv, CPU)
+    shape = cache_shape(describe(model_config), specs, 1, 16, kv_dtype)
     found = SelfCheck(Group(), CPU)
     subject = Subject(model, backend, kernels, shape, 61, torch.bfloat16, CPU)
     found.run(kernel_checks(subject))

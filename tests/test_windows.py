@@ -1,0 +1,47 @@
+"""Models with sliding windows, in all layers or in some: prompts in chunks, prefixes from the cache, preemption and
+blocks that go back change no token of transformers' own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace import LLM, SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parent / "models"))
+from tiny_configs import save_tiny_model
+
+NEW_TOKENS = 24
+
+
+@pytest.mark.parametrize(
+    "case", [("MistralForCausalLM", "sliding"), ("Qwen2ForCausalLM", "upper-sliding")], ids=lambda case: "-".join(case)
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tokens_are_transformers_own(case: tuple[str, str], ranks: int, tmp_path: Path) -> None:
+    reference = save_tiny_model(*case, tmp_path)
+    generator = torch.Generator().manual_seed(3)
+    shared = torch.randint(3, 100, (40,), generator=generator).tolist()
+    lengths = (3, 50, 17, 33, 64, 9)
+    prompts = [torch.randint(3, 100, (length,), generator=generator).tolist() for length in lengths]
+    prompts += [shared + [place] * place for place in range(1, 5)]
+    expected = []
+    for prompt in prompts:
+        out = reference.generate(  # type: ignore[operator]
+            torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
+        )
+        expected.append(out[0, len(prompt) :].tolist())
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS)
+    with LLM(
+        str(tmp_path), dtype="float32", device="cpu", skip_tokenizer_init=True, tensor_parallel_size=ranks,
+        max_num_seqs=8, max_num_batched_tokens=24, max_model_len=96, num_gpu_blocks_override=12,
+    ) as llm:  # fmt: skip
+        for _ in range(2):
+            found = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+            assert found == expected
+        stats = llm.stats()
+        assert stats.prefix_cache_hits > 0
+        assert stats.num_preemptions > 0 or ranks > 1
