@@ -2,6 +2,7 @@
 
     python bench/tune_experts.py --json experts.json           Qwen3-30B-A3B's sizes, bf16; needs a GPU and many cores
     python bench/tune_experts.py --tokens 1,32,1024
+    python bench/tune_experts.py --fp8                         weights in fp8, and activations of tiles
     TRITON_INTERPRET=1 python bench/tune_experts.py --smoke    the script itself, tiny, on a CPU
 
 Tiles are compiled in parallel processes, compared with fp32, and up and down are timed apart, in graphs that walk
@@ -20,7 +21,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from headrace.kernels import moe, moe_route
 from headrace.kernels._triton import overlap
+from headrace.kernels.fp8 import quantize_per_token, quantize_per_token_reference
 from headrace.kernels.gemm import vector_of
 from headrace.kernels.moe_config import MoeConfig, Tile, pick_moe_config
 from headrace.kernels.norm import rms_norm_reference
@@ -40,6 +42,8 @@ SETS = 4
 """of weights, 1.2 GB each at the default sizes"""
 SHARED_MEMORY = 220_000
 INEXACT = 1e-2
+ROUNDED = 0.12
+"""The same where activations are rounded to fp8"""
 TOKENS = "1,2,4,8,32,128,512,1024,2048,8192"
 Numbers = tuple[int, ...]
 
@@ -100,6 +104,7 @@ class Sizes:
     top_k: int
     hidden: int
     wide: int
+    fp8: bool = False
     smoke: bool = False
 
     @property
@@ -111,6 +116,20 @@ class Sizes:
         """Triton's interpreter, on a CPU, does not multiply bf16."""
         return torch.float16 if self.smoke else torch.bfloat16
 
+    @property
+    def weight_bytes(self) -> int:
+        """of a number"""
+        return 1 if self.fp8 else 2
+
+    def weight(self, *shape: int, std: float = 1.0) -> Weight:
+        values = self.normal(*shape, std=std)
+        if not self.fp8:
+            return Weight(values, None)
+        rounded = [quantize_per_token_reference(one, torch.float8_e4m3fn) for one in values]
+        return Weight(
+            torch.stack([one.values for one in rounded]), torch.stack([one.scales.flatten() for one in rounded])
+        )
+
     def normal(self, *shape: int, std: float = 1.0) -> Tensor:
         return torch.empty(*shape, device=self.device, dtype=self.dtype).normal_(0, std)
 
@@ -119,6 +138,18 @@ class Sizes:
             calls[0]()
             return 1e-6
         return graph_seconds(calls, repeats)
+
+
+class Weight(NamedTuple):
+    values: Tensor
+    """# [experts, outputs, inputs]"""
+    scale: Tensor | None
+    """# [experts, outputs]"""
+
+    def expert(self, index: int) -> Tensor:
+        """# [outputs, inputs] fp32"""
+        one = self.values[index].float()
+        return one if self.scale is None else one * self.scale[index, :, None]
 
 
 class Variants(NamedTuple):
@@ -133,8 +164,8 @@ class Job(NamedTuple):
     tile: Tile
 
 
-def variants(tokens: int, smoke: bool = False) -> list[Variants]:
-    """What is tried at so many tokens."""
+def variants(tokens: int, smoke: bool = False, fp8: bool = False) -> list[Variants]:
+    """What is tried at so many tokens. In fp8 tiles have as many bytes, in rows twice as long."""
     found = []
     if tokens <= 4:
         found.append(Variants(1, FEW_UP, FEW_DOWN))
@@ -146,42 +177,53 @@ def variants(tokens: int, smoke: bool = False) -> list[Variants]:
         found.append(Variants(64, BIG_UP[64], BIG_DOWN[64]))
     if tokens >= 512:
         found.append(Variants(128, BIG_UP[128], BIG_DOWN[128]))
+    if fp8:
+        found = [Variants(block_m, narrow(ups, block_m), narrow(downs, block_m)) for block_m, ups, downs in found]
     if smoke:
         return [Variants(block_m, ups[:1], downs[:1]) for block_m, ups, downs in found]
     return [
-        Variants(block_m, [t for t in ups if fits(t, block_m, 2)], [t for t in downs if fits(t, block_m, 1)])
+        Variants(block_m, [t for t in ups if fits(t, block_m, 2, fp8)], [t for t in downs if fits(t, block_m, 1, fp8)])
         for block_m, ups, downs in found
     ]
 
 
-def fits(tile: Tile, block_m: int, weights: int) -> bool:
+def narrow(tried: list[Tile], block_m: int) -> list[Tile]:
+    if block_m > 1:
+        return [replace(tile, block_k=2 * tile.block_k) for tile in tried]
+    return [*tried, *(replace(tile, block_n=2 * tile.block_n) for tile in tried)]
+
+
+def fits(tile: Tile, block_m: int, weights: int, fp8: bool) -> bool:
     """into shared memory; one by one, nothing is kept there"""
-    buffers = tile.num_stages * (weights * tile.block_n + block_m) * tile.block_k * 2
+    buffers = tile.num_stages * (weights * tile.block_n + block_m) * tile.block_k * (1 if fp8 else 2)
     return block_m == 1 or buffers <= SHARED_MEMORY
 
 
 def launch(
-    sizes: Sizes, up: bool, tile: Tile, block_m: int, x: Tensor, weight: Tensor, routing: moe_route.Routing, out: Tensor
+    sizes: Sizes, up: bool, tile: Tile, block_m: int, x: Tensor, weight: Weight, routing: moe_route.Routing, out: Tensor
 ) -> None:
-    """One of a layer's two products. Down one by one adds to `out`; all else is written over it."""
+    """One of a layer's two products, with the rounding of x before it. Down one by one adds to `out`; all else is
+    written over it."""
+    values, scale = weight
     n, k = (sizes.wide, sizes.hidden) if up else (sizes.hidden, sizes.wide)
     blocks = -(-n // tile.block_n)
     common: dict[str, Any] = {"N": n, "K": k, "TOP_K": sizes.top_k, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
     common |= {"num_warps": tile.num_warps, **overlap()}
     if block_m > 1:
         count = routing.tiles.shape[1]
+        rounded, x_scale = (x, None) if scale is None else quantize_per_token(x, values.dtype)
         moe._tiles_kernel[(count * blocks,)](
-            out, x, weight, routing.order, routing.tiles, count,
+            out, rounded, x_scale, values, scale, routing.order, routing.tiles, count,
             GATED=up, BLOCK_M=block_m, SWAP=tile.swap, num_stages=tile.num_stages, **common,
         )  # fmt: skip
     elif up:
         moe._up_one_by_one_kernel[(blocks, out.shape[0])](
-            out, x, weight, routing.ids, VECTOR=vector_of(weight), **common
+            out, x, values, scale, routing.ids, VECTOR=vector_of(values), **common
         )
     else:
         moe._down_one_by_one_kernel[(blocks, routing.ids.shape[0])](
-            out, x, weight, routing.ids, routing.weights, out, None, None, 0, None, None, None,
-            GROUP=tile.group, VECTOR=vector_of(weight), **common,
+            out, x, values, scale, routing.ids, routing.weights, out, None, None, 0, None, None, None,
+            GROUP=tile.group, VECTOR=vector_of(values), **common,
         )  # fmt: skip
 
 
@@ -200,7 +242,7 @@ def compile_one(sizes: Sizes, job: Job) -> tuple[Job, str]:
                 job.tile,
                 job.block_m,
                 x,
-                sizes.normal(experts, 2 * sizes.wide, sizes.hidden),
+                sizes.weight(experts, 2 * sizes.wide, sizes.hidden),
                 routing,
                 inner,
             )
@@ -212,7 +254,7 @@ def compile_one(sizes: Sizes, job: Job) -> tuple[Job, str]:
                 job.tile,
                 job.block_m,
                 inner,
-                sizes.normal(experts, sizes.hidden, sizes.wide),
+                sizes.weight(experts, sizes.hidden, sizes.wide),
                 routing,
                 out,
             )
@@ -248,14 +290,17 @@ class Layer:
         self.sizes = sizes
         experts, hidden, wide = sizes.experts, sizes.hidden, sizes.wide
         self.sets = 1 if sizes.smoke else SETS
-        self.w13 = [sizes.normal(experts, 2 * wide, hidden, std=hidden**-0.5) for _ in range(self.sets)]
-        self.w2 = [sizes.normal(experts, hidden, wide, std=wide**-0.5) for _ in range(self.sets)]
+        self.w13 = [sizes.weight(experts, 2 * wide, hidden, std=hidden**-0.5) for _ in range(self.sets)]
+        self.w2 = [sizes.weight(experts, hidden, wide, std=wide**-0.5) for _ in range(self.sets)]
         self.routers = sizes.normal(4 * SETS, experts, hidden, std=hidden**-0.5)
         self.ones = torch.ones(hidden, device=sizes.device, dtype=sizes.dtype)
 
     def experts(self, i: int) -> moe.Experts:
         w13, w2 = self.w13[i % self.sets], self.w2[i % self.sets]
-        return moe.Experts(self.ones, 1e-6, self.routers[i], w13, w2, self.sizes.top_k, True)
+        return moe.Experts(
+            self.ones, 1e-6, self.routers[i], w13.values, w2.values, self.sizes.top_k, True,
+            w13_scale=w13.scale, w2_scale=w2.scale,
+        )  # fmt: skip
 
 
 class Batch:
@@ -272,7 +317,8 @@ class Batch:
         self.chosen = chosen[0]
         self.inner, self.outer, self.out = self.reference()
         expert = sizes.wide * sizes.hidden
-        self.bytes = {True: 4 * self.distinct * expert, False: 2 * self.distinct * expert}
+        read = self.distinct * expert * sizes.weight_bytes
+        self.bytes = {True: 2 * read, False: read}
         self.flops = {True: 4 * tokens * sizes.top_k * expert, False: 2 * tokens * sizes.top_k * expert}
 
     def reference(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -283,9 +329,9 @@ class Batch:
         outer = torch.empty(len(flat), sizes.hidden, device=sizes.device)
         for expert in flat.unique().tolist():
             rows = (flat == expert).nonzero()[:, 0]
-            gate, up = (x[rows // sizes.top_k].float() @ self.layer.w13[0][expert].float().t()).chunk(2, -1)
+            gate, up = (x[rows // sizes.top_k].float() @ self.layer.w13[0].expert(expert).t()).chunk(2, -1)
             inner[rows] = F.silu(gate) * up
-            outer[rows] = inner[rows].to(sizes.dtype).float() @ self.layer.w2[0][expert].float().t()
+            outer[rows] = inner[rows].to(sizes.dtype).float() @ self.layer.w2[0].expert(expert).t()
         return inner, outer, (outer.view(*ids.shape, sizes.hidden) * self.chosen.weights[..., None]).sum(1)
 
     def seconds(self, calls: list[Callable[[], object]]) -> float:
@@ -305,12 +351,13 @@ class Batch:
             sources, exact = self.xs, self.inner
         else:
             sources, exact = [self.inner.to(sizes.dtype)] * len(self.xs), self.out if one_by_one else self.outer
+        bound = ROUNDED if sizes.fp8 and not one_by_one else INEXACT
         target = torch.empty(exact.shape, device=sizes.device, dtype=sizes.dtype)
         rows = []
         for tile in tried:
             target.fill_(0.0 if one_by_one and not up else float("nan"))
             launch(sizes, up, tile, block_m, sources[0], weights[0], routings[0], target)
-            if not (wrong := error(target, exact)) < INEXACT:
+            if not (wrong := error(target, exact)) < bound:
                 print(f"  WRONG block_m {block_m} {'up' if up else 'down'} {short(tile)}: {wrong:.1e}", flush=True)
                 continue
             calls: list[Callable[[], object]] = [
@@ -341,7 +388,7 @@ class Batch:
                     got, ids = moe.fused_moe(self.xs[0], layer.experts(0), config=config)
                     same = (ids == self.chosen.ids).all(1)  # the others' logits are too close to tell
                     rows.append((seconds(config), config, f"error {error(got[same], self.out[same]):.1e}"))
-        now = pick_moe_config(self.tokens, sizes.top_k, sizes.experts, 2, "cuda")
+        now = pick_moe_config(self.tokens, sizes.top_k, sizes.experts, sizes.weight_bytes, "cuda")
         rows.append((seconds(None), now, "the table's"))
         return sorted(rows, key=lambda row: row[0])
 
@@ -351,7 +398,7 @@ def tune(sizes: Sizes, options: argparse.Namespace) -> list[dict[str, Any]]:
     jobs = {
         Job(one.block_m, up, tile)
         for count in counts
-        for one in variants(count, sizes.smoke)
+        for one in variants(count, sizes.smoke, sizes.fp8)
         for up, tried in ((True, one.up), (False, one.down))
         for tile in tried
     }
@@ -367,7 +414,7 @@ def tune(sizes: Sizes, options: argparse.Namespace) -> list[dict[str, Any]]:
         print(f"\n{count} tokens: {batch.distinct:.1f} experts, at least {1e6 * floor:.1f} us by bytes, "
               f"{1e6 * work:.1f} us at 700 TFLOP/s", flush=True)  # fmt: skip
         table = {}
-        for one in variants(count, sizes.smoke):
+        for one in variants(count, sizes.smoke, sizes.fp8):
             found = {
                 up: batch.products(up, one.block_m, [t for t in tried if Job(one.block_m, up, t) not in bad])
                 for up, tried in ((True, one.up), (False, one.down))
@@ -398,10 +445,10 @@ def paste(best: dict[int, MoeConfig], sizes: Sizes) -> None:
     print("\n# for headrace/kernels/moe_config.py:")
     if few := [count for count, config in best.items() if config.block_m == 1]:
         config = best[few[0]]
-        print(f'FEW_TOKENS["cuda", 2] = {max(few)}')
-        print(f'FEW["cuda", 2] = MoeConfig(1, {short(config.up)}, {short(config.down)})')
+        print(f'FEW_TOKENS["cuda", {sizes.weight_bytes}] = {max(few)}')
+        print(f'FEW["cuda", {sizes.weight_bytes}] = MoeConfig(1, {short(config.up)}, {short(config.down)})')
     many = [(count, config) for count, config in best.items() if config.block_m > 1]
-    print('MANY["cuda", 2] = (')
+    print(f'MANY["cuda", {sizes.weight_bytes}] = (')
     for number, (count, config) in enumerate(many):
         last = number == len(many) - 1
         bound = 'float("inf")' if last else f"{count * sizes.top_k / sizes.experts:g}"
@@ -420,15 +467,16 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--hidden", type=int, default=2048)
     made.add_argument("--wide", type=int, default=768, help="inner size of an expert, as a rank has it")
     made.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="that compile")
+    made.add_argument("--fp8", action="store_true", help="weights in fp8")
     made.add_argument("--smoke", action="store_true", help="toy sizes on the CPU, nothing is timed")
     return made
 
 
 def main() -> int:
     options = parser().parse_args()
-    sizes = Sizes(options.experts, options.top_k, options.hidden, options.wide)
+    sizes = Sizes(options.experts, options.top_k, options.hidden, options.wide, options.fp8)
     if options.smoke:
-        sizes = Sizes(8, 2, 64, 32, smoke=True)
+        sizes = Sizes(8, 2, 64, 32, options.fp8, smoke=True)
         options.tokens = "2,3"
     results = tune(sizes, options)
     if options.json:

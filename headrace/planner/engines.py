@@ -17,6 +17,7 @@ from headrace.planner.chips import Chip
 from headrace.planner.cost import Parallel
 from headrace.planner.record import Decision
 from headrace.planner.shapes import ModelShape
+from headrace.quantization.formats import MADE_AT_LOAD
 
 GRAPHS_OF = {entry.name: entry.full_graphs for entry in BACKENDS} | {
     "TRITON_ATTN": "any",
@@ -37,8 +38,9 @@ def model_gaps(raw: dict[str, Any], quantization: str | None) -> list[str]:
         resolve(ModelConfig.from_dict(raw))
     except UnsupportedModelError as error:
         return [f"headrace: {error}"]
-    if quantization not in (None, "fp8", "ptpc_fp8"):
-        return [f"headrace reads no {quantization} checkpoints yet; it rounds plain ones to fp8 or ptpc_fp8 at load"]
+    if quantization is not None and quantization not in MADE_AT_LOAD:
+        made = " or ".join(MADE_AT_LOAD)
+        return [f"headrace reads no {quantization} checkpoints yet; it rounds plain ones to {made} at load"]
     return []
 
 

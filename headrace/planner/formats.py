@@ -9,7 +9,7 @@ from headrace.planner.chips import Chip
 from headrace.planner.plan_request import PlanRequest
 from headrace.planner.record import Decision
 from headrace.planner.shapes import ModelShape, in_format
-from headrace.quantization.formats import PLAIN, find_format
+from headrace.quantization.formats import MADE_AT_LOAD, PLAIN, find_format
 
 
 def format_problem(request: PlanRequest, shape: ModelShape, chip: Chip) -> str | None:
@@ -22,8 +22,9 @@ def format_problem(request: PlanRequest, shape: ModelShape, chip: Chip) -> str |
     units = find_format(wanted).units
     if units and units not in chip.flops:
         return f"quantization {request.quantization}: {chip.title} has no {units} units ({', '.join(chip.flops)})"
-    if wanted == "ptpc_fp8" and request.engine == "vllm" and chip.vendor != "amd":
-        return "quantization ptpc_fp8: vLLM has it for AMD GPUs only; fp8 runs here"
+    vendor = find_format(wanted).vllm_vendor
+    if request.engine == "vllm" and vendor not in ("", chip.vendor):
+        return f"quantization {wanted}: vLLM has it for {vendor.upper()} GPUs only; {MADE_AT_LOAD[0]} runs here"
     return None
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from headrace.planner.chips import Chip
 from headrace.planner.plan_request import PlanRequest
 from headrace.planner.shapes import ModelShape
+from headrace.quantization.formats import FORMATS, MADE_AT_LOAD, PLAIN
 
 SHORTER = (2, 4, 8, 16, 32, 64)
 USUAL_UTILIZATION = 0.9
@@ -44,7 +45,7 @@ def drastic_changes(
     )
     lowest = free.replace(quantization=None, kv_cache_dtype="auto")
     for lower in _lower_precision(lowest, shape, chip):
-        if shape.weight_format != "bf16" or lower.quantization == "fp8":
+        if shape.weight_format != PLAIN.name or lower.quantization == MADE_AT_LOAD[0]:
             lowest = lower
     plain = free.replace(quantization=None, kv_cache_dtype="auto")
     context = shape.spec.max_position_embeddings
@@ -57,7 +58,7 @@ def drastic_changes(
 def _without_pins(request: PlanRequest, shape: ModelShape) -> Iterator[PlanRequest]:
     if request.max_model_len is not None:
         yield request.replace(max_model_len=None)
-    if request.quantization is not None and shape.weight_format != "bf16":
+    if request.quantization is not None and shape.weight_format != PLAIN.name:
         yield request.replace(quantization=None)
     if request.max_num_batched_tokens is not None or request.max_num_seqs is not None:
         yield request.replace(max_num_batched_tokens=None, max_num_seqs=None)
@@ -73,15 +74,15 @@ def _without_pins(request: PlanRequest, shape: ModelShape) -> Iterator[PlanReque
 
 
 def _lower_precision(request: PlanRequest, shape: ModelShape, chip: Chip) -> Iterator[PlanRequest]:
-    """headrace reads no checkpoints in fewer bits than 8."""
+    """headrace reads none that it does not make at load."""
     caches, formats = [request.kv_cache_dtype], [request.quantization]
     if request.kv_cache_dtype != "auto":
         caches.append("auto")
     elif "fp8" in chip.flops:
         caches.append("fp8")
-    if shape.weight_format == "bf16":
-        lower = ("fp8", "mxfp4", "int4") if request.engine == "vllm" else ("fp8",)
-        formats += [form for form in lower if form != request.quantization]
+    if shape.weight_format == PLAIN.name:
+        fewer = [one.name for one in FORMATS.values() if one.bits < 8] if request.engine == "vllm" else []
+        formats += [form for form in (MADE_AT_LOAD[0], *fewer) if form != request.quantization]
     if request.quantization is not None:
         formats.append(None)
     for form in formats:

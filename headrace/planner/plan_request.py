@@ -10,20 +10,14 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.config import BLOCK_SIZES, DTYPES, KV_CACHE_DTYPES, OBJECTIVES, check_knobs, knob
+from headrace.config import BLOCK_SIZES, DTYPES, KV_CACHE_DTYPES, OBJECTIVES, QUANTIZATIONS, check_knobs, knob
 from headrace.errors import ConfigError
+from headrace.quantization.formats import FORMATS
 
 ENGINES = ("headrace", "vllm")
 PLAN_FORMATS = {
-    "fp8": "fp8",
-    "fp8_per_tensor": "fp8",
-    "ptpc_fp8": "ptpc_fp8",
-    "ptpc-fp8": "ptpc_fp8",
-    "mxfp4": "mxfp4",
-    "int4": "int4",
-    "awq": "int4",
-    "gptq": "int4",
-    "int8": "int8",
+    **QUANTIZATIONS,
+    **{word: one.name for one in FORMATS.values() if one.scale_bytes for word in (one.name, *one.words)},
 }
 """what users type -> what it is called here"""
 USUAL_INPUT, USUAL_OUTPUT = 1024, 256

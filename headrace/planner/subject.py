@@ -20,6 +20,7 @@ from headrace.planner.rounded_cache import FP8, LOSSLESS, OFFERED, cache_for, ru
 from headrace.planner.search import Terms
 from headrace.planner.settings import graph_decision
 from headrace.planner.shapes import ModelShape
+from headrace.quantization.formats import MADE_AT_LOAD, PLAIN
 
 HUB = "https://huggingface.co/"
 
@@ -126,8 +127,8 @@ def kv_cache_of(request: PlanRequest, subject: Subject) -> Decision:
 def gaps_of_model(request: PlanRequest, subject: Subject) -> list[str]:
     gaps = model_gaps(subject.config.config, request.weight_format)
     own = subject.config.weight_format
-    if not gaps and own not in (None, "bf16"):
-        gaps = [f"headrace reads no {own} checkpoints yet; it rounds plain ones to fp8 at load"]
+    if not gaps and own not in (None, PLAIN.name):
+        gaps = [f"headrace reads no {own} checkpoints yet; it rounds plain ones to {MADE_AT_LOAD[0]} at load"]
     return gaps
 
 

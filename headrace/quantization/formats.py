@@ -28,6 +28,10 @@ class WeightFormat:
     ones"""
     made_at_load: bool = False
     """A plain checkpoint is rounded to it while it loads; others need a checkpoint that holds them."""
+    words: tuple[str, ...] = ()
+    """other names that people ask for it by"""
+    vllm_vendor: str = ""
+    """whose GPUs vLLM makes it on; empty: any"""
     launched_as: float = 1.0
     """What a weight counts for where launching is weighed against computing (graph_sizes.py)"""
 
@@ -49,15 +53,16 @@ FORMATS = {
         WeightFormat("fp32", 32),
         # computes in half the time, and takes twice the launches
         WeightFormat("fp8", 8, 0, 4, "fp8", made_at_load=True, launched_as=0.25),
-        WeightFormat("ptpc_fp8", 8, 0, 4, "fp8", made_at_load=True, launched_as=0.25),
-        WeightFormat("int8", 8, 0, 4, "int8"),
+        WeightFormat("ptpc_fp8", 8, 0, 4, "fp8", made_at_load=True, vllm_vendor="amd", launched_as=0.25),
         WeightFormat("mxfp4", 4, 32, 1, "fp4"),
-        WeightFormat("int4", 4, 128, 2.5),
+        WeightFormat("int4", 4, 128, 2.5, words=("awq", "gptq")),
+        WeightFormat("int8", 8, 0, 4, "int8"),
     )
 }
 """By name. bf16 also stands for the model's own dtype, whichever that is; ptpc_fp8 is fp8 with a scale a row where fp8
 may have one a tensor; int4 has scales of 16 bits and a zero for 128 weights where config.json says nothing else"""
 PLAIN = FORMATS["bf16"]
+MADE_AT_LOAD = tuple(one.name for one in FORMATS.values() if one.made_at_load)
 
 
 def find_format(name: str) -> WeightFormat:
