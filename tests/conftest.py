@@ -26,6 +26,7 @@ LONGEST_FIRST = (
     "tests/kernels/",
     "tests/e2e/",
     "tests/runner/",
+    "tests/unlike/",
     "tests/test_generate.py",
     "tests/test_batch_invariant.py",
 )

@@ -42,6 +42,8 @@ def _common_reasons(spec: AttentionSpec) -> list[str]:
     reasons = []
     if not spec.causal:
         reasons.append("attends over a cache, to what came before alone: not to keys that come later")
+    if spec.latent_dim is not None and spec.quantized_cache:
+        reasons.append(f"keeps no latents in {spec.kv_cache_dtype}")
     if spec.num_heads % spec.num_kv_heads:
         reasons.append(f"{spec.num_heads} query heads are no multiple of {spec.num_kv_heads} KV heads")
     return reasons

@@ -42,6 +42,11 @@ def test_a_forced_backend_in_any_case():
         (CPU, "TRITON_ATTN", ["TRITON_ATTN cannot serve", "runs on GPUs, not on cpu", "choose from TORCH_SDPA"]),
         (GPU, "FLASHINFER", ["FLASHINFER", "unknown", "TRITON_ATTN, TORCH_SDPA"]),
         (replace(GPU, num_heads=30), None, ["no attention backend", "30 query heads are no multiple of 8"]),
+        (
+            replace(CPU, num_kv_heads=1, latent_dim=80, kv_cache_dtype="fp8_e4m3"),
+            None,
+            ["keeps no latents in fp8_e4m3"],
+        ),
         (replace(CPU, causal=False), None, ["no attention backend", "TORCH_SDPA: attends over a cache", "come later"]),
     ],
 )
