@@ -8,11 +8,12 @@ Knows nothing of speed.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from headrace.cache_groups import CacheLayout, cache_layout
 from headrace.config import GRAPH_MODES
 from headrace.kernels.attention_config import COPY_ENGINE_PREFILL, UNPACKED_BYTES
-from headrace.model_spec import STATE_BYTES, Mixer, Parameter
+from headrace.model_spec import Mixer, Parameter
 from headrace.planner.chips import GIB, Chip
 from headrace.planner.cost import Parallel
 from headrace.planner.shapes import LayerGroup, ModelShape
@@ -66,14 +67,9 @@ class MemoryMap:
     """context, kernels, workspaces, communication"""
     kv_pool: int
     """what is left for the KV cache, 0 at least"""
-    kv_bytes_per_token: int
-    """as the cache is allocated: every layer holds every token"""
-    kv_bytes_windowed: dict[int, int]
-    """window -> of these bytes, those of layers that need no more than their last so many tokens"""
-    state_bytes: int
-    """of a sequence, however long it is: recurrent states"""
+    layout: CacheLayout
     kv_tokens: int
-    """that the pool holds, in whole blocks; vLLM's in sequences of `longest`, as it gives back what windows passed"""
+    """that the pool holds in sequences of `longest`, in whole blocks: what windows have passed goes back"""
     longest: int
     """tokens of the longest sequence asked for"""
     missing: int
@@ -92,13 +88,19 @@ class MemoryMap:
         """longest sequences that the pool holds at once"""
         return self.kv_tokens / self.longest
 
-    def kv_bytes_least(self, tokens: int) -> int:
-        """of one sequence of `tokens`, if layers with a window kept no more than that"""
-        return self.state_bytes + _least(tokens, self.kv_bytes_per_token, self.kv_bytes_windowed)
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """in all layers, as long as no window has passed it"""
+        return self.layout.bytes_per_token
 
-    def tokens_at_best(self, tokens: int) -> int:
-        """that the pool could hold in sequences of `tokens`, if layers with a window kept no more than that"""
-        return self.kv_pool * tokens // self.kv_bytes_least(tokens) if tokens > 0 else 0
+    @property
+    def state_bytes(self) -> int:
+        """of a sequence, however long it is: recurrent states"""
+        return sum(group.block_bytes for group in self.layout.groups if group.is_state)
+
+    def tokens_in(self, length: int) -> int:
+        """that the pool holds in sequences of `length`, in whole blocks"""
+        return _tokens_in(self.layout, self.kv_pool, length)
 
     def parts(self) -> dict[str, int]:
         """What adds up to `usable` where it fits, as the plan's table shows it."""
@@ -207,11 +209,10 @@ def memory_map(
     weights = _weights(shape, layers, parallel, form, speculates)
     tokens_of_row = longest + 1 if engine == "headrace" else 0  # vLLM keeps them on the host
     tables = (max_num_seqs + 1) * 4 * (tokens_of_row + math.ceil(longest / block_size))
-    per_token, windowed, states = _kv_bytes(layers, parallel, kv_dtype_bytes)
+    alike = tuple(group.layer for count, group in layers for _ in range(count))
+    layout = cache_layout(replace(shape.spec, layers=alike), parallel.tp, math.ceil(kv_dtype_bytes), block_size)
     if engine == "headrace":
-        tables += _beside_rows(shape, chip, graph_mode) + 2 * (
-            block_size * per_token + states
-        )  # one block, and padding's
+        tables += _beside_rows(shape, chip, graph_mode) + 2 * layout.page_bytes  # one page, and padding's
         tables += _unpacked(shape, chip) if kv_dtype_bytes == 1 else 0
     step = _step_bytes(shape, parallel, max_num_batched_tokens, max_num_seqs, engine, sampling=True)
     graphs = 0
@@ -224,12 +225,7 @@ def memory_map(
     usable = int(chip.memory_bytes * gpu_memory_utilization) if chip.vendor != "cpu" else chip.memory_bytes
     left = usable - sum(weights.values()) - tables - step - graphs - reserve
     pool = max(0, left) if chip.vendor != "cpu" else max(0, min(CPU_CACHE, left // 4)) // parallel.tp
-    tokens = math.ceil(longest / block_size) * block_size
-    needed = tokens * per_token
-    if engine == "vllm":  # it gives back what windows have passed
-        needed = _least(tokens, per_token, windowed)
-    needed += states
-    held = pool * tokens // needed if needed else 0
+    needed = layout.pages_for(longest, max_num_batched_tokens) * layout.page_bytes
     return MemoryMap(
         total=chip.memory_bytes,
         usable=usable,
@@ -239,32 +235,18 @@ def memory_map(
         graphs=graphs,
         reserve=reserve,
         kv_pool=pool,
-        kv_bytes_per_token=per_token,
-        kv_bytes_windowed=windowed,
-        state_bytes=states,
-        kv_tokens=held // block_size * block_size,
+        layout=layout,
+        kv_tokens=_tokens_in(layout, pool, longest),
         longest=longest,
         missing=max(0, needed - (left if left < 0 else pool)),
     )
 
 
-def _least(tokens: int, per_token: int, windowed: dict[int, int]) -> int:
-    return tokens * per_token - sum(max(0, tokens - window) * size for window, size in windowed.items())
-
-
-def _kv_bytes(
-    layers: list[tuple[int, LayerGroup]], parallel: Parallel, dtype_bytes: float
-) -> tuple[int, dict[int, int], int]:
-    """Of a token in all layers, by window in those that have one, and of a sequence's states."""
-    per_token, states, windowed = 0, 0, dict[int, int]()
-    for count, group in layers:
-        attention = group.mixer
-        size = round(count * attention.cached_values * attention.cache_share(parallel.tp) * dtype_bytes)
-        per_token += size
-        states += round(count * attention.state_values * attention.cache_share(parallel.tp) * STATE_BYTES)
-        if attention.window is not None and size:
-            windowed[attention.window] = windowed.get(attention.window, 0) + size
-    return per_token, windowed, states
+def _tokens_in(layout: CacheLayout, pool: int, length: int) -> int:
+    """that `pool` bytes hold in sequences of `length`, in whole blocks; 0 where nothing is cached"""
+    if not layout.groups:
+        return 0
+    return layout.tokens_in(pool // layout.page_bytes, length) // layout.block_size * layout.block_size
 
 
 def _beside_rows(shape: ModelShape, chip: Chip, graph_mode: str) -> int:

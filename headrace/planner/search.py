@@ -286,12 +286,9 @@ def _needed(limits: Limits, workload: Workload) -> Limits:
 
 
 def capacity(terms: Terms, memory: MemoryMap) -> int:
-    """Tokens of requests of this workload that the pool of one rank holds. vLLM gives back what has left a window, of
-    which longer sequences have more."""
-    if terms.engine == "vllm":
-        size = terms.block_size
-        return max(-(-terms.tokens // size), memory.tokens_at_best(terms.tokens) // size) * size
-    return memory.kv_tokens
+    """Tokens of requests of this workload that the pool of one rank holds: of longer sequences more has left the
+    windows, and gone back."""
+    return max(-(-terms.tokens // terms.block_size) * terms.block_size, memory.tokens_in(terms.tokens))
 
 
 def _longest(terms: Terms, parallel: Parallel, budget: int, seqs: int) -> tuple[MemoryMap, int]:

@@ -495,7 +495,8 @@ class Scheduler:
 
     def update(self, step: SchedulerOutput, result: RunnerOutput) -> list[EngineCoreOutput]:
         """Close the books of a step. Results come back in the order of their steps."""
-        token_ids, prompt_logprobs, block_size = result.token_ids, result.prompt_logprobs, self.kv_cache.block_size
+        token_ids, prompt_logprobs = result.token_ids, result.prompt_logprobs
+        block_size, states = self.kv_cache.block_size, self.kv_cache.states
         extras: Sequence[Logprobs | _Accepted | None] = result.logprobs
         if step.num_drafts:
             extras = accepted = self._accept(step, result)
@@ -519,7 +520,7 @@ class Scheduler:
                 outputs.append(self._fail_request(request, UNUSABLE[token]))
                 continue
             end = computed + count
-            if count > 1 or end % block_size == 0:
+            if count > 1 or end % block_size == 0 or (states and request.snapshots):
                 self._register(step.step, request, end)
             if samples:
                 tokens = request.token_ids

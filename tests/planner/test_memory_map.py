@@ -259,17 +259,13 @@ def test_experts_are_rounded_too_and_the_router_is_not() -> None:
     assert rounded["router"] == plain["router"]
 
 
-def test_windows_bound_what_is_needed_not_what_is_allocated() -> None:
-    """gpt-oss-120b: 36 layers, of which 18 see 128 keys; 8192 tokens are 576 MiB as allocated, half of that at best."""
+def test_what_windows_have_passed_goes_back() -> None:
+    """gpt-oss-120b: 36 layers, of which 18 see 128 keys, which lie in 9 blocks of 16 at worst."""
     found = on(MI300X, "gpt-oss-120b", max_model_len=131072)
     assert found.kv_bytes_per_token == 36 * 2 * 8 * 64 * 2
-    assert 8192 * found.kv_bytes_per_token == 576 << 20
-    assert found.kv_bytes_least(8192) == (18 * 8192 + 18 * 128) * 2 * 8 * 64 * 2
-    assert found.kv_bytes_least(100) == 100 * found.kv_bytes_per_token
-    assert found.tokens_at_best(131072) == pytest.approx(2 * found.kv_tokens, rel=0.01)
-    theirs = on(MI300X, "gpt-oss-120b", max_model_len=131072, engine="vllm")
-    assert theirs.kv_tokens == pytest.approx(theirs.tokens_at_best(131072), abs=16)
-    assert on(H200, "llama-3.1-8b").kv_bytes_windowed == {}
+    assert found.layout.sequence_bytes(8192) == (18 * 8192 + 18 * 9 * 16) * 2 * 8 * 64 * 2
+    assert found.layout.sequence_bytes(96) == 96 * found.kv_bytes_per_token
+    assert found.kv_tokens == found.tokens_in(131072) == pytest.approx(1.99 * found.tokens_in(96), rel=0.01)
 
 
 def test_what_does_not_fit_says_by_how_much() -> None:
@@ -334,7 +330,6 @@ def test_whatever_is_asked_the_map_is_consistent(
     if found.fits:
         assert found.kv_tokens >= length
         assert sum(found.parts().values()) == found.usable
-        assert found.kv_bytes_least(length) <= length * found.kv_bytes_per_token
     else:
         assert found.missing > 0
     assert find(gpu_memory_utilization=0.95).kv_tokens >= found.kv_tokens

@@ -39,7 +39,8 @@ def test_a_state_has_one_size_however_long_a_sequence_is() -> None:
     state = 24 * (32 * 128 * 128 + 3 * 3 * 32 * 128) * STATE_BYTES
     assert found.state_bytes == state
     assert found.kv_bytes_per_token == 8 * 2 * 8 * 128 * 2
-    assert [found.kv_bytes_least(tokens) - state for tokens in (16, 32)] == [16 * 32768, 32 * 32768]
+    states, tokens = found.layout.groups
+    assert (tokens.block_bytes, states.block_bytes) == (16 * 32768, state)
     halves = memory_map(HYBRID, find_chip("h200"), Parallel(tp=2))
     assert (halves.state_bytes, halves.kv_bytes_per_token) == (state // 2, 8 * 8 * 128 * 2)
     assert memory_map(ATTENTION, find_chip("h200"), Parallel()).state_bytes == 0
