@@ -40,7 +40,7 @@ def unasked_cache_cases(report: Report) -> None:
             params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
             outputs = llm.generate(PROMPTS, params, use_tqdm=False)
             tokens = [list(output.outputs[0].token_ids) for output in outputs]
-            return facts.config.kv_cache_dtype, decision.reason, facts.num_blocks, tokens
+            return facts.config.kv_cache_dtype, decision.reason, facts.num_pages, tokens
 
     plain = start(None)
     report.case("no objective: the model's own", plain[0] == "bfloat16", f"{plain[2]} blocks, {plain[1]}")

@@ -143,16 +143,16 @@ class Cases:
         with ExitStack() as others:
             taken: list[bool] = []
 
-            def late(executor: UniprocExecutor, num_blocks: int) -> Any:
+            def late(executor: UniprocExecutor, num_pages: int) -> Any:
                 if not taken:
                     taken.append(True)
                     others.enter_context(hog(8))
-                return initialize(executor, num_blocks)
+                return initialize(executor, num_pages)
 
             with patch.object(UniprocExecutor, "initialize_cache", late), self.engine() as llm:
                 fine = whole(serve(llm))
-                blocks = llm._client.facts.num_blocks
-        return fine and self.log.said("num_gpu_blocks", "did not fit"), f"{blocks} blocks"
+                pages = llm._client.facts.num_pages
+        return fine and self.log.said("num_gpu_blocks", "did not fit"), f"{pages} pages"
 
     def serving(self) -> tuple[bool, str]:
         """Allocations fail in a step: whole answers, smaller steps after it."""
@@ -234,7 +234,7 @@ with LLM({model!r}, load_format="dummy", skip_tokenizer_init=True, gpu_memory_ut
         outputs = llm.generate([[2 + i, 5, 7] * 200 for i in range(200)], params, use_tqdm=False)
         assert all(len(output.outputs[0].token_ids) == 30 for output in outputs)
         free = torch.cuda.mem_get_info()[0] >> 20
-        print("SERVED", turn, llm._client.facts.num_blocks, "blocks,", free, "MiB free", flush=True)
+        print("SERVED", turn, llm._client.facts.num_pages, "pages,", free, "MiB free", flush=True)
     sys.stdin.read()
 print("DONE", flush=True)
 """

@@ -110,6 +110,7 @@ MODELS = {
         BenchModel("bf16", "Llama-3.1-8B bf16", LLAMA_8B),
         BenchModel("fp8", "Llama-3.1-8B fp8", LLAMA_8B, quantization="fp8"),
         BenchModel("moe", "Qwen3-30B-A3B bf16", QWEN3_30B_A3B),
+        BenchModel("moe-fp8", "Qwen3-30B-A3B fp8", QWEN3_30B_A3B, quantization="fp8"),
     )
 }
 
