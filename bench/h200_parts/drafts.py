@@ -47,7 +47,7 @@ def use_drafts(llm: Any, num_drafts: int) -> None:
     worker = core._executor._worker
     runner, config = worker.runner, core.scheduler.config
     graphs = runner.graph_settings and replace(runner.graph_settings, decode_len=1 + num_drafts)
-    given = runner.model, runner.backend, runner.kernels, runner.shape, runner.limits, runner.device, graphs
+    given = runner.model, runner.kernels, runner.shape, runner.limits, runner.device, graphs
     runner.graphs = None  # which know the runner, and keep its cache
     worker.runner = runner = None
     gc.collect()
