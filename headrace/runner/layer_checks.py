@@ -20,6 +20,7 @@ from headrace.errors import ConfigError
 from headrace.kernels._triton import DEVICE_FAMILY
 from headrace.kernels.attention import paged_attention_reference
 from headrace.kernels.attention_config import AttentionPlan, by_copy_engine, plan_attention
+from headrace.kernels.cases import relative_error, written
 from headrace.kernels.decode import decode_attention_reference
 from headrace.kernels.fp8 import Quantized, quantize_per_token_reference
 from headrace.kernels.gemm_config import BUCKETS
@@ -38,9 +39,8 @@ from headrace.runner.kernel_checks import (
     cache_bound,
     cache_scale,
     head_norms,
-    written,
 )
-from headrace.runner.self_check import Check, relative_error
+from headrace.runner.self_check import Check
 
 W8A8 = {False: 6e-2, True: 0.12}
 """Products over activations in fp8 beside the same over plain ones; True: gate times up, perhaps in fp8 again"""
@@ -94,7 +94,7 @@ def _decode_error(subject: Subject, layer: Attention, requests: int) -> float:
         lengths[-1] = 0
     cache, metadata = _filled_cache(subject, layer, [1] * requests, lengths)
     norms = head_norms(layer)
-    q, k, v = subject.random(requests, sum(layer.heads), layer.spec.head_dim).split(layer.heads, dim=1)
+    q, k, v = subject.make.random(requests, sum(layer.heads), layer.spec.head_dim).split(layer.heads, dim=1)
     angles = subject.kernels.step_angles(subject.rope(), metadata.positions)[0]
     scale, other = cache_scale(subject), cache.clone()
     assert layer.decode is not None
@@ -151,7 +151,8 @@ def _attention_error(
     subject: Subject, layer: Attention, counts: list[int], lengths: list[int], plan: AttentionPlan | None = None
 ) -> float:
     cache, metadata = _filled_cache(subject, layer, counts, lengths)
-    q, spec, scale = subject.random(sum(counts), layer.heads[0], layer.spec.head_dim), layer.spec, cache_scale(subject)
+    spec, scale = layer.spec, cache_scale(subject)
+    q = subject.make.random(sum(counts), layer.heads[0], spec.head_dim)
     if plan is not None and isinstance(subject.backend, TritonAttention):
         metadata.plan[spec] = subject.backend.launches(plan, metadata, spec, q)
     out = layer.attend(q, cache, metadata, spec, scale)
@@ -170,7 +171,7 @@ def _filled_cache(
     size, device = subject.shape.block_size, subject.device
     needed = [max(1, -(-length // size)) for length in lengths]
     cache = subject.cache(layer, sum(needed) + 1)
-    content = subject.random(*cache.shape)
+    content = subject.make.random(*cache.shape)
     scale = cache_scale(subject)
     if scale is None:
         cache.copy_(content)
@@ -189,10 +190,10 @@ def _filled_cache(
     num_groups = layer.spec.group + 1
     return cache, AttentionMetadata(
         rows=torch.arange(len(lengths), dtype=torch.int32, device=device),
-        query_start_loc=subject.ints(0, *ends),
-        seq_lens=subject.ints(*lengths),
-        positions=subject.ints(*positions, dtype=torch.int64),
-        slot_mappings=(subject.ints(*slots, dtype=torch.int64),) * num_groups,
+        query_start_loc=subject.make.ints(0, *ends),
+        seq_lens=subject.make.ints(*lengths),
+        positions=subject.make.ints(*positions, dtype=torch.int64),
+        slot_mappings=(subject.make.ints(*slots, dtype=torch.int64),) * num_groups,
         block_tables=(table.to(device),) * num_groups,
         num_reqs=len(counts),
         num_tokens=sum(counts),
@@ -239,7 +240,7 @@ def _linear_error(subject: Subject, layers: list[Linear], tokens: int, table: Ta
     to the library. What an fp8 linear takes in is in fp8 already, and then it is normed too."""
     worst = 0.0
     for layer in layers if table[tokens] is not None else ():
-        x: Any = subject.random(tokens, layer.spec.in_features)
+        x: Any = subject.make.random(tokens, layer.spec.in_features)
         fp8 = layer.scheme.product.input_dtype(layer.spec)
         if fp8 is not None:
             x = quantize_per_token_reference(x, fp8)
@@ -277,8 +278,8 @@ def _half_normed(subject: Subject, layer: Linear, tokens: int) -> HalfNormed | N
     for before in subject.layers(RowParallelLinear):
         left = before.around.next_norm
         if weight is not None and left is not None and left.data_ptr() == weight.data_ptr():
-            x, residual = (subject.random(tokens, size) for size in (before.spec.in_features, before.spec.out_features))
-            out = before.compute(x, residual)
+            sizes = before.spec.in_features, before.spec.out_features
+            out = before.compute(*(subject.make.random(tokens, size) for size in sizes))
             return out if isinstance(out, HalfNormed) else None
     return None
 
@@ -313,9 +314,8 @@ def _fp8_checks(subject: Subject) -> Iterator[Check]:
 
 
 def _fp8_error(subject: Subject, layer: Linear) -> float:
-    return max(
-        _error_beside_plain(subject, layer, subject.random(tokens, layer.spec.in_features)) for tokens in (1, 100, 200)
-    )
+    inputs = (subject.make.random(tokens, layer.spec.in_features) for tokens in (1, 100, 200))
+    return max(_error_beside_plain(subject, layer, x) for x in inputs)
 
 
 def _without_fp8(subject: Subject, wrong: Linear) -> str:

@@ -15,10 +15,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from headrace.distributed.mesh import Group
-from headrace.kernels.fp8 import Quantized
 from headrace.kernels.table import REFERENCE_KERNELS, KernelTable
 from headrace.runner.memory import first_line, is_out_of_memory
 
@@ -153,25 +151,3 @@ class SelfCheck:
             return error
         mine = torch.tensor([[math.inf if math.isnan(error) else error]], device=self._device)
         return float(self._group.all_gather(mine).max())
-
-
-def relative_error(found: Any, expected: Any) -> float:
-    """||found - expected|| / ||expected||, the largest of all tensors in two equal nests of them. Infinite where shapes
-    or types differ, or one is not a finite number where the other is another."""
-    if isinstance(found, Quantized) and isinstance(expected, Quantized):
-        return relative_error(found.dequantize(torch.float32), expected.dequantize(torch.float32))
-    if isinstance(found, tuple) and isinstance(expected, tuple) and len(found) == len(expected):
-        return max(relative_error(a, b) for a, b in zip(found, expected, strict=True))
-    if found is None and expected is None:
-        return 0.0
-    if not isinstance(found, Tensor) or not isinstance(expected, Tensor):
-        return math.inf
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return math.inf
-    wide = torch.float64 if not found.is_floating_point() else torch.float32
-    found, expected = found.to(wide), expected.to(wide)
-    same = (found == expected) | (found.isnan() & expected.isnan())
-    if not bool((same | (found.isfinite() & expected.isfinite())).all()):
-        return math.inf
-    difference = float((found - expected).masked_fill_(same, 0.0).norm())
-    return difference / float(expected.masked_fill(~expected.isfinite(), 0.0).norm() or 1e-30) if difference else 0.0

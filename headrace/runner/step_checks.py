@@ -9,13 +9,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from headrace.kernels.cases import relative_error
 from headrace.layers.attention import Attention
 from headrace.layers.moe import SparseMoE
 from headrace.runner.cuda_graph import CudaDevice, GraphDevice
 from headrace.runner.graph_settings import GraphSettings
 from headrace.runner.kernel_checks import Subject
 from headrace.runner.model_runner import ModelRunner, RunnerLimits
-from headrace.runner.self_check import Check, relative_error, switches
+from headrace.runner.self_check import Check, switches
 from headrace.sampling_params import SamplingParams
 from headrace.step import BlockUpdate, NewRow, SchedulerOutput
 

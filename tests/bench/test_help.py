@@ -12,7 +12,7 @@ import pytest
 from h200_cases import ON_A_CPU, PARTS
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "bench").glob("*.py"))
-NO_COMMANDS = {"graph_timing.py", "planner_fit.py"}
+NO_COMMANDS = {"graph_timing.py", "kernel_sweeps.py", "planner_fit.py"}
 """are imported by others"""
 
 

@@ -66,6 +66,16 @@ def test_prepare_batch_finds_tokens_positions_and_slots():
     assert slots.tolist() == [10 * 4 + 3, 8 * 4 + 2, 8 * 4 + 3, 7 * 4 + 0]
 
 
+def test_a_sample_without_choice_or_numbers_is_told_apart():
+    """Whoever had nothing to choose from says -1, and whose logits were no numbers -2; the table gets the token."""
+    inf, nan = float("inf"), float("nan")
+    best, raw_best = torch.tensor([1.0, -inf, 1.0, 1.0, nan, nan]), torch.tensor([1.0, 1.0, nan, inf, nan, 1.0])
+    out, table, ids = torch.zeros(6, dtype=torch.int64), torch.zeros(6, 2, dtype=torch.int32), torch.arange(10, 16)
+    KERNELS.commit_tokens(out, table, ids, best, raw_best, torch.arange(6), torch.ones(6, dtype=torch.int64), -1, -2)
+    assert out.tolist() == [10, -1, -2, -2, -2, -1]
+    assert table[:, 1].tolist() == ids.tolist()
+
+
 def test_draws_follow_the_softmax():
     draws, logits = 20_000, torch.tensor([0.0, 1.0, 2.0, -1.0, float("-inf")])
     out = KERNELS.gumbel_argmax(
@@ -107,6 +117,8 @@ def test_greedy_rows_take_the_lowest_of_equal_tokens():
     zeros = torch.zeros(2, dtype=torch.int64)
     assert KERNELS.gumbel_argmax(logits, torch.zeros(2), zeros, zeros).tolist() == [1, 0]
     assert KERNELS.gumbel_argmax(logits, torch.tensor([0.0, 1.0]), zeros, zeros)[0] == 1
+    logits[:, :2] = float("-inf")
+    assert KERNELS.gumbel_argmax(logits, torch.tensor([0.0, 1.0]), zeros, zeros).tolist() == [2, 2]
 
 
 def brute_filter(logits, top_k, top_p, min_p):

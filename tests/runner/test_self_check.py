@@ -21,6 +21,7 @@ from headrace.config import EngineConfig
 from headrace.distributed.mesh import Group
 from headrace.engine.metrics import EngineMetrics
 from headrace.errors import ConfigError
+from headrace.kernels.cases import relative_error
 from headrace.kernels.decode import decode_attention_reference
 from headrace.kernels.fp8 import Quantized
 from headrace.kernels.table import REFERENCE_KERNELS, KernelTable
@@ -28,7 +29,7 @@ from headrace.model_config import ModelConfig
 from headrace.planner.decisions import decide_before_load
 from headrace.runner import worker as worker_module
 from headrace.runner.kernel_checks import KERNEL_CASES
-from headrace.runner.self_check import Check, SelfCheck, relative_error, switches
+from headrace.runner.self_check import Check, SelfCheck, switches
 from headrace.runner.worker import Worker
 
 DEMO = Path(headrace.__file__).parent / "demo_model"

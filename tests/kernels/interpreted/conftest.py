@@ -4,10 +4,15 @@ go through float32 and round as torch does. Casts from and to fp8, a few percent
 Dots are added up here, since numpy leaves them to the machine's BLAS, which picks an order of summation by the shape
 and by the processor: two tiles of one kernel would then differ in their last bits for no reason of the kernel's."""
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))  # kernel_sweeps
 
 Builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
 plain = {name: getattr(Builder, name) for name in ("binary_op", "unary_op")}

@@ -1,7 +1,5 @@
 """Linears over few tokens against torch, in every way that the tables name and some that they do not."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -99,19 +97,3 @@ def test_a_norm_between_two_linears_is_made_by_both(config, dtype):
 def test_a_configuration_fits_its_bucket():
     for (_, _, bucket), configs in CANDIDATES.items():
         assert all(config.block_m == bucket or (bucket == 128 and config.block_m == 64) for config in configs)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_best_token(dtype):
-    from headrace.kernels.sampling import best_token, best_token_reference
-
-    for rows, vocab in itertools.product((1, 3), (5, 2048, 5000)):
-        scores = torch.randn(rows, vocab).to(dtype)
-        scores[0, vocab // 2 :] = scores[0, 1]
-        best, token = best_token(scores)
-        expected, expected_token = best_token_reference(scores)
-        assert torch.equal(best, expected)
-        assert torch.equal(token, expected_token)
-        scores[-1, 3] = float("nan")
-        assert best_token(scores)[0].isnan().tolist() == [False] * (rows - 1) + [True]
-        assert best_token(torch.full((1, vocab), float("-inf")))[0].item() == float("-inf")

@@ -1,0 +1,195 @@
+"""Sizes on which every kernel of the table is held against its reference where no model is at hand.
+
+Small and odd ones are for Triton's interpreter (tests/kernels/interpreted), large ones for a GPU (check_kernels.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headrace.kernels import cases
+from headrace.kernels.cases import EPS, ROUNDED, Case, Cases, Inputs, Kernel, as_chosen, relative_error
+from headrace.kernels.fp8 import quantize_per_token_reference
+from headrace.kernels.moe import Experts, fused_moe_reference
+from headrace.kernels.norm import HalfNormed, half_norm_reference
+from headrace.kernels.table import REFERENCE_KERNELS, TRITON_KERNELS
+
+EXACTLY_FP8 = {"cpu": 0.0, "cuda": 1e-3}
+"""Of values that were the same before; a GPU divides in its own way"""
+EXPERTS = {torch.bfloat16: 1.2e-2, torch.float16: 1.6e-3, torch.float32: 4e-6}
+"""Beside a reference in float32"""
+
+
+def _normed(make: Inputs, rows: int, hidden: int) -> Cases:
+    return cases.rms_norm(make, rows, make.random(hidden))
+
+
+def _normed_fp8(make: Inputs, rows: int, hidden: int) -> Cases:
+    return cases.rms_norm(make, rows, make.random(hidden), EPS, make.fp8)
+
+
+def _activated_fp8(make: Inputs, rows: int, width: int) -> Cases:
+    return cases.silu_and_mul(make, rows, width, make.fp8)
+
+
+def _quantized(make: Inputs, rows: int, width: int) -> Cases:
+    """Inside norm and activation it is what it would be after them; of tensors cut out of wider ones."""
+    yield from cases.quantize_per_token(make, rows, width, make.fp8)
+    weight, delta, fp8, kernels = make.random(width), make.random(rows, width), make.fp8, TRITON_KERNELS
+    x = make.random(rows, 2 * width)
+    half = x[:, width:]
+    for plain, fused in (
+        (half, kernels.quantize_per_token(half, fp8)),
+        (kernels.rms_norm(half, weight, EPS), kernels.rms_norm_quantized(half, weight, EPS, fp8)),
+        (
+            kernels.rms_norm(half + delta, weight, EPS),
+            kernels.rms_norm_quantized(half.clone(), weight, EPS, fp8, delta),
+        ),
+        (kernels.silu_and_mul(x), kernels.silu_and_mul_quantized(x, fp8)),
+    ):
+        yield Case(partial(_given, fused), EXACTLY_FP8[make.device.type], partial(_plainly, plain, fp8))
+
+
+def _given(value: Any, kernel: Kernel) -> Any:
+    return value
+
+
+def _plainly(x: Tensor, fp8: torch.dtype, reference: Kernel) -> Any:
+    return reference(x, fp8)
+
+
+def _fp8_linears(make: Inputs, rows: int, outputs: int, inputs: int) -> Cases:
+    weight = quantize_per_token_reference(make.random(outputs, inputs), make.fp8)
+    for bias, scales in product((None, make.random(outputs)), (outputs, 1)):
+        yield from cases.fp8_linear(make, rows, weight.values, weight.scales[:scales, 0].contiguous(), bias)
+
+
+def _rope_table(make: Inputs, positions: int, rotary_dim: int) -> Tensor:
+    angles = make.uniform(positions, rotary_dim // 2) * 6.28
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def _rotations(make: Inputs, heads: int, kv_heads: int, dim: int, rotary_dim: int, norm: bool, blocks: int) -> Cases:
+    weights = tuple(make.random(dim) if norm else None for _ in range(2))
+    table, arena = _rope_table(make, 4096, rotary_dim), make.random(blocks, 3, 2, 4, kv_heads, dim)
+    for cache in (make.random(2, blocks, 4, kv_heads, dim), arena[:, 1].transpose(0, 1)):
+        tokens = cases.new_tokens(make, (heads, kv_heads, kv_heads), dim, 4096, cache, norms=weights)
+        yield from cases.rotary_and_cache((table, tokens.positions), tokens, (1 + norm) * ROUNDED[make.dtype])
+
+
+def _layers_of_experts(
+    make: Inputs, tokens: int, count: int, top_k: int, hidden: int, width: int, shared: bool
+) -> Cases:
+    """Added to a residual, the next norm half done; and batch-invariant, where a token alone gets the same."""
+    x, residual, extra = (make.random(tokens, hidden) for _ in range(3))
+    experts = Experts(
+        make.random(hidden), EPS, make.random(count + shared, hidden) * hidden**-0.5,
+        make.random(count, 2 * width, hidden) * hidden**-0.5, make.random(count, hidden, width) * width**-0.5,
+        top_k, not shared,
+    )  # fmt: skip
+    weights = {name: getattr(experts, name).float() for name in ("norm_weight", "router", "w13", "w2")}
+    wide = replace(experts, **weights), extra.float() if shared else None, residual.float().clone()
+    expected, chosen = fused_moe_reference(x.float(), *wide)
+    next_norm, invariant = make.random(hidden), replace(experts, invariant=True)
+    one = slice(tokens // 2, tokens // 2 + 1)
+    most = 1.0 if tokens <= 16 else 0.5 if make.dtype.itemsize == 2 else 0.01
+
+    def run(kernel: Kernel) -> Any:
+        out, ids = kernel(x, replace(experts, next_norm=next_norm), extra if shared else None, residual.clone())
+        half_error = 0.0
+        if isinstance(out, HalfNormed):
+            again = half_norm_reference(out.x, next_norm)
+            sums = [half.squares.sum(1) for half in (out, again)]
+            half_error, out = relative_error((out.scaled, sums[0]), (again.scaled, sums[1])), out.x
+        together, others = kernel(x, invariant, extra if shared else None, residual.clone())
+        alone = kernel(x[one], invariant, extra[one] if shared else None, residual[one].clone())[0]
+        right = half_error < EPS, torch.equal(together[one], alone)
+        both = ((out, ids), (together, others))
+        return *(as_chosen(sums, expected, found, chosen, most) for sums, found in both), make.ints(*right)
+
+    rounded = expected.to(make.dtype)
+    yield Case(run, EXPERTS[make.dtype], lambda reference: (rounded, rounded, make.ints(1, 1)))
+    if hidden >= 64:  # smaller ones in fp8 are the interpreter's own
+        yield from _experts_in_fp8(make, tokens, experts)
+
+
+def _experts_in_fp8(make: Inputs, tokens: int, plain: Experts) -> Cases:
+    held: dict[str, Any] = {"router": plain.router[: len(plain.w13)], "renormalize": True}
+    for name, weight in (("w13", plain.w13), ("w2", plain.w2)):
+        values, scales = quantize_per_token_reference(weight.flatten(0, 1), make.fp8)
+        held |= {name: values.view(weight.shape), f"{name}_scale": scales.view(weight.shape[:2])}
+    for case in cases.fused_moe(make, tokens, replace(plain, **held), False):
+        yield case._replace(bound=EXPERTS[make.dtype] + cases.ROUNDED_FP8)
+
+
+class Sweep(NamedTuple):
+    cases: Callable[..., Cases]
+    """of inputs and sizes"""
+    small: Sequence[tuple[Any, ...]]
+    large: Sequence[tuple[Any, ...]]
+
+
+def _angles(make: Inputs, rotary_dim: int) -> Cases:
+    tokens = cases.new_tokens(make, (2, 1, 1), rotary_dim, 64, make.random(2, 4, 4, 1, rotary_dim))
+    return cases.step_angles(_rope_table(make, 64, rotary_dim), tokens, ROUNDED[make.dtype])
+
+
+_FEW, _MANY = [(0,), (1,), (7,), (512,), (1300,)], [(1,), (64,), (9001,)]
+_LOGITS = [(1, 128256), (33, 151936), (7, 513)]
+_LAYERS = ((128, 8, 2048, 768, False), (8, 2, 1024, 3584, True), (60, 4, 2048, 1408, True), (5, 3, 72, 40, True))
+SWEEPS: dict[str, Sweep] = {
+    "rms_norm": Sweep(_normed, [(3, 48), (1, 129), (0, 16)], [(1, 4096), (33, 8192), (7, 100), (5, 16384)]),
+    "rms_norm_quantized": Sweep(_normed_fp8, [(3, 48), (1, 129), (0, 16)], [(1, 4096), (33, 14336), (7, 100)]),
+    "silu_and_mul": Sweep(cases.silu_and_mul, [(5, 33), (1, 1100), (0, 8)], [(1, 14336), (65, 1000), (3, 7)]),
+    "silu_and_mul_quantized": Sweep(_activated_fp8, [(3, 48), (1, 129), (2, 1100), (0, 16)], [(33, 14336), (7, 100)]),
+    "quantize_per_token": Sweep(
+        _quantized, [(3, 48), (1, 129), (0, 16), (4, 1)], [(1, 4096), (33, 14336), (5, 28672), (7, 100)]
+    ),
+    "fp8_linear": Sweep(
+        _fp8_linears, [(0, 32, 48), (1, 32, 48), (3, 32, 48), (17, 32, 48)],
+        [(1, 4096, 4096), (17, 6144, 4096), (300, 4096, 14336), (5, 48, 16)],
+    ),
+    "step_angles": Sweep(_angles, [(8,)], [(128,)]),
+    "rotary_and_cache": Sweep(
+        _rotations,
+        [(6, 2, 8, 8, False, 4), (3, 3, 24, 24, True, 4), (5, 1, 32, 16, True, 4), (4, 2, 10, 4, False, 4),
+         (2, 2, 96, 96, False, 4)],
+        [(32, 8, 128, 128, False, 36), (16, 8, 128, 128, True, 36), (12, 2, 64, 64, False, 36),
+         (8, 4, 8, 8, False, 36), (5, 5, 80, 32, True, 36), (6, 1, 96, 96, False, 36)],
+    ),
+    "copy_words": Sweep(cases.copy_words, _FEW, _MANY),
+    "scatter_words": Sweep(cases.scatter_words, _FEW, _MANY),
+    "prepare_batch": Sweep(
+        cases.prepare_batch,
+        [(counts, computed, size) for size in (1, 16, 64) for counts, computed in (
+            ((1, 1, 1), (5, 0, 77)), ((1, 5, 2, 140), (0, 31, 16, 89)), ((300,), (3,)))],
+        [((*[1] * 50, *range(3, 300, 15)), tuple(i * 29 for i in range(70)), 16)],
+    ),
+    "settle_lengths": Sweep(cases.settle_lengths, [()], [()]),
+    "commit_tokens": Sweep(cases.commit_tokens, [(0,), (1,), (5,), (200,)], [(1,), (64,), (1000,)]),
+    "best_token": Sweep(cases.best_token, [(1, 5), (3, 5), (1, 2048), (3, 5000)], _LOGITS),
+    "gumbel_argmax": Sweep(cases.gumbel_argmax, [(6, 1), (6, 37), (7, 1500)], _LOGITS),
+    "filter_floor": Sweep(
+        cases.filter_floor, [(16, 1), (16, 37), (16, 700), (16, 5000)], [*_LOGITS, (2, 128256), (64, 32000)]
+    ),
+    "logsumexp": Sweep(cases.logsumexp, [(5, 63)], _LOGITS),
+    "fused_moe": Sweep(
+        _layers_of_experts, [(tokens, 6, 2, 32, 16, tokens % 2 == 1) for tokens in (1, 2, 3, 17)],
+        [(tokens, *sizes) for sizes in _LAYERS for tokens in (1, 2, 7, 16, 40, 129, 1100)],
+    ),
+}  # fmt: skip
+"""By kernel of the table"""
+
+
+def swept(name: str, make: Inputs, size: tuple[Any, ...]) -> Iterator[tuple[float, float]]:
+    """(error, bound) of each case of one size."""
+    kernel, reference = getattr(TRITON_KERNELS, name), getattr(REFERENCE_KERNELS, name)
+    for case in SWEEPS[name].cases(make, *size):
+        yield case.error(kernel, reference), case.bound

@@ -1,0 +1,367 @@
+"""What each kernel of the table is run on beside its reference, and how far apart their results may lie.
+
+A function makes the cases of a kernel from sizes or tensors that its caller names: a model's own at load
+(runner/kernel_checks.py), and where there is none small and odd ones or large ones (bench/kernel_sweeps.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headrace.kernels._triton import DEVICE_FAMILY, fp8_dtype
+from headrace.kernels.fp8 import Quantized, quantize_per_token_reference
+from headrace.kernels.moe import Experts, fused_moe_reference
+from headrace.kernels.moe_config import pick_moe_config
+from headrace.kernels.norm import HalfNormed, whole
+from headrace.kernels.rotary import rotary_and_cache_reference
+
+Kernel = Callable[..., Any]
+ROUNDED = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 2e-6}
+"""One rounding, now and then to the other side"""
+ROUNDED_FP8 = 2e-2
+"""Now and then one value of a row comes to lie one step away, or its scale does"""
+FP8_SUMS = {torch.bfloat16: 6e-3, torch.float16: 4e-3, torch.float32: 4e-3}
+"""Matrix units add products of fp8 up in fewer bits"""
+EXPERTS = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 2e-3}
+"""The reference adds a token's experts up in the model's type"""
+EPS = 1e-5
+
+
+class Case(NamedTuple):
+    """Run with a kernel and with its reference, on inputs that are fresh each time, it gives what lies within `bound`,
+    as `relative_error` counts."""
+
+    run: Callable[[Kernel], Any]
+    bound: float
+    expected: Callable[[Kernel], Any] | None = None
+    """how the reference is run, where not in the same way"""
+
+    def error(self, kernel: Kernel, reference: Kernel) -> float:
+        return relative_error(self.run(kernel), (self.expected or self.run)(reference))
+
+
+Cases = Iterator[Case]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Numbers by chance, the same for the same seed."""
+
+    dtype: torch.dtype
+    device: torch.device
+    seed: int = 0
+    fp8_type: torch.dtype | None = None
+    """None: the device's own"""
+
+    @cached_property
+    def generator(self) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(self.seed)
+
+    @property
+    def fp8(self) -> torch.dtype:
+        return self.fp8_type or fp8_dtype(self.device)
+
+    def random(self, *shape: int) -> Tensor:
+        """Normal."""
+        return torch.randn(shape, generator=self.generator, device=self.device).to(self.dtype)
+
+    def uniform(self, *shape: int) -> Tensor:
+        """float32 between 0 and 1."""
+        return torch.rand(shape, generator=self.generator, device=self.device)
+
+    def ints(self, *values: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.randint(low, high, shape, generator=self.generator, device=self.device, dtype=dtype)
+
+    def some_of(self, count: int, of: int) -> Tensor:
+        """`count` different integers below `of`."""
+        return torch.randperm(of, generator=self.generator, device=self.device)[:count]
+
+    def on_host(self, tensor: Tensor) -> Tensor:
+        """Where a kernel reads what the host wrote."""
+        return tensor.cpu().pin_memory() if self.device.type == "cuda" else tensor
+
+
+def relative_error(found: Any, expected: Any) -> float:
+    """||found - expected|| / ||expected||, the largest of all tensors in two equal nests of them. Infinite where shapes
+    or types differ, integers do, or one is not a finite number where the other is another."""
+    if isinstance(found, Quantized) and isinstance(expected, Quantized):
+        return relative_error(found.dequantize(torch.float32), expected.dequantize(torch.float32))
+    if isinstance(found, tuple) and isinstance(expected, tuple) and len(found) == len(expected):
+        return max((relative_error(a, b) for a, b in zip(found, expected, strict=True)), default=0.0)
+    if found is None and expected is None:
+        return 0.0
+    if not isinstance(found, Tensor) or not isinstance(expected, Tensor):
+        return math.inf
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return math.inf
+    if not found.is_floating_point():
+        return 0.0 if torch.equal(found, expected) else math.inf
+    found, expected = found.float(), expected.float()
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    if not bool((same | (found.isfinite() & expected.isfinite())).all()):
+        return math.inf
+    difference = float((found - expected).masked_fill_(same, 0.0).norm())
+    return difference / float(expected.masked_fill(~expected.isfinite(), 0.0).norm() or 1e-30) if difference else 0.0
+
+
+def bits(x: Tensor) -> Tensor:
+    """Numbers that must be equal."""
+    return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+# ---- norms, activation, fp8
+
+
+def rms_norm(make: Inputs, rows: int, weight: Tensor, eps: float = EPS, *fp8: torch.dtype) -> Cases:
+    """With `fp8`: of rms_norm_quantized."""
+    x, delta = (make.random(rows, weight.shape[0]) for _ in range(2))
+    bound = ROUNDED_FP8 if fp8 else ROUNDED[make.dtype]
+    yield Case(lambda kernel: kernel(x, weight, eps, *fp8), bound)
+
+    def after_a_sum(kernel: Kernel) -> Any:
+        total = x.clone()
+        return kernel(total, weight, eps, *fp8, delta), bits(total)
+
+    yield Case(after_a_sum, bound)
+
+
+def silu_and_mul(make: Inputs, rows: int, width: int, *fp8: torch.dtype) -> Cases:
+    x = make.random(rows, 2 * width) * 3
+    yield Case(lambda kernel: kernel(x, *fp8), ROUNDED_FP8 if fp8 else ROUNDED[make.dtype])
+
+
+def quantize_per_token(make: Inputs, rows: int, width: int, fp8: torch.dtype) -> Cases:
+    x = make.random(rows, width) * 3
+    yield Case(lambda kernel: kernel(x, fp8), ROUNDED_FP8)
+
+
+def fp8_linear(make: Inputs, rows: int, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Cases:
+    bounds = FP8_SUMS if make.device.type == "cuda" else ROUNDED
+    x = quantize_per_token_reference(make.random(rows, weight.shape[1]), make.fp8)
+    yield Case(lambda kernel: kernel(*x, weight, scales, bias, make.dtype), bounds[make.dtype])
+
+
+# ---- positions and the cache
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """New tokens of one attention layer: # [T, heads, head_dim] as projected, where they are and where they go."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    positions: Tensor
+    slots: Tensor
+    cache: Tensor
+    """# [2, blocks, block_size, Hkv, D]; perhaps a view of memory that it shares with other layers"""
+    kv_scale: Tensor | None = None
+    norms: tuple[Tensor | None, Tensor | None] = (None, None)
+    eps: float = EPS
+
+    def rotate(self, angles: tuple[Tensor, Tensor | None], kernel: Kernel) -> tuple[Tensor, ...]:
+        """What comes out, and what lies where in the cache and beside it."""
+        layout = self.cache.size(), self.cache.stride(), self.cache.storage_offset()
+        memory = self.cache.new_empty(0).set_(self.cache.untyped_storage()).clone()
+        cache = memory.as_strided(*layout)
+        out = kernel(self.q, self.k, self.v, *angles, cache, self.slots, *self.norms, self.eps, self.kv_scale)
+        found = written(cache, self.slots)
+        cache.view(torch.uint8).zero_()
+        return out, *found, bits(memory)
+
+
+def new_tokens(
+    make: Inputs, heads: Sequence[int], dim: int, positions: int, cache: Tensor, **of_layer: Any
+) -> NewTokens:
+    """As many as there are positions, up to 40, in the last slots of the cache, one of them padding. `heads`: of q, k
+    and v; `of_layer`: fields of NewTokens."""
+    count = min(40, positions, cache.shape[1] * cache.shape[2])
+    slots = make.some_of(count, cache.shape[1] * cache.shape[2])
+    slots[count // 2] = -1
+    q, k, v = make.random(count, sum(heads), dim).split(list(heads), dim=1)
+    return NewTokens(q, k, v, make.integers(0, positions, count), slots, cache, **of_layer)
+
+
+def written(cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """# [2, blocks, block_size, Hkv, D] -> (what lies in `slots`, what lies everywhere else)"""
+    plain, slots = cache.float().flatten(1, 2), slots[slots >= 0]
+    return plain[:, slots], bits(plain.index_fill(1, slots, 0.0))
+
+
+def step_angles(table: Tensor, tokens: NewTokens, bound: float) -> Cases:
+    def run(kernel: Kernel) -> Any:
+        return tokens.rotate(kernel(table, tokens.positions), rotary_and_cache_reference)
+
+    yield Case(run, bound)
+
+
+def rotary_and_cache(angles: tuple[Tensor, Tensor | None], tokens: NewTokens, bound: float) -> Cases:
+    yield Case(partial(tokens.rotate, angles), bound)
+
+
+# ---- around the step
+
+
+def prepare_batch(make: Inputs, counts: Sequence[int], computed: Sequence[int], block_size: int) -> Cases:
+    """Requests of `counts` new tokens each behind `computed` ones."""
+    length, rows = max(map(sum, zip(counts, computed, strict=True))), len(counts) + 3
+    tokens = make.integers(0, 2**31 - 1, rows, length + 2, dtype=torch.int32)
+    blocks = make.integers(0, 2**31 - 1, rows, length // block_size + 2, dtype=torch.int32)
+    chosen, starts = make.some_of(len(counts), rows).int(), make.ints(0, *accumulate(counts))
+
+    def run(kernel: Kernel) -> Any:
+        return kernel(chosen, make.ints(*computed), starts, tokens, blocks, block_size, sum(counts))
+
+    yield Case(run, 0.0)
+
+
+def copy_words(make: Inputs, count: int) -> Cases:
+    source = make.on_host(make.integers(-(2**31), 2**31 - 1, count, dtype=torch.int32))
+
+    def run(kernel: Kernel) -> Any:
+        room = torch.full((count + 3,), 5, dtype=torch.int32, device=make.device)
+        kernel(room[:count], source)
+        return room
+
+    yield Case(run, 0.0)
+
+
+def scatter_words(make: Inputs, count: int) -> Cases:
+    index = make.on_host(make.some_of(count, 4 * count + 4))
+    values = make.on_host(make.integers(-(2**31), 2**31 - 1, count, dtype=torch.int32))
+
+    def run(kernel: Kernel) -> Any:
+        table = torch.full((4, count + 1), 9, dtype=torch.int32, device=make.device)
+        kernel(table, index, values)
+        return table
+
+    yield Case(run, 0.0)
+
+
+def settle_lengths(make: Inputs) -> Cases:
+    rows, known, offsets = make.ints(3, 0, 2), make.ints(9, 4, 0, 21), make.ints(0, 1, 0, dtype=torch.int64)
+    whose = make.ints(3, 3, 0, dtype=torch.int64)
+
+    def run(kernel: Kernel) -> Any:
+        lengths = make.ints(24, 3, 0), make.ints(26, 9, 0)
+        positions = make.ints(25, 26, 9, dtype=torch.int64)
+        kernel(*lengths, rows, positions, whose, offsets, known)
+        return *lengths, positions
+
+    yield Case(run, 0.0)
+
+
+def commit_tokens(make: Inputs, count: int) -> Cases:
+    """Samples of which some had nothing to choose from, and some no numbers; then three to a request, behind drafts of
+    which a third is right."""
+    rows, positions = make.some_of(count, count + 100), make.integers(0, 40, count)
+    token_ids, best = make.integers(0, 2**31 - 1, count), make.random(count)
+    raw_best = best.clone()
+    best[1::4], raw_best[2::4], raw_best[3::8], best[7::8] = -math.inf, math.nan, math.inf, math.nan
+    offsets = torch.arange(count, device=make.device) % 3
+    first = torch.arange(count, device=make.device) - offsets
+    behind = make.integers(8, 11, count), best, raw_best, rows[first], positions[first] + offsets
+    for samples, drafts in (((token_ids, best, raw_best, rows, positions), None), (behind, offsets)):
+        yield Case(partial(_committed, make, samples, drafts), 0.0)
+
+
+def _committed(make: Inputs, samples: tuple[Tensor, ...], offsets: Tensor | None, kernel: Kernel) -> Any:
+    count = len(samples[0])
+    table = torch.full((count + 101, 43), 9, dtype=torch.int32, device=make.device)
+    known = None if offsets is None else torch.full((count + 101,), 77, dtype=torch.int32, device=make.device)
+    out = make.on_host(torch.full((count,), -7))
+    kernel(out, table, *samples, -1, -2, *(() if offsets is None else (known, offsets, 3, -3)))
+    if make.device.type == "cuda":
+        torch.cuda.synchronize(make.device)
+    return out, table, known
+
+
+# ---- sampling
+
+
+def best_token(make: Inputs, rows: int, vocab: int) -> Cases:
+    """Rows of ties and of numbers that are none."""
+    scores = make.random(rows, vocab)
+    scores[0, vocab // 2 :] = scores[0, vocab // 4]
+    yield Case(lambda kernel: kernel(scores), 0.0)
+    broken = scores.clone()
+    broken[-1, vocab // 3], broken[:-1] = math.nan, -math.inf
+    yield Case(lambda kernel: kernel(broken)[0], 0.0)
+
+
+def gumbel_argmax(make: Inputs, rows: int, vocab: int) -> Cases:
+    """Rows that are greedy and drawn, of ties, and with one token left."""
+    logits, temperatures = make.random(rows, vocab) * 3, make.uniform(rows) * 2
+    temperatures[::3], temperatures[1::5] = 0.0, 1e-6
+    logits[3::4] = logits[3::4, :1]
+    logits[2::6, :-1] = -math.inf
+    seeds, positions = make.integers(-(2**63), 2**63 - 1, rows), make.integers(0, 2**20, rows)
+    for floor in (None, logits.float().median(dim=1).values):
+        yield Case(partial(_called, logits, temperatures, seeds, positions, floor), 0.0)
+
+
+def _called(*arguments_then_kernel: Any) -> Any:
+    *arguments, kernel = arguments_then_kernel
+    return kernel(*arguments)
+
+
+def filter_floor(make: Inputs, rows: int, vocab: int) -> Cases:
+    """Each of the filters is off in some rows. A row alone gets what it gets among others."""
+    spread = torch.logspace(-3, 1.5, rows, device=make.device)[:, None]
+    logits = (make.random(rows, vocab) * spread).to(make.dtype)
+    logits[0, : vocab // 2], logits[-1] = -math.inf, 1.0
+    temperatures, top_p, min_p = make.uniform(rows) * 2 + 0.1, make.uniform(rows), make.uniform(rows) * 0.2
+    top_k = torch.where(temperatures > 1, make.integers(-1, 60, rows), make.integers(-1, 2 * vocab, rows)).int()
+    top_k[::3], top_p[1::4], min_p[::2], temperatures[5::7] = 0, 1.0, 0.0, 0.0
+    limits = (temperatures, top_k, top_p, min_p)
+
+    def run(kernel: Kernel) -> Any:
+        return kernel(logits, *limits), kernel(logits[1:2], *(limit[1:2] for limit in limits))
+
+    yield Case(run, 0.0)
+
+
+def logsumexp(make: Inputs, rows: int, vocab: int) -> Cases:
+    logits = make.random(rows, vocab) * 3
+    yield Case(lambda kernel: kernel(logits), ROUNDED[torch.float32])
+
+
+# ---- experts
+
+
+def fused_moe(make: Inputs, tokens: int, experts: Experts, shared: bool) -> Cases:
+    """Of a model's own experts."""
+    x = make.random(tokens, experts.w13.shape[2])
+    extra = make.random(*x.shape) if shared else None
+    rounds = experts.w13_scale is not None  # some tokens, as their configuration says
+    config = pick_moe_config(tokens, experts.top_k, experts.w13.shape[0], 1, DEVICE_FAMILY) if rounds else None
+    expected, chosen = fused_moe_reference(x, experts, extra, torch.zeros_like(x), config)
+
+    def run(kernel: Kernel) -> Any:
+        out, ids = kernel(x, experts, extra, torch.zeros_like(x), config)
+        if isinstance(out, HalfNormed) and isinstance(expected, HalfNormed):
+            both = torch.stack((out.x, out.normed(experts.eps).to(x.dtype)))
+            return as_chosen(both, torch.stack((expected.x, expected.normed(experts.eps).to(x.dtype))), ids, chosen)
+        return as_chosen(out, whole(expected), ids, chosen)
+
+    yield Case(run, EXPERTS[make.dtype] + (ROUNDED_FP8 if rounds else 0.0))
+
+
+def as_chosen(out: Tensor, expected: Tensor, ids: Tensor, chosen: Tensor, most: float = 0.5) -> Tensor:
+    """A token whose choice of experts was a close call may choose otherwise: it is taken as the reference had it,
+    unless more than `most` of them do."""
+    other = (ids.sort(dim=1).values != chosen.sort(dim=1).values).any(dim=1)
+    if int(other.sum()) > max(1, most * len(ids)):
+        return out.fill_(math.nan)
+    return torch.where(other[:, None], expected.to(out.dtype), out)
