@@ -29,7 +29,7 @@ from headrace.models.registry import read_served_config
 from headrace.planner.decisions import decide_before_load, decide_mixed_step
 from headrace.planner.profile import measured_here
 from headrace.planner.served import predict_steps
-from headrace.planner.settled import one_list
+from headrace.planner.settings import one_list
 from headrace.planner.smaller import smaller_budget
 from headrace.quantization.checkpoint_format import holds_kv_scales
 from headrace.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason

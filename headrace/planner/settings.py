@@ -1,11 +1,12 @@
-"""Every setting of the chosen layout as a decision: what it is, why, and what came second.
+"""Every setting as a decision: what it is, why, and what came second; of a start, and of the layout that a plan chose.
 
-Takes a ranked search and says it in records; measures nothing and ranks nothing.
+What holds because nothing spoke against it is said here for both. Measures nothing and ranks nothing.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from headrace.config import EngineConfig
@@ -17,17 +18,75 @@ from headrace.planner.layouts import MANY_REQUESTS, ULTRA_SPARSE
 from headrace.planner.plan_request import PlanRequest
 from headrace.planner.record import Decision
 from headrace.planner.search import FIRST_TOKEN_MS, READING_PACE_MS, Candidate, Found, Terms, score
-from headrace.planner.settled import WHY
 from headrace.planner.shapes import ModelShape
 
 CUSTOM_ALL_REDUCE_MIB = 8
 """Largest sum that vLLM's own kernels for linked GPUs take; larger ones go to NCCL or RCCL."""
 PACE = f"{READING_PACE_MS:.0f} ms a token after {FIRST_TOKEN_MS / 1000:.0f} s"
+ORDER = (
+    "device", "tensor_parallel_size", "attention_backend", "dtype", "quantization", "kv_cache_dtype", "block_size",
+    "num_gpu_blocks", "gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+    "mixed_step_tokens", "enable_chunked_prefill", "enable_prefix_caching", "async_scheduling", "cudagraph_mode",
+    "cudagraph_capture_sizes",
+)  # fmt: skip
+"""as `headrace plan` lists them; others come after these"""
+WHY = {
+    "block_size": "little is left over in last blocks; speed hardly depends on it",
+    "gpu_memory_utilization": "weights, steps, graphs and cache together; the rest is for others and for surprises",
+    "enable_chunked_prefill": "a long prompt delays running requests by one step at most",
+    "enable_prefix_caching": "prompts that start alike share blocks; a miss costs nothing",
+    "async_scheduling": "the host plans a step while the one before it runs",
+}
+"""of what stands where nobody asks for another value"""
 WANTED = {
     "latency": "the shortest answer",
     "interactive": "the most tokens at a reading pace",
     "throughput": "the most tokens",
 }
+
+
+def one_list(config: EngineConfig, decisions: Iterable[Decision]) -> list[Decision]:
+    """Each field once, with its last word, and those that nobody decided on filled in."""
+    found = {entry.field: entry for entry in decisions}
+    size = config.tensor_parallel_size
+    if size == 1:
+        why, source = "what is used where nothing else is given; `headrace plan` compares", "derived"
+    else:
+        why, source = "given", "user"
+    unsaid = [Decision("tensor_parallel_size", size, why, source=source), *standing(config)]
+    if config.quantization is None:
+        unsaid.append(Decision("quantization", None, "weights stay as the checkpoint holds them"))
+    for entry in unsaid:
+        found.setdefault(entry.field, entry)
+    place = {name: number for number, name in enumerate(ORDER)}
+    return sorted(found.values(), key=lambda entry: place.get(entry.field, len(place)))
+
+
+def standing(config: EngineConfig) -> Iterator[Decision]:
+    """What nobody decided on, from a config whose graphs are settled: as usual, or given."""
+    usual = EngineConfig()
+    for name, why in WHY.items():
+        value = getattr(config, name)
+        if name == "gpu_memory_utilization" and config.device == "cpu":
+            why = "a CPU's memory belongs to everybody; it bounds nothing here"
+        if value == getattr(usual, name):
+            yield Decision(name, value, why)
+        else:
+            yield Decision(name, value, "given", source="user")
+    yield _graph_sizes(config)
+
+
+def _graph_sizes(config: EngineConfig) -> Decision:
+    field, graphs = "cudagraph_capture_sizes", config.compilation_config
+    if graphs.get("cudagraph_mode", "NONE") == "NONE":
+        return Decision(field, [], "no graphs")
+    if given := graphs.get(field):
+        return Decision(field, given, "given", source="user")
+    seqs = config.max_num_seqs or 1
+    sizes = [size for size in capture_sizes(seqs) if size <= (graphs.get("max_cudagraph_capture_size") or seqs)]
+    if not sizes:
+        return Decision(field, [], "max_cudagraph_capture_size leaves none", source="user")
+    return Decision(field, sizes, f"decode steps of up to {sizes[-1]} requests, each captured when it comes up again")
 
 
 def parallel_decisions(terms: Terms, found: Found) -> list[Decision]:
@@ -178,18 +237,17 @@ def engine_decisions(terms: Terms, best: Candidate, dtype: str) -> list[Decision
     if "mixed_step_tokens" in best.decisions:
         decisions.append(best.decisions["mixed_step_tokens"])
     graphs = graph_decision(request, terms.chip, str(backend.value), terms.engine)
-    decisions += [
-        _switch(
-            "enable_chunked_prefill", request.enable_chunked_prefill,
-            WHY["enable_chunked_prefill"],
-        ),
-        graphs,
-        _graph_sizes(terms, best, str(graphs.value)),
-        _switch("async_scheduling", request.async_scheduling, WHY["async_scheduling"]),
-        _speculation(terms),
-        _utilization(request, terms.chip),
-    ]  # fmt: skip
-    return decisions
+    config = EngineConfig(
+        device="cpu" if terms.chip.vendor == "cpu" else "cuda",
+        max_num_seqs=best.limits.max_num_seqs,
+        compilation_config=request.compilation_config | {"cudagraph_mode": graphs.value},
+        enable_chunked_prefill=request.enable_chunked_prefill,
+        async_scheduling=request.async_scheduling,
+        gpu_memory_utilization=request.gpu_memory_utilization,
+    )
+    stands = {entry.field: entry for entry in standing(config)}
+    decisions += [stands["enable_chunked_prefill"], graphs, stands["cudagraph_capture_sizes"]]
+    return [*decisions, stands["async_scheduling"], _speculation(terms), stands["gpu_memory_utilization"]]
 
 
 def graph_decision(request: PlanRequest, chip: Chip, backend: str, engine: str) -> Decision:
@@ -219,20 +277,6 @@ def _model_length(terms: Terms, best: Candidate) -> Decision:
     return Decision("max_model_len", best.max_model_len, why)
 
 
-def _switch(field: str, value: bool, reason: str) -> Decision:
-    return Decision(field, value, reason) if value else Decision(field, value, "given", source="user")
-
-
-def _graph_sizes(terms: Terms, best: Candidate, mode: str) -> Decision:
-    field, given = "cudagraph_capture_sizes", terms.request.compilation_config.get("cudagraph_capture_sizes")
-    if mode == "NONE":
-        return Decision(field, [], "no graphs")
-    if given:
-        return Decision(field, given, "given", source="user")
-    sizes = capture_sizes(best.limits.max_num_seqs)
-    return Decision(field, sizes, f"decode steps of up to {sizes[-1]} requests, as many as run at once")
-
-
 def _speculation(terms: Terms) -> Decision:
     field, drafts = "speculative_config", terms.shape.spec.draft_weights
     if terms.request.speculative_config:
@@ -244,12 +288,3 @@ def _speculation(terms: Terms) -> Decision:
         other = "the checkpoint's own next-token layers with 1 token, below some 32 requests"
         return Decision(field, "off", f"{why}, and many requests at once make it a loss", other)
     return Decision(field, "off", f"the checkpoint brings no draft, and {why}")
-
-
-def _utilization(request: PlanRequest, chip: Chip) -> Decision:
-    field, value = "gpu_memory_utilization", request.gpu_memory_utilization
-    if chip.vendor == "cpu":
-        return Decision(field, value, "a CPU's memory belongs to everybody; it bounds nothing here")
-    if value != 0.9:
-        return Decision(field, value, "given", source="user")
-    return Decision(field, value, "weights, steps, graphs and cache together; the rest is for others and for surprises")

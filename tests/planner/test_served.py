@@ -18,7 +18,7 @@ from headrace.planner.plan import make_plan
 from headrace.planner.plan_request import PlanRequest
 from headrace.planner.record import Decision
 from headrace.planner.served import Expected, expect, predict_memory, predict_steps
-from headrace.planner.settled import one_list
+from headrace.planner.settings import one_list
 from headrace.step import WorkerFacts
 
 MODEL = ModelConfig.from_dict(catalogue()["llama-3.1-8b"].config)
