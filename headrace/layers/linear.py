@@ -66,7 +66,11 @@ class Linear(Layer):
         self.around = replace(self.around, norm_weight=norm.weight.data, norm_eps=norm.eps, rms_norm=norm.rms_norm)
 
     def finalize(self) -> None:
-        self.compute = self.scheme.product.finalize(self.spec, self.weights, self.around)
+        if self.around.addend is None:
+            self.compute = self.scheme.product.finalize(self.spec, self.weights, self.around)
+        else:  # no format makes it in its own pass
+            bare = self.scheme.product.finalize(self.spec, self.weights, Around())
+            self.compute = self.around.wrap(lambda x: bare(x, None))
         if any(tensor.device.type == "cpu" for tensor in self.weights.values()):
             self.weights = {}  # held in another form; on a GPU as they are, and kept for who checks what is computed
 

@@ -22,6 +22,15 @@ def rope_table(config: ModelConfig, device: torch.device) -> Tensor:
     return torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
 
 
+def table_of_step(cos_sin: Tensor, positions: Tensor, axes: Tensor) -> tuple[Tensor, Tensor]:
+    """For tokens of several positions each (time, height, width) # [numbers, num_tokens]: a table with a row for each
+    token of the step, and their rows. `axes` # [head_dim / 2]: which of the numbers turns each frequency. A fused
+    decode, which looks a position up by itself, cannot serve then."""
+    columns = axes.repeat(2)
+    angles = cos_sin[positions[columns].T, torch.arange(len(columns), device=cos_sin.device)]
+    return angles, torch.arange(positions.shape[1], device=cos_sin.device)
+
+
 def _powers(config: ModelConfig) -> Tensor:
     """[head_dim / 2] theta ** (2 i / head_dim)"""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim

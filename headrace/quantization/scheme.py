@@ -43,6 +43,8 @@ class Around:
     next_norm: Tensor | None = None
     """[out_features]: weight of the norm that the sum with the residual goes through next, by a linear that takes it
     HalfNormed or Unsummed; None: another, or none"""
+    addend: Callable[[Any], Tensor] | None = None
+    """of what the product is made of, normed: is added to it before the activation (an adapter's part)"""
     activation: Callable[[Tensor], Any] | None = None
     """silu of the outputs' first half times their second half, Quantized if the next linear asks for it; None: no
     activation"""
@@ -56,10 +58,13 @@ class Around:
 
     def wrap(self, multiply: Multiply) -> Compute:
         """One after the other."""
-        norm, activation, defers = self.norm(), self.activation, self.next_norm is not None
+        norm, addend, activation, defers = self.norm(), self.addend, self.activation, self.next_norm is not None
 
         def compute(x: Any, residual: Tensor | None) -> Any:
-            out = multiply(x if norm is None else norm(x))
+            x = x if norm is None else norm(x)
+            out = multiply(x)
+            if addend is not None:
+                out += addend(x)
             if activation is not None:
                 out = activation(out)
             if residual is None:

@@ -4,6 +4,8 @@ ranks' results add up to the whole."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -166,3 +168,29 @@ def test_a_sum_is_left_to_the_norm_behind_it(fp8: bool) -> None:
         results.append((out, residual))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_what_an_adapter_adds_comes_after_the_norm_and_before_the_activation(quantized: bool) -> None:
+    tensors = {f"{name}_proj.weight": random(16, 32) for name in ("gate", "up")}
+    down, up, norm, x = random(4, 32), random(32, 4), RMSNorm(32, 1e-6, REFERENCE_KERNELS, F32), random(3, 32)
+    norm.weight.data.copy_(random(32))
+    adapter, activate = (lambda x: x @ down.T @ up.T), REFERENCE_KERNELS.silu_and_mul
+
+    def linear(**around: Any) -> Layer:
+        made = MergedColumnParallelLinear(32, {"gate_proj": 16, "up_proj": 16}, Group(), F32, bias=False)
+        if quantized:
+            made.scheme = fp8_scheme(per_channel=True)
+            made.scheme.product.prepare([made.spec], CPU)
+        if around:
+            made.norms_with(norm)
+        made.around = replace(made.around, **around)
+        made.create_weights(CPU)
+        for name, slot in made.slots("gate_up_proj").items():
+            slot.put(tensors[name.removeprefix(".")][slot.source])
+        made.finalize()
+        return made
+
+    normed = norm(x, None)[0]
+    expected = activate(linear()(normed) + adapter(normed))
+    torch.testing.assert_close(linear(addend=adapter, activation=activate)(x), expected)

@@ -9,7 +9,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from headrace.layers.rotary import rope_table
+from headrace.kernels.table import REFERENCE_KERNELS
+from headrace.layers.rotary import rope_table, table_of_step
 from headrace.model_config import ModelConfig
 
 SCALINGS: dict[str, dict[str, Any]] = {
@@ -76,3 +77,20 @@ def test_old_spelling_of_the_type_is_read() -> None:
     plain = rope_table(ModelConfig.from_dict(base), torch.device("cpu"))
     assert torch.equal(old, new)
     torch.testing.assert_close(old[2::2], plain[1:16])
+
+
+def test_each_of_three_positions_turns_frequencies_of_its_own() -> None:
+    """In sections, as of Qwen2-VL, or in turns, as of Qwen3-VL."""
+    angles, positions = torch.rand(32, 8) * 6, torch.randint(0, 32, (3, 5))
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    q, k, v = torch.randn(5, 4, 16).split((2, 1, 1), dim=1)
+    for axes in ([0, 0, 0, 0, 1, 1, 2, 2], [0, 1, 2, 0, 1, 2, 0, 0]):
+        cache, chosen = torch.zeros(2, 2, 4, 1, 16), torch.tensor(axes)
+        taken = REFERENCE_KERNELS.step_angles(*table_of_step(cos_sin, positions, chosen))
+        found = REFERENCE_KERNELS.rotary_and_cache(q, k, v, *taken, cache, torch.arange(5))
+        turns = torch.polar(torch.ones(5, 8), angles[positions[chosen].T, torch.arange(8)])[:, None]
+        for x, turned in ((q, found), (k, cache[0].flatten(0, 1)[:5])):
+            expected = torch.complex(*x.chunk(2, dim=-1)) * turns
+            torch.testing.assert_close(turned, torch.cat((expected.real, expected.imag), dim=-1))
+    plain = table_of_step(cos_sin, positions[:1].expand(3, -1), chosen)[0]
+    assert torch.equal(plain, cos_sin[positions[0]])
