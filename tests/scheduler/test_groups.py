@@ -139,7 +139,7 @@ def test_without_a_block_for_it_there_is_no_snapshot() -> None:
 
 def test_a_snapshot_is_not_taken_away_in_the_step_that_reads_it() -> None:
     prompts = {"a": PROMPT[:9], "b": PROMPT[:9], "c": [50, 51, 52], "d": [60, 61, 62]}
-    run = Run(layout(FULL, STATE), prompts, num_pages=8, look_ahead=False)
+    run = Run(layout(STATE, FULL), prompts, num_pages=8, look_ahead=False)  # d's tokens would get the page, cleared
     run.to_end("a")
     run.to_end("b", "c", "d")
     assert run.hits == {"a": 0, "b": 8, "c": 0, "d": 0}
