@@ -25,18 +25,32 @@ class Unwritten:
 
 
 def draft_rows(bench: Bench, emit: Emit) -> None:
-    """Leaves the engine with drafts, so it comes last."""
+    """Leaves the engine with drafts, so it comes last. Time and steps are of the same runs: what a row held before may
+    happen to be right, and then a run takes fewer steps."""
     settings, name = bench.settings, bench.model.name
     input_len, output_len = settings.tokens(INPUT), settings.tokens(OUTPUT)
     for num_drafts in NUM_DRAFTS:
         use_drafts(bench.llm, num_drafts)
         prompts = bench.prompts(settings.requests(BATCH), input_len)
-        whole, first = bench.whole_and_first(prompts, output_len, settings.repeats)
-        steps = count_steps(bench, prompts, output_len) - count_steps(bench, prompts, 1)
-        samples = [1000 * (end - start) / steps for end, start in zip(whole, first, strict=True)]
-        tokens = len(prompts) * (output_len - 1)
+        for length in (1, output_len, 1, output_len):  # a size of graph is captured at its second use
+            bench.run(prompts, length)
+        samples, steps = [], 0
+        for _ in range(settings.repeats):
+            first, _ = timed(bench, prompts, 1)
+            whole, count = timed(bench, prompts, output_len)
+            samples.append(1000 * (whole - first) / (count - 1))
+            steps += count - 1
+        tokens = len(prompts) * (output_len - 1) * settings.repeats
         notes = [f"{tokens / steps / len(prompts):.2f} tokens a request and step"]
         emit(Result(f"drafts/{name}/{num_drafts}", median(samples), samples, {"output": tokens}, notes=notes))
+
+
+def timed(bench: Bench, prompts: list[list[int]], output_len: int) -> tuple[float, int]:
+    """(seconds, steps) of a run. Steps that were under way when the last request ended compute nothing of it."""
+    scheduler = bench.llm._client._core.scheduler
+    before: int = scheduler._next_step
+    seconds, _ = bench.run(prompts, output_len)
+    return seconds, scheduler._next_step - before
 
 
 def use_drafts(llm: Any, num_drafts: int) -> None:
@@ -55,11 +69,3 @@ def use_drafts(llm: Any, num_drafts: int) -> None:
     worker.runner = ModelRunner(*given, drafter=Unwritten(num_drafts) if num_drafts else None)
     worker.runner.allocate(config.num_pages)
     core.scheduler.config = replace(config, num_drafts=num_drafts)
-
-
-def count_steps(bench: Bench, prompts: list[list[int]], output_len: int) -> int:
-    scheduler = bench.llm._client._core.scheduler
-    before: int = scheduler._next_step
-    bench.run(prompts, output_len)
-    after: int = scheduler._next_step
-    return after - before
