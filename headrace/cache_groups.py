@@ -133,12 +133,16 @@ def same_layout(block_size: int, block_bytes: int = 1) -> CacheLayout:
 def cache_layout(spec: ModelSpec, ranks: int, itemsize: int, block_size: int) -> CacheLayout:
     """What one of `ranks` caches of a model, whose cached numbers have `itemsize` bytes."""
     members: dict[tuple[CacheKind, int | None, int], list[int]] = {}
+    keys: dict[int, tuple[CacheKind, int | None, int]] = {}
     for index, layer in enumerate(spec.layers):
         mixer = layer.mixer
-        share = mixer.cache_share(ranks)
-        size = round(mixer.cached_values * share) * itemsize + round(mixer.state_values * share) * STATE_BYTES
-        if size:
-            members.setdefault((_kind(mixer), mixer.window, size), []).append(index)
+        key = keys.get(id(mixer))
+        if key is None:
+            share = mixer.cache_share(ranks)
+            size = round(mixer.cached_values * share) * itemsize + round(mixer.state_values * share) * STATE_BYTES
+            key = keys[id(mixer)] = _kind(mixer), mixer.window, size
+        if key[2]:
+            members.setdefault(key, []).append(index)
     groups = [
         CacheGroup(tuple(layers), kind, window, block_size, len(layers) * size * (1 if kind == "state" else block_size))
         for (kind, window, size), layers in members.items()

@@ -49,18 +49,20 @@ class PagePool:
             found.append(blocks)
         return found
 
-    def lend(self, pool: BlockPool) -> int:
-        """A page for `pool`: a free one, or the one that has been idle for longest."""
-        if self.free:
-            page = self.free.pop()
-        else:
-            page = min((one for one in self.pools if one.idle), key=BlockPool.idle_since).evict_page()
-        last = self._last[page]
-        if last is not pool:
-            self._last[page] = pool
-            if last is not None:
-                self.cleared.append(page)
-        return page
+    def lend(self, pool: BlockPool, count: int) -> list[int]:
+        """Pages for `pool`, which there must be: free ones, then those that have been idle for longest."""
+        kept = max(0, len(self.free) - count)
+        pages = self.free[kept:][::-1]
+        del self.free[kept:]
+        while len(pages) < count:
+            pages.append(min((one for one in self.pools if one.idle), key=BlockPool.idle_since).evict_page())
+        if len(self.pools) > 1:
+            for page in pages:
+                if self._last[page] is not pool:
+                    if self._last[page] is not None:
+                        self.cleared.append(page)
+                    self._last[page] = pool
+        return pages
 
     def not_cleared(self, pages: Iterable[int]) -> None:
         """The step that should have cleared them came to nothing: whoever is lent one, clears it."""
@@ -95,6 +97,8 @@ class BlockPool:
         """blocks of a page"""
         self._ref_counts = [0] * num_blocks
         self._digest_of: list[bytes | None] = [None] * num_blocks
+        self._known_in = [0] * pages.num_pages
+        """blocks of a page that have a digest"""
         self._block_with: dict[bytes, int] = {}
 
     @property
@@ -128,31 +132,35 @@ class BlockPool:
     def take(self, count: int, most_pages: int) -> tuple[list[int], int]:
         """`count` blocks, which there must be, and how many pages were taken for them: at most `most_pages`, before
         cached blocks beside held ones are evicted."""
-        free, per_page = self._free, self.blocks_per_page
+        free, per_page, held_in = self._free, self.blocks_per_page, self._held_in
         blocks: list[int] = []
-        taken = 0
-        ref_counts, held_in = self._ref_counts, self._held_in
-        for _ in range(count):
-            if free:
-                page = next(reversed(free))
-                block = free[page].pop()
-                if not free[page]:
-                    del free[page]
-            elif taken < most_pages:
-                page = self._pages.lend(self)
-                block = page * per_page
-                if per_page > 1:
-                    free[page] = list(range(block + per_page - 1, block, -1))
-                taken += 1
-            else:
-                block = next(block for block in self._cached if self._held_in[block // per_page])
-                page = block // per_page
-                del self._cached[block]
-                self._unregister(block)
-            blocks.append(block)
-            ref_counts[block] = 1
-            self._num_held_pages += not held_in[page]
+        while free and len(blocks) < count:
+            page = next(reversed(free))
+            blocks.append(free[page].pop())
             held_in[page] += 1
+            if not free[page]:
+                del free[page]
+        taken = min(most_pages, -(-(count - len(blocks)) // per_page))
+        for page in self._pages.lend(self, taken):
+            if per_page == 1:
+                blocks.append(page)
+                held_in[page] = 1
+                continue
+            first, used = page * per_page, min(per_page, count - len(blocks))
+            blocks.extend(range(first, first + used))
+            held_in[page] = used
+            if used < per_page:
+                free[page] = list(range(first + per_page - 1, first + used - 1, -1))
+        while len(blocks) < count:
+            block = next(block for block in self._cached if held_in[block // per_page])
+            del self._cached[block]
+            self._unregister(block)
+            blocks.append(block)
+            held_in[block // per_page] += 1
+        ref_counts = self._ref_counts
+        for block in blocks:
+            ref_counts[block] = 1
+        self._num_held_pages += taken
         self.num_held += count
         return blocks, taken
 
@@ -176,22 +184,32 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """One holder less for each of these blocks of one request, given in their order: the tail is let go first, so
         that it is evicted first, since a head without its tail is still a useful prefix and the reverse is not."""
-        self._pages.num_releases += 1
+        pages, free, per_page = self._pages, self._free, self.blocks_per_page
+        ref_counts, held_in, digest_of = self._ref_counts, self._held_in, self._digest_of
+        pages.num_releases += 1
+        let_go = emptied = 0
         for block in reversed(blocks):
-            self._ref_counts[block] -= 1
-            if self._ref_counts[block]:
+            count = ref_counts[block] = ref_counts[block] - 1
+            if count:
                 continue
-            page = block // self.blocks_per_page
-            self.num_held -= 1
-            self._held_in[page] -= 1
-            if self._digest_of[block] is not None:
+            let_go += 1
+            page = block // per_page
+            beside = held_in[page] = held_in[page] - 1
+            if digest_of[block] is not None:
                 self._cached[block] = None
-            elif self._held_in[page]:
-                self._free.setdefault(page, []).append(block)
-            if not self._held_in[page]:
-                self._num_held_pages -= 1
-                self._free.pop(page, None)
-                self._settle(page)
+            elif beside:
+                free.setdefault(page, []).append(block)
+            if beside:
+                continue
+            emptied += 1
+            if page in free:
+                del free[page]
+            if self._known_in[page]:  # idle while something in it is cached, else it goes back
+                self.idle[page] = pages.num_releases
+            else:
+                pages.free.append(page)
+        self.num_held -= let_go
+        self._num_held_pages -= emptied
 
     def register(self, block: int, digest: bytes) -> None:
         """Let a held block be found by the digest of its content. Where another block already has that content, this
@@ -199,6 +217,7 @@ class BlockPool:
         if digest not in self._block_with:
             self._block_with[digest] = block
             self._digest_of[block] = digest
+            self._known_in[block // self.blocks_per_page] += 1
 
     def forget(self, digest: bytes) -> None:
         """Take the block with this content, if any, out of the cache, unless someone holds it."""
@@ -210,8 +229,9 @@ class BlockPool:
         page = block // self.blocks_per_page
         if self._held_in[page]:
             self._free.setdefault(page, []).append(block)
-        else:
-            self._settle(page)
+        elif not self._known_in[page]:
+            del self.idle[page]
+            self._pages.free.append(page)
 
     def idle_since(self) -> int:
         """When its oldest idle page was released."""
@@ -229,19 +249,12 @@ class BlockPool:
     def _blocks(self, page: int) -> range:
         return range(page * self.blocks_per_page, (page + 1) * self.blocks_per_page)
 
-    def _settle(self, page: int) -> None:
-        """A page of which nothing is held is idle while something in it is cached; else it goes back."""
-        if any(self._digest_of[block] is not None for block in self._blocks(page)):
-            self.idle.setdefault(page, self._pages.num_releases)
-        else:
-            self.idle.pop(page, None)
-            self._pages.free.append(page)
-
     def _unregister(self, block: int) -> None:
         digest = self._digest_of[block]
         assert digest is not None
         del self._block_with[digest]
         self._digest_of[block] = None
+        self._known_in[block // self.blocks_per_page] -= 1
 
     def check_invariant(self) -> list[int]:
         """The group's pages; raises RuntimeError if the books of its blocks do not balance. For tests: slow."""
@@ -257,6 +270,10 @@ class BlockPool:
         no_negative = all(count >= 0 for count in self._ref_counts)
         counted = self.num_held == len(held) and self._num_held_pages == len(held_pages)
         counted = counted and all(self._held_in[page] == 0 for page in {*range(len(self._held_in))} - held_pages)
+        counted = counted and self._known_in == [
+            sum(self._digest_of[block] is not None for block in self._blocks(page))
+            for page in range(len(self._known_in))
+        ]
         findable = registered == self._block_with
         cached_have_digests = all(self._digest_of[block] is not None for block in self._cached)
         free_have_none = all(self._digest_of[block] is None for block in free)

@@ -416,6 +416,9 @@ class Scheduler:
                     self._held_back, self.steps_held = request, kv_cache.block_size
                     return
             if not kv_cache.admit(request, prefix, computed + count):
+                if not self.running.items and request is not self._alone:  # it fits without the snapshot that it reads
+                    self._alone = request
+                    continue
                 self._held_back, self.steps_held = request, 0
                 return
             self.waiting.take(request)
