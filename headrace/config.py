@@ -7,6 +7,7 @@ read here and nowhere else. This file knows nothing of argparse, torch or what a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import tempfile
@@ -277,8 +278,9 @@ def _plain_type(annotation: Any) -> tuple[type, bool]:
     return typing.get_origin(annotation) or annotation, optional
 
 
-def knob_types(config_class: type) -> dict[str, tuple[type, bool]]:
-    """Field name -> (plain type, may be None)."""
+@functools.cache
+def knob_types(config_class: type) -> Mapping[str, tuple[type, bool]]:
+    """Field name -> (plain type, may be None). Kept: a plan makes and checks a hundred configurations."""
     return {name: _plain_type(hint) for name, hint in typing.get_type_hints(config_class).items()}
 
 
@@ -301,7 +303,8 @@ def knob_problem(meta: Mapping[str, Any], kind: type, optional: bool, value: Any
 
 def check_knobs(config: Any) -> None:
     """Check each field against its own metadata; raises ConfigError naming field, value and what is accepted."""
-    kinds = knob_types(type(config))
+    config_class: type = type(config)
+    kinds = knob_types(config_class)
     for field in dataclasses.fields(config):
         problem = knob_problem(field.metadata, *kinds[field.name], getattr(config, field.name))
         if problem is not None:
