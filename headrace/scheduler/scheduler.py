@@ -259,6 +259,8 @@ class Scheduler:
         if not plan.preempted:  # else what was taken from one would go to the next, and be taken again
             self._plan_admissions(plan, budget, partials)
         if not plan.decodes and not plan.chunks:
+            if plan.preempted and self._alone is not None and not self.running.items:
+                return self.schedule()  # the last that ran has made way for itself, and starts anew in pages of its own
             return None
         return self._commit(plan)
 
