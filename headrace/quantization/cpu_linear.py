@@ -75,18 +75,12 @@ class Choice:
         return lambda x: few(x) if x.shape[0] < threshold else many(x)
 
 
-PACKED_FROM = 1 << 16
-"""elements of a weight"""
-
-
-def ways(dtype: torch.dtype, in_cache: bool, elements: int = PACKED_FROM) -> list[Way]:
+def ways(dtype: torch.dtype, in_cache: bool) -> list[Way]:
     """The ways to try for `dtype`; the first is taken unless another is clearly faster. Weights that come from memory
-    gain little from another order; packed ones are read as they lie, where the others are packed anew in each product.
-    One of few `elements` is not worth it: its product is over before a packed one has begun.
-    """
+    gain little from another order, but may from packing."""
     plain, transposed = (Way(hold.__name__, hold, dtype.itemsize) for hold in (hold_plain, hold_transposed))
     found = [transposed, plain] if in_cache else [plain, transposed]
-    packs = torch.backends.mkldnn.is_available() and elements >= PACKED_FROM
+    packs = torch.backends.mkldnn.is_available() and not in_cache
     if packs and _multiplies(dtype):
         found.append(Way("hold_packed", hold_packed, dtype.itemsize))
     if dtype != torch.float32:
@@ -111,9 +105,9 @@ IN_CACHE = 16 << 20
 """Weights of fewer bytes in all stay in the CPU's cache between steps; others come from memory each time."""
 STREAMED = 8 << 20
 """elements of the weight on which the latter are tried, so that no cache holds much of it"""
-OTHERS, MOST_COPIES = 4 << 20, 8
-"""Small weights are tried in copies that take turns, at most so many, of so many bytes in all: in a step the other
-layers' weights come in between, so that none is in the core's own cache."""
+PACKED_FROM, PACKED_TOKENS = 1 << 17, 4
+"""In a small model float32 weights of so many numbers are packed for so many tokens and more: MKL would pack them anew
+in every product. A rule, not a trial, so that one start computes the same bits as the next."""
 SECONDS_PER_WAY = 0.001
 ROUNDS = (2, 30)
 """fewest and most runs of one way at one size; the fastest counts"""
@@ -140,11 +134,12 @@ def choose_all(specs: list[LinearSpec], spare_bytes: int) -> dict[tuple[int, int
 
 def choose(out_features: int, in_features: int, dtype: torch.dtype, roomy: bool, in_cache: bool) -> Choice:
     """Try every way on a weight of these sizes. `roomy`: a second copy may be held."""
-    elements = out_features * in_features
-    candidates = [way for way in ways(dtype, in_cache, elements) if roomy or way.bytes_per_weight == dtype.itemsize]
+    small = in_cache and roomy and dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    if small and out_features * in_features >= PACKED_FROM:
+        return Choice(Way("hold_transposed", hold_transposed, 4), Way("hold_packed", hold_packed, 4), PACKED_TOKENS)
+    candidates = [way for way in ways(dtype, in_cache) if roomy or way.bytes_per_weight == dtype.itemsize]
     weight = torch.full((out_features, in_features), 0.01, dtype=dtype)
-    copies = max(1, OTHERS // (elements * dtype.itemsize)) if in_cache else 1
-    held = [[way.hold(weight.clone(), None) for _ in range(min(copies, MOST_COPIES))] for way in candidates]
+    held = [way.hold(weight, None) for way in candidates]
     times = {size: _try(held, torch.full((size, in_features), 0.01, dtype=dtype)) for size in SIZES}
     few, many = _fastest(times[SIZES[0]]), _fastest(times[SIZES[-1]])
     for single in (few, many):  # one copy is enough where it is nearly as good for both
@@ -164,14 +159,12 @@ def spare_memory() -> int:
     return 0
 
 
-def _try(held: list[list[Multiply]], x: Tensor) -> list[float]:
-    """-> seconds of each way, held once or in several copies, on x; tried in turns so that a busy moment hits them
-    alike."""
+def _try(held: list[Multiply], x: Tensor) -> list[float]:
+    """-> seconds of each on x, tried in turns so that a busy moment hits them alike."""
     best = [float("inf")] * len(held)
     start, rounds = time.perf_counter(), 0
     while rounds < ROUNDS[0] or (rounds < ROUNDS[1] and time.perf_counter() - start < SECONDS_PER_WAY * len(held)):
-        for index, copies in enumerate(held):
-            compute = copies[rounds % len(copies)]
+        for index, compute in enumerate(held):
             before = time.perf_counter()
             compute(x)
             best[index] = min(best[index], time.perf_counter() - before)

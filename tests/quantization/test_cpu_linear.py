@@ -85,3 +85,13 @@ def test_a_choice_is_one_of_the_ways() -> None:
     choice = choose(32, 16, torch.float32, roomy=True, in_cache=True)
     assert {choice.few.hold, choice.many.hold} <= {hold_plain, hold_transposed, hold_packed}
     assert spare_memory() > 0
+
+
+def test_large_weights_of_a_small_model_are_packed_for_several_tokens_by_rule() -> None:
+    choice = choose(512, 256, torch.float32, roomy=True, in_cache=True)
+    assert (choice.few.hold, choice.many.hold) == (hold_transposed, hold_packed)
+    weight, x = torch.randn(512, 256), torch.randn(5, 256)
+    held = choice.hold(weight, None)
+    for tokens in (1, 5):
+        torch.testing.assert_close(held(x[:tokens]), F.linear(x[:tokens], weight), rtol=1e-4, atol=1e-4)
+    assert choose(512, 256, torch.float32, roomy=False, in_cache=True).many.hold is not hold_packed
