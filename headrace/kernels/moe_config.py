@@ -5,7 +5,7 @@ Pure arithmetic on integers. The "hip" rows are derived from the chip's 64-wide 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,7 @@ FEW: dict[tuple[str, int], MoeConfig] = {
 
 MANY: dict[tuple[str, int], tuple[tuple[float, MoeConfig], ...]] = {
     # pairs per expert, at most -> what serves them; up to about 16 weights are all there is to read. Rows of 2 bytes on
-    # NVIDIA are measured, on an H200 at the sizes of Qwen3-30B-A3B; those of 1 byte follow from them: the same bytes.
-    ("cuda", 1): (
-        (4, MoeConfig(16, Tile(32, 256, 4, 4, swap=True), Tile(128, 256, 4, 3, swap=True))),
-        (12, MoeConfig(16, Tile(64, 256, 4, 3, swap=True), Tile(128, 256, 4, 3, swap=True))),
-        (48, MoeConfig(64, Tile(64, 128, 4, 3), Tile(128, 128, 4, 4))),
-        (256, MoeConfig(128, Tile(128, 128, 8, 3), Tile(256, 128, 8, 3))),
-        (float("inf"), MoeConfig(128, Tile(128, 128, 8, 3), Tile(256, 64, 8, 5))),
-    ),
+    # NVIDIA are measured, on an H200 at the sizes of Qwen3-30B-A3B.
     ("cuda", 2): (
         (4, MoeConfig(16, Tile(32, 128, 4, 4, swap=True), Tile(128, 128, 4, 3, swap=True))),
         (12, MoeConfig(16, Tile(64, 128, 4, 3, swap=True), Tile(128, 128, 4, 3, swap=True))),
@@ -64,11 +57,6 @@ MANY: dict[tuple[str, int], tuple[tuple[float, MoeConfig], ...]] = {
         (16, MoeConfig(16, Tile(16, 64, 4, 3), Tile(32, 64, 4, 3))),
         (float("inf"), MoeConfig(32, Tile(16, 32, 4, 3), Tile(32, 32, 4, 3))),
     ),
-    ("hip", 1): (
-        (8, MoeConfig(16, Tile(32, 256, 4, 2), Tile(64, 256, 4, 2))),
-        (64, MoeConfig(64, Tile(32, 128, 4, 2), Tile(64, 128, 4, 2))),
-        (float("inf"), MoeConfig(128, Tile(64, 128, 8, 2), Tile(128, 128, 8, 2))),
-    ),
     ("hip", 2): (
         (8, MoeConfig(16, Tile(32, 128, 4, 2), Tile(64, 128, 4, 2))),
         (64, MoeConfig(64, Tile(32, 64, 4, 2), Tile(64, 64, 4, 2))),
@@ -79,6 +67,16 @@ MANY: dict[tuple[str, int], tuple[tuple[float, MoeConfig], ...]] = {
         (float("inf"), MoeConfig(32, Tile(16, 32, 4, 2), Tile(32, 32, 4, 2))),
     ),
 }
+
+
+def _as_many_bytes(config: MoeConfig) -> MoeConfig:
+    """For weights of half the bytes: tiles twice as deep."""
+    up, down = (replace(tile, block_k=2 * tile.block_k) for tile in (config.up, config.down))
+    return replace(config, up=up, down=down)
+
+
+for _family in ("cuda", "hip"):  # not measured for weights of one byte
+    MANY[_family, 1] = tuple((most, _as_many_bytes(config)) for most, config in MANY[_family, 2])
 
 
 INVARIANT: dict[tuple[str, int], MoeConfig] = {

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headrace.attention.metadata import AttentionMetadata
 from headrace.kernels.table import KernelTable
-from headrace.runner.cuda_graph import CudaDevice, GraphDevice, StepGraphs
+from headrace.runner.cuda_graph import CudaDevice, GraphDevice, Shape, StepGraphs
 from headrace.runner.graph_settings import GraphSettings
 from headrace.runner.input_batch import Batch, InputBatch
 from headrace.runner.kv_cache import CacheShape, KVCache, allocate_kv_cache
@@ -130,28 +130,23 @@ class ModelRunner:
             return PendingStep(step.step)
         graphs = self.graphs
         shape = None if graphs is None else graphs.shape_of(step)
-        if graphs is None or shape is None:
-            batch = self._fill(step)
-            hidden, _ = self.forward(batch)
-        else:
-            tokens = None if shape.decode else shape.num_tokens
-            batch = self._fill(step, shape.num_reqs, tokens, everyone=shape.kind == "piecewise")
-            hidden = graphs.run(shape, batch)
+        batch = self.batch_of(step, shape)
+        hidden = self.forward(batch)[0] if graphs is None or shape is None else graphs.run(shape, batch)
         prompts = self._prompt_logprobs(step, hidden)
         pending = self._sample(step, batch, self._logits(batch, hidden), prompts)
         if self.drafter is not None and batch.num_samples:
             self.drafter.propose(batch, self.state, hidden)
         return pending
 
-    def _fill(
-        self,
-        step: SchedulerOutput,
-        padded_reqs: int | None = None,
-        padded_tokens: int | None = None,
-        everyone: bool = False,
-    ) -> Batch:
-        """The step's batch; where the host knows but bounds of lengths, they are what the rows say."""
-        state, batch = self.state, self.inputs.fill(step, padded_reqs, padded_tokens, everyone)
+    def batch_of(self, step: SchedulerOutput, shape: Shape | None = None) -> Batch:
+        """The step's batch, padded to a graph's `shape`; where the host knows but bounds of lengths, they are what the
+        rows say."""
+        state = self.state
+        if shape is None:
+            batch = self.inputs.fill(step)
+        else:
+            tokens = None if shape.decode else shape.num_tokens
+            batch = self.inputs.fill(step, shape.num_reqs, tokens, everyone=shape.kind == "piecewise")
         if state.num_known is not None:
             self.kernels.settle_lengths(
                 batch.num_computed, batch.seq_lens, batch.rows, batch.sample_positions, batch.sample_rows,

@@ -109,7 +109,7 @@ def _eagerly(runner: ModelRunner) -> tuple[Tensor, ...]:
     found = []
     for step in _steps(runner).values():
         runner.state.apply(step)
-        batch = runner.inputs.fill(step)
+        batch = runner.batch_of(step)
         hidden, _ = runner.forward(batch)
         found.append(runner.model.compute_logits(hidden[batch.sample_index]))
     return tuple(found)
@@ -139,14 +139,13 @@ def _graph_check(subject: Subject, runner: ModelRunner, kind: str, refused: set[
         runner.notes.take()
         step = steps[kind]
         runner.state.apply(steps["other"])
-        runner.forward(runner.inputs.fill(steps["other"]))
+        runner.forward(runner.batch_of(steps["other"]))
         graphs = runner.graphs
         assert graphs is not None
         shape = graphs.shape_of(step)
         if shape is None:
             return 0.0
-        tokens = None if shape.decode else shape.num_tokens
-        batch = runner.inputs.fill(step, shape.num_reqs, tokens, everyone=shape.kind == "piecewise")
+        batch = runner.batch_of(step, shape)
         expected = runner.forward(batch)[0][: step.num_tokens].clone()
         worst = 0.0
         for _ in range(3):  # eager, captured, replayed
