@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 from typing import Any
 
 import msgspec
@@ -45,6 +46,10 @@ NO_MATTER = ("output_kind", "stream_interval", "skip_clone")
 
 COMPATIBLE_ONLY = frozenset(("best_of", *NOT_HERE, *NO_MATTER))
 """Fields that no program written for headrace would set."""
+HELD_BY_REFERENCE = ("stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids")
+"""Fields whose values a copy must not share."""
+_compatible_only = operator.attrgetter(*NOT_HERE, *NO_MATTER)
+_LEFT_OUT = (None,) * (len(NOT_HERE) + len(NO_MATTER))
 
 
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
@@ -159,10 +164,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, repr_omit
 
     def clone(self) -> SamplingParams:
         """A copy that shares no list with this one; raises RequestError if a field was assigned a wrong value."""
-        fields = {name: copy.copy(getattr(self, name)) for name in self.__struct_fields__}
-        return msgspec.structs.replace(self, **fields)
+        other = copy.copy(self)
+        for name in HELD_BY_REFERENCE:
+            setattr(other, name, copy.copy(getattr(self, name)))
+        other.__post_init__()
+        return other
 
     def _leave_out_what_is_not_here(self) -> None:
+        if _compatible_only(self) == _LEFT_OUT:
+            return
         for name, why in NOT_HERE.items():
             value = getattr(self, name)
             if value is not None:

@@ -5,11 +5,10 @@ Knows the model's limits, which SamplingParams cannot; knows nothing of HTTP.
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import dataclass
 from typing import Any
-
-import msgspec
 
 from headrace.cache_groups import CacheLayout
 from headrace.config import EngineConfig
@@ -147,9 +146,12 @@ class InputProcessor:
         bad_words = self._bad_words(params.bad_words)
         _check_something_is_left(params, stops, bad_words)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
-        # Strings mean nothing to the core, and only the first of n needs to score the prompt.
-        first = msgspec.structs.replace(params, n=1, stop=[], bad_words=[])
-        others = msgspec.structs.replace(first, prompt_logprobs=None)
+        # Strings mean nothing to the core, and only the first of n needs to score the prompt. All has been checked, so
+        # that these copies need not be.
+        first = copy.copy(params)
+        first.n, first.stop, first.bad_words = 1, [], []
+        others = copy.copy(first)
+        others.prompt_logprobs = None
         return [
             EngineCoreRequest(
                 request_id=f"{request_id}-{i}",
