@@ -7,6 +7,7 @@ made once a step and shared by all layers.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,6 +29,8 @@ ONE_THREAD = 400_000
 """A step of decodes in float32 is attended to by one thread up to so many numbers of K: torch takes one small product
 for each KV head, between which several threads are in each other's way (64 requests with 3 heads of 32 and 64 keys:
 0.27 ms, by two threads 0.61)."""
+MOST_SCRATCH = 64 << 20
+"""Bytes of memory that is kept to gather into. What is larger the system takes back at once."""
 MASKED, UNMASKED = np.float32("-inf"), np.float32(0)
 
 
@@ -63,6 +66,11 @@ class _Group:
 class TorchSdpa:
     name = "TORCH_SDPA"
 
+    def __init__(self) -> None:
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        """Memory that K and V are gathered into, used again by every layer and step: fresh memory of another size each
+        time would cost page faults, and leave the heap in pieces that are never given back."""
+
     def forward(
         self,
         q: Tensor,
@@ -77,70 +85,85 @@ class TorchSdpa:
         if groups is None:
             groups = metadata.plan[spec] = _plan_groups(metadata, spec, q.dtype)
         if len(groups) == 1 and groups[0].tokens is None and groups[0].size * groups[0].query_len == q.shape[0]:
-            attended = _attend(groups[0], q, kv_cache, spec, kv_scale, sinks)
+            attended = self._attend(groups[0], q, kv_cache, spec, kv_scale, sinks)
             return attended if out is None else out.copy_(attended)
         out = q.new_zeros((*q.shape[:2], spec.latent_dim or q.shape[2])) if out is None else out.zero_()
         for group in groups:
             if group.tokens is None:
                 stop = group.first + group.size * group.query_len
-                out[group.first : stop] = _attend(group, q[group.first : stop], kv_cache, spec, kv_scale, sinks)
+                out[group.first : stop] = self._attend(group, q[group.first : stop], kv_cache, spec, kv_scale, sinks)
             else:
                 # padding repeats a request's last token with that token's own mask, so whoever writes last is right
-                out[group.tokens] = _attend(group, q[group.tokens], kv_cache, spec, kv_scale, sinks)
+                out[group.tokens] = self._attend(group, q[group.tokens], kv_cache, spec, kv_scale, sinks)
         return out
 
+    def _gather(self, kv_cache: Tensor, blocks: Tensor | slice, dtype: torch.dtype, kv_scale: Tensor | None) -> Tensor:
+        """K and V of `blocks` as attention wants them, until the next call."""
+        quantized = kv_cache.element_size() == 1
+        stored = kv_cache.view(torch.uint8) if quantized else kv_cache
+        gathered = stored[:, blocks] if isinstance(blocks, slice) else self._select(stored, blocks)
+        if kv_cache.dtype == dtype:
+            return gathered
+        converted = gathered.view(kv_cache.dtype).to(dtype)
+        if quantized and kv_scale is not None:
+            converted.mul_(kv_scale[: len(converted)].to(dtype).view(-1, 1, 1, 1, 1))
+        return converted
 
-def _gather(kv_cache: Tensor, blocks: Tensor | slice, dtype: torch.dtype, kv_scale: Tensor | None) -> Tensor:
-    """K and V of `blocks` as attention wants them."""
-    if kv_cache.dtype == dtype:
-        return kv_cache[:, blocks] if isinstance(blocks, slice) else kv_cache.index_select(1, blocks)
-    quantized = kv_cache.element_size() == 1
-    stored = kv_cache.view(torch.uint8) if quantized else kv_cache
-    gathered = stored[:, blocks] if isinstance(blocks, slice) else stored.index_select(1, blocks)
-    converted = gathered.view(kv_cache.dtype).to(dtype)
-    if quantized and kv_scale is not None:
-        converted.mul_(kv_scale[: len(converted)].to(dtype).view(-1, 1, 1, 1, 1))
-    return converted
+    def _select(self, stored: Tensor, blocks: Tensor) -> Tensor:
+        shape = (stored.shape[0], blocks.shape[0], *stored.shape[2:])
+        size = math.prod(shape) * stored.element_size()
+        if size > MOST_SCRATCH or stored.device.type != "cpu":
+            return stored.index_select(1, blocks)
+        if self._scratch.numel() < size:
+            self._scratch = torch.empty(min(2 * size, MOST_SCRATCH), dtype=torch.uint8)
+        return torch.index_select(stored, 1, blocks, out=self._scratch[:size].view(stored.dtype).view(shape))
 
-
-def _attend(
-    group: _Group, q: Tensor, kv_cache: Tensor, spec: AttentionSpec, kv_scale: Tensor | None, sinks: Tensor | None
-) -> Tensor:
-    """q # [B * Q, Hq, D] -> # [B * Q, Hq, D of values]. Query heads that share a KV head are rows of one product."""
-    size, queries = group.size, group.query_len
-    kv_heads, head_dim = spec.num_kv_heads, spec.head_dim
-    shared = spec.num_heads // kv_heads
-    gathered = _gather(kv_cache, group.blocks, q.dtype, kv_scale)
-    lone, mask = size == 1 and queries > 1, group.mask
-    if lone:  # [Hkv, shared, Q, D] against keys repeated without a copy
-        length = queries if mask is None else mask.shape[-1]
-        parts = gathered.flatten(1, 2)[:, :length].transpose(1, 2).unsqueeze(2)
-        parts = parts.expand(-1, -1, shared, -1, -1)
-        query = q.view(queries, kv_heads, shared, head_dim).permute(1, 2, 0, 3)
-    else:  # [B, Hkv, shared * Q, D]
-        parts = gathered.reshape(len(gathered), size, -1, kv_heads, head_dim).transpose(2, 3)
-        query = q.view(size, -1, kv_heads, shared, head_dim)
-        query = query.squeeze(1) if queries == 1 else query.permute(0, 2, 3, 1, 4).flatten(2, 3)
-    key, value = (parts[0], parts[0, ..., -spec.latent_dim :]) if spec.latent_dim else parts.unbind()
-    if sinks is not None and mask is not None:  # one key more, of nothing but the mask's number, and without a value
-        key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
-        column = sinks.view(kv_heads, shared, 1, 1).expand(-1, -1, queries, -1)
-        column = column if lone else column.reshape(1, kv_heads, -1, 1).expand(size, -1, -1, -1)
-        mask = torch.cat((mask.expand(*column.shape[:3], -1), column), dim=-1)
-    few = queries == 1 and q.dtype == torch.float32 and key.numel() <= ONE_THREAD
-    threads = torch.get_num_threads() if few else 0
-    if few:
-        torch.set_num_threads(1)
-    try:
-        out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, scale=spec.scale)
-    finally:
+    def _attend(
+        self,
+        group: _Group,
+        q: Tensor,
+        kv_cache: Tensor,
+        spec: AttentionSpec,
+        kv_scale: Tensor | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """q # [B * Q, Hq, D] -> # [B * Q, Hq, D of values]. Query heads of a KV head are rows of one product."""
+        size, queries = group.size, group.query_len
+        kv_heads, head_dim = spec.num_kv_heads, spec.head_dim
+        shared = spec.num_heads // kv_heads
+        gathered = self._gather(kv_cache, group.blocks, q.dtype, kv_scale)
+        lone, mask = size == 1 and queries > 1, group.mask
+        if lone:  # [Hkv, shared, Q, D] against keys repeated without a copy
+            length = queries if mask is None else mask.shape[-1]
+            parts = gathered.flatten(1, 2)[:, :length].transpose(1, 2).unsqueeze(2)
+            parts = parts.expand(-1, -1, shared, -1, -1)
+            query = q.view(queries, kv_heads, shared, head_dim).permute(1, 2, 0, 3)
+        else:  # [B, Hkv, shared * Q, D]
+            parts = gathered.reshape(len(gathered), size, -1, kv_heads, head_dim).transpose(2, 3)
+            query = q.view(size, -1, kv_heads, shared, head_dim)
+            query = query.squeeze(1) if queries == 1 else query.permute(0, 2, 3, 1, 4).flatten(2, 3)
+        key, value = (parts[0], parts[0, ..., -spec.latent_dim :]) if spec.latent_dim else parts.unbind()
+        if (
+            sinks is not None and mask is not None
+        ):  # one key more, of nothing but the mask's number, and without a value
+            key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
+            column = sinks.view(kv_heads, shared, 1, 1).expand(-1, -1, queries, -1)
+            column = column if lone else column.reshape(1, kv_heads, -1, 1).expand(size, -1, -1, -1)
+            mask = torch.cat((mask.expand(*column.shape[:3], -1), column), dim=-1)
+        few = queries == 1 and q.dtype == torch.float32 and key.numel() <= ONE_THREAD
+        threads = torch.get_num_threads() if few else 0
         if few:
-            torch.set_num_threads(threads)
-    if lone:
-        return out.permute(2, 0, 1, 3).reshape(*q.shape[:2], -1)
-    if queries > 1:
-        out = out.unflatten(2, (shared, queries)).permute(0, 3, 1, 2, 4)
-    return out.reshape(*q.shape[:2], -1)
+            torch.set_num_threads(1)
+        try:
+            out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, scale=spec.scale)
+        finally:
+            if few:
+                torch.set_num_threads(threads)
+        if lone:
+            return out.permute(2, 0, 1, 3).reshape(*q.shape[:2], -1)
+        if queries > 1:
+            out = out.unflatten(2, (shared, queries)).permute(0, 3, 1, 2, 4)
+        return out.reshape(*q.shape[:2], -1)
 
 
 def _first_visible(position: int, spec: AttentionSpec) -> int:
