@@ -25,10 +25,6 @@ GATHER_COST = 0.3
 """Nanoseconds to gather and read one element of K or V."""
 PAIR_COST = 0.1
 """Nanoseconds for one element of the product of a query with a key, weighting of the value included."""
-ONE_THREAD = 400_000
-"""A step of decodes in float32 is attended to by one thread up to so many numbers of K: torch takes one small product
-for each KV head, between which several threads are in each other's way (64 requests with 3 heads of 32 and 64 keys:
-0.27 ms, by two threads 0.61)."""
 MOST_SCRATCH = 64 << 20
 """Bytes of memory that is kept to gather into. What is larger the system takes back at once."""
 MASKED, UNMASKED = np.float32("-inf"), np.float32(0)
@@ -150,15 +146,7 @@ class TorchSdpa:
             column = sinks.view(kv_heads, shared, 1, 1).expand(-1, -1, queries, -1)
             column = column if lone else column.reshape(1, kv_heads, -1, 1).expand(size, -1, -1, -1)
             mask = torch.cat((mask.expand(*column.shape[:3], -1), column), dim=-1)
-        few = queries == 1 and q.dtype == torch.float32 and key.numel() <= ONE_THREAD
-        threads = torch.get_num_threads() if few else 0
-        if few:
-            torch.set_num_threads(1)
-        try:
-            out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, scale=spec.scale)
-        finally:
-            if few:
-                torch.set_num_threads(threads)
+        out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, scale=spec.scale)
         if lone:
             return out.permute(2, 0, 1, 3).reshape(*q.shape[:2], -1)
         if queries > 1:

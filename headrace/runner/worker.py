@@ -38,6 +38,10 @@ from headrace.runner.step_checks import scratch_limits, step_checks, without_gra
 from headrace.runner.step_times import measure_step_times
 from headrace.step import SchedulerOutput, WorkerFacts
 
+ONE_THREAD = 1e8
+"""On a CPU a step of so many multiplications (tokens x weights of layers) runs on one thread: several wait for each
+other in each of its some fifty operations a layer, for longer than they save, and much longer where cores are busy."""
+
 
 class Worker:
     def __init__(
@@ -61,6 +65,8 @@ class Worker:
         self.mesh = init_mesh(rank, config.tensor_parallel_size, rendezvous, self.device)
         self.memory = device_memory(self.device)
         self.model: Any = None
+        self.num_weights = 0.0
+        """of all layers, that a token is multiplied with on this rank"""
         self.backend: Any = None
         """attention.backend.Backend, once loaded"""
         self.kv_scales = SettledScales("", 0.0, "")
@@ -108,6 +114,7 @@ class Worker:
         self.model = load_model(
             self.folder, model_config, context, config.load_format, config.seed, config.quantization
         )
+        self.num_weights = multiplied_weights(self.model)
         self.notes = [f"Using {chosen.name} backend: {chosen.why}.", *self.model.notes]
         check = SelfCheck(self.mesh.tp, self.device)
         subject = Subject(
@@ -167,7 +174,7 @@ class Worker:
             return None
         return GraphSettings.of(
             self.config.compilation_config, limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len,
-            most_in_pieces(multiplied_weights(self.model) / self.model_config.num_layers),
+            most_in_pieces(self.num_weights / self.model_config.num_layers),
         )  # fmt: skip
 
     def _measure(self) -> WorkerFacts:
@@ -229,6 +236,17 @@ class Worker:
         return self._facts(left=left, shortfall=said)
 
     def execute(self, step: SchedulerOutput) -> PendingStep | FinishedStep:
+        """`_execute`, on a CPU by one thread where the step is small."""
+        threads = torch.get_num_threads()
+        if self.device.type != "cpu" or threads == 1 or step.num_tokens * self.num_weights > ONE_THREAD:
+            return self._execute(step)
+        torch.set_num_threads(1)
+        try:
+            return self._execute(step)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _execute(self, step: SchedulerOutput) -> PendingStep | FinishedStep:
         """A step for which there is no memory is computed in parts, with a note. On several ranks it raises instead:
         the others are waiting inside a collective for what this one did not compute."""
         runner = self.runner
