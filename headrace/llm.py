@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, NotRequired, TypedDict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from headrace.advice.flags.keywords import engine_keywords
+from headrace.advice.flags.table import flags_by_name, notice
 from headrace.config import EngineConfig, knobs_from_environment
 from headrace.engine.async_engine import load_tokenizer, make_metrics, model_folder
 from headrace.engine.core_client import InprocClient
@@ -21,8 +23,6 @@ from headrace.engine.hf_tokenizer import Conversation, HFTokenizer
 from headrace.engine.input_processor import InputProcessor, ModelLimits, sampling_defaults
 from headrace.engine.output_processor import OutputProcessor
 from headrace.errors import HeadraceError, RequestError, SomeRequestsError
-from headrace.flags.keywords import engine_keywords
-from headrace.flags.table import flags_by_name, notice
 from headrace.models.registry import read_served_config
 from headrace.request import RequestOutput, SchedulerStats
 from headrace.sampling_params import SamplingParams
@@ -54,7 +54,7 @@ NOT_HERE = {
     **dict.fromkeys(("beam_search", "sleep", "wake_up", "start_profile", "stop_profile"), "--enable-sleep-mode"),
     **dict.fromkeys(("collective_rpc", "apply_model"), "--worker-extension-cls"),
 }
-"""Methods of vLLM's LLM, and the flag of which flags/table.py knows why it has nothing behind it here."""
+"""Methods of vLLM's LLM, and the flag of which advice/flags/table.py knows why it has nothing behind it here."""
 
 
 class LLM:

@@ -18,8 +18,8 @@ ROOT_NOUNS = {
     "graph_sizes", "cache_groups",
 }  # fmt: skip
 ORDER = [
-    "cli", "llm", "server", "engine", "explain", "planner", "flags", "doctor", "scheduler", "executor", "runner",
-    "spec_decode", "sampling", "models", "layers", "attention", "quantization", "distributed", "kernels",
+    "cli", "llm", "advice", "server", "engine", "planner", "scheduler", "executor", "runner", "spec_decode",
+    "sampling", "models", "layers", "attention", "quantization", "distributed", "kernels",
 ]  # fmt: skip
 """Each may import only what stands below it, and the root nouns."""
 FORBIDDEN = {("executor", "scheduler"), ("planner", "executor")}
@@ -82,6 +82,12 @@ def test_scheduler_imports_only_root_nouns_and_kernels_nothing_of_ours() -> None
         assert own_rooms(path) <= {"kernels"}, path
 
 
+def test_nothing_but_the_front_doors_imports_advice() -> None:
+    """The engine serves without it: advice is for the command line, and for keywords of vLLM's given to `LLM`."""
+    importers = {room(path) for path in FILES if "advice" in own_rooms(path)}
+    assert importers == {"advice", "cli", "llm"}
+
+
 def test_no_pickle_no_global_no_environment_outside_config() -> None:
     for path in FILES:
         names = {name.split(".")[0] for name in imported_modules(path)}
@@ -136,7 +142,7 @@ def test_frozen_dataclasses_stay_frozen() -> None:
 TORCH_FREE = ["headrace", "headrace.scheduler.scheduler", "headrace.planner.decisions", "headrace.server.app",
               "headrace.server.run", "headrace.engine.async_engine", "headrace.cli.main", "headrace.models.registry",
               "headrace.attention.table", "headrace.executor.factory", "headrace.cli.doctor", "headrace.cli.plan",
-              "headrace.planner.plan", "headrace.explain.explain", "headrace.flags.table",
+              "headrace.planner.plan", "headrace.advice.explain.explain", "headrace.advice.flags.table",
               "headrace.planner.simulate"]  # fmt: skip
 
 

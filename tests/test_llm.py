@@ -263,7 +263,7 @@ def test_methods_of_vllm_that_are_not_here_say_why(llm: LLM, name: str, why: str
 
 
 def test_keywords_of_vllm(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """tests/flags/test_keywords.py has the others."""
+    """tests/advice/flags/test_keywords.py has the others."""
     with pytest.raises(ConfigError, match="enable_lora=True is not supported: headrace does not serve adapters"):
         LLM(str(folder), executor=ECHO, enable_lora=True)
     with caplog.at_level(logging.WARNING, "headrace.llm"):

@@ -1,7 +1,7 @@
 """Flags out of config fields: every knob of a config class becomes one flag, spelled any way vLLM's users spell it.
 
 `canonical` rewrites a command line to `--flag=value` form; argparse does the rest. What is no knob is looked up in
-flags/table.py, which says what becomes of it. Knows nothing of what a knob means.
+advice/flags/table.py, which says what becomes of it. Knows nothing of what a knob means.
 """
 
 from __future__ import annotations
@@ -16,16 +16,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
-from headrace.config import (
-    EngineConfig,
-    ServerConfig,
-    environment,
-    knob_problem,
-    knob_types,
-    knobs_from_environment,
-)
-from headrace.errors import ConfigError
-from headrace.flags.table import (
+from headrace.advice.flags.table import (
     FOREIGN_VALUES,
     Note,
     find_flag,
@@ -35,6 +26,15 @@ from headrace.flags.table import (
     judge_variables,
     notice,
 )
+from headrace.config import (
+    EngineConfig,
+    ServerConfig,
+    environment,
+    knob_problem,
+    knob_types,
+    knobs_from_environment,
+)
+from headrace.errors import ConfigError
 
 Config = TypeVar("Config")
 
@@ -54,7 +54,7 @@ OWNERS = {
     "bench": "a benchmark (`headrace bench --help`)",
     "offline": "`headrace bench latency` and `throughput`",
 }
-"""scope of flags/table.py -> the commands that take its flags"""
+"""scope of advice/flags/table.py -> the commands that take its flags"""
 
 
 def parse_switch(text: str) -> bool:
@@ -107,7 +107,7 @@ class FlagParser:
         self._flags: dict[str, str] = {"-h": "--help", "--help": "--help"}
         """every spelling of a flag of ours -> the one we use"""
         self._scopes = ["bench"] if command.startswith("bench") else []
-        """of flags/table.py: where flags of vLLM are looked up that are none of ours"""
+        """of advice/flags/table.py: where flags of vLLM are looked up that are none of ours"""
 
     def add_knobs(
         self, config_class: type, *, skip: tuple[str, ...] = (), single: tuple[str, ...] = (), **defaults: Any

@@ -1,4 +1,4 @@
-"""`headrace doctor`: shows what the checks of headrace/doctor found, as a table or as JSON. Judges nothing itself."""
+"""`headrace doctor`: shows the findings of advice/doctor as a table or as JSON, and judges nothing itself."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from headrace.advice.doctor.checkup import examine
+from headrace.advice.doctor.finding import Finding, Severity
+from headrace.advice.doctor.machine import Machine
+from headrace.advice.doctor.survey import Survey, take_survey
 from headrace.cli.arguments import FlagParser
 from headrace.config import check_knobs, environment, knob
-from headrace.doctor.checkup import examine
-from headrace.doctor.finding import Finding, Severity
-from headrace.doctor.machine import Machine
-from headrace.doctor.survey import Survey, take_survey
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:

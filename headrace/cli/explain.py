@@ -15,7 +15,7 @@ from headrace.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headrace.explain.explain import Answer, Explanation
+    from headrace.advice.explain.explain import Answer, Explanation
 
 EXAMPLES = """\
   headrace explain 'VLLM_ROCM_USE_AITER=1 vllm serve openai/gpt-oss-120b --kv-cache-dtype fp8 -tp 1' --gpu mi300x
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
     options = build_config(ExplainOptions, build_parser().parse(own))
     text = command_text(words)
 
-    from headrace.explain.explain import explain
+    from headrace.advice.explain.explain import explain
     from headrace.planner.chips import find_chip, this_machine
 
     chip = None
@@ -128,7 +128,7 @@ def show(console: Console, explanation: Explanation) -> None:
     for found in explanation.findings:
         console.print(f"[{COLOURS[found.verdict]}]{found.title}:[/] {escape(found.text)}")
     if explanation.claims:
-        from headrace.explain.explain import CLAIMS
+        from headrace.advice.explain.explain import CLAIMS
 
         console.print("\n[bold]Claims of guides that do not hold, or not as they are made[/bold]")
         for claim in explanation.claims:

@@ -19,7 +19,7 @@ COMMANDS = {
     "serve": ("headrace.cli.serve", "Serve a model over the OpenAI HTTP API."),
     "bench": ("headrace.cli.bench.command", "Measure latency, throughput, or a running server."),
     "plan": ("headrace.cli.plan", "Plan without a GPU: memory, settings with reasons, speed, cost, commands."),
-    "tune": ("headrace.cli.tune.command", "Measure settings around the plan, and keep what is better."),
+    "tune": ("headrace.cli.tune", "Measure settings around the plan, and keep what is better."),
     "explain": ("headrace.cli.explain", "Say of a vLLM command line what each flag does, and write a better one."),
     "doctor": ("headrace.cli.doctor", "Check this machine: what would hurt, what it costs, how to mend it."),
 }

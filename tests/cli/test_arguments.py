@@ -186,7 +186,7 @@ def test_help_names_every_engine_knob(parser: FlagParser, capsys: pytest.Capture
 
 AMD_COMMANDS = [
     json.loads(line)
-    for line in (Path(__file__).parents[1] / "explain" / "amd_commands.jsonl").read_text().splitlines()
+    for line in (Path(__file__).parents[1] / "advice" / "explain" / "amd_commands.jsonl").read_text().splitlines()
     if '"command": "quantize"' not in line
 ]
 REFUSED = {

@@ -1,0 +1,57 @@
+"""All checks in the order in which they are listed, each behind a guard: a check that fails becomes a finding.
+
+Knows nothing of how findings are shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from headrace.advice.doctor import gpus, host, links, software, storage
+from headrace.advice.doctor.finding import Finding, Severity, unknown
+from headrace.advice.doctor.survey import Survey
+from headrace.advice.doctor.variables import check_variables
+
+CHECKS: dict[str, Callable[[Survey], Iterator[Finding]]] = {
+    "driver": software.check_driver,
+    "device-files": software.check_device_files,
+    "torch-build": software.check_torch_build,
+    "torch-runs": software.check_torch_runs,
+    "visible-devices": software.check_visible_devices,
+    "gpu-memory": gpus.check_memory,
+    "gpu-persistence": gpus.check_persistence,
+    "gpu-power": gpus.check_power,
+    "gpu-clocks": gpus.check_heat,
+    "gpu-faults": gpus.check_faults,
+    "compute-mode": gpus.check_compute_mode,
+    "partitions": gpus.check_partitions,
+    "gpu-links": links.check_links,
+    "pcie-width": links.check_width,
+    "iommu": links.check_iommu,
+    "acs": links.check_acs,
+    "infiniband": links.check_infiniband,
+    "numa-balancing": host.check_numa_balancing,
+    "shared-memory": host.check_shared_memory,
+    "ulimits": host.check_limits,
+    "cpu-cores": host.check_cores,
+    "cpu-governor": host.check_governor,
+    "host-memory": host.check_host_memory,
+    "huge-pages": host.check_huge_pages,
+    "swap": host.check_swap,
+    "variables": check_variables,
+    "hub-cache": storage.check_hub_cache,
+    "kernel-cache": storage.check_kernel_caches,
+}
+ORDER = list(Severity)
+
+
+def examine(survey: Survey) -> list[Finding]:
+    """Every finding, the worst first and otherwise in the order of CHECKS."""
+    findings: list[Finding] = []
+    for name, check in CHECKS.items():
+        try:
+            findings.extend(check(survey))
+        except Exception as error:
+            # The machine is what it is: one odd file must not hide what the other checks found.
+            findings.append(unknown(name, f"the check failed: {type(error).__name__}: {error}"))
+    return sorted(findings, key=lambda finding: ORDER.index(finding.severity))

@@ -1,0 +1,267 @@
+"""The host's kernel and the limits on this process: memory, cores, files, and settings that make steps uneven."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from headrace.advice.doctor.finding import Finding, hurts, note, ok, unknown
+from headrace.advice.doctor.gpu import GIB, gib
+from headrace.advice.doctor.links import INFINIBAND
+from headrace.advice.doctor.machine import Machine, Unreadable
+from headrace.advice.doctor.survey import Survey
+
+LEAST_SHM = GIB
+"""NCCL's buffers between processes; docker gives 64 MiB unless told."""
+LEAST_FILES = 4096
+"""1,024 running requests hold a connection each, and a waiting queue holds more."""
+LEAST_PROCESSES = 4096
+"""Threads count: torch, tokenizers and NCCL start hundreds a rank."""
+RANK_MEMORY = 4 * GIB
+"""Host memory of one process that has loaded torch with its GPU libraries, pinned buffers included."""
+EXTRA_CORES = 2
+"""Beside one core a rank: the HTTP server and the engine core."""
+THROTTLED_SHARE = 0.05
+CPU = "/sys/devices/system/cpu"
+CGROUP = "/sys/fs/cgroup"
+
+
+def check_numa_balancing(survey: Survey) -> Iterator[Finding]:
+    machine = survey.machine
+    nodes = [name for name in machine.names("/sys/devices/system/node") if re.fullmatch(r"node\d+", name)]
+    try:
+        value = machine.read("/proc/sys/kernel/numa_balancing")
+    except Unreadable as error:
+        if error.missing:
+            yield ok("numa-balancing", "the kernel has none")
+        else:
+            yield unknown("numa-balancing", str(error))
+        return
+    if value == "0":
+        yield ok("numa-balancing", "off")
+    elif len(nodes) < 2:
+        yield ok("numa-balancing", "on, with one NUMA node to balance")
+    else:
+        make = hurts if survey.concerned else note
+        yield make(
+            "numa-balancing",
+            f"kernel.numa_balancing is {value} on {len(nodes)} NUMA nodes",
+            "The kernel unmaps and moves pages under the engine: launches stall, and inter-token latency has spikes.",
+            survey.on_host("sudo sysctl -w kernel.numa_balancing=0"),
+        )
+
+
+def check_shared_memory(survey: Survey) -> Iterator[Finding]:
+    machine = survey.machine
+    try:
+        disk = machine.disk(machine.path("/dev/shm"))
+    except OSError as error:
+        yield unknown("shared-memory", f"/dev/shm: {(error.strerror or 'cannot be read').lower()}")
+        return
+    size = f"/dev/shm has {gib(disk.total)}, {gib(disk.free)} free"
+    fix = "docker run --ipc=host ...  # or --shm-size=16g"
+    if not survey.container:
+        fix = "sudo mount -o remount,size=16G /dev/shm"
+    if disk.free >= LEAST_SHM:
+        yield ok("shared-memory", size)
+    elif survey.several:
+        cost = "NCCL's processes meet there: a server with several GPUs fails at start, or hangs."
+        yield hurts("shared-memory", size, cost, fix)
+    else:
+        yield note("shared-memory", size, "One rank does without; several would fail.", fix)
+
+
+def check_limits(survey: Survey) -> Iterator[Finding]:
+    try:
+        limits = _limits(survey.machine.read("/proc/self/limits"))
+    except Unreadable as error:
+        yield unknown("ulimits", str(error))
+        return
+    container = survey.container
+    files, most_files = limits.get("Max open files", (None, None))
+    if files is not None and files < LEAST_FILES:
+        make = hurts if survey.concerned else note
+        fix = "ulimit -n 65536"
+        if most_files is not None and most_files < 65536:
+            fix = "echo '* - nofile 65536' | sudo tee -a /etc/security/limits.conf  # then log in again"
+            fix = "docker run --ulimit nofile=65536 ..." if container else fix
+        cost = "Each open stream is a file: at about as many clients new connections are refused."
+        yield make("open-files", f"{files:,} open files at most", cost, fix)
+    else:
+        yield ok("open-files", _amount(files))
+    processes, _ = limits.get("Max processes", (None, None))
+    if processes is not None and processes < LEAST_PROCESSES:
+        fix = "docker run --ulimit nproc=65536 ..." if container else "ulimit -u 65536"
+        cost = "Libraries start hundreds of threads a rank: a start dies with `can't start new thread`."
+        yield hurts("processes", f"{processes:,} processes and threads at most", cost, fix)
+    else:
+        yield ok("processes", _amount(processes))
+    locked, _ = limits.get("Max locked memory", (None, None))
+    if locked is not None and survey.machine.names(INFINIBAND):
+        fix = "docker run --ulimit memlock=-1 ..." if container else "ulimit -l unlimited"
+        cost = "InfiniBand locks the buffers that it sends from: NCCL between nodes fails or falls back to TCP."
+        yield hurts("locked-memory", f"{gib(locked)} of memory may be locked", cost, fix)
+    else:
+        yield ok("locked-memory", "unlimited" if locked is None else f"{gib(locked)}: only InfiniBand would need more")
+
+
+def _limits(text: str) -> dict[str, tuple[int | None, int | None]]:
+    """Name -> (soft, hard); None is unlimited."""
+    found = re.finditer(r"^(Max [a-z ]+?)\s{2,}(\d+|unlimited)\s+(\d+|unlimited)", text, re.MULTILINE)
+
+    def amount(text: str) -> int | None:
+        return None if text == "unlimited" else int(text)
+
+    return {match[1]: (amount(match[2]), amount(match[3])) for match in found}
+
+
+def _amount(value: int | None) -> str:
+    return "unlimited" if value is None else f"{value:,}"
+
+
+def check_governor(survey: Survey) -> Iterator[Finding]:
+    machine = survey.machine
+    cores = [name for name in machine.names(CPU) if re.fullmatch(r"cpu\d+", name)]
+    governors = {machine.read_or(f"{CPU}/{core}/cpufreq/scaling_governor") for core in cores} - {""}
+    if not governors:
+        where = ": in a virtual machine the host decides" if survey.virtual else ""
+        yield unknown("cpu-governor", f"no cpufreq in {CPU}{where}")
+        return
+    driver = machine.read_or(f"{CPU}/cpu0/cpufreq/scaling_driver")
+    seen = f"{', '.join(sorted(governors))} ({driver or 'driver unknown'})"
+    fix = survey.on_host("sudo cpupower frequency-set -g performance")
+    if governors == {"performance"}:
+        yield ok("cpu-governor", seen)
+    elif "powersave" in governors and not driver.startswith(("intel_pstate", "amd-pstate")):
+        cost = "It holds cores at their lowest clock: scheduling and kernel launches take longer than the GPU's work."
+        yield hurts("cpu-governor", seen, cost, fix)
+    else:
+        cost = "Clocks rise only after load has come: small batches pay in each step."
+        yield note("cpu-governor", seen, cost, fix)
+
+
+def check_huge_pages(survey: Survey) -> Iterator[Finding]:
+    try:
+        match = re.search(r"\[(\w+)\]", survey.machine.read("/sys/kernel/mm/transparent_hugepage/enabled"))
+    except Unreadable as error:
+        yield unknown("huge-pages", str(error))
+        return
+    mode = match[1] if match else "unknown"
+    if mode == "never":
+        cost = "Large host buffers live in 4 KiB pages: weights load slower, and a CPU run computes slower."
+        fix = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
+        yield note("huge-pages", "transparent huge pages are off", cost, survey.on_host(fix))
+    else:
+        yield ok("huge-pages", f"transparent huge pages: {mode}")
+
+
+def check_swap(survey: Survey) -> Iterator[Finding]:
+    try:
+        memory = _meminfo(survey.machine.read("/proc/meminfo"))
+        total, free, available = memory["SwapTotal"], memory["SwapFree"], memory["MemAvailable"]
+    except (Unreadable, KeyError) as error:
+        yield unknown("swap", str(error) if isinstance(error, Unreadable) else f"/proc/meminfo has no {error}")
+        return
+    used = total - free
+    if used > GIB:
+        make = hurts if available < 0.05 * memory.get("MemTotal", 0) else note
+        cost = "What was swapped out comes back in the middle of a request, for as long as a disk takes."
+        yield make(
+            "swap", f"{gib(used)} swapped out, {gib(available)} available", cost, survey.on_host("sudo swapoff -a")
+        )
+    else:
+        yield ok("swap", f"{gib(used)} of {gib(total)} used" if total else "none")
+
+
+def _meminfo(text: str) -> dict[str, int]:
+    return {match[1]: int(match[2]) * 1024 for match in re.finditer(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
+
+
+def check_host_memory(survey: Survey) -> Iterator[Finding]:
+    """Host memory that is available, within the cgroup's limit."""
+    machine = survey.machine
+    try:
+        available = _meminfo(machine.read("/proc/meminfo"))["MemAvailable"]
+    except (Unreadable, KeyError):
+        yield unknown("host-memory", "/proc/meminfo has no MemAvailable")
+        return
+    limit = _cgroup_memory(machine)
+    whose = "available"
+    if limit is not None and limit < available:
+        available, whose = limit, "allowed by the cgroup"
+    needed, what = RANK_MEMORY * (len(survey.concerned) + 1), f"{len(survey.concerned)} ranks and the server"
+    if not survey.concerned:
+        needed = RANK_MEMORY // 2 + (survey.model_bytes or 0)
+        what = "the weights, on the CPU" if survey.model_bytes else "a small model, on the CPU"
+    seen = f"{gib(available)} of host memory {whose}"
+    if available < needed:
+        cost = f"{what} want {gib(needed)}: the kernel kills a process in the middle of a start."
+        fix = "docker run --memory=0 ...  # no limit" if whose != "available" else "ps aux --sort=-rss | head"
+        yield hurts("host-memory", seen, cost[0].upper() + cost[1:], fix)
+    else:
+        yield ok("host-memory", seen)
+
+
+def check_cores(survey: Survey) -> Iterator[Finding]:
+    """The cores that this process may use: its affinity, within the cgroup's quota."""
+    machine = survey.machine
+    try:
+        match = re.search(r"^Cpus_allowed_list:\s*(\S+)", machine.read("/proc/self/status"), re.MULTILINE)
+    except Unreadable as error:
+        yield unknown("cpu-cores", str(error))
+        return
+    cores: float = _count(match[1]) if match else 0
+    quota, throttled = _cgroup_cpu(machine)
+    seen = f"{cores:.0f} cores"
+    if quota is not None and quota < cores:
+        seen, cores = f"a cgroup quota of {quota:g} of {cores:.0f} cores", quota
+    needed = len(survey.concerned) + EXTRA_CORES
+    fix = "docker run --cpus=0 ...  # no quota" if quota is not None else "taskset -pc 0-$(($(nproc --all)-1)) $$"
+    if cores and survey.concerned and cores < needed:
+        cost = f"{len(survey.concerned)} ranks, the engine core and the server want {needed}: GPUs wait for the host."
+        yield hurts("cpu-cores", seen, cost, fix)
+    elif throttled > THROTTLED_SHARE:
+        cost = "Each time, all threads stand still for the rest of a period, up to 100 ms."
+        yield note("cpu-cores", f"{seen}; used up in {throttled:.0%} of its periods", cost, fix)
+    else:
+        yield ok("cpu-cores", seen)
+
+
+def _count(ranges: str) -> int:
+    """`0-3,8` -> 5."""
+    ends = (part.partition("-")[::2] for part in ranges.split(","))
+    return sum(int(last or first) - int(first) + 1 for first, last in ends)
+
+
+def _cgroup_files(machine: Machine, name: str) -> Iterator[str]:
+    """A cgroup v2 file of this process's group and of each above it, as far as they can be read."""
+    match = re.search(r"^0::(/.*)$", machine.read_or("/proc/self/cgroup"), re.MULTILINE)
+    parts = [part for part in (match[1] if match else "/").split("/") if part]
+    for depth in range(len(parts), -1, -1):
+        if text := machine.read_or("/".join([CGROUP, *parts[:depth], name])):
+            yield text
+
+
+def _cgroup_cpu(machine: Machine) -> tuple[float | None, float]:
+    """(cores by quota, share of periods in which it was used up)."""
+    quotas = []
+    for text in _cgroup_files(machine, "cpu.max"):
+        limit, _, period = text.partition(" ")
+        if limit.isdigit() and period.isdigit():
+            quotas.append(int(limit) / int(period))
+    old = machine.number(f"{CGROUP}/cpu/cpu.cfs_quota_us"), machine.number(f"{CGROUP}/cpu/cpu.cfs_period_us")
+    if old[0] and old[1] and old[0] > 0:
+        quotas.append(old[0] / old[1])
+    if not quotas:
+        return None, 0.0
+    text = next(_cgroup_files(machine, "cpu.stat"), "") or machine.read_or(f"{CGROUP}/cpu/cpu.stat")
+    stat = dict(re.findall(r"^(nr_\w+) (\d+)", text, re.MULTILINE))
+    return min(quotas), int(stat.get("nr_throttled", 0)) / max(int(stat.get("nr_periods", 0)), 1)
+
+
+def _cgroup_memory(machine: Machine) -> int | None:
+    """Bytes that the cgroup still allows; what it has cached can be given back, so `current` is not counted."""
+    limits = [int(text) for text in _cgroup_files(machine, "memory.max") if text.isdigit()]
+    if old := machine.number(f"{CGROUP}/memory/memory.limit_in_bytes"):
+        limits.append(old)
+    return min(limits, default=None)

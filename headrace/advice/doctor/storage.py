@@ -1,0 +1,130 @@
+"""Disks behind the caches: the hub's, where weights go, and those of compiled kernels and of measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from headrace.advice.doctor.finding import Finding, hurts, note, ok, unknown
+from headrace.advice.doctor.gpu import GIB, gib
+from headrace.advice.doctor.machine import Machine
+from headrace.advice.doctor.survey import Survey
+from headrace.config import cache_folder
+
+SMALL_DISK = 40 * GIB
+"""An 8B model in bf16 takes 16 GB, a 70B one 141 GB."""
+FULL_DISK = 5 * GIB
+KERNEL_SPACE = GIB
+NETWORK = ("nfs", "cifs", "smb", "fuse.", "lustre", "ceph", "glusterfs", "beegfs", "9p", "gpfs")
+
+
+def hub_folder(machine: Machine) -> Path:
+    """Where huggingface_hub keeps models, by its own rules."""
+    environment = machine.environment
+    if given := environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE"):
+        return _home(machine, given)
+    cache = environment.get("XDG_CACHE_HOME") or "~/.cache"
+    return _home(machine, environment.get("HF_HOME") or f"{cache}/huggingface") / "hub"
+
+
+def kernel_folder(machine: Machine) -> Path:
+    """Where Triton keeps what it compiled."""
+    environment = machine.environment
+    if given := environment.get("TRITON_CACHE_DIR"):
+        return _home(machine, given)
+    return _home(machine, environment.get("TRITON_HOME") or "~") / ".triton" / "cache"
+
+
+def _home(machine: Machine, path: str) -> Path:
+    if path.startswith("~"):
+        return Path(machine.environment.get("HOME") or "/root") / path[1:].lstrip("/")
+    return Path(path)
+
+
+def check_hub_cache(survey: Survey) -> Iterator[Finding]:
+    machine = survey.machine
+    folder = hub_folder(machine)
+    place, free = _nearest(machine, folder)
+    if free is None:
+        yield unknown("hub-cache", f"{folder}: free space cannot be read")
+        return
+    seen = f"{folder}: {gib(free)} free"
+    move = "export HF_HOME=/path/on/a/large/disk"
+    if not machine.may_write(place):
+        yield hurts("hub-cache", f"{folder} may not be written", "No model can be fetched from the hub.", move)
+    elif survey.model_bytes is not None and free < survey.model_bytes:
+        cost = f"{gib(survey.model_bytes)} of weights do not fit, unless they are there already."
+        yield hurts("hub-cache", seen, cost, move)
+    elif survey.model_bytes is None and free < FULL_DISK:
+        yield hurts("hub-cache", seen, "Hardly any model fits.", move)
+    elif survey.model_bytes is None and free < SMALL_DISK:
+        yield note("hub-cache", seen, "An 8B model takes 16 GB in bf16, a 70B one 141 GB.", move)
+    elif (kind := _filesystem(machine, place)).startswith(NETWORK):
+        cost = "Weights are read over the network at each start: a local disk starts sooner."
+        yield note("hub-cache", f"{seen}, on {kind}", cost, move)
+    elif kind == "tmpfs":
+        yield note("hub-cache", f"{seen}, in memory (tmpfs)", "Weights take host memory and go with a reboot.", move)
+    elif kind == "overlay" and survey.container:
+        cost = "What is fetched is lost with the container."
+        fix = f"docker run -v ~/.cache/huggingface:{folder.parent} ..."
+        yield note("hub-cache", f"{seen}, inside the container", cost, fix)
+    else:
+        yield ok("hub-cache", seen)
+    if machine.environment.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true"):
+        cost = "Models that are not in the hub cache cannot be fetched."
+        yield note("HF_HUB_OFFLINE", "HF_HUB_OFFLINE is set", cost, "unset HF_HUB_OFFLINE")
+
+
+def check_kernel_caches(survey: Survey) -> Iterator[Finding]:
+    machine = survey.machine
+    caches = {
+        "kernel-cache": (kernel_folder(machine), "TRITON_CACHE_DIR", "Kernels are compiled again at each start."),
+        "measurements": (
+            cache_folder(machine.environment),
+            "HEADRACE_CACHE",
+            "Choices that are measured once a machine are measured again at each start.",
+        ),
+    }
+    lost = []
+    for id, (folder, variable, cost) in caches.items():
+        place, free = _nearest(machine, folder)
+        fix = f"export {variable}=/path/on/a/local/disk"
+        if free is None:
+            yield unknown(id, f"{folder}: free space cannot be read")
+        elif not machine.may_write(place):
+            yield hurts(id, f"{folder} may not be written", cost, fix)
+        elif free < KERNEL_SPACE:
+            yield hurts(id, f"{folder}: {gib(free)} free", cost, fix)
+        elif (kind := _filesystem(machine, place)).startswith(NETWORK):
+            yield note(id, f"{folder} is on {kind}", "Ranks look up hundreds of small files over the network.", fix)
+        elif kind == "overlay" and survey.container and survey.concerned:
+            lost.append((id, folder))
+        else:
+            yield ok(id, str(folder))
+    if lost:
+        volumes = " ".join(f"-v headrace-{id}:{folder}" for id, folder in lost)
+        seen = " and ".join(str(folder) for _, folder in lost)
+        cost = "Each new container compiles its kernels, and measures what it chooses from, once more."
+        yield note(lost[0][0], f"{seen}: inside the container", cost, f"docker run {volumes} ...")
+
+
+def _nearest(machine: Machine, folder: Path) -> tuple[Path, int | None]:
+    """The folder, or the first above it that exists, and the bytes free there."""
+    place = machine.path(str(folder))
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        return place, machine.disk(place).free
+    except OSError:
+        return place, None
+
+
+def _filesystem(machine: Machine, place: Path) -> str:
+    """The type of what is mounted there, as /proc/mounts names it; "" if that cannot be read."""
+    inside = "/" + str(place.relative_to(machine.root)) if place.is_relative_to(machine.root) else str(place)
+    best, kind = "", ""
+    for line in machine.read_or("/proc/mounts").splitlines():
+        fields = line.split()
+        if len(fields) > 2 and len(fields[1]) >= len(best) and (inside + "/").startswith(fields[1].rstrip("/") + "/"):
+            best, kind = fields[1], fields[2]
+    return kind

@@ -1,0 +1,266 @@
+"""A command line together with the GPUs and the model that it is for: what explain.py's remarks are made of.
+
+Sizes are counted from config.json and data sheets; nothing here has an opinion.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from headrace.advice.explain.command_fields import AUTO_LENGTH, CommandFields, fields_of
+from headrace.advice.explain.command_line import CommandLine
+from headrace.advice.explain.context import changes_of, config_of, context_of
+from headrace.advice.explain.setting import Setting
+from headrace.config import QUANTIZATIONS
+from headrace.errors import HeadraceError
+from headrace.planner.catalogue import FORMAT_WORDS, find_model
+from headrace.planner.chips import GIB, Chip, find_chip
+from headrace.planner.cost import Parallel
+from headrace.planner.layouts import reasons
+from headrace.planner.memory_map import layer_bytes
+from headrace.planner.shapes import ModelShape
+
+PLAIN = 2
+"""Bytes of a weight or a cached number without a format"""
+WORKING_SHARE = 0.75
+"""Of a GPU's memory, what weights may take so that a useful KV cache is left"""
+LEAST_SHARE = 0.95
+"""... and what they may take at all"""
+GPUS_PER_NODE = 8
+"""where no chip says it"""
+GUESSED_CHIP = "mi300x"
+"""The GPU of a line whose variables are AMD's, where none is named"""
+
+VERDICTS = ("helps", "fine", "depends", "not needed", "no effect", "costs", "wrong", "unknown")
+
+
+@dataclass(frozen=True)
+class Remark:
+    verdict: str
+    """one of VERDICTS"""
+    text: str
+    better: str = ""
+    """`drop`, or the setting to write instead; "": leave it"""
+    claim: str = ""
+    """the name, in explain.CLAIMS, of a claim found in guides that does not hold"""
+
+
+@dataclass(frozen=True)
+class Case:
+    line: CommandLine
+    asked: CommandFields
+    chip: Chip | None
+    shape: ModelShape | None
+    chip_guessed: bool = False
+
+    @property
+    def vendor(self) -> str:
+        """amd, nvidia, cpu, or "" where nothing tells"""
+        return self.chip.vendor if self.chip is not None else ""
+
+    @property
+    def gpu(self) -> str:
+        return self.chip.title if self.chip is not None else "this GPU"
+
+    @property
+    def tp(self) -> int:
+        """Where the shell or a file has the say, as many as a node has: more than one, likely."""
+        return self.asked.tensor_parallel_size or (self.gpus_per_node if self.is_open("--tensor-parallel-size") else 1)
+
+    @property
+    def pp(self) -> int:
+        return self.asked.pipeline_parallel_size or 1
+
+    @property
+    def dp(self) -> int:
+        return self.asked.data_parallel_size or (2 if self.is_open("--data-parallel-size") else 1)
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def is_open(self, *keys: str) -> bool:
+        """What one of these is given is not known: the shell fills it in, or it may stand where nobody looked."""
+        found = [self.line.find(key) for key in keys]
+        return any(self.line.goes_on if setting is None else setting.is_open for setting in found)
+
+    def parallel(self, tp: int | None = None) -> Parallel:
+        """As asked, or with another tensor-parallel size. Ranks of a mixture share its experts: that is what vLLM's
+        --data-parallel-size means there."""
+        moe = self.shape is not None and self.shape.is_moe
+        spread = bool(self.asked.enable_expert_parallel) and moe
+        return Parallel(tp or self.tp, self.pp, self.dp, ep=spread, dp_attention=moe and self.dp > 1)
+
+    def tp_problems(self, tp: int) -> list[str]:
+        """Why the model cannot be split over `tp` GPUs; what would be wrong with one GPU, too, is left out."""
+        if self.shape is None:
+            return []
+        chip = self.chip or find_chip(GUESSED_CHIP)  # of which the GPUs of a node count alone
+        anyway = reasons(self.parallel(1), self.shape, chip)
+        return [reason for reason in reasons(self.parallel(tp), self.shape, chip) if reason not in anyway]
+
+    def tp_near(self, wanted: int, most: int | None = None) -> int | None:
+        """The tensor-parallel size next to `wanted`, smaller ones first, that the model can be split over and whose
+        GPUs hold its weights; None: there is none up to `most`, or on one node."""
+        others = self.gpus // self.tp
+        least = self.fewest_gpus(LEAST_SHARE) or 1
+        sizes = [*range(wanted, 0, -1), *range(wanted + 1, self.gpus_per_node + 1)]
+        able = (tp for tp in sizes if tp <= (most or self.gpus_per_node) and tp * others >= least)
+        return next((tp for tp in able if not self.tp_problems(tp)), None)
+
+    @property
+    def stretches(self) -> bool:
+        """The line allows a context longer than the model's."""
+        return self.line.engine == "vllm" and self.on("VLLM_ALLOW_LONG_MAX_MODEL_LEN")
+
+    @property
+    def shortens_context(self) -> bool:
+        """The engine takes the longest context that fits by itself: headrace where no length is given, vLLM for
+        `auto`."""
+        told = self.line.value("--max-model-len") in AUTO_LENGTH
+        return self.asked.max_model_len is None and (told or self.line.engine == "headrace")
+
+    @property
+    def gpus_per_node(self) -> int:
+        return self.chip.gpus_per_node if self.chip is not None else GPUS_PER_NODE
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.gpus // self.gpus_per_node)
+
+    @property
+    def is_server(self) -> bool:
+        return self.line.program == "serve"
+
+    def on(self, key: str) -> bool:
+        setting = self.line.find(key)
+        return setting is not None and setting.on
+
+    def off(self, key: str) -> bool:
+        setting = self.line.find(key)
+        return setting is not None and setting.off
+
+    @property
+    def aiter(self) -> bool:
+        master = self.line.find("VLLM_ROCM_USE_AITER")
+        return master is not None and (master.on or master.is_open)
+
+    @property
+    def checkpoint_format(self) -> str:
+        """Of the weights as they are published: bf16, fp8, mxfp4, int4, int8; "" where nothing tells."""
+        return self.shape.weight_format if self.shape is not None else format_in_name(self.line.model or "")
+
+    @property
+    def weight_format(self) -> str:
+        """Of the weights as they are served."""
+        if self.checkpoint_format in ("bf16", "") and self.asked.quantization in QUANTIZATIONS:
+            return QUANTIZATIONS[self.asked.quantization]
+        return self.checkpoint_format
+
+    def weight_bytes(self, weight_format: str | None = None) -> int | None:
+        """Of the whole model, the parts that predict further tokens left out."""
+        shape = self.shape
+        if shape is None:
+            return None
+        form = weight_format or self.weight_format or shape.weight_format
+        layers = sum(group.count * layer_bytes(shape, group, Parallel(), form).total for group in shape.groups)
+        rest = shape.embedding_weights + shape.head_weights + shape.final_weights + shape.extra_weights
+        return int(layers + shape.plain_bytes * (rest - shape.spec.draft_weights))
+
+    def fewest_gpus(self, share: float = WORKING_SHARE, weight_format: str | None = None) -> int | None:
+        """The smallest power of two whose memory's `share` holds the weights."""
+        weights = self.weight_bytes(weight_format)
+        if weights is None or self.chip is None:
+            return None
+        count = 1
+        while count * self.chip.memory_bytes * share < weights and count < 1024:
+            count *= 2
+        return count
+
+    def kv_bytes(self, tokens: int, width: float = PLAIN) -> int | None:
+        """Of one sequence of that length, layers with a window keeping no more than it; `width`: bytes a number."""
+        if self.shape is None:
+            return None
+        values = sum(
+            group.count * group.mixer.cached_values * min(tokens, group.mixer.window or tokens)
+            for group in self.shape.groups
+        )
+        return int(values * width)
+
+    @property
+    def kv_width(self) -> float:
+        return 1.0 if (self.asked.kv_cache_dtype or "").startswith("fp8") else PLAIN
+
+    def step_seconds(self, tokens: int) -> float | None:
+        """About how long the products of a step with that many prompt tokens take, at half of the data sheet's rate."""
+        if self.shape is None or self.chip is None:
+            return None
+        rate = self.chip.flops.get(self.weight_format, self.chip.flops.get("bf16", 0.0))
+        return 2 * self.shape.active_weights * tokens / (0.5 * rate * self.tp) if rate else None
+
+    @property
+    def has_windows(self) -> bool:
+        return self.shape is not None and any(group.mixer.window for group in self.shape.groups)
+
+    @property
+    def is_sparse_attention(self) -> bool:
+        return self.shape is not None and any(group.mixer.sparse_top_k for group in self.shape.groups)
+
+
+def make_case(line: CommandLine, chip: Chip | None = None) -> Case:
+    """`chip`: None guesses AMD's where the line sets AMD's variables. A model that nothing is known of is None, and so
+    is what a flag of the wrong type asks for.
+    """
+    readable = [
+        s for s in line.settings if not s.is_open and (s.known is None or not s.known.problem(s.value, line.engine))
+    ]
+    asked, shape = fields_of(replace(line, settings=tuple(readable))), None
+    if line.model is not None and line.program not in ("download", "quantize"):
+        shape = _shape_of(line)
+    if shape is not None and asked.dtype is not None:
+        shape = shape.held_in(asked.dtype)
+    guessed = chip is None and _hints_at_amd(line)
+    return Case(line, asked, find_chip(GUESSED_CHIP) if guessed else chip, shape, guessed)
+
+
+def _shape_of(line: CommandLine) -> ModelShape | None:
+    """With the context that the line's engine takes it to have. None: nothing is known of the model, or what its
+    config.json says cannot be counted."""
+    assert line.model is not None
+    try:
+        shape = find_model(line.model)
+    except (HeadraceError, OSError, TypeError, ValueError):
+        return None
+    if line.engine != "vllm":
+        return shape
+    context = context_of(config_of(line.model), changes_of(line), shape.spec.max_position_embeddings)
+    return replace(shape, spec=replace(shape.spec, max_position_embeddings=context))
+
+
+def _hints_at_amd(line: CommandLine) -> bool:
+    settings: tuple[Setting, ...] = (*line.settings, *line.container)
+    if (line.model or "").startswith("amd/"):
+        return True
+    if any(setting.value == "/dev/kfd" for setting in settings) or "ROCM_" in (line.value("--attention-backend") or ""):
+        return True
+    return any(setting.known is not None and setting.known.hardware == "amd" for setting in settings)
+
+
+def format_in_name(model: str) -> str:
+    """What a checkpoint's name says of its weights: `...-FP8-KV`, `...-AWQ-INT4`, `...quantized.w4a16`."""
+    words = re.split(r"[-_./ ]", model.lower())
+    return next((form for word, form in FORMAT_WORDS.items() if word in words), "")
+
+
+def size(count: float) -> str:
+    """`61.5 GiB`, `288 MiB`, `70.5 KiB`."""
+    for unit, least in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= least:
+            value = count / least
+            return f"{value:.1f} {unit}" if value < 100 else f"{value:.0f} {unit}"
+    return f"{count:.0f} bytes"
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"

@@ -1,0 +1,319 @@
+"""A shell line that starts vLLM, or headrace, or a tool around them, taken apart: program, model, flags, variables.
+
+Reads what stands in guides: assignments before the command, `export`, continued lines, pipes, `docker run`, `bash -c`,
+`python benchmark_throughput.py`. Runs nothing and opens nothing; what a setting means is said elsewhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from pathlib import PurePath
+
+from headrace.advice.explain.json_keys import merged
+from headrace.advice.explain.setting import Setting
+from headrace.advice.explain.shell_words import BARE, END, commands, filled, is_open, plain
+from headrace.advice.flags.secrets import masked, without_assignments
+from headrace.advice.flags.table import FALSE, SWITCH, TRUE, find_flag, find_variable, spelling
+from headrace.errors import ConfigError
+
+SCOPES = {
+    "serve": ("server", "engine"),
+    "generate": ("engine", "server"),
+    "bench latency": ("offline", "bench", "engine", "server"),
+    "bench throughput": ("offline", "bench", "engine", "server"),
+    "bench serve": ("bench", "engine", "server"),
+    "quantize": ("quantize",),
+    "download": ("download",),
+}
+"""Program -> where its flags are looked up"""
+SCRIPTS = {
+    "benchmark_latency.py": "bench latency",
+    "benchmark_throughput.py": "bench throughput",
+    "benchmark_serving.py": "bench serve",
+    "quantize_quark.py": "quantize",
+}
+MODULES = {
+    "vllm.entrypoints.openai.api_server": "serve",
+    "vllm.entrypoints.api_server": "serve",
+}
+KEYWORDS = ("do", "then", "else", "time", "sudo", "nohup", "exec", "env", "&&", "{", "export")
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+NO_MODEL = (
+    "bash", "sh", "zsh", "python", "python3", "pip", "env", "sleep", "tail", "ls", "cat", "nvidia-smi", "rocm-smi",
+)  # fmt: skip
+"""Programs that people start in an image of vLLM's in its server's place"""
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    program: str
+    """serve, generate, bench latency, bench throughput, bench serve, quantize or download"""
+    model: str | None
+    settings: tuple[Setting, ...]
+    """variables first, then flags, in order"""
+    container: tuple[Setting, ...] = ()
+    """flags of `docker run`"""
+    stray: tuple[str, ...] = ()
+    """words that belong to no flag"""
+    engine: str = "vllm"
+    """vllm, headrace, or the tool itself"""
+    model_word: str = ""
+    """`model`, with marks around what the shell has yet to fill in"""
+    open_words: tuple[str, ...] = ()
+    """words, marked, of which nobody knows before the shell has filled them in what they are"""
+    others: Mapping[str, str] = field(default_factory=dict)
+    """variables, marked, that nothing is known of"""
+
+    def find(self, key: str) -> Setting | None:
+        """The last setting of that name, however it was spelled."""
+        return next((setting for setting in reversed(self.settings) if setting.key == key), None)
+
+    def value(self, key: str) -> str | None:
+        found = self.find(key)
+        return found.value if found is not None else None
+
+    @property
+    def goes_on(self) -> bool:
+        """Further flags may stand in a file, or in what the shell fills in."""
+        return bool(self.open_words) or self.find("--config") is not None
+
+    @property
+    def variables(self) -> dict[str, str]:
+        return {setting.name: setting.value for setting in self.settings if setting.is_variable}
+
+
+def parse_command(text: str) -> CommandLine:
+    """The one command of `text`, the first where there are several. Raises ConfigError where there is none."""
+    return parse_commands(text)[0]
+
+
+def parse_commands(text: str) -> list[CommandLine]:
+    """Every command of `text` that we know something of. Raises ConfigError where there is none."""
+    shell = _Shell()
+    shell.run(text)
+    if not shell.found:
+        raise ConfigError(
+            "no command of vLLM or headrace in this line; expected something like "
+            f"'vllm serve MODEL --flags', got {masked(' '.join(text[:400].split()))[:80]!r}"
+        )
+    return [_command(program, words, found) for program, words, found in shell.found]
+
+
+def from_argv(program: str, argv: Sequence[str], variables: Mapping[str, str] | None = None) -> CommandLine:
+    """A command that is taken apart already: "serve" or "bench latency", and what follows it."""
+    if program not in SCOPES:
+        raise ConfigError(f"command must be one of {', '.join(SCOPES)}; got {program!r}")
+    return _command(program, list(argv), _Place(dict(variables or {})))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a command stands."""
+
+    variables: dict[str, str]
+    container: tuple[Setting, ...] = ()
+    engine: str = "vllm"
+    others: dict[str, str] = field(default_factory=dict)
+    """variables set for this command alone that nothing is known of"""
+
+
+@dataclass
+class _Shell:
+    """Walks through shell text, remembers what was exported, and collects commands. Words bear marks."""
+
+    exported: dict[str, str] = field(default_factory=dict)
+    found: list[tuple[str, list[str], _Place]] = field(default_factory=list)
+
+    def run(self, text: str, variables: Mapping[str, str] | None = None, container: tuple[Setting, ...] = ()) -> None:
+        for words in commands(text):
+            self.command(words, dict(variables or {}), container)
+
+    def command(self, words: list[str], variables: dict[str, str], container: tuple[Setting, ...]) -> None:
+        words = [part for word in words for part in filled(word, self.exported)]
+        if words and words[0].startswith("-") and self.found:  # a line that was meant to continue the one before
+            self.found[-1][1].extend(words)
+            return
+        kept = words[:1] == ["export"]
+        while words and (words[0] in KEYWORDS or ASSIGNMENT.fullmatch(words[0])):
+            match = ASSIGNMENT.fullmatch(words.pop(0))
+            if match is not None:
+                variables[match[1]] = match[2]
+        program = PurePath(words[0]).name if words else ""
+        if not words or kept:
+            self.exported |= variables
+        elif program == "unset":
+            self.exported = {name: value for name, value in self.exported.items() if name not in words[1:]}
+        elif program in ("docker", "podman") and {"run", "exec"} & set(words[1:3]):
+            self._container(words, variables)
+        elif program in ("bash", "sh") and any(re.fullmatch(r"-\w*c", word) for word in words[1:-1]):
+            self.run(plain(words[-1]), variables, container)
+        else:
+            self._program(words, variables, container)
+
+    def _program(self, words: list[str], variables: dict[str, str], container: tuple[Setting, ...]) -> None:
+        for at, word in enumerate(words):
+            # What stands before the program (numactl, timeout, taskset, mpirun) is passed over, but for assignments.
+            match = ASSIGNMENT.fullmatch(word)
+            if match is not None and not word.startswith("-"):
+                variables[match[1]] = match[2]
+            program, taken, engine = _program_at(words, at)
+            if program:
+                self._find(program, words[at + taken :], variables, container, engine)
+                return
+
+    def _find(
+        self,
+        program: str,
+        words: list[str],
+        variables: dict[str, str],
+        container: tuple[Setting, ...],
+        engine: str = "vllm",
+    ) -> None:
+        others = {name: value for name, value in variables.items() if find_variable(name) is None}
+        self.found.append((program, words, _Place(self.exported | variables, container, engine, others)))
+
+    def _container(self, words: list[str], variables: dict[str, str]) -> None:
+        """`docker run`: the image's own entry point takes what follows it, where that is no command by itself."""
+        runs = "run" in words[1:3]
+        settings, inside, rest = self._container_flags(words[words.index("run" if runs else "exec") + 1 :], variables)
+        container = tuple(map(_read, settings))
+        entry = next((plain(setting.value) for setting in settings if setting.name == "--entrypoint"), "")
+        image, rest = plain(rest[0]) if rest else "", rest[1:]
+        shell, before = _Shell(found=self.found), len(self.found)
+        if entry:
+            shell.command([entry, *rest], inside, container)
+        elif rest and not rest[0].startswith("-"):
+            shell.command(rest, inside, container)
+        if runs and len(self.found) == before and _is_for_server(image, rest):
+            shell._find("serve", rest[rest[0] == "serve" :], inside, container)
+
+    def _container_flags(
+        self, words: list[str], variables: dict[str, str]
+    ) -> tuple[list[Setting], dict[str, str], list[str]]:
+        """Flags, variables inside, and what follows. `-e NAME` alone takes the variable from outside."""
+        settings: list[Setting] = []
+        inside: dict[str, str] = {}
+        while words and words[0].startswith("-"):
+            setting, words = _take([*_unjoined(words[0]), *words[1:]], ("docker",), False)
+            if setting.key in ("-e", "--env"):
+                name, given, value = setting.value.partition("=")
+                outside = f"{BARE}${name}{END}" if re.fullmatch(r"[A-Za-z_]\w*", name) else ""
+                inside[name] = value if given else variables.get(name, self.exported.get(name, outside))
+            else:
+                settings.append(setting)
+        return settings, inside, words
+
+
+def _is_for_server(image: str, words: list[str]) -> bool:
+    """Whether an image's entry point is `vllm serve`: vLLM's own, and those that are handed --model."""
+    if not words:
+        return False
+    name = PurePath(plain(words[0])).name
+    if "vllm" in image:
+        return name not in NO_MODEL
+    named = any(word.partition("=")[0] == "--model" for word in words)
+    return named and (words[0].startswith("-") or name == "serve")
+
+
+def _unjoined(word: str) -> list[str]:
+    """`-itv/a:/b` -> `-i`, `-t`, `-v`, `/a:/b`, as docker reads short flags in one word."""
+    if word.startswith("--") or find_flag(word, ("docker",)) is not None:
+        return [word]
+    flags: list[str] = []
+    for at, letter in enumerate(word[1:], 2):
+        found = find_flag(f"-{letter}", ("docker",))
+        if found is None:
+            return [word]
+        flags.append(f"-{letter}")
+        if found.known.kind is not SWITCH:
+            value = word[at:].removeprefix("=")
+            return [*flags, value] if value else flags
+    return flags
+
+
+def _program_at(words: list[str], at: int) -> tuple[str, int, str]:
+    """(program, how many words name it, engine) of a program that begins at `at`; "" for none."""
+    word, after = PurePath(plain(words[at])).name, words[at + 1 :]
+    if word == "-m" and after and after[0] in MODULES:
+        return MODULES[after[0]], 2, "vllm"
+    if word in SCRIPTS:
+        return SCRIPTS[word], 1, "vllm" if SCRIPTS[word].startswith("bench") else "quark"
+    if word in ("huggingface-cli", "hf") and after[:1] == ["download"]:
+        return "download", 2, "hub"
+    if word in ("vllm", "headrace", "vllm.entrypoints.cli.main") and after:
+        name = " ".join(after[:2]) if after[0] == "bench" else after[0]
+        if name in SCOPES:
+            return name, 1 + len(name.split()), "headrace" if word == "headrace" else "vllm"
+    return "", 0, ""
+
+
+def _command(program: str, words: list[str], place: _Place) -> CommandLine:
+    settings = [
+        Setting(name, value, find_variable(name), True, (value,))
+        for name, value in place.variables.items()
+        if find_variable(name) is not None
+    ]
+    positional: list[str] = []
+    rest = list(words)
+    while rest:
+        if rest[0] == "--":
+            positional += rest[1:]
+            break
+        if not rest[0].startswith("-") or rest[0] == "-" or re.match(r"-\.?\d", rest[0]):
+            positional.append(rest.pop(0))
+            continue
+        wants_model = program == "serve" and not positional and "--model" not in words
+        setting, rest = _take(rest, SCOPES[program], wants_model)
+        settings.append(setting)
+    model = next((setting.value for setting in settings if setting.key in ("--model", "--model-dir")), None)
+    if model is None and positional:
+        model = positional.pop(0)
+    model = without_assignments(model) if model is not None else None
+    return CommandLine(
+        program,
+        None if model is None else plain(model),
+        tuple(map(_read, merged(settings))),
+        place.container,
+        tuple(masked(word) for word in positional if not is_open(word)),
+        place.engine,
+        model or "",
+        tuple(word for word in positional if is_open(word)),
+        place.others,
+    )
+
+
+def _read(setting: Setting) -> Setting:
+    """Without marks in its value, which its words keep."""
+    return replace(setting, value=plain(setting.value))
+
+
+def _take(words: list[str], scopes: tuple[str, ...], wants_model: bool) -> tuple[Setting, list[str]]:
+    """The flag that `words` begins with, and what is left. A flag that nobody knows takes the next word as its value,
+    unless that looks like another flag, or may be the model that is still to come."""
+    head, equals, given = words[0].partition("=")
+    rest = words[1:]
+    base, dot, path = head.partition(".")
+    found = find_flag(base, scopes)
+    if found is None or dot:
+        alone = not rest or (found is None and (rest[0].startswith("-") or wants_model))
+        taken = [given] if equals else [] if alone else [rest.pop(0)]
+        name = spelling(head) if found is None else f"{found.name}.{path}"
+        return Setting(name, taken[0] if taken else "true", found.known if found else None, words=tuple(taken)), rest
+    kind = found.known.kind.name
+    if kind == "switch":
+        value = given
+        if not equals:
+            value = rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "true"
+        if found.negated and value.lower() in TRUE + FALSE:
+            value = "false" if value.lower() in TRUE else "true"
+        return Setting(found.name, value, found.known, words=(value,)), rest
+    if equals:
+        taken = [given]
+    else:
+        several = list(takewhile(lambda word: not word.startswith("-"), rest))
+        taken = several if kind == "words" else rest[:1]
+        rest = rest[len(taken) :]
+    return Setting(found.name, " ".join(taken), found.known, words=tuple(taken)), rest

@@ -1,0 +1,254 @@
+"""Answers a command line of vLLM flag by flag: what each does, on which hardware, whether it helps here, what is wrong
+with it, what becomes of it in headrace; and better lines for both.
+
+The facts of a flag are in flags/names.json, opinions in remarks_*.py. Loads no torch and asks no GPU.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.advice.explain.better_line import better_lines
+from headrace.advice.explain.case import Case, Remark, make_case
+from headrace.advice.explain.command_line import SCOPES, CommandLine, parse_command, parse_commands
+from headrace.advice.explain.findings import Finding, findings_of
+from headrace.advice.explain.remarks_engine import ENGINE_RULES
+from headrace.advice.explain.remarks_memory import MEMORY_RULES
+from headrace.advice.explain.remarks_plain import PLAIN
+from headrace.advice.explain.remarks_variables import MASTER, VARIABLE_RULES, aiter_part, elsewhere
+from headrace.advice.explain.setting import Setting
+from headrace.advice.flags.table import Note, flags_by_name, foreign_value, judge, notice
+from headrace.config import QUANTIZATIONS
+from headrace.errors import ConfigError
+from headrace.planner.catalogue import find_config
+from headrace.planner.chips import Chip
+from headrace.planner.engines import model_gaps
+
+CLAIMS = {
+    "112-channels-everywhere": "NCCL_MIN_NCHANNELS=112 speeds collectives up",
+    "aiter-switches-work-alone": "an AITER sub-switch works without the master switch",
+    "async-scheduling-hurts-latency": "async scheduling is to be off for latency",
+    "both-visible-devices": "CUDA_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES go together",
+    "chunked-prefill-off-is-faster": "chunked prefill off is faster on MI300X",
+    "experts-always-want-expert-parallelism": "mixtures of experts want expert parallelism",
+    "fewer-seqs-lower-ttft": "a lower max-num-seqs lowers TTFT",
+    "format-follows-from-the-flag": "--quantization tells a quantized checkpoint's format",
+    "four-variables-belong-together": "AITER, MHA, Quick Reduce and HIP_FORCE_DEV_KERNARG must be set together",
+    "fp8-flag-on-a-quantized-checkpoint": "an fp8 checkpoint needs --quantization fp8",
+    "kv-dtype-shrinks-weights": "an fp8 KV cache makes a model's weights fit",
+    "larger-steps-improve-itl": "a larger max-num-batched-tokens improves ITL",
+    "latent-attention-needs-block-size-1": "latent attention (MLA) needs --block-size 1",
+    "max-model-len-preallocates": "max-model-len reserves memory for each sequence, and sizes its blocks",
+    "mha-off-gives-flash-attention": "AITER_MHA=0 gives FlashAttention for ROCm",
+    "models-need-trust-remote-code": "gpt-oss, DeepSeek and others need --trust-remote-code",
+    "more-draft-tokens-are-better": "five guessed tokens a step are better than two",
+    "quick-reduce-helps-on-one-gpu": "Quick Reduce helps at tensor parallel size 1",
+    "rccl-names": "RCCL reads RCCL_DEBUG and RCCL_NET_GDR_LEVEL",
+    "replicas-always-beat-tensor-parallelism": "N servers of one GPU always beat one server of N",
+    "seqs-times-length-must-fit": "the KV cache needs max-num-seqs x max-model-len tokens",
+    "utilization-is-for-the-kv-cache": "gpu-memory-utilization is the share of the KV cache",
+    "without-aiter-generic-torch-runs": "without AITER vLLM runs generic PyTorch operators",
+}
+"""What guides say and what does not hold, or not as they say it, by name"""
+RULES: dict[str, Callable[[Case, Setting], Remark | None]] = {**MEMORY_RULES, **ENGINE_RULES, **VARIABLE_RULES}
+ROUNDS = 4
+"""How often a better line is examined: what mends one thing may leave, or break, another"""
+HARDWARE = {"amd": "AMD", "nvidia": "NVIDIA", "": "any"}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of one flag or variable."""
+
+    setting: Setting
+    does: str
+    hardware: str
+    """amd, nvidia or any"""
+    verdict: str
+    """one of case.VERDICTS"""
+    why: str
+    here: str
+    """what becomes of it in headrace"""
+    better: str = ""
+    claim: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "setting": str(self.setting),
+            "name": self.setting.name,
+            "value": self.setting.shown_value,
+            "does": self.does,
+            "hardware": self.hardware,
+            "verdict": self.verdict,
+            "why": self.why,
+            "headrace": self.here,
+            "better": self.better,
+            "claim": self.claim,
+        }
+
+
+@dataclass(frozen=True)
+class Explanation:
+    case: Case
+    answers: tuple[Answer, ...]
+    findings: tuple[Finding, ...]
+    better: dict[str, str]
+    """engine -> a better line for it; an engine that cannot run this is left out"""
+    notice: str
+    """what `headrace` itself would say of the line; never empty"""
+    gaps: tuple[str, ...] = ()
+    """why headrace cannot run the model yet"""
+
+    @property
+    def claims(self) -> list[str]:
+        return sorted({answer.claim for answer in self.answers if answer.claim})
+
+    def to_json(self) -> dict[str, Any]:
+        case = self.case
+        return {
+            "command": case.line.program,
+            "model": case.line.model,
+            "gpu": case.chip.name if case.chip is not None else None,
+            "gpu_guessed": case.chip_guessed,
+            "settings": [answer.to_json() for answer in self.answers],
+            "findings": [
+                {"title": found.title, "verdict": found.verdict, "text": found.text} for found in self.findings
+            ],
+            "claims": {claim: CLAIMS[claim] for claim in self.claims},
+            "better": self.better,
+            "headrace_lacks": list(self.gaps),
+            "notice": self.notice,
+        }
+
+
+def explain(text: str, chip: Chip | None = None) -> list[Explanation]:
+    """Every command of a shell line. Raises ConfigError where there is none."""
+    return [explain_line(line, chip) for line in parse_commands(text)]
+
+
+def explain_line(line: CommandLine, chip: Chip | None = None) -> Explanation:
+    case, answers, findings = _examined(line, chip)
+    gaps = _gaps(case)
+    better = {}
+    for engine, text in _better(case, answers, findings).items():
+        mended = _mended(text, engine, case) if engine != "headrace" or not gaps else None
+        if mended is not None:
+            better[engine] = mended
+    return Explanation(case, answers, findings, better, line_notice(line), tuple(gaps))
+
+
+def _examined(line: CommandLine, chip: Chip | None) -> tuple[Case, tuple[Answer, ...], tuple[Finding, ...]]:
+    case = make_case(line, chip)
+    answers = tuple(answer_of(case, setting) for setting in (*line.settings, *line.container))
+    return case, answers, tuple(findings_of(case))
+
+
+def _better(case: Case, answers: tuple[Answer, ...], findings: tuple[Finding, ...]) -> dict[str, str]:
+    return better_lines(case, [(answer.setting, answer.better) for answer in answers], findings)
+
+
+def _mended(text: str, engine: str, case: Case) -> str | None:
+    """A line with nothing wrong in it: `text`, or what becomes of it when it is examined in turn. None: something that
+    is wrong stays, or is right for the line's own engine alone."""
+    for _ in range(ROUNDS):
+        again, answers, findings = _examined(parse_command(text), case.chip)
+        verdicts = [answer.verdict for answer in answers]
+        if "wrong" not in [*verdicts, *(found.verdict for found in findings)]:
+            return text
+        if engine != case.line.engine and "wrong" in verdicts:
+            return None
+        text = _better(again, answers, findings).get(engine, text)
+    return None
+
+
+def answer_of(case: Case, setting: Setting) -> Answer:
+    fate = fate_of(case.line, setting)
+    if setting.is_open:
+        does = setting.known.does if setting.known is not None else ""
+        return Answer(setting, does, "any", "unknown", "known only once the shell has filled it in", fate.here)
+    if setting.known is None:
+        why = "no flag of that name is known here: a slip of the pen, or newer than this table" + fate.hint
+        return Answer(setting, "", "any", "unknown", why, fate.here)
+    remark, hardware = _remark(case, setting, fate), HARDWARE[setting.known.hardware]
+    return Answer(
+        setting, setting.known.does, hardware, remark.verdict, remark.text, fate.here, remark.better, remark.claim
+    )
+
+
+def _remark(case: Case, setting: Setting, fate: Fate) -> Remark:
+    known, ours = setting.known, case.line.engine == "headrace"
+    assert known is not None
+    problem = known.problem(setting.value, case.line.engine)
+    if problem is not None or (ours and fate.refused):
+        return Remark("wrong", problem or fate.refused, "drop")
+    rule, plain = RULES.get(setting.key), PLAIN.get(setting.key, (None, None))
+    if rule is None and setting.key not in PLAIN and setting.name.startswith(MASTER):
+        rule = aiter_part
+    found = elsewhere(case, setting) or (rule(case, setting) if rule is not None else plain[not setting.on])
+    if found is not None:
+        return found
+    if known.era.startswith("gone"):
+        return Remark("no effect", known.era, "drop")
+    if known.era:
+        return Remark("depends", known.era)
+    if ours and known.fate == "inert" and known.accepts is None:
+        return Remark("no effect", known.why, "drop")
+    return Remark("fine", "")
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What `headrace serve` or `bench` makes of a setting."""
+
+    here: str
+    note: Note | None = None
+    """of a setting that is left out"""
+    refused: str = ""
+    hint: str = ""
+    """the name that an unknown one is near to"""
+
+
+def fate_of(line: CommandLine, setting: Setting) -> Fate:
+    known = setting.known
+    if known is None:
+        names = sorted({name for scope in SCOPES[line.program] for name in flags_by_name(scope)})
+        near = difflib.get_close_matches(setting.name, names, 1, 0.8)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return Fate(f"refused: unknown flag{hint}", refused=f"unknown flag {setting.name}{hint}", hint=hint)
+    if setting.is_open:
+        return Fate("known only once the shell has filled it in")
+    flag = known.becomes or known.name
+    why = foreign_value(flag, setting.value) if known.fate == "ours" else None
+    if why is not None:
+        return Fate(f"left out: {why}", Note(str(setting), why))
+    if known.fate == "library":
+        return Fate(known.why)
+    if known.fate != "ours" and known.becomes:
+        return Fate(f"same as {flag}")
+    try:
+        note = judge(known, setting.name, setting.value)
+    except ConfigError as error:
+        return Fate(f"refused: {error}", refused=str(error))
+    if known.fate == "ours":
+        return Fate(f"same as {flag}" if known.becomes else "taken as it is")
+    return Fate(f"no effect: {note.why}" if note is not None else "asks for what is done anyway", note)
+
+
+def line_notice(line: CommandLine) -> str:
+    """What is inert, refused or unknown of a line, as one notice; where there is nothing of that, it says so."""
+    fates = [fate_of(line, setting) for setting in line.settings]
+    refused = [fate.refused for fate in fates if fate.refused]
+    if line.stray:
+        refused.append(f"words that belong to no flag: {' '.join(line.stray)}")
+    said = [notice(fate.note for fate in fates if fate.note), *(f"headrace: refused: {text}" for text in refused)]
+    return "\n".join(filter(None, said)) or "headrace: note: nothing of this line is without effect"
+
+
+def _gaps(case: Case) -> list[str]:
+    if case.shape is None or case.line.model is None:
+        return []
+    asked = case.asked.quantization
+    return model_gaps(find_config(case.line.model).config, asked if asked in QUANTIZATIONS else None)

@@ -1,0 +1,67 @@
+"""Flags that are given key by key (`--flag.a.b 1`), put together into the one JSON object that they mean."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from headrace.advice.explain.setting import Setting
+from headrace.advice.explain.shell_words import is_open
+
+
+def merged(settings: Sequence[Setting]) -> list[Setting]:
+    """With one setting, where the first of them stood, for all the keys of a flag. Keys stay apart where they cannot
+    be put together: where the shell has yet to fill one in, or where the flag is given something else, too."""
+    keys = [replace(setting, name=_flag(setting)).key for setting in settings]
+    apart = {key for setting, key in zip(settings, keys, strict=True) if setting.path and setting.known}
+    whole = {key: _whole([s for s, other in zip(settings, keys, strict=True) if other == key]) for key in apart}
+    result: list[Setting] = []
+    for setting, key in zip(settings, keys, strict=True):
+        found = whole.get(key) or setting
+        if not any(found is other for other in result):
+            result.append(found)
+    return result
+
+
+def _whole(group: list[Setting]) -> Setting | None:
+    values: dict[str, Any] = {}
+    for setting in group:
+        given = _object(setting)
+        if given is None or any(map(is_open, setting.words)):
+            return None
+        update(values, given)
+    text = json.dumps(values)
+    return replace(group[0], name=_flag(group[0]), value=text, words=(text,))
+
+
+def _flag(setting: Setting) -> str:
+    return setting.name.removesuffix(f".{setting.path}") if setting.path and setting.known else setting.name
+
+
+def _object(setting: Setting) -> dict[str, Any] | None:
+    """`a.b` and `1` -> `{"a": {"b": 1}}`; None: no object."""
+    try:
+        value = json.loads(setting.value)
+    except ValueError:
+        value = setting.value
+    path = setting.path.replace("-", "_").split(".") if setting.path else []
+    if path and path[-1].endswith("+"):  # items of a list, which others may follow
+        value = setting.value.split(",")
+    for key in reversed(path):
+        value = {key: value}
+    return value if isinstance(value, dict) else None
+
+
+def update(target: dict[str, Any], given: dict[str, Any]) -> None:
+    """Into `target`, object by object; `a+` adds to the list `a`."""
+    for key, value in given.items():
+        held = target.get(key.removesuffix("+"))
+        if key.endswith("+"):
+            target[key[:-1]] = [*held, *value] if isinstance(held, list) else value
+        elif isinstance(value, dict):
+            target[key] = held if isinstance(held, dict) else {}
+            update(target[key], value)
+        else:
+            target[key] = value

@@ -1,0 +1,221 @@
+"""One call of `headrace tune`: what is asked, progress while it runs, and what is written at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from headrace import __version__
+from headrace.advice.tune.knobs import KNOBS, is_pinned, trials_of
+from headrace.advice.tune.options import TuneOptions
+from headrace.advice.tune.page import page
+from headrace.advice.tune.picture import write_png
+from headrace.advice.tune.record import Journal, Result, Trial
+from headrace.advice.tune.report import Report, as_json, failures, rich_table
+from headrace.advice.tune.trial import Traffic, TrialRunner
+from headrace.advice.tune.tuner import PLAN, RunTrial, Tuner, gain, may_win, parse_seconds
+from headrace.config import EngineConfig, cache_folder
+from headrace.errors import ConfigError, HeadraceError
+from headrace.hub import resolve_model_folder
+from headrace.models.registry import read_served_config
+from headrace.planner.decisions import USUAL_OBJECTIVE
+from headrace.planner.profile import (
+    BASE,
+    Measured,
+    Profile,
+    Workload,
+    digest,
+    machine_name,
+    profile_path,
+    write_profile,
+)
+
+PINS = (*(name for name in KNOBS if name != "cudagraph_mode"), "compilation_config", "enforce_eager")
+"""Fields which, given by the user, are part of what was tuned."""
+MOST_CLIENTS = 4
+OFF_TERMINAL = 120
+LONGEST_NAME = 60
+"""Characters of a model's name in the name of a folder, which may have 255 bytes with what else stands there."""
+
+
+class Session:
+    def __init__(self, options: TuneOptions, config: EngineConfig) -> None:
+        """Raises ConfigError for what cannot be measured."""
+        self.options, self.config = options, config
+        self.console = Console(stderr=True, highlight=False)
+        self.budget = parse_seconds(options.budget)
+        self.knobs = self._knobs()
+        folder = resolve_model_folder(config.model, config.revision, config.download_dir, config.load_format)
+        self.model = read_served_config(folder)
+        self.objective = config.objective or USUAL_OBJECTIVE
+        self.traffic = Traffic(
+            options.input_len, options.output_len, options.num_prompts, options.concurrency, options.request_rate
+        )
+        self.machine = machine_name()
+        task = [dataclasses.asdict(config), dataclasses.asdict(self.traffic), self.machine, __version__, self.model.raw]
+        key = digest(task)
+        name = Path(config.model).name[:LONGEST_NAME] or "model"
+        self.title = f"{name} on {self.machine}"
+        self.folder = Path(options.output) if options.output else cache_folder() / "tune" / f"{name}-{key}"
+        self.journal = Journal(self.folder / "trials.jsonl", key, self.say)
+        self._status: Any = None
+        self._line = ""
+
+    def _knobs(self) -> list[str]:
+        named = None if self.options.knobs is None else [name.strip() for name in self.options.knobs.split(",")]
+        for name in named or ():
+            if name not in KNOBS:
+                raise ConfigError(f"--knobs must be of {', '.join(KNOBS)}; got {name!r}")
+            if is_pinned(name, self.config):
+                self.say(f"{name} is given by a flag, so it is not varied")
+        return [name for name in named or KNOBS if not is_pinned(name, self.config)]
+
+    def say(self, text: str) -> None:
+        self.console.print(f"headrace tune: {text}", markup=False, soft_wrap=True)
+
+    def run(self, run_trial: RunTrial | None = None) -> int:
+        """`run_trial`: in place of engines, for tests."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--output {str(self.folder)!r} cannot be made: {error.strerror}") from None
+        if self.options.fresh:
+            self.journal.start_anew()
+        if self.journal.results:
+            self.say(f"{len(self.journal.results)} trials of an earlier run are kept (--fresh measures anew)")
+        if run_trial is None:
+            clients = min(MOST_CLIENTS, max(1, len(os.sched_getaffinity(0)) // 4))
+            run_trial = TrialRunner(self.config, self.traffic, self.model.vocab_size, clients, self._on_stage)
+        tuner = Tuner(self.journal, run_trial, self.objective, self.budget, time.monotonic, self._tell)
+        try:
+            with self.console.status("") as self._status:
+                outcome = tuner.tune(self._trials)
+        except KeyboardInterrupt:
+            self.say(f"interrupted; what was measured is in {self.folder}, and the same command goes on from there")
+            raise
+        self._finish(Report(outcome, self.objective, self.title, self._load()))
+        return 0
+
+    def _trials(self, plan: Result) -> list[Trial]:
+        return trials_of(self.knobs, self.config, self.model, plan.settings, self.traffic)
+
+    def _load(self) -> str:
+        load = self.traffic
+        many = f"{load.num_prompts} requests of {load.input_len} in / {load.output_len} out, "
+        many += "all at once" if load.concurrency is None else f"{load.concurrency} at a time"
+        return many + (f"; waiting times at {load.request_rate:g} requests/s" if load.request_rate else "")
+
+    def _on_stage(self, stage: str) -> None:
+        if self._status is not None:
+            self._status.update(f"{escape(self._line)}: {stage}{self._best_so_far()}")
+
+    def _best_so_far(self) -> str:
+        plan = self.journal.results.get(PLAN.id)
+        if plan is None:
+            return ""
+        results = [result for result in self.journal.results.values() if may_win(self.objective, result.trial)]
+        best = max(results, key=lambda result: gain(self.objective, result, plan))
+        return f"  [dim]best so far: {escape(best.trial.title)}, {_rate(best)}[/dim]"
+
+    def _tell(self, number: int, total: int, trial: Trial, result: Result | None) -> None:
+        if result is None:
+            self._line = f"{number}/{total} {trial.title}" if trial.changes else trial.title
+            return
+        found = f"{result.status}: {result.why}"
+        if result.ok:
+            felt = result.felt
+            found = f"{_rate(result)}, TTFT p99 {felt.ttft_p99:,.1f} ms, ITL p99 {felt.itl_p99:,.1f} ms"
+        self.console.print(f"{self._line}: {found}  ({result.seconds:.0f} s)", markup=False, soft_wrap=True)
+
+    def _finish(self, report: Report) -> None:
+        """The profile first: it is what the run was for. Raises HeadraceError at the end for all that could not be
+        written, so that one file harms none of the others."""
+        picture, text = self.folder / "pareto.png", self.folder / "report.html"
+        problems, places = [self.journal.lost] if self.journal.lost else [], list[str]()
+        profile: Path | None = None
+        with _noted(problems, profile_path(self.model, self.machine)):
+            profile = write_profile(self._profile(report), self.model)
+            places.append(f"profile  {profile} (serve and LLM take it; --no-use-profile leaves it)")
+        with _noted(problems, text):
+            text.write_text(page(report), encoding="utf-8")
+            places.append(f"report   {text}")
+        with _noted(problems, picture):
+            missing = "none: matplotlib is not installed (headrace[report])"
+            places.append(f"picture  {picture if write_png(report, picture) else missing}")
+        if self.options.json:
+            written = {"folder": str(self.folder), "profile": profile and str(profile)}
+            print(json.dumps(as_json(report) | written, indent=1))
+        else:
+            self._print(report, places)
+        if problems:
+            raise HeadraceError("; ".join(problems))
+
+    def _print(self, report: Report, places: list[str]) -> None:
+        console = Console(highlight=False)
+        console = Console(highlight=False, width=console.width if console.is_terminal else OFF_TERMINAL)
+        console.print(rich_table(report))
+        for line in failures(report):
+            console.print(line, markup=False, style="dim")
+        console.print(f"Milliseconds; vs plan in {report.gained}; `-`: too much worse in something else.", style="dim")
+        console.print(report.standing_line(), markup=False)
+        console.print(report.verdict(), markup=False, style="bold")
+        if report.proposal():
+            console.print(report.proposal(), markup=False)
+        if report.outcome.left:
+            left = f"{report.outcome.left} trials found no time; the same command goes on with them."
+            console.print(left, style="yellow")
+        if not report.outcome.together:
+            console.print("The winners were not measured together: there was no time.", style="yellow")
+        if report.doubt():
+            console.print(report.doubt(), markup=False, style="yellow")
+        for place in places:
+            console.print(place, soft_wrap=True, markup=False)
+
+    def _profile(self, report: Report) -> Profile:
+        """Of the best trial, each field with what it gained alone."""
+        outcome = report.outcome
+        alone = {result.trial.id: gain(self.objective, result, outcome.plan) for result in outcome.results}
+        settings = {
+            name: Measured(value, outcome.plan.settings.get(name), alone[Trial({name: value}).id])
+            for name, value in outcome.best.trial.changes.items()
+        }
+        pinned = [name for name in PINS if getattr(self.config, name) != getattr(EngineConfig(), name)]
+        return Profile(
+            model=self.config.model,
+            machine=self.machine,
+            device=outcome.plan.settings.get("device", ""),
+            base={name: getattr(self.config, name) for name in (*BASE, *pinned)},
+            objective=self.objective,
+            workload=Workload(
+                input_len=self.traffic.input_len,
+                output_len=self.traffic.output_len,
+                concurrency=self.traffic.concurrency,
+                request_rate=self.traffic.request_rate,
+            ),
+            when=date.today().isoformat(),
+            gained=report.gained,
+            settings=settings,
+        )
+
+
+@contextmanager
+def _noted(problems: list[str], path: Path) -> Iterator[None]:
+    """What keeps a file, or a folder on the way to it, from being written is added to `problems`."""
+    try:
+        yield
+    except OSError as error:
+        problems.append(f"{error.filename2 or error.filename or path} cannot be written: {error.strerror or error}")
+
+
+def _rate(result: Result) -> str:
+    return f"{result.at_once.tok_s:,.0f} tok/s" if result.at_once else result.status

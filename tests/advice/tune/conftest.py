@@ -1,0 +1,3 @@
+from tests.cli.conftest import model_folder
+
+__all__ = ["model_folder"]
