@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.explain.test_command_line import COMMANDS, name_of
 
 from headrace.advice.explain.case import VERDICTS
 from headrace.advice.explain.command_line import from_argv, parse_command
@@ -24,6 +23,7 @@ from headrace.errors import ConfigError
 from headrace.planner.chips import CHIPS, find_chip
 from headrace.planner.plan import make_plan
 from headrace.planner.plan_request import PlanRequest
+from tests.advice.explain.test_command_line import COMMANDS, name_of
 
 BLOG = (
     "VLLM_ROCM_USE_AITER=1 VLLM_ROCM_QUICK_REDUCE_QUANTIZATION=INT4 VLLM_ROCM_USE_AITER_MHA=0 HIP_FORCE_DEV_KERNARG=1 "
