@@ -1,4 +1,4 @@
-"""The program of one process of a trial, a server or its client: it writes to a log file.
+"""Runs one process of a trial, a server or its client, whose output goes to a log file.
 
 It ends with the process that started it (process.py), and Ctrl-C is left to that one.
 """
@@ -18,28 +18,30 @@ from headrace.errors import HeadraceError
 from headrace.process import read_config
 
 
-class Orders(msgspec.Struct):
+class ChildConfig(msgspec.Struct):
+    """Tells the process what to run: the engine, or a command line where there is one."""
+
     log: str
     engine: dict[str, Any] = {}
-    """fields of EngineConfig: serve it"""
+    """Fields of the EngineConfig to serve."""
     port: int = 0
     argv: list[str] = []
-    """a headrace command line: run that instead"""
+    """A command line of headrace."""
 
 
 def main() -> int:
-    orders = msgspec.json.decode(read_config(sys.argv), type=Orders)
-    with Path(orders.log).open("ab") as log:
+    config = msgspec.json.decode(read_config(sys.argv), type=ChildConfig)
+    with Path(config.log).open("ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    if orders.argv:
+    if config.argv:
         # By name, as this folder stands below the command line: the client is what a user would type.
-        return int(importlib.import_module("headrace.cli.main").main(orders.argv))
+        return int(importlib.import_module("headrace.cli.main").main(config.argv))
 
     from headrace.server.run import run_server
 
     try:
-        return run_server(EngineConfig(**orders.engine), ServerConfig(port=orders.port))
+        return run_server(EngineConfig(**config.engine), ServerConfig(port=config.port))
     except HeadraceError as error:
         print("headrace: error: " + " ".join(str(error).split()), file=sys.stderr)
         return error.exit_code

@@ -1,16 +1,13 @@
-"""Which values of each knob are worth a trial around a plan, and in which order: by the planner's own prediction.
-
-Runs nothing.
-"""
+"""Chooses which values of each knob are worth a trial, and orders them by what the planner predicts. Runs nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
+from headrace.advice.tune.options import TuneOptions
 from headrace.advice.tune.record import Trial
-from headrace.advice.tune.trial import Traffic, changed
+from headrace.advice.tune.trial import changed
 from headrace.attention.table import BACKENDS, reasons_against, select_backend
 from headrace.cache_groups import same_layout
 from headrace.config import EngineConfig
@@ -26,51 +23,71 @@ from headrace.step import WorkerFacts
 
 KNOBS = ("max_num_batched_tokens", "max_num_seqs", "cudagraph_mode", "kv_cache_dtype", "attention_backend")
 BUDGETS = tuple(1 << power for power in range(11, 17))
-"""2k to 64k tokens"""
+"""Tokens of a step: 2k to 64k."""
 GRAPHS = ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "PIECEWISE", "NONE")
 
 
 def is_pinned(knob: str, config: EngineConfig) -> bool:
-    """The user has given it."""
+    """Return whether the user has set the knob, so that it is not varied."""
     if knob == "cudagraph_mode":
         return config.enforce_eager or any(key in config.compilation_config for key in GRAPH_KEYS)
     return getattr(config, knob) not in (None, "auto")
 
 
 def trials_of(
-    knobs: Iterable[str], config: EngineConfig, model: ModelConfig, settings: dict[str, Any], traffic: Traffic
+    knobs: Iterable[str], config: EngineConfig, model: ModelConfig, settings: dict[str, Any], load: TuneOptions
 ) -> list[Trial]:
-    """One knob changed in each, the most promising first. `settings`: the plan's, by field."""
-    trials = [
-        (distance, Trial({knob: value}))
-        for knob in knobs
-        if not is_pinned(knob, config)
-        for distance, value in enumerate(_values(knob, resolved(config, settings), model, settings, traffic))
-    ]
-    gpu = next(iter(read_gpus()), ("cpu", 1 << 40))
-    predict = partial(_predicted, config=config, model=model, settings=settings, traffic=traffic, gpu=gpu)
-    plan = predict(Trial({}))
-    ranked = sorted(trials, key=lambda entry: (-_promise(plan, predict(entry[1])), entry[0]))
-    return [trial for _, trial in ranked]
+    """Return trials with one knob changed in each, the most promising first; `settings` are the plan's, by field."""
+    plan = resolved(config, settings)
+    gpu, memory = next(iter(read_gpus()), ("cpu", 1 << 40))
+
+    def predict(trial: Trial) -> float | None:
+        """The planner's score of the trial; None where it can tell nothing."""
+        blocks = int(settings.get("num_gpu_blocks", 0))
+        if (cache := trial.changes.get("kv_cache_dtype")) is not None:
+            blocks = 2 * blocks if cache == "fp8" else blocks // 2
+        try:
+            changed_plan = changed(plan, trial).replace(
+                expected_input_len=load.input_len,
+                expected_output_len=load.output_len,
+                expected_concurrency=load.requests_at_once,
+            )
+            facts = WorkerFacts(plan.device, gpu, memory, 0, same_layout(plan.block_size), 0, "")
+            expected = expect(changed_plan, model, [facts], blocks)
+        except ConfigError:
+            return None
+        return None if expected is None else score(config.objective or USUAL_OBJECTIVE, expected.prediction)
+
+    unchanged = predict(Trial({}))
+    ranked = []
+    for knob in knobs:
+        for distance, value in enumerate([] if is_pinned(knob, config) else _values(knob, plan, model, settings, load)):
+            trial = Trial({knob: value})
+            predicted = predict(trial)
+            better = (predicted - unchanged) / abs(unchanged) if predicted is not None and unchanged else 0.0
+            ranked.append((-better, distance, trial))
+    return [trial for _, _, trial in sorted(ranked, key=lambda entry: entry[:2])]
 
 
 def resolved(config: EngineConfig, settings: dict[str, Any]) -> EngineConfig:
-    """The config as the engine settled it."""
+    """Return the config with what the engine decided in place of what the user left open."""
     names = ("device", "dtype", "kv_cache_dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
     mode = {"cudagraph_mode": settings.get("cudagraph_mode", "NONE")}
     known = {name: settings[name] for name in names if name in settings}
     return config.replace(**known, compilation_config=config.compilation_config | mode)
 
 
-def _values(knob: str, plan: EngineConfig, model: ModelConfig, settings: dict[str, Any], traffic: Traffic) -> list[Any]:
+def _values(
+    knob: str, plan: EngineConfig, model: ModelConfig, settings: dict[str, Any], load: TuneOptions
+) -> list[Any]:
     """Nearest to the plan's first; none that would be the plan's under another name."""
     seqs, budget = plan.max_num_seqs or 1, plan.max_num_batched_tokens or 1
     if knob == "max_num_batched_tokens":
-        return _nearest([value for value in BUDGETS if value >= seqs], budget, traffic.at_once * traffic.input_len)
+        return _nearest([value for value in BUDGETS if value >= seqs], budget, load.requests_at_once * load.input_len)
     if knob == "max_num_seqs":
-        here = min(seqs, _ladder_up(traffic.at_once))
+        here = min(seqs, _ladder_up(load.requests_at_once))
         values = [here >> 3, here >> 2, here >> 1, here << 1, here << 2]
-        return _nearest([value for value in values if 0 < value <= budget], here, traffic.at_once)
+        return _nearest([value for value in values if 0 < value <= budget], here, load.requests_at_once)
     if knob == "cudagraph_mode":
         modes = GRAPHS if settings.get("device") == "cuda" else ()
         return [mode for mode in modes if mode != settings.get("cudagraph_mode")]
@@ -102,34 +119,3 @@ def _backends(plan: EngineConfig, model: ModelConfig) -> list[str]:
     )
     chosen = select_backend(specs).name
     return [entry.name for entry in BACKENDS if entry.name != chosen and not reasons_against(entry, specs)]
-
-
-def _promise(before: float | None, after: float | None) -> float:
-    """How much better than the plan the planner thinks a trial is; 0 where it cannot tell."""
-    if before is None or after is None:
-        return 0.0
-    return (after - before) / abs(before) if before else 0.0
-
-
-def _predicted(
-    trial: Trial,
-    config: EngineConfig,
-    model: ModelConfig,
-    settings: dict[str, Any],
-    traffic: Traffic,
-    gpu: tuple[str, int],
-) -> float | None:
-    """`gpu`: its name and its memory in bytes."""
-    blocks = int(settings.get("num_gpu_blocks", 0))
-    if (cache := trial.changes.get("kv_cache_dtype")) is not None:
-        blocks = 2 * blocks if cache == "fp8" else blocks // 2
-    try:
-        plan = changed(resolved(config, settings), trial).replace(
-            expected_input_len=traffic.input_len,
-            expected_output_len=traffic.output_len,
-            expected_concurrency=traffic.at_once,
-        )
-        found = expect(plan, model, [WorkerFacts(plan.device, *gpu, 0, same_layout(plan.block_size), 0, "")], blocks)
-    except ConfigError:
-        return None
-    return None if found is None else score(config.objective or USUAL_OBJECTIVE, found.prediction)

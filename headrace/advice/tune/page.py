@@ -1,49 +1,107 @@
-"""What tuning found as one HTML page that needs nothing else."""
+"""Writes a tuning report as one HTML page without scripts: what the terminal shows, and throughput against latency."""
 
 from __future__ import annotations
 
 import html
+import io
+import itertools
+import math
 
-from headrace.advice.tune.picture import COLOURS, panels, svg
-from headrace.advice.tune.report import HEADS, Report, cells, kind, value
+from headrace.advice.tune.report import COLOURS, PLAN, Report, kind
 
-STYLE = """:root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:1120px;margin:2rem auto;
-padding:0 1rem}h1{font-size:1.3rem;margin:0}p{margin:.3rem 0}.plots{display:flex;flex-wrap:wrap;gap:1rem;margin:1rem 0}
-svg{flex:1 1 440px;max-width:100%;height:auto}svg text{font-size:12px;fill:currentColor}svg .axis{font-weight:600}
-svg .number{fill:#fff;font-size:9px;font-weight:700}
-.grid{stroke:currentColor;opacity:.15;fill:none}.front{fill:none;stroke:currentColor;opacity:.6;stroke-dasharray:5 4}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums}th,td{padding:.2rem .7rem;text-align:right;
-border-bottom:1px solid color-mix(in srgb,currentColor 15%,transparent)}
-th:nth-child(-n+2),td:nth-child(-n+2){text-align:left}
-.best{font-weight:700}.dot{display:inline-block;min-width:1.5em;
-border-radius:1em;margin-right:.5em;color:#fff;font:700 .75em/1.5 system-ui;text-align:center}
-.wide{overflow-x:auto}.bad{opacity:.7}"""
+PLOTS = (("itl_p99", "ITL p99, ms"), ("ttft_p99", "TTFT p99, ms"))
+FAR = 2.0
+"""Trials worse than the plan by this factor are left to the table, so that the others do not crowd together..."""
+FEWEST = 4
+"""...if at least this many remain in the plot."""
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 520, 340, 64, 46, 30, 16
+PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>headrace tune</title><style>
+:root{{color-scheme:light dark}}body{{font:15px/1.5 system-ui,sans-serif;max-width:1120px;margin:2rem auto}}
+pre{{font:13px/1.4 ui-monospace,monospace;overflow-x:auto}}.plots{{display:flex;flex-wrap:wrap;gap:1rem}}
+svg{{flex:1 1 440px;max-width:100%}}text{{font-size:12px;fill:currentColor}}
+.grid{{stroke:currentColor;opacity:.15}}.front{{fill:none;stroke:currentColor;opacity:.6;stroke-dasharray:5 4}}
+{stylesheet}</style><pre>{code}</pre><div class="plots">PLOTS</div>
+<p>Numbers are rows of the table; the diamond is the plan. No trial beats those on the dashed line in both figures.</p>
+"""
+Point = tuple[float, float]
 
 
 def page(report: Report) -> str:
-    rows = []
-    for number, result in enumerate(report.runs, 1):
-        best = ' class="best"' if result is report.outcome.best else ""
-        dot = f'<span class="dot" style="background:{COLOURS[kind(result)]}">{number}</span>'
-        name = f"<td>{dot}{html.escape(kind(result))}</td><td>{html.escape(value(result))}</td>"
-        if result.ok:
-            rest = "".join(f"<td>{text}</td>" for text in [*cells(result), report.versus(result)])
-            rows.append(f"<tr{best}>{name}{rest}</tr>")
-        else:
-            rows.append(
-                f'<tr class="bad">{name}<td colspan="6">{html.escape(f"{result.status}: {result.why}")}</td></tr>'
-            )
-    head = "".join(f"<th>{text}</th>" for text in HEADS)
-    plots = "".join(svg(panel) for panel in panels(report))
-    title = html.escape(report.title)
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>headrace tune: {title}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style><h1>{title}</h1>'
-        f"<p>{html.escape(report.load)}</p><p><b>{html.escape(report.verdict())}</b></p>"
-        f"<p>{html.escape(report.standing_line())} {html.escape(report.doubt())} {html.escape(report.proposal())}</p>"
-        f'<div class="plots">{plots}</div>'
-        "<p>The dashed line is the front: no other setting has both more tokens and shorter waits. Numbers are "
-        "rows of the table; the diamond is the plan.</p>"
-        f'<div class="wide"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
-        f"<p>Milliseconds; vs plan in {report.gained}.</p></html>\n"
-    )
+    """Return the page as HTML; it refers to nothing outside itself."""
+    from rich.console import Console
+
+    console = Console(record=True, file=io.StringIO(), width=160, highlight=False)
+    report.print(console)
+    plots = "".join(svg(report, figure, label) for figure, label in PLOTS)
+    return console.export_html(code_format=PAGE).replace("PLOTS", plots)
+
+
+def svg(report: Report, figure: str, label: str) -> str:
+    """Return a scatter plot with a latency to the right and throughput upwards."""
+    runs = {number: result for number, result in enumerate(report.runs, 1) if result.ok}
+    points = {number: (getattr(result.latencies, figure), result.tok_s) for number, result in runs.items()}
+    front = {number for number, best in zip(points, pareto(list(points.values())), strict=True) if best}
+    x, y = points[1]  # the plan's
+    near = {number: point for number, point in points.items() if point[0] <= FAR * x and point[1] >= y / FAR}
+    shown = near if len(near) >= FEWEST else points
+    (x0, x1), (y0, y1) = (_axis([point[axis] for point in shown.values()]) for axis in (0, 1))
+
+    def at(x: float, y: float) -> Point:
+        return (
+            LEFT + (x - x0) / (x1 - x0) * (WIDTH - LEFT - RIGHT),
+            HEIGHT - BOTTOM - (y - y0) / (y1 - y0) * (HEIGHT - BOTTOM - TOP),
+        )
+
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="throughput against {label}">']
+    for tick in ticks(x0, x1):
+        px = at(tick, y0)[0]
+        parts.append(f'<path class="grid" d="M{px:.1f} {TOP}V{HEIGHT - BOTTOM}"/>')
+        parts.append(f'<text x="{px:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{tick:,.6g}</text>')
+    for tick in ticks(y0, y1):
+        py = at(x0, tick)[1]
+        parts.append(f'<path class="grid" d="M{LEFT} {py:.1f}H{WIDTH - RIGHT}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{py + 4:.1f}" text-anchor="end">{tick:,.6g}</text>')
+    steps = (at(*point) for point in _steps([shown[number] for number in front & {*shown}]))
+    parts.append(f'<polyline class="front" points="{" ".join(f"{px:.1f},{py:.1f}" for px, py in steps)}"/>')
+    for number in sorted(shown, key=lambda number: (number == 1, number in front)):  # nothing hides the plan
+        result, (px, py) = runs[number], at(*shown[number])
+        what = f"{result.trial.title}: {shown[number][1]:,.0f} tok/s, {label} {shown[number][0]:,.1f}"
+        is_plan = kind(result) == PLAN
+        turn = f' transform="rotate(45 {px:.1f} {py:.1f})"' if is_plan else ' rx="8"'
+        faint = "" if number in front or is_plan else ' opacity=".6"'
+        parts.append(
+            f'<g{faint}><title>{html.escape(what)}</title><rect x="{px - 8:.1f}" y="{py - 8:.1f}" width="16" '
+            f'height="16"{turn} fill="{COLOURS[kind(result)]}"/>'
+            f'<text x="{px:.1f}" y="{py + 4:.1f}" text-anchor="middle">{number}</text></g>'
+        )
+    outside = f" ({len(points) - len(shown)} far off not shown)" if len(shown) < len(points) else ""
+    parts.append(f'<text x="{LEFT}" y="16">output tok/s</text>')
+    parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 8}" text-anchor="end">{label}{outside}</text></svg>')
+    return "".join(parts)
+
+
+def pareto(points: list[Point]) -> list[bool]:
+    """Return which points of (latency, throughput) no other beats in one without losing in the other."""
+    return [not any((x <= px and y >= py) and (x < px or y > py) for x, y in points) for px, py in points]
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Return four to eight round figures between two."""
+    raw = (high - low) / 4
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = max(factor * power for factor in (1, 2, 5) if factor * power <= raw)
+    return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _axis(values: list[float]) -> Point:
+    """Where an axis begins and ends: a little outside of the values."""
+    low, high = min(values), max(values)
+    margin = (high - low) * 0.1 or abs(high) * 0.1 or 1.0
+    return low - margin, high + margin
+
+
+def _steps(front: list[Point]) -> list[Point]:
+    """The front as a staircase: until the next point is reached, the one before is the best."""
+    corners = sorted(set(front))
+    between = [(right[0], left[1]) for left, right in itertools.pairwise(corners)]
+    return [point for pair in itertools.zip_longest(corners, between) for point in pair if point is not None]

@@ -1,7 +1,7 @@
-"""What is tried, what came of it, and the file that keeps it, a line a trial.
+"""Defines trials and their results, and keeps them in a file with one line for each trial.
 
-A line is whole on the disk before the next trial starts, so whatever ends the process, what was measured stays. Where
-the disk takes no line, the results last as long as the process.
+A line is on the disk, whole, before the next trial starts, so what was measured survives whatever ends the process.
+Where the disk takes no line, the results last as long as the process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Load(msgspec.Struct, frozen=True):
-    """What `headrace bench serve` measured under one kind of load; milliseconds, tokens/s."""
+    """Holds what `headrace bench serve` measured under one kind of load, in milliseconds and tokens/s."""
 
     tok_s: Positive
     ttft_p50: float
@@ -32,12 +32,12 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """The plan with one knob changed, or with several."""
+    """Describes what to measure: the plan with some knobs changed."""
 
     changes: dict[str, Any]
-    """knob -> value; empty: the plan itself"""
+    """Knob -> value; empty: the plan itself."""
     again: bool = False
-    """The same once more, as single runs differ"""
+    """It is a second run of the same, as single runs differ."""
 
     @property
     def id(self) -> str:
@@ -45,7 +45,7 @@ class Trial(msgspec.Struct, frozen=True):
 
     @property
     def is_lossy(self) -> bool:
-        """It rounds what the plan does not, so its answers are others."""
+        """Whether it rounds what the plan does not, which changes answers."""
         return str(self.changes.get("kv_cache_dtype")).startswith("fp8")
 
     @property
@@ -56,15 +56,19 @@ class Trial(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
+    """Holds what came of a trial."""
+
     trial: Trial
     status: str
-    """ok, failed or timeout"""
+    """`ok`, `failed` or `timeout`."""
     seconds: float
     why: str = ""
     at_once: Load | None = None
+    """Measured with as many requests in flight as the load allows."""
     at_rate: Load | None = None
+    """Measured at the user's request rate, where there is one."""
     settings: dict[str, Any] = {}
-    """what the engine decided, by field"""
+    """What the engine decided, by field."""
 
     def __post_init__(self) -> None:
         if self.ok and self.at_once is None:
@@ -75,11 +79,16 @@ class Result(msgspec.Struct, frozen=True):
         return self.status == "ok"
 
     @property
-    def felt(self) -> Load:
-        """The load whose latencies count: at the rate, where there is one."""
-        found = self.at_rate or self.at_once
-        assert found is not None
-        return found
+    def latencies(self) -> Load:
+        """The measurement whose latencies count: that at the request rate, where there is one."""
+        measured = self.at_rate or self.at_once
+        assert measured is not None
+        return measured
+
+    @property
+    def tok_s(self) -> float:
+        """Output tokens per second under full load; 0 where nothing was measured."""
+        return self.at_once.tok_s if self.at_once else 0.0
 
 
 class _Line(msgspec.Struct):
@@ -88,14 +97,14 @@ class _Line(msgspec.Struct):
 
 
 class Journal:
-    """The results of one task (`key`) in a file that may hold those of others."""
+    """Keeps the results of one task (`key`) in a file that may also hold those of other tasks."""
 
     def __init__(self, path: Path, key: str, say: Callable[[str], None]) -> None:
         """Raises ConfigError for a file that cannot be read."""
         self._path, self._key, self._say = path, key, say
         self.results: dict[str, Result] = {}
         self.lost = ""
-        """why some results are in this process alone; empty: all are in the file"""
+        """Why some results are in this process alone; empty: all are in the file."""
         try:
             self._read()
         except (FileNotFoundError, NotADirectoryError):
@@ -104,7 +113,7 @@ class Journal:
             raise _unusable(path, error) from None
 
     def start_anew(self) -> None:
-        """The old file is kept beside the new one. Raises ConfigError where it cannot be."""
+        """Forget all results, and rename the file so that it stays beside the new one. Raises ConfigError."""
         self.results = {}
         try:
             if self._path.exists():
@@ -113,7 +122,7 @@ class Journal:
             raise _unusable(self._path, error) from None
 
     def add(self, result: Result) -> None:
-        """Where the file cannot be written the result is kept in memory, and `lost` says why."""
+        """Keep a result; where the file cannot be written, it stays in memory and `lost` says why."""
         self.results[result.trial.id] = result
         try:
             _append(self._path, msgspec.json.encode(_Line(self._key, result)) + b"\n")

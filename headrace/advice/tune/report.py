@@ -1,49 +1,69 @@
-"""What tuning found, as a table for the terminal and as JSON."""
+"""Reports what tuning found: on a terminal, as JSON, and as sentences that the page shows too."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.advice.tune.knobs import KNOBS
 from headrace.advice.tune.record import Result
 from headrace.advice.tune.tuner import NOISE, WORSE, Outcome, gain, gained, may_win
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 TOGETHER, PLAN = "together", "the plan"
-KINDS = (PLAN, *KNOBS, TOGETHER)
-HEADS = ("knob", "value", "tok/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "vs plan")
+COLOURS = {
+    PLAN: "#d62728",
+    "max_num_batched_tokens": "#0072b2",
+    "max_num_seqs": "#e08a00",
+    "cudagraph_mode": "#009e73",
+    "kv_cache_dtype": "#b05a8f",
+    "attention_backend": "#4aa8dc",
+    TOGETHER: "#7d7d7d",
+}
+"""What a trial varies -> its colour in table and plots; the table's order."""
+HEADS = ("#", "knob", "value", "tok/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "vs plan")
+LATENCIES = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
 
 
 @dataclass(frozen=True)
 class Report:
+    """Holds an outcome with what is needed to describe it."""
+
     outcome: Outcome
     objective: str
     title: str
-    """model on machine"""
+    """Model and machine."""
     load: str
 
     @property
     def runs(self) -> list[Result]:
-        """The plan, then knob by knob, then what was tried together."""
-        rest = sorted(self.outcome.results, key=lambda result: (KINDS.index(kind(result)), value(result).zfill(9)))
+        """The plan, then trials by knob, then those of several knobs together."""
+        kinds = list(COLOURS)
+        rest = sorted(self.outcome.results, key=lambda result: (kinds.index(kind(result)), value(result).zfill(9)))
         return [self.outcome.plan, *rest]
 
     @property
     def gained(self) -> str:
+        """The name of the figure that gains are counted in."""
         return gained(self.objective, self.outcome.plan.at_rate is not None)
 
+    def gain(self, result: Result) -> float:
+        """Return how many times better than the plan a result is; 0: failed, or too much worse in something else."""
+        return gain(self.objective, result, self.outcome.plan)
+
     def versus(self, result: Result) -> str:
-        found = gain(self.objective, result, self.outcome.plan)
+        """Return the gain over the plan as text, such as `+3.1%`."""
         if result is self.outcome.plan:
             return ""
-        return f"{found - 1:+.1%}" if found else "-"
+        return f"{self.gain(result) - 1:+.1%}" if self.gain(result) else "-"
 
     def verdict(self) -> str:
+        """Return the sentence that names the best setting."""
         best = self.outcome.best
         if best is self.outcome.plan:
             twice = "both runs of " if any(result.trial.again and result.ok for result in self.runs) else ""
@@ -51,97 +71,108 @@ class Report:
         return f"Best: {best.trial.title}, {self.versus(best)} over the plan in {self.gained}."
 
     def doubt(self) -> str:
-        """What speaks against the verdict; empty: nothing"""
-        if self.outcome.weighed:
+        """Return what speaks against the verdict; nothing where the plan was measured twice."""
+        if self.outcome.confirmed:
             return ""
         return "The plan was not measured again, for lack of time or because it failed, so this may be chance."
 
     def proposal(self) -> str:
-        """What a lossy setting that may not win would give, and how to ask for it; empty: nothing beyond noise"""
-        found = [run for run in self.runs if not may_win(self.objective, run.trial)]
-        gains = {gain(self.objective, run, self.outcome.plan): run for run in found}
-        if max(gains, default=0.0) <= 1 + NOISE:
+        """Return what a lossy setting that may not win would gain, and how to ask for it; nothing within the noise."""
+        lossy = [run for run in self.runs if not may_win(self.objective, run.trial)]
+        best = max(lossy, key=self.gain, default=None)
+        if best is None or self.gain(best) <= 1 + NOISE:
             return ""
-        best = gains[max(gains)]
         return (
             f"Not taken: {best.trial.title}, {self.versus(best)} over the plan in {self.gained}. It moves answers, so "
             "no profile holds it: --kv-cache-dtype fp8 asks for it."
         )
 
     def standing(self) -> dict[str, tuple[float, Result]]:
-        """Figure -> (what the plan lacks of the best, 0.03: 3%; the best), each figure by itself, of what may win. The
-        best ITL is that of settings whose TTFT is within 1.1 times the best."""
-        plan = self.outcome.plan
+        """Return, for each figure, the share by which the plan falls short of the best, and the best.
+
+        The best ITL is that of settings whose TTFT is within 1.1 times the best. What may not win does not count.
+        """
+        plan = self.outcome.plan.latencies
         runs = [result for result in self.runs if result.ok and may_win(self.objective, result.trial)]
-        most = max(runs, key=_tok_s)
-        first = min(runs, key=lambda result: result.felt.ttft_p99)
-        prompt = [result for result in runs if result.felt.ttft_p99 <= WORSE * first.felt.ttft_p99]
-        smooth = min(prompt, key=lambda result: result.felt.itl_p99)
+        most = max(runs, key=lambda result: result.tok_s)
+        first = min(runs, key=lambda result: result.latencies.ttft_p99)
+        prompt = [result for result in runs if result.latencies.ttft_p99 <= WORSE * first.latencies.ttft_p99]
+        smooth = min(prompt, key=lambda result: result.latencies.itl_p99)
         return {
-            "output tok/s": (1 - _tok_s(plan) / _tok_s(most), most),
-            "ITL p99": (plan.felt.itl_p99 / max(smooth.felt.itl_p99, 1e-9) - 1, smooth),
-            "TTFT p99": (plan.felt.ttft_p99 / first.felt.ttft_p99 - 1, first),
+            "output tok/s": (1 - self.outcome.plan.tok_s / most.tok_s, most),
+            "ITL p99": (plan.itl_p99 / max(smooth.latencies.itl_p99, 1e-9) - 1, smooth),
+            "TTFT p99": (plan.ttft_p99 / first.latencies.ttft_p99 - 1, first),
         }
 
     def standing_line(self) -> str:
-        """`The plan against the best of each: output tok/s 1.2% less than max_num_seqs 512, ...`"""
-        said = []
+        """Return `standing` as a sentence: `... output tok/s 1.2% less than with max_num_seqs 512, ...`."""
+        parts = []
         for figure, (lacks, best) in self.standing().items():
             if not best.trial.changes:
-                said.append(f"{figure} is the best")
+                parts.append(f"{figure} is the best")
             else:
-                how = "less" if figure == "output tok/s" else "more"
-                if lacks < 0:
-                    lacks, how = -lacks, "less"
-                said.append(f"{figure} {lacks:.1%} {how} than with {best.trial.title}")
-        return "The plan against the best of each: " + ", ".join(said) + "."
+                how = "less" if figure == "output tok/s" or lacks < 0 else "more"
+                parts.append(f"{figure} {abs(lacks):.1%} {how} than with {best.trial.title}")
+        return "The plan against the best of each: " + ", ".join(parts) + "."
 
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yield what stands below the table, each line with its style."""
+        for result in self.runs:
+            if not result.ok:
+                yield f"{result.trial.title}: {result.why}", "dim"
+        yield f"Milliseconds; vs plan in {self.gained}; `-`: too much worse in something else.", "dim"
+        yield self.standing_line(), ""
+        yield self.verdict(), "bold"
+        yield self.proposal(), ""
+        if self.outcome.left:
+            yield f"{self.outcome.left} trials found no time; the same command goes on with them.", "yellow"
+        if not self.outcome.together:
+            yield "The winners were not measured together: there was no time.", "yellow"
+        yield self.doubt(), "yellow"
 
-def _tok_s(result: Result) -> float:
-    return result.at_once.tok_s if result.at_once else 0.0
+    def print(self, console: Console) -> None:
+        """Print the table and what is to be said of it."""
+        console.print(rich_table(self))
+        for line, style in self.lines():
+            if line:
+                console.print(line, markup=False, style=style, soft_wrap=console.record)
 
 
 def kind(result: Result) -> str:
+    """Return what a trial varies: one of the names in COLOURS."""
     knobs = list(result.trial.changes)
     return PLAN if not knobs else knobs[0] if len(knobs) == 1 else TOGETHER
 
 
 def value(result: Result) -> str:
+    """Return the value that a trial tries, as the table shows it."""
     if len(result.trial.changes) == 1:
         return str(*result.trial.changes.values()) + (" (lossy)" if result.trial.is_lossy else "")
     return result.trial.title if result.trial.changes else "again" if result.trial.again else ""
 
 
-def cells(result: Result) -> list[str]:
-    felt, full = result.felt, result.at_once
-    assert full is not None
-    return [
-        f"{full.tok_s:,.0f}",
-        *(f"{figure:,.1f}" for figure in (felt.ttft_p50, felt.ttft_p99, felt.itl_p50, felt.itl_p99)),
-    ]
-
-
 def rich_table(report: Report) -> Table:
+    """Return one row for each trial; its number is its mark in the page's plots."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title=f"{report.title}\n{report.load}", title_justify="left", title_style="bold", box=None)
     for head in HEADS:
-        table.add_column(head, justify="left" if head in HEADS[:2] else "right")
-    for result in report.runs:
-        style = "bold green" if result is report.outcome.best else ""
+        table.add_column(head, justify="left" if head in ("knob", "value") else "right")
+    for number, result in enumerate(report.runs, 1):
+        cells = [Text(str(number), COLOURS[kind(result)]), kind(result), value(result)]
         if result.ok:
-            table.add_row(kind(result), value(result), *cells(result), report.versus(result), style=style)
+            latencies = (f"{getattr(result.latencies, name):,.1f}" for name in LATENCIES)
+            cells += [f"{result.tok_s:,.0f}", *latencies, report.versus(result)]
         else:
-            table.add_row(kind(result), value(result), Text(result.status, "red"), style="dim")
+            cells.append(Text(result.status, "red"))
+        style = "bold green" if result is report.outcome.best else "" if result.ok else "dim"
+        table.add_row(*cells, style=style)
     return table
 
 
-def failures(report: Report) -> list[str]:
-    return [f"{result.trial.title}: {result.why}" for result in report.runs if not result.ok]
-
-
 def as_json(report: Report) -> dict[str, Any]:
+    """Return what --json prints."""
     outcome = report.outcome
     return {
         "title": report.title,
@@ -149,15 +180,14 @@ def as_json(report: Report) -> dict[str, Any]:
         "objective": report.objective,
         "gain_in": report.gained,
         "best": outcome.best.trial.changes,
-        "gain": gain(report.objective, outcome.best, outcome.plan),
+        "gain": report.gain(outcome.best),
         "left": outcome.left,
-        "weighed_twice": outcome.weighed,
+        "weighed_twice": outcome.confirmed,
         "plan_lacks": {
             figure: {"share": lacks, "of": best.trial.changes} for figure, (lacks, best) in report.standing().items()
         },
         "trials": [
-            msgspec.to_builtins(result)
-            | {"gain": gain(report.objective, result, outcome.plan), "lossy": result.trial.is_lossy}
+            msgspec.to_builtins(result) | {"gain": report.gain(result), "lossy": result.trial.is_lossy}
             for result in report.runs
         ],
     }

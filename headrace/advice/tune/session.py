@@ -1,4 +1,4 @@
-"""One call of `headrace tune`: what is asked, progress while it runs, and what is written at the end."""
+"""Runs one call of `headrace tune`: checks what is asked, shows progress, and writes profile and report at the end."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from headrace import __version__
 from headrace.advice.tune.knobs import KNOBS, is_pinned, trials_of
 from headrace.advice.tune.options import TuneOptions
 from headrace.advice.tune.page import page
-from headrace.advice.tune.picture import write_png
 from headrace.advice.tune.record import Journal, Result, Trial
-from headrace.advice.tune.report import Report, as_json, failures, rich_table
-from headrace.advice.tune.trial import Traffic, TrialRunner
+from headrace.advice.tune.report import Report, as_json
+from headrace.advice.tune.trial import TrialRunner
 from headrace.advice.tune.tuner import PLAN, RunTrial, Tuner, gain, may_win, parse_seconds
 from headrace.config import EngineConfig, cache_folder
 from headrace.errors import ConfigError, HeadraceError
@@ -33,7 +32,6 @@ from headrace.planner.profile import (
     BASE,
     Measured,
     Profile,
-    Workload,
     digest,
     machine_name,
     profile_path,
@@ -49,6 +47,8 @@ LONGEST_NAME = 60
 
 
 class Session:
+    """Holds what is tuned, on which machine, and where its results go."""
+
     def __init__(self, options: TuneOptions, config: EngineConfig) -> None:
         """Raises ConfigError for what cannot be measured."""
         self.options, self.config = options, config
@@ -58,12 +58,9 @@ class Session:
         folder = resolve_model_folder(config.model, config.revision, config.download_dir, config.load_format)
         self.model = read_served_config(folder)
         self.objective = config.objective or USUAL_OBJECTIVE
-        self.traffic = Traffic(
-            options.input_len, options.output_len, options.num_prompts, options.concurrency, options.request_rate
-        )
         self.machine = machine_name()
-        task = [dataclasses.asdict(config), dataclasses.asdict(self.traffic), self.machine, __version__, self.model.raw]
-        key = digest(task)
+        load = options.num_prompts, options.workload
+        key = digest([dataclasses.asdict(config), load, self.machine, __version__, self.model.raw])
         name = Path(config.model).name[:LONGEST_NAME] or "model"
         self.title = f"{name} on {self.machine}"
         self.folder = Path(options.output) if options.output else cache_folder() / "tune" / f"{name}-{key}"
@@ -81,10 +78,11 @@ class Session:
         return [name for name in named or KNOBS if not is_pinned(name, self.config)]
 
     def say(self, text: str) -> None:
+        """Print a remark on standard error."""
         self.console.print(f"headrace tune: {text}", markup=False, soft_wrap=True)
 
     def run(self, run_trial: RunTrial | None = None) -> int:
-        """`run_trial`: in place of engines, for tests."""
+        """Run all trials and write what came of them; `run_trial` stands in for engines in tests. Returns 0."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -95,7 +93,7 @@ class Session:
             self.say(f"{len(self.journal.results)} trials of an earlier run are kept (--fresh measures anew)")
         if run_trial is None:
             clients = min(MOST_CLIENTS, max(1, len(os.sched_getaffinity(0)) // 4))
-            run_trial = TrialRunner(self.config, self.traffic, self.model.vocab_size, clients, self._on_stage)
+            run_trial = TrialRunner(self.config, self.options, self.model.vocab_size, clients, self._on_stage)
         tuner = Tuner(self.journal, run_trial, self.objective, self.budget, time.monotonic, self._tell)
         try:
             with self.console.status("") as self._status:
@@ -107,10 +105,10 @@ class Session:
         return 0
 
     def _trials(self, plan: Result) -> list[Trial]:
-        return trials_of(self.knobs, self.config, self.model, plan.settings, self.traffic)
+        return trials_of(self.knobs, self.config, self.model, plan.settings, self.options)
 
     def _load(self) -> str:
-        load = self.traffic
+        load = self.options
         many = f"{load.num_prompts} requests of {load.input_len} in / {load.output_len} out, "
         many += "all at once" if load.concurrency is None else f"{load.concurrency} at a time"
         return many + (f"; waiting times at {load.request_rate:g} requests/s" if load.request_rate else "")
@@ -133,14 +131,14 @@ class Session:
             return
         found = f"{result.status}: {result.why}"
         if result.ok:
-            felt = result.felt
-            found = f"{_rate(result)}, TTFT p99 {felt.ttft_p99:,.1f} ms, ITL p99 {felt.itl_p99:,.1f} ms"
+            latencies = result.latencies
+            found = f"{_rate(result)}, TTFT p99 {latencies.ttft_p99:,.1f} ms, ITL p99 {latencies.itl_p99:,.1f} ms"
         self.console.print(f"{self._line}: {found}  ({result.seconds:.0f} s)", markup=False, soft_wrap=True)
 
     def _finish(self, report: Report) -> None:
         """The profile first: it is what the run was for. Raises HeadraceError at the end for all that could not be
         written, so that one file harms none of the others."""
-        picture, text = self.folder / "pareto.png", self.folder / "report.html"
+        text = self.folder / "report.html"
         problems, places = [self.journal.lost] if self.journal.lost else [], list[str]()
         profile: Path | None = None
         with _noted(problems, profile_path(self.model, self.machine)):
@@ -149,9 +147,6 @@ class Session:
         with _noted(problems, text):
             text.write_text(page(report), encoding="utf-8")
             places.append(f"report   {text}")
-        with _noted(problems, picture):
-            missing = "none: matplotlib is not installed (headrace[report])"
-            places.append(f"picture  {picture if write_png(report, picture) else missing}")
         if self.options.json:
             written = {"folder": str(self.folder), "profile": profile and str(profile)}
             print(json.dumps(as_json(report) | written, indent=1))
@@ -163,28 +158,14 @@ class Session:
     def _print(self, report: Report, places: list[str]) -> None:
         console = Console(highlight=False)
         console = Console(highlight=False, width=console.width if console.is_terminal else OFF_TERMINAL)
-        console.print(rich_table(report))
-        for line in failures(report):
-            console.print(line, markup=False, style="dim")
-        console.print(f"Milliseconds; vs plan in {report.gained}; `-`: too much worse in something else.", style="dim")
-        console.print(report.standing_line(), markup=False)
-        console.print(report.verdict(), markup=False, style="bold")
-        if report.proposal():
-            console.print(report.proposal(), markup=False)
-        if report.outcome.left:
-            left = f"{report.outcome.left} trials found no time; the same command goes on with them."
-            console.print(left, style="yellow")
-        if not report.outcome.together:
-            console.print("The winners were not measured together: there was no time.", style="yellow")
-        if report.doubt():
-            console.print(report.doubt(), markup=False, style="yellow")
+        report.print(console)
         for place in places:
             console.print(place, soft_wrap=True, markup=False)
 
     def _profile(self, report: Report) -> Profile:
         """Of the best trial, each field with what it gained alone."""
         outcome = report.outcome
-        alone = {result.trial.id: gain(self.objective, result, outcome.plan) for result in outcome.results}
+        alone = {result.trial.id: report.gain(result) for result in outcome.results}
         settings = {
             name: Measured(value, outcome.plan.settings.get(name), alone[Trial({name: value}).id])
             for name, value in outcome.best.trial.changes.items()
@@ -196,12 +177,7 @@ class Session:
             device=outcome.plan.settings.get("device", ""),
             base={name: getattr(self.config, name) for name in (*BASE, *pinned)},
             objective=self.objective,
-            workload=Workload(
-                input_len=self.traffic.input_len,
-                output_len=self.traffic.output_len,
-                concurrency=self.traffic.concurrency,
-                request_rate=self.traffic.request_rate,
-            ),
+            workload=self.options.workload,
             when=date.today().isoformat(),
             gained=report.gained,
             settings=settings,

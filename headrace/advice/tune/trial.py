@@ -1,6 +1,6 @@
-"""One trial: an engine served in a process of its own, loads sent by `headrace bench serve`, and what came back.
+"""Runs a trial: an engine in a process of its own, to which `headrace bench serve` sends the load.
 
-Whatever goes wrong in there is a result. Decides nothing.
+Whatever goes wrong in these processes is a result, not an error.
 """
 
 from __future__ import annotations
@@ -20,33 +20,20 @@ from typing import Any
 
 import msgspec
 
-from headrace.advice.tune.child import Orders
+from headrace.advice.tune.child import ChildConfig
+from headrace.advice.tune.options import TuneOptions
 from headrace.advice.tune.record import Load, Result, Trial
 from headrace.config import EngineConfig
 from headrace.process import Child, spawn
 
 POLL = 0.2
 STOP_SECONDS = 8.0
+LOAD_KEYS = ("output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms", "median_e2el_ms")
+"""What the benchmark's result file calls the fields of Load, in their order."""
 WARM_UP = (128, 32)
-"""Most tokens of each prompt and answer in a round before the first that counts: graphs are captured, and batches of
-all sizes seen. Kernels for longer prompts were compiled at the start."""
+"""Most tokens of each prompt and answer in a round that does not count: it captures graphs and sees batches of all
+sizes. Kernels for longer prompts were compiled at the start."""
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What is sent."""
-
-    input_len: int
-    output_len: int
-    num_prompts: int
-    concurrency: int | None = None
-    request_rate: float | None = None
-
-    @property
-    def at_once(self) -> int:
-        """Requests in flight under full load."""
-        return min(self.num_prompts, self.concurrency or self.num_prompts)
 
 
 class _Failed(Exception):
@@ -55,59 +42,40 @@ class _Failed(Exception):
         self.status = status
 
 
+@dataclass(frozen=True)
 class TrialRunner:
-    """Starts engines that are `config` but for what a trial changes."""
+    """Runs trials: each starts an engine with `config` but for what the trial changes, and sends it the load."""
 
-    def __init__(
-        self, config: EngineConfig, workload: Traffic, vocab_size: int, clients: int, on_stage: Callable[[str], None]
-    ) -> None:
-        self._config, self._load, self._vocab_size = config.replace(use_profile=False), workload, vocab_size
-        self._clients, self._on_stage = clients, on_stage
+    config: EngineConfig
+    load: TuneOptions
+    vocab_size: int
+    clients: int
+    on_stage: Callable[[str], None]
+    """Told what is going on."""
 
     def __call__(self, trial: Trial, limit: float) -> Result:
+        """Return what came of a trial that may take `limit` seconds; nothing is raised but KeyboardInterrupt."""
         started = time.monotonic()
+
+        def result(status: str, why: str = "", *measured: Any) -> Result:
+            return Result(trial, status, time.monotonic() - started, why, *measured)
+
         try:
             with tempfile.TemporaryDirectory(prefix="headrace-tune-", ignore_cleanup_errors=True) as folder:
-                return self._try(trial, Path(folder), started, limit)
+                run = _Run(self, Path(folder), started + limit)
+                try:
+                    settings = run.serve(changed(self.config.replace(use_profile=False), trial))
+                    return result("ok", "", *run.measure(), settings)
+                except _Failed as error:
+                    return result(error.status, str(error))
+                finally:
+                    run.stop()
         except OSError as error:
-            return Result(trial, "failed", time.monotonic() - started, str(error))
-
-    def _try(self, trial: Trial, folder: Path, started: float, limit: float) -> Result:
-        run = _Run(folder, started + limit, self._on_stage)
-        try:
-            settings = run.serve(changed(self._config, trial))
-            at_once, at_rate = self._measure(run)
-            return Result(trial, "ok", time.monotonic() - started, "", at_once, at_rate, settings)
-        except _Failed as error:
-            return Result(trial, error.status, time.monotonic() - started, str(error))
-        finally:
-            run.stop()
-
-    def _measure(self, run: _Run) -> tuple[Load, Load | None]:
-        load = self._load
-        full = [] if load.concurrency is None else ["--max-concurrency", str(load.concurrency)]
-        lengths = load.input_len, load.output_len
-        self._bench(run, "warm-up", 1, (min(lengths[0], WARM_UP[0]), min(lengths[1], WARM_UP[1])), full)
-        at_once = self._bench(run, "at once", 2, lengths, full)
-        if load.request_rate is None:
-            return at_once, None
-        rate = ["--request-rate", str(load.request_rate)]
-        return at_once, self._bench(run, f"{load.request_rate:g} requests/s", 3, lengths, rate)
-
-    def _bench(self, run: _Run, stage: str, seed: int, lengths: tuple[int, int], flags: list[str]) -> Load:
-        load, (input_len, output_len) = self._load, lengths
-        return run.bench(
-            stage,
-            [
-                *("--num-prompts", str(load.num_prompts), "--random-input-len", str(input_len)),
-                *("--random-output-len", str(output_len), "--seed", str(seed), "--ignore-eos"),
-                *("--vocab-size", str(self._vocab_size), "--num-client-processes", str(self._clients)),
-                *flags,
-            ],
-        )
+            return result("failed", str(error))
 
 
 def changed(config: EngineConfig, trial: Trial) -> EngineConfig:
+    """Return the config with what the trial changes."""
     changes = dict(trial.changes)
     if "cudagraph_mode" in changes:
         mode = {"cudagraph_mode": changes.pop("cudagraph_mode")}
@@ -118,18 +86,18 @@ def changed(config: EngineConfig, trial: Trial) -> EngineConfig:
 class _Run:
     """The processes of one trial."""
 
-    def __init__(self, folder: Path, deadline: float, on_stage: Callable[[str], None]) -> None:
-        self._folder, self._deadline, self._on_stage = folder, deadline, on_stage
+    def __init__(self, runner: TrialRunner, folder: Path, deadline: float) -> None:
+        self._runner, self._folder, self._deadline = runner, folder, deadline
         self._log = folder / "server.log"
         self._server: Child | None = None
         self._url = ""
 
     def serve(self, config: EngineConfig) -> dict[str, Any]:
-        """Start it; what it decided, by field."""
-        self._on_stage("starting")
+        """Start the engine, and return what it decided, by field."""
+        self._runner.on_stage("starting")
         port = _free_port()
         self._url = f"http://127.0.0.1:{port}"
-        self._server = self._spawn(Orders(str(self._log), dataclasses.asdict(config), port))
+        self._server = self._spawn(ChildConfig(str(self._log), dataclasses.asdict(config), port))
         while True:
             self._check_server("did not start")
             try:
@@ -139,12 +107,29 @@ class _Run:
             except (OSError, ValueError):
                 time.sleep(POLL)
 
-    def bench(self, stage: str, flags: list[str]) -> Load:
-        self._on_stage(stage)
+    def measure(self) -> tuple[Load, Load | None]:
+        """Return what was measured under full load, and at the user's request rate where there is one."""
+        load = self._runner.load
+        full = [] if load.concurrency is None else ["--max-concurrency", str(load.concurrency)]
+        self._bench("warm-up", 1, min(load.input_len, WARM_UP[0]), min(load.output_len, WARM_UP[1]), full)
+        at_once = self._bench("at once", 2, load.input_len, load.output_len, full)
+        if load.request_rate is None:
+            return at_once, None
+        rate = ["--request-rate", str(load.request_rate)]
+        return at_once, self._bench(f"{load.request_rate:g} requests/s", 3, load.input_len, load.output_len, rate)
+
+    def _bench(self, stage: str, seed: int, input_len: int, output_len: int, flags: list[str]) -> Load:
+        runner = self._runner
+        runner.on_stage(stage)
         path, log = self._folder / "result.json", self._folder / "client.log"
         path.unlink(missing_ok=True)
-        argv = ["bench", "serve", "--base-url", self._url, "--result-filename", str(path), "--disable-tqdm", *flags]
-        client = self._spawn(Orders(str(log), argv=argv))
+        argv = [
+            *("bench", "serve", "--base-url", self._url, "--result-filename", str(path), "--disable-tqdm"),
+            *("--num-prompts", str(runner.load.num_prompts), "--random-input-len", str(input_len)),
+            *("--random-output-len", str(output_len), "--seed", str(seed), "--ignore-eos"),
+            *("--vocab-size", str(runner.vocab_size), "--num-client-processes", str(runner.clients)),
+        ]
+        client = self._spawn(ChildConfig(str(log), argv=[*argv, *flags]))
         try:
             while client.is_alive():
                 self._check_server(f"died under load ({stage})")
@@ -160,21 +145,14 @@ class _Run:
         if found["failed"]:
             said = last_error(log) if found["completed"] == 0 else last_error(self._log)
             raise _Failed(f"{stage}: {found['failed']} of {found['num_prompts']} requests failed: {said}")
-        return Load(
-            found["output_throughput"],
-            found["median_ttft_ms"],
-            found["p99_ttft_ms"],
-            found["median_itl_ms"],
-            found["p99_itl_ms"],
-            found["median_e2el_ms"],
-        )
+        return Load(*(found[key] for key in LOAD_KEYS))
 
     def stop(self) -> None:
         if self._server is not None:
             self._server.stop(STOP_SECONDS)
 
-    def _spawn(self, orders: Orders) -> Child:
-        return spawn("headrace.advice.tune.child", msgspec.json.encode(orders))
+    def _spawn(self, config: ChildConfig) -> Child:
+        return spawn("headrace.advice.tune.child", msgspec.json.encode(config))
 
     def _check_server(self, what: str) -> None:
         assert self._server is not None
@@ -185,7 +163,7 @@ class _Run:
 
 
 def last_error(log: Path) -> str:
-    """The last line of a log that says what went wrong, else its last line."""
+    """Return the last line of a log that says what went wrong, else its last line."""
     try:
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     except OSError:

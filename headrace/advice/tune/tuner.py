@@ -1,7 +1,7 @@
-"""The order of things: the plan, one knob at a time, the winners together, and the plan again where something beats it;
-and which of them is best.
+"""Decides which trials run, in which order, and which is best.
 
-Knows trials by what they gave, not how they are run.
+The plan runs first, then each knob by itself, then the winners together, and the plan once more where something beats
+it. How a trial is run is the business of trial.py.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from headrace.advice.tune.record import Journal, Result, Trial
 from headrace.errors import ConfigError, HeadraceError
 
 NOISE = 0.02
-"""Gains up to this are none."""
+"""A gain up to this does not count."""
 WORSE = 1.1
-"""What an objective does not count may get worse by this factor at most."""
+"""A figure that the objective does not count may get worse by this factor at most."""
 FIRST_LIMIT = 1800.0
-"""seconds that the plan itself may take, weights loaded and all"""
+"""Seconds that the plan's own trial may take, with the loading of weights."""
 PATIENCE = 3.0
-"""times as long as the plan took: what another trial may take"""
+"""Another trial may take this many times as long as the plan's."""
 LEAST_LIMIT = 60.0
 
 PLAN, AGAIN = Trial({}), Trial({}, again=True)
@@ -29,17 +29,20 @@ RunTrial = Callable[[Trial, float], Result]
 
 
 def gained(objective: str, rate: bool) -> str:
-    """What `gain` counts."""
+    """Return the name of the figure that `gain` compares."""
     if objective == "throughput" or (objective == "interactive" and not rate):
         return "output tok/s"
     return "ITL p99" if objective == "interactive" else "E2E p50"
 
 
 def gain(objective: str, result: Result, plan: Result) -> float:
-    """Above 1: better than the plan in what the objective counts; 0: failed, or too much worse in something else."""
+    """Return how many times better than the plan a result is in what the objective counts.
+
+    It is 0 where the trial failed, or where another figure got too much worse.
+    """
     if not result.ok or result.at_once is None or plan.at_once is None:
         return 0.0
-    new, old = result.felt, plan.felt
+    new, old = result.latencies, plan.latencies
     tok_s = result.at_once.tok_s / plan.at_once.tok_s
     if objective == "throughput":
         return tok_s
@@ -53,28 +56,31 @@ def gain(objective: str, result: Result, plan: Result) -> float:
 
 
 def may_win(objective: str, trial: Trial) -> bool:
-    """What is lossy is measured and shown, and is taken for throughput alone: serve takes it under no other
-    objective."""
+    """Return whether the trial may be chosen. A lossy one is measured and shown, and chosen for throughput alone."""
     return objective == "throughput" or not trial.is_lossy
 
 
 @dataclass(frozen=True)
 class Outcome:
+    """Holds all results of a tuning session, and which of them is best."""
+
     plan: Result
-    """the better run of two, where it ran twice"""
+    """The better run of two, where the plan ran twice."""
     results: list[Result]
-    """all others, in the order of the trials"""
+    """All others, in the order of the trials."""
     best: Result
-    """the plan, where nothing beats it"""
+    """The plan, where nothing beats it."""
     left: int
-    """trials for which there was no time"""
+    """Trials for which no time was left."""
     together: bool
-    """Winners were measured together, or there is one at most."""
-    weighed: bool
-    """The best is better than two runs of the plan, or is the plan. Else it may be chance."""
+    """The winners were measured together, or there is at most one."""
+    confirmed: bool
+    """The best is the plan, or beats two runs of it; else its lead may be chance."""
 
 
 class Tuner:
+    """Runs trials within a time budget, and takes those that the journal has from there."""
+
     def __init__(
         self,
         journal: Journal,
@@ -84,91 +90,83 @@ class Tuner:
         clock: Callable[[], float],
         tell: Callable[[int, int, Trial, Result | None], None],
     ) -> None:
-        """`tell` gets (number, of how many, trial, None before it and its result after)."""
+        """`tell` is called with (number, total, trial, None) before a trial and with its result afterwards."""
         self._journal, self._run, self._objective = journal, run, objective
-        self._budget, self._clock, self._tell = budget, clock, tell
+        self._clock, self._tell = clock, tell
         self._end = clock() + budget
 
     def tune(self, trials_for: Callable[[Result], list[Trial]]) -> Outcome:
-        """`trials_for`: given the plan's result, what else to try. What may not win comes last.
+        """Run the plan and what `trials_for` its result proposes; lossy trials that cannot win come last.
 
         Raises HeadraceError where not even the plan runs.
         """
         plan = self._journal.results.get(PLAN.id)
         if plan is None or not plan.ok:
             plan = self._measure(0, 1, PLAN, FIRST_LIMIT)
-        trials = sorted(trials_for(plan), key=self._may_win, reverse=True)
+        trials = sorted(trials_for(plan), key=lambda trial: may_win(self._objective, trial), reverse=True)
         limit = max(LEAST_LIMIT, PATIENCE * plan.seconds)
         done: list[Result] = []
-        left = 0
-        for number, trial in enumerate(trials, 1):
+
+        def attempt(number: int, trial: Trial, trials_after: int) -> Result | None:
+            """Its result; None where too little time is left for it and for those that must follow."""
             result = self._journal.results.get(trial.id)
-            if result is None and self._has_time(plan, done, self._still_wanted(plan, done)):
-                result = self._measure(number, len(trials), trial, limit)
-            if result is None:
-                left += 1
-            else:
-                done.append(result)
+            if trial == AGAIN and not self._plan_ran_twice():
+                result = None  # one that failed is tried once more
+            usual = statistics.median([plan.seconds, *(entry.seconds for entry in done)])
+            if result is None and self._end - self._clock() >= usual * (1 + trials_after):
+                result = self._measure(number, max(number, len(trials)) if number else 1, trial, limit)
+            return result
+
+        for number, trial in enumerate(trials, 1):
+            result = attempt(number, trial, self._still_wanted(plan, done))
+            done += [result] if result is not None else []
+        left = len(trials) - len(done)
         winners = self._winners(plan, done)
         combined = _combined(list(winners.values()))
         together = combined is None
         if combined is not None:
-            result = self._journal.results.get(combined.id)
-            if result is None and self._has_time(plan, done, self._measured_again() is None):
-                result = self._measure(len(trials) + 1, len(trials) + 1, combined, limit)
+            result = attempt(len(trials) + 1, combined, not self._plan_ran_twice())
             if result is not None:
                 together = True
                 done.append(result)
                 winners["together"] = result
         best = self._best(plan, winners)
-        weighed = best is plan
-        if not weighed:
-            again = self._measured_again()
-            if again is None and self._has_time(plan, done):
-                again = self._measure(0, 1, AGAIN, limit)
-            if again is not None:
-                weighed = again.ok
-                plan, other = (again, plan) if gain(self._objective, again, plan) > 1 else (plan, again)
-                done.append(other)
-                best = self._best(plan, winners)
-        return Outcome(plan, done, best, left, together, weighed)
+        confirmed = best is plan
+        again = None if confirmed else attempt(0, AGAIN, 0)
+        if again is not None:
+            confirmed = again.ok
+            plan, other = (again, plan) if gain(self._objective, again, plan) > 1 else (plan, again)
+            done.append(other)
+            best = self._best(plan, winners)
+        return Outcome(plan, done, best, left, together, confirmed)
 
     def _best(self, plan: Result, winners: dict[str, Result]) -> Result:
         return max([plan, *winners.values()], key=lambda result: self._worth(result, plan))
 
     def _worth(self, result: Result, plan: Result) -> float:
-        """A gain within the noise is none."""
-        found = gain(self._objective, result, plan)
-        return found if found > 1 + NOISE or result is plan else 0.0
-
-    def _may_win(self, trial: Trial) -> bool:
-        return may_win(self._objective, trial)
+        """The gain, or 0 where it is within the noise."""
+        value = gain(self._objective, result, plan)
+        return value if value > 1 + NOISE or result is plan else 0.0
 
     def _winners(self, plan: Result, done: list[Result]) -> dict[str, Result]:
         """Knob -> its best result, where that is better than the plan's; the best first."""
         best: dict[str, Result] = {}
         for result in sorted(done, key=lambda result: -self._worth(result, plan)):
             (knob,) = result.trial.changes
-            if self._may_win(result.trial) and self._worth(result, plan) > 0:
+            if may_win(self._objective, result.trial) and self._worth(result, plan) > 0:
                 best.setdefault(knob, result)
         return best
 
-    def _measured_again(self) -> Result | None:
-        """The plan's second run; one that failed is tried once more."""
+    def _plan_ran_twice(self) -> bool:
         again = self._journal.results.get(AGAIN.id)
-        return again if again is not None and again.ok else None
+        return again is not None and again.ok
 
     def _still_wanted(self, plan: Result, done: list[Result]) -> int:
         """Trials to keep time for: the plan again where something beats it, and the winners together."""
         winners = list(self._winners(plan, done).values())
         combined = _combined(winners)
         together = combined is not None and combined.id not in self._journal.results
-        return int(bool(winners) and self._measured_again() is None) + int(together)
-
-    def _has_time(self, plan: Result, done: list[Result], after: int = 0) -> bool:
-        """For a trial as long as most, and as many `after` it."""
-        usual = statistics.median([plan.seconds, *(result.seconds for result in done)])
-        return self._end - self._clock() >= usual * (1 + after)
+        return int(bool(winners) and not self._plan_ran_twice()) + int(together)
 
     def _measure(self, number: int, total: int, trial: Trial, limit: float) -> Result:
         self._tell(number, total, trial, None)
@@ -191,7 +189,7 @@ def _combined(winners: list[Result]) -> Trial | None:
 
 
 def parse_seconds(text: str) -> float:
-    """`10m`, `90s`, `1.5h`, `300`."""
+    """Return the seconds that `10m`, `90s`, `1.5h` or `300` mean. Raises ConfigError for anything else."""
     unit = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:].lower())
     try:
         seconds = float(text[:-1]) * unit if unit else float(text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import json
 import subprocess
 import sys
@@ -13,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from headrace.advice.tune.picture import pareto, ticks
+from headrace.advice.tune.options import TuneOptions
+from headrace.advice.tune.page import pareto, ticks
 from headrace.advice.tune.record import Result, Trial
 from headrace.advice.tune.session import Session
-from headrace.advice.tune.trial import Traffic, TrialRunner
+from headrace.advice.tune.trial import TrialRunner
 from headrace.cli.tune import make_session
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, HeadraceError
@@ -24,6 +24,8 @@ from headrace.model_config import ModelConfig
 from headrace.planner.profile import find_profile, measured_here
 from tests.advice.tune.fake_trials import PLAN, Clock, FakeRun
 from tests.speed import PATIENCE
+
+LOAD = TuneOptions(input_len=16, output_len=8, num_prompts=8, request_rate=20.0)
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +48,7 @@ BROKEN = Trial({"cudagraph_mode": "NONE"}).id
 SCRIPT = {BETTER: 1100.0, BROKEN: "CUDA out of memory <script>"}
 
 
-def test_a_run_leaves_a_table_a_page_a_picture_and_a_profile(
+def test_a_run_leaves_a_table_a_page_and_a_profile(
     model_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(model_folder, SCRIPT, "--output", str(tmp_path / "out"))
@@ -63,7 +65,6 @@ def test_a_run_leaves_a_table_a_page_a_picture_and_a_profile(
     assert "&lt;script&gt;" in page
     assert "<script>" not in page
     assert "http" not in page.replace("http-equiv", "")
-    assert (tmp_path / "out" / "pareto.png").is_file() is bool(importlib.util.find_spec("matplotlib"))
     profile = find_profile(ModelConfig.from_folder(Path(model_folder)))
     assert profile is not None
     assert {name: (entry.value, entry.over) for name, entry in profile.settings.items()} == {"max_num_seqs": (64, 1024)}
@@ -204,7 +205,7 @@ def test_a_disk_without_room_for_a_trial_is_its_result(monkeypatch: pytest.Monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("tempfile.TemporaryDirectory", fill_up)
-    result = TrialRunner(EngineConfig(model="demo"), Traffic(16, 8, 8), 512, 1, lambda stage: None)(Trial({}), 1.0)
+    result = TrialRunner(EngineConfig(model="demo"), LOAD, 512, 1, lambda stage: None)(Trial({}), 1.0)
     assert (result.status, result.ok) == ("failed", False)
     assert "No space left on device" in result.why
 
@@ -222,7 +223,7 @@ def test_help_loads_no_torch() -> None:
         "import sys; from headrace.cli.main import main\n"
         "try: main(['tune', '--help'])\n"
         "except SystemExit: pass\n"
-        "print([m for m in ('torch', 'triton', 'matplotlib') if m in sys.modules])"
+        "print([m for m in ('torch', 'triton') if m in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.splitlines()[-1] == "[]"
@@ -231,7 +232,7 @@ def test_help_loads_no_torch() -> None:
 
 def test_real_engines_are_measured_and_real_failures_are_results() -> None:
     stages: list[str] = []
-    runner = TrialRunner(EngineConfig(model="demo"), Traffic(16, 8, 8, request_rate=20.0), 512, 1, stages.append)
+    runner = TrialRunner(EngineConfig(model="demo"), LOAD, 512, 1, stages.append)
     result: Result = runner(Trial({"max_num_seqs": 4}), PATIENCE)
     assert result.ok, result.why
     assert result.settings["max_num_seqs"] == 4
@@ -239,7 +240,7 @@ def test_real_engines_are_measured_and_real_failures_are_results() -> None:
     assert result.at_once is not None
     assert result.at_once.tok_s > 0
     assert result.at_rate is not None
-    assert 0 < result.felt.itl_p50 <= result.felt.itl_p99
+    assert 0 < result.latencies.itl_p50 <= result.latencies.itl_p99
     assert stages == ["starting", "warm-up", "at once", "20 requests/s"]
     failed = runner(Trial({"attention_backend": "TRITON_ATTN"}), PATIENCE)
     assert failed.status == "failed"

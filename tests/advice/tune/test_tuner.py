@@ -13,10 +13,11 @@ import msgspec
 import pytest
 
 from headrace.advice.tune.knobs import KNOBS, trials_of
+from headrace.advice.tune.options import TuneOptions
 from headrace.advice.tune.page import page
 from headrace.advice.tune.record import Journal, Result, Trial
 from headrace.advice.tune.report import Report, as_json, rich_table
-from headrace.advice.tune.trial import Traffic, changed
+from headrace.advice.tune.trial import changed
 from headrace.advice.tune.tuner import AGAIN, Outcome, Tuner, gain, parse_seconds
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, HeadraceError
@@ -36,7 +37,7 @@ MODEL = ModelConfig.from_dict(
         "torch_dtype": "bfloat16",
     }
 )
-TRAFFIC = Traffic(1024, 128, 1000)
+LOAD = TuneOptions(num_prompts=1000)
 
 
 def of(**changes: Any) -> Trial:
@@ -73,7 +74,7 @@ def test_the_plan_runs_first_and_the_winners_together_last(bench: Bench) -> None
     outcome = bench.tune()
     assert bench.run.ran == [{}, *(trial.changes for trial in TRIALS), together.changes, {}]
     assert outcome.best.trial == together
-    assert (outcome.left, outcome.together, outcome.weighed) == (0, True, True)
+    assert (outcome.left, outcome.together, outcome.confirmed) == (0, True, True)
 
 
 def test_winners_that_do_worse_together_leave_the_best_alone(bench: Bench) -> None:
@@ -105,13 +106,13 @@ def test_what_only_chance_made_better_than_the_plan_loses_to_its_second_run(benc
 def test_a_second_run_of_the_plan_that_fails_changes_nothing(bench: Bench) -> None:
     bench.run.script = {LARGE.id: 1060.0, AGAIN.id: "CUDA out of memory"}
     outcome = bench.tune()
-    assert (outcome.best.trial, outcome.plan.trial, outcome.weighed) == (LARGE, of(), False)
+    assert (outcome.best.trial, outcome.plan.trial, outcome.confirmed) == (LARGE, of(), False)
     report = Report(outcome, "throughput", "a model", "a load")
     assert "may be chance" in report.doubt()
     assert report.doubt() in page(report)
     assert not as_json(report)["weighed_twice"]
     bench.run.script = {LARGE.id: 1060.0}
-    assert bench.tune().weighed
+    assert bench.tune().confirmed
     assert bench.run.ran[-2:] == [{}, {}]
 
 
@@ -122,14 +123,14 @@ def test_time_is_not_kept_for_what_was_measured_before(bench: Bench) -> None:
     assert bench.run.ran[-2:] == [LARGE.changes | FEW.changes, {}]
     outcome = bench.tune(budget=15.0)
     assert bench.run.ran[-1] == EAGER.changes
-    assert (outcome.left, outcome.together, outcome.weighed) == (0, True, True)
+    assert (outcome.left, outcome.together, outcome.confirmed) == (0, True, True)
 
 
 def test_where_there_is_no_time_for_it_that_is_said(bench: Bench) -> None:
     bench.run.script = {of(max_num_seqs=512).id: 1100.0}
     bench.run.before = lambda trial: setattr(bench.clock, "now", bench.clock.now + 15 * (trial == EAGER))
     outcome = bench.tune(budget=66.0)
-    assert (outcome.best.trial, outcome.weighed) == (FEW, False)
+    assert (outcome.best.trial, outcome.confirmed) == (FEW, False)
 
 
 def test_what_is_lossy_is_measured_last_and_proposed_and_wins_for_throughput_alone(bench: Bench) -> None:
@@ -330,7 +331,7 @@ def test_what_an_objective_counts() -> None:
 
 
 def test_every_knob_has_its_values_and_the_plan_is_none_of_them() -> None:
-    trials = trials_of(KNOBS, EngineConfig(), MODEL, PLAN, TRAFFIC)
+    trials = trials_of(KNOBS, EngineConfig(), MODEL, PLAN, LOAD)
     values: dict[str, set[Any]] = {}
     for trial in trials:
         ((knob, value),) = trial.changes.items()
@@ -345,7 +346,7 @@ def test_every_knob_has_its_values_and_the_plan_is_none_of_them() -> None:
 
 
 def test_settings_that_the_load_cannot_tell_apart_are_tried_once() -> None:
-    few = dataclasses.replace(TRAFFIC, num_prompts=1000, concurrency=10)
+    few = dataclasses.replace(LOAD, num_prompts=1000, concurrency=10)
     values = [trial.changes for trial in trials_of(KNOBS[:2], EngineConfig(), MODEL, PLAN, few)]
     assert {16384} == {entry.get("max_num_batched_tokens", 0) for entry in values} - {0, 2048, 4096}
     assert {2, 4, 8} == {entry.get("max_num_seqs", 0) for entry in values} - {0}
@@ -353,13 +354,13 @@ def test_settings_that_the_load_cannot_tell_apart_are_tried_once() -> None:
 
 def test_what_the_user_pins_is_not_varied() -> None:
     config = EngineConfig(max_num_seqs=64, enforce_eager=True, kv_cache_dtype="bfloat16")
-    knobs = {knob for trial in trials_of(KNOBS, config, MODEL, PLAN, TRAFFIC) for knob in trial.changes}
+    knobs = {knob for trial in trials_of(KNOBS, config, MODEL, PLAN, LOAD) for knob in trial.changes}
     assert knobs == {"max_num_batched_tokens", "attention_backend"}
 
 
 def test_the_most_promising_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.advice.tune.knobs.read_gpus", lambda: [("NVIDIA H200", 150 << 30)])
-    trials = trials_of(KNOBS, EngineConfig(objective="throughput"), MODEL, PLAN, TRAFFIC)
+    trials = trials_of(KNOBS, EngineConfig(objective="throughput"), MODEL, PLAN, LOAD)
     order = [trial.changes for trial in trials]
     assert order[0] == {"kv_cache_dtype": "fp8"}
     assert order.index({"max_num_seqs": 512}) < order.index({"max_num_seqs": 128})
