@@ -35,10 +35,7 @@ SCRIPTS = {
     "benchmark_serving.py": "bench serve",
     "quantize_quark.py": "quantize",
 }
-MODULES = {
-    "vllm.entrypoints.openai.api_server": "serve",
-    "vllm.entrypoints.api_server": "serve",
-}
+MODULES = {"vllm.entrypoints.openai.api_server": "serve", "vllm.entrypoints.api_server": "serve"}
 KEYWORDS = ("do", "then", "else", "time", "sudo", "nohup", "exec", "env", "&&", "{", "export")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 NO_MODEL = (

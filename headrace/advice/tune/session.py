@@ -28,15 +28,7 @@ from headrace.errors import ConfigError, HeadraceError
 from headrace.hub import resolve_model_folder
 from headrace.models.registry import read_served_config
 from headrace.planner.decisions import USUAL_OBJECTIVE
-from headrace.planner.profile import (
-    BASE,
-    Measured,
-    Profile,
-    digest,
-    machine_name,
-    profile_path,
-    write_profile,
-)
+from headrace.planner.profile import BASE, Measured, Profile, digest, machine_name, profile_path, write_profile
 
 PINS = (*(name for name in KNOBS if name != "cudagraph_mode"), "compilation_config", "enforce_eager")
 """Fields which, given by the user, are part of what was tuned."""

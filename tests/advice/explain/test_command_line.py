@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from headrace.advice.explain.command_fields import fields_of
 from headrace.advice.explain.command_line import CommandLine, from_argv, parse_command, parse_commands
+from headrace.config import QUANTIZATIONS
 from headrace.errors import ConfigError
 from headrace.planner.plan import make_plan
 from headrace.planner.plan_request import PlanRequest
@@ -52,7 +55,8 @@ def test_every_published_command_parses_alike_from_words_and_from_text(record: d
         assert line.model == argv[argv.index("--model") + 1]
     elif record["command"] == "serve":
         assert line.model == argv[0]
-    assert fields_of(line).program == record["command"]
+    assert line.program == record["command"]
+    fields_of(line)
 
 
 LLAMA = {
@@ -60,6 +64,19 @@ LLAMA = {
     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16", "model_type": "llama",
 }  # fmt: skip
+NOT_PLANNED = ("visible_gpus", "attention_backend", "speculative_tokens")
+
+
+def plan_keywords(line: CommandLine) -> dict[str, Any]:
+    """What of a command line a plan can be asked for; formats that a checkpoint brings are not among it."""
+    asked = {name: value for name, value in asdict(fields_of(line)).items() if value is not None}
+    asked = {name: value for name, value in asked.items() if name not in NOT_PLANNED}
+    if asked.get("quantization") not in QUANTIZATIONS:
+        asked.pop("quantization", None)
+    sizes = (asked.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "data"))
+    return asked | {"num_gpus": math.prod(sizes)} | ({"model": line.model} if line.model is not None else {})
+
+
 NO_MODEL = ("call",)
 """a word of a sentence that a page has in a command's place"""
 
@@ -72,7 +89,7 @@ def test_every_published_command_yields_a_plan(
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
     monkeypatch.chdir(tmp_path)
-    asked = fields_of(from_argv(record["command"], record["argv"], record["env"])).plan_keywords()
+    asked = plan_keywords(from_argv(record["command"], record["argv"], record["env"]))
     if asked.get("model") in (None, *NO_MODEL):
         PlanRequest(**asked)
         return
@@ -234,25 +251,19 @@ def test_a_quote_that_never_ends() -> None:
 
 
 def test_fields() -> None:
-    fields = fields_of(
-        parse_command(
-            "CUDA_VISIBLE_DEVICES=0,1,2,3 vllm serve m -tp 2 -pp 1 --data_parallel_size=2 -ep --dtype auto -q awq "
-            "--max-model-len 8K --max-num-seqs 256 --gpu-memory-utilization .92 --no-enable-chunked-prefill "
-            "--compilation-config.cudagraph_mode FULL --attention-backend ROCM_ATTN "
-            '--speculative_config \'{"method": "eagle3", "num_speculative_tokens": 2}\''
-        )
+    line = parse_command(
+        "CUDA_VISIBLE_DEVICES=0,1,2,3 vllm serve m -tp 2 -pp 1 --data_parallel_size=2 -ep --dtype auto -q awq "
+        "--max-model-len 8K --max-num-seqs 256 --gpu-memory-utilization .92 --no-enable-chunked-prefill "
+        "--compilation-config.cudagraph_mode FULL --attention-backend ROCM_ATTN "
+        '--speculative_config \'{"method": "eagle3", "num_speculative_tokens": 2}\''
     )
-    assert (fields.tensor_parallel_size, fields.data_parallel_size, fields.num_gpus, fields.visible_gpus) == (
-        2,
-        2,
-        4,
-        4,
-    )
+    fields = fields_of(line)
+    assert (fields.tensor_parallel_size, fields.data_parallel_size, fields.visible_gpus) == (2, 2, 4)
     assert (fields.enable_expert_parallel, fields.enable_chunked_prefill) == (True, False)
     assert (fields.dtype, fields.quantization, fields.max_model_len) == (None, "awq", 8192)
     assert (fields.compilation_config, fields.speculative_tokens) == ({"cudagraph_mode": "FULL"}, 2)
-    assert fields.plan_keywords()["max_num_seqs"] == 256
-    assert "quantization" not in fields.plan_keywords()
+    assert (plan_keywords(line)["max_num_seqs"], plan_keywords(line)["num_gpus"]) == (256, 4)
+    assert "quantization" not in plan_keywords(line)
 
 
 @pytest.mark.parametrize(
