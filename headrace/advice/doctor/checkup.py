@@ -1,14 +1,13 @@
-"""All checks in the order in which they are listed, each behind a guard: a check that fails becomes a finding.
-
-Knows nothing of how findings are shown.
-"""
+"""Lists all checks and runs them; a check that fails, or that lacks a file it needs, becomes a finding itself."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from headrace.advice.doctor import gpus, host, links, software, storage
 from headrace.advice.doctor.finding import Finding, Severity, unknown
+from headrace.advice.doctor.machine import Unreadable
 from headrace.advice.doctor.survey import Survey
 from headrace.advice.doctor.variables import check_variables
 
@@ -46,12 +45,15 @@ ORDER = list(Severity)
 
 
 def examine(survey: Survey) -> list[Finding]:
-    """Every finding, the worst first and otherwise in the order of CHECKS."""
+    """Return every finding, the worst first and otherwise in the order of CHECKS."""
     findings: list[Finding] = []
     for name, check in CHECKS.items():
         try:
-            findings.extend(check(survey))
+            for found in check(survey):
+                findings.append(replace(found, id=found.id or name))
+        except Unreadable as error:
+            findings.append(unknown(str(error), name))
         except Exception as error:
             # The machine is what it is: one odd file must not hide what the other checks found.
-            findings.append(unknown(name, f"the check failed: {type(error).__name__}: {error}"))
-    return sorted(findings, key=lambda finding: ORDER.index(finding.severity))
+            findings.append(unknown(f"the check failed: {type(error).__name__}: {error}", name))
+    return sorted(findings, key=lambda found: ORDER.index(found.severity))

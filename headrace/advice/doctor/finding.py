@@ -1,4 +1,4 @@
-"""A finding: what a check saw, what it costs, and the command that mends it. Knows nothing of machines or printing."""
+"""Defines findings: what a check saw, what that costs, and the command that mends it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class Severity(enum.StrEnum):
-    """In the order in which findings are shown."""
+    """Ranks findings, in the order in which they are shown."""
 
     HURTS = "hurts"
     """Makes a start fail or serving slower: mend it first."""
@@ -20,7 +20,10 @@ class Severity(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
+    """Holds what one check has to say; a check may yield several."""
+
     id: str
+    """The check's name in checkup.py, unless the check gives another."""
     severity: Severity
     seen: str
     cost: str = ""
@@ -28,17 +31,26 @@ class Finding:
     """A command, or where none can help, what to do in a few words; "" where nothing is to be done."""
 
 
-def hurts(id: str, seen: str, cost: str, fix: str) -> Finding:
+def finding(severity: Severity, seen: str, cost: str = "", fix: str = "", id: str = "") -> Finding:
+    """Return a finding; it bears its check's name where `id` is empty."""
+    return Finding(id, severity, seen, cost, fix)
+
+
+def hurts(seen: str, cost: str, fix: str, id: str = "") -> Finding:
+    """Return a finding that is to be mended first."""
     return Finding(id, Severity.HURTS, seen, cost, fix)
 
 
-def note(id: str, seen: str, cost: str, fix: str = "") -> Finding:
+def note(seen: str, cost: str, fix: str = "", id: str = "") -> Finding:
+    """Return a finding that is worth knowing."""
     return Finding(id, Severity.NOTE, seen, cost, fix)
 
 
-def unknown(id: str, why: str) -> Finding:
+def unknown(why: str, id: str = "") -> Finding:
+    """Return a finding about something that could not be read."""
     return Finding(id, Severity.UNKNOWN, why)
 
 
-def ok(id: str, seen: str) -> Finding:
+def ok(seen: str, id: str = "") -> Finding:
+    """Return the finding that nothing is wrong."""
     return Finding(id, Severity.OK, seen)

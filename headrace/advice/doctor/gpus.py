@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headrace.advice.doctor.finding import Finding, Severity, hurts, note, ok
+from headrace.advice.doctor.finding import Finding, Severity, finding, hurts, note, ok
 from headrace.advice.doctor.gpu import GIB, Gpu, Holder, gib, numbers
 from headrace.advice.doctor.survey import Survey
 
@@ -37,9 +37,7 @@ def check_memory(survey: Survey) -> Iterator[Finding]:
     if not survey.concerned:
         return
     if not held:
-        yield ok(
-            "gpu-memory", f"{gib(min(gpu.memory_total - gpu.memory_used for gpu in survey.concerned))} free on each"
-        )
+        yield ok(f"{gib(min(gpu.memory_total - gpu.memory_used for gpu in survey.concerned))} free on each")
         return
     parts = []
     for gpu in held:
@@ -56,22 +54,21 @@ def check_memory(survey: Survey) -> Iterator[Finding]:
         fix = survey.on_host("rocm-smi --showpids")
     if any(gpu.memory_used > HELD_SHARE * gpu.memory_total for gpu in held):
         cost = "The KV cache shrinks by as much: fewer requests run at once, and a large model does not load."
-        yield hurts("gpu-memory", _few(parts), cost, fix)
+        yield hurts(_few(parts), cost, fix)
     else:
-        yield note("gpu-memory", _few(parts), "It fits beside a server, which leaves a tenth of the GPU free.", fix)
+        yield note(_few(parts), "It fits beside a server, which leaves a tenth of the GPU free.", fix)
 
 
 def check_persistence(survey: Survey) -> Iterator[Finding]:
     off = [gpu for gpu in survey.concerned if gpu.persistence is False]
     if off:
         yield note(
-            "gpu-persistence",
             f"persistence mode is off on {numbers(off)}",
             "The driver unloads with its last client: each start pays seconds, and power limits are forgotten.",
             survey.on_host("sudo nvidia-smi -pm 1"),
         )
     elif any(gpu.persistence for gpu in survey.concerned):
-        yield ok("gpu-persistence", "persistence mode is on")
+        yield ok("persistence mode is on")
 
 
 def check_power(survey: Survey) -> Iterator[Finding]:
@@ -87,13 +84,12 @@ def check_power(survey: Survey) -> Iterator[Finding]:
         else:
             fix = f"sudo rocm-smi -d {' '.join(indices)} --resetpoweroverdrive"
         yield hurts(
-            "gpu-power",
             f"power limit of {numbers(capped)} is {low:.0f} W, by default {usual:.0f} W",
             "Clocks fall under load, most in prefill and large batches.",
             survey.on_host(fix),
         )
     if known and not capped:
-        yield ok("gpu-power", f"power limit {known[0].power_limit:.0f} W, the default")
+        yield ok(f"power limit {known[0].power_limit:.0f} W, the default")
 
 
 def check_heat(survey: Survey) -> Iterator[Finding]:
@@ -101,13 +97,12 @@ def check_heat(survey: Survey) -> Iterator[Finding]:
     if slowed:
         tool = "nvidia-smi -q -d PERFORMANCE,TEMPERATURE" if survey.vendor == "nvidia" else "rocm-smi --showtemp"
         yield hurts(
-            "gpu-clocks",
             _few([f"GPU {gpu.index} holds its clocks down: {', '.join(gpu.slowed_by)}" for gpu in slowed]),
             "Every step is slower, and of several ranks all wait for the slowest.",
             f"{tool}  # then mend cooling or power supply",
         )
     elif survey.concerned:
-        yield ok("gpu-clocks", "no GPU holds its clocks down")
+        yield ok("no GPU holds its clocks down")
 
 
 def check_faults(survey: Survey) -> Iterator[Finding]:
@@ -117,13 +112,12 @@ def check_faults(survey: Survey) -> Iterator[Finding]:
         indices = ",".join(str(gpu.index) for gpu in faulty)
         fix = "sudo systemctl restart nvidia-fabricmanager" if fabric else f"sudo nvidia-smi -r -i {indices}"
         yield hurts(
-            "gpu-faults",
             _few([f"GPU {gpu.index}: {', '.join(gpu.faults)}" for gpu in faulty]),
             "GPUs are not reachable until the fabric is up." if fabric else "Kernels may fail, or a start may.",
             survey.on_host(fix),
         )
     elif survey.vendor == "nvidia" and survey.concerned:
-        yield ok("gpu-faults", "the driver asks for no repair")
+        yield ok("the driver asks for no repair")
 
 
 def check_compute_mode(survey: Survey) -> Iterator[Finding]:
@@ -134,7 +128,7 @@ def check_compute_mode(survey: Survey) -> Iterator[Finding]:
         gpus = [gpu for gpu in survey.concerned if gpu.compute_mode == mode]
         if gpus:
             fix = f"sudo nvidia-smi -i {','.join(str(gpu.index) for gpu in gpus)} -c DEFAULT"
-            yield Finding("compute-mode", severity, f"{numbers(gpus)}: {mode}", cost, survey.on_host(fix))
+            yield finding(severity, f"{numbers(gpus)}: {mode}", cost, survey.on_host(fix))
 
 
 def check_partitions(survey: Survey) -> Iterator[Finding]:
@@ -143,7 +137,6 @@ def check_partitions(survey: Survey) -> Iterator[Finding]:
     banks = [gpu for gpu in survey.concerned if gpu.memory_partition not in ("", "NPS1")]
     if empty := [gpu for gpu in split if gpu.mig and not gpu.slices]:
         yield hurts(
-            "partitions",
             f"MIG is on without an instance on {numbers(empty)}",
             "CUDA finds no device there.",
             survey.on_host(f"sudo nvidia-smi -i {','.join(str(gpu.index) for gpu in empty)} -mig 0"),
@@ -152,14 +145,13 @@ def check_partitions(survey: Survey) -> Iterator[Finding]:
         yield _split(survey, split)
     if banks and not split:
         yield note(
-            "partitions",
             f"{numbers(banks)}: memory in {banks[0].memory_partition} under one compute partition",
             "A kernel that reads all of the memory crosses its domains.",
             survey.on_host("sudo rocm-smi --setmemorypartition NPS1"),
         )
     modes = {gpu.compute_partition for gpu in survey.concerned} - {""}
     if not split and not banks and (modes or survey.vendor == "nvidia") and survey.concerned:
-        yield ok("partitions", "GPUs are whole" + (f" ({modes.pop()})" if modes else ""))
+        yield ok("GPUs are whole" + (f" ({modes.pop()})" if modes else ""))
 
 
 def _split(survey: Survey, split: list[Gpu]) -> Finding:
@@ -180,5 +172,5 @@ def _split(survey: Survey, split: list[Gpu]) -> Finding:
         cost = (
             f"{gib(survey.model_bytes)} of weights do not fit a piece, and joining pieces is slower than a whole GPU."
         )
-        return hurts("partitions", seen, cost, survey.on_host(fix))
-    return note("partitions", seen, cost, survey.on_host(fix))
+        return hurts(seen, cost, survey.on_host(fix))
+    return note(seen, cost, survey.on_host(fix))

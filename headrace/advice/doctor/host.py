@@ -33,18 +33,17 @@ def check_numa_balancing(survey: Survey) -> Iterator[Finding]:
         value = machine.read("/proc/sys/kernel/numa_balancing")
     except Unreadable as error:
         if error.missing:
-            yield ok("numa-balancing", "the kernel has none")
+            yield ok("the kernel has none")
         else:
-            yield unknown("numa-balancing", str(error))
+            yield unknown(str(error))
         return
     if value == "0":
-        yield ok("numa-balancing", "off")
+        yield ok("off")
     elif len(nodes) < 2:
-        yield ok("numa-balancing", "on, with one NUMA node to balance")
+        yield ok("on, with one NUMA node to balance")
     else:
         make = hurts if survey.concerned else note
         yield make(
-            "numa-balancing",
             f"kernel.numa_balancing is {value} on {len(nodes)} NUMA nodes",
             "The kernel unmaps and moves pages under the engine: launches stall, and inter-token latency has spikes.",
             survey.on_host("sudo sysctl -w kernel.numa_balancing=0"),
@@ -56,26 +55,26 @@ def check_shared_memory(survey: Survey) -> Iterator[Finding]:
     try:
         disk = machine.disk(machine.path("/dev/shm"))
     except OSError as error:
-        yield unknown("shared-memory", f"/dev/shm: {(error.strerror or 'cannot be read').lower()}")
+        yield unknown(f"/dev/shm: {(error.strerror or 'cannot be read').lower()}")
         return
     size = f"/dev/shm has {gib(disk.total)}, {gib(disk.free)} free"
     fix = "docker run --ipc=host ...  # or --shm-size=16g"
     if not survey.container:
         fix = "sudo mount -o remount,size=16G /dev/shm"
     if disk.free >= LEAST_SHM:
-        yield ok("shared-memory", size)
+        yield ok(size)
     elif survey.several:
         cost = "NCCL's processes meet there: a server with several GPUs fails at start, or hangs."
-        yield hurts("shared-memory", size, cost, fix)
+        yield hurts(size, cost, fix)
     else:
-        yield note("shared-memory", size, "One rank does without; several would fail.", fix)
+        yield note(size, "One rank does without; several would fail.", fix)
 
 
 def check_limits(survey: Survey) -> Iterator[Finding]:
     try:
         limits = _limits(survey.machine.read("/proc/self/limits"))
     except Unreadable as error:
-        yield unknown("ulimits", str(error))
+        yield unknown(str(error))
         return
     container = survey.container
     files, most_files = limits.get("Max open files", (None, None))
@@ -86,23 +85,25 @@ def check_limits(survey: Survey) -> Iterator[Finding]:
             fix = "echo '* - nofile 65536' | sudo tee -a /etc/security/limits.conf  # then log in again"
             fix = "docker run --ulimit nofile=65536 ..." if container else fix
         cost = "Each open stream is a file: at about as many clients new connections are refused."
-        yield make("open-files", f"{files:,} open files at most", cost, fix)
+        yield make(f"{files:,} open files at most", cost, fix, id="open-files")
     else:
-        yield ok("open-files", _amount(files))
+        yield ok(_amount(files), id="open-files")
     processes, _ = limits.get("Max processes", (None, None))
     if processes is not None and processes < LEAST_PROCESSES:
         fix = "docker run --ulimit nproc=65536 ..." if container else "ulimit -u 65536"
         cost = "Libraries start hundreds of threads a rank: a start dies with `can't start new thread`."
-        yield hurts("processes", f"{processes:,} processes and threads at most", cost, fix)
+        yield hurts(f"{processes:,} processes and threads at most", cost, fix, id="processes")
     else:
-        yield ok("processes", _amount(processes))
+        yield ok(_amount(processes), id="processes")
     locked, _ = limits.get("Max locked memory", (None, None))
     if locked is not None and survey.machine.names(INFINIBAND):
         fix = "docker run --ulimit memlock=-1 ..." if container else "ulimit -l unlimited"
         cost = "InfiniBand locks the buffers that it sends from: NCCL between nodes fails or falls back to TCP."
-        yield hurts("locked-memory", f"{gib(locked)} of memory may be locked", cost, fix)
+        yield hurts(f"{gib(locked)} of memory may be locked", cost, fix, id="locked-memory")
     else:
-        yield ok("locked-memory", "unlimited" if locked is None else f"{gib(locked)}: only InfiniBand would need more")
+        yield ok(
+            "unlimited" if locked is None else f"{gib(locked)}: only InfiniBand would need more", id="locked-memory"
+        )
 
 
 def _limits(text: str) -> dict[str, tuple[int | None, int | None]]:
@@ -125,34 +126,34 @@ def check_governor(survey: Survey) -> Iterator[Finding]:
     governors = {machine.read_or(f"{CPU}/{core}/cpufreq/scaling_governor") for core in cores} - {""}
     if not governors:
         where = ": in a virtual machine the host decides" if survey.virtual else ""
-        yield unknown("cpu-governor", f"no cpufreq in {CPU}{where}")
+        yield unknown(f"no cpufreq in {CPU}{where}")
         return
     driver = machine.read_or(f"{CPU}/cpu0/cpufreq/scaling_driver")
     seen = f"{', '.join(sorted(governors))} ({driver or 'driver unknown'})"
     fix = survey.on_host("sudo cpupower frequency-set -g performance")
     if governors == {"performance"}:
-        yield ok("cpu-governor", seen)
+        yield ok(seen)
     elif "powersave" in governors and not driver.startswith(("intel_pstate", "amd-pstate")):
         cost = "It holds cores at their lowest clock: scheduling and kernel launches take longer than the GPU's work."
-        yield hurts("cpu-governor", seen, cost, fix)
+        yield hurts(seen, cost, fix)
     else:
         cost = "Clocks rise only after load has come: small batches pay in each step."
-        yield note("cpu-governor", seen, cost, fix)
+        yield note(seen, cost, fix)
 
 
 def check_huge_pages(survey: Survey) -> Iterator[Finding]:
     try:
         match = re.search(r"\[(\w+)\]", survey.machine.read("/sys/kernel/mm/transparent_hugepage/enabled"))
     except Unreadable as error:
-        yield unknown("huge-pages", str(error))
+        yield unknown(str(error))
         return
     mode = match[1] if match else "unknown"
     if mode == "never":
         cost = "Large host buffers live in 4 KiB pages: weights load slower, and a CPU run computes slower."
         fix = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
-        yield note("huge-pages", "transparent huge pages are off", cost, survey.on_host(fix))
+        yield note("transparent huge pages are off", cost, survey.on_host(fix))
     else:
-        yield ok("huge-pages", f"transparent huge pages: {mode}")
+        yield ok(f"transparent huge pages: {mode}")
 
 
 def check_swap(survey: Survey) -> Iterator[Finding]:
@@ -160,17 +161,15 @@ def check_swap(survey: Survey) -> Iterator[Finding]:
         memory = _meminfo(survey.machine.read("/proc/meminfo"))
         total, free, available = memory["SwapTotal"], memory["SwapFree"], memory["MemAvailable"]
     except (Unreadable, KeyError) as error:
-        yield unknown("swap", str(error) if isinstance(error, Unreadable) else f"/proc/meminfo has no {error}")
+        yield unknown(str(error) if isinstance(error, Unreadable) else f"/proc/meminfo has no {error}")
         return
     used = total - free
     if used > GIB:
         make = hurts if available < 0.05 * memory.get("MemTotal", 0) else note
         cost = "What was swapped out comes back in the middle of a request, for as long as a disk takes."
-        yield make(
-            "swap", f"{gib(used)} swapped out, {gib(available)} available", cost, survey.on_host("sudo swapoff -a")
-        )
+        yield make(f"{gib(used)} swapped out, {gib(available)} available", cost, survey.on_host("sudo swapoff -a"))
     else:
-        yield ok("swap", f"{gib(used)} of {gib(total)} used" if total else "none")
+        yield ok(f"{gib(used)} of {gib(total)} used" if total else "none")
 
 
 def _meminfo(text: str) -> dict[str, int]:
@@ -183,7 +182,7 @@ def check_host_memory(survey: Survey) -> Iterator[Finding]:
     try:
         available = _meminfo(machine.read("/proc/meminfo"))["MemAvailable"]
     except (Unreadable, KeyError):
-        yield unknown("host-memory", "/proc/meminfo has no MemAvailable")
+        yield unknown("/proc/meminfo has no MemAvailable")
         return
     limit = _cgroup_memory(machine)
     whose = "available"
@@ -197,9 +196,9 @@ def check_host_memory(survey: Survey) -> Iterator[Finding]:
     if available < needed:
         cost = f"{what} want {gib(needed)}: the kernel kills a process in the middle of a start."
         fix = "docker run --memory=0 ...  # no limit" if whose != "available" else "ps aux --sort=-rss | head"
-        yield hurts("host-memory", seen, cost[0].upper() + cost[1:], fix)
+        yield hurts(seen, cost[0].upper() + cost[1:], fix)
     else:
-        yield ok("host-memory", seen)
+        yield ok(seen)
 
 
 def check_cores(survey: Survey) -> Iterator[Finding]:
@@ -208,7 +207,7 @@ def check_cores(survey: Survey) -> Iterator[Finding]:
     try:
         match = re.search(r"^Cpus_allowed_list:\s*(\S+)", machine.read("/proc/self/status"), re.MULTILINE)
     except Unreadable as error:
-        yield unknown("cpu-cores", str(error))
+        yield unknown(str(error))
         return
     cores: float = _count(match[1]) if match else 0
     quota, throttled = _cgroup_cpu(machine)
@@ -219,12 +218,12 @@ def check_cores(survey: Survey) -> Iterator[Finding]:
     fix = "docker run --cpus=0 ...  # no quota" if quota is not None else "taskset -pc 0-$(($(nproc --all)-1)) $$"
     if cores and survey.concerned and cores < needed:
         cost = f"{len(survey.concerned)} ranks, the engine core and the server want {needed}: GPUs wait for the host."
-        yield hurts("cpu-cores", seen, cost, fix)
+        yield hurts(seen, cost, fix)
     elif throttled > THROTTLED_SHARE:
         cost = "Each time, all threads stand still for the rest of a period, up to 100 ms."
-        yield note("cpu-cores", f"{seen}; used up in {throttled:.0%} of its periods", cost, fix)
+        yield note(f"{seen}; used up in {throttled:.0%} of its periods", cost, fix)
     else:
-        yield ok("cpu-cores", seen)
+        yield ok(seen)
 
 
 def _count(ranges: str) -> int:

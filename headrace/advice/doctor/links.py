@@ -6,7 +6,7 @@ import re
 import struct
 from collections.abc import Iterator
 
-from headrace.advice.doctor.finding import Finding, Severity, hurts, note, ok, unknown
+from headrace.advice.doctor.finding import Finding, Severity, finding, hurts, note, ok, unknown
 from headrace.advice.doctor.machine import Machine, Unreadable
 from headrace.advice.doctor.survey import PCI, Survey
 
@@ -22,7 +22,7 @@ def check_links(survey: Survey) -> Iterator[Finding]:
     if not survey.several:
         return
     if not survey.links:
-        yield unknown("gpu-links", survey.link_problem)
+        yield unknown(survey.link_problem)
         return
     links = dict(survey.links)
     indices = [gpu.index for gpu in survey.concerned]
@@ -34,13 +34,12 @@ def check_links(survey: Survey) -> Iterator[Finding]:
         if weak is not None:
             own = sorted({kind for (one, _), kind in links.items() if one == weak})
             yield hurts(
-                "gpu-links",
                 f"GPU {weak} reaches the others over {', '.join(own)}, where {kinds[-1]} would be whole",
                 "Links are down, and every all-reduce waits for the slowest GPU.",
                 f"nvidia-smi nvlink -s -i {weak}  # which; then reset the GPU, or call the vendor",
             )
         else:
-            yield ok("gpu-links", f"{' and '.join(kinds)} between all {len(indices)} GPUs")
+            yield ok(f"{' and '.join(kinds)} between all {len(indices)} GPUs")
         return
     islands = _islands(indices, fast)
     if fast:
@@ -49,21 +48,18 @@ def check_links(survey: Survey) -> Iterator[Finding]:
         largest: list[int] = max(islands, key=len)
         slow = sorted({kind for pair, kind in links.items() if pair not in fast})
         yield note(
-            "gpu-links",
             f"fast links join only {text}; between them {', '.join(slow)}",
             "A tensor-parallel group across islands runs at the speed of PCIe.",
             f"export {variable}={','.join(map(str, largest))}  # one server for each island",
         )
     elif survey.vendor == "amd" and "Instinct MI3" in survey.concerned[0].name:
         cost = "These GPUs ship fully connected: all-reduces now go over PCIe."
-        yield hurts(
-            "gpu-links", f"no Infinity Fabric between GPUs ({', '.join(kinds)})", cost, f"{tool}; dmesg | grep -i xgmi"
-        )
+        yield hurts(f"no Infinity Fabric between GPUs ({', '.join(kinds)})", cost, f"{tool}; dmesg | grep -i xgmi")
     else:
         cost = (
             "Tensor parallelism's all-reduces go over PCIe, tens of GB/s: prefer one GPU a server where a model fits."
         )
-        yield note("gpu-links", f"no NVLink or Infinity Fabric between GPUs ({', '.join(kinds)})", cost)
+        yield note(f"no NVLink or Infinity Fabric between GPUs ({', '.join(kinds)})", cost)
 
 
 def _weakest(links: dict[tuple[int, int], str], indices: list[int]) -> int | None:
@@ -89,9 +85,9 @@ def check_width(survey: Survey) -> Iterator[Finding]:
         parts = [f"GPU {gpu.index}: x{gpu.link_width[0]} of x{gpu.link_width[1]}" for gpu in narrow if gpu.link_width]
         tool = f"sudo lspci -vv -s {narrow[0].bus_id} | grep LnkSta"
         cost = "Weights load, and GPUs without fast links talk, at that share of the speed."
-        yield hurts("pcie-width", "; ".join(parts), cost, f"{tool}  # then reseat the card or its riser")
+        yield hurts("; ".join(parts), cost, f"{tool}  # then reseat the card or its riser")
     elif known and known[0].link_width:
-        yield ok("pcie-width", f"PCIe x{known[0].link_width[0]}, all there is")
+        yield ok(f"PCIe x{known[0].link_width[0]}, all there is")
 
 
 def check_iommu(survey: Survey) -> Iterator[Finding]:
@@ -101,21 +97,21 @@ def check_iommu(survey: Survey) -> Iterator[Finding]:
     modes = {machine.read_or(f"{PCI}/{gpu.bus_id}/iommu_group/type") for gpu in survey.concerned} - {""}
     if any(mode.startswith("DMA") for mode in modes):
         if not survey.several:
-            yield ok("iommu", "the IOMMU translates, which costs a single GPU little")
+            yield ok("the IOMMU translates, which costs a single GPU little")
             return
         severity = Severity.NOTE if survey.vendor == "nvidia" and survey.fast_links else Severity.HURTS
         cost = "Peer traffic over PCIe goes through the CPU's IOMMU: slower, and on some servers it hangs."
-        yield Finding(
-            "iommu", severity, "the IOMMU translates the GPUs' addresses (no iommu=pt)", cost, survey.on_host(IOMMU_FIX)
+        yield finding(
+            severity, "the IOMMU translates the GPUs' addresses (no iommu=pt)", cost, survey.on_host(IOMMU_FIX)
         )
     elif modes:
-        yield ok("iommu", f"the IOMMU passes the GPUs through ({', '.join(sorted(modes))})")
+        yield ok(f"the IOMMU passes the GPUs through ({', '.join(sorted(modes))})")
     elif not machine.names("/sys/kernel/iommu_groups"):
-        yield ok("iommu", "no IOMMU is active")
+        yield ok("no IOMMU is active")
     elif {"iommu=pt", "iommu.passthrough=1"} & set(machine.read_or("/proc/cmdline").split()):
-        yield ok("iommu", "the kernel was started with iommu=pt")
+        yield ok("the kernel was started with iommu=pt")
     else:
-        yield unknown("iommu", f"no {PCI}/{survey.concerned[0].bus_id}/iommu_group/type")
+        yield unknown(f"no {PCI}/{survey.concerned[0].bus_id}/iommu_group/type")
 
 
 def check_acs(survey: Survey) -> Iterator[Finding]:
@@ -123,7 +119,7 @@ def check_acs(survey: Survey) -> Iterator[Finding]:
     if not survey.several:
         return
     if survey.virtual:
-        yield ok("acs", "in a virtual machine: the hypervisor's concern")
+        yield ok("in a virtual machine: the hypervisor's concern")
         return
     machine = survey.machine
     bridges = sorted({name for gpu in survey.concerned for name in _bridges_above(machine, gpu.bus_id)})
@@ -133,8 +129,7 @@ def check_acs(survey: Survey) -> Iterator[Finding]:
         severity = Severity.NOTE if survey.fast_links else Severity.HURTS
         traffic = "GPU and network card" if survey.fast_links else "GPUs"
         fix = f"for b in {' '.join(redirecting)}; do sudo setpci -s $b ECAP_ACS+0x6.w=0000; done"
-        yield Finding(
-            "acs",
+        yield finding(
             severity,
             f"ACS redirects peer traffic on {len(redirecting)} PCIe bridge{'s' if len(redirecting) > 1 else ''}",
             f"What passes between {traffic} over PCIe goes up to the CPU and back.",
@@ -142,9 +137,9 @@ def check_acs(survey: Survey) -> Iterator[Finding]:
         )
     elif not bridges or None in states.values():
         what = "PCIe extended configuration space is for root" if bridges else "no PCIe bridge above the GPUs in sysfs"
-        yield unknown("acs", what)
+        yield unknown(what)
     else:
-        yield ok("acs", f"no redirection on the {len(bridges)} PCIe bridges above the GPUs")
+        yield ok(f"no redirection on the {len(bridges)} PCIe bridges above the GPUs")
 
 
 def _bridges_above(machine: Machine, bus_id: str) -> list[str]:
@@ -179,15 +174,15 @@ def check_infiniband(survey: Survey) -> Iterator[Finding]:
                 # "4: ACTIVE"
                 state = machine.read(f"{INFINIBAND}/{device}/ports/{port}/state").rpartition(" ")[2]
             except Unreadable as error:
-                yield unknown("infiniband", str(error))
+                yield unknown(str(error))
                 return
             states[f"{device}:{port}"] = state
     down = [name for name, state in states.items() if state != "ACTIVE"]
     if down:
         cost = "Between nodes NCCL does without them, or falls back to TCP. One node alone is not concerned."
-        yield note("infiniband", f"{', '.join(down)} not active ({states[down[0]]})", cost, "ibstat")
+        yield note(f"{', '.join(down)} not active ({states[down[0]]})", cost, "ibstat")
     elif states:
         first = next(iter(states))
         device, _, port = first.partition(":")
         rate = machine.read_or(f"{INFINIBAND}/{device}/ports/{port}/rate")
-        yield ok("infiniband", f"{len(states)} active port{'s' if len(states) > 1 else ''}, {rate}")
+        yield ok(f"{len(states)} active port{'s' if len(states) > 1 else ''}, {rate}")

@@ -43,15 +43,15 @@ print(json.dumps(report))
 def check_driver(survey: Survey) -> Iterator[Finding]:
     if survey.gpus:
         names = ", ".join(dict.fromkeys(gpu.name for gpu in survey.gpus))
-        yield ok("driver", f"{survey.vendor.upper()} driver {survey.driver} drives {len(survey.gpus)} x {names}")
+        yield ok(f"{survey.vendor.upper()} driver {survey.driver} drives {len(survey.gpus)} x {names}")
         return
     if not survey.undriven and survey.gpu_tool:
         problem = survey.gpu_problem or "nvidia-smi lists no GPU"
         fix = survey.on_host("sudo dmesg | grep -iE 'nvrm|xid' | tail")
-        yield hurts("driver", f"NVIDIA's driver is installed, but {problem}", "No GPU can be used.", fix)
+        yield hurts(f"NVIDIA's driver is installed, but {problem}", "No GPU can be used.", fix)
         return
     if not survey.undriven:
-        yield ok("driver", "no GPU on the PCI bus: headrace runs on the CPU")
+        yield ok("no GPU on the PCI bus: headrace runs on the CPU")
         return
     vendor, driver = survey.undriven[0]
     cost = "No GPU can be used; headrace falls back to the CPU."
@@ -59,17 +59,15 @@ def check_driver(survey: Survey) -> Iterator[Finding]:
     if vendor == "nvidia" and driver == "nvidia":
         reason = survey.gpu_problem or "nvidia-smi lists none"
         fix = "docker run --gpus all ..." if survey.container else "sudo nvidia-smi"
-        yield hurts("driver", f"{count}, but {reason}", cost, fix)
+        yield hurts(f"{count}, but {reason}", cost, fix)
     elif vendor == "nvidia":
         seen = f"{count}, driven by {driver}" if driver else f"{count}, without a driver"
-        yield hurts(
-            "driver", seen, cost, survey.on_host("sudo apt install nvidia-driver-580-server-open && sudo reboot")
-        )
+        yield hurts(seen, cost, survey.on_host("sudo apt install nvidia-driver-580-server-open && sudo reboot"))
     elif driver == "amdgpu" or (survey.container and not driver):
         fix = "docker run --device=/dev/kfd --device=/dev/dri --group-add video --group-add render ..."
-        yield hurts("driver", f"{count}, but ROCm's driver shows none", cost, fix)
+        yield hurts(f"{count}, but ROCm's driver shows none", cost, fix)
     else:
-        yield hurts("driver", f"{count}, without the amdgpu driver", cost, survey.on_host("sudo modprobe amdgpu"))
+        yield hurts(f"{count}, without the amdgpu driver", cost, survey.on_host("sudo modprobe amdgpu"))
 
 
 def check_device_files(survey: Survey) -> Iterator[Finding]:
@@ -81,43 +79,42 @@ def check_device_files(survey: Survey) -> Iterator[Finding]:
     nodes = [f"/dev/dri/{name}" for name in machine.names("/dev/dri") if name.startswith("renderD")]
     closed += [name for name in nodes if not machine.may_write(machine.path(name))]
     if not closed and nodes:
-        yield ok("device-files", "/dev/kfd and the render nodes may be opened")
+        yield ok("/dev/kfd and the render nodes may be opened")
         return
     fix = "docker run --device=/dev/kfd --device=/dev/dri --group-add video --group-add render ..."
     if not survey.container:
         fix = "sudo usermod -aG render,video $USER  # then log in again"
     seen = f"{', '.join(closed[:3])} may not be opened" if closed else "there is no render node in /dev/dri"
-    yield hurts("device-files", seen, "HIP finds no device.", fix)
+    yield hurts(seen, "HIP finds no device.", fix)
 
 
 def check_torch_build(survey: Survey) -> Iterator[Finding]:
     torch = survey.torch
     if torch is None:
-        yield hurts("torch-build", survey.torch_problem, "headrace cannot start.", "pip install 'torch>=2.11'")
+        yield hurts(survey.torch_problem, "headrace cannot start.", "pip install 'torch>=2.11'")
         return
     seen = f"torch {torch.version} ({torch.kind})"
     release = re.match(r"(\d+)\.(\d+)", torch.version)
     if release and (int(release[1]), int(release[2])) < OLDEST_TORCH:
         needed = ".".join(map(str, OLDEST_TORCH))
-        yield hurts("torch-build", seen, f"headrace needs torch {needed} or newer.", f"pip install 'torch>={needed}'")
+        yield hurts(seen, f"headrace needs torch {needed} or newer.", f"pip install 'torch>={needed}'")
     elif survey.vendor == "nvidia" and not torch.cuda:
         fix = f"pip install --force-reinstall torch --index-url {INDEX}/{_cuda_index(survey.cuda)}"
-        yield hurts("torch-build", f"{seen} beside an NVIDIA GPU", "torch cannot use the GPU.", fix)
+        yield hurts(f"{seen} beside an NVIDIA GPU", "torch cannot use the GPU.", fix)
     elif survey.vendor == "amd" and not torch.hip:
         fix = f"pip install --force-reinstall torch --index-url {INDEX}/rocm7.2"
-        yield hurts("torch-build", f"{seen} beside an AMD GPU", "torch cannot use the GPU.", fix)
+        yield hurts(f"{seen} beside an AMD GPU", "torch cannot use the GPU.", fix)
     elif survey.vendor == "nvidia" and survey.cuda and int(torch.cuda.split(".")[0]) > survey.cuda[0]:
         oldest = OLDEST_DRIVERS.get(int(torch.cuda.split(".")[0]))
         driver = f"driver {survey.driver} knows CUDA up to {survey.cuda[0]}.{survey.cuda[1]}"
         yield hurts(
-            "torch-build",
             f"{seen}, but {driver}",
             "torch cannot use the GPU" + (f" below driver {oldest}." if oldest else "."),
             f"pip install --force-reinstall torch --index-url {INDEX}/{_cuda_index(survey.cuda)}",
         )
     else:
         beside = {"nvidia": f" and driver {survey.driver} fit", "amd": " fits the GPUs"}.get(survey.vendor, "")
-        yield ok("torch-build", seen + beside)
+        yield ok(seen + beside)
 
 
 def _cuda_index(cuda: tuple[int, int] | None) -> str:
@@ -149,10 +146,10 @@ def check_torch_runs(survey: Survey) -> Iterator[Finding]:
         report = TorchReport(**json.loads(output.strip().splitlines()[-1]))
     except Unreadable as error:
         fix = f"pip install --force-reinstall torch=={survey.torch.version.split('+')[0]}"
-        yield hurts("torch-runs", f"import torch: {error}", "headrace cannot start.", fix)
+        yield hurts(f"import torch: {error}", "headrace cannot start.", fix)
         return
     except (ValueError, IndexError, TypeError):
-        yield unknown("torch-runs", "the process that imports torch printed no report")
+        yield unknown("the process that imports torch printed no report")
         return
     count, wanted = report.devices, len(survey.visible)
     fits_vendor = bool(survey.torch.hip if survey.vendor == "amd" else survey.torch.cuda)
@@ -161,22 +158,22 @@ def check_torch_runs(survey: Survey) -> Iterator[Finding]:
         fix = f"{sys.executable} -c 'import torch; torch.cuda.init()'  # shows more"
         if "Error 802" in report.error:
             fix = survey.on_host("sudo systemctl restart nvidia-fabricmanager")
-        yield hurts("torch-runs", seen, "headrace falls back to the CPU.", fix)
+        yield hurts(seen, "headrace falls back to the CPU.", fix)
     elif missing := report.unserved():
         held = ", ".join(report.architectures)
         seen = f"torch {survey.torch.version} has no kernels for {', '.join(missing)}, only for {held}"
         fix = f"pip install --upgrade torch --index-url {INDEX}/" + ("rocm7.2" if survey.vendor == "amd" else "cu130")
-        yield hurts("torch-runs", seen, "Every torch operation on that GPU fails.", fix)
+        yield hurts(seen, "Every torch operation on that GPU fails.", fix)
     elif wanted and fits_vendor and count != wanted:
         seen = f"torch counts {count} device{'' if count == 1 else 's'} where {wanted} should be visible"
-        yield note("torch-runs", seen, "Some GPUs stay unused.", "env | grep VISIBLE_DEVICES")
+        yield note(seen, "Some GPUs stay unused.", "env | grep VISIBLE_DEVICES")
     elif report.seconds > SLOW_IMPORT:
         seen = f"import torch takes {report.seconds:.0f} s"
         cost = f"Every process of a start pays it; {sys.prefix} may lie on a network disk."
-        yield note("torch-runs", seen, cost, f"df -hT {sys.prefix}")
+        yield note(seen, cost, f"df -hT {sys.prefix}")
     else:
         devices = f", and finds {count} GPU{'' if count == 1 else 's'}" if count else ""
-        yield ok("torch-runs", f"torch loads in {report.seconds:.1f} s{devices}")
+        yield ok(f"torch loads in {report.seconds:.1f} s{devices}")
 
 
 def _covers(architectures: list[str], needed: str) -> bool:
@@ -202,30 +199,30 @@ def check_visible_devices(survey: Survey) -> Iterator[Finding]:
     for problem in selection.problems:
         found = True
         cost = "No GPU is left to run on." if not survey.visible else "Some GPUs stay unused."
-        yield hurts("visible-devices", problem.seen, cost, problem.fix)
+        yield hurts(problem.seen, cost, problem.fix)
     if survey.vendor == "amd":
         cuda, hip = environment.get(CUDA), environment.get(HIP)
         if cuda is not None and hip is not None and cuda != hip:
             found = True
             cost = "HIP takes the one, some libraries the other: ranks land on GPUs that are not theirs."
-            yield hurts("visible-devices", f"{CUDA}={cuda} beside {HIP}={hip}", cost, f"unset {CUDA}")
+            yield hurts(f"{CUDA}={cuda} beside {HIP}={hip}", cost, f"unset {CUDA}")
         if ROCR in environment and (cuda is not None or hip is not None) and not selection.problems:
             found = True
             by = " and ".join(selection.by)
             cost = "The second counts among what the first left, not among all GPUs."
-            yield note("visible-devices", f"{by} leave {numbers(survey.visible)}", cost, f"unset {ROCR}")
+            yield note(f"{by} leave {numbers(survey.visible)}", cost, f"unset {ROCR}")
     else:
         for name in (HIP, ROCR):
             if name in environment:
                 found = True
                 cost = f"It does nothing on NVIDIA GPUs; {CUDA} chooses here."
-                yield note("visible-devices", f"{name}={environment[name]}", cost, f"unset {name}")
+                yield note(f"{name}={environment[name]}", cost, f"unset {name}")
         models = {gpu.name for gpu in survey.gpus}
         if len(models) > 1 and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
             found = True
             seen = f"GPUs of {len(models)} models, and CUDA_DEVICE_ORDER is not PCI_BUS_ID"
             cost = "CUDA puts the fastest first: its indices are not those of nvidia-smi."
-            yield note("visible-devices", seen, cost, "export CUDA_DEVICE_ORDER=PCI_BUS_ID")
+            yield note(seen, cost, "export CUDA_DEVICE_ORDER=PCI_BUS_ID")
     if not found:
         by = f" ({', '.join(selection.by)})" if selection.by else ""
-        yield ok("visible-devices", f"{len(survey.visible)} of {len(survey.gpus)} GPUs visible{by}")
+        yield ok(f"{len(survey.visible)} of {len(survey.gpus)} GPUs visible{by}")

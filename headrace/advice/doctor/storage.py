@@ -46,33 +46,33 @@ def check_hub_cache(survey: Survey) -> Iterator[Finding]:
     folder = hub_folder(machine)
     place, free = _nearest(machine, folder)
     if free is None:
-        yield unknown("hub-cache", f"{folder}: free space cannot be read")
+        yield unknown(f"{folder}: free space cannot be read")
         return
     seen = f"{folder}: {gib(free)} free"
     move = "export HF_HOME=/path/on/a/large/disk"
     if not machine.may_write(place):
-        yield hurts("hub-cache", f"{folder} may not be written", "No model can be fetched from the hub.", move)
+        yield hurts(f"{folder} may not be written", "No model can be fetched from the hub.", move)
     elif survey.model_bytes is not None and free < survey.model_bytes:
         cost = f"{gib(survey.model_bytes)} of weights do not fit, unless they are there already."
-        yield hurts("hub-cache", seen, cost, move)
+        yield hurts(seen, cost, move)
     elif survey.model_bytes is None and free < FULL_DISK:
-        yield hurts("hub-cache", seen, "Hardly any model fits.", move)
+        yield hurts(seen, "Hardly any model fits.", move)
     elif survey.model_bytes is None and free < SMALL_DISK:
-        yield note("hub-cache", seen, "An 8B model takes 16 GB in bf16, a 70B one 141 GB.", move)
+        yield note(seen, "An 8B model takes 16 GB in bf16, a 70B one 141 GB.", move)
     elif (kind := _filesystem(machine, place)).startswith(NETWORK):
         cost = "Weights are read over the network at each start: a local disk starts sooner."
-        yield note("hub-cache", f"{seen}, on {kind}", cost, move)
+        yield note(f"{seen}, on {kind}", cost, move)
     elif kind == "tmpfs":
-        yield note("hub-cache", f"{seen}, in memory (tmpfs)", "Weights take host memory and go with a reboot.", move)
+        yield note(f"{seen}, in memory (tmpfs)", "Weights take host memory and go with a reboot.", move)
     elif kind == "overlay" and survey.container:
         cost = "What is fetched is lost with the container."
         fix = f"docker run -v ~/.cache/huggingface:{folder.parent} ..."
-        yield note("hub-cache", f"{seen}, inside the container", cost, fix)
+        yield note(f"{seen}, inside the container", cost, fix)
     else:
-        yield ok("hub-cache", seen)
+        yield ok(seen)
     if machine.environment.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true"):
         cost = "Models that are not in the hub cache cannot be fetched."
-        yield note("HF_HUB_OFFLINE", "HF_HUB_OFFLINE is set", cost, "unset HF_HUB_OFFLINE")
+        yield note("HF_HUB_OFFLINE is set", cost, "unset HF_HUB_OFFLINE", id="HF_HUB_OFFLINE")
 
 
 def check_kernel_caches(survey: Survey) -> Iterator[Finding]:
@@ -90,22 +90,22 @@ def check_kernel_caches(survey: Survey) -> Iterator[Finding]:
         place, free = _nearest(machine, folder)
         fix = f"export {variable}=/path/on/a/local/disk"
         if free is None:
-            yield unknown(id, f"{folder}: free space cannot be read")
+            yield unknown(f"{folder}: free space cannot be read", id=id)
         elif not machine.may_write(place):
-            yield hurts(id, f"{folder} may not be written", cost, fix)
+            yield hurts(f"{folder} may not be written", cost, fix, id=id)
         elif free < KERNEL_SPACE:
-            yield hurts(id, f"{folder}: {gib(free)} free", cost, fix)
+            yield hurts(f"{folder}: {gib(free)} free", cost, fix, id=id)
         elif (kind := _filesystem(machine, place)).startswith(NETWORK):
-            yield note(id, f"{folder} is on {kind}", "Ranks look up hundreds of small files over the network.", fix)
+            yield note(f"{folder} is on {kind}", "Ranks look up hundreds of small files over the network.", fix, id=id)
         elif kind == "overlay" and survey.container and survey.concerned:
             lost.append((id, folder))
         else:
-            yield ok(id, str(folder))
+            yield ok(str(folder), id=id)
     if lost:
         volumes = " ".join(f"-v headrace-{id}:{folder}" for id, folder in lost)
         seen = " and ".join(str(folder) for _, folder in lost)
         cost = "Each new container compiles its kernels, and measures what it chooses from, once more."
-        yield note(lost[0][0], f"{seen}: inside the container", cost, f"docker run {volumes} ...")
+        yield note(f"{seen}: inside the container", cost, f"docker run {volumes} ...", id=lost[0][0])
 
 
 def _nearest(machine: Machine, folder: Path) -> tuple[Path, int | None]:

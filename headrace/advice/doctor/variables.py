@@ -1,6 +1,6 @@
-"""Environment variables that were left on, were meant for another vendor, or are read by nobody: a table of rules.
+"""Checks environment variables: those left on, meant for another vendor's GPUs, or read by nobody.
 
-A rule's finding bears the variable's name. What is set and does no harm is not mentioned.
+A finding bears the variable's name. A variable that is set and does no harm is not mentioned.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from headrace.advice.doctor.finding import Finding, Severity, note, ok
+from headrace.advice.doctor.finding import Finding, Severity, finding, note, ok
 from headrace.advice.doctor.host import INFINIBAND
 from headrace.advice.doctor.survey import Survey
 
-ON = ("1", "true", "yes", "on")
 HURTS, NOTE = Severity.HURTS, Severity.NOTE
 MOST_NVIDIA_CHANNELS = 32
 AITER_MASTER = "VLLM_ROCM_USE_AITER"
@@ -23,65 +22,40 @@ RCCL_READS_NCCL = (
 )  # fmt: skip
 """Names that RCCL reads with the prefix NCCL_ alone."""
 
-When = Callable[[str, Survey], bool]
+WHERE: dict[str, Callable[[Survey], bool]] = {
+    "amd": lambda survey: survey.vendor == "amd",
+    "not-amd": lambda survey: survey.vendor != "amd",
+    "nvidia": lambda survey: survey.vendor == "nvidia",
+    "gpu": lambda survey: bool(survey.concerned),
+    "no-gpu": lambda survey: not survey.concerned,
+    "one": lambda survey: not survey.several,
+    "several": lambda survey: survey.several,
+    "infiniband": lambda survey: bool(survey.machine.names(INFINIBAND)),
+}
+"""Machines that a rule is for: `several` GPUs, `one` at most, ..."""
 
 
-@dataclass(frozen=True)
-class Rule:
-    name: str
-    when: When
-    severity: Severity
-    cost: str
-    fix: str = ""
-    """"": unset it."""
+Harmful = Callable[[str, Survey], bool]
 
 
-def _on(value: str, survey: Survey) -> bool:
-    return value.strip().lower() in ON
-
-
-def _always(value: str, survey: Survey) -> bool:
+def _any(value: str, survey: Survey) -> bool:
     return True
 
 
-def _number(value: str) -> int:
-    return int(value) if value.strip().isdigit() else 0
-
-
-def _gpu(when: When) -> When:
-    return lambda value, survey: bool(survey.concerned) and when(value, survey)
-
-
-def _several(when: When) -> When:
-    return lambda value, survey: survey.several and when(value, survey)
-
-
-def _one(when: When) -> When:
-    return lambda value, survey: not survey.several and when(value, survey)
-
-
-def _amd(when: When) -> When:
-    return lambda value, survey: survey.vendor == "amd" and when(value, survey)
-
-
-def _not_amd(when: When) -> When:
-    return lambda value, survey: survey.vendor != "amd" and when(value, survey)
-
-
-def _channels(value: str, survey: Survey) -> bool:
-    return survey.vendor == "nvidia" and _number(value) > MOST_NVIDIA_CHANNELS
-
-
-def _local_only(value: str, survey: Survey) -> bool:
-    return value.strip().upper() in ("LOC", "0")
-
-
-def _above_zero(value: str, survey: Survey) -> bool:
-    return _number(value) > 0
+def _on(value: str, survey: Survey) -> bool:
+    return value.lower() in ("1", "true", "yes", "on")
 
 
 def _off(value: str, survey: Survey) -> bool:
-    return value.strip().lower() in ("0", "false", "no", "off")
+    return value.lower() in ("0", "false", "no", "off")
+
+
+def _above(limit: int) -> Harmful:
+    return lambda value, survey: value.isdigit() and int(value) > limit
+
+
+def _among(*words: str) -> Harmful:
+    return lambda value, survey: value.upper() in words
 
 
 def _no_such_interface(value: str, survey: Survey) -> bool:
@@ -89,9 +63,26 @@ def _no_such_interface(value: str, survey: Survey) -> bool:
     names = survey.machine.names("/sys/class/net")
     if not names or value.startswith("^"):
         return False
-    exact = value.startswith("=")
-    wanted = [part.partition(":")[0] for part in value.lstrip("=").split(",")]
-    return not any(name == part if exact else name.startswith(part) for name in names for part in wanted)
+    wanted = tuple(part.partition(":")[0] for part in value.lstrip("=").split(","))
+    return not any(name in wanted if value.startswith("=") else name.startswith(wanted) for name in names)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Says what a variable costs, on which machines and with which values."""
+
+    name: str
+    severity: Severity
+    cost: str
+    where: str
+    """Words of WHERE, all of which must hold."""
+    harmful: Harmful = _on
+    fix: str = ""
+    """Empty: unset it."""
+
+    def concerns(self, survey: Survey) -> bool:
+        """Return whether the rule is for this machine."""
+        return all(WHERE[word](survey) for word in self.where.split())
 
 
 SLOW_PEERS = "GPUs talk through host memory: all-reduces take several times as long."
@@ -100,71 +91,62 @@ CHANNELS = (
     "A value from AMD's guides: on NVIDIA each channel takes a multiprocessor and buffers from the model's kernels."
 )
 PINNED = "It pins one algorithm, where NCCL chooses by message size: decode and prefill want different ones."
+IDLE_INFINIBAND = "Between nodes NCCL uses TCP beside an idle InfiniBand. One node alone is not concerned."
+NO_INTERFACE = "No interface is called so: NCCL fails at start."
+LOGS = "Each rank logs its set-up, with TRACE every collective."
+KERNARG = "Kernels fetch their arguments from host memory: 2 to 3 us a launch."
+EAGER_LOADING = "Every kernel of every library is loaded at start: slower, and hundreds of MiB of GPU memory."
 RULES = (
-    Rule("NCCL_P2P_DISABLE", _several(_on), HURTS, SLOW_PEERS),
-    Rule("NCCL_P2P_DISABLE", _one(_on), NOTE, "Without effect on one GPU; several would talk through host memory."),
-    Rule("NCCL_P2P_LEVEL", _several(_local_only), HURTS, SLOW_PEERS),
-    Rule("NCCL_SHM_DISABLE", _several(_on), NOTE, "GPUs without a direct link talk over the network stack."),
+    Rule("NCCL_P2P_DISABLE", HURTS, SLOW_PEERS, "several"),
+    Rule("NCCL_P2P_DISABLE", NOTE, "Without effect on one GPU; several would talk through host memory.", "one"),
+    Rule("NCCL_P2P_LEVEL", HURTS, SLOW_PEERS, "several", _among("LOC", "0")),
+    Rule("NCCL_SHM_DISABLE", NOTE, "GPUs without a direct link talk over the network stack.", "several"),
+    Rule("NCCL_IB_DISABLE", NOTE, IDLE_INFINIBAND, "infiniband"),
+    Rule("NCCL_NVLS_ENABLE", NOTE, "The NVSwitch no longer adds up: large all-reduces slow down.", "several", _off),
+    Rule("NCCL_MIN_NCHANNELS", HURTS, CHANNELS, "several nvidia", _above(MOST_NVIDIA_CHANNELS)),
     Rule(
-        "NCCL_IB_DISABLE",
-        lambda value, survey: _on(value, survey) and bool(survey.machine.names(INFINIBAND)),
-        NOTE,
-        "Between nodes NCCL uses TCP beside an idle InfiniBand. One node alone is not concerned.",
+        "NCCL_MIN_NCHANNELS", NOTE, f"{CHANNELS} Without effect on one GPU.", "one nvidia", _above(MOST_NVIDIA_CHANNELS)
     ),
-    Rule("NCCL_NVLS_ENABLE", _several(_off), NOTE, "The NVSwitch no longer adds up: large all-reduces slow down."),
-    Rule("NCCL_MIN_NCHANNELS", _several(_channels), HURTS, CHANNELS),
-    Rule("NCCL_MIN_NCHANNELS", _one(_channels), NOTE, f"{CHANNELS} Without effect on one GPU."),
-    Rule(
-        "NCCL_DEBUG",
-        lambda value, survey: value.strip().upper() in ("INFO", "TRACE"),
-        NOTE,
-        "Each rank logs its set-up, with TRACE every collective.",
-        "export NCCL_DEBUG=WARN",
-    ),
-    Rule("NCCL_ALGO", _several(_always), NOTE, PINNED),
-    Rule("NCCL_PROTO", _several(_always), NOTE, PINNED),
-    Rule("NCCL_SOCKET_IFNAME", _several(_no_such_interface), HURTS, "No interface is called so: NCCL fails at start."),
-    Rule("CUDA_LAUNCH_BLOCKING", _gpu(_on), HURTS, SYNCHRONOUS),
-    Rule("HIP_LAUNCH_BLOCKING", _gpu(_amd(_on)), HURTS, SYNCHRONOUS),
-    Rule("AMD_SERIALIZE_KERNEL", _gpu(_amd(_above_zero)), HURTS, SYNCHRONOUS),
-    Rule("AMD_SERIALIZE_COPY", _gpu(_amd(_above_zero)), HURTS, "Every copy waits for the GPU: steps cannot overlap."),
-    Rule("AMD_LOG_LEVEL", _amd(_above_zero), NOTE, "HIP logs its calls; from level 3 on that shows in each step."),
-    Rule("HSA_ENABLE_SDMA", _amd(_off), NOTE, "Copies run on compute units, beside the model's kernels."),
-    Rule("HSA_OVERRIDE_GFX_VERSION", _amd(_always), HURTS, "Kernels made for another chip: wrong results or a crash."),
-    Rule(
-        "HIP_FORCE_DEV_KERNARG",
-        _amd(_off),
-        NOTE,
-        "Kernels fetch their arguments from host memory: 2 to 3 us a launch.",
-        "export HIP_FORCE_DEV_KERNARG=1",
-    ),
-    Rule("HIP_FORCE_DEV_KERNARG", _not_amd(_always), NOTE, "Read by ROCm alone."),
-    Rule("TORCH_BLAS_PREFER_HIPBLASLT", _not_amd(_always), NOTE, "Read by ROCm builds of torch alone."),
-    Rule("TRITON_INTERPRET", _gpu(_on), HURTS, "Kernels run in Python on the CPU, thousands of times slower."),
-    Rule("TRITON_INTERPRET", _one(lambda value, survey: _on(value, survey) and not survey.concerned), NOTE,
-         "Triton kernels run in Python; headrace's CPU path does not use them."),
-    Rule("PYTORCH_NO_CUDA_MEMORY_CACHING", _gpu(_on), HURTS, "Each tensor asks the driver for memory, which waits."),
-    Rule("PYTORCH_TUNABLEOP_ENABLED", _gpu(_on), NOTE, "Each new matrix shape is tuned when it is met: requests wait."),
-    Rule("CUDA_MODULE_LOADING", lambda value, survey: survey.vendor == "nvidia" and value.upper() == "EAGER", NOTE,
-         "Every kernel of every library is loaded at start: slower, and hundreds of MiB of GPU memory."),
-)  # fmt: skip
+    Rule("NCCL_DEBUG", NOTE, LOGS, "", _among("INFO", "TRACE"), "export NCCL_DEBUG=WARN"),
+    Rule("NCCL_ALGO", NOTE, PINNED, "several", _any),
+    Rule("NCCL_PROTO", NOTE, PINNED, "several", _any),
+    Rule("NCCL_SOCKET_IFNAME", HURTS, NO_INTERFACE, "several", _no_such_interface),
+    Rule("CUDA_LAUNCH_BLOCKING", HURTS, SYNCHRONOUS, "gpu"),
+    Rule("HIP_LAUNCH_BLOCKING", HURTS, SYNCHRONOUS, "gpu amd"),
+    Rule("AMD_SERIALIZE_KERNEL", HURTS, SYNCHRONOUS, "gpu amd", _above(0)),
+    Rule("AMD_SERIALIZE_COPY", HURTS, "Every copy waits for the GPU: steps cannot overlap.", "gpu amd", _above(0)),
+    Rule("AMD_LOG_LEVEL", NOTE, "HIP logs its calls; from level 3 on that shows in each step.", "amd", _above(0)),
+    Rule("HSA_ENABLE_SDMA", NOTE, "Copies run on compute units, beside the model's kernels.", "amd", _off),
+    Rule("HSA_OVERRIDE_GFX_VERSION", HURTS, "Kernels made for another chip: wrong results or a crash.", "amd", _any),
+    Rule("HIP_FORCE_DEV_KERNARG", NOTE, KERNARG, "amd", _off, "export HIP_FORCE_DEV_KERNARG=1"),
+    Rule("HIP_FORCE_DEV_KERNARG", NOTE, "Read by ROCm alone.", "not-amd", _any),
+    Rule("TORCH_BLAS_PREFER_HIPBLASLT", NOTE, "Read by ROCm builds of torch alone.", "not-amd", _any),
+    Rule("TRITON_INTERPRET", HURTS, "Kernels run in Python on the CPU, thousands of times slower.", "gpu"),
+    Rule("TRITON_INTERPRET", NOTE, "Triton kernels run in Python; headrace's CPU path does not use them.", "no-gpu"),
+    Rule("PYTORCH_NO_CUDA_MEMORY_CACHING", HURTS, "Each tensor asks the driver for memory, which waits.", "gpu"),
+    Rule("PYTORCH_TUNABLEOP_ENABLED", NOTE, "Each new matrix shape is tuned when it is met: requests wait.", "gpu"),
+    Rule("CUDA_MODULE_LOADING", NOTE, EAGER_LOADING, "nvidia", _among("EAGER")),
+)
 
 
 def check_variables(survey: Survey) -> Iterator[Finding]:
+    """Yield a finding for each variable that does harm; one that all is well where none does."""
     environment = survey.machine.environment
-    found = False
-    for rule in RULES:
-        value = environment.get(rule.name)
-        if value is not None and rule.when(value, survey):
-            found = True
-            fix = rule.fix or f"unset {rule.name}"
-            yield Finding(rule.name, rule.severity, f"{rule.name}={value}", rule.cost, fix)
-    for finding in (*_rccl_names(survey), *_aiter(survey), *_kernel_arguments(survey)):
-        found = True
-        yield finding
-    if not found:
+    findings = [
+        finding(rule.severity, f"{rule.name}={value}", rule.cost, rule.fix or f"unset {rule.name}", id=rule.name)
+        for rule in RULES
+        if (value := environment.get(rule.name)) is not None
+        and rule.concerns(survey)
+        and rule.harmful(value.strip(), survey)
+    ]
+    findings += [*_rccl_names(survey), *_aiter(survey)]
+    if survey.vendor == "amd" and survey.concerned and "HIP_FORCE_DEV_KERNARG" not in environment:
+        name = "HIP_FORCE_DEV_KERNARG"
+        findings.append(note(f"{name} is not set", KERNARG, f"export {name}=1", id=name))
+    if not findings:
         seen = sorted(name for name in environment if re.match(r"(R|N)CCL_|HSA_|AITER_", name))
-        yield ok("variables", f"{', '.join(seen)} do no harm" if seen else "none set that hurts")
+        findings.append(ok(f"{', '.join(seen)} do no harm" if seen else "none set that hurts"))
+    yield from findings
 
 
 def _rccl_names(survey: Survey) -> Iterator[Finding]:
@@ -175,7 +157,7 @@ def _rccl_names(survey: Survey) -> Iterator[Finding]:
             exports = (f"export N{name[1:]}={survey.machine.environment[name]}" for name in wrong)
             fix = "; ".join([fix, *exports])
         cost = "RCCL, as NCCL, reads these with the prefix NCCL_ alone: they do nothing."
-        yield note(wrong[0], ", ".join(wrong), cost, fix)
+        yield note(", ".join(wrong), cost, fix, id=wrong[0])
 
 
 def _aiter(survey: Survey) -> Iterator[Finding]:
@@ -186,14 +168,7 @@ def _aiter(survey: Survey) -> Iterator[Finding]:
     rocm = survey.vendor == "amd" and survey.torch is not None and bool(survey.torch.hip)
     if not rocm:
         cost = "AITER is AMD's kernel library; without ROCm these do nothing."
-        yield note("aiter", ", ".join(names), cost, f"unset {' '.join(names)}")
+        yield note(", ".join(names), cost, f"unset {' '.join(names)}", id="aiter")
     elif AITER_MASTER not in environment and any(name.startswith(AITER_MASTER) for name in names):
         cost = f"vLLM asks {AITER_MASTER} first, which is off unless set; headrace reads none of them."
-        yield note("aiter", f"{', '.join(names)} without {AITER_MASTER}", cost, f"export {AITER_MASTER}=1")
-
-
-def _kernel_arguments(survey: Survey) -> Iterator[Finding]:
-    name = "HIP_FORCE_DEV_KERNARG"
-    if survey.vendor == "amd" and survey.concerned and name not in survey.machine.environment:
-        cost = "Kernels fetch their arguments from host memory: 2 to 3 us a launch."
-        yield note(name, f"{name} is not set", cost, f"export {name}=1")
+        yield note(f"{', '.join(names)} without {AITER_MASTER}", cost, f"export {AITER_MASTER}=1", id="aiter")
