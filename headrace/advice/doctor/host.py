@@ -1,4 +1,4 @@
-"""The host's kernel and the limits on this process: memory, cores, files, and settings that make steps uneven."""
+"""Checks the host's kernel and this process's limits: memory, cores, files, and settings that make steps uneven."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 from headrace.advice.doctor.finding import Finding, hurts, note, ok, unknown
 from headrace.advice.doctor.gpu import GIB, gib
-from headrace.advice.doctor.links import INFINIBAND
 from headrace.advice.doctor.machine import Machine, Unreadable
 from headrace.advice.doctor.survey import Survey
 
+INFINIBAND = "/sys/class/infiniband"
 LEAST_SHM = GIB
-"""NCCL's buffers between processes; docker gives 64 MiB unless told."""
+"""NCCL keeps buffers between processes there; docker gives 64 MiB unless told."""
 LEAST_FILES = 4096
 """1,024 running requests hold a connection each, and a waiting queue holds more."""
 LEAST_PROCESSES = 4096
@@ -20,47 +20,38 @@ LEAST_PROCESSES = 4096
 RANK_MEMORY = 4 * GIB
 """Host memory of one process that has loaded torch with its GPU libraries, pinned buffers included."""
 EXTRA_CORES = 2
-"""Beside one core a rank: the HTTP server and the engine core."""
+"""The HTTP server and the engine core need one each, beside one for each rank."""
 THROTTLED_SHARE = 0.05
 CPU = "/sys/devices/system/cpu"
 CGROUP = "/sys/fs/cgroup"
 
 
 def check_numa_balancing(survey: Survey) -> Iterator[Finding]:
+    """Check that the kernel does not move the engine's memory between NUMA nodes."""
     machine = survey.machine
     nodes = [name for name in machine.names("/sys/devices/system/node") if re.fullmatch(r"node\d+", name)]
     try:
         value = machine.read("/proc/sys/kernel/numa_balancing")
     except Unreadable as error:
-        if error.missing:
-            yield ok("the kernel has none")
-        else:
-            yield unknown(str(error))
+        if not error.missing:
+            raise
+        yield ok("the kernel has none")
         return
-    if value == "0":
-        yield ok("off")
-    elif len(nodes) < 2:
-        yield ok("on, with one NUMA node to balance")
-    else:
-        make = hurts if survey.concerned else note
-        yield make(
-            f"kernel.numa_balancing is {value} on {len(nodes)} NUMA nodes",
-            "The kernel unmaps and moves pages under the engine: launches stall, and inter-token latency has spikes.",
-            survey.on_host("sudo sysctl -w kernel.numa_balancing=0"),
-        )
+    if value == "0" or len(nodes) < 2:
+        yield ok("off" if value == "0" else "on, with one NUMA node to balance")
+        return
+    seen = f"kernel.numa_balancing is {value} on {len(nodes)} NUMA nodes"
+    cost = "The kernel unmaps and moves pages under the engine: launches stall, and inter-token latency has spikes."
+    make = hurts if survey.concerned else note
+    yield make(seen, cost, survey.on_host("sudo sysctl -w kernel.numa_balancing=0"))
 
 
 def check_shared_memory(survey: Survey) -> Iterator[Finding]:
-    machine = survey.machine
-    try:
-        disk = machine.disk(machine.path("/dev/shm"))
-    except OSError as error:
-        yield unknown(f"/dev/shm: {(error.strerror or 'cannot be read').lower()}")
-        return
+    """Check the room that NCCL has to exchange data between processes."""
+    disk = survey.machine.space("/dev/shm")
     size = f"/dev/shm has {gib(disk.total)}, {gib(disk.free)} free"
-    fix = "docker run --ipc=host ...  # or --shm-size=16g"
-    if not survey.container:
-        fix = "sudo mount -o remount,size=16G /dev/shm"
+    fix = "sudo mount -o remount,size=16G /dev/shm"
+    fix = "docker run --ipc=host ...  # or --shm-size=16g" if survey.container else fix
     if disk.free >= LEAST_SHM:
         yield ok(size)
     elif survey.several:
@@ -71,49 +62,44 @@ def check_shared_memory(survey: Survey) -> Iterator[Finding]:
 
 
 def check_limits(survey: Survey) -> Iterator[Finding]:
-    try:
-        limits = _limits(survey.machine.read("/proc/self/limits"))
-    except Unreadable as error:
-        yield unknown(str(error))
-        return
-    container = survey.container
-    files, most_files = limits.get("Max open files", (None, None))
+    """Check what `ulimit` shows: open files, processes, and memory that may be locked."""
+    limits = _limits(survey.machine.read("/proc/self/limits"))
+
+    def fix(name: str, shell: str) -> str:
+        return f"docker run --ulimit {name} ..." if survey.container else shell
+
+    (files, most_files), (processes, _), (locked, _) = (
+        limits.get(f"Max {name}", (None, None)) for name in ("open files", "processes", "locked memory")
+    )
     if files is not None and files < LEAST_FILES:
-        make = hurts if survey.concerned else note
-        fix = "ulimit -n 65536"
-        if most_files is not None and most_files < 65536:
-            fix = "echo '* - nofile 65536' | sudo tee -a /etc/security/limits.conf  # then log in again"
-            fix = "docker run --ulimit nofile=65536 ..." if container else fix
         cost = "Each open stream is a file: at about as many clients new connections are refused."
-        yield make(f"{files:,} open files at most", cost, fix, id="open-files")
+        mend = "ulimit -n 65536"
+        if most_files is not None and most_files < 65536:
+            forever = "echo '* - nofile 65536' | sudo tee -a /etc/security/limits.conf  # then log in again"
+            mend = fix("nofile=65536", forever)
+        make = hurts if survey.concerned else note
+        yield make(f"{files:,} open files at most", cost, mend, id="open-files")
     else:
         yield ok(_amount(files), id="open-files")
-    processes, _ = limits.get("Max processes", (None, None))
     if processes is not None and processes < LEAST_PROCESSES:
-        fix = "docker run --ulimit nproc=65536 ..." if container else "ulimit -u 65536"
+        seen = f"{processes:,} processes and threads at most"
         cost = "Libraries start hundreds of threads a rank: a start dies with `can't start new thread`."
-        yield hurts(f"{processes:,} processes and threads at most", cost, fix, id="processes")
+        yield hurts(seen, cost, fix("nproc=65536", "ulimit -u 65536"), id="processes")
     else:
         yield ok(_amount(processes), id="processes")
-    locked, _ = limits.get("Max locked memory", (None, None))
     if locked is not None and survey.machine.names(INFINIBAND):
-        fix = "docker run --ulimit memlock=-1 ..." if container else "ulimit -l unlimited"
         cost = "InfiniBand locks the buffers that it sends from: NCCL between nodes fails or falls back to TCP."
-        yield hurts(f"{gib(locked)} of memory may be locked", cost, fix, id="locked-memory")
+        seen = f"{gib(locked)} of memory may be locked"
+        yield hurts(seen, cost, fix("memlock=-1", "ulimit -l unlimited"), id="locked-memory")
     else:
-        yield ok(
-            "unlimited" if locked is None else f"{gib(locked)}: only InfiniBand would need more", id="locked-memory"
-        )
+        seen = "unlimited" if locked is None else f"{gib(locked)}: only InfiniBand would need more"
+        yield ok(seen, id="locked-memory")
 
 
-def _limits(text: str) -> dict[str, tuple[int | None, int | None]]:
+def _limits(text: str) -> dict[str, tuple[int | None, ...]]:
     """Name -> (soft, hard); None is unlimited."""
-    found = re.finditer(r"^(Max [a-z ]+?)\s{2,}(\d+|unlimited)\s+(\d+|unlimited)", text, re.MULTILINE)
-
-    def amount(text: str) -> int | None:
-        return None if text == "unlimited" else int(text)
-
-    return {match[1]: (amount(match[2]), amount(match[3])) for match in found}
+    rows = re.findall(r"^(Max [a-z ]+?)\s{2,}(\d+|unlimited)\s+(\d+|unlimited)", text, re.MULTILINE)
+    return {name: tuple(None if limit == "unlimited" else int(limit) for limit in limits) for name, *limits in rows}
 
 
 def _amount(value: int | None) -> str:
@@ -121,6 +107,7 @@ def _amount(value: int | None) -> str:
 
 
 def check_governor(survey: Survey) -> Iterator[Finding]:
+    """Check that the CPU's clocks may rise."""
     machine = survey.machine
     cores = [name for name in machine.names(CPU) if re.fullmatch(r"cpu\d+", name)]
     governors = {machine.read_or(f"{CPU}/{core}/cpufreq/scaling_governor") for core in cores} - {""}
@@ -137,16 +124,12 @@ def check_governor(survey: Survey) -> Iterator[Finding]:
         cost = "It holds cores at their lowest clock: scheduling and kernel launches take longer than the GPU's work."
         yield hurts(seen, cost, fix)
     else:
-        cost = "Clocks rise only after load has come: small batches pay in each step."
-        yield note(seen, cost, fix)
+        yield note(seen, "Clocks rise only after load has come: small batches pay in each step.", fix)
 
 
 def check_huge_pages(survey: Survey) -> Iterator[Finding]:
-    try:
-        match = re.search(r"\[(\w+)\]", survey.machine.read("/sys/kernel/mm/transparent_hugepage/enabled"))
-    except Unreadable as error:
-        yield unknown(str(error))
-        return
+    """Check that large host buffers may lie in large pages."""
+    match = re.search(r"\[(\w+)\]", survey.machine.read("/sys/kernel/mm/transparent_hugepage/enabled"))
     mode = match[1] if match else "unknown"
     if mode == "never":
         cost = "Large host buffers live in 4 KiB pages: weights load slower, and a CPU run computes slower."
@@ -157,58 +140,51 @@ def check_huge_pages(survey: Survey) -> Iterator[Finding]:
 
 
 def check_swap(survey: Survey) -> Iterator[Finding]:
-    try:
-        memory = _meminfo(survey.machine.read("/proc/meminfo"))
-        total, free, available = memory["SwapTotal"], memory["SwapFree"], memory["MemAvailable"]
-    except (Unreadable, KeyError) as error:
-        yield unknown(str(error) if isinstance(error, Unreadable) else f"/proc/meminfo has no {error}")
-        return
-    used = total - free
+    """Check that nothing of the host's memory was swapped out."""
+    sizes = _meminfo(survey.machine, "SwapTotal", "SwapFree", "MemAvailable")
+    total, used, available = sizes["SwapTotal"], sizes["SwapTotal"] - sizes["SwapFree"], sizes["MemAvailable"]
     if used > GIB:
-        make = hurts if available < 0.05 * memory.get("MemTotal", 0) else note
+        make = hurts if available < 0.05 * sizes.get("MemTotal", 0) else note
         cost = "What was swapped out comes back in the middle of a request, for as long as a disk takes."
-        yield make(f"{gib(used)} swapped out, {gib(available)} available", cost, survey.on_host("sudo swapoff -a"))
+        seen = f"{gib(used)} swapped out, {gib(available)} available"
+        yield make(seen, cost, survey.on_host("sudo swapoff -a"))
     else:
         yield ok(f"{gib(used)} of {gib(total)} used" if total else "none")
 
 
-def _meminfo(text: str) -> dict[str, int]:
-    return {match[1]: int(match[2]) * 1024 for match in re.finditer(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
+def _meminfo(machine: Machine, *needed: str) -> dict[str, int]:
+    """Bytes by name. Raises Unreadable where one that is needed is missing."""
+    pairs = re.findall(r"^(\w+):\s+(\d+) kB", machine.read("/proc/meminfo"), re.MULTILINE)
+    sizes = {name: int(size) * 1024 for name, size in pairs}
+    for name in needed:
+        if name not in sizes:
+            raise Unreadable(f"/proc/meminfo has no {name}")
+    return sizes
 
 
 def check_host_memory(survey: Survey) -> Iterator[Finding]:
-    """Host memory that is available, within the cgroup's limit."""
-    machine = survey.machine
-    try:
-        available = _meminfo(machine.read("/proc/meminfo"))["MemAvailable"]
-    except (Unreadable, KeyError):
-        yield unknown("/proc/meminfo has no MemAvailable")
-        return
-    limit = _cgroup_memory(machine)
-    whose = "available"
+    """Check that the host's available memory, within the cgroup's limit, is enough for all processes of a server."""
+    available, whose = _meminfo(survey.machine, "MemAvailable")["MemAvailable"], "available"
+    limit = _cgroup_memory(survey.machine)
     if limit is not None and limit < available:
         available, whose = limit, "allowed by the cgroup"
     needed, what = RANK_MEMORY * (len(survey.concerned) + 1), f"{len(survey.concerned)} ranks and the server"
     if not survey.concerned:
         needed = RANK_MEMORY // 2 + (survey.model_bytes or 0)
-        what = "the weights, on the CPU" if survey.model_bytes else "a small model, on the CPU"
+        what = "The weights, on the CPU" if survey.model_bytes else "A small model, on the CPU"
     seen = f"{gib(available)} of host memory {whose}"
     if available < needed:
         cost = f"{what} want {gib(needed)}: the kernel kills a process in the middle of a start."
         fix = "docker run --memory=0 ...  # no limit" if whose != "available" else "ps aux --sort=-rss | head"
-        yield hurts(seen, cost[0].upper() + cost[1:], fix)
+        yield hurts(seen, cost, fix)
     else:
         yield ok(seen)
 
 
 def check_cores(survey: Survey) -> Iterator[Finding]:
-    """The cores that this process may use: its affinity, within the cgroup's quota."""
+    """Check the number of cores that this process may use: its affinity, within the cgroup's quota."""
     machine = survey.machine
-    try:
-        match = re.search(r"^Cpus_allowed_list:\s*(\S+)", machine.read("/proc/self/status"), re.MULTILINE)
-    except Unreadable as error:
-        yield unknown(str(error))
-        return
+    match = re.search(r"^Cpus_allowed_list:\s*(\S+)", machine.read("/proc/self/status"), re.MULTILINE)
     cores: float = _count(match[1]) if match else 0
     quota, throttled = _cgroup_cpu(machine)
     seen = f"{cores:.0f} cores"
@@ -243,14 +219,12 @@ def _cgroup_files(machine: Machine, name: str) -> Iterator[str]:
 
 def _cgroup_cpu(machine: Machine) -> tuple[float | None, float]:
     """(cores by quota, share of periods in which it was used up)."""
-    quotas = []
-    for text in _cgroup_files(machine, "cpu.max"):
-        limit, _, period = text.partition(" ")
-        if limit.isdigit() and period.isdigit():
-            quotas.append(int(limit) / int(period))
-    old = machine.number(f"{CGROUP}/cpu/cpu.cfs_quota_us"), machine.number(f"{CGROUP}/cpu/cpu.cfs_period_us")
-    if old[0] and old[1] and old[0] > 0:
-        quotas.append(old[0] / old[1])
+    limits = [text.partition(" ")[::2] for text in _cgroup_files(machine, "cpu.max")]
+    limits.append(
+        (machine.read_or(f"{CGROUP}/cpu/cpu.cfs_quota_us"), machine.read_or(f"{CGROUP}/cpu/cpu.cfs_period_us"))
+    )
+    numbers = [(int(limit), int(period)) for limit, period in limits if limit.isdigit() and period.isdigit()]
+    quotas = [limit / period for limit, period in numbers if period]
     if not quotas:
         return None, 0.0
     text = next(_cgroup_files(machine, "cpu.stat"), "") or machine.read_or(f"{CGROUP}/cpu/cpu.stat")
@@ -260,7 +234,5 @@ def _cgroup_cpu(machine: Machine) -> tuple[float | None, float]:
 
 def _cgroup_memory(machine: Machine) -> int | None:
     """Bytes that the cgroup still allows; what it has cached can be given back, so `current` is not counted."""
-    limits = [int(text) for text in _cgroup_files(machine, "memory.max") if text.isdigit()]
-    if old := machine.number(f"{CGROUP}/memory/memory.limit_in_bytes"):
-        limits.append(old)
-    return min(limits, default=None)
+    old = machine.read_or(f"{CGROUP}/memory/memory.limit_in_bytes")
+    return min((int(text) for text in (*_cgroup_files(machine, "memory.max"), old) if text.isdigit()), default=None)

@@ -7,10 +7,10 @@ import struct
 from collections.abc import Iterator
 
 from headrace.advice.doctor.finding import Finding, Severity, finding, hurts, note, ok, unknown
+from headrace.advice.doctor.host import INFINIBAND
 from headrace.advice.doctor.machine import Machine, Unreadable
 from headrace.advice.doctor.survey import PCI, Survey
 
-INFINIBAND = "/sys/class/infiniband"
 ACS_CAPABILITY = 0x000D
 ACS_REDIRECT = 0x04 | 0x08
 """Request and completion redirect: peer traffic goes up to the root complex and down again."""

@@ -105,6 +105,13 @@ class Machine:
         except (Unreadable, ValueError):
             return None
 
+    def space(self, name: str) -> Disk:
+        """Return the size of the disk under a path. Raises Unreadable."""
+        try:
+            return self.disk(self.path(name))
+        except OSError as error:
+            raise Unreadable(f"{name}: {(error.strerror or 'cannot be read').lower()}") from None
+
     def names(self, folder: str) -> list[str]:
         """What a folder holds, sorted; [] if it cannot be read."""
         try:
