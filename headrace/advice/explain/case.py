@@ -32,18 +32,8 @@ GPUS_PER_NODE = 8
 GUESSED_CHIP = "mi300x"
 """The GPU of a line whose variables are AMD's, where none is named"""
 
-VERDICTS = ("helps", "fine", "depends", "not needed", "no effect", "costs", "wrong", "unknown")
-
-
-@dataclass(frozen=True)
-class Remark:
-    verdict: str
-    """one of VERDICTS"""
-    text: str
-    better: str = ""
-    """`drop`, or the setting to write instead; "": leave it"""
-    claim: str = ""
-    """the name, in explain.CLAIMS, of a claim found in guides that does not hold"""
+MASTER = "VLLM_ROCM_USE_AITER"
+"""The switch without which AITER's other switches do nothing."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +133,7 @@ class Case:
 
     @property
     def aiter(self) -> bool:
-        master = self.line.find("VLLM_ROCM_USE_AITER")
+        master = self.line.find(MASTER)
         return master is not None and (master.on or master.is_open)
 
     @property

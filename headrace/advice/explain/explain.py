@@ -7,18 +7,17 @@ The facts of a flag are in flags/names.json, opinions in remarks_*.py. Loads no 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from headrace.advice.explain.better_line import better_lines
-from headrace.advice.explain.case import Case, Remark, make_case
+from headrace.advice.explain.case import MASTER, Case, make_case
 from headrace.advice.explain.command_line import SCOPES, CommandLine, parse_command, parse_commands
 from headrace.advice.explain.findings import Finding, findings_of
+from headrace.advice.explain.remark import Remark, Rule, choose
 from headrace.advice.explain.remarks_engine import ENGINE_RULES
 from headrace.advice.explain.remarks_memory import MEMORY_RULES
-from headrace.advice.explain.remarks_plain import PLAIN
-from headrace.advice.explain.remarks_variables import MASTER, VARIABLE_RULES, aiter_part, elsewhere
+from headrace.advice.explain.remarks_variables import VARIABLE_RULES, aiter_part, elsewhere
 from headrace.advice.explain.setting import Setting
 from headrace.advice.flags.table import Note, flags_by_name, foreign_value, judge, notice
 from headrace.config import QUANTIZATIONS
@@ -53,7 +52,8 @@ CLAIMS = {
     "without-aiter-generic-torch-runs": "without AITER vLLM runs generic PyTorch operators",
 }
 """What guides say and what does not hold, or not as they say it, by name"""
-RULES: dict[str, Callable[[Case, Setting], Remark | None]] = {**MEMORY_RULES, **ENGINE_RULES, **VARIABLE_RULES}
+RULES = {**MEMORY_RULES, **ENGINE_RULES, **VARIABLE_RULES}
+AITER_PART: tuple[Rule, ...] = (("", aiter_part),)
 ROUNDS = 4
 """How often a better line is examined: what mends one thing may leave, or break, another"""
 HARDWARE = {"amd": "AMD", "nvidia": "NVIDIA", "": "any"}
@@ -184,12 +184,10 @@ def _remark(case: Case, setting: Setting, fate: Fate) -> Remark:
     problem = known.problem(setting.value, case.line.engine)
     if problem is not None or (ours and fate.refused):
         return Remark("wrong", problem or fate.refused, "drop")
-    rule, plain = RULES.get(setting.key), PLAIN.get(setting.key, (None, None))
-    if rule is None and setting.key not in PLAIN and setting.name.startswith(MASTER):
-        rule = aiter_part
-    found = elsewhere(case, setting) or (rule(case, setting) if rule is not None else plain[not setting.on])
-    if found is not None:
-        return found
+    rules = RULES.get(setting.key) or (AITER_PART if setting.name.startswith(MASTER) else ())
+    remark = elsewhere(case, setting) or choose(rules, case, setting)
+    if remark is not None:
+        return remark
     if known.era.startswith("gone"):
         return Remark("no effect", known.era, "drop")
     if known.era:

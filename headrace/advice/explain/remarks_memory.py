@@ -1,15 +1,24 @@
-"""What is to be said of flags that size memory, batches and weights, for one command line: facts first, then advice.
-
-Each function takes the case and the setting, and answers with a remark, or None where there is nothing to add.
-"""
+"""Lists what is to be said of flags that size memory, batches and weights: facts first, then advice."""
 
 from __future__ import annotations
 
 import json
 import shlex
 
-from headrace.advice.explain.case import Case, Remark, duration, size
+from headrace.advice.explain.case import Case, duration, size
 from headrace.advice.explain.context import OVERRIDES, changes_of, config_of, context_of, rope_theta
+from headrace.advice.explain.remark import (
+    Remark,
+    Rules,
+    costs,
+    depends,
+    fine,
+    helps,
+    no_effect,
+    not_needed,
+    unknown,
+    wrong,
+)  # fmt: skip
 from headrace.advice.explain.setting import Setting
 from headrace.advice.flags.table import foreign_value, human_int
 from headrace.config import QUANTIZATIONS
@@ -17,19 +26,16 @@ from headrace.planner.catalogue import find_model
 from headrace.planner.chips import GIB
 
 LARGE_STEP = 16384
-"""Prompt tokens of a step, from which more hardly raises throughput while every running request waits for it"""
+"""Prompt tokens of a step, from which more hardly raises throughput while every running request waits for it."""
 FLOAT16_MAX = 65504
 BLOCK_SIZES = (1, 8, 16, 32, 64, 128, 256)
-"""that vLLM has"""
+"""The sizes that vLLM has."""
 
 
 def kv_cache_dtype(case: Case, setting: Setting) -> Remark | None:
+    """Remark on a KV cache of 8 bits."""
     value = setting.value.lower()
-    if case.line.program == "quantize":
-        return None
-    if value == "auto":
-        return Remark("not needed", "auto is the default: the model's own type", "drop")
-    if not value.startswith("fp8"):
+    if case.line.program == "quantize" or not value.startswith("fp8"):
         return None
     tokens = case.asked.max_model_len or 8192
     full, half = case.kv_bytes(tokens), case.kv_bytes(tokens, 1.0)
@@ -40,124 +46,109 @@ def kv_cache_dtype(case: Case, setting: Setting) -> Remark | None:
     text += " and rounds K and V, which moves answers; it cannot shrink weights"
     text += f", which stay {size(weights)} ({_format(case)})" if weights else ""
     if value == "fp8_e5m2":
-        return Remark(
-            "costs",
-            f"{text}. e5m2 has 2 bits of mantissa: with outliers in K (Qwen2 and its like) answers go wrong in silence",
-            "--kv-cache-dtype fp8",
-            "kv-dtype-shrinks-weights",
-        )
+        text += ". e5m2 has 2 bits of mantissa: with outliers in K (Qwen2 and its like) answers go wrong in silence"
+        return costs(text, better="--kv-cache-dtype fp8", claim="kv-dtype-shrinks-weights")
     if case.shape is not None and case.shape.fp8_kv_cache:
         text += ". Scales come with this checkpoint"
     elif case.line.find("--calculate-kv-scales") is None and case.line.engine == "vllm":
         text += ". Without scales in the checkpoint vLLM takes 1.0"
     if case.aiter:
         text += ". AMD's pages contradict each other on AITER with it: see which backend the log names"
-    return Remark("helps", text, claim="kv-dtype-shrinks-weights")
+    return helps(text, claim="kv-dtype-shrinks-weights")
 
 
 def calculate_kv_scales(case: Case, setting: Setting) -> Remark | None:
-    if not setting.on:
-        return None
+    """Remark on scales that are measured for an 8-bit cache."""
     if case.kv_width != 1.0:
         if case.is_open("--kv-cache-dtype"):
             return None
-        return Remark("no effect", "scales belong to an fp8 cache, which --kv-cache-dtype does not ask for", "drop")
+        return no_effect("scales belong to an fp8 cache, which --kv-cache-dtype does not ask for")
     if case.shape is not None and case.shape.fp8_kv_cache:
-        return Remark("not needed", "this checkpoint brings its scales", "drop")
-    return Remark("helps", "the scales follow from the first batch; calibrated ones in the checkpoint are better")
+        return not_needed("this checkpoint brings its scales")
+    return helps("the scales follow from the first batch; calibrated ones in the checkpoint are better")
 
 
 def quantization(case: Case, setting: Setting) -> Remark | None:
+    """Remark on a format of weights: one that the checkpoint has anyway, or one to round them to."""
     value, form = setting.value.lower(), case.checkpoint_format
-    own = case.line.model or "the model"
-    if value == "gptq" and "quantized.w" in own.lower():
-        return Remark(
-            "wrong",
-            "checkpoints named so hold compressed-tensors, not GPTQ; config.json says which, and decides",
-            "drop",
-            "format-follows-from-the-flag",
-        )
+    from_config = "format-follows-from-the-flag"
+    if value == "gptq" and "quantized.w" in (case.line.model or "").lower():
+        text = "checkpoints named so hold compressed-tensors, not GPTQ; config.json says which, and decides"
+        return wrong(text, claim=from_config)
     if form not in ("bf16", ""):
-        return Remark(
-            "not needed",
-            f"the checkpoint holds {form} weights already and config.json says how; "
-            + (f"{value} is for rounding plain weights" if value in QUANTIZATIONS else "the flag adds nothing"),
-            "drop",
-            "fp8-flag-on-a-quantized-checkpoint" if value in QUANTIZATIONS else "format-follows-from-the-flag",
-        )
+        rounds = value in QUANTIZATIONS
+        what = f"{value} is for rounding plain weights" if rounds else "the flag adds nothing"
+        text = f"the checkpoint holds {form} weights already and config.json says how; {what}"
+        return not_needed(text, claim="fp8-flag-on-a-quantized-checkpoint" if rounds else from_config)
     if value not in QUANTIZATIONS:
-        why = foreign_value("--quantization", value)
-        return Remark("not needed" if why else "unknown", "config.json says the format, and decides", "drop")
+        make = not_needed if foreign_value("--quantization", value) else unknown
+        return make("config.json says the format, and decides", better="drop")
     plain, small = case.weight_bytes("bf16"), case.weight_bytes("fp8")
     text = "rounds plain weights to fp8 as they load"
     if plain is not None and small is not None:
         text += f": {size(plain)} -> {size(small)}"
     if case.chip is not None and "fp8" not in case.chip.flops:
-        return Remark("depends", f"{text}. {case.gpu} has no fp8 units: it saves memory and no arithmetic")
+        return depends(f"{text}. {case.gpu} has no fp8 units: it saves memory and no arithmetic")
     if value.startswith("ptpc"):
         if case.vendor == "nvidia" and case.line.engine == "vllm":
-            return Remark("wrong", "vLLM has this format on ROCm alone", "--quantization fp8")
-        return Remark("helps", f"{text}; one scale an output and a token, at the speed of fp8")
+            return wrong("vLLM has this format on ROCm alone", better="--quantization fp8")
+        return helps(f"{text}; one scale an output and a token, at the speed of fp8")
     if case.vendor == "amd":
-        return Remark(
-            "helps", f"{text}. ptpc_fp8 is as fast and rounds less: a scale for each output", "--quantization ptpc_fp8"
-        )
-    return Remark("helps", text)
+        text += ". ptpc_fp8 is as fast and rounds less: a scale for each output"
+        return helps(text, better="--quantization ptpc_fp8")
+    return helps(text)
 
 
 def dtype(case: Case, setting: Setting) -> Remark | None:
+    """Remark on the type of weights that are not quantized."""
     value = setting.value.lower()
-    if value == "auto":
-        return Remark("not needed", "auto is the default: the checkpoint's own type", "drop")
     if case.shape is not None and value == case.shape.dtype:
-        return Remark("not needed", "the checkpoint's own type, as auto finds", "drop")
+        return not_needed("the checkpoint's own type, as auto finds")
     if value not in ("float16", "half"):
         return None
     if case.shape is not None and case.shape.dtype == "bfloat16" and case.checkpoint_format != "int4":
-        return Remark(
-            "costs",
-            f"trained in bfloat16: float16 ends at {FLOAT16_MAX:,} and overflows where bfloat16 does not, at no gain "
-            "in speed",
-            "drop",
-        )
-    return Remark("depends", "right for checkpoints in float16 and for AWQ; auto finds out by itself", "drop")
+        text = f"trained in bfloat16: float16 ends at {FLOAT16_MAX:,} and overflows where bfloat16 does not, at no gain"
+        return costs(f"{text} in speed")
+    return depends("right for checkpoints in float16 and for AWQ; auto finds out by itself", better="drop")
 
 
 def max_model_len(case: Case, setting: Setting) -> Remark | None:
+    """Remark on the longest sequence that may be asked for."""
     length = case.asked.max_model_len
     if length is None:
-        return Remark("fine", "the longest context that the KV cache has room for, up to the model's")
+        return fine("the longest context that the KV cache has room for, up to the model's")
     longest = case.shape.spec.max_position_embeddings if case.shape is not None else length
     if length > longest and case.stretches:
-        return Remark("costs", f"the model ends at {longest:,} tokens; what it answers beyond them, nobody knows")
+        text = f"the model ends at {longest:,} tokens; what it answers beyond them, nobody knows"
+        return costs(text, better="")
     if length > longest and not case.is_open(*OVERRIDES):
-        return Remark("wrong", f"the model ends at {longest:,} tokens", f"--max-model-len {longest}")
+        return wrong(f"the model ends at {longest:,} tokens", better=f"--max-model-len {longest}")
+    lengths = (case.asked.input_len or 0) + (case.asked.output_len or 0)
+    if lengths > length:
+        return wrong(f"input and output together need {lengths:,} tokens", better=f"--max-model-len {lengths}")
     text = "a limit for requests. It reserves nothing: the KV pool is all memory that is left, in blocks"
     one = case.kv_bytes(length, case.kv_width)
     if one is not None:
         windows = ", windows counted" if case.has_windows else ""
         text += f". One sequence that long takes {size(one)}{windows}"
-    lengths = (case.asked.input_len or 0) + (case.asked.output_len or 0)
-    if lengths > length:
-        return Remark("wrong", f"input and output together need {lengths:,} tokens", f"--max-model-len {lengths}")
-    return Remark("fine", text, claim="max-model-len-preallocates")
+    return fine(text, claim="max-model-len-preallocates")
 
 
 def hf_overrides(case: Case, setting: Setting) -> Remark | None:
+    """Remark on changes of config.json: the context that comes of them."""
     if case.line.find("--rope-scaling") is not None or case.line.find("--rope-theta") is not None:
-        return Remark("fine", "what the rotary flags say belongs into it", _as_overrides(case))
+        return fine("what the rotary flags say belongs into it", better=_as_overrides(case))
     if case.shape is None or case.line.model is None:
         return None
     own = context_of(config_of(case.line.model), {}, find_model(case.line.model).spec.max_position_embeddings)
     context = case.shape.spec.max_position_embeddings
-    return Remark("fine", f"the context is {context:,} tokens with it, not {own:,}") if context != own else None
+    return fine(f"the context is {context:,} tokens with it, not {own:,}") if context != own else None
 
 
 def rope_flags(case: Case, setting: Setting) -> Remark | None:
-    if case.line.engine != "vllm":
-        return None
+    """Remark on flags that vLLM has replaced by --hf-overrides."""
     text = "vLLM takes it no longer: use --hf-overrides with rope_parameters, and the model's rope_theta among them"
-    return Remark("wrong", text, _as_overrides(case))
+    return wrong(text, better=_as_overrides(case))
 
 
 def _as_overrides(case: Case) -> str:
@@ -172,13 +163,13 @@ def _as_overrides(case: Case) -> str:
 
 
 def max_num_seqs(case: Case, setting: Setting) -> Remark | None:
+    """Remark on the number of requests that run at once."""
     seqs, length, budget = case.asked.max_num_seqs, case.asked.max_model_len, case.asked.max_num_batched_tokens
     if seqs is None:
         return None
     if budget is not None and seqs > budget:
-        return Remark(
-            "wrong", f"a step of {budget:,} tokens has no room for {seqs:,} requests", f"--max-num-seqs {budget}"
-        )
+        text = f"a step of {budget:,} tokens has no room for {seqs:,} requests"
+        return wrong(text, better=f"--max-num-seqs {budget}")
     usual = "a default of vLLM's (1024 where a GPU has much memory, else 256): " if seqs in (256, 1024) else ""
     text = f"{usual}further requests queue. Lower it for a steadier ITL; TTFT only gets worse by waiting in the queue"
     if length is not None:
@@ -189,12 +180,13 @@ def max_num_seqs(case: Case, setting: Setting) -> Remark | None:
             f". {seqs:,} x {length:,} tokens need not fit: the cache is paged, and one longest sequence is enough to "
             f"start{one}"
         )
-        return Remark("fine", text, claim="seqs-times-length-must-fit")
-    return Remark("fine", text, claim="fewer-seqs-lower-ttft")
+        return fine(text, claim="seqs-times-length-must-fit")
+    return fine(text, claim="fewer-seqs-lower-ttft")
 
 
 def gpu_memory_utilization(case: Case, setting: Setting) -> Remark | None:
-    share = case.asked.gpu_memory_utilization
+    """Remark on the share of each GPU that the server may take."""
+    share, claim = case.asked.gpu_memory_utilization, "utilization-is-for-the-kv-cache"
     if share is None:
         return None
     text = "weights, activations, graphs and KV cache together, not the KV cache alone"
@@ -202,79 +194,55 @@ def gpu_memory_utilization(case: Case, setting: Setting) -> Remark | None:
         left = (1 - share) * case.chip.memory_bytes
         text += f"; {size(left)} of {case.chip.memory_bytes / GIB:.0f} GiB stay outside"
     if share > 0.95:
-        return Remark(
-            "costs",
-            f"{text}. Too little is left for libraries and for what a step needs at its worst: it runs out of memory "
-            "under load",
-            "--gpu-memory-utilization 0.92",
-            "utilization-is-for-the-kv-cache",
-        )
+        text += ". Too little is left for libraries and for what a step needs at its worst: it runs out of memory"
+        return costs(f"{text} under load", better="--gpu-memory-utilization 0.92", claim=claim)
     if share <= 0.5:
-        return Remark("fine", f"{text}: room for a second instance", claim="utilization-is-for-the-kv-cache")
+        return fine(f"{text}: room for a second instance", claim=claim)
     if share == 0.9:
-        return Remark("not needed", f"the default. It is for {text}", "drop", "utilization-is-for-the-kv-cache")
-    return Remark("fine", text, claim="utilization-is-for-the-kv-cache")
+        return not_needed(f"the default. It is for {text}", claim=claim)
+    return fine(text, claim=claim)
 
 
 def max_num_batched_tokens(case: Case, setting: Setting) -> Remark | None:
-    budget = case.asked.max_num_batched_tokens
+    """Remark on the tokens of one step."""
+    budget, length = case.asked.max_num_batched_tokens, case.asked.max_model_len
     if budget is None:
         return None
-    length = case.asked.max_model_len
     chunked = case.asked.enable_chunked_prefill is not False
     if not chunked and length is not None and budget < length:
-        return Remark(
-            "wrong",
-            f"without chunked prefill a prompt of {length:,} tokens must fit into one step",
-            f"--max-num-batched-tokens {length}",
-        )
+        text = f"without chunked prefill a prompt of {length:,} tokens must fit into one step"
+        return wrong(text, better=f"--max-num-batched-tokens {length}")
     text = "a running request waits for the whole step: small budgets give a good ITL, large ones TTFT and throughput"
     seconds = case.step_seconds(budget)
     if seconds is not None:
         text += f". A full one takes about {duration(seconds)} here"
+    claim = "larger-steps-improve-itl"
     if budget > LARGE_STEP and case.is_server:
-        return Remark(
-            "costs",
-            text,
-            f"--max-num-batched-tokens {LARGE_STEP if chunked else max(length or 0, LARGE_STEP)}",
-            "larger-steps-improve-itl",
-        )
-    return Remark("fine", text, claim="larger-steps-improve-itl")
+        smaller = LARGE_STEP if chunked else max(length or 0, LARGE_STEP)
+        return costs(text, better=f"--max-num-batched-tokens {smaller}", claim=claim)
+    return fine(text, claim=claim)
 
 
 def block_size(case: Case, setting: Setting) -> Remark | None:
+    """Remark on the tokens of a block of the KV cache."""
     if case.asked.block_size not in BLOCK_SIZES:
-        return Remark("wrong", f"vLLM takes {', '.join(map(str, BLOCK_SIZES))}", "drop")
+        return wrong(f"vLLM takes {', '.join(map(str, BLOCK_SIZES))}")
     if case.asked.block_size != 1:
         return None
+    claim = "latent-attention-needs-block-size-1"
     if case.is_sparse_attention and case.vendor in ("amd", ""):
-        return Remark("fine", "AITER's sparse attention over latents asks for it")
+        return fine("AITER's sparse attention over latents asks for it")
     if case.shape is not None and not case.shape.is_mla:
-        return Remark(
-            "costs",
-            "a block for every token: longer tables, and nothing gained outside of latent attention",
-            "drop",
-            "latent-attention-needs-block-size-1",
-        )
-    return Remark(
-        "not needed",
-        "latent attention needed it in older builds (before vLLM 0.14); blocks of 16 were measured as fast",
-        "drop",
-        "latent-attention-needs-block-size-1",
-    )
-
-
-def enable_prefix_caching(case: Case, setting: Setting) -> Remark | None:
-    if setting.on:
-        return Remark("not needed", "on by default", "drop")
-    if case.is_server:
-        return Remark("costs", "prompts that start alike are computed anew each time", "drop")
-    return Remark("fine", "a benchmark that repeats prompts would measure the cache")
+        text = "a block for every token: longer tables, and nothing gained outside of latent attention"
+        return costs(text, claim=claim)
+    text = "latent attention needed it in older builds (before vLLM 0.14); blocks of 16 were measured as fast"
+    return not_needed(text, claim=claim)
 
 
 def calibration(case: Case, setting: Setting) -> Remark | None:
+    """Remark on the prompts that scales are measured with."""
     if case.line.find("--kv-cache-dtype") is not None and human_int(setting.value) < 512:
-        return Remark("costs", "scales of a KV cache want 512 prompts or more", "--num-calib-data 512")
+        return costs("scales of a KV cache want 512 prompts or more", better="--num-calib-data 512")
     return None
 
 
@@ -282,19 +250,26 @@ def _format(case: Case) -> str:
     return {"bf16": "16 bits"}.get(case.weight_format, case.weight_format)
 
 
-MEMORY_RULES = {
-    "--kv-cache-dtype": kv_cache_dtype,
-    "--calculate-kv-scales": calculate_kv_scales,
-    "--quantization": quantization,
-    "--dtype": dtype,
-    "--max-model-len": max_model_len,
-    "--hf-overrides": hf_overrides,
-    "--rope-scaling": rope_flags,
-    "--rope-theta": rope_flags,
-    "--max-num-seqs": max_num_seqs,
-    "--gpu-memory-utilization": gpu_memory_utilization,
-    "--max-num-batched-tokens": max_num_batched_tokens,
-    "--block-size": block_size,
-    "--enable-prefix-caching": enable_prefix_caching,
-    "--num-calib-data": calibration,
+MEMORY_RULES: Rules = {
+    "--kv-cache-dtype": (
+        ("auto !quantizes", not_needed("auto is the default: the model's own type")),
+        ("", kv_cache_dtype),
+    ),
+    "--calculate-kv-scales": (("on", calculate_kv_scales),),
+    "--quantization": (("", quantization),),
+    "--dtype": (("auto", not_needed("auto is the default: the checkpoint's own type")), ("", dtype)),
+    "--max-model-len": (("", max_model_len),),
+    "--hf-overrides": (("", hf_overrides),),
+    "--rope-scaling": (("vllm", rope_flags),),
+    "--rope-theta": (("vllm", rope_flags),),
+    "--max-num-seqs": (("", max_num_seqs),),
+    "--gpu-memory-utilization": (("", gpu_memory_utilization),),
+    "--max-num-batched-tokens": (("", max_num_batched_tokens),),
+    "--block-size": (("", block_size),),
+    "--enable-prefix-caching": (
+        ("on", not_needed("on by default")),
+        ("server", costs("prompts that start alike are computed anew each time")),
+        ("", fine("a benchmark that repeats prompts would measure the cache")),
+    ),
+    "--num-calib-data": (("", calibration),),
 }

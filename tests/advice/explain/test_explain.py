@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.advice.explain.case import VERDICTS
 from headrace.advice.explain.command_line import from_argv, parse_command
 from headrace.advice.explain.explain import CLAIMS, Answer, Explanation, explain, explain_line
+from headrace.advice.explain.remark import VERDICTS
 from headrace.advice.flags.table import flags_by_name, variables_by_name
 from headrace.cli.arguments import build_config
 from headrace.cli.bench.command import build_parser as bench_parser
