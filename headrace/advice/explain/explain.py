@@ -1,13 +1,13 @@
-"""Answers a command line of vLLM flag by flag: what each does, on which hardware, whether it helps here, what is wrong
-with it, what becomes of it in headrace; and better lines for both.
+"""Explains a command line of vLLM flag by flag, and writes better lines for vLLM and for headrace.
 
-The facts of a flag are in flags/names.json, opinions in remarks_*.py. Loads no torch and asks no GPU.
+It says what each setting does, on which hardware, whether it helps here, what is wrong with it, and what becomes of it
+in headrace. What a flag does stands in flags/names.json, what is to be said of it in remarks_*.py.
 """
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from headrace.advice.explain.better_line import better_lines
@@ -51,72 +51,67 @@ CLAIMS = {
     "utilization-is-for-the-kv-cache": "gpu-memory-utilization is the share of the KV cache",
     "without-aiter-generic-torch-runs": "without AITER vLLM runs generic PyTorch operators",
 }
-"""What guides say and what does not hold, or not as they say it, by name"""
+"""What guides claim that does not hold, or not as they put it, by name."""
 RULES = {**MEMORY_RULES, **ENGINE_RULES, **VARIABLE_RULES}
 AITER_PART: tuple[Rule, ...] = (("", aiter_part),)
 ROUNDS = 4
-"""How often a better line is examined: what mends one thing may leave, or break, another"""
+"""How often a better line is examined: what mends one thing may leave, or break, another."""
 HARDWARE = {"amd": "AMD", "nvidia": "NVIDIA", "": "any"}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Of one flag or variable."""
+    """Holds what there is to say of one flag or variable."""
 
     setting: Setting
     does: str
     hardware: str
-    """amd, nvidia or any"""
+    """AMD, NVIDIA or any."""
     verdict: str
-    """one of case.VERDICTS"""
+    """One of remark.VERDICTS."""
     why: str
     here: str
-    """what becomes of it in headrace"""
+    """What becomes of it in headrace."""
     better: str = ""
     claim: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "setting": str(self.setting),
-            "name": self.setting.name,
-            "value": self.setting.shown_value,
-            "does": self.does,
-            "hardware": self.hardware,
-            "verdict": self.verdict,
-            "why": self.why,
-            "headrace": self.here,
-            "better": self.better,
-            "claim": self.claim,
-        }
+        """Return it as --json prints it."""
+        setting = {"setting": str(self.setting), "name": self.setting.name, "value": self.setting.shown_value}
+        names = ("does", "hardware", "verdict", "why", "here", "better", "claim")
+        return setting | {"headrace" if name == "here" else name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
 class Explanation:
+    """Holds what there is to say of a command line."""
+
     case: Case
     answers: tuple[Answer, ...]
     findings: tuple[Finding, ...]
     better: dict[str, str]
-    """engine -> a better line for it; an engine that cannot run this is left out"""
+    """Engine -> a better line for it; an engine that cannot run this is left out."""
     notice: str
-    """what `headrace` itself would say of the line; never empty"""
+    """What `headrace` itself would say of the line; never empty."""
     gaps: tuple[str, ...] = ()
-    """why headrace cannot run the model yet"""
+    """Why headrace cannot run the model yet."""
 
     @property
     def claims(self) -> list[str]:
+        """The names of claims that the line seems to rest on."""
         return sorted({answer.claim for answer in self.answers if answer.claim})
 
     def to_json(self) -> dict[str, Any]:
+        """Return it as --json prints it."""
         case = self.case
+        findings = [asdict(finding) for finding in self.findings]
         return {
             "command": case.line.program,
             "model": case.line.model,
             "gpu": case.chip.name if case.chip is not None else None,
             "gpu_guessed": case.chip_guessed,
             "settings": [answer.to_json() for answer in self.answers],
-            "findings": [
-                {"title": found.title, "verdict": found.verdict, "text": found.text} for found in self.findings
-            ],
+            "findings": [{name: found[name] for name in ("title", "verdict", "text")} for found in findings],
             "claims": {claim: CLAIMS[claim] for claim in self.claims},
             "better": self.better,
             "headrace_lacks": list(self.gaps),
@@ -125,11 +120,12 @@ class Explanation:
 
 
 def explain(text: str, chip: Chip | None = None) -> list[Explanation]:
-    """Every command of a shell line. Raises ConfigError where there is none."""
+    """Explain every command of a shell line. Raises ConfigError where there is none."""
     return [explain_line(line, chip) for line in parse_commands(text)]
 
 
 def explain_line(line: CommandLine, chip: Chip | None = None) -> Explanation:
+    """Explain one command; without a chip it is guessed from the line, or left open."""
     case, answers, findings = _examined(line, chip)
     gaps = _gaps(case)
     better = {}
@@ -155,27 +151,27 @@ def _mended(text: str, engine: str, case: Case) -> str | None:
     is wrong stays, or is right for the line's own engine alone."""
     for _ in range(ROUNDS):
         again, answers, findings = _examined(parse_command(text), case.chip)
-        verdicts = [answer.verdict for answer in answers]
-        if "wrong" not in [*verdicts, *(found.verdict for found in findings)]:
+        wrong = any(answer.verdict == "wrong" for answer in answers)
+        if not wrong and all(finding.verdict != "wrong" for finding in findings):
             return text
-        if engine != case.line.engine and "wrong" in verdicts:
+        if engine != case.line.engine and wrong:
             return None
         text = _better(again, answers, findings).get(engine, text)
     return None
 
 
 def answer_of(case: Case, setting: Setting) -> Answer:
-    fate = fate_of(case.line, setting)
+    """Return what there is to say of one setting of the line."""
+    known, fate = setting.known, fate_of(case.line, setting)
+    does = known.does if known is not None else ""
     if setting.is_open:
-        does = setting.known.does if setting.known is not None else ""
         return Answer(setting, does, "any", "unknown", "known only once the shell has filled it in", fate.here)
-    if setting.known is None:
+    if known is None:
         why = "no flag of that name is known here: a slip of the pen, or newer than this table" + fate.hint
-        return Answer(setting, "", "any", "unknown", why, fate.here)
-    remark, hardware = _remark(case, setting, fate), HARDWARE[setting.known.hardware]
-    return Answer(
-        setting, setting.known.does, hardware, remark.verdict, remark.text, fate.here, remark.better, remark.claim
-    )
+        return Answer(setting, does, "any", "unknown", why, fate.here)
+    remark = _remark(case, setting, fate)
+    hardware = HARDWARE[known.hardware]
+    return Answer(setting, does, hardware, remark.verdict, remark.text, fate.here, remark.better, remark.claim)
 
 
 def _remark(case: Case, setting: Setting, fate: Fate) -> Remark:
@@ -199,17 +195,19 @@ def _remark(case: Case, setting: Setting, fate: Fate) -> Remark:
 
 @dataclass(frozen=True)
 class Fate:
-    """What `headrace serve` or `bench` makes of a setting."""
+    """Says what `headrace serve` or `bench` makes of a setting."""
 
     here: str
     note: Note | None = None
-    """of a setting that is left out"""
+    """The note on a setting that is left out."""
     refused: str = ""
+    """The error of a setting that is refused."""
     hint: str = ""
-    """the name that an unknown one is near to"""
+    """The name that an unknown one is near to."""
 
 
 def fate_of(line: CommandLine, setting: Setting) -> Fate:
+    """Return what headrace makes of a setting of the line."""
     known = setting.known
     if known is None:
         names = sorted({name for scope in SCOPES[line.program] for name in flags_by_name(scope)})
@@ -236,13 +234,14 @@ def fate_of(line: CommandLine, setting: Setting) -> Fate:
 
 
 def line_notice(line: CommandLine) -> str:
-    """What is inert, refused or unknown of a line, as one notice; where there is nothing of that, it says so."""
+    """Return, as one notice, what of the line is left out, refused or unknown; it also says where there is nothing."""
     fates = [fate_of(line, setting) for setting in line.settings]
     refused = [fate.refused for fate in fates if fate.refused]
     if line.stray:
         refused.append(f"words that belong to no flag: {' '.join(line.stray)}")
-    said = [notice(fate.note for fate in fates if fate.note), *(f"headrace: refused: {text}" for text in refused)]
-    return "\n".join(filter(None, said)) or "headrace: note: nothing of this line is without effect"
+    notes = notice(fate.note for fate in fates if fate.note)
+    parts = [notes, *(f"headrace: refused: {text}" for text in refused)]
+    return "\n".join(filter(None, parts)) or "headrace: note: nothing of this line is without effect"
 
 
 def _gaps(case: Case) -> list[str]:
