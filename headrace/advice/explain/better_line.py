@@ -1,6 +1,6 @@
-"""Writes a command line anew with what was advised: for vLLM, and for headrace what of it means something there.
+"""Writes a better command line from what was advised: for vLLM, and for headrace with what means something there.
 
-What the shell has yet to fill in is written so that it still does.
+What the shell is to expand is written so that it still does.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ PROGRAMS = ("serve", "generate", "bench latency", "bench throughput", "bench ser
 KEPT_VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "HIP_FORCE_DEV_KERNARG", "VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE", "VLLM_BATCH_INVARIANT",
 )  # fmt: skip
-"""What means something to headrace or to the libraries below it; and what begins with HF_ or NCCL_"""
-
+"""Variables that headrace or the libraries below it read, beside those that begin with HF_ or NCCL_."""
 ADDING = ("--middleware",)
-"""Flags of vLLM that add up"""
+"""Flags of vLLM that add up where they are repeated."""
 
 Flags = dict[str, list[str]]
-"""A flag by the name we use -> the words of it, with marks around what the shell fills in"""
+"""A flag by its main name -> its words, with marks around what the shell expands."""
 
 
 def better_lines(case: Case, advice: Iterable[tuple[Setting, str]], findings: Iterable[Finding]) -> dict[str, str]:
-    """Engine -> line. headrace's is left out where it cannot do what is asked; programs that run no engine have none.
+    """Return a line for each engine that can do what is asked; programs that run no engine have none.
 
-    `advice`: with each setting `drop`, what to write instead, or "" to leave it.
+    `advice` has for each setting `drop`, what to write instead, or "" to leave it.
     """
     line = case.line
     if line.program not in PROGRAMS:

@@ -1,6 +1,6 @@
-"""A command line together with the GPUs and the model that it is for: what explain.py's remarks are made of.
+"""Puts a command line together with the GPUs and the model that it is for, and answers the questions of remarks.
 
-Sizes are counted from config.json and data sheets; nothing here has an opinion.
+Sizes are computed from config.json and data sheets.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from headrace.planner.memory_map import layer_bytes
 from headrace.planner.shapes import ModelShape
 
 PLAIN = 2
-"""Bytes of a weight or a cached number without a format"""
+"""Bytes of a weight or a cached number without a format."""
 WORKING_SHARE = 0.75
-"""Of a GPU's memory, what weights may take so that a useful KV cache is left"""
+"""The share of a GPU's memory that weights may take so that a useful KV cache is left."""
 LEAST_SHARE = 0.95
-"""... and what they may take at all"""
+"""The share that they may take at all."""
 GPUS_PER_NODE = 8
-"""where no chip says it"""
+"""The number that is assumed where no chip is known."""
 GUESSED_CHIP = "mi300x"
-"""The GPU of a line whose variables are AMD's, where none is named"""
+"""The GPU that is assumed where variables are AMD's and no GPU is named."""
 
 MASTER = "VLLM_ROCM_USE_AITER"
 """The switch without which AITER's other switches do nothing."""
@@ -38,6 +38,8 @@ MASTER = "VLLM_ROCM_USE_AITER"
 
 @dataclass(frozen=True)
 class Case:
+    """Holds a command line, what it asks for, and the chip and the model where they are known."""
+
     line: CommandLine
     asked: CommandFields
     chip: Chip | None
@@ -46,16 +48,17 @@ class Case:
 
     @property
     def vendor(self) -> str:
-        """amd, nvidia, cpu, or "" where nothing tells"""
+        """The chip's vendor (`amd`, `nvidia` or `cpu`), or "" where no chip is known."""
         return self.chip.vendor if self.chip is not None else ""
 
     @property
     def gpu(self) -> str:
+        """The GPU's name in a sentence."""
         return self.chip.title if self.chip is not None else "this GPU"
 
     @property
     def tp(self) -> int:
-        """Where the shell or a file has the say, as many as a node has: more than one, likely."""
+        """The tensor-parallel size; all GPUs of a node where the shell or a file decides, as it is likely above one."""
         return self.asked.tensor_parallel_size or (self.gpus_per_node if self.is_open("--tensor-parallel-size") else 1)
 
     @property
@@ -71,19 +74,21 @@ class Case:
         return self.tp * self.pp * self.dp
 
     def is_open(self, *keys: str) -> bool:
-        """What one of these is given is not known: the shell fills it in, or it may stand where nobody looked."""
+        """Return whether the value of one of these is unknown: the shell expands it, or it may stand in a file."""
         found = [self.line.find(key) for key in keys]
         return any(self.line.goes_on if setting is None else setting.is_open for setting in found)
 
     def parallel(self, tp: int | None = None) -> Parallel:
-        """As asked, or with another tensor-parallel size. Ranks of a mixture share its experts: that is what vLLM's
-        --data-parallel-size means there."""
+        """Return the layout that is asked for, or that with another tensor-parallel size.
+
+        Data-parallel ranks of a mixture of experts share its experts: that is what vLLM's flag means there.
+        """
         moe = self.shape is not None and self.shape.is_moe
         spread = bool(self.asked.enable_expert_parallel) and moe
         return Parallel(tp or self.tp, self.pp, self.dp, ep=spread, dp_attention=moe and self.dp > 1)
 
     def tp_problems(self, tp: int) -> list[str]:
-        """Why the model cannot be split over `tp` GPUs; what would be wrong with one GPU, too, is left out."""
+        """Return why the model cannot be split over `tp` GPUs, without what would be wrong with one GPU too."""
         if self.shape is None:
             return []
         chip = self.chip or find_chip(GUESSED_CHIP)  # of which the GPUs of a node count alone
@@ -91,8 +96,10 @@ class Case:
         return [reason for reason in reasons(self.parallel(tp), self.shape, chip) if reason not in anyway]
 
     def tp_near(self, wanted: int, most: int | None = None) -> int | None:
-        """The tensor-parallel size next to `wanted`, smaller ones first, that the model can be split over and whose
-        GPUs hold its weights; None: there is none up to `most`, or on one node."""
+        """Return the tensor-parallel size next to `wanted`, smaller ones first, that the model can be split over.
+
+        Its GPUs must hold the weights. None: there is no such size up to `most`, or on one node.
+        """
         others = self.gpus // self.tp
         least = self.fewest_gpus(LEAST_SHARE) or 1
         sizes = [*range(wanted, 0, -1), *range(wanted + 1, self.gpus_per_node + 1)]
@@ -106,8 +113,7 @@ class Case:
 
     @property
     def shortens_context(self) -> bool:
-        """The engine takes the longest context that fits by itself: headrace where no length is given, vLLM for
-        `auto`."""
+        """The engine takes the longest context that fits: headrace without a length, vLLM for `auto`."""
         told = self.line.value("--max-model-len") in AUTO_LENGTH
         return self.asked.max_model_len is None and (told or self.line.engine == "headrace")
 
@@ -138,18 +144,18 @@ class Case:
 
     @property
     def checkpoint_format(self) -> str:
-        """Of the weights as they are published: bf16, fp8, mxfp4, int4, int8; "" where nothing tells."""
+        """The format in which weights are published: bf16, fp8, mxfp4, int4, int8; "" where nothing tells."""
         return self.shape.weight_format if self.shape is not None else format_in_name(self.line.model or "")
 
     @property
     def weight_format(self) -> str:
-        """Of the weights as they are served."""
+        """The format in which weights are served."""
         if self.checkpoint_format in ("bf16", "") and self.asked.quantization in QUANTIZATIONS:
             return QUANTIZATIONS[self.asked.quantization]
         return self.checkpoint_format
 
     def weight_bytes(self, weight_format: str | None = None) -> int | None:
-        """Of the whole model, the parts that predict further tokens left out."""
+        """Return the bytes of the model's weights, without the layers that draft tokens; None: unknown model."""
         shape = self.shape
         if shape is None:
             return None
@@ -159,7 +165,7 @@ class Case:
         return int(layers + shape.plain_bytes * (rest - shape.spec.draft_weights))
 
     def fewest_gpus(self, share: float = WORKING_SHARE, weight_format: str | None = None) -> int | None:
-        """The smallest power of two whose memory's `share` holds the weights."""
+        """Return the smallest power of two of GPUs that hold the weights in `share` of their memory."""
         weights = self.weight_bytes(weight_format)
         if weights is None or self.chip is None:
             return None
@@ -169,7 +175,7 @@ class Case:
         return count
 
     def kv_bytes(self, tokens: int, width: float = PLAIN) -> int | None:
-        """Of one sequence of that length, layers with a window keeping no more than it; `width`: bytes a number."""
+        """Return the KV cache of one sequence, at `width` bytes a number; layers with a window keep no more than it."""
         if self.shape is None:
             return None
         values = sum(
@@ -183,7 +189,7 @@ class Case:
         return 1.0 if (self.asked.kv_cache_dtype or "").startswith("fp8") else PLAIN
 
     def step_seconds(self, tokens: int) -> float | None:
-        """About how long the products of a step with that many prompt tokens take, at half of the data sheet's rate."""
+        """Return a rough time of a step with so many prompt tokens, at half of the data sheet's FLOPS."""
         if self.shape is None or self.chip is None:
             return None
         rate = self.chip.flops.get(self.weight_format, self.chip.flops.get("bf16", 0.0))
@@ -199,8 +205,10 @@ class Case:
 
 
 def make_case(line: CommandLine, chip: Chip | None = None) -> Case:
-    """`chip`: None guesses AMD's where the line sets AMD's variables. A model that nothing is known of is None, and so
-    is what a flag of the wrong type asks for.
+    """Return the case of a command line.
+
+    Without a chip AMD's is assumed where the line sets AMD's variables. A model of which nothing is known is None, and
+    so is what a flag of the wrong type asks for.
     """
     readable = [
         s for s in line.settings if not s.is_open and (s.known is None or not s.known.problem(s.value, line.engine))
@@ -238,13 +246,13 @@ def _hints_at_amd(line: CommandLine) -> bool:
 
 
 def format_in_name(model: str) -> str:
-    """What a checkpoint's name says of its weights: `...-FP8-KV`, `...-AWQ-INT4`, `...quantized.w4a16`."""
+    """Return the format that a checkpoint's name tells: `...-FP8-KV`, `...-AWQ-INT4`, `...quantized.w4a16`; else ""."""
     words = re.split(r"[-_./ ]", model.lower())
     return next((form for word, form in FORMAT_WORDS.items() if word in words), "")
 
 
 def size(count: float) -> str:
-    """`61.5 GiB`, `288 MiB`, `70.5 KiB`."""
+    """Return bytes as text, such as `61.5 GiB`, `288 MiB` or `70.5 KiB`."""
     for unit, least in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= least:
             value = count / least
@@ -253,4 +261,5 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
+    """Return seconds as text, such as `1.5 s` or `250 ms`."""
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"

@@ -1,4 +1,4 @@
-"""A shell line that starts vLLM, or headrace, or a tool around them, taken apart: program, model, flags, variables.
+"""Takes a shell line that starts vLLM, headrace or a tool around them apart: program, model, flags, variables.
 
 Reads what stands in guides: assignments before the command, `export`, continued lines, pipes, `docker run`, `bash -c`,
 `python benchmark_throughput.py`. Runs nothing and opens nothing; what a setting means is said elsewhere.
@@ -28,7 +28,7 @@ SCOPES = {
     "quantize": ("quantize",),
     "download": ("download",),
 }
-"""Program -> where its flags are looked up"""
+"""Program -> the scopes of flags/names.json that have its flags."""
 SCRIPTS = {
     "benchmark_latency.py": "bench latency",
     "benchmark_throughput.py": "bench throughput",
@@ -41,40 +41,43 @@ ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 NO_MODEL = (
     "bash", "sh", "zsh", "python", "python3", "pip", "env", "sleep", "tail", "ls", "cat", "nvidia-smi", "rocm-smi",
 )  # fmt: skip
-"""Programs that people start in an image of vLLM's in its server's place"""
+"""Programs that people start in an image of vLLM's instead of its server."""
 
 
 @dataclass(frozen=True)
 class CommandLine:
+    """Holds one command."""
+
     program: str
-    """serve, generate, bench latency, bench throughput, bench serve, quantize or download"""
+    """One of SCOPES."""
     model: str | None
     settings: tuple[Setting, ...]
-    """variables first, then flags, in order"""
+    """Variables first, then flags, in order."""
     container: tuple[Setting, ...] = ()
-    """flags of `docker run`"""
+    """Flags of `docker run`."""
     stray: tuple[str, ...] = ()
-    """words that belong to no flag"""
+    """Words that belong to no flag."""
     engine: str = "vllm"
-    """vllm, headrace, or the tool itself"""
+    """`vllm`, `headrace`, or the tool itself."""
     model_word: str = ""
-    """`model`, with marks around what the shell has yet to fill in"""
+    """`model`, with marks around what the shell is to expand."""
     open_words: tuple[str, ...] = ()
-    """words, marked, of which nobody knows before the shell has filled them in what they are"""
+    """Words with marks that may be anything until the shell expands them."""
     others: Mapping[str, str] = field(default_factory=dict)
-    """variables, marked, that nothing is known of"""
+    """Variables, with marks, of which nothing is known."""
 
     def find(self, key: str) -> Setting | None:
-        """The last setting of that name, however it was spelled."""
+        """Return the last setting of that name, however it was spelled."""
         return next((setting for setting in reversed(self.settings) if setting.key == key), None)
 
     def value(self, key: str) -> str | None:
+        """Return the value of the last setting of that name."""
         found = self.find(key)
         return found.value if found is not None else None
 
     @property
     def goes_on(self) -> bool:
-        """Further flags may stand in a file, or in what the shell fills in."""
+        """Further flags may stand in a file, or in what the shell expands."""
         return bool(self.open_words) or self.find("--config") is not None
 
     @property
@@ -83,12 +86,12 @@ class CommandLine:
 
 
 def parse_command(text: str) -> CommandLine:
-    """The one command of `text`, the first where there are several. Raises ConfigError where there is none."""
+    """Return the first command of a shell text. Raises ConfigError where there is none."""
     return parse_commands(text)[0]
 
 
 def parse_commands(text: str) -> list[CommandLine]:
-    """Every command of `text` that we know something of. Raises ConfigError where there is none."""
+    """Return every command of a shell text that is known here. Raises ConfigError where there is none."""
     shell = _Shell()
     shell.run(text)
     if not shell.found:
@@ -100,7 +103,7 @@ def parse_commands(text: str) -> list[CommandLine]:
 
 
 def from_argv(program: str, argv: Sequence[str], variables: Mapping[str, str] | None = None) -> CommandLine:
-    """A command that is taken apart already: "serve" or "bench latency", and what follows it."""
+    """Return the command of a program (`serve`, `bench latency`) and the words that follow it."""
     if program not in SCOPES:
         raise ConfigError(f"command must be one of {', '.join(SCOPES)}; got {program!r}")
     return _command(program, list(argv), _Place(dict(variables or {})))
@@ -108,13 +111,13 @@ def from_argv(program: str, argv: Sequence[str], variables: Mapping[str, str] | 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a command stands."""
+    """Where a command stands: its variables, its container, its engine."""
 
     variables: dict[str, str]
     container: tuple[Setting, ...] = ()
     engine: str = "vllm"
     others: dict[str, str] = field(default_factory=dict)
-    """variables set for this command alone that nothing is known of"""
+    """Variables set for this command alone of which nothing is known."""
 
 
 @dataclass

@@ -1,6 +1,6 @@
-"""How many tokens vLLM takes a model to be made for: what config.json says, and what a command line changes of it.
+"""Computes the longest context that vLLM allows: from config.json, and from what a command line changes of it.
 
-Knows nothing of memory, nor of how well a model answers beyond what it was trained on.
+Whether they fit into memory is another matter, and so is how well a model answers beyond what it was trained on.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from headrace.errors import ConfigError, HeadraceError
 from headrace.planner.catalogue import find_config
 
 UNSTRETCHED = ("default", "llama3", "longrope", "mrope", "su")
-"""Kinds of rotary scaling whose factor vLLM does not multiply the context by: config.json has the product already"""
+"""Kinds of rotary scaling whose factor vLLM does not apply: max_position_embeddings has it already."""
 OVERRIDES = ("--hf-overrides", "--rope-scaling", "--rope-theta")
 
 
 def config_of(model: str) -> dict[str, Any]:
-    """config.json; empty where nothing is known of the model."""
+    """Return a model's config.json; it is empty where nothing is known of the model."""
     try:
         return find_config(model).config
     except (HeadraceError, OSError, ValueError):
@@ -28,7 +28,7 @@ def config_of(model: str) -> dict[str, Any]:
 
 
 def changes_of(line: CommandLine) -> dict[str, Any]:
-    """What the line changes of config.json, in the terms of --hf-overrides; what cannot be read is left out."""
+    """Return what the line changes of config.json, as --hf-overrides would; what cannot be read is left out."""
     changes: dict[str, Any] = {}
     for key in OVERRIDES:
         setting = line.find(key)
@@ -43,7 +43,7 @@ def changes_of(line: CommandLine) -> dict[str, Any]:
 
 
 def context_of(config: Mapping[str, Any], changes: Mapping[str, Any], own: int) -> int:
-    """Tokens. `own`: what config.json says as `max_position_embeddings`."""
+    """Return the context in tokens; `own` is the `max_position_embeddings` of config.json."""
     changed = {**changes, **_object(changes.get("text_config"))}
     length = changed.get("max_position_embeddings")
     length = length if type(length) is int and length > 0 else own
@@ -56,7 +56,7 @@ def context_of(config: Mapping[str, Any], changes: Mapping[str, Any], own: int) 
 
 
 def rope_theta(config: Mapping[str, Any], changes: Mapping[str, Any]) -> float | None:
-    """Of the line, else of config.json; None: neither says it."""
+    """Return the rotary base that the changes set, else that of config.json; None: neither has one."""
     for place in (changes, config):
         text = {**place, **_object(place.get("text_config"))}
         found = _object(text.get("rope_parameters")).get("rope_theta", text.get("rope_theta"))

@@ -234,7 +234,7 @@ def fate_of(line: CommandLine, setting: Setting) -> Fate:
 
 
 def line_notice(line: CommandLine) -> str:
-    """Return, as one notice, what of the line is left out, refused or unknown; it also says where there is nothing."""
+    """Return one notice of what is left out, refused or unknown; it also says where there is nothing of that."""
     fates = [fate_of(line, setting) for setting in line.settings]
     refused = [fate.refused for fate in fates if fate.refused]
     if line.stray:

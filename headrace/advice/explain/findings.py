@@ -1,4 +1,4 @@
-"""What is to be said of a command line as a whole: what it lacks, and whether it fits the GPUs' memory."""
+"""Finds what is to be said of a command line as a whole: what it lacks, and whether it fits the GPUs' memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from headrace.planner.shapes import ModelShape
 from headrace.planner.smaller import FEWEST_TOKENS, SHORTEST_CONTEXT
 
 WORTH_A_CONTEXT = 4096
-"""Tokens of a context, below which more GPUs are the better advice"""
+"""Tokens of a context, below which more GPUs are the better advice."""
 UNIT = 1024
-"""Tokens, in whole numbers of which a shorter context is advised"""
+"""A shorter context is advised in multiples of this many tokens."""
 TAKE_MEMORY = (
     "--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size", "--max-model-len", "--max-num-seqs",
     "--max-num-batched-tokens", "--gpu-memory-utilization", "--quantization", "--kv-cache-dtype", "--block-size",
@@ -27,15 +27,18 @@ RUNS_AN_ENGINE = ("serve", "generate", "bench latency", "bench throughput")
 
 @dataclass(frozen=True)
 class Finding:
+    """Holds a remark on the whole line."""
+
     title: str
     verdict: str
-    """one of case.VERDICTS"""
+    """One of remark.VERDICTS."""
     text: str
     add: str = ""
-    """settings that the better line has"""
+    """Settings to add to the better line."""
 
 
 def findings_of(case: Case) -> Iterator[Finding]:
+    """Yield the remarks on a command line as a whole."""
     line = case.line
     if line.stray:
         yield Finding("words", "wrong", f"{' '.join(line.stray)!r} belongs to no flag")

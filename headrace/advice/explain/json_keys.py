@@ -1,4 +1,4 @@
-"""Flags that are given key by key (`--flag.a.b 1`), put together into the one JSON object that they mean."""
+"""Puts flags that are given key by key (`--flag.a.b 1`) together into the one JSON object that they mean."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from headrace.advice.explain.shell_words import is_open
 
 
 def merged(settings: Sequence[Setting]) -> list[Setting]:
-    """With one setting, where the first of them stood, for all the keys of a flag. Keys stay apart where they cannot
-    be put together: where the shell has yet to fill one in, or where the flag is given something else, too."""
+    """Return the settings with one for all the keys of a flag, where the first of them stood.
+
+    Keys stay apart where the shell is yet to expand one, or where the flag is also given something that is no object.
+    """
     keys = [replace(setting, name=_flag(setting)).key for setting in settings]
     apart = {key for setting, key in zip(settings, keys, strict=True) if setting.path and setting.known}
     whole = {key: _whole([s for s, other in zip(settings, keys, strict=True) if other == key]) for key in apart}
@@ -55,7 +57,7 @@ def _object(setting: Setting) -> dict[str, Any] | None:
 
 
 def update(target: dict[str, Any], given: dict[str, Any]) -> None:
-    """Into `target`, object by object; `a+` adds to the list `a`."""
+    """Merge `given` into `target`, object by object; a key `a+` adds to the list `a`."""
     for key, value in given.items():
         held = target.get(key.removesuffix("+"))
         if key.endswith("+"):

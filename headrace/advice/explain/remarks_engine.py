@@ -32,8 +32,7 @@ UNIFORM_ONLY = ("ROCM_AITER_FA", "ROCM_AITER_MLA", "ROCM_AITER_TRITON_MLA", "ROC
 EXPERTS = "experts-always-want-expert-parallelism"
 
 
-def tensor_parallel_size(case: Case, setting: Setting) -> Remark | None:
-    """Remark on the number of GPUs that share each layer."""
+def _tensor_parallel_size(case: Case, setting: Setting) -> Remark | None:
     tp, visible = case.tp, case.asked.visible_gpus
     fewest, least, weights = case.fewest_gpus(), case.fewest_gpus(LEAST_SHARE), case.weight_bytes()
     if visible is not None and case.gpus > visible and not case.is_open(*SIZES):
@@ -75,7 +74,7 @@ def _too_few_gpus(case: Case, weights: int, least: int) -> Remark:
     return wrong(f"{text}: several nodes", better=better)
 
 
-def stages_between_nodes(case: Case, setting: Setting) -> Remark:
+def _stages_between_nodes(case: Case, setting: Setting) -> Remark:
     """Remark on pipeline stages that are on several machines."""
     fewest = case.fewest_gpus()
     if fewest is not None and fewest <= case.tp:
@@ -83,7 +82,7 @@ def stages_between_nodes(case: Case, setting: Setting) -> Remark:
     return fine("stages are how a model leaves the node: little travels between them")
 
 
-def ultra_sparse(case: Case, setting: Setting) -> Remark | None:
+def _ultra_sparse(case: Case, setting: Setting) -> Remark | None:
     """Remark on expert parallelism where a token uses very few of the experts."""
     if case.shape is None:
         return None
@@ -93,7 +92,7 @@ def ultra_sparse(case: Case, setting: Setting) -> Remark | None:
     return costs(text, claim=EXPERTS) if share < ULTRA_SPARSE else None
 
 
-def replicas_apart(case: Case, setting: Setting) -> Remark | None:
+def _replicas_apart(case: Case, setting: Setting) -> Remark | None:
     """Remark on flags that mean something among replicas alone."""
     if case.dp > 1:
         on_rocm = setting.key == "--disable-nccl-for-dp-synchronization" and case.vendor in ("amd", "")
@@ -101,7 +100,7 @@ def replicas_apart(case: Case, setting: Setting) -> Remark | None:
     return no_effect("there is one replica (--data-parallel-size 1), which has nobody to agree with")
 
 
-def experts_apart(case: Case, setting: Setting) -> Remark | None:
+def _experts_apart(case: Case, setting: Setting) -> Remark | None:
     """Remark on how tokens travel between the GPUs that hold experts."""
     apart = case.on("--enable-expert-parallel") or case.is_open("--enable-expert-parallel")
     if case.gpus == 1 or not apart:
@@ -111,8 +110,7 @@ def experts_apart(case: Case, setting: Setting) -> Remark | None:
     return None
 
 
-def executor(case: Case, setting: Setting) -> Remark | None:
-    """Remark on how ranks are started."""
+def _executor(case: Case, setting: Setting) -> Remark | None:
     if setting.value == "ray" and case.nodes == 1:
         return costs("ray starts slower and gives nothing on one machine")
     if setting.value == "mp" and case.nodes > 1:
@@ -120,8 +118,7 @@ def executor(case: Case, setting: Setting) -> Remark | None:
     return not_needed("the default on one machine") if setting.value in ("mp", "uni") else None
 
 
-def attention_backend(case: Case, setting: Setting) -> Remark | None:
-    """Remark on a backend that is named: whether it serves this model here, and how fast."""
+def _attention_backend(case: Case, setting: Setting) -> Remark | None:
     name = setting.value.upper()
     latent = name.endswith(("_MLA", "_MLA_SPARSE")) or name.startswith(("FLASHMLA", "CUTLASS_MLA"))
     if case.shape is not None and latent != case.shape.is_mla and name != "AUTO":
@@ -147,8 +144,7 @@ def attention_backend(case: Case, setting: Setting) -> Remark | None:
     return None
 
 
-def compilation_config(case: Case, setting: Setting) -> Remark | None:
-    """Remark on the mode of CUDA graphs."""
+def _compilation_config(case: Case, setting: Setting) -> Remark | None:
     given = object_of(setting)
     mode = given.get("cudagraph_mode")
     if mode is None:
@@ -183,7 +179,7 @@ def _graphs(mode: str) -> str:
     return f"--compilation-config '{json.dumps({'cudagraph_mode': mode})}'"
 
 
-def speculation(case: Case, setting: Setting) -> Remark:
+def _speculation(case: Case, setting: Setting) -> Remark:
     """Remark on guessing tokens ahead, in any of its spellings."""
     tokens, given = case.asked.speculative_tokens or 0, _speculation_of(case)
     claim = "more-draft-tokens-are-better" if tokens > MOST_DRAFT_TOKENS else ""
@@ -213,8 +209,7 @@ def _speculation_of(case: Case) -> dict[str, object]:
     return given | {"num_speculative_tokens": case.asked.speculative_tokens or 1}
 
 
-def mm_encoder_tp_mode(case: Case, setting: Setting) -> Remark | None:
-    """Remark on a copy of the image encoder on each GPU."""
+def _mm_encoder_tp_mode(case: Case, setting: Setting) -> Remark | None:
     if setting.value != "data":
         return None
     if case.tp == 1:
@@ -227,16 +222,14 @@ def mm_encoder_tp_mode(case: Case, setting: Setting) -> Remark | None:
     return helps(f"{text} ones little")
 
 
-def host(case: Case, setting: Setting) -> Remark | None:
-    """Remark on a server that everybody may use."""
+def _host(case: Case, setting: Setting) -> Remark | None:
     open_to_all = setting.value in ("0.0.0.0", "::") and case.is_server
     if open_to_all and case.line.find("--api-key") is None and case.line.find("VLLM_API_KEY") is None:
         return costs("whoever reaches the port may use the model: no --api-key is given", better="")
     return None
 
 
-def num_prompts(case: Case, setting: Setting) -> Remark | None:
-    """Remark on a benchmark whose last batch is not full."""
+def _num_prompts(case: Case, setting: Setting) -> Remark | None:
     prompts, seqs = case.asked.num_prompts, case.asked.max_num_seqs
     if prompts and seqs and prompts > seqs and prompts % seqs:
         text = f"no multiple of --max-num-seqs {seqs}: the last batch runs part empty"
@@ -244,8 +237,7 @@ def num_prompts(case: Case, setting: Setting) -> Remark | None:
     return None
 
 
-def request_rate(case: Case, setting: Setting) -> Remark | None:
-    """Remark on a benchmark that does not fill the server."""
+def _request_rate(case: Case, setting: Setting) -> Remark | None:
     if case.asked.request_rate is None:
         return None
     return fine("measures latency at that load, and says nothing of the throughput there is")
@@ -254,10 +246,10 @@ def request_rate(case: Case, setting: Setting) -> Remark | None:
 TRUST = "; it only lets code from the repository run on your machine"
 TRUST_CLAIM = "models-need-trust-remote-code"
 ENGINE_RULES: Rules = {
-    "--tensor-parallel-size": (("", tensor_parallel_size),),
+    "--tensor-parallel-size": (("", _tensor_parallel_size),),
     "--pipeline-parallel-size": (
         ("pp1", not_needed("1 is the default")),
-        ("!one-node", stages_between_nodes),
+        ("!one-node", _stages_between_nodes),
         ("", costs("inside a node tensor parallelism is faster, and stages wait for each other")),
     ),
     "--data-parallel-size": (
@@ -270,26 +262,26 @@ ENGINE_RULES: Rules = {
     "--enable-expert-parallel": (
         ("on dense", no_effect("the model has no experts", claim=EXPERTS)),
         ("on one-gpu", no_effect("one GPU has all experts anyway", claim=EXPERTS)),
-        ("on", ultra_sparse),
+        ("on", _ultra_sparse),
         ("on", depends(f"pays with many requests at once (the crossover is between {MANY_REQUESTS // 2} and "
                        f"{MANY_REQUESTS}); below, plain tensor parallelism is ahead. The editions of AMD's guide "
                        "contradict each other on it", claim=EXPERTS)),
     ),
-    "--disable-nccl-for-dp-synchronization": (("", replicas_apart),),
-    "--data-parallel-address": (("", replicas_apart),),
-    "--data-parallel-rpc-port": (("", replicas_apart),),
-    "--data-parallel-backend": (("", replicas_apart),),
-    "--all2all-backend": (("", experts_apart),),
-    "VLLM_ALL2ALL_BACKEND": (("", experts_apart),),
+    "--disable-nccl-for-dp-synchronization": (("", _replicas_apart),),
+    "--data-parallel-address": (("", _replicas_apart),),
+    "--data-parallel-rpc-port": (("", _replicas_apart),),
+    "--data-parallel-backend": (("", _replicas_apart),),
+    "--all2all-backend": (("", _experts_apart),),
+    "VLLM_ALL2ALL_BACKEND": (("", _experts_apart),),
     "--config": (("", unknown("what stands in the file is not read here: what may depend on it is left open")),),
-    "--distributed-executor-backend": (("", executor),),
+    "--distributed-executor-backend": (("", _executor),),
     "--disable-custom-all-reduce": (
         ("on tp1", no_effect("with one GPU there is nothing to add up")),
         ("on", costs("sums of decode steps are small, and NCCL is slower on them; only for a broken one")),
     ),
-    "--attention-backend": (("", attention_backend),),
-    "VLLM_ATTENTION_BACKEND": (("", attention_backend),),
-    "--compilation-config": (("", compilation_config),),
+    "--attention-backend": (("", _attention_backend),),
+    "VLLM_ATTENTION_BACKEND": (("", _attention_backend),),
+    "--compilation-config": (("", _compilation_config),),
     "--enforce-eager": (
         ("on", costs("every step launches its kernels one by one: small batches wait for the host")),
     ),
@@ -306,15 +298,15 @@ ENGINE_RULES: Rules = {
     ),
     "--disable-log-requests": (("on", not_needed("requests are not logged by default any more")),),
     "--swap-space": (("", no_effect("the current engine (V1) recomputes preempted requests and never swaps")),),
-    "--speculative-config": (("", speculation),),
-    "--speculative-model": (("", speculation),),
-    "--num-speculative-tokens": (("", speculation),),
+    "--speculative-config": (("", _speculation),),
+    "--speculative-model": (("", _speculation),),
+    "--num-speculative-tokens": (("", _speculation),),
     "--trust-remote-code": (
         ("on known-model", not_needed(f"this model's family is native in vLLM{TRUST}", claim=TRUST_CLAIM)),
         ("on", not_needed(f"the families of these guides are native{TRUST}", claim=TRUST_CLAIM)),
     ),
-    "--mm-encoder-tp-mode": (("", mm_encoder_tp_mode),),
-    "--host": (("", host),),
-    "--num-prompts": (("", num_prompts),),
-    "--request-rate": (("", request_rate),),
+    "--mm-encoder-tp-mode": (("", _mm_encoder_tp_mode),),
+    "--host": (("", _host),),
+    "--num-prompts": (("", _num_prompts),),
+    "--request-rate": (("", _request_rate),),
 }  # fmt: skip

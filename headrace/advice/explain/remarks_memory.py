@@ -32,8 +32,7 @@ BLOCK_SIZES = (1, 8, 16, 32, 64, 128, 256)
 """The sizes that vLLM has."""
 
 
-def kv_cache_dtype(case: Case, setting: Setting) -> Remark | None:
-    """Remark on a KV cache of 8 bits."""
+def _kv_cache_dtype(case: Case, setting: Setting) -> Remark | None:
     value = setting.value.lower()
     if case.line.program == "quantize" or not value.startswith("fp8"):
         return None
@@ -57,8 +56,7 @@ def kv_cache_dtype(case: Case, setting: Setting) -> Remark | None:
     return helps(text, claim="kv-dtype-shrinks-weights")
 
 
-def calculate_kv_scales(case: Case, setting: Setting) -> Remark | None:
-    """Remark on scales that are measured for an 8-bit cache."""
+def _calculate_kv_scales(case: Case, setting: Setting) -> Remark | None:
     if case.kv_width != 1.0:
         if case.is_open("--kv-cache-dtype"):
             return None
@@ -68,8 +66,7 @@ def calculate_kv_scales(case: Case, setting: Setting) -> Remark | None:
     return helps("the scales follow from the first batch; calibrated ones in the checkpoint are better")
 
 
-def quantization(case: Case, setting: Setting) -> Remark | None:
-    """Remark on a format of weights: one that the checkpoint has anyway, or one to round them to."""
+def _quantization(case: Case, setting: Setting) -> Remark | None:
     value, form = setting.value.lower(), case.checkpoint_format
     from_config = "format-follows-from-the-flag"
     if value == "gptq" and "quantized.w" in (case.line.model or "").lower():
@@ -99,8 +96,7 @@ def quantization(case: Case, setting: Setting) -> Remark | None:
     return helps(text)
 
 
-def dtype(case: Case, setting: Setting) -> Remark | None:
-    """Remark on the type of weights that are not quantized."""
+def _dtype(case: Case, setting: Setting) -> Remark | None:
     value = setting.value.lower()
     if case.shape is not None and value == case.shape.dtype:
         return not_needed("the checkpoint's own type, as auto finds")
@@ -112,8 +108,7 @@ def dtype(case: Case, setting: Setting) -> Remark | None:
     return depends("right for checkpoints in float16 and for AWQ; auto finds out by itself", better="drop")
 
 
-def max_model_len(case: Case, setting: Setting) -> Remark | None:
-    """Remark on the longest sequence that may be asked for."""
+def _max_model_len(case: Case, setting: Setting) -> Remark | None:
     length = case.asked.max_model_len
     if length is None:
         return fine("the longest context that the KV cache has room for, up to the model's")
@@ -134,8 +129,7 @@ def max_model_len(case: Case, setting: Setting) -> Remark | None:
     return fine(text, claim="max-model-len-preallocates")
 
 
-def hf_overrides(case: Case, setting: Setting) -> Remark | None:
-    """Remark on changes of config.json: the context that comes of them."""
+def _hf_overrides(case: Case, setting: Setting) -> Remark | None:
     if case.line.find("--rope-scaling") is not None or case.line.find("--rope-theta") is not None:
         return fine("what the rotary flags say belongs into it", better=_as_overrides(case))
     if case.shape is None or case.line.model is None:
@@ -145,7 +139,7 @@ def hf_overrides(case: Case, setting: Setting) -> Remark | None:
     return fine(f"the context is {context:,} tokens with it, not {own:,}") if context != own else None
 
 
-def rope_flags(case: Case, setting: Setting) -> Remark | None:
+def _rope_flags(case: Case, setting: Setting) -> Remark | None:
     """Remark on flags that vLLM has replaced by --hf-overrides."""
     text = "vLLM takes it no longer: use --hf-overrides with rope_parameters, and the model's rope_theta among them"
     return wrong(text, better=_as_overrides(case))
@@ -162,8 +156,7 @@ def _as_overrides(case: Case) -> str:
     return f"--hf-overrides {shlex.quote(json.dumps(changes))}"
 
 
-def max_num_seqs(case: Case, setting: Setting) -> Remark | None:
-    """Remark on the number of requests that run at once."""
+def _max_num_seqs(case: Case, setting: Setting) -> Remark | None:
     seqs, length, budget = case.asked.max_num_seqs, case.asked.max_model_len, case.asked.max_num_batched_tokens
     if seqs is None:
         return None
@@ -184,8 +177,7 @@ def max_num_seqs(case: Case, setting: Setting) -> Remark | None:
     return fine(text, claim="fewer-seqs-lower-ttft")
 
 
-def gpu_memory_utilization(case: Case, setting: Setting) -> Remark | None:
-    """Remark on the share of each GPU that the server may take."""
+def _gpu_memory_utilization(case: Case, setting: Setting) -> Remark | None:
     share, claim = case.asked.gpu_memory_utilization, "utilization-is-for-the-kv-cache"
     if share is None:
         return None
@@ -203,8 +195,7 @@ def gpu_memory_utilization(case: Case, setting: Setting) -> Remark | None:
     return fine(text, claim=claim)
 
 
-def max_num_batched_tokens(case: Case, setting: Setting) -> Remark | None:
-    """Remark on the tokens of one step."""
+def _max_num_batched_tokens(case: Case, setting: Setting) -> Remark | None:
     budget, length = case.asked.max_num_batched_tokens, case.asked.max_model_len
     if budget is None:
         return None
@@ -223,8 +214,7 @@ def max_num_batched_tokens(case: Case, setting: Setting) -> Remark | None:
     return fine(text, claim=claim)
 
 
-def block_size(case: Case, setting: Setting) -> Remark | None:
-    """Remark on the tokens of a block of the KV cache."""
+def _block_size(case: Case, setting: Setting) -> Remark | None:
     if case.asked.block_size not in BLOCK_SIZES:
         return wrong(f"vLLM takes {', '.join(map(str, BLOCK_SIZES))}")
     if case.asked.block_size != 1:
@@ -239,7 +229,7 @@ def block_size(case: Case, setting: Setting) -> Remark | None:
     return not_needed(text, claim=claim)
 
 
-def calibration(case: Case, setting: Setting) -> Remark | None:
+def _calibration(case: Case, setting: Setting) -> Remark | None:
     """Remark on the prompts that scales are measured with."""
     if case.line.find("--kv-cache-dtype") is not None and human_int(setting.value) < 512:
         return costs("scales of a KV cache want 512 prompts or more", better="--num-calib-data 512")
@@ -253,23 +243,23 @@ def _format(case: Case) -> str:
 MEMORY_RULES: Rules = {
     "--kv-cache-dtype": (
         ("auto !quantizes", not_needed("auto is the default: the model's own type")),
-        ("", kv_cache_dtype),
+        ("", _kv_cache_dtype),
     ),
-    "--calculate-kv-scales": (("on", calculate_kv_scales),),
-    "--quantization": (("", quantization),),
-    "--dtype": (("auto", not_needed("auto is the default: the checkpoint's own type")), ("", dtype)),
-    "--max-model-len": (("", max_model_len),),
-    "--hf-overrides": (("", hf_overrides),),
-    "--rope-scaling": (("vllm", rope_flags),),
-    "--rope-theta": (("vllm", rope_flags),),
-    "--max-num-seqs": (("", max_num_seqs),),
-    "--gpu-memory-utilization": (("", gpu_memory_utilization),),
-    "--max-num-batched-tokens": (("", max_num_batched_tokens),),
-    "--block-size": (("", block_size),),
+    "--calculate-kv-scales": (("on", _calculate_kv_scales),),
+    "--quantization": (("", _quantization),),
+    "--dtype": (("auto", not_needed("auto is the default: the checkpoint's own type")), ("", _dtype)),
+    "--max-model-len": (("", _max_model_len),),
+    "--hf-overrides": (("", _hf_overrides),),
+    "--rope-scaling": (("vllm", _rope_flags),),
+    "--rope-theta": (("vllm", _rope_flags),),
+    "--max-num-seqs": (("", _max_num_seqs),),
+    "--gpu-memory-utilization": (("", _gpu_memory_utilization),),
+    "--max-num-batched-tokens": (("", _max_num_batched_tokens),),
+    "--block-size": (("", _block_size),),
     "--enable-prefix-caching": (
         ("on", not_needed("on by default")),
         ("server", costs("prompts that start alike are computed anew each time")),
         ("", fine("a benchmark that repeats prompts would measure the cache")),
     ),
-    "--num-calib-data": (("", calibration),),
+    "--num-calib-data": (("", _calibration),),
 }

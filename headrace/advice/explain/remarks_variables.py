@@ -25,7 +25,7 @@ CHANNELS = "112-channels-everywhere"
 
 
 def elsewhere(case: Case, setting: Setting) -> Remark | None:
-    """Remark on what is AMD's or NVIDIA's alone, given on the other's GPUs."""
+    """Return a remark on what is AMD's or NVIDIA's alone, where it is given for the other's GPUs."""
     hardware = setting.known.hardware if setting.known is not None else ""
     titles = {"amd": "AMD's GPUs", "nvidia": "NVIDIA's GPUs"}
     if not hardware or case.vendor in ("", hardware):
@@ -33,8 +33,7 @@ def elsewhere(case: Case, setting: Setting) -> Remark | None:
     return no_effect(f"means something on {titles[hardware]} alone, not on {case.gpu}")
 
 
-def aiter(case: Case, setting: Setting) -> Remark:
-    """Remark on AITER's master switch, set to 1."""
+def _aiter(case: Case, setting: Setting) -> Remark:
     together = all(case.line.find(name) is not None for name in CONCERT)
     return helps(
         "off by default, and official images left it off: 1.7 times slower on short prompts, 3.7 at 12k tokens. (AITER "
@@ -45,7 +44,7 @@ def aiter(case: Case, setting: Setting) -> Remark:
 
 
 def aiter_part(case: Case, setting: Setting) -> Remark | None:
-    """Remark on one of AITER's switches below the master switch."""
+    """Return a remark on one of AITER's switches below the master switch."""
     name = setting.name
     if name.endswith(("_MHA", "_UNIFIED_ATTENTION")) and case.aiter:
         special = _aiter_attention(case, setting)
@@ -93,8 +92,7 @@ def _aiter_attention(case: Case, setting: Setting) -> Remark | None:
     return costs(text, better=wanted, claim="mha-off-gives-flash-attention")
 
 
-def quick_reduce(case: Case, setting: Setting) -> Remark | None:
-    """Remark on quantized all-reduces, where there are several GPUs."""
+def _quick_reduce(case: Case, setting: Setting) -> Remark | None:
     kind = (case.line.value("VLLM_ROCM_QUICK_REDUCE_QUANTIZATION") or "NONE").upper()
     if kind == "NONE":
         return no_effect("Quick Reduce is off (VLLM_ROCM_QUICK_REDUCE_QUANTIZATION=NONE)")
@@ -107,8 +105,7 @@ def quick_reduce(case: Case, setting: Setting) -> Remark | None:
     return None
 
 
-def visible_devices(case: Case, setting: Setting) -> Remark | None:
-    """Remark on variables that choose GPUs, of which one is enough."""
+def _visible_devices(case: Case, setting: Setting) -> Remark | None:
     others = [name for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if name != setting.name]
     if setting.name != "ROCR_VISIBLE_DEVICES" and case.line.find(others[0]) is not None:
         text, claim = f"{others[0]} is set too: they hide GPUs from each other", "both-visible-devices"
@@ -121,21 +118,20 @@ def visible_devices(case: Case, setting: Setting) -> Remark | None:
     return None
 
 
-def triton_awq(case: Case, setting: Setting) -> Remark:
-    """Remark on the Triton kernels for AWQ checkpoints."""
+def _triton_awq(case: Case, setting: Setting) -> Remark:
     if case.checkpoint_format not in ("int4", ""):
         return no_effect("the checkpoint is not AWQ")
     return helps("vLLM on ROCm has no other kernels for AWQ; current versions set it themselves")
 
 
-def shuffled_cache(case: Case, setting: Setting) -> Remark:
+def _shuffled_cache(case: Case, setting: Setting) -> Remark:
     """Remark on the other layout of the KV cache, which AMD's guide finds faster from 32 requests on."""
     if not case.aiter or case.off(f"{MASTER}_MHA") or (case.shape is not None and case.shape.is_mla):
         return no_effect("belongs to ROCM_AITER_FA, which does not run here")
     return depends("faster decodes from 32 requests at once, slower below")
 
 
-def misspelt(case: Case, setting: Setting) -> Remark:
+def _misspelt(case: Case, setting: Setting) -> Remark:
     """Remark on a variable of NCCL's that bears RCCL's name."""
     right = setting.name.replace("RCCL_", "NCCL_")
     return no_effect(f"RCCL reads {right}", better=f"{right}={shlex.quote(setting.value)}", claim="rccl-names")
@@ -144,18 +140,18 @@ def misspelt(case: Case, setting: Setting) -> Remark:
 QUICK_REDUCE = (
     ("tp1", no_effect("with one GPU there is no all-reduce; nor has it to do with AITER or fused kernels",
                       claim="quick-reduce-helps-on-one-gpu")),
-    ("", quick_reduce),
+    ("", _quick_reduce),
 )  # fmt: skip
 VARIABLE_RULES: Rules = {
     MASTER: (
         ("off", costs("the default, and slow: Triton kernels instead of AITER's", better=f"{MASTER}=1")),
-        ("", aiter),
+        ("", _aiter),
     ),
     "VLLM_ROCM_USE_SKINNY_GEMM": ON_BY_DEFAULT,
     "VLLM_ROCM_FP8_PADDING": ON_BY_DEFAULT,
     "VLLM_ROCM_MOE_PADDING": ON_BY_DEFAULT,
     "VLLM_ROCM_CUSTOM_PAGED_ATTN": ON_BY_DEFAULT,
-    "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": (("!on", not_needed("off by default")), ("", shuffled_cache)),
+    "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": (("!on", not_needed("off by default")), ("", _shuffled_cache)),
     "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": QUICK_REDUCE,
     "VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16": QUICK_REDUCE,
     "VLLM_ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB": QUICK_REDUCE,
@@ -185,16 +181,16 @@ VARIABLE_RULES: Rules = {
         ("", depends("for MI300X; a later edition of AMD's own page left it out. Small sums do not gain",
                      claim=CHANNELS)),
     ),
-    "CUDA_VISIBLE_DEVICES": (("", visible_devices),),
-    "HIP_VISIBLE_DEVICES": (("", visible_devices),),
-    "ROCR_VISIBLE_DEVICES": (("", visible_devices),),
+    "CUDA_VISIBLE_DEVICES": (("", _visible_devices),),
+    "HIP_VISIBLE_DEVICES": (("", _visible_devices),),
+    "ROCR_VISIBLE_DEVICES": (("", _visible_devices),),
     "VLLM_MLA_DISABLE": (
         ("not-latent", no_effect("the model has no latent attention (MLA)")),
         ("on", costs("the cache grows some tens of times; for finding faults")),
     ),
-    "VLLM_USE_TRITON_AWQ": (("", triton_awq),),
-    "RCCL_DEBUG": (("", misspelt),),
-    "RCCL_DEBUG_SUBSYS": (("", misspelt),),
-    "RCCL_NET_GDR_LEVEL": (("", misspelt),),
+    "VLLM_USE_TRITON_AWQ": (("", _triton_awq),),
+    "RCCL_DEBUG": (("", _misspelt),),
+    "RCCL_DEBUG_SUBSYS": (("", _misspelt),),
+    "RCCL_NET_GDR_LEVEL": (("", _misspelt),),
 }  # fmt: skip
 """Rules by name; those that begin with the master switch's name and are not here go to `aiter_part`."""

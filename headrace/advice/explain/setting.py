@@ -1,4 +1,4 @@
-"""One flag or environment variable of a command line, as it was given. Has no opinion of it."""
+"""Represents one flag or environment variable of a command line, as it was given."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from headrace.errors import ConfigError
 
 @dataclass(frozen=True)
 class Setting:
-    """One flag or environment variable of a command line."""
+    """Holds a flag or variable with its value."""
 
     name: str
-    """with dashes for underscores, and without a negation"""
+    """With dashes for underscores, and without a negation."""
     value: str
-    """true or false for switches"""
+    """`true` or `false` for switches."""
     known: Known | None
-    """None: nothing of that name is known"""
+    """None: nothing of that name is known."""
     is_variable: bool = False
     words: tuple[str, ...] = ()
-    """of the value, with marks around what the shell has yet to fill in (shell_words.py); empty: none was given"""
+    """The value's words, with marks around what the shell is to expand (shell_words.py); empty: none was given."""
 
     @property
     def key(self) -> str:
@@ -36,12 +36,12 @@ class Setting:
 
     @property
     def path(self) -> str:
-        """`a.b` of `--flag.a.b`"""
+        """The part `a.b` of `--flag.a.b`."""
         return "" if self.is_variable else self.name.partition(".")[2]
 
     @property
     def is_open(self) -> bool:
-        """The value is not known before the shell has filled it in; of a container's flags it tells nothing anyway."""
+        """The value is unknown until the shell expands it; for a container's flags that makes no difference."""
         if self.known is not None and self.known.scope == "docker":
             return False
         return any(map(is_open, self.words)) or bool(self.path and self.known)
@@ -67,7 +67,7 @@ class Setting:
 
 
 def object_of(setting: Setting) -> dict[str, Any]:
-    """The JSON object that it is given. Raises ConfigError where it is none."""
+    """Return the JSON object that a setting is given. Raises ConfigError where it is none."""
     try:
         value = json.loads(setting.value)
     except ValueError:

@@ -1,7 +1,7 @@
-"""Shell text split into commands and words, as a shell would split it; what only a shell can fill in stays marked.
+"""Splits shell text into commands and words, as a shell would, without running anything.
 
-`$NAME`, `${...}`, `$(...)` and backticks are kept in their words between marks, so that a word can be shown, and typed
-again in such a way that the shell still fills it in. Runs nothing, and knows nothing of what a word means.
+What only a shell can expand (`$NAME`, `${...}`, `$(...)` and backticks) stays in its word between marks, so that the
+word can be shown, and written again in such a way that the shell still expands it.
 """
 
 from __future__ import annotations
@@ -13,35 +13,38 @@ from collections.abc import Iterator, Mapping
 from headrace.errors import ConfigError
 
 BARE, QUOTED, END = "\ufdd0", "\ufdd1", "\ufdd2"
-"""Around what a shell fills in: where it stands bare, where in double quotes; behind it. (Unicode leaves these three to
-programs: they are no characters of any text.)"""
+"""The marks around what a shell expands: its beginning outside of quotes, or in double quotes; its end. (Unicode leaves
+these three to programs: they are no characters of any text.)"""
 MARKED = re.compile(f"[{BARE}{QUOTED}](.*?){END}", re.DOTALL)
 LONE = re.compile(f"{BARE}([^{END}]*){END}")
 NAMED = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 SIMPLE = re.compile(r"\$(?:[A-Za-z_]\w*|[\d@*#?$!-])")
-REDIRECTION = re.compile(r"(?:\d+|&)?(?:[<>]&(?:\d+|-)|(?P<target><<<|<<-?|>>|>\||[<>]))")
+REDIRECTION = re.compile(r"(?:\d+|&)?(?:[<>]&(?:\d+|-)|(?P<target><<<|<<-?|>>|>\||[<>])[ \t\r]*)")
 PLACEHOLDER = re.compile(r"<([A-Za-z][\w ./-]*)>")
 BLANKS, ENDS = " \t\r", ";&|()\n"
 UNENDED = "the line cannot be read as shell words: no closing quotation"
 
 
 def plain(word: str) -> str:
-    """As it stands in the text, without marks."""
+    """Return the word as it stands in the text, without marks."""
     return MARKED.sub(r"\1", word)
 
 
 def is_open(word: str) -> bool:
-    """The shell has yet to fill in some of it."""
+    """Return whether a part of the word is still to be expanded by the shell."""
     return BARE in word or QUOTED in word
 
 
 def is_variable(word: str) -> bool:
-    """It is nothing but `$NAME`."""
+    """Return whether the word is nothing but `$NAME`."""
     return is_open(word) and NAMED.fullmatch(plain(word)) is not None
 
 
 def typed(word: str, splits: bool = False) -> str:
-    """The word as one types it. `splits`: what stands bare, and alone, may become several words, and so stays bare."""
+    """Return the word as one types it, in quotes where it needs them.
+
+    With `splits` an expansion that stands alone stays without quotes, as it may become several words.
+    """
     if not is_open(word):
         return word[:2] + shlex.quote(word[2:]) if re.match(r"~/.", word) else shlex.quote(word)
     if splits and LONE.fullmatch(word):
@@ -58,7 +61,7 @@ def _escaped(text: str) -> str:
 
 
 def filled(word: str, values: Mapping[str, str]) -> list[str]:
-    """With variables of `values` in the place of their names; one that stands bare and alone may be several words."""
+    """Return the word with the variables of `values` expanded; one that stands alone may become several words."""
 
     def value(match: re.Match[str]) -> str:
         named = NAMED.fullmatch(match[1])
@@ -71,123 +74,89 @@ def filled(word: str, values: Mapping[str, str]) -> list[str]:
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The words of each command; comments and redirections are dropped. Raises ConfigError for a quote without end."""
+    """Yield the words of each command, without comments and redirections. Raises ConfigError for an unclosed quote."""
     text = re.sub(f"[{BARE}{QUOTED}{END}]", "", text)
     text = re.sub(r"\\[ \t]*\r?\n", " ", text)
     text = PLACEHOLDER.sub(lambda match: "./" + re.sub(r"[^\w.-]+", "-", match[1]), text)
     words: list[str] = []
-    for token in _Reader(text).tokens():
+    for token in (*_tokens(text), None):
         if token is not None:
             words.append(token)
         elif words:
             yield words
             words = []
-    if words:
-        yield words
 
 
-class _Reader:
-    """Walks through shell text."""
-
-    def __init__(self, text: str) -> None:
-        self.text, self.at = text, 0
-
-    def tokens(self) -> Iterator[str | None]:
-        """Words; None where a command ends."""
-        while self.at < len(self.text):
-            char = self.text[self.at]
-            redirection = REDIRECTION.match(self.text, self.at)
-            if char in BLANKS:
-                self.at += 1
-            elif char == "#":
-                self.at = self._find("\n", len(self.text))
-            elif redirection is not None:
-                self._redirect(redirection)
-            elif char in ENDS:
-                self.at += 1
-                yield None
-            else:
-                word = self._word()
-                if word != "\\":
-                    yield word
-
-    def _redirect(self, match: re.Match[str]) -> None:
-        self.at = match.end()
-        if match["target"]:
-            while self.at < len(self.text) and self.text[self.at] in BLANKS:
-                self.at += 1
-            self._word()
-
-    def _word(self) -> str:
-        parts: list[str] = []
-        while self.at < len(self.text) and self.text[self.at] not in BLANKS + ENDS + "<>":
-            char = self.text[self.at]
-            if char == "'":
-                start = self.at + 1
-                self.at = self._find("'", -1, start) + 1
-                if not self.at:
-                    raise ConfigError(UNENDED)
-                parts.append(self.text[start : self.at - 1])
-            elif char == '"':
-                parts += self._quoted()
-            elif char in "$`":
-                parts.append(self._expansion(BARE))
-            elif char == "\\":
-                parts.append(self.text[self.at + 1 : self.at + 2])
-                self.at += 2
-            else:
-                parts.append(char)
-                self.at += 1
-        return "".join(parts)
-
-    def _quoted(self) -> Iterator[str]:
-        """What stands in double quotes."""
-        self.at += 1
-        while self.at < len(self.text):
-            char, after = self.text[self.at], self.text[self.at + 1 : self.at + 2]
-            if char == '"':
-                self.at += 1
-                return
-            if char in "$`":
-                yield self._expansion(QUOTED)
-                continue
-            escapes = char == "\\" and after and after in '$`"\\'
-            yield after if escapes else char
-            self.at += 2 if escapes else 1
-        raise ConfigError(UNENDED)
-
-    def _expansion(self, mark: str) -> str:
-        """What begins at a `$` or a backtick, between marks; a sign that begins nothing as it is."""
-        start, self.at = self.at, self.at + 1
-        pair = self.text[start : start + 2]
-        simple = SIMPLE.match(self.text, start)
-        if self.text[start] == "`":
-            end = self._find("`", -1, self.at) + 1
-        elif pair in ("$(", "${"):
-            end = self._closing(start + 1)
-        elif pair in ("$'", '$"') and mark == BARE:
-            return ""  # another kind of quote
+def _tokens(text: str) -> Iterator[str | None]:
+    """Words; None where a command ends."""
+    at = 0
+    while at < len(text):
+        redirection = REDIRECTION.match(text, at)
+        if text[at] in BLANKS:
+            at += 1
+        elif text[at] == "#":
+            at = text.find("\n", at) if "\n" in text[at:] else len(text)
+        elif redirection is not None:
+            at = redirection.end()
+            if redirection["target"]:
+                at = _word(text, at)[1]
+        elif text[at] in ENDS:
+            at += 1
+            yield None
         else:
-            end = simple.end() if simple else 0
-        if not end:
-            return self.text[start]
-        self.at = end
-        return f"{mark}{self.text[start:end]}{END}"
+            word, at = _word(text, at)
+            if word != "\\":
+                yield word
 
-    def _closing(self, start: int) -> int:
-        """The place behind the bracket that closes the one at `start`; 0: none does."""
-        opens = self.text[start]
-        closes, depth, quote = {"(": ")", "{": "}"}[opens], 0, ""
-        for at in range(start, len(self.text)):
-            char = self.text[at]
-            if quote or (char in "\"'" and opens == "("):
-                quote = "" if char == quote else quote or char
-                continue
-            depth += (char == opens) - (char == closes)
-            if not depth:
-                return at + 1
-        return 0
 
-    def _find(self, sign: str, otherwise: int, start: int | None = None) -> int:
-        found = self.text.find(sign, self.at if start is None else start)
-        return found if found >= 0 else otherwise
+def _word(text: str, at: int, quoted: bool = False) -> tuple[str, int]:
+    """(word, where it ends) of the word that begins at `at`; `quoted`: of what stands in double quotes."""
+    parts: list[str] = []
+    while at < len(text) and (text[at] != '"' if quoted else text[at] not in BLANKS + ENDS + "<>"):
+        char, after = text[at], text[at + 1 : at + 2]
+        if char in "$`":
+            part, at = _expansion(text, at, quoted)
+        elif char == "\\" and (not quoted or (after and after in '$`"\\')):
+            part, at = after, at + 2
+        elif char == "'" and not quoted:
+            end = text.find("'", at + 1)
+            if end < 0:
+                raise ConfigError(UNENDED)
+            part, at = text[at + 1 : end], end + 1
+        elif char == '"':
+            part, at = _word(text, at + 1, quoted=True)
+        else:
+            part, at = char, at + 1
+        parts.append(part)
+    if quoted and at >= len(text):
+        raise ConfigError(UNENDED)
+    return "".join(parts), at + quoted
+
+
+def _expansion(text: str, start: int, quoted: bool) -> tuple[str, int]:
+    """(what begins at a `$` or a backtick, between marks; where it ends); a sign that begins nothing stays as it is."""
+    pair, simple = text[start : start + 2], SIMPLE.match(text, start)
+    if text[start] == "`":
+        end = text.find("`", start + 1) + 1
+    elif pair in ("$(", "${"):
+        end = _closing(text, start + 1)
+    elif pair in ("$'", '$"') and not quoted:
+        return "", start + 1  # another kind of quote
+    else:
+        end = simple.end() if simple else 0
+    return (f"{QUOTED if quoted else BARE}{text[start:end]}{END}", end) if end else (text[start], start + 1)
+
+
+def _closing(text: str, start: int) -> int:
+    """The place behind the bracket that closes the one at `start`; 0: none does."""
+    opens = text[start]
+    closes, depth, quote = {"(": ")", "{": "}"}[opens], 0, ""
+    for at in range(start, len(text)):
+        char = text[at]
+        if quote or (char in "\"'" and opens == "("):
+            quote = "" if char == quote else quote or char
+            continue
+        depth += (char == opens) - (char == closes)
+        if not depth:
+            return at + 1
+    return 0
