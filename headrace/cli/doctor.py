@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -34,11 +35,13 @@ MARGIN = 9
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
+    """Holds the command's flags."""
+
     json: bool = knob(
         False, "Print JSON: the machine, and each finding with id, severity, seen, cost and fix.", group="output"
     )
     model_size: str | None = knob(
-        None, "The weights that are to be served (16GB, 131GiB): is there room for them?", group="model"
+        None, "Size of the weights to be served (16GB, 131GiB): checks that there is room for them.", group="model"
     )
 
     def __post_init__(self) -> None:
@@ -46,6 +49,7 @@ class DoctorOptions:
         self.model_bytes()
 
     def model_bytes(self) -> int | None:
+        """Return --model-size in bytes. Raises ConfigError where it cannot be read."""
         if self.model_size is None:
             return None
         match = SIZE.fullmatch(self.model_size.strip())
@@ -57,13 +61,15 @@ class DoctorOptions:
 
 
 def build_parser() -> FlagParser:
-    summary = "Check this machine: what would hurt an engine on it, what that costs, and how to mend it."
-    parser = FlagParser("doctor", f"{summary} Exit code 1 if something hurts.", EXAMPLES, model=False)
+    """Return the parser of the command's flags."""
+    summary = "Check this machine for what would slow an engine down or keep it from starting, and say how to mend it."
+    parser = FlagParser("doctor", f"{summary} The exit code is 1 if something hurts.", EXAMPLES, model=False)
     parser.add_knobs(DoctorOptions)
     return parser
 
 
 def main(argv: list[str]) -> int:
+    """Run the command; the exit code is 1 where something hurts."""
     options = DoctorOptions(**vars(build_parser().parse(argv)))
     with _spinner(quiet=options.json):
         survey = take_survey(Machine(environment()), options.model_bytes())
@@ -93,6 +99,7 @@ def _spinner(quiet: bool) -> Iterator[None]:
 
 
 def as_json(survey: Survey, findings: Sequence[Finding]) -> dict[str, object]:
+    """Return what --json prints."""
     return {
         "machine": {
             "gpus": [{"index": gpu.index, "name": gpu.name, "memory": gpu.memory_total} for gpu in survey.gpus],
@@ -109,10 +116,8 @@ def as_json(survey: Survey, findings: Sequence[Finding]) -> dict[str, object]:
 
 
 def title(survey: Survey) -> str:
-    """`8 x AMD Instinct MI300X, torch 2.11.0+rocm7.2, in a container`."""
-    names: dict[str, int] = {}
-    for gpu in survey.gpus:
-        names[gpu.name] = names.get(gpu.name, 0) + 1
+    """Return the machine in a line: `8 x AMD Instinct MI300X, torch 2.11.0+rocm7.2, in a container`."""
+    names = Counter(gpu.name for gpu in survey.gpus)
     parts = [f"{count} x {name}" for name, count in names.items()] or ["no GPU"]
     if survey.gpus and len(survey.visible) < len(survey.gpus):
         parts[-1] += f" ({len(survey.visible)} visible)"
@@ -123,49 +128,36 @@ def title(survey: Survey) -> str:
 
 
 def show(console: Console, survey: Survey, findings: Sequence[Finding]) -> None:
-    """Trouble first, each with its cost and its fix; what is well, and what cannot be known here, in a line each."""
+    """Print what hurts first, each finding with its cost and its fix; what is well or unknown gets a line each."""
     from rich.text import Text
 
     def block(severity: Severity, *lines: Text) -> None:
         """The severity in a margin, the lines folded beside it."""
         console.print()
-        folded = [part for line in lines for part in line.wrap(console, console.width - MARGIN)]
-        for number, line in enumerate(folded):
-            label = severity.value if number == 0 else ""
-            line.rstrip()
-            console.print(Text.assemble((label.ljust(MARGIN), STYLES[severity]), line))
+        parts = [part for line in lines for part in line.wrap(console, console.width - MARGIN)]
+        for number, part in enumerate(parts):
+            part.rstrip()
+            label = "" if number else severity.value
+            console.print(Text.assemble((label.ljust(MARGIN), STYLES[severity]), part))
 
     console.print(Text.assemble(("headrace doctor", "bold"), f": {title(survey)}"))
-    for finding in findings:
-        if finding.severity in (Severity.HURTS, Severity.NOTE):
-            id = "" if finding.seen.startswith(finding.id) else f"  [{finding.id}]"
-            seen = Text.assemble((finding.seen, "bold"), (id, "dim"))
-            block(finding.severity, seen, Text(finding.cost))
-            if finding.fix:
-                # Left to the terminal to fold, so that it can be copied in one piece.
-                fix = Text.assemble((" " * MARGIN + "$ ", "dim"), (finding.fix, "cyan"))
-                console.print(fix, soft_wrap=True)
-    dark = [f"{finding.id}: {finding.seen}" for finding in findings if finding.severity is Severity.UNKNOWN]
-    if dark:
-        block(Severity.UNKNOWN, *(Text(line, "dim") for line in dark))
-    well = [finding.id for finding in findings if finding.severity is Severity.OK]
-    if well:
-        block(Severity.OK, Text(", ".join(well), "dim"))
-    hurting = sum(finding.severity is Severity.HURTS for finding in findings)
+    groups = {severity: [found for found in findings if found.severity is severity] for severity in Severity}
+    for finding in groups[Severity.HURTS] + groups[Severity.NOTE]:
+        id = "" if finding.seen.startswith(finding.id) else f"  [{finding.id}]"
+        block(finding.severity, Text.assemble((finding.seen, "bold"), (id, "dim")), Text(finding.cost))
+        if finding.fix:
+            # Left to the terminal to fold, so that it can be copied in one piece.
+            fix = Text.assemble((" " * MARGIN + "$ ", "dim"), (finding.fix, "cyan"))
+            console.print(fix, soft_wrap=True)
+    if groups[Severity.UNKNOWN]:
+        lines = [Text(f"{finding.id}: {finding.seen}", "dim") for finding in groups[Severity.UNKNOWN]]
+        block(Severity.UNKNOWN, *lines)
+    if groups[Severity.OK]:
+        block(Severity.OK, Text(", ".join(finding.id for finding in groups[Severity.OK]), "dim"))
+    hurting, notes = len(groups[Severity.HURTS]), len(groups[Severity.NOTE])
     verdict = f"{hurting} {'thing hurts' if hurting == 1 else 'things hurt'}" if hurting else "nothing hurts"
-    console.print(
-        Text.assemble("\n", (verdict, "bold red" if hurting else "bold green"), f"{_rest(findings, hurting)}.")
-    )
-
-
-def _rest(findings: Sequence[Finding], hurting: int) -> str:
-    counts = []
-    for severity, one, many in (
-        (Severity.NOTE, "note", "notes"),
-        (Severity.UNKNOWN, "unknown", "unknown"),
-        (Severity.OK, "ok", "ok"),
-    ):
-        count = sum(finding.severity is severity for finding in findings)
-        if count:
-            counts.append(f"{count} {one if count == 1 else many}")
-    return f" ({', '.join(counts)})" if counts else ""
+    counts = {"note" if notes == 1 else "notes": notes}
+    counts |= {severity.value: len(groups[severity]) for severity in (Severity.UNKNOWN, Severity.OK)}
+    rest = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    style = "bold red" if hurting else "bold green"
+    console.print(Text.assemble("\n", (verdict, style), f" ({rest})." if rest else "."))

@@ -1,4 +1,4 @@
-"""`headrace explain`: a command line of vLLM, answered flag by flag as a table or as JSON. Loads no torch."""
+"""`headrace explain`: prints what each flag of a vLLM command line does, as a table or as JSON. Loads no torch."""
 
 from __future__ import annotations
 
@@ -32,15 +32,17 @@ COLOURS = {
     "unknown": "magenta",
 }
 WIDEST = 150
-"""Columns of the table: longer lines are hard to read"""
+"""Columns of the table; longer lines are hard to read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainOptions:
+    """Holds the command's own flags."""
+
     gpu: str | None = knob(
         None,
-        "The GPUs that the line is for (mi300x, h200, ...); `auto`: those of this machine. Default: MI300X where the "
-        "line sets AMD's variables, else none in particular.",
+        "The GPUs that the line is for (mi300x, h200, ...), or `auto` for those of this machine. Default: MI300X where "
+        "the line sets AMD's variables, else none in particular.",
         group="explain",
     )
     json: bool = knob(False, "Print JSON.", group="explain")
@@ -50,10 +52,11 @@ class ExplainOptions:
 
 
 def build_parser() -> FlagParser:
+    """Return the parser of the command's own flags."""
     parser = FlagParser(
         "explain 'COMMAND LINE'",
-        "Say of every flag and variable of a vLLM command line what it does, on which hardware, whether it helps, what "
-        "is wrong with it and what becomes of it in headrace; and write a better line.",
+        "Explain a vLLM command line: what each flag and variable does, on which hardware, whether it helps, what is "
+        "wrong with it and what becomes of it in headrace. Then write a better line.",
         EXAMPLES,
         model=False,
     )
@@ -62,6 +65,7 @@ def build_parser() -> FlagParser:
 
 
 def main(argv: list[str]) -> int:
+    """Run the command. Raises ConfigError where there is no command line to explain."""
     words, own = split_own(argv)
     options = build_config(ExplainOptions, build_parser().parse(own))
     text = command_text(words)
@@ -90,7 +94,7 @@ def main(argv: list[str]) -> int:
 
 
 def split_own(argv: list[str]) -> tuple[list[str], list[str]]:
-    """The words of the command line, and our own flags, which may stand before or behind it: none of them is vLLM's."""
+    """Split the arguments into the command line and our own flags, which may stand before or behind it."""
     if argv[:1] in (["-h"], ["--help"]):
         return [], argv[:1]
     words, own = [], []
@@ -107,7 +111,7 @@ def split_own(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def command_text(words: list[str]) -> str:
-    """The shell line: one quoted word, several words as they are, or standard input. Raises ConfigError for none."""
+    """Return the shell line: one quoted word, several words, or standard input. Raises ConfigError for none."""
     if words == ["-"] or (not words and not sys.stdin.isatty()):
         return sys.stdin.read()
     if not words:
@@ -116,6 +120,7 @@ def command_text(words: list[str]) -> str:
 
 
 def show(console: Console, explanation: Explanation) -> None:
+    """Print a table of the settings, then what concerns the whole line, then the better lines."""
     from rich.markup import escape
 
     case = explanation.case
@@ -159,8 +164,7 @@ def _table(answers: tuple[Answer, ...]) -> object:
         if answer.why:
             cell += f"\n{escape(_sentence(answer.why))}"
         if answer.better:
-            better = "leave it out" if answer.better == "drop" else escape(answer.better)
-            cell += f"\n[bold]better: {better}[/bold]"
+            cell += f"\n[bold]better: {'leave it out' if answer.better == 'drop' else escape(answer.better)}[/bold]"
         table.add_row(escape(str(answer.setting)), f"[{COLOURS[answer.verdict]}]{answer.verdict}[/]", cell)
     return table
 
