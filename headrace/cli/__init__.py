@@ -1,1 +1,1 @@
-"""The command line."""
+"""Holds the `headrace` command, one file a subcommand."""

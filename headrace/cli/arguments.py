@@ -1,7 +1,7 @@
-"""Flags out of config fields: every knob of a config class becomes one flag, spelled any way vLLM's users spell it.
+"""Makes flags from config fields: every knob of a config class becomes one flag, in all spellings that vLLM allows.
 
-`canonical` rewrites a command line to `--flag=value` form; argparse does the rest. What is no knob is looked up in
-advice/flags/table.py, which says what becomes of it. Knows nothing of what a knob means.
+`canonical` rewrites a command line to `--flag=value` form; argparse does the rest. A flag that no knob has is looked up
+in advice/flags/table.py, which says what becomes of it.
 """
 
 from __future__ import annotations
@@ -54,16 +54,18 @@ OWNERS = {
     "bench": "a benchmark (`headrace bench --help`)",
     "offline": "`headrace bench latency` and `throughput`",
 }
-"""scope of advice/flags/table.py -> the commands that take its flags"""
+"""Scope of advice/flags/names.json -> the commands that take its flags."""
 
 
 def parse_switch(text: str) -> bool:
+    """Return the value of a switch. Raises ValueError for anything but true and false."""
     if text.lower() not in SWITCH_WORDS:
         raise ValueError(text)
     return SWITCH_WORDS[text.lower()]
 
 
 def parse_json_object(text: str) -> dict[str, Any]:
+    """Return a JSON object. Raises ValueError for anything else."""
     value = json.loads(text)
     if not isinstance(value, dict):
         raise ValueError(text)
@@ -80,14 +82,15 @@ PARSERS: dict[type, tuple[Callable[[str], Any], str]] = {
 
 
 def flag_of(name: str) -> str:
+    """Return the flag of a field."""
     return "--" + name.replace("_", "-")
 
 
 class FlagParser:
-    """An argparse parser whose flags come from knobs. `parse` raises ConfigError: one line, naming the flag."""
+    """Parses flags that come from knobs. `parse` raises ConfigError: one line, naming the flag."""
 
     def __init__(self, command: str, summary: str, examples: str, *, model: bool = True) -> None:
-        """`model`: MODEL may be given as first positional as well as by `--model`."""
+        """With `model`, MODEL may be the first word as well as the value of `--model`."""
         self._command = command
         usage = f"headrace {command} [MODEL] [flags]" if model else f"headrace {command} [flags]"
         self._parser = _Argparse(
@@ -105,14 +108,14 @@ class FlagParser:
         self._switches: dict[str, tuple[str, bool]] = {}
         self._dicts: set[str] = set()
         self._flags: dict[str, str] = {"-h": "--help", "--help": "--help"}
-        """every spelling of a flag of ours -> the one we use"""
+        """Every spelling of this command's flags -> the main one."""
         self._scopes = ["bench"] if command.startswith("bench") else []
-        """of advice/flags/table.py: where flags of vLLM are looked up that are none of ours"""
+        """Scopes of advice/flags/names.json in which other flags are looked up."""
 
     def add_knobs(
         self, config_class: type, *, skip: tuple[str, ...] = (), single: tuple[str, ...] = (), **defaults: Any
     ) -> None:
-        """A flag for every field of `config_class`; `defaults` are shown in the help where a command has its own.
+        """Add a flag for every field of `config_class`; the help shows `defaults` in place of the class's own.
 
         Lists named in `single` take one value a flag, so that MODEL may follow.
         """
@@ -141,7 +144,7 @@ class FlagParser:
         element: type = str,
         nargs: int | str = "+",
     ) -> None:
-        """One flag. `meta` is what `config.knob` keeps; `element` and `nargs` are the items of a list."""
+        """Add one flag. `meta` is what `config.knob` keeps; `element` is the type of a list's items."""
         names = [flag_of(name), *(flag_of(alias.lstrip("-")) for alias in meta["aliases"])]
         if meta["short"]:
             names.append(meta["short"])
@@ -169,9 +172,9 @@ class FlagParser:
                     self._switches[other + names[0].removeprefix(one)] = (names[0], False)
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
-        """Only what was given is in the namespace: defaults belong to the config classes.
+        """Return the flags that were given; defaults belong to the config classes.
 
-        What has no effect here, flags and environment together, is told in one notice on standard error.
+        One notice on standard error names all flags and variables of vLLM that have no effect here.
         """
         args, notes = self.canonical(argv)
         values = self._parser.parse_args(args)
@@ -187,8 +190,10 @@ class FlagParser:
         return values
 
     def canonical(self, argv: list[str]) -> tuple[list[str], list[Note]]:
-        """Every spelling to `--flag=value`: underscores, switches, negations, dotted JSON keys; and notes on flags and
-        values of vLLM that are left out."""
+        """Rewrite underscores, switches, negations and dotted JSON keys to `--flag=value`.
+
+        Also return notes on flags and values of vLLM that are left out.
+        """
         result: list[str] = []
         notes: list[Note | None] = []
         objects: dict[str, dict[str, Any]] = {}
@@ -226,7 +231,7 @@ class FlagParser:
         return merged + result, [note for note in notes if note is not None]
 
     def _keep_or_leave(self, flag: str, value: str, setting: str, result: list[str], notes: list[Note | None]) -> None:
-        """A flag of ours goes into `result`, unless its value means something to vLLM alone."""
+        """Put a flag of this command into `result`, unless its value means something to vLLM alone."""
         why = foreign_value(flag, value)
         if why is None:
             result.append(f"{flag}={value}")
@@ -234,7 +239,10 @@ class FlagParser:
             notes.append(Note(setting, why))
 
     def _of_vllm(self, base: str, path: str, given: str | None, tokens: list[str]) -> Note | None:
-        """What becomes of a flag that is none of ours: a note or nothing, or, pushed back to `tokens`, one of ours."""
+        """Return the note on a flag that this command does not have, if there is one.
+
+        Another spelling of a flag that it does have is pushed back to `tokens`.
+        """
         found = find_flag(base, self._scopes)
         if found is None or found.known.fate == "ours":
             raise ConfigError(self._unknown(base))
@@ -287,7 +295,7 @@ def _switch_value(given: str | None, tokens: list[str]) -> str:
 
 
 def build_config(config_class: type[Config], values: argparse.Namespace, **defaults: Any) -> Config:
-    """`defaults` of the command, then the environment, then flags: the later wins. Raises ConfigError."""
+    """Make a config from `defaults`, the environment and the flags; the later wins. Raises ConfigError."""
     given = vars(values)
     names = {field.name for field in dataclasses.fields(config_class)}  # type: ignore[arg-type]
     flags = {name: given[name] for name in names & given.keys()}

@@ -1,4 +1,4 @@
-"""`headrace generate`: prompts from flags, a file or standard input; completions as text or as JSON lines."""
+"""Implements `headrace generate`, which completes prompts from flags, a file or standard input."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ EXAMPLES = """\
   headrace generate ./model --prompts-file prompts.jsonl --temperature 0 --json
   echo "The capital of France is" | headrace generate ./model --max-tokens 5"""
 SAMPLING_HELP = {
-    "n": "Completions for each prompt.",
-    "temperature": "0 is greedy.",
-    "top_p": "Sample from the most likely tokens that hold this share of the probability.",
-    "top_k": "Sample from this many most likely tokens; 0: all.",
-    "min_p": "Drop tokens less likely than this share of the most likely one's probability.",
-    "presence_penalty": "Subtracted once from logits of tokens that were generated already.",
-    "frequency_penalty": "Subtracted from such logits as often as the token was generated.",
-    "repetition_penalty": "Divides logits of tokens seen in prompt or output.",
-    "seed": "Seeds the sampling; the same seed gives the same tokens.",
+    "n": "Completions of each prompt.",
+    "temperature": "How random sampling is; 0 always takes the most likely token.",
+    "top_p": "Sample from the most likely tokens that together have this probability.",
+    "top_k": "Sample from this many most likely tokens; 0: from all.",
+    "min_p": "Leave out tokens less likely than this share of the most likely one's probability.",
+    "presence_penalty": "Subtracted from the logits of tokens that were generated already.",
+    "frequency_penalty": "Subtracted from the logits of such tokens, once for each time they were generated.",
+    "repetition_penalty": "Divides the logits of tokens that the prompt or the output has already.",
+    "seed": "The same seed gives the same tokens.",
     "stop": "Strings at which to stop.",
     "stop_token_ids": "Token ids at which to stop.",
-    "bad_words": "Strings never to generate.",
+    "bad_words": "Strings that are never generated.",
     "include_stop_str_in_output": "Keep the stop string in the text.",
-    "ignore_eos": "Go on after the end-of-sequence token.",
+    "ignore_eos": "Do not stop at the end-of-sequence token.",
     "max_tokens": "Most tokens to generate.",
     "min_tokens": "Tokens to generate before any stop counts.",
-    "logprobs": "Log probabilities of this many top tokens, in --json.",
+    "logprobs": "With --json, log probabilities of this many most likely tokens.",
     "prompt_logprobs": "The same for the prompt's tokens.",
     "detokenize": "Turn token ids into text.",
     "skip_special_tokens": "Leave special tokens out of the text.",
@@ -56,7 +56,7 @@ SAMPLING_HELP = {
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """What `generate` takes beside engine and sampling."""
+    """Holds the flags of `generate` beside those of the engine and of sampling."""
 
     prompt: list[str] = knob([], "A prompt; repeat the flag for more.", group="prompts")
     prompts_file: str | None = knob(
@@ -78,7 +78,8 @@ Prompt = str | list[int]
 
 
 def build_parser() -> FlagParser:
-    parser = FlagParser("generate", "Complete prompts.", EXAMPLES)
+    """Return the parser of the command's own flags, those of sampling and the engine's."""
+    parser = FlagParser("generate", "Complete prompts, and print what the model writes.", EXAMPLES)
     parser.add_knobs(GenerateOptions, single=("prompt",))
     hints = typing.get_type_hints(SamplingParams)
     for field in msgspec.structs.fields(SamplingParams):
@@ -96,6 +97,7 @@ def build_parser() -> FlagParser:
 
 
 def main(argv: list[str]) -> int:
+    """Run the command. What could be completed is printed before the error of a request that failed is raised."""
     values = build_parser().parse(argv)
     options = build_config(GenerateOptions, values)
     params = build_sampling_params(values)
@@ -122,7 +124,7 @@ def main(argv: list[str]) -> int:
 
 
 def build_sampling_params(values: argparse.Namespace) -> SamplingParams:
-    """Raises ConfigError naming the flag."""
+    """Return the sampling parameters that the flags ask for. Raises ConfigError naming the flag."""
     given = {name: value for name, value in vars(values).items() if name in SAMPLING_HELP}
     given.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
     try:
@@ -137,7 +139,7 @@ def build_sampling_params(values: argparse.Namespace) -> SamplingParams:
 
 
 def collect_prompts(options: GenerateOptions, model: str) -> list[Prompt]:
-    """From --prompt, else --prompts-file, else standard input. Raises ConfigError when there is none."""
+    """Return prompts from --prompt and --prompts-file, else standard input. Raises ConfigError where there is none."""
     prompts: list[Prompt] = list(options.prompt)
     if options.prompts_file is not None:
         prompts += read_prompts(options.prompts_file)
@@ -151,6 +153,7 @@ def collect_prompts(options: GenerateOptions, model: str) -> list[Prompt]:
 
 
 def read_prompts(name: str) -> list[Prompt]:
+    """Return the prompts in a file; `-` is standard input. Raises ConfigError where it cannot be read."""
     if name == "-":
         return parse_prompts(sys.stdin.read(), "standard input")
     try:
@@ -161,7 +164,7 @@ def read_prompts(name: str) -> list[Prompt]:
 
 
 def parse_prompts(text: str, source: str) -> list[Prompt]:
-    """JSON lines if the first line is a JSON object with a prompt, else plain lines; empty lines are skipped."""
+    """Return the prompts of a text: JSON lines if its first line is an object with a prompt, else one a line."""
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not lines or _json_prompt(lines[0][1]) is None:
         return [line for _, line in lines]
@@ -190,7 +193,7 @@ def _json_prompt(line: str) -> Prompt | None:
 
 
 def json_lines(outputs: list[RequestOutput]) -> Iterator[str]:
-    """One completion a line; text prompts are given back as text, token-id prompts as ids."""
+    """Yield one JSON object for each completion; its prompt is text or token ids, as it was given."""
     for output in outputs:
         for choice in output.outputs:
             record: dict[str, Any] = {
@@ -216,6 +219,7 @@ def _logprobs(positions: Any) -> list[dict[str, Any] | None] | None:
 
 
 def text_lines(outputs: list[RequestOutput], colour: bool) -> Iterator[str]:
+    """Yield prompts with their completions, empty lines between them."""
     bold, plain = ("\033[1m", "\033[0m") if colour else ("", "")
     first = True
     for output in outputs:

@@ -1,6 +1,6 @@
-"""The `headrace` command: finds the subcommand, loads it alone, and turns errors into one line and an exit code.
+"""Runs the `headrace` command: loads the subcommand alone, and turns errors into one line and an exit code.
 
-Knows nothing of flags or engines; `--help` loads no torch. This file imports next to nothing until `Signals` are taken:
+`--help` loads no torch. This file imports next to nothing until `Signals` are taken:
 before that Python answers them with a traceback.
 """
 
@@ -15,18 +15,19 @@ if TYPE_CHECKING:
     from types import FrameType
 
 COMMANDS = {
-    "generate": ("headrace.cli.generate", "Complete prompts: from flags, a file or standard input."),
+    "generate": ("headrace.cli.generate", "Complete prompts from flags, a file or standard input."),
     "serve": ("headrace.cli.serve", "Serve a model over the OpenAI HTTP API."),
     "bench": ("headrace.cli.bench.command", "Measure latency, throughput, or a running server."),
-    "plan": ("headrace.cli.plan", "Plan without a GPU: memory, settings with reasons, speed, cost, commands."),
-    "tune": ("headrace.cli.tune", "Measure settings around the plan, and keep what is better."),
-    "explain": ("headrace.cli.explain", "Say of a vLLM command line what each flag does, and write a better one."),
-    "doctor": ("headrace.cli.doctor", "Check this machine: what would hurt, what it costs, how to mend it."),
+    "plan": ("headrace.cli.plan", "Predict memory, settings, speed and cost of a model, without a GPU."),
+    "tune": ("headrace.cli.tune", "Try settings on this machine, and keep those that are faster."),
+    "explain": ("headrace.cli.explain", "Explain a vLLM command line flag by flag, and write a better one."),
+    "doctor": ("headrace.cli.doctor", "Check this machine for what slows it down, and say how to mend it."),
 }
 HELP = """\
 usage: headrace COMMAND [MODEL] [flags]
 
-LLM inference and serving that tunes itself and says why. MODEL is `demo`, a local folder, or a Hugging Face id.
+LLM inference and serving that tunes itself and says why. MODEL is a Hugging Face id, a local folder, or `demo`, a
+tiny model that comes with headrace.
 
 commands:
 {commands}
@@ -40,11 +41,11 @@ examples:
 
 
 class Signals:
-    """Ctrl-C, SIGTERM and a closed terminal end a command quietly, with status 128 + number.
+    """Ends a command quietly, with status 128 + number, on Ctrl-C, SIGTERM or a closed terminal.
 
-    A command at work is interrupted by KeyboardInterrupt, so that it gives back what it holds. During an import that
-    exception could get lost, or be printed, in a callback of the import system: then, before and after the work, and
-    the second time, the process ends on the spot.
+    A command at work is interrupted by KeyboardInterrupt, so that it releases what it holds. During an import that
+    exception could get lost, or be printed, in a callback of the import system. Then, before and after the work, and
+    at the second signal, the process ends at once.
     """
 
     def __init__(self) -> None:
@@ -52,6 +53,7 @@ class Signals:
         self.at_work = False
 
     def take(self) -> None:
+        """Install the handler; SIGHUP stays ignored under nohup."""
         handler = self.on_signal
         for number in (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP):
             if number != _signal.SIGHUP or _signal.getsignal(number) != _signal.SIG_IGN:  # nohup
@@ -61,6 +63,7 @@ class Signals:
         signal.default_int_handler = handler  # type: ignore[assignment]  # asyncio takes the place of this one alone
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Interrupts the command, or ends the process where that would not be safe."""
         if not self.at_work or _imports(frame):
             self.exit(number)
         if number != _signal.SIGINT:
@@ -71,7 +74,7 @@ class Signals:
         raise KeyboardInterrupt
 
     def exit(self, number: int) -> None:
-        """Leaving no folders behind; of a module that is half imported there are none yet."""
+        """End the process without leaving folders behind; before headrace.process is imported there are none."""
         getattr(sys.modules.get("headrace.process"), "exit_at_once", os._exit)(128 + number)
 
 
@@ -82,9 +85,9 @@ def _imports(frame: FrameType | None) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, 2 for what the user can mend, 1 for what broke, 130 for Ctrl-C.
+    """Run a command, and return its exit code: 2 for a mistake of the user's, 1 for other errors, 130 for Ctrl-C.
 
-    Without `argv` this is the process's program, and signals and standard streams are its to handle.
+    Without `argv` it takes the process's arguments, signals and standard streams.
     """
     signals = Signals()
     if argv is None:

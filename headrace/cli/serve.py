@@ -1,4 +1,4 @@
-"""`headrace serve`: flags to EngineConfig and ServerConfig, then the server's own `run_server`."""
+"""Implements `headrace serve`, which turns flags into EngineConfig and ServerConfig and runs the server."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ EXAMPLES = """\
 
 
 def build_parser() -> FlagParser:
-    parser = FlagParser("serve", "Serve a model over the OpenAI HTTP API.", EXAMPLES)
+    """Return the parser of the engine's flags and the server's."""
+    summary = (
+        "Serve a model over the OpenAI HTTP API. What no flag sets follows from hardware and model; the log says why."
+    )
+    parser = FlagParser("serve", summary, EXAMPLES)
     parser.add_knobs(EngineConfig)
     parser.add_knobs(ServerConfig)
     return parser
 
 
 def main(argv: list[str]) -> int:
+    """Run the command until the server ends, and return the exit code."""
     values = build_parser().parse(argv)
     config, server_config = build_config(EngineConfig, values), build_config(ServerConfig, values)
 

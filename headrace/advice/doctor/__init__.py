@@ -1,1 +1,1 @@
-"""What this machine does to an inference engine: checks, and the findings that they return."""
+"""Checks a machine for what hurts an inference engine on it."""

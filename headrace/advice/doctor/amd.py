@@ -1,4 +1,4 @@
-"""AMD's GPUs out of sysfs, where ROCm itself looks, and their links out of `rocm-smi --showtopo`."""
+"""Reads AMD's GPUs from sysfs, as ROCm itself does, and their links from `rocm-smi --showtopo`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ NAMES = {
     0x75A0: "AMD Instinct MI350X",
     0x75A3: "AMD Instinct MI355X",
 }
-"""PCI device ids, for drivers that give no product_name."""
+"""Names by PCI device id, for drivers that give no product_name."""
 HOT = 5.0
 """Degrees below the critical temperature at which clocks are already coming down."""
 
 
 def read_gpus(machine: Machine, processes_of_host: bool = False) -> tuple[Gpu, ...]:
-    """In the order of HIP. A node that this container may not use cannot be read, and is left out.
+    """Return the GPUs in HIP's order. One that this container may not use cannot be read, and is left out.
 
-    `processes_of_host`: the driver's pids are not those of /proc here, so that no name is looked up.
+    With `processes_of_host` the driver's pids are not those of /proc here, and no process is named.
     """
     found = []
     for node in sorted(filter(str.isdigit, machine.names(NODES)), key=int):
@@ -101,7 +101,7 @@ def _holders(machine: Machine, named: bool) -> dict[int, tuple[Holder, ...]]:
 
 
 def parse_links(text: str) -> dict[tuple[int, int], str]:
-    """The type matrix of `rocm-smi --showtopo`: (GPU, other GPU) -> XGMI or PCIE. Raises Unreadable."""
+    """Return the kind of link for each pair of GPUs, XGMI or PCIE, from `rocm-smi --showtopo`. Raises Unreadable."""
     part = re.search(r"=+ Link Type between two GPUs =+\n(.*?)(?:\n\s*=|\Z)", text, re.DOTALL)
     links: dict[tuple[int, int], str] = {}
     for line in part[1].splitlines() if part else ():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class Severity(enum.StrEnum):
-    """Ranks findings, in the order in which they are shown."""
+    """Ranks the findings; they are shown in this order."""
 
     HURTS = "hurts"
     """Makes a start fail or serving slower: mend it first."""

@@ -1,4 +1,4 @@
-"""A GPU as its driver describes it, of whichever vendor. What a driver does not tell is None or empty."""
+"""Describes a GPU of either vendor as its driver does. What the driver does not tell is None or empty."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ GIB = 1024**3
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that holds memory of a GPU."""
+    """Describes a process that holds memory of a GPU."""
 
     pid: int
     name: str
@@ -18,6 +18,8 @@ class Holder:
 
 @dataclass(frozen=True)
 class Gpu:
+    """Describes one device."""
+
     index: int
     """As CUDA, HIP and the vendor's tool count, with nothing hidden."""
     name: str
@@ -48,11 +50,12 @@ class Gpu:
 
 
 def gib(size: float) -> str:
+    """Return bytes as text, in GiB."""
     return f"{size / GIB:.0f} GiB" if size >= 10 * GIB else f"{size / GIB:.1f} GiB"
 
 
 def numbers(gpus: list[Gpu] | tuple[Gpu, ...]) -> str:
-    """`GPU 3`, `GPUs 0, 2, 3`, `GPUs 0-7`."""
+    """Return the GPUs' numbers as text: `GPU 3`, `GPUs 0, 2, 3` or `GPUs 0-7`."""
     indices = [gpu.index for gpu in gpus]
     if len(indices) == 1:
         return f"GPU {indices[0]}"

@@ -1,4 +1,4 @@
-"""The state of the visible GPUs: memory and who holds it, power, heat, faults, modes and partitions."""
+"""Checks the state of the visible GPUs: memory and who holds it, power, heat, faults, modes and partitions."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from headrace.advice.doctor.gpu import GIB, Gpu, Holder, gib, numbers
 from headrace.advice.doctor.survey import Survey
 
 HELD_SHARE = 0.1
-"""A server takes 90% of a GPU: what others hold beyond the rest makes its KV cache smaller."""
+"""A server takes 90% of a GPU: what others hold beyond the remaining tenth makes its KV cache smaller."""
 HELD_LITTLE = GIB
 """Contexts of idle drivers and displays stay below."""
 CAPPED_SHARE = 0.95
 SHOWN = 4
-"""GPUs that a line names before it counts the rest."""
+"""A line names this many GPUs, and counts the rest."""
 
 
 def _few(parts: list[str]) -> str:
@@ -132,7 +132,7 @@ def check_compute_mode(survey: Survey) -> Iterator[Finding]:
 
 
 def check_partitions(survey: Survey) -> Iterator[Finding]:
-    """MIG, and AMD's compute (SPX, DPX, QPX, CPX) and memory (NPS1, NPS4) partitions."""
+    """Look for MIG, and for AMD's compute (SPX, DPX, QPX, CPX) and memory (NPS1, NPS4) partitions."""
     split = [gpu for gpu in survey.concerned if gpu.mig or gpu.compute_partition not in ("", "SPX")]
     banks = [gpu for gpu in survey.concerned if gpu.memory_partition not in ("", "NPS1")]
     if empty := [gpu for gpu in split if gpu.mig and not gpu.slices]:

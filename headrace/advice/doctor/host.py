@@ -27,7 +27,7 @@ CGROUP = "/sys/fs/cgroup"
 
 
 def check_numa_balancing(survey: Survey) -> Iterator[Finding]:
-    """Check that the kernel does not move the engine's memory between NUMA nodes."""
+    """Verify that the kernel does not move the engine's memory between NUMA nodes."""
     machine = survey.machine
     nodes = [name for name in machine.names("/sys/devices/system/node") if re.fullmatch(r"node\d+", name)]
     try:
@@ -107,7 +107,7 @@ def _amount(value: int | None) -> str:
 
 
 def check_governor(survey: Survey) -> Iterator[Finding]:
-    """Check that the CPU's clocks may rise."""
+    """Verify that the CPU's clocks may rise."""
     machine = survey.machine
     cores = [name for name in machine.names(CPU) if re.fullmatch(r"cpu\d+", name)]
     governors = {machine.read_or(f"{CPU}/{core}/cpufreq/scaling_governor") for core in cores} - {""}
@@ -128,7 +128,7 @@ def check_governor(survey: Survey) -> Iterator[Finding]:
 
 
 def check_huge_pages(survey: Survey) -> Iterator[Finding]:
-    """Check that large host buffers may lie in large pages."""
+    """Verify that large host buffers may lie in large pages."""
     match = re.search(r"\[(\w+)\]", survey.machine.read("/sys/kernel/mm/transparent_hugepage/enabled"))
     mode = match[1] if match else "unknown"
     if mode == "never":
@@ -140,7 +140,7 @@ def check_huge_pages(survey: Survey) -> Iterator[Finding]:
 
 
 def check_swap(survey: Survey) -> Iterator[Finding]:
-    """Check that nothing of the host's memory was swapped out."""
+    """Verify that nothing of the host's memory was swapped out."""
     sizes = _meminfo(survey.machine, "SwapTotal", "SwapFree", "MemAvailable")
     total, used, available = sizes["SwapTotal"], sizes["SwapTotal"] - sizes["SwapFree"], sizes["MemAvailable"]
     if used > GIB:
@@ -163,7 +163,7 @@ def _meminfo(machine: Machine, *needed: str) -> dict[str, int]:
 
 
 def check_host_memory(survey: Survey) -> Iterator[Finding]:
-    """Check that the host's available memory, within the cgroup's limit, is enough for all processes of a server."""
+    """Verify that the host's available memory, within the cgroup's limit, is enough for all processes of a server."""
     available, whose = _meminfo(survey.machine, "MemAvailable")["MemAvailable"], "available"
     limit = _cgroup_memory(survey.machine)
     if limit is not None and limit < available:

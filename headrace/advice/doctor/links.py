@@ -1,4 +1,4 @@
-"""What lies between GPUs, and between them and the host: links, PCIe width, IOMMU, ACS, InfiniBand."""
+"""Checks what lies between GPUs, and between them and the host: links, PCIe width, IOMMU, ACS, InfiniBand."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The machine as checks see it: files, commands, environment and disks, each of which a test can replace.
+"""Gives checks access to files, commands, environment and disks, each of which a test can replace.
 
-Whatever cannot be read raises `Unreadable` with a reason fit to be shown. Knows nothing of what the checks look for.
+Whatever cannot be read raises `Unreadable`, whose text is shown to the user.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ COMMAND_SECONDS = 30.0
 
 
 class Unreadable(Exception):
-    """A file, command or package that cannot be read. `missing`: it is not there at all."""
+    """Says why a file, command or package cannot be read; `missing` where it is not there at all."""
 
     def __init__(self, why: str, missing: bool = False) -> None:
         super().__init__(why)
@@ -32,7 +32,7 @@ class Disk:
 
 
 def run_command(command: Sequence[str], seconds: float) -> str:
-    """Standard output of a command that ends well within `seconds`; raises Unreadable otherwise."""
+    """Return what a command prints. Raises Unreadable where it fails or takes longer than `seconds`."""
     name = Path(command[0]).name
     try:
         done = subprocess.run(
@@ -57,7 +57,7 @@ def disk_of(path: Path) -> Disk:
 
 
 def package_file(package: str, name: str) -> str:
-    """A text file of an installed package, without importing it; raises Unreadable."""
+    """Return a text file of an installed package, without importing the package. Raises Unreadable."""
     try:
         return Path(str(importlib.metadata.distribution(package).locate_file(name))).read_text()
     except importlib.metadata.PackageNotFoundError:
@@ -72,6 +72,8 @@ def may_write(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Machine:
+    """Holds the ways to look at a machine; the defaults look at this one."""
+
     environment: Mapping[str, str]
     root: Path = Path("/")
     """Every file is looked up under it."""
@@ -84,7 +86,7 @@ class Machine:
         return self.root / name.lstrip("/")
 
     def read(self, name: str) -> str:
-        """The stripped text of a file; raises Unreadable."""
+        """Return the stripped text of a file. Raises Unreadable."""
         try:
             return self.path(name).read_text(errors="replace").strip()
         except FileNotFoundError:
@@ -99,7 +101,7 @@ class Machine:
             return otherwise
 
     def number(self, name: str) -> int | None:
-        """A file that holds one whole number; None if it cannot be read or holds something else."""
+        """Return the whole number in a file; None where there is none."""
         try:
             return int(self.read(name))
         except (Unreadable, ValueError):
@@ -113,7 +115,7 @@ class Machine:
             raise Unreadable(f"{name}: {(error.strerror or 'cannot be read').lower()}") from None
 
     def names(self, folder: str) -> list[str]:
-        """What a folder holds, sorted; [] if it cannot be read."""
+        """Return the names in a folder, sorted; none where it cannot be read."""
         try:
             return sorted(os.listdir(self.path(folder)))
         except OSError:

@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs out of `nvidia-smi -q -x` and `nvidia-smi topo -m`: text in, records out.
+"""Reads NVIDIA's GPUs from what `nvidia-smi -q -x` and `nvidia-smi topo -m` print.
 
 The XML form has names that stay over the years and leaves out what a driver does not know, where the CSV form refuses
 the whole query.
@@ -25,6 +25,8 @@ MIB = 1024**2
 
 @dataclass(frozen=True)
 class NvidiaReport:
+    """Holds what `nvidia-smi -q -x` tells."""
+
     driver: str
     cuda: tuple[int, int] | None
     """The newest CUDA that the driver speaks."""
@@ -32,7 +34,7 @@ class NvidiaReport:
 
 
 def parse_report(xml: str) -> NvidiaReport:
-    """Raises Unreadable."""
+    """Return what the XML tells. Raises Unreadable."""
     try:
         # The document names a DTD that is never fetched; the text comes from the driver's own tool.
         root = ElementTree.fromstring(xml)
@@ -123,7 +125,7 @@ def _memory(text: str) -> int:
 
 
 def parse_links(text: str) -> dict[tuple[int, int], str]:
-    """The matrix of `nvidia-smi topo -m`: (GPU, other GPU) -> NV18, PIX, PXB, PHB, NODE or SYS. Raises Unreadable."""
+    """Return the kind of link for each pair of GPUs: NV18, PIX, PXB, PHB, NODE or SYS. Raises Unreadable."""
     rows = [line.split() for line in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines()]
     heads = next((row for row in rows if row[:1] == ["GPU0"]), [])
     columns = [int(name[3:]) for name in heads if re.fullmatch(r"GPU\d+", name)]

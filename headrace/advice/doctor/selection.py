@@ -1,4 +1,4 @@
-"""CUDA_VISIBLE_DEVICES and its relatives: which GPUs a value leaves, and what is wrong with it.
+"""Reads CUDA_VISIBLE_DEVICES and its relatives: which GPUs a value leaves, and what is wrong with it.
 
 The rules are those of the CUDA runtime, which HIP shares: reading stops at the first entry that names no GPU, and an
 entry given twice leaves none.
@@ -17,6 +17,8 @@ CUDA, HIP, ROCR = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_D
 
 @dataclass(frozen=True)
 class Problem:
+    """Says what is wrong with a variable."""
+
     variable: str
     seen: str
     fix: str
@@ -24,6 +26,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Selection:
+    """Holds the GPUs that the variables leave."""
+
     gpus: tuple[Gpu, ...]
     by: tuple[str, ...] = ()
     """The variables that chose, as NAME=value."""
@@ -31,7 +35,7 @@ class Selection:
 
 
 def select(environment: Mapping[str, str], vendor: str, gpus: tuple[Gpu, ...]) -> Selection:
-    """What the variables leave of `gpus`. On AMD ROCR_VISIBLE_DEVICES comes first, and HIP counts what it left."""
+    """Return what the variables leave. On AMD ROCR_VISIBLE_DEVICES comes first, and HIP counts what it left."""
     variables = [CUDA]
     if vendor == "amd":
         variables = [ROCR, HIP if HIP in environment else CUDA]

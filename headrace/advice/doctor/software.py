@@ -1,4 +1,4 @@
-"""Driver, torch's build against it, torch itself in a process of its own, and which devices a process may see."""
+"""Checks the driver, torch's build against it, torch itself in a process of its own, and which devices are visible."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def check_driver(survey: Survey) -> Iterator[Finding]:
 
 
 def check_device_files(survey: Survey) -> Iterator[Finding]:
-    """AMD only: without its groups a process sees the GPUs in sysfs and cannot open one."""
+    """Verify that AMD's GPUs may be opened: without its groups a process sees them in sysfs alone."""
     if survey.vendor != "amd":
         return
     machine = survey.machine
@@ -124,17 +124,18 @@ def _cuda_index(cuda: tuple[int, int] | None) -> str:
 
 @dataclass(frozen=True)
 class TorchReport:
-    """What PROBE prints."""
+    """Holds what PROBE prints."""
 
     seconds: float
     devices: int
     error: str
     architectures: list[str]
-    """For which this torch holds kernels."""
+    """Those that this torch has kernels for."""
     needed: list[str]
-    """Of each device."""
+    """Those of the devices."""
 
     def unserved(self) -> list[str]:
+        """Return the architectures of devices that this torch has no kernels for."""
         return sorted({name for name in self.needed if self.architectures and not _covers(self.architectures, name)})
 
 

@@ -1,4 +1,4 @@
-"""Disks behind the caches: the hub's, where weights go, and those of compiled kernels and of measurements."""
+"""Checks the disks of caches: of the hub, where weights go, of compiled kernels, and of measurements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NETWORK = ("nfs", "cifs", "smb", "fuse.", "lustre", "ceph", "glusterfs", "beegfs
 
 
 def hub_folder(machine: Machine) -> Path:
-    """Where huggingface_hub keeps models, by its own rules."""
+    """Return where huggingface_hub keeps models, by its own rules."""
     environment = machine.environment
     if given := environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE"):
         return _home(machine, given)
@@ -28,7 +28,7 @@ def hub_folder(machine: Machine) -> Path:
 
 
 def kernel_folder(machine: Machine) -> Path:
-    """Where Triton keeps what it compiled."""
+    """Return where Triton keeps what it compiled."""
     environment = machine.environment
     if given := environment.get("TRITON_CACHE_DIR"):
         return _home(machine, given)

@@ -1,6 +1,6 @@
-"""One look at the machine that all checks share: its GPUs and their links, torch's build, container or not.
+"""Looks at the machine once for all checks: its GPUs and their links, torch's build, container or not.
 
-Reads, and judges nothing: what cannot be read is kept as a reason for the check that needs it.
+What cannot be read is kept as a reason for the check that needs it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ GPU_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
 
 @dataclass(frozen=True)
 class TorchBuild:
+    """Names the torch that is installed."""
+
     version: str
     cuda: str = ""
     hip: str = ""
 
     @property
     def kind(self) -> str:
+        """The platform that it was built for."""
         if self.hip:
             return f"ROCm {self.hip}"
         return f"CUDA {self.cuda}" if self.cuda else "CPU"
@@ -34,9 +37,11 @@ class TorchBuild:
 
 @dataclass(frozen=True)
 class Survey:
+    """Holds what was seen of a machine."""
+
     machine: Machine
     vendor: str = ""
-    """Whose GPUs these are: `nvidia`, `amd`, or "" where none could be listed."""
+    """The vendor of the GPUs: `nvidia`, `amd`, or "" where none could be listed."""
     gpus: tuple[Gpu, ...] = ()
     selection: Selection = Selection(())
     driver: str = ""
@@ -64,7 +69,7 @@ class Survey:
 
     @property
     def concerned(self) -> tuple[Gpu, ...]:
-        """The GPUs that checks look at: the visible ones, or all where a mistake hides them until it is mended."""
+        """The GPUs that checks look at: the visible ones, or all where a mistake in a variable hides them."""
         return _concerned(self.selection, self.gpus)
 
     @property
@@ -77,11 +82,12 @@ class Survey:
         return bool(self.links) and all(kind.startswith("NV") or kind == "XGMI" for _, kind in self.links)
 
     def on_host(self, command: str) -> str:
-        """Settings of the kernel and the driver cannot be changed from inside a container."""
+        """Return the command for a setting of kernel or driver, which no container can change."""
         return f"{command}  # on the host" if self.container else command
 
 
 def take_survey(machine: Machine, model_bytes: int | None = None) -> Survey:
+    """Return what there is to see of a machine; `model_bytes` is the size of the weights to be served, if known."""
     vendor, driver, cuda, problem, tool = "", "", None, "", True
     gpus: tuple[Gpu, ...] = ()
     try:

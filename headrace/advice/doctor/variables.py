@@ -1,4 +1,4 @@
-"""Checks environment variables: those left on, meant for another vendor's GPUs, or read by nobody.
+"""Checks the environment's variables: those left on, meant for another vendor's GPUs, or read by nobody.
 
 A finding bears the variable's name. A variable that is set and does no harm is not mentioned.
 """

@@ -1,4 +1,4 @@
-"""Keyword arguments as programs written for vLLM's `LLM` give them, judged by the table of its flags.
+"""Takes keyword arguments as programs written for vLLM's `LLM` give them, and judges them by the table of its flags.
 
 What a flag means a keyword of its name means too; only values are Python's own instead of text.
 """
@@ -16,11 +16,11 @@ from headrace.config import EngineConfig, knob_types
 from headrace.errors import ConfigError
 
 LEVEL_FLAG = "--optimization-level"
-"""what a number given as compilation_config means"""
+"""The flag that a number given as compilation_config stands for."""
 
 
 def engine_keywords(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Note]]:
-    """Arguments for EngineConfig, and notes on those that have no effect here; None leaves a keyword open, as in vLLM.
+    """Return the arguments for EngineConfig, and notes on keywords without effect here; None leaves a keyword open.
 
     Raises ConfigError for a name that vLLM does not have either, a wrong value, and what asks for what we lack.
     """

@@ -1,4 +1,4 @@
-"""What must not be printed: values of flags, variables and words whose names say that they are secret."""
+"""Hides what must not be printed: values of flags, variables and words whose names say that they are secret."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 HIDDEN = "***"
 SECRET = re.compile(r"TOKEN(?!IZ)|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 COUNTED = re.compile(r"(?:\d{1,7}(?:\.\d+)?|true|false)?", re.IGNORECASE)
-"""Values of settings that only speak of tokens: `VLLM_MAX_TOKENS_PER_EXPERT=1024`"""
+"""Values that are no secrets, as in `VLLM_MAX_TOKENS_PER_EXPERT=1024`."""
 ENDINGS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "CREDENTIALS")
 VALUE = r"""("[^"]*"?|'[^']*'?|[^\s"';&|]+)"""
 PAIR = re.compile(rf"""([\w.-]*(?:{SECRET.pattern})[\w.-]*)(["']?\s*[=:]\s*){VALUE}""", re.IGNORECASE)
@@ -17,7 +17,7 @@ BEARER = re.compile(r"""\b(bearer|basic)(\s+)([^\s"']+)""", re.IGNORECASE)
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether `value` is to be hidden, for what its name says; one that counts something is not."""
+    """Return whether a value is to be hidden, judged by its name; one that counts something is not."""
     if SECRET.search(name) is None:
         return False
     last = re.split(r"[^A-Z0-9]+", name.upper())[-1]
@@ -25,7 +25,7 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def masked(text: str) -> str:
-    """Shell text without the secrets in it."""
+    """Return shell text without the secrets in it."""
 
     def mask(match: re.Match[str]) -> str:
         hides = is_secret(match[1], match[3].strip("\"'"))
@@ -35,5 +35,5 @@ def masked(text: str) -> str:
 
 
 def without_assignments(text: str) -> str:
-    """Words without the secrets that some of them assign: what was meant as a variable, and stands in another place."""
+    """Return words without the secrets that some of them assign (`API_KEY=...`)."""
     return WORD.sub(lambda match: match[1] + HIDDEN if is_secret(match[1][:-1], match[2]) else match[0], text)

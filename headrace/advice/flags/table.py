@@ -1,8 +1,8 @@
-"""Every flag and environment variable that users of vLLM type, by name: what it does there and what becomes of it here.
+"""Looks up flags and environment variables of vLLM by name: what each does there, and what becomes of it here.
 
-The rows are in names.json, by scope; knobs of ours bring theirs from config.py.
-Nothing is ignored in silence: a name is a knob, is read by a library below us, asks for what is done anyway, has no
-effect for a reason that is said, or is refused. Knows nothing of argparse, and is handed the environment as a mapping.
+The rows are in names.json, by scope; those of headrace's own flags come from config.py. Nothing is ignored in silence:
+a name is a flag of headrace, is read by a library below it, asks for what is done anyway, has no effect for a reason
+that is said, or is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NUMBER = re.compile(r"(-?\d+(?:\.\d+)?)([kKmMgG])")
 
 
 def human_int(text: str) -> int:
-    """`4096`, `8k` (8,000), `8K` (8,192), `2M`, `1.5k`: small letters count in thousands, capitals in 1,024s."""
+    """Return the number that `4096`, `8k` (8,000), `8K` (8,192) or `1.5M` means. Raises ValueError."""
     match = NUMBER.fullmatch(text)
     if match is None:
         return int(text)
@@ -40,20 +40,20 @@ def human_int(text: str) -> int:
 
 @dataclass(frozen=True)
 class Kind:
-    """What values a flag takes."""
+    """Describes the values that a flag takes."""
 
     name: str
-    """switch, whole, number, text, words (several), json, or choice"""
+    """`switch`, `whole`, `number`, `text`, `words` (several), `json` or `choice`."""
     choices: tuple[str, ...] = ()
     minimum: float | None = None
     maximum: float | None = None
     also: tuple[str, ...] = ()
-    """words that are taken in a number's place"""
+    """Words that are taken in a number's place."""
     exact: bool = False
-    """capitals matter in `choices`"""
+    """Capitals matter in `choices`."""
 
     def problem(self, text: str) -> str | None:
-        """What is wrong with `text`, naming what is accepted; None: nothing."""
+        """Return what is wrong with a value, naming what is accepted; None: nothing."""
         got = f"got {text!r}"
         if text.lower() in self.also:
             return None
@@ -89,48 +89,49 @@ KINDS = {
     "switch": SWITCH, "text": TEXT, "words": WORDS, "json": JSON, "whole": WHOLE, "count": COUNT, "amount": AMOUNT,
     "share": Kind("number", minimum=0.01, maximum=1), "length": Kind("whole", minimum=1, also=("auto", "-1")),
 }  # fmt: skip
-"""as names.json calls them"""
+"""Kinds by the names that names.json has for them."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """A flag or an environment variable by name."""
+    """Describes a flag or an environment variable."""
 
     names: tuple[str, ...]
-    """The first is the one that we use; a variable that ends in * stands for all that begin so."""
+    """All spellings, the main one first; a variable that ends in * stands for all that begin so."""
     does: str
-    """in vLLM, or in the library that reads it"""
+    """What it does in vLLM, or in the library that reads it."""
     kind: Kind = SWITCH
     vllm: Kind | None = None
-    """what vLLM takes for a knob of ours; None: the same"""
+    """What vLLM takes for a flag that headrace has too; None: the same."""
     why: str = ""
-    """why it has no effect here, or, with `accepts`, why other values are refused"""
+    """Why it has no effect here, or, with `accepts`, why other values are refused."""
     fate: str = "inert"
-    """inert; ours: a knob, or an option of a benchmark; library: read by what lies below us"""
+    """`inert`; `ours`: a flag of headrace; `library`: read by a library below."""
     accepts: tuple[str, ...] | None = None
     """Values that ask for what is done anyway; all others are refused. None: nothing is refused."""
     becomes: str = ""
-    """the flag of ours that it is another spelling of"""
+    """The flag of headrace that it is another spelling of."""
     hardware: str = ""
-    """amd or nvidia: where it means anything; "": everywhere"""
+    """`amd` or `nvidia`, where it means something on that hardware alone."""
     era: str = ""
-    """what became of it in vLLM, if it is not current"""
+    """What became of it in vLLM, if it is not current."""
     scope: str = "engine"
-    """engine, server, bench (ours), offline (benchmarks with an engine of their own), quantize, download or docker"""
+    """`engine`, `server`, `bench`, `offline` (benchmarks with an engine), `quantize`, `download` or `docker`."""
     secret: bool = False
-    """its value is never shown"""
+    """Its value is never shown."""
 
     @property
     def name(self) -> str:
+        """The main spelling."""
         return self.names[0]
 
     @property
     def is_variable(self) -> bool:
-        """One of the environment; else a flag, and so a keyword argument as well."""
+        """It is an environment variable; else a flag, and so a keyword argument as well."""
         return not self.name.startswith("-")
 
     def problem(self, value: str, engine: str = "headrace") -> str | None:
-        """What is wrong with `value` for that engine, naming what is accepted; None: nothing."""
+        """Return what is wrong with a value for that engine, naming what is accepted; None: nothing."""
         if engine == "vllm":
             return (self.vllm or self.kind).problem(value)
         return self.kind.problem(value) if foreign_value(self.name, value) is None else None
@@ -138,7 +139,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Note:
-    """A setting that was accepted without effect, and why."""
+    """Says of a setting that was accepted without effect why it has none."""
 
     setting: str
     why: str
@@ -158,11 +159,11 @@ FOREIGN_VALUES: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "--trust-remote-code": (("true",), "code from a model's repository is never run; every family here is native"),
 }  # fmt: skip
-"""Values of our own flags that mean something to vLLM alone, and why they are left out: (values, why)"""
+"""Values of headrace's own flags that mean something to vLLM alone, and why they are left out: (values, why)."""
 
 
 def foreign_value(flag: str, value: str) -> str | None:
-    """Why `value` of our own `flag` is left out; None: it is not, or is another spelling of what we have."""
+    """Return why this value of headrace's own flag is left out; None: it is not."""
     values, why = FOREIGN_VALUES.get(flag, ((), ""))
     return why if value.lower() in (word.lower() for word in values) else None
 
@@ -193,7 +194,7 @@ def _listed() -> dict[str, list[Known]]:
 
 @functools.cache
 def flags_by_name(scope: str) -> dict[str, Known]:
-    """Every spelling of the flags of one scope."""
+    """Return the flags of one scope by all their spellings."""
     own = {"engine": _knobs(EngineConfig), "server": _knobs(ServerConfig)}.get(scope, [])
     table = {name: known for known in own for name in known.names}
     for known in _listed()[scope]:
@@ -209,6 +210,7 @@ def flags_by_name(scope: str) -> dict[str, Known]:
 
 @functools.cache
 def variables_by_name() -> dict[str, Known]:
+    """Return the environment variables by all their names."""
     return {name: known for known in _listed()["variables"] for name in known.names}
 
 
@@ -234,19 +236,21 @@ def _kind_of(meta: Mapping[str, Any], plain: type) -> Kind:
 
 
 def spelling(flag: str) -> str:
-    """`--max_num_seqs` -> `--max-num-seqs`."""
+    """Return a flag with dashes: `--max-num-seqs` for `--max_num_seqs`."""
     return flag.replace("_", "-") if flag.startswith("--") else flag
 
 
 class Found(NamedTuple):
+    """Holds a flag that was looked up."""
+
     known: Known
     name: str
-    """as it was spelled, without the negation"""
+    """As it was spelled, without the negation."""
     negated: bool
 
 
 def find_flag(name: str, scopes: Iterable[str]) -> Found | None:
-    """The flag of that name, or the one that it negates, in the first of `scopes` that has it."""
+    """Return the flag of that name, or the one that it negates, from the first of `scopes` that has it."""
     wanted = spelling(name)
     for scope in scopes:
         table = flags_by_name(scope)
@@ -260,7 +264,7 @@ def find_flag(name: str, scopes: Iterable[str]) -> Found | None:
 
 
 def find_variable(name: str) -> Known | None:
-    """The variable of that name, or the row that stands for all that begin like it."""
+    """Return the variable of that name, or the row that stands for all that begin like it."""
     table = variables_by_name()
     if name in table:
         return table[name]
@@ -269,21 +273,21 @@ def find_variable(name: str) -> Known | None:
 
 
 def hides(name: str, value: str, known: Known | None) -> bool:
-    """Whether the value is never shown: of flags that are known their row says it, of all others their name."""
+    """Return whether the value is never shown: known flags say it in their row, all others by their name."""
     if known is not None and (known.secret or not known.is_variable):
         return known.secret
     return is_secret(name, value)
 
 
 def shown_value(name: str, value: str, known: Known | None) -> str:
-    """Without secrets, also those in what flags of nobody's or a container's are given (`--label TOKEN=...`)."""
+    """Return the value without secrets, also without those that it assigns (`--label TOKEN=...`)."""
     if hides(name, value, known):
         return HIDDEN
     return masked(value) if known is None or known.scope == "docker" else without_assignments(value)
 
 
 def shown(name: str, value: str, known: Known | None) -> str:
-    """`--swap-space 16`, `VLLM_ROCM_USE_AITER=1`, `--no-async-scheduling`; secrets without their value."""
+    """Return the setting as one types it: `--swap-space 16`, `VLLM_ROCM_USE_AITER=1`; secrets without their value."""
     value = shown_value(name, value, known)
     if not name.startswith("-"):
         return f"{name}={value}"
@@ -293,8 +297,11 @@ def shown(name: str, value: str, known: Known | None) -> str:
 
 
 def judge(known: Known, name: str, value: str) -> Note | None:
-    """What a user is told of a setting that is no knob of ours: None where it asks for what is done anyway, or where a
-    library reads it. Raises ConfigError where `value` is wrong, or asks for what we lack."""
+    """Return what a user is told of a setting that headrace does not have.
+
+    None: it asks for what is done anyway, or a library reads it. Raises ConfigError where the value is wrong, or asks
+    for what headrace lacks.
+    """
     if known.fate == "library":
         return None  # whose business wrong values are
     subject = f"environment variable {name}" if known.is_variable else name
@@ -324,7 +331,7 @@ def _asks_nothing(known: Known, value: str) -> bool:
 
 
 def judge_variables(environ: Mapping[str, str]) -> list[Note]:
-    """Notes on what the environment sets for vLLM without effect here. Raises ConfigError for wrong values."""
+    """Return notes on what the environment sets for vLLM without effect here. Raises ConfigError for wrong values."""
     notes = []
     for name in sorted(environ):
         known = find_variable(name)
@@ -337,7 +344,7 @@ def judge_variables(environ: Mapping[str, str]) -> list[Note]:
 
 
 def notice(notes: Iterable[Note]) -> str:
-    """All of them as one notice, settings with the same reason together; "" for none."""
+    """Return all notes as one notice, settings with the same reason together; "" for none."""
     by_reason: dict[str, list[str]] = {}
     for note in notes:
         settings = by_reason.setdefault(note.why, [])

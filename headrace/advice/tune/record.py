@@ -45,7 +45,7 @@ class Trial(msgspec.Struct, frozen=True):
 
     @property
     def is_lossy(self) -> bool:
-        """Whether it rounds what the plan does not, which changes answers."""
+        """It rounds what the plan does not, which changes answers."""
         return str(self.changes.get("kv_cache_dtype")).startswith("fp8")
 
     @property

@@ -88,7 +88,7 @@ class Report:
         )
 
     def standing(self) -> dict[str, tuple[float, Result]]:
-        """Return, for each figure, the share by which the plan falls short of the best, and the best.
+        """Return the share by which the plan falls short of the best in each figure, and the best.
 
         The best ITL is that of settings whose TTFT is within 1.1 times the best. What may not win does not count.
         """

@@ -44,7 +44,7 @@ class _Failed(Exception):
 
 @dataclass(frozen=True)
 class TrialRunner:
-    """Runs trials: each starts an engine with `config` but for what the trial changes, and sends it the load."""
+    """Runs a trial: starts an engine with `config` but for what the trial changes, and sends it the load."""
 
     config: EngineConfig
     load: TuneOptions

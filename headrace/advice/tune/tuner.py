@@ -79,7 +79,7 @@ class Outcome:
 
 
 class Tuner:
-    """Runs trials within a time budget, and takes those that the journal has from there."""
+    """Runs the trials within a time budget, and takes those that the journal has from there."""
 
     def __init__(
         self,
