@@ -63,7 +63,7 @@ class Signals:
         signal.default_int_handler = handler  # type: ignore[assignment]  # asyncio takes the place of this one alone
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Interrupts the command, or ends the process where that would not be safe."""
+        """Ends the command by KeyboardInterrupt, or the process at once where that would not be safe."""
         if not self.at_work or _imports(frame):
             self.exit(number)
         if number != _signal.SIGINT:
