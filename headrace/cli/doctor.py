@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from headrace.advice.doctor.checkup import examine
 from headrace.advice.doctor.finding import Finding, Severity
 from headrace.advice.doctor.machine import Machine
-from headrace.advice.doctor.survey import Survey, take_survey
+from headrace.advice.doctor.survey import Survey
 from headrace.cli.arguments import FlagParser
 from headrace.config import check_knobs, environment, knob
 from headrace.errors import ConfigError
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
     """Run the command; the exit code is 1 where something hurts."""
     options = DoctorOptions(**vars(build_parser().parse(argv)))
     with _spinner(quiet=options.json):
-        survey = take_survey(Machine(environment()), options.model_bytes())
+        survey = Survey(Machine(environment()), options.model_bytes())
         findings = examine(survey)
     if options.json:
         print(json.dumps(as_json(survey, findings), indent=2))

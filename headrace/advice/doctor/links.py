@@ -24,7 +24,7 @@ def check_links(survey: Survey) -> Iterator[Finding]:
     if not survey.links:
         yield unknown(survey.link_problem)
         return
-    links = dict(survey.links)
+    links = survey.links
     indices = [gpu.index for gpu in survey.concerned]
     fast = {pair for pair, kind in links.items() if kind.startswith("NV") or kind == "XGMI"}
     kinds = sorted(set(links.values()))

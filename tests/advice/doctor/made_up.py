@@ -13,7 +13,7 @@ from pathlib import Path
 from headrace.advice.doctor.checkup import examine
 from headrace.advice.doctor.finding import Finding, Severity
 from headrace.advice.doctor.machine import Disk, Machine, Unreadable
-from headrace.advice.doctor.survey import Survey, take_survey
+from headrace.advice.doctor.survey import Survey
 
 GIB = 1024**3
 PCI = "/sys/bus/pci/devices"
@@ -317,7 +317,7 @@ class MadeUp:
         return self.packages[name]
 
     def survey(self) -> Survey:
-        return take_survey(self.machine(), self.model_bytes)
+        return Survey(self.machine(), self.model_bytes)
 
     def findings(self) -> list[Finding]:
         return examine(self.survey())

@@ -11,7 +11,7 @@ import pytest
 from headrace.advice.doctor import checkup
 from headrace.advice.doctor.finding import Finding, Severity
 from headrace.advice.doctor.machine import Machine, Unreadable
-from headrace.advice.doctor.survey import Survey, take_survey
+from headrace.advice.doctor.survey import Survey
 from tests.advice.doctor.made_up import MadeUp
 
 DOCS = Path(__file__).parents[3] / "docs" / "doctor.md"
@@ -46,7 +46,7 @@ def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
     def run(command: object, seconds: float) -> str:
         raise Unreadable("no command runs here")
 
-    findings = checkup.examine(take_survey(Machine({}, root=tmp_path / "none", run=run)))
+    findings = checkup.examine(Survey(Machine({}, root=tmp_path / "none", run=run)))
     assert not [finding for finding in findings if "the check failed" in finding.seen]
 
 

@@ -16,10 +16,7 @@ def test_a_gpu_that_another_server_holds(here: MadeUp) -> None:
     here.nvidia().gpu_xml("<used>4 MiB", "<used>65720 MiB")
     here.gpu_xml("<processes>", f"<processes>{process}")
     finding = here.finding("gpu-memory")
-    assert (finding.severity, finding.seen) == (
-        HURTS,
-        "GPU 0: 64 GiB of 140 GiB held by llama-server (pid 116860)",
-    )
+    assert (finding.severity, finding.seen) == (HURTS, "GPU 0: 64 GiB of 140 GiB held by llama-server (pid 116860)")
     assert finding.fix == "kill 116860  # if they are not wanted"
 
 

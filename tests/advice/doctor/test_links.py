@@ -28,10 +28,7 @@ def test_a_mesh_of_uneven_pairs_is_whole(here: MadeUp) -> None:
 def test_links_that_are_down(here: MadeUp) -> None:
     here.nvidia(4).commands["nvidia-smi topo -m"] = topo_matrix(WEAK)
     finding = here.finding("gpu-links")
-    assert (finding.severity, finding.seen) == (
-        HURTS,
-        "GPU 2 reaches the others over NV16, where NV18 would be whole",
-    )
+    assert (finding.severity, finding.seen) == (HURTS, "GPU 2 reaches the others over NV16, where NV18 would be whole")
     assert finding.fix.startswith("nvidia-smi nvlink -s -i 2")
 
 
@@ -83,8 +80,7 @@ def test_pcie_width_of_amd(here: MadeUp) -> None:
 
 
 @pytest.mark.parametrize(
-    ("vendor", "kind", "severity"),
-    [("nvidia", "NV18", NOTE), ("nvidia", "SYS", HURTS), ("amd", "XGMI", HURTS)],
+    ("vendor", "kind", "severity"), [("nvidia", "NV18", NOTE), ("nvidia", "SYS", HURTS), ("amd", "XGMI", HURTS)]
 )
 def test_an_iommu_that_translates(here: MadeUp, vendor: str, kind: str, severity: Severity) -> None:
     getattr(here, vendor)()

@@ -7,7 +7,7 @@ import pytest
 from headrace.advice.doctor.finding import Severity
 from headrace.advice.doctor.machine import Unreadable
 from headrace.advice.doctor.selection import select
-from headrace.advice.doctor.survey import take_survey
+from headrace.advice.doctor.survey import Survey
 from tests.advice.doctor.made_up import CPU_TORCH, CUDA_TORCH, PCI, ROCM_TORCH, MadeUp, nvidia_xml
 
 HURTS, NOTE, OK, UNKNOWN = Severity.HURTS, Severity.NOTE, Severity.OK, Severity.UNKNOWN
@@ -263,12 +263,9 @@ def test_visible_devices_that_are_worth_a_note(here: MadeUp) -> None:
 def test_rocr_chooses_before_hip(here: MadeUp) -> None:
     here.amd(4).environment |= {"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "1"}
     finding = here.finding("visible-devices")
-    assert (finding.severity, finding.seen) == (
-        NOTE,
-        "ROCR_VISIBLE_DEVICES=2,3 and HIP_VISIBLE_DEVICES=1 leave GPU 3",
-    )
+    assert (finding.severity, finding.seen) == (NOTE, "ROCR_VISIBLE_DEVICES=2,3 and HIP_VISIBLE_DEVICES=1 leave GPU 3")
 
 
 def test_selection_of_nothing(here: MadeUp) -> None:
     assert select({"CUDA_VISIBLE_DEVICES": "0"}, "", ()).gpus == ()
-    assert take_survey(here.machine()).visible == ()
+    assert Survey(here.machine()).visible == ()

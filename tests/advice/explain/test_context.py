@@ -53,10 +53,7 @@ def test_changes_of_a_line() -> None:
     line = parse_command(
         "vllm serve m --hf-overrides.a.b 1 --rope-scaling '{\"factor\": 2.0}' --rope-theta 1000000 --hf-overrides.a.c x"
     )
-    assert changes_of(line) == {
-        "a": {"b": 1, "c": "x"},
-        "rope_parameters": {"factor": 2.0, "rope_theta": 1000000.0},
-    }
+    assert changes_of(line) == {"a": {"b": 1, "c": "x"}, "rope_parameters": {"factor": 2.0, "rope_theta": 1000000.0}}
     assert changes_of(parse_command("vllm serve m --hf-overrides $X --rope-scaling [1] --rope-theta much")) == {}
 
 
