@@ -13,6 +13,7 @@ import json
 import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
@@ -95,7 +96,7 @@ class FlagParser:
         usage = f"headrace {command} [MODEL] [flags]" if model else f"headrace {command} [flags]"
         self._parser = _Argparse(
             usage=usage,
-            description=summary,
+            description=textwrap.fill(summary, _help_width()),
             epilog="examples:\n" + examples,
             formatter_class=_help_formatter,
             allow_abbrev=False,
@@ -358,9 +359,12 @@ def _help_text(name: str, kind: type, optional: bool, default: Any, text: str) -
     return f"{text} (default: {default})"
 
 
+def _help_width() -> int:
+    return min(shutil.get_terminal_size().columns, 120)
+
+
 def _help_formatter(prog: str) -> argparse.HelpFormatter:
-    width = min(shutil.get_terminal_size().columns, 120)
-    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=width)
+    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=_help_width())
 
 
 class _Argparse(argparse.ArgumentParser):

@@ -19,7 +19,6 @@ CUDA, HIP, ROCR = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_D
 class Problem:
     """Says what is wrong with a variable."""
 
-    variable: str
     seen: str
     fix: str
 
@@ -52,7 +51,7 @@ def _apply(variable: str, value: str, gpus: tuple[Gpu, ...]) -> tuple[tuple[Gpu,
     chosen: list[Gpu] = []
     unset = f"unset {variable}"
     if not value.strip():
-        return (), Problem(variable, f"{variable} is set but empty, which hides every GPU", unset)
+        return (), Problem(f"{variable} is set but empty, which hides every GPU", unset)
     if value.startswith("MIG-"):
         return gpus, None  # names an instance, not a GPU
     for entry in value.split(","):
@@ -61,15 +60,13 @@ def _apply(variable: str, value: str, gpus: tuple[Gpu, ...]) -> tuple[tuple[Gpu,
             range_ = f"0-{len(gpus) - 1}" if len(gpus) > 1 else "0 alone"
             seen = f"{variable}={value}: {entry.strip() or 'an empty entry'!r} names no GPU (there is {range_})"
             if not chosen:
-                return (), Problem(variable, f"{seen}, so none is visible", unset)
+                return (), Problem(f"{seen}, so none is visible", unset)
             kept = ",".join(value.split(",")[: len(chosen)])
-            return tuple(chosen), Problem(
-                variable, f"{seen}; it and all after it are ignored", f"export {variable}={kept}"
-            )
+            return tuple(chosen), Problem(f"{seen}; it and all after it are ignored", f"export {variable}={kept}")
         if gpu in chosen:
             kept = ",".join(dict.fromkeys(value.replace(" ", "").split(",")))
             return (), Problem(
-                variable, f"{variable}={value} names a GPU twice, which hides all of them", f"export {variable}={kept}"
+                f"{variable}={value} names a GPU twice, which hides all of them", f"export {variable}={kept}"
             )
         chosen.append(gpu)
     return tuple(chosen), None

@@ -38,8 +38,6 @@ class CommandFields:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     enable_chunked_prefill: bool | None = None
-    async_scheduling: bool | None = None
-    enforce_eager: bool | None = None
     attention_backend: str | None = None
     compilation_config: dict[str, Any] | None = None
     input_len: int | None = None
