@@ -29,15 +29,15 @@ def _named(holder: Holder) -> str:
 
 def _boards(survey: Survey) -> list[Gpu]:
     """One of each board: the partitions of an AMD GPU report the memory, power and heat of all of it."""
-    return list({gpu.bus_id or str(gpu.index): gpu for gpu in reversed(survey.concerned)}.values())[::-1]
+    return list({gpu.bus_id or str(gpu.index): gpu for gpu in reversed(survey.checked_gpus)}.values())[::-1]
 
 
 def check_memory(survey: Survey) -> Iterator[Finding]:
     held = [gpu for gpu in _boards(survey) if gpu.memory_used > HELD_LITTLE]
-    if not survey.concerned:
+    if not survey.checked_gpus:
         return
     if not held:
-        yield ok(f"{gib(min(gpu.memory_total - gpu.memory_used for gpu in survey.concerned))} free on each")
+        yield ok(f"{gib(min(gpu.memory_total - gpu.memory_used for gpu in survey.checked_gpus))} free on each")
         return
     parts = []
     for gpu in held:
@@ -60,14 +60,14 @@ def check_memory(survey: Survey) -> Iterator[Finding]:
 
 
 def check_persistence(survey: Survey) -> Iterator[Finding]:
-    off = [gpu for gpu in survey.concerned if gpu.persistence is False]
+    off = [gpu for gpu in survey.checked_gpus if gpu.persistence is False]
     if off:
         yield note(
             f"persistence mode is off on {numbers(off)}",
             "The driver unloads with its last client: each start pays seconds, and power limits are forgotten.",
             survey.on_host("sudo nvidia-smi -pm 1"),
         )
-    elif any(gpu.persistence for gpu in survey.concerned):
+    elif any(gpu.persistence for gpu in survey.checked_gpus):
         yield ok("persistence mode is on")
 
 
@@ -101,12 +101,12 @@ def check_heat(survey: Survey) -> Iterator[Finding]:
             "Every step is slower, and of several ranks all wait for the slowest.",
             f"{tool}  # then mend cooling or power supply",
         )
-    elif survey.concerned:
+    elif survey.checked_gpus:
         yield ok("no GPU holds its clocks down")
 
 
 def check_faults(survey: Survey) -> Iterator[Finding]:
-    faulty = [gpu for gpu in survey.concerned if gpu.faults]
+    faulty = [gpu for gpu in survey.checked_gpus if gpu.faults]
     if faulty:
         fabric = all("fabric" in fault for gpu in faulty for fault in gpu.faults)
         indices = ",".join(str(gpu.index) for gpu in faulty)
@@ -116,7 +116,7 @@ def check_faults(survey: Survey) -> Iterator[Finding]:
             "GPUs are not reachable until the fabric is up." if fabric else "Kernels may fail, or a start may.",
             survey.on_host(fix),
         )
-    elif survey.vendor == "nvidia" and survey.concerned:
+    elif survey.vendor == "nvidia" and survey.checked_gpus:
         yield ok("the driver asks for no repair")
 
 
@@ -125,7 +125,7 @@ def check_compute_mode(survey: Survey) -> Iterator[Finding]:
         ("Prohibited", Severity.HURTS, "No process may compute on it."),
         ("Exclusive_Process", Severity.NOTE, "One process a GPU: a second server beside the first cannot start."),
     ):
-        gpus = [gpu for gpu in survey.concerned if gpu.compute_mode == mode]
+        gpus = [gpu for gpu in survey.checked_gpus if gpu.compute_mode == mode]
         if gpus:
             fix = f"sudo nvidia-smi -i {','.join(str(gpu.index) for gpu in gpus)} -c DEFAULT"
             yield finding(severity, f"{numbers(gpus)}: {mode}", cost, survey.on_host(fix))
@@ -133,8 +133,8 @@ def check_compute_mode(survey: Survey) -> Iterator[Finding]:
 
 def check_partitions(survey: Survey) -> Iterator[Finding]:
     """Look for MIG, and for AMD's compute (SPX, DPX, QPX, CPX) and memory (NPS1, NPS4) partitions."""
-    split = [gpu for gpu in survey.concerned if gpu.mig or gpu.compute_partition not in ("", "SPX")]
-    banks = [gpu for gpu in survey.concerned if gpu.memory_partition not in ("", "NPS1")]
+    split = [gpu for gpu in survey.checked_gpus if gpu.mig or gpu.compute_partition not in ("", "SPX")]
+    banks = [gpu for gpu in survey.checked_gpus if gpu.memory_partition not in ("", "NPS1")]
     if empty := [gpu for gpu in split if gpu.mig and not gpu.slices]:
         yield hurts(
             f"MIG is on without an instance on {numbers(empty)}",
@@ -149,8 +149,8 @@ def check_partitions(survey: Survey) -> Iterator[Finding]:
             "A kernel that reads all of the memory crosses its domains.",
             survey.on_host("sudo rocm-smi --setmemorypartition NPS1"),
         )
-    modes = {gpu.compute_partition for gpu in survey.concerned} - {""}
-    if not split and not banks and (modes or survey.vendor == "nvidia") and survey.concerned:
+    modes = {gpu.compute_partition for gpu in survey.checked_gpus} - {""}
+    if not split and not banks and (modes or survey.vendor == "nvidia") and survey.checked_gpus:
         yield ok("GPUs are whole" + (f" ({modes.pop()})" if modes else ""))
 
 

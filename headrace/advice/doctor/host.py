@@ -42,7 +42,7 @@ def check_numa_balancing(survey: Survey) -> Iterator[Finding]:
         return
     seen = f"kernel.numa_balancing is {value} on {len(nodes)} NUMA nodes"
     cost = "The kernel unmaps and moves pages under the engine: launches stall, and inter-token latency has spikes."
-    make = hurts if survey.concerned else note
+    make = hurts if survey.checked_gpus else note
     yield make(seen, cost, survey.on_host("sudo sysctl -w kernel.numa_balancing=0"))
 
 
@@ -77,7 +77,7 @@ def check_limits(survey: Survey) -> Iterator[Finding]:
         if most_files is not None and most_files < 65536:
             forever = "echo '* - nofile 65536' | sudo tee -a /etc/security/limits.conf  # then log in again"
             mend = fix("nofile=65536", forever)
-        make = hurts if survey.concerned else note
+        make = hurts if survey.checked_gpus else note
         yield make(f"{files:,} open files at most", cost, mend, id="open-files")
     else:
         yield ok(_amount(files), id="open-files")
@@ -168,8 +168,8 @@ def check_host_memory(survey: Survey) -> Iterator[Finding]:
     limit = _cgroup_memory(survey.machine)
     if limit is not None and limit < available:
         available, whose = limit, "allowed by the cgroup"
-    needed, what = RANK_MEMORY * (len(survey.concerned) + 1), f"{len(survey.concerned)} ranks and the server"
-    if not survey.concerned:
+    needed, what = RANK_MEMORY * (len(survey.checked_gpus) + 1), f"{len(survey.checked_gpus)} ranks and the server"
+    if not survey.checked_gpus:
         needed = RANK_MEMORY // 2 + (survey.model_bytes or 0)
         what = "The weights, on the CPU" if survey.model_bytes else "A small model, on the CPU"
     seen = f"{gib(available)} of host memory {whose}"
@@ -190,10 +190,11 @@ def check_cores(survey: Survey) -> Iterator[Finding]:
     seen = f"{cores:.0f} cores"
     if quota is not None and quota < cores:
         seen, cores = f"a cgroup quota of {quota:g} of {cores:.0f} cores", quota
-    needed = len(survey.concerned) + EXTRA_CORES
+    needed = len(survey.checked_gpus) + EXTRA_CORES
     fix = "docker run --cpus=0 ...  # no quota" if quota is not None else "taskset -pc 0-$(($(nproc --all)-1)) $$"
-    if cores and survey.concerned and cores < needed:
-        cost = f"{len(survey.concerned)} ranks, the engine core and the server want {needed}: GPUs wait for the host."
+    if cores and survey.checked_gpus and cores < needed:
+        ranks = len(survey.checked_gpus)
+        cost = f"{ranks} ranks, the engine core and the server want {needed}: GPUs wait for the host."
         yield hurts(seen, cost, fix)
     elif throttled > THROTTLED_SHARE:
         cost = "Each time, all threads stand still for the rest of a period, up to 100 ms."

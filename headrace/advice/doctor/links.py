@@ -25,7 +25,7 @@ def check_links(survey: Survey) -> Iterator[Finding]:
         yield unknown(survey.link_problem)
         return
     links = survey.links
-    indices = [gpu.index for gpu in survey.concerned]
+    indices = [gpu.index for gpu in survey.checked_gpus]
     fast = {pair for pair, kind in links.items() if kind.startswith("NV") or kind == "XGMI"}
     kinds = sorted(set(links.values()))
     tool = "nvidia-smi topo -m" if survey.vendor == "nvidia" else "rocm-smi --showtopo"
@@ -52,7 +52,7 @@ def check_links(survey: Survey) -> Iterator[Finding]:
             "A tensor-parallel group across islands runs at the speed of PCIe.",
             f"export {variable}={','.join(map(str, largest))}  # one server for each island",
         )
-    elif survey.vendor == "amd" and "Instinct MI3" in survey.concerned[0].name:
+    elif survey.vendor == "amd" and "Instinct MI3" in survey.checked_gpus[0].name:
         cost = "These GPUs ship fully connected: all-reduces now go over PCIe."
         yield hurts(f"no Infinity Fabric between GPUs ({', '.join(kinds)})", cost, f"{tool}; dmesg | grep -i xgmi")
     else:
@@ -79,7 +79,7 @@ def _islands(indices: list[int], pairs: set[tuple[int, int]]) -> list[list[int]]
 
 
 def check_width(survey: Survey) -> Iterator[Finding]:
-    known = [gpu for gpu in survey.concerned if gpu.link_width]
+    known = [gpu for gpu in survey.checked_gpus if gpu.link_width]
     narrow = [gpu for gpu in known if gpu.link_width and gpu.link_width[0] < gpu.link_width[1]]
     if narrow:
         parts = [f"GPU {gpu.index}: x{gpu.link_width[0]} of x{gpu.link_width[1]}" for gpu in narrow if gpu.link_width]
@@ -91,10 +91,10 @@ def check_width(survey: Survey) -> Iterator[Finding]:
 
 
 def check_iommu(survey: Survey) -> Iterator[Finding]:
-    if not survey.concerned:
+    if not survey.checked_gpus:
         return
     machine = survey.machine
-    modes = {machine.read_or(f"{PCI}/{gpu.bus_id}/iommu_group/type") for gpu in survey.concerned} - {""}
+    modes = {machine.read_or(f"{PCI}/{gpu.bus_id}/iommu_group/type") for gpu in survey.checked_gpus} - {""}
     if any(mode.startswith("DMA") for mode in modes):
         if not survey.several:
             yield ok("the IOMMU translates, which costs a single GPU little")
@@ -111,7 +111,7 @@ def check_iommu(survey: Survey) -> Iterator[Finding]:
     elif {"iommu=pt", "iommu.passthrough=1"} & set(machine.read_or("/proc/cmdline").split()):
         yield ok("the kernel was started with iommu=pt")
     else:
-        yield unknown(f"no {PCI}/{survey.concerned[0].bus_id}/iommu_group/type")
+        yield unknown(f"no {PCI}/{survey.checked_gpus[0].bus_id}/iommu_group/type")
 
 
 def check_acs(survey: Survey) -> Iterator[Finding]:
@@ -122,7 +122,7 @@ def check_acs(survey: Survey) -> Iterator[Finding]:
         yield ok("in a virtual machine: the hypervisor's concern")
         return
     machine = survey.machine
-    bridges = sorted({name for gpu in survey.concerned for name in _bridges_above(machine, gpu.bus_id)})
+    bridges = sorted({name for gpu in survey.checked_gpus for name in _bridges_above(machine, gpu.bus_id)})
     states = {name: _acs_control(machine, name) for name in bridges}
     redirecting = [name for name, control in states.items() if control and control & ACS_REDIRECT]
     if redirecting:

@@ -45,17 +45,18 @@ def check_driver(survey: Survey) -> Iterator[Finding]:
         names = ", ".join(dict.fromkeys(gpu.name for gpu in survey.gpus))
         yield ok(f"{survey.vendor.upper()} driver {survey.driver} drives {len(survey.gpus)} x {names}")
         return
-    if not survey.undriven and survey.gpu_tool:
+    if not survey.without_driver and survey.gpu_tool:
         problem = survey.gpu_problem or "nvidia-smi lists no GPU"
         fix = survey.on_host("sudo dmesg | grep -iE 'nvrm|xid' | tail")
         yield hurts(f"NVIDIA's driver is installed, but {problem}", "No GPU can be used.", fix)
         return
-    if not survey.undriven:
+    if not survey.without_driver:
         yield ok("no GPU on the PCI bus: headrace runs on the CPU")
         return
-    vendor, driver = survey.undriven[0]
+    vendor, driver = survey.without_driver[0]
     cost = "No GPU can be used; headrace falls back to the CPU."
-    count = f"{len(survey.undriven)} {vendor.upper()} GPU{'s' if len(survey.undriven) > 1 else ''} on the PCI bus"
+    several = "s" if len(survey.without_driver) > 1 else ""
+    count = f"{len(survey.without_driver)} {vendor.upper()} GPU{several} on the PCI bus"
     if vendor == "nvidia" and driver == "nvidia":
         reason = survey.gpu_problem or "nvidia-smi lists none"
         fix = "docker run --gpus all ..." if survey.container else "sudo nvidia-smi"

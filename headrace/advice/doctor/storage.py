@@ -97,7 +97,7 @@ def check_kernel_caches(survey: Survey) -> Iterator[Finding]:
             yield hurts(f"{folder}: {gib(free)} free", cost, fix, id=id)
         elif (kind := _filesystem(machine, place)).startswith(NETWORK):
             yield note(f"{folder} is on {kind}", "Ranks look up hundreds of small files over the network.", fix, id=id)
-        elif kind == "overlay" and survey.container and survey.concerned:
+        elif kind == "overlay" and survey.container and survey.checked_gpus:
             lost.append((id, folder))
         else:
             yield ok(str(folder), id=id)

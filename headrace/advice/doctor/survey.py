@@ -86,14 +86,14 @@ class Survey:
         return self.selection.gpus
 
     @property
-    def concerned(self) -> tuple[Gpu, ...]:
+    def checked_gpus(self) -> tuple[Gpu, ...]:
         """The GPUs that checks look at: the visible ones, or all where a mistake in a variable hides them."""
         return self.selection.gpus or (self.gpus if self.selection.problems else ())
 
     @property
     def several(self) -> bool:
         """Checks look at more than one GPU."""
-        return len(self.concerned) > 1
+        return len(self.checked_gpus) > 1
 
     def _read_links(self) -> dict[tuple[int, int], str]:
         if not self.several:
@@ -102,7 +102,7 @@ class Survey:
             links = nvidia.parse_links(self.machine.command("nvidia-smi", "topo", "-m"))
         else:
             links = amd.parse_links(self.machine.command("rocm-smi", "--showtopo"))
-        shown = {gpu.index for gpu in self.concerned}
+        shown = {gpu.index for gpu in self.checked_gpus}
         return {pair: kind for pair, kind in sorted(links.items()) if shown.issuperset(pair)}
 
     @property
@@ -116,7 +116,7 @@ class Survey:
         return TorchBuild(*(pairs.get(name, "") for name in ("__version__", "cuda", "hip")))
 
     @cached_property
-    def undriven(self) -> tuple[tuple[str, str], ...]:
+    def without_driver(self) -> tuple[tuple[str, str], ...]:
         """(vendor, kernel driver or "") of GPUs on the bus that their vendor's driver does not drive."""
         found = []
         for name in () if self.gpus else self.machine.names(PCI):

@@ -26,8 +26,8 @@ WHERE: dict[str, Callable[[Survey], bool]] = {
     "amd": lambda survey: survey.vendor == "amd",
     "not-amd": lambda survey: survey.vendor != "amd",
     "nvidia": lambda survey: survey.vendor == "nvidia",
-    "gpu": lambda survey: bool(survey.concerned),
-    "no-gpu": lambda survey: not survey.concerned,
+    "gpu": lambda survey: bool(survey.checked_gpus),
+    "no-gpu": lambda survey: not survey.checked_gpus,
     "one": lambda survey: not survey.several,
     "several": lambda survey: survey.several,
     "infiniband": lambda survey: bool(survey.machine.names(INFINIBAND)),
@@ -140,7 +140,7 @@ def check_variables(survey: Survey) -> Iterator[Finding]:
         and rule.harmful(value.strip(), survey)
     ]
     findings += [*_rccl_names(survey), *_aiter(survey)]
-    if survey.vendor == "amd" and survey.concerned and "HIP_FORCE_DEV_KERNARG" not in environment:
+    if survey.vendor == "amd" and survey.checked_gpus and "HIP_FORCE_DEV_KERNARG" not in environment:
         name = "HIP_FORCE_DEV_KERNARG"
         findings.append(note(f"{name} is not set", KERNARG, f"export {name}=1", id=name))
     if not findings:

@@ -14,7 +14,7 @@ from headrace.advice.explain.command_fields import AUTO_LENGTH
 from headrace.advice.explain.command_line import SCOPES, CommandLine
 from headrace.advice.explain.findings import Finding
 from headrace.advice.explain.setting import Setting
-from headrace.advice.explain.shell_words import is_open, is_variable, plain, typed
+from headrace.advice.explain.shell_words import as_typed, is_unexpanded, is_variable, plain
 from headrace.advice.flags.secrets import HIDDEN, masked, without_assignments
 from headrace.advice.flags.table import find_flag, find_variable, foreign_value, hides, judge
 from headrace.errors import ConfigError
@@ -99,7 +99,7 @@ def _for_headrace(program: str, flags: Flags) -> Flags | None:
         if found is None:
             return None
         known, value = found.known, " ".join(words[1:]) or ("false" if words[0].startswith("--no-") else "true")
-        if is_open(value):
+        if is_unexpanded(value):
             if known.fate != "ours" and known.accepts is not None:
                 return None
         elif not _takes(known.name, value):
@@ -121,7 +121,7 @@ def _takes(flag: str, value: str) -> bool:
 
 def _words(setting: Setting) -> list[str]:
     known = setting.known
-    if known is not None and known.kind.name == "switch" and not setting.is_open:
+    if known is not None and known.kind.name == "switch" and not setting.is_unexpanded:
         return str(setting).split()
     shows = not setting.is_secret or all(map(is_variable, setting.words))
     clean = masked if known is None else without_assignments
@@ -133,14 +133,14 @@ def _written(line: CommandLine, variables: dict[str, str], flags: Flags) -> str:
     words = [f"{name}={_value(name, value)}" for name, value in {**variables, **line.others}.items()]
     words += [line.engine, line.program]
     if line.model is not None:
-        words += [*(["--model"] if line.program != "serve" else []), typed(line.model_word)]
+        words += [*(["--model"] if line.program != "serve" else []), as_typed(line.model_word)]
     for name, group in flags.items():
         found = find_flag(name, SCOPES[line.program])
         several = found is not None and found.known.kind.name == "words"
-        words += [word if word == HIDDEN else typed(word, splits=several) for word in group]
-    return " ".join([*words, *(typed(word, splits=True) for word in line.open_words)])
+        words += [word if word == HIDDEN else as_typed(word, splits=several) for word in group]
+    return " ".join([*words, *(as_typed(word, splits=True) for word in line.unexpanded_words)])
 
 
 def _value(variable: str, word: str) -> str:
     hidden = hides(variable, plain(word), find_variable(variable)) and not is_variable(word)
-    return HIDDEN if hidden else typed(word)
+    return HIDDEN if hidden else as_typed(word)

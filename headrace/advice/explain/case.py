@@ -59,7 +59,8 @@ class Case:
     @property
     def tp(self) -> int:
         """The tensor-parallel size; all GPUs of a node where the shell or a file decides, as it is likely above one."""
-        return self.asked.tensor_parallel_size or (self.gpus_per_node if self.is_open("--tensor-parallel-size") else 1)
+        unknown = self.may_be_set_elsewhere("--tensor-parallel-size")
+        return self.asked.tensor_parallel_size or (self.gpus_per_node if unknown else 1)
 
     @property
     def pp(self) -> int:
@@ -67,16 +68,16 @@ class Case:
 
     @property
     def dp(self) -> int:
-        return self.asked.data_parallel_size or (2 if self.is_open("--data-parallel-size") else 1)
+        return self.asked.data_parallel_size or (2 if self.may_be_set_elsewhere("--data-parallel-size") else 1)
 
     @property
     def gpus(self) -> int:
         return self.tp * self.pp * self.dp
 
-    def is_open(self, *keys: str) -> bool:
+    def may_be_set_elsewhere(self, *keys: str) -> bool:
         """Return whether the value of one of these is unknown: the shell expands it, or it may stand in a file."""
         found = [self.line.find(key) for key in keys]
-        return any(self.line.goes_on if setting is None else setting.is_open for setting in found)
+        return any(self.line.may_have_more_flags if setting is None else setting.is_unexpanded for setting in found)
 
     def parallel(self, tp: int | None = None) -> Parallel:
         """Return the layout that is asked for, or that with another tensor-parallel size.
@@ -140,7 +141,7 @@ class Case:
     @property
     def aiter(self) -> bool:
         master = self.line.find(MASTER)
-        return master is not None and (master.on or master.is_open)
+        return master is not None and (master.on or master.is_unexpanded)
 
     @property
     def checkpoint_format(self) -> str:
@@ -210,9 +211,8 @@ def make_case(line: CommandLine, chip: Chip | None = None) -> Case:
     Without a chip AMD's is assumed where the line sets AMD's variables. A model of which nothing is known is None, and
     so is what a flag of the wrong type asks for.
     """
-    readable = [
-        s for s in line.settings if not s.is_open and (s.known is None or not s.known.problem(s.value, line.engine))
-    ]
+    given = [setting for setting in line.settings if not setting.is_unexpanded]
+    readable = [s for s in given if s.known is None or not s.known.problem(s.value, line.engine)]
     asked, shape = fields_of(replace(line, settings=tuple(readable))), None
     if line.model is not None and line.program not in ("download", "quantize"):
         shape = _shape_of(line)

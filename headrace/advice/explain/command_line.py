@@ -14,7 +14,7 @@ from pathlib import PurePath
 
 from headrace.advice.explain.json_keys import merged
 from headrace.advice.explain.setting import Setting
-from headrace.advice.explain.shell_words import BARE, END, commands, filled, is_open, plain
+from headrace.advice.explain.shell_words import BARE, END, commands, expanded, is_unexpanded, plain
 from headrace.advice.flags.secrets import masked, without_assignments
 from headrace.advice.flags.table import FALSE, SWITCH, TRUE, find_flag, find_variable, spelling
 from headrace.errors import ConfigError
@@ -61,7 +61,7 @@ class CommandLine:
     """`vllm`, `headrace`, or the tool itself."""
     model_word: str = ""
     """`model`, with marks around what the shell is to expand."""
-    open_words: tuple[str, ...] = ()
+    unexpanded_words: tuple[str, ...] = ()
     """Words with marks that may be anything until the shell expands them."""
     others: Mapping[str, str] = field(default_factory=dict)
     """Variables, with marks, of which nothing is known."""
@@ -76,9 +76,9 @@ class CommandLine:
         return found.value if found is not None else None
 
     @property
-    def goes_on(self) -> bool:
+    def may_have_more_flags(self) -> bool:
         """Further flags may stand in a file, or in what the shell expands."""
-        return bool(self.open_words) or self.find("--config") is not None
+        return bool(self.unexpanded_words) or self.find("--config") is not None
 
     @property
     def variables(self) -> dict[str, str]:
@@ -132,7 +132,7 @@ class _Shell:
             self.command(words, dict(variables or {}), container)
 
     def command(self, words: list[str], variables: dict[str, str], container: tuple[Setting, ...]) -> None:
-        words = [part for word in words for part in filled(word, self.exported)]
+        words = [part for word in words for part in expanded(word, self.exported)]
         if words and words[0].startswith("-") and self.found:  # a line that was meant to continue the one before
             self.found[-1][1].extend(words)
             return
@@ -277,10 +277,10 @@ def _command(program: str, words: list[str], place: _Place) -> CommandLine:
         None if model is None else plain(model),
         tuple(map(_read, merged(settings))),
         place.container,
-        tuple(masked(word) for word in positional if not is_open(word)),
+        tuple(masked(word) for word in positional if not is_unexpanded(word)),
         place.engine,
         model or "",
-        tuple(word for word in positional if is_open(word)),
+        tuple(word for word in positional if is_unexpanded(word)),
         place.others,
     )
 

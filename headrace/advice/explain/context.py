@@ -32,7 +32,7 @@ def changes_of(line: CommandLine) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     for key in OVERRIDES:
         setting = line.find(key)
-        if setting is None or setting.is_open:
+        if setting is None or setting.is_unexpanded:
             continue
         try:
             given = object_of(setting) if key != "--rope-theta" else {"rope_theta": float(setting.value)}

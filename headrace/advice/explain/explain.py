@@ -17,7 +17,7 @@ from headrace.advice.explain.findings import Finding, findings_of
 from headrace.advice.explain.remark import Remark, Rule, choose
 from headrace.advice.explain.remarks_engine import ENGINE_RULES
 from headrace.advice.explain.remarks_memory import MEMORY_RULES
-from headrace.advice.explain.remarks_variables import VARIABLE_RULES, aiter_part, elsewhere
+from headrace.advice.explain.remarks_variables import VARIABLE_RULES, aiter_part, for_other_vendor
 from headrace.advice.explain.setting import Setting
 from headrace.advice.flags.table import Note, flags_by_name, foreign_value, judge, notice
 from headrace.config import QUANTIZATIONS
@@ -130,7 +130,7 @@ def explain_line(line: CommandLine, chip: Chip | None = None) -> Explanation:
     gaps = _gaps(case)
     better = {}
     for engine, text in _better(case, answers, findings).items():
-        mended = _mended(text, engine, case) if engine != "headrace" or not gaps else None
+        mended = _corrected(text, engine, case) if engine != "headrace" or not gaps else None
         if mended is not None:
             better[engine] = mended
     return Explanation(case, answers, findings, better, line_notice(line), tuple(gaps))
@@ -146,7 +146,7 @@ def _better(case: Case, answers: tuple[Answer, ...], findings: tuple[Finding, ..
     return better_lines(case, [(answer.setting, answer.better) for answer in answers], findings)
 
 
-def _mended(text: str, engine: str, case: Case) -> str | None:
+def _corrected(text: str, engine: str, case: Case) -> str | None:
     """A line with nothing wrong in it: `text`, or what becomes of it when it is examined in turn. None: something that
     is wrong stays, or is right for the line's own engine alone."""
     for _ in range(ROUNDS):
@@ -164,7 +164,7 @@ def answer_of(case: Case, setting: Setting) -> Answer:
     """Return what there is to say of one setting of the line."""
     known, fate = setting.known, fate_of(case.line, setting)
     does = known.does if known is not None else ""
-    if setting.is_open:
+    if setting.is_unexpanded:
         return Answer(setting, does, "any", "unknown", "known only once the shell has filled it in", fate.here)
     if known is None:
         why = "no flag of that name is known here: a slip of the pen, or newer than this table" + fate.hint
@@ -181,7 +181,7 @@ def _remark(case: Case, setting: Setting, fate: Fate) -> Remark:
     if problem is not None or (ours and fate.refused):
         return Remark("wrong", problem or fate.refused, "drop")
     rules = RULES.get(setting.key) or (AITER_PART if setting.name.startswith(MASTER) else ())
-    remark = elsewhere(case, setting) or choose(rules, case, setting)
+    remark = for_other_vendor(case, setting) or choose(rules, case, setting)
     if remark is not None:
         return remark
     if known.era.startswith("gone"):
@@ -214,7 +214,7 @@ def fate_of(line: CommandLine, setting: Setting) -> Fate:
         near = difflib.get_close_matches(setting.name, names, 1, 0.8)
         hint = f"; did you mean {near[0]}?" if near else ""
         return Fate(f"refused: unknown flag{hint}", refused=f"unknown flag {setting.name}{hint}", hint=hint)
-    if setting.is_open:
+    if setting.is_unexpanded:
         return Fate("known only once the shell has filled it in")
     flag = known.becomes or known.name
     why = foreign_value(flag, setting.value) if known.fate == "ours" else None

@@ -42,8 +42,8 @@ def findings_of(case: Case) -> Iterator[Finding]:
     line = case.line
     if line.stray:
         yield Finding("words", "wrong", f"{' '.join(line.stray)!r} belongs to no flag")
-    if line.open_words:
-        words = " ".join(map(plain, line.open_words))
+    if line.unexpanded_words:
+        words = " ".join(map(plain, line.unexpanded_words))
         yield Finding("words", "unknown", f"{words}: flags, maybe, once the shell has filled them in")
     if line.program not in RUNS_AN_ENGINE:
         return
@@ -55,14 +55,14 @@ def findings_of(case: Case) -> Iterator[Finding]:
         yield Finding("model", "unknown", text)
     if case.shape is None or case.chip is None or case.chip.vendor == "cpu":
         return
-    if case.is_open(*TAKE_MEMORY):
+    if case.may_be_set_elsewhere(*TAKE_MEMORY):
         yield Finding("memory", "unknown", f"whether it fits depends on {_unread(case)}")
     else:
         yield _memory(case, case.shape, case.chip)
 
 
 def _unread(case: Case) -> str:
-    names = [setting.name for setting in case.line.settings if setting.is_open and setting.key in TAKE_MEMORY]
+    names = [setting.name for setting in case.line.settings if setting.is_unexpanded and setting.key in TAKE_MEMORY]
     return f"{' and '.join(names)}, which the shell fills in" if names else "flags that stand elsewhere"
 
 

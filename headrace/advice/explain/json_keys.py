@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.advice.explain.setting import Setting
-from headrace.advice.explain.shell_words import is_open
+from headrace.advice.explain.shell_words import is_unexpanded
 
 
 def merged(settings: Sequence[Setting]) -> list[Setting]:
@@ -31,7 +31,7 @@ def _whole(group: list[Setting]) -> Setting | None:
     values: dict[str, Any] = {}
     for setting in group:
         given = _object(setting)
-        if given is None or any(map(is_open, setting.words)):
+        if given is None or any(map(is_unexpanded, setting.words)):
             return None
         update(values, given)
     text = json.dumps(values)

@@ -35,7 +35,7 @@ EXPERTS = "experts-always-want-expert-parallelism"
 def _tensor_parallel_size(case: Case, setting: Setting) -> Remark | None:
     tp, visible = case.tp, case.asked.visible_gpus
     fewest, least, weights = case.fewest_gpus(), case.fewest_gpus(LEAST_SHARE), case.weight_bytes()
-    if visible is not None and case.gpus > visible and not case.is_open(*SIZES):
+    if visible is not None and case.gpus > visible and not case.may_be_set_elsewhere(*SIZES):
         most = visible * tp // case.gpus
         text = f"{case.gpus} GPUs are asked for, and {visible} left visible"
         return wrong(text, better=_split(case.tp_near(most, most) if most else None))
@@ -102,7 +102,7 @@ def _replicas_apart(case: Case, setting: Setting) -> Remark | None:
 
 def _experts_apart(case: Case, setting: Setting) -> Remark | None:
     """Remark on how tokens travel between the GPUs that hold experts."""
-    apart = case.on("--enable-expert-parallel") or case.is_open("--enable-expert-parallel")
+    apart = case.on("--enable-expert-parallel") or case.may_be_set_elsewhere("--enable-expert-parallel")
     if case.gpus == 1 or not apart:
         return no_effect("tokens travel between experts only with expert parallelism over GPUs")
     if setting.is_variable:

@@ -58,7 +58,7 @@ def _kv_cache_dtype(case: Case, setting: Setting) -> Remark | None:
 
 def _calculate_kv_scales(case: Case, setting: Setting) -> Remark | None:
     if case.kv_width != 1.0:
-        if case.is_open("--kv-cache-dtype"):
+        if case.may_be_set_elsewhere("--kv-cache-dtype"):
             return None
         return no_effect("scales belong to an fp8 cache, which --kv-cache-dtype does not ask for")
     if case.shape is not None and case.shape.fp8_kv_cache:
@@ -116,7 +116,7 @@ def _max_model_len(case: Case, setting: Setting) -> Remark | None:
     if length > longest and case.stretches:
         text = f"the model ends at {longest:,} tokens; what it answers beyond them, nobody knows"
         return costs(text, better="")
-    if length > longest and not case.is_open(*OVERRIDES):
+    if length > longest and not case.may_be_set_elsewhere(*OVERRIDES):
         return wrong(f"the model ends at {longest:,} tokens", better=f"--max-model-len {longest}")
     lengths = (case.asked.input_len or 0) + (case.asked.output_len or 0)
     if lengths > length:
@@ -150,7 +150,7 @@ def _as_overrides(case: Case) -> str:
     lose, it cannot be said."""
     changes = changes_of(case.line)
     theta = rope_theta(config_of(case.line.model) if case.line.model else {}, changes)
-    if theta is None or case.is_open(*OVERRIDES):
+    if theta is None or case.may_be_set_elsewhere(*OVERRIDES):
         return ""
     changes["rope_parameters"] = {**changes.get("rope_parameters", {}), "rope_theta": theta}
     return f"--hf-overrides {shlex.quote(json.dumps(changes))}"

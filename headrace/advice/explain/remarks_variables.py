@@ -17,14 +17,14 @@ OFF_BY_DEFAULT = {
 LATENT_ONLY = {f"{MASTER}_{name}" for name in ("MLA", "FP8BMM", "FP4BMM")}
 EXPERTS_ONLY = {f"{MASTER}_MOE", f"{MASTER}_FUSION_SHARED_EXPERTS", "VLLM_ROCM_MOE_PADDING"}
 FP4_UNITS = {f"{MASTER}_FP4BMM", f"{MASTER}_FP4_ASM_GEMM"}
-CONCERT = (MASTER, "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "VLLM_ROCM_USE_AITER_MHA", "HIP_FORCE_DEV_KERNARG")
+BLOG_VARIABLES = (MASTER, "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "VLLM_ROCM_USE_AITER_MHA", "HIP_FORCE_DEV_KERNARG")
 """The four that a blog wants set together."""
 UNIFIED_BACKEND = "--attention-backend ROCM_AITER_UNIFIED_ATTN"
 ON_BY_DEFAULT = (("on", not_needed("on by default")), ("!on", costs("off only to find a fault")))
 CHANNELS = "112-channels-everywhere"
 
 
-def elsewhere(case: Case, setting: Setting) -> Remark | None:
+def for_other_vendor(case: Case, setting: Setting) -> Remark | None:
     """Return a remark on what is AMD's or NVIDIA's alone, where it is given for the other's GPUs."""
     hardware = setting.known.hardware if setting.known is not None else ""
     titles = {"amd": "AMD's GPUs", "nvidia": "NVIDIA's GPUs"}
@@ -34,7 +34,7 @@ def elsewhere(case: Case, setting: Setting) -> Remark | None:
 
 
 def _aiter(case: Case, setting: Setting) -> Remark:
-    together = all(case.line.find(name) is not None for name in CONCERT)
+    together = all(case.line.find(name) is not None for name in BLOG_VARIABLES)
     return helps(
         "off by default, and official images left it off: 1.7 times slower on short prompts, 3.7 at 12k tokens. (AITER "
         "is AMD's Tensor Engine; without it vLLM runs Triton kernels, not generic torch operators"

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.advice.explain.shell_words import is_open
+from headrace.advice.explain.shell_words import is_unexpanded
 from headrace.advice.flags.table import FALSE, TRUE, Known, hides, shown, shown_value
 from headrace.errors import ConfigError
 
@@ -40,11 +40,11 @@ class Setting:
         return "" if self.is_variable else self.name.partition(".")[2]
 
     @property
-    def is_open(self) -> bool:
+    def is_unexpanded(self) -> bool:
         """The value is unknown until the shell expands it; for a container's flags that makes no difference."""
         if self.known is not None and self.known.scope == "docker":
             return False
-        return any(map(is_open, self.words)) or bool(self.path and self.known)
+        return any(map(is_unexpanded, self.words)) or bool(self.path and self.known)
 
     @property
     def is_secret(self) -> bool:

@@ -30,22 +30,22 @@ def plain(word: str) -> str:
     return MARKED.sub(r"\1", word)
 
 
-def is_open(word: str) -> bool:
+def is_unexpanded(word: str) -> bool:
     """Return whether a part of the word is still to be expanded by the shell."""
     return BARE in word or QUOTED in word
 
 
 def is_variable(word: str) -> bool:
     """Return whether the word is nothing but `$NAME`."""
-    return is_open(word) and NAMED.fullmatch(plain(word)) is not None
+    return is_unexpanded(word) and NAMED.fullmatch(plain(word)) is not None
 
 
-def typed(word: str, splits: bool = False) -> str:
+def as_typed(word: str, splits: bool = False) -> str:
     """Return the word as one types it, in quotes where it needs them.
 
     With `splits` an expansion that stands alone stays without quotes, as it may become several words.
     """
-    if not is_open(word):
+    if not is_unexpanded(word):
         return word[:2] + shlex.quote(word[2:]) if re.match(r"~/.", word) else shlex.quote(word)
     if splits and LONE.fullmatch(word):
         return plain(word)
@@ -60,7 +60,7 @@ def _escaped(text: str) -> str:
     return re.sub(r'(["\\$`])', r"\\\1", text)
 
 
-def filled(word: str, values: Mapping[str, str]) -> list[str]:
+def expanded(word: str, values: Mapping[str, str]) -> list[str]:
     """Return the word with the variables of `values` expanded; one that stands alone may become several words."""
 
     def value(match: re.Match[str]) -> str:

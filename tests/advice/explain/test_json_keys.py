@@ -48,7 +48,7 @@ def test_keys_stay_apart_where_the_shell_fills_one_in() -> None:
         ("--speculative-config.method", "eagle3"),
         ("--speculative-config.num_speculative_tokens", "$N"),
     ]
-    assert all(setting.is_open for setting in line.settings)
+    assert all(setting.is_unexpanded for setting in line.settings)
 
 
 def test_whole_objects_alone_stay_as_they_are() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.advice.explain.shell_words import commands, filled, is_open, is_variable, plain, typed
+from headrace.advice.explain.shell_words import as_typed, commands, expanded, is_unexpanded, is_variable, plain
 from headrace.errors import ConfigError
 
 SPLIT = [
@@ -56,31 +56,31 @@ OPEN = [
 @pytest.mark.parametrize(("text", "shown", "quoted", "bare"), OPEN, ids=[row[0] for row in OPEN])
 def test_what_the_shell_fills_in_stays(text: str, shown: str, quoted: str, bare: str) -> None:
     ((word, _),) = commands(f"{text} end")
-    assert is_open(word)
-    assert (plain(word), typed(word), typed(word, splits=True)) == (shown, quoted, bare)
+    assert is_unexpanded(word)
+    assert (plain(word), as_typed(word), as_typed(word, splits=True)) == (shown, quoted, bare)
 
 
 @pytest.mark.parametrize("text", ["'$A'", "\\$A", "'`a`'", '"\\$(a)"', "$", "a$", "$(a", "${a", "`a", "$/"])
 def test_what_it_does_not_fill_in_is_a_word_like_others(text: str) -> None:
     words = next(commands(text))
-    assert not any(map(is_open, words))
+    assert not any(map(is_unexpanded, words))
 
 
 @pytest.mark.parametrize(
     ("word", "expected"), [("~/a b", "~/'a b'"), ("~/a", "~/a"), ("~", "'~'"), ("a'b", "'a'\"'\"'b'")]
 )
 def test_plain_words_are_typed_in_quotes_where_they_need_them(word: str, expected: str) -> None:
-    assert typed(word) == expected
+    assert as_typed(word) == expected
 
 
 def test_variables_that_are_known_are_filled_in() -> None:
     ((bare, quoted, other, joined),) = commands('$A "${A}" ${A:-1} x$A')
     values = {"A": "-tp 2"}
-    assert filled(bare, values) == ["-tp", "2"]
-    assert filled(quoted, values) == ["-tp 2"]
-    assert filled(other, values) == [other]
-    assert filled(joined, values) == ["x-tp 2"]
-    assert filled(bare, {}) == [bare]
+    assert expanded(bare, values) == ["-tp", "2"]
+    assert expanded(quoted, values) == ["-tp 2"]
+    assert expanded(other, values) == [other]
+    assert expanded(joined, values) == ["x-tp 2"]
+    assert expanded(bare, {}) == [bare]
     assert [is_variable(word) for word in (bare, quoted, other, joined, "$A")] == [True, True, False, False, False]
 
 
@@ -123,7 +123,7 @@ def test_typed_words_are_the_same_words(pieces: list[str]) -> None:
     except ConfigError:
         return
     for words in found:
-        again = next(commands(" ".join(map(typed, words))), [])
+        again = next(commands(" ".join(map(as_typed, words))), [])
         assert list(map(plain, again)) == [plain(word) for word in words if word != "\\"]
 
 
@@ -142,4 +142,4 @@ def test_a_shell_reads_the_typed_words_as_it_reads_the_text(text: str) -> None:
         return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
 
     ((*words,),) = commands(text)
-    assert run(" ".join(typed(word, splits=True) for word in words)) == run(text)
+    assert run(" ".join(as_typed(word, splits=True) for word in words)) == run(text)
