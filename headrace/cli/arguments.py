@@ -280,7 +280,7 @@ class FlagParser:
             if found is not None and found.known.fate == "ours":
                 return f"unknown flag {flag}: `headrace {self._command}` does not take it; it is for {owners}"
             if found is not None:
-                why = found.known.why or "what it asks for is done anyway"
+                why = found.known.why or "headrace does what it asks for anyway"
                 return f"unknown flag {flag}: `headrace {self._command}` does not take it; it is vLLM's, and {why}"
         near = difflib.get_close_matches(flag, sorted({*self._flags, *self._switches}), 1, 0.6)
         if near:

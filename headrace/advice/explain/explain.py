@@ -167,7 +167,7 @@ def answer_of(case: Case, setting: Setting) -> Answer:
     if setting.is_unexpanded:
         return Answer(setting, does, "any", "unknown", "known only once the shell has filled it in", fate.here)
     if known is None:
-        why = "no flag of that name is known here: a slip of the pen, or newer than this table" + fate.hint
+        why = "no flag of that name is known here: a typo, or newer than this table" + fate.hint
         return Answer(setting, does, "any", "unknown", why, fate.here)
     remark = _remark(case, setting, fate)
     hardware = HARDWARE[known.hardware]
@@ -229,8 +229,8 @@ def fate_of(line: CommandLine, setting: Setting) -> Fate:
     except ConfigError as error:
         return Fate(f"refused: {error}", refused=str(error))
     if known.fate == "ours":
-        return Fate(f"same as {flag}" if known.becomes else "taken as it is")
-    return Fate(f"no effect: {note.why}" if note is not None else "asks for what is done anyway", note)
+        return Fate(f"same as {flag}" if known.becomes else "the same flag")
+    return Fate(f"no effect: {note.why}" if note is not None else "headrace does this anyway", note)
 
 
 def line_notice(line: CommandLine) -> str:
@@ -241,7 +241,7 @@ def line_notice(line: CommandLine) -> str:
         refused.append(f"words that belong to no flag: {' '.join(line.stray)}")
     notes = notice(fate.note for fate in fates if fate.note)
     parts = [notes, *(f"headrace: refused: {text}" for text in refused)]
-    return "\n".join(filter(None, parts)) or "headrace: note: nothing of this line is without effect"
+    return "\n".join(filter(None, parts)) or "headrace: note: every setting of this line has an effect"
 
 
 def _gaps(case: Case) -> list[str]:

@@ -20,7 +20,7 @@ PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>headrace t
 pre{{font:13px/1.4 ui-monospace,monospace;overflow-x:auto}}.plots{{display:flex;flex-wrap:wrap;gap:1rem}}
 svg{{flex:1 1 440px;max-width:100%}}text{{font-size:12px;fill:currentColor}}
 .grid{{stroke:currentColor;opacity:.15}}.front{{fill:none;stroke:currentColor;opacity:.6;stroke-dasharray:5 4}}
-{stylesheet}</style><pre>{code}</pre><div class="plots">PLOTS</div>
+{stylesheet}</style><pre>{code}</pre><div class="plots"><!--plots--></div>
 <p>Numbers are rows of the table; the diamond is the plan. No trial beats those on the dashed line in both figures.</p>
 """
 Point = tuple[float, float]
@@ -33,7 +33,7 @@ def page(report: Report) -> str:
     console = Console(record=True, file=io.StringIO(), width=160, highlight=False)
     report.print(console)
     plots = "".join(svg(report, figure, label) for figure, label in PLOTS)
-    return console.export_html(code_format=PAGE).replace("PLOTS", plots)
+    return console.export_html(code_format=PAGE).replace("<!--plots-->", plots)
 
 
 def svg(report: Report, figure: str, label: str) -> str:

@@ -344,7 +344,7 @@ def test_stray_words_and_unknown_models_are_said() -> None:
 
 
 def test_a_line_without_faults_has_a_notice_too() -> None:
-    assert explained(f"vllm serve {LLAMA}").notice == "headrace: note: nothing of this line is without effect"
+    assert explained(f"vllm serve {LLAMA}").notice == "headrace: note: every setting of this line has an effect"
 
 
 @pytest.mark.parametrize(
