@@ -102,7 +102,9 @@ RULES = (
     Rule("NCCL_P2P_LEVEL", HURTS, SLOW_PEERS, "several", _among("LOC", "0")),
     Rule("NCCL_SHM_DISABLE", NOTE, "GPUs without a direct link talk over the network stack.", "several"),
     Rule("NCCL_IB_DISABLE", NOTE, IDLE_INFINIBAND, "infiniband"),
-    Rule("NCCL_NVLS_ENABLE", NOTE, "The NVSwitch no longer adds up: large all-reduces slow down.", "several", _off),
+    Rule(
+        "NCCL_NVLS_ENABLE", NOTE, "The NVSwitch no longer computes all-reduces: large ones slow down.", "several", _off
+    ),
     Rule("NCCL_MIN_NCHANNELS", HURTS, CHANNELS, "several nvidia", _above(MOST_NVIDIA_CHANNELS)),
     Rule(
         "NCCL_MIN_NCHANNELS", NOTE, f"{CHANNELS} Without effect on one GPU.", "one nvidia", _above(MOST_NVIDIA_CHANNELS)

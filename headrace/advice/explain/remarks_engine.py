@@ -46,7 +46,7 @@ def _tensor_parallel_size(case: Case, setting: Setting) -> Remark | None:
         return _too_few_gpus(case, weights, least)
     if tp == 1:
         return not_needed("1 is the default")
-    text = "gives the shortest answers, paid with two sums over all GPUs in each layer"
+    text = "gives the lowest latency, at the cost of two all-reduces in each layer"
     if fewest is not None and weights is not None and fewest < tp:
         text += (
             f". The weights ({size(weights)}) fit {fewest} GPU{'s' * (fewest > 1)}: for throughput, {tp // fewest} "
@@ -97,7 +97,7 @@ def _replicas_apart(case: Case, setting: Setting) -> Remark | None:
     if case.dp > 1:
         on_rocm = setting.key == "--disable-nccl-for-dp-synchronization" and case.vendor in ("amd", "")
         return fine("what AMD's guide wants with replicas on ROCm") if on_rocm else None
-    return no_effect("there is one replica (--data-parallel-size 1), which has nobody to agree with")
+    return no_effect("there is one replica (--data-parallel-size 1), so there is nothing to synchronize")
 
 
 def _experts_apart(case: Case, setting: Setting) -> Remark | None:
@@ -216,10 +216,8 @@ def _mm_encoder_tp_mode(case: Case, setting: Setting) -> Remark | None:
         return no_effect("with one GPU there is nothing to split")
     if case.shape is not None and case.shape.extra_weights <= case.shape.spec.draft_weights:
         return no_effect("the model has no image encoder")
-    text = (
-        "the encoder is copied: one gather instead of a sum in each of its layers. Of large images most; of ten small"
-    )
-    return helps(f"{text} ones little")
+    text = "the encoder is copied: one all-gather instead of an all-reduce in each of its layers"
+    return helps(f"{text}. Of large images most; of ten small ones little")
 
 
 def _host(case: Case, setting: Setting) -> Remark | None:
@@ -276,8 +274,8 @@ ENGINE_RULES: Rules = {
     "--config": (("", unknown("what stands in the file is not read here: what may depend on it is left open")),),
     "--distributed-executor-backend": (("", _executor),),
     "--disable-custom-all-reduce": (
-        ("on tp1", no_effect("with one GPU there is nothing to add up")),
-        ("on", costs("sums of decode steps are small, and NCCL is slower on them; only for a broken one")),
+        ("on tp1", no_effect("with one GPU there is no all-reduce")),
+        ("on", costs("NCCL is slower at the small all-reduces of decode steps; only for a broken custom kernel")),
     ),
     "--attention-backend": (("", _attention_backend),),
     "VLLM_ATTENTION_BACKEND": (("", _attention_backend),),

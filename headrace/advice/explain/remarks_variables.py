@@ -98,7 +98,7 @@ def _quick_reduce(case: Case, setting: Setting) -> Remark | None:
         return no_effect("Quick Reduce is off (VLLM_ROCM_QUICK_REDUCE_QUANTIZATION=NONE)")
     if setting.name.endswith("_QUANTIZATION"):
         lossy = "" if kind == "FP" else f", and {kind} rounds what it sends: check the answers"
-        return depends(f"large sums only, those of prompts; sums of decode steps are too small for it{lossy}")
+        return depends(f"large all-reduces only, those of prompts; those of decode steps are too small for it{lossy}")
     if setting.name.endswith("_CAST_BF16_TO_FP16") and setting.on:
         text = "on by default. float16 overflows where bfloat16 does not: 0 for models with large sums"
         return not_needed(text)
