@@ -98,7 +98,7 @@ def _read(line: CommandLine, key: str, kind: type) -> Any:
 def _speculative_tokens(line: CommandLine) -> int | None:
     given = _read(line, "--speculative-config", dict)
     if given is None:
-        return _read(line, "--num-speculative-tokens", int)  # type: ignore[no-any-return]
+        return _read(line, "--num-speculative-tokens", int)
     tokens = given.get("num_speculative_tokens", 1)
     if type(tokens) is not int or tokens < 0:
         raise ConfigError(f"num_speculative_tokens of --speculative-config must be a whole number, got {tokens!r}")

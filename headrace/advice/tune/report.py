@@ -160,7 +160,7 @@ def rich_table(report: Report) -> Table:
     for head in HEADS:
         table.add_column(head, justify="left" if head in ("knob", "value") else "right")
     for number, result in enumerate(report.runs, 1):
-        cells = [Text(str(number), COLOURS[kind(result)]), kind(result), value(result)]
+        cells: list[Text | str] = [Text(str(number), COLOURS[kind(result)]), kind(result), value(result)]
         if result.ok:
             latencies = (f"{getattr(result.latencies, name):,.1f}" for name in LATENCIES)
             cells += [f"{result.tok_s:,.0f}", *latencies, report.versus(result)]

@@ -100,9 +100,8 @@ class Tuner:
 
         Raises HeadraceError where not even the plan runs.
         """
-        plan = self._journal.results.get(PLAN.id)
-        if plan is None or not plan.ok:
-            plan = self._measure(0, 1, PLAN, FIRST_LIMIT)
+        known = self._journal.results.get(PLAN.id)
+        plan = known if known is not None and known.ok else self._measure(0, 1, PLAN, FIRST_LIMIT)
         trials = sorted(trials_for(plan), key=lambda trial: may_win(self._objective, trial), reverse=True)
         limit = max(LEAST_LIMIT, PATIENCE * plan.seconds)
         done: list[Result] = []
