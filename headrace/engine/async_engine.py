@@ -24,9 +24,8 @@ from headrace.errors import EngineDeadError, HeadraceError
 from headrace.hub import resolve_model_folder, resolve_tokenizer_folder
 from headrace.model_config import ModelConfig
 from headrace.models.registry import read_served_config
-from headrace.planner.memory_report import report_memory
 from headrace.planner.record import Decision
-from headrace.planner.served import expect, predict_memory
+from headrace.planner.served import expect, predict_memory, report_memory
 from headrace.request import CompletionOutput, RequestOutput
 from headrace.sampling_params import SamplingParams
 

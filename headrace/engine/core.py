@@ -29,7 +29,7 @@ from headrace.models.registry import read_served_config
 from headrace.planner.decisions import decide_before_load, decide_mixed_step
 from headrace.planner.profile import measured_here
 from headrace.planner.served import predict_steps
-from headrace.planner.settings import one_list
+from headrace.planner.settings import all_settings
 from headrace.planner.smaller import smaller_budget
 from headrace.quantization.checkpoint_format import holds_kv_scales
 from headrace.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -277,7 +277,7 @@ def build_core(config: EngineConfig, folder: Path, beside_server: bool, executor
     device, factory = _executor_factory(config, executor)
     measured = measured_here(config, model_config, device)
     resolved, decisions = decide_before_load(config, model_config, device, beside_server, measured)
-    told(one_list(resolved, decisions))
+    told(all_settings(resolved, decisions))
     asked_cache = config.kv_cache_dtype != "auto" or holds_kv_scales(model_config.quantization)
     fitted = fit(lambda plan: factory(plan, folder, model_config), resolved, config, asked_cache)
     try:
@@ -287,7 +287,7 @@ def build_core(config: EngineConfig, folder: Path, beside_server: bool, executor
     except BaseException:
         fitted.executor.shutdown()
         raise
-    settled = one_list(fitted.config, decisions)
+    settled = all_settings(fitted.config, decisions)
     facts = CoreFacts(fitted.config, settled, fitted.workers, fitted.num_pages)
     prediction = predict_steps(fitted.config, model_config, fitted.workers)
     return EngineCore(facts, scheduler, fitted.executor, None if prediction is None else StepWatch(prediction))

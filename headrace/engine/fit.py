@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from headrace.config import EngineConfig
 from headrace.executor.base import Executor
 from headrace.planner.decisions import decide_num_pages
+from headrace.planner.fp8_cache import describe_lossy_cache, settled_cache
 from headrace.planner.record import Decision
-from headrace.planner.rounded_cache import gained_by_rounding, settled_cache
 from headrace.planner.smaller import fewer_pages, smaller_plan
 from headrace.step import WorkerFacts
 
@@ -70,7 +70,7 @@ def _fit(executor: Executor, workers: list[WorkerFacts], config: EngineConfig, g
         num_pages, decision = fewer_pages(config, num_pages, answers)
         decisions += told([decision], logging.WARNING)
         answers = executor.initialize_cache(num_pages)
-    if lossy := gained_by_rounding(config, workers, num_pages):
+    if lossy := describe_lossy_cache(config, workers, num_pages):
         logger.info("%s", lossy)
     return Fitted(executor, config, decisions, workers, num_pages)
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+from headrace.planner.cost import StepWork
 from headrace.planner.served import StepPrediction
-from headrace.planner.step_work import work_of
 from headrace.request import StepTimes
 from headrace.step import SchedulerOutput
 
@@ -60,7 +60,7 @@ class StepWatch:
 
     def submitted(self, step: SchedulerOutput, began: float) -> Watched:
         """`began`: what the clock said before the executor was told of the step."""
-        work = work_of(step)
+        work = StepWork.of(step)
         if work.prefill_tokens:
             return Watched(MIXED, began, self._seconds(work))
         near = int(work.decode_context) // NEAR

@@ -1,5 +1,5 @@
-"""Finds the config.json that a model's name stands for, and counts it: the built-in catalogue, a folder or file, or the
-Hugging Face hub's local cache. Nothing is downloaded.
+"""Finds the config.json that a model's name stands for: in the built-in catalogue, a folder, or the Hugging Face hub's
+local cache. Nothing is downloaded.
 
 The catalogue (catalogue.json) holds fields of public config files, each entry with its source and the total of
 parameters that its publisher gives.
@@ -17,7 +17,7 @@ from typing import Any
 from headrace.errors import ConfigError
 from headrace.hub import is_file, local_model_folder, local_path
 from headrace.model_config import read_object
-from headrace.planner.shapes import ModelShape, in_format, shape_of
+from headrace.planner.shapes import ModelShape, shape_of
 
 DATA = Path(__file__).with_name("catalogue.json")
 FORMAT_WORDS = {
@@ -33,18 +33,20 @@ FORMAT_WORDS = {
     "quantized.w4a16": "int4",
     "bf16": "bf16",
 }
-"""Words of a checkpoint's name that say in which format its linears are"""
-VARIANT_WORDS = {"meta", "base", "instruct", "it", "chat", "hf", "preview", "kv", "dynamic", "quark"}
-RELEASE_WORDS = {"v0.1", "v0.3", "0324", "0528"}
-"""Releases of the same shape as the catalogue's"""
+"""Words of a checkpoint's name that say in which format its linears are."""
+VARIANT_WORDS = {"meta", "base", "instruct", "it", "chat", "hf", "preview", "kv", "dynamic", "quark",
+                 "v0.1", "v0.3", "0324", "0528"}  # fmt: skip
+"""Words of a checkpoint's name that do not change the model's shape."""
 
 
 @dataclass(frozen=True)
 class CatalogueEntry:
+    """One model of the catalogue."""
+
     name: str
     aliases: tuple[str, ...]
     source: str
-    """where config.json stands"""
+    """address of config.json"""
     parameters: int
     """in all, as published"""
     parameters_source: str
@@ -54,50 +56,55 @@ class CatalogueEntry:
 
 
 @dataclass(frozen=True)
-class FoundConfig:
+class CheckpointConfig:
+    """A checkpoint's config.json, and what the checkpoint's name says beside it."""
+
     name: str
     config: dict[str, Any]
     source: str
     """address or path of config.json"""
     weight_format: str | None = None
-    """what the name says of it, beside config.json; None: nothing"""
+    """as the name says; None: it says nothing"""
     fp8_kv_cache: bool = False
-    """the name says that scales for an fp8 cache come with it"""
+    """whether the name says that the checkpoint brings scales for an fp8 cache"""
+
+    @property
+    def shape(self) -> ModelShape:
+        shape = shape_of(self.config, self.name, self.source)
+        own = shape.weight_format
+        if self.fp8_kv_cache or self.weight_format not in (None, own):
+            return shape.in_format(self.weight_format or own, self.fp8_kv_cache)
+        return shape
 
 
 @cache
 def catalogue() -> dict[str, CatalogueEntry]:
-    """name -> entry"""
+    """The entries of the catalogue, by name."""
     entries = [CatalogueEntry(**{**raw, "aliases": tuple(raw["aliases"])}) for raw in json.loads(DATA.read_text())]
     return {entry.name: entry for entry in entries}
 
 
 def find_model(text: str) -> ModelShape:
-    """The shape of what `text` names. Raises ConfigError, with near names, where it names nothing we have."""
-    found = find_config(text)
-    shape = shape_of(found.config, found.name, found.source)
-    if found.weight_format not in (None, shape.weight_format):
-        assert found.weight_format is not None
-        shape = in_format(shape, found.weight_format)
-    return in_format(shape, shape.weight_format, fp8_kv_cache=True) if found.fp8_kv_cache else shape
+    """The shape of the model that `text` names. Raises ConfigError, with similar names, where there is none."""
+    return find_config(text).shape
 
 
-def find_config(text: str) -> FoundConfig:
-    """In this order: a config.json or a folder with one (`demo` is the embedded model), a hub id in the local cache, a
-    name of the catalogue, whatever its case, owner or variant (`meta-llama/Llama-3.1-8B-Instruct`).
+def find_config(text: str) -> CheckpointConfig:
+    """The config.json that `text` names: a file, a folder with one (`demo` is the embedded model), a hub id in the
+    local cache, or else a name of the catalogue, whatever its case, owner or variant
+    (`meta-llama/Llama-3.1-8B-Instruct`).
 
-    Raises ConfigError, with near names, where there is none.
+    Raises ConfigError, with similar names, where there is none.
     """
-    local = _local(text) or _cached(text)
-    if local is not None:
-        return FoundConfig(text, read_object(local, ConfigError), str(local))
+    path = _local(text) or _cached(text)
+    if path is not None:
+        return CheckpointConfig(text, read_object(path, ConfigError), str(path))
     key, words = _key(text)
     for entry in catalogue().values():
         if key in (_key(name)[0] for name in (entry.name, *entry.aliases)):
-            formats = [FORMAT_WORDS[word] for word in words if word in FORMAT_WORDS]
-            return FoundConfig(
-                entry.name, entry.config, entry.source, next(iter(formats), None), "fp8" in words and "kv" in words
-            )
+            weight_format = next((FORMAT_WORDS[word] for word in words if word in FORMAT_WORDS), None)
+            fp8_kv_cache = "fp8" in words and "kv" in words
+            return CheckpointConfig(entry.name, entry.config, entry.source, weight_format, fp8_kv_cache)
     near = difflib.get_close_matches(key, catalogue(), n=4, cutoff=0.5)
     raise ConfigError(
         f"model {text!r} is no folder with a config.json, no Hugging Face id in the local cache, and no name of the "
@@ -106,10 +113,10 @@ def find_config(text: str) -> FoundConfig:
 
 
 def _key(text: str) -> tuple[str, list[str]]:
-    """`amd/Llama-3.1-8B-Instruct-FP8-KV` -> (llama-3.1-8b, [fp8, kv]): the model, and words about this checkpoint of
-    it."""
+    """The model, and what its name says of this checkpoint: (llama-3.1-8b, [instruct, fp8, kv]) of
+    `amd/Llama-3.1-8B-Instruct-FP8-KV`."""
     words = text.rstrip("/").rpartition("/")[2].lower().replace("_", "-").replace(" ", "-").split("-")
-    aside = FORMAT_WORDS.keys() | VARIANT_WORDS | RELEASE_WORDS
+    aside = FORMAT_WORDS.keys() | VARIANT_WORDS
     return "-".join(word for word in words if word not in aside), [word for word in words if word in aside]
 
 
@@ -122,7 +129,7 @@ def _local(text: str) -> Path | None:
 
 
 def _cached(model: str) -> Path | None:
-    """config.json of a hub id where the hub's cache holds it."""
+    """config.json of a hub id that the hub's cache holds."""
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
         return None
     from huggingface_hub.constants import HF_HUB_CACHE

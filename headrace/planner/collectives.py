@@ -1,6 +1,6 @@
-"""Seconds that GPUs spend telling each other: all-reduces, exchanges between experts, hand-over between stages.
+"""Predicts how long collectives take: all-reduces, exchanges of tokens between experts, sends between pipeline stages.
 
-Knows sizes, links and nodes, nothing of models.
+Knows sizes, links and nodes, nothing of models. All times are seconds, all sizes bytes.
 """
 
 from __future__ import annotations
@@ -11,22 +11,25 @@ from dataclasses import dataclass
 from headrace.planner.chips import Chip
 
 NETWORK_SECONDS = 15e-6
-"""that a message to another node takes beside its bytes"""
+"""Time that a message to another node takes beside its bytes."""
 LIBRARY_START = 3.0
-"""NCCL and RCCL take so many times longer to start than the engines' own small all-reduce: 30-40 us over eight GPUs"""
+"""How many times longer NCCL and RCCL take to start than the engines' own small all-reduce: 30-40 us over 8 GPUs."""
 
 
 @dataclass(frozen=True)
 class Links:
+    """What connects the GPUs of a deployment."""
+
     bandwidth: float
-    """bytes/s that one GPU sends to all the others of its node together, as a large collective reaches them"""
+    """bytes/s that one GPU reaches in a large collective, to all the others of its node together"""
     network: float
-    """bytes/s to other nodes, likewise"""
+    """bytes/s that it reaches to other nodes"""
     latency: float
     """seconds of the smallest all-reduce over eight GPUs"""
     gpus_per_node: int
     direct: bool
-    """each pair has a link of its own, so that a group smaller than the node uses only some; else there is a switch"""
+    """True: each pair of GPUs has a link of its own, so that a group smaller than the node uses only some; False: there
+    is a switch"""
 
     @classmethod
     def of(cls, chip: Chip, share: float, latency: float) -> Links:
@@ -39,7 +42,8 @@ class Links:
         )
 
     def all_reduce(self, size: float, gpus: int) -> float:
-        """Sum `size` bytes of each of `gpus` GPUs: scatter, then gather. Past a node, within each node first."""
+        """Sum `size` bytes of each of `gpus` GPUs: scatter, then gather; within each node first where there are
+        several."""
         if gpus < 2:
             return 0.0
         inside = min(gpus, self.gpus_per_node)
@@ -50,7 +54,7 @@ class Links:
         return seconds
 
     def gather_and_scatter(self, size: float, gpus: int) -> float:
-        """`size` bytes of all together to every GPU, and their sums back: as an all-reduce, by the library."""
+        """Give every GPU the `size` bytes that all have together, and return sums: an all-reduce by the library."""
         if gpus < 2:
             return 0.0
         return self.all_reduce(size, gpus) + (2 * LIBRARY_START - 1) * self._start(min(gpus, self.gpus_per_node))
@@ -67,13 +71,13 @@ class Links:
         return seconds + (NETWORK_SECONDS + outside * size / self.network if outside else 0.0)
 
     def send(self, size: float, other_node: bool) -> float:
-        """To one neighbour."""
+        """Send to one neighbour."""
         if other_node:
             return NETWORK_SECONDS + size / self.network
         return self.latency / 2 + size / self._within(2)
 
     def _start(self, gpus: int) -> float:
-        """Half the latency of eight for two GPUs, and a quarter more with each doubling."""
+        """Latency over `gpus` GPUs: half that of eight for two, and a quarter of it more with each doubling."""
         return self.latency * (1 + math.log2(gpus)) / 4
 
     def _within(self, gpus: int) -> float:

@@ -1,6 +1,6 @@
-"""How much of a chip's published rates an engine reaches: the few fitted numbers behind predictions, with their origin.
+"""Says how much of a chip's published rates an engine reaches: the few fitted numbers behind predictions.
 
-Facts and fits only; how they enter a step's cost is cost.py's business, how they were found bench/planner_fit.py's.
+How they enter a step's cost stands in cost.py, how they were fitted in bench/planner_fit.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from headrace.planner.chips import CHIPS, Chip
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Eleven numbers for one chip and engine. Shares are of the data sheet's rates."""
+    """The eleven constants of one chip and engine. Shares are of the data sheet's rates."""
 
     bandwidth: float
     """share of the memory bandwidth that a long stream of weights reaches"""
@@ -31,7 +31,7 @@ class Efficiency:
     sequence: float
     """seconds of the host for each request of a step"""
     request: float
-    """seconds that a request spends outside of steps before its first token is told"""
+    """seconds that a request spends outside of steps before its first token is sent"""
     link: float
     """share of the links that a large collective reaches"""
     collective: float
@@ -40,7 +40,7 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class EngineTraits:
-    """What an engine launches for a layer, and which of its steps run from graphs. Read off its code, not fitted."""
+    """What an engine launches for a layer, and which of its steps run from graphs; read off its code, not fitted."""
 
     attention_kernels: int
     """norm, projections, rotary and cache, attention"""
@@ -75,20 +75,22 @@ TRAITS = {
     ),
 }  # fmt: skip
 BEFORE_ASYNC = 1.0
-"""`host_overlap` of vLLM on AMD's GPUs: the rows there are of 0.9.1 and 0.10.0, which schedule between steps"""
+"""`host_overlap` of vLLM on AMD's GPUs: what was measured there is 0.9.1 and 0.10.0, which schedule between steps."""
 GROUPED = 0.72
-"""Products of experts reach so much less than one large product: H200, 2,048 tokens over 128 experts of 2048 x 768 take
-485 us a layer in our kernels, of which bytes alone explain 280."""
+"""Rate of the experts' products, as a share of one large product's. H200: 2,048 tokens over 128 experts of 2048 x 768
+take 485 us a layer in our kernels, of which bytes alone explain 280."""
 NARROW = 0.89
-"""Products of 8 bits and fewer reach so much less of their peak than 16-bit ones: the power limit binds, not the units.
-H200, long runs: 1,240 of 1,979 TFLOP/s against 700 of 989."""
+"""Share of their peak that products of 8 bits and fewer reach, relative to 16-bit ones: power limits them, not the
+units. H200, long runs: 1,240 of 1,979 TFLOP/s against 700 of 989."""
 
 
 @dataclass(frozen=True)
 class Fitted:
+    """Constants, how far they can be trusted, and where they come from."""
+
     constants: Efficiency
     band: float
-    """share within which nine measured figures in ten are expected, on models that the fit has not seen"""
+    """nine measured figures in ten are expected within this share of the prediction, on models that were not fitted"""
     origin: str
 
 
@@ -136,7 +138,7 @@ EFFICIENCIES: dict[tuple[str, str], Fitted] = {
     ),
 }  # fmt: skip
 SAME_ARCHITECTURE, SAME_VENDOR = 0.25, 0.35
-"""bands, at least, where constants come from another chip"""
+"""Narrowest bands where the constants come from another chip."""
 
 
 def find_traits(chip: Chip, engine: str) -> EngineTraits:
@@ -149,11 +151,11 @@ def find_efficiency(chip: Chip, engine: str) -> Efficiency:
 
 
 def find_fitted(chip: Chip, engine: str) -> Fitted:
-    """Those of the chip and engine, else of the nearest that there are: same architecture, same vendor."""
+    """The constants of the chip and engine, or those of the vendor's chip that was measured, with a wider band."""
     near = {"amd": "mi300x", "nvidia": "h200"}.get(chip.vendor, "cpu")
-    found = EFFICIENCIES.get((near, engine)) or EFFICIENCIES[near, "headrace"]
+    fitted = EFFICIENCIES.get((near, engine)) or EFFICIENCIES[near, "headrace"]
     if chip.name == near:
-        return found
+        return fitted
     same = chip.arch == CHIPS[near].arch
-    band = max(found.band, SAME_ARCHITECTURE if same else SAME_VENDOR)
-    return Fitted(found.constants, band, f"those of {CHIPS[near].title}: {found.origin}")
+    band = max(fitted.band, SAME_ARCHITECTURE if same else SAME_VENDOR)
+    return Fitted(fitted.constants, band, f"those of {CHIPS[near].title}: {fitted.origin}")

@@ -1,48 +1,51 @@
-"""What one step costs, part by part: bytes of weights and cache, operations, collectives, launches, host.
+"""Predicts how long one step takes, part by part: bytes of weights and cache, operations, collectives, launches, host.
 
-A roofline with named efficiencies (constants.py). Knows shapes, rates and numbers of tokens, nothing of requests or
-of time that passes.
+The model is a roofline with named efficiencies (constants.py). It knows shapes, rates and numbers of tokens; requests
+and the passing of time are the business of predict.py and simulate.py.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import mul
 
 from headrace.model_spec import STATE_BYTES, FeedForward, Mixer
 from headrace.planner.chips import Chip
 from headrace.planner.collectives import Links
 from headrace.planner.constants import GROUPED, NARROW, Efficiency, EngineTraits, find_efficiency, find_traits
-from headrace.planner.shapes import LayerGroup, ModelShape
+from headrace.planner.shapes import LayerGroup, ModelShape, rank_shares
 from headrace.quantization.formats import PLAIN, find_format
+from headrace.step import SchedulerOutput
 
 HEAD_KERNELS = 8
-"""embedding, last norm, head, sampling, and what prepares the step"""
+"""Kernels outside the layers: embedding, last norm, head, sampling, and what prepares the step."""
 HEAD_BYTES = 12
-"""that sampling moves for each entry of the vocabulary: 16-bit logits, a copy in fp32, a pass over it"""
+"""Bytes that sampling moves for each entry of the vocabulary: 16-bit logits, a copy in fp32, a pass over it."""
 PIECES = 3
-"""operations of a layer that the host starts where pieces between attention calls are graphs"""
+"""Operations of a layer that the host starts in a step that is captured piecewise."""
 FULL_GRAPH_OPERATIONS = 10
-"""... and of a whole step that is one graph"""
+"""Operations that the host starts for a whole step that is one graph."""
 TILES = (16, 64)
-"""rows of experts' products come in tiles: of as many as an expert has, within these bounds"""
+"""Fewest and most rows of a tile of the experts' products; in between, a tile has as many as an expert has."""
 INDEX_VALUES = 128
-"""numbers of a cached token that choosing keys reads, where an index does (DeepSeek sparse attention)"""
+"""Numbers of a cached token that choosing keys reads, where an index does (DeepSeek sparse attention)."""
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """How a model is spread over `gpus` GPUs."""
+    """A layout: how a model is spread over `gpus` GPUs."""
 
     tp: int = 1
-    """GPUs over which each layer is split"""
+    """tensor parallelism: GPUs over which each layer is split"""
     pp: int = 1
-    """GPUs over which the layers are dealt out"""
+    """pipeline parallelism: stages, each with a part of the layers"""
     dp: int = 1
-    """independent replicas, or ranks that share the experts (`dp_attention`)"""
+    """independent replicas, or with `dp_attention` ranks that share the experts"""
     ep: bool = False
-    """a GPU holds whole experts, in place of a slice of each"""
+    """expert parallelism: a GPU holds whole experts instead of a slice of each"""
     dp_attention: bool = False
     """each of the dp ranks computes the attention of its own requests; the experts are spread over tp * dp GPUs"""
 
@@ -52,22 +55,24 @@ class Parallel:
 
     @property
     def replicas(self) -> int:
-        """that share nothing"""
+        """Copies of the model that share nothing."""
         return 1 if self.dp_attention else self.dp
 
     @property
     def expert_gpus(self) -> int:
-        """over which the experts of one layer are spread"""
+        """GPUs over which the experts of one layer are spread."""
         return self.tp * self.dp if self.dp_attention else self.tp
 
 
 @dataclass(frozen=True)
 class Deployment:
+    """A model on GPUs, run by an engine: everything that a step's cost depends on but the step itself."""
+
     shape: ModelShape
     chip: Chip
     parallel: Parallel
     weight_format: str
-    """one of quantization/formats.py: of what `shape.parts_in` names"""
+    """one of quantization/formats.py, for what `shape.parts_in` names"""
     kv_dtype_bytes: float
     engine: str
     """headrace or vllm: whose efficiencies count"""
@@ -75,7 +80,7 @@ class Deployment:
 
 @dataclass(frozen=True)
 class StepWork:
-    """One step of the whole deployment; data-parallel ranks share it evenly."""
+    """What one step of the whole deployment computes; data-parallel ranks share it evenly."""
 
     decodes: float
     decode_context: float
@@ -84,34 +89,62 @@ class StepWork:
     prefill_context: float = 0.0
     """keys that a prompt token sees, on average"""
     prompts: int = 0
-    """that the prompt tokens belong to; 0: one, if there are any"""
+    """prompts that the prompt tokens belong to; 0: one, if there are any tokens"""
+
+    @classmethod
+    def of(cls, step: SchedulerOutput) -> StepWork:
+        """The work of a scheduled step. Requests that run one token count as decodes; they come first in a step.
+
+        An engine asks this of every step, so lists are summed by C code.
+        """
+        computed, counts = step.num_computed_tokens, step.num_scheduled_tokens
+        decodes = bisect_right(counts, 1)
+        context = sum(computed[:decodes]) / decodes + 1 if decodes else 0.0
+        if decodes == len(counts):
+            return cls(decodes, context)
+        chunks = counts[decodes:]
+        tokens = sum(chunks)
+        pairs = sum(map(mul, chunks, computed[decodes:])) + (sum(map(mul, chunks, chunks)) + tokens) / 2
+        return cls(decodes, context, tokens, pairs / tokens, len(chunks))
+
+    def times(self, ranks: int) -> StepWork:
+        """The work of `ranks` ranks that each do this."""
+        if ranks == 1:
+            return self
+        return StepWork(
+            self.decodes * ranks,
+            self.decode_context,
+            self.prefill_tokens * ranks,
+            self.prefill_context,
+            self.prompts * ranks,
+        )
 
 
 @dataclass(frozen=True)
 class StepCost:
+    """How long a step takes, and why."""
+
     seconds: float
     parts: dict[str, float]
-    """seconds that each would take alone: weights, kv, flops, activations, links, launches, host. They overlap in
-    part, so they need not add up to `seconds`."""
+    """seconds that each of PARTS would take alone; they overlap, so they need not add up to `seconds`"""
 
     @property
     def bound(self) -> str:
-        """the largest part"""
+        """Name of the largest part."""
         return max(self.parts, key=lambda name: self.parts[name])
 
 
-def step_cost(deployment: Deployment, work: StepWork) -> StepCost:
-    return step_model(deployment).cost(work)
+PARTS = ("weights", "kv", "flops", "activations", "links", "launches", "host")
 
 
 @lru_cache(maxsize=512)
 def step_model(deployment: Deployment) -> StepModel:
-    """The model with the constants of its chip and engine."""
+    """The cost model of a deployment, with the constants of its chip and engine."""
     return StepModel(deployment, find_efficiency(deployment.chip, deployment.engine))
 
 
 def distinct_experts(num_experts: int, experts_per_token: int, tokens: float) -> float:
-    """Experts that `tokens` tokens choose between them, each evenly."""
+    """How many different experts `tokens` tokens choose, on average, where all experts are equally likely."""
     if not num_experts:
         return 0.0
     return num_experts * (1 - (1 - experts_per_token / num_experts) ** tokens)
@@ -119,23 +152,26 @@ def distinct_experts(num_experts: int, experts_per_token: int, tokens: float) ->
 
 @dataclass(frozen=True)
 class _Linears:
-    """Products with some of a layer's weights, on one GPU."""
+    """The products with some of a layer's weights, on one GPU."""
 
     seconds_to_read: float
     seconds_per_token: float
 
     def __call__(self, tokens: float) -> tuple[float, float]:
-        """Seconds for bytes, seconds for operations."""
+        """Seconds for bytes, and seconds for operations."""
         return self.seconds_to_read, tokens * self.seconds_per_token
 
 
 class _Experts:
-    """A layer's experts, on the busiest of the GPUs that share them."""
+    """A layer's experts, on the busiest of the GPUs that share them.
+
+    With expert parallelism the experts are divided into as many groups as there are GPUs; without, there is one group,
+    and each expert is cut into `slices`.
+    """
 
     def __init__(self, mlp: FeedForward, parallel: Parallel, one: _Linears) -> None:
         self.mlp, self.one = mlp, one
         self.groups = parallel.expert_gpus if parallel.ep else 1
-        """of whole experts; within one every expert is sliced over `slices` GPUs"""
         self.slices = parallel.expert_gpus // self.groups
 
     def __call__(self, tokens: float) -> tuple[float, float]:
@@ -154,12 +190,12 @@ class _Experts:
 
 
 def _busiest(mean: float, groups: int) -> float:
-    """Expected largest of `groups` counts that are scattered as by chance around `mean`."""
+    """The expected largest of `groups` random counts with this mean."""
     return mean + math.sqrt(2 * mean * math.log(groups))
 
 
 class _Layer:
-    """One layer of a group on one GPU: seconds for each thing that a step counts."""
+    """The seconds that a layer of one group takes on one GPU, for each quantity that a step is counted in."""
 
     def __init__(self, group: LayerGroup, model: StepModel) -> None:
         deployment, traits, constants = model.deployment, model.traits, model.efficiency
@@ -173,20 +209,18 @@ class _Layer:
             seconds = 2 * weights / model.rate(weight_format) / (GROUPED if part == "experts" else 1.0)
             return _Linears(weights * shape.bytes_per_weight(weight_format) / model.bandwidth, seconds)
 
-        kv_split = min(tp, max(1, attention.num_kv_heads))
-        ranks = {"heads": tp, "kv_heads": kv_split, "width": tp, "whole": 1}
-        self.projections = linears("attention", sum(p.size / ranks[p.split] for p in attention.parameters))
+        shares = rank_shares(attention, tp)
+        self.projections = linears("attention", sum(p.size * shares[p.split] for p in attention.parameters))
         self.dense = linears("dense", group.dense_weights / tp)
         self.router = linears("router", group.router_weights)
         self.experts = _Experts(mlp, parallel, linears("experts", group.expert_weights)) if mlp.num_experts else None
 
-        latent = attention.kind == "mla"
-        key_bytes = attention.cached_values * deployment.kv_dtype_bytes / (1 if latent else kv_split)
+        key_bytes = attention.cached_values * deployment.kv_dtype_bytes * attention.cache_share(tp)
         self.seconds_per_key = key_bytes / model.kv_bandwidth
         self.seconds_per_pair = attention.flops_per_pair / tp / model.attention_rate
         self.decode_seconds_per_pair = attention.decode_flops_per_pair / tp / model.attention_rate
+        # A decode reads its state and writes it.
         self.state_seconds = 2 * STATE_BYTES * attention.state_values / tp / model.kv_bandwidth
-        """A decode reads and writes it."""
         self.seconds_per_token = attention.flops_per_token / tp / model.attention_rate
 
         self.activation_seconds = _activation_bytes(group, shape, parallel, deployment.weight_format) / model.bandwidth
@@ -195,7 +229,8 @@ class _Layer:
         self.operations = self.kernels + (traits.expert_operations - traits.expert_kernels if mlp.num_experts else 0)
 
     def keys(self, context: float) -> tuple[float, float]:
-        """(keys attended to, share of the cached values that is read) by a query with `context` keys before it."""
+        """Keys that a query with `context` keys before it attends to, and keys that it reads: an index, where there is
+        one, reads a part of each key that it may choose."""
         attention = self.attention
         seen = context if attention.window is None else min(context, attention.window)
         if attention.sparse_top_k is None or seen <= attention.sparse_top_k:
@@ -205,8 +240,8 @@ class _Layer:
 
 
 def _activation_bytes(group: LayerGroup, shape: ModelShape, parallel: Parallel, weight_format: str) -> float:
-    """What kernels between products read and write for one token: norms and residuals, rotary, activation, rounding,
-    sums over experts. 16-bit values."""
+    """Bytes that kernels between products read and write for one token: norms and residuals, rotary, activation,
+    rounding, sums over experts, all in 16 bits."""
     attention, mlp, hidden = group.mixer, group.feed_forward, shape.spec.hidden_size
     heads = attention.num_heads * attention.head_dim
     inner = mlp.intermediate_size / parallel.tp
@@ -231,7 +266,7 @@ def _kernels(attention: Mixer, mlp: FeedForward, traits: EngineTraits, narrow: b
 
 
 class StepModel:
-    """The cost of any step of one deployment; what does not depend on the step is counted once."""
+    """The cost of any step of one deployment; what is the same for all steps is computed once."""
 
     def __init__(self, deployment: Deployment, constants: Efficiency) -> None:
         chip, shape, tp = deployment.chip, deployment.shape, deployment.parallel.tp
@@ -250,7 +285,7 @@ class StepModel:
         self._operations = HEAD_KERNELS + sum(layer.count * layer.operations for layer in self._layers)
 
     def rate(self, weight_format: str) -> float:
-        """Operations a second of large products."""
+        """Operations a second of large products with weights in that format."""
         units = self.deployment.chip.flops.get(find_format(weight_format).units)
         if units is None:
             return self._peak * self.efficiency.gemm
@@ -261,12 +296,13 @@ class StepModel:
 
     def cost(self, work: StepWork) -> StepCost:
         seconds, parts = self._count(work)
-        names = ("weights", "kv", "flops", "activations", "links", "launches", "host")
-        return StepCost(seconds, dict(zip(names, parts, strict=True)))
+        return StepCost(seconds, dict(zip(PARTS, parts, strict=True)))
 
     def _count(self, work: StepWork) -> tuple[float, tuple[float, ...]]:
-        """Seconds, and those of each part alone. One pass of the busiest rank through all layers: with pipeline stages
-        its requests form as many batches as there are stages, and all are under way at once."""
+        """Seconds of the step, and of each of PARTS alone, on the busiest rank.
+
+        With pipeline stages its requests form as many batches as there are stages, all under way at once.
+        """
         parallel, p = self.deployment.parallel, self.efficiency.overlap
         prompts = work.prompts or (1 if work.prefill_tokens else 0)
         decodes = work.decodes / parallel.dp
@@ -291,24 +327,24 @@ class StepModel:
             linears = [layer.projections(tokens), layer.dense(tokens), layer.router(tokens)]
             if layer.experts is not None:
                 linears.append(layer.experts(everywhere))
-            told = self._tell(layer, tokens, everywhere)
+            collectives = self._collectives(layer, tokens, everywhere)
             elementwise = tokens * layer.activation_seconds
             products = sum(_norm(read_seconds, compute, p) for read_seconds, compute in linears)
             count = layer.count
             total += count * (
-                products + _norm(cache, looking, p) + prompt_pairs + elementwise + told + layer.launch_seconds
+                products + _norm(cache, looking, p) + prompt_pairs + elementwise + collectives + layer.launch_seconds
             )
             weights += count * sum(seconds for seconds, _ in linears)
             flops += count * (sum(seconds for _, seconds in linears) + looking + prompt_pairs)
             kv += count * cache
             activations += count * elementwise
-            links += count * told
+            links += count * collectives
             launches += count * layer.launch_seconds
 
         head = self._head(samples)
         sampling = samples * self._sampling_seconds
         own = HEAD_KERNELS * self.efficiency.kernel
-        between = self._hand_over(tokens)
+        between = self._between_stages(tokens)
         host = self._host(decodes + prompts_here / batches, prefill)
         total += _norm(*head, p) + sampling + own + between
         return _norm(total, host, self.traits.host_overlap), (
@@ -321,8 +357,8 @@ class StepModel:
             host,
         )
 
-    def _tell(self, layer: _Layer, tokens: float, everywhere: float) -> float:
-        """A layer's collectives: sums after attention and after the MLP, or tokens to their experts and back."""
+    def _collectives(self, layer: _Layer, tokens: float, everywhere: float) -> float:
+        """Seconds of a layer's collectives: sums after attention and after the MLP, or tokens to experts and back."""
         parallel, width = self.deployment.parallel, 2.0 * self.deployment.shape.spec.hidden_size
         seconds = self.links.all_reduce(tokens * width, parallel.tp)
         if layer.experts is None or not parallel.dp_attention:
@@ -334,8 +370,8 @@ class StepModel:
         copies = min(layer.experts.mlp.experts_per_token, gpus) * everywhere / gpus
         return seconds + min(gathered, 2 * self.links.exchange(copies * width, gpus))
 
-    def _hand_over(self, tokens: float) -> float:
-        """Between pipeline stages."""
+    def _between_stages(self, tokens: float) -> float:
+        """Seconds in which pipeline stages pass hidden states on."""
         parallel = self.deployment.parallel
         if parallel.pp == 1:
             return 0.0
@@ -343,7 +379,7 @@ class StepModel:
         return (parallel.pp - 1) * self.links.send(tokens * 2.0 * self.deployment.shape.spec.hidden_size, other_node)
 
     def _host(self, sequences: float, prefill: float) -> float:
-        """Starting what is in no graph, and bookkeeping for each request."""
+        """Seconds of the host: starting operations that are in no graph, and bookkeeping for each request."""
         traits, layers = self.traits, sum(layer.count for layer in self._layers)
         tokens = sequences + prefill
         if not prefill and sequences <= traits.graph_decodes:

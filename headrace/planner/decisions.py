@@ -1,7 +1,6 @@
-"""Settings derived from hardware, model and workload, each as a record that says why.
+"""Derives a start's settings from hardware, model and workload, each as a `Decision` that says why.
 
-Pure Python, no torch: the same code answers before a start and on a machine without the device. Knows nothing of how
-a setting is carried out.
+Pure Python, no torch: the same code answers before a start and on a machine without the device.
 """
 
 from __future__ import annotations
@@ -15,21 +14,22 @@ from headrace.config import EngineConfig
 from headrace.errors import ConfigError, OutOfMemoryError
 from headrace.model_config import ModelConfig
 from headrace.models.registry import attention_specs, describe
+from headrace.planner.fp8_cache import FP8, cache_for, runs_fp8_cache_here
 from headrace.planner.graphs import decide_graphs
 from headrace.planner.record import Decision
-from headrace.planner.rounded_cache import FP8, cache_for, runs_fp8_cache_here
+from headrace.planner.shapes import expert_share
 from headrace.quantization.checkpoint_format import holds_kv_scales
 from headrace.quantization.table import resolve_format
 from headrace.step import WorkerFacts
 
 PREFILL_SHARES = {"latency": 0.7, "interactive": 0.93, "throughput": 0.97}
-"""objective -> A step that decodes wait for must run prompts at this share of the best rate measured, or more. (An 8B
-on an H200 runs 384 at 90%: with the decodes beside them, as long in any step, first tokens' p99 is 15% above 512's)"""
+"""By objective, the least share of the best prefill rate at which steps with decodes must run prompts. (An 8B on an
+H200 runs 384 tokens at 90%: with decodes beside them, the p99 of first tokens is 15% above that of 512.)"""
 USUAL_OBJECTIVE = "interactive"
 WIDE_STEP, WIDER_STEP, EXPERT_ROWS = 8192, 16384, 1024
-"""Tokens of a step on a GPU: the first, but the second where an expert then sees fewer than so many. (Of Qwen3-30B-A3B
-on an H200, 500 prompts of 2048 at once, 256 out: 5,130 output tokens/s at 4096, 5,546 at 8192, 5,850 at 16384, 5,912 at
-32768)"""
+"""Tokens of a step on a GPU: WIDE_STEP, or WIDER_STEP where an expert would see fewer than EXPERT_ROWS tokens of it.
+(Qwen3-30B-A3B on an H200, 500 prompts of 2048 at once, 256 out: 5,130 output tokens/s at 4096, 5,546 at 8192, 5,850 at
+16384, 5,912 at 32768.)"""
 DEVICES = {"cuda": "a GPU", "cpu": "a CPU"}
 MOST_SEQS = {"cuda": 1024, "cpu": 64}
 FEWEST_SEQS = 8
@@ -43,10 +43,10 @@ def decide_before_load(
     beside_server: bool = False,
     measured: Mapping[str, Decision] | None = None,
 ) -> tuple[EngineConfig, list[Decision]]:
-    """Fill in every None that does not need the device's facts. `beside_server`: an HTTP process shares the machine.
-    `measured`: by field, what was measured to be better than what is derived here.
+    """Fill in every setting that does not need facts from the device, and return the config with one Decision each.
 
-    Returns the resolved config and one Decision per setting. Raises ConfigError where a user's value cannot work.
+    `beside_server`: an HTTP process shares the machine. `measured`: by field, what was measured to be better than what
+    is derived here. Raises ConfigError where a user's value cannot work.
     """
     decisions: list[Decision] = []
     changes: dict[str, Any] = {}
@@ -69,7 +69,7 @@ def decide_before_load(
     dtype = settle("dtype", *activation_dtype(model.dtype, device_type))
     dtype = changes["dtype"] = DTYPE_ALIASES.get(dtype, dtype)
     kv_dtype = settle("kv_cache_dtype", *_kv_cache_dtype(config, model, dtype, device_type))
-    changes["kv_cache_dtype"] = "fp8_e4m3" if kv_dtype == "fp8" else kv_dtype
+    changes["kv_cache_dtype"] = FP8 if kv_dtype == "fp8" else kv_dtype
     if config.quantization is not None:
         decision = _quantization(config, model, device_type)
         decisions.append(decision)
@@ -83,7 +83,9 @@ def decide_before_load(
 
     budget = settle(
         "max_num_batched_tokens",
-        *token_budget(device_type, config.enable_chunked_prefill, length, config.max_num_seqs, _experts_each(model)),
+        *token_budget(
+            device_type, config.enable_chunked_prefill, length, config.max_num_seqs, expert_share(describe(model))
+        ),
     )
     if not config.enable_chunked_prefill and budget < length:
         raise ConfigError(
@@ -118,11 +120,11 @@ def decide_before_load(
 
 
 def token_budget(
-    device_type: str, chunked: bool, max_model_len: int, max_num_seqs: int | None, experts_each: float
+    device_type: str, chunked: bool, max_model_len: int, max_num_seqs: int | None, share: float
 ) -> tuple[int, str]:
-    """max_num_batched_tokens and why. `experts_each`: for one that a token goes to; 1 where all see all tokens."""
-    if device_type == "cuda" and WIDE_STEP / experts_each < EXPERT_ROWS:
-        budget, why = WIDER_STEP, f"a prefill chunk of which an expert sees {WIDER_STEP / experts_each:.0f} tokens"
+    """max_num_batched_tokens and why. `share`: the part of a layer's experts that a token uses."""
+    if device_type == "cuda" and WIDE_STEP * share < EXPERT_ROWS:
+        budget, why = WIDER_STEP, f"a prefill chunk of which an expert sees {WIDER_STEP * share:.0f} tokens"
     elif device_type == "cuda":
         budget, why = WIDE_STEP, "a prefill chunk that fills a GPU"
     else:
@@ -134,13 +136,8 @@ def token_budget(
     return budget, why
 
 
-def _experts_each(model: ModelConfig) -> float:
-    sparse = [layer.feed_forward for layer in describe(model).layers if layer.feed_forward.num_experts]
-    return max((block.num_experts / block.experts_per_token for block in sparse), default=1.0)
-
-
 def sequences(device_type: str, budget: int, expected: int | None) -> tuple[int, str]:
-    """max_num_seqs and why. `expected`: requests in flight, if somebody knows."""
+    """max_num_seqs and why. `expected`: requests in flight, if that is known."""
     most = min(MOST_SEQS[device_type], budget)
     if expected is None:
         return most, f"what {DEVICES[device_type]} serves before latency suffers"
@@ -152,10 +149,9 @@ def sequences(device_type: str, budget: int, expected: int | None) -> tuple[int,
 
 def _attention(config: EngineConfig, model: ModelConfig, device_type: str) -> Selection:
     """The attention backend that the ranks will choose."""
-    tp_size = config.tensor_parallel_size
     specs = attention_specs(
         model,
-        tp_size=tp_size,
+        tp_size=config.tensor_parallel_size,
         block_size=config.block_size,
         dtype=config.dtype,
         device_type=device_type,
@@ -166,7 +162,7 @@ def _attention(config: EngineConfig, model: ModelConfig, device_type: str) -> Se
 
 
 def _batch_invariance(config: EngineConfig, device_type: str) -> Decision:
-    """How a request's tokens are kept from depending on others. Raises ConfigError where they cannot be."""
+    """How a request's tokens are made independent of other requests. Raises ConfigError where they cannot be."""
     if device_type == "cpu":
         return Decision("batch_invariant", True, "given; every token is computed alone", source="user")
     if config.tensor_parallel_size > 2:
@@ -178,7 +174,7 @@ def _batch_invariance(config: EngineConfig, device_type: str) -> Decision:
 
 
 def _quantization(config: EngineConfig, model: ModelConfig, device_type: str) -> Decision:
-    """The format under headrace's own name for it. Raises ConfigError where it contradicts the checkpoint's, or another
+    """The format by headrace's own name for it. Raises ConfigError where it contradicts the checkpoint or another
     setting."""
     name = resolve_format(model, config.quantization).default.name
     if config.batch_invariant and device_type != "cpu":
@@ -190,14 +186,14 @@ def _quantization(config: EngineConfig, model: ModelConfig, device_type: str) ->
 
 
 def activation_dtype(checkpoint: str, device_type: str) -> tuple[str, str]:
-    """dtype and why."""
+    """The dtype of activations and why, from the checkpoint's."""
     if device_type == "cuda" and checkpoint == "float32":
         return "bfloat16", "float32 checkpoints run in bfloat16 on a GPU, as vLLM does (--dtype float32 keeps them)"
     return checkpoint, "the checkpoint's"
 
 
 def _kv_cache_dtype(config: EngineConfig, model: ModelConfig, dtype: str, device_type: str) -> tuple[str, ...]:
-    """What `auto` means, why, and instead of what."""
+    """What `auto` means, why, and the runner-up."""
     if holds_kv_scales(model.quantization):
         return FP8, "the checkpoint's quantization_config holds scales for it"
     if config.kv_cache_dtype == "auto" and runs_fp8_cache_here(config, dtype, device_type):
@@ -206,8 +202,8 @@ def _kv_cache_dtype(config: EngineConfig, model: ModelConfig, dtype: str, device
 
 
 def decide_num_pages(config: EngineConfig, facts: list[WorkerFacts]) -> tuple[int, list[Decision]]:
-    """How many pages of KV cache every rank allocates (blocks, where all layers keep alike): what the tightest rank can
-    hold, and no more than can ever be used.
+    """How many pages of KV cache every rank allocates (blocks, where all layers cache alike): what the rank with the
+    least memory can hold, and no more than can ever be used.
 
     Raises OutOfMemoryError when not one sequence of max_model_len fits.
     """
@@ -216,10 +212,10 @@ def decide_num_pages(config: EngineConfig, facts: list[WorkerFacts]) -> tuple[in
     if config.num_gpu_blocks_override is not None:
         count = config.num_gpu_blocks_override
         return count, [Decision("num_gpu_blocks", count, "given", source="user")]
-    by_memory = pages_by_memory(config, facts)
+    by_memory, needed = pages_by_memory(config, facts), pages_of_longest(config, facts)
     useful = 2 * facts[0].layout.pages_for(config.max_model_len, sequences=config.max_num_seqs)
-    count = min(by_memory, max(useful, pages_of_longest(config, facts)))
-    if count < pages_of_longest(config, facts):
+    count = min(by_memory, max(useful, needed))
+    if count < needed:
         tokens = longest_sequence(config, facts, by_memory)
         if tokens <= 0:
             missing = -min(_kv_bytes(config, fact) for fact in facts) / 2**30
@@ -242,18 +238,18 @@ def decide_num_pages(config: EngineConfig, facts: list[WorkerFacts]) -> tuple[in
 
 
 def pages_by_memory(config: EngineConfig, facts: list[WorkerFacts]) -> int:
-    """Pages that the tightest rank can hold; below 0: what is missing without any."""
+    """Pages that the rank with the least memory can hold; below 0: how many are missing."""
     return min(_kv_bytes(config, fact) // fact.layout.page_bytes for fact in facts)
 
 
 def pages_of_longest(config: EngineConfig, facts: list[WorkerFacts]) -> int:
-    """That one sequence of max_model_len holds while its prompt is computed."""
+    """Pages that one sequence of max_model_len holds while its prompt is computed."""
     assert config.max_model_len is not None
     return facts[0].layout.pages_for(config.max_model_len, config.max_num_batched_tokens or 1)
 
 
 def longest_sequence(config: EngineConfig, facts: list[WorkerFacts], num_pages: int) -> int:
-    """Tokens of the longest that so many pages have room for, up to max_model_len."""
+    """Tokens of the longest sequence that so many pages can hold, up to max_model_len."""
     assert config.max_model_len is not None
     return facts[0].layout.longest(num_pages, config.max_model_len, config.max_num_batched_tokens or 1)
 
@@ -261,10 +257,10 @@ def longest_sequence(config: EngineConfig, facts: list[WorkerFacts], num_pages: 
 def decide_mixed_step(
     config: EngineConfig, facts: list[WorkerFacts], streamed: bool = True
 ) -> tuple[int | None, list[Decision]]:
-    """How many tokens a step with decodes has at most, while few prompts wait: a decode waits for its whole step, and
-    beyond the knee of the GPU's curve a larger one makes prompts hardly faster. The slowest rank counts.
+    """The most tokens of a step with decodes, while few prompts wait: decodes wait for the whole step, and from some
+    size on a larger one makes prompts hardly faster. The slowest rank counts.
 
-    None where answers are not `streamed`; None, and no decision, where no step was measured or prompts run whole.
+    None where answers are not `streamed`; None, and no decision, where no step was measured or prompts are not cut.
     """
     measured = [dict(fact.step_times) for fact in facts]
     sizes = [size for size in measured[0] if size <= (config.max_num_batched_tokens or 0)]
@@ -281,7 +277,7 @@ def decide_mixed_step(
 def mixed_step(
     times: dict[int, float], objective: str | None, source: str = "measured", field: str = "mixed_step_tokens"
 ) -> Decision:
-    """Of step sizes and their milliseconds the one that decodes should wait for, as the decision on `field`."""
+    """The size of step that decodes should wait for, as the decision on `field`, from milliseconds by step size."""
     wanted = PREFILL_SHARES[objective or USUAL_OBJECTIVE]
     best = max(times, key=lambda size: size / times[size])
 
@@ -302,7 +298,7 @@ def mixed_step(
 
 
 def _kv_bytes(config: EngineConfig, fact: WorkerFacts) -> int:
-    """Bytes of cache on one rank: a GPU is ours up to gpu_memory_utilization, a CPU's memory belongs to everybody."""
+    """Bytes of cache on one rank: a GPU's share is in gpu_memory_utilization, a CPU's memory is shared with all."""
     if fact.device != "cpu":
         return fact.available_kv_memory
     if config.cpu_kv_cache_gib is not None:

@@ -1,6 +1,6 @@
-"""Which steps run from CUDA graphs, and of what kind: what the user asked for, stepped down to what there is.
+"""Decides which steps run from CUDA graphs, and of what kind: what the user asked for, as far as the backend allows it.
 
-Knows vLLM's spellings, old ones too, and what an attention backend declares; nothing of how a graph is captured.
+Accepts vLLM's spellings, old ones too. Captures nothing.
 """
 
 from __future__ import annotations
@@ -12,17 +12,11 @@ from headrace.errors import ConfigError
 from headrace.planner.record import Decision
 
 GRAPH_KEYS = frozenset({"cudagraph_mode", "use_cudagraph", "full_cuda_graph"})
-"""What of a compilation_config names the mode."""
+"""Keys of a compilation_config that name the mode."""
+KNOWN_KEYS = GRAPH_KEYS | {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}
 DEFAULT_MODE = "FULL_AND_PIECEWISE"
 MODES_BY_NUMBER = {0: "NONE", 1: "PIECEWISE", 2: "FULL", (2, 0): "FULL_DECODE_ONLY", (2, 1): "FULL_AND_PIECEWISE"}
-"""The values of vLLM's enumeration, which JSON may carry in place of names."""
-KNOWN_KEYS = {
-    "cudagraph_mode",
-    "use_cudagraph",
-    "full_cuda_graph",
-    "cudagraph_capture_sizes",
-    "max_cudagraph_capture_size",
-}
+"""The values of vLLM's enumeration, which JSON may carry instead of names."""
 
 
 def decide_graphs(
@@ -31,25 +25,21 @@ def decide_graphs(
     """The resolved `compilation_config` (mode, sizes) and why.
 
     `full_graphs`: what the attention backend of that name declares (attention/table.py). Raises ConfigError for a mode
-    or sizes that nobody knows.
+    or sizes that are unknown.
     """
     given = config.compilation_config
     asked = _asked_mode(given)
     settled = {**given, **_sizes(given)}
-    ignored = [
-        Decision(
-            f"compilation_config.{key}", given[key], "ignored: nothing is compiled here but kernels", source="user"
-        )
-        for key in sorted(given.keys() - KNOWN_KEYS)
-    ]
     if device_type != "cuda":
         mode = Decision("cudagraph_mode", "NONE", f"{device_type} has no graphs", asked or "")
     elif config.enforce_eager:
         mode = Decision("cudagraph_mode", "NONE", "enforce_eager is given", asked or "", source="user")
     else:
-        mode = _step_down(asked, backend, full_graphs)
+        mode = _allowed_mode(asked, backend, full_graphs)
     settled["cudagraph_mode"] = mode.value
-    return settled, [mode, *ignored]
+    why = "ignored: nothing is compiled here but kernels"
+    ignored = sorted(given.keys() - KNOWN_KEYS)
+    return settled, [mode, *(Decision(f"compilation_config.{key}", given[key], why, source="user") for key in ignored)]
 
 
 def _asked_mode(given: dict[str, Any]) -> str | None:
@@ -76,29 +66,26 @@ def _asked_mode(given: dict[str, Any]) -> str | None:
 
 
 def _sizes(given: dict[str, Any]) -> dict[str, Any]:
-    """`cudagraph_capture_sizes` ascending, and `max_cudagraph_capture_size`, where given."""
-    found: dict[str, Any] = {}
-    sizes = given.get("cudagraph_capture_sizes")
-    if sizes is not None:
-        if not isinstance(sizes, list) or not sizes or not all(type(size) is int and size > 0 for size in sizes):
-            raise ConfigError(
-                f"compilation_config.cudagraph_capture_sizes must be a list of positive integers, got {sizes!r}"
-            )
-        found["cudagraph_capture_sizes"] = sorted(set(sizes))
-    most = given.get("max_cudagraph_capture_size")
+    """`cudagraph_capture_sizes`, ascending, where given. Raises ConfigError where it or the maximum makes no sense."""
+    sizes, most = given.get("cudagraph_capture_sizes"), given.get("max_cudagraph_capture_size")
     if most is not None and (type(most) is not int or most < 1):
         raise ConfigError(f"compilation_config.max_cudagraph_capture_size must be at least 1, got {most!r}")
-    return found
+    if sizes is None:
+        return {}
+    if not isinstance(sizes, list) or not sizes or not all(type(size) is int and size > 0 for size in sizes):
+        raise ConfigError(
+            f"compilation_config.cudagraph_capture_sizes must be a list of positive integers, got {sizes!r}"
+        )
+    return {"cudagraph_capture_sizes": sorted(set(sizes))}
 
 
-def _step_down(asked: str | None, backend: str, full_graphs: str) -> Decision:
+def _allowed_mode(asked: str | None, backend: str, full_graphs: str) -> Decision:
+    """The mode asked for, or the best below it that the attention backend allows."""
     wanted = asked or DEFAULT_MODE
     decode, other = GRAPH_MODES[wanted]
     if decode == "full" and full_graphs == "none":
         decode = "piecewise"
-    if other == "full" and full_graphs != "any":
-        other = "piecewise"
-    if decode == "piecewise":
+    if decode == "piecewise" or (other == "full" and full_graphs != "any"):
         other = "piecewise"
     mode = next(name for name, pair in GRAPH_MODES.items() if pair == (decode, other))
     if mode != wanted:

@@ -1,53 +1,37 @@
-"""From a request to a plan: memory map, decisions with reasons, prediction, cost and commands; or what cannot run, and
-the nearest plan that can.
+"""Turns a request into a plan: memory map, decisions with reasons, prediction, cost and commands. Where nothing runs as
+asked, it says why and makes the nearest plans that do run.
 
-Reads config.json alone: no weights, no GPU, no torch. How a plan looks on a terminal is the command line's business.
+Reads config.json alone: no weights, no GPU, no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
 
+from headrace.planner.alternatives import changes, drastic_changes
 from headrace.planner.chips import Chip
-from headrace.planner.commands import Command, Settings, headrace_command, vllm_command
+from headrace.planner.commands import Command, command_for
 from headrace.planner.engines import layout_gaps
-from headrace.planner.formats import (
-    at_load,
-    format_decision,
-    format_problem,
-    missing_checkpoint,
-)
+from headrace.planner.fp8_cache import FP8
 from headrace.planner.memory_map import MemoryMap
-from headrace.planner.nearest import changes, drastic_changes
 from headrace.planner.plan_request import PlanRequest
 from headrace.planner.predict import Prediction
 from headrace.planner.record import Decision
-from headrace.planner.rounded_cache import FP8
-from headrace.planner.search import Candidate, Found, Short, Terms, evaluate, score, search, simulated
+from headrace.planner.scenario import Scenario
+from headrace.planner.search import Candidate, SearchResult, TooLarge, evaluate, score, search, simulated
 from headrace.planner.settings import PACE, engine_decisions, parallel_decisions
 from headrace.planner.shapes import ModelShape
 from headrace.planner.simulate import Simulation
-from headrace.planner.subject import (
-    Subject,
-    dtype_of,
-    find_subject,
-    gaps_of_model,
-    kv_cache_of,
-    pinned_gpus,
-    problems_of,
-    terms_of,
-)
 
 GPU_COUNTS = [1, 2, 4, 8, 16, 32, 64]
-"""among which the fewest that fit are looked for"""
+"""Numbers of GPUs, of which the fewest that fit are taken where nobody says how many."""
 MOST_REASONS = 4
 
 
 @dataclass(frozen=True)
 class Cost:
-    """In the currency of --price-per-gpu-hour."""
+    """What a plan costs, in the currency of --price-per-gpu-hour."""
 
     per_hour: float
     per_million_output: float
@@ -57,6 +41,8 @@ class Cost:
 
 @dataclass(frozen=True)
 class Plan:
+    """What a request comes to; where it cannot run, only `problems` and `alternatives` are filled in."""
+
     request: PlanRequest
     shape: ModelShape
     chip: Chip
@@ -90,6 +76,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Alternative:
+    """A plan that runs, for a request that differs from what was asked."""
+
     change: str
     """to what was asked"""
     plan: Plan
@@ -98,144 +86,143 @@ class Alternative:
 def make_plan(request: PlanRequest, machine: tuple[Chip, int] | None = None) -> Plan:
     """The plan; where nothing runs as asked, its `problems` say why and its `alternatives` what does.
 
-    `machine`: what `gpu="auto"` means, default this machine. Raises ConfigError for a model or GPU that nobody knows.
+    `machine`: what `gpu="auto"` means, default this machine. Raises ConfigError for a model or GPU that is unknown.
     """
-    subject = find_subject(request, machine)
-    context = subject.shape.spec.max_position_embeddings
-    request = request.filled(min(context, request.max_model_len or context))
-    plan = _attempt(request, subject)
+    scenario = Scenario.of(request, machine)
+    request = request.filled(min(scenario.context, scenario.checkpoint.spec.max_position_embeddings))
+    scenario = replace(scenario, request=request)
+    plan = _attempt(scenario)
     if plan.feasible:
         return plan
-    return replace(plan, alternatives=tuple(_alternatives(request, subject, plan)))
+    scenario = replace(scenario, num_gpus=plan.num_gpus)
+    return replace(plan, alternatives=tuple(_alternatives(scenario)))
 
 
-def _attempt(request: PlanRequest, subject: Subject, exact: bool = True) -> Plan:
-    """The plan for exactly this request; the closed form has to do where it need not be exact."""
-    terms, found, problems = _find(request, subject)
-    plan = Plan(request, subject.shape, subject.chip, terms.num_gpus, request.engine, tuple(problems))
-    if problems:
-        return replace(plan, passed_over=found.passed_over)
-    return _completed(plan, terms, found, subject, exact)
+def _attempt(scenario: Scenario, exact: bool = True) -> Plan:
+    """The plan for exactly this request. Unless it must be `exact`, it is predicted in closed form alone."""
+    scenario, result, problems = _find_layouts(scenario)
+    plan = Plan(
+        scenario.request, scenario.checkpoint, scenario.chip, scenario.num_gpus, scenario.engine, tuple(problems),
+        passed_over=result.passed_over,
+    )  # fmt: skip
+    return plan if problems else _completed(plan, scenario, result, exact)
 
 
-def _find(request: PlanRequest, subject: Subject) -> tuple[Terms, Found, list[str]]:
-    """The layouts that run, or why there is none."""
-    pinned = request.num_gpus or subject.num_gpus or pinned_gpus(request)
+def _find_layouts(scenario: Scenario) -> tuple[Scenario, SearchResult, list[str]]:
+    """The layouts that run on as many GPUs as the scenario has or as are needed, or why there is none."""
+    pinned = scenario.pinned_gpus
     counts = [pinned] if pinned else GPU_COUNTS
-    terms, found = terms_of(request, subject, counts[0]), Found([])
-    problems = problems_of(request, subject)
-    if problems:
-        return terms, found, problems
+    scenario, result = replace(scenario, num_gpus=counts[0]), SearchResult([])
+    if problems := scenario.problems():
+        return scenario, result, problems
     for count in counts:
-        terms = terms_of(request, subject, count)
-        found = _search(terms, subject)
-        if found.ranked and not pinned and found.best.parallel.gpus < count:  # three nodes, of four
-            terms = terms_of(request, subject, found.best.parallel.gpus)
-            found = _search(terms, subject)
-        if found.ranked:
-            return terms, found, []
-    return terms, found, _why_nothing(found, terms)
+        scenario = replace(scenario, num_gpus=count)
+        result = _search(scenario)
+        if result.ranked and not pinned and result.best.parallel.gpus < count:  # three nodes, of four
+            scenario = replace(scenario, num_gpus=result.best.parallel.gpus)
+            result = _search(scenario)
+        if result.ranked:
+            return scenario, result, []
+    nearest = result.too_large or [f"{name}: {why}" for name, why in result.passed_over.items()]
+    return scenario, result, nearest[:MOST_REASONS] or [f"no layout of {scenario.num_gpus} GPUs is what was asked for"]
 
 
-def _alternatives(request: PlanRequest, subject: Subject, plan: Plan) -> Iterator[Alternative]:
+def _search(scenario: Scenario) -> SearchResult:
+    """The layouts that the engine has today, else any: a plan for an engine to come is still a plan."""
+    if scenario.engine == "headrace" and not scenario.model_gaps():
+        result = search(replace(scenario, headrace_only=True))
+        if result.ranked:
+            return result
+    return search(scenario)
+
+
+def _alternatives(scenario: Scenario) -> Iterator[Alternative]:
     """What does run, nearest first."""
-    terms = (request, subject.shape, subject.chip, plan.num_gpus, GPU_COUNTS[-1])
-    nearest = [_first(group, subject) for group in changes(*terms)]
+    nearest = [_first_that_runs(group, scenario) for group in changes(scenario, GPU_COUNTS[-1])]
     if not any(nearest):
-        nearest = [_first(drastic_changes(*terms), subject)]
-    different = {_difference(request, changed): changed for changed in nearest if changed is not None}
+        nearest = [_first_that_runs(drastic_changes(scenario, GPU_COUNTS[-1]), scenario)]
+    different = {_difference(scenario.request, changed): changed for changed in nearest if changed is not None}
     for number, (change, changed) in enumerate(different.items()):
-        yield Alternative(change, _attempt(changed, subject, exact=number == 0))
+        yield Alternative(change, _attempt(replace(scenario, request=changed), exact=number == 0))
 
 
-def _first(requests: Iterable[PlanRequest], subject: Subject) -> PlanRequest | None:
-    """The first that runs, if there is any; headrace has it today, if any of them."""
+def _first_that_runs(requests: Iterable[PlanRequest], scenario: Scenario) -> PlanRequest | None:
+    """The first that runs, if any does; preferably on a layout that headrace has today."""
     on_paper = None
     for request in requests:
-        terms, found, problems = _find(request, subject)
+        _, result, problems = _find_layouts(replace(scenario, request=request))
         if problems:
             continue
-        if terms.engine == "vllm" or not layout_gaps(found.best.parallel):
+        if request.engine == "vllm" or not layout_gaps(result.best.parallel):
             return request
         on_paper = on_paper or request
     return on_paper
 
 
 def _difference(asked: PlanRequest, changed: PlanRequest) -> str:
-    """`num_gpus 16 (not 8)`"""
-    said = []
+    """The fields that differ: `num_gpus 16 (not 8)`."""
+    differences = []
     for entry in fields(asked):
         old, new = getattr(asked, entry.name), getattr(changed, entry.name)
         if old != new:
             before = "" if old is None else f" (not {old})"
-            said.append(f"{entry.name} {'left open' if new is None else new}{before}")
-    return ", ".join(said)
+            differences.append(f"{entry.name} {'left open' if new is None else new}{before}")
+    return ", ".join(differences)
 
 
-def _search(terms: Terms, subject: Subject) -> Found:
-    """Layouts that the engine has today, else any: a plan for an engine to come is still a plan."""
-    if terms.served_by_headrace:
-        found = search(terms)
-        if found.ranked:
-            return found
-    return search(replace(terms, served_by_headrace=False))
-
-
-def _beside_other_cache(decision: Decision, terms: Terms, best: Candidate, dtype: str, exact: bool) -> Decision:
-    """`kv_cache_dtype` with what its runner-up would give, predicted as `best` was."""
-    if not decision.runner_up:
-        return decision
-    kv_dtype = dtype if decision.value == FP8 else FP8
-    other = evaluate(replace(terms, kv_dtype=kv_dtype), best.parallel)
-    if not isinstance(other, Candidate):
-        return decision
-    if exact:
-        other, _ = simulated(other, terms.request.simulate)
-    held = f"{other.prediction.kv_tokens:,} tokens held instead of {best.prediction.kv_tokens:,}"
-    tok_s = f"{other.prediction.output_tok_s:,.0f} tok/s instead of {best.prediction.output_tok_s:,.0f}"
-    return replace(decision, runner_up=f"{decision.runner_up}; {held}, {tok_s}")
-
-
-def _completed(plan: Plan, terms: Terms, found: Found, subject: Subject, exact: bool) -> Plan:
-    """With everything that follows from the best layout."""
-    request = plan.request
-    best, simulation = simulated(found.best, request.simulate) if exact else (found.best, None)
-    found = replace(found, ranked=[best, *found.ranked[1:]])
-    dtype = dtype_of(request, subject)
-    decisions = [
-        *_count_decision(request, terms, subject),
-        *parallel_decisions(terms, found),
-        dtype,
-        format_decision(request, subject.shape, subject.chip),
-        _beside_other_cache(kv_cache_of(request, subject), terms, best, dtype.value, simulation is not None),
-    ]
-    decisions += engine_decisions(terms, best, dtype.value)
-    gaps = _gaps(terms, best, subject)
+def _completed(plan: Plan, scenario: Scenario, result: SearchResult, exact: bool) -> Plan:
+    """The plan with everything that follows from the best layout."""
+    request = scenario.request
+    best, simulation = simulated(result.best, request.simulate) if exact else (result.best, None)
+    result = replace(result, ranked=[best, *result.ranked[1:]])
+    gaps = _gaps(scenario, best)
     return replace(
         plan,
-        num_gpus=terms.num_gpus,
         layout=best.name,
         concurrency=best.workload.concurrency,
         memory=best.memory,
-        decisions=tuple(decisions),
+        decisions=(
+            _count_decision(scenario),
+            *parallel_decisions(scenario, result),
+            scenario.dtype,
+            scenario.quantization,
+            _with_other_cache(scenario, best, simulation is not None),
+            *engine_decisions(scenario, best),
+        ),
         prediction=best.prediction,
         simulation=simulation,
         cost=_cost(request, best),
         gaps=tuple(gaps),
-        commands=tuple(_commands(terms, best, subject, gaps)),
-        notices=tuple(_notices(terms, best, gaps)),
-        passed_over=found.passed_over,
+        commands=tuple(_commands(scenario, best, gaps)),
+        notices=tuple(_notices(scenario, best, gaps)),
     )
 
 
-def _count_decision(request: PlanRequest, terms: Terms, subject: Subject) -> list[Decision]:
-    if request.num_gpus is not None:
-        return [Decision("num_gpus", request.num_gpus, "given", source="user")]
-    if subject.num_gpus is not None:
-        return [Decision("num_gpus", subject.num_gpus, "what this machine has", source="measured")]
-    if pinned_gpus(request) is not None:
-        return [Decision("num_gpus", terms.num_gpus, "what the given layout takes")]
-    return [Decision("num_gpus", terms.num_gpus, "the fewest that hold it; --num-gpus takes more")]
+def _count_decision(scenario: Scenario) -> Decision:
+    field, count = "num_gpus", scenario.num_gpus
+    if scenario.request.num_gpus is not None:
+        return Decision(field, count, "given", source="user")
+    if scenario.machine_gpus is not None:
+        return Decision(field, count, "what this machine has", source="measured")
+    if scenario.pinned_gpus is not None:
+        return Decision(field, count, "what the given layout takes")
+    return Decision(field, count, "the fewest that hold it; --num-gpus takes more")
+
+
+def _with_other_cache(scenario: Scenario, best: Candidate, exact: bool) -> Decision:
+    """`kv_cache_dtype` with what its runner-up would give, predicted as `best` was."""
+    decision = scenario.kv_cache
+    if not decision.runner_up:
+        return decision
+    kv_dtype = scenario.dtype.value if decision.value == FP8 else FP8
+    other = evaluate(scenario.asking(kv_cache_dtype=kv_dtype), best.parallel)
+    if isinstance(other, TooLarge):
+        return decision
+    if exact:
+        other, _ = simulated(other, scenario.request.simulate)
+    held = f"{other.prediction.kv_tokens:,} tokens held instead of {best.prediction.kv_tokens:,}"
+    tok_s = f"{other.prediction.output_tok_s:,.0f} tok/s instead of {best.prediction.output_tok_s:,.0f}"
+    return replace(decision, runner_up=f"{decision.runner_up}; {held}, {tok_s}")
 
 
 def _cost(request: PlanRequest, best: Candidate) -> Cost | None:
@@ -246,116 +233,63 @@ def _cost(request: PlanRequest, best: Candidate) -> Cost | None:
     return Cost(hour, hour / 3600 / rates.output_tok_s * 1e6, hour / 3600 / rates.total_tok_s * 1e6)
 
 
-def _notices(terms: Terms, best: Candidate, gaps: list[str]) -> list[str]:
-    notices = []
-    if terms.engine == "headrace":
+def _notices(scenario: Scenario, best: Candidate, gaps: list[str]) -> Iterator[str]:
+    """What the user should know beside the figures."""
+    request, chip, workload, prediction = scenario.request, scenario.chip, best.workload, best.prediction
+    if scenario.engine == "headrace":
         if gaps:
-            notices.append("headrace cannot serve this plan yet; it is for planning. " + "; ".join(gaps))
-        if terms.chip.vendor == "amd":
-            notices.append(
-                f"headrace's kernels are compiled for {terms.chip.arch} and have not run there yet: its figures are "
-                "vLLM's on such GPUs"
+            yield "headrace cannot serve this plan yet; it is for planning. " + "; ".join(gaps)
+        if chip.vendor == "amd":
+            yield (
+                f"headrace's kernels are compiled for {chip.arch} and have not run there yet: its figures are vLLM's "
+                "on such GPUs"
             )
-    if terms.shape.plain_bytes == 4 and terms.chip.vendor != "cpu":
-        notices.append("products in float32 run at a fraction of the 16-bit rates that are counted here: it is slower")
-    if terms.request.speculative_config:
-        notices.append("speculation is not in the prediction: how many guesses are right is known from traffic alone")
-    room, wanted = best.limits.max_num_seqs * best.parallel.dp, best.workload.concurrency
-    wanted = 0 if best.workload.request_rate else wanted
-    if room < wanted:
-        notices.append(f"of {wanted:,} requests {room:,} run at once; the others wait")
-    elif best.prediction.max_concurrency < wanted:
-        notices.append(
-            f"the cache holds {best.prediction.max_concurrency:,} requests to their end: of {wanted:,} at once some "
-            "are pushed out and computed again"
-        )
-    rate, served = best.workload.request_rate, best.prediction.output_tok_s / best.workload.output_len
-    if rate and served < 0.9 * rate:
-        notices.append(f"{rate:g} requests a second come, {served:.3g} are served: the others wait ever longer")
-    if terms.request.objective == "interactive" and score("interactive", best.prediction) < 0:
-        notices.append(f"nothing here keeps to {PACE}: fewer at once, more GPUs or a smaller format would come nearer")
-    idle = terms.num_gpus - best.parallel.gpus
-    if idle:
-        notices.append(f"{idle} of {terms.num_gpus} GPUs stay idle: no better layout comes out even")
-    return notices
-
-
-def _gaps(terms: Terms, best: Candidate, subject: Subject) -> list[str]:
-    """Why headrace cannot serve this plan today; empty: it can."""
-    request = terms.request.replace(engine="headrace", attention_backend=_backend_of("headrace", terms.request))
-    gaps = [*gaps_of_model(request, subject), *layout_gaps(best.parallel)]
+    if scenario.shape.plain_bytes == 4 and chip.vendor != "cpu":
+        yield "products in float32 run at a fraction of the 16-bit rates that are counted here: it is slower"
     if request.speculative_config:
+        yield "speculation is not in the prediction: how many guesses are right is known from traffic alone"
+    running, wanted = best.limits.max_num_seqs * best.parallel.dp, 0 if workload.request_rate else workload.concurrency
+    if running < wanted:
+        yield f"of {wanted:,} requests {running:,} run at once; the others wait"
+    elif prediction.max_concurrency < wanted:
+        yield (
+            f"the cache holds {prediction.max_concurrency:,} requests to their end: of {wanted:,} at once some are "
+            "pushed out and computed again"
+        )
+    rate, served = workload.request_rate, prediction.output_tok_s / workload.output_len
+    if rate and served < 0.9 * rate:
+        yield f"{rate:g} requests a second come, {served:.3g} are served: the others wait ever longer"
+    if request.objective == "interactive" and score("interactive", prediction) < 0:
+        yield f"nothing here keeps to {PACE}: fewer at once, more GPUs or a smaller format would come nearer"
+    if idle := scenario.num_gpus - best.parallel.gpus:
+        yield f"{idle} of {scenario.num_gpus} GPUs stay idle: no better layout comes out even"
+
+
+def _for_engine(scenario: Scenario, engine: str) -> Scenario:
+    """The scenario for another engine; names of attention backends are one engine's own."""
+    return scenario if engine == scenario.engine else scenario.asking(engine=engine, attention_backend=None)
+
+
+def _gaps(scenario: Scenario, best: Candidate) -> list[str]:
+    """Why headrace cannot serve this plan today; empty: it can."""
+    own = _for_engine(scenario, "headrace")
+    gaps = [*own.model_gaps(), *layout_gaps(best.parallel)]
+    if scenario.request.speculative_config:
         gaps.append("headrace does not speculate yet")
-    if gaps or terms.engine == "headrace":
+    if gaps or own is scenario:
         return gaps
-    if problem := format_problem(request, subject.shape, subject.chip):
+    if problem := own.format_problem():
         return [problem]
-    found = evaluate(terms_of(request, subject, terms.num_gpus), best.parallel)
-    return [f"headrace: {found.why}"] if isinstance(found, Short) else []
+    outcome = evaluate(own, best.parallel)
+    return [f"headrace: {outcome.why}"] if isinstance(outcome, TooLarge) else []
 
 
-def _commands(terms: Terms, best: Candidate, subject: Subject, gaps: list[str]) -> Iterator[Command]:
-    """The planned engine's first."""
-    order = sorted(("headrace", "vllm"), key=lambda engine: engine != terms.engine)
-    for engine in order:
-        if engine == "headrace" and gaps:
+def _commands(scenario: Scenario, best: Candidate, gaps: list[str]) -> Iterator[Command]:
+    """The command of the planned engine first, then the other engine's."""
+    for engine in sorted(("headrace", "vllm"), key=lambda engine: engine != scenario.engine):
+        own = _for_engine(scenario, engine)
+        if own.format_problem() or (engine == "headrace" and gaps):
             continue
-        request = terms.request.replace(engine=engine, attention_backend=_backend_of(engine, terms.request))
-        own = terms_of(request, subject, terms.num_gpus)
-        candidate = best if engine == terms.engine else evaluate(own, best.parallel)
-        if isinstance(candidate, Short) or format_problem(request, subject.shape, subject.chip):
-            continue
-        settings = _settings(own, candidate, subject)
-        yield headrace_command(settings) if engine == "headrace" else vllm_command(settings)
-
-
-def _backend_of(engine: str, request: PlanRequest) -> str | None:
-    """Names of backends are one engine's."""
-    return request.attention_backend if engine == request.engine else None
-
-
-def _settings(terms: Terms, candidate: Candidate, subject: Subject) -> Settings:
-    request, shape = terms.request, subject.shape
-    decisions = {entry.field: entry for entry in engine_decisions(terms, candidate, dtype_of(request, subject).value)}
-    missing = missing_checkpoint(request, shape)
-    model = subject.model_id(request.model, request.engine)
-    needed = f"a checkpoint that holds {missing}" if missing else model.strip("<>") if model.startswith("<") else ""
-    return Settings(
-        engine=request.engine,
-        model=f"<{model.strip('<>')} in {missing}>" if missing else model,
-        needs_checkpoint=needed,
-        chip=terms.chip,
-        parallel=candidate.parallel,
-        is_moe=shape.is_moe,
-        is_mla=shape.is_mla,
-        quantization=at_load(request, shape),
-        kv_cache_dtype=terms.kv_dtype,
-        attention_backend=decisions["attention_backend"].value,
-        block_size=terms.block_size,
-        max_model_len=candidate.max_model_len,
-        max_num_seqs=candidate.limits.max_num_seqs,
-        max_num_batched_tokens=candidate.limits.max_num_batched_tokens,
-        bounded_by_cache=tuple(
-            name for name in ("max_num_batched_tokens", "max_num_seqs") if candidate.decisions[name].runner_up
-        ),
-        concurrency=candidate.workload.concurrency,
-        graph_mode=decisions["cudagraph_mode"].value,
-        gpu_memory_utilization=request.gpu_memory_utilization,
-        objective=request.objective,
-        input_len=request.prompt_len,
-        output_len=request.answer_len,
-        given=_given(request),
-    )
-
-
-def _given(request: PlanRequest) -> dict[str, Any]:
-    """What the user pinned."""
-    plain = {entry.name: entry.default for entry in fields(request) if entry.default is not MISSING}
-    plain |= {"compilation_config": {}, "speculative_config": {}}
-    return {name: getattr(request, name) for name, usual in plain.items() if getattr(request, name) != usual}
-
-
-def _why_nothing(found: Found, terms: Terms) -> list[str]:
-    """The reasons of the layouts that came nearest: those that memory alone forbids, if there are any."""
-    reasons = found.short or [f"{name}: {why}" for name, why in found.passed_over.items()]
-    return reasons[:MOST_REASONS] or [f"no layout of {terms.num_gpus} GPUs is what was asked for"]
+        candidate = best if own is scenario else evaluate(own, best.parallel)
+        if isinstance(candidate, Candidate):
+            yield command_for(own, candidate)

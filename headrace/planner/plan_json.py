@@ -1,17 +1,13 @@
-"""A plan as plain data for JSON: field names are those of the classes, sizes bytes, rates tokens a second.
-
-Writes what a plan holds; computes nothing.
-"""
+"""Writes a plan as plain data for JSON: field names are those of the classes, sizes bytes, rates tokens a second."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Any
 
-from headrace.planner.commands import Command, Flag
 from headrace.planner.memory_map import MemoryMap
 from headrace.planner.plan import Plan
-from headrace.planner.simulate import Percentiles, Simulation
+from headrace.planner.simulate import Simulation
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
@@ -26,7 +22,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "weight_format": shape.weight_format,
             "context": shape.spec.max_position_embeddings,
         },
-        "gpu": {"name": chip.name, "title": chip.title, "memory_bytes": chip.memory_bytes, "source": chip.source},
+        "gpu": {name: getattr(chip, name) for name in ("name", "title", "memory_bytes", "source")},
         "num_gpus": plan.num_gpus,
         "engine": plan.engine,
         "objective": request.objective,
@@ -46,7 +42,16 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "prediction": None if plan.prediction is None else asdict(plan.prediction),
         "percentiles": None if plan.simulation is None else _percentiles(plan.simulation),
         "cost": None if plan.cost is None else asdict(plan.cost),
-        "commands": [_command(command) for command in plan.commands],
+        "commands": [
+            {
+                "engine": command.engine,
+                "lines": command.lines,
+                "environment": [asdict(variable) for variable in command.variables],
+                "flags": [asdict(flag) for flag in command.flags],
+                "notes": list(command.notes),
+            }
+            for command in plan.commands
+        ],
         "headrace_gaps": list(plan.gaps),
         "passed_over": plan.passed_over,
         "alternatives": [{"change": entry.change, "plan": to_json(entry.plan)} for entry in plan.alternatives],
@@ -54,41 +59,20 @@ def to_json(plan: Plan) -> dict[str, Any]:
 
 
 def _memory(memory: MemoryMap) -> dict[str, Any]:
-    return {
-        "total": memory.total,
-        "usable": memory.usable,
-        "parts": memory.parts(),
-        "kv_bytes_per_token": memory.kv_bytes_per_token,
-        "kv_pool": memory.kv_pool,
-        "kv_tokens": memory.kv_tokens,
-        "longest": memory.longest,
-        "fits": memory.fits,
-    }
+    names = ("total", "usable", "parts", "kv_bytes_per_token", "kv_pool", "kv_tokens", "longest", "fits")
+    return {name: memory.parts() if name == "parts" else getattr(memory, name) for name in names}
 
 
 def _percentiles(run: Simulation) -> dict[str, Any]:
-    def milliseconds(values: Percentiles) -> dict[str, float]:
-        return {name: 1000 * seconds for name, seconds in asdict(values).items()}
-
+    times = {"ttft_ms": run.ttft, "itl_ms": run.itl, "e2e_ms": run.e2e}
+    milliseconds = {
+        name: {percentile: 1000 * seconds for percentile, seconds in asdict(values).items()}
+        for name, values in times.items()
+    }
     return {
-        "ttft_ms": milliseconds(run.ttft),
-        "itl_ms": milliseconds(run.itl),
-        "e2e_ms": milliseconds(run.e2e),
+        **milliseconds,
         "num_requests": run.num_requests,
         "duration_s": run.seconds,
         "num_preemptions": run.num_preemptions,
         "max_running": run.max_running,
-    }
-
-
-def _command(command: Command) -> dict[str, Any]:
-    def listed(flags: tuple[Flag, ...]) -> list[dict[str, Any]]:
-        return [asdict(flag) for flag in flags]
-
-    return {
-        "engine": command.engine,
-        "lines": command.lines,
-        "environment": listed(command.variables),
-        "flags": listed(command.flags),
-        "notes": list(command.notes),
     }

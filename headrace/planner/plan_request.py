@@ -1,6 +1,6 @@
-"""What is asked of a plan: model, GPUs, traffic, and every setting that the user pins.
+"""Defines what may be asked of a plan: model, GPUs, traffic, and every setting that the user pins.
 
-One annotated field is flag, help and Python keyword, as in config.py. Knows nothing of how a plan is made.
+One annotated field is flag, help and Python keyword, as in config.py.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ PLAN_FORMATS = {
     **QUANTIZATIONS,
     **{word: one.name for one in FORMATS.values() if one.scale_bytes for word in (one.name, *one.words)},
 }
-"""what users type -> what it is called here"""
+"""The weight format that each value of `quantization` means."""
 USUAL_INPUT, USUAL_OUTPUT = 1024, 256
 MOST_GPUS, MOST = 1024, 10**9
-"""Beyond any deployment, and any count of tokens or requests"""
+"""More than any deployment has, and more than any count of tokens or requests."""
+
+
+def _count(help: str, group: str, most: int = MOST, **more: Any) -> Any:
+    return knob(None, help, minimum=1, maximum=most, group=group, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """None: derived."""
+    """What is asked of a plan; None in a field leaves it to the planner."""
 
     model: str = knob(
         "demo",
@@ -36,7 +40,7 @@ class PlanRequest:
         group="model",
     )
     gpu: str = knob("auto", "Kind of GPU (mi300x, h200, ...), or `cpu`; `auto` reads this machine.", group="hardware")
-    num_gpus: int | None = knob(None, "GPUs to plan for.", minimum=1, maximum=MOST_GPUS, group="hardware")
+    num_gpus: int | None = _count("GPUs to plan for.", "hardware", MOST_GPUS)
     price_per_gpu_hour: float | None = knob(
         None,
         "What one GPU costs an hour; gives the cost of a million tokens.",
@@ -44,32 +48,17 @@ class PlanRequest:
         maximum=1e9,
         group="hardware",
     )
-    input_len: int | None = knob(
-        None,
-        "Tokens of a prompt; default: 1024, or half the model's context.",
-        minimum=1,
-        maximum=MOST,
-        group="workload",
+    input_len: int | None = _count("Tokens of a prompt; default: 1024, or half the model's context.", "workload")
+    output_len: int | None = _count(
+        "Tokens of an answer; default: 256, or a quarter of the model's context.", "workload"
     )
-    output_len: int | None = knob(
-        None,
-        "Tokens of an answer; default: 256, or a quarter of the model's context.",
-        minimum=1,
-        maximum=MOST,
-        group="workload",
-    )
-    concurrency: int | None = knob(
-        None,
+    concurrency: int | None = _count(
         "Requests in flight at once, over all GPUs; default: 1 for latency, 32 for interactive, as many as the KV "
         "cache holds (up to 1024 an instance) for throughput.",
-        minimum=1,
-        maximum=MOST,
-        group="workload",
+        "workload",
         aliases=("--max-concurrency",),
     )
-    num_prompts: int | None = knob(
-        None, "Requests in all; default: as many as keep the load up.", minimum=1, maximum=MOST, group="workload"
-    )
+    num_prompts: int | None = _count("Requests in all; default: as many as keep the load up.", "workload")
     request_rate: float | None = knob(
         None,
         "Requests that arrive in a second; default: each client sends the next at once.",
@@ -87,19 +76,14 @@ class PlanRequest:
     simulate: bool = knob(False, "Run the whole workload through the scheduler, for percentiles.", group="output")
     json: bool = knob(False, "Print the plan as JSON.", group="output")
 
-    tensor_parallel_size: int | None = knob(
-        None, "GPUs over which each layer is split.", minimum=1, maximum=MOST_GPUS, short="-tp", group="parallel"
+    tensor_parallel_size: int | None = _count(
+        "GPUs over which each layer is split.", "parallel", MOST_GPUS, short="-tp"
     )
-    pipeline_parallel_size: int | None = knob(
-        None, "GPUs over which the layers are dealt out.", minimum=1, maximum=MOST_GPUS, short="-pp", group="parallel"
+    pipeline_parallel_size: int | None = _count(
+        "GPUs over which the layers are dealt out.", "parallel", MOST_GPUS, short="-pp"
     )
-    data_parallel_size: int | None = knob(
-        None,
-        "Replicas, or ranks of data-parallel attention.",
-        minimum=1,
-        maximum=MOST_GPUS,
-        short="-dp",
-        group="parallel",
+    data_parallel_size: int | None = _count(
+        "Replicas, or ranks of data-parallel attention.", "parallel", MOST_GPUS, short="-dp"
     )
     enable_expert_parallel: bool | None = knob(
         None, "Give each GPU whole experts in place of slices of all.", group="parallel"
@@ -163,7 +147,7 @@ class PlanRequest:
         return self.output_len or USUAL_OUTPUT
 
     def filled(self, context: int) -> PlanRequest:
-        """With lengths that go into the context where none are given."""
+        """The request with lengths that fit into the context, where none are given."""
         return self.replace(
             input_len=self.input_len or min(USUAL_INPUT, max(1, context // 2)),
             output_len=self.output_len or min(USUAL_OUTPUT, max(1, context // 4)),

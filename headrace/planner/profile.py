@@ -1,7 +1,7 @@
-"""Settings that `headrace tune` measured to be better than the plan's, kept for one model, machine and version.
+"""Keeps settings that `headrace tune` measured to be better than the plan's, for one model, machine and version.
 
 A profile is a small JSON file in the cache folder. One that is unreadable, or that was made for something else, is
-ignored, and the log says so. Knows nothing of how anything is measured.
+ignored, and the log says so.
 """
 
 from __future__ import annotations
@@ -30,21 +30,23 @@ from headrace.planner.record import Decision
 logger = logging.getLogger(__name__)
 
 BASE = ("tensor_parallel_size", "quantization", "dtype", "batch_invariant", "block_size")
-"""Fields in which an engine must always equal the one that was tuned."""
+"""Fields of EngineConfig in which an engine must equal the one that was tuned."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One field that was better than the plan's."""
+    """A value of one field that was better than the plan's."""
 
     value: int | str
     over: Any
-    """what the plan had"""
+    """the plan's value"""
     gain: float
     """1.06: 6% better by itself"""
 
 
 class Workload(TypedDict):
+    """The requests with which an engine was tuned."""
+
     input_len: int
     output_len: int
     concurrency: int | None
@@ -54,6 +56,8 @@ class Workload(TypedDict):
 
 @dataclass(frozen=True)
 class Profile:
+    """What one session of tuning measured."""
+
     model: str
     machine: str
     device: str
@@ -74,14 +78,11 @@ class Profile:
 
 
 def measured_here(config: EngineConfig, model: ModelConfig, device: str) -> dict[str, Decision]:
-    """Field -> what was measured for it here, without what goes against a flag of the user's. Empty: nothing was."""
-    if not config.use_profile:
-        return {}
-    profile = find_profile(model)
+    """The decisions that were measured here, by field, without those that go against a flag of the user's."""
+    profile = find_profile(model) if config.use_profile else None
     if profile is None:
         return {}
-    why_not = _mismatch(profile, config, device)
-    if why_not:
+    if why_not := _mismatch(profile, config, device):
         logger.info("profile of %s not used: %s", profile.when, why_not)
         return {}
     return {
@@ -96,7 +97,7 @@ def profile_path(model: ModelConfig, machine: str) -> Path:
 
 
 def write_profile(profile: Profile, model: ModelConfig) -> Path:
-    """Whole or not at all: where the disk refuses, OSError is raised and what was there before stays."""
+    """Write the profile whole or not at all: where that fails, OSError is raised and the one before stays."""
     path = profile_path(model, profile.machine)
     partial = path.with_suffix(f".{os.getpid()}")
     try:
@@ -111,7 +112,8 @@ def write_profile(profile: Profile, model: ModelConfig) -> Path:
 
 
 def find_profile(model: ModelConfig, machine: Callable[[], str] | None = None) -> Profile | None:
-    """Of this model, machine and version; the machine is looked at only where the model has any profile."""
+    """The profile of this model, machine and version, if there is one. The machine is looked at only where the model
+    has any profile."""
     folder = cache_folder() / "profiles"
     try:
         names = os.listdir(folder)
@@ -140,23 +142,23 @@ def _read(path: Path) -> Profile | None:
 
 
 def machine_name() -> str:
-    """`NVIDIA H200`, or a machine without GPUs by its CPU: `AMD EPYC 9554, 64 cores`."""
+    """The name of this machine's GPUs (`NVIDIA H200`), or else of its CPU: `AMD EPYC 9554, 64 cores`."""
     gpus = sorted({name.strip() for name, _ in read_gpus()})
     if gpus:
         return " + ".join(gpus)
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return f"{found[1].strip() if found else 'CPU'}, {len(os.sched_getaffinity(0))} cores"
+    cpu = None
+    with suppress(OSError):
+        cpu = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return f"{cpu[1].strip() if cpu else 'CPU'}, {len(os.sched_getaffinity(0))} cores"
 
 
 def digest(value: Any) -> str:
+    """A short key for any JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def _mismatch(profile: Profile, config: EngineConfig, device: str) -> str:
-    """Why a profile is for something else; empty: it is for this."""
+    """Why a profile is for something else than this start; empty: it is not."""
     wanted: dict[str, tuple[Any, Any]] = {"device": (profile.device, device)}
     wanted |= {name: (value, getattr(config, name, None)) for name, value in profile.base.items()}
     wanted["objective"] = (profile.objective, config.objective or USUAL_OBJECTIVE)
@@ -168,6 +170,7 @@ def _mismatch(profile: Profile, config: EngineConfig, device: str) -> str:
 
 
 def _allowed(name: str, value: Any, config: EngineConfig) -> bool:
+    """Whether a measured value goes with what the user gave."""
     if name in ("max_num_batched_tokens", "max_num_seqs") and not isinstance(value, int):
         return False
     if name == "max_num_batched_tokens":

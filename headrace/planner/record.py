@@ -1,4 +1,4 @@
-"""A decision as a record that says why."""
+"""Defines `Decision`: a setting as a record that says why."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Decision:
+    """The value of one setting, the reason, and what was the next best choice."""
+
     field: str
     value: Any
     reason: str
     runner_up: str = ""
     source: str = "derived"
-    """user | derived | measured | legacy"""
+    """user, derived or measured"""
 
     def __str__(self) -> str:
         other = f" (instead of {self.runner_up})" if self.runner_up else ""

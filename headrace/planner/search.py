@@ -1,7 +1,6 @@
-"""Which layout, and which limits, serve a workload best: every allowed one is mapped, predicted and ranked.
+"""Finds the layout, and its limits, that serve a workload best: every allowed layout is mapped, predicted and ranked.
 
-The rules of models are layouts.py's, bytes memory_map.py's, times predict.py's; here they meet. Knows nothing of how a
-plan is printed.
+The rules of models are in layouts.py, bytes in memory_map.py, times in predict.py.
 """
 
 from __future__ import annotations
@@ -10,84 +9,34 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from headrace.planner.chips import Chip
+from headrace.planner.chips import GIB
 from headrace.planner.cost import Deployment, Parallel, StepWork, step_model
 from headrace.planner.decisions import mixed_step, sequences, token_budget
 from headrace.planner.engines import layout_gaps
 from headrace.planner.layouts import MANY_REQUESTS, copies_latent, layouts, name_of, reasons
 from headrace.planner.memory_map import MemoryMap, memory_map
 from headrace.planner.plan_request import PlanRequest
-from headrace.planner.predict import Prediction, Workload, predict
+from headrace.planner.predict import CLOSED_ROUNDS, Limits, Prediction, Workload, predict
 from headrace.planner.record import Decision
-from headrace.planner.shapes import ModelShape
-from headrace.planner.simulate import CLOSED_ROUNDS, OPEN_SECONDS, Limits, Simulation, TooLongError, simulate
+from headrace.planner.scenario import USUAL_CONCURRENCY, Scenario
+from headrace.planner.shapes import expert_share
+from headrace.planner.simulate import OPEN_SECONDS, Simulation, TooLongError, simulate
 
 READING_PACE_MS = 50.0
-"""between tokens: as fast as people read along, twice over"""
+"""Time between tokens that is twice as fast as people read."""
 FIRST_TOKEN_MS = 2000.0
 ABOUT_THE_SAME = 0.02
-"""Of layouts that are predicted this near to each other, the simplest is taken."""
-USUAL_CONCURRENCY = {"latency": 1, "interactive": 32}
+"""Of layouts that are predicted to be this near to each other, the simplest is taken."""
 VLLM_BUDGETS = {"latency": (1024, 2048, 4096), "interactive": (2048, 4096, 8192), "throughput": (8192, 16384)}
 """Token budgets worth asking vLLM for; its steps with decodes are as large as its largest."""
 SMALLER_BUDGETS = (8192, 4096, 2048, 1024)
 SHORTENINGS = 8
 MOST_SIMULATED = 1000
-"""Requests of one rank, or steps with their prompts, whose simulation is worth waiting for unasked,"""
+"""Requests of one rank, or steps with their prompts, whose simulation is worth waiting for unasked."""
 PATIENCE = 100_000
-"""and what it may come to in simulate.py's count: a quarter of a second"""
+"""Most requests gone through in such a simulation (simulate.py): a quarter of a second."""
 MIXED_SIZES = (128, 256, 384, 512, 768, 1024, 2048)
 """as headrace measures them at load (runner/step_times.py)"""
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What all candidates have in common."""
-
-    request: PlanRequest
-    shape: ModelShape
-    """in the weight format of the plan"""
-    chip: Chip
-    num_gpus: int
-    weight_format: str
-    kv_dtype: str
-    block_size: int
-    graph_mode: str
-    served_by_headrace: bool = False
-    """Only layouts that headrace has today."""
-
-    @property
-    def engine(self) -> str:
-        return self.request.engine
-
-    @property
-    def kv_bytes(self) -> float:
-        return 1.0 if self.kv_dtype.startswith("fp8") else 4.0 if self.kv_dtype == "float32" else 2.0
-
-    @property
-    def concurrency(self) -> int | None:
-        """over all replicas; None: as much as the cache holds"""
-        usual = None if self.request.request_rate else USUAL_CONCURRENCY.get(self.request.objective)
-        return self.request.concurrency or usual
-
-    @property
-    def tokens(self) -> int:
-        """of one request at its end"""
-        return self.request.prompt_len + self.request.answer_len
-
-    @property
-    def mean_tokens(self) -> float:
-        """of one request over its life"""
-        return self.request.prompt_len + self.request.answer_len / 2
-
-    @property
-    def longest(self) -> int:
-        """The sequence that has to fit."""
-        return max(self.request.max_model_len or 0, self.tokens)
-
-    @property
-    def context(self) -> int:
-        return self.request.max_model_len or self.shape.spec.max_position_embeddings
 
 
 @dataclass(frozen=True)
@@ -114,7 +63,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Short:
+class TooLarge:
     """A layout for which there is not enough memory."""
 
     why: str
@@ -123,148 +72,160 @@ class Short:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
+    """All layouts: those that run, ranked, and why the others do not."""
+
     ranked: list[Candidate]
     """best first; empty: nothing runs"""
     passed_over: dict[str, str] = field(default_factory=dict)
-    """layout -> why not"""
-    short: list[str] = field(default_factory=list)
-    """of these, what memory alone forbids; the nearest to fitting is first"""
+    """layout -> why it does not run"""
+    too_large: list[str] = field(default_factory=list)
+    """those of `passed_over` that only memory forbids; the one nearest to fitting is first"""
 
     @property
     def best(self) -> Candidate:
         return self.ranked[0]
 
 
-def search(terms: Terms) -> Found:
-    """Every layout of `terms.num_gpus` that rules, pins and memory allow, best first."""
+def search(scenario: Scenario) -> SearchResult:
+    """Every layout of `scenario.num_gpus` GPUs that rules, pins and memory allow, best first."""
+    request = scenario.request
     passed_over: dict[str, str] = {}
-    short: dict[str, int] = {}
+    missing: dict[str, int] = {}
     candidates: list[Candidate] = []
-    ranks = None if terms.request.request_rate else terms.concurrency
-    if terms.request.data_parallel_size is not None:
-        ranks = terms.request.data_parallel_size
-    every = layouts(terms.num_gpus, terms.shape, ranks)
-    everything = [parallel for parallel in every if _pinned(parallel, terms.request)]
-    for stages in sorted({parallel.pp for parallel in everything}):
-        # Stages cost waiting, so more of them are looked at only where fewer do not fit.
-        for parallel in everything:
+    ranks = request.data_parallel_size or (None if request.request_rate else scenario.concurrency)
+    every = layouts(scenario.num_gpus, scenario.shape, ranks)
+    allowed = [parallel for parallel in every if _is_as_pinned(parallel, request)]
+    for stages in sorted({parallel.pp for parallel in allowed}):
+        # Pipeline stages wait for each other, so more of them are looked at only where fewer do not fit.
+        for parallel in allowed:
             if parallel.pp != stages:
                 continue
-            name, why = name_of(parallel), reasons(parallel, terms.shape, terms.chip)
-            if terms.served_by_headrace:
+            name, why = name_of(parallel), reasons(parallel, scenario.shape, scenario.chip)
+            if scenario.headrace_only:
                 why += layout_gaps(parallel)
             if why:
                 passed_over[name] = "; ".join(why)
                 continue
-            found = evaluate(terms, parallel)
-            if isinstance(found, Candidate):
-                candidates.append(found)
+            outcome = evaluate(scenario, parallel)
+            if isinstance(outcome, Candidate):
+                candidates.append(outcome)
             else:
-                passed_over[name], short[name] = found.why, found.missing
+                passed_over[name], missing[name] = outcome.why, outcome.missing
         if candidates:
             break
-    nearest = sorted(short, key=lambda name: short[name])
-    return Found(_ranked(terms, candidates), passed_over, [f"{name}: {passed_over[name]}" for name in nearest])
+    too_large = [f"{name}: {passed_over[name]}" for name in sorted(missing, key=lambda name: missing[name])]
+    return SearchResult(_ranked(scenario, candidates), passed_over, too_large)
 
 
-def _pinned(parallel: Parallel, request: PlanRequest) -> bool:
-    """Whether a layout is what the user asked for."""
-    wanted = (
+def _is_as_pinned(parallel: Parallel, request: PlanRequest) -> bool:
+    pinned = (
         (request.tensor_parallel_size, parallel.tp),
         (request.pipeline_parallel_size, parallel.pp),
         (request.data_parallel_size, parallel.dp),
         (request.enable_expert_parallel, parallel.ep),
         (request.enable_dp_attention, parallel.dp_attention),
     )
-    return all(given is None or given == value for given, value in wanted)
+    return all(given is None or given == value for given, value in pinned)
 
 
-def evaluate(terms: Terms, parallel: Parallel) -> Candidate | Short:
-    """The candidate of a layout; or why there is none. Requests that come at a rate are as many at once as come while
-    one is answered, and as many again."""
-    found = _evaluate(terms, parallel)
-    rate = None if terms.request.concurrency else terms.request.request_rate
+def evaluate(scenario: Scenario, parallel: Parallel) -> Candidate | TooLarge:
+    """The best candidate of a layout, or why there is none.
+
+    Of requests that come at a rate, as many run at once as come while one is answered, and as many again.
+    """
+    outcome = _with_best_budget(scenario, parallel)
+    rate = None if scenario.request.concurrency else scenario.request.request_rate
     if rate is None:
-        return found
+        return outcome
     coming = USUAL_CONCURRENCY["interactive"]
-    if isinstance(found, Candidate):
-        coming = math.ceil(2 * rate * found.prediction.e2e_s)
-        if coming >= found.workload.concurrency:
-            return found
-    return _evaluate(replace(terms, request=terms.request.replace(concurrency=coming)), parallel)
+    if isinstance(outcome, Candidate):
+        coming = math.ceil(2 * rate * outcome.prediction.e2e_s)
+        if coming >= outcome.workload.concurrency:
+            return outcome
+    return _with_best_budget(scenario.asking(concurrency=coming), parallel)
 
 
-def _evaluate(terms: Terms, parallel: Parallel) -> Candidate | Short:
+def _with_best_budget(scenario: Scenario, parallel: Parallel) -> Candidate | TooLarge:
     """Where the cache is what bounds a layout, smaller steps leave more of it."""
-    deployment = Deployment(terms.shape, terms.chip, parallel, terms.weight_format, terms.kv_bytes, terms.engine)
-    usual = _budget(terms, deployment)
-    best = _with_budget(terms, deployment, usual)
-    if usual.source == "user" or not terms.request.enable_chunked_prefill or terms.chip.vendor == "cpu":
+    request = scenario.request
+    deployment = Deployment(
+        scenario.shape, scenario.chip, parallel, scenario.weight_format, scenario.kv_bytes, scenario.engine
+    )
+    usual = _budget(scenario, deployment)
+    best = _with_budget(scenario, deployment, usual)
+    if usual.source == "user" or not request.enable_chunked_prefill or scenario.chip.vendor == "cpu":
         return best
     for size in SMALLER_BUDGETS:
         if isinstance(best, Candidate) and not best.decisions["max_num_seqs"].runner_up:
             break
-        if (terms.request.max_num_seqs or 0) <= size < usual.value:
+        if (request.max_num_seqs or 0) <= size < usual.value:
             why = f"the cache is short, and a step of {usual.value} tokens takes more from it"
-            found = _with_budget(terms, deployment, Decision(usual.field, size, why, str(usual.value)))
-            if isinstance(found, Candidate) and (isinstance(best, Short) or _beats(terms, found, best)):
-                best = found
+            smaller = _with_budget(scenario, deployment, Decision(usual.field, size, why, str(usual.value)))
+            if isinstance(smaller, Candidate) and (isinstance(best, TooLarge) or _beats(request, smaller, best)):
+                best = smaller
     return best
 
 
-def _beats(terms: Terms, one: Candidate, other: Candidate) -> bool:
-    objective = terms.request.objective
-    ahead = score(objective, one.prediction) - score(objective, other.prediction)
-    return ahead > ABOUT_THE_SAME * abs(score(objective, other.prediction))
+def _beats(request: PlanRequest, one: Candidate, other: Candidate) -> bool:
+    reached = score(request.objective, other.prediction)
+    return score(request.objective, one.prediction) - reached > ABOUT_THE_SAME * abs(reached)
 
 
-def _with_budget(terms: Terms, deployment: Deployment, budget: Decision) -> Candidate | Short:
-    request, parallel = terms.request, deployment.parallel
-    concurrency = terms.concurrency
-    expected = None if concurrency is None else -(-concurrency // parallel.dp)
-    seqs = _sequences(terms, budget.value, expected)
-
-    memory = _map(terms, parallel, budget.value, seqs.value, terms.longest)
+def _with_budget(scenario: Scenario, deployment: Deployment, budget: Decision) -> Candidate | TooLarge:
+    request, ranks = scenario.request, deployment.parallel.dp
+    concurrency = scenario.concurrency
+    expected = None if concurrency is None else -(-concurrency // ranks)
+    seqs = _sequences(scenario, budget.value, expected)
+    memory = _map(scenario, deployment, budget.value, seqs.value, scenario.longest)
     if not memory.fits:
-        return _too_little(terms, memory)
-    memory, length = _longest(terms, parallel, budget.value, seqs.value)
-    room = max(1, int(capacity(terms, memory) / terms.mean_tokens))
-    if request.max_num_seqs is None and room < seqs.value:
+        return TooLarge(_why_too_large(scenario, memory), memory.missing)
+    memory = _with_longest_context(scenario, deployment, budget.value, seqs.value)
+    # Of longer sequences the cache holds more, where windows give back what they have passed.
+    size = scenario.block_size
+    kv_tokens = max(-(-scenario.tokens // size) * size, memory.tokens_in(scenario.tokens))
+    held = max(1, int(kv_tokens / scenario.mean_tokens))
+    if request.max_num_seqs is None and held < seqs.value:
         why = "requests that the cache holds, each with its prompt and half its answer; more would push others out"
-        seqs = Decision("max_num_seqs", room, why, str(seqs.value))
+        seqs = Decision("max_num_seqs", held, why, str(seqs.value))
     if concurrency is None:
-        concurrency = seqs.value * parallel.dp
+        concurrency = seqs.value * ranks
     workload = Workload(request.prompt_len, request.answer_len, concurrency, request.num_prompts, request.request_rate)
     decisions = {"max_num_batched_tokens": budget, "max_num_seqs": seqs}
-    mixed = None
-    if terms.engine == "headrace" and request.enable_chunked_prefill:
-        decisions["mixed_step_tokens"] = decision = _mixed_step(terms, deployment, budget.value)
-        mixed = decision.value
+    if scenario.engine == "headrace" and request.enable_chunked_prefill:
+        sizes = [size for size in MIXED_SIZES if size <= budget.value] or [budget.value]
+        times = _step_times(deployment, sizes, request.prompt_len)
+        decisions["mixed_step_tokens"] = mixed_step(times, request.objective, "derived")
     limits = Limits(
         max_num_seqs=seqs.value,
         max_num_batched_tokens=budget.value,
-        kv_tokens=capacity(terms, memory),
-        block_size=terms.block_size,
-        mixed_step_tokens=mixed,
+        kv_tokens=kv_tokens,
+        block_size=size,
+        mixed_step_tokens=decisions["mixed_step_tokens"].value if "mixed_step_tokens" in decisions else None,
         enable_chunked_prefill=request.enable_chunked_prefill,
     )
-    prediction = predict(deployment, workload, limits, limits.max_num_seqs, limits.max_num_batched_tokens)
-    return Candidate(deployment, memory, workload, limits, length, decisions, prediction)
+    prediction = predict(deployment, workload, limits)
+    return Candidate(deployment, memory, workload, limits, memory.longest, decisions, prediction)
 
 
 def simulated(candidate: Candidate, full: bool) -> tuple[Candidate, Simulation | None]:
-    """The candidate with what the scheduler itself makes of the workload, on a virtual clock; step by step if `full`.
-    What would take too long otherwise stays as it was predicted."""
+    """The candidate with what the scheduler itself makes of the workload, step by step if `full`.
+
+    Where the simulation would take too long, the candidate stays as it was predicted.
+    """
     workload, limits = candidate.workload, candidate.limits
     coming = workload.request_rate * OPEN_SECONDS if workload.request_rate else CLOSED_ROUNDS * workload.concurrency
     requests = (workload.num_prompts or coming) / candidate.parallel.dp
     chunks = workload.input_len / min(limits.max_num_batched_tokens, limits.mixed_step_tokens or math.inf)
     if not full and requests * max(1.0, chunks) > MOST_SIMULATED:
         return candidate, None
+    # No more cache than can ever be in use, as blocks cost the simulator time.
+    blocks = -(-(workload.input_len + workload.output_len) // limits.block_size) + 1
+    most = min(limits.max_num_seqs, workload.concurrency if workload.request_rate is None else limits.max_num_seqs)
+    useful = replace(limits, kv_tokens=min(limits.kv_tokens, (most + 1) * blocks * limits.block_size))
     patience = math.inf if full else PATIENCE
     try:
-        run = simulate(candidate.deployment, workload, _needed(limits, workload), full=full, patience=patience)
+        run = simulate(candidate.deployment, workload, useful, full=full, patience=patience)
     except TooLongError:
         return candidate, None
     prediction = replace(
@@ -278,136 +239,109 @@ def simulated(candidate: Candidate, full: bool) -> tuple[Candidate, Simulation |
     return replace(candidate, prediction=prediction), run
 
 
-def _needed(limits: Limits, workload: Workload) -> Limits:
-    """With no more cache than can ever be in use, as blocks cost the simulator time."""
-    blocks = -(-(workload.input_len + workload.output_len) // limits.block_size) + 1
-    most = min(limits.max_num_seqs, workload.concurrency if workload.request_rate is None else limits.max_num_seqs)
-    return replace(limits, kv_tokens=min(limits.kv_tokens, (most + 1) * blocks * limits.block_size))
-
-
-def capacity(terms: Terms, memory: MemoryMap) -> int:
-    """Tokens of requests of this workload that the pool of one rank holds: of longer sequences more has left the
-    windows, and gone back."""
-    return max(-(-terms.tokens // terms.block_size) * terms.block_size, memory.tokens_in(terms.tokens))
-
-
-def _longest(terms: Terms, parallel: Parallel, budget: int, seqs: int) -> tuple[MemoryMap, int]:
-    """The map with the longest sequence that the cache holds, at most the context. One of `terms.longest` fits."""
-    length = terms.context
+def _with_longest_context(scenario: Scenario, deployment: Deployment, budget: int, seqs: int) -> MemoryMap:
+    """The map for the longest sequence that the cache holds, at most the context. One of `scenario.longest` fits."""
+    length = scenario.context
     for _ in range(SHORTENINGS):
-        memory = _map(terms, parallel, budget, seqs, length)
+        memory = _map(scenario, deployment, budget, seqs, length)
         if memory.fits:
-            return memory, length
-        if memory.kv_tokens <= terms.longest:
+            return memory
+        if memory.kv_tokens <= scenario.longest:
             break
-        length = min(memory.kv_tokens, length - terms.block_size)
-    return _map(terms, parallel, budget, seqs, terms.longest), terms.longest
+        length = min(memory.kv_tokens, length - scenario.block_size)
+    return _map(scenario, deployment, budget, seqs, scenario.longest)
 
 
-def _map(terms: Terms, parallel: Parallel, budget: int, seqs: int, longest: int) -> MemoryMap:
+def _map(scenario: Scenario, deployment: Deployment, budget: int, seqs: int, longest: int) -> MemoryMap:
+    request = scenario.request
     return memory_map(
-        terms.shape,
-        terms.chip,
-        parallel,
-        weight_format=terms.weight_format,
-        kv_dtype_bytes=terms.kv_bytes,
+        deployment,
         max_num_seqs=seqs,
         max_num_batched_tokens=budget,
         max_model_len=longest,
-        gpu_memory_utilization=terms.request.gpu_memory_utilization,
-        block_size=terms.block_size,
-        graph_mode=terms.graph_mode,
-        engine=terms.engine,
-        speculates=bool(terms.request.speculative_config) and terms.shape.spec.draft_weights > 0,
+        gpu_memory_utilization=request.gpu_memory_utilization,
+        block_size=scenario.block_size,
+        graph_mode=scenario.graph_mode,
+        speculates=bool(request.speculative_config) and scenario.shape.spec.draft_weights > 0,
     )
 
 
-def _too_little(terms: Terms, memory: MemoryMap) -> Short:
-    gib = 1 << 30
-    usable = f"{memory.usable / gib:.0f} GiB of each GPU may be used"
+def _why_too_large(scenario: Scenario, memory: MemoryMap) -> str:
+    usable = f"{memory.usable / GIB:.0f} GiB of each GPU may be used"
     if memory.weight_bytes > memory.usable:
-        why = f"weights take {memory.weight_bytes / gib:.0f} GiB on each GPU; {usable}"
-    else:
-        why = (
-            f"{memory.missing / gib:.1f} GiB are missing on each GPU for one sequence of {terms.longest} tokens; the "
-            f"cache has room for {memory.kv_tokens}"
-        )
-    return Short(why, memory.missing)
+        return f"weights take {memory.weight_bytes / GIB:.0f} GiB on each GPU; {usable}"
+    return (
+        f"{memory.missing / GIB:.1f} GiB are missing on each GPU for one sequence of {scenario.longest} tokens; the "
+        f"cache has room for {memory.kv_tokens}"
+    )
 
 
-def _budget(terms: Terms, deployment: Deployment) -> Decision:
-    request = terms.request
-    field = "max_num_batched_tokens"
+def _budget(scenario: Scenario, deployment: Deployment) -> Decision:
+    request, chip, field = scenario.request, scenario.chip, "max_num_batched_tokens"
     if request.max_num_batched_tokens is not None:
         return Decision(field, request.max_num_batched_tokens, "given", source="user")
-    if terms.engine == "headrace" or terms.chip.vendor == "cpu" or not request.enable_chunked_prefill:
-        device = "cpu" if terms.chip.vendor == "cpu" else "cuda"
-        mlps = [group.feed_forward for group in terms.shape.groups if group.feed_forward.num_experts]
-        each = max((mlp.num_experts / mlp.experts_per_token for mlp in mlps), default=1.0)
-        value, why = token_budget(device, request.enable_chunked_prefill, terms.context, request.max_num_seqs, each)
-        return Decision(field, value, why)
-    sizes = [size for size in VLLM_BUDGETS[request.objective] if size >= (request.max_num_seqs or 0)]
+    chunked, seqs = request.enable_chunked_prefill, request.max_num_seqs
+    if scenario.engine == "headrace" or chip.vendor == "cpu" or not chunked:
+        share = expert_share(scenario.shape.spec)
+        return Decision(field, *token_budget(chip.device_type, chunked, scenario.context, seqs, share))
+    sizes = [size for size in VLLM_BUDGETS[request.objective] if size >= (seqs or 0)]
     if not sizes:
-        return Decision(field, request.max_num_seqs, "every running request gets a token in every step")
-    return mixed_step(_times(deployment, sizes, request.prompt_len), request.objective, "derived", field)
+        return Decision(field, seqs, "every running request gets a token in every step")
+    return mixed_step(_step_times(deployment, sizes, request.prompt_len), request.objective, "derived", field)
 
 
-def _mixed_step(terms: Terms, deployment: Deployment, budget: int) -> Decision:
-    sizes = [size for size in MIXED_SIZES if size <= budget] or [budget]
-    return mixed_step(_times(deployment, sizes, terms.request.prompt_len), terms.request.objective, "derived")
-
-
-def _times(deployment: Deployment, sizes: Iterable[int], input_len: int) -> dict[int, float]:
-    """Milliseconds of steps of so many prompt tokens on each rank."""
+def _step_times(deployment: Deployment, sizes: Iterable[int], input_len: int) -> dict[int, float]:
+    """Milliseconds of steps with so many prompt tokens on each rank."""
     model, ranks = step_model(deployment), deployment.parallel.dp
-    return {
-        size: 1000
-        * model.seconds(StepWork(0, 0.0, size * ranks, min(size, input_len) / 2, ranks * -(-size // input_len)))
-        for size in sizes
-    }
+
+    def milliseconds(size: int) -> float:
+        work = StepWork(0, 0.0, size, min(size, input_len) / 2, -(-size // input_len))
+        return 1000 * model.seconds(work.times(ranks))
+
+    return {size: milliseconds(size) for size in sizes}
 
 
-def _sequences(terms: Terms, budget: int, expected: int | None) -> Decision:
-    if terms.request.max_num_seqs is not None:
-        return Decision("max_num_seqs", terms.request.max_num_seqs, "given", source="user")
-    device = "cpu" if terms.chip.vendor == "cpu" else "cuda"
-    return Decision("max_num_seqs", *sequences(device, budget, expected))
+def _sequences(scenario: Scenario, budget: int, expected: int | None) -> Decision:
+    given = scenario.request.max_num_seqs
+    if given is not None:
+        return Decision("max_num_seqs", given, "given", source="user")
+    return Decision("max_num_seqs", *sequences(scenario.chip.device_type, budget, expected))
 
 
-def _ranked(terms: Terms, candidates: list[Candidate]) -> list[Candidate]:
+def _ranked(scenario: Scenario, candidates: list[Candidate]) -> list[Candidate]:
     """Best first; of those about as good as the best, the simplest is first."""
-    objective = terms.request.objective
-    ordered = sorted(candidates, key=lambda candidate: score(objective, candidate.prediction), reverse=True)
-    if any(not copies_latent(candidate.parallel, terms.shape) for candidate in ordered):
-        ordered.sort(key=lambda candidate: _wastes_latent(terms, candidate))
-    if not ordered:
+    if not candidates:
         return []
-    first = score(objective, ordered[0].prediction)
-    preferred = _wastes_latent(terms, ordered[0])
-    near = [
-        candidate
-        for candidate in ordered
-        if score(objective, candidate.prediction) >= first - ABOUT_THE_SAME * abs(first)
-        and _wastes_latent(terms, candidate) == preferred
-    ]
+
+    def reached(candidate: Candidate) -> float:
+        return score(scenario.request.objective, candidate.prediction)
+
+    def wastes_latent(candidate: Candidate) -> bool:
+        """For so many requests, copies of a latent cache cost more than ranks of their own."""
+        over_one_copy = candidate.workload.concurrency / candidate.parallel.replicas
+        return copies_latent(candidate.parallel, scenario.shape) and over_one_copy >= MANY_REQUESTS
+
+    ordered = sorted(candidates, key=reached, reverse=True)
+    if any(not copies_latent(candidate.parallel, scenario.shape) for candidate in ordered):
+        ordered.sort(key=wastes_latent)
+    first = ordered[0]
+    enough = reached(first) - ABOUT_THE_SAME * abs(reached(first))
+    near = [one for one in ordered if reached(one) >= enough and wastes_latent(one) == wastes_latent(first)]
     best = min(near, key=lambda candidate: complexity(candidate.parallel))
     return [best, *(candidate for candidate in ordered if candidate is not best)]
 
 
-def _wastes_latent(terms: Terms, candidate: Candidate) -> bool:
-    """So many requests that copies of their latent cache cost more than ranks of their own."""
-    parallel = candidate.parallel
-    over_one_copy = candidate.workload.concurrency / parallel.replicas
-    return copies_latent(parallel, terms.shape) and over_one_copy >= MANY_REQUESTS
-
-
 def complexity(parallel: Parallel) -> tuple[int, ...]:
-    """Fewer ranks that wait for each other, then fewer GPUs."""
+    """A key for sorting: fewer ranks that wait for each other come first, then fewer GPUs."""
     return (parallel.pp, parallel.dp_attention + parallel.ep, parallel.tp, parallel.gpus)
 
 
 def score(objective: str, prediction: Prediction) -> float:
-    """More is better."""
+    """How well a prediction meets an objective; higher is better.
+
+    For interactive use a layout that keeps the reading pace scores its throughput, and one that does not scores below
+    zero, the less the further it is behind.
+    """
     if objective == "latency":
         return -prediction.e2e_s
     if objective == "throughput":

@@ -1,28 +1,26 @@
-"""What a started engine is expected to give, by the same models as `headrace plan`: its speed with the traffic that its
-flags say to expect, or else the usual one; its memory; and what any one step should take.
+"""Predicts a started engine's speed, memory and steps by the models of `headrace plan`, from what its ranks reported.
 
-Takes what the ranks reported of the machine; measures nothing.
+The traffic is what the engine's flags say to expect, or else the usual one.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.model_config import ModelConfig
-from headrace.planner.chips import CHIPS, Chip, find_chip
+from headrace.planner.chips import GIB, find_chip, this_cpu
 from headrace.planner.cost import Deployment, Parallel, StepModel, step_model
 from headrace.planner.decisions import USUAL_OBJECTIVE
-from headrace.planner.formats import in_plan_format, plan_format
+from headrace.planner.fp8_cache import cached_bytes
 from headrace.planner.memory_map import MemoryMap, memory_map
-from headrace.planner.plan_request import PlanRequest
-from headrace.planner.predict import Prediction, Workload, predict
-from headrace.planner.search import USUAL_CONCURRENCY
+from headrace.planner.plan_request import PLAN_FORMATS, PlanRequest
+from headrace.planner.predict import Limits, Prediction, Workload, predict
+from headrace.planner.scenario import USUAL_CONCURRENCY
 from headrace.planner.shapes import shape_of
-from headrace.planner.simulate import Limits
 from headrace.step import WorkerFacts
 
 logger = logging.getLogger(__name__)
@@ -39,11 +37,12 @@ class Expected:
     chip: str
 
     def __str__(self) -> str:
-        load, found = self.workload, self.prediction
+        load, prediction = self.workload, self.prediction
         return (
             f"expected on {self.chip}, {load.input_len} in / {load.output_len} out, {load.concurrency} at once "
-            f"({self.source}): {found.ttft_ms:.0f} ms to the first token, {found.itl_ms:.1f} ms between tokens, "
-            f"{found.output_tok_s:,.0f} output tokens/s (within {found.error_band:.0%}), bound by {found.bound}"
+            f"({self.source}): {prediction.ttft_ms:.0f} ms to the first token, {prediction.itl_ms:.1f} ms between "
+            f"tokens, {prediction.output_tok_s:,.0f} output tokens/s (within {prediction.error_band:.0%}), bound by "
+            f"{prediction.bound}"
         )
 
 
@@ -59,8 +58,43 @@ class StepPrediction:
     """False: too rough to call a step slow by it"""
 
 
+@dataclass(frozen=True)
+class MemoryPart:
+    """One part of a rank's memory."""
+
+    name: str
+    predicted: int | None
+    """bytes; None: the planner does not know this chip or model"""
+    reported: int | None
+    """bytes; None: not measured here"""
+
+    def __str__(self) -> str:
+        sizes = ("?" if size is None else f"{size / GIB:.2f}" for size in (self.predicted, self.reported))
+        return f"{self.name} {' / '.join(sizes)}"
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """The memory of the rank with the least left: what was predicted, and what the device reports."""
+
+    device: str
+    total: int
+    usable: int
+    """the engine's share of it"""
+    parts: tuple[MemoryPart, ...]
+    kv_bytes_per_token: MemoryPart
+    kv_cache: int
+    """bytes allocated: what is left, or what is useful of it"""
+
+    def __str__(self) -> str:
+        parts = ", ".join(str(part) for part in self.parts if part.reported is not None)
+        cache = f"the KV cache took {self.kv_cache / GIB:.2f}"
+        return f"memory of {self.device} in GiB, predicted / reported: {parts}; {cache}"
+
+
 def expect(config: EngineConfig, model: ModelConfig, facts: list[WorkerFacts], num_pages: int) -> Expected | None:
-    """For a resolved config. None: the chip or the model is unknown to the planner, or such a request does not fit."""
+    """The prediction for a resolved config. None: the planner does not know the chip or the model, or such a request
+    does not fit."""
     try:
         deployment = deployment_of(config, model, facts)
         layout = facts[0].layout
@@ -69,18 +103,15 @@ def expect(config: EngineConfig, model: ModelConfig, facts: list[WorkerFacts], n
             max_num_seqs=config.max_num_seqs or 1,
             max_num_batched_tokens=config.max_num_batched_tokens or 1,
             kv_tokens=layout.tokens_in(num_pages, workload.input_len + workload.output_len),
-            block_size=config.block_size,
-            enable_chunked_prefill=config.enable_chunked_prefill,
         )
-        found = predict(deployment, workload, limits, limits.max_num_seqs, limits.max_num_batched_tokens)
+        return Expected(workload, source, predict(deployment, workload, limits), deployment.chip.title)
     except ConfigError as error:
         logger.info("no prediction: %s", error)
         return None
-    return Expected(workload, source, found, deployment.chip.title)
 
 
 def predict_steps(config: EngineConfig, model: ModelConfig, facts: list[WorkerFacts]) -> StepPrediction | None:
-    """None: the chip or the model is unknown to the planner."""
+    """None: the planner does not know the chip or the model."""
     try:
         deployment = deployment_of(config, model, facts)
     except ConfigError:
@@ -95,17 +126,13 @@ def predict_steps(config: EngineConfig, model: ModelConfig, facts: list[WorkerFa
 
 
 def predict_memory(config: EngineConfig, model: ModelConfig, facts: list[WorkerFacts]) -> MemoryMap | None:
-    """Of one rank. None: the chip or the model is unknown to the planner."""
+    """The memory map of one rank. None: the planner does not know the chip or the model."""
     try:
         deployment = deployment_of(config, model, facts)
     except ConfigError:
         return None
     return memory_map(
-        deployment.shape,
-        deployment.chip,
-        deployment.parallel,
-        weight_format=deployment.weight_format,
-        kv_dtype_bytes=deployment.kv_dtype_bytes,
+        deployment,
         max_num_seqs=config.max_num_seqs or 1,
         max_num_batched_tokens=config.max_num_batched_tokens or 1,
         max_model_len=config.max_model_len,
@@ -115,43 +142,72 @@ def predict_memory(config: EngineConfig, model: ModelConfig, facts: list[WorkerF
     )
 
 
+def report_memory(
+    config: EngineConfig, predicted: MemoryMap | None, facts: list[WorkerFacts], num_pages: int
+) -> MemoryReport | None:
+    """The prediction beside what the ranks reported. None: no rank has reported anything."""
+    if not facts:
+        return None
+    fact = min(facts, key=lambda fact: fact.available_kv_memory)
+    parts = {
+        "weights": fact.weight_bytes,
+        "tables": fact.table_bytes,
+        "activations": fact.step_bytes,
+        "graphs": fact.graph_bytes,
+        "libraries": fact.library_bytes,
+        "left for the KV cache": fact.available_kv_memory,
+    }
+    profiled = fact.step_bytes > 0  # a CPU's memory is shared with all, and is not
+    sizes: dict[str, int] = {}
+    if predicted is not None:
+        sizes = {**predicted.parts(), "weights": predicted.weight_bytes, "left for the KV cache": predicted.kv_pool}
+    per_token = None if predicted is None else predicted.kv_bytes_per_token
+    return MemoryReport(
+        device=fact.device_name,
+        total=fact.total_memory,
+        usable=fact.total_memory if fact.device == "cpu" else int(fact.total_memory * config.gpu_memory_utilization),
+        parts=tuple(
+            MemoryPart(name, sizes.get(name), size if profiled or name == "weights" else None)
+            for name, size in parts.items()
+        ),
+        kv_bytes_per_token=MemoryPart("KV cache, a token", per_token, fact.layout.bytes_per_token),
+        kv_cache=num_pages * fact.layout.page_bytes,
+    )
+
+
 def deployment_of(config: EngineConfig, model: ModelConfig, facts: list[WorkerFacts]) -> Deployment:
     """Raises ConfigError for a chip or a model that the planner does not know."""
     if not facts:
         raise ConfigError("no rank has said on what it runs")
-    shape = shape_of(model.raw, config.model).held_in(config.dtype)
-    asked = PlanRequest(model=config.model, quantization=config.quantization, engine="headrace")
+    fact, shape = facts[0], shape_of(model.raw, config.model).held_in(config.dtype)
+    wanted = None if config.quantization is None else PLAN_FORMATS[config.quantization]
     return Deployment(
-        in_plan_format(asked, shape),
-        _chip(facts[0]),
+        shape.converted(wanted),
+        this_cpu(fact.total_memory) if fact.device == "cpu" else find_chip(fact.device_name, fact.total_memory),
         Parallel(tp=config.tensor_parallel_size),
-        plan_format(asked, shape),
-        1.0 if config.kv_cache_dtype.startswith("fp8") else 4.0 if config.kv_cache_dtype == "float32" else 2.0,
+        shape.format_for(wanted),
+        cached_bytes(config.kv_cache_dtype),
         "headrace",
     )
 
 
-def _chip(fact: WorkerFacts) -> Chip:
-    if fact.device == "cpu":
-        return replace(CHIPS["cpu"], title="the CPU of this machine", memory_bytes=fact.total_memory)
-    return find_chip(fact.device_name, fact.total_memory)
-
-
 def _workload(config: EngineConfig, tokens_in: Callable[[int], int]) -> tuple[Workload, str]:
-    """What is expected, and who says so: flags, and for what they leave open what `headrace plan` takes. `tokens_in`:
-    the tokens that the cache holds in sequences of a length."""
-    said = {
+    """The expected workload, and who says so: flags, and `headrace plan`'s usual values for what they leave open.
+
+    `tokens_in`: the tokens that the cache holds in sequences of a given length.
+    """
+    given = {
         "input_len": config.expected_input_len,
         "output_len": config.expected_output_len,
         "concurrency": config.expected_concurrency,
     }
-    usual = PlanRequest(model=config.model, input_len=said["input_len"], output_len=said["output_len"])
+    usual = PlanRequest(model=config.model, input_len=given["input_len"], output_len=given["output_len"])
     usual = usual.filled(config.max_model_len or tokens_in(1))
     length = usual.prompt_len + usual.answer_len
     held = max(1, min(config.max_num_seqs or 1, tokens_in(length) // length))
     objective = config.objective or USUAL_OBJECTIVE
-    concurrency = said["concurrency"] or min(held, USUAL_CONCURRENCY.get(objective, held))
-    left_open = [name for name, value in said.items() if value is None]
+    concurrency = given["concurrency"] or min(held, USUAL_CONCURRENCY.get(objective, held))
+    left_open = [name for name, value in given.items() if value is None]
     flags = ", ".join(f"--expected-{name.replace('_', '-')}" for name in left_open)
     what = {0: "as flags say", 3: f"usual for {objective}"}.get(len(left_open), "flags and usual values")
     source = f"{what}; {flags} would say otherwise" if left_open else what

@@ -1,24 +1,21 @@
-"""Every setting as a decision: what it is, why, and what came second; of a start, and of the layout that a plan chose.
-
-What holds because nothing spoke against it is said here for both. Measures nothing and ranks nothing.
-"""
+"""Says for every setting what it is, why, and what came second: of a start, and of the layout that a plan chose."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from typing import Any
 
+from headrace.attention.spec import AttentionSpec
+from headrace.attention.table import select_backend
 from headrace.config import EngineConfig
 from headrace.graph_sizes import capture_sizes
-from headrace.planner.chips import Chip
-from headrace.planner.engines import GRAPHS_OF, attention_backend
-from headrace.planner.graphs import decide_graphs
+from headrace.planner.cost import Parallel
+from headrace.planner.engines import graph_decision, smallest_window, vllm_backend, widest_mixer
 from headrace.planner.layouts import MANY_REQUESTS, ULTRA_SPARSE
-from headrace.planner.plan_request import PlanRequest
 from headrace.planner.record import Decision
-from headrace.planner.search import FIRST_TOKEN_MS, READING_PACE_MS, Candidate, Found, Terms, score
-from headrace.planner.shapes import ModelShape
+from headrace.planner.scenario import Scenario
+from headrace.planner.search import FIRST_TOKEN_MS, READING_PACE_MS, Candidate, SearchResult, score
+from headrace.planner.shapes import expert_share
 
 CUSTOM_ALL_REDUCE_MIB = 8
 """Largest sum that vLLM's own kernels for linked GPUs take; larger ones go to NCCL or RCCL."""
@@ -29,15 +26,15 @@ ORDER = (
     "mixed_step_tokens", "enable_chunked_prefill", "enable_prefix_caching", "async_scheduling", "cudagraph_mode",
     "cudagraph_capture_sizes",
 )  # fmt: skip
-"""as `headrace plan` lists them; others come after these"""
-WHY = {
+"""The order in which a start lists its settings; others come after these."""
+DEFAULTS = {
     "block_size": "little is left over in last blocks; speed hardly depends on it",
     "gpu_memory_utilization": "weights, steps, graphs and cache together; the rest is for others and for surprises",
     "enable_chunked_prefill": "a long prompt delays running requests by one step at most",
     "enable_prefix_caching": "prompts that start alike share blocks; a miss costs nothing",
     "async_scheduling": "the host plans a step while the one before it runs",
 }
-"""of what stands where nobody asks for another value"""
+"""Settings that keep their default unless somebody gives another value, and why the default is good."""
 WANTED = {
     "latency": "the shortest answer",
     "interactive": "the most tokens at a reading pace",
@@ -45,27 +42,28 @@ WANTED = {
 }
 
 
-def one_list(config: EngineConfig, decisions: Iterable[Decision]) -> list[Decision]:
-    """Each field once, with its last word, and those that nobody decided on filled in."""
-    found = {entry.field: entry for entry in decisions}
+def all_settings(config: EngineConfig, decisions: Iterable[Decision]) -> list[Decision]:
+    """The last decision on each field, and one on every field that nobody decided, in the order in which they are
+    listed."""
+    last = {entry.field: entry for entry in decisions}
     size = config.tensor_parallel_size
     if size == 1:
         why, source = "what is used where nothing else is given; `headrace plan` compares", "derived"
     else:
         why, source = "given", "user"
-    unsaid = [Decision("tensor_parallel_size", size, why, source=source), *standing(config)]
+    undecided = [Decision("tensor_parallel_size", size, why, source=source), *default_settings(config)]
     if config.quantization is None:
-        unsaid.append(Decision("quantization", None, "weights stay as the checkpoint holds them"))
-    for entry in unsaid:
-        found.setdefault(entry.field, entry)
+        undecided.append(Decision("quantization", None, "weights stay as the checkpoint holds them"))
+    for entry in undecided:
+        last.setdefault(entry.field, entry)
     place = {name: number for number, name in enumerate(ORDER)}
-    return sorted(found.values(), key=lambda entry: place.get(entry.field, len(place)))
+    return sorted(last.values(), key=lambda entry: place.get(entry.field, len(place)))
 
 
-def standing(config: EngineConfig) -> Iterator[Decision]:
-    """What nobody decided on, from a config whose graphs are settled: as usual, or given."""
+def default_settings(config: EngineConfig) -> Iterator[Decision]:
+    """Decisions on DEFAULTS and on graph sizes, from a config whose cudagraph_mode is settled."""
     usual = EngineConfig()
-    for name, why in WHY.items():
+    for name, why in DEFAULTS.items():
         value = getattr(config, name)
         if name == "gpu_memory_utilization" and config.device == "cpu":
             why = "a CPU's memory belongs to everybody; it bounds nothing here"
@@ -89,51 +87,39 @@ def _graph_sizes(config: EngineConfig) -> Decision:
     return Decision(field, sizes, f"decode steps of up to {sizes[-1]} requests, each captured when it comes up again")
 
 
-def parallel_decisions(terms: Terms, found: Found) -> list[Decision]:
+def parallel_decisions(scenario: Scenario, result: SearchResult) -> list[Decision]:
     """How the GPUs are used."""
-    best, request, shape, chip = found.best, terms.request, terms.shape, terms.chip
+    best, request = result.best, scenario.request
     parallel = best.parallel
-    rival = next((other for other in found.ranked[1:]), None)
-    runner_up = "" if rival is None else f"{rival.name}: {summary(rival)}"
-    why = _why_layout(terms, found)
-
-    def settle(field: str, value: Any, reason: str, runner_up: str = "", given: Any = None) -> Decision:
-        if given is not None:
-            return Decision(field, value, "given", source="user")
-        return Decision(field, value, reason, runner_up)
-
-    stages = (
-        f"{parallel.pp} stages: the layers do not fit into {parallel.tp} GPUs"
-        if parallel.pp > 1
-        else "the layers fit without stages, which would wait for each other"
-    )
+    stages = "the layers fit without stages, which would wait for each other"
+    if parallel.pp > 1:
+        stages = f"{parallel.pp} stages: the layers do not fit into {parallel.tp} GPUs"
     size = parallel.tp * parallel.pp * (parallel.dp if parallel.dp_attention else 1)
-    replicas = min(parallel.replicas, max(1, chip.gpus_per_node // size))
-    idle = terms.num_gpus - parallel.gpus
+    idle = scenario.num_gpus - parallel.gpus
     each = f"each takes {size} GPU{'s' if size > 1 else ''}" + (
-        f"; {idle} of {terms.num_gpus} stay idle" if idle else ""
+        f"; {idle} of {scenario.num_gpus} stay idle" if idle else ""
     )
-    return [
-        settle("tensor_parallel_size", parallel.tp, why, runner_up, request.tensor_parallel_size),
-        settle("pipeline_parallel_size", parallel.pp, stages, "", request.pipeline_parallel_size),
-        settle("data_parallel_size", parallel.dp, _why_data(terms, best), "", request.data_parallel_size),
-        settle(
-            "enable_expert_parallel",
-            parallel.ep,
-            _why_experts(shape, best),
-            _other(found, "ep"),
-            request.enable_expert_parallel,
-        ),
-        settle(
+    replicas = min(parallel.replicas, max(1, scenario.chip.gpus_per_node // size))
+    rival = next((f"{other.name}: {summary(other)}" for other in result.ranked[1:]), "")
+    settings = (
+        ("tensor_parallel_size", parallel.tp, _why_layout(scenario, result), rival),
+        ("pipeline_parallel_size", parallel.pp, stages, ""),
+        ("data_parallel_size", parallel.dp, _why_data(parallel), ""),
+        ("enable_expert_parallel", parallel.ep, _why_experts(scenario, best), _best_other(result, "ep")),
+        (
             "enable_dp_attention",
             parallel.dp_attention,
-            _why_attention(terms, best),
-            _other(found, "dp_attention"),
-            request.enable_dp_attention,
+            _why_attention(scenario, best),
+            _best_other(result, "dp_attention"),
         ),
-        Decision("replicas_per_node", replicas, each),
-        all_reduce(terms, best),
+    )
+    decisions = [
+        Decision(field, value, why, runner_up)
+        if getattr(request, field) is None
+        else Decision(field, value, "given", source="user")
+        for field, value, why, runner_up in settings
     ]
+    return [*decisions, Decision("replicas_per_node", replicas, each), all_reduce(scenario, best)]
 
 
 def summary(candidate: Candidate) -> str:
@@ -141,22 +127,21 @@ def summary(candidate: Candidate) -> str:
     return f"{prediction.itl_ms:.1f} ms a token, {prediction.output_tok_s:,.0f} tok/s"
 
 
-def _why_layout(terms: Terms, found: Found) -> str:
-    best, count = found.best, len(found.ranked)
-    said = f"{best.name}, {summary(best)}"
+def _why_layout(scenario: Scenario, result: SearchResult) -> str:
+    best, count, objective = result.best, len(result.ranked), scenario.request.objective
+    what = f"{best.name}, {summary(best)}"
     if count == 1:
-        return f"the one layout that runs: {said}"
-    objective = terms.request.objective
-    if objective == "interactive" and score(objective, best.prediction) < 0:
-        return f"of {count} layouts, none of which keeps to {PACE}, the nearest: {said}"
+        return f"the one layout that runs: {what}"
+    reached = score(objective, best.prediction)
+    if objective == "interactive" and reached < 0:
+        return f"of {count} layouts, none of which keeps to {PACE}, the nearest: {what}"
     wanted = WANTED[objective]
-    if max(score(objective, other.prediction) for other in found.ranked[1:]) > score(objective, best.prediction):
-        return f"the simplest of those that give about {wanted}, of {count} layouts: {said}"
-    return f"{wanted} of {count} layouts: {said}"
+    if max(score(objective, other.prediction) for other in result.ranked[1:]) > reached:
+        return f"the simplest of those that give about {wanted}, of {count} layouts: {what}"
+    return f"{wanted} of {count} layouts: {what}"
 
 
-def _why_data(terms: Terms, best: Candidate) -> str:
-    parallel = best.parallel
+def _why_data(parallel: Parallel) -> str:
     if parallel.dp_attention:
         return "each rank keeps the cache of its own requests; all share the experts"
     if parallel.dp == 1:
@@ -164,22 +149,21 @@ def _why_data(terms: Terms, best: Candidate) -> str:
     return f"{parallel.dp} copies that never wait for each other"
 
 
-def _why_experts(shape: ModelShape, best: Candidate) -> str:
-    if not shape.is_moe:
+def _why_experts(scenario: Scenario, best: Candidate) -> str:
+    if not scenario.shape.is_moe:
         return "a dense model has no experts"
     if best.parallel.ep:
         return "whole experts on each GPU: larger products, and tokens travel to them"
-    sparse = [group.feed_forward for group in shape.groups if group.feed_forward.num_experts]
-    shares = [block.experts_per_token / block.num_experts for block in sparse]
-    if min(shares) < ULTRA_SPARSE:
-        return f"a token uses {min(shares):.2%} of the experts: whole ones would leave most GPUs idle"
+    share = expert_share(scenario.shape.spec)
+    if share < ULTRA_SPARSE:
+        return f"a token uses {share:.2%} of the experts: whole ones would leave most GPUs idle"
     if best.parallel.expert_gpus == 1:
         return "one GPU holds all experts"
     return "slices of every expert keep all GPUs equally busy"
 
 
-def _why_attention(terms: Terms, best: Candidate) -> str:
-    shape, parallel = terms.shape, best.parallel
+def _why_attention(scenario: Scenario, best: Candidate) -> str:
+    shape, parallel = scenario.shape, best.parallel
     if not shape.is_moe:
         return "for mixtures of experts, whose experts ranks can share"
     if parallel.dp_attention:
@@ -194,97 +178,118 @@ def _why_attention(terms: Terms, best: Candidate) -> str:
     return "predicted to be slower here"
 
 
-def _other(found: Found, name: str) -> str:
-    """The best layout that differs in this."""
-    chosen = getattr(found.best.parallel, name)
-    other = next((entry for entry in found.ranked if getattr(entry.parallel, name) != chosen), None)
-    return "" if other is None else f"{other.name}: {summary(other)}"
+def _best_other(result: SearchResult, name: str) -> str:
+    """The best layout that differs from the chosen one in the field `name`."""
+    chosen = getattr(result.best.parallel, name)
+    others = (entry for entry in result.ranked if getattr(entry.parallel, name) != chosen)
+    return next((f"{other.name}: {summary(other)}" for other in others), "")
 
 
-def all_reduce(terms: Terms, best: Candidate) -> Decision:
-    parallel, field = best.parallel, "all_reduce"
+def all_reduce(scenario: Scenario, best: Candidate) -> Decision:
+    parallel, chip, field = best.parallel, scenario.chip, "all_reduce"
     if parallel.dp_attention and parallel.tp == 1:
-        value = "gather and scatter" if terms.engine == "vllm" else "none yet"
+        value = "gather and scatter" if scenario.engine == "vllm" else "none yet"
         return Decision(field, value, "ranks of attention sum nothing; tokens travel to the experts and back")
     if parallel.tp == 1:
         return Decision(field, "none", "each layer is on one GPU: there is nothing to sum, and nothing to quantize")
-    name = "RCCL" if terms.chip.vendor == "amd" else "NCCL"
-    if terms.chip.vendor == "cpu":
+    name = "RCCL" if chip.vendor == "amd" else "NCCL"
+    if chip.vendor == "cpu":
         return Decision(field, "gloo", "the CPU's")
-    if terms.engine == "headrace":
+    if scenario.engine == "headrace":
         return Decision(field, name, "what headrace has; kernels of its own for small sums are to come")
-    width = 2 * terms.shape.spec.hidden_size
-    decode = best.limits.max_num_seqs * width / 2**20
-    step = best.limits.max_num_batched_tokens * width / 2**20
+    width = 2 * scenario.shape.spec.hidden_size
+    decode, step = best.limits.max_num_seqs * width / 2**20, best.limits.max_num_batched_tokens * width / 2**20
     value = f"own kernel, {name} above {CUSTOM_ALL_REDUCE_MIB} MiB"
-    reason = f"decode steps sum up to {decode:.1f} MiB, the largest step {step:.0f} MiB"
-    if terms.request.disable_custom_all_reduce:
+    if scenario.request.disable_custom_all_reduce:
         return Decision(field, name, "given", value, source="user")
-    if terms.chip.vendor == "amd":
-        return Decision(field, value, reason, "Quick Reduce INT8 for large steps: faster prompts, rounded sums")
-    return Decision(field, value, reason)
+    runner_up = "Quick Reduce INT8 for large steps: faster prompts, rounded sums" if chip.vendor == "amd" else ""
+    return Decision(
+        field, value, f"decode steps sum up to {decode:.1f} MiB, the largest step {step:.0f} MiB", runner_up
+    )
 
 
-def engine_decisions(terms: Terms, best: Candidate, dtype: str) -> list[Decision]:
+def engine_decisions(scenario: Scenario, best: Candidate) -> list[Decision]:
     """Attention, cache, scheduler and graphs. Raises ConfigError for a backend that cannot serve."""
-    request = terms.request
-    backend = attention_backend(
-        terms.engine, terms.shape, terms.chip, best.parallel.tp, dtype, terms.kv_dtype, terms.block_size,
-        request.attention_backend,
-    )  # fmt: skip
-    decisions = [backend, _block_size(terms, backend), _model_length(terms, best)]
-    decisions += [best.decisions[name] for name in ("max_num_seqs", "max_num_batched_tokens")]
-    if "mixed_step_tokens" in best.decisions:
-        decisions.append(best.decisions["mixed_step_tokens"])
-    graphs = graph_decision(request, terms.chip, str(backend.value), terms.engine)
+    request = scenario.request
+    backend = _attention_backend(scenario, best.parallel.tp)
+    graphs = graph_decision(request, scenario.chip, str(backend.value))
     config = EngineConfig(
-        device="cpu" if terms.chip.vendor == "cpu" else "cuda",
+        device=scenario.chip.device_type,
         max_num_seqs=best.limits.max_num_seqs,
         compilation_config=request.compilation_config | {"cudagraph_mode": graphs.value},
         enable_chunked_prefill=request.enable_chunked_prefill,
         async_scheduling=request.async_scheduling,
         gpu_memory_utilization=request.gpu_memory_utilization,
     )
-    stands = {entry.field: entry for entry in standing(config)}
-    decisions += [stands["enable_chunked_prefill"], graphs, stands["cudagraph_capture_sizes"]]
-    return [*decisions, stands["async_scheduling"], _speculation(terms), stands["gpu_memory_utilization"]]
+    default = {entry.field: entry for entry in default_settings(config)}
+    limits = ("max_num_seqs", "max_num_batched_tokens", "mixed_step_tokens")
+    return [
+        backend,
+        _block_size(scenario, backend),
+        _model_length(scenario, best.max_model_len),
+        *(best.decisions[name] for name in limits if name in best.decisions),
+        default["enable_chunked_prefill"],
+        graphs,
+        default["cudagraph_capture_sizes"],
+        default["async_scheduling"],
+        _speculation(scenario),
+        default["gpu_memory_utilization"],
+    ]
 
 
-def graph_decision(request: PlanRequest, chip: Chip, backend: str, engine: str) -> Decision:
-    """cudagraph_mode, by the rules that serving itself follows."""
-    config = EngineConfig(compilation_config=request.compilation_config, enforce_eager=request.enforce_eager)
-    device = "cpu" if chip.vendor == "cpu" else "cuda"
-    return decide_graphs(config, device, backend, GRAPHS_OF.get(backend, "decode"))[1][0]
-
-
-def _block_size(terms: Terms, backend: Decision) -> Decision:
-    if terms.request.block_size is not None:
-        return Decision("block_size", terms.block_size, "given", source="user")
-    if backend.value == "ROCM_AITER_MLA_SPARSE":
-        return Decision("block_size", terms.block_size, "what the sparse backend takes")
-    return Decision("block_size", terms.block_size, WHY["block_size"])
-
-
-def _model_length(terms: Terms, best: Candidate) -> Decision:
-    if terms.request.max_model_len is not None:
-        return Decision("max_model_len", best.max_model_len, "given", source="user")
-    context = terms.shape.spec.max_position_embeddings
-    if best.max_model_len < context:
-        return Decision(
-            "max_model_len", best.max_model_len, "what the KV cache has room for", f"{context}, the model's"
+def _attention_backend(scenario: Scenario, tp: int) -> Decision:
+    given, shape, field = scenario.request.attention_backend, scenario.shape, "attention_backend"
+    if scenario.engine == "vllm":
+        return (
+            vllm_backend(shape, scenario.chip) if given is None else Decision(field, given.upper(), "given", "", "user")
         )
+    mixer = widest_mixer(shape)
+    if mixer.kind != "gqa" or not mixer.causal:
+        kind = mixer.kind if mixer.causal else "attention to later tokens"
+        return Decision(field, "none", f"headrace has none for {kind} yet")
+    spec = AttentionSpec(
+        num_heads=max(1, mixer.num_heads // tp),
+        num_kv_heads=max(1, mixer.num_kv_heads // tp),
+        head_dim=mixer.head_dim,
+        scale=mixer.head_dim**-0.5,
+        block_size=scenario.block_size,
+        dtype=scenario.dtype.value,
+        sliding_window=smallest_window(shape),
+        device_type=scenario.chip.device_type,
+        kv_cache_dtype=scenario.kv_cache.value,
+    )
+    chosen = select_backend([spec], given)
+    source = "derived" if given is None else "user"
+    return Decision(field, chosen.name, chosen.why, "; ".join(chosen.passed_over), source)
+
+
+def _block_size(scenario: Scenario, backend: Decision) -> Decision:
+    if scenario.request.block_size is not None:
+        return Decision("block_size", scenario.block_size, "given", source="user")
+    sparse = backend.value == "ROCM_AITER_MLA_SPARSE"
+    return Decision(
+        "block_size", scenario.block_size, "what the sparse backend takes" if sparse else DEFAULTS["block_size"]
+    )
+
+
+def _model_length(scenario: Scenario, length: int) -> Decision:
+    field, context = "max_model_len", scenario.shape.spec.max_position_embeddings
+    if scenario.request.max_model_len is not None:
+        return Decision(field, length, "given", source="user")
+    if length < context:
+        return Decision(field, length, "what the KV cache has room for", f"{context}, the model's")
     why = "the model's context: the cache holds such a sequence, and nothing is set aside for it"
-    return Decision("max_model_len", best.max_model_len, why)
+    return Decision(field, length, why)
 
 
-def _speculation(terms: Terms) -> Decision:
-    field, drafts = "speculative_config", terms.shape.spec.draft_weights
-    if terms.request.speculative_config:
-        return Decision(field, json.dumps(terms.request.speculative_config), "given; not predicted", source="user")
-    if terms.engine == "headrace":
+def _speculation(scenario: Scenario) -> Decision:
+    field, given = "speculative_config", scenario.request.speculative_config
+    if given:
+        return Decision(field, json.dumps(given), "given; not predicted", source="user")
+    if scenario.engine == "headrace":
         return Decision(field, "off", "headrace does not speculate yet")
     why = "how many guesses are right is known from traffic alone"
-    if drafts:
+    if scenario.shape.spec.draft_weights:
         other = "the checkpoint's own next-token layers with 1 token, below some 32 requests"
         return Decision(field, "off", f"{why}, and many requests at once make it a loss", other)
     return Decision(field, "off", f"the checkpoint brings no draft, and {why}")

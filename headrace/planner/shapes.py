@@ -1,11 +1,11 @@
-"""A model as the planner weighs it: its description, and in which format the checkpoint holds which part of it.
+"""A model as the planner counts it: its description, and the format in which each part of its weights is held.
 
-Pure arithmetic on published fields: no weights are looked at. Knows nothing of families, of GPUs, nor of how layers are
-spread.
+Everything follows from config.json; no weights are read. Knows no GPU, and not how layers are spread over several.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,7 @@ from headrace.quantization.formats import PLAIN, WeightFormat, find_format
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers that are alike, wherever they stand, and how many parameters of which kind one of them has."""
+    """The layers of a model that are equal to each other, with the parameters of one of them."""
 
     count: int
     layer: LayerSpec
@@ -40,7 +40,7 @@ class LayerGroup:
 
     @cached_property
     def dense_weights(self) -> int:
-        """dense feed-forward, or shared experts"""
+        """Parameters of the dense feed-forward or of the shared experts."""
         return total(self.feed_forward.parameters, "linear", "plain")
 
     @cached_property
@@ -49,28 +49,32 @@ class LayerGroup:
 
     @cached_property
     def expert_weights(self) -> int:
-        """of one expert"""
+        """Parameters of one expert."""
         return total(self.feed_forward.expert_parameters)
 
 
 @dataclass(frozen=True)
 class ModelShape:
+    """A model's sizes, and how its checkpoint (or a plan for it) holds the weights."""
+
     name: str
     spec: ModelSpec
     dtype: str
     """bfloat16, float16 or float32: of activations, and of weights without a format"""
-    weight_format: str
-    """as the checkpoint holds the linears: bf16 (the dtype as it is), fp8, mxfp4, int4, int8"""
     source: str
     """where config.json comes from"""
-    format_parts: tuple[str, ...] = PARTS
-    """what the checkpoint holds in `weight_format`; the rest is in `dtype`"""
-    exact_format: WeightFormat | None = None
-    """`weight_format` with the scales that config.json tells of; None: as usual"""
+    held: WeightFormat = PLAIN
+    """of the linears in `held_parts`, with the scales that config.json tells of; all other weights are in `dtype`"""
+    held_parts: tuple[str, ...] = PARTS
     plain_bytes: int = 2
-    """of a number that is in no format, as it will be held: 4 in float32"""
+    """bytes of a number without a format: 4 in float32"""
     fp8_kv_cache: bool = False
-    """the checkpoint brings scales for an fp8 cache"""
+    """whether the checkpoint brings scales for an fp8 cache"""
+
+    @property
+    def weight_format(self) -> str:
+        """Name of the format of the linears: bf16 (for the dtype, whichever it is), fp8, mxfp4, int4 or int8."""
+        return self.held.name
 
     @cached_property
     def groups(self) -> tuple[LayerGroup, ...]:
@@ -86,17 +90,17 @@ class ModelShape:
 
     @property
     def head_weights(self) -> int:
-        """0: the embedding serves as head"""
+        """Parameters of the head; 0 where the embedding serves as head."""
         return 0 if self.spec.tied_embeddings else self.embedding_weights
 
     @property
     def final_weights(self) -> int:
-        """the last norm"""
+        """Parameters of the last norm."""
         return self.spec.hidden_size
 
     @property
     def extra_weights(self) -> int:
-        """not read by a step of text: vision encoder, layers that predict further tokens"""
+        """Parameters that no step of text reads: the vision encoder, and layers that predict further tokens."""
         return self.spec.vision_weights + self.spec.draft_weights
 
     @property
@@ -118,48 +122,12 @@ class ModelShape:
     def is_mla(self) -> bool:
         return any(group.mixer.kind == "mla" for group in self.groups)
 
-    @property
-    def num_experts(self) -> int:
-        return max(group.feed_forward.num_experts for group in self.groups)
-
-    @property
-    def num_heads(self) -> int:
-        return max(group.mixer.num_heads for group in self.groups)
-
-    @property
-    def num_kv_heads(self) -> int:
-        return max(group.mixer.num_kv_heads for group in self.groups)
-
-    @property
-    def intermediate_size(self) -> int:
-        """of the widest dense MLP or shared experts; 0 where there are none"""
-        return max(group.feed_forward.intermediate_size for group in self.groups)
-
-    @property
-    def kv_values_per_token(self) -> int:
-        """Numbers cached for a token in all layers together, windows not counted."""
-        return sum(group.count * group.mixer.cached_values for group in self.groups)
-
-    @property
-    def quantizable(self) -> int:
-        """Parameters that a weight format may apply to: linears of mixers, feed-forwards and experts; not router,
-        norms, biases, embedding and head."""
-        return sum(
-            group.count
-            * (
-                total(group.mixer.parameters, "linear")
-                + total(group.feed_forward.parameters, "linear")
-                + group.feed_forward.num_experts * total(group.feed_forward.expert_parameters, "linear")
-            )
-            for group in self.groups
-        )
-
     def parts_in(self, weight_format: str) -> tuple[str, ...]:
-        """The parts that are held in `weight_format` when it is asked for: as the checkpoint has it, else all."""
-        return self.format_parts if weight_format == self.weight_format else PARTS
+        """The parts that are in `weight_format` when it is asked for: as the checkpoint has it, else all."""
+        return self.held_parts if weight_format == self.weight_format else PARTS
 
     def multiplied_weights(self, weight_format: str) -> float:
-        """What a token is multiplied with in all layers, as models/size.py counts it in the loaded model."""
+        """Weights that a token is multiplied with in all layers, counted as models/size.py does in a loaded model."""
         narrow, share = self.parts_in(weight_format), find_format(weight_format).launched_as
         attention, dense, experts = (share if part in narrow else 1.0 for part in PARTS)
         return sum(
@@ -174,60 +142,77 @@ class ModelShape:
         )
 
     def most_in_pieces(self, weight_format: str, tp: int) -> int:
-        """Tokens of the largest step with prompts in it that headrace captures in pieces."""
+        """Tokens of the largest step with prompts that headrace captures piecewise."""
         return most_in_pieces(self.multiplied_weights(weight_format) / self.num_layers / tp)
 
     def held_in(self, dtype: str) -> ModelShape:
-        """The model with what is in no format in `dtype`."""
+        """The model with everything that is in no format in `dtype`."""
         return replace(self, plain_bytes=4) if dtype in ("float32", "float") else self
 
+    def in_format(self, weight_format: str, fp8_kv_cache: bool = False) -> ModelShape:
+        """The same model in a checkpoint that holds all linears in `weight_format`."""
+        return replace(self, held=find_format(weight_format), held_parts=PARTS, fp8_kv_cache=fp8_kv_cache)
+
+    def format_for(self, wanted: str | None) -> str:
+        """The format of the linears where `wanted` is asked for. None, or one made at load where the checkpoint already
+        holds such a one: the checkpoint's."""
+        if wanted is None or (find_format(wanted).made_at_load and self.held.made_at_load):
+            return self.weight_format
+        return wanted
+
+    def converted(self, wanted: str | None) -> ModelShape:
+        """The model as an engine holds it where `wanted` is asked for."""
+        weight_format = self.format_for(wanted)
+        return self if weight_format == self.weight_format else self.in_format(weight_format)
+
     def format_of(self, weight_format: str) -> WeightFormat:
-        """As weights of this model are held in it."""
+        """The facts of `weight_format` as this model's weights are held in it."""
         if weight_format == PLAIN.name:
             return replace(PLAIN, bits=8 * self.plain_bytes)
-        own = self.exact_format if weight_format == self.weight_format else None
-        return own or find_format(weight_format)
+        return self.held if weight_format == self.weight_format else find_format(weight_format)
 
     def bytes_per_weight(self, weight_format: str) -> float:
-        """of a weight held in `weight_format`, scales included"""
+        """Bytes of a weight in `weight_format`, scales included."""
         return self.format_of(weight_format).bytes_per_weight
 
 
-Config = dict[str, Any]
+def rank_shares(mixer: Mixer, tp: int) -> dict[str, float]:
+    """The share of a mixer's parameters that one of `tp` ranks holds, by how they are split."""
+    heads = math.ceil(mixer.num_heads / tp) / mixer.num_heads
+    return {"heads": heads, "kv_heads": mixer.cache_share(tp), "width": 1 / tp, "whole": 1.0}
 
 
-def shape_of(config: Config, name: str, source: str = "") -> ModelShape:
-    """Count a raw config.json. Raises ConfigError where no family here knows its architecture, a field is missing or
-    none of its kind, or the weight format is none of ours."""
+def expert_share(spec: ModelSpec) -> float:
+    """The share of a layer's experts that a token uses, in the sparsest layer; 1 for a dense model."""
+    sparse = [layer.feed_forward for layer, _ in spec.groups if layer.feed_forward.num_experts]
+    return min((block.experts_per_token / block.num_experts for block in sparse), default=1.0)
+
+
+def shape_of(config: dict[str, Any], name: str, source: str = "") -> ModelShape:
+    """Count the model of a raw config.json.
+
+    Raises ConfigError where its architecture is not described here, a field is missing or malformed, or the weight
+    format is unknown.
+    """
     try:
-        return _counted(Fields(config, f"config.json of {name}"), name, source or name)
+        fields = Fields(config, f"config.json of {name}")
+        architecture = next(iter(fields.texts("architectures")), "none")
+        text = replace(fields, where=f"{fields.where} ({architecture})")
+        text = text.changed(text.object("text_config").values)
+        entry = find_entry(architecture)
+        if entry is None:
+            known = ", ".join(sorted(DESCRIBED))
+            raise ConfigError(f"architecture {architecture!r} of {name} is not one that can be counted; known: {known}")
+        spec, quantization = entry.spec(text), text.object("quantization_config").values
+        checkpoint = read_format(quantization)
+        return ModelShape(
+            name=name,
+            spec=spec,
+            dtype=text.text("dtype", text.text("torch_dtype", "bfloat16")).removeprefix("torch."),
+            source=source or name,
+            held=checkpoint.default,
+            held_parts=checkpoint.parts(len(spec.layers)),
+            fp8_kv_cache=holds_kv_scales(quantization),
+        )
     except UnsupportedModelError as error:
         raise ConfigError(str(error)) from None
-
-
-def _counted(config: Fields, name: str, source: str) -> ModelShape:
-    architecture = next(iter(config.texts("architectures")), "none")
-    text = replace(config, where=f"{config.where} ({architecture})")
-    text = text.changed(text.object("text_config").values)
-    entry = find_entry(architecture)
-    if entry is None:
-        known = ", ".join(sorted(DESCRIBED))
-        raise ConfigError(f"architecture {architecture!r} of {name} is not one that can be counted; known: {known}")
-    spec = entry.spec(text)
-    quantization = text.object("quantization_config").values
-    held = read_format(quantization)
-    return ModelShape(
-        name=name,
-        spec=spec,
-        dtype=text.text("dtype", text.text("torch_dtype", "bfloat16")).removeprefix("torch."),
-        weight_format=held.default.name,
-        source=source,
-        format_parts=held.parts(len(spec.layers)),
-        exact_format=held.default,
-        fp8_kv_cache=holds_kv_scales(quantization),
-    )
-
-
-def in_format(shape: ModelShape, weight_format: str, fp8_kv_cache: bool = False) -> ModelShape:
-    """The same model in a checkpoint that holds all its linears in `weight_format`."""
-    return replace(shape, weight_format=weight_format, format_parts=PARTS, exact_format=None, fp8_kv_cache=fp8_kv_cache)

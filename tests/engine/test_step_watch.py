@@ -17,7 +17,6 @@ from headrace.engine.step_watch import QUIET_SECONDS, WINDOW_SECONDS, StepWatch
 from headrace.errors import HeadraceError
 from headrace.planner.cost import StepModel, StepWork
 from headrace.planner.served import StepPrediction
-from headrace.planner.step_work import work_of
 from headrace.request import EngineCoreOutputs, SchedulerStats, StepTimes
 from headrace.scheduler.scheduler import Scheduler, SchedulerConfig
 from headrace.step import RunnerOutput, SchedulerOutput
@@ -58,12 +57,12 @@ def watch_of(clock: Clock, **more: Any) -> tuple[StepWatch, Model]:
 
 
 def test_what_a_step_computes() -> None:
-    assert work_of(step((10, 1), (20, 1))) == StepWork(2, 16.0)
-    mixed = work_of(step((10, 1), (0, 4), (100, 2)))
+    assert StepWork.of(step((10, 1), (20, 1))) == StepWork(2, 16.0)
+    mixed = StepWork.of(step((10, 1), (0, 4), (100, 2)))
     assert (mixed.decodes, mixed.decode_context, mixed.prefill_tokens, mixed.prompts) == (1, 11.0, 6, 2)
     assert mixed.prefill_context == pytest.approx((1 + 2 + 3 + 4 + 101 + 102) / 6)
-    assert work_of(step((0, 3))).prefill_context == 2.0
-    assert work_of(step()) == StepWork(0, 0.0)
+    assert StepWork.of(step((0, 3))).prefill_context == 2.0
+    assert StepWork.of(step()) == StepWork(0, 0.0)
 
 
 @dataclass

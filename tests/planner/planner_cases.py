@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from headrace.planner.catalogue import find_model
-from headrace.planner.chips import find_chip
-from headrace.planner.cost import Deployment, Parallel
+from headrace.planner.chips import Chip, find_chip
+from headrace.planner.cost import Deployment, Parallel, StepCost, StepWork, step_model
+from headrace.planner.memory_map import MemoryMap, memory_map
+from headrace.planner.shapes import ModelShape
 
 MEASURED = Path(__file__).parent / "measured"
 
 
-@dataclass(frozen=True)
-class Room:
-    """A cache of so many tokens: what `predict` reads of a memory map."""
+def step_cost(deployment: Deployment, work: StepWork) -> StepCost:
+    return step_model(deployment).cost(work)
 
-    kv_tokens: int
+
+def mapped(
+    shape: ModelShape,
+    chip: Chip,
+    parallel: Parallel,
+    *,
+    weight_format: str | None = None,
+    kv_dtype_bytes: float = 2.0,
+    engine: str = "headrace",
+    **limits: Any,
+) -> MemoryMap:
+    """The memory map of a deployment by its parts; `weight_format` is the checkpoint's unless given."""
+    form = weight_format or shape.weight_format
+    return memory_map(Deployment(shape, chip, parallel, form, kv_dtype_bytes, engine), **limits)
 
 
 def deployment(

@@ -15,7 +15,7 @@ from headrace.planner.chips import find_chip
 from headrace.planner.constants import Efficiency, find_efficiency
 from headrace.planner.cost import Parallel
 from headrace.planner.memory_map import memory_map
-from headrace.planner.predict import Workload, predict
+from headrace.planner.predict import Limits, Workload, predict
 from tests.planner.planner_cases import deployment
 
 BENCH = str(Path(__file__).parents[2] / "bench")
@@ -90,19 +90,9 @@ def test_whole_plans_of_the_published_throughputs() -> None:
             where = deployment(
                 row.deployment.shape.name, "mi300x", Parallel(tp=8), "fp8", kv_dtype_bytes=1, engine="vllm"
             )
-            memory = memory_map(
-                where.shape,
-                where.chip,
-                where.parallel,
-                weight_format="fp8",
-                kv_dtype_bytes=1,
-                max_num_seqs=row.batch,
-                max_num_batched_tokens=131_072,
-                max_model_len=8192,
-                engine="vllm",
-            )
+            memory = memory_map(where, max_num_seqs=row.batch, max_num_batched_tokens=131_072, max_model_len=8192)
             load = Workload(row.input_len, row.output_len, row.batch, row.batch)
-            prediction = predict(where, load, memory, row.batch, 131_072)
+            prediction = predict(where, load, Limits(row.batch, 131_072, memory.kv_tokens))
             rows.append(row)
             found.append(prediction.output_tok_s / row.value - 1)
     held("whole plans", rows, found, 0.12, 0.25)

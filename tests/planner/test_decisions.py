@@ -40,7 +40,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch) -> OnGpus:
     """Makes up the GPUs of this machine, by name."""
 
     def pretend(*names: str) -> None:
-        monkeypatch.setattr("headrace.planner.rounded_cache.read_gpus", lambda: [(name, 150 << 30) for name in names])
+        monkeypatch.setattr("headrace.planner.fp8_cache.read_gpus", lambda: [(name, 150 << 30) for name in names])
 
     return pretend
 

@@ -9,10 +9,9 @@ import pytest
 from headrace.model_spec import STATE_BYTES, LayerSpec, RecurrentState, linear, total
 from headrace.planner.catalogue import find_model
 from headrace.planner.chips import find_chip
-from headrace.planner.cost import StepCost, StepWork, step_cost
-from headrace.planner.memory_map import memory_map
+from headrace.planner.cost import StepCost, StepWork
 from headrace.planner.shapes import ModelShape
-from tests.planner.planner_cases import Parallel, deployment
+from tests.planner.planner_cases import Parallel, deployment, mapped, step_cost
 
 PARTS = [
     *linear("linear_attn.qkv_proj", 3 * 32 * 128, 4096, "heads"),
@@ -35,20 +34,20 @@ def cost(shape: ModelShape, work: StepWork) -> StepCost:
 
 
 def test_a_state_has_one_size_however_long_a_sequence_is() -> None:
-    found = memory_map(HYBRID, find_chip("h200"), Parallel())
+    found = mapped(HYBRID, find_chip("h200"), Parallel())
     state = 24 * (32 * 128 * 128 + 3 * 3 * 32 * 128) * STATE_BYTES
     assert found.state_bytes == state
     assert found.kv_bytes_per_token == 8 * 2 * 8 * 128 * 2
     states, tokens = found.layout.groups
     assert (tokens.block_bytes, states.block_bytes) == (16 * 32768, state)
-    halves = memory_map(HYBRID, find_chip("h200"), Parallel(tp=2))
+    halves = mapped(HYBRID, find_chip("h200"), Parallel(tp=2))
     assert (halves.state_bytes, halves.kv_bytes_per_token) == (state // 2, 8 * 8 * 128 * 2)
-    assert memory_map(ATTENTION, find_chip("h200"), Parallel()).state_bytes == 0
+    assert mapped(ATTENTION, find_chip("h200"), Parallel()).state_bytes == 0
 
 
 def test_a_state_alone_fits_any_length() -> None:
     shape = with_layers(*[replace(LLAMA, mixer=STATE)] * 32)
-    found = memory_map(shape, find_chip("h200"), Parallel(), max_model_len=1 << 24)
+    found = mapped(shape, find_chip("h200"), Parallel(), max_model_len=1 << 24)
     assert found.fits
     assert found.kv_tokens // (1 << 24) == found.kv_pool // found.state_bytes
 
@@ -56,7 +55,7 @@ def test_a_state_alone_fits_any_length() -> None:
 def test_weights_of_a_state_are_those_that_its_description_lists() -> None:
     group, _ = HYBRID.groups
     assert group.mixer_weights == total(STATE.parameters) == 4 * 4096 * 4096
-    one, two = (memory_map(HYBRID, find_chip("h200"), Parallel(tp=tp)).weights["attention"] for tp in (1, 2))
+    one, two = (mapped(HYBRID, find_chip("h200"), Parallel(tp=tp)).weights["attention"] for tp in (1, 2))
     assert one == 2 * (24 * 4 * 4096**2 + 8 * total(LLAMA.mixer.parameters)) == 2 * two
 
 
@@ -78,6 +77,6 @@ def test_a_prompt_costs_a_state_the_same_for_each_token() -> None:
 
 def test_attention_to_what_comes_later_too_caches_nothing_and_counts_its_pairs() -> None:
     encoder = with_layers(*[replace(LLAMA, mixer=replace(LLAMA.mixer, causal=False))] * 32)
-    assert memory_map(encoder, find_chip("h200"), Parallel()).kv_bytes_per_token == 0
+    assert mapped(encoder, find_chip("h200"), Parallel()).kv_bytes_per_token == 0
     work = StepWork(0, 0, 2048, 2048, 1)
     assert cost(encoder, work).parts["flops"] == cost(ATTENTION, work).parts["flops"]

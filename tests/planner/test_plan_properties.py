@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from headrace.model_spec import total
 from headrace.planner.catalogue import catalogue
 from headrace.planner.plan import Plan, make_plan
 from headrace.planner.plan_request import PlanRequest
@@ -114,7 +115,15 @@ def counts_everything(made: Plan) -> None:
     assert memory is not None
     tp, pp, dp = (value(made, f"{kind}_parallel_size") for kind in ("tensor", "pipeline", "data"))
     gpus = tp * pp * (dp if value(made, "enable_dp_attention") else 1)
-    assert memory.weight_bytes * gpus >= shape.quantizable * LEAST_BYTES[value(made, "quantization")]
+    linears = sum(
+        group.count
+        * (
+            total((*group.mixer.parameters, *group.feed_forward.parameters), "linear")
+            + group.feed_forward.num_experts * total(group.feed_forward.expert_parameters, "linear")
+        )
+        for group in shape.groups
+    )
+    assert memory.weight_bytes * gpus >= linears * LEAST_BYTES[value(made, "quantization")]
     width = 1 if value(made, "kv_cache_dtype").startswith("fp8") else 2
     cached = sum(
         group.count * group.mixer.cached_values / (1 if shape.is_mla else min(tp, group.mixer.num_kv_heads))

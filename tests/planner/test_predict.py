@@ -6,11 +6,11 @@ import pytest
 
 from headrace.errors import ConfigError
 from headrace.planner.cost import Parallel
-from headrace.planner.predict import Workload, error_band, predict
-from headrace.planner.simulate import Limits, simulate
-from tests.planner.planner_cases import Room, deployment
+from headrace.planner.predict import Limits, Workload, error_band, predict
+from headrace.planner.simulate import simulate
+from tests.planner.planner_cases import deployment
 
-ROOM = Room(891_392)
+LIMITS = Limits(1024, 8192, 891_392)
 CASES = [
     Workload(128, 128, 1),
     Workload(1024, 128, 16),
@@ -32,8 +32,8 @@ CASES = [
 @pytest.mark.parametrize("load", CASES, ids=lambda load: f"{load.input_len}-{load.output_len}x{load.concurrency}")
 def test_near_the_simulation(load: Workload, engine: str) -> None:
     where = deployment(engine=engine)
-    found = predict(where, load, ROOM, 1024, 8192)
-    run = simulate(where, load, Limits(1024, 8192, ROOM.kv_tokens))
+    found = predict(where, load, LIMITS)
+    run = simulate(where, load, LIMITS)
     assert found.output_tok_s == pytest.approx(run.output_tok_s, rel=0.1)
     assert found.e2e_s == pytest.approx(run.e2e.mean, rel=0.15)
     assert found.itl_ms == pytest.approx(1000 * run.itl.mean, rel=0.2)
@@ -43,8 +43,8 @@ def test_near_the_simulation(load: Workload, engine: str) -> None:
 @pytest.mark.parametrize("rate", [2.0, 8.0, 16.0, 24.0])
 def test_near_the_simulation_of_a_rate(rate: float) -> None:
     load = Workload(1024, 128, 1, 400, request_rate=rate)
-    found = predict(deployment(engine="vllm"), load, ROOM, 1024, 8192)
-    run = simulate(deployment(engine="vllm"), load, Limits(1024, 8192, ROOM.kv_tokens))
+    found = predict(deployment(engine="vllm"), load, LIMITS)
+    run = simulate(deployment(engine="vllm"), load, LIMITS)
     assert found.output_tok_s == pytest.approx(rate * 128)
     assert found.itl_ms == pytest.approx(1000 * run.itl.mean, rel=0.2)
     assert found.e2e_s == pytest.approx(run.e2e.mean, rel=0.2)
@@ -53,7 +53,8 @@ def test_near_the_simulation_of_a_rate(rate: float) -> None:
 
 def test_too_high_a_rate_is_served_as_well_as_can_be() -> None:
     fast, faster = (
-        predict(deployment(), Workload(1024, 128, 1, request_rate=rate), ROOM, 256, 8192) for rate in (200.0, 400.0)
+        predict(deployment(), Workload(1024, 128, 1, request_rate=rate), Limits(256, 8192, 891_392))
+        for rate in (200.0, 400.0)
     )
     assert fast.output_tok_s == pytest.approx(faster.output_tok_s)
     assert fast.output_tok_s < 128 * 200 / 2
@@ -62,14 +63,14 @@ def test_too_high_a_rate_is_served_as_well_as_can_be() -> None:
 
 def test_consistent_with_itself() -> None:
     load = Workload(500, 300, 64)
-    found = predict(deployment(), load, ROOM, 1024, 8192)
+    found = predict(deployment(), load, LIMITS)
     assert found.e2e_s == pytest.approx((found.ttft_ms + 299 * found.itl_ms) / 1000)
     assert found.total_tok_s == pytest.approx(found.output_tok_s * 800 / 300)
-    assert found.kv_tokens == ROOM.kv_tokens
-    assert found.max_concurrency == min(1024, ROOM.kv_tokens // 800)
+    assert found.kv_tokens == LIMITS.kv_tokens
+    assert found.max_concurrency == min(1024, LIMITS.kv_tokens // 800)
     assert 0 < found.error_band < 1
     assert found.bound in ("weights", "kv", "flops", "activations", "links", "launches", "host")
-    counted = predict(deployment(), Workload(500, 300, 64, 640), ROOM, 1024, 8192)
+    counted = predict(deployment(), Workload(500, 300, 64, 640), LIMITS)
     assert counted.duration_s == pytest.approx(640 * 300 / counted.output_tok_s)
 
 
@@ -82,36 +83,36 @@ def test_the_band_is_wider_where_nothing_was_measured() -> None:
 
 
 def test_more_clients_give_more_and_wait_longer() -> None:
-    found = [predict(deployment(), Workload(512, 256, count), ROOM, 1024, 8192) for count in (1, 4, 16, 64, 256)]
+    found = [predict(deployment(), Workload(512, 256, count), LIMITS) for count in (1, 4, 16, 64, 256)]
     assert [entry.output_tok_s for entry in found] == sorted(entry.output_tok_s for entry in found)
     assert [entry.itl_ms for entry in found] == sorted(entry.itl_ms for entry in found)
 
 
 def test_clients_beyond_the_cache_wait() -> None:
-    small = Room(16_000)
-    few, many = (predict(deployment(), Workload(1000, 1000, count), small, 1024, 8192) for count in (10, 40))
+    small = Limits(1024, 8192, 16_000)
+    few, many = (predict(deployment(), Workload(1000, 1000, count), small) for count in (10, 40))
     assert many.ttft_ms > 10 * few.ttft_ms
     assert many.output_tok_s == pytest.approx(few.output_tok_s, rel=0.1)
     assert many.max_concurrency == 8
 
 
 def test_idle_ranks_add_nothing() -> None:
-    one = predict(deployment(), Workload(512, 256, 2), ROOM, 1024, 8192)
-    eight = predict(deployment(parallel=Parallel(dp=8)), Workload(512, 256, 2), ROOM, 1024, 8192)
+    one = predict(deployment(), Workload(512, 256, 2), LIMITS)
+    eight = predict(deployment(parallel=Parallel(dp=8)), Workload(512, 256, 2), LIMITS)
     assert eight.output_tok_s == pytest.approx(one.output_tok_s, rel=0.1)
     assert eight.kv_tokens == 8 * one.kv_tokens
 
 
 def test_one_token_answers() -> None:
     for load in (Workload(512, 1, 4), Workload(512, 1, 8, 8), Workload(512, 1, 1, request_rate=5.0)):
-        found = predict(deployment(), load, ROOM, 1024, 8192)
+        found = predict(deployment(), load, LIMITS)
         assert found.e2e_s == pytest.approx(found.ttft_ms / 1000)
         assert found.output_tok_s > 0
 
 
 def test_what_is_cached_is_not_computed() -> None:
     cold, warm = (
-        predict(deployment(), Workload(8000, 100, 16, 16, cached_share=share), ROOM, 1024, 8192) for share in (0.0, 1.0)
+        predict(deployment(), Workload(8000, 100, 16, 16, cached_share=share), LIMITS) for share in (0.0, 1.0)
     )
     assert warm.ttft_ms < 0.1 * cold.ttft_ms
     assert warm.output_tok_s > cold.output_tok_s
@@ -133,4 +134,4 @@ def test_wrong_workloads_are_refused(wrong: dict[str, float], said: str) -> None
 
 def test_a_cache_too_small_for_one_request_is_said() -> None:
     with pytest.raises(ConfigError, match="kv_tokens must be at least 2000"):
-        predict(deployment(), Workload(1000, 1000, 1), Room(1500), 1024, 8192)
+        predict(deployment(), Workload(1000, 1000, 1), Limits(1024, 8192, 1500))

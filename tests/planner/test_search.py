@@ -9,36 +9,27 @@ import pytest
 
 from headrace.planner import layouts as layouts_module
 from headrace.planner import search as search_module
-from headrace.planner.catalogue import find_model
+from headrace.planner.catalogue import CheckpointConfig, find_model
 from headrace.planner.chips import find_chip
 from headrace.planner.cost import Parallel
 from headrace.planner.layouts import layouts, name_of, reasons
 from headrace.planner.plan_request import PlanRequest
-from headrace.planner.search import Candidate, Found, Terms, evaluate, score, search
+from headrace.planner.scenario import Scenario
+from headrace.planner.search import Candidate, SearchResult, evaluate, score, search
 
 H200 = find_chip("h200")
 DENSE, SPARSE, LATENT, ULTRA = (find_model(name) for name in ("llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3",
                                                               "llama-4-maverick"))  # fmt: skip
 
 
-def terms(shape: Any = DENSE, num_gpus: int = 8, *, chip: Any = H200, today: bool = False, **asked: Any) -> Terms:
-    request = PlanRequest(model=shape.name, gpu=chip.name, engine=asked.pop("engine", "vllm"), **asked)
-    request = request.filled(shape.spec.max_position_embeddings)
-    return Terms(
-        request=request,
-        shape=shape,
-        chip=chip,
-        num_gpus=num_gpus,
-        weight_format=shape.weight_format,
-        kv_dtype="bfloat16",
-        block_size=16,
-        graph_mode="FULL_AND_PIECEWISE",
-        served_by_headrace=today,
-    )
+def scenario(shape: Any = DENSE, num_gpus: int = 8, *, chip: Any = H200, today: bool = False, **asked: Any) -> Scenario:
+    asked = {"engine": "vllm", "kv_cache_dtype": "bfloat16", **asked}
+    request = PlanRequest(model=shape.name, gpu=chip.name, **asked).filled(shape.spec.max_position_embeddings)
+    return Scenario(request, shape, CheckpointConfig(shape.name, {}, ""), chip, num_gpus, headrace_only=today)
 
 
-def candidate(terms: Terms, **parallel: Any) -> Candidate:
-    found = evaluate(terms, Parallel(**parallel))
+def candidate(scenario: Scenario, **parallel: Any) -> Candidate:
+    found = evaluate(scenario, Parallel(**parallel))
     assert isinstance(found, Candidate)
     return found
 
@@ -104,112 +95,112 @@ def test_what_no_rule_forbids(shape: Any, parallel: Parallel) -> None:
 
 def test_more_kv_heads_than_ranks_or_fewer_both_split() -> None:
     few = find_model("qwen3-235b-a22b")
-    assert few.num_kv_heads == 4
+    assert {group.mixer.num_kv_heads for group in few.groups} == {4}
     assert not any("KV heads" in why for why in reasons(Parallel(tp=8), few, H200))
 
 
 def test_the_fewest_waits_win_at_one_request_and_replicas_at_many() -> None:
-    assert search(terms(find_model("llama-3.1-70b"), 8, objective="latency")).best.parallel.tp == 8
-    many = search(terms(DENSE, 8, objective="throughput", concurrency=2048)).best.parallel
+    assert search(scenario(find_model("llama-3.1-70b"), 8, objective="latency")).best.parallel.tp == 8
+    many = search(scenario(DENSE, 8, objective="throughput", concurrency=2048)).best.parallel
     assert (many.tp, many.replicas) == (1, 8)
 
 
 def test_no_more_ranks_than_requests() -> None:
-    assert search(terms(DENSE, 8, objective="throughput", concurrency=2)).best.parallel.dp <= 2
+    assert search(scenario(DENSE, 8, objective="throughput", concurrency=2)).best.parallel.dp <= 2
 
 
 def test_pins_are_kept() -> None:
-    found = search(terms(DENSE, 8, tensor_parallel_size=2))
+    found = search(scenario(DENSE, 8, tensor_parallel_size=2))
     assert {entry.parallel.tp for entry in found.ranked} == {2}
-    found = search(terms(SPARSE, 8, enable_expert_parallel=True))
+    found = search(scenario(SPARSE, 8, enable_expert_parallel=True))
     assert found.ranked
     assert all(entry.parallel.ep for entry in found.ranked)
-    found = search(terms(SPARSE, 8, enable_dp_attention=False, data_parallel_size=2))
+    found = search(scenario(SPARSE, 8, enable_dp_attention=False, data_parallel_size=2))
     assert {(entry.parallel.dp, entry.parallel.dp_attention) for entry in found.ranked} == {(2, False)}
 
 
 def test_stages_only_where_nothing_else_fits() -> None:
     large = find_model("llama-3.1-405b")
-    assert search(terms(large, 8)).best.parallel.pp == 1
-    small = search(terms(large, 16, chip=find_chip("h100"))).best.parallel
+    assert search(scenario(large, 8)).best.parallel.pp == 1
+    small = search(scenario(large, 16, chip=find_chip("h100"))).best.parallel
     assert (small.tp, small.pp) == (8, 2)
-    pinned = search(terms(DENSE, 4, pipeline_parallel_size=2)).best.parallel
+    pinned = search(scenario(DENSE, 4, pipeline_parallel_size=2)).best.parallel
     assert pinned.pp == 2
 
 
 def test_a_latent_cache_is_not_copied_for_many_requests() -> None:
     for objective in ("latency", "interactive", "throughput"):
-        best = search(terms(LATENT, 8, objective=objective, concurrency=layouts_module.MANY_REQUESTS)).best
+        best = search(scenario(LATENT, 8, objective=objective, concurrency=layouts_module.MANY_REQUESTS)).best
         assert best.parallel.dp_attention, objective
         assert best.parallel.tp == 1, objective
 
 
 def test_headrace_gets_layouts_that_it_has() -> None:
-    found = search(terms(SPARSE, 8, engine="headrace", today=True, objective="throughput", concurrency=512))
+    found = search(scenario(SPARSE, 8, engine="headrace", today=True, objective="throughput", concurrency=512))
     assert not any(entry.parallel.ep or entry.parallel.dp_attention for entry in found.ranked)
     assert "no expert parallelism yet" in found.passed_over["TP8, EP8"]
 
 
 def test_nothing_fits_says_what_is_nearest() -> None:
-    found = search(terms(find_model("llama-3.1-405b"), 4))
+    found = search(scenario(find_model("llama-3.1-405b"), 4))
     assert not found.ranked
-    assert found.short[0].startswith(("TP4", "TP1 PP4", "TP2 PP2"))
-    assert "GiB on each GPU" in found.short[0]
-    tight = search(terms(find_model("llama-3.1-70b"), 1, gpu_memory_utilization=0.99, max_model_len=131072))
-    assert "missing on each GPU for one sequence of 131072 tokens" in tight.short[0]
+    assert found.too_large[0].startswith(("TP4", "TP1 PP4", "TP2 PP2"))
+    assert "GiB on each GPU" in found.too_large[0]
+    tight = search(scenario(find_model("llama-3.1-70b"), 1, gpu_memory_utilization=0.99, max_model_len=131072))
+    assert "missing on each GPU for one sequence of 131072 tokens" in tight.too_large[0]
 
 
 def test_the_longest_sequence_is_what_the_cache_holds() -> None:
-    tight = candidate(terms(find_model("qwen3-32b"), 1, chip=find_chip("h100")))
+    tight = candidate(scenario(find_model("qwen3-32b"), 1, chip=find_chip("h100")))
     assert tight.max_model_len <= tight.memory.kv_tokens
     assert tight.max_model_len < 40960
     assert tight.memory.fits
-    assert candidate(terms(DENSE, 1)).max_model_len == 131072
-    assert candidate(terms(DENSE, 1, max_model_len=4096)).max_model_len == 4096
+    assert candidate(scenario(DENSE, 1)).max_model_len == 131072
+    assert candidate(scenario(DENSE, 1, max_model_len=4096)).max_model_len == 4096
 
 
 def test_sequences_are_bounded_by_what_is_expected_and_by_the_cache() -> None:
-    assert candidate(terms(DENSE, 1, concurrency=50)).limits.max_num_seqs == 64
-    assert candidate(terms(DENSE, 8, concurrency=400), tp=1, dp=8).limits.max_num_seqs == 64
-    full = candidate(terms(DENSE, 1, objective="throughput", input_len=8192, output_len=1024))
+    assert candidate(scenario(DENSE, 1, concurrency=50)).limits.max_num_seqs == 64
+    assert candidate(scenario(DENSE, 8, concurrency=400), tp=1, dp=8).limits.max_num_seqs == 64
+    full = candidate(scenario(DENSE, 1, objective="throughput", input_len=8192, output_len=1024))
     seqs = full.decisions["max_num_seqs"]
     assert seqs.value < 1024
     assert "cache holds" in seqs.reason
     assert full.workload.concurrency == seqs.value
-    given = candidate(terms(DENSE, 1, max_num_seqs=7, concurrency=50)).decisions["max_num_seqs"]
+    given = candidate(scenario(DENSE, 1, max_num_seqs=7, concurrency=50)).decisions["max_num_seqs"]
     assert (given.value, given.source) == (7, "user")
 
 
 def test_vllm_gets_a_budget_that_decodes_can_wait_for() -> None:
     budgets = {
-        objective: candidate(terms(DENSE, 1, objective=objective)).limits.max_num_batched_tokens
+        objective: candidate(scenario(DENSE, 1, objective=objective)).limits.max_num_batched_tokens
         for objective in ("latency", "interactive", "throughput")
     }
     assert budgets["latency"] <= budgets["interactive"] <= budgets["throughput"]
     assert budgets["throughput"] >= 8192
-    assert candidate(terms(DENSE, 1, max_num_batched_tokens=3000)).limits.max_num_batched_tokens == 3000
-    whole = candidate(terms(DENSE, 1, enable_chunked_prefill=False, max_model_len=20_000)).limits
+    assert candidate(scenario(DENSE, 1, max_num_batched_tokens=3000)).limits.max_num_batched_tokens == 3000
+    whole = candidate(scenario(DENSE, 1, enable_chunked_prefill=False, max_model_len=20_000)).limits
     assert whole.max_num_batched_tokens == 20_000
 
 
 def test_headrace_cuts_prompts_for_decodes_and_keeps_its_budget() -> None:
-    found = candidate(terms(DENSE, 1, engine="headrace"))
+    found = candidate(scenario(DENSE, 1, engine="headrace"))
     assert found.limits.max_num_batched_tokens == 8192
     assert found.limits.mixed_step_tokens == found.decisions["mixed_step_tokens"].value
     assert found.limits.mixed_step_tokens in search_module.MIXED_SIZES
-    assert "mixed_step_tokens" not in candidate(terms(DENSE, 1)).decisions
+    assert "mixed_step_tokens" not in candidate(scenario(DENSE, 1)).decisions
 
 
 def test_what_left_a_window_is_room_for_more() -> None:
     """Half of gpt-oss-120b's layers see 128 keys; requests here are as long as the usual ones, or longer."""
-    usual = candidate(terms(find_model("gpt-oss-120b"), 1, engine="headrace"))
+    usual = candidate(scenario(find_model("gpt-oss-120b"), 1, engine="headrace"))
     layout = usual.memory.layout
-    assert usual.limits.kv_tokens == usual.memory.tokens_in(terms(find_model("gpt-oss-120b"), 1).tokens)
+    assert usual.limits.kv_tokens == usual.memory.tokens_in(scenario(find_model("gpt-oss-120b"), 1).tokens)
     assert usual.limits.kv_tokens > 1.5 * usual.memory.kv_pool / layout.bytes_per_token
 
 
 def test_objectives_score_what_they_say() -> None:
-    one = candidate(terms(DENSE, 1, concurrency=1)).prediction
+    one = candidate(scenario(DENSE, 1, concurrency=1)).prediction
     slow = dataclasses.replace(one, e2e_s=one.e2e_s * 2, output_tok_s=one.output_tok_s * 3, itl_ms=80.0)
     assert score("latency", one) > score("latency", slow)
     assert score("throughput", slow) > score("throughput", one)
@@ -219,11 +210,11 @@ def test_objectives_score_what_they_say() -> None:
 
 
 def test_of_about_equal_layouts_the_simplest_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    same = candidate(terms(DENSE, 1)).prediction
+    same = candidate(scenario(DENSE, 1)).prediction
     monkeypatch.setattr(search_module, "predict", lambda *args: same)
-    assert search(terms(SPARSE, 8, objective="throughput", concurrency=64)).best.parallel == Parallel(1, 1, 8)
+    assert search(scenario(SPARSE, 8, objective="throughput", concurrency=64)).best.parallel == Parallel(1, 1, 8)
 
 
 def test_an_empty_search_has_no_best() -> None:
     with pytest.raises(IndexError):
-        _ = Found([]).best
+        _ = SearchResult([]).best

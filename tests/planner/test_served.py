@@ -13,12 +13,11 @@ from headrace.model_config import ModelConfig
 from headrace.planner.catalogue import catalogue
 from headrace.planner.cost import StepWork
 from headrace.planner.decisions import decide_before_load
-from headrace.planner.memory_report import report_memory
 from headrace.planner.plan import make_plan
 from headrace.planner.plan_request import PlanRequest
 from headrace.planner.record import Decision
-from headrace.planner.served import Expected, expect, predict_memory, predict_steps
-from headrace.planner.settings import one_list
+from headrace.planner.served import Expected, expect, predict_memory, predict_steps, report_memory
+from headrace.planner.settings import all_settings
 from headrace.step import WorkerFacts
 
 MODEL = ModelConfig.from_dict(catalogue()["llama-3.1-8b"].config)
@@ -98,7 +97,7 @@ def test_what_was_not_measured_or_cannot_be_predicted_is_left_open() -> None:
     assert report_memory(config, None, [], 10) is None
 
 
-def test_decisions_are_one_list() -> None:
+def test_decisions_are_all_settings() -> None:
     config = decide_before_load(EngineConfig(block_size=32), MODEL, "cuda")[0]
     made = [
         Decision("max_num_batched_tokens", 8192, "a prefill chunk that fills a GPU"),
@@ -106,7 +105,7 @@ def test_decisions_are_one_list() -> None:
         Decision("something_new", 1, "because"),
         Decision("max_num_batched_tokens", 4096, "8192 did not fit", "8192", "measured"),
     ]
-    found = one_list(config, made)
+    found = all_settings(config, made)
     fields = [entry.field for entry in found]
     assert len({*fields}) == len(fields)
     assert fields.index("block_size") < fields.index("num_gpu_blocks") < fields.index("max_num_batched_tokens")

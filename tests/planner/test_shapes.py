@@ -13,7 +13,7 @@ from headrace.errors import ConfigError
 from headrace.model_spec import total
 from headrace.models.registry import SERVED
 from headrace.planner.catalogue import catalogue, find_model
-from headrace.planner.shapes import ModelShape, in_format, shape_of
+from headrace.planner.shapes import ModelShape, shape_of
 from headrace.quantization.checkpoint_format import PARTS, read_format
 from headrace.quantization.formats import FORMATS, find_format
 
@@ -49,6 +49,8 @@ def test_a_llama_by_hand() -> None:
     found = shape()
     (group,) = found.groups
     attention, mlp = group.mixer, group.feed_forward
+    assert total((*attention.parameters, *mlp.parameters), "linear") == group.mixer_weights + group.dense_weights
+    assert found.num_layers * attention.cached_values == 96
     assert (group.count, group.layer.norm_weights) == (3, 128)
     assert group.mixer_weights == 64 * 64 + 2 * 64 * 16 + 64 * 64
     assert total(attention.parameters, split="kv_heads") == 2 * 64 * 16
@@ -58,8 +60,6 @@ def test_a_llama_by_hand() -> None:
     assert found.embedding_weights == found.head_weights == 64_000
     assert found.total_weights == 2 * 64_000 + 3 * (group.mixer_weights + group.dense_weights + 128) + 64
     assert found.active_weights == found.total_weights - 64_000 + 64
-    assert found.quantizable == 3 * (group.mixer_weights + group.dense_weights)
-    assert found.kv_values_per_token == 96
     assert (found.dtype, found.weight_format, found.spec.max_position_embeddings) == ("float16", "bf16", 512)
     assert not found.is_moe
     assert not found.is_mla
@@ -247,8 +247,8 @@ def test_bytes_of_a_weight() -> None:
 
 def test_the_same_model_in_another_format() -> None:
     kimi = find_model("kimi-k2.5")
-    fp8 = in_format(kimi, "fp8", fp8_kv_cache=True)
-    assert (fp8.weight_format, fp8.format_parts, fp8.fp8_kv_cache) == ("fp8", PARTS, True)
+    fp8 = kimi.in_format("fp8", fp8_kv_cache=True)
+    assert (fp8.weight_format, fp8.held_parts, fp8.fp8_kv_cache) == ("fp8", PARTS, True)
     assert fp8.total_weights == kimi.total_weights
 
 

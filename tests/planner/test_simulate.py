@@ -8,8 +8,8 @@ import pytest
 
 from headrace.errors import ConfigError
 from headrace.planner.cost import Parallel, StepWork, step_model
-from headrace.planner.predict import Workload
-from headrace.planner.simulate import STEP_ITSELF, Arrival, Limits, Percentiles, TooLongError, recost, simulate
+from headrace.planner.predict import Limits, Workload
+from headrace.planner.simulate import STEP_ITSELF, Arrival, Percentiles, TooLongError, recost, simulate
 from tests.planner.planner_cases import deployment
 
 ROOMY = Limits(max_num_seqs=1024, max_num_batched_tokens=8192, kv_tokens=891_392)

@@ -12,9 +12,8 @@ from headrace import __version__
 from headrace.cache_groups import same_layout
 from headrace.model_config import ModelConfig
 from headrace.planner.catalogue import catalogue
-from headrace.planner.memory_report import report_memory
 from headrace.planner.record import Decision
-from headrace.planner.served import expect, predict_memory
+from headrace.planner.served import expect, predict_memory, report_memory
 from headrace.step import WorkerFacts
 from tests.server.fake_engine import FakeEngine, error_of, make_app, post, send
 

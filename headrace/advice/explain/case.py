@@ -161,7 +161,7 @@ class Case:
         if shape is None:
             return None
         form = weight_format or self.weight_format or shape.weight_format
-        layers = sum(group.count * layer_bytes(shape, group, Parallel(), form).total for group in shape.groups)
+        layers = sum(group.count * sum(layer_bytes(shape, group, Parallel(), form).values()) for group in shape.groups)
         rest = shape.embedding_weights + shape.head_weights + shape.final_weights + shape.extra_weights
         return int(layers + shape.plain_bytes * (rest - shape.spec.draft_weights))
 

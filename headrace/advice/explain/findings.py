@@ -9,6 +9,7 @@ from headrace.advice.explain.case import MASTER, Case, size
 from headrace.advice.explain.context import OVERRIDES
 from headrace.advice.explain.shell_words import plain
 from headrace.planner.chips import Chip
+from headrace.planner.cost import Deployment
 from headrace.planner.memory_map import MemoryMap, memory_map
 from headrace.planner.shapes import ModelShape
 from headrace.planner.smaller import FEWEST_TOKENS, SHORTEST_CONTEXT
@@ -120,16 +121,19 @@ def _room(case: Case, chip: Chip, tp: int, longest: int, least: int) -> int:
 def _map(case: Case, chip: Chip, tp: int, longest: int) -> MemoryMap:
     asked = case.asked
     assert case.shape is not None
+    weight_format, engine = case.weight_format or case.shape.weight_format, case.line.engine
     return memory_map(
-        case.shape,
-        chip,
-        case.parallel(tp),
-        weight_format=case.weight_format or None,
-        kv_dtype_bytes=case.kv_width,
+        Deployment(
+            case.shape,
+            chip,
+            case.parallel(tp),
+            weight_format,
+            case.kv_width,
+            "headrace" if engine == "headrace" else "vllm",
+        ),
         max_num_seqs=asked.max_num_seqs or 1024,
         max_num_batched_tokens=asked.max_num_batched_tokens or 8192,
         max_model_len=longest,
         gpu_memory_utilization=asked.gpu_memory_utilization or 0.9,
         block_size=asked.block_size or 16,
-        engine="headrace" if case.line.engine == "headrace" else "vllm",
     )

@@ -1,7 +1,7 @@
-"""A KV cache in fp8, which is lossy: `--objective throughput` takes it where it has run, and nothing else does unasked.
+"""Decides whether the KV cache is in fp8, which is lossy: only `--objective throughput` takes it unasked.
 
-A start that took it for the objective alone, and finds that it moves this model too far, goes on without it. What it
-moves, runner/kv_scales.py measures.
+A start that took it for the objective alone, and finds that it changes this model's hidden states too much, goes on
+without it. runner/kv_scales.py measures how much.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from headrace.planner.record import Decision
 from headrace.step import WorkerFacts
 
 MOST_FOR_THROUGHPUT = 0.1
-"""Most that hidden states may move where the objective alone asked: twice what is measured on the demo model, and half
-of what ten standard deviations of bias on K make of one; runner/kv_scales.py has what is served to whoever names it."""
+"""Largest relative change of hidden states where the objective alone asked: twice what is measured on the demo model,
+and half of what ten standard deviations of bias on K make of one. runner/kv_scales.py has the limit for those who name
+the type."""
 FP8 = "fp8_e4m3"
 TAKEN = (
     "--objective throughput takes it: twice the tokens, read in half the time, but rounded; a start that finds hidden "
@@ -24,13 +25,18 @@ LOSSLESS = "the model's, so the cache rounds nothing"
 OFFERED = "fp8, which rounds: twice the tokens, read in half the time, by --kv-cache-dtype fp8"
 
 
+def cached_bytes(kv_dtype: str) -> float:
+    """Bytes of a cached number."""
+    return 1.0 if kv_dtype.startswith("fp8") else 4.0 if kv_dtype == "float32" else 2.0
+
+
 def runs_fp8_cache(dtype: str, chip: Chip) -> bool:
-    """Whether such a cache has run there and goes with activations in `dtype`: whoever wants 32 bits wants no eight."""
+    """Whether such a cache has run on the chip and suits activations in `dtype`: who wants 32 bits wants no eight."""
     return dtype != "float32" and chip.arch == "sm_90"
 
 
 def runs_fp8_cache_here(config: EngineConfig, dtype: str, device_type: str) -> bool:
-    """The same on all GPUs of this machine, for a start."""
+    """Whether `runs_fp8_cache` holds for all GPUs of this machine."""
     if device_type != "cuda" or config.batch_invariant:
         return False
     try:
@@ -41,7 +47,7 @@ def runs_fp8_cache_here(config: EngineConfig, dtype: str, device_type: str) -> b
 
 
 def cache_for(objective: str | None, dtype: str) -> tuple[str, str, str]:
-    """Type of the cache, why, and instead of what, where one in fp8 runs and nobody names a type."""
+    """(type of the cache, why, runner-up), where an fp8 cache runs and nobody names a type."""
     if objective == "throughput":
         return FP8, TAKEN, f"{dtype}, which rounds nothing"
     other = "" if objective == "latency" else f"{OFFERED} or --objective throughput"  # one request gains least
@@ -49,10 +55,10 @@ def cache_for(objective: str | None, dtype: str) -> tuple[str, str, str]:
 
 
 def settled_cache(config: EngineConfig, asked: bool, facts: list[WorkerFacts]) -> tuple[EngineConfig, Decision] | None:
-    """After a load: the config and decision to load again with, because the fp8 cache moves hidden states too far;
-    None: it does not. `asked`: for fp8 by name, by the user or the checkpoint.
+    """After a load: the config to load again with, and why, where the fp8 cache changes hidden states too much; None:
+    it does not. `asked`: the user or the checkpoint named fp8.
 
-    Raises ConfigError where what was asked for moves them so far that it is never served.
+    Raises ConfigError where it was asked for and changes them so much that it is never served.
     """
     name, dtype = config.kv_cache_dtype, config.dtype
     worst = _worst(facts)
@@ -71,8 +77,8 @@ def settled_cache(config: EngineConfig, asked: bool, facts: list[WorkerFacts]) -
     return config.replace(kv_cache_dtype=dtype), Decision("kv_cache_dtype", dtype, reason, name, source="measured")
 
 
-def gained_by_rounding(config: EngineConfig, facts: list[WorkerFacts], num_pages: int) -> str:
-    """A line on what the allocated fp8 cache holds and what it moves; empty where the cache rounds nothing."""
+def describe_lossy_cache(config: EngineConfig, facts: list[WorkerFacts], num_pages: int) -> str:
+    """A line for the log on what an fp8 cache gains and costs; empty where the cache rounds nothing."""
     name, dtype = config.kv_cache_dtype, config.dtype
     if not name.startswith("fp8"):
         return ""
@@ -87,5 +93,5 @@ def gained_by_rounding(config: EngineConfig, facts: list[WorkerFacts], num_pages
 
 
 def _worst(facts: list[WorkerFacts]) -> WorkerFacts:
-    """The rank whose states move furthest; one whose error is no number counts most."""
+    """The rank whose hidden states change most; one whose error is NaN counts most."""
     return max(facts, key=lambda fact: (fact.kv_cache_error != fact.kv_cache_error, fact.kv_cache_error))

@@ -9,7 +9,7 @@ import pytest
 from headrace.cache_groups import same_layout
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError
-from headrace.planner.rounded_cache import MOST_FOR_THROUGHPUT, gained_by_rounding, settled_cache
+from headrace.planner.fp8_cache import MOST_FOR_THROUGHPUT, describe_lossy_cache, settled_cache
 from headrace.step import WorkerFacts
 
 CONFIG = EngineConfig(dtype="bfloat16", kv_cache_dtype="fp8_e4m3")
@@ -45,8 +45,8 @@ def test_who_asks_gets_more_but_not_everything() -> None:
 
 
 def test_a_start_says_what_a_rounded_cache_holds_and_moves() -> None:
-    assert gained_by_rounding(CONFIG, ranks(0.02, 0.053), 1000) == (
+    assert describe_lossy_cache(CONFIG, ranks(0.02, 0.053), 1000) == (
         "The KV cache is lossy: fp8_e4m3 holds 16,000 tokens where bfloat16 would hold 8,000, of 64 KiB each on a rank "
         "instead of 128, read in 1/2 of the time; it moves hidden states by 5.3%"
     )
-    assert gained_by_rounding(CONFIG.replace(kv_cache_dtype="bfloat16"), ranks(0.0), 1000) == ""
+    assert describe_lossy_cache(CONFIG.replace(kv_cache_dtype="bfloat16"), ranks(0.0), 1000) == ""
