@@ -1,4 +1,4 @@
-"""Lists changes to a request that does not run as asked, nearest first, of which each may make it run."""
+"""Changes a request that does not run as asked, so that it may run: the changes nearest to it come first."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ LAYOUT_PINS = (
 
 
 def changes(scenario: Scenario, most_gpus: int) -> Iterator[list[PlanRequest]]:
-    """Groups of changed requests: without one of the pins, in lower precision, with fewer tokens, on more GPUs. Of each
-    group, the first request that runs is of interest."""
+    """Yield groups of changed requests: without one of the pins, in lower precision, with fewer tokens, on more GPUs.
+
+    Of each group, the first request that runs is of interest.
+    """
     request = scenario.request
     yield list(_without_pins(scenario))
     yield list(_lower_precision(scenario))
@@ -30,8 +32,8 @@ def changes(scenario: Scenario, most_gpus: int) -> Iterator[list[PlanRequest]]:
 
 
 def drastic_changes(scenario: Scenario, most_gpus: int) -> Iterator[PlanRequest]:
-    """Requests with several changes at once, for when none of `changes` is enough: without any pin but the model's
-    precision, then without that too, then with fewer tokens."""
+    """Yield requests with several changes at once, for when none of `changes` is enough: without any pin but the
+    model's precision, then without that too, then with fewer tokens."""
     request, checkpoint = scenario.request, scenario.checkpoint
     free = request.replace(
         **dict.fromkeys((*LAYOUT_PINS, "max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size")),

@@ -41,7 +41,7 @@ VARIANT_WORDS = {"meta", "base", "instruct", "it", "chat", "hf", "preview", "kv"
 
 @dataclass(frozen=True)
 class CatalogueEntry:
-    """One model of the catalogue."""
+    """Describes one model of the catalogue."""
 
     name: str
     aliases: tuple[str, ...]
@@ -57,7 +57,7 @@ class CatalogueEntry:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """A checkpoint's config.json, and what the checkpoint's name says beside it."""
+    """Holds a checkpoint's config.json, and what the checkpoint's name says beside it."""
 
     name: str
     config: dict[str, Any]
@@ -79,18 +79,18 @@ class CheckpointConfig:
 
 @cache
 def catalogue() -> dict[str, CatalogueEntry]:
-    """The entries of the catalogue, by name."""
+    """Read the entries of the catalogue, by name."""
     entries = [CatalogueEntry(**{**raw, "aliases": tuple(raw["aliases"])}) for raw in json.loads(DATA.read_text())]
     return {entry.name: entry for entry in entries}
 
 
 def find_model(text: str) -> ModelShape:
-    """The shape of the model that `text` names. Raises ConfigError, with similar names, where there is none."""
+    """Find the shape of the model that `text` names. Raises ConfigError, with similar names, where there is none."""
     return find_config(text).shape
 
 
 def find_config(text: str) -> CheckpointConfig:
-    """The config.json that `text` names: a file, a folder with one (`demo` is the embedded model), a hub id in the
+    """Find the config.json that `text` names: a file, a folder with one (`demo` is the embedded model), a hub id in the
     local cache, or else a name of the catalogue, whatever its case, owner or variant
     (`meta-llama/Llama-3.1-8B-Instruct`).
 

@@ -23,7 +23,7 @@ SAME_MEMORY = 0.03
 
 @dataclass(frozen=True)
 class Chip:
-    """A kind of GPU, or a CPU."""
+    """Describes a kind of GPU, or a CPU."""
 
     name: str
     title: str
@@ -105,7 +105,7 @@ OTHER_PRODUCTS = {"h100": ("pcie", "nvl"), "h200": ("nvl",), "a100": ("pcie", "4
 
 
 def find_chip(name: str, memory_bytes: int | None = None) -> Chip:
-    """The chip of a name as people or drivers write it: `MI300X`, `amd-mi300x`, `NVIDIA H100 80GB HBM3`.
+    """Find the chip of a name as people or drivers write it: `MI300X`, `amd-mi300x`, `NVIDIA H100 80GB HBM3`.
 
     `memory_bytes` is what a tool reports, 0 where it does not say; a partition of a GPU keeps that. Raises ConfigError
     with the known names.
@@ -127,7 +127,7 @@ def find_chip(name: str, memory_bytes: int | None = None) -> Chip:
 
 
 def this_cpu(memory_bytes: int) -> Chip:
-    """This machine's CPU, with the rates of the one in CHIPS."""
+    """Return this machine's CPU, with the rates of the one in CHIPS."""
     return replace(CHIPS["cpu"], title="the CPU of this machine", memory_bytes=memory_bytes)
 
 
@@ -143,7 +143,7 @@ def run_tool(command: list[str]) -> str:
 
 
 def read_gpus(run: Run = run_tool) -> list[tuple[str, int]]:
-    """(name, bytes of memory or 0 where that is not reported) of each GPU that nvidia-smi or rocm-smi sees."""
+    """Ask nvidia-smi or rocm-smi for (name, bytes of memory or 0 where that is not reported) of each GPU."""
     listed = run(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"])
     gpus = re.findall(r"^(.+), *(\d+|\[.*\])\s*$", listed, re.MULTILINE)
     if gpus:
@@ -166,7 +166,7 @@ def _read_rocm(listed: str) -> list[tuple[str, int]]:
 
 
 def this_machine(run: Run = run_tool) -> tuple[Chip, int]:
-    """The chip of this machine and how many there are, which is what `--gpu auto` means; without GPUs, one CPU.
+    """Find this machine's chip and how many there are, which is what `--gpu auto` means; without GPUs, one CPU.
 
     Raises ConfigError for a GPU that is not in CHIPS, and for GPUs of several kinds.
     """

@@ -18,7 +18,7 @@ LIBRARY_START = 3.0
 
 @dataclass(frozen=True)
 class Links:
-    """What connects the GPUs of a deployment."""
+    """Describes what connects the GPUs of a deployment."""
 
     bandwidth: float
     """bytes/s that one GPU reaches in a large collective, to all the others of its node together"""
@@ -77,7 +77,8 @@ class Links:
         return self.latency / 2 + size / self._within(2)
 
     def _start(self, gpus: int) -> float:
-        """Latency over `gpus` GPUs: half that of eight for two, and a quarter of it more with each doubling."""
+        """Seconds that a collective takes to start: half that of eight for two, and a quarter of it more with each
+        doubling."""
         return self.latency * (1 + math.log2(gpus)) / 4
 
     def _within(self, gpus: int) -> float:

@@ -27,7 +27,7 @@ PINNED = (
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag, or an environment variable, with its reason."""
+    """Holds a flag, or an environment variable, with its reason."""
 
     name: str
     value: str | None
@@ -41,7 +41,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Command:
-    """How to start one engine."""
+    """Tells how to start one engine."""
 
     engine: str
     program: tuple[str, ...]
@@ -67,7 +67,7 @@ class Command:
 
 
 def command_for(scenario: Scenario, candidate: Candidate) -> Command:
-    """The command of the scenario's engine."""
+    """Write the command that starts the scenario's engine."""
     request, parallel, chip = scenario.request, candidate.parallel, scenario.chip
     given = _given(scenario)
     settings = {entry.field: entry.value for entry in engine_decisions(scenario, candidate)}

@@ -12,7 +12,7 @@ from headrace.planner.chips import CHIPS, Chip
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The eleven constants of one chip and engine. Shares are of the data sheet's rates."""
+    """Holds the eleven constants of one chip and engine. Shares are of the data sheet's rates."""
 
     bandwidth: float
     """share of the memory bandwidth that a long stream of weights reaches"""
@@ -40,7 +40,7 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class EngineTraits:
-    """What an engine launches for a layer, and which of its steps run from graphs; read off its code, not fitted."""
+    """Says what an engine launches for a layer, and which steps run from graphs; read off its code, not fitted."""
 
     attention_kernels: int
     """norm, projections, rotary and cache, attention"""
@@ -86,7 +86,7 @@ units. H200, long runs: 1,240 of 1,979 TFLOP/s against 700 of 989."""
 
 @dataclass(frozen=True)
 class Fitted:
-    """Constants, how far they can be trusted, and where they come from."""
+    """Holds constants, with how far they can be trusted and where they come from."""
 
     constants: Efficiency
     band: float
@@ -151,7 +151,7 @@ def find_efficiency(chip: Chip, engine: str) -> Efficiency:
 
 
 def find_fitted(chip: Chip, engine: str) -> Fitted:
-    """The constants of the chip and engine, or those of the vendor's chip that was measured, with a wider band."""
+    """Find the constants of the chip and engine, or those of the vendor's measured chip with a wider band."""
     near = {"amd": "mi300x", "nvidia": "h200"}.get(chip.vendor, "cpu")
     fitted = EFFICIENCIES.get((near, engine)) or EFFICIENCIES[near, "headrace"]
     if chip.name == near:

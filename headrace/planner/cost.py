@@ -36,7 +36,7 @@ INDEX_VALUES = 128
 
 @dataclass(frozen=True)
 class Parallel:
-    """A layout: how a model is spread over `gpus` GPUs."""
+    """A layout says how a model is spread over `gpus` GPUs."""
 
     tp: int = 1
     """tensor parallelism: GPUs over which each layer is split"""
@@ -66,7 +66,7 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Deployment:
-    """A model on GPUs, run by an engine: everything that a step's cost depends on but the step itself."""
+    """Holds what the cost of steps depends on beside the step: a model on GPUs, run by an engine."""
 
     shape: ModelShape
     chip: Chip
@@ -80,7 +80,7 @@ class Deployment:
 
 @dataclass(frozen=True)
 class StepWork:
-    """What one step of the whole deployment computes; data-parallel ranks share it evenly."""
+    """Counts what one step of the whole deployment computes; data-parallel ranks share it evenly."""
 
     decodes: float
     decode_context: float
@@ -93,7 +93,7 @@ class StepWork:
 
     @classmethod
     def of(cls, step: SchedulerOutput) -> StepWork:
-        """The work of a scheduled step. Requests that run one token count as decodes; they come first in a step.
+        """Count a scheduled step. Requests that run one token are decodes; they come first in a step.
 
         An engine asks this of every step, so lists are summed by C code.
         """
@@ -108,7 +108,7 @@ class StepWork:
         return cls(decodes, context, tokens, pairs / tokens, len(chunks))
 
     def times(self, ranks: int) -> StepWork:
-        """The work of `ranks` ranks that each do this."""
+        """Return the work of `ranks` ranks that each do this."""
         if ranks == 1:
             return self
         return StepWork(
@@ -122,7 +122,7 @@ class StepWork:
 
 @dataclass(frozen=True)
 class StepCost:
-    """How long a step takes, and why."""
+    """Tells how long a step takes, and why."""
 
     seconds: float
     parts: dict[str, float]
@@ -139,54 +139,15 @@ PARTS = ("weights", "kv", "flops", "activations", "links", "launches", "host")
 
 @lru_cache(maxsize=512)
 def step_model(deployment: Deployment) -> StepModel:
-    """The cost model of a deployment, with the constants of its chip and engine."""
+    """Return the cost model of a deployment, with the constants of its chip and engine."""
     return StepModel(deployment, find_efficiency(deployment.chip, deployment.engine))
 
 
 def distinct_experts(num_experts: int, experts_per_token: int, tokens: float) -> float:
-    """How many different experts `tokens` tokens choose, on average, where all experts are equally likely."""
+    """Estimate how many different experts `tokens` tokens choose, where all experts are equally likely."""
     if not num_experts:
         return 0.0
     return num_experts * (1 - (1 - experts_per_token / num_experts) ** tokens)
-
-
-@dataclass(frozen=True)
-class _Linears:
-    """The products with some of a layer's weights, on one GPU."""
-
-    seconds_to_read: float
-    seconds_per_token: float
-
-    def __call__(self, tokens: float) -> tuple[float, float]:
-        """Seconds for bytes, and seconds for operations."""
-        return self.seconds_to_read, tokens * self.seconds_per_token
-
-
-class _Experts:
-    """A layer's experts, on the busiest of the GPUs that share them.
-
-    With expert parallelism the experts are divided into as many groups as there are GPUs; without, there is one group,
-    and each expert is cut into `slices`.
-    """
-
-    def __init__(self, mlp: FeedForward, parallel: Parallel, one: _Linears) -> None:
-        self.mlp, self.one = mlp, one
-        self.groups = parallel.expert_gpus if parallel.ep else 1
-        self.slices = parallel.expert_gpus // self.groups
-
-    def __call__(self, tokens: float) -> tuple[float, float]:
-        mlp, groups = self.mlp, self.groups
-        active = distinct_experts(mlp.num_experts, mlp.experts_per_token, tokens)
-        rows = tokens * mlp.experts_per_token
-        if groups > 1:
-            here = mlp.num_experts / groups
-            active = min(here, _busiest(active / groups, groups))
-            rows = min(max(rows / groups, tokens * min(mlp.experts_per_token, here)), _busiest(rows / groups, groups))
-        if active <= 0:
-            return 0.0, 0.0
-        tile = min(max(rows / active, TILES[0]), TILES[1])
-        padded = rows + active * tile / 2
-        return active * self.one.seconds_to_read / self.slices, padded * self.one.seconds_per_token / self.slices
 
 
 def _busiest(mean: float, groups: int) -> float:
@@ -195,25 +156,28 @@ def _busiest(mean: float, groups: int) -> float:
 
 
 class _Layer:
-    """The seconds that a layer of one group takes on one GPU, for each quantity that a step is counted in."""
+    """The seconds that one layer of a group takes on one GPU, for each quantity that a step is counted in."""
 
     def __init__(self, group: LayerGroup, model: StepModel) -> None:
-        deployment, traits, constants = model.deployment, model.traits, model.efficiency
-        shape, parallel = deployment.shape, deployment.parallel
+        deployment, traits = model.deployment, model.traits
+        shape, parallel, weight_format = deployment.shape, deployment.parallel, deployment.weight_format
         attention, mlp, tp = group.mixer, group.feed_forward, parallel.tp
-        self.count, self.attention = group.count, attention
-        parts = shape.parts_in(deployment.weight_format)
+        self.count, self.attention, self.mlp, self.parallel = group.count, attention, mlp, parallel
+        parts = shape.parts_in(weight_format)
 
-        def linears(part: str, weights: float) -> _Linears:
-            weight_format = deployment.weight_format if part in parts else PLAIN.name
-            seconds = 2 * weights / model.rate(weight_format) / (GROUPED if part == "experts" else 1.0)
-            return _Linears(weights * shape.bytes_per_weight(weight_format) / model.bandwidth, seconds)
+        def product(part: str, weights: float) -> tuple[float, float]:
+            """Seconds to read the weights, and seconds that each token takes."""
+            form = weight_format if part in parts else PLAIN.name
+            rate = model.rate(form) * (GROUPED if part == "experts" else 1.0)
+            return weights * shape.bytes_per_weight(form) / model.bandwidth, 2 * weights / rate
 
         shares = rank_shares(attention, tp)
-        self.projections = linears("attention", sum(p.size * shares[p.split] for p in attention.parameters))
-        self.dense = linears("dense", group.dense_weights / tp)
-        self.router = linears("router", group.router_weights)
-        self.experts = _Experts(mlp, parallel, linears("experts", group.expert_weights)) if mlp.num_experts else None
+        self.linears = (
+            product("attention", sum(p.size * shares[p.split] for p in attention.parameters)),
+            product("dense", group.dense_weights / tp),
+            product("router", group.router_weights),
+        )
+        self.expert = product("experts", group.expert_weights)
 
         key_bytes = attention.cached_values * deployment.kv_dtype_bytes * attention.cache_share(tp)
         self.seconds_per_key = key_bytes / model.kv_bandwidth
@@ -223,10 +187,31 @@ class _Layer:
         self.state_seconds = 2 * STATE_BYTES * attention.state_values / tp / model.kv_bandwidth
         self.seconds_per_token = attention.flops_per_token / tp / model.attention_rate
 
-        self.activation_seconds = _activation_bytes(group, shape, parallel, deployment.weight_format) / model.bandwidth
-        self.kernels = _kernels(attention, mlp, traits, narrow=bool(find_format(deployment.weight_format).units))
-        self.launch_seconds = self.kernels * constants.kernel
-        self.operations = self.kernels + (traits.expert_operations - traits.expert_kernels if mlp.num_experts else 0)
+        self.activation_seconds = _activation_bytes(group, shape, parallel, weight_format) / model.bandwidth
+        kernels = _kernels(attention, mlp, traits, narrow=bool(find_format(weight_format).units))
+        self.launch_seconds = kernels * model.efficiency.kernel
+        self.operations = kernels + (traits.expert_operations - traits.expert_kernels if mlp.num_experts else 0)
+
+    def products(self, tokens: float, everywhere: float) -> list[tuple[float, float]]:
+        """(Seconds for bytes, seconds for operations) of each product with weights, on the busiest GPU.
+
+        `everywhere`: tokens of all GPUs that share the experts. With expert parallelism each of them holds some of the
+        experts, without a slice of each.
+        """
+        products = [(read, tokens * each) for read, each in self.linears]
+        mlp, gpus = self.mlp, self.parallel.expert_gpus
+        active = distinct_experts(mlp.num_experts, mlp.experts_per_token, everywhere)
+        if active <= 0:
+            return products
+        rows, slices = everywhere * mlp.experts_per_token, gpus
+        if self.parallel.ep and gpus > 1:
+            here, slices = mlp.num_experts / gpus, 1
+            active = min(here, _busiest(active / gpus, gpus))
+            rows = min(max(rows / gpus, everywhere * min(mlp.experts_per_token, here)), _busiest(rows / gpus, gpus))
+        tile = min(max(rows / active, TILES[0]), TILES[1])
+        padded = rows + active * tile / 2
+        read, each = self.expert
+        return [*products, (active * read / slices, padded * each / slices)]
 
     def keys(self, context: float) -> tuple[float, float]:
         """Keys that a query with `context` keys before it attends to, and keys that it reads: an index, where there is
@@ -266,7 +251,7 @@ def _kernels(attention: Mixer, mlp: FeedForward, traits: EngineTraits, narrow: b
 
 
 class StepModel:
-    """The cost of any step of one deployment; what is the same for all steps is computed once."""
+    """Predicts any step of one deployment; what is the same for all steps is computed once."""
 
     def __init__(self, deployment: Deployment, constants: Efficiency) -> None:
         chip, shape, tp = deployment.chip, deployment.shape, deployment.parallel.tp
@@ -280,12 +265,12 @@ class StepModel:
         self.attention_rate = self._peak * constants.attention
         self._layers = [_Layer(group, self) for group in shape.groups]
         head = (shape.head_weights or shape.embedding_weights) / tp
-        self._head = _Linears(head * shape.plain_bytes / self.bandwidth, 2 * head / self.rate(PLAIN.name))
+        self._head = head * shape.plain_bytes / self.bandwidth, 2 * head / self.rate(PLAIN.name)
         self._sampling_seconds = HEAD_BYTES * shape.spec.vocab_size / self.bandwidth
         self._operations = HEAD_KERNELS + sum(layer.count * layer.operations for layer in self._layers)
 
     def rate(self, weight_format: str) -> float:
-        """Operations a second of large products with weights in that format."""
+        """Return operations a second of large products with weights in that format."""
         units = self.deployment.chip.flops.get(find_format(weight_format).units)
         if units is None:
             return self._peak * self.efficiency.gemm
@@ -324,50 +309,40 @@ class StepModel:
             looking = decodes * (keys * layer.decode_seconds_per_pair + layer.seconds_per_token)
             prompt_keys = layer.keys(work.prefill_context)[0]
             prompt_pairs = prefill * (prompt_keys * layer.seconds_per_pair + layer.seconds_per_token)
-            linears = [layer.projections(tokens), layer.dense(tokens), layer.router(tokens)]
-            if layer.experts is not None:
-                linears.append(layer.experts(everywhere))
+            products = layer.products(tokens, everywhere)
             collectives = self._collectives(layer, tokens, everywhere)
             elementwise = tokens * layer.activation_seconds
-            products = sum(_norm(read_seconds, compute, p) for read_seconds, compute in linears)
+            seconds = sum(_norm(bytes_, compute, p) for bytes_, compute in products) + _norm(cache, looking, p)
             count = layer.count
-            total += count * (
-                products + _norm(cache, looking, p) + prompt_pairs + elementwise + collectives + layer.launch_seconds
-            )
-            weights += count * sum(seconds for seconds, _ in linears)
-            flops += count * (sum(seconds for _, seconds in linears) + looking + prompt_pairs)
+            total += count * (seconds + prompt_pairs + elementwise + collectives + layer.launch_seconds)
+            weights += count * sum(bytes_ for bytes_, _ in products)
+            flops += count * (sum(compute for _, compute in products) + looking + prompt_pairs)
             kv += count * cache
             activations += count * elementwise
             links += count * collectives
             launches += count * layer.launch_seconds
 
-        head = self._head(samples)
+        head = self._head[0], samples * self._head[1]
         sampling = samples * self._sampling_seconds
         own = HEAD_KERNELS * self.efficiency.kernel
         between = self._between_stages(tokens)
         host = self._host(decodes + prompts_here / batches, prefill)
         total += _norm(*head, p) + sampling + own + between
-        return _norm(total, host, self.traits.host_overlap), (
-            weights + head[0],
-            kv,
-            flops + head[1],
-            activations + sampling,
-            links + between,
-            launches + own,
-            host,
-        )
+        weights, flops, activations = weights + head[0], flops + head[1], activations + sampling
+        parts = (weights, kv, flops, activations, links + between, launches + own, host)
+        return _norm(total, host, self.traits.host_overlap), parts
 
     def _collectives(self, layer: _Layer, tokens: float, everywhere: float) -> float:
         """Seconds of a layer's collectives: sums after attention and after the MLP, or tokens to experts and back."""
         parallel, width = self.deployment.parallel, 2.0 * self.deployment.shape.spec.hidden_size
         seconds = self.links.all_reduce(tokens * width, parallel.tp)
-        if layer.experts is None or not parallel.dp_attention:
+        if not layer.mlp.num_experts or not parallel.dp_attention:
             return 2 * seconds
         gpus = parallel.expert_gpus
         gathered = self.links.gather_and_scatter(everywhere * width, gpus)
         if not parallel.ep:
             return seconds + gathered
-        copies = min(layer.experts.mlp.experts_per_token, gpus) * everywhere / gpus
+        copies = min(layer.mlp.experts_per_token, gpus) * everywhere / gpus
         return seconds + min(gathered, 2 * self.links.exchange(copies * width, gpus))
 
     def _between_stages(self, tokens: float) -> float:

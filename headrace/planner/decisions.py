@@ -122,7 +122,7 @@ def decide_before_load(
 def token_budget(
     device_type: str, chunked: bool, max_model_len: int, max_num_seqs: int | None, share: float
 ) -> tuple[int, str]:
-    """max_num_batched_tokens and why. `share`: the part of a layer's experts that a token uses."""
+    """Choose max_num_batched_tokens, and say why. `share`: the part of a layer's experts that a token uses."""
     if device_type == "cuda" and WIDE_STEP * share < EXPERT_ROWS:
         budget, why = WIDER_STEP, f"a prefill chunk of which an expert sees {WIDER_STEP * share:.0f} tokens"
     elif device_type == "cuda":
@@ -137,7 +137,7 @@ def token_budget(
 
 
 def sequences(device_type: str, budget: int, expected: int | None) -> tuple[int, str]:
-    """max_num_seqs and why. `expected`: requests in flight, if that is known."""
+    """Choose max_num_seqs, and say why. `expected`: requests in flight, if that is known."""
     most = min(MOST_SEQS[device_type], budget)
     if expected is None:
         return most, f"what {DEVICES[device_type]} serves before latency suffers"
@@ -186,7 +186,7 @@ def _quantization(config: EngineConfig, model: ModelConfig, device_type: str) ->
 
 
 def activation_dtype(checkpoint: str, device_type: str) -> tuple[str, str]:
-    """The dtype of activations and why, from the checkpoint's."""
+    """Choose the dtype of activations, and say why, from the checkpoint's."""
     if device_type == "cuda" and checkpoint == "float32":
         return "bfloat16", "float32 checkpoints run in bfloat16 on a GPU, as vLLM does (--dtype float32 keeps them)"
     return checkpoint, "the checkpoint's"
@@ -202,8 +202,8 @@ def _kv_cache_dtype(config: EngineConfig, model: ModelConfig, dtype: str, device
 
 
 def decide_num_pages(config: EngineConfig, facts: list[WorkerFacts]) -> tuple[int, list[Decision]]:
-    """How many pages of KV cache every rank allocates (blocks, where all layers cache alike): what the rank with the
-    least memory can hold, and no more than can ever be used.
+    """Decide how many pages of KV cache every rank allocates (blocks, where all layers cache alike): as many as the
+    rank with the least memory can hold, and no more than can ever be used.
 
     Raises OutOfMemoryError when not one sequence of max_model_len fits.
     """
@@ -238,18 +238,18 @@ def decide_num_pages(config: EngineConfig, facts: list[WorkerFacts]) -> tuple[in
 
 
 def pages_by_memory(config: EngineConfig, facts: list[WorkerFacts]) -> int:
-    """Pages that the rank with the least memory can hold; below 0: how many are missing."""
+    """Count the pages that the rank with the least memory can hold; below 0: how many are missing."""
     return min(_kv_bytes(config, fact) // fact.layout.page_bytes for fact in facts)
 
 
 def pages_of_longest(config: EngineConfig, facts: list[WorkerFacts]) -> int:
-    """Pages that one sequence of max_model_len holds while its prompt is computed."""
+    """Count the pages that one sequence of max_model_len holds while its prompt is computed."""
     assert config.max_model_len is not None
     return facts[0].layout.pages_for(config.max_model_len, config.max_num_batched_tokens or 1)
 
 
 def longest_sequence(config: EngineConfig, facts: list[WorkerFacts], num_pages: int) -> int:
-    """Tokens of the longest sequence that so many pages can hold, up to max_model_len."""
+    """Return the length of the longest sequence that so many pages can hold, up to max_model_len."""
     assert config.max_model_len is not None
     return facts[0].layout.longest(num_pages, config.max_model_len, config.max_num_batched_tokens or 1)
 
@@ -257,10 +257,11 @@ def longest_sequence(config: EngineConfig, facts: list[WorkerFacts], num_pages: 
 def decide_mixed_step(
     config: EngineConfig, facts: list[WorkerFacts], streamed: bool = True
 ) -> tuple[int | None, list[Decision]]:
-    """The most tokens of a step with decodes, while few prompts wait: decodes wait for the whole step, and from some
-    size on a larger one makes prompts hardly faster. The slowest rank counts.
+    """Decide the most tokens of a step with decodes, while few prompts wait: decodes wait for the whole step, and from
+    some size on a larger one makes prompts hardly faster. The slowest rank counts.
 
-    None where answers are not `streamed`; None, and no decision, where no step was measured or prompts are not cut.
+    It is None where answers are not `streamed`; None, and no decision, where no step was measured or prompts are not
+    cut.
     """
     measured = [dict(fact.step_times) for fact in facts]
     sizes = [size for size in measured[0] if size <= (config.max_num_batched_tokens or 0)]
@@ -277,7 +278,7 @@ def decide_mixed_step(
 def mixed_step(
     times: dict[int, float], objective: str | None, source: str = "measured", field: str = "mixed_step_tokens"
 ) -> Decision:
-    """The size of step that decodes should wait for, as the decision on `field`, from milliseconds by step size."""
+    """Decide on `field`: the size of step that decodes should wait for, from milliseconds by step size."""
     wanted = PREFILL_SHARES[objective or USUAL_OBJECTIVE]
     best = max(times, key=lambda size: size / times[size])
 

@@ -1,4 +1,4 @@
-"""What headrace and vLLM can do: which models and layouts headrace lacks, and what vLLM uses where.
+"""Says what headrace and vLLM can do: which models and layouts headrace lacks, and what vLLM uses where.
 
 headrace's half is read from its own tables; vLLM's is what its documentation says of version 0.26.
 """
@@ -30,7 +30,7 @@ AITER_HEAD_DIMS = (64, 128, 256)
 
 
 def model_gaps(raw: dict[str, Any], quantization: str | None) -> list[str]:
-    """Why headrace cannot serve the model of a raw config.json in the format `quantization`; empty: it can."""
+    """Say why headrace cannot serve the model of a raw config.json in the format `quantization`; empty: it can."""
     names = raw.get("architectures") or ["unknown"]
     if served_entry(names[0]) is None:
         return [f"headrace has no {names[0]} yet; it has {', '.join(SERVED)}"]
@@ -45,7 +45,7 @@ def model_gaps(raw: dict[str, Any], quantization: str | None) -> list[str]:
 
 
 def layout_gaps(parallel: Parallel) -> list[str]:
-    """Why headrace has no such layout yet; empty: it has. Replicas are servers of their own."""
+    """Say why headrace cannot use the layout yet; empty: it can. Replicas are servers of their own."""
     gaps = []
     if parallel.pp > 1:
         gaps.append(f"headrace has no pipeline parallelism yet (pipeline_parallel_size {parallel.pp})")
@@ -57,20 +57,20 @@ def layout_gaps(parallel: Parallel) -> list[str]:
 
 
 def default_block_size(engine: str, shape: ModelShape, chip: Chip) -> int:
-    """Tokens of a block. In vLLM an index that chooses keys one by one has a block size of its own."""
+    """Return the tokens of a block. In vLLM an index that chooses keys one by one has a block size of its own."""
     if engine == "vllm" and widest_mixer(shape).sparse_top_k:
         return 1 if chip.vendor == "amd" else 64
     return 16
 
 
 def graph_decision(request: PlanRequest, chip: Chip, backend: str) -> Decision:
-    """`cudagraph_mode`, by the rules that serving itself follows."""
+    """Decide on cudagraph_mode by the rules that serving itself follows."""
     config = EngineConfig(compilation_config=request.compilation_config, enforce_eager=request.enforce_eager)
     return decide_graphs(config, chip.device_type, backend, FULL_GRAPHS.get(backend, "decode"))[1][0]
 
 
 def vllm_backend(shape: ModelShape, chip: Chip) -> Decision:
-    """The attention backend that vLLM should use."""
+    """Decide which attention backend vLLM should use."""
     attention, field = widest_mixer(shape), "attention_backend"
     if chip.vendor == "cpu":
         return Decision(field, "CPU_ATTN", "the CPU's only one")
@@ -92,7 +92,7 @@ def vllm_backend(shape: ModelShape, chip: Chip) -> Decision:
 
 
 def widest_mixer(shape: ModelShape) -> Mixer:
-    """The token mixer that caches most for a token; all are alike in most models."""
+    """Find the token mixer that caches most for a token; all are alike in most models."""
     return max((group.mixer for group in shape.groups), key=lambda mixer: mixer.cached_values)
 
 

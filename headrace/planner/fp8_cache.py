@@ -26,17 +26,18 @@ OFFERED = "fp8, which rounds: twice the tokens, read in half the time, by --kv-c
 
 
 def cached_bytes(kv_dtype: str) -> float:
-    """Bytes of a cached number."""
+    """Return the bytes of a cached number."""
     return 1.0 if kv_dtype.startswith("fp8") else 4.0 if kv_dtype == "float32" else 2.0
 
 
 def runs_fp8_cache(dtype: str, chip: Chip) -> bool:
-    """Whether such a cache has run on the chip and suits activations in `dtype`: who wants 32 bits wants no eight."""
+    """Tell whether an fp8 cache has run on the chip and suits activations in `dtype`: whoever wants 32 bits wants no
+    8."""
     return dtype != "float32" and chip.arch == "sm_90"
 
 
 def runs_fp8_cache_here(config: EngineConfig, dtype: str, device_type: str) -> bool:
-    """Whether `runs_fp8_cache` holds for all GPUs of this machine."""
+    """Tell whether `runs_fp8_cache` holds for all GPUs of this machine."""
     if device_type != "cuda" or config.batch_invariant:
         return False
     try:
@@ -47,7 +48,7 @@ def runs_fp8_cache_here(config: EngineConfig, dtype: str, device_type: str) -> b
 
 
 def cache_for(objective: str | None, dtype: str) -> tuple[str, str, str]:
-    """(type of the cache, why, runner-up), where an fp8 cache runs and nobody names a type."""
+    """Choose (type of the cache, why, runner-up), where an fp8 cache runs and nobody names a type."""
     if objective == "throughput":
         return FP8, TAKEN, f"{dtype}, which rounds nothing"
     other = "" if objective == "latency" else f"{OFFERED} or --objective throughput"  # one request gains least
@@ -55,8 +56,8 @@ def cache_for(objective: str | None, dtype: str) -> tuple[str, str, str]:
 
 
 def settled_cache(config: EngineConfig, asked: bool, facts: list[WorkerFacts]) -> tuple[EngineConfig, Decision] | None:
-    """After a load: the config to load again with, and why, where the fp8 cache changes hidden states too much; None:
-    it does not. `asked`: the user or the checkpoint named fp8.
+    """Return the config to load again with, and why, where the fp8 cache of a load changes hidden states too much;
+    None: it does not. `asked`: the user or the checkpoint named fp8.
 
     Raises ConfigError where it was asked for and changes them so much that it is never served.
     """
@@ -78,7 +79,7 @@ def settled_cache(config: EngineConfig, asked: bool, facts: list[WorkerFacts]) -
 
 
 def describe_lossy_cache(config: EngineConfig, facts: list[WorkerFacts], num_pages: int) -> str:
-    """A line for the log on what an fp8 cache gains and costs; empty where the cache rounds nothing."""
+    """Write a line for the log on what an fp8 cache gains and costs; empty where the cache rounds nothing."""
     name, dtype = config.kv_cache_dtype, config.dtype
     if not name.startswith("fp8"):
         return ""

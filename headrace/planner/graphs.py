@@ -22,7 +22,7 @@ MODES_BY_NUMBER = {0: "NONE", 1: "PIECEWISE", 2: "FULL", (2, 0): "FULL_DECODE_ON
 def decide_graphs(
     config: EngineConfig, device_type: str, backend: str, full_graphs: str
 ) -> tuple[dict[str, Any], list[Decision]]:
-    """The resolved `compilation_config` (mode, sizes) and why.
+    """Resolve `compilation_config` (mode, sizes), and say why.
 
     `full_graphs`: what the attention backend of that name declares (attention/table.py). Raises ConfigError for a mode
     or sizes that are unknown.

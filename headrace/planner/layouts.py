@@ -19,7 +19,7 @@ guide puts the crossover at 256 to 512; below, the cost model decides.)"""
 
 
 def name_of(parallel: Parallel) -> str:
-    """The layout as people write it: `TP8`, `4 x TP2`, `TP8 PP2`, `DP8 attention, EP8 experts`."""
+    """Write the layout as people do: `TP8`, `4 x TP2`, `TP8 PP2`, `DP8 attention, EP8 experts`."""
     split = f"TP{parallel.tp}" + (f" PP{parallel.pp}" if parallel.pp > 1 else "")
     if parallel.dp_attention:
         experts = f"{'EP' if parallel.ep else 'TP'}{parallel.expert_gpus} experts"
@@ -30,7 +30,7 @@ def name_of(parallel: Parallel) -> str:
 
 
 def layouts(num_gpus: int, shape: ModelShape, most_ranks: int | None = None) -> Iterator[Parallel]:
-    """Every way to use `num_gpus` GPUs, or as many of them as come out even.
+    """Yield every way to use `num_gpus` GPUs, or as many of them as come out even.
 
     There are at most `most_ranks` data-parallel ranks: more would have no request to work on.
     """
@@ -48,7 +48,7 @@ def layouts(num_gpus: int, shape: ModelShape, most_ranks: int | None = None) -> 
 
 
 def reasons(parallel: Parallel, shape: ModelShape, chip: Chip) -> list[str]:
-    """Why a model cannot, or should not, be spread like that over such GPUs; empty: it may."""
+    """Say why a model cannot, or should not, be spread like that over such GPUs; empty: it may."""
     return list(dict.fromkeys(_reasons(parallel, shape, chip)))
 
 
@@ -84,5 +84,5 @@ def _reasons(parallel: Parallel, shape: ModelShape, chip: Chip) -> Iterator[str]
 
 
 def copies_latent(parallel: Parallel, shape: ModelShape) -> bool:
-    """Whether every GPU of a tensor-parallel group would hold the same latent cache."""
+    """Tell whether every GPU of a tensor-parallel group would hold the same latent cache."""
     return shape.is_mla and parallel.tp > 1

@@ -51,7 +51,7 @@ CPU_CACHE = 4 * GIB
 
 @dataclass(frozen=True)
 class MemoryMap:
-    """Bytes on one GPU, the fullest of them."""
+    """Holds the bytes of each part of one GPU's memory, the fullest of them."""
 
     total: int
     usable: int
@@ -102,7 +102,7 @@ class MemoryMap:
         return sum(group.block_bytes for group in self.layout.groups if group.is_state)
 
     def tokens_in(self, length: int) -> int:
-        """Tokens that the pool holds in sequences of `length`, in whole blocks; 0 where nothing is cached.
+        """Count the tokens that the pool holds in sequences of `length`, in whole blocks; 0 where nothing is cached.
 
         What windows have passed is given back, so longer sequences may hold more.
         """
@@ -135,8 +135,8 @@ def memory_map(
     graph_mode: str = "FULL_AND_PIECEWISE",
     speculates: bool = False,
 ) -> MemoryMap:
-    """The map of one GPU. Limits, and the tokens that the cache holds, are those of one replica or data-parallel rank.
-    `speculates`: layers that predict further tokens are loaded.
+    """Map one GPU's memory. Limits, and the tokens that the cache holds, are those of one replica or data-parallel
+    rank. `speculates`: layers that predict further tokens are loaded.
 
     Never fails: what does not fit says by how much (`missing`), and a split that leaves a remainder is rounded up.
     """
@@ -181,7 +181,7 @@ def memory_map(
 
 
 def layer_bytes(shape: ModelShape, group: LayerGroup, parallel: Parallel, weight_format: str) -> dict[str, float]:
-    """Bytes that one GPU holds of a layer of `group`, by part, when its linears are in `weight_format`.
+    """Count the bytes that one GPU holds of a layer of `group`, by part, with its linears in `weight_format`.
 
     The parts are attention, dense (dense MLP and shared experts), router, experts and norms.
     """

@@ -31,7 +31,7 @@ MOST_REASONS = 4
 
 @dataclass(frozen=True)
 class Cost:
-    """What a plan costs, in the currency of --price-per-gpu-hour."""
+    """Holds what a plan costs, in the currency of --price-per-gpu-hour."""
 
     per_hour: float
     per_million_output: float
@@ -41,7 +41,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a request comes to; where it cannot run, only `problems` and `alternatives` are filled in."""
+    """Holds what a request comes to; where it cannot run, only `problems` and `alternatives` are filled in."""
 
     request: PlanRequest
     shape: ModelShape
@@ -76,7 +76,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A plan that runs, for a request that differs from what was asked."""
+    """Holds a plan that runs, for a request that differs from what was asked."""
 
     change: str
     """to what was asked"""
@@ -84,7 +84,7 @@ class Alternative:
 
 
 def make_plan(request: PlanRequest, machine: tuple[Chip, int] | None = None) -> Plan:
-    """The plan; where nothing runs as asked, its `problems` say why and its `alternatives` what does.
+    """Make the plan of a request; where nothing runs as asked, its `problems` say why and its `alternatives` what does.
 
     `machine`: what `gpu="auto"` means, default this machine. Raises ConfigError for a model or GPU that is unknown.
     """

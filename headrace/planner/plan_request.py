@@ -31,7 +31,7 @@ def _count(help: str, group: str, most: int = MOST, **more: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What is asked of a plan; None in a field leaves it to the planner."""
+    """Holds what is asked of a plan; None in a field leaves it to the planner."""
 
     model: str = knob(
         "demo",
@@ -147,7 +147,7 @@ class PlanRequest:
         return self.output_len or USUAL_OUTPUT
 
     def filled(self, context: int) -> PlanRequest:
-        """The request with lengths that fit into the context, where none are given."""
+        """Return the request with lengths that fit into the context, where none are given."""
         return self.replace(
             input_len=self.input_len or min(USUAL_INPUT, max(1, context // 2)),
             output_len=self.output_len or min(USUAL_OUTPUT, max(1, context // 4)),

@@ -24,7 +24,7 @@ MOST_BAND = 0.8
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests of one kind.
+    """Describes requests of one kind.
 
     With `request_rate` they arrive at random at that rate. Without, each of `concurrency` clients sends its next
     request when the one before is done.
@@ -58,7 +58,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Limits:
-    """What one replica, or one data-parallel rank, may run at once."""
+    """Bounds what one replica, or one data-parallel rank, may run at once."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -71,7 +71,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the whole deployment is expected to give."""
+    """Holds what the whole deployment is expected to give."""
 
     ttft_ms: float
     """time to the first token, of a typical request (the median)"""
@@ -134,7 +134,8 @@ class _Rank:
 def predict(
     deployment: Deployment, workload: Workload, limits: Limits, *, model: StepModel | None = None
 ) -> Prediction:
-    """Raises ConfigError where the cache does not hold one request. `model`: with other constants than the usual."""
+    """Predict a workload. `model` has other constants than the usual. Raises ConfigError where the cache does not hold
+    one request."""
     model = model or step_model(deployment)
     parallel, kv_tokens = deployment.parallel, limits.kv_tokens
     length = workload.input_len + workload.output_len
@@ -167,7 +168,7 @@ def predict(
 
 
 def error_band(deployment: Deployment) -> float:
-    """The band of the constants, made wider where nothing like this deployment was among the measurements."""
+    """Return the band of the constants, wider where nothing like this deployment was measured."""
     band, parallel = find_fitted(deployment.chip, deployment.engine).band, deployment.parallel
     unlike = parallel.pp > 1 or parallel.ep or parallel.dp_attention or parallel.tp > deployment.chip.gpus_per_node
     unlike = unlike or any(group.mixer.kind != "gqa" for group in deployment.shape.groups)

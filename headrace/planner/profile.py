@@ -35,7 +35,7 @@ BASE = ("tensor_parallel_size", "quantization", "dtype", "batch_invariant", "blo
 
 @dataclass(frozen=True)
 class Measured:
-    """A value of one field that was better than the plan's."""
+    """Holds a value of one field that was better than the plan's."""
 
     value: int | str
     over: Any
@@ -45,7 +45,7 @@ class Measured:
 
 
 class Workload(TypedDict):
-    """The requests with which an engine was tuned."""
+    """Describes the requests with which an engine was tuned."""
 
     input_len: int
     output_len: int
@@ -56,7 +56,7 @@ class Workload(TypedDict):
 
 @dataclass(frozen=True)
 class Profile:
-    """What one session of tuning measured."""
+    """Holds what one session of tuning measured."""
 
     model: str
     machine: str
@@ -78,7 +78,7 @@ class Profile:
 
 
 def measured_here(config: EngineConfig, model: ModelConfig, device: str) -> dict[str, Decision]:
-    """The decisions that were measured here, by field, without those that go against a flag of the user's."""
+    """Return the decisions that were measured here, by field, without those that go against a flag of the user's."""
     profile = find_profile(model) if config.use_profile else None
     if profile is None:
         return {}
@@ -112,8 +112,8 @@ def write_profile(profile: Profile, model: ModelConfig) -> Path:
 
 
 def find_profile(model: ModelConfig, machine: Callable[[], str] | None = None) -> Profile | None:
-    """The profile of this model, machine and version, if there is one. The machine is looked at only where the model
-    has any profile."""
+    """Find the profile of this model, machine and version, if there is one. The machine is looked at only where the
+    model has any profile."""
     folder = cache_folder() / "profiles"
     try:
         names = os.listdir(folder)
@@ -142,7 +142,7 @@ def _read(path: Path) -> Profile | None:
 
 
 def machine_name() -> str:
-    """The name of this machine's GPUs (`NVIDIA H200`), or else of its CPU: `AMD EPYC 9554, 64 cores`."""
+    """Name this machine's GPUs (`NVIDIA H200`), or else its CPU: `AMD EPYC 9554, 64 cores`."""
     gpus = sorted({name.strip() for name, _ in read_gpus()})
     if gpus:
         return " + ".join(gpus)
@@ -153,7 +153,7 @@ def machine_name() -> str:
 
 
 def digest(value: Any) -> str:
-    """A short key for any JSON value."""
+    """Return a short key for any JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 

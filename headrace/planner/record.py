@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Decision:
-    """The value of one setting, the reason, and what was the next best choice."""
+    """Records the value of one setting, the reason, and the next best choice."""
 
     field: str
     value: Any

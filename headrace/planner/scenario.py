@@ -29,7 +29,7 @@ USUAL_CONCURRENCY = {"latency": 1, "interactive": 32}
 
 @dataclass(frozen=True)
 class Scenario:
-    """A request with its model and GPUs, and everything that is the same for all layouts of them."""
+    """Holds a request with its model and GPUs, and everything that is the same for all layouts of them."""
 
     request: PlanRequest
     checkpoint: ModelShape
@@ -45,8 +45,8 @@ class Scenario:
 
     @classmethod
     def of(cls, request: PlanRequest, machine: tuple[Chip, int] | None = None) -> Scenario:
-        """Raises ConfigError for a model or GPU that is unknown. `machine`: what `gpu="auto"` means, default this
-        machine."""
+        """Look up the model and GPUs of a request. Raises ConfigError for what is unknown. `machine`: what `gpu="auto"`
+        means, default this machine."""
         config = find_config(request.model)
         shape = config.shape
         if request.gpu == "auto":
@@ -55,7 +55,7 @@ class Scenario:
         return cls(request, shape, config, find_chip(request.gpu), request.num_gpus or 1)
 
     def asking(self, **changes: Any) -> Scenario:
-        """The same with changes to the request."""
+        """Return the same with changes to the request."""
         return replace(self, request=self.request.replace(**changes))
 
     @property
@@ -165,7 +165,7 @@ class Scenario:
         return Decision("quantization", "none", "the checkpoint's own 16 bits: nothing is rounded unasked", runner_up)
 
     def format_problem(self) -> str:
-        """Why the requested weight format cannot be had; empty: it can, or none was requested."""
+        """Say why the requested weight format cannot be had; empty: it can, or none was requested."""
         wanted, own, chip = self.request.weight_format, self.checkpoint.weight_format, self.chip
         if wanted is None or self.weight_format == own:
             return ""
@@ -180,7 +180,7 @@ class Scenario:
         return ""
 
     def problems(self) -> list[str]:
-        """Why no layout can do what was asked; empty: one may."""
+        """Say why no layout can do what was asked; empty: one may."""
         request, chip, context = self.request, self.chip, self.checkpoint.spec.max_position_embeddings
         length, budget = request.max_model_len, request.max_num_batched_tokens
         problems = [self.format_problem()]
@@ -198,7 +198,7 @@ class Scenario:
         return [problem for problem in problems if problem]
 
     def model_gaps(self) -> list[str]:
-        """Why headrace cannot serve the model today; empty: it can."""
+        """Say why headrace cannot serve the model today; empty: it can."""
         own = self.config.weight_format
         gaps = model_gaps(self.config.config, self.request.weight_format)
         if not gaps and own not in (None, PLAIN.name):

@@ -41,7 +41,7 @@ MIXED_SIZES = (128, 256, 384, 512, 768, 1024, 2048)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its limits, and what it is predicted to give."""
+    """Holds a layout with its limits, and what it is predicted to give."""
 
     deployment: Deployment
     memory: MemoryMap
@@ -64,7 +64,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class TooLarge:
-    """A layout for which there is not enough memory."""
+    """Says by how much a layout exceeds the memory."""
 
     why: str
     missing: int
@@ -73,7 +73,7 @@ class TooLarge:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """All layouts: those that run, ranked, and why the others do not."""
+    """Ranks the layouts that run, and says why the others do not."""
 
     ranked: list[Candidate]
     """best first; empty: nothing runs"""
@@ -88,7 +88,7 @@ class SearchResult:
 
 
 def search(scenario: Scenario) -> SearchResult:
-    """Every layout of `scenario.num_gpus` GPUs that rules, pins and memory allow, best first."""
+    """Rank every layout of `scenario.num_gpus` GPUs that rules, pins and memory allow."""
     request = scenario.request
     passed_over: dict[str, str] = {}
     missing: dict[str, int] = {}
@@ -130,7 +130,7 @@ def _is_as_pinned(parallel: Parallel, request: PlanRequest) -> bool:
 
 
 def evaluate(scenario: Scenario, parallel: Parallel) -> Candidate | TooLarge:
-    """The best candidate of a layout, or why there is none.
+    """Return the best candidate of a layout, or why there is none.
 
     Of requests that come at a rate, as many run at once as come while one is answered, and as many again.
     """
@@ -209,7 +209,7 @@ def _with_budget(scenario: Scenario, deployment: Deployment, budget: Decision) -
 
 
 def simulated(candidate: Candidate, full: bool) -> tuple[Candidate, Simulation | None]:
-    """The candidate with what the scheduler itself makes of the workload, step by step if `full`.
+    """Return the candidate with what the scheduler makes of the workload, step by step if `full`.
 
     Where the simulation would take too long, the candidate stays as it was predicted.
     """
@@ -332,12 +332,12 @@ def _ranked(scenario: Scenario, candidates: list[Candidate]) -> list[Candidate]:
 
 
 def complexity(parallel: Parallel) -> tuple[int, ...]:
-    """A key for sorting: fewer ranks that wait for each other come first, then fewer GPUs."""
+    """Return a key for sorting: fewer ranks that wait for each other come first, then fewer GPUs."""
     return (parallel.pp, parallel.dp_attention + parallel.ep, parallel.tp, parallel.gpus)
 
 
 def score(objective: str, prediction: Prediction) -> float:
-    """How well a prediction meets an objective; higher is better.
+    """Score how well a prediction meets an objective; higher is better.
 
     For interactive use a layout that keeps the reading pace scores its throughput, and one that does not scores below
     zero, the less the further it is behind.

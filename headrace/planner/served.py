@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Expected:
-    """A workload and what it should get."""
+    """Holds a workload and what it should get."""
 
     workload: Workload
     source: str
@@ -48,7 +48,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """What any step of the engine should take."""
+    """Tells how long any step of the engine should take."""
 
     model: StepModel
     chip: str
@@ -60,7 +60,7 @@ class StepPrediction:
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """One part of a rank's memory."""
+    """Compares one part of a rank's memory, as predicted and as reported."""
 
     name: str
     predicted: int | None
@@ -75,7 +75,7 @@ class MemoryPart:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The memory of the rank with the least left: what was predicted, and what the device reports."""
+    """Compares the memory of the rank with the least left, as predicted and as reported."""
 
     device: str
     total: int
@@ -93,8 +93,8 @@ class MemoryReport:
 
 
 def expect(config: EngineConfig, model: ModelConfig, facts: list[WorkerFacts], num_pages: int) -> Expected | None:
-    """The prediction for a resolved config. None: the planner does not know the chip or the model, or such a request
-    does not fit."""
+    """Predict the expected traffic of a resolved config. None: the planner does not know the chip or the model, or such
+    a request does not fit."""
     try:
         deployment = deployment_of(config, model, facts)
         layout = facts[0].layout
@@ -111,7 +111,7 @@ def expect(config: EngineConfig, model: ModelConfig, facts: list[WorkerFacts], n
 
 
 def predict_steps(config: EngineConfig, model: ModelConfig, facts: list[WorkerFacts]) -> StepPrediction | None:
-    """None: the planner does not know the chip or the model."""
+    """Predict the time of steps. None: the planner does not know the chip or the model."""
     try:
         deployment = deployment_of(config, model, facts)
     except ConfigError:
@@ -126,7 +126,7 @@ def predict_steps(config: EngineConfig, model: ModelConfig, facts: list[WorkerFa
 
 
 def predict_memory(config: EngineConfig, model: ModelConfig, facts: list[WorkerFacts]) -> MemoryMap | None:
-    """The memory map of one rank. None: the planner does not know the chip or the model."""
+    """Map the memory of one rank. None: the planner does not know the chip or the model."""
     try:
         deployment = deployment_of(config, model, facts)
     except ConfigError:
@@ -145,7 +145,7 @@ def predict_memory(config: EngineConfig, model: ModelConfig, facts: list[WorkerF
 def report_memory(
     config: EngineConfig, predicted: MemoryMap | None, facts: list[WorkerFacts], num_pages: int
 ) -> MemoryReport | None:
-    """The prediction beside what the ranks reported. None: no rank has reported anything."""
+    """Put the prediction beside what the ranks reported. None: no rank has reported anything."""
     if not facts:
         return None
     fact = min(facts, key=lambda fact: fact.available_kv_memory)
@@ -176,7 +176,8 @@ def report_memory(
 
 
 def deployment_of(config: EngineConfig, model: ModelConfig, facts: list[WorkerFacts]) -> Deployment:
-    """Raises ConfigError for a chip or a model that the planner does not know."""
+    """Describe the engine to the cost model. Raises ConfigError for a chip or a model that the planner does not
+    know."""
     if not facts:
         raise ConfigError("no rank has said on what it runs")
     fact, shape = facts[0], shape_of(model.raw, config.model).held_in(config.dtype)

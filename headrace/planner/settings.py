@@ -43,8 +43,7 @@ WANTED = {
 
 
 def all_settings(config: EngineConfig, decisions: Iterable[Decision]) -> list[Decision]:
-    """The last decision on each field, and one on every field that nobody decided, in the order in which they are
-    listed."""
+    """List the last decision on each field, and one on every field that nobody decided, in the order of ORDER."""
     last = {entry.field: entry for entry in decisions}
     size = config.tensor_parallel_size
     if size == 1:
@@ -61,7 +60,7 @@ def all_settings(config: EngineConfig, decisions: Iterable[Decision]) -> list[De
 
 
 def default_settings(config: EngineConfig) -> Iterator[Decision]:
-    """Decisions on DEFAULTS and on graph sizes, from a config whose cudagraph_mode is settled."""
+    """Yield decisions on DEFAULTS and on graph sizes, from a config whose cudagraph_mode is settled."""
     usual = EngineConfig()
     for name, why in DEFAULTS.items():
         value = getattr(config, name)
@@ -88,7 +87,7 @@ def _graph_sizes(config: EngineConfig) -> Decision:
 
 
 def parallel_decisions(scenario: Scenario, result: SearchResult) -> list[Decision]:
-    """How the GPUs are used."""
+    """Decide how the GPUs are used."""
     best, request = result.best, scenario.request
     parallel = best.parallel
     stages = "the layers fit without stages, which would wait for each other"
@@ -209,7 +208,7 @@ def all_reduce(scenario: Scenario, best: Candidate) -> Decision:
 
 
 def engine_decisions(scenario: Scenario, best: Candidate) -> list[Decision]:
-    """Attention, cache, scheduler and graphs. Raises ConfigError for a backend that cannot serve."""
+    """Decide on attention, cache, scheduler and graphs. Raises ConfigError for a backend that cannot serve."""
     request = scenario.request
     backend = _attention_backend(scenario, best.parallel.tp)
     graphs = graph_decision(request, scenario.chip, str(backend.value))

@@ -21,7 +21,7 @@ from headrace.quantization.formats import PLAIN, WeightFormat, find_format
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """The layers of a model that are equal to each other, with the parameters of one of them."""
+    """Counts the layers of a model that are equal to each other, and the parameters of one of them."""
 
     count: int
     layer: LayerSpec
@@ -55,7 +55,7 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model's sizes, and how its checkpoint (or a plan for it) holds the weights."""
+    """Holds a model's sizes, and how its checkpoint (or a plan for it) holds the weights."""
 
     name: str
     spec: ModelSpec
@@ -123,11 +123,11 @@ class ModelShape:
         return any(group.mixer.kind == "mla" for group in self.groups)
 
     def parts_in(self, weight_format: str) -> tuple[str, ...]:
-        """The parts that are in `weight_format` when it is asked for: as the checkpoint has it, else all."""
+        """Return the parts that are in `weight_format` when it is asked for: as the checkpoint has it, else all."""
         return self.held_parts if weight_format == self.weight_format else PARTS
 
     def multiplied_weights(self, weight_format: str) -> float:
-        """Weights that a token is multiplied with in all layers, counted as models/size.py does in a loaded model."""
+        """Count the weights that a token is multiplied with in all layers, as models/size.py does in a loaded model."""
         narrow, share = self.parts_in(weight_format), find_format(weight_format).launched_as
         attention, dense, experts = (share if part in narrow else 1.0 for part in PARTS)
         return sum(
@@ -142,48 +142,48 @@ class ModelShape:
         )
 
     def most_in_pieces(self, weight_format: str, tp: int) -> int:
-        """Tokens of the largest step with prompts that headrace captures piecewise."""
+        """Return the tokens of the largest step with prompts that headrace captures piecewise."""
         return most_in_pieces(self.multiplied_weights(weight_format) / self.num_layers / tp)
 
     def held_in(self, dtype: str) -> ModelShape:
-        """The model with everything that is in no format in `dtype`."""
+        """Return the model with everything that is in no format in `dtype`."""
         return replace(self, plain_bytes=4) if dtype in ("float32", "float") else self
 
     def in_format(self, weight_format: str, fp8_kv_cache: bool = False) -> ModelShape:
-        """The same model in a checkpoint that holds all linears in `weight_format`."""
+        """Return the same model in a checkpoint that holds all linears in `weight_format`."""
         return replace(self, held=find_format(weight_format), held_parts=PARTS, fp8_kv_cache=fp8_kv_cache)
 
     def format_for(self, wanted: str | None) -> str:
-        """The format of the linears where `wanted` is asked for. None, or one made at load where the checkpoint already
-        holds such a one: the checkpoint's."""
+        """Return the format of the linears where `wanted` is asked for: the checkpoint's, where that is None, or where
+        both are of the kind that is made at load."""
         if wanted is None or (find_format(wanted).made_at_load and self.held.made_at_load):
             return self.weight_format
         return wanted
 
     def converted(self, wanted: str | None) -> ModelShape:
-        """The model as an engine holds it where `wanted` is asked for."""
+        """Return the model as an engine holds it where `wanted` is asked for."""
         weight_format = self.format_for(wanted)
         return self if weight_format == self.weight_format else self.in_format(weight_format)
 
     def format_of(self, weight_format: str) -> WeightFormat:
-        """The facts of `weight_format` as this model's weights are held in it."""
+        """Describe `weight_format` as this model's weights are held in it."""
         if weight_format == PLAIN.name:
             return replace(PLAIN, bits=8 * self.plain_bytes)
         return self.held if weight_format == self.weight_format else find_format(weight_format)
 
     def bytes_per_weight(self, weight_format: str) -> float:
-        """Bytes of a weight in `weight_format`, scales included."""
+        """Return the bytes of a weight in `weight_format`, scales included."""
         return self.format_of(weight_format).bytes_per_weight
 
 
 def rank_shares(mixer: Mixer, tp: int) -> dict[str, float]:
-    """The share of a mixer's parameters that one of `tp` ranks holds, by how they are split."""
+    """Return the share of a mixer's parameters that one of `tp` ranks holds, by how they are split."""
     heads = math.ceil(mixer.num_heads / tp) / mixer.num_heads
     return {"heads": heads, "kv_heads": mixer.cache_share(tp), "width": 1 / tp, "whole": 1.0}
 
 
 def expert_share(spec: ModelSpec) -> float:
-    """The share of a layer's experts that a token uses, in the sparsest layer; 1 for a dense model."""
+    """Return the share of a layer's experts that a token uses, in the sparsest layer; 1 for a dense model."""
     sparse = [layer.feed_forward for layer, _ in spec.groups if layer.feed_forward.num_experts]
     return min((block.experts_per_token / block.num_experts for block in sparse), default=1.0)
 

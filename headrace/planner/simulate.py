@@ -35,7 +35,7 @@ _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
 
 
 class Arrival(NamedTuple):
-    """One request of a trace."""
+    """Describes one request of a trace."""
 
     time: float
     """seconds"""
@@ -44,7 +44,7 @@ class Arrival(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Consecutive steps of one rank that are alike."""
+    """Holds a number of consecutive steps of one rank that are alike."""
 
     work: StepWork
     steps: int
@@ -52,7 +52,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Percentiles:
-    """A distribution of times, in seconds."""
+    """Summarizes a distribution of times, in seconds."""
 
     mean: float
     p50: float
@@ -61,7 +61,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, values: Sequence[tuple[float, float]]) -> Percentiles:
-        """Of (value, weight) pairs; zeros if there are none."""
+        """Summarize (value, weight) pairs; zeros if there are none."""
         total = sum(weight for _, weight in values)
         if not total:
             return cls(0.0, 0.0, 0.0, 0.0)
@@ -78,7 +78,7 @@ class Percentiles:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a simulated run gave: times in seconds, rates of the whole deployment."""
+    """Holds what a simulated run gave: times in seconds, rates of the whole deployment."""
 
     seconds: float
     """from the first arrival to the last token"""
@@ -100,7 +100,7 @@ class Simulation:
 
 
 class TooLongError(HeadraceError):
-    """The simulation needs more patience than it was given."""
+    """Tells that a simulation needs more patience than it was given."""
 
 
 def simulate(
@@ -136,7 +136,7 @@ def simulate(
 
 
 def recost(model: StepModel, segments: Sequence[Segment]) -> float:
-    """Seconds of steps that were simulated before, with other constants."""
+    """Return the seconds of steps that were simulated before, with other constants."""
     ranks = model.deployment.parallel.dp
     return sum(steps * model.seconds(work.times(ranks)) for work, steps in segments)
 

@@ -25,8 +25,8 @@ SHORTEST_CONTEXT = 2048
 def smaller_plan(
     config: EngineConfig, given: EngineConfig, facts: list[WorkerFacts]
 ) -> tuple[EngineConfig, list[Decision]] | None:
-    """A config that needs less memory than `config`, of which ranks report `facts`; None: it fits, or nothing smaller
-    would help the KV cache, as decide_num_pages will say.
+    """Return a config that needs less memory than `config`, of which ranks report `facts`; None: it fits, or nothing
+    smaller would help the KV cache, as decide_num_pages will say.
 
     `given` is what the user asked for. Raises OutOfMemoryError when not even the smallest step fits.
     """
@@ -59,7 +59,7 @@ def smaller_plan(
 
 
 def fewer_pages(config: EngineConfig, num_pages: int, facts: list[WorkerFacts]) -> tuple[int, Decision]:
-    """The number of pages to try after `num_pages` did not fit, from what the ranks without memory report now.
+    """Return the number of pages to try after `num_pages` did not fit, from what the ranks without memory report now.
 
     Raises OutOfMemoryError when that is not enough for one sequence of max_model_len.
     """
@@ -76,8 +76,8 @@ def fewer_pages(config: EngineConfig, num_pages: int, facts: list[WorkerFacts]) 
 
 
 def smaller_budget(config: EngineConfig, num_tokens: int) -> tuple[EngineConfig, list[Decision]] | None:
-    """A config for later steps, after a step of `num_tokens` found no memory while serving: half of that, but never
-    less than the sequences that may run need; None: it cannot be lowered."""
+    """Return a config for later steps, after a step of `num_tokens` found no memory while serving: half the tokens, but
+    never fewer than the sequences that may run need; None: it cannot be lowered."""
     tokens, seqs, _ = _sizes(config)
     budget = max(_fewest(config), seqs, num_tokens // 2)
     if budget >= tokens:
