@@ -1,6 +1,6 @@
-"""`headrace plan`: flags to a PlanRequest, and the plan as tables or as JSON.
+"""Runs `headrace plan`: makes a PlanRequest of the flags, and prints the plan as tables or as JSON.
 
-Exit code 3 where nothing runs as asked; the nearest plan that does is printed then.
+The exit code is 3 where nothing runs as asked; then the nearest plan that does run is printed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A plan on a terminal: memory map, decisions, prediction, cost, commands.
-
-Lays out what a plan holds; decides and computes nothing.
-"""
+"""Prints a plan on a terminal: memory map, decisions, prediction, cost, commands."""
 
 from __future__ import annotations
 
@@ -38,7 +35,8 @@ BOUNDS = {
     "launches": "starting kernels",
     "host": "the host",
 }
-SOURCES = {"user": "cyan", "derived": "", "measured": "green", "legacy": "yellow"}
+SOURCES = {"user": "cyan", "derived": "", "measured": "green"}
+"""Colour of a decision's value, by where the decision comes from."""
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
@@ -74,7 +72,7 @@ def sections(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _title(plan: Plan) -> Text:
-    """Three lines: what, for what, and what comes of it."""
+    """Three lines: the model and GPUs, the workload, and the result."""
     request = plan.request
     load = f"{request.prompt_len} in / {request.answer_len} out"
     if request.request_rate:
@@ -88,11 +86,11 @@ def _title(plan: Plan) -> Text:
         f" ({shape.total_weights / 1e9:.1f}B{active}) on {plan.num_gpus} x {plan.chip.title}\n",
         f"{plan.engine}, {request.objective}: {load}",
     )
-    found = plan.prediction
-    if found is not None:
+    prediction = plan.prediction
+    if prediction is not None:
         text.append(f"\n{plan.layout}", style="bold")
-        text.append(f": {found.itl_ms:.1f} ms a token, {found.output_tok_s:,.0f} output tokens/s")
-        text.append(f" (within {found.error_band:.0%})")
+        text.append(f": {prediction.itl_ms:.1f} ms a token, {prediction.output_tok_s:,.0f} output tokens/s")
+        text.append(f" (within {prediction.error_band:.0%})")
         if plan.cost is not None:
             text.append(f", {plan.cost.per_million_output:,.2f} for 1M output tokens")
     return text
@@ -111,15 +109,10 @@ def _refusal(plan: Plan) -> Iterator[RenderableType]:
     for column in table.columns[2:]:
         column.justify = "right"
     for entry in plan.alternatives:
-        found = entry.plan
-        assert found.prediction is not None
-        table.add_row(
-            entry.change,
-            found.layout,
-            f"{found.prediction.output_tok_s:,.0f}",
-            f"{found.prediction.itl_ms:.1f}",
-            str(found.num_gpus),
-        )
+        prediction = entry.plan.prediction
+        assert prediction is not None
+        speed = f"{prediction.output_tok_s:,.0f}", f"{prediction.itl_ms:.1f}"
+        table.add_row(entry.change, entry.plan.layout, *speed, str(entry.plan.num_gpus))
     yield table
     yield ""
     yield Text("The nearest plan:", style="bold")
@@ -147,11 +140,7 @@ def _remark(name: str, plan: Plan, memory: MemoryMap) -> str:
         return f"a step of {plan.decision('max_num_batched_tokens').value:,} tokens"
     if name == LEFT:
         return f"gpu_memory_utilization {plan.request.gpu_memory_utilization:g}"
-    return f"{rows_of(plan):,} rows" if name == "tables" else ""
-
-
-def rows_of(plan: Plan) -> int:
-    return int(plan.decision("max_num_seqs").value)
+    return f"{plan.decision('max_num_seqs').value:,} rows" if name == "tables" else ""
 
 
 def decision_table(plan: Plan) -> Table:
@@ -177,44 +166,43 @@ def value_text(decision: Decision) -> str:
 
 
 def ranges(sizes: list[int]) -> str:
-    """`1, 2, 4, 8-64 by 8`"""
+    """Write sizes in short: `1, 2, 4, 8-64 by 8`."""
     if not sizes:
         return "none"
-    said: list[str] = []
+    parts: list[str] = []
     start = 0
     while start < len(sizes):
         end = start + 1
         while end + 1 < len(sizes) and sizes[end + 1] - sizes[end] == sizes[start + 1] - sizes[start]:
             end += 1
         if end - start >= 2 and end < len(sizes):
-            said.append(f"{sizes[start]}-{sizes[end]} by {sizes[start + 1] - sizes[start]}")
+            parts.append(f"{sizes[start]}-{sizes[end]} by {sizes[start + 1] - sizes[start]}")
             start = end + 1
         else:
-            said.append(str(sizes[start]))
+            parts.append(str(sizes[start]))
             start += 1
-    return ", ".join(said)
+    return ", ".join(parts)
 
 
 def prediction_table(plan: Plan) -> Table:
-    found = plan.prediction
-    assert found is not None
-    table = _table(f"Prediction (a measurement is expected within {found.error_band:.0%})", *PREDICTED)
+    prediction, run = plan.prediction, plan.simulation
+    assert prediction is not None
+    table = _table(f"Prediction (a measurement is expected within {prediction.error_band:.0%})", *PREDICTED)
     for column in table.columns[1:]:
         column.justify = "right"
-    run = plan.simulation
 
     def row(name: str, mean: float, spread: Percentiles | None, scale: float, digits: int) -> None:
         values = [] if spread is None else [spread.p50 * scale, spread.p90 * scale, spread.p99 * scale]
         table.add_row(name, *(f"{value:,.{digits}f}" for value in (mean, *values)))
 
-    row("time to first token, ms", found.ttft_ms, run.ttft if run else None, 1000, 0)
-    row("between tokens, ms", found.itl_ms, run.itl if run else None, 1000, 1)
-    row("whole answer, s", found.e2e_s, run.e2e if run else None, 1, 2)
-    row("output tokens/s", found.output_tok_s, None, 1, 0)
-    row("all tokens/s", found.total_tok_s, None, 1, 0)
-    row("whole requests at once, at most", found.max_concurrency, None, 1, 0)
-    row("KV cache tokens", found.kv_tokens, None, 1, 0)
-    table.add_row("decode steps wait for", BOUNDS.get(found.bound, found.bound))
+    row("time to first token, ms", prediction.ttft_ms, run.ttft if run else None, 1000, 0)
+    row("between tokens, ms", prediction.itl_ms, run.itl if run else None, 1000, 1)
+    row("whole answer, s", prediction.e2e_s, run.e2e if run else None, 1, 2)
+    row("output tokens/s", prediction.output_tok_s, None, 1, 0)
+    row("all tokens/s", prediction.total_tok_s, None, 1, 0)
+    row("whole requests at once, at most", prediction.max_concurrency, None, 1, 0)
+    row("KV cache tokens", prediction.kv_tokens, None, 1, 0)
+    table.add_row("decode steps wait for", BOUNDS.get(prediction.bound, prediction.bound))
     if plan.cost is not None:
         row("an hour costs", plan.cost.per_hour, None, 1, 2)
         row("1M output tokens cost", plan.cost.per_million_output, None, 1, 2)
@@ -239,8 +227,10 @@ def _spelled(flag: Flag) -> str:
 
 
 def folded(line: str, width: int = 94) -> str:
-    """A command, indented, over several lines that a shell takes as one. A flag and its value, and what is in quotes,
-    stay together."""
+    """Break a command into several indented lines that a shell takes as one.
+
+    A flag and its value, and what is in quotes, stay together.
+    """
     lines = [" "]
     for word in re.findall(rf"-{WORD}(?: (?!-){WORD})?|{WORD}", line):
         if len(lines[-1]) + 1 + len(word) > width and lines[-1].strip():
