@@ -6,7 +6,6 @@ Knows sizes, links and nodes, nothing of models. All times are seconds, all size
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from headrace.planner.chips import Chip
 
@@ -16,34 +15,21 @@ LIBRARY_START = 3.0
 """How many times longer NCCL and RCCL take to start than the engines' own small all-reduce: 30-40 us over 8 GPUs."""
 
 
-@dataclass(frozen=True)
 class Links:
     """Describes what connects the GPUs of a deployment."""
 
-    bandwidth: float
-    """bytes/s that one GPU reaches in a large collective, to all the others of its node together"""
-    network: float
-    """bytes/s that it reaches to other nodes"""
-    latency: float
-    """seconds of the smallest all-reduce over eight GPUs"""
-    gpus_per_node: int
-    direct: bool
-    """True: each pair of GPUs has a link of its own, so that a group smaller than the node uses only some; False: there
-    is a switch"""
-
-    @classmethod
-    def of(cls, chip: Chip, share: float, latency: float) -> Links:
-        return cls(
-            max(chip.link_bandwidth, 1.0) * share,
-            max(chip.network_bandwidth, 1.0) * share,
-            latency,
-            chip.gpus_per_node,
-            chip.vendor == "amd",
-        )
+    def __init__(self, chip: Chip, share: float, latency: float) -> None:
+        """`share`: of the links' bandwidth, what a large collective reaches; `latency`: of the smallest all-reduce over
+        eight GPUs."""
+        # bytes/s that one GPU sends to all the others of its node together, and to other nodes
+        self.bandwidth = max(chip.link_bandwidth, 1.0) * share
+        self.network = max(chip.network_bandwidth, 1.0) * share
+        self.latency, self.gpus_per_node = latency, chip.gpus_per_node
+        # AMD's GPUs have a link for each pair, so that a group smaller than the node uses only some; others a switch.
+        self.direct = chip.vendor == "amd"
 
     def all_reduce(self, size: float, gpus: int) -> float:
-        """Sum `size` bytes of each of `gpus` GPUs: scatter, then gather; within each node first where there are
-        several."""
+        """Sum `size` bytes of each of `gpus` GPUs: scatter, then gather; within each node first."""
         if gpus < 2:
             return 0.0
         inside = min(gpus, self.gpus_per_node)
@@ -71,17 +57,15 @@ class Links:
         return seconds + (NETWORK_SECONDS + outside * size / self.network if outside else 0.0)
 
     def send(self, size: float, other_node: bool) -> float:
-        """Send to one neighbour."""
+        """Send `size` bytes to one neighbour."""
         if other_node:
             return NETWORK_SECONDS + size / self.network
         return self.latency / 2 + size / self._within(2)
 
     def _start(self, gpus: int) -> float:
-        """Seconds that a collective takes to start: half that of eight for two, and a quarter of it more with each
-        doubling."""
+        """The latency over `gpus` GPUs: half that of eight for two, and a quarter of it more with each doubling."""
         return self.latency * (1 + math.log2(gpus)) / 4
 
     def _within(self, gpus: int) -> float:
-        if not self.direct:
-            return self.bandwidth
-        return self.bandwidth * (gpus - 1) / max(1, self.gpus_per_node - 1)
+        """bytes/s that one GPU sends to the others of a group within a node."""
+        return self.bandwidth * ((gpus - 1) / max(1, self.gpus_per_node - 1) if self.direct else 1)

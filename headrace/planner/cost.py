@@ -258,7 +258,7 @@ class StepModel:
         self.deployment, self.efficiency = deployment, constants
         self.traits = find_traits(chip, deployment.engine)
         self._graph_tokens = self.traits.graph_tokens or shape.most_in_pieces(deployment.weight_format, tp)
-        self.links = Links.of(chip, constants.link, constants.collective)
+        self.links = Links(chip, constants.link, constants.collective)
         self.bandwidth = chip.memory_bandwidth * constants.bandwidth
         self.kv_bandwidth = chip.memory_bandwidth * constants.kv_bandwidth
         self._peak = chip.flops.get("bf16") or chip.flops.get("fp16") or max(chip.flops.values())

@@ -175,7 +175,7 @@ def _completed(plan: Plan, scenario: Scenario, result: SearchResult, exact: bool
     request = scenario.request
     best, simulation = simulated(result.best, request.simulate) if exact else (result.best, None)
     result = replace(result, ranked=[best, *result.ranked[1:]])
-    gaps = _gaps(scenario, best)
+    commands, gaps = _commands(scenario, best)
     return replace(
         plan,
         layout=best.name,
@@ -193,7 +193,7 @@ def _completed(plan: Plan, scenario: Scenario, result: SearchResult, exact: bool
         simulation=simulation,
         cost=_cost(request, best),
         gaps=tuple(gaps),
-        commands=tuple(_commands(scenario, best, gaps)),
+        commands=tuple(commands),
         notices=tuple(_notices(scenario, best, gaps)),
     )
 
@@ -265,31 +265,26 @@ def _notices(scenario: Scenario, best: Candidate, gaps: list[str]) -> Iterator[s
         yield f"{idle} of {scenario.num_gpus} GPUs stay idle: no better layout comes out even"
 
 
-def _for_engine(scenario: Scenario, engine: str) -> Scenario:
-    """The scenario for another engine; names of attention backends are one engine's own."""
-    return scenario if engine == scenario.engine else scenario.asking(engine=engine, attention_backend=None)
-
-
-def _gaps(scenario: Scenario, best: Candidate) -> list[str]:
-    """Why headrace cannot serve this plan today; empty: it can."""
-    own = _for_engine(scenario, "headrace")
-    gaps = [*own.model_gaps(), *layout_gaps(best.parallel)]
-    if scenario.request.speculative_config:
-        gaps.append("headrace does not speculate yet")
-    if gaps or own is scenario:
-        return gaps
-    if problem := own.format_problem():
-        return [problem]
-    outcome = evaluate(own, best.parallel)
-    return [f"headrace: {outcome.why}"] if isinstance(outcome, TooLarge) else []
-
-
-def _commands(scenario: Scenario, best: Candidate, gaps: list[str]) -> Iterator[Command]:
-    """The command of the planned engine first, then the other engine's."""
+def _commands(scenario: Scenario, best: Candidate) -> tuple[list[Command], list[str]]:
+    """The commands of both engines, the planned one's first, and why headrace cannot serve the plan; empty: it can."""
+    commands: list[Command] = []
+    gaps: list[str] = []
     for engine in sorted(("headrace", "vllm"), key=lambda engine: engine != scenario.engine):
-        own = _for_engine(scenario, engine)
-        if own.format_problem() or (engine == "headrace" and gaps):
-            continue
-        candidate = best if own is scenario else evaluate(own, best.parallel)
-        if isinstance(candidate, Candidate):
-            yield command_for(own, candidate)
+        # Names of attention backends are one engine's own.
+        planned = engine == scenario.engine
+        own = scenario if planned else scenario.asking(engine=engine, attention_backend=None)
+        if engine == "headrace":
+            gaps = [*own.model_gaps(), *layout_gaps(best.parallel)]
+            if scenario.request.speculative_config:
+                gaps.append("headrace does not speculate yet")
+            if gaps:
+                continue
+        problem = own.format_problem()
+        outcome = best if planned else evaluate(own, best.parallel)
+        if isinstance(outcome, TooLarge):
+            problem = problem or f"headrace: {outcome.why}"
+        elif not problem:
+            commands.append(command_for(own, outcome))
+        if engine == "headrace" and problem:
+            gaps = [problem]
+    return commands, gaps

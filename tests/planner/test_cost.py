@@ -205,12 +205,12 @@ def test_other_chips_take_the_nearest_constants_with_a_wider_band() -> None:
 
 
 def test_collectives_cost_a_start_and_their_bytes() -> None:
-    switch = Links.of(find_chip("h200"), 0.7, 12e-6)
+    switch = Links(find_chip("h200"), 0.7, 12e-6)
     assert switch.all_reduce(1e6, 1) == 0
     assert switch.all_reduce(0, 8) == pytest.approx(12e-6)
     assert switch.all_reduce(0, 2) == pytest.approx(6e-6)
     assert switch.all_reduce(1e9, 8) == pytest.approx(12e-6 + 2 * 7 / 8 * 1e9 / (0.7 * 450e9))
-    direct = Links.of(find_chip("mi300x"), 0.7, 12e-6)
+    direct = Links(find_chip("mi300x"), 0.7, 12e-6)
     whole = direct.all_reduce(1e9, 8) - 12e-6
     assert whole == pytest.approx(2 * 7 / 8 * 1e9 / (0.7 * 448e9))
     assert direct.all_reduce(1e9, 2) > whole, "two GPUs have one of the seven links between them"
