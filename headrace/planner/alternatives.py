@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from headrace.planner.layouts import PINS
 from headrace.planner.plan_request import PlanRequest
 from headrace.planner.scenario import Scenario
 from headrace.quantization.formats import FORMATS, MADE_AT_LOAD, PLAIN
 
 SHORTER = (2, 4, 8, 16, 32, 64)
 USUAL_UTILIZATION = 0.9
-LAYOUT_PINS = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "data_parallel_size",
-    "enable_expert_parallel",
-    "enable_dp_attention",
-)
 
 
 def changes(scenario: Scenario, most_gpus: int) -> Iterator[list[PlanRequest]]:
@@ -36,7 +30,7 @@ def drastic_changes(scenario: Scenario, most_gpus: int) -> Iterator[PlanRequest]
     model's precision, then without that too, then with fewer tokens."""
     request, checkpoint = scenario.request, scenario.checkpoint
     free = request.replace(
-        **dict.fromkeys((*LAYOUT_PINS, "max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size")),
+        **dict.fromkeys((*PINS, "max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size")),
         gpu_memory_utilization=max(request.gpu_memory_utilization, USUAL_UTILIZATION),
         enable_chunked_prefill=True,
     )
@@ -63,7 +57,7 @@ def _without_pins(scenario: Scenario) -> Iterator[PlanRequest]:
     if tp is not None:
         for other in sorted(range(1, 2 * tp + 1), key=lambda size: abs(size - tp)):
             yield request.replace(tensor_parallel_size=other)
-    pinned = [name for name in LAYOUT_PINS if getattr(request, name) is not None]
+    pinned = [name for name in PINS if getattr(request, name) is not None]
     for name in pinned:
         yield request.replace(**{name: None})
     if pinned:

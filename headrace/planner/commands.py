@@ -12,6 +12,7 @@ from headrace.planner.cost import Parallel
 from headrace.planner.scenario import Scenario
 from headrace.planner.search import Candidate
 from headrace.planner.settings import engine_decisions
+from headrace.quantization.formats import MADE_AT_LOAD
 
 DEFAULT_GRAPH_SIZE = 512
 """Decodes in the largest step that vLLM captures unless told otherwise."""
@@ -72,9 +73,10 @@ def command_for(scenario: Scenario, candidate: Candidate) -> Command:
     given = _given(scenario)
     settings = {entry.field: entry.value for entry in engine_decisions(scenario, candidate)}
     model, notes = scenario.model_id, []
-    if missing := scenario.missing_checkpoint:
-        model = f"<{model.strip('<>')} in {missing}>"
-        notes.append(f"put the folder or hub id of a checkpoint that holds {missing} in place of {model}")
+    if scenario.converts and scenario.weight_format not in MADE_AT_LOAD:
+        model = f"<{model.strip('<>')} in {scenario.weight_format}>"
+        holds = f"a checkpoint that holds {scenario.weight_format}"
+        notes.append(f"put the folder or hub id of {holds} in place of {model}")
     elif model.startswith("<"):
         notes.append(f"put the folder or hub id of {model.strip('<>')} in place of {model}")
     notes += _node_notes(parallel, chip)
@@ -117,8 +119,8 @@ def _headrace_flags(scenario: Scenario, candidate: Candidate, given: dict[str, A
     flags: list[Flag] = []
     if parallel.tp > 1:
         flags.append(Flag("-tp", str(parallel.tp), f"{parallel.tp} GPUs share every layer; one GPU unless told"))
-    if scenario.quantized_at_load:
-        flags.append(Flag("--quantization", scenario.quantized_at_load, "rounds the weights as they load"))
+    if scenario.converts and scenario.weight_format in MADE_AT_LOAD:
+        flags.append(Flag("--quantization", scenario.weight_format, "rounds the weights as they load"))
     for name in PINNED:
         if name in given:
             value = given[name]
@@ -169,8 +171,8 @@ def _vllm_flags(
         add("--enable-expert-parallel", None, "whole experts on each GPU in place of slices of all")
     if parallel.pp > 1 and parallel.tp * parallel.pp > per_node:
         add("--distributed-executor-backend", "ray", "stages on several nodes")
-    if scenario.quantized_at_load:
-        add("--quantization", scenario.quantized_at_load, "rounds the weights as they load")
+    if scenario.converts and scenario.weight_format in MADE_AT_LOAD:
+        add("--quantization", scenario.weight_format, "rounds the weights as they load")
     if kv_dtype.startswith("fp8"):
         add("--kv-cache-dtype", kv_dtype.removesuffix("_e4m3"), "one byte for each number of the cache")
     if "dtype" in given:

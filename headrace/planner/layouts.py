@@ -11,6 +11,14 @@ from headrace.planner.chips import Chip
 from headrace.planner.cost import Parallel
 from headrace.planner.shapes import ModelShape, expert_share
 
+PINS = {
+    "tensor_parallel_size": "tp",
+    "pipeline_parallel_size": "pp",
+    "data_parallel_size": "dp",
+    "enable_expert_parallel": "ep",
+    "enable_dp_attention": "dp_attention",
+}
+"""Field of a request that pins the layout -> field of Parallel."""
 ULTRA_SPARSE = 0.01
 """Share of the experts that a token uses, below which whole experts on a GPU leave most GPUs without work."""
 MANY_REQUESTS = 512

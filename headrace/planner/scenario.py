@@ -141,16 +141,9 @@ class Scenario:
         return str(graph_decision(self.request, self.chip, "").value)
 
     @property
-    def quantized_at_load(self) -> str | None:
-        """The format to which the engine rounds a plain checkpoint; None: it takes the checkpoint as it is."""
-        changed = self.weight_format != self.checkpoint.weight_format
-        return self.weight_format if changed and find_format(self.weight_format).made_at_load else None
-
-    @property
-    def missing_checkpoint(self) -> str:
-        """A format that the checkpoint is not in and that is not made at load; empty: there is none."""
-        changed = self.weight_format != self.checkpoint.weight_format
-        return self.weight_format if changed and not find_format(self.weight_format).made_at_load else ""
+    def converts(self) -> bool:
+        """Whether the linears are in another format than the checkpoint's: rounded at load, or another checkpoint's."""
+        return self.weight_format != self.checkpoint.weight_format
 
     @property
     def quantization(self) -> Decision:
@@ -167,7 +160,7 @@ class Scenario:
     def format_problem(self) -> str:
         """Say why the requested weight format cannot be had; empty: it can, or none was requested."""
         wanted, own, chip = self.request.weight_format, self.checkpoint.weight_format, self.chip
-        if wanted is None or self.weight_format == own:
+        if wanted is None or not self.converts:
             return ""
         if own != PLAIN.name:
             return f"quantization {self.request.quantization}: the checkpoint holds {own} already and keeps it"

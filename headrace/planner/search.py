@@ -13,7 +13,7 @@ from headrace.planner.chips import GIB
 from headrace.planner.cost import Deployment, Parallel, StepWork, step_model
 from headrace.planner.decisions import mixed_step, sequences, token_budget
 from headrace.planner.engines import layout_gaps
-from headrace.planner.layouts import MANY_REQUESTS, copies_latent, layouts, name_of, reasons
+from headrace.planner.layouts import MANY_REQUESTS, PINS, copies_latent, layouts, name_of, reasons
 from headrace.planner.memory_map import MemoryMap, memory_map
 from headrace.planner.plan_request import PlanRequest
 from headrace.planner.predict import CLOSED_ROUNDS, Limits, Prediction, Workload, predict
@@ -95,7 +95,8 @@ def search(scenario: Scenario) -> SearchResult:
     candidates: list[Candidate] = []
     ranks = request.data_parallel_size or (None if request.request_rate else scenario.concurrency)
     every = layouts(scenario.num_gpus, scenario.shape, ranks)
-    allowed = [parallel for parallel in every if _is_as_pinned(parallel, request)]
+    pinned = {ours: getattr(request, name) for name, ours in PINS.items() if getattr(request, name) is not None}
+    allowed = [one for one in every if all(getattr(one, name) == value for name, value in pinned.items())]
     for stages in sorted({parallel.pp for parallel in allowed}):
         # Pipeline stages wait for each other, so more of them are looked at only where fewer do not fit.
         for parallel in allowed:
@@ -116,17 +117,6 @@ def search(scenario: Scenario) -> SearchResult:
             break
     too_large = [f"{name}: {passed_over[name]}" for name in sorted(missing, key=lambda name: missing[name])]
     return SearchResult(_ranked(scenario, candidates), passed_over, too_large)
-
-
-def _is_as_pinned(parallel: Parallel, request: PlanRequest) -> bool:
-    pinned = (
-        (request.tensor_parallel_size, parallel.tp),
-        (request.pipeline_parallel_size, parallel.pp),
-        (request.data_parallel_size, parallel.dp),
-        (request.enable_expert_parallel, parallel.ep),
-        (request.enable_dp_attention, parallel.dp_attention),
-    )
-    return all(given is None or given == value for given, value in pinned)
 
 
 def evaluate(scenario: Scenario, parallel: Parallel) -> Candidate | TooLarge:

@@ -11,7 +11,7 @@ from headrace.config import EngineConfig
 from headrace.graph_sizes import capture_sizes
 from headrace.planner.cost import Parallel
 from headrace.planner.engines import graph_decision, smallest_window, vllm_backend, widest_mixer
-from headrace.planner.layouts import MANY_REQUESTS, ULTRA_SPARSE
+from headrace.planner.layouts import MANY_REQUESTS, PINS, ULTRA_SPARSE
 from headrace.planner.record import Decision
 from headrace.planner.scenario import Scenario
 from headrace.planner.search import FIRST_TOKEN_MS, READING_PACE_MS, Candidate, SearchResult, score
@@ -100,23 +100,18 @@ def parallel_decisions(scenario: Scenario, result: SearchResult) -> list[Decisio
     )
     replicas = min(parallel.replicas, max(1, scenario.chip.gpus_per_node // size))
     rival = next((f"{other.name}: {summary(other)}" for other in result.ranked[1:]), "")
-    settings = (
-        ("tensor_parallel_size", parallel.tp, _why_layout(scenario, result), rival),
-        ("pipeline_parallel_size", parallel.pp, stages, ""),
-        ("data_parallel_size", parallel.dp, _why_data(parallel), ""),
-        ("enable_expert_parallel", parallel.ep, _why_experts(scenario, best), _best_other(result, "ep")),
-        (
-            "enable_dp_attention",
-            parallel.dp_attention,
-            _why_attention(scenario, best),
-            _best_other(result, "dp_attention"),
-        ),
-    )
+    reasons = {
+        "tp": (_why_layout(scenario, result), rival),
+        "pp": (stages,),
+        "dp": (_why_data(parallel),),
+        "ep": (_why_experts(scenario, best), _best_other(result, "ep")),
+        "dp_attention": (_why_attention(scenario, best), _best_other(result, "dp_attention")),
+    }
     decisions = [
-        Decision(field, value, why, runner_up)
+        Decision(field, getattr(parallel, name), *reasons[name])
         if getattr(request, field) is None
-        else Decision(field, value, "given", source="user")
-        for field, value, why, runner_up in settings
+        else Decision(field, getattr(parallel, name), "given", source="user")
+        for field, name in PINS.items()
     ]
     return [*decisions, Decision("replicas_per_node", replicas, each), all_reduce(scenario, best)]
 

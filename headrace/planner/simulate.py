@@ -265,7 +265,9 @@ class _Run:
         scheduler = self.scheduler
         plan = scheduler.schedule()
         assert plan is not None, "an idle scheduler with requests"
-        self._take_patience(len(plan.rows) + STEP_ITSELF)
+        self.patience -= len(plan.rows) + STEP_ITSELF
+        if self.patience < 0:
+            raise TooLongError("the simulation takes too long")
         work = StepWork.of(plan)
         work = replace(work, prefill_tokens=work.prefill_tokens * self.fresh)
         duration = self.model.seconds(work.times(self.ranks))
@@ -282,11 +284,6 @@ class _Run:
                 quiet = False
                 self._finish(output.request_id)
         return quiet and len(scheduler.running) == work.decodes
-
-    def _take_patience(self, amount: int) -> None:
-        self.patience -= amount
-        if self.patience < 0:
-            raise TooLongError("the simulation takes too long")
 
     def _advance(self, work: StepWork, count: int, seconds: float) -> None:
         self.now += seconds
