@@ -178,17 +178,6 @@ def _scheduler(deployment: Deployment, limits: Limits, longest: int) -> Schedule
     )
 
 
-@dataclass(slots=True)
-class _Progress:
-    """The times at which things happened to one request."""
-
-    arrival: float
-    first: float = -1.0
-    """of its first token; -1: it has none yet"""
-    paused: float = -1.0
-    """of its last token before a preemption; -1: it is not preempted"""
-
-
 class _Run:
     """A simulation under way: the scheduler, the clock, and what was observed so far."""
 
@@ -205,7 +194,10 @@ class _Run:
         self.model, self.scheduler, self.arrivals = model, scheduler, arrivals
         self.ranks, self.fresh, self.full, self.patience = model.deployment.parallel.dp, fresh, full, patience
         self.now = 0.0
-        self.progress: dict[str, _Progress] = {}
+        self.arrived: dict[str, float] = {}
+        # Requests whose next token is their first, or the first after a preemption: since when they wait for it, and
+        # the list that the time belongs to.
+        self.waiting: dict[str, tuple[float, list[tuple[float, float]]]] = {}
         # (seconds, weight) of each time to a first token, between tokens, and of a whole request
         self.ttft: list[tuple[float, float]] = []
         self.gaps: list[tuple[float, float]] = []
@@ -252,7 +244,8 @@ class _Run:
         while self._coming and self._coming[0][0] <= self.now:
             time, number, arrival = heapq.heappop(self._coming)
             name = str(number)
-            self.progress[name] = _Progress(time)
+            self.arrived[name] = time
+            self.waiting[name] = time, self.ttft
             prompt = self._prompts.setdefault(arrival.input_len, [0] * arrival.input_len)
             self.scheduler.add_request(
                 EngineCoreRequest(
@@ -278,11 +271,13 @@ class _Run:
         if work.decodes:
             self.gaps.append((duration, work.decodes))
         for output in outputs:
-            if work.prefill_tokens:
-                self._note_first(output.request_id)
+            name = output.request_id
+            if name in self.waiting:
+                since, times = self.waiting.pop(name)
+                times.append((self.now - since, 1.0))
             if output.finish_reason is not None:
                 quiet = False
-                self._finish(output.request_id)
+                self._finish(name)
         return quiet and len(scheduler.running) == work.decodes
 
     def _advance(self, work: StepWork, count: int, seconds: float) -> None:
@@ -296,22 +291,11 @@ class _Run:
             return
         self.num_preemptions = count
         for request in self.scheduler.requests.values():
-            progress = self.progress[request.request_id]
-            if request.status is RequestStatus.PREEMPTED and progress.paused < 0 <= progress.first:
-                progress.paused = self.now
-
-    def _note_first(self, name: str) -> None:
-        """Note a first token, or the first after a preemption."""
-        progress = self.progress[name]
-        if progress.first < 0:
-            progress.first = self.now
-            self.ttft.append((self.now - progress.arrival, 1.0))
-        elif progress.paused >= 0:
-            self.gaps.append((self.now - progress.paused, 1.0))
-            progress.paused = -1.0
+            if request.status is RequestStatus.PREEMPTED:
+                self.waiting.setdefault(request.request_id, (self.now, self.gaps))
 
     def _finish(self, name: str) -> None:
-        self.e2e.append((self.now - self.progress.pop(name).arrival, 1.0))
+        self.e2e.append((self.now - self.arrived.pop(name), 1.0))
         if self._later:
             number, arrival = self._later.pop()
             heapq.heappush(self._coming, (self.now, number, arrival))
