@@ -5,7 +5,7 @@ How they enter a step's cost stands in cost.py, how they were fitted in bench/pl
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from headrace.planner.chips import CHIPS, Chip
 
@@ -52,30 +52,24 @@ class EngineTraits:
     """norm, products, activation"""
     expert_kernels: int
     """norm, router, choice, sorting, products, activation, sum"""
-    quantize_kernels: int
-    """more in each half of a layer where activations are rounded"""
     graph_decodes: int
     """largest decode step that is one graph"""
     graph_tokens: int
     """largest step with prompts whose pieces between attention calls are graphs; 0: as graph_sizes.py says"""
     expert_operations: int
     """what the host starts for a layer's experts where there is no graph: kernels, buffers, Python around them"""
-    host_overlap: float
-    """how the host's work for the next step hides behind this one's on the GPU, as `Efficiency.overlap`"""
 
 
 TRAITS = {
     "headrace": EngineTraits(
         attention_kernels=4, latent_kernels=6, index_kernels=5, dense_kernels=3, expert_kernels=6,
-        quantize_kernels=1, graph_decodes=1 << 20, graph_tokens=0, expert_operations=10, host_overlap=3.0,
+        graph_decodes=1 << 20, graph_tokens=0, expert_operations=10,
     ),
     "vllm": EngineTraits(
         attention_kernels=6, latent_kernels=10, index_kernels=6, dense_kernels=4, expert_kernels=8,
-        quantize_kernels=1, graph_decodes=512, graph_tokens=512, expert_operations=28, host_overlap=3.0,
+        graph_decodes=512, graph_tokens=512, expert_operations=28,
     ),
 }  # fmt: skip
-BEFORE_ASYNC = 1.0
-"""`host_overlap` of vLLM on AMD's GPUs: what was measured there is 0.9.1 and 0.10.0, which schedule between steps."""
 GROUPED = 0.72
 """Rate of the experts' products, as a share of one large product's. H200: 2,048 tokens over 128 experts of 2048 x 768
 take 485 us a layer in our kernels, of which bytes alone explain 280."""
@@ -141,9 +135,12 @@ SAME_ARCHITECTURE, SAME_VENDOR = 0.25, 0.35
 """Narrowest bands where the constants come from another chip."""
 
 
-def find_traits(chip: Chip, engine: str) -> EngineTraits:
-    traits = TRAITS[engine]
-    return replace(traits, host_overlap=BEFORE_ASYNC) if (engine, chip.vendor) == ("vllm", "amd") else traits
+def host_overlap(chip: Chip, engine: str) -> float:
+    """Say how far the host's work for the next step hides behind this one's on the GPU, as `Efficiency.overlap`.
+
+    What was measured of vLLM on AMD's GPUs is 0.9.1 and 0.10.0, which schedule between steps.
+    """
+    return 1.0 if (engine, chip.vendor) == ("vllm", "amd") else 3.0
 
 
 def find_efficiency(chip: Chip, engine: str) -> Efficiency:

@@ -15,7 +15,7 @@ from operator import mul
 from headrace.model_spec import STATE_BYTES, FeedForward, Mixer
 from headrace.planner.chips import Chip
 from headrace.planner.collectives import Links
-from headrace.planner.constants import GROUPED, NARROW, Efficiency, EngineTraits, find_efficiency, find_traits
+from headrace.planner.constants import GROUPED, NARROW, TRAITS, Efficiency, EngineTraits, find_efficiency, host_overlap
 from headrace.planner.shapes import LayerGroup, ModelShape, rank_shares
 from headrace.quantization.formats import PLAIN, find_format
 from headrace.step import SchedulerOutput
@@ -247,7 +247,7 @@ def _kernels(attention: Mixer, mlp: FeedForward, traits: EngineTraits, narrow: b
         count += traits.index_kernels
     if mlp.num_experts and mlp.intermediate_size:  # shared experts beside the routed ones
         count += traits.dense_kernels - 1
-    return count + (2 * traits.quantize_kernels if narrow else 0)
+    return count + (2 if narrow else 0)  # activations are rounded in each half of the layer
 
 
 class StepModel:
@@ -256,7 +256,8 @@ class StepModel:
     def __init__(self, deployment: Deployment, constants: Efficiency) -> None:
         chip, shape, tp = deployment.chip, deployment.shape, deployment.parallel.tp
         self.deployment, self.efficiency = deployment, constants
-        self.traits = find_traits(chip, deployment.engine)
+        self.traits = TRAITS[deployment.engine]
+        self._host_overlap = host_overlap(chip, deployment.engine)
         self._graph_tokens = self.traits.graph_tokens or shape.most_in_pieces(deployment.weight_format, tp)
         self.links = Links(chip, constants.link, constants.collective)
         self.bandwidth = chip.memory_bandwidth * constants.bandwidth
@@ -330,7 +331,7 @@ class StepModel:
         total += _norm(*head, p) + sampling + own + between
         weights, flops, activations = weights + head[0], flops + head[1], activations + sampling
         parts = (weights, kv, flops, activations, links + between, launches + own, host)
-        return _norm(total, host, self.traits.host_overlap), parts
+        return _norm(total, host, self._host_overlap), parts
 
     def _collectives(self, layer: _Layer, tokens: float, everywhere: float) -> float:
         """Seconds of a layer's collectives: sums after attention and after the MLP, or tokens to experts and back."""

@@ -74,11 +74,6 @@ class Scenario:
         return self.request.prompt_len + self.request.answer_len
 
     @property
-    def mean_tokens(self) -> float:
-        """Tokens of one request, on average over its life."""
-        return self.request.prompt_len + self.request.answer_len / 2
-
-    @property
     def longest(self) -> int:
         """Tokens of the longest sequence that has to fit."""
         return max(self.request.max_model_len or 0, self.tokens)
