@@ -177,7 +177,7 @@ class _Layer:
             product("dense", group.dense_weights / tp),
             product("router", group.router_weights),
         )
-        self.expert = product("experts", group.expert_weights)
+        self.expert = product("experts", group.layer.expert_weights)
 
         key_bytes = attention.cached_values * deployment.kv_dtype_bytes * attention.cache_share(tp)
         self.seconds_per_key = key_bytes / model.kv_bandwidth

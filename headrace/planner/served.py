@@ -17,7 +17,7 @@ from headrace.planner.cost import Deployment, Parallel, StepModel, step_model
 from headrace.planner.decisions import USUAL_OBJECTIVE
 from headrace.planner.fp8_cache import cached_bytes
 from headrace.planner.memory_map import MemoryMap, memory_map
-from headrace.planner.plan_request import PLAN_FORMATS, PlanRequest
+from headrace.planner.plan_request import PlanRequest
 from headrace.planner.predict import Limits, Prediction, Workload, predict
 from headrace.planner.scenario import USUAL_CONCURRENCY
 from headrace.planner.shapes import shape_of
@@ -181,7 +181,7 @@ def deployment_of(config: EngineConfig, model: ModelConfig, facts: list[WorkerFa
     if not facts:
         raise ConfigError("no rank has said on what it runs")
     fact, shape = facts[0], shape_of(model.raw, config.model).held_in(config.dtype)
-    wanted = None if config.quantization is None else PLAN_FORMATS[config.quantization]
+    wanted = PlanRequest(model=config.model, quantization=config.quantization).weight_format
     return Deployment(
         shape.converted(wanted),
         this_cpu(fact.total_memory) if fact.device == "cpu" else find_chip(fact.device_name, fact.total_memory),

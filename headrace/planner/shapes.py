@@ -35,10 +35,6 @@ class LayerGroup:
         return self.layer.feed_forward
 
     @cached_property
-    def mixer_weights(self) -> int:
-        return total(self.mixer.parameters)
-
-    @cached_property
     def dense_weights(self) -> int:
         """Parameters of the dense feed-forward or of the shared experts."""
         return total(self.feed_forward.parameters, "linear", "plain")
@@ -46,11 +42,6 @@ class LayerGroup:
     @cached_property
     def router_weights(self) -> int:
         return total(self.feed_forward.parameters, "router")
-
-    @cached_property
-    def expert_weights(self) -> int:
-        """Parameters of one expert."""
-        return total(self.feed_forward.expert_parameters)
 
 
 @dataclass(frozen=True)
@@ -133,10 +124,10 @@ class ModelShape:
         return sum(
             group.count
             * (
-                attention * group.mixer_weights
+                attention * total(group.mixer.parameters)
                 + dense * group.dense_weights
                 + group.router_weights
-                + experts * group.feed_forward.experts_per_token * group.expert_weights
+                + experts * group.feed_forward.experts_per_token * group.layer.expert_weights
             )
             for group in self.groups
         )

@@ -54,7 +54,7 @@ def test_a_state_alone_fits_any_length() -> None:
 
 def test_weights_of_a_state_are_those_that_its_description_lists() -> None:
     group, _ = HYBRID.groups
-    assert group.mixer_weights == total(STATE.parameters) == 4 * 4096 * 4096
+    assert total(group.mixer.parameters) == total(STATE.parameters) == 4 * 4096 * 4096
     one, two = (mapped(HYBRID, find_chip("h200"), Parallel(tp=tp)).weights["attention"] for tp in (1, 2))
     assert one == 2 * (24 * 4 * 4096**2 + 8 * total(LLAMA.mixer.parameters)) == 2 * two
 
