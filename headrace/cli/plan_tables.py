@@ -18,12 +18,13 @@ from headrace.planner.plan import Plan
 from headrace.planner.record import Decision
 from headrace.planner.simulate import Percentiles
 
-WIDEST = 120
-OFF_TERMINAL = 100
+WIDEST, OFF_TERMINAL = 120, 100
+"""Columns of the tables: most on a terminal, and always elsewhere."""
 MIB, GIB = 1 << 20, 1 << 30
-BAR = 24
-VALUES = 24
+BAR, VALUES = 24, 24
+"""Columns of a bar, and most of a setting's value."""
 WORD = r"(?:'[^']*'|[^' ])+"
+"""A word of a command line, quotes included."""
 PREDICTED = ("", "mean", "p50", "p90", "p99")
 LEFT = "left to others"
 BOUNDS = {

@@ -10,6 +10,7 @@ from headrace.planner.scenario import Scenario
 from headrace.quantization.formats import FORMATS, MADE_AT_LOAD, PLAIN
 
 SHORTER = (2, 4, 8, 16, 32, 64)
+"""What the numbers of tokens are divided by, until they fit."""
 USUAL_UTILIZATION = 0.9
 
 

@@ -27,6 +27,7 @@ from headrace.planner.simulate import Simulation
 GPU_COUNTS = [1, 2, 4, 8, 16, 32, 64]
 """Numbers of GPUs, of which the fewest that fit are taken where nobody says how many."""
 MOST_REASONS = 4
+"""Most layouts of which a plan says why they do not run."""
 
 
 @dataclass(frozen=True)

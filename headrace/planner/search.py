@@ -30,7 +30,9 @@ ABOUT_THE_SAME = 0.02
 VLLM_BUDGETS = {"latency": (1024, 2048, 4096), "interactive": (2048, 4096, 8192), "throughput": (8192, 16384)}
 """Token budgets worth asking vLLM for; its steps with decodes are as large as its largest."""
 SMALLER_BUDGETS = (8192, 4096, 2048, 1024)
+"""Token budgets that are tried where the cache is short."""
 SHORTENINGS = 8
+"""How often a context that the cache does not hold is made shorter."""
 MOST_SIMULATED = 1000
 """Requests of one rank, or steps with their prompts, whose simulation is worth waiting for unasked."""
 PATIENCE = 100_000
