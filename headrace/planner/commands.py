@@ -80,13 +80,12 @@ def command_for(scenario: Scenario, candidate: Candidate) -> Command:
     elif model.startswith("<"):
         notes.append(f"put the folder or hub id of {model.strip('<>')} in place of {model}")
     notes += _node_notes(parallel, chip)
+    variables: list[Flag] = []
     if request.engine == "headrace":
-        variables, flags = [], _headrace_flags(scenario, candidate, given)
+        flags = _headrace_flags(scenario, candidate, given)
     else:
-        variables, flags = (
-            _vllm_variables(scenario, candidate, settings),
-            _vllm_flags(scenario, candidate, given, settings),
-        )
+        variables = _vllm_variables(scenario, candidate, settings)
+        flags = _vllm_flags(scenario, candidate, given, settings)
     # Each replica is a server of its own, except that vLLM serves all replicas of a dense model as ranks of one server.
     servers: list[dict[str, str]] = []
     size = parallel.tp * parallel.pp

@@ -36,7 +36,7 @@ INDEX_VALUES = 128
 
 @dataclass(frozen=True)
 class Parallel:
-    """A layout says how a model is spread over `gpus` GPUs."""
+    """Describes a layout: how a model is spread over `gpus` GPUs."""
 
     tp: int = 1
     """tensor parallelism: GPUs over which each layer is split"""
