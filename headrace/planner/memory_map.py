@@ -96,11 +96,6 @@ class MemoryMap:
         """Bytes of a token in all layers, as long as no window has passed it."""
         return self.layout.bytes_per_token
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of a sequence's recurrent states, however long it is."""
-        return sum(group.block_bytes for group in self.layout.groups if group.is_state)
-
     def tokens_in(self, length: int) -> int:
         """Count the tokens that the pool holds in sequences of `length`, in whole blocks; 0 where nothing is cached.
 

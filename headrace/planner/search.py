@@ -168,7 +168,9 @@ def _with_budget(scenario: Scenario, deployment: Deployment, budget: Decision) -
     request, ranks = scenario.request, deployment.parallel.dp
     concurrency = scenario.concurrency
     expected = None if concurrency is None else -(-concurrency // ranks)
-    seqs = _sequences(scenario, budget.value, expected)
+    seqs = Decision("max_num_seqs", request.max_num_seqs, "given", source="user")
+    if request.max_num_seqs is None:
+        seqs = Decision("max_num_seqs", *sequences(scenario.chip.device_type, budget.value, expected))
     memory = _map(scenario, deployment, budget.value, seqs.value, scenario.longest)
     if not memory.fits:
         return TooLarge(_why_too_large(scenario, memory), memory.missing)
@@ -293,13 +295,6 @@ def _step_times(deployment: Deployment, sizes: Iterable[int], input_len: int) ->
     return {size: milliseconds(size) for size in sizes}
 
 
-def _sequences(scenario: Scenario, budget: int, expected: int | None) -> Decision:
-    given = scenario.request.max_num_seqs
-    if given is not None:
-        return Decision("max_num_seqs", given, "given", source="user")
-    return Decision("max_num_seqs", *sequences(scenario.chip.device_type, budget, expected))
-
-
 def _ranked(scenario: Scenario, candidates: list[Candidate]) -> list[Candidate]:
     """Best first; of those about as good as the best, the simplest is first."""
     if not candidates:
@@ -313,19 +308,19 @@ def _ranked(scenario: Scenario, candidates: list[Candidate]) -> list[Candidate]:
         over_one_copy = candidate.workload.concurrency / candidate.parallel.replicas
         return copies_latent(candidate.parallel, scenario.shape) and over_one_copy >= MANY_REQUESTS
 
+    def waits(candidate: Candidate) -> tuple[int, ...]:
+        """Fewer ranks that wait for each other come first, then fewer GPUs."""
+        parallel = candidate.parallel
+        return parallel.pp, parallel.dp_attention + parallel.ep, parallel.tp, parallel.gpus
+
     ordered = sorted(candidates, key=reached, reverse=True)
     if any(not copies_latent(candidate.parallel, scenario.shape) for candidate in ordered):
         ordered.sort(key=wastes_latent)
     first = ordered[0]
     enough = reached(first) - ABOUT_THE_SAME * abs(reached(first))
     near = [one for one in ordered if reached(one) >= enough and wastes_latent(one) == wastes_latent(first)]
-    best = min(near, key=lambda candidate: complexity(candidate.parallel))
+    best = min(near, key=waits)
     return [best, *(candidate for candidate in ordered if candidate is not best)]
-
-
-def complexity(parallel: Parallel) -> tuple[int, ...]:
-    """Return a key for sorting: fewer ranks that wait for each other come first, then fewer GPUs."""
-    return (parallel.pp, parallel.dp_attention + parallel.ep, parallel.tp, parallel.gpus)
 
 
 def score(objective: str, prediction: Prediction) -> float:
