@@ -63,7 +63,7 @@ def sections(plan: Plan) -> Iterator[RenderableType]:
     yield ""
     yield prediction_table(plan)
     if plan.simulation is None:
-        yield Text("too many steps to go through unasked: --simulate adds percentiles", style="dim")
+        yield Text("too many steps to simulate by default: --simulate adds percentiles", style="dim")
     for command in plan.commands:
         yield ""
         yield from command_part(command)
@@ -201,9 +201,9 @@ def prediction_table(plan: Plan) -> Table:
     row("whole answer, s", prediction.e2e_s, run.e2e if run else None, 1, 2)
     row("output tokens/s", prediction.output_tok_s, None, 1, 0)
     row("all tokens/s", prediction.total_tok_s, None, 1, 0)
-    row("whole requests at once, at most", prediction.max_concurrency, None, 1, 0)
+    row("requests at once, at most", prediction.max_concurrency, None, 1, 0)
     row("KV cache tokens", prediction.kv_tokens, None, 1, 0)
-    table.add_row("decode steps wait for", BOUNDS.get(prediction.bound, prediction.bound))
+    table.add_row("decode steps are bound by", BOUNDS.get(prediction.bound, prediction.bound))
     if plan.cost is not None:
         row("an hour costs", plan.cost.per_hour, None, 1, 2)
         row("1M output tokens cost", plan.cost.per_million_output, None, 1, 2)

@@ -117,7 +117,7 @@ def _headrace_flags(scenario: Scenario, candidate: Candidate, given: dict[str, A
     request, parallel = scenario.request, candidate.parallel
     flags: list[Flag] = []
     if parallel.tp > 1:
-        flags.append(Flag("-tp", str(parallel.tp), f"{parallel.tp} GPUs share every layer; one GPU unless told"))
+        flags.append(Flag("-tp", str(parallel.tp), f"{parallel.tp} GPUs share every layer; one GPU by default"))
     if scenario.converts and scenario.weight_format in MADE_AT_LOAD:
         flags.append(Flag("--quantization", scenario.weight_format, "rounds the weights as they load"))
     for name in PINNED:
@@ -159,7 +159,7 @@ def _vllm_flags(
     if parallel.tp > 1:
         add("--tensor-parallel-size", parallel.tp, "GPUs that share every layer")
     if parallel.pp > 1:
-        add("--pipeline-parallel-size", parallel.pp, "layers dealt out: they do not fit otherwise")
+        add("--pipeline-parallel-size", parallel.pp, "stages of layers: they do not fit otherwise")
     if parallel.dp_attention:
         add("--data-parallel-size", parallel.dp, "ranks that keep their own requests' cache and share the experts")
         if parallel.gpus > per_node:
@@ -203,7 +203,7 @@ def _vllm_variables(scenario: Scenario, candidate: Candidate, settings: dict[str
     if scenario.chip.vendor != "amd":
         return []
     parallel, cdna3 = candidate.parallel, scenario.chip.arch == "gfx942"
-    flags = [Flag("VLLM_ROCM_USE_AITER", "1", "AMD's kernels, off unless told: 1.7 to 3.7 times slower without")]
+    flags = [Flag("VLLM_ROCM_USE_AITER", "1", "AMD's kernels, off by default: 1.7 to 3.7 times slower without")]
     if scenario.shape.is_mla and cdna3:
         flags.append(Flag("VLLM_ROCM_USE_AITER_FP4BMM", "0", "this chip has no fp4 units; some versions crash"))
     many = candidate.workload.concurrency >= SHUFFLED_CACHE_FROM

@@ -269,7 +269,7 @@ def decide_mixed_step(
         return None, []
     if not streamed:
         return None, [
-            Decision("mixed_step_tokens", None, "answers are handed over whole: nobody waits for a next token")
+            Decision("mixed_step_tokens", None, "answers are returned whole: nobody waits for the next token")
         ]
     decision = mixed_step({size: max(rank[size] for rank in measured) for size in sizes}, config.objective)
     return decision.value, [decision]
@@ -286,13 +286,13 @@ def mixed_step(
         return size / times[size] * times[best] / best
 
     def describe(size: int) -> str:
-        return f"{size} in {times[size]:.1f} ms"
+        return f"{size} tokens in {times[size]:.1f} ms"
 
     chosen = min(size for size in times if share(size) >= wanted)
     rate = "the best prefill rate"
     if chosen != best:
-        rate = f"{share(chosen):.0%} of {rate}, {describe(best)}"
-    reason = f"where decodes wait; {describe(chosen)} is {rate}"
+        rate = f"{share(chosen):.0%} of {rate} ({describe(best)})"
+    reason = f"decodes wait for the whole step; {describe(chosen)} reach {rate}"
     smaller = max((size for size in times if size < chosen), default=None)
     other = "" if smaller is None else f"{describe(smaller)}: {share(smaller):.0%}"
     return Decision(field, chosen, reason, other, source)

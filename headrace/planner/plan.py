@@ -248,14 +248,14 @@ def _notices(scenario: Scenario, best: Candidate, gaps: list[str]) -> Iterator[s
     if scenario.shape.plain_bytes == 4 and chip.vendor != "cpu":
         yield "products in float32 run at a fraction of the 16-bit rates that are counted here: it is slower"
     if request.speculative_config:
-        yield "speculation is not in the prediction: how many guesses are right is known from traffic alone"
+        yield "speculation is not in the prediction: how many draft tokens are accepted depends on the traffic"
     running, wanted = best.limits.max_num_seqs * best.parallel.dp, 0 if workload.request_rate else workload.concurrency
     if running < wanted:
         yield f"of {wanted:,} requests {running:,} run at once; the others wait"
     elif prediction.max_concurrency < wanted:
         yield (
             f"the cache holds {prediction.max_concurrency:,} requests to their end: of {wanted:,} at once some are "
-            "pushed out and computed again"
+            "preempted and computed again"
         )
     rate, served = workload.request_rate, prediction.output_tok_s / workload.output_len
     if rate and served < 0.9 * rate:

@@ -80,7 +80,7 @@ class PlanRequest:
         "GPUs over which each layer is split.", "parallel", MOST_GPUS, short="-tp"
     )
     pipeline_parallel_size: int | None = _count(
-        "GPUs over which the layers are dealt out.", "parallel", MOST_GPUS, short="-pp"
+        "Pipeline stages, each with a part of the layers.", "parallel", MOST_GPUS, short="-pp"
     )
     data_parallel_size: int | None = _count(
         "Replicas, or ranks of data-parallel attention.", "parallel", MOST_GPUS, short="-dp"

@@ -180,7 +180,7 @@ def _with_budget(scenario: Scenario, deployment: Deployment, budget: Decision) -
     kv_tokens = max(-(-scenario.tokens // size) * size, memory.tokens_in(scenario.tokens))
     held = max(1, int(kv_tokens / (request.prompt_len + request.answer_len / 2)))
     if request.max_num_seqs is None and held < seqs.value:
-        why = "requests that the cache holds, each with its prompt and half its answer; more would push others out"
+        why = "requests that the cache holds, each with its prompt and half its answer; more would preempt others"
         seqs = Decision("max_num_seqs", held, why, str(seqs.value))
     if concurrency is None:
         concurrency = seqs.value * ranks

@@ -179,7 +179,7 @@ def deployment_of(config: EngineConfig, model: ModelConfig, facts: list[WorkerFa
     """Describe the engine to the cost model. Raises ConfigError for a chip or a model that the planner does not
     know."""
     if not facts:
-        raise ConfigError("no rank has said on what it runs")
+        raise ConfigError("no rank has reported its device")
     fact, shape = facts[0], shape_of(model.raw, config.model).held_in(config.dtype)
     wanted = PlanRequest(model=config.model, quantization=config.quantization).weight_format
     return Deployment(

@@ -28,11 +28,11 @@ ORDER = (
 )  # fmt: skip
 """The order in which a start lists its settings; others come after these."""
 DEFAULTS = {
-    "block_size": "little is left over in last blocks; speed hardly depends on it",
-    "gpu_memory_utilization": "weights, steps, graphs and cache together; the rest is for others and for surprises",
+    "block_size": "little of a sequence's last block is wasted; speed hardly depends on it",
+    "gpu_memory_utilization": "for weights, steps, graphs and cache; the rest is for other programs, and a margin",
     "enable_chunked_prefill": "a long prompt delays running requests by one step at most",
     "enable_prefix_caching": "prompts that start alike share blocks; a miss costs nothing",
-    "async_scheduling": "the host plans a step while the one before it runs",
+    "async_scheduling": "the host schedules a step while the one before it runs",
 }
 """Settings that keep their default unless somebody gives another value, and why the default is good."""
 WANTED = {
@@ -47,7 +47,7 @@ def all_settings(config: EngineConfig, decisions: Iterable[Decision]) -> list[De
     last = {entry.field: entry for entry in decisions}
     size = config.tensor_parallel_size
     if size == 1:
-        why, source = "what is used where nothing else is given; `headrace plan` compares", "derived"
+        why, source = "the default; `headrace plan` compares others", "derived"
     else:
         why, source = "given", "user"
     undecided = [Decision("tensor_parallel_size", size, why, source=source), *default_settings(config)]
@@ -65,7 +65,7 @@ def default_settings(config: EngineConfig) -> Iterator[Decision]:
     for name, why in DEFAULTS.items():
         value = getattr(config, name)
         if name == "gpu_memory_utilization" and config.device == "cpu":
-            why = "a CPU's memory belongs to everybody; it bounds nothing here"
+            why = "a CPU's memory is shared with other programs; this bounds nothing here"
         if value == getattr(usual, name):
             yield Decision(name, value, why)
         else:
@@ -282,7 +282,7 @@ def _speculation(scenario: Scenario) -> Decision:
         return Decision(field, json.dumps(given), "given; not predicted", source="user")
     if scenario.engine == "headrace":
         return Decision(field, "off", "headrace does not speculate yet")
-    why = "how many guesses are right is known from traffic alone"
+    why = "how many draft tokens are accepted depends on the traffic"
     if scenario.shape.spec.draft_weights:
         other = "the checkpoint's own next-token layers with 1 token, below some 32 requests"
         return Decision(field, "off", f"{why}, and many requests at once make it a loss", other)

@@ -284,8 +284,8 @@ def test_a_step_with_decodes_is_the_smallest_that_prefills_at_nearly_full_rate()
     size, (decision,) = decide_mixed_step(resolved(), [rank])
     assert (size, decision.value, decision.source) == (384, 384, "measured")
     assert str(decision) == (
-        "mixed_step_tokens = 384: where decodes wait; 384 in 9.8 ms is 96% of the best prefill rate, 2048 in 50.0 ms "
-        "(instead of 256 in 7.1 ms: 88%)"
+        "mixed_step_tokens = 384: decodes wait for the whole step; 384 tokens in 9.8 ms reach 96% of the best prefill "
+        "rate (2048 tokens in 50.0 ms) (instead of 256 tokens in 7.1 ms: 88%)"
     )
     slow_rank = timed((128, 7.0), (256, 7.1), (384, 11.0), (512, 12.9), (2048, 50.0))
     assert decide_mixed_step(resolved(), [rank, slow_rank])[0] == 512
@@ -301,7 +301,7 @@ def test_an_objective_moves_how_much_of_the_prefill_rate_decodes_pay_for(objecti
 def test_where_size_costs_nothing_the_largest_measured_step_is_taken() -> None:
     size, (decision,) = decide_mixed_step(resolved(), [timed((128, 2.0), (2048, 2.1))])
     assert size == 2048
-    assert "128 in 2.0 ms: 7%" in decision.runner_up
+    assert "128 tokens in 2.0 ms: 7%" in decision.runner_up
     assert decide_mixed_step(resolved(), [timed((128, 1.0), (256, 2.0))])[1][0].runner_up == ""
 
 

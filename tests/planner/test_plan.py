@@ -236,7 +236,7 @@ def test_no_load_takes_long(load: dict[str, Any]) -> None:
 
 def test_a_load_that_is_too_much_is_said() -> None:
     made = plan("llama-3.1-405b", "mi300x", num_gpus=8, input_len=128, output_len=2048, concurrency=1000)
-    assert any("requests to their end: of 1,000 at once some are pushed out" in notice for notice in made.notices)
+    assert any("requests to their end: of 1,000 at once some are preempted" in notice for notice in made.notices)
     assert any("nothing here keeps to 50 ms a token after 2 s" in notice for notice in made.notices)
     assert not any("keeps to" in notice for notice in plan().notices)
 
