@@ -72,7 +72,8 @@ def command_for(scenario: Scenario, candidate: Candidate) -> Command:
     request, parallel, chip = scenario.request, candidate.parallel, scenario.chip
     given = _given(scenario)
     settings = {entry.field: entry.value for entry in engine_decisions(scenario, candidate)}
-    model, notes = scenario.model_id, []
+    model = scenario.model_id
+    notes: list[str] = []
     if scenario.converts and scenario.weight_format not in MADE_AT_LOAD:
         model = f"<{model.strip('<>')} in {scenario.weight_format}>"
         holds = f"a checkpoint that holds {scenario.weight_format}"

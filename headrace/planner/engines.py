@@ -21,9 +21,10 @@ from headrace.planner.record import Decision
 from headrace.planner.shapes import ModelShape
 from headrace.quantization.formats import MADE_AT_LOAD
 
-FULL_GRAPHS = {entry.name: entry.full_graphs for entry in BACKENDS} | dict.fromkeys(
-    ("TRITON_ATTN", "ROCM_AITER_UNIFIED_ATTN", "ROCM_ATTN"), "any"
-)
+FULL_GRAPHS: dict[str, str] = {
+    **{entry.name: entry.full_graphs for entry in BACKENDS},
+    **dict.fromkeys(("TRITON_ATTN", "ROCM_AITER_UNIFIED_ATTN", "ROCM_ATTN"), "any"),
+}
 """Attention backend -> which whole steps may be one graph with it, in the words of attention/table.py."""
 AITER_HEAD_DIMS = (64, 128, 256)
 """Head sizes for which ROCM_AITER_FA has kernels."""

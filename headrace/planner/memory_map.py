@@ -211,7 +211,8 @@ def _fullest_stage(deployment: Deployment) -> list[tuple[int, LayerGroup]]:
     def weight(group: LayerGroup) -> float:
         return sum(layer_bytes(shape, group, parallel, deployment.weight_format).values())
 
-    left, stage = math.ceil(shape.num_layers / parallel.pp), []
+    left = math.ceil(shape.num_layers / parallel.pp)
+    stage: list[tuple[int, LayerGroup]] = []
     for group in sorted(shape.groups, key=weight, reverse=True):
         if count := min(left, group.count):
             stage.append((count, group))
