@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import sys
-import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import msgspec
 
 from headrace.cli.arguments import FlagParser, build_config, flag_of
-from headrace.config import EngineConfig, check_knobs, knob
+from headrace.config import EngineConfig, check_knobs, knob, knob_types
 from headrace.errors import ConfigError, HeadraceError, RequestError, SomeRequestsError
 from headrace.hub import DEMO_MODEL
 from headrace.request import CompletionOutput, RequestOutput
@@ -81,15 +80,15 @@ def build_parser() -> FlagParser:
     """Return the parser of the command's own flags, those of sampling and the engine's."""
     parser = FlagParser("generate", "Complete prompts, and print what the model writes.", EXAMPLES)
     parser.add_knobs(GenerateOptions, single=("prompt",))
-    hints = typing.get_type_hints(SamplingParams)
+    kinds = knob_types(SamplingParams)
     for field in msgspec.structs.fields(SamplingParams):
         if field.name in COMPATIBLE_ONLY:
             continue
-        kind, optional, element = _sampling_type(hints[field.name])
+        kind, optional = kinds[field.name]
+        element = int if field.name.endswith("token_ids") else str
         default = DEFAULT_MAX_TOKENS if field.name == "max_tokens" else field.default
         default = None if default is msgspec.NODEFAULT else default
-        meta: dict[str, Any] = {"help": SAMPLING_HELP[field.name], "choices": None, "minimum": None, "maximum": None}
-        meta |= {"short": None, "aliases": (), "group": "sampling"}
+        meta = knob(default, SAMPLING_HELP[field.name], group="sampling").metadata
         # None is a value of its own in SamplingParams, not "derived": say nothing of it.
         parser.add_flag(field.name, kind, optional and default is not None, default, meta, element)
     parser.add_knobs(EngineConfig, skip=("seed",))
@@ -235,13 +234,3 @@ def text_lines(outputs: list[RequestOutput], colour: bool) -> Iterator[str]:
 
 def _completion(choice: CompletionOutput) -> str:
     return choice.text if choice.text else str(choice.token_ids)
-
-
-def _sampling_type(hint: Any) -> tuple[type, bool, type]:
-    """`list[int] | None` -> (list, True, int)."""
-    arms = [arm for arm in typing.get_args(hint) if arm is not type(None)]
-    optional = type(None) in typing.get_args(hint)
-    if optional:
-        hint = arms[0]
-    element = typing.get_args(hint)[0] if typing.get_origin(hint) is list else str
-    return typing.get_origin(hint) or hint, optional, element
