@@ -244,13 +244,13 @@ class FlagParser:
 
         Another spelling of a flag that it does have is pushed back to `tokens`.
         """
-        found = find_flag(base, self._scopes)
-        if found is None or found.known.fate == "ours":
+        match = find_flag(base, self._scopes)
+        if match is None or match.known.fate == "ours":
             raise ConfigError(self._unknown(base))
-        known = found.known
+        known = match.known
         if known.kind.name == "switch":
             value = _switch_value(given, tokens)
-            if found.negated and value in SWITCH_WORDS:
+            if match.negated and value in SWITCH_WORDS:
                 value = str(not SWITCH_WORDS[value])
         elif known.kind.name == "words":
             words = [self._value_after(base, tokens) if given is None else given]
@@ -265,8 +265,8 @@ class FlagParser:
             return None
         if path:  # one key of a JSON object
             return judge(known, f"{base}.{path}", json.dumps({path: value}))
-        is_short = known.name.startswith("--") and not found.name.startswith("--")
-        return judge(known, known.name if is_short else found.name, value)
+        is_short = known.name.startswith("--") and not match.name.startswith("--")
+        return judge(known, known.name if is_short else match.name, value)
 
     def _value_after(self, flag: str, tokens: list[str]) -> str:
         if not tokens:
@@ -276,11 +276,11 @@ class FlagParser:
     def _unknown(self, flag: str) -> str:
         """What to do about a flag that this command does not take: who takes it, what is like it, or where all are."""
         for scope, owners in OWNERS.items():
-            found = find_flag(flag, [scope])
-            if found is not None and found.known.fate == "ours":
+            match = find_flag(flag, [scope])
+            if match is not None and match.known.fate == "ours":
                 return f"unknown flag {flag}: `headrace {self._command}` does not take it; it is for {owners}"
-            if found is not None:
-                why = found.known.why or "headrace does what it asks for anyway"
+            if match is not None:
+                why = match.known.why or "headrace does what it asks for anyway"
                 return f"unknown flag {flag}: `headrace {self._command}` does not take it; it is vLLM's, and {why}"
         near = difflib.get_close_matches(flag, sorted({*self._flags, *self._switches}), 1, 0.6)
         if near:

@@ -141,7 +141,7 @@ def show(console: Console, survey: Survey, findings: Sequence[Finding]) -> None:
             console.print(Text.assemble((label.ljust(MARGIN), STYLES[severity]), part))
 
     console.print(Text.assemble(("headrace doctor", "bold"), f": {title(survey)}"))
-    groups = {severity: [found for found in findings if found.severity is severity] for severity in Severity}
+    groups = {severity: [finding for finding in findings if finding.severity is severity] for severity in Severity}
     for finding in groups[Severity.HURTS] + groups[Severity.NOTE]:
         id = "" if finding.seen.startswith(finding.id) else f"  [{finding.id}]"
         block(finding.severity, Text.assemble((finding.seen, "bold"), (id, "dim")), Text(finding.cost))

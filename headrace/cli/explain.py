@@ -130,8 +130,8 @@ def show(console: Console, explanation: Explanation) -> None:
     console.print(f"[bold]{escape(title)}[/bold] on {gpu}{guessed}", soft_wrap=True)
     if explanation.answers:
         console.print(_table(explanation.answers))
-    for found in explanation.findings:
-        console.print(f"[{COLOURS[found.verdict]}]{found.title}:[/] {escape(found.text)}")
+    for finding in explanation.findings:
+        console.print(f"[{COLOURS[finding.verdict]}]{finding.title}:[/] {escape(finding.text)}")
     if explanation.claims:
         from headrace.advice.explain.explain import CLAIMS
 

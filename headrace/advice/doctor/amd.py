@@ -29,15 +29,15 @@ def read_gpus(machine: Machine, processes_of_host: bool = False) -> tuple[Gpu, .
 
     With `processes_of_host` the driver's pids are not those of /proc here, and no process is named.
     """
-    found = []
+    nodes = []
     for node in sorted(filter(str.isdigit, machine.names(NODES)), key=int):
         kfd_id = machine.number(f"{NODES}/{node}/gpu_id")
         properties = _properties(machine.read_or(f"{NODES}/{node}/properties"))
         if kfd_id and properties.get("simd_count"):
-            found.append((kfd_id, properties))
+            nodes.append((kfd_id, properties))
     holders = _holders(machine, named=not processes_of_host)
     return tuple(
-        _gpu(machine, index, properties, holders.get(kfd_id, ())) for index, (kfd_id, properties) in enumerate(found)
+        _gpu(machine, index, properties, holders.get(kfd_id, ())) for index, (kfd_id, properties) in enumerate(nodes)
     )
 
 
@@ -97,7 +97,7 @@ def _holders(machine: Machine, named: bool) -> dict[int, tuple[Holder, ...]]:
             if held:
                 command = machine.read_or(f"/proc/{pid}/comm") if named else ""
                 holders.setdefault(int(name[5:]), []).append(Holder(int(pid), command, held))
-    return {gpu: tuple(found) for gpu, found in holders.items()}
+    return {gpu: tuple(held) for gpu, held in holders.items()}
 
 
 def parse_links(text: str) -> dict[tuple[int, int], str]:

@@ -49,11 +49,11 @@ def examine(survey: Survey) -> list[Finding]:
     findings: list[Finding] = []
     for name, check in CHECKS.items():
         try:
-            for found in check(survey):
-                findings.append(replace(found, id=found.id or name))
+            for finding in check(survey):
+                findings.append(replace(finding, id=finding.id or name))
         except Unreadable as error:
             findings.append(unknown(str(error), name))
         except Exception as error:
             # The machine is what it is: one odd file must not hide what the other checks found.
             findings.append(unknown(f"the check failed: {type(error).__name__}: {error}", name))
-    return sorted(findings, key=lambda found: ORDER.index(found.severity))
+    return sorted(findings, key=lambda finding: ORDER.index(finding.severity))

@@ -195,36 +195,36 @@ def _covers(architectures: list[str], needed: str) -> bool:
 
 def check_visible_devices(survey: Survey) -> Iterator[Finding]:
     environment, selection = survey.machine.environment, survey.selection
-    found = False
+    mistaken = False
     if not survey.gpus:
         return
     for problem in selection.problems:
-        found = True
+        mistaken = True
         cost = "No GPU is left to run on." if not survey.visible else "Some GPUs stay unused."
         yield hurts(problem.seen, cost, problem.fix)
     if survey.vendor == "amd":
         cuda, hip = environment.get(CUDA), environment.get(HIP)
         if cuda is not None and hip is not None and cuda != hip:
-            found = True
+            mistaken = True
             cost = "HIP takes the one, some libraries the other: ranks land on GPUs that are not theirs."
             yield hurts(f"{CUDA}={cuda} beside {HIP}={hip}", cost, f"unset {CUDA}")
         if ROCR in environment and (cuda is not None or hip is not None) and not selection.problems:
-            found = True
+            mistaken = True
             by = " and ".join(selection.by)
             cost = "The second counts among what the first left, not among all GPUs."
             yield note(f"{by} leave {numbers(survey.visible)}", cost, f"unset {ROCR}")
     else:
         for name in (HIP, ROCR):
             if name in environment:
-                found = True
+                mistaken = True
                 cost = f"It does nothing on NVIDIA GPUs; {CUDA} chooses here."
                 yield note(f"{name}={environment[name]}", cost, f"unset {name}")
         models = {gpu.name for gpu in survey.gpus}
         if len(models) > 1 and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-            found = True
+            mistaken = True
             seen = f"GPUs of {len(models)} models, and CUDA_DEVICE_ORDER is not PCI_BUS_ID"
             cost = "CUDA puts the fastest first: its indices are not those of nvidia-smi."
             yield note(seen, cost, "export CUDA_DEVICE_ORDER=PCI_BUS_ID")
-    if not found:
+    if not mistaken:
         by = f" ({', '.join(selection.by)})" if selection.by else ""
         yield ok(f"{len(survey.visible)} of {len(survey.gpus)} GPUs visible{by}")

@@ -118,13 +118,13 @@ class Survey:
     @cached_property
     def without_driver(self) -> tuple[tuple[str, str], ...]:
         """(vendor, kernel driver or "") of GPUs on the bus that their vendor's driver does not drive."""
-        found = []
+        gpus = []
         for name in () if self.gpus else self.machine.names(PCI):
             vendor = VENDORS.get(self.machine.read_or(f"{PCI}/{name}/vendor"))
             if vendor and self.machine.read_or(f"{PCI}/{name}/class").startswith(GPU_CLASSES):
                 driver = self.machine.path(f"{PCI}/{name}/driver")
-                found.append((vendor, driver.resolve().name if driver.exists() else ""))
-        return tuple(found)
+                gpus.append((vendor, driver.resolve().name if driver.exists() else ""))
+        return tuple(gpus)
 
     def on_host(self, command: str) -> str:
         """Return the command for a setting of kernel or driver, which no container can change."""

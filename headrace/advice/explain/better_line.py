@@ -64,8 +64,8 @@ def _advised(
             variables[name] = value
         while words:
             end = next((at for at, word in enumerate(words[1:], 1) if word.startswith("--")), len(words))
-            found = find_flag(words[0], SCOPES[case.line.program])
-            flags[found.known.name if found is not None else words[0]] = words[:end]
+            match = find_flag(words[0], SCOPES[case.line.program])
+            flags[match.known.name if match is not None else words[0]] = words[:end]
             words = words[end:]
 
     for setting, better in advice:
@@ -95,10 +95,10 @@ def _for_headrace(program: str, flags: Flags) -> Flags | None:
     """What headrace takes of them; None: it refuses one, or may."""
     kept: Flags = {}
     for name, words in flags.items():
-        found = find_flag(name, SCOPES[program])
-        if found is None:
+        match = find_flag(name, SCOPES[program])
+        if match is None:
             return None
-        known, value = found.known, " ".join(words[1:]) or ("false" if words[0].startswith("--no-") else "true")
+        known, value = match.known, " ".join(words[1:]) or ("false" if words[0].startswith("--no-") else "true")
         if is_unexpanded(value):
             if known.fate != "ours" and known.accepts is not None:
                 return None
@@ -135,8 +135,8 @@ def _written(line: CommandLine, variables: dict[str, str], flags: Flags) -> str:
     if line.model is not None:
         words += [*(["--model"] if line.program != "serve" else []), as_typed(line.model_word)]
     for name, group in flags.items():
-        found = find_flag(name, SCOPES[line.program])
-        several = found is not None and found.known.kind.name == "words"
+        match = find_flag(name, SCOPES[line.program])
+        several = match is not None and match.known.kind.name == "words"
         words += [word if word == HIDDEN else as_typed(word, splits=several) for word in group]
     return " ".join([*words, *(as_typed(word, splits=True) for word in line.unexpanded_words)])
 

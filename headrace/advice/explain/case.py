@@ -76,8 +76,8 @@ class Case:
 
     def may_be_set_elsewhere(self, *keys: str) -> bool:
         """Return whether the value of one of these is unknown: the shell expands it, or it may stand in a file."""
-        found = [self.line.find(key) for key in keys]
-        return any(self.line.may_have_more_flags if setting is None else setting.is_unexpanded for setting in found)
+        settings = [self.line.find(key) for key in keys]
+        return any(self.line.may_have_more_flags if setting is None else setting.is_unexpanded for setting in settings)
 
     def parallel(self, tp: int | None = None) -> Parallel:
         """Return the layout that is asked for, or that with another tensor-parallel size.

@@ -72,8 +72,8 @@ class CommandLine:
 
     def value(self, key: str) -> str | None:
         """Return the value of the last setting of that name."""
-        found = self.find(key)
-        return found.value if found is not None else None
+        setting = self.find(key)
+        return setting.value if setting is not None else None
 
     @property
     def may_have_more_flags(self) -> bool:
@@ -94,12 +94,12 @@ def parse_commands(text: str) -> list[CommandLine]:
     """Return every command of a shell text that is known here. Raises ConfigError where there is none."""
     shell = _Shell()
     shell.run(text)
-    if not shell.found:
+    if not shell.collected:
         raise ConfigError(
             "no command of vLLM or headrace in this line; expected something like "
             f"'vllm serve MODEL --flags', got {masked(' '.join(text[:400].split()))[:80]!r}"
         )
-    return [_command(program, words, found) for program, words, found in shell.found]
+    return [_command(program, words, place) for program, words, place in shell.collected]
 
 
 def from_argv(program: str, argv: Sequence[str], variables: Mapping[str, str] | None = None) -> CommandLine:
@@ -125,7 +125,7 @@ class _Shell:
     """Walks through shell text, remembers what was exported, and collects commands. Words bear marks."""
 
     exported: dict[str, str] = field(default_factory=dict)
-    found: list[tuple[str, list[str], _Place]] = field(default_factory=list)
+    collected: list[tuple[str, list[str], _Place]] = field(default_factory=list)
 
     def run(self, text: str, variables: Mapping[str, str] | None = None, container: tuple[Setting, ...] = ()) -> None:
         for words in commands(text):
@@ -133,8 +133,8 @@ class _Shell:
 
     def command(self, words: list[str], variables: dict[str, str], container: tuple[Setting, ...]) -> None:
         words = [part for word in words for part in expanded(word, self.exported)]
-        if words and words[0].startswith("-") and self.found:  # a line that was meant to continue the one before
-            self.found[-1][1].extend(words)
+        if words and words[0].startswith("-") and self.collected:  # a line that was meant to continue the one before
+            self.collected[-1][1].extend(words)
             return
         kept = words[:1] == ["export"]
         while words and (words[0] in KEYWORDS or ASSIGNMENT.fullmatch(words[0])):
@@ -173,7 +173,7 @@ class _Shell:
         engine: str = "vllm",
     ) -> None:
         others = {name: value for name, value in variables.items() if find_variable(name) is None}
-        self.found.append((program, words, _Place(self.exported | variables, container, engine, others)))
+        self.collected.append((program, words, _Place(self.exported | variables, container, engine, others)))
 
     def _container(self, words: list[str], variables: dict[str, str]) -> None:
         """`docker run`: the image's own entry point takes what follows it, where that is no command by itself."""
@@ -182,12 +182,12 @@ class _Shell:
         container = tuple(map(_read, settings))
         entry = next((plain(setting.value) for setting in settings if setting.name == "--entrypoint"), "")
         image, rest = plain(rest[0]) if rest else "", rest[1:]
-        shell, before = _Shell(found=self.found), len(self.found)
+        shell, before = _Shell(collected=self.collected), len(self.collected)
         if entry:
             shell.command([entry, *rest], inside, container)
         elif rest and not rest[0].startswith("-"):
             shell.command(rest, inside, container)
-        if runs and len(self.found) == before and _is_for_server(image, rest):
+        if runs and len(self.collected) == before and _is_for_server(image, rest):
             shell._find("serve", rest[rest[0] == "serve" :], inside, container)
 
     def _container_flags(
@@ -224,11 +224,11 @@ def _unjoined(word: str) -> list[str]:
         return [word]
     flags: list[str] = []
     for at, letter in enumerate(word[1:], 2):
-        found = find_flag(f"-{letter}", ("docker",))
-        if found is None:
+        match = find_flag(f"-{letter}", ("docker",))
+        if match is None:
             return [word]
         flags.append(f"-{letter}")
-        if found.known.kind is not SWITCH:
+        if match.known.kind is not SWITCH:
             value = word[at:].removeprefix("=")
             return [*flags, value] if value else flags
     return flags
@@ -296,24 +296,24 @@ def _take(words: list[str], scopes: tuple[str, ...], wants_model: bool) -> tuple
     head, equals, given = words[0].partition("=")
     rest = words[1:]
     base, dot, path = head.partition(".")
-    found = find_flag(base, scopes)
-    if found is None or dot:
-        alone = not rest or (found is None and (rest[0].startswith("-") or wants_model))
+    match = find_flag(base, scopes)
+    if match is None or dot:
+        alone = not rest or (match is None and (rest[0].startswith("-") or wants_model))
         taken = [given] if equals else [] if alone else [rest.pop(0)]
-        name = spelling(head) if found is None else f"{found.name}.{path}"
-        return Setting(name, taken[0] if taken else "true", found.known if found else None, words=tuple(taken)), rest
-    kind = found.known.kind.name
+        name = spelling(head) if match is None else f"{match.name}.{path}"
+        return Setting(name, taken[0] if taken else "true", match.known if match else None, words=tuple(taken)), rest
+    kind = match.known.kind.name
     if kind == "switch":
         value = given
         if not equals:
             value = rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "true"
-        if found.negated and value.lower() in TRUE + FALSE:
+        if match.negated and value.lower() in TRUE + FALSE:
             value = "false" if value.lower() in TRUE else "true"
-        return Setting(found.name, value, found.known, words=(value,)), rest
+        return Setting(match.name, value, match.known, words=(value,)), rest
     if equals:
         taken = [given]
     else:
         several = list(takewhile(lambda word: not word.startswith("-"), rest))
         taken = several if kind == "words" else rest[:1]
         rest = rest[len(taken) :]
-    return Setting(found.name, " ".join(taken), found.known, words=tuple(taken)), rest
+    return Setting(match.name, " ".join(taken), match.known, words=tuple(taken)), rest

@@ -59,9 +59,9 @@ def rope_theta(config: Mapping[str, Any], changes: Mapping[str, Any]) -> float |
     """Return the rotary base that the changes set, else that of config.json; None: neither has one."""
     for place in (changes, config):
         text = {**place, **_object(place.get("text_config"))}
-        found = _object(text.get("rope_parameters")).get("rope_theta", text.get("rope_theta"))
-        if isinstance(found, int | float):
-            return found
+        theta = _object(text.get("rope_parameters")).get("rope_theta", text.get("rope_theta"))
+        if isinstance(theta, int | float):
+            return theta
     return None
 
 

@@ -111,7 +111,7 @@ class Explanation:
             "gpu": case.chip.name if case.chip is not None else None,
             "gpu_guessed": case.chip_guessed,
             "settings": [answer.to_json() for answer in self.answers],
-            "findings": [{name: found[name] for name in ("title", "verdict", "text")} for found in findings],
+            "findings": [{name: finding[name] for name in ("title", "verdict", "text")} for finding in findings],
             "claims": {claim: CLAIMS[claim] for claim in self.claims},
             "better": self.better,
             "headrace_lacks": list(self.gaps),

@@ -21,9 +21,9 @@ def merged(settings: Sequence[Setting]) -> list[Setting]:
     whole = {key: _whole([s for s, other in zip(settings, keys, strict=True) if other == key]) for key in apart}
     result: list[Setting] = []
     for setting, key in zip(settings, keys, strict=True):
-        found = whole.get(key) or setting
-        if not any(found is other for other in result):
-            result.append(found)
+        chosen = whole.get(key) or setting
+        if not any(chosen is other for other in result):
+            result.append(chosen)
     return result
 
 

@@ -201,9 +201,9 @@ def _speculation(case: Case, setting: Setting) -> Remark:
 
 def _speculation_of(case: Case) -> dict[str, object]:
     """What is asked of speculation in whatever spelling, as JSON holds it today."""
-    found = case.line.find("--speculative-config")
-    if found is not None:
-        return object_of(found)
+    config = case.line.find("--speculative-config")
+    if config is not None:
+        return object_of(config)
     model = case.line.value("--speculative-model")
     given: dict[str, object] = {"model": model} if model else {}
     return given | {"num_speculative_tokens": case.asked.speculative_tokens or 1}

@@ -240,7 +240,7 @@ def spelling(flag: str) -> str:
     return flag.replace("_", "-") if flag.startswith("--") else flag
 
 
-class Found(NamedTuple):
+class FlagMatch(NamedTuple):
     """Holds a flag that was looked up."""
 
     known: Known
@@ -249,17 +249,17 @@ class Found(NamedTuple):
     negated: bool
 
 
-def find_flag(name: str, scopes: Iterable[str]) -> Found | None:
+def find_flag(name: str, scopes: Iterable[str]) -> FlagMatch | None:
     """Return the flag of that name, or the one that it negates, from the first of `scopes` that has it."""
     wanted = spelling(name)
     for scope in scopes:
         table = flags_by_name(scope)
         if wanted in table:
-            return Found(table[wanted], wanted, False)
+            return FlagMatch(table[wanted], wanted, False)
         for old, new in NEGATIONS:
             positive = new + wanted.removeprefix(old)
             if wanted.startswith(old) and positive in table and table[positive].kind is SWITCH:
-                return Found(table[positive], positive, True)
+                return FlagMatch(table[positive], positive, True)
     return None
 
 

@@ -140,12 +140,12 @@ class Journal:
                 file.truncate(len(text) - len(rest))
         for number, line in enumerate(whole.splitlines(), 1):
             try:
-                found = msgspec.json.decode(line, type=_Line)
+                entry = msgspec.json.decode(line, type=_Line)
             except msgspec.MsgspecError as error:
                 self._say(f"{self._path}: line {number} is left out: {error}")
                 continue
-            if found.key == self._key:
-                self.results[found.result.trial.id] = found.result
+            if entry.key == self._key:
+                self.results[entry.result.trial.id] = entry.result
 
 
 def _append(path: Path, line: bytes) -> None:

@@ -121,11 +121,11 @@ class Session:
         if result is None:
             self._line = f"{number}/{total} {trial.title}" if trial.changes else trial.title
             return
-        found = f"{result.status}: {result.why}"
+        text = f"{result.status}: {result.why}"
         if result.ok:
             latencies = result.latencies
-            found = f"{_rate(result)}, TTFT p99 {latencies.ttft_p99:,.1f} ms, ITL p99 {latencies.itl_p99:,.1f} ms"
-        self.console.print(f"{self._line}: {found}  ({result.seconds:.0f} s)", markup=False, soft_wrap=True)
+            text = f"{_rate(result)}, TTFT p99 {latencies.ttft_p99:,.1f} ms, ITL p99 {latencies.itl_p99:,.1f} ms"
+        self.console.print(f"{self._line}: {text}  ({result.seconds:.0f} s)", markup=False, soft_wrap=True)
 
     def _finish(self, report: Report) -> None:
         """The profile first: it is what the run was for. Raises HeadraceError at the end for all that could not be

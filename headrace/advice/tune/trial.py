@@ -139,13 +139,13 @@ class _Run:
         if not path.is_file():
             raise _Failed(f"{stage}: {last_error(log)}")
         try:
-            found = json.loads(path.read_text())
+            figures = json.loads(path.read_text())
         except ValueError:
             raise _Failed(f"{stage}: its result is cut short: {last_error(log)}") from None
-        if found["failed"]:
-            said = last_error(log) if found["completed"] == 0 else last_error(self._log)
-            raise _Failed(f"{stage}: {found['failed']} of {found['num_prompts']} requests failed: {said}")
-        return Load(*(found[key] for key in LOAD_KEYS))
+        if figures["failed"]:
+            why = last_error(log) if figures["completed"] == 0 else last_error(self._log)
+            raise _Failed(f"{stage}: {figures['failed']} of {figures['num_prompts']} requests failed: {why}")
+        return Load(*(figures[key] for key in LOAD_KEYS))
 
     def stop(self) -> None:
         if self._server is not None:
