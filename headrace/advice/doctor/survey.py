@@ -117,7 +117,7 @@ class Survey:
 
     @cached_property
     def without_driver(self) -> tuple[tuple[str, str], ...]:
-        """(vendor, kernel driver or "") of GPUs on the bus that their vendor's driver does not drive."""
+        """GPUs on the bus without their vendor's driver, as (vendor, name of the kernel driver or "")."""
         gpus = []
         for name in () if self.gpus else self.machine.names(PCI):
             vendor = VENDORS.get(self.machine.read_or(f"{PCI}/{name}/vendor"))
