@@ -1,1 +1,1 @@
-"""The layers that models are made of; tensor parallelism lives in these names."""
+"""Holds the layers that models are made of, and what of them each rank of a tensor-parallel group has."""

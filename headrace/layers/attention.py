@@ -1,4 +1,4 @@
-"""Self-attention over the paged KV cache: project, rotate and cache, attend, project back."""
+"""Defines self-attention over the paged KV cache: project, rotate and cache, attend, project back."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ from headrace.layers.pending import Pending
 from headrace.quantization.scheme import Slot
 
 Angles = tuple[Tensor | None, Tensor | None]
-"""What the kernel table's `step_angles` made of the rope table and the step's positions."""
+"""what the kernel table's `step_angles` made of the rope table and the step's positions"""
 NO_ANGLES: Angles = (None, None)
-"""Nothing is rotated"""
-
-
+"""Nothing is rotated."""
 KV_SCALE_NAMES = {
     "k_proj.k_scale": (0, 1),
     "v_proj.v_scale": (1, 2),
@@ -37,11 +35,13 @@ KV_SCALE_NAMES = {
     "kv_scale": (0, 2),
     **dict.fromkeys(("q_scale", "attn.q_scale", "q_proj.q_scale", "q_proj.output_scale", "prob_scale"), (0, 0)),
 }
-"""What checkpoints call the scales of an fp8 cache, beside the layer's own weights -> which of (K, V) they are for;
-queries and probabilities are not quantized here."""
+"""names of an fp8 cache's scales in checkpoints, beside the layer's weights -> which of (K, V) they are for: (0, 0) for
+those of queries and probabilities, which are not quantized here"""
 
 
 class Attention(Layer):
+    """Computes one layer's attention on one rank."""
+
     opaque = ("_rotate_and_attend",)
 
     def __init__(
@@ -51,7 +51,7 @@ class Attention(Layer):
         context: LayerContext,
         eps: float,
     ) -> None:
-        """`mixer` describes the layer, `spec` what of it is on this rank; `eps` is of norms."""
+        """Build the layer that `mixer` describes; this rank has the heads that `spec` says. `eps` is that of norms."""
         super().__init__()
         group, dtype, hidden, dim = context.mesh.tp, context.dtype, mixer.hidden_size, mixer.head_dim
         self.qkv_proj = QKVParallelLinear(
@@ -73,9 +73,9 @@ class Attention(Layer):
         self.rotary_and_cache = context.kernels.rotary_and_cache
         self.attend = context.backend.forward
         self.decode = None if spec.batch_invariant else getattr(context.backend, "decode", None)
-        """attention/backend.FusedDecode, where the backend has it; it sums in another order than prompts do"""
+        """attention/backend.FusedDecode, if the backend has it; it adds up in another order than prompts do"""
         self.kv_scale: Tensor | None = None
-        """[2] float32: what K and V in an fp8 cache are multiplied by. Fixed once loading is over"""
+        """[2] float32: what K and V in an fp8 cache are multiplied by; constant once loading is over"""
 
     def create_weights(self, device: torch.device) -> None:
         super().create_weights(device)
@@ -97,7 +97,7 @@ class Attention(Layer):
             self.attend = partial(self.attend, sinks=self.sinks)
 
     def forward(self, x: Any, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor | Pending:
-        """x [num_tokens, hidden_size] -> the same; this step's keys and values go into `kv_cache`."""
+        """Return attention's output for x [num_tokens, hidden_size], of the same shape; write K and V to `kv_cache`."""
         qkv = self.qkv_proj(x).view(x.shape[0], -1, self.spec.head_dim)
         if metadata.cut is None:
             attended = self._rotate_and_attend(qkv, kv_cache, metadata, angles)
@@ -109,8 +109,10 @@ class Attention(Layer):
     def _rotate_and_attend(
         self, qkv: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, angles: Angles, out: Tensor | None = None
     ) -> Tensor:
-        """qkv # [num_tokens, heads, head_dim] as projected -> # [num_tokens, num_heads, head_dim]. All that depends on
-        how tokens are spread over requests, so that a step takes the same way with graphs and without."""
+        """Attend to qkv # [num_tokens, heads, head_dim] as projected; return # [num_tokens, num_heads, head_dim].
+
+        Whatever depends on which request a token belongs to is in here: a graph in pieces runs this method eagerly.
+        """
         q, k, v = qkv.split(self.heads, dim=1)
         angles = angles if self.spec.rotary else NO_ANGLES
         norms = (self.q_norm.weight, self.k_norm.weight) if self.qk_norm else (None, None)

@@ -1,4 +1,4 @@
-"""What layers are built with: who shares the work, which kernels do it, and where. Decides nothing."""
+"""Defines what layers are built with: who shares the work, which kernels do it, and where."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from headrace.kernels.table import KernelTable
 
 @dataclass(frozen=True)
 class LayerContext:
+    """Holds what all layers of a model have in common on a rank."""
+
     mesh: Mesh
     kernels: KernelTable
     backend: Any
     specs: tuple[AttentionSpec | None, ...]
-    """attention of each layer on this rank; None: it has none"""
+    """what each layer asks of attention on this rank; None: it has no attention"""
     dtype: torch.dtype
     device: torch.device
     batch_invariant: bool = False
-    """A token's result must not depend on what else is in the batch"""
+    """A token's result must not depend on what else is in the batch."""
     groups: Mapping[int, int] = field(default_factory=dict)
-    """layer -> the group whose block table is its own, of layers that cache something"""
+    """layer that caches something -> the cache group whose block table it uses"""

@@ -1,4 +1,4 @@
-"""Token embedding and the head that gives logits, both split over the ranks by vocabulary."""
+"""Defines the token embedding and the head that computes logits, both split over the ranks by vocabulary."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from headrace.layers.linear import Linear
 from headrace.quantization.scheme import LinearSpec, Part, Slot
 
 VOCAB_ALIGNMENT = 64
-"""Rows a rank holds are a multiple of this (matrix units want round sizes); the rest is zeros and never seen."""
+"""The rows on a rank are a multiple of this, for the matrix units; those beyond the vocabulary are zeros."""
 
 
 def vocab_share(vocab_size: int, group: Group) -> tuple[int, slice]:
-    """-> (rows that each rank holds, the vocabulary's rows among this rank's)."""
+    """Return two things: how many rows each rank holds, and which rows of the vocabulary this rank's are."""
     step = VOCAB_ALIGNMENT * group.size
     local = (vocab_size + step - 1) // step * VOCAB_ALIGNMENT
     return local, slice(min(group.rank * local, vocab_size), min((group.rank + 1) * local, vocab_size))
 
 
 class VocabParallelEmbedding(Layer):
-    """input_ids [num_tokens] -> [num_tokens, hidden_size]."""
+    """Computes input_ids [num_tokens] -> [num_tokens, hidden_size]."""
 
     def __init__(self, vocab_size: int, hidden_size: int, group: Group, dtype: torch.dtype) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class VocabParallelEmbedding(Layer):
 
 
 class ParallelLMHead(Linear):
-    """hidden [n, hidden_size] -> logits [n, vocab_size], all of the vocabulary on every rank."""
+    """Computes hidden [n, hidden_size] -> logits [n, vocab_size], of the whole vocabulary on every rank."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class ParallelLMHead(Linear):
         tied_to: VocabParallelEmbedding | None = None,
         soft_cap: float | None = None,
     ) -> None:
-        """`tied_to`: take this embedding's weights and none from the checkpoint. `soft_cap`: no logit is beyond it."""
+        """Build the head; `tied_to`: with that embedding's weights; `soft_cap`: with logits held within +-soft_cap."""
         local, rows = vocab_share(vocab_size, group)
         part = Part(None, (vocab_size, hidden_size), rows, slice(0, hidden_size), 0)
         super().__init__(LinearSpec(hidden_size, local, (part,), dtype))

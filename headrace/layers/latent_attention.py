@@ -1,7 +1,7 @@
-"""Multi-head latent attention (DeepSeek-V2): of a token, one latent and one rotated key are cached for all heads.
+"""Defines multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): all heads share a token's latent and one key.
 
-Queries are brought to the latent's side, so that a head's own keys and values are never made, in prompts and decodes
-alike: attention sees one KV head, whose values are the latent's part of its keys.
+Queries are projected into the latent's space (the absorbed form), in prompts and decodes alike, so that no head's own
+keys and values are ever made: attention sees one KV head, whose values are the latent part of its keys.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from headrace.distributed.mesh import Group
 from headrace.layers.attention import Angles
 from headrace.layers.context import LayerContext
 from headrace.layers.layer import Layer
-from headrace.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
+from headrace.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, column_spec
 from headrace.layers.norm import RMSNorm
 from headrace.layers.pending import Pending
-from headrace.quantization.scheme import LinearSpec, Part
 
 
 class AbsorbedLinear(ColumnParallelLinear):
-    """What would make a latent's keys and values, used from its other side: on queries, and on what was attended to."""
+    """Holds kv_b_proj, which would turn latents into keys and values, as two weights: the first is applied to queries
+    instead, the second to attention's output."""
 
     to_latent: Tensor
     """# [num_heads, nope_dim, latent_dim]"""
@@ -46,27 +46,28 @@ class AbsorbedLinear(ColumnParallelLinear):
 
 
 class LatentAttention(Layer):
+    """Computes one layer's latent attention on one rank."""
+
     opaque = ("_queries_and_key", "_rotate_and_attend", "_values")
 
     def __init__(
         self, mixer: model_spec.LatentAttention, spec: AttentionSpec, context: LayerContext, eps: float
     ) -> None:
-        """`mixer` describes the layer, `spec` what of it is on this rank; `eps` is of norms."""
+        """Build the layer that `mixer` describes; this rank has the heads that `spec` says. `eps` is that of norms."""
         super().__init__()
         group, dtype, hidden, q_rank = context.mesh.tp, context.dtype, mixer.hidden_size, mixer.q_rank
         self.mixer, self.spec = mixer, spec
         self.cached = mixer.latent_dim + mixer.rope_dim
-        own = spec.num_heads * mixer.head_dim
-        columns = slice(0, hidden)
         if q_rank is None:
-            rows, self.q_width = slice(group.rank * own, (group.rank + 1) * own), own
-            q = Part("q_proj", (mixer.num_heads * mixer.head_dim, hidden), rows, columns, 0)
+            self.q_width = spec.num_heads * mixer.head_dim
+            q = ("q_proj", mixer.num_heads * mixer.head_dim, self.q_width, group.rank)
         else:
-            q, self.q_width = Part("q_a_proj", (q_rank, hidden), slice(0, q_rank), columns, 0), q_rank
+            self.q_width = q_rank
+            q = ("q_a_proj", q_rank, q_rank, 0)
             self.q_a_layernorm = RMSNorm(q_rank, eps, context.kernels, dtype)
             self.q_b_proj = ColumnParallelLinear(q_rank, mixer.num_heads * mixer.head_dim, group, dtype, bias=False)
-        kv = Part("kv_a_proj_with_mqa", (self.cached, hidden), slice(0, self.cached), columns, self.q_width)
-        self.qkv_a_proj = Linear(LinearSpec(hidden, self.q_width + self.cached, (q, kv), dtype))
+        kv = ("kv_a_proj_with_mqa", self.cached, self.cached, 0)
+        self.qkv_a_proj = Linear(column_spec(hidden, (q, kv), dtype))
         self.kv_a_layernorm = RMSNorm(mixer.latent_dim, eps, context.kernels, dtype)
         self.kv_b_proj = AbsorbedLinear(mixer, group, dtype)
         self.o_proj = RowParallelLinear(mixer.num_heads * mixer.v_head_dim, hidden, group, dtype, bias=False)
@@ -74,8 +75,8 @@ class LatentAttention(Layer):
         self.attend = context.backend.forward
 
     def forward(self, x: Any, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor | Pending:
-        """x [num_tokens, hidden_size] -> the same; this step's latents and keys go into `kv_cache`
-        # [1, num_blocks, block_size, 1, rope_dim + latent_dim]. `angles` are of rope_dim."""
+        """Return attention's output for x [num_tokens, hidden_size], of the same shape; write latents and keys to
+        `kv_cache` # [1, num_blocks, block_size, 1, rope_dim + latent_dim]. `angles` are those of rope_dim."""
         qkv = self.qkv_a_proj(x)
         q, kv = qkv[:, : self.q_width], qkv[:, self.q_width :]
         if self.mixer.q_rank is not None:
@@ -89,8 +90,8 @@ class LatentAttention(Layer):
         return self.o_proj(self._values(attended))
 
     def _queries_and_key(self, q: Tensor, kv: Tensor) -> Tensor:
-        """# [num_tokens, num_heads + 1, rope_dim + latent_dim]: queries on the latent's side, then the key that is
-        cached. What will be rotated comes first."""
+        """Return # [num_tokens, num_heads + 1, rope_dim + latent_dim]: queries in the latent's space, then the key that
+        is cached. In each, what will be rotated comes first."""
         heads, nope, latent = self.spec.num_heads, self.mixer.nope_dim, self.mixer.latent_dim
         q = q.view(-1, heads, self.mixer.head_dim)
         qk = q.new_empty((len(q), heads + 1, self.cached))
@@ -103,11 +104,11 @@ class LatentAttention(Layer):
     def _rotate_and_attend(
         self, qk: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, angles: Angles, out: Tensor | None = None
     ) -> Tensor:
-        """-> # [num_tokens, num_heads, latent_dim]"""
+        """Return # [num_tokens, num_heads, latent_dim]."""
         q, key = qk[:, :-1], qk[:, -1:]
         q = self.rotary_and_cache(q, key, None, *angles, kv_cache, metadata.slot_mappings[self.spec.group])
         return self.attend(q, kv_cache, metadata, self.spec, None, out)
 
     def _values(self, attended: Tensor) -> Tensor:
-        """-> # [num_tokens, num_heads * v_head_dim]"""
+        """Return # [num_tokens, num_heads * v_head_dim]."""
         return torch.einsum("thl,hlv->thv", attended, self.kv_b_proj.from_latent).flatten(1)

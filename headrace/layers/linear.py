@@ -1,11 +1,12 @@
-"""Linear layers, split over the ranks of a group by rows or by columns; fused ones know the names of their parts.
+"""Defines linear layers that are split over the ranks of a group, by outputs or by inputs.
 
-Which memory and arithmetic stand behind a linear is its scheme's affair (quantization/), attached from outside.
+A fused one knows the names of its parts in the checkpoint. How weights are stored and multiplied is up to the layer's
+scheme (quantization/), which models/loader.py attaches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -18,15 +19,40 @@ from headrace.kernels.norm import HALF_NORMED_DTYPE, Unsummed
 from headrace.layers.layer import Layer
 from headrace.layers.norm import RMSNorm
 from headrace.layers.pending import Pending
-from headrace.quantization.scheme import Around, Compute, LinearSpec, Part, Scheme, Slot
+from headrace.quantization.scheme import Compute, FusedOps, LinearSpec, Part, Scheme, Slot
 from headrace.quantization.unquantized import unquantized
 
 
 def divide(total: int, group: Group, what: str) -> int:
-    """`total` / group size; raises ConfigError naming `what` if that leaves a rest."""
+    """Return `total` / group size. Raises ConfigError, naming `what`, if the group does not divide it."""
     if total % group.size:
         raise ConfigError(f"tensor_parallel_size {group.size} does not divide {what} ({total})")
     return total // group.size
+
+
+def column_spec(
+    in_features: int, parts: Iterable[tuple[str | None, int, int, int]], dtype: torch.dtype, bias: bool = False
+) -> LinearSpec:
+    """Describe linears over one input, fused, of which a rank holds some outputs.
+
+    Each part is (name in the checkpoint, outputs in all, outputs on this rank, which share of that size it holds).
+    """
+    columns, placed, offset = slice(0, in_features), [], 0
+    for name, total, local, share in parts:
+        rows = slice(share * local, (share + 1) * local)
+        placed.append(Part(name, (total, in_features), rows, columns, offset))
+        offset += local
+    return LinearSpec(in_features, offset, tuple(placed), dtype, bias)
+
+
+def row_spec(
+    name: str | None, in_features: int, out_features: int, group: Group, dtype: torch.dtype, bias: bool = False
+) -> LinearSpec:
+    """Describe a linear of which a rank holds some inputs, and rank 0 adds the bias."""
+    local = divide(in_features, group, "the inputs of a linear layer")
+    columns = slice(group.rank * local, (group.rank + 1) * local)
+    part = Part(name, (out_features, in_features), slice(0, out_features), columns, 0)
+    return LinearSpec(local, out_features, (part,), dtype, bias, adds_bias=group.rank == 0)
 
 
 def _not_loaded(x: Any, residual: Tensor | None) -> Tensor:
@@ -34,16 +60,16 @@ def _not_loaded(x: Any, residual: Tensor | None) -> Tensor:
 
 
 class Linear(Layer):
-    """x [num_tokens, spec.in_features] -> [num_tokens, spec.out_features], as one rank holds it.
+    """Computes x [num_tokens, spec.in_features] -> [num_tokens, spec.out_features], as one rank holds the weight.
 
-    With `activation` (silu_and_mul of the kernel table), half as many outputs come out.
+    With `activation` (the kernel table's silu_and_mul), half as many outputs come out.
     """
 
     def __init__(self, spec: LinearSpec, activation: Callable[[Tensor], Any] | None = None) -> None:
         super().__init__()
         self.spec = spec
-        self.around = Around(activation=activation)
-        """what it computes beside its product; models/fusion.py adds norms"""
+        self.fused = FusedOps(activation=activation)
+        """what it computes besides its product; models/fusion.py adds norms"""
         self.scheme: Scheme = unquantized()
         self.weights: dict[str, Tensor] = {}
         self.compute: Compute = _not_loaded
@@ -58,29 +84,29 @@ class Linear(Layer):
         }
 
     def quantized_names(self, path: str) -> list[list[str]]:
-        """By what names a checkpoint may say in which format each part is: its own, and that of all parts together."""
+        """Return the names under which a checkpoint may list the format of each part: its own, and the layer's."""
         return [[part.path(path), path] for part in self.spec.parts]
 
-    def norms_with(self, norm: RMSNorm) -> None:
-        """From now on, before `finalize`: x is normed here."""
-        self.around = replace(self.around, norm_weight=norm.weight.data, norm_eps=norm.eps, rms_norm=norm.rms_norm)
+    def fuse_norm(self, norm: RMSNorm) -> None:
+        """Take over `norm`: x comes in without it. To be called before `finalize`."""
+        self.fused = replace(self.fused, norm_weight=norm.weight.data, norm_eps=norm.eps, rms_norm=norm.rms_norm)
 
     def finalize(self) -> None:
-        if self.around.addend is None:
-            self.compute = self.scheme.product.finalize(self.spec, self.weights, self.around)
+        if self.fused.addend is None:
+            self.compute = self.scheme.product.finalize(self.spec, self.weights, self.fused)
         else:  # no format makes it in its own pass
-            bare = self.scheme.product.finalize(self.spec, self.weights, Around())
-            self.compute = self.around.wrap(lambda x: bare(x, None))
+            bare = self.scheme.product.finalize(self.spec, self.weights, FusedOps())
+            self.compute = self.fused.wrap(lambda x: bare(x, None))
         if any(tensor.device.type == "cpu" for tensor in self.weights.values()):
-            self.weights = {}  # held in another form; on a GPU as they are, and kept for who checks what is computed
+            self.weights = {}  # stored in another form; on a GPU they stay, for the self-check
 
     def forward(self, x: Any) -> Any:
-        """x may be Quantized as the product's `input_dtype` says; so is the result if the activation gives it so."""
+        """Return the product. x may be Quantized as `input_dtype` says; so is the result if the activation makes it."""
         return self.compute(x, None)
 
 
 class MergedColumnParallelLinear(Linear):
-    """Several linears over one input, as one; each rank computes its share of every part's outputs, part after part."""
+    """Fuses several linears over one input; each rank computes its share of every part's outputs, part after part."""
 
     def __init__(
         self,
@@ -91,30 +117,23 @@ class MergedColumnParallelLinear(Linear):
         bias: bool,
         activation: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """`parts`: checkpoint name -> its number of outputs."""
-        columns = slice(0, in_features)
-        placed: list[Part] = []
-        offset = 0
-        for name, size in parts.items():
-            local = divide(size, group, f"the outputs of {name}")
-            rows = slice(group.rank * local, (group.rank + 1) * local)
-            placed.append(Part(name, (size, in_features), rows, columns, offset))
-            offset += local
-        super().__init__(LinearSpec(in_features, offset, tuple(placed), dtype, bias), activation)
+        """Take `parts`: name in the checkpoint -> number of outputs."""
+        shares = [
+            (name, size, divide(size, group, f"the outputs of {name}"), group.rank) for name, size in parts.items()
+        ]
+        super().__init__(column_spec(in_features, shares, dtype, bias), activation)
 
 
 class ColumnParallelLinear(Linear):
-    """Each rank computes a share of the outputs."""
+    """Computes a share of the outputs on each rank."""
 
     def __init__(self, in_features: int, out_features: int, group: Group, dtype: torch.dtype, bias: bool) -> None:
         local = divide(out_features, group, "the outputs of a linear layer")
-        rows = slice(group.rank * local, (group.rank + 1) * local)
-        part = Part(None, (out_features, in_features), rows, slice(0, in_features), 0)
-        super().__init__(LinearSpec(in_features, local, (part,), dtype, bias))
+        super().__init__(column_spec(in_features, [(None, out_features, local, group.rank)], dtype, bias))
 
 
 class QKVParallelLinear(Linear):
-    """q_proj, k_proj and v_proj as one, split by heads: q's heads, then k's, then v's.
+    """Fuses q_proj, k_proj and v_proj, split by heads: q's heads come first, then k's, then v's.
 
     Where there are fewer KV heads than ranks, neighbouring ranks hold the same one.
     """
@@ -131,23 +150,13 @@ class QKVParallelLinear(Linear):
     ) -> None:
         heads = divide(num_heads, group, "num_attention_heads")
         kv_heads, kv_rank = split_kv_heads(num_kv_heads, group)
-        columns = slice(0, hidden_size)
-        parts: list[Part] = []
-        offset = 0
-        for name, total, local, rank in (
-            ("q_proj", num_heads, heads, group.rank),
-            ("k_proj", num_kv_heads, kv_heads, kv_rank),
-            ("v_proj", num_kv_heads, kv_heads, kv_rank),
-        ):
-            size = local * head_dim
-            rows = slice(rank * size, (rank + 1) * size)
-            parts.append(Part(name, (total * head_dim, hidden_size), rows, columns, offset))
-            offset += size
-        super().__init__(LinearSpec(hidden_size, offset, tuple(parts), dtype, bias))
+        q = ("q_proj", num_heads * head_dim, heads * head_dim, group.rank)
+        kv = (num_kv_heads * head_dim, kv_heads * head_dim, kv_rank)
+        super().__init__(column_spec(hidden_size, (q, ("k_proj", *kv), ("v_proj", *kv)), dtype, bias))
 
 
 def split_kv_heads(num_kv_heads: int, group: Group) -> tuple[int, int]:
-    """-> (KV heads on this rank, which share of them it holds)."""
+    """Return the number of KV heads on this rank, and which share of that size they are. Raises ConfigError."""
     if num_kv_heads >= group.size:
         return divide(num_kv_heads, group, "num_key_value_heads"), group.rank
     if group.size % num_kv_heads:
@@ -158,25 +167,22 @@ def split_kv_heads(num_kv_heads: int, group: Group) -> tuple[int, int]:
 
 
 class RowParallelLinear(Linear):
-    """Each rank takes a share of the inputs; the outputs are summed over the ranks."""
+    """Takes a share of the inputs on each rank; the outputs are summed over the ranks."""
 
     def __init__(self, in_features: int, out_features: int, group: Group, dtype: torch.dtype, bias: bool) -> None:
-        local = divide(in_features, group, "the inputs of a linear layer")
-        columns = slice(group.rank * local, (group.rank + 1) * local)
-        part = Part(None, (out_features, in_features), slice(0, out_features), columns, 0)
-        super().__init__(LinearSpec(local, out_features, (part,), dtype, bias, adds_bias=group.rank == 0))
+        super().__init__(row_spec(None, in_features, out_features, group, dtype, bias))
         self.all_reduce = group.all_reduce
         self.alone = group.size == 1
         self.pending = False
-        """its output has one reader, a norm, which has it computed"""
+        """Its output has one reader, a norm, which calls `added_to`."""
         self.sum_is_read_once = False
-        """by a linear that norms it and makes the sum in the same pass"""
+        """The sum with the residual has one reader, a linear, which norms it and can also make the sum."""
 
-    def hands_to(self, norm: RMSNorm) -> None:
-        """From now on, before `finalize`: the sum goes through `norm` next, in the pass of the linear that reads it."""
+    def fuse_next_norm(self, norm: RMSNorm) -> None:
+        """Leave `norm` of the sum with the residual to the linear that reads it. To be called before `finalize`."""
         self.sum_is_read_once = True
         if self.spec.dtype == HALF_NORMED_DTYPE:
-            self.around = replace(self.around, next_norm=norm.weight.data)
+            self.fused = replace(self.fused, next_norm=norm.weight.data)
 
     def forward(self, x: Any) -> Tensor | Pending:
         return Pending(self, x) if self.pending else self.computed(x)

@@ -1,4 +1,4 @@
-"""The gated feed-forward layer: down(silu(gate(x)) * up(x))."""
+"""Defines the gated feed-forward layer: down(silu(gate(x)) * up(x))."""
 
 from __future__ import annotations
 
@@ -15,29 +15,24 @@ from headrace.layers.pending import Pending
 
 
 class GatedMLP(Layer):
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        bias: bool,
-        context: LayerContext,
-    ) -> None:
+    """Computes the feed-forward layer on one rank."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, context: LayerContext) -> None:
         super().__init__()
-        group, dtype = context.mesh.tp, context.dtype
+        group, dtype, kernels = context.mesh.tp, context.dtype, context.kernels
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        kernels = context.kernels
         self.gate_up_proj = MergedColumnParallelLinear(hidden_size, parts, group, dtype, bias, kernels.silu_and_mul)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, group, dtype, bias)
         self.silu_and_mul_quantized = kernels.silu_and_mul_quantized
 
     def finalize(self) -> None:
-        """Before the parts: the activation of the first learns in which type the second wants its input."""
+        """Let the activation give its output in the type that the second linear wants; called before theirs."""
         super().finalize()
         wanted = self.down_proj.scheme.product.input_dtype(self.down_proj.spec)
         if wanted is not None:
             quantized = partial(self.silu_and_mul_quantized, fp8=wanted)
-            self.gate_up_proj.around = replace(self.gate_up_proj.around, activation=quantized)
+            self.gate_up_proj.fused = replace(self.gate_up_proj.fused, activation=quantized)
 
     def forward(self, x: Any) -> Tensor | Pending:
-        """x [num_tokens, hidden_size] -> the same."""
+        """Return the layer's output for x [num_tokens, hidden_size], of the same shape."""
         return self.down_proj(self.gate_up_proj(x))

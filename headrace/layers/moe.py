@@ -1,6 +1,6 @@
-"""The sparse feed-forward layer: a router picks each token's experts, whose weighted outputs are summed.
+"""Defines the sparse feed-forward layer: a router picks each token's experts, whose weighted outputs are summed.
 
-Every rank holds a slice of every expert's intermediate size. How tokens reach their experts is the kernel's affair.
+Every rank holds a slice of every expert's intermediate size. kernels/moe.py brings tokens to their experts.
 """
 
 from __future__ import annotations
@@ -18,42 +18,35 @@ from headrace.kernels.moe_route import Scoring
 from headrace.kernels.norm import HALF_NORMED_DTYPE, HalfNormed, Unsummed, whole
 from headrace.layers.context import LayerContext
 from headrace.layers.layer import Layer, empty_parameter, whole_slot
-from headrace.layers.linear import divide
+from headrace.layers.linear import column_spec, divide, row_spec
 from headrace.layers.mlp import GatedMLP
 from headrace.layers.norm import RMSNorm
 from headrace.layers.pending import Pending
-from headrace.quantization.scheme import LinearSpec, Part, Scheme, Slot, Weights
+from headrace.quantization.scheme import Scheme, Slot, Weights
 from headrace.quantization.unquantized import unquantized
 
 
 def linears_take_halves(weight: Tensor) -> bool:
-    """Whether linears beside `weight` may finish a norm: kernels for GPUs do."""
+    """Tell whether linears of the device and type of `weight` may take their input HalfNormed."""
     return weight.is_cuda and weight.dtype == HALF_NORMED_DTYPE
 
 
 class SparseMoE(Layer):
+    """Computes experts and router, and a shared expert if there is one, as one rank holds them."""
+
     def __init__(self, spec: model_spec.Experts, context: LayerContext) -> None:
         super().__init__()
         group, dtype = context.mesh.tp, context.dtype
         hidden_size = spec.hidden_size
-        local = divide(spec.expert_intermediate_size, group, "an expert's intermediate size")
-        self.spec, self.local = spec, local
-        wide, everything, mine = (
-            spec.expert_intermediate_size,
-            slice(0, hidden_size),
-            slice(group.rank * local, (group.rank + 1) * local),
-        )
-        names = spec.names
-        gate, up = (
-            Part(name, (wide, hidden_size), mine, everything, offset)
-            for name, offset in ((names.gate, 0), (names.up, local))
-        )
-        down = Part(names.down, (hidden_size, wide), everything, mine, 0)
-        self.gate_up_spec = LinearSpec(hidden_size, 2 * local, (gate, up), dtype)
-        """of one expert, as the next"""
-        self.down_spec = LinearSpec(local, hidden_size, (down,), dtype)
+        wide, names = spec.expert_intermediate_size, spec.names
+        local = divide(wide, group, "an expert's intermediate size")
+        self.spec = spec
+        halves = [(name, wide, local, group.rank) for name in (names.gate, names.up)]
+        self.gate_up_spec = column_spec(hidden_size, halves, dtype)
+        """of one expert, like the next"""
+        self.down_spec = row_spec(names.down, wide, hidden_size, group, dtype)
         self.scheme: Scheme = unquantized()
-        """of the experts; the router is plain"""
+        """of the experts; the router is unquantized"""
         self.w13: Weights = {}
         self.w2: Weights = {}
         has_shared = spec.intermediate_size > 0
@@ -71,13 +64,13 @@ class SparseMoE(Layer):
         self.all_reduce = group.all_reduce
         self.alone = group.size == 1
         self.norm_weight: Tensor | None = None
-        """# [hidden]; what comes in is normed here; None: it is normed already"""
+        """# [hidden]: the input is normed here; None: it comes normed"""
         self.norm_eps = 0.0
         self.next_norm: Tensor | None = None
-        """# [hidden]; weight of the norm that the sum with the residual goes through next, in the pass of the linear
-        that reads it; None: it is handed on whole"""
+        """# [hidden]: weight of the norm of the sum with the residual, if the one linear that reads it can norm; None:
+        the sum is handed on whole"""
         self.pending = False
-        """its output has one reader, a norm, which has it computed"""
+        """Its output has one reader, a norm, which calls `added_to`."""
         self.kept_ids: Tensor | None = None
 
     def create_weights(self, device: torch.device) -> None:
@@ -87,7 +80,8 @@ class SparseMoE(Layer):
         self.w2 = layout.create_weights(self.down_spec, device, experts)
 
     def quantized_names(self, path: str) -> list[list[str]]:
-        """Of an expert, which stands for all, and of the experts."""
+        """Return the names under which a checkpoint may list the format of each part: expert 0's, which stands for all,
+        and that of all experts together."""
         experts = f"{path.rpartition('.')[0]}.{self.spec.names.block}.experts"
         parts = (*self.gate_up_spec.parts, *self.down_spec.parts)
         return [[f"{experts}.0.{part.name}", experts] for part in parts]
@@ -107,14 +101,14 @@ class SparseMoE(Layer):
                     slots[f"{block}.experts.{expert}.{part.name}.{tensor}"] = slot
         return slots
 
-    def norms_with(self, norm: RMSNorm) -> None:
-        """From now on, before `finalize`: x is normed here, also for the shared expert."""
+    def fuse_norm(self, norm: RMSNorm) -> None:
+        """Take over `norm`, for the shared expert too: x comes in without it. To be called before `finalize`."""
         self.norm_weight, self.norm_eps = norm.weight.data, norm.eps
         if self.has_shared:
-            getattr(self, self.spec.names.shared).gate_up_proj.norms_with(norm)
+            getattr(self, self.spec.names.shared).gate_up_proj.fuse_norm(norm)
 
-    def hands_to(self, norm: RMSNorm) -> None:
-        """From now on, before `finalize`: the sum goes through `norm` next, in the pass of the linear that reads it."""
+    def fuse_next_norm(self, norm: RMSNorm) -> None:
+        """Leave `norm` of the sum with the residual to the linear that reads it. To be called before `finalize`."""
         self.next_norm = norm.weight.data
 
     def finalize(self) -> None:
@@ -134,21 +128,21 @@ class SparseMoE(Layer):
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor | Pending:
-        """x [num_tokens, hidden_size] -> the same."""
+        """Return the layer's output for x [num_tokens, hidden_size], of the same shape."""
         return Pending(self, x) if self.pending else self.computed(x)
 
     def computed(self, x: Tensor) -> Tensor:
         return self.all_reduce(whole(self._compute(x, None)))
 
     def added_to(self, x: Tensor, residual: Tensor) -> Any:
-        """`residual` may be x."""
+        """Return the sum with `residual`, written over it; it may be x."""
         if self.alone:
             return self._compute(x, residual)
         out = self.computed(x)
         return residual.add_(out) if self.next_norm is None else Unsummed(residual, out)
 
     def _compute(self, x: Tensor, residual: Tensor | None) -> Tensor | HalfNormed:
-        """This rank's share."""
+        """Return this rank's share of the output."""
         shared = getattr(self, self.spec.names.shared)(x) if self.has_shared else None
         out, ids = self.fused_moe(x, self.experts, shared, residual)
         if self.kept_ids is not None:
@@ -157,8 +151,10 @@ class SparseMoE(Layer):
 
 
 def keep_expert_ids(model: nn.Module, max_tokens: int) -> None:
-    """From now on every sparse layer of `model` remembers which experts its latest step (of at most `max_tokens`
-    tokens) used, also in graphs captured after this call. `max_tokens` 0: no longer."""
+    """Make every sparse layer of `model` remember which experts its latest step, of at most `max_tokens` tokens, used.
+
+    This holds for graphs too if they are captured after this call. `max_tokens` 0 ends it.
+    """
     for layer in model.modules():
         if isinstance(layer, SparseMoE):
             shape, device = (max_tokens, layer.spec.experts_per_token), layer.router.device
@@ -166,7 +162,9 @@ def keep_expert_ids(model: nn.Module, max_tokens: int) -> None:
 
 
 def distinct_experts(model: nn.Module) -> list[int]:
-    """How many experts each sparse layer read in the latest step, in the order of layers; waits for the device.
-    Only after `keep_expert_ids`."""
+    """Return how many experts each sparse layer read in the latest step; waits for the device.
+
+    `keep_expert_ids` must have been called before.
+    """
     kept = [layer.kept_ids for layer in model.modules() if isinstance(layer, SparseMoE)]
     return [int(ids[ids >= 0].unique().numel()) for ids in kept if ids is not None]

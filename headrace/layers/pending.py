@@ -1,4 +1,4 @@
-"""A layer's output that is not computed yet, so that the norm behind it can have it computed into the residual."""
+"""Defines `Pending`, a layer's output not yet computed: the norm behind it has it computed into the residual."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from torch import Tensor
 
 
 class Adds(Protocol):
-    """What can compute its output of x alone, or into a residual."""
+    """Computes an output and may add it to a residual in the same pass."""
 
     def computed(self, x: Any) -> Tensor:
-        """The output on its own, summed over ranks."""
+        """Return the output alone, summed over ranks."""
 
     def added_to(self, x: Any, residual: Tensor) -> Any:
-        """The sum with `residual`, written over it: as a tensor, HalfNormed, or Unsummed."""
+        """Return the sum with `residual`, written over it: a tensor, HalfNormed, or Unsummed (kernels/norm.py)."""
 
 
 class Pending(NamedTuple):
-    """What `layer` makes of x. It has one reader, which asks for it once: each time computes it anew.
+    """Stands for the output of `layer` for x. It may be asked for once only, since each time computes it anew.
 
-    It holds the output of all ranks' tokens; sums over ranks are made when it is computed.
+    Sums over ranks are made when it is computed.
     """
 
     layer: Adds

@@ -1,4 +1,4 @@
-"""The table of rotary position embeddings. Rotating itself is a kernel's work, fused with the write to the KV cache."""
+"""Computes the table of rotary position embeddings (arXiv 2104.09864). Kernels rotate by it (kernels/rotary.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace.model_config import ModelConfig
 
 
 def rope_table(config: ModelConfig, device: torch.device) -> Tensor:
-    """[max_position_embeddings, head_dim] float32: cosines of the first half of a head, then sines."""
+    """Return [max_position_embeddings, head_dim] float32: the cosines for half a head, then the sines."""
     scaling = config.rope_scaling or {}
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     inverse, factor = FREQUENCIES[rope_type](config, scaling)
@@ -23,16 +23,18 @@ def rope_table(config: ModelConfig, device: torch.device) -> Tensor:
 
 
 def table_of_step(cos_sin: Tensor, positions: Tensor, axes: Tensor) -> tuple[Tensor, Tensor]:
-    """For tokens of several positions each (time, height, width) # [numbers, num_tokens]: a table with a row for each
-    token of the step, and their rows. `axes` # [head_dim / 2]: which of the numbers turns each frequency. A fused
-    decode, which looks a position up by itself, cannot serve then."""
+    """Return a table with a row for each token of a step, and the tokens' rows: for tokens with several positions each.
+
+    `positions` # [numbers, num_tokens]: time, height and width (M-RoPE, arXiv 2409.12191). `axes` # [head_dim / 2]:
+    which of them turns each frequency. The fused decode cannot serve such tokens: it looks positions up by itself.
+    """
     columns = axes.repeat(2)
     angles = cos_sin[positions[columns].T, torch.arange(len(columns), device=cos_sin.device)]
     return angles, torch.arange(positions.shape[1], device=cos_sin.device)
 
 
 def _powers(config: ModelConfig) -> Tensor:
-    """[head_dim / 2] theta ** (2 i / head_dim)"""
+    """Return theta ** (2 i / head_dim) # [head_dim / 2]"""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     return config.rope_theta**exponents
 
@@ -46,7 +48,7 @@ def _linear(config: ModelConfig, scaling: dict[str, Any]) -> tuple[Tensor, float
 
 
 def _llama3(config: ModelConfig, scaling: dict[str, Any]) -> tuple[Tensor, float]:
-    """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    """Stretch long wavelengths by `factor`, keep short ones, and blend those between."""
     inverse = 1.0 / _powers(config)
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     original = scaling["original_max_position_embeddings"]
@@ -58,8 +60,8 @@ def _llama3(config: ModelConfig, scaling: dict[str, Any]) -> tuple[Tensor, float
 
 
 def _yarn(config: ModelConfig, scaling: dict[str, Any]) -> tuple[Tensor, float]:
-    """Frequencies are kept or divided by `factor` according to the number of turns within the original context, with a
-    ramp between; cosines and sines grow by an attention factor."""
+    """Keep frequencies with many turns within the original context, divide those with few by `factor`, with a ramp
+    between; cosines and sines grow by an attention factor (YaRN, arXiv 2309.00071)."""
     original = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
     factor = scaling.get("factor") or config.max_position_embeddings / original
     dim = config.head_dim
@@ -96,5 +98,5 @@ FREQUENCIES: dict[str, Callable[[ModelConfig, dict[str, Any]], tuple[Tensor, flo
     "llama3": _llama3,
     "yarn": _yarn,
 }
-"""rope_type -> (inverse frequencies [head_dim / 2], what cosines and sines are multiplied by). The types and the fields
-they need stand in models/registry.py too, which loads no torch."""
+"""rope_type -> (inverse frequencies [head_dim / 2], factor for cosines and sines). models/registry.py, which loads no
+torch, lists the types and the fields they need too."""

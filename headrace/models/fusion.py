@@ -90,13 +90,13 @@ def fuse(model: Any, num_layers: int, device: torch.device) -> str:
         reader, source = found.reader(), found.source()
         if reader is not None:
             found.norm.deferred = True
-            reader.norms_with(found.norm)
+            reader.fuse_norm(found.norm)
             fused += 1
         if source is not None:
             source.pending = True
             summed += 1
             if isinstance(reader, Linear):
-                source.hands_to(found.norm)
+                source.fuse_next_norm(found.norm)
     return (
         f"Fused: {fused} of {len(norms)} norms into the layers that read them, {summed} sums with the residual into "
         "the layers before."

@@ -1,1 +1,1 @@
-"""Weight formats: how a linear layer holds and applies its weight."""
+"""Holds the weight formats: how a linear layer stores and applies its weight."""

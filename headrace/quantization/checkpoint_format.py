@@ -1,7 +1,7 @@
-"""In which weight format a checkpoint holds each of its linears, read from config.json's quantization_config.
+"""Reads from config.json's quantization_config in which weight format a checkpoint holds each of its linears.
 
-Knows the spellings of the tools that write them (compressed-tensors, Quark, ModelOpt, AWQ, GPTQ, fp8, mxfp4), not what
-is done with such weights. Imports no torch.
+Knows the spellings of the tools that write it (compressed-tensors, Quark, ModelOpt, AWQ, GPTQ, fp8, mxfp4), not which
+of the formats are served. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,37 +16,42 @@ from headrace.model_config import Fields
 from headrace.quantization.formats import FORMATS, PLAIN, WeightFormat
 
 PARTS = ("attention", "dense", "experts")
-"""What a weight format may apply to"""
+"""the kinds of linears that a checkpoint may hold in different formats"""
 READ = ("bf16", "fp8", "mxfp4", "int4", "int8")
-"""Formats that a checkpoint may be in"""
+"""formats that a checkpoint may be in"""
 _LINEARS = {
     "attention": ("self_attn.q_proj", "self_attn.o_proj", "self_attn.q_b_proj"),
     "dense": ("mlp.gate_proj", "mlp.shared_experts.gate_proj", "feed_forward.shared_expert.gate_proj"),
     "experts": ("mlp.experts.3.gate_proj", "block_sparse_moe.experts.3.w1"),
 }
-"""Names that stand for a part: it is in the checkpoint's usual format if all of them are."""
+"""Examples of each of PARTS: it is in the checkpoint's default format if all of them are."""
 _BY_TYPE = {("float", 8): "fp8", ("int", 8): "int8", ("int", 4): "int4", ("float", 4): "mxfp4"}
 
 
 @dataclass(frozen=True)
 class CheckpointFormat:
+    """Says in which format a checkpoint holds each linear: `default`, unless a rule names the linear."""
+
     method: str = ""
-    """`quant_method`: which tool's tensors they are; empty: weights are plain, perhaps rounded as they load"""
+    """`quant_method`: the tool that wrote the tensors; empty: weights are unquantized, and may be rounded at load"""
     default: WeightFormat = PLAIN
     rules: tuple[tuple[str, WeightFormat], ...] = ()
-    """(name or pattern of linears, their format): the first that means one counts before `default`"""
+    """(name or pattern of linears, their format); the first that matches counts"""
 
     def format_for(self, *names: str) -> WeightFormat:
-        """Of one linear, by its full name in the checkpoint; then that of what it is a part of here, which some tools
-        list. A regular expression means the first alone."""
+        """Return the format of one linear, given its full name in the checkpoint, then further names for it.
+
+        Further names are those of our fused linear that it is a part of, which some tools list. A regular expression
+        is matched with the first name alone.
+        """
         for pattern, found in self.rules:
-            meant = names[:1] if pattern.startswith("re:") else names
-            if any(_names(pattern, name) for name in meant):
+            candidates = names[:1] if pattern.startswith("re:") else names
+            if any(_matches(pattern, name) for name in candidates):
                 return found
         return self.default
 
     def parts(self, num_layers: int) -> tuple[str, ...]:
-        """Those of PARTS that are held in `default`, as a layer in the middle has it."""
+        """Return those of PARTS that a layer in the middle of the model has in the default format."""
         prefix = f"model.layers.{num_layers // 2}"
         return tuple(
             part
@@ -56,8 +61,10 @@ class CheckpointFormat:
 
 
 def read_format(quantization: dict[str, Any] | None) -> CheckpointFormat:
-    """Raises ConfigError for a format that is not among READ, UnsupportedModelError for a value that is none of its
-    field."""
+    """Return the formats that a quantization_config states; None: an unquantized checkpoint.
+
+    Raises ConfigError for a format that is not among READ, UnsupportedModelError for a value its field cannot have.
+    """
     if not quantization:
         return CheckpointFormat()
     fields = Fields(quantization, "config.json", "quantization_config.")
@@ -74,7 +81,7 @@ def read_format(quantization: dict[str, Any] | None) -> CheckpointFormat:
 
 
 def holds_kv_scales(quantization: dict[str, Any] | None) -> bool:
-    """The checkpoint was calibrated for an fp8 KV cache (compressed-tensors, ModelOpt, Quark)."""
+    """Tell whether the checkpoint brings scales for an fp8 KV cache (compressed-tensors, ModelOpt, Quark)."""
     quantization = quantization or {}
     scheme, export = quantization.get("kv_cache_scheme"), quantization.get("export")
     if isinstance(scheme, dict):
@@ -85,11 +92,11 @@ def holds_kv_scales(quantization: dict[str, Any] | None) -> bool:
 
 
 def _name(method: str, quantization: Fields) -> tuple[str, dict[str, Any]]:
-    """-> (format, what is said of its scales)"""
+    """Return (the format's name, the fields of WeightFormat in which it differs from FORMATS)."""
     if method == "compressed-tensors":
         groups = quantization.object("config_groups")
         if not groups:
-            return "bf16", {}  # it speaks of the KV cache alone
+            return "bf16", {}  # it is about the KV cache alone
         weights = groups.object(next(iter(groups.values))).object("weights")
         kind, bits = weights.text("type", "int"), weights.integer("num_bits", 8)
         found, group_size = _BY_TYPE.get((kind, bits), f"{kind} of {bits} bits"), _group_size(weights, "group_size", 0)
@@ -111,23 +118,23 @@ def _name(method: str, quantization: Fields) -> tuple[str, dict[str, Any]]:
 
 
 def _grouped(group_size: int, zeros: bool) -> dict[str, Any]:
-    """Of 4 bits: a scale of 16 bits for so many weights."""
+    """Return the fields of a 4-bit format with a 16-bit scale, and perhaps a 4-bit zero, for so many weights."""
     return {"group_size": group_size, "scale_bytes": 2.5 if zeros else 2.0}
 
 
 def _group_size(fields: Fields, name: str, default: int) -> int:
-    """-1 and 0: a row or a channel is one group."""
+    """Return the weights that share a scale; -1 and 0: those of an output."""
     return fields.integer(name, default, minimum=-1)
 
 
 def _first(fields: Fields, name: str) -> Fields:
-    """An object, or the first of a list of them."""
+    """Return the field's object, or the first one of its list."""
     value = fields.values.get(name)
     return (fields.changed({name: value[0]}) if isinstance(value, list) and value else fields).object(name)
 
 
 def _patterns(fields: Fields, name: str) -> list[str]:
-    """Names of linears; those that are regular expressions can be compiled."""
+    """Return the field's names of linears, having checked that its regular expressions compile."""
     entries = fields.texts(name)
     for pattern in (entry[3:] for entry in entries if entry.startswith("re:")):
         try:
@@ -137,8 +144,8 @@ def _patterns(fields: Fields, name: str) -> list[str]:
     return entries
 
 
-def _names(entry: str, linear: str) -> bool:
-    """Whether an entry of such a list means `linear`: `re:` a pattern, else consecutive parts of its name, `*` any."""
+def _matches(entry: str, linear: str) -> bool:
+    """Tell whether an entry matches `linear`: `re:` and a pattern, or consecutive parts of its name, `*` for any."""
     if entry.startswith("re:"):
         return re.match(entry[3:], linear) is not None
     wanted, parts = entry.split("."), linear.split(".")

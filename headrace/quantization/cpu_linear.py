@@ -1,7 +1,7 @@
-"""How a CPU best holds the weight of a linear layer: found by trying, once per size at load, in about a second in all.
+"""Chooses how a CPU stores the weight of a linear layer, by trying the ways on each size at load, in about a second.
 
-`F.linear` is up to seven times slower than the best way, and which that is depends on the processor (has it bf16
-units?), on the sizes and on the number of tokens. Knows nothing of parts, checkpoints or ranks.
+`F.linear` is up to seven times slower than the best way. Which that is depends on the processor (has it bf16 units?),
+the sizes and the number of tokens. Knows no parts, checkpoints or ranks.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from torch import Tensor
 from headrace.quantization.scheme import LinearSpec, Multiply
 
 Hold = Callable[[Tensor, Tensor | None], Multiply]
-"""weight [out, in], bias [out] or None -> the function that applies them, which keeps what it needs of them."""
+"""weight [out, in], bias [out] or None -> the function that applies them; it stores the weight in a form of its own."""
 
 
 def hold_plain(weight: Tensor, bias: Tensor | None) -> Multiply:
+    """Store the weight as it is."""
     return lambda x: F.linear(x, weight, bias)
 
 
 def hold_transposed(weight: Tensor, bias: Tensor | None) -> Multiply:
-    """[in, out]: what sgemm wants when tokens are few."""
+    """Store the weight as [in, out], which suits sgemm when tokens are few."""
     transposed = weight.t().contiguous()
     if bias is None:
         return lambda x: torch.mm(x, transposed)
@@ -34,15 +35,17 @@ def hold_transposed(weight: Tensor, bias: Tensor | None) -> Multiply:
 
 
 def hold_packed(weight: Tensor, bias: Tensor | None) -> Multiply:
-    """In oneDNN's blocked layout."""
+    """Store the weight in oneDNN's blocked layout."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, 8)
     linear = torch.ops.mkldnn._linear_pointwise.default
     return lambda x: linear(x, packed, bias, "none", [], "")
 
 
 def in_float32(hold: Hold) -> Hold:
-    """For 16-bit weights on a CPU that multiplies 32-bit numbers only: converted once, not in every product. Sums are
-    float32 either way."""
+    """Convert 16-bit weights to float32 once, for CPUs that would convert them in every product.
+
+    Sums are float32 either way.
+    """
 
     def hold_converted(weight: Tensor, bias: Tensor | None) -> Multiply:
         dtype = weight.dtype
@@ -54,6 +57,8 @@ def in_float32(hold: Hold) -> Hold:
 
 @dataclass(frozen=True)
 class Way:
+    """Names one way to store a weight."""
+
     name: str
     hold: Hold
     bytes_per_weight: int
@@ -61,13 +66,14 @@ class Way:
 
 @dataclass(frozen=True)
 class Choice:
-    """`few` serves fewer than `threshold` tokens, `many` the rest; they may be the same."""
+    """Stores a weight in two ways: `few` for under `threshold` tokens, `many` for more. They may be the same."""
 
     few: Way
     many: Way
     threshold: int = 1
 
     def hold(self, weight: Tensor, bias: Tensor | None) -> Multiply:
+        """Store the weight, once if the two ways are the same."""
         few = self.few.hold(weight, bias)
         if self.many is self.few:
             return few
@@ -76,8 +82,11 @@ class Choice:
 
 
 def ways(dtype: torch.dtype, in_cache: bool) -> list[Way]:
-    """The ways to try for `dtype`; the first is taken unless another is clearly faster. Weights that come from memory
-    gain little from another order, but may from packing."""
+    """Return the ways to try for `dtype`; the first is taken unless another is clearly faster.
+
+    `in_cache`: the model is so small that its weights stay in the CPU's cache. Weights that come from memory gain
+    little from being transposed, but may gain from packing.
+    """
     plain, transposed = (Way(hold.__name__, hold, dtype.itemsize) for hold in (hold_plain, hold_transposed))
     found = [transposed, plain] if in_cache else [plain, transposed]
     packs = torch.backends.mkldnn.is_available() and not in_cache
@@ -89,7 +98,7 @@ def ways(dtype: torch.dtype, in_cache: bool) -> list[Way]:
 
 
 def _multiplies(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has kernels for `dtype` on this CPU."""
+    """Tell whether oneDNN has kernels for `dtype` on this CPU."""
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if dtype == torch.float16:
@@ -100,22 +109,25 @@ def _multiplies(dtype: torch.dtype) -> bool:
 SIZES = (1, 4, 16)
 """numbers of tokens tried"""
 WORTH = 0.8
-"""A way must take less than this share of a simpler one's time."""
+"""A way is taken if it needs less than this share of a simpler one's time."""
 IN_CACHE = 16 << 20
-"""Weights of fewer bytes in all stay in the CPU's cache between steps; others come from memory each time."""
+"""A model with fewer bytes of weights keeps them in the CPU's cache between steps; a larger one's come from memory."""
 STREAMED = 8 << 20
-"""elements of the weight on which the latter are tried, so that no cache holds much of it"""
+"""elements of the weight on which ways are tried for a larger model, so that no cache holds much of it"""
 PACKED_FROM, PACKED_TOKENS = 1 << 17, 4
-"""In a small model float32 weights of so many numbers are packed for so many tokens and more: MKL would pack them anew
-in every product. A rule, not a trial, so that one start computes the same bits as the next."""
+"""In a small model, float32 weights with at least so many elements are packed for at least so many tokens, since MKL
+would pack them anew in every product. This is a rule, not a trial, so that every start computes the same bits."""
 SECONDS_PER_WAY = 0.001
 ROUNDS = (2, 30)
 """fewest and most runs of one way at one size; the fastest counts"""
 
 
 def choose_all(specs: list[LinearSpec], spare_bytes: int) -> dict[tuple[int, int, torch.dtype], Choice]:
-    """(out, in, dtype) -> how to hold such a weight. `spare_bytes`: what the model may take beyond one copy of its
-    weights; if a second one in float32 does not fit, there is one copy, in the checkpoint's type."""
+    """Return for each (out, in, dtype) among `specs` how to store such a weight.
+
+    `spare_bytes`: memory that the model may take beyond one copy of its weights. If a second copy in float32 does not
+    fit, there is one copy, in the checkpoint's type.
+    """
     count = sum(spec.out_features * spec.in_features for spec in specs)
     stored = sum(spec.out_features * spec.in_features * spec.dtype.itemsize for spec in specs)
     roomy = 4 * count <= spare_bytes
@@ -133,7 +145,7 @@ def choose_all(specs: list[LinearSpec], spare_bytes: int) -> dict[tuple[int, int
 
 
 def choose(out_features: int, in_features: int, dtype: torch.dtype, roomy: bool, in_cache: bool) -> Choice:
-    """Try every way on a weight of these sizes. `roomy`: a second copy may be held."""
+    """Try every way on a weight of these sizes, and choose. `roomy`: there is memory for a second copy."""
     small = in_cache and roomy and dtype == torch.float32 and torch.backends.mkldnn.is_available()
     if small and out_features * in_features >= PACKED_FROM:
         return Choice(Way("hold_transposed", hold_transposed, 4), Way("hold_packed", hold_packed, 4), PACKED_TOKENS)
@@ -152,7 +164,7 @@ def choose(out_features: int, in_features: int, dtype: torch.dtype, roomy: bool,
 
 
 def spare_memory() -> int:
-    """Half of what this machine has free, in bytes: the rest is for the weights' first copy and the KV cache."""
+    """Return half of this machine's free memory in bytes; the rest is for the weights' first copy and the KV cache."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024 // 2
@@ -160,7 +172,7 @@ def spare_memory() -> int:
 
 
 def _try(held: list[Multiply], x: Tensor) -> list[float]:
-    """-> seconds of each on x, tried in turns so that a busy moment hits them alike."""
+    """Return the seconds that each takes for x, run in turns so that a busy moment hits them alike."""
     best = [float("inf")] * len(held)
     start, rounds = time.perf_counter(), 0
     while rounds < ROUNDS[0] or (rounds < ROUNDS[1] and time.perf_counter() - start < SECONDS_PER_WAY * len(held)):

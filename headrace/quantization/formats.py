@@ -1,7 +1,7 @@
-"""Weight formats as facts: bits, scales, which units multiply them. Imports no torch, so that the planner reads it too.
+"""Lists the weight formats with their facts: bits, scales, and which units of a chip multiply them.
 
-Which scheme serves one, and in which checkpoints, stands in table.py; how config.json spells it in
-checkpoint_format.py.
+Imports no torch, since the planner reads it too. table.py says which scheme serves a format, checkpoint_format.py how
+config.json spells it.
 """
 
 from __future__ import annotations
@@ -11,37 +11,39 @@ from dataclasses import dataclass
 from headrace.errors import ConfigError
 
 ROW = 4096
-"""Weights of a row of a middling linear"""
+"""weights of an output in a linear of typical size"""
 
 
 @dataclass(frozen=True)
 class WeightFormat:
+    """Holds the facts of one format."""
+
     name: str
     bits: int
-    """of a weight, scales apart"""
+    """of a weight, without its scale"""
     group_size: int = 0
-    """weights that share a scale; 0: those of an output, a row"""
+    """weights that share a scale; 0: those of an output"""
     scale_bytes: float = 0.0
-    """of a scale, and of a zero beside it; 0: there is none"""
+    """of a scale and of a zero point beside it; 0: there are none"""
     units: str = ""
-    """Those of a chip that multiply it, with activations in the same type; empty, and where a chip has none: the 16-bit
-    ones"""
+    """the chip's units that multiply it, with activations of the same type; empty, or missing on a chip: those for 16
+    bits"""
     made_at_load: bool = False
-    """A plain checkpoint is rounded to it while it loads; others need a checkpoint that holds them."""
+    """An unquantized checkpoint can be rounded to it while it loads; the others must be in the checkpoint."""
     words: tuple[str, ...] = ()
     """other names that people ask for it by"""
     vllm_vendor: str = ""
-    """whose GPUs vLLM makes it on; empty: any"""
+    """vendor of the GPUs for which vLLM has it; empty: all"""
     launched_as: float = 1.0
-    """What a weight counts for where launching is weighed against computing (graph_sizes.py)"""
+    """share of a 16-bit weight that one counts for where computing is weighed against launching (graph_sizes.py)"""
 
     @property
     def bytes_per_weight(self) -> float:
-        """Scales included, in a linear of no particular size"""
+        """Return the bytes of a weight, scales included, in a linear of typical size."""
         return self.num_bytes(1, ROW) / ROW
 
     def num_bytes(self, outputs: int, inputs: int) -> float:
-        """Of a linear's weight, scales included."""
+        """Return the bytes of a linear's weight, scales included."""
         return outputs * inputs * self.bits / 8 + self.scale_bytes * outputs * inputs / (self.group_size or inputs)
 
 
@@ -59,14 +61,14 @@ FORMATS = {
         WeightFormat("int8", 8, 0, 4, "int8"),
     )
 }
-"""By name. bf16 also stands for the model's own dtype, whichever that is; ptpc_fp8 is fp8 with a scale a row where fp8
-may have one a tensor; int4 has scales of 16 bits and a zero for 128 weights where config.json says nothing else"""
+"""the formats by name. bf16 also stands for any dtype that the model itself has; ptpc_fp8 has a scale an output, where
+fp8 may have one a tensor; int4's group size and zeros are those it has unless config.json says otherwise."""
 PLAIN = FORMATS["bf16"]
 MADE_AT_LOAD = tuple(one.name for one in FORMATS.values() if one.made_at_load)
 
 
 def find_format(name: str) -> WeightFormat:
-    """Raises ConfigError for a format that is none of ours."""
+    """Return the format of that name. Raises ConfigError if there is none."""
     if name not in FORMATS:
         raise ConfigError(f"weight format must be one of {', '.join(FORMATS)}; got {name!r}")
     return FORMATS[name]

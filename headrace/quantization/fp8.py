@@ -1,9 +1,9 @@
-"""fp8 W8A8 out of 16- and 32-bit checkpoints, quantized as they load: weights in e4m3 with a scale a tensor of the
-checkpoint (`fp8`) or a scale an output (`ptpc_fp8`), activations with a scale a token, found in every step.
+"""Serves fp8 (W8A8) made of 16- and 32-bit checkpoints as they load: weights in e4m3 with a scale a tensor of the
+checkpoint (`fp8`) or a scale an output (`ptpc_fp8`); activations with a scale a token, computed in every step.
 
-A CPU has no fp8 arithmetic worth using: there weights and activations are rounded to fp8 and back, so that results are
-those of a GPU (which leaves the activations of a lone token as they are), and nothing is faster. Scales are this rank's
-own: it knows its slice alone. Experts are held alike; kernels/moe.py applies them.
+A CPU has no fp8 arithmetic worth using: there weights and activations are rounded to fp8 and back, which gives a GPU's
+results (but that a GPU does not round a lone token's activations), and is no faster. A rank knows its own slice alone,
+and so scales are its own. Experts are stored in the same way; kernels/moe.py computes with them.
 """
 
 from __future__ import annotations
@@ -22,22 +22,21 @@ from headrace.kernels.fp8 import Quantized, quantize_per_token_reference
 from headrace.kernels.norm import HalfNormed, Unsummed, whole
 from headrace.kernels.table import KernelTable, select_kernels
 from headrace.quantization import gpu_linear
-from headrace.quantization.cpu_linear import Choice, choose_all, hold_plain, spare_memory
 from headrace.quantization.formats import FORMATS
-from headrace.quantization.scheme import Around, Compute, LinearSpec, Multiply, Part, Scheme, Slot, Table, Weights
-from headrace.quantization.unquantized import bias_slot, empty_bias, rows_of
+from headrace.quantization.scheme import Compute, FusedOps, GemmTable, LinearSpec, Multiply, Part, Scheme, Slot, Weights
+from headrace.quantization.unquantized import PlainProduct, bias_slot, empty_bias, rows_of
 
 MULTIPLE = 16
-"""Matrix units take inputs and outputs by so many."""
+"""Numbers of inputs and of outputs must be multiples of this, for the matrix units."""
 AT_ONCE = 1 << 22
-"""weights that are quantized in one go, of which there are a few float32 copies meanwhile"""
+"""weights that are quantized at a time, since each takes a few float32 copies meanwhile"""
 
 
 class RoundedLayout:
-    """A plain checkpoint, of which fp8 and a scale an output are kept: `weight`, `weight_scale` [out] fp32."""
+    """Rounds an unquantized checkpoint while it loads; keeps `weight` [out, in] fp8 and `weight_scale` [out] fp32."""
 
     def __init__(self, per_channel: bool) -> None:
-        """`per_channel`: each output has a scale of its own, not that of its tensor of the checkpoint."""
+        """Take a scale an output if `per_channel`, else one a tensor of the checkpoint, repeated for its outputs."""
         self.per_channel = per_channel
 
     def create_weights(self, spec: LinearSpec, device: torch.device, experts: tuple[int, ...] = ()) -> Weights:
@@ -56,7 +55,7 @@ class RoundedLayout:
             yield from bias_slot(spec, part, weights)
 
     def _store(self, weight: Tensor, scales: Tensor, dtype: torch.dtype, values: Tensor) -> None:
-        """values [n, k] -> weight [n, k] and scales [n]"""
+        """Quantize values [n, k] into weight [n, k] and scales [n]."""
         values = values.to(dtype).to(weight.device)
         largest = None if self.per_channel else torch.linalg.vector_norm(values, float("inf"))
         step = max(1, AT_ONCE // values.shape[1])
@@ -79,27 +78,28 @@ class RoundedLayout:
 
 
 class RoundingProduct:
-    """Activations are rounded too; sums are multiplied with both scales."""
+    """Rounds activations to fp8 with a scale a token, multiplies fp8 by fp8, and multiplies the sums by both scales."""
 
     def __init__(self, layout: RoundedLayout) -> None:
         self.layout = layout
-        self.choices: dict[tuple[int, int, torch.dtype], Choice] = {}
-        self.plans: dict[gpu_linear.Size, Table] = {}
+        self.plain = PlainProduct()
+        """multiplies what is rounded and widened again, on a CPU"""
+        self.tables: dict[gpu_linear.Size, GemmTable] = {}
 
     def prepare(self, specs: list[LinearSpec], device: torch.device, kernels: KernelTable | None = None) -> None:
-        """Raises ConfigError on a GPU without fp8."""
+        """Choose the kernels. Raises ConfigError on a GPU without fp8."""
         self.fp8, self.emulates = fp8_dtype(device), device.type == "cpu"
         self.kernels = kernels or select_kernels(device.type)
         if self.emulates:
-            if not all(spec.batch_invariant for spec in specs):
-                self.choices = choose_all(specs, spare_bytes=spare_memory())
-        elif not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 9):
+            self.plain.prepare(specs, device)
+            return
+        if not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 9):
             name = torch.cuda.get_device_name(device)
             raise ConfigError(
                 f"quantization to fp8 needs a GPU of compute capability 8.9 or above, which {name} is not"
             )
-        if not self.emulates and not all(spec.batch_invariant for spec in specs):
-            self.plans = gpu_linear.plan_all(specs, device, self.fp8)
+        if not all(spec.batch_invariant for spec in specs):
+            self.tables = gpu_linear.plan_all(specs, device, self.fp8)
 
     def refusal(self, spec: LinearSpec) -> str:
         sizes = {"inputs": spec.in_features, "outputs": spec.out_features}
@@ -109,30 +109,28 @@ class RoundingProduct:
     def input_dtype(self, spec: LinearSpec) -> torch.dtype | None:
         return self.fp8
 
-    def table(self, spec: LinearSpec) -> Table | None:
-        return self.plans.get((1, spec.out_features, spec.in_features))
+    def table(self, spec: LinearSpec) -> GemmTable | None:
+        return self.tables.get((1, spec.out_features, spec.in_features))
 
-    def finalize(self, spec: LinearSpec, weights: Weights, around: Around) -> Compute:
-        quantize = self._quantize(around)
-        multiply = self._multiply(spec, weights)
+    def finalize(self, spec: LinearSpec, weights: Weights, fused: FusedOps) -> Compute:
+        quantize, multiply, table = self._quantize(fused), self._multiply(spec, weights), self.table(spec)
 
-        def quantized(x: Any) -> Tensor:
+        def rounding(x: Any) -> Tensor:
             return multiply(x if isinstance(x, Quantized) else quantize(x))
 
-        many = replace(around, norm_weight=None).wrap(quantized)
-        table = self.table(spec)
+        many = replace(fused, norm_weight=None).wrap(rounding)  # which norms while it quantizes
         if table is None:
             return many
         held = (weights["weight"], weights["weight_scale"], weights.get("bias"))
-        return gpu_linear.hold_fp8(*held, table, around, quantize, spec.dtype, many)
+        return gpu_linear.by_table(*held, table, fused, many, quantize, spec.dtype)
 
     def experts(self, spec: LinearSpec, weights: Weights) -> tuple[Tensor, Tensor | None]:
         return weights["weight"], weights["weight_scale"]
 
-    def _quantize(self, around: Around) -> Callable[[Any], Quantized]:
-        """Of what comes in, normed where `around` norms; a sum not yet made is made in the same pass."""
-        fp8, kernels, weight, eps = self.fp8, self.kernels, around.norm_weight, around.norm_eps
-        if weight is None or around.rms_norm is None:
+    def _quantize(self, fused: FusedOps) -> Callable[[Any], Quantized]:
+        """Return the function that quantizes the input; in the same pass it norms and adds up, where that is fused."""
+        fp8, kernels, weight, eps = self.fp8, self.kernels, fused.norm_weight, fused.norm_eps
+        if weight is None:
             return partial(kernels.quantize_per_token, fp8=fp8)
 
         def quantize(x: Tensor | HalfNormed | Unsummed) -> Quantized:
@@ -142,17 +140,15 @@ class RoundingProduct:
         return quantize
 
     def _multiply(self, spec: LinearSpec, weights: Weights) -> Multiply:
-        if not self.emulates:
-            linear, dtype = self.kernels.fp8_linear, spec.dtype
-            held = (weights["weight"], weights["weight_scale"], weights.get("bias"))
-            return lambda x: linear(*x, *held, dtype)
-        plain, dtype = self.layout.dequantize(spec, weights), spec.dtype
-        choice = self.choices.get((spec.out_features, spec.in_features, dtype))
-        hold = hold_plain if choice is None else choice.hold
-        multiply = hold(plain["weight"], plain.get("bias"))
-        return lambda x: multiply(x.dequantize(dtype))
+        dtype = spec.dtype
+        if self.emulates:
+            multiply = self.plain.multiply(spec, self.layout.dequantize(spec, weights))
+            return lambda x: multiply(x.dequantize(dtype))
+        linear, held = self.kernels.fp8_linear, (weights["weight"], weights["weight_scale"], weights.get("bias"))
+        return lambda x: linear(*x, *held, dtype)
 
 
 def fp8(per_channel: bool) -> Scheme:
+    """Return a new scheme for weights with a scale an output if `per_channel`, else a scale a tensor."""
     layout = RoundedLayout(per_channel)
     return Scheme(FORMATS["ptpc_fp8" if per_channel else "fp8"], layout, RoundingProduct(layout))

@@ -1,7 +1,7 @@
-"""How a GPU best applies a linear layer over few tokens: our kernels or the vendor's library, found by trying.
+"""Chooses, for linear layers over few tokens on a GPU, the fastest of our kernels and the vendor's library.
 
-Once per machine and size: what ships with headrace for a device is taken as it is, what was measured before is read
-from a file in the cache folder, and only the rest is measured, at load. Knows nothing of parts, checkpoints or ranks.
+Each size of weight is measured once per machine. Sizes that headrace ships figures for are not measured, nor are those
+whose figures an earlier start left in the cache folder; the rest are, at load. Knows no parts, checkpoints or ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,25 +27,29 @@ from headrace.kernels.fp8 import Quantized, fp8_linear, quantize_per_token
 from headrace.kernels.gemm import skinny_linear
 from headrace.kernels.gemm_config import BUCKETS, CANDIDATES, GemmConfig
 from headrace.kernels.norm import HalfNormed
-from headrace.quantization.scheme import Around, Compute, LinearSpec, Table
+from headrace.quantization.scheme import Compute, FusedOps, GemmTable, LinearSpec
 
 logger = logging.getLogger(__name__)
 
 Plan = tuple[GemmConfig | None, ...]
-"""one a bucket; None: the vendor's library"""
+"""the kernel configuration for each of BUCKETS; None: the vendor's library"""
 Size = tuple[int, int, int]
 """(bytes an element, out_features, in_features)"""
 VERSION = 3
-"""of the kernels and of this file's form: measurements of another one are not used"""
+"""of the kernels and of the measurements' file: measurements of another version are not used"""
 SHIPPED = Path(__file__).with_name("gemm_tables.json")
 ROTATED_BYTES = 256 << 20
-"""Weights to walk through while measuring, so that no cache holds them."""
+"""of weights that are multiplied in turn while measuring, so that no cache holds the next one"""
 WORTH = 1.02
-"""Our kernel is taken up to this multiple of the library's time alone: it starts beside the kernel before it."""
+"""Our kernel is taken if it needs at most so many times the library's time: in a step it gains by starting early,
+beside the kernel in front of it, which this measurement does not show."""
 
 
-def plan_all(specs: list[LinearSpec], device: torch.device, fp8: torch.dtype | None = None) -> dict[Size, Table]:
-    """A table for each size among `specs` that our kernels can serve. `fp8`: the weights' type, where it is that."""
+def plan_all(specs: list[LinearSpec], device: torch.device, fp8: torch.dtype | None = None) -> dict[Size, GemmTable]:
+    """Return a table for each size among `specs` that our kernels can serve, measuring sizes that are new.
+
+    `fp8`: the type of the weights if they are quantized; None: they have the type of the activations.
+    """
     sizes = {
         ((fp8 or spec.dtype).itemsize, spec.out_features, spec.in_features): (spec.dtype, fp8 or spec.dtype)
         for spec in specs
@@ -59,73 +63,67 @@ def plan_all(specs: list[LinearSpec], device: torch.device, fp8: torch.dtype | N
         known.update({size: _measure(size, *dtypes, device) for size, dtypes in missing.items()})
         torch.cuda.empty_cache()
         _write(_measured_file(name), name, known)
-    return {size: by_number_of_tokens(known[size]) for size in sizes}
+    return {size: table_of(known[size]) for size in sizes}
 
 
-def hold(weight: Tensor, bias: Tensor | None, by_tokens: Table, around: Around) -> Compute:
-    """weight [out, in], bias [out] or None."""
-    most = len(by_tokens) - 1
-    transposed = weight.t()
-    gated, norm, eps, next_norm = around.activation is not None, around.norm(), around.norm_eps, around.next_norm
-    many = replace(around, norm_weight=None).wrap(lambda x: F.linear(x, weight, bias))
-
-    def compute(x: Any, residual: Tensor | None) -> Any:
-        tokens = x.shape[0]
-        config = by_tokens[tokens] if tokens <= most else None
-        if norm is not None and (config is None or not isinstance(x, HalfNormed)):
-            x = norm(x)
-        if config is not None:
-            return skinny_linear(x, weight, bias, config, gated=gated, residual=residual, eps=eps, next_norm=next_norm)
-        if residual is not None and bias is None and not gated:
-            return residual.addmm_(x, transposed)
-        return many(x, residual)
-
-    return compute
-
-
-def hold_fp8(
+def by_table(
     weight: Tensor,
-    scales: Tensor,
+    scales: Tensor | None,
     bias: Tensor | None,
-    by_tokens: Table,
-    around: Around,
-    quantize: Callable[[Tensor], Quantized],
-    dtype: torch.dtype,
+    table: GemmTable,
+    fused: FusedOps,
     many: Compute,
+    quantize: Callable[[Any], Quantized] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Compute:
-    """weight [out, in] fp8, scales [out]. `quantize` norms too, where `around` does; `many` serves beyond the table.
+    """Return the function that applies weight [out, in] by our kernels as `table` says, and otherwise calls `many`.
 
-    A token alone is not quantized where its product is no matrix units' work: it would be no faster, and less exact.
+    An fp8 weight has scales [out], outputs of `dtype`, and `quantize`, which makes the input fp8 (and norms it, where
+    that is fused). A token alone is quantized only for the matrix units: else that were no faster, and less exact.
     """
-    most = len(by_tokens) - 1
-    gated, norm, eps, next_norm = around.activation is not None, around.norm(), around.norm_eps, around.next_norm
+    most = len(table) - 1
+    gated, norm, eps, next_norm = fused.activation is not None, fused.norm(), fused.norm_eps, fused.next_norm
 
     def compute(x: Any, residual: Tensor | None) -> Any:
         tokens = x.shape[0]
-        config = by_tokens[tokens] if tokens <= most else None
+        config = table[tokens] if tokens <= most else None
         if config is None:
             return many(x, residual)
-        if config.block_m == 1 and not isinstance(x, Quantized):
-            plain = norm(x) if norm is not None and not isinstance(x, HalfNormed) else x
-            return skinny_linear(
-                plain, weight, bias, config, None, scales, dtype, gated=gated, residual=residual, eps=eps,
-                next_norm=next_norm,
-            )  # fmt: skip
-        values, x_scales = x if isinstance(x, Quantized) else quantize(x)
-        return skinny_linear(values, weight, bias, config, x_scales, scales, dtype, gated=gated, residual=residual)
+        if quantize is not None and (config.block_m > 1 or isinstance(x, Quantized)):
+            values, x_scales = x if isinstance(x, Quantized) else quantize(x)
+            return skinny_linear(values, weight, bias, config, x_scales, scales, dtype, gated=gated, residual=residual)
+        if norm is not None and not isinstance(x, HalfNormed):
+            x = norm(x)
+        return skinny_linear(
+            x, weight, bias, config, None, scales, dtype, gated=gated, residual=residual, eps=eps, next_norm=next_norm
+        )
 
     return compute
 
 
-def by_number_of_tokens(plan: Plan) -> Table:
-    table: Table = [None]
+def by_library(weight: Tensor, bias: Tensor | None, fused: FusedOps) -> Compute:
+    """Return the function that applies weight [out, in] by the vendor's library, for any number of tokens."""
+    plain, norm, transposed = fused.wrap(lambda x: F.linear(x, weight, bias)), fused.norm(), weight.t()
+    adds = bias is None and fused.activation is None
+
+    def compute(x: Any, residual: Tensor | None) -> Any:
+        if residual is None or not adds:
+            return plain(x, residual)
+        return residual.addmm_(x if norm is None else norm(x), transposed)
+
+    return compute
+
+
+def table_of(plan: Plan) -> GemmTable:
+    """Return the table with an entry for each number of tokens, given the configurations of BUCKETS."""
+    table: GemmTable = [None]
     for bucket, config in zip(BUCKETS, plan, strict=True):
         table += [config] * (bucket + 1 - len(table))
     return table
 
 
 def _measure(size: Size, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device) -> Plan:
-    """The fastest at each bucket's number of tokens, the library among them."""
+    """Return the fastest at each bucket's number of tokens, the library among them."""
     itemsize, out_features, in_features = size
     copies = max(2, -(-ROTATED_BYTES // (itemsize * out_features * in_features)))
     sizes = (out_features, in_features)
@@ -161,7 +159,7 @@ def _library(x: Tensor, weight_dtype: torch.dtype, scales: Tensor | None) -> Cal
 
 
 def _seconds(run: Callable[[Tensor], Tensor], weights: list[Tensor]) -> float:
-    """Of one run, inside a graph that walks through the weights; median of three replays."""
+    """Return the time of one run, inside a graph that takes the weights in turn: the median of three replays."""
     run(weights[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -186,7 +184,7 @@ def _measured_file(name: str) -> Path:
 
 
 def _read(file: Path, name: str) -> dict[Size, Plan]:
-    """What a file says of the device `name`; nothing where it is missing, of another version, or no such file."""
+    """Return what a file says of the device `name`; nothing if it is missing, of another version or damaged."""
     try:
         content = json.loads(file.read_text())
         if content["version"] != VERSION:
@@ -205,7 +203,7 @@ def _config(entry: dict[str, Any] | None) -> GemmConfig | None:
 
 
 def _write(file: Path, name: str, plans: dict[Size, Plan]) -> None:
-    """Whole or not at all; a folder that cannot be written costs the next start a measurement, no more."""
+    """Write the file whole or not at all. If the folder cannot be written, the next start measures again."""
     entries = [{"size": size, "plan": [config and asdict(config) for config in plan]} for size, plan in plans.items()]
     content = json.dumps({"version": VERSION, "devices": {name: entries}}, indent=1)
     try:

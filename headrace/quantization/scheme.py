@@ -1,9 +1,12 @@
-"""What a weight format is to a layer: a layout, which says which tensors the checkpoint holds and makes of them what is
-kept, and a product, which applies that.
+"""Defines what a weight format is to a layer: a `Scheme`, made of a `Layout` (what is stored) and a `Product` (what is
+computed).
 
-Both know one linear by its `LinearSpec` alone: sizes on this rank, and the parts it is made of. They know neither
-layers nor models, nor that ranks exist. Experts are so many linears of one size: what is kept of them has one dimension
-more, in front.
+A layout names the checkpoint's tensors of one linear layer, allocates memory for them and fills it. A product turns
+that memory into a function from activations to outputs. The two vary apart: several layouts may share a product.
+
+Both see a linear layer as a `LinearSpec`: its sizes on this rank, and the linears of the checkpoint that it is made of.
+They know no layers, models or ranks. The experts of a sparse layer are linears of one size whose tensors have one more
+dimension, the expert's number, in front.
 """
 
 from __future__ import annotations
@@ -21,43 +24,48 @@ from headrace.kernels.table import KernelTable
 from headrace.quantization.formats import WeightFormat
 
 Multiply = Callable[[Any], Tensor]
-"""[num_tokens, in_features], a tensor or Quantized (kernels/fp8.py) -> [num_tokens, out_features]"""
-Table = list[GemmConfig | None]
-"""Entry t serves t tokens. All linears of a size share it: an entry that becomes None goes to the library from then on,
-but for graphs captured before."""
+"""x [num_tokens, in_features], a tensor or Quantized (kernels/fp8.py) -> x @ weight.T + bias # [num_tokens, out]"""
+GemmTable = list[GemmConfig | None]
+"""Entry t is the kernel configuration for t tokens; None, and beyond the end: the vendor's library. All linears of one
+size share a table, so an entry that is set to None takes effect for all of them (but not in graphs captured before)."""
 Compute = Callable[[Any, Tensor | None], Any]
-"""(x [num_tokens, in_features], residual or None) -> what the linear and what is around it give, added to the residual
-in place if there is one. x is a tensor, or what the product's `input_dtype` asks for, or where the linear norms perhaps
-HalfNormed or Unsummed (kernels/norm.py). The result is Quantized where the activation gives that; where a norm follows,
-it may be HalfNormed or Unsummed."""
+"""(x [num_tokens, in_features], residual or None) -> the product with its fused operations; with a residual
+[num_tokens, out_features], the sum with it, written over it.
+
+x is a tensor or, if the product's `input_dtype` asked for it, Quantized; where the linear applies a norm first, x may
+also be HalfNormed or Unsummed (kernels/norm.py). The result is a tensor, or Quantized if the activation quantizes;
+where a norm follows, it may be HalfNormed or Unsummed."""
 
 
 @dataclass(frozen=True)
-class Around:
-    """What a linear does beside its product, so that a format may do it in the same pass."""
+class FusedOps:
+    """Lists the operations that a linear layer performs besides its product, so that one kernel may do them all.
+
+    In order: RMS norm of the input, product, plus `addend`, activation, plus residual, first half of the next norm.
+    """
 
     norm_weight: Tensor | None = None
-    """[in_features]: x goes through an RMS norm first; None: it does not"""
+    """[in_features]: the input's RMS norm; None: the input is not normed here"""
     norm_eps: float = 0.0
     rms_norm: Callable[..., Any] | None = None
+    """the kernel table's `rms_norm`, for products that norm in a pass of their own"""
     next_norm: Tensor | None = None
-    """[out_features]: weight of the norm that the sum with the residual goes through next, by a linear that takes it
-    HalfNormed or Unsummed; None: another, or none"""
+    """[out_features]: weight of the norm that reads the sum with the residual, if the layer behind that norm takes the
+    sum HalfNormed or Unsummed; None: the sum is handed on whole"""
     addend: Callable[[Any], Tensor] | None = None
-    """of what the product is made of, normed: is added to it before the activation (an adapter's part)"""
+    """(normed) input -> what is added to the product before the activation: an adapter's share"""
     activation: Callable[[Tensor], Any] | None = None
-    """silu of the outputs' first half times their second half, Quantized if the next linear asks for it; None: no
-    activation"""
+    """outputs -> silu(first half) * second half, Quantized if the next linear asked for that; None: no activation"""
 
     def norm(self) -> Callable[[Tensor], Any] | None:
-        """x -> x normed; None where it is not."""
+        """Return the function that norms the input in a pass of its own; None if the input is not normed here."""
         weight, eps, rms_norm = self.norm_weight, self.norm_eps, self.rms_norm
         if weight is None or rms_norm is None:
             return None
         return lambda x: rms_norm(whole(x), weight, eps, x.delta if isinstance(x, Unsummed) else None)
 
     def wrap(self, multiply: Multiply) -> Compute:
-        """One after the other."""
+        """Return `multiply` with the operations done around it one after the other, none of them fused."""
         norm, addend, activation, defers = self.norm(), self.addend, self.activation, self.next_norm is not None
 
         def compute(x: Any, residual: Tensor | None) -> Any:
@@ -79,25 +87,25 @@ FLOATS = ("F16", "BF16", "F32", "F64")
 
 @dataclass(frozen=True)
 class Slot:
-    """Room for one tensor of the checkpoint, or for the slice of it that this rank holds."""
+    """Says where one tensor of the checkpoint goes: which slice of it this rank reads, and into which memory."""
 
     shape: tuple[int, ...]
-    """as it must be in the checkpoint"""
+    """of the whole tensor in the checkpoint"""
     source: tuple[slice, ...]
-    """this rank's slice of it"""
+    """the slice of it that this rank reads"""
     destination: Tensor | None
-    """a view of that slice's size in the model's memory; None: this rank has no use for the tensor"""
+    """a view, of that slice's shape, of the model's memory; None: this rank does not need the tensor"""
     optional: bool = False
-    """a checkpoint may lack the tensor; one of shape [1] may also be a scalar there"""
+    """A checkpoint may lack the tensor. If the shape is [1], it may also be a scalar there."""
     store: Callable[[Tensor], None] | None = None
-    """takes the slice, of any floating type and on any device, where more than a copy to `destination` is to be done"""
+    """writes the slice where copying it to `destination` would not be enough; it takes any floating type and device"""
     dtype: torch.dtype | None = None
-    """of the slice that `store` wants; None: the destination's"""
+    """of the slice that `store` takes; None: that of `destination`"""
     stored: tuple[str, ...] = FLOATS
-    """Types that the tensor may have in the checkpoint, as safetensors calls them"""
+    """types that the tensor may have in the checkpoint, by their names in safetensors"""
 
     def put(self, values: Tensor) -> None:
-        """`values`: this rank's slice of the checkpoint's tensor."""
+        """Write `values`, this rank's slice of the checkpoint's tensor."""
         if self.store is not None:
             self.store(values)
         elif self.destination is not None:
@@ -106,27 +114,27 @@ class Slot:
 
 @dataclass(frozen=True)
 class Part:
-    """One linear of the checkpoint inside a (fused) linear of ours."""
+    """Describes one linear of the checkpoint within one of ours, which may be several of the checkpoint's, fused."""
 
     name: str | None
-    """the checkpoint's name beside ours (`q_proj` in `qkv_proj`); None: the name is ours"""
+    """the last part of its name in the checkpoint, like `q_proj` in `qkv_proj`; None: it has our linear's name"""
     shape: tuple[int, int]
-    """[out, in] in the checkpoint"""
+    """[out, in] of the whole weight in the checkpoint"""
     rows: slice
-    """this rank's output rows of the checkpoint's tensor"""
+    """its outputs that this rank holds"""
     columns: slice
-    """this rank's input columns of it"""
+    """its inputs that this rank holds"""
     offset: int
-    """the first of those rows in our weight"""
+    """the row of our weight where `rows` begin"""
 
     def path(self, ours: str) -> str:
-        """The checkpoint's full name, where that of our linear is `ours`."""
+        """Return the part's full name in the checkpoint, given the path of our linear in the model."""
         return ours if self.name is None else f"{ours.rpartition('.')[0]}.{self.name}"
 
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """One linear as this rank holds it: y = x @ weight.T + bias, weight [out_features, in_features]."""
+    """Describes one linear as this rank holds it: y = x @ weight.T + bias, weight [out_features, in_features]."""
 
     in_features: int
     out_features: int
@@ -134,56 +142,60 @@ class LinearSpec:
     dtype: torch.dtype
     bias: bool = False
     adds_bias: bool = True
-    """False where another rank adds the bias, after which the ranks' outputs are summed"""
+    """False where another rank adds the bias, because the ranks' outputs are summed"""
     batch_invariant: bool = False
-    """A token's outputs must not depend on how many others there are"""
+    """A token's outputs must not depend on how many other tokens there are."""
 
 
 Weights = dict[str, Tensor]
-"""What is kept of a linear, by names that its layout and its product share. Plain: `weight` [out, in] of the spec's
-dtype, and perhaps `bias` [out]"""
+"""A linear's tensors on this rank, under names that its layout and its product agree on. An unquantized linear has
+`weight` [out, in] of the spec's dtype, and perhaps `bias` [out]."""
 
 
 class Layout(Protocol):
-    """Which tensors a checkpoint holds for a linear, how they are packed and sliced, and what is kept of them."""
+    """Knows which tensors a checkpoint holds for a linear, how they are packed, and what is kept of them in memory."""
 
     def create_weights(self, spec: LinearSpec, device: torch.device, experts: tuple[int, ...] = ()) -> Weights:
-        """Uninitialized, of as many experts as `experts` has in front."""
+        """Allocate a linear's tensors, uninitialized. `experts`: (their number,) for a sparse layer, else ()."""
 
     def slots(self, spec: LinearSpec, weights: Weights) -> Iterator[tuple[Part, str, Slot]]:
-        """For each part and tensor name, as the checkpoint calls it (`weight`, `bias`): where it goes. `weights`: of
-        one linear."""
+        """Yield (part, its tensor's name in the checkpoint: `weight`, `bias`, ..., where it goes in `weights`).
+
+        `weights` are those of one linear: of experts, one expert's.
+        """
 
     def dequantize(self, spec: LinearSpec, weights: Weights) -> Weights:
-        """The same, plain. Experts too."""
+        """Return `weights`, of a linear or of experts, in the unquantized form."""
 
 
 class Product(Protocol):
-    """How activations meet what is kept: one object serves every linear of a model that is kept alike."""
+    """Computes with what a layout keeps. One object serves all linears of a model that have the same format."""
 
     def prepare(self, specs: list[LinearSpec], device: torch.device, kernels: KernelTable | None = None) -> None:
-        """Before anything else: all the linears it will serve, and with which kernels (default: the device's own)."""
+        """Learn all the linears it will serve; called once, first. `kernels` None: those of the device's type."""
 
     def refusal(self, spec: LinearSpec) -> str:
-        """Why it cannot serve this linear, which then keeps the checkpoint's type; "": it can. Before `prepare`."""
+        """Say why it cannot serve this linear, which then stays unquantized; "" if it can. May precede `prepare`."""
 
     def input_dtype(self, spec: LinearSpec) -> torch.dtype | None:
-        """In which type whoever makes the linear's input had best give it, with a scale a token; None: as it is."""
+        """Return the type, with a scale a token, in which the linear's input is wanted; None: as it is."""
 
-    def table(self, spec: LinearSpec) -> Table | None:
-        """Which kernels of ours serve few tokens; None: none do, the library serves all."""
+    def table(self, spec: LinearSpec) -> GemmTable | None:
+        """Return the table of the kernels for few tokens; None if the library serves any number of them."""
 
-    def finalize(self, spec: LinearSpec, weights: Weights, around: Around) -> Compute:
-        """After loading: the function that applies the weights and what is around them. It may hold them in another
-        form, and only so."""
+    def finalize(self, spec: LinearSpec, weights: Weights, fused: FusedOps) -> Compute:
+        """Return the function that applies the loaded weights and the fused operations.
+
+        It may keep the weights in another form, and then does not keep `weights`.
+        """
 
     def experts(self, spec: LinearSpec, weights: Weights) -> tuple[Tensor, Tensor | None]:
-        """After loading: what kernels/moe.py takes, weight [experts, out, in] and scales [experts, out] or None."""
+        """Return what kernels/moe.py takes: weight [experts, out, in], and scales [experts, out] or None."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scheme:
-    """How a linear or a layer of experts is held and computed. One object serves all of a model that are alike."""
+    """Serves one weight format: a layout and a product, shared by all linears of a model that have the format."""
 
     format: WeightFormat
     layout: Layout
@@ -192,8 +204,10 @@ class Scheme:
 
 @dataclass(frozen=True, eq=False)
 class Dequantized:
-    """A product for a layout that has none of its own here: what is kept is widened after loading, and `plain` applies
-    it. What it takes is that of a plain model."""
+    """Serves a layout that has no kernels yet: after loading it widens the weights and hands them to `plain`.
+
+    The model then takes as much memory as an unquantized one.
+    """
 
     layout: Layout
     plain: Product
@@ -207,11 +221,11 @@ class Dequantized:
     def input_dtype(self, spec: LinearSpec) -> torch.dtype | None:
         return None
 
-    def table(self, spec: LinearSpec) -> Table | None:
+    def table(self, spec: LinearSpec) -> GemmTable | None:
         return self.plain.table(spec)
 
-    def finalize(self, spec: LinearSpec, weights: Weights, around: Around) -> Compute:
-        return self.plain.finalize(spec, self.layout.dequantize(spec, weights), around)
+    def finalize(self, spec: LinearSpec, weights: Weights, fused: FusedOps) -> Compute:
+        return self.plain.finalize(spec, self.layout.dequantize(spec, weights), fused)
 
     def experts(self, spec: LinearSpec, weights: Weights) -> tuple[Tensor, Tensor | None]:
         return self.plain.experts(spec, self.layout.dequantize(spec, weights))

@@ -1,5 +1,7 @@
-"""Which scheme serves each linear of a model: by the checkpoint's format of it, or that of `--quantization`, which is
-made of plain weights on the fly. Imports no torch."""
+"""Lists which scheme serves which weight format, and finds that of each linear of a model.
+
+The format is that of the checkpoint or, for an unquantized checkpoint, that of `--quantization`. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,15 @@ from headrace.quantization.formats import FORMATS, PLAIN
 
 @dataclass(frozen=True, eq=False)
 class SchemeEntry:
+    """Names the function that makes a Scheme, which loads torch."""
+
     module: str
     function: str
-    """that makes the Scheme"""
     options: dict[str, Any] = field(default_factory=dict)
-    """what it is called with"""
+    """its keyword arguments"""
 
     def make(self) -> Any:
+        """Import the module and return a new Scheme."""
         return getattr(importlib.import_module(self.module), self.function)(**self.options)
 
 
@@ -32,17 +36,20 @@ SCHEMES = {
     ("", "fp8"): SchemeEntry("headrace.quantization.fp8", "fp8", {"per_channel": False}),
     ("", "ptpc_fp8"): SchemeEntry("headrace.quantization.fp8", "fp8", {"per_channel": True}),
 }
-"""(`quant_method` of config.json, empty where weights are plain; format) -> what serves it"""
+"""(`quant_method` of config.json, empty for unquantized weights; name of the format) -> what serves it"""
 HEAD = "lm_head"
 
 
 def resolve_format(config: ModelConfig, quantization: str | None = None) -> CheckpointFormat:
-    """The checkpoint's format, or `quantization` on the fly where its weights are plain. Raises UnsupportedModelError
-    naming the formats we read, ConfigError where `quantization` is none or not the checkpoint's own."""
+    """Return the checkpoint's format or, if it is unquantized, the one named by `quantization`.
+
+    Raises UnsupportedModelError, naming the formats that are served, ConfigError if `quantization` is no format or
+    contradicts the checkpoint.
+    """
     given = config.quantization or {}
     method = str(given.get("quant_method", "unnamed")) if given else ""
     if given.get("kv_cache_scheme") and not given.get("config_groups", True):
-        method = ""  # it speaks of the KV cache alone, whose scales the attention layers take
+        method = ""  # it is about the KV cache alone, whose scales the attention layers take
     if quantization is not None:
         wanted = QUANTIZATIONS.get(quantization)
         if wanted is None:
@@ -66,7 +73,7 @@ def resolve_format(config: ModelConfig, quantization: str | None = None) -> Chec
     return found
 
 
-def scheme_for(held: CheckpointFormat, *names: str) -> SchemeEntry:
-    """What serves the linear that a checkpoint in `held` calls so (`CheckpointFormat.format_for`)."""
-    found = held.format_for(*names).name
-    return UNQUANTIZED if found == PLAIN.name else SCHEMES[held.method, found]
+def scheme_for(checkpoint: CheckpointFormat, *names: str) -> SchemeEntry:
+    """Return what serves a linear of the checkpoint, given its names (`CheckpointFormat.format_for`)."""
+    found = checkpoint.format_for(*names).name
+    return UNQUANTIZED if found == PLAIN.name else SCHEMES[checkpoint.method, found]

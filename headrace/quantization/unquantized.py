@@ -1,4 +1,4 @@
-"""Weights as they are in the checkpoint: float16, bfloat16 or float32, one `weight` and perhaps one `bias` a part."""
+"""Serves weights as they are in the checkpoint (float16, bfloat16, float32): a `weight` and perhaps a `bias` a part."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from headrace.kernels.table import KernelTable
 from headrace.quantization import gpu_linear
 from headrace.quantization.cpu_linear import Choice, choose_all, hold_plain, spare_memory
 from headrace.quantization.formats import PLAIN
-from headrace.quantization.scheme import Around, Compute, LinearSpec, Multiply, Part, Scheme, Slot, Table, Weights
+from headrace.quantization.scheme import Compute, FusedOps, GemmTable, LinearSpec, Multiply, Part, Scheme, Slot, Weights
 
 
 class PlainLayout:
+    """Keeps `weight` [out, in] and `bias` [out], each part of the checkpoint in its rows."""
+
     def create_weights(self, spec: LinearSpec, device: torch.device, experts: tuple[int, ...] = ()) -> Weights:
         weight = torch.empty(*experts, spec.out_features, spec.in_features, dtype=spec.dtype, device=device)
         used = max(part.offset + _length(part.rows) for part in spec.parts)
@@ -24,8 +26,7 @@ class PlainLayout:
 
     def slots(self, spec: LinearSpec, weights: Weights) -> Iterator[tuple[Part, str, Slot]]:
         for part in spec.parts:
-            rows = rows_of(part)
-            yield part, "weight", Slot(part.shape, (part.rows, part.columns), weights["weight"][rows])
+            yield part, "weight", Slot(part.shape, (part.rows, part.columns), weights["weight"][rows_of(part)])
             yield from bias_slot(spec, part, weights)
 
     def dequantize(self, spec: LinearSpec, weights: Weights) -> Weights:
@@ -33,9 +34,13 @@ class PlainLayout:
 
 
 class PlainProduct:
+    """Multiplies by weights of the activations' own type, in whichever way is fastest on the device."""
+
     def __init__(self) -> None:
         self.choices: dict[tuple[int, int, torch.dtype], Choice] = {}
-        self.plans: dict[gpu_linear.Size, gpu_linear.Table] = {}
+        """on a CPU: (out, in, dtype) -> how such weights are stored"""
+        self.tables: dict[gpu_linear.Size, GemmTable] = {}
+        """on a GPU: size -> the kernels for few tokens"""
 
     def prepare(self, specs: list[LinearSpec], device: torch.device, kernels: KernelTable | None = None) -> None:
         if all(spec.batch_invariant for spec in specs):  # nothing to choose
@@ -43,7 +48,7 @@ class PlainProduct:
         if device.type == "cpu":
             self.choices = choose_all(specs, spare_bytes=spare_memory())
         else:
-            self.plans = gpu_linear.plan_all(specs, device)
+            self.tables = gpu_linear.plan_all(specs, device)
 
     def refusal(self, spec: LinearSpec) -> str:
         return ""
@@ -51,46 +56,49 @@ class PlainProduct:
     def input_dtype(self, spec: LinearSpec) -> torch.dtype | None:
         return None
 
-    def table(self, spec: LinearSpec) -> Table | None:
-        return self.plans.get((spec.dtype.itemsize, spec.out_features, spec.in_features))
+    def table(self, spec: LinearSpec) -> GemmTable | None:
+        return self.tables.get((spec.dtype.itemsize, spec.out_features, spec.in_features))
 
-    def finalize(self, spec: LinearSpec, weights: Weights, around: Around) -> Compute:
+    def finalize(self, spec: LinearSpec, weights: Weights, fused: FusedOps) -> Compute:
         table = self.table(spec)
-        if table is not None:
-            return gpu_linear.hold(weights["weight"], weights.get("bias"), table, around)
-        return around.wrap(self._multiply(spec, weights))
+        if table is None:
+            return fused.wrap(self.multiply(spec, weights))
+        weight, bias = weights["weight"], weights.get("bias")
+        return gpu_linear.by_table(weight, None, bias, table, fused, gpu_linear.by_library(weight, bias, fused))
 
     def experts(self, spec: LinearSpec, weights: Weights) -> tuple[Tensor, Tensor | None]:
         return weights["weight"], None
 
-    def _multiply(self, spec: LinearSpec, weights: Weights) -> Multiply:
+    def multiply(self, spec: LinearSpec, weights: Weights) -> Multiply:
+        """Return the product with `weights`, without our kernels for few tokens and with nothing fused."""
         weight, bias = weights["weight"], weights.get("bias")
         if spec.batch_invariant and weight.device.type != "cpu":  # a CPU runs tokens one at a time
             return lambda x: matmul(x, weight, bias)
         choice = self.choices.get((spec.out_features, spec.in_features, spec.dtype))
-        if choice is None:
-            return hold_plain(weight, bias)
-        return choice.hold(weight, bias)
+        return hold_plain(weight, bias) if choice is None else choice.hold(weight, bias)
 
 
 def unquantized() -> Scheme:
+    """Return a new scheme for unquantized weights."""
     return Scheme(PLAIN, PlainLayout(), PlainProduct())
 
 
 def empty_bias(spec: LinearSpec, device: torch.device) -> Weights:
+    """Allocate the bias, zeros, if this rank adds one."""
     if not (spec.bias and spec.adds_bias):
         return {}
     return {"bias": torch.zeros(spec.out_features, dtype=spec.dtype, device=device)}
 
 
 def bias_slot(spec: LinearSpec, part: Part, weights: Weights) -> Iterator[tuple[Part, str, Slot]]:
+    """Yield where the bias of `part` goes, if it has one."""
     if spec.bias:
         bias = weights["bias"][rows_of(part)] if spec.adds_bias else None
         yield part, "bias", Slot(part.shape[:1], (part.rows,), bias)
 
 
 def rows_of(part: Part) -> slice:
-    """of our weight"""
+    """Return the rows of our weight that `part` fills."""
     return slice(part.offset, part.offset + _length(part.rows))
 
 

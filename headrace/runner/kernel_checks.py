@@ -122,8 +122,8 @@ def _rms_norm(subject: Subject) -> Cases:
 
 def _rms_norm_quantized(subject: Subject) -> Cases:
     for layer, fp8 in subject.fp8_linears():
-        if (weight := layer.around.norm_weight) is not None:
-            yield from cases.rms_norm(subject.make, 40, weight, layer.around.norm_eps, fp8)
+        if (weight := layer.fused.norm_weight) is not None:
+            yield from cases.rms_norm(subject.make, 40, weight, layer.fused.norm_eps, fp8)
 
 
 def _silu_and_mul(subject: Subject) -> Cases:

@@ -29,7 +29,7 @@ from headrace.kernels.rotary import quantize_reference
 from headrace.kernels.table import REFERENCE_KERNELS
 from headrace.layers.attention import Attention
 from headrace.layers.linear import Linear, RowParallelLinear
-from headrace.quantization.scheme import Table
+from headrace.quantization.scheme import GemmTable
 from headrace.quantization.unquantized import unquantized
 from headrace.runner.kernel_checks import (
     TOKENS,
@@ -205,7 +205,7 @@ def _filled_cache(
 
 def _linear_checks(subject: Subject) -> Iterator[Check]:
     """Our own kernels for few tokens, size by size and bucket by bucket; the library is what serves without them."""
-    found: dict[int, tuple[str, Table, list[Linear]]] = {}
+    found: dict[int, tuple[str, GemmTable, list[Linear]]] = {}
     for layer in subject.ends(Linear, _use):
         table = _table(layer)
         if table is not None:
@@ -222,20 +222,20 @@ def _linear_checks(subject: Subject) -> Iterator[Check]:
 
 def _use(layer: Linear) -> tuple[object, ...]:
     """What its launches depend on"""
-    return layer.spec.in_features, layer.spec.out_features, layer.around.activation is None, type(layer), layer.scheme
+    return layer.spec.in_features, layer.spec.out_features, layer.fused.activation is None, type(layer), layer.scheme
 
 
-def _table(layer: Linear) -> Table | None:
+def _table(layer: Linear) -> GemmTable | None:
     """Which kernel serves how many tokens, shared by all linears of the size; None where none is ours."""
     return layer.scheme.product.table(layer.spec) if layer.weights else None
 
 
-def _by_library(table: Table, low: int, bucket: int) -> str:
+def _by_library(table: GemmTable, low: int, bucket: int) -> str:
     table[low + 1 : bucket + 1] = [None] * (bucket - low)
     return "the vendor's library"
 
 
-def _linear_error(subject: Subject, layers: list[Linear], tokens: int, table: Table) -> float:
+def _linear_error(subject: Subject, layers: list[Linear], tokens: int, table: GemmTable) -> float:
     """Through the layers themselves, beside plain products in float32 of the same weights; 0 where `table` leaves them
     to the library. What an fp8 linear takes in is in fp8 already, and then it is normed too."""
     worst = 0.0
@@ -255,7 +255,7 @@ def _error_beside_plain(subject: Subject, layer: Linear, x: Any) -> float:
         expected += residual
     out = layer.compute(x, residual)
     error = relative_error(_tensor(out, subject.dtype), expected.to(subject.dtype))
-    if isinstance(out, HalfNormed) and (weight := layer.around.next_norm) is not None:
+    if isinstance(out, HalfNormed) and (weight := layer.fused.next_norm) is not None:
         normed = REFERENCE_KERNELS.rms_norm(out.x, weight, EPS)
         error = max(error, relative_error(out.normed(EPS).to(subject.dtype), normed))
     half = _half_normed(subject, layer, x.shape[0])
@@ -271,12 +271,12 @@ def _tensor(out: Any, dtype: torch.dtype) -> Tensor:
 
 def _half_normed(subject: Subject, layer: Linear, tokens: int) -> HalfNormed | None:
     """What the linear before the norm of `layer` hands it for so many tokens, if that is left for it to finish."""
-    weight, table = layer.around.norm_weight, _table(layer)
+    weight, table = layer.fused.norm_weight, _table(layer)
     config = table[tokens] if table is not None and tokens < len(table) else None
     if config is None or (config.block_m > 1 and layer.scheme.product.input_dtype(layer.spec) is not None):
         return None  # it norms by a kernel of its own, to quantize
     for before in subject.layers(RowParallelLinear):
-        left = before.around.next_norm
+        left = before.fused.next_norm
         if weight is not None and left is not None and left.data_ptr() == weight.data_ptr():
             sizes = before.spec.in_features, before.spec.out_features
             out = before.compute(*(subject.make.random(tokens, size) for size in sizes))
@@ -286,18 +286,18 @@ def _half_normed(subject: Subject, layer: Linear, tokens: int) -> HalfNormed | N
 
 def _plainly(layer: Linear, x: Any) -> Tensor:
     """# [num_tokens, outputs] float32"""
-    around = layer.around
+    fused = layer.fused
     if isinstance(x, Quantized):
         x = x.dequantize(torch.float32)
-    elif around.norm_weight is not None:
-        x = REFERENCE_KERNELS.rms_norm(x, around.norm_weight, around.norm_eps)
+    elif fused.norm_weight is not None:
+        x = REFERENCE_KERNELS.rms_norm(x, fused.norm_weight, fused.norm_eps)
     plain, wide = layer.scheme.layout.dequantize(replace(layer.spec, dtype=torch.float32), layer.weights), x.float()
     weight = plain["weight"]
     step = max(1, ROWS_AT_ONCE // weight.shape[1])
     out = torch.cat([F.linear(wide, rows.float()) for rows in weight.split(step)], dim=1)
     if (bias := plain.get("bias")) is not None:
         out += bias.float()
-    if layer.around.activation is not None:
+    if layer.fused.activation is not None:
         gate, up = out.chunk(2, dim=-1)
         out = F.silu(gate) * up
     return out
@@ -310,7 +310,7 @@ def _fp8_checks(subject: Subject) -> Iterator[Check]:
             name = f"fp8_linear_{layer.spec.out_features}x{layer.spec.in_features}"
             demote = partial(_without_fp8, subject, layer)
             error = partial(_fp8_error, subject, layer)
-            yield Check(name, error, W8A8[layer.around.activation is not None], demote)
+            yield Check(name, error, W8A8[layer.fused.activation is not None], demote)
 
 
 def _fp8_error(subject: Subject, layer: Linear) -> float:
@@ -325,7 +325,7 @@ def _without_fp8(subject: Subject, wrong: Linear) -> str:
         same = (layer.spec.out_features, layer.spec.in_features) == (wrong.spec.out_features, wrong.spec.in_features)
         if same and layer.scheme is rounding:
             layer.weights, layer.scheme = rounding.layout.dequantize(layer.spec, layer.weights), plain
-            compute = plain.product.finalize(layer.spec, layer.weights, layer.around)
+            compute = plain.product.finalize(layer.spec, layer.weights, layer.fused)
             layer.compute = _of_plain_inputs(compute, subject.dtype)
     return "linears over plain activations"
 

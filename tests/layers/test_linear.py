@@ -152,9 +152,9 @@ def test_a_sum_is_left_to_the_norm_behind_it(fp8: bool) -> None:
     for tells in (False, True):
         before = RowParallelLinear(16, 32, alone, bf16, bias=False)
         after = ColumnParallelLinear(32, 48, alone, bf16, bias=False)
-        after.norms_with(norm)
+        after.fuse_norm(norm)
         if tells:
-            before.hands_to(norm)
+            before.fuse_next_norm(norm)
         if fp8:
             before.scheme = after.scheme = fp8_scheme(per_channel=True)
             before.scheme.product.prepare([before.spec, after.spec], CPU)
@@ -183,8 +183,8 @@ def test_what_an_adapter_adds_comes_after_the_norm_and_before_the_activation(qua
             made.scheme = fp8_scheme(per_channel=True)
             made.scheme.product.prepare([made.spec], CPU)
         if around:
-            made.norms_with(norm)
-        made.around = replace(made.around, **around)
+            made.fuse_norm(norm)
+        made.fused = replace(made.fused, **around)
         made.create_weights(CPU)
         for name, slot in made.slots("gate_up_proj").items():
             slot.put(tensors[name.removeprefix(".")][slot.source])

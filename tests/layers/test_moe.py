@@ -50,7 +50,7 @@ def make_layer(spec: Experts, rank: int = 0, size: int = 1) -> SparseMoE:
     layer = SparseMoE(spec, context)
     for module in layer.modules():
         module.create_weights(torch.device("cpu"))  # type: ignore[operator]
-    layer.norms_with(norm)
+    layer.fuse_norm(norm)
     return layer
 
 

@@ -73,7 +73,7 @@ def test_all_norms_but_the_last_run_in_the_linear_behind_them(tmp_path: Path) ->
             (layer.self_attn.qkv_proj, layer.input_layernorm),
             (layer.mlp.gate_up_proj, layer.post_attention_layernorm),
         ):
-            assert linear.around.norm_weight.data_ptr() == norm.weight.data_ptr()
+            assert linear.fused.norm_weight.data_ptr() == norm.weight.data_ptr()
 
 
 def norms_in_order(model: Any) -> list[RMSNorm]:
@@ -130,7 +130,7 @@ def test_several_ranks_leave_the_sum_to_the_linear_behind(context: Any) -> None:
     assert layer.added_to(x, residual) is residual
     assert (residual == 5).all()
     norm.create_weights(torch.device("cpu"))
-    layer.hands_to(norm)
+    layer.fuse_next_norm(norm)
     left = layer.added_to(x, residual)
     assert isinstance(left, Unsummed)
     assert left.x is residual

@@ -129,7 +129,7 @@ def test_norm_and_activation_around_a_linear(emulates: bool, generator: torch.Ge
     norm.weight.data.uniform_(0.5, 1.5, generator=generator)
     activation = partial(REFERENCE_KERNELS.silu_and_mul_quantized, fp8=E4M3)
     layer = MergedColumnParallelLinear(64, {"a": 32, "b": 32}, ALONE, torch.float32, False, activation)
-    layer.norms_with(norm)
+    layer.fuse_norm(norm)
     tensors = {f"{name}.weight": torch.randn(32, 64, generator=generator) * 0.2 for name in "ab"}
     x = torch.randn(96, 64, generator=generator) * 3  # many, so that the mean error hardly varies
     out = made(layer, tensors, True, emulates)(x)

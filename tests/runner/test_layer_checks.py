@@ -21,6 +21,7 @@ from headrace.models import loader
 from headrace.models.registry import attention_specs, describe
 from headrace.quantization import gpu_linear
 from headrace.quantization.fp8 import RoundingProduct
+from headrace.quantization.scheme import GemmTable
 from headrace.quantization.unquantized import PlainProduct
 from headrace.runner.cuda_graph import Shape, StepGraphs
 from headrace.runner.graph_settings import GraphSettings
@@ -73,18 +74,18 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         finalize(self)
         self.weights = weights or {"weight": self.tied_to[0].weight.data}  # type: ignore[attr-defined]
 
-    def tables(specs: Any, itemsize: int) -> dict[gpu_linear.Size, gpu_linear.Table]:
+    def tables(specs: Any, itemsize: int) -> dict[gpu_linear.Size, GemmTable]:
         return {
-            (itemsize, spec.out_features, spec.in_features): gpu_linear.by_number_of_tokens(CONFIGS) for spec in specs
+            (itemsize, spec.out_features, spec.in_features): gpu_linear.table_of(CONFIGS) for spec in specs
         }
 
     def planned(self: PlainProduct, specs: Any, device: torch.device, kernels: Any = None) -> None:
         prepare_plain(self, specs, device, kernels)
-        self.plans = tables(specs, 4)
+        self.tables = tables(specs, 4)
 
     def planned_fp8(self: RoundingProduct, specs: Any, device: torch.device, kernels: Any = None) -> None:
         prepare(self, specs, device, kernels)
-        self.emulates, self.plans = False, tables(specs, 1)
+        self.emulates, self.tables = False, tables(specs, 1)
 
     monkeypatch.setattr(Linear, "finalize", keeping)
     monkeypatch.setattr(PlainProduct, "prepare", planned)
@@ -133,7 +134,7 @@ def test_ranks_that_measured_differently_run_the_same_checks() -> None:
     for config in (CONFIGS[0], None):
         found = subject()
         layer = next(layer for layer in found.model.modules() if isinstance(layer, Linear))
-        for table in layer.scheme.product.plans.values():  # type: ignore[attr-defined]
+        for table in layer.scheme.product.tables.values():  # type: ignore[attr-defined]
             table[1] = config
         names.append([check.name for check in layer_checks(found)])
         run(found)
@@ -150,17 +151,17 @@ def test_a_wrong_product_in_fp8_is_demoted() -> None:
 
 @pytest.mark.usefixtures("on_gpu")
 def test_fp8_that_harms_activations_goes_to_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    hold = gpu_linear.hold_fp8
+    by_table = gpu_linear.by_table
 
     def coarse(weight: Tensor, *arguments: Any) -> Any:
-        compute = hold(weight, *arguments)
-        wrong = weight.shape == (96, 32)
+        compute = by_table(weight, *arguments)
+        wrong = weight.shape == (96, 32) and weight.itemsize == 1
         return lambda x, residual: (
             compute(x * 1.5 if wrong and isinstance(x, Tensor) else x, residual)
             * (1.2 if wrong and isinstance(x, Tensor) else 1.0)
         )
 
-    monkeypatch.setattr(gpu_linear, "hold_fp8", coarse)
+    monkeypatch.setattr(gpu_linear, "by_table", coarse)
     found = subject(quantization="fp8")
     checked = run(found)
     assert set(checked.demoted) == {"fp8_linear_96x32"}
