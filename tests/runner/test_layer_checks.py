@@ -75,9 +75,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         self.weights = weights or {"weight": self.tied_to[0].weight.data}  # type: ignore[attr-defined]
 
     def tables(specs: Any, itemsize: int) -> dict[gpu_linear.Size, GemmTable]:
-        return {
-            (itemsize, spec.out_features, spec.in_features): gpu_linear.table_of(CONFIGS) for spec in specs
-        }
+        return {(itemsize, spec.out_features, spec.in_features): gpu_linear.table_of(CONFIGS) for spec in specs}
 
     def planned(self: PlainProduct, specs: Any, device: torch.device, kernels: Any = None) -> None:
         prepare_plain(self, specs, device, kernels)
