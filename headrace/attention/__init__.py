@@ -1,1 +1,1 @@
-"""Attention backends over the paged KV cache."""
+"""Holds the attention backends over the paged KV cache."""

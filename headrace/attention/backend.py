@@ -1,4 +1,4 @@
-"""What an attention backend is."""
+"""Defines what an attention backend is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace.attention.spec import AttentionSpec
 
 
 class Backend(Protocol):
-    """What it can serve, and inside which graphs, stands in table.py."""
+    """Computes attention over the paged cache. table.py says which layers it can serve, and inside which graphs."""
 
     name: str
 
@@ -24,16 +24,18 @@ class Backend(Protocol):
         kv_scale: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Attention of q # [T, Hq, D] over kv_cache # [2, num_blocks, block_size, Hkv, D], whose blocks may lie apart,
-        the step's own k and v already in it, divided by kv_scale # [2] if the cache is fp8; returns # [T, Hq, D]
-        contiguous: `out` if given. Tokens of requests with seq_len 0 get zeros. One that serves sinks takes `sinks`
-        # [Hq] too; one that serves latents, a cache # [1, num_blocks, block_size, 1, D], and returns
-        # [T, Hq, latent_dim]. What all layers of a spec share is worked out once, and kept in `metadata.plan`."""
+        """Attend with q # [T, Hq, D] to kv_cache # [2, num_blocks, block_size, Hkv, D], whose blocks may lie apart.
+
+        The step's own keys and values are already in the cache, divided by kv_scale # [2] if it is fp8. Returns
+        # [T, Hq, D] contiguous, which is `out` if given. Tokens of requests with seq_len 0 get zeros. A backend that
+        serves sinks takes `sinks` # [Hq] too; one that serves latents takes a cache # [1, num_blocks, block_size, 1, D]
+        and returns # [T, Hq, latent_dim]. What the layers of a spec share is kept in `metadata.plan`.
+        """
         ...
 
 
 class FusedDecode(Protocol):
-    """What a backend may offer beside: steps of one token a request in one launch."""
+    """Serves steps of one token a request in one launch; a backend may offer it."""
 
     def decode(
         self,
@@ -50,6 +52,8 @@ class FusedDecode(Protocol):
         kv_scale: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """q # [R, Hq, D], k and v # [R, Hkv, D] as projected: norms and rotates them, writes k and v to the cache, and
-        attends; -> # [R, Hq, D] contiguous."""
+        """Attend with q # [R, Hq, D], after q and k # [R, Hkv, D] were normed and rotated, and k and v written.
+
+        All three come as projected. Returns # [R, Hq, D] contiguous.
+        """
         ...

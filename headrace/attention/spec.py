@@ -1,4 +1,4 @@
-"""What a layer asks of attention. Torch-free: the planner reads it too; who can serve it stands in table.py."""
+"""Defines what a layer asks of attention. Imports no torch, since the planner reads it too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What a layer asks of attention, on one rank."""
+    """Describes one layer's attention on one rank. table.py says which backend can serve it."""
 
     num_heads: int
     num_kv_heads: int
@@ -17,26 +17,26 @@ class AttentionSpec:
     dtype: str
     """float16, bfloat16 or float32: of activations"""
     sliding_window: int | None = None
-    """Keys a query sees, itself included; None: all"""
+    """the last keys, its own included, that a query sees; None: all"""
     causal: bool = True
-    """False: a query sees the keys that come later too, and nothing is cached"""
+    """False: a query sees later keys too, and nothing is cached."""
     chunked: bool = False
-    """`sliding_window` is the size of a chunk: a query sees the keys of its own chunk alone"""
+    """`sliding_window` is the size of a chunk, and a query sees the keys of its own chunk alone, up to its own."""
     sinks: bool = False
-    """A learned logit for each head takes part in the softmax and adds no value"""
+    """A learned logit for each head takes part in the softmax and adds no value."""
     rotary: bool = True
-    """Queries and keys are rotated by their positions"""
+    """Queries and keys are rotated by their positions."""
     latent_dim: int | None = None
-    """Values are the last so many numbers of their keys, and the cache holds the keys alone; None: it holds both"""
+    """Values are the last so many numbers of their keys, and the cache holds the keys alone; None: it holds both."""
     device_type: str = "cuda"
     batch_invariant: bool = False
-    """A query's result must not depend on what else is in the batch, nor on how its prompt was cut"""
+    """A query's result must not depend on what else is in the batch, nor on how its prompt was cut into chunks."""
     kv_cache_dtype: str = "auto"
-    """of the cache: as `dtype` (auto), another of those, fp8_e4m3 or fp8_e5m2"""
+    """that of the cache: auto (as `dtype`), another of those, fp8_e4m3 or fp8_e5m2"""
     group: int = 0
-    """of layers that keep alike, to which the layer belongs: which block table is its own"""
+    """the cache group to which the layer belongs, and thus the block table that it uses"""
 
     @property
     def quantized_cache(self) -> bool:
-        """The cache holds K and V divided by scales."""
+        """Tell whether the cache holds K and V divided by scales."""
         return self.kv_cache_dtype.startswith("fp8")

@@ -1,6 +1,6 @@
-"""The attention backends in order of preference, and the choice among them with its reasons.
+"""Lists the attention backends in order of preference, and chooses among them, giving reasons.
 
-Torch-free: the planner reads it too. What a backend does is said in its own file, loaded by name.
+Imports no torch, since the planner reads it too; a backend's own file is imported when it is chosen.
 """
 
 from __future__ import annotations
@@ -19,22 +19,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BackendEntry:
+    """Describes one backend."""
+
     name: str
     why: str
-    """What speaks for it, as the start-up log says it"""
+    """what it is, for the start-up log"""
     reasons: Callable[[AttentionSpec], list[str]]
-    """Why it cannot serve a spec; empty: it can"""
+    """returns why it cannot serve a layer; empty: it can"""
     path: str
     """module:class, imported when chosen"""
     full_graphs: str = "none"
-    """Steps whose attention may be inside a CUDA graph: `any`, `decode` (one token a request) or `none`"""
+    """the steps whose attention may be inside a CUDA graph: `any`, `decode` (one token a request) or `none`"""
 
 
 class Selection(NamedTuple):
+    """Holds the backend chosen, and why."""
+
     name: str
     why: str
     passed_over: list[str]
-    """`NAME: reason; reason` of each backend tried before"""
+    """`NAME: reason; reason` of each backend that was tried before it"""
     full_graphs: str
 
 
@@ -85,14 +89,14 @@ BACKENDS = (
 
 
 def reasons_against(entry: BackendEntry, specs: Iterable[AttentionSpec | None]) -> list[str]:
-    """Why it cannot serve a model whose layers ask for `specs` (None: for no attention); empty: it can."""
+    """Return why it cannot serve a model with these layers (None: a layer without attention); empty: it can."""
     return list(dict.fromkeys(why for spec in dict.fromkeys(specs) if spec is not None for why in entry.reasons(spec)))
 
 
 def select_backend(specs: Sequence[AttentionSpec | None], forced: str | None = None) -> Selection:
-    """The first backend without reasons against any layer of `specs`, or the forced one.
+    """Return the first backend that can serve all layers, or the forced one.
 
-    Raises ConfigError when the forced one is unknown or cannot serve, naming its reasons and the ones that can.
+    Raises ConfigError if the forced one is unknown or cannot serve them, naming its reasons and the backends that can.
     """
     verdicts = {entry.name: reasons_against(entry, specs) for entry in BACKENDS}
     usable = [name for name, reasons in verdicts.items() if not reasons]
@@ -117,7 +121,7 @@ def select_backend(specs: Sequence[AttentionSpec | None], forced: str | None = N
 
 
 def load_backend(name: str) -> Backend:
-    """Import and build the backend of that name. ConfigError if there is none."""
+    """Import and build the backend of that name. Raises ConfigError if there is none."""
     for entry in BACKENDS:
         if entry.name == name:
             module, attribute = entry.path.split(":")

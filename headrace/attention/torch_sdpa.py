@@ -1,7 +1,7 @@
-"""TORCH_SDPA: torch's own attention over K and V gathered from the paged cache. The CPU path.
+"""Implements the backend TORCH_SDPA: torch's own attention over K and V gathered from the paged cache, for CPUs.
 
-On a CPU the count of operations is what costs. So a step's requests are put into few groups, each padded to its
-longest member and served by one gather and one scaled_dot_product_attention; the groups, gather indices and masks are
+On a CPU the number of operations is what costs. So a step's requests are put into a few groups, each padded to its
+longest member and served by one gather and one scaled_dot_product_attention. The groups, gather indices and masks are
 made once a step and shared by all layers.
 """
 
@@ -20,46 +20,48 @@ from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.spec import AttentionSpec
 
 GROUP_COST = 60_000
-"""Nanoseconds that one more group costs in a layer."""
+"""nanoseconds that one more group costs in a layer"""
 GATHER_COST = 0.3
-"""Nanoseconds to gather and read one element of K or V."""
+"""nanoseconds to gather and read one element of K or V"""
 PAIR_COST = 0.1
-"""Nanoseconds for one element of the product of a query with a key, weighting of the value included."""
+"""nanoseconds for one element of the product of a query and a key, weighting the value included"""
 MOST_SCRATCH = 64 << 20
-"""Bytes of memory that is kept to gather into. What is larger the system takes back at once."""
+"""bytes of gathering memory that is kept at most; the system takes back a larger one at once"""
 MASKED, UNMASKED = np.float32("-inf"), np.float32(0)
 
 
 class _Request(NamedTuple):
     place: int
-    """in the batch"""
+    """its number in the batch"""
     start: int
-    """its first token in the batch"""
+    """the number of its first token in the batch"""
     query_len: int
     seq_len: int
     skipped: int
-    """leading keys, in whole blocks, that no query of this step can see"""
+    """keys at the front, in whole blocks, that no query of this step sees"""
     span: int
-    """keys that are left"""
+    """keys behind them"""
 
 
 @dataclass(frozen=True)
 class _Group:
-    """B requests padded to Q queries and L keys."""
+    """Holds B requests padded to Q queries and L keys."""
 
     size: int
     query_len: int
     blocks: Tensor | slice
-    """[B * L / block_size] int64; a slice if they lie one after the other, and need no gathering"""
+    """[B * L / block_size] int64; a slice if they lie one after the other, so that nothing is gathered"""
     mask: Tensor | None
-    """additive # [B, 1, rows, L], rows = group of heads x Q (B > 1) or Q (B = 1); None: plainly causal"""
+    """[B, 1, rows, L], to be added to scores; rows = heads of a KV head x Q (B > 1) or Q (B = 1). None: causal"""
     first: int
-    """first token, where the group's tokens are a run in the batch"""
+    """the first token, if the group's tokens are consecutive in the batch"""
     tokens: Tensor | None
-    """[B * Q] int64: tokens of the batch, padding repeating each request's last one; None: a run from `first`"""
+    """[B * Q] int64: tokens of the batch, each request's last one repeated as padding; None: consecutive ones"""
 
 
 class TorchSdpa:
+    """Serves any layer that is causal, on any device."""
+
     name = "TORCH_SDPA"
 
     def __init__(self) -> None:
@@ -105,47 +107,9 @@ class TorchSdpa:
             converted.mul_(kv_scale[: len(converted)].to(dtype).view(-1, 1, 1, 1, 1))
         return converted
 
-    def _select(self, stored: Tensor, blocks: Tensor) -> Tensor:
-        shape = (stored.shape[0], blocks.shape[0], *stored.shape[2:])
-        size = math.prod(shape) * stored.element_size()
-        if size > MOST_SCRATCH or stored.device.type != "cpu":
-            return stored.index_select(1, blocks)
-        if self._scratch.numel() < size:
-            self._scratch = torch.empty(min(2 * size, MOST_SCRATCH), dtype=torch.uint8)
-        return torch.index_select(stored, 1, blocks, out=self._scratch[:size].view(stored.dtype).view(shape))
-
-    def _attend(
-        self,
-        group: _Group,
-        q: Tensor,
-        kv_cache: Tensor,
-        spec: AttentionSpec,
-        kv_scale: Tensor | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """q # [B * Q, Hq, D] -> # [B * Q, Hq, D of values]. Query heads of a KV head are rows of one product."""
-        size, queries = group.size, group.query_len
-        kv_heads, head_dim = spec.num_kv_heads, spec.head_dim
-        shared = spec.num_heads // kv_heads
-        gathered = self._gather(kv_cache, group.blocks, q.dtype, kv_scale)
-        lone, mask = size == 1 and queries > 1, group.mask
-        if lone:  # [Hkv, shared, Q, D] against keys repeated without a copy
-            length = queries if mask is None else mask.shape[-1]
-            parts = gathered.flatten(1, 2)[:, :length].transpose(1, 2).unsqueeze(2)
-            parts = parts.expand(-1, -1, shared, -1, -1)
-            query = q.view(queries, kv_heads, shared, head_dim).permute(1, 2, 0, 3)
-        else:  # [B, Hkv, shared * Q, D]
-            parts = gathered.reshape(len(gathered), size, -1, kv_heads, head_dim).transpose(2, 3)
-            query = q.view(size, -1, kv_heads, shared, head_dim)
-            query = query.squeeze(1) if queries == 1 else query.permute(0, 2, 3, 1, 4).flatten(2, 3)
-        key, value = (parts[0], parts[0, ..., -spec.latent_dim :]) if spec.latent_dim else parts.unbind()
-        if (
-            sinks is not None and mask is not None
-        ):  # one key more, of nothing but the mask's number, and without a value
-            key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
-            column = sinks.view(kv_heads, shared, 1, 1).expand(-1, -1, queries, -1)
-            column = column if lone else column.reshape(1, kv_heads, -1, 1).expand(size, -1, -1, -1)
-            mask = torch.cat((mask.expand(*column.shape[:3], -1), column), dim=-1)
+"""nanoseconds for one element of the product of a query and a key, weighting the value included"""
+MOST_SCRATCH = 64 << 20
+"""bytes of gathering memory that is kept at most; the system takes back a larger one at once"""
         out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, scale=spec.scale)
         if lone:
             return out.permute(2, 0, 1, 3).reshape(*q.shape[:2], -1)
@@ -155,7 +119,7 @@ class TorchSdpa:
 
 
 def _first_visible(position: int, spec: AttentionSpec) -> int:
-    """The first key that a query sees."""
+    """Return the first key that a query sees."""
     window = spec.sliding_window
     if window is None:
         return 0
@@ -176,7 +140,7 @@ def _plan_groups(metadata: AttentionMetadata, spec: AttentionSpec, dtype: torch.
 
 
 def _partition(requests: list[_Request], spec: AttentionSpec) -> list[list[_Request]]:
-    """Requests of like size together, wherever padding costs less than one more group."""
+    """Put requests of similar size together wherever padding costs less than one more group."""
     per_key = GATHER_COST * 2 * spec.num_kv_heads * spec.head_dim
     per_pair = PAIR_COST * spec.num_heads * spec.head_dim
 
@@ -211,7 +175,7 @@ def _make_group(
     block_table = metadata.block_tables[spec.group]
     table, device = block_table.cpu().numpy(), block_table.device
     index, start, query_len, seq_len, skipped, _ = np.array(members).T[..., None]
-    # not beyond a request's last block: what stands there may be another group's by now, and no number of this one
+    # not beyond a request's last block: table entries there may be stale, and no blocks of this cache group
     columns = np.minimum(skipped // block_size + np.arange(num_blocks), (seq_len - 1) // block_size)
     block_ids = table[metadata.rows.cpu().numpy()[index], columns].ravel().astype(np.int64)
     one_run = block_ids[-1] - block_ids[0] == block_ids.size - 1 and bool((np.diff(block_ids) == 1).all())

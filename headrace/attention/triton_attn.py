@@ -1,4 +1,4 @@
-"""TRITON_ATTN: our own kernels. The step's launches are planned and made ready once for each shape of layer."""
+"""Implements the backend TRITON_ATTN: our own kernels, planned once a step for each kind of layer."""
 
 from __future__ import annotations
 
@@ -25,29 +25,33 @@ from headrace.kernels.attention_config import (
 from headrace.kernels.decode import decode_attention
 from headrace.kernels.fp8_cache import UnpackedCache
 from headrace.kernels.launch import Recording, recorded
+from headrace.kernels.paged import Sequences
 
 
 @dataclass
 class Planned:
-    """What a step's layers of one shape have in common."""
+    """Holds what the layers with one spec have in common in a step."""
 
     plan: AttentionPlan
+    sequences: Sequences
     unpacked: UnpackedCache | None = None
     recording: Recording | None = None
-    """of the first layer's launches, which the others repeat"""
+    """the first layer's launches, which the others repeat"""
 
 
 class TritonAttention:
+    """Serves layers on GPUs, as part of CUDA graphs too."""
+
     name = "TRITON_ATTN"
 
     def __init__(self) -> None:
         self.copy_engine = DEVICE_FAMILY == "cuda" and torch.cuda.is_available() and is_hopper(torch.device("cuda"))
-        """Prompts may go through kernels/prefill.py"""
+        """Prompts may go to kernels/prefill.py."""
         self.unpacked: dict[tuple[int, int, torch.dtype], Tensor] = {}
-        """KV heads, their size and type -> where an fp8 cache is unpacked to"""
+        """(KV heads, their size, type) -> memory into which an fp8 cache is unpacked"""
 
     def prefills_by_copy_engine(self, spec: AttentionSpec, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
-        """Whether kernels/prefill.py serves such layers, where prompts are long enough."""
+        """Tell whether kernels/prefill.py serves such layers' prompts, where they are long enough."""
         return (
             self.copy_engine
             and dtype.itemsize == 2
@@ -72,18 +76,12 @@ class TritonAttention:
         tensors = (out, q, kv_cache, kv_scale)
         planned = metadata.plan.get(spec)
         if planned is None:
-            decodes = metadata.num_reqs if metadata.max_query_len == 1 else metadata.num_decodes
             plan = plan_attention(
                 metadata.num_reqs,
                 metadata.num_tokens,
-                decodes,
+                metadata.num_reqs if metadata.max_query_len == 1 else metadata.num_decodes,
                 metadata.max_seq_len,
-                spec.num_heads,
-                spec.num_kv_heads,
-                spec.head_dim,
-                tile_element_size(q, kv_cache),
-                DEVICE_FAMILY,
-                multiprocessor_count(q.device),
+                *_sizes(spec, q, kv_cache),
                 spec.batch_invariant,
                 self.prefills_by_copy_engine(spec, q.dtype, kv_cache.dtype),
                 metadata.max_prompt_len,
@@ -93,35 +91,26 @@ class TritonAttention:
             return out
         with recorded() as made:
             paged_attention(
-                q,
-                kv_cache,
-                metadata.block_tables[spec.group],
-                metadata.rows,
-                metadata.query_start_loc,
-                metadata.seq_lens,
-                spec.scale,
-                metadata.max_query_len,
-                metadata.max_seq_len,
-                spec.sliding_window,
-                out,
-                planned.plan,
-                kv_scale,
-                planned.unpacked,
-            )
+                q, kv_cache, planned.sequences, spec.scale, spec.sliding_window, kv_scale, out,
+                plan=planned.plan, unpacked=planned.unpacked,
+            )  # fmt: skip
         planned.recording = Recording.of(made, tensors)
         return out
 
     def launches(self, plan: AttentionPlan, metadata: AttentionMetadata, spec: AttentionSpec, q: Tensor) -> Planned:
-        """With where an fp8 cache is unpacked to, if it is. That memory is taken at the first call, which the
-        self-check makes."""
-        if not plan.unpacked_blocks:
-            return Planned(plan)
-        key = spec.num_kv_heads, spec.head_dim, q.dtype
-        if key not in self.unpacked:
-            blocks = UNPACKED_BYTES // unpacked_block_bytes(spec.num_kv_heads, spec.head_dim)
-            shape = (2, blocks, UNPACKED_BLOCK, spec.num_kv_heads, spec.head_dim)
-            self.unpacked[key] = torch.empty(shape, dtype=q.dtype, device=q.device)
-        return Planned(plan, UnpackedCache.within(self.unpacked[key], plan, metadata.num_reqs))
+        """Return what a step of `plan` shares, with the memory into which an fp8 cache is unpacked, if it is.
+
+        That memory is allocated at the first such call, which the self-check makes.
+        """
+        planned = Planned(plan, metadata.sequences(spec.group))
+        if plan.unpacked_blocks:
+            key = spec.num_kv_heads, spec.head_dim, q.dtype
+            if key not in self.unpacked:
+                blocks = UNPACKED_BYTES // unpacked_block_bytes(spec.num_kv_heads, spec.head_dim)
+                shape = (2, blocks, UNPACKED_BLOCK, spec.num_kv_heads, spec.head_dim)
+                self.unpacked[key] = torch.empty(shape, dtype=q.dtype, device=q.device)
+            planned.unpacked = UnpackedCache.within(self.unpacked[key], plan, metadata.num_reqs)
+        return planned
 
     def decode(
         self,
@@ -140,35 +129,15 @@ class TritonAttention:
     ) -> Tensor:
         planned = metadata.plan.get(("decode", spec))
         if planned is None:
-            config, splits = plan_decode(
-                metadata.num_reqs,
-                spec.num_heads,
-                spec.num_kv_heads,
-                spec.head_dim,
-                tile_element_size(q, kv_cache),
-                DEVICE_FAMILY,
-                multiprocessor_count(q.device),
-            )
             tickets = torch.zeros(metadata.num_reqs * spec.num_kv_heads, dtype=torch.int32, device=q.device)
-            planned = metadata.plan["decode", spec] = (tickets, config, splits)
-        tickets, config, splits = planned
+            launch = plan_decode(metadata.num_reqs, *_sizes(spec, q, kv_cache))
+            planned = metadata.plan["decode", spec] = (metadata.sequences(spec.group), tickets, spec.scale, *launch)
         return decode_attention(
-            q,
-            k,
-            v,
-            cos_sin,
-            kv_cache,
-            metadata.block_tables[spec.group],
-            metadata.rows,
-            metadata.seq_lens,
-            tickets,
-            spec.scale,
-            config,
-            splits,
-            spec.sliding_window,
-            q_norm,
-            k_norm,
-            eps,
-            kv_scale,
-            out,
+            q, k, v, cos_sin, kv_cache, *planned, spec.sliding_window, q_norm, k_norm, eps, kv_scale, out
         )
+
+
+def _sizes(spec: AttentionSpec, q: Tensor, kv_cache: Tensor) -> tuple[int, int, int, int, str, int]:
+    """Return the layer's sizes and the device's, as plans want them."""
+    element_size, num_sms = tile_element_size(q, kv_cache), multiprocessor_count(q.device)
+    return spec.num_heads, spec.num_kv_heads, spec.head_dim, element_size, DEVICE_FAMILY, num_sms

@@ -1,4 +1,4 @@
-"""The one place that imports Triton. Where it is missing, stand-ins let kernel files load for their references."""
+"""Imports Triton for all kernels. Where it is missing, stand-ins let their files be imported for the references."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ except ImportError:
     HAS_TRITON = False
 
     class TritonError(Exception):  # type: ignore[no-redef]
-        """What a launch raises that the GPU has not enough shared memory or registers for."""
+        """Is raised by a launch that needs more shared memory or registers than the GPU has."""
 
     class _Missing:
-        """Enough of `triton` and `tl` to define kernels that will never be launched."""
+        """Stands for `triton` and `tl` where kernels are defined that will never be launched."""
 
         constexpr = int
 
@@ -31,14 +31,17 @@ except ImportError:
     triton = tl = _Missing()
 
 DEVICE_FAMILY = "hip" if torch.version.hip else "cuda"
-"""Vendor of the GPUs that this build of torch drives: it keys the tables of kernel configurations."""
+"""the vendor of the GPUs that this build of torch drives; tables of kernel configurations are keyed by it"""
 
 
 @triton.jit
 def wait_for_inputs(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first line of every kernel launched with `overlap()`, or the first after loads of constants (weights): lets
-    the next kernel start beside this one, then waits until all before it has been written. A program that returns
-    without waiting would let the next kernel believe that everything before this one is done."""
+    """Let the next kernel start beside this one, then wait until all kernels before this one have written.
+
+    It is the first line of every kernel launched with `overlap()`, or the first after loads of what no kernel writes
+    (weights). Every program must call it: one that returns before waiting tells the next kernel, wrongly, that all
+    before is done.
+    """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -46,8 +49,11 @@ def wait_for_inputs(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def wait_before_next(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`wait_for_inputs` the other way round: the next kernel starts when all before this one has been written, and may
-    read that, past its processor's own cache, before it waits for what this one writes."""
+    """Do the same in the other order: wait, then let the next kernel start.
+
+    The next kernel may then read what kernels before this one wrote, past its processor's own cache, before it waits
+    for this one.
+    """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -55,9 +61,11 @@ def wait_before_next(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def after_inputs(offset, DIVISOR: tl.constexpr, OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`offset`, a multiple of DIVISOR, once everything before this kernel has been written: loads at addresses made of
-    it have waited, and others in the same loop, of constants, are on their way meanwhile. For a kernel that has let
-    the next one start; behind the loop it waits once more, for what it loads there."""
+    """Return `offset`, a multiple of DIVISOR, after a wait like that of `wait_for_inputs`.
+
+    Loads at addresses computed from the result come after the wait, while other loads of the same loop (of weights) do
+    not wait. The kernel must have let the next one start before, and must wait once more behind the loop.
+    """
     if OVERLAP:
         waited = tl.inline_asm_elementwise(
             "griddepcontrol.wait; mov.b32 $0, 0;", "=r,r", [offset], dtype=tl.int32, is_pure=True, pack=1
@@ -71,8 +79,10 @@ _OVERLAP, _NO_OVERLAP = {"OVERLAP": True, "launch_pdl": True}, {"OVERLAP": False
 
 @lru_cache(maxsize=1)
 def overlap() -> dict[str, bool]:
-    """Launch options of kernels that begin with `wait_for_inputs`: programmatic dependent launch where the GPU has it
-    (NVIDIA, compute capability 9.0 and above), so that a kernel is on the chip when the one before it ends."""
+    """Return the launch options of kernels that call `wait_for_inputs`: programmatic dependent launch, where there is.
+
+    NVIDIA GPUs of compute capability 9.0 and above have it: a kernel is then on the chip when the one before it ends.
+    """
     if triton.knobs.runtime.interpret:
         return _NO_OVERLAP
     target = triton.runtime.driver.active.get_current_target()
@@ -81,7 +91,7 @@ def overlap() -> dict[str, bool]:
 
 @lru_cache(maxsize=16)
 def fp8_dtype(device: torch.device) -> torch.dtype:
-    """The e4m3 that `device` computes with: on gfx942 the one without negative zero, whose largest number is 240."""
+    """Return the e4m3 type that `device` computes with: gfx942 has one without negative zero, which ends at 240."""
     if device.type == "cuda" and torch.version.hip:
         name: str = torch.cuda.get_device_properties(device).gcnArchName
         if name.startswith("gfx94"):
@@ -90,10 +100,5 @@ def fp8_dtype(device: torch.device) -> torch.dtype:
 
 
 def next_power_of_2(n: int) -> int:
+    """Return the least power of two that is at least n."""
     return 1 << (n - 1).bit_length()
-
-
-__all__ = [
-    "DEVICE_FAMILY", "HAS_TRITON", "after_inputs", "fp8_dtype", "next_power_of_2", "overlap", "tl", "triton",
-    "wait_before_next", "wait_for_inputs",
-]  # fmt: skip

@@ -1,7 +1,5 @@
 """The gated activation of Llama-like MLPs."""
 
-# mypy: disable-error-code="no-untyped-def"
-# Triton functions are typed by what they are launched with.
 from __future__ import annotations
 
 import torch

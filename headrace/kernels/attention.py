@@ -1,12 +1,11 @@
-"""Paged attention: prefill, chunk and decode in one family of kernels over the paged KV cache.
+"""Computes attention over the paged KV cache, for prompts, chunks of prompts and decodes alike (FlashAttention-2, arXiv
+2307.08691).
 
-A program takes a tile of rows (query tokens x the query heads that share a KV head) and one part of the keys. Where
-the keys are cut into parts, a second kernel combines them. Long prompts on NVIDIA's 9.0 go to prefill.py. Knows layouts
-and lengths, nothing of requests.
+A program takes a tile of rows (query tokens x the query heads that share a KV head) and one split of the keys. Where
+the keys are split, a second kernel combines the splits. On NVIDIA GPUs of compute capability 9.0 long prompts go to
+prefill.py instead.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-# Triton functions are typed by what they are launched with.
 from __future__ import annotations
 
 from functools import lru_cache
@@ -14,12 +13,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from headrace.kernels._triton import DEVICE_FAMILY, next_power_of_2, overlap, tl, triton, wait_for_inputs
-from headrace.kernels.attention_config import MAX_SPLITS, AttentionConfig, AttentionPlan, plan_attention
+from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_for_inputs
+from headrace.kernels.attention_config import MAX_SPLITS, AttentionConfig, AttentionPlan
 from headrace.kernels.fp8_cache import UnpackedCache, as_float16, split_pairs, unpack
 from headrace.kernels.launch import launch
-from headrace.kernels.paged import rows_between
-from headrace.kernels.tiles import find_request
+from headrace.kernels.paged import Sequences, find_request, rows_between
 
 LOG2_E = 1.4426950408889634
 
@@ -43,9 +41,11 @@ def _load_tile(
     WINDOWED: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """Keys [BLOCK_D, BLOCK_N] and values [BLOCK_N, BLOCK_D], those of PAIRS as int16 of two, from `start` on. Behind
-    `limit`, and before `first` where blocks behind a window may be others' by now, CUT gives zeros and reads nothing;
-    REPEATED gives the last key again, or the first, which is fewer instructions."""
+    """Load keys [BLOCK_D, BLOCK_N] and values [BLOCK_N, BLOCK_D] from `start` on; PAIRS: values as int16 of two each.
+
+    Positions from `limit` on have no key, and blocks of those before `first` (WINDOWED) may hold other requests' keys.
+    There CUT reads nothing and gives zeros; REPEATED reads the nearest valid key, which takes fewer instructions.
+    """
     WHOLE_HEAD: tl.constexpr = column.shape[0] == HEAD_DIM
     in_head = column < HEAD_DIM
     values_ptr, value_column, value_in = keys_ptr + value_offset, column, in_head
@@ -105,8 +105,10 @@ def _fold_tile(
     MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """Fold the keys and values of `_load_tile` into the running softmax; MASKED ones look at causality and window. A
-    cache of another type than q's is converted in registers."""
+    """Fold a tile of `_load_tile` into the running softmax; MASKED: with the causal and (WINDOWED) the window's mask.
+
+    Numbers of a cache that has another type than q are converted in registers.
+    """
     PAIRS: tl.constexpr = len(acc) == 2
     scores = tl.dot(q, key.to(q.dtype), input_precision="ieee") * qk_scale
     if MASKED:
@@ -156,9 +158,9 @@ def _attend(
     MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """Fold keys [begin, end) into the running softmax; MASKED tiles look at `limit`, causality and window.
+    """Fold keys [begin, end) into the running softmax; MASKED: with masks for `limit`, causality and window.
 
-    Rows behind the queries' end compute something finite that nobody stores.
+    Rows beyond the last query compute something finite, which is not stored.
     """
     PAIRS: tl.constexpr = len(acc) == 2
     for start in range(begin, end, BLOCK_N):
@@ -209,8 +211,11 @@ def _attention_kernel(
     QUANTIZED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid (KV heads, tiles of queries, splits). One split writes `out` [T, Hq, D]; more write `parts` fp32
-    [T, Hq, splits, D] and `lse` [T, Hq, splits], log2 of each part's sum, -inf where a part saw no key."""
+    """Attend; grid (KV heads, tiles of queries, splits).
+
+    If there is one split it writes `out` [T, Hq, D]. Several write `parts` fp32 [T, Hq, splits, D] and `lse`
+    [T, Hq, splits]: log2 of the sum of exponentials, -inf where a split has no key that the query sees.
+    """
     wait_for_inputs(OVERLAP)
     kv_head = tl.program_id(0)
     split = tl.program_id(2)
@@ -265,7 +270,7 @@ def _attention_kernel(
 
     keys_ptr = cache_ptr + kv_head * HEAD_DIM
     blocks_ptr = block_table_ptr + table_row * block_table_stride
-    PAIRS: tl.constexpr = QUANTIZED and DECODE  # the wider tiles of prompts go through shared memory converted
+    PAIRS: tl.constexpr = QUANTIZED and DECODE  # prompts' wider tiles are converted before they go to shared memory
     if PAIRS:
         acc = (tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32), tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32))
     else:
@@ -273,7 +278,7 @@ def _attention_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if not DECODE:
-        if WINDOWED:  # tiles that the window of some row cuts
+        if WINDOWED:  # tiles where some row's window begins
             front = tl.cdiv(tl.maximum(limit - window, 0), BLOCK_N) * BLOCK_N
             front = tl.minimum(tl.maximum(front, begin), end)
             acc, row_max, row_sum = _attend(
@@ -320,8 +325,10 @@ def _combine_kernel(
     MAX_SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program: one query head of one token. Zeros where no part saw a key. One kernel for any number of splits, as
-    each number may come up for the first time while others wait."""
+    """Combine the splits; one program a query head and token. Writes zeros where no split saw a key.
+
+    `num_splits` is not a constant, so that a number that comes up for the first time needs no compilation.
+    """
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_D)
@@ -345,95 +352,82 @@ def _combine_kernel(
 
 
 COMBINED = 16
-"""Splits that are added up at once."""
+"""splits that are added up at once"""
 MOST_TILES = 65_535
-"""All dimensions of a grid but the first end there; with tiles in the first, heads beside them, registers spill."""
+"""the most programs in the second dimension of a grid. (With tiles in the first, and heads beside them, registers
+spill.)"""
 
 
 @lru_cache(maxsize=16)
 def multiprocessor_count(device: torch.device) -> int:
+    """Return the number of streaming multiprocessors (AMD: compute units) of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @lru_cache(maxsize=16)
 def is_hopper(device: torch.device) -> bool:
-    """NVIDIA, compute capability 9.0: neither what came before nor what came after has its matrix instructions."""
+    """Tell whether `device` is an NVIDIA GPU of compute capability 9.0: no other has its matrix instructions."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def tile_element_size(q: Tensor, kv_cache: Tensor) -> int:
-    """By which the tables of configurations are keyed: the queries' size, but 1 for fp8 read by 2-byte queries."""
+    """Return the element size for the tables of configurations: q's, but 1 for an fp8 cache and 2-byte queries."""
     return 1 if kv_cache.element_size() == 1 and q.element_size() == 2 else q.element_size()
 
 
 def paged_attention(
     q: Tensor,
     kv_cache: Tensor,
-    block_table: Tensor,
-    rows: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
+    sequences: Sequences,
     scale: float,
-    max_query_len: int,
-    max_seq_len: int,
     sliding_window: int | None = None,
-    out: Tensor | None = None,
-    plan: AttentionPlan | None = None,
     kv_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    plan: AttentionPlan,
     unpacked: UnpackedCache | None = None,
 ) -> Tensor:
-    """Causal attention of q [T, Hq, D] over the paged cache [2, num_blocks, block_size, Hkv, D], which is
-    contiguous within a block; returns [T, Hq, D].
+    """Attend causally with q [T, Hq, D] to the paged cache [2, num_blocks, block_size, Hkv, D]; return [T, Hq, D].
 
-    Request i has the tokens query_start_loc[i] : query_start_loc[i + 1], the last of seq_lens[i] known ones, and finds
-    its blocks in block_table[rows[i]]. A query sees itself and `sliding_window` - 1 keys before it, or all. Requests of
-    seq_len 0 (padding) give zeros. Launches depend on host integers alone, never on current lengths; `max_seq_len` is
-    an upper bound. `plan` comes from plan_attention and says how many leading requests run one token. A cache of one
-    byte an element (fp8) holds K / kv_scale[0] and V / kv_scale[1], fp32 [2] on the device; with `unpacked`, what the
-    other requests read of it is unpacked there first.
+    The cache already holds the step's own keys. A query sees itself and `sliding_window` - 1 keys before it, or all.
+    Requests of seq_len 0 (padding) give zeros. `plan` (of plan_attention) says how many leading requests run one token;
+    launches depend on it alone, never on current lengths. An fp8 cache holds K / kv_scale[0] and V / kv_scale[1], fp32
+    [2] on the device; with `unpacked`, what the requests behind the decodes read of it is unpacked there first.
     """
-    num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads = kv_cache.shape[3]
     if out is None:
-        out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    num_reqs = rows.shape[0]
-    if not num_tokens:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if not q.shape[0]:
         return out
-    q = q.contiguous()
-    if plan is None:
-        num_decodes = num_reqs if max_query_len == 1 else 0
-        plan = plan_attention(
-            num_reqs, num_tokens, num_decodes, max_seq_len, num_heads, num_kv_heads, head_dim,
-            tile_element_size(q, kv_cache), DEVICE_FAMILY, multiprocessor_count(q.device),
-        )  # fmt: skip
-    arguments = (q, kv_cache, block_table, rows, query_start_loc, seq_lens, kv_scale, scale * LOG2_E, sliding_window)
-    decodes = plan.num_decodes
+    q, decodes, qk_scale = q.contiguous(), plan.num_decodes, scale * LOG2_E
     if decodes:
-        _run(out[:decodes], *arguments, 0, decodes, decodes, plan.decode, plan.decode_splits, True)
+        _run(
+            out[:decodes], q, kv_cache, sequences, kv_scale, qk_scale, sliding_window, 0, decodes, decodes,
+            plan.decode, plan.decode_splits, True,
+        )  # fmt: skip
     if plan.prefill_tiles:
         if unpacked is not None:
             assert kv_scale is not None
-            unpack(unpacked, kv_cache, block_table, rows, seq_lens, kv_scale, decodes)
-            tables = (unpacked.block_table, unpacked.rows)
-            arguments = (q, unpacked.cache, *tables, query_start_loc, seq_lens, None, scale * LOG2_E, sliding_window)
-        _run(out, *arguments, decodes, num_reqs, plan.prefill_tiles, plan.prefill, plan.prefill_splits, False)
+            unpack(unpacked, kv_cache, sequences, kv_scale, decodes)
+            sequences = sequences._replace(block_table=unpacked.block_table, rows=unpacked.rows)
+            kv_cache, kv_scale = unpacked.cache, None
+        _run(
+            out, q, kv_cache, sequences, kv_scale, qk_scale, sliding_window, decodes, len(sequences.rows),
+            plan.prefill_tiles, plan.prefill, plan.prefill_splits, False,
+        )  # fmt: skip
     return out
 
 
 def _run(
-    out: Tensor, q: Tensor, kv_cache: Tensor, block_table: Tensor, rows: Tensor, query_start_loc: Tensor,
-    seq_lens: Tensor, kv_scale: Tensor | None, qk_scale: float, window: int | None, first_req: int, end_req: int,
-    tiles: int, config: AttentionConfig, splits: int, decode: bool,
+    out: Tensor, q: Tensor, kv_cache: Tensor, sequences: Sequences, kv_scale: Tensor | None, qk_scale: float,
+    window: int | None, first_req: int, end_req: int, tiles: int, config: AttentionConfig, splits: int, decode: bool,
 ) -> None:  # fmt: skip
-    """One launch for requests first_req : end_req, whose tokens begin at first_req, and its combine if split."""
+    """Launch the kernel for requests first_req : end_req, whose tokens begin at first_req, and combine the splits."""
     if tiles > MOST_TILES:  # as for any step that is too large, a smaller one is planned then
         raise torch.OutOfMemoryError(f"attention over {tiles} tiles of queries: a launch holds {MOST_TILES}")
     if config.copy_engine:
-        from headrace.kernels.prefill import prefill_attention  # which can be imported where it can run
+        from headrace.kernels.prefill import prefill_attention  # which can be imported only where it can run
 
-        prefill_attention(
-            out, q, kv_cache, block_table, rows, query_start_loc, seq_lens, qk_scale, first_req, end_req, tiles, config
-        )
+        prefill_attention(out, q, kv_cache, sequences, qk_scale, first_req, end_req, tiles, config)
         return
     num_tokens, num_heads, head_dim = out.shape
     num_kv_heads = kv_cache.shape[3]
@@ -444,9 +438,8 @@ def _run(
         parts = torch.empty((num_tokens, num_heads, splits, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((num_tokens, num_heads, splits), dtype=torch.float32, device=q.device)
     arguments = (
-        out, parts, lse, q, kv_cache, block_table, rows, query_start_loc, seq_lens, kv_scale, qk_scale,
-        window or 0, *rows_between(kv_cache), block_table.stride(0), first_req, end_req,
-        (end_req - first_req - 1).bit_length(),
+        out, parts, lse, q, kv_cache, *sequences, kv_scale, qk_scale, window or 0, *rows_between(kv_cache),
+        sequences.block_table.stride(0), first_req, end_req, (end_req - first_req - 1).bit_length(),
     )  # fmt: skip
     constants = dict(
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, GROUP=num_heads // num_kv_heads,
@@ -466,28 +459,22 @@ def _run(
 def paged_attention_reference(
     q: Tensor,
     kv_cache: Tensor,
-    block_table: Tensor,
-    rows: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
+    sequences: Sequences,
     scale: float,
-    max_query_len: int,
-    max_seq_len: int,
     sliding_window: int | None = None,
-    out: Tensor | None = None,
-    plan: AttentionPlan | None = None,
     kv_scale: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     out = torch.empty_like(q) if out is None else out
     block_size, num_kv_heads = kv_cache.shape[2:4]
     group = q.shape[1] // num_kv_heads
-    starts = query_start_loc.tolist()
-    for request, (row, length) in enumerate(zip(rows.tolist(), seq_lens.tolist(), strict=True)):
+    starts = sequences.query_start_loc.tolist()
+    for request, (row, length) in enumerate(zip(sequences.rows.tolist(), sequences.seq_lens.tolist(), strict=True)):
         first, last = starts[request], starts[request + 1]
         if length == 0:
             out[first:last] = 0
             continue
-        blocks = block_table[row, : -(-length // block_size)].long()
+        blocks = sequences.block_table[row, : -(-length // block_size)].long()
         if kv_scale is not None and kv_cache.element_size() == 1:
             both = kv_cache.view(torch.uint8)[:, blocks].view(kv_cache.dtype).flatten(1, 2)[:, :length].float()
             both = both * kv_scale.view(2, 1, 1, 1)

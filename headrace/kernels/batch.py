@@ -6,8 +6,6 @@ read and write the host's pinned memory themselves. Knows how a batch is laid ou
 is in it.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-# Triton functions are typed by what they are launched with.
 from __future__ import annotations
 
 import torch

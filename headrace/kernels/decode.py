@@ -1,39 +1,34 @@
-"""One launch for a decode token's attention: QK norm, rotary embedding, the write of its k and v, and attention over
-what the cache holds, whose parts the last program of a token and KV head puts together.
+"""Computes a decode's attention in one launch: QK norm, rotary embedding, write of the new key and value, attention.
 
-What earlier steps wrote is known before the kernel in front has ended; only q, k and v are waited for. Knows layouts
-and lengths, nothing of requests.
+The keys of a request are cut into parts (flash decoding), each computed by a program of its own; whichever program of a
+request and KV head finishes last combines the parts. Programs may run while the kernel in front of this one still does:
+the cache holds what earlier steps wrote, so only q, k and v have to be waited for.
 """
 
-# mypy: disable-error-code="no-untyped-def,assignment"
-# Triton functions are typed by what they are launched with.
+# mypy: disable-error-code="assignment"
+# A Triton variable may become a tuple.
+
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
 from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_for_inputs
-from headrace.kernels.attention import (
-    LOG2_E,
-    _attend,
-    _fold_tile,
-    _load_tile,
-    paged_attention_reference,
-)
+from headrace.kernels.attention import LOG2_E, _attend, _fold_tile, _load_tile, paged_attention_reference
 from headrace.kernels.attention_config import AttentionConfig
 from headrace.kernels.fp8_cache import as_float16
-from headrace.kernels.paged import rows_between
+from headrace.kernels.paged import Sequences, rows_between
 from headrace.kernels.rotary import _to_fp8, rotary_and_cache_reference
 
 TILES_PER_PART = 2
-"""Fewest tiles of keys worth a part of their own."""
+"""the fewest tiles of keys in a part, unless there is only one part"""
 
 
 @triton.jit
 def _rotated(
     ptrs, partner_ptrs, weight_ptr, column, partner, inside, cos, sin, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr
 ):
-    """Heads [rows, BLOCK_D] normed and rotated, fp32, rounded where the separate kernels would."""
+    """Load heads [rows, BLOCK_D], norm and rotate them in fp32, rounding where the separate kernels would."""
     dtype = ptrs.dtype.element_ty
     x = tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(partner_ptrs, mask=inside, other=0.0).to(tl.float32)
@@ -52,8 +47,8 @@ def _new_token(
     k_ptr, v_ptr, k_norm_ptr, column, partner, wanted, cos, sin, eps,
     HEAD_DIM: tl.constexpr, NORM: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Key [1, BLOCK_D] of the new token, as `_rotated` gives it, and its value: all of it, or if PAIRS its even and its
-    odd numbers. Zeros, and nothing is read, where it is not `wanted`."""
+    """Load the new token's key [1, BLOCK_D], normed and rotated, and its value; if PAIRS, the value's even numbers and
+    its odd ones. If not `wanted`, read nothing and give zeros."""
     inside = (column < HEAD_DIM) & (wanted + 0 * column > 0)
     k_ptrs = k_ptr + tl.zeros([1, column.shape[0]], tl.int32)
     key = _rotated(
@@ -71,7 +66,7 @@ def _new_token(
 
 @triton.jit
 def _stored(x, scale, cache_type: tl.constexpr, QUANTIZED: tl.constexpr, LIMIT: tl.constexpr):
-    """x as the cache keeps it."""
+    """Return x in the cache's type, divided by `scale` if that is fp8."""
     if QUANTIZED:
         return _to_fp8(x, 1.0 / scale, LIMIT, cache_type)
     return x.to(cache_type)
@@ -82,7 +77,10 @@ def _combined(
     part_ptrs, lse_ptrs, lane, inside, num_parts, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """The parts' weighted mean, in their order, whoever came last. Read past the first-level cache, as others wrote."""
+    """Combine the parts in their order, so that the result does not depend on which program finished last.
+
+    Loads bypass the first-level cache, since programs on other multiprocessors wrote the parts.
+    """
     part = tl.arange(0, SPLITS)[:, None]
     known = (part < num_parts) & (lane < GROUP)[None, :]
     all_lse = tl.load(lse_ptrs[None, :] + part * GROUP, mask=known, other=float("-inf"), cache_modifier=".cg")
@@ -144,15 +142,19 @@ def _decode_kernel(
     EARLY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid (KV heads, requests, splits). A request's keys are cut into as many parts as are worth it, at most SPLITS;
-    programs beyond them end at once. `parts` fp32 [R, Hkv, SPLITS, GROUP, D], `lse` [R, Hkv, SPLITS, GROUP] and
-    `tickets` int32 [R, Hkv], zero before and after."""
+    """Attend; grid (KV heads, requests, SPLITS).
+
+    How many parts a request's keys are cut into depends on its length, and is at most SPLITS: programs beyond end at
+    once. A program writes its part to `parts` fp32 [R, Hkv, SPLITS, GROUP, D], log2 of its sum of exponentials to `lse`
+    [R, Hkv, SPLITS, GROUP], and adds 1 to the request's counter in `tickets` int32 [R, Hkv]: who reads there that it is
+    the last one combines the parts and sets the counter to zero again.
+    """
     kv_head = tl.program_id(0)
     request = tl.program_id(1)
     split = tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + request)
     table_row = tl.load(rows_ptr + request).to(tl.int64)
-    at = tl.maximum(seq_len - 1, 0)  # the new token's position, and the number of keys before it
+    at = tl.maximum(seq_len - 1, 0)  # the new token's position, which is the number of keys before it
     first = 0
     begin = 0
     if WINDOWED:
@@ -192,7 +194,7 @@ def _decode_kernel(
         q_ptrs + column[None, :], q_ptrs + partner[None, :], q_norm_ptr, column, partner, inside, cos, sin, eps,
         HEAD_DIM, NORM,
     )  # fmt: skip
-    last = split == num_parts - 1  # its program has the new token's own key and value too
+    last = split == num_parts - 1  # the last part includes the new token's own key and value
     k_ptr += request.to(tl.int64) * k_stride + kv_head * HEAD_DIM
     v_ptr += request.to(tl.int64) * v_stride + kv_head * HEAD_DIM
     if EARLY:
@@ -213,7 +215,7 @@ def _decode_kernel(
         acc = (tl.zeros([BLOCK_M, BLOCK_D], tl.float32),)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    before = at - 1 + tl.zeros([BLOCK_M], tl.int32)  # keys up to here; the new one is added below
+    before = at - 1 + tl.zeros([BLOCK_M], tl.int32)  # the cache's last key; the new one is added below
     if EARLY:
         acc, row_max, row_sum = _fold_tile(
             q, acc, row_max, row_sum, first_keys, first_values, begin, before, window - 1, qk_scale,
@@ -279,9 +281,9 @@ def _decode_kernel(
         tl.store(part_ptrs + split * (GROUP * HEAD_DIM), total, mask=inside)
         lse = tl.where(row_sum == 0.0, float("-inf"), row_max + tl.log2(row_sum))
         tl.store(lse_ptrs + split * GROUP, lse, mask=lane < GROUP)
-        tl.debug_barrier()  # every thread has stored before one of them says so
+        tl.debug_barrier()  # all threads have stored before the counter says so
         ticket = tl.atomic_add(tickets_ptr + pair, 1, sem="acq_rel", scope="gpu")
-        if ticket == num_parts - 1:  # the last one to come: all parts are there
+        if ticket == num_parts - 1:  # the last to finish
             total = _combined(part_ptrs, lse_ptrs, lane, inside, num_parts, GROUP, HEAD_DIM, SPLITS, 2)
             tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=inside)
             tl.store(tickets_ptr + pair, 0)
@@ -293,9 +295,7 @@ def decode_attention(
     v: Tensor,
     cos_sin: Tensor,
     kv_cache: Tensor,
-    block_table: Tensor,
-    rows: Tensor,
-    seq_lens: Tensor,
+    sequences: Sequences,
     tickets: Tensor,
     scale: float,
     config: AttentionConfig,
@@ -307,12 +307,12 @@ def decode_attention(
     kv_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one new token a request, q [R, Hq, D], k and v [R, Hkv, D] as projected; -> [R, Hq, D].
+    """Attend with one new token a request, q [R, Hq, D], k and v [R, Hkv, D] as projected; return [R, Hq, D].
 
-    What `rotary_and_cache` and `paged_attention` do one after the other, for requests of one token each, the last of
-    seq_lens [R] known ones; padding (seq_len 0) gives zeros and writes nothing. `tickets` int32, at least R * Hkv
-    zeros, zeros again afterwards. Heads are contiguous within a token. The result does not depend on the order in which
-    parts come in, but on `splits`, the most parts that a request's keys are cut into.
+    This is `rotary_and_cache` and `paged_attention` in one launch, for requests of one token each. Padding (seq_len 0)
+    gives zeros and writes nothing. Heads are contiguous within a token. `tickets` int32 are counters, at least R * Hkv;
+    they must be zero, and are zero again afterwards. `splits` is the most parts that a request's keys are cut into: the
+    result depends on it, but not on the order in which programs finish.
     """
     num_reqs, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
@@ -328,9 +328,9 @@ def decode_attention(
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     quantized = kv_cache.element_size() == 1
     _decode_kernel[(num_kv_heads, num_reqs, splits)](
-        out, parts, lse, tickets, q, k, v, cos_sin, q_norm, k_norm, kv_cache, block_table, rows, seq_lens, kv_scale,
-        eps, scale * LOG2_E, sliding_window or 0, q.stride(0), k.stride(0), v.stride(0),
-        *rows_between(kv_cache), block_table.stride(0),
+        out, parts, lse, tickets, q, k, v, cos_sin, q_norm, k_norm, kv_cache, sequences.block_table, sequences.rows,
+        sequences.seq_lens, kv_scale, eps, scale * LOG2_E, sliding_window or 0, q.stride(0), k.stride(0), v.stride(0),
+        *rows_between(kv_cache), sequences.block_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=max(32, next_power_of_2(head_dim)),
         HALF=cos_sin.shape[1] // 2, GROUP=group, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_SIZE=kv_cache.shape[2], SPLITS=splits, TILES_PER_PART=TILES_PER_PART,
@@ -347,9 +347,7 @@ def decode_attention_reference(
     v: Tensor,
     cos_sin: Tensor,
     kv_cache: Tensor,
-    block_table: Tensor,
-    rows: Tensor,
-    seq_lens: Tensor,
+    sequences: Sequences,
     scale: float,
     sliding_window: int | None = None,
     q_norm: Tensor | None = None,
@@ -357,13 +355,10 @@ def decode_attention_reference(
     eps: float = 1e-6,
     kv_scale: Tensor | None = None,
 ) -> Tensor:
+    table, rows, _, seq_lens = sequences
     block_size = kv_cache.shape[2]
     at = (seq_lens.long() - 1).clamp_(min=0)
-    slots = block_table[rows.long(), at // block_size].long() * block_size + at % block_size
+    slots = table[rows.long(), at // block_size].long() * block_size + at % block_size
     slots = slots.masked_fill(seq_lens == 0, -1)
     q = rotary_and_cache_reference(q, k, v, cos_sin, at, kv_cache, slots, q_norm, k_norm, eps, kv_scale)
-    starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=q.device)
-    return paged_attention_reference(
-        q, kv_cache, block_table, rows, starts, seq_lens, scale, 1, int(seq_lens.max()), sliding_window,
-        kv_scale=kv_scale,
-    )  # fmt: skip
+    return paged_attention_reference(q, kv_cache, sequences, scale, sliding_window, kv_scale)

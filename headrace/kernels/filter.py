@@ -5,8 +5,6 @@ move a token over the edge of top_p; Triton and torch agree to the last bit. No 
 bin that a limit falls into, then a bisection the limit within the bin. Knows nothing of requests or of the draw.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-# Triton functions are typed by what they are launched with.
 from __future__ import annotations
 
 import math

@@ -4,8 +4,6 @@ Producers of a linear's input (norm.py, activation.py) quantize in their own pas
 checkpoints or layers.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-# Triton functions are typed by what they are launched with.
 from __future__ import annotations
 
 from typing import NamedTuple

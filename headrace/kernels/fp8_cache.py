@@ -1,12 +1,11 @@
-"""How attention reads an fp8 KV cache: in registers, as float16, which holds every fp8 number exactly.
+"""Converts what attention reads of an fp8 KV cache to 16 bits.
 
-Decodes load values as int16 pairs, because the matrix units want them transposed and shared memory transposes 16 bits
-at a time. What prompts read for prefill.py, whose copy engine brings what it multiplies as it lies there, is unpacked
-to 16 bits first: once for all their queries. What is written to the cache, and by whose scales, stands in rotary.py.
+Mostly that happens in registers, to float16, which holds every fp8 number exactly. Decodes load values as pairs in
+int16, because the matrix units want them transposed and shared memory transposes 16 bits at a time. For prefill.py,
+whose copy engine cannot convert, prompts' keys and values are unpacked first, once for all queries of a step.
+kernels/rotary.py writes the cache.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-# Triton functions are typed by what they are launched with.
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -17,15 +16,15 @@ from torch import Tensor
 from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_for_inputs
 from headrace.kernels.attention_config import UNPACKED_BLOCK, AttentionPlan
 from headrace.kernels.launch import launch
-from headrace.kernels.paged import rows_between
+from headrace.kernels.paged import Sequences, rows_between
 
 ELEMENTS = 1 << 14
-"""that a program unpacks"""
+"""numbers that a program unpacks"""
 
 
 @triton.jit
 def split_pairs(pairs, FP8: tl.constexpr):
-    """int16 pairs of fp8 -> float16 of the low bytes, of the high bytes."""
+    """Split pairs of fp8 in int16; return float16 of the low bytes, and of the high bytes."""
     low = pairs.to(tl.uint8).to(FP8, bitcast=True).to(tl.float16)
     high = (pairs >> 8).to(tl.uint8).to(FP8, bitcast=True).to(tl.float16)
     return low, high
@@ -33,7 +32,7 @@ def split_pairs(pairs, FP8: tl.constexpr):
 
 @triton.jit
 def as_float16(q):
-    """q in float16, each row multiplied by a power of two so that it is at most 1; and 1 / that power # [rows, 1]."""
+    """Return q / power in float16, and power # [rows, 1]: the power of two that makes a row's numbers at most 1."""
     wide = q.to(tl.float32)
     power = tl.exp2(tl.ceil(tl.log2(tl.maximum(tl.max(tl.abs(wide), axis=1), 1e-30))))[:, None]
     return (wide / power).to(tl.float16), power
@@ -41,18 +40,18 @@ def as_float16(q):
 
 @dataclass(frozen=True)
 class UnpackedCache:
-    """Where a step's prompts are unpacked to: those of request i to blocks of row rows[i] of the table."""
+    """Says where a step's prompts are unpacked to: request i to the blocks in row rows[i] of the block table."""
 
     cache: Tensor
     """[2, num_blocks, UNPACKED_BLOCK, Hkv, D] in 16 bits"""
     block_table: Tensor
     """[prompts, blocks] int32"""
     rows: Tensor
-    """[R] int32; of decodes they mean nothing"""
+    """[R] int32; those of decodes are not used"""
 
     @staticmethod
     def within(cache: Tensor, plan: AttentionPlan, num_reqs: int) -> UnpackedCache:
-        """For a step of `plan`, in `cache`, whose numbers are of no account."""
+        """Return the places for a step of `plan` in `cache`, whose contents are overwritten."""
         prompts, blocks = num_reqs - plan.num_decodes, plan.unpacked_blocks
         table = torch.arange(prompts * blocks, dtype=torch.int32, device=cache.device).view(prompts, blocks)
         rows = torch.arange(-plan.num_decodes, prompts, dtype=torch.int32, device=cache.device)
@@ -66,7 +65,7 @@ def _unpack_kernel(
     WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr, UNPACKED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of TOKENS positions, prompts, keys and values)."""
+    """Unpack; grid (tiles of TOKENS positions, prompts, 2: keys and values)."""
     wait_for_inputs(OVERLAP)
     first, prompt, half = tl.program_id(0) * TOKENS, tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + first_req + prompt)
@@ -84,20 +83,20 @@ def _unpack_kernel(
     tl.store(out_ptr + target[:, None] * WIDTH + column[None, :], value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def unpack(
-    unpacked: UnpackedCache, kv_cache: Tensor, block_table: Tensor, rows: Tensor, seq_lens: Tensor, kv_scale: Tensor,
-    first_req: int,
-) -> None:  # fmt: skip
-    """Keys and values of the requests from `first_req` on, out of an fp8 cache # [2, blocks, block_size, Hkv, D] times
-    kv_scale # [2]. What lies behind a request's last key in its blocks stays as it was."""
+def unpack(unpacked: UnpackedCache, kv_cache: Tensor, sequences: Sequences, kv_scale: Tensor, first_req: int) -> None:
+    """Unpack the keys and values of the requests from `first_req` on, multiplied by kv_scale # [2].
+
+    The fp8 cache is # [2, num_blocks, block_size, Hkv, D]. What lies behind a request's last key in its unpacked blocks
+    stays as it was.
+    """
     block_size, kv_heads, head_dim = kv_cache.shape[2:]
     width = kv_heads * head_dim
     block_w = next_power_of_2(width)
     tokens = max(1, ELEMENTS // block_w)
     prompts, blocks = unpacked.block_table.shape
     arguments = (
-        unpacked.cache, kv_cache, block_table, rows, seq_lens, kv_scale,
-        *rows_between(kv_cache), unpacked.cache.shape[1], block_table.stride(0), first_req, blocks,
+        unpacked.cache, kv_cache, sequences.block_table, sequences.rows, sequences.seq_lens, kv_scale,
+        *rows_between(kv_cache), unpacked.cache.shape[1], sequences.block_table.stride(0), first_req, blocks,
     )  # fmt: skip
     constants = {
         "WIDTH": width, "BLOCK_W": block_w, "TOKENS": tokens, "BLOCK_SIZE": block_size, "UNPACKED": UNPACKED_BLOCK,

@@ -6,8 +6,6 @@ pass of its own: the first leaves what it takes, the second finishes it (HalfNor
 sizes are served here and which by the vendor's library is said in gemm_config.py.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-# Triton functions are typed by what they are launched with.
 from __future__ import annotations
 
 from typing import Any

@@ -3,8 +3,6 @@
 (torch's own cuts the sum in another way for other numbers of rows.)
 """
 
-# mypy: disable-error-code="no-untyped-def"
-# Triton functions are typed by what they are launched with.
 from __future__ import annotations
 
 import torch

@@ -5,8 +5,6 @@ weight's size alone. Few tokens let a program take one part, so that all of the 
 all parts of a larger tile. The sums, their order and the instructions that make them are the same.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-# Triton functions are typed by what they are launched with.
 from __future__ import annotations
 
 from dataclasses import dataclass

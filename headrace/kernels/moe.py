@@ -7,8 +7,6 @@ itself meets them as it is, tiles are rounded to fp8 too, which matrix units tak
 layers or of tensor parallelism.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-# Triton functions are typed by what they are launched with.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace

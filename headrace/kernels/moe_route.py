@@ -4,8 +4,6 @@ Pairs are grouped by expert and cut into tiles of at most block_m, all on the de
 from host integers. Nothing is added atomically: equal inputs give equal orders. Knows nothing of experts' weights.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-# Triton functions are typed by what they are launched with.
 from __future__ import annotations
 
 from functools import lru_cache

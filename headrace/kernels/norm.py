@@ -1,7 +1,5 @@
 """RMS norm. Knows nothing of layers or of tensor parallelism."""
 
-# mypy: disable-error-code="no-untyped-def"
-# Triton functions are typed by what they are launched with.
 from __future__ import annotations
 
 import functools

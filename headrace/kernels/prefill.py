@@ -1,13 +1,11 @@
-"""Attention of prompts on NVIDIA GPUs of compute capability 9.0, after FlashAttention-3 (arXiv 2407.08608): one warp
-asks the copy engine for keys and values out of the paged cache, two groups of warps multiply, each for its own rows,
-and a tile's weights are multiplied with its values while the softmax of the next tile is computed.
+"""Computes prompts' attention on NVIDIA GPUs of compute capability 9.0, after FlashAttention-3 (arXiv 2407.08608).
 
-Written in Gluon, as Triton orders such loops otherwise: 290 -> 460 TFLOP/s. What kernels/attention.py does beside
-(windows, splits, other GPUs) it leaves to that; an fp8 cache is unpacked before (fp8_cache.py).
+One warp asks the copy engine (TMA) for keys and values out of the paged cache; two groups of warps multiply, each for
+its own rows. A tile's weights are multiplied with its values while the softmax of the next tile is computed. Written in
+Gluon, since Triton orders such loops otherwise: 460 TFLOP/s against 290. It has no windows and no splits, for which
+kernels/attention.py serves; an fp8 cache is unpacked first (fp8_cache.py).
 """
 
-# mypy: disable-error-code="no-untyped-def"
-# Triton functions are typed by what they are launched with.
 from __future__ import annotations
 
 from torch import Tensor
@@ -18,13 +16,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.kernels.attention_config import AttentionConfig
 from headrace.kernels.launch import launch
-from headrace.kernels.paged import rows_between
-from headrace.kernels.tiles import find_request
+from headrace.kernels.paged import Sequences, find_request, rows_between
 
 async_load = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared  # Triton 3.6 and 3.7
 
 COLUMNS = 64
-"""of a box that the copy engine brings: 128 bytes, as wide as its swizzle"""
+"""of a box that the copy engine loads: 128 bytes, which is the width of its swizzle"""
 BOX_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
@@ -33,7 +30,7 @@ def _fetch(
     cache, blocks_ptr, first_row, column, start, last_block, full, buffer,
     block_rows, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Keys or values of positions start : start + BLOCK_N; behind the last block comes that one again."""
+    """Load the keys or values of positions start : start + BLOCK_N; beyond the last block, load that one again."""
     hopper.mbarrier.expect(full, BLOCK_N * HEAD_DIM * 2)
     ROWS: gl.constexpr = cache.block_shape[0]
     COLUMNS: gl.constexpr = cache.block_shape[1]
@@ -51,7 +48,7 @@ def _produce(
     cache, blocks_ptr, value_rows, block_rows, column, tiles, last_block, keys, values,
     key_full, key_free, value_full, value_free, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """The last tile of keys first, as it is the one with a mask."""
+    """Load all tiles, the last one first, since that is the one with a mask."""
     STAGES: gl.constexpr = keys.shape[0]
     BLOCK_N: gl.constexpr = keys.shape[1]
     for i in range(tiles):
@@ -72,7 +69,7 @@ def _produce(
 
 @gluon.jit
 def _softmax(scores, row_max, row_sum, qk_scale, row_position, start, MASKED: gl.constexpr):
-    """-> (weights, row_max, row_sum, by how much what was added up shrinks)"""
+    """Return weights, row_max, row_sum, and the factor for what was accumulated before."""
     if MASKED:
         BLOCK_N: gl.constexpr = scores.shape[1]
         position = start + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, scores.type.layout))
@@ -89,8 +86,11 @@ def _attend(
     q, acc, weights, row_max, row_sum, first, last, tiles, keys, values, key_full, key_free, value_full, value_free,
     qk_scale, row_position, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Tiles last - 1 down to first. A tile's weights meet its values when the next tile's scores have been asked for:
-    `weights` come in of the tile before, and go out of the last one."""
+    """Fold tiles last - 1 down to first into the running softmax.
+
+    A tile's weights are multiplied with its values after the next tile's scores have been started: `weights` are those
+    of the tile before the first on entry, and those of the last one on return.
+    """
     STAGES: gl.constexpr = keys.shape[0]
     BLOCK_N: gl.constexpr = keys.shape[1]
     ROWS: gl.constexpr = q.shape[0]
@@ -123,7 +123,7 @@ def _consume(
     FIRST_LANE: gl.constexpr, ROWS: gl.constexpr, BLOCK_Q: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """Rows FIRST_LANE : FIRST_LANE + ROWS of the tile, by four warps."""
+    """Compute rows FIRST_LANE : FIRST_LANE + ROWS of the tile, with four warps."""
     BLOCK_N: gl.constexpr = keys.shape[1]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
@@ -187,8 +187,10 @@ def _prefill_kernel(
     NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Grid (KV heads, tiles of queries), tiles as in kernels/attention.py. Three groups of warps: two that multiply, of
-    half the rows each, and one of which a warp loads."""
+    """Attend; grid (KV heads, tiles of queries as in kernels/attention.py).
+
+    Three groups of warps: two that multiply, for half the rows each, and one of which a warp loads.
+    """
     kv_head = gl.program_id(0)
     BLOCK_Q: gl.constexpr = BLOCK_M // GROUP
     HALF: gl.constexpr = BLOCK_M // 2
@@ -242,11 +244,13 @@ def _prefill_kernel(
 
 
 def prefill_attention(
-    out: Tensor, q: Tensor, kv_cache: Tensor, block_table: Tensor, rows: Tensor, query_start_loc: Tensor,
-    seq_lens: Tensor, qk_scale: float, first_req: int, end_req: int, tiles: int, config: AttentionConfig,
+    out: Tensor, q: Tensor, kv_cache: Tensor, sequences: Sequences, qk_scale: float, first_req: int, end_req: int,
+    tiles: int, config: AttentionConfig,
 ) -> None:  # fmt: skip
-    """kernels/attention.py's launch for the prompts first_req : end_req, whose tokens begin at first_req: arguments as
-    there, the cache of q's type, 16 bits."""
+    """Launch the kernel for requests first_req : end_req, whose tokens begin at first_req.
+
+    Arguments are those of kernels/attention.py; q and the cache have the same 16-bit type.
+    """
     num_heads, head_dim = q.shape[1:]
     num_blocks, block_size, num_kv_heads = kv_cache.shape[1:4]
     box, width = [min(block_size, config.block_n), COLUMNS], num_kv_heads * head_dim
@@ -254,8 +258,8 @@ def prefill_attention(
     num_rows = value_rows + (num_blocks - 1) * block_rows + block_size
     cache = TensorDescriptor(kv_cache, [num_rows, width], [width, 1], box, BOX_LAYOUT)
     arguments = (
-        out, q, cache, block_table, rows, query_start_loc, seq_lens, qk_scale,
-        value_rows, block_rows, block_table.stride(0), first_req, end_req, (end_req - first_req - 1).bit_length(),
+        out, q, cache, *sequences, qk_scale, value_rows, block_rows, sequences.block_table.stride(0), first_req,
+        end_req, (end_req - first_req - 1).bit_length(),
     )  # fmt: skip
     constants = {
         "NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim, "GROUP": num_heads // num_kv_heads,

@@ -3,8 +3,6 @@
 Knows the layout of a cache tensor, not which request owns a slot.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-# Triton functions are typed by what they are launched with.
 from __future__ import annotations
 
 from functools import lru_cache

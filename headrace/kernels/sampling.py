@@ -4,8 +4,6 @@ The noise comes from a counter-based hash in 32-bit integers, so that Triton and
 to be in, draw the same numbers. Knows nothing of requests or sampling parameters beyond temperature and seed.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-# Triton functions are typed by what they are launched with.
 from __future__ import annotations
 
 import torch

@@ -1,4 +1,8 @@
-"""Which function serves each operation, chosen once at load and handed to the layers."""
+"""Lists the operations that have a kernel and a reference, and which function serves each.
+
+The functions are chosen once, at load, and handed to the layers. An operation is a field of `KernelTable`; its kernel
+is the function of that name in the operation's module, its reference the function NAME_reference beside it.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,23 @@ from headrace.kernels import activation, batch, filter, fp8, logsumexp, moe, nor
 from headrace.kernels._triton import HAS_TRITON
 from headrace.kernels.norm import HalfNormed
 
+MODULES = {
+    norm: ("rms_norm", "rms_norm_quantized"),
+    activation: ("silu_and_mul", "silu_and_mul_quantized"),
+    fp8: ("quantize_per_token", "fp8_linear"),
+    rotary: ("step_angles", "rotary_and_cache"),
+    batch: ("copy_words", "scatter_words", "prepare_batch", "settle_lengths", "commit_tokens"),
+    sampling: ("best_token", "gumbel_argmax"),
+    filter: ("filter_floor",),
+    logsumexp: ("logsumexp",),
+    moe: ("fused_moe",),
+}
+"""module -> the operations it has"""
+
 
 @dataclass(frozen=True)
 class KernelTable:
-    """One callable an operation; signatures are those of the functions of the same name in this package."""
+    """Holds one callable an operation, with the signature of the function of that name."""
 
     rms_norm: Callable[..., Tensor]
     rms_norm_quantized: Callable[..., fp8.Quantized]
@@ -36,52 +53,19 @@ class KernelTable:
     fused_moe: Callable[..., tuple[Tensor | HalfNormed, Tensor]]
 
 
-REFERENCE_KERNELS = KernelTable(
-    rms_norm=norm.rms_norm_reference,
-    rms_norm_quantized=norm.rms_norm_quantized_reference,
-    silu_and_mul=activation.silu_and_mul_reference,
-    silu_and_mul_quantized=activation.silu_and_mul_quantized_reference,
-    quantize_per_token=fp8.quantize_per_token_reference,
-    fp8_linear=fp8.fp8_linear_reference,
-    step_angles=rotary.step_angles_reference,
-    rotary_and_cache=rotary.rotary_and_cache_reference,
-    copy_words=batch.copy_words_reference,
-    scatter_words=batch.scatter_words_reference,
-    prepare_batch=batch.prepare_batch_reference,
-    settle_lengths=batch.settle_lengths_reference,
-    commit_tokens=batch.commit_tokens_reference,
-    best_token=sampling.best_token_reference,
-    gumbel_argmax=sampling.gumbel_argmax_reference,
-    filter_floor=filter.filter_floor_reference,
-    logsumexp=logsumexp.logsumexp_reference,
-    fused_moe=moe.fused_moe_reference,
-)
+def _table(suffix: str) -> KernelTable:
+    return KernelTable(**{name: getattr(module, name + suffix) for module, names in MODULES.items() for name in names})
 
-TRITON_KERNELS = KernelTable(
-    rms_norm=norm.rms_norm,
-    rms_norm_quantized=norm.rms_norm_quantized,
-    silu_and_mul=activation.silu_and_mul,
-    silu_and_mul_quantized=activation.silu_and_mul_quantized,
-    quantize_per_token=fp8.quantize_per_token,
-    fp8_linear=fp8.fp8_linear,
-    step_angles=rotary.step_angles,
-    rotary_and_cache=rotary.rotary_and_cache,
-    copy_words=batch.copy_words,
-    scatter_words=batch.scatter_words,
-    prepare_batch=batch.prepare_batch,
-    settle_lengths=batch.settle_lengths,
-    commit_tokens=batch.commit_tokens,
-    best_token=sampling.best_token,
-    gumbel_argmax=sampling.gumbel_argmax,
-    filter_floor=filter.filter_floor,
-    logsumexp=logsumexp.logsumexp,
-    fused_moe=moe.fused_moe,
-)
+
+REFERENCE_KERNELS = _table("_reference")
+TRITON_KERNELS = _table("")
 
 
 def select_kernels(device_type: str) -> KernelTable:
-    """Triton's on a GPU, the references on a CPU. RuntimeError on a GPU without Triton: a build of torch for GPUs
-    brings its own, so its absence is a broken installation, not a reason to run slowly in silence."""
+    """Return Triton's kernels for a GPU, the references for a CPU.
+
+    Raises RuntimeError on a GPU without Triton: torch builds for GPUs bring their own, so the installation is broken.
+    """
     if device_type == "cpu":
         return REFERENCE_KERNELS
     if not HAS_TRITON:

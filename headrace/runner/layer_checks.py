@@ -100,8 +100,8 @@ def _decode_error(subject: Subject, layer: Attention, requests: int) -> float:
     assert layer.decode is not None
     out = layer.decode(q, k, v, angles, cache, metadata, layer.spec, *norms, layer.eps, scale)
     expected = decode_attention_reference(
-        q, k, v, subject.rope(), other, metadata.block_tables[-1], metadata.rows, metadata.seq_lens, layer.spec.scale,
-        layer.spec.sliding_window, *norms, layer.eps, scale,
+        q, k, v, subject.rope(), other, metadata.sequences(-1), layer.spec.scale, layer.spec.sliding_window, *norms,
+        layer.eps, scale,
     )  # fmt: skip
     slots = metadata.slot_mappings[-1]
     return relative_error((out, *written(cache, slots)), (expected, *written(other, slots)))
@@ -157,10 +157,7 @@ def _attention_error(
         metadata.plan[spec] = subject.backend.launches(plan, metadata, spec, q)
     out = layer.attend(q, cache, metadata, spec, scale)
     again = layer.attend(q.clone(), cache.clone(), metadata, spec, scale)  # as a later layer of the step
-    expected = paged_attention_reference(
-        q, cache, metadata.block_tables[-1], metadata.rows, metadata.query_start_loc, metadata.seq_lens, spec.scale,
-        metadata.max_query_len, metadata.max_seq_len, spec.sliding_window, kv_scale=scale,
-    )  # fmt: skip
+    expected = paged_attention_reference(q, cache, metadata.sequences(-1), spec.scale, spec.sliding_window, scale)
     return relative_error((out, again), (expected, expected))
 
 

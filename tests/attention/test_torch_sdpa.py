@@ -106,9 +106,7 @@ def attend(batch, heads, block_size, window=None, dtype=torch.float32, layers=1,
     backend = TorchSdpa()
     for _ in range(layers):
         out = backend.forward(q, cache, metadata, spec, kv_scale)
-    reference = paged_attention_reference(
-        q, cache, table, rows, starts, seq_lens, 0.3, max(counts), max(lengths), window, kv_scale=kv_scale
-    )
+    reference = paged_attention_reference(q, cache, metadata.sequences(0), 0.3, window, kv_scale)
     return out, reference, metadata
 
 

@@ -30,10 +30,12 @@ from headrace.kernels import (
 )
 from headrace.kernels.attention_config import plan_attention, plan_decode
 from headrace.kernels.gemm_config import CANDIDATES
+from headrace.kernels.paged import Sequences
 from tests.kernels.offline_target import TARGETS, compiled, spills, use_target
 
 DTYPES = (torch.bfloat16, torch.float16)
 SWEEP = sys.argv[2:] == ["sweep"]
+SEQUENCES = Sequences(torch.zeros(4, 16, dtype=torch.int32), *torch.zeros(3, 16, dtype=torch.int32))
 
 
 def grid(*axes):
@@ -52,7 +54,6 @@ def report(label, kernel, known):
 
 def compile_attention(family):
     known = set()
-    numbers = torch.zeros(16, dtype=torch.int32)
     for dtype, head_dim, group in grid(DTYPES, (64, 96, 128, 256), (1, 4, 8)):
         kv_heads = 2
         q = torch.zeros(64, group * kv_heads, head_dim, dtype=dtype)
@@ -60,9 +61,7 @@ def compile_attention(family):
         for decodes, counts in ((16, 16), (0, 64)):
             plan = plan_attention(16, counts, decodes, 1 << 17, group * kv_heads, kv_heads, head_dim, 2, family, 132)
             kind = "decode" if decodes else "prefill"
-            attention.paged_attention(
-                q[:counts], cache, numbers.view(1, 16), numbers, numbers, numbers, 1.0, 4, 64, plan=plan
-            )
+            attention.paged_attention(q[:counts], cache, SEQUENCES, 1.0, plan=plan)
             report(f"attention {kind} {dtype} head_dim {head_dim} group {group}", attention._attention_kernel, known)
 
 
@@ -72,12 +71,12 @@ def compile_prefill(target):
         return
     from headrace.kernels import prefill
 
-    known, numbers = set(), torch.zeros(16, dtype=torch.int32)
+    known = set()
     for dtype, head_dim, group, block_size in grid(DTYPES, (64, 128), (1, 4, 7), (16, 64)):
         q = torch.zeros(64, group * 2, head_dim, dtype=dtype)
         cache = torch.zeros(2, 4, block_size, 2, head_dim, dtype=dtype)
         plan = plan_attention(16, 64, 0, 1 << 17, group * 2, 2, head_dim, 2, "cuda", 1, copy_engine=True)
-        attention.paged_attention(q, cache, numbers.view(1, 16), numbers, numbers, numbers, 1.0, 4, 64, plan=plan)
+        attention.paged_attention(q, cache, SEQUENCES, 1.0, plan=plan)
         report(f"prefill {dtype} head_dim {head_dim} group {group} block {block_size}", prefill._prefill_kernel, known)
 
 
@@ -88,8 +87,7 @@ def compile_decode(family):
         q, k, v = torch.zeros(requests, 12, head_dim, dtype=dtype).split((8, 2, 2), dim=1)
         cache, angles = torch.zeros(2, 4, 16, 2, head_dim, dtype=dtype), torch.zeros(8, head_dim)
         config, splits = plan_decode(requests, 8, 2, head_dim, 2, family, 132)
-        table = numbers.view(4, 16)
-        decode.decode_attention(q, k, v, angles, cache, table, numbers, numbers, numbers, 1.0, config, splits)
+        decode.decode_attention(q, k, v, angles, cache, SEQUENCES, numbers, 1.0, config, splits)
         report(f"decode {dtype} head_dim {head_dim} requests {requests}", decode._decode_kernel, known)
 
 
@@ -105,23 +103,22 @@ def compile_fp8_cache(target):
         cache, angles = torch.zeros(2, 4, 16, 2, head_dim).to(dtype), torch.zeros(8, head_dim)
         for decodes, counts in ((16, 16), (0, 64)):
             plan = plan_attention(16, counts, decodes, 1 << 17, group * 2, 2, head_dim, 1, family, 132)
-            arguments = (cache, numbers.view(1, 64), numbers[:16], numbers, numbers, 1.0, 4, 64)
-            attention.paged_attention(q[:counts], *arguments, plan=plan, kv_scale=scale)
+            attention.paged_attention(q[:counts], cache, SEQUENCES, 1.0, None, scale, plan=plan)
             report(f"{label} attention", attention._attention_kernel, known)
-        table, wide = numbers.view(4, 16), torch.zeros(64, dtype=torch.int64)
+        wide = torch.zeros(64, dtype=torch.int64)
         for requests in (1, 64):
             config, splits = plan_decode(requests, group * 2, 2, head_dim, 1, family, 132)
             config = replace(config, early_keys=requests == 1)  # which no table says of fp8 yet
             decode.decode_attention(
-                q[:requests], q[:requests, :2], q[:requests, :2], angles, cache, table, numbers, numbers, numbers, 1.0,
-                config, splits, kv_scale=scale,
+                q[:requests], q[:requests, :2], q[:requests, :2], angles, cache, SEQUENCES, numbers, 1.0, config,
+                splits, kv_scale=scale,
             )  # fmt: skip
             report(f"{label} decode of {requests}", decode._decode_kernel, known)
         if target == "sm_90":
             room = torch.zeros(2, 4, attention_config.UNPACKED_BLOCK, 2, head_dim, dtype=q.dtype)
             plan = replace(plan, unpacked_blocks=1)
             unpacked = fp8_cache.UnpackedCache.within(room, plan, 3)
-            fp8_cache.unpack(unpacked, cache, table, numbers[:16], numbers, scale, 0)
+            fp8_cache.unpack(unpacked, cache, SEQUENCES, scale, 0)
             report(f"{label} unpacked", fp8_cache._unpack_kernel, known)
         rotary.rotary_and_cache(q, q[:, :2], q[:, :2], angles, wide, cache, wide, kv_scale=scale)
         report(f"{label} write", rotary._rotary_and_cache_kernel, known)
@@ -209,12 +206,12 @@ def compile_batch_invariant(family):
     logsumexp.logsumexp(torch.zeros(2, 128256))
     for kernel in (matmul._matmul_kernel, matmul._add_parts_kernel, logsumexp._logsumexp_kernel):
         report(f"batch-invariant {kernel.__name__}", kernel, set())
-    known, numbers = set(map(id, compiled(attention._attention_kernel))), torch.zeros(16, dtype=torch.int32)
+    known = set(map(id, compiled(attention._attention_kernel)))
     for head_dim, group in grid((64, 128), (1, 4, 8)):
         q = torch.zeros(64, group * 2, head_dim, dtype=torch.bfloat16)
         cache = torch.zeros(2, 4, 16, 2, head_dim, dtype=torch.bfloat16)
         plan = plan_attention(16, 64, 0, 1 << 17, group * 2, 2, head_dim, 2, family, 132, True)
-        attention.paged_attention(q, cache, numbers.view(1, 16), numbers, numbers, numbers, 1.0, 4, 64, plan=plan)
+        attention.paged_attention(q, cache, SEQUENCES, 1.0, plan=plan)
         report(f"batch-invariant attention head_dim {head_dim} group {group}", attention._attention_kernel, known)
 
 

@@ -17,6 +17,7 @@ from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.spec import AttentionSpec
 from headrace.kernels import attention, launch
 from headrace.kernels.attention_config import plan_attention
+from headrace.kernels.paged import Sequences
 from tests.kernels.offline_target import TARGETS, OfflineDriver, compiled, use_target
 
 given: list[list[object]] = []
@@ -52,9 +53,8 @@ def attention_twice(family: str) -> dict[str, object]:
 
     def attend(q, kv_cache):
         out, table = torch.zeros(q.shape, dtype=q.dtype), numbers.view(4, 16)
-        attention.paged_attention(
-            q, kv_cache, table, numbers[:4], numbers[:5], numbers[:4], 1.0, 1, 64, None, out, plan
-        )
+        sequences = Sequences(table, numbers[:4], numbers[:5], numbers[:4])
+        attention.paged_attention(q, kv_cache, sequences, 1.0, None, None, out, plan=plan)
         return said({"out": out, "q": q, "cache": kv_cache, "numbers": numbers})
 
     q = torch.zeros(5 * 8 * 64 + 1, dtype=torch.bfloat16)

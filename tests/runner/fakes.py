@@ -16,6 +16,7 @@ from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.spec import AttentionSpec
 from headrace.kernels.attention import paged_attention_reference
 from headrace.kernels.batch import prepare_batch_reference
+from headrace.kernels.paged import Sequences
 from headrace.kernels.table import REFERENCE_KERNELS
 from headrace.runner.cuda_graph import Shape
 
@@ -54,9 +55,8 @@ def attention(
     assert int(query_start_loc[-1]) == q.shape[0]
     assert int(seq_lens.max()) <= max_seq_len
     assert int(query_start_loc.diff().max()) <= max_query_len
-    return paged_attention_reference(
-        q, kv_cache, block_table, rows, query_start_loc, seq_lens, scale, max_query_len, max_seq_len, sliding_window
-    )
+    sequences = Sequences(block_table, rows, query_start_loc, seq_lens)
+    return paged_attention_reference(q, kv_cache, sequences, scale, sliding_window)
 
 
 class AttentionInGraphs:
@@ -77,10 +77,7 @@ class AttentionInGraphs:
         attended: Tensor = torch.ops.headrace_test.attention(
             q,
             kv_cache,
-            metadata.block_tables[spec.group],
-            metadata.rows,
-            metadata.query_start_loc,
-            metadata.seq_lens,
+            *metadata.sequences(spec.group),
             spec.scale,
             metadata.max_query_len,
             metadata.max_seq_len,

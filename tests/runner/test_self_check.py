@@ -157,13 +157,7 @@ class BrokenDecode(TorchSdpa):
         kv_scale: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        arguments = (
-            metadata.block_tables[spec.group],
-            metadata.rows,
-            metadata.seq_lens,
-            spec.scale,
-            spec.sliding_window,
-        )
+        arguments = metadata.sequences(spec.group), spec.scale, spec.sliding_window
         found = decode_attention_reference(q, k, v, cos_sin, kv_cache, *arguments, q_norm, k_norm, eps, kv_scale)
         return found * self.factor if out is None else out.copy_(found * self.factor)
 

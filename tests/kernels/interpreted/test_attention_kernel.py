@@ -15,6 +15,7 @@ from headrace.attention.spec import AttentionSpec
 from headrace.kernels import attention_config
 from headrace.kernels.attention import COMBINED, paged_attention, paged_attention_reference
 from headrace.kernels.attention_config import AttentionConfig, plan_attention
+from headrace.kernels.paged import Sequences
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 SMALL = AttentionConfig(16, 16, 4, 1)
@@ -37,18 +38,14 @@ def make_inputs(batch, heads, block_size, dtype):
     q = torch.randn(sum(counts), num_heads, dim).to(dtype)
     starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
     rows = torch.randperm(7)[: len(batch)].int()
-    return (
-        (q, in_arena(cache), table, rows, starts, torch.tensor(lengths, dtype=torch.int32)),
-        max(counts),
-        max(lengths),
-    )
+    return q, in_arena(cache), Sequences(table, rows, starts, torch.tensor(lengths, dtype=torch.int32))
 
 
-def forget_behind_window(cache, table, batch, rows, window):
+def forget_behind_window(cache, sequences, window):
     """Blocks of which no query of the step sees a key are others' by now, with numbers of another type."""
-    block_size = cache.shape[2]
-    for (count, length), row in zip(batch, rows.tolist(), strict=True):
-        unseen = max(0, length - count - window + 1) // block_size if window else 0
+    table, rows, starts, lengths = sequences
+    for row, count, length in zip(rows.tolist(), starts.diff().tolist(), lengths.tolist(), strict=True):
+        unseen = max(0, length - count - window + 1) // cache.shape[2] if window else 0
         cache[:, table[row, :unseen].long()] = float("nan")
 
 
@@ -63,14 +60,14 @@ def small_plan(batch, q, heads, decodes, splits):
 
 def run(kind, heads, block_size, window, splits, dtype):
     batch = BATCHES[kind]
-    inputs, longest_query, longest = make_inputs(batch, heads, block_size, dtype)
+    inputs = make_inputs(batch, heads, block_size, dtype)
     scale = random.uniform(0.1, 1.0)
-    expected = paged_attention_reference(*inputs, scale, longest_query, longest, window)
-    forget_behind_window(inputs[1], inputs[2], batch, inputs[3], window)
+    expected = paged_attention_reference(*inputs, scale, window)
+    forget_behind_window(*inputs[1:], window)
     decodes = {"decode": len(batch), "mixed": random.choice((0, 3))}.get(kind, 0)
     out = torch.full_like(inputs[0], float("nan"))
     plan = small_plan(batch, inputs[0], heads, decodes, splits)
-    assert paged_attention(*inputs, scale, longest_query, longest, window, out, plan) is out
+    assert paged_attention(*inputs, scale, window, None, out, plan=plan) is out
     error = (out.double() - expected.double()).norm() / expected.double().norm()
     assert error <= TOLERANCE[dtype]
 
@@ -98,11 +95,11 @@ def test_odd_heads(kind, heads):
 
 def test_more_query_heads_than_rows_of_the_usual_tile():
     batch, heads = BATCHES["decode"], (17, 1, 8)
-    inputs, _, longest = make_inputs(batch, heads, 16, torch.float32)
+    inputs = make_inputs(batch, heads, 16, torch.float32)
     plan = plan_attention(len(batch), len(batch), len(batch), 64, *heads, 4, "cuda", 1)
     assert plan.decode.block_m == 32
-    out = paged_attention(*inputs, 0.3, 1, longest, plan=plan)
-    torch.testing.assert_close(out, paged_attention_reference(*inputs, 0.3, 1, longest))
+    out = paged_attention(*inputs, 0.3, plan=plan)
+    torch.testing.assert_close(out, paged_attention_reference(*inputs, 0.3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -115,11 +112,11 @@ def test_half_precision(kind, dtype):
 @pytest.mark.parametrize("splits", [1, 2, 4])
 def test_a_key_that_overflowed_reaches_every_query_that_sees_it(kind, splits):
     batch, heads = BATCHES[kind], (4, 2, 8)
-    inputs, longest_query, longest = make_inputs(batch, heads, 16, torch.float32)
-    first_block = inputs[2][inputs[3][0].long(), 0]
+    inputs = make_inputs(batch, heads, 16, torch.float32)
+    first_block = inputs[2].block_table[inputs[2].rows[0].long(), 0]
     inputs[1][0, first_block, 0] = float("nan")  # the first request's first key
     plan = small_plan(batch, inputs[0], heads, len(batch) if kind == "decode" else 0, splits)
-    out = paged_attention(*inputs, 0.3, longest_query, longest, plan=plan)
+    out = paged_attention(*inputs, 0.3, plan=plan)
     count = batch[0][0]
     assert out[:count].isnan().all()
     assert not out[count:].isnan().any()
@@ -127,34 +124,33 @@ def test_a_key_that_overflowed_reaches_every_query_that_sees_it(kind, splits):
 
 def test_more_tiles_than_a_launch_holds_is_a_step_that_is_too_large():
     batch, heads = BATCHES["prefill"], (4, 2, 8)
-    inputs, longest_query, longest = make_inputs(batch, heads, 16, torch.float32)
+    inputs = make_inputs(batch, heads, 16, torch.float32)
     plan = replace(small_plan(batch, inputs[0], heads, 0, 1), prefill_tiles=65_536)
     with pytest.raises(torch.OutOfMemoryError, match="65536 tiles"):
-        paged_attention(*inputs, 0.3, longest_query, longest, plan=plan)
+        paged_attention(*inputs, 0.3, plan=plan)
 
 
 def test_no_tokens():
     q = torch.empty(0, 4, 8)
     table, none = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
     cache = torch.zeros(2, 2, 16, 2, 8)
-    out = paged_attention(q, cache, table, none, torch.zeros(1, dtype=torch.int32), none, 1.0, 0, 0)
+    sequences = Sequences(table, none, torch.zeros(1, dtype=torch.int32), none)
+    out = paged_attention(q, cache, sequences, 1.0, plan=plan_attention(0, 0, 0, 1, 4, 2, 8, 4, "cuda", 1))
     assert out.shape == (0, 4, 8)
 
 
 def test_backend_plans_once_a_step_for_each_shape_of_layer(monkeypatch):
     monkeypatch.setattr(triton_attn, "multiprocessor_count", lambda device: 1)
     batch = BATCHES["decode"]
-    inputs, longest_query, longest = make_inputs(batch, (4, 2, 8), 16, torch.float32)
-    q, cache, table, rows, starts, lengths = inputs
-    metadata = AttentionMetadata(
-        rows, starts, lengths, lengths, (lengths,), (table,), len(batch), len(q), longest_query, longest
-    )
+    inputs = make_inputs(batch, (4, 2, 8), 16, torch.float32)
+    q, cache, (table, rows, starts, lengths) = inputs
+    metadata = AttentionMetadata(rows, starts, lengths, lengths, (lengths,), (table,), len(batch), len(q), 1, 64)
     backend = triton_attn.TritonAttention()
     full = AttentionSpec(4, 2, 8, 0.5, 16, "float32")
     windowed = replace(full, sliding_window=5)
     for spec in (full, windowed, full):
         out = backend.forward(q, cache, metadata, spec)
-        reference = paged_attention_reference(*inputs, 0.5, longest_query, longest, spec.sliding_window)
+        reference = paged_attention_reference(*inputs, 0.5, spec.sliding_window)
         torch.testing.assert_close(out, reference)
     assert len(metadata.plan) == 2
 
@@ -164,7 +160,7 @@ def test_batch_invariant_plan_gives_a_query_the_same_bits_in_any_chunk(window, m
     """One sequence's last 40 queries: one at a time, in chunks, beside another request, all at once."""
     monkeypatch.setattr(attention_config, "PREFILL", {("cuda", 4, width): SMALL for width in (64, 128, 256)})
     heads, block_size, length, known = (4, 2, 8), 16, 40, 55
-    (q, cache, table, rows, _, _), *_ = make_inputs([(length, known), (9, 9)], heads, block_size, torch.float32)
+    q, cache, (table, rows, *_) = make_inputs([(length, known), (9, 9)], heads, block_size, torch.float32)
 
     def attend(first, last, with_other):
         counts, lengths = [last - first], [known - length + last]
@@ -177,7 +173,8 @@ def test_batch_invariant_plan_gives_a_query_the_same_bits_in_any_chunk(window, m
             len(counts), len(queries), sum(count == 1 for count in counts), 64, *heads, 4, "cuda", 132, True
         )
         out = torch.full_like(queries, float("nan"))
-        paged_attention(queries, cache, table, rows[: len(counts)], starts, lengths, 0.5, 9, 64, window, out, plan)
+        sequences = Sequences(table, rows[: len(counts)], starts, lengths)
+        paged_attention(queries, cache, sequences, 0.5, window, None, out, plan=plan)
         return out[: last - first]
 
     whole = attend(0, length, False)

@@ -10,6 +10,7 @@ from test_attention_kernel import forget_behind_window
 
 from headrace.kernels.attention_config import AttentionConfig, plan_decode
 from headrace.kernels.decode import decode_attention, decode_attention_reference
+from headrace.kernels.paged import Sequences
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 8e-3}
 LENGTHS = [1, 0, 5, 37, 64, 17]
@@ -29,7 +30,7 @@ def error(out, reference):
 
 
 def scattered_cache(kv_heads, head_dim, dtype):
-    """(cache, block table, rows) with each request's blocks anywhere; the last block is nobody's"""
+    """(cache, sequences) with each request's blocks anywhere; the last block is nobody's"""
     total = sum(-(-length // BLOCK_SIZE) for length in LENGTHS) + 3
     table = torch.full((len(LENGTHS) + 2, 20), total - 1, dtype=torch.int32)
     rows = torch.randperm(len(LENGTHS) + 2)[: len(LENGTHS)].int()
@@ -37,7 +38,9 @@ def scattered_cache(kv_heads, head_dim, dtype):
     for row, length in zip(rows.tolist(), LENGTHS, strict=True):
         needed = -(-length // BLOCK_SIZE)
         table[row, :needed], blocks = blocks[:needed], blocks[needed:]
-    return in_arena(torch.randn(2, total, BLOCK_SIZE, kv_heads, head_dim).to(dtype)), table, rows
+    starts, lengths = torch.arange(len(LENGTHS) + 1).int(), torch.tensor(LENGTHS, dtype=torch.int32)
+    cache = in_arena(torch.randn(2, total, BLOCK_SIZE, kv_heads, head_dim).to(dtype))
+    return cache, Sequences(table, rows, starts, lengths)
 
 
 @sampled(
@@ -56,23 +59,21 @@ def scattered_cache(kv_heads, head_dim, dtype):
 def test_equals_the_separate_kernels(dtype, case, early_keys):
     heads, rotary_dim, norm, window, splits = case
     num_heads, kv_heads, head_dim = heads
-    cache, table, rows = scattered_cache(kv_heads, head_dim, dtype)
+    cache, sequences = scattered_cache(kv_heads, head_dim, dtype)
     q, k, v = (
-        torch.randn(len(rows), num_heads + 2 * kv_heads, head_dim).to(dtype).split((num_heads, *heads[1:2] * 2), 1)
+        torch.randn(len(LENGTHS), num_heads + 2 * kv_heads, head_dim).to(dtype).split((num_heads, *heads[1:2] * 2), 1)
     )
     angles = torch.rand(128, rotary_dim // 2) * 6.28
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
     norms = [torch.randn(head_dim).to(dtype) if norm else None for _ in range(2)]
-    lengths, scale = torch.tensor(LENGTHS, dtype=torch.int32), head_dim**-0.5
+    scale = head_dim**-0.5
     expected_cache = in_arena(cache)
-    expected = decode_attention_reference(q, k, v, cos_sin, expected_cache, table, rows, lengths, scale, window, *norms)
+    expected = decode_attention_reference(q, k, v, cos_sin, expected_cache, sequences, scale, window, *norms)
     for one in (cache, expected_cache):
-        forget_behind_window(one, table, [(1, length) for length in LENGTHS], rows, window)
-    tickets = torch.zeros(len(rows) * kv_heads, dtype=torch.int32)
+        forget_behind_window(one, sequences, window)
+    tickets = torch.zeros(len(LENGTHS) * kv_heads, dtype=torch.int32)
     config = AttentionConfig(16, random.choice((4, 16)), 1, 2, early_keys=early_keys)
-    out = decode_attention(
-        q, k, v, cos_sin, cache, table, rows, lengths, tickets, scale, config, splits, window, *norms
-    )
+    out = decode_attention(q, k, v, cos_sin, cache, sequences, tickets, scale, config, splits, window, *norms)
     assert error(out, expected) <= TOLERANCE[dtype]
     known = expected_cache.isnan().logical_not()
     assert error(cache[known], expected_cache[known]) <= TOLERANCE[dtype]
@@ -86,7 +87,8 @@ def test_no_request_is_no_work():
     empty = torch.zeros(0, 2, 16)
     numbers = torch.zeros(0, dtype=torch.int32)
     cache = torch.zeros(2, 1, 4, 2, 16)
-    arguments = (torch.zeros(4, 16), cache, torch.zeros(1, 1, dtype=torch.int32), numbers, numbers, numbers)
+    sequences = Sequences(torch.zeros(1, 1, dtype=torch.int32), numbers, numbers, numbers)
+    arguments = (torch.zeros(4, 16), cache, sequences, numbers)
     assert decode_attention(empty, empty, empty, *arguments, 1.0, AttentionConfig(16, 16, 1, 2), 2).shape == (0, 2, 16)
 
 

@@ -15,6 +15,7 @@ from headrace.kernels.attention import paged_attention, paged_attention_referenc
 from headrace.kernels.attention_config import UNPACKED_BLOCK, AttentionConfig
 from headrace.kernels.decode import decode_attention, decode_attention_reference
 from headrace.kernels.fp8_cache import UnpackedCache, unpack
+from headrace.kernels.paged import Sequences
 from headrace.kernels.table import REFERENCE_KERNELS as REFERENCE
 from headrace.kernels.table import TRITON_KERNELS as TRITON
 
@@ -30,22 +31,22 @@ def _fresh_inputs():
 
 def fp8_inputs(kind, heads, block_size, dtype, fp8):
     """Like make_inputs, with K and V of other sizes; and the scales."""
-    (q, cache, *rest), longest_query, longest = make_inputs(BATCHES[kind], heads, block_size, dtype)
+    q, cache, sequences = make_inputs(BATCHES[kind], heads, block_size, dtype)
     scale = torch.rand(2) * 0.1 + 0.01
     held = (cache.float() / scale.view(2, 1, 1, 1, 1)).clamp(-200, 200).to(fp8)
-    return (q, in_arena(held), *rest), scale, longest_query, longest
+    return (q, in_arena(held), sequences), scale
 
 
 def attend(kind, heads, block_size, dtype, fp8, window=None, splits=1, times=1.0):
-    (q, *inputs), scale, longest_query, longest = fp8_inputs(kind, heads, block_size, dtype, fp8)
+    (q, *inputs), scale = fp8_inputs(kind, heads, block_size, dtype, fp8)
     q = (q.float() * times).to(dtype)
     softmax_scale = random.uniform(0.1, 1.0) / times
     decodes = {"decode": len(BATCHES[kind]), "mixed": random.choice((0, 3))}.get(kind, 0)
     plan = small_plan(BATCHES[kind], q, heads, decodes, splits)
-    arguments = (q, *inputs, softmax_scale, longest_query, longest, window)
-    expected = paged_attention_reference(*arguments, kv_scale=scale)
-    forget_behind_window(*inputs[:2], BATCHES[kind], inputs[2], window)
-    out = paged_attention(*arguments, torch.full_like(q, float("nan")), plan, scale)
+    arguments = (q, *inputs, softmax_scale, window, scale)
+    expected = paged_attention_reference(*arguments)
+    forget_behind_window(*inputs, window)
+    out = paged_attention(*arguments, torch.full_like(q, float("nan")), plan=plan)
     error = (out.double() - expected.double()).norm() / expected.double().norm()
     assert error <= TOLERANCE[dtype]
 
@@ -137,35 +138,19 @@ def test_nan_stays_nan(fp8):
 def test_fused_decode(case, early_keys, dtype, fp8):
     heads, window, splits = case
     num_heads, kv_heads, head_dim = heads
-    filled, table, rows = scattered_cache(kv_heads, head_dim, torch.float32)
+    filled, sequences = scattered_cache(kv_heads, head_dim, torch.float32)
     scale = torch.rand(2) * 0.1 + 0.01
     caches = [in_arena((filled / scale.view(2, 1, 1, 1, 1)).clamp(-200, 200).to(fp8)) for _ in range(2)]
-    joined = torch.randn(len(rows), num_heads + 2 * kv_heads, head_dim).to(dtype)
+    joined = torch.randn(len(LENGTHS), num_heads + 2 * kv_heads, head_dim).to(dtype)
     q, k, v = joined.split((num_heads, kv_heads, kv_heads), dim=1)
     angles = torch.rand(128, head_dim // 2) * 6.28
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
-    lengths, softmax_scale = torch.tensor(LENGTHS, dtype=torch.int32), head_dim**-0.5
-    tickets = torch.zeros(len(rows) * kv_heads, dtype=torch.int32)
+    tickets = torch.zeros(len(LENGTHS) * kv_heads, dtype=torch.int32)
     config = AttentionConfig(16, 16, 1, 2, early_keys=early_keys)
-    expected = decode_attention_reference(
-        q, k, v, cos_sin, caches[1], table, rows, lengths, softmax_scale, window, kv_scale=scale
-    )
-    out = decode_attention(
-        q,
-        k,
-        v,
-        cos_sin,
-        caches[0],
-        table,
-        rows,
-        lengths,
-        tickets,
-        softmax_scale,
-        config,
-        splits,
-        window,
-        kv_scale=scale,
-    )
+    size = head_dim**-0.5
+    expected = decode_attention_reference(q, k, v, cos_sin, caches[1], sequences, size, window, kv_scale=scale)
+    arguments = (sequences, tickets, size, config, splits, window)
+    out = decode_attention(q, k, v, cos_sin, caches[0], *arguments, kv_scale=scale)
     error = (out.double() - expected.double()).norm() / expected.double().norm()
     assert error <= 2 * TOLERANCE[dtype] + 2e-3  # the new key may round to its neighbour
     ours, theirs = (cache.float() for cache in caches)
@@ -187,7 +172,7 @@ def test_caches_narrower_than_the_model_without_scales(dtype):
 @pytest.mark.parametrize("heads", [(4, 2, 64), (3, 1, 128), (10, 5, 64)], ids=str)
 def test_what_prompts_read_is_unpacked(heads, fp8):
     lengths = [9, 1, 70, 133, 0, 64]
-    (_, cache, *_), scale, *_ = fp8_inputs("mixed", heads, 16, torch.float16, fp8)
+    (_, cache, _), scale = fp8_inputs("mixed", heads, 16, torch.float16, fp8)
     blocks = max(-(-length // 16) for length in lengths)
     table = torch.randint(0, cache.shape[1], (len(lengths), blocks), dtype=torch.int32)
     rows, decodes = torch.randperm(len(lengths)).int(), 2
@@ -195,7 +180,7 @@ def test_what_prompts_read_is_unpacked(heads, fp8):
     plan = replace(small_plan([(1, 1)], torch.zeros(1, *heads[::2]), heads, decodes, 1), unpacked_blocks=3)
     room = torch.full((2, 4 * 3 + 1, UNPACKED_BLOCK, *heads[1:]), 7.0, dtype=torch.float16)
     unpacked = UnpackedCache.within(room, plan, len(lengths))
-    unpack(unpacked, cache, table, rows, seq_lens, scale, decodes)
+    unpack(unpacked, cache, Sequences(table, rows, seq_lens, seq_lens), scale, decodes)
     flat = room.view(2, -1, *heads[1:]).float()
     written = torch.zeros(flat.shape[1], dtype=torch.bool)
     for request in range(decodes, len(lengths)):
@@ -211,24 +196,22 @@ def test_what_prompts_read_is_unpacked(heads, fp8):
 def test_decodes_read_the_cache_itself_beside_prompts_that_read_what_was_unpacked(monkeypatch):
     """prefill.py needs a GPU: in its place the kernel of short prompts, over the 16-bit cache."""
     heads, decodes, batch = (4, 2, 16), 3, BATCHES["mixed"]
-    (q, *inputs), scale, longest_query, longest = fp8_inputs("mixed", heads, 16, torch.float16, FP8[0])
+    (q, *inputs), scale = fp8_inputs("mixed", heads, 16, torch.float16, FP8[0])
     small = small_plan(batch, q, heads, decodes, 1)
-    blocks = -(-longest // UNPACKED_BLOCK)
+    blocks = -(-max(known for _, known in batch) // UNPACKED_BLOCK)
     plan = replace(small, prefill=replace(small.prefill, copy_engine=True), unpacked_blocks=blocks)
     shape = (2, (len(batch) - decodes) * blocks, UNPACKED_BLOCK, *heads[1:])
     room = torch.full(shape, float("nan"), dtype=torch.float16)
 
     def stands_in(out, *inputs):
         *inputs, qk_scale, first_req, end_req, tiles, _ = inputs
-        attention._run(
-            out, *inputs, None, qk_scale, None, first_req, end_req, tiles, small.prefill, 1, False
-        )  # fmt: skip
+        attention._run(out, *inputs, None, qk_scale, None, first_req, end_req, tiles, small.prefill, 1, False)
 
     monkeypatch.setattr("headrace.kernels.prefill.prefill_attention", stands_in)
-    arguments = (q, *inputs, 0.3, longest_query, longest, None)
-    expected = paged_attention_reference(*arguments, kv_scale=scale)
+    arguments = (q, *inputs, 0.3, None, scale)
+    expected = paged_attention_reference(*arguments)
     unpacked = UnpackedCache.within(room, plan, len(batch))
-    out = paged_attention(*arguments, torch.full_like(q, float("nan")), plan, scale, unpacked)
+    out = paged_attention(*arguments, torch.full_like(q, float("nan")), plan=plan, unpacked=unpacked)
     error = (out.double() - expected.double()).norm() / expected.double().norm()
     assert error <= 2 * TOLERANCE[torch.float16]
 
@@ -248,13 +231,14 @@ def test_blocks_beyond_what_31_bits_address():
     plan = replace(small_plan([(1, 50)], q, heads, 0, 1), unpacked_blocks=1)
     found = []
     for cache, table, slot in zip((far, near), tables, slots, strict=True):
+        sequences = Sequences(table, rows[:1], starts, length)
         decoded = decode_attention(
-            q, k, v, cos_sin, cache, table, rows[:1], length, torch.zeros(2).int(), 0.3, SMALL, 2, kv_scale=scale
+            q, k, v, cos_sin, cache, sequences, torch.zeros(2).int(), 0.3, SMALL, 2, kv_scale=scale
         )
         TRITON.rotary_and_cache(q, k, v, cos_sin, length - 1, cache, slot, kv_scale=scale)
-        attended = paged_attention(q, cache, table, rows[:1], starts, length, 0.3, 1, 50, plan=plan, kv_scale=scale)
+        attended = paged_attention(q, cache, sequences, 0.3, kv_scale=scale, plan=plan)
         unpacked = UnpackedCache.within(torch.zeros(2, 1, UNPACKED_BLOCK, 2, 16), plan, 1)
-        unpack(unpacked, cache, table, rows, length, scale, 0)
+        unpack(unpacked, cache, sequences, scale, 0)
         found.append((decoded, attended, unpacked.cache))
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)

@@ -11,6 +11,7 @@ from sampled import sampled
 from headrace.kernels.attention import paged_attention, paged_attention_reference
 from headrace.kernels.attention_config import AttentionConfig, plan_attention
 from headrace.kernels.batch import prepare_batch, prepare_batch_reference
+from headrace.kernels.paged import Sequences
 
 SMALL = AttentionConfig(16, 16, 4, 1)
 HEADS = (4, 2, 8)
@@ -34,14 +35,14 @@ def test_attention_gives_zeros_to_padding_and_leaves_others_alone(kind, whole_gr
     q = torch.randn(tokens, *HEADS[::2])
     starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
     rows = torch.tensor([7 if known == 0 else row for row, known in enumerate(lengths)], dtype=torch.int32)
-    inputs = (q, cache, table, rows, starts, torch.tensor(lengths, dtype=torch.int32))
+    inputs = (q, cache, Sequences(table, rows, starts, torch.tensor(lengths, dtype=torch.int32)))
     decodes = 0 if whole_graph else next(i for i, count in enumerate(counts) if count > 1)
     plan = plan_attention(reqs, tokens, decodes, 64, *HEADS, 4, "cuda", 1)
     tiles = (tokens - decodes) // (16 // 2) + reqs - decodes
     plan = replace(plan, decode=SMALL, prefill=SMALL, decode_splits=splits, prefill_splits=splits, prefill_tiles=tiles)
     out = torch.full_like(q, float("nan"))
-    paged_attention(*inputs, 0.4, 64, 64, window, out, plan)
-    torch.testing.assert_close(out, paged_attention_reference(*inputs, 0.4, 64, 64, window))
+    paged_attention(*inputs, 0.4, window, None, out, plan=plan)
+    torch.testing.assert_close(out, paged_attention_reference(*inputs, 0.4, window))
     for start, count, known in zip(starts.tolist(), counts, lengths, strict=False):
         if known == 0:
             assert out[start : start + count].eq(0).all()
