@@ -1,6 +1,7 @@
-"""Launching a kernel whose like was launched before, in a fraction of the host's time that Triton takes for it.
+"""Launches kernels in a fraction of the host time that Triton takes, where like arguments were launched before.
 
-Knows nothing of what kernels compute.
+`launch` remembers which compiled kernel serves arguments of which types and alignments. A `Recording` goes further: it
+repeats all launches of a call for other tensors, by exchanging their addresses. Knows nothing of what kernels compute.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from headrace.kernels._triton import DEVICE_FAMILY, triton
 Grid = tuple[int, int, int]
 
 _LAUNCHED: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
-"""what was compiled, and its constants, by all that it was compiled for"""
+"""all that a kernel was compiled for -> the compiled kernel, and its constants"""
+_OPEN = threading.local()
+"""`launches`: the list that `recorded` gave out. Each thread has its own, since a start compiles on several"""
 
 
 def launch(kernel: Any, grid: Grid, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    """kernel[grid](*args, **keywords). Triton looks at each argument every time, and asks the driver about each
-    pointer; here the types of all tell, of integers that it compiles for their value, of tensors their alignment, and
-    on AMD's GPUs whether 31 bits address their memory.
+    """Run kernel[grid](*args, **keywords).
 
     `args`, of which the first is a tensor on the current device, come before what `keywords` names in the kernel's
-    signature.
+    signature. Triton looks at each argument every time, and asks the driver about each pointer. Here the compiled
+    kernel is found by the arguments' types, by the values of integers that Triton specializes on, by the alignment of
+    tensors, and on AMD's GPUs by whether 31 bits address their memory.
     """
     parameters = getattr(kernel, "params", None)
     if parameters is None:  # the interpreter, which compiles nothing
         kernel[grid](*args, **keywords)
-        if _RECORDINGS.open:
-            _RECORDINGS.open[-1].append(Made(None, grid, args, []))
         return
     key: list[Any] = [id(kernel), args[0].get_device(), *keywords.values()]
     given: list[Any] = []
@@ -55,96 +56,85 @@ def launch(kernel: Any, grid: Grid, args: tuple[Any, ...], keywords: dict[str, A
         compiled = kernel[grid](*args, **keywords)
         constants = [keywords[name] for name in kernel.arg_names[len(args) :]]
         _LAUNCHED[alike] = compiled, constants
-    if _RECORDINGS.open:
-        _RECORDINGS.open[-1].append(Made(compiled, grid, args, [*given, *constants]))
+    launches = getattr(_OPEN, "launches", None)
+    if launches is not None:
+        launches.append(Launch(compiled[grid], args, [*given, *constants]))
 
 
-@dataclass(frozen=True)
-class Made:
-    """A launch."""
+class Launch(NamedTuple):
+    """Describes a launch of a compiled kernel."""
 
-    compiled: Any
-    """None: by the interpreter"""
-    grid: Grid
+    run: Callable[..., None]
     args: tuple[Any, ...]
-    """as they came, which keeps the memory that `given` points to"""
+    """as they were given to `launch`, which keeps their memory alive"""
     given: list[Any]
-    """to the launcher: addresses in place of tensors, then constants"""
-
-
-class _Recordings(threading.local):
-    """A thread's own: a start compiles on several."""
-
-    def __init__(self) -> None:
-        self.open: list[list[Made]] = []
-        """of the calls that are being recorded, the innermost last"""
-
-
-_RECORDINGS = _Recordings()
+    """what `run` takes: addresses in place of tensors, then constants"""
 
 
 @contextmanager
-def recorded() -> Iterator[list[Made]]:
-    """What is launched inside."""
-    made: list[Made] = []
-    _RECORDINGS.open.append(made)
+def recorded() -> Iterator[list[Launch]]:
+    """Give a list to which this thread's launches are added until the context ends; interpreted ones are not."""
+    _OPEN.launches = []
     try:
-        yield made
+        yield _OPEN.launches
     finally:
-        _RECORDINGS.open.pop()
+        _OPEN.launches = None
 
 
-class Move(NamedTuple):
-    """An argument that lies in one of a call's own tensors."""
+class Moved(NamedTuple):
+    """Names an argument that lies in one of the call's own tensors."""
 
     place: int
     """among the arguments"""
     which: int
     """of the call's tensors"""
     offset: int
-    """bytes from its beginning"""
+    """bytes from the tensor's beginning"""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What one call launched, to be launched again for other tensors that are alike in all but where they lie. What
-    else it used it uses again, and what it took for itself is kept for that; its own tensors are not."""
+    """Repeats the launches of a call for other tensors that differ from the call's own in nothing but their addresses.
 
-    launches: list[tuple[Callable[..., None], list[Any], list[Move]]]
-    """(takes the arguments; those given last; what of them moves)"""
+    Whatever else the call's kernels read or wrote, like its temporary memory, is used again and kept alive for that.
+    The call's own tensors are not kept.
+    """
+
+    launches: list[tuple[Callable[..., None], list[Any], list[Moved]]]
+    """(takes the arguments; those given last; which of them move)"""
     alignment: list[int]
     device: int
     kept: list[Any]
-    """what the arguments that stay as they are point to"""
+    """the arguments that do not move"""
 
     @staticmethod
-    def of(made: list[Made], tensors: Sequence[Tensor | None]) -> Recording | None:
-        """Of a call that was given `tensors` of its own and launched `made`. None: it cannot be repeated, as it was
-        interpreted, or as one of the tensors was not read where it lies but somewhere else, where it had been put."""
-        if not made or any(one.compiled is None for one in made):
-            return None
-        begins = _addresses(tensors)
-        launches, kept = [], []
-        for one in made:
-            found = [_move(place, arg, tensors, begins) for place, arg in enumerate(one.args)]
-            moves = [move for move in found if move is not None]
-            kept += [arg for arg, move in zip(one.args, found, strict=True) if move is None]
-            launches.append((one.compiled[one.grid], one.given, moves))
-        if any(move.offset and type(given[move.place]) is not int for _, given, moves in launches for move in moves):
-            return None  # a descriptor that begins inside a tensor
-        moved = {move.which for _, _, moves in launches for move in moves}
-        if any(tensor is not None and which not in moved for which, tensor in enumerate(tensors)):
+    def of(made: list[Launch], tensors: Sequence[Tensor | None]) -> Recording | None:
+        """Record a call that was given `tensors` and made these launches; None if it cannot be repeated.
+
+        It cannot if nothing was launched, or if one of the tensors was not read where it lies but from a copy.
+        """
+        begins, launches, kept = _addresses(tensors), [], []
+        for run, args, given in made:
+            found = [_moved(place, arg, tensors, begins) for place, arg in enumerate(args)]
+            moved = [one for one in found if one is not None]
+            if any(one.offset and type(given[one.place]) is not int for one in moved):
+                return None  # a descriptor that begins inside a tensor
+            kept += [arg for arg, one in zip(args, found, strict=True) if one is None]
+            launches.append((run, given, moved))
+        read = {one.which for _, _, moved in launches for one in moved}
+        if not made or any(tensor is not None and which not in read for which, tensor in enumerate(tensors)):
             return None
         return Recording(launches, [begin % 16 for begin in begins], made[0].args[0].get_device(), kept)
 
     def again(self, tensors: Sequence[Tensor | None]) -> bool:
-        """For `tensors` in the same order. False: they are aligned otherwise, and nothing was launched."""
+        """Repeat the launches for `tensors`, in the same order; False, without any launch, if they are not aligned
+        like those before."""
         addresses = _addresses(tensors)
         if [address % 16 for address in addresses] != self.alignment:
             return False
         stream = triton.runtime.driver.active.get_current_stream(self.device)
-        for run, given, moves in self.launches:
-            for place, which, offset in moves:
+        for run, given, moved in self.launches:
+            for place, which, offset in moved:
                 if type(given[place]) is int:
                     given[place] = addresses[which] + offset
                 else:  # a descriptor
@@ -157,11 +147,12 @@ def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
-def _move(place: int, arg: Any, tensors: Sequence[Tensor | None], begins: list[int]) -> Move | None:
+def _moved(place: int, arg: Any, tensors: Sequence[Tensor | None], begins: list[int]) -> Moved | None:
+    """Return which of the call's tensors an argument lies in; None if it lies in none of them."""
     used = getattr(arg, "base", arg)  # a descriptor's
     if isinstance(used, Tensor):
         address = used.data_ptr()
         for which, (tensor, begin) in enumerate(zip(tensors, begins, strict=True)):
             if tensor is not None and begin <= address < begin + tensor.nbytes:
-                return Move(place, which, address - begin)
+                return Moved(place, which, address - begin)
     return None
