@@ -1,1 +1,1 @@
-"""Triton kernels with a torch reference beside each; tensors in, tensors out."""
+"""Holds the Triton kernels with a torch reference beside each; functions take tensors and return tensors."""

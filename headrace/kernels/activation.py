@@ -1,4 +1,4 @@
-"""The gated activation of Llama-like MLPs."""
+"""Computes the gated activation of Llama-like MLPs: silu(gate) * up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headrace.kernels.fp8 import (
 def _silu_and_mul_kernel(
     out_ptr, scales_ptr, x_ptr, x_stride, width, BLOCK: tl.constexpr, LARGEST: tl.constexpr, OVERLAP: tl.constexpr
 ):
-    """Grid (num_tokens, blocks of columns). `out` is fp8 where there are `scales`: then a block is the whole row."""
+    """Activate; grid (num_tokens, blocks of columns). With `scales`, `out` is fp8 and a block is a whole row."""
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -38,7 +38,7 @@ def _silu_and_mul_kernel(
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """silu(gate) * up for x [num_tokens, 2 * n] = gate | up; returns [num_tokens, n] contiguous, in x's dtype."""
+    """Return silu(gate) * up for x [num_tokens, 2 * n] = gate | up: [num_tokens, n] contiguous, in x's dtype."""
     num_tokens, width = x.shape[0], x.shape[1] // 2
     out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
     if num_tokens:
@@ -49,7 +49,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def silu_and_mul_quantized(x: Tensor, fp8: torch.dtype) -> Quantized:
-    """What `silu_and_mul` gives, in fp8."""
+    """Return what `silu_and_mul` does, in fp8."""
     num_tokens, width = x.shape[0], x.shape[1] // 2
     out = empty_quantized(num_tokens, width, fp8, x.device)
     if num_tokens:

@@ -1,6 +1,6 @@
-"""How the attention kernel is launched, as data: tile sizes, warps, stages and splits by shape and device family.
+"""Plans how attention's kernels are launched: tile sizes, warps, stages and splits by shape and device family.
 
-Pure arithmetic on integers; the tables below are what tests compile ahead of time for GPUs that are not here.
+Imports no torch. Tests compile what the tables say ahead of time for GPUs that are not here.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from functools import lru_cache
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """One way to run the attention kernel. A tile is block_m rows (query tokens x GQA group) by block_n keys."""
+    """Describes one way to run an attention kernel: a tile is block_m rows (queries x GQA group) by block_n keys."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     fp_fusion: bool = True
-    """A product and a sum may become one instruction, which rounds once: faster, but where that happens may differ from
-    loop to loop"""
+    """A product and a sum may become one instruction, which rounds once. That is faster, but where it happens may
+    differ from loop to loop."""
     copy_engine: bool = False
-    """It is the kernel of prefill.py, for NVIDIA GPUs of compute capability 9.0, which cuts no keys into parts"""
+    """The kernel is that of prefill.py, for NVIDIA GPUs of compute capability 9.0, which splits no keys."""
     early_keys: bool = False
-    """The fused decode kernel keeps a part's first tile of keys and values in registers before its query is there"""
+    """The fused decode kernel loads a part's first tile of keys and values before its query is there."""
 
 
 DECODE: dict[tuple[str, int, int], AttentionConfig] = {
-    # (family, bytes an element of the cache, widest head_dim): keys wanted in flight, so many stages and few warps
+    # (family, bytes of an element of the cache, widest head_dim): many stages and few warps, to have keys in flight
     # (1: an fp8 cache. Its rows but that of 128, and hip's, are derived, not measured)
     ("cuda", 1, 64): AttentionConfig(16, 64, 2, 4),
     ("cuda", 1, 128): AttentionConfig(16, 32, 1, 6),
@@ -76,28 +76,28 @@ COPY_ENGINE_PREFILL: dict[int, AttentionConfig] = {
     128: AttentionConfig(128, 64, 4, 2, copy_engine=True),
 }
 UNPACKED_BLOCK = 64
-"""tokens of a block of the 16-bit cache that COPY_ENGINE_PREFILL reads in place of an fp8 one (fp8_cache.py)"""
+"""tokens of a block of the 16-bit cache into which an fp8 one is unpacked for COPY_ENGINE_PREFILL (fp8_cache.py)"""
 UNPACKED_BYTES = 256 << 20
-"""of that cache, set aside once"""
+"""size of that cache, allocated once"""
 UNPACKED_ROWS = 256
-"""query tokens x GQA group of a prompt, on average, from which unpacking what they read costs less than it saves"""
+"""query tokens x GQA group of a prompt, on average, from which on unpacking saves more than it costs"""
 FILLED = 1 / 2
-"""of the multiprocessors have a tile, at least, where COPY_ENGINE_PREFILL serves (measured from 0.55 on)"""
+"""COPY_ENGINE_PREFILL serves if at least this share of the multiprocessors get a tile (measured from 0.55 on)."""
 MOST_GROUP = 64
-"""query heads that share a KV head, at most: rows of half a tile"""
+"""the most query heads of a KV head that it serves: the rows of half a tile"""
 SMALLEST_BOX = 8
-"""rows of a block of the cache, at least, for the copy engine to put them where they belong"""
+"""the fewest tokens of a block of the cache that it serves, for the copy engine to place them"""
 
 WIDEST_HEAD = 256
 MAX_SPLITS = 64
 PROGRAMS_PER_SM = 4
-"""Programs wanted: several are resident at once, and lengths are ragged. (Measured on H200: bench/time_kernels.py)"""
+"""programs wanted for each multiprocessor: several are resident at once, and lengths are ragged (measured on H200)"""
 TILES_PER_SPLIT = 2
-"""Fewest tiles of keys worth a program of their own."""
+"""the fewest tiles of keys of a split"""
 
 
 def pick_config(decode: bool, head_dim: int, group: int, element_size: int, family: str) -> AttentionConfig:
-    """The tables' choice; `group` is the number of query heads per KV head. KeyError past WIDEST_HEAD."""
+    """Return the tables' choice; `group`: query heads of a KV head. Raises KeyError for heads over WIDEST_HEAD."""
     width = next(width for width in (64, 128, 256, head_dim) if head_dim <= width)
     config = (DECODE if decode else PREFILL)[family, element_size, width]
     block_m = max(config.block_m, 1 << (group - 1).bit_length())
@@ -105,10 +105,10 @@ def pick_config(decode: bool, head_dim: int, group: int, element_size: int, fami
 
 
 def pick_splits(tiles_of_queries: int, num_kv_heads: int, max_seq_len: int, block_n: int, num_sms: int) -> int:
-    """Into how many parts to cut the keys of each tile of queries: a power of two, 1 where there is parallelism enough.
+    """Return the number of splits of the keys of each tile of queries: a power of two, 1 if there are programs enough.
 
-    Depends on the longest length possible, not on current ones, so that it may be baked into a graph; parts beyond a
-    sequence's own length end at once.
+    It depends on the greatest possible length, not on current ones, so that a graph may contain it; programs of splits
+    beyond a sequence's own length end at once.
     """
     programs = tiles_of_queries * num_kv_heads
     wanted = -(-PROGRAMS_PER_SM * num_sms // programs)
@@ -119,18 +119,18 @@ def pick_splits(tiles_of_queries: int, num_kv_heads: int, max_seq_len: int, bloc
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What one step's attention launches are, the same for every layer of a shape."""
+    """Describes a step's attention launches, which are the same for all layers of a shape."""
 
     num_decodes: int
-    """Requests at the front of the batch that run one token each; they get the decode configuration."""
+    """requests at the front of the batch that run one token each; `decode` is theirs, `prefill` that of the others"""
     decode: AttentionConfig
     decode_splits: int
     prefill: AttentionConfig
     prefill_splits: int
     prefill_tiles: int
-    """Upper bound of the tiles of queries that the requests behind the decodes fill; 0: none"""
+    """an upper bound of the tiles of queries of the requests behind the decodes; 0: there are none"""
     unpacked_blocks: int = 0
-    """UNPACKED_BLOCKs that each of those requests has of the 16-bit cache; 0: they read the cache itself"""
+    """blocks of the unpacked cache for each of those requests; 0: they read the cache itself"""
 
 
 @lru_cache(maxsize=1024)
@@ -149,11 +149,11 @@ def plan_attention(
     copy_engine: bool = False,
     max_prompt_len: int = 0,
 ) -> AttentionPlan:
-    """Integers in, launches out. `max_seq_len` is a bound: max_model_len where the launch goes into a graph; so is
-    `max_prompt_len`, of the requests behind the decodes, 0 if it is not known.
+    """Return the launches for a step of these sizes.
 
-    `copy_engine`: COPY_ENGINE_PREFILL may serve; it does where its tiles fill half of the chip, and of an fp8 cache if
-    there is room for what has to be unpacked, and work enough.
+    `max_seq_len` is an upper bound, which for a graph holds for all later steps: max_model_len. `max_prompt_len` is one
+    for the requests behind the decodes, or 0. `copy_engine`: COPY_ENGINE_PREFILL may serve prompts; it does if its
+    tiles fill half of the chip, and an fp8 cache only if what prompts read fits unpacked, and is read often enough.
     `batch_invariant`: decodes run as prompts of one token, and keys are not split. So the keys of a query are added up
     in tiles that begin at multiples of block_n, in order, whatever else runs and wherever its prompt was cut.
     """
@@ -180,8 +180,8 @@ def plan_attention(
             if read and plan.prefill_tiles * num_kv_heads >= FILLED * num_sms:
                 return plan
         tiles = _tiles(prefill, prompts, tokens, group)
-        # Two programs fill a multiprocessor; and where two thirds of the chip have work, putting parts of so many
-        # queries together costs what they win.
+        # Two programs fill a multiprocessor; and where two thirds of the chip have work, combining the splits of so
+        # many queries costs what they gain.
         prefill_splits = pick_splits(3 * tiles, num_kv_heads, max_seq_len, prefill.block_n, num_sms)
     return AttentionPlan(num_decodes, decode, decode_splits, prefill, prefill_splits, tiles)
 
@@ -189,7 +189,7 @@ def plan_attention(
 def by_copy_engine(
     plan: AttentionPlan, prompts: int, tokens: int, longest: int, head_dim: int, group: int, element_size: int
 ) -> AttentionPlan:
-    """`plan`, but its `prompts` of `tokens` in all, and of `longest` keys at most, go through COPY_ENGINE_PREFILL."""
+    """Return `plan` with its prompts, of `tokens` in all and `longest` keys at most, served by COPY_ENGINE_PREFILL."""
     config = COPY_ENGINE_PREFILL[head_dim]
     blocks = -(-longest // UNPACKED_BLOCK) if element_size == 1 else 0
     tiles = _tiles(config, prompts, tokens, group)
@@ -197,37 +197,39 @@ def by_copy_engine(
 
 
 def unpacked_block_bytes(num_kv_heads: int, head_dim: int) -> int:
-    """of keys and values, in 16 bits"""
+    """Return the bytes of a block of the unpacked cache: keys and values in 16 bits."""
     return 2 * 2 * UNPACKED_BLOCK * num_kv_heads * head_dim
 
 
 def _tiles(config: AttentionConfig, prompts: int, tokens: int, group: int) -> int:
-    """At most; a request of n tokens touches n // block_q + 1."""
+    """Return an upper bound of the prompts' tiles; one of n tokens has n // block_q + 1."""
     return tokens // (config.block_m // group) + prompts
 
 
 FEW_DECODES: dict[tuple[str, int, int], AttentionConfig] = {
-    # as DECODE, where there are fewer programs than multiprocessors: what counts is how soon one is done
+    # like DECODE, for fewer programs than multiprocessors: what counts is how soon one is done
     ("cuda", 1, 128): AttentionConfig(16, 128, 4, 2),
     ("cuda", 2, 128): AttentionConfig(16, 64, 2, 2),
 }
 ALONE_DECODES: dict[tuple[str, int, int], AttentionConfig] = {
-    # as FEW_DECODES, for so few that all of a long context's parts are on the chip at once
+    # like FEW_DECODES, for so few that all of a long context's parts are on the chip at once
     ("cuda", 2, 128): AttentionConfig(16, 64, 4, 2, early_keys=True),
 }
 ALONE_PROGRAMS = 16
-"""requests times KV heads, at most, that are served as ALONE_DECODES says"""
+"""requests times KV heads up to which ALONE_DECODES serves"""
 DECODES_PER_SM = 16
-"""Programs wanted of the fused decode kernel: those behind a sequence's end cost nothing, and parts need no second
-kernel."""
+"""programs wanted of the fused decode kernel for each multiprocessor: those beyond a sequence's end cost nothing, and
+parts need no second kernel"""
 
 
 @lru_cache(maxsize=1024)
 def plan_decode(
     num_reqs: int, num_heads: int, num_kv_heads: int, head_dim: int, element_size: int, family: str, num_sms: int
 ) -> tuple[AttentionConfig, int]:
-    """(launch of the fused decode kernel, most parts that a request's keys are cut into); `element_size` of the cache.
-    Does not depend on lengths, so it may go into a graph."""
+    """Return the fused decode kernel's configuration, and the most parts that a request's keys are cut into.
+
+    They do not depend on lengths, so a graph may contain them. `element_size` is that of the cache.
+    """
     group, programs = num_heads // num_kv_heads, num_reqs * num_kv_heads
     config = pick_config(True, head_dim, group, element_size, family)
     if programs < num_sms:

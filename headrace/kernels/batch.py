@@ -1,9 +1,7 @@
-"""What stands around a step on the device: its integers come from the host, token ids, positions and cache slots of
-every token are gathered from the permanent rows, and what was sampled goes back to the rows and to the host.
+"""Moves a step's inputs and results: integers from the host, tokens from the permanent rows, samples back to both.
 
-A copy by the copy engine costs 3 us and as much again before and after it, several times what these kernels take: they
-read and write the host's pinned memory themselves. Knows how a batch is laid out (query_start_loc) and nothing of who
-is in it.
+The kernels read and write the host's pinned memory themselves: a copy by the copy engine costs 3 us, and as much again
+before and after it, several times what they take. Knows how a batch is laid out (query_start_loc), not who is in it.
 """
 
 from __future__ import annotations
@@ -25,8 +23,11 @@ def _copy_words_kernel(destination_ptr, source_ptr, num_words, BLOCK: tl.constex
 
 
 def copy_words(destination: Tensor, source: Tensor) -> None:
-    """`source` [n] int32, in the host's pinned memory, into `destination` [n] int32 on the device. The host must leave
-    `source` alone until the stream has reached it; nothing on the device may write to it, as it is read early."""
+    """Copy `source` [n] int32, in the host's pinned memory, to `destination` [n] int32 on the device.
+
+    The host must not change `source` until the stream has reached the copy. Nothing on the device may write to it,
+    since it is read before the kernels in front have ended.
+    """
     num_words = source.shape[0]
     if num_words:
         constants = dict(BLOCK=1024, num_warps=4, **overlap())
@@ -48,8 +49,10 @@ def _scatter_words_kernel(table_ptr, index_ptr, values_ptr, num_words, BLOCK: tl
 
 
 def scatter_words(table: Tensor, index: Tensor, values: Tensor) -> None:
-    """table.view(-1)[index] = values: `table` int32, contiguous, on the device; index [n] int64, without repetitions,
-    and values [n] int32 in the host's pinned memory, on which is said above at copy_words what the host must do."""
+    """Do table.view(-1)[index] = values, for a contiguous int32 table on the device.
+
+    index [n] int64, without repetitions, and values [n] int32 are in the host's pinned memory, as in `copy_words`.
+    """
     num_words = index.shape[0]
     if num_words:
         constants = dict(BLOCK=512, num_warps=4, **overlap())
@@ -100,15 +103,17 @@ def settle_lengths(
     offsets: Tensor,
     num_known: Tensor,
 ) -> None:
-    """Lower what the host gave as a bound, as it did not know how many drafts would be accepted, to what is so, in
-    place: `num_computed` and `seq_lens` [num_reqs] int32 of requests in `rows` int32, and `positions` [num_samples]
-    int64 of what is sampled in `sample_rows`, `offsets` behind the first of its request. num_known [max_rows] int32:
-    tokens known in each row. Numbers that the host knew stay as they are."""
+    """Correct the lengths of a batch, in place, which the host made before it knew how many drafts were accepted.
+
+    The host gave upper bounds, as if all had been: `num_computed` and `seq_lens` [num_reqs] int32 of the requests in
+    `rows` int32, and the `positions` [num_samples] int64 of the samples in `sample_rows`, `offsets` behind the first
+    one of their request. num_known [max_rows] int32: the tokens known in each row. Exact numbers stay as they are.
+    """
     num_reqs, num_samples = rows.shape[0], sample_rows.shape[0]
     arguments = (
         num_computed, seq_lens, rows, positions, sample_rows, offsets, num_known, num_reqs, num_samples,
     )  # fmt: skip
-    constants = {"BLOCK": 128, "num_warps": 4}  # no overlap(): what comes after reads lengths before it waits
+    constants = {"BLOCK": 128, "num_warps": 4}  # no overlap(): later kernels read lengths before they wait
     launch(_settle_lengths_kernel, (-(-max(num_reqs, num_samples) // 128), 1, 1), arguments, constants)
 
 
@@ -147,7 +152,7 @@ def _commit_tokens_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A lane is a sample, and with drafts the first of its request does the work of all, in their order."""
+    """Commit; a lane is a sample. With drafts, the lane of a request's first sample does the work for all of them."""
     wait_for_inputs(OVERLAP)
     sample = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = sample < num_samples
@@ -199,14 +204,13 @@ def commit_tokens(
 ) -> None:
     """Write sampled tokens to their rows, for the next step, and to `out`, for the host.
 
-    out [n] int64, on the device or in the host's pinned memory, which holds them once the stream has got there:
-    `not_finite` where the highest logit of the model, `raw_best` [n], is NaN or infinite, else `none_allowed` where the
-    highest that the request's own wishes left, `best` [n], is NaN or -inf. token_table [max_rows, max_model_len] int32;
-    token_ids, rows, positions [n] int64.
+    out [n] int64 is on the device or in the host's pinned memory. It gets `not_finite` where the model's highest logit,
+    `raw_best` [n], is NaN or infinite; else `none_allowed` where the highest logit that the sampling parameters left,
+    `best` [n], is NaN or -inf. token_table [max_rows, max_model_len] int32; token_ids, rows, positions [n] int64.
 
-    With drafts `num_known` [max_rows] int32 is brought up to date, offsets [n] int64 count each request's tokens, of
-    which there are at most `most`, and its drafts stand in token_table where the tokens go. A token counts only if all
-    before it equal their drafts; `out` is `rejected` for the others, which are written nowhere.
+    With drafts, `num_known` [max_rows] int32 is updated, offsets [n] int64 number each request's samples, at most
+    `most` of them, and its drafts are in token_table where the samples would go. A sample counts only if all before it
+    equal their drafts; the others are written nowhere, and `out` gets `rejected` for them.
     """
     num_samples = token_ids.shape[0]
     if num_samples:
@@ -297,11 +301,11 @@ def prepare_batch(
     block_size: int,
     num_tokens: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(input_ids [num_tokens] int32, positions [num_tokens] int64, slot_mapping [num_tokens] int64).
+    """Return input_ids [num_tokens] int32, positions [num_tokens] int64 and slot_mapping [num_tokens] int64.
 
     rows, num_computed [num_reqs] and query_start_loc [num_reqs + 1] are int32, as are the tables
     token_table [max_rows, max_model_len] and block_table [max_rows, max_blocks]. num_tokens == query_start_loc[-1].
-    Requests without tokens may stand at the end.
+    Requests at the end may have no tokens.
     """
     device = rows.device
     input_ids = torch.empty(num_tokens, dtype=torch.int32, device=device)
@@ -337,5 +341,5 @@ def prepare_batch_reference(
         positions = torch.arange(num_tokens, device=rows.device) + packed[1]
     rows = rows.long()
     column = positions // block_size
-    shift = block_table[rows, column] - column  # in blocks, from where a token is in its sequence to where in the cache
+    shift = block_table[rows, column] - column  # from a token's block in its sequence to that in the cache
     return token_table[rows, positions], positions, positions.add(shift, alpha=block_size)

@@ -1,7 +1,7 @@
-"""What each kernel of the table is run on beside its reference, and how far apart their results may lie.
+"""Makes the inputs on which each kernel of the table is compared with its reference, and bounds the difference.
 
-A function makes the cases of a kernel from sizes or tensors that its caller names: a model's own at load
-(runner/kernel_checks.py), and where there is none small and odd ones or large ones (bench/kernel_sweeps.py).
+A function makes the cases of one kernel, from sizes or tensors that its caller gives: those of a model at load
+(runner/kernel_checks.py), small and odd or large ones where there is no model (bench/kernel_sweeps.py).
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from headrace.kernels.rotary import rotary_and_cache_reference
 
 Kernel = Callable[..., Any]
 ROUNDED = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 2e-6}
-"""One rounding, now and then to the other side"""
+"""where now and then a number is rounded to the other side"""
 ROUNDED_FP8 = 2e-2
-"""Now and then one value of a row comes to lie one step away, or its scale does"""
+"""where now and then a row's scale, or one of its values, is one step away"""
 FP8_SUMS = {torch.bfloat16: 6e-3, torch.float16: 4e-3, torch.float32: 4e-3}
-"""Matrix units add products of fp8 up in fewer bits"""
+"""where matrix units add up products of fp8 in fewer bits"""
 EXPERTS = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 2e-3}
-"""The reference adds a token's experts up in the model's type"""
+"""where the reference adds up a token's experts in the model's type"""
 EPS = 1e-5
 
 
 class Case(NamedTuple):
-    """Run with a kernel and with its reference, on inputs that are fresh each time, it gives what lies within `bound`,
-    as `relative_error` counts."""
+    """Runs a kernel, or its reference, on inputs that are the same each time; results may differ by `bound`."""
 
     run: Callable[[Kernel], Any]
     bound: float
     expected: Callable[[Kernel], Any] | None = None
-    """how the reference is run, where not in the same way"""
+    """how the reference is run, if not by `run`"""
 
     def error(self, kernel: Kernel, reference: Kernel) -> float:
+        """Return how far they differ, as `relative_error` counts."""
         return relative_error(self.run(kernel), (self.expected or self.run)(reference))
 
 
@@ -53,48 +53,54 @@ Cases = Iterator[Case]
 
 @dataclass(frozen=True)
 class Inputs:
-    """Numbers by chance, the same for the same seed."""
+    """Makes random inputs, which are the same for the same seed and order of calls."""
 
     dtype: torch.dtype
     device: torch.device
     seed: int = 0
     fp8_type: torch.dtype | None = None
-    """None: the device's own"""
+    """None: the type that the device computes with"""
 
     @cached_property
     def generator(self) -> torch.Generator:
+        """The source of the numbers."""
         return torch.Generator(self.device).manual_seed(self.seed)
 
     @property
     def fp8(self) -> torch.dtype:
+        """The type of quantized inputs."""
         return self.fp8_type or fp8_dtype(self.device)
 
     def random(self, *shape: int) -> Tensor:
-        """Normal."""
+        """Return normally distributed numbers."""
         return torch.randn(shape, generator=self.generator, device=self.device).to(self.dtype)
 
     def uniform(self, *shape: int) -> Tensor:
-        """float32 between 0 and 1."""
+        """Return float32 numbers between 0 and 1."""
         return torch.rand(shape, generator=self.generator, device=self.device)
 
     def ints(self, *values: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        """Return the given integers."""
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        """Return random integers from `low` up to below `high`."""
         return torch.randint(low, high, shape, generator=self.generator, device=self.device, dtype=dtype)
 
     def some_of(self, count: int, of: int) -> Tensor:
-        """`count` different integers below `of`."""
+        """Return `count` different integers below `of`."""
         return torch.randperm(of, generator=self.generator, device=self.device)[:count]
 
     def on_host(self, tensor: Tensor) -> Tensor:
-        """Where a kernel reads what the host wrote."""
+        """Return the tensor in the host's memory, where a kernel can read it."""
         return tensor.cpu().pin_memory() if self.device.type == "cuda" else tensor
 
 
 def relative_error(found: Any, expected: Any) -> float:
-    """||found - expected|| / ||expected||, the largest of all tensors in two equal nests of them. Infinite where shapes
-    or types differ, integers do, or one is not a finite number where the other is another."""
+    """Return ||found - expected|| / ||expected||, the largest of the tensors in two nests of tuples.
+
+    It is infinite if shapes, types or integers differ, or if one number is not finite and the other is not the same.
+    """
     if isinstance(found, Quantized) and isinstance(expected, Quantized):
         return relative_error(found.dequantize(torch.float32), expected.dequantize(torch.float32))
     if isinstance(found, tuple) and isinstance(expected, tuple) and len(found) == len(expected):
@@ -116,7 +122,7 @@ def relative_error(found: Any, expected: Any) -> float:
 
 
 def bits(x: Tensor) -> Tensor:
-    """Numbers that must be equal."""
+    """Return the numbers' bits as integers, which must be equal."""
     return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
@@ -124,7 +130,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def rms_norm(make: Inputs, rows: int, weight: Tensor, eps: float = EPS, *fp8: torch.dtype) -> Cases:
-    """With `fp8`: of rms_norm_quantized."""
+    """Make cases of rms_norm; with `fp8`, of rms_norm_quantized."""
     x, delta = (make.random(rows, weight.shape[0]) for _ in range(2))
     bound = ROUNDED_FP8 if fp8 else ROUNDED[make.dtype]
     yield Case(lambda kernel: kernel(x, weight, eps, *fp8), bound)
@@ -157,7 +163,7 @@ def fp8_linear(make: Inputs, rows: int, weight: Tensor, scales: Tensor, bias: Te
 
 @dataclass(frozen=True)
 class NewTokens:
-    """New tokens of one attention layer: # [T, heads, head_dim] as projected, where they are and where they go."""
+    """Holds new tokens of an attention layer, # [T, heads, head_dim] as projected, with their positions and slots."""
 
     q: Tensor
     k: Tensor
@@ -165,13 +171,13 @@ class NewTokens:
     positions: Tensor
     slots: Tensor
     cache: Tensor
-    """# [2, blocks, block_size, Hkv, D]; perhaps a view of memory that it shares with other layers"""
+    """# [2, blocks, block_size, Hkv, D], which may be a view of memory with other layers' caches"""
     kv_scale: Tensor | None = None
     norms: tuple[Tensor | None, Tensor | None] = (None, None)
     eps: float = EPS
 
     def rotate(self, angles: tuple[Tensor, Tensor | None], kernel: Kernel) -> tuple[Tensor, ...]:
-        """What comes out, and what lies where in the cache and beside it."""
+        """Return what a kernel returns, what it wrote to the slots, and the other memory, which must not change."""
         layout = self.cache.size(), self.cache.stride(), self.cache.storage_offset()
         memory = self.cache.new_empty(0).set_(self.cache.untyped_storage()).clone()
         cache = memory.as_strided(*layout)
@@ -184,8 +190,10 @@ class NewTokens:
 def new_tokens(
     make: Inputs, heads: Sequence[int], dim: int, positions: int, cache: Tensor, **of_layer: Any
 ) -> NewTokens:
-    """As many as there are positions, up to 40, in the last slots of the cache, one of them padding. `heads`: of q, k
-    and v; `of_layer`: fields of NewTokens."""
+    """Make as many tokens as there are positions, up to 40, one of them padding, for any slots of the cache.
+
+    `heads`: those of q, k and v; `of_layer`: fields of NewTokens.
+    """
     count = min(40, positions, cache.shape[1] * cache.shape[2])
     slots = make.some_of(count, cache.shape[1] * cache.shape[2])
     slots[count // 2] = -1
@@ -194,7 +202,7 @@ def new_tokens(
 
 
 def written(cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """# [2, blocks, block_size, Hkv, D] -> (what lies in `slots`, what lies everywhere else)"""
+    """Return what is in `slots` of a cache # [2, blocks, block_size, Hkv, D], and what is elsewhere."""
     plain, slots = cache.float().flatten(1, 2), slots[slots >= 0]
     return plain[:, slots], bits(plain.index_fill(1, slots, 0.0))
 
@@ -214,7 +222,7 @@ def rotary_and_cache(angles: tuple[Tensor, Tensor | None], tokens: NewTokens, bo
 
 
 def prepare_batch(make: Inputs, counts: Sequence[int], computed: Sequence[int], block_size: int) -> Cases:
-    """Requests of `counts` new tokens each behind `computed` ones."""
+    """Make requests of `counts` new tokens each, behind `computed` ones."""
     length, rows = max(map(sum, zip(counts, computed, strict=True))), len(counts) + 3
     tokens = make.integers(0, 2**31 - 1, rows, length + 2, dtype=torch.int32)
     blocks = make.integers(0, 2**31 - 1, rows, length // block_size + 2, dtype=torch.int32)
@@ -263,8 +271,8 @@ def settle_lengths(make: Inputs) -> Cases:
 
 
 def commit_tokens(make: Inputs, count: int) -> Cases:
-    """Samples of which some had nothing to choose from, and some no numbers; then three to a request, behind drafts of
-    which a third is right."""
+    """Make samples, for some of which no token is allowed or logits are not finite; then three to a request, with
+    drafts of which a third is right."""
     rows, positions = make.some_of(count, count + 100), make.integers(0, 40, count)
     token_ids, best = make.integers(0, 2**31 - 1, count), make.random(count)
     raw_best = best.clone()
@@ -291,7 +299,7 @@ def _committed(make: Inputs, samples: tuple[Tensor, ...], offsets: Tensor | None
 
 
 def best_token(make: Inputs, rows: int, vocab: int) -> Cases:
-    """Rows of ties and of numbers that are none."""
+    """Make rows with ties, then rows with NaN and infinities."""
     scores = make.random(rows, vocab)
     scores[0, vocab // 2 :] = scores[0, vocab // 4]
     yield Case(lambda kernel: kernel(scores), 0.0)
@@ -301,7 +309,7 @@ def best_token(make: Inputs, rows: int, vocab: int) -> Cases:
 
 
 def gumbel_argmax(make: Inputs, rows: int, vocab: int) -> Cases:
-    """Rows that are greedy and drawn, of ties, and with one token left."""
+    """Make greedy and drawn rows, rows with ties, and rows with one token left."""
     logits, temperatures = make.random(rows, vocab) * 3, make.uniform(rows) * 2
     temperatures[::3], temperatures[1::5] = 0.0, 1e-6
     logits[3::4] = logits[3::4, :1]
@@ -317,7 +325,7 @@ def _called(*arguments_then_kernel: Any) -> Any:
 
 
 def filter_floor(make: Inputs, rows: int, vocab: int) -> Cases:
-    """Each of the filters is off in some rows. A row alone gets what it gets among others."""
+    """Make rows for which each of the filters is off now and then; a row alone must get what it gets among others."""
     spread = torch.logspace(-3, 1.5, rows, device=make.device)[:, None]
     logits = (make.random(rows, vocab) * spread).to(make.dtype)
     logits[0, : vocab // 2], logits[-1] = -math.inf, 1.0
@@ -341,10 +349,10 @@ def logsumexp(make: Inputs, rows: int, vocab: int) -> Cases:
 
 
 def fused_moe(make: Inputs, tokens: int, experts: Experts, shared: bool) -> Cases:
-    """Of a model's own experts."""
+    """Make a case of a layer's own experts."""
     x = make.random(tokens, experts.w13.shape[2])
     extra = make.random(*x.shape) if shared else None
-    rounds = experts.w13_scale is not None  # some tokens, as their configuration says
+    rounds = experts.w13_scale is not None  # tokens are rounded or not, as their configuration says
     config = pick_moe_config(tokens, experts.top_k, experts.w13.shape[0], 1, DEVICE_FAMILY) if rounds else None
     expected, chosen = fused_moe_reference(x, experts, extra, torch.zeros_like(x), config)
 
@@ -359,8 +367,10 @@ def fused_moe(make: Inputs, tokens: int, experts: Experts, shared: bool) -> Case
 
 
 def as_chosen(out: Tensor, expected: Tensor, ids: Tensor, chosen: Tensor, most: float = 0.5) -> Tensor:
-    """A token whose choice of experts was a close call may choose otherwise: it is taken as the reference had it,
-    unless more than `most` of them do."""
+    """Return `out` with the reference's result for tokens that chose other experts, as a close call may turn out.
+
+    If more than `most` of the tokens did, it returns NaN.
+    """
     other = (ids.sort(dim=1).values != chosen.sort(dim=1).values).any(dim=1)
     if int(other.sum()) > max(1, most * len(ids)):
         return out.fill_(math.nan)

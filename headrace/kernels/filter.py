@@ -1,8 +1,8 @@
-"""min_p, top_k and top_p as one number a row: the lowest logit that may be sampled.
+"""Computes what min_p, top_k and top_p leave of each row as one number: the lowest logit that may be sampled.
 
-Probabilities are summed as 64-bit integers, so sums are exact and no order of summing, batch, rank or device family can
-move a token over the edge of top_p; Triton and torch agree to the last bit. No sort: a histogram of the row finds the
-bin that a limit falls into, then a bisection the limit within the bin. Knows nothing of requests or of the draw.
+Probabilities are summed as 64-bit integers. So sums are exact, no order of summing, batch, rank or device family can
+move a token over the edge of top_p, and Triton and torch agree to the last bit. Nothing is sorted: a histogram of the
+row finds the bin that holds a limit, then bisection finds the limit within the bin.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from headrace.kernels._triton import next_power_of_2, tl, triton
 from headrace.kernels.sampling import GREEDY_BELOW
 
 _STEPS = 1 << 18
-"""Steps an octave that probabilities are rounded to: 2.6e-6 from one to the next"""
+"""the steps to which probabilities are rounded, in an octave: 2.6e-6 from one to the next"""
 _OCTAVES = 41
-"""From the most probable token down; what lies deeper weighs nothing."""
+"""the octaves below the most probable token that count; tokens below them weigh nothing"""
 _POLYNOMIAL = (1 << 30, 744257403, 257891463, 59375083, 9884647, 1014581)
-"""2**(30 - f) for 0 <= f < 1, in powers of f with alternating signs; 9e-8 off at most, and monotone over all octaves"""
+"""2**(30 - f) for 0 <= f < 1, in powers of f with alternating signs; at most 9e-8 off, and monotone over all octaves"""
 _STEPS_A_NAT = float(torch.tensor(_STEPS / math.log(2.0)))
 _BINS = 4096
 _GROUP, _CHUNK, _TILE = 128, 4096, 2048
 _NOTES = 8
-"""int32 that the programs of a row leave each other: programs done with the histogram, programs done with gathering,
-logits gathered, k_bin, first, last; two free"""
+"""int32 numbers that a row's programs share: programs done with the histogram, programs done with gathering, logits
+gathered, k_bin, first, last; two are free"""
 _COLUMNS = ["top_k_ptr", "top_p_ptr", "temperature_ptr"]
-"""Perhaps columns of a table: kernels are compiled for any place and stride"""
+"""may be columns of a table, so kernels are compiled for any alignment and stride"""
 
 
 @triton.jit
 def _weight(distance, steps):
-    """2**40 * exp(-distance / temperature) as int64, fp32 distances >= 0, `steps` for a distance of 1"""
+    """Return 2**40 * exp(-distance / temperature) as int64, for fp32 distances >= 0; `steps` for a distance of 1."""
     step = tl.minimum(distance * steps, 41.0 * 262144).to(tl.int32)
     f = (step << 14).to(tl.uint32)
     r = 9884647 - tl.umulhi(tl.full(f.shape, 1014581, tl.uint32), f)
@@ -51,20 +51,20 @@ def _distance(x, best):
 
 @triton.jit
 def _bin(x, best, scale, BINS: tl.constexpr):
-    """Never lower for a lower x; always inside, even for NaN"""
+    """Return x's bin, from the best down; always one of BINS, even for NaN."""
     return tl.maximum(tl.minimum(_distance(x, best) * scale, BINS - 1.0).to(tl.int32), 0)
 
 
 @triton.jit
 def _key(x):
-    """int32 in the order of fp32; its own inverse, but for the types"""
+    """Return an int32 that orders like fp32; the same bits, so transformed again, give x back."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _params(row, top_k_ptr, top_p_ptr, drop_ptr, temperature_ptr, stride, vocab_size, GREEDY_BELOW: tl.constexpr):
-    """(temperature, top_k, top_p, drop, by_count, by_mass, any filter at all)"""
+    """Return temperature, top_k, top_p, drop, by_count (top_k is on), by_mass (top_p is on), and if any is."""
     temperature = tl.load(temperature_ptr + row * stride)
     top_k = tl.load(top_k_ptr + row * stride).to(tl.int32)
     top_p = tl.load(top_p_ptr + row * stride)
@@ -77,7 +77,7 @@ def _params(row, top_k_ptr, top_p_ptr, drop_ptr, temperature_ptr, stride, vocab_
 
 @triton.jit
 def _extent(highest, lowest_ptr, groups, inside, temperature, drop, BINS: tl.constexpr):
-    """(highest logit, lowest that min_p keeps, bins for a distance of 1) of a row"""
+    """Return a row's highest logit, the lowest that min_p keeps, and the bins for a distance of 1."""
     best = tl.max(highest, axis=0)
     lowest = tl.min(tl.load(lowest_ptr + groups, mask=inside, other=float("inf")), axis=0)
     width = tl.maximum(tl.minimum(best - lowest, temperature * 29.0), 1e-30)
@@ -92,7 +92,7 @@ def _groups_kernel(
     logits_stride, stride, vocab_size, num_groups,
     GREEDY_BELOW: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, BINS: tl.constexpr, CLEARED: tl.constexpr,
 ):  # fmt: skip
-    """Highest and lowest finite logit of each group of neighbours; an empty histogram, empty notes."""
+    """Store the highest and lowest finite logit of each group of neighbours; clear the histogram and the notes."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, _, _, _, _, _, wanted = _params(
         row, top_k_ptr, top_p_ptr, drop_ptr, temperature_ptr, stride, vocab_size, GREEDY_BELOW
@@ -115,7 +115,7 @@ def _groups_kernel(
 
 @triton.jit
 def _share(top_p, total):
-    """Least weight, at least 1, that is not below top_p of `total`"""
+    """Return the least weight, at least 1, that is not below top_p of `total`."""
     share = top_p.to(tl.float64) * total.to(tl.float64)
     whole = share.to(tl.int64)
     return tl.maximum(tl.where(whole.to(tl.float64) < share, whole + 1, whole), 1)
@@ -123,8 +123,8 @@ def _share(top_p, total):
 
 @triton.jit
 def _note_bins(notes_ptr, counts_ptr, weights_ptr, top_k, top_p, by_count, by_mass, BINS: tl.constexpr):
-    """From the whole histogram: k_bin, where the k-th is; first .. last, where the limit of top_p may be: until k_bin
-    has been searched, what top_p is a share of is only known to within that bin. BINS: there is none."""
+    """Note, from the whole histogram, the bin k_bin of the k-th logit, and the bins first .. last that may hold top_p's
+    limit: the total that top_p is a share of is known only to within k_bin until that is searched. BINS: no bin."""
     index = tl.arange(0, BINS)
     counts = tl.load(counts_ptr + index, cache_modifier=".cg")
     weights = tl.load(weights_ptr + index, cache_modifier=".cg")
@@ -147,8 +147,8 @@ def _histogram_kernel(
     logits_stride, stride, vocab_size, num_groups, steps_a_nat,
     GREEDY_BELOW: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """How many logits fall into each bin, and their weight; only of logits high enough to matter. The last program of
-    a row notes the bins that the limits fall into."""
+    """Count the logits in each bin and add up their weights, for logits high enough to matter. The last program of a
+    row notes the bins that hold the limits."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, top_k, top_p, drop, by_count, by_mass, _wanted = _params(
         row, top_k_ptr, top_p_ptr, drop_ptr, temperature_ptr, stride, vocab_size, GREEDY_BELOW
@@ -160,7 +160,7 @@ def _histogram_kernel(
         highest = tl.load(highest_ptr + groups, mask=known, other=float("-inf"))
         best, floor, scale = _extent(highest, lowest_ptr + row * num_groups, groups, known, temperature, drop, BINS)
         if by_count:
-            # Where k groups reach, k logits reach at least: a bound from below, by a few steps towards the best.
+            # Where k groups reach, at least k logits do: a lower bound, found by a few steps of bisection.
             low = tl.min(tl.where(highest > float("-inf"), highest, float("inf")), axis=0)
             if tl.sum((highest >= low).to(tl.int32), axis=0) >= top_k:
                 high = best
@@ -181,7 +181,7 @@ def _histogram_kernel(
         if by_mass:
             weight = _weight(_distance(x, best), tl.div_rn(steps_a_nat, temperature))
             tl.atomic_add(weights_ptr + at, weight, mask=matters & (weight > 0), sem="relaxed")
-        tl.debug_barrier()  # every thread's share is in before the program says so
+        tl.debug_barrier()  # all threads have added before the counter says so
         notes_ptr += row * 8
         if tl.atomic_add(notes_ptr, 1, sem="acq_rel") == tl.num_programs(1) - 1:
             _note_bins(
@@ -191,7 +191,7 @@ def _histogram_kernel(
 
 @triton.jit
 def _found(found_ptr, start, num_found, wanted_bin, floor, best, scale, BINS: tl.constexpr, TILE: tl.constexpr):
-    """A tile of what was gathered: logits, and which of them are in the bin and not below `floor`"""
+    """Load a tile of what was gathered: logits, and which of them are in the bin and not below `floor`."""
     at = start + tl.arange(0, TILE)
     x = tl.load(found_ptr + at, mask=at < num_found, other=float("-inf"))
     return x, (at < num_found) & (x >= floor) & (_bin(x, best, scale, BINS) == wanted_bin)
@@ -202,7 +202,7 @@ def _lowest_reaching(
     goal, found_ptr, num_found, wanted_bin, floor, best, scale, steps,
     BY_MASS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """(highest logit of the bin such that those not below it number, or weigh, `goal`, what they do weigh)"""
+    """Return the highest logit of the bin such that those not below it number (BY_MASS: weigh) at least `goal`."""
     low, high = tl.full((), 0x7FFFFFFF, tl.int64), tl.full((), -0x80000000, tl.int64)
     for start in range(0, num_found, TILE):
         x, inside = _found(found_ptr, start, num_found, wanted_bin, floor, best, scale, BINS, TILE)
@@ -228,7 +228,7 @@ def _search(
     found_ptr, num_found, counts_ptr, weights_ptr, top_k, top_p, by_mass, k_bin, floor, best, scale, steps,
     BINS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The limit: the k-th of the row, then what top_p leaves of those"""
+    """Return the limit: the row's k-th logit, then the lowest that top_p keeps of those."""
     index = tl.arange(0, BINS)
     limit = floor
     kept = tl.sum(tl.where(index < k_bin, tl.load(weights_ptr + index), 0), axis=0)
@@ -257,7 +257,7 @@ def _limit_kernel(
     GREEDY_BELOW: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, BINS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Gathers the logits of the bins in the notes; the last program of a row searches them for the limits."""
+    """Gather the logits of the bins in the notes; the last program of a row searches them for the limits."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, top_k, top_p, drop, by_count, by_mass, wanted = _params(
         row, top_k_ptr, top_p_ptr, drop_ptr, temperature_ptr, stride, vocab_size, GREEDY_BELOW
@@ -286,7 +286,7 @@ def _limit_kernel(
             if count > 0:
                 place = tl.atomic_add(notes_ptr + 2, count, sem="relaxed")
                 tl.store(found_ptr + place + tl.cumsum(needed.to(tl.int32), axis=0) - 1, x, mask=needed)
-            tl.debug_barrier()  # every thread's share is in before the program says so
+            tl.debug_barrier()  # all threads have stored before the counter says so
             finished = tl.atomic_add(notes_ptr + 1, 1, sem="acq_rel") == tl.num_programs(1) - 1
             if finished:
                 limit = _search(
@@ -299,12 +299,12 @@ def _limit_kernel(
 
 
 def filter_floor(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The lowest logit of each row that its filters let through # [n] fp32; -inf where there is no filter.
+    """Return the lowest logit of each row that its filters let through # [n] fp32; -inf where no filter is on.
 
     logits [n, V] (any float type, last dim contiguous, V <= 2**22) before the division by temperature; temperature,
     top_p, min_p [n] fp32; top_k [n] int32 or int64. In this order: min_p, top_k, then top_p of what those left; logits
-    equal to the last one kept are kept, and so is the best. Off: min_p 0, top_k < 1 or >= V, top_p >= 1, any greedy
-    row (temperature < 1e-5). A row's result depends on that row alone.
+    equal to the last one kept are kept, and so is the best. A filter is off at min_p 0, top_k < 1 or >= V, top_p >= 1,
+    and in greedy rows (temperature < 1e-5). A row's result depends on that row alone.
     """
     rows, vocab_size = logits.shape
     device = logits.device
@@ -335,7 +335,7 @@ def filter_floor(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tens
 
 
 def weights_reference(distance: Tensor, temperature: Tensor) -> Tensor:
-    """2**40 * exp(-distance / temperature), as the kernels round it # int64; distance [n, V] fp32 >= 0"""
+    """Return 2**40 * exp(-distance / temperature), rounded as the kernels do # int64; distance [n, V] fp32 >= 0."""
     steps = torch.full_like(temperature, _STEPS_A_NAT) / temperature
     step = (distance * steps[:, None]).clamp_max_(_OCTAVES * _STEPS).int()
     f = (step & (_STEPS - 1)).long()

@@ -1,7 +1,6 @@
-"""Activations in fp8 with a scale a token, and linear layers over them (W8A8).
+"""Quantizes activations to fp8 with a scale a token, and computes linear layers over them (W8A8).
 
-Producers of a linear's input (norm.py, activation.py) quantize in their own pass with `quantize_row`. Knows nothing of
-checkpoints or layers.
+The kernels that make a linear's input (norm.py, activation.py) quantize it in the same pass with `quantize_row`.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from torch import Tensor
 from headrace.kernels._triton import DEVICE_FAMILY, next_power_of_2, overlap, tl, triton, wait_for_inputs
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0}
-"""What a row's largest number becomes. e4m3fnuz has half the values of e4m3fn with the same bits, so with scales twice
-as large both hold the same numbers, and a model gives the same results; its range from 224 to 240 stays unused."""
+"""what a row's largest number becomes. The same bits mean half as much in e4m3fnuz as in e4m3fn: with scales twice as
+large both hold the same numbers, so a model gives the same results; the range from 224 to 240 stays unused."""
 SMALLEST = tl.constexpr(1e-12)
-"""Rows of smaller numbers, zeros among them, are scaled as if this were their largest."""
+"""Rows whose largest number is smaller, like rows of zeros, are scaled as if it were this."""
 FAST_ACCUM = True
-"""Let NVIDIA's matrix units add up products without going through a register in between."""
+"""NVIDIA's matrix units add up products of fp8 without going through a register in between."""
 
 
 class Quantized(NamedTuple):
-    """x = values * scales; it has the shape of x."""
+    """Holds x as values * scales; its shape is that of x."""
 
     values: Tensor
     """[num_tokens, size] fp8, contiguous"""
@@ -36,24 +35,28 @@ class Quantized(NamedTuple):
         return self.values.shape
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return x in `dtype`."""
         return (self.values.float() * self.scales).to(dtype)
 
 
 def empty_quantized(num_tokens: int, size: int, fp8: torch.dtype, device: torch.device) -> Quantized:
+    """Allocate a Quantized, uninitialized."""
     values = torch.empty((num_tokens, size), dtype=fp8, device=device)
     return Quantized(values, torch.empty((num_tokens, 1), dtype=torch.float32, device=device))
 
 
 def warps_of_row(block: int) -> int:
-    """For a program that holds a row of up to `block` numbers, and perhaps another beside it, in registers."""
+    """Return the warps for a program that holds a row of up to `block` numbers, or two such rows, in registers."""
     most = 32 if DEVICE_FAMILY == "cuda" and block > 16384 else 16  # 16 waves of 64 are all that AMD has (not measured)
     return min(most, max(1, block // 512))
 
 
 @triton.jit
 def quantize_row(values_ptr, scales_ptr, x, row, columns, inside, width, LARGEST: tl.constexpr):
-    """Stores a row x [BLOCK] fp32, zero where not inside, as fp8 and its scale. NaN stays NaN, and infinity becomes it:
-    x never exceeds LARGEST by more than rounding, so nothing needs to be clamped."""
+    """Store a row x [BLOCK] fp32, zero where not inside, as fp8 and its scale. NaN and infinity become NaN.
+
+    Nothing needs to be clamped: x * factor exceeds LARGEST by rounding at most.
+    """
     largest = tl.maximum(tl.max(tl.abs(x), axis=0), SMALLEST)
     factor = tl.div_rn(tl.full((), LARGEST, tl.float32), largest)
     tl.store(scales_ptr + row, largest * (1.0 / LARGEST))
@@ -73,7 +76,7 @@ def _quantize_kernel(
 
 
 def quantize_per_token(x: Tensor, fp8: torch.dtype) -> Quantized:
-    """x [num_tokens, size], rows contiguous: each divided by its scale, which makes its largest number LARGEST[fp8]."""
+    """Quantize x [num_tokens, size], whose rows are contiguous: a row's scale makes its largest number LARGEST[fp8]."""
     num_tokens, width = x.shape
     out = empty_quantized(num_tokens, width, fp8, x.device)
     if num_tokens:
@@ -85,7 +88,7 @@ def quantize_per_token(x: Tensor, fp8: torch.dtype) -> Quantized:
 
 
 def quantize_per_token_reference(x: Tensor, fp8: torch.dtype, largest: Tensor | None = None) -> Quantized:
-    """`largest` []: take this for the largest number of every row."""
+    """Quantize as the kernel does; with `largest` [], as if that were the largest number of every row."""
     wide = x.float()
     most = wide.abs().amax(-1, keepdim=True) if largest is None else largest.float().expand(x.shape[0], 1)
     most = most.clamp_min(1e-12)
@@ -101,7 +104,7 @@ def fp8_linear(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """(values [T, K] * scales [T, 1]) @ (weight [N, K] * weight_scales [N] or [1]).T + bias [N] -> [T, N].
+    """Return (values [T, K] * scales [T, 1]) @ (weight [N, K] * weight_scales [N] or [1]).T + bias [N]: [T, N].
 
     Values and weight fp8 and contiguous, scales fp32, sums fp32. K and N must be multiples of 16.
     """

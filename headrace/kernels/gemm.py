@@ -1,9 +1,9 @@
-"""Linear layers over few tokens: x @ weight.T where reading the weight is all that costs, in 16-bit or fp8.
+"""Computes linear layers over few tokens, in 16 bits or fp8, where reading the weight is all that costs.
 
-Weights are constants, so a program asks for its first weights before it waits for the kernel in front of it
-(programmatic dependent launch), and memory stays busy across kernel boundaries. A norm between two linears needs no
-pass of its own: the first leaves what it takes, the second finishes it (HalfNormed). Knows nothing of layers; which
-sizes are served here and which by the vendor's library is said in gemm_config.py.
+No kernel writes weights, so a program loads its first ones before it waits for the kernel in front of it (programmatic
+dependent launch), and memory stays busy across kernel boundaries. A norm between two linears needs no pass of its own:
+the first one leaves it half done, the second finishes it (HalfNormed in norm.py). quantization/gpu_linear.py measures
+which sizes are served here and which by the vendor's library.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headrace.kernels.norm import HalfNormed, half_norm_reference, half_norm_row
 
 @triton.jit
 def _gated_row(row, half, GATED: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows of the weight behind a tile: consecutive ones, or as many of the gate as of the part that it multiplies."""
+    """Return a tile's rows of the weight: consecutive ones or, if GATED, half of the gate and half of what it gates."""
     if GATED:
         return tl.where(row % BLOCK < BLOCK // 2, 0, half - BLOCK // 2) + row // BLOCK * (BLOCK // 2) + row % BLOCK
     return row
@@ -34,7 +34,7 @@ def _silu(x):
 
 @triton.jit
 def _half_norm(out, row, row_in, column, offset, stored, scaled_ptr, squares_ptr, next_weight_ptr, width):
-    """Store what the next norm needs of `out` [rows, columns], of which this program has these columns."""
+    """Store what the next norm needs of `out` [rows, columns], which are this program's columns."""
     weight = tl.load(next_weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
     tl.store(scaled_ptr + offset, (out * weight[None, :]).to(scaled_ptr.dtype.element_ty), mask=stored)
     squares = tl.sum(tl.where(stored, out * out, 0.0), axis=1)
@@ -43,7 +43,7 @@ def _half_norm(out, row, row_in, column, offset, stored, scaled_ptr, squares_ptr
 
 @triton.jit
 def _row_scale(squares_ptr, row, row_in, parts, K, eps, PARTS: tl.constexpr):
-    """What is left of a norm of rows, out of the parts of their sums of squares."""
+    """Return the factor that finishes a row's norm, from the parts of its sum of squares."""
     part = tl.arange(0, PARTS)
     mask = row_in[:, None] & (part < parts)[None, :]
     squares = tl.load(squares_ptr + row[:, None] * parts + part[None, :], mask=mask, other=0.0)
@@ -78,8 +78,10 @@ def _skinny_kernel(
     PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program: BLOCK_N rows of the weight against up to BLOCK_M tokens. SWAP makes the weight the left operand,
-    whose side of the matrix units is the wide one."""
+    """Multiply by the matrix units; one program: BLOCK_N rows of the weight and up to BLOCK_M tokens.
+
+    SWAP makes the weight the left operand, whose side of the matrix units is the wide one.
+    """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     weight_row = _gated_row(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N // 2, GATED, BLOCK_N)
@@ -139,10 +141,10 @@ def _skinny_kernel(
 
 @triton.jit
 def sums_of_vectors(weight, x, VECTOR: tl.constexpr):
-    """weight [rows, inputs] times x [rows or 1, inputs], VECTOR inputs added up # [rows, inputs / VECTOR] fp32
+    """Return weight [rows, inputs] * x [rows or 1, inputs], added up by VECTOR # [rows, inputs / VECTOR] fp32.
 
-    With as many as a thread loads at once these sums are its own, and take one register instead of VECTOR: twice as
-    many programs fit a multiprocessor, each with loads on their way.
+    If VECTOR is what a thread loads at once, a sum is within the thread and takes one register instead of VECTOR: twice
+    as many programs fit a multiprocessor, each with loads in flight.
     """
     products = weight.to(tl.float32) * x.to(tl.float32)
     rows: tl.constexpr = products.shape[0]
@@ -150,7 +152,7 @@ def sums_of_vectors(weight, x, VECTOR: tl.constexpr):
 
 
 def vector_of(weight: Tensor) -> int:
-    """Elements that a thread loads at once."""
+    """Return the number of elements that a thread loads at once."""
     return 16 // weight.element_size()
 
 
@@ -179,8 +181,10 @@ def _gemv_kernel(
     PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program: BLOCK_N rows of the weight against one token, by multiply and add. Weights are read once: they
-    leave the L2 cache first."""
+    """Multiply by ordinary arithmetic; one program: BLOCK_N rows of the weight and one token.
+
+    Weights are read once, and so are the first to be evicted from the L2 cache.
+    """
     weight_row = _gated_row(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N // 2, GATED, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     weight_ptrs = weight_ptr + tl.minimum(weight_row, N - 1).to(tl.int64)[:, None] * K + k[None, :]
@@ -195,7 +199,7 @@ def _gemv_kernel(
         column = weight_row
         column_in = weight_row < N
     wait_for_inputs(OVERLAP)
-    if residual_ptr is not None:  # asked for before the sums, not after
+    if residual_ptr is not None:  # loaded before the sums, not after
         residual = tl.load(residual_ptr + column, mask=column_in, other=0.0).to(tl.float32)
     if squares_ptr is not None:
         part = tl.arange(0, PARTS)
@@ -246,12 +250,12 @@ def skinny_linear(
     eps: float = 0.0,
     next_norm: Tensor | None = None,
 ) -> Any:
-    """x [T, K] @ weight [N, K].T + bias [N] -> [T, N] in `dtype` (default x's), sums in fp32.
+    """Return x [T, K] @ weight [N, K].T + bias [N]: [T, N] in `dtype` (default: x's), with sums in fp32.
 
-    The weight may be fp8, with weight_scale [N] fp32, and x too, with x_scale [T, 1]; the sums are multiplied by the
-    scales. The weight is contiguous, x's rows are. `gated`: silu of the first half of the outputs times the second
-    half -> [T, N / 2]. `residual` [T, N], contiguous: the result is added to it, in place. x may be HalfNormed, of a
-    norm with `eps`; the result is, where there is a residual and `next_norm` [N], the weight of the norm behind it.
+    The weight is contiguous, and so are x's rows. The weight may be fp8, with weight_scale [N] fp32, and x too, with
+    x_scale [T, 1]; sums are multiplied by the scales. `gated`: the result is silu(first half) * second half [T, N / 2].
+    `residual` [T, N], contiguous: the result is added to it, in place. x may be HalfNormed, by a norm with `eps`. The
+    result is HalfNormed if there are a residual and `next_norm` [N], the weight of the norm of the sum.
     """
     num_tokens, k = x.shape
     n = weight.shape[0]

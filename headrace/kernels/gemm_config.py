@@ -1,7 +1,7 @@
-"""How linears over few tokens are launched, as data: which kernels are worth trying, by device family and element size.
+"""Lists the kernel configurations worth trying for linears over few tokens, by device family and element size.
 
-Pure data; which of them serves which size is measured (quantization/gpu_linear.py). The "hip" rows are derived from the
-chip's 64-wide waves and 64 kB of LDS, not measured.
+Which of them serves a size is measured (quantization/gpu_linear.py). The "hip" rows are derived from the chip's 64-wide
+waves and 64 kB of LDS, not measured.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """One way to run a skinny GEMM. block_m 1: by multiply and add, for one token; else by the matrix units, block_m
-    tokens a program."""
+    """Describes one way to run kernels/gemm.py: a program computes block_n outputs, block_k inputs at a time."""
 
     block_m: int
+    """tokens of a program, by the matrix units; 1: one token, by ordinary arithmetic"""
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int = 1
     swap: bool = False
-    """the weight is the left operand of the product"""
+    """The weight is the left operand of the product."""
 
 
 BUCKETS = (1, 16, 32, 64, 128)
-"""A linear over at most this many tokens gets the bucket's kernel; beyond the last, the vendor's library."""
+"""numbers of tokens: a linear gets the configuration of the first that is not smaller; beyond the last, the library"""
 
 CANDIDATES: dict[tuple[str, int, int], tuple[GemmConfig, ...]] = {
     # (family, bytes an element, bucket); the first serves sizes that nobody has measured

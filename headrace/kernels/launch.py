@@ -1,4 +1,4 @@
-"""Launches kernels in a fraction of the host time that Triton takes, where like arguments were launched before.
+"""Launches a kernel in a fraction of the host time that Triton takes, if it was launched with like arguments before.
 
 `launch` remembers which compiled kernel serves arguments of which types and alignments. A `Recording` goes further: it
 repeats all launches of a call for other tensors, by exchanging their addresses. Knows nothing of what kernels compute.

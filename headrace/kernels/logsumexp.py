@@ -1,6 +1,6 @@
-"""log(sum(exp(logits))) of each row, by one program a row: the same bits for a row however many rows there are.
+"""Computes log(sum(exp(logits))) of each row, with the same bits for a row however many rows there are.
 
-(torch's own cuts the sum in another way for other numbers of rows.)
+(torch's own splits the sum in another way for other numbers of rows.)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _logsumexp_kernel(out_ptr, logits_ptr, logits_stride, vocab_size, BLOCK: tl.
 
 
 def logsumexp(logits: Tensor) -> Tensor:
-    """logits [n, vocab_size] of any float dtype, last dim contiguous -> [n] float32"""
+    """Return logsumexp [n] float32 of logits [n, vocab_size], of any float type with a contiguous last dimension."""
     rows, vocab_size = logits.shape
     out = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows:

@@ -1,8 +1,8 @@
-"""Linear layers whose outputs for a token have the same bits however many tokens there are: batch invariance.
+"""Computes linear layers batch-invariantly: a token's outputs have the same bits however many tokens there are.
 
 An output is the sum of PARTS parts of its inputs, in order; a part adds up BLOCK_K inputs at a time. Both depend on the
-weight's size alone. Few tokens let a program take one part, so that all of the GPU reads the weight; many let it take
-all parts of a larger tile. The sums, their order and the instructions that make them are the same.
+weight's size alone. With few tokens a program computes one part, so that all of the GPU reads the weight; with many it
+computes all parts of a larger tile. The sums, their order and the instructions that compute them are the same.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from headrace.kernels._triton import DEVICE_FAMILY, overlap, tl, triton, wait_fo
 
 @dataclass(frozen=True)
 class Tile:
+    """Describes a program's tile: block_m tokens by block_n outputs."""
+
     block_m: int
-    """tokens; not under 64 on NVIDIA in 16 bits, where smaller tiles are other instructions"""
+    """at least 64 on NVIDIA in 16 bits, where smaller tiles take other instructions"""
     block_n: int
     num_warps: int
     num_stages: int
 
 
 BLOCK_K = {2: 64, 4: 32}
-"""bytes an element -> inputs added up at a time"""
+"""bytes of an element -> inputs added up at a time"""
 FEW: dict[tuple[str, int], Tile] = {
     ("cuda", 2): Tile(64, 64, 4, 6),
     ("cuda", 4): Tile(32, 32, 4, 3),
@@ -43,18 +45,18 @@ MANY: dict[tuple[str, int], Tile] = {
     ("hip", 4): Tile(32, 64, 4, 2),
 }
 FEW_TOKENS = 192
-"""Up to so many, programs take one part each."""
+"""Up to so many tokens, a program computes one part."""
 PROGRAMS_WANTED = 256
-"""For one token: two on each of an H200's multiprocessors. A constant, so that equal weights give equal bits."""
+"""for one token: two on each of an H200's multiprocessors. It is constant, so that equal weights give equal bits."""
 SHORTEST_PART = 1024
-"""inputs"""
+"""inputs of a part, at least"""
 GROUP_M = 16
-"""Tiles of tokens that share a weight's tile while the L2 cache has it."""
+"""tiles of tokens that use a weight's tile while the L2 cache holds it"""
 
 
 @lru_cache(maxsize=256)
 def num_parts(n: int, k: int, element_size: int) -> int:
-    """Parts into which the sums of a weight [n, k] are cut: a power of two."""
+    """Return the number of parts of the sums of a weight [n, k]: a power of two."""
     programs = -(-n // FEW["cuda", element_size].block_n)
     parts = 1
     while parts * programs < PROGRAMS_WANTED and k >= 2 * parts * SHORTEST_PART:
@@ -75,7 +77,7 @@ def _sum_part(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """Products over the inputs [begin, end) # [BLOCK_M, BLOCK_N] fp32"""
+    """Return the products over the inputs [begin, end) # [BLOCK_M, BLOCK_N] fp32."""
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(begin, end, BLOCK_K):
@@ -110,7 +112,7 @@ def _matmul_kernel(
     EVEN_K: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid (tiles, parts if APART else 1). APART writes each part's sums to `sums` fp32 [PARTS, num_tokens, N]."""
+    """Multiply; grid (tiles, PARTS if APART else 1). APART writes the parts to `sums` fp32 [PARTS, num_tokens, N]."""
     wait_for_inputs(OVERLAP)
     tile = tl.program_id(0)
     tiles_m = tl.cdiv(num_tokens, BLOCK_M)
@@ -156,7 +158,7 @@ def _add_parts_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid (num_tokens, blocks of outputs): the parts in their order, then the bias."""
+    """Add up the parts in their order, then the bias; grid (num_tokens, blocks of outputs)."""
     wait_for_inputs(OVERLAP)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column_in = column < N
@@ -170,9 +172,9 @@ def _add_parts_kernel(
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, K] @ weight [N, K].T + bias [N] -> [T, N] in x's dtype (fp16, bf16 or fp32), sums in fp32.
+    """Return x [T, K] @ weight [N, K].T + bias [N]: [T, N] in x's dtype (fp16, bf16 or fp32), with sums in fp32.
 
-    Row t of the result depends on row t of x alone, bit for bit. The weight is contiguous, x's rows are.
+    Row t of the result depends on row t of x alone, bit for bit. The weight is contiguous, and so are x's rows.
     """
     num_tokens, k = x.shape
     n, size = weight.shape[0], x.element_size()

@@ -1,10 +1,10 @@
-"""The experts of a sparse layer: two products over gathered tokens with silu(gate) * up between, then the weighted sum.
+"""Computes the experts of a sparse layer: a product to gate and up, silu(gate) * up, a product down, the weighted sum.
 
-Few tokens: each token's experts are read by themselves, and the second kernel adds them up. More: pairs are sorted into
-tiles (moe_route.py), a tile's programs read one expert, and a last kernel adds a token's experts in the order in which
-it chose them. Either way no sum depends on who comes first. Weights may be fp8 with a scale an output: a token by
-itself meets them as it is, tiles are rounded to fp8 too, which matrix units take without unpacking. Knows nothing of
-layers or of tensor parallelism.
+With few tokens, a program reads one expert's rows for one token, and the second kernel adds up a token's experts. With
+more, (token, expert) pairs are sorted into tiles of one expert (moe_route.py), and a third kernel adds up a token's
+experts in the order in which it chose them. Either way no sum depends on which program finishes first. Weights may be
+fp8 with a scale an output: tiles are then rounded to fp8 too, since matrix units take that without unpacking, while a
+token by itself is not rounded.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from headrace.kernels.norm import (
 )
 
 HALF_NORMED_TOKENS = BUCKETS[-1]
-"""Most tokens whose next linear may be one of our own, that finishes a norm."""
+"""the most tokens for which the next linear may be one of our kernels, which finish a norm"""
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def _silu_times(gate, up):
 def _beside_the_experts(
     residual_ptr, shared_ptr, gate_ptr, gate_stride, token, column, inside, HIDDEN: tl.constexpr
 ):  # fmt: skip
-    """residual + sigmoid(gate) * shared of one token, in fp32, each if it is there"""
+    """Return residual + sigmoid(gate) * shared of one token in fp32; each may be missing."""
     total = tl.zeros(column.shape, tl.float32)
     at = token * HIDDEN + column
     if residual_ptr is not None:
@@ -69,7 +69,7 @@ def _up_one_by_one_kernel(
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     VECTOR: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of N, pairs): out[pair] = silu(gate) * up, weight [experts, 2 * N, K], scale [experts, 2 * N]."""
+    """Compute out[pair] = silu(gate) * up; grid (blocks of N, pairs). `weight` is [experts, 2 * N, K]."""
     wait_before_next(OVERLAP)
     pair = tl.program_id(1)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
@@ -104,11 +104,10 @@ def _down_one_by_one_kernel(
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr, VECTOR: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of N, tokens): out[token] = what is beside the experts + the sum over its experts
-    of their share times weight [experts, N, K] @ x; GROUP experts at a time.
+    """Compute out[token] = residual and shared expert + the weighted sum of its experts' weight [experts, N, K] @ x,
+    GROUP experts at a time; grid (blocks of N, tokens).
 
-    Who was chosen is known since the kernel before the one that makes x: the first weights are asked for before x is
-    there.
+    The choice of experts was made before the kernel that computes x, so the first weights are loaded before x is there.
     """
     token = tl.program_id(1)
     lane = tl.arange(0, GROUP * BLOCK_N)
@@ -119,7 +118,7 @@ def _down_one_by_one_kernel(
     for first in tl.static_range(0, TOP_K, GROUP):
         pair = token * TOP_K + first + member
         chosen = first + member < TOP_K
-        # written by a kernel that this one has not waited for, though it is done: not out of this processor's own cache
+        # not from the first-level cache: the kernel that wrote these is done, but this one has not waited for it
         expert = tl.load(ids_ptr + pair, mask=chosen, other=0, cache_modifier=".cg").to(tl.int64)
         share = tl.load(weights_ptr + pair, mask=chosen, other=0.0, cache_modifier=".cg")
         if scale_ptr is not None:
@@ -150,10 +149,10 @@ def _tiles_kernel(
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N outputs of one tile's pairs, out [pairs, N].
+    """Compute out [pairs, N]; one program: BLOCK_N outputs of one tile's pairs.
 
-    GATED: x has a row a token, weight is [experts, 2 * N, K], out is silu(gate) * up. Otherwise x has a row a pair,
-    weight is [experts, N, K]. In fp8 each has a scale a row.
+    GATED: x has a row a token, weight is [experts, 2 * N, K], and out is silu(gate) * up. Otherwise x has a row a pair,
+    and weight is [experts, N, K]. If they are fp8, each has a scale a row.
     """
     BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
@@ -209,8 +208,10 @@ def _sum_kernel(
     next_scaled_ptr, next_squares_ptr, next_weight_ptr,
     N: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens * blocks of N): out[token] = what is beside the experts + the weighted sum of x [pairs, N] over its
-    pairs. In one dimension, as the others of a grid end at 65535."""
+    """Compute out[token] = residual and shared expert + the weighted sum of x [pairs, N] over its pairs.
+
+    The grid is (tokens * blocks of N,), since its other dimensions end at 65535.
+    """
     wait_for_inputs(OVERLAP)
     blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
@@ -231,31 +232,33 @@ def _sum_kernel(
 
 @dataclass(frozen=True)
 class Experts:
-    """One sparse layer as this rank holds it, contiguous, and how tokens are routed. The experts' weights are of the
-    router's dtype, or fp8 with scales."""
+    """Holds one sparse layer's weights on this rank, contiguous, and how tokens are routed.
+
+    The experts' weights have the router's dtype, or are fp8 with scales.
+    """
 
     norm_weight: Tensor | None
-    """# [hidden]; what comes in is normed (RMS) first; None: it is normed already"""
+    """# [hidden]: the input goes through an RMS norm first; None: it comes normed"""
     eps: float
     router: Tensor
-    """# [experts, hidden], with one row more, the shared expert's gate, where there is such a gate"""
+    """# [experts, hidden], and one more row if the shared expert has a gate"""
     w13: Tensor
     """# [experts, 2 * n, hidden], gate above up"""
     w2: Tensor
     """# [experts, hidden, n]"""
     top_k: int
     renormalize: bool
-    """whether the weights are divided by their sum over a token's experts"""
+    """A token's weights are divided by their sum over its experts."""
     invariant: bool = False
-    """a token's output has the same bits whoever else is there"""
+    """A token's output must have the same bits whatever else is in the batch."""
     scoring: Scoring = SOFTMAX
     next_norm: Tensor | None = None
-    """# [hidden]; weight of the norm that the sum with the residual goes through next, by a linear that takes it
-    HalfNormed; None: another, or none"""
+    """# [hidden]: weight of the norm of the sum with the residual, if the linear that reads it takes it HalfNormed;
+    None: the sum is handed on whole"""
     w13_scale: Tensor | None = None
-    """# [experts, 2 * n] fp32, what each output is multiplied with; None: nothing"""
+    """# [experts, 2 * n] fp32, the factor of each output; None: weights are not fp8"""
     w2_scale: Tensor | None = None
-    """# [experts, hidden] fp32, the same"""
+    """# [experts, hidden] fp32"""
 
 
 def fused_moe(
@@ -265,12 +268,12 @@ def fused_moe(
     residual: Tensor | None = None,
     config: MoeConfig | None = None,
 ) -> tuple[Tensor | HalfNormed, Tensor]:
-    """x [T, hidden] -> (the layer's output [T, hidden], the experts of each token [T, top_k] int32, best first).
+    """Return the layer's output [T, hidden] for x [T, hidden], and each token's experts [T, top_k] int32, best first.
 
     A token's experts are weighted by the softmax (or as `scoring` says), in fp32, of its router logits in x's dtype.
     `shared` [T, hidden]: the shared expert's output, added times the sigmoid of its gate if it has one. `residual`
-    [T, hidden] contiguous: the sum with it is written over it, and returned; it may be x. With it, up to
-    HALF_NORMED_TOKENS get their next norm half done.
+    [T, hidden] contiguous: the sum with it is written over it, and returned; it may be x. Then, up to
+    HALF_NORMED_TOKENS and if the layer has a `next_norm`, the result is HalfNormed.
     """
     num_tokens, hidden = x.shape
     num_experts, n = experts.w13.shape[0], experts.w13.shape[1] // 2
@@ -297,7 +300,7 @@ Beside = tuple[Tensor | None, Tensor | None, Tensor | None, int]
 
 
 def _next_norm(experts: Experts, residual: Tensor | None, num_tokens: int) -> Tensor | None:
-    """Of the norm that is left half done; None: none is."""
+    """Return the weight of the norm that is to be half done; None: none is."""
     return experts.next_norm if residual is not None and num_tokens <= HALF_NORMED_TOKENS else None
 
 
@@ -350,7 +353,7 @@ def _by_tiles(
 
 
 def _fit(tile: Tile, n: int, k: int, weight: Tensor) -> Tile:
-    """Smaller blocks where the weight is smaller; matrix units take 32 bytes of a row, or 16 numbers, at the least."""
+    """Return `tile` with blocks no larger than the weight. Matrix units take 16 numbers of a row or more, 32 in fp8."""
     least = 32 if weight.element_size() == 1 else 16
     block_n, block_k = min(tile.block_n, max(16, next_power_of_2(n))), min(tile.block_k, max(least, next_power_of_2(k)))
     return replace(tile, block_n=block_n, block_k=block_k)
@@ -363,7 +366,7 @@ def fused_moe_reference(
     residual: Tensor | None = None,
     config: MoeConfig | None = None,
 ) -> tuple[Tensor | HalfNormed, Tensor]:
-    """With weights in fp8 all tokens are rounded, unless `config` says that each is by itself."""
+    """Compute as the kernels do: tokens are rounded if weights are fp8, unless `config` computes each by itself."""
     num_experts = experts.w13.shape[0]
     normed = x if experts.norm_weight is None else rms_norm_reference(x, experts.norm_weight, experts.eps)
     logits = F.linear(normed, experts.router)
@@ -386,11 +389,8 @@ def fused_moe_reference(
 
 
 def _product_reference(x: Tensor, weight: Tensor, scale: Tensor | None, expert: int, rounds: bool) -> Tensor:
-    """x [T, K] @ weight[expert].T. `rounds`: x is rounded to the weight's type first."""
+    """Return x [T, K] @ weight[expert].T; `rounds`: of x rounded to the weight's type."""
     one = weight[expert]
     if scale is not None:
         one = (one.float() * scale[expert, :, None]).to(x.dtype)
     return F.linear(quantize_per_token_reference(x, weight.dtype).dequantize(x.dtype) if rounds else x, one)
-
-
-__all__ = ["Experts", "fused_moe", "fused_moe_reference"]

@@ -1,6 +1,6 @@
-"""How the experts' kernels are launched, as data: tile sizes, warps and stages by tokens, experts and device family.
+"""Lists how the experts' kernels are launched: tile sizes, warps and stages by tokens, experts and device family.
 
-Pure arithmetic on integers. The "hip" rows are derived from the chip's 64-wide waves and 64 kB of LDS, not measured.
+The "hip" rows are derived from the chip's 64-wide waves and 64 kB of LDS, not measured.
 """
 
 from __future__ import annotations
@@ -10,29 +10,33 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Tile:
-    """One product of tokens by an expert's weight: block_n outputs (each of the gate and of up in the first one)."""
+    """Describes a program of one product: block_n outputs (of gate and of up each), block_k inputs at a time."""
 
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
     swap: bool = False
-    """the weight is the left operand of the matrix units"""
+    """The weight is the left operand of the matrix units."""
     group: int = 1
-    """of a token by itself, in the second product: experts whose weights are asked for at once"""
+    """in the second product of a token by itself: experts whose weights are loaded at once"""
 
 
 @dataclass(frozen=True)
 class MoeConfig:
+    """Describes how a layer's experts are computed."""
+
     block_m: int
-    """pairs of a tile; 1: no tiles, each token by itself, by multiply and add"""
+    """(token, expert) pairs of a tile; 1: no tiles, each token is computed by itself, by ordinary arithmetic"""
     up: Tile
+    """of the first product, to gate and up"""
     down: Tile
+    """of the second"""
 
 
 FEW_TOKENS = {(family, size): 2 for family in ("cuda", "hip") for size in (1, 2, 4)}
-"""(family, bytes a weight) -> most tokens that are served one by one. They share hardly an expert, so that nothing is
-read twice, and there is no sorting and no adding up behind."""
+"""(family, bytes of a weight) -> most tokens that are computed one by one: so few hardly share an expert, so nothing is
+read twice, and neither sorting nor a third kernel is needed"""
 
 FEW: dict[tuple[str, int], MoeConfig] = {
     ("cuda", 1): MoeConfig(1, Tile(4, 2048, 8, 1), Tile(1, 1024, 2, 1, group=8)),
@@ -44,8 +48,8 @@ FEW: dict[tuple[str, int], MoeConfig] = {
 }
 
 MANY: dict[tuple[str, int], tuple[tuple[float, MoeConfig], ...]] = {
-    # pairs per expert, at most -> what serves them; up to about 16 weights are all there is to read. Rows of 2 bytes on
-    # NVIDIA are measured, on an H200 at the sizes of Qwen3-30B-A3B.
+    # (most pairs per expert, what serves them); up to about 16, reading weights is all that costs. The rows of 2 bytes
+    # on NVIDIA were measured on an H200, at the sizes of Qwen3-30B-A3B.
     ("cuda", 2): (
         (4, MoeConfig(16, Tile(32, 128, 4, 4, swap=True), Tile(128, 128, 4, 3, swap=True))),
         (12, MoeConfig(16, Tile(64, 128, 4, 3, swap=True), Tile(128, 128, 4, 3, swap=True))),
@@ -70,7 +74,7 @@ MANY: dict[tuple[str, int], tuple[tuple[float, MoeConfig], ...]] = {
 
 
 def _as_many_bytes(config: MoeConfig) -> MoeConfig:
-    """For weights of half the bytes: tiles twice as deep."""
+    """Return the configuration for weights of half the bytes: tiles with twice the inputs."""
     up, down = (replace(tile, block_k=2 * tile.block_k) for tile in (config.up, config.down))
     return replace(config, up=up, down=down)
 
@@ -85,14 +89,14 @@ INVARIANT: dict[tuple[str, int], MoeConfig] = {
     ("hip", 2): MoeConfig(64, Tile(32, 64, 4, 2), Tile(64, 64, 4, 2)),
     ("hip", 4): MoeConfig(16, Tile(16, 64, 4, 2), Tile(32, 64, 4, 2)),
 }
-"""One for all sizes of a batch, so that a token's sums are made by the same instructions in the same order. Weights in
-fp8 do not go with it (planner/decisions.py)."""
+"""the configuration of batch invariance: one for all sizes of a batch, so that a token's sums are made by the same
+instructions in the same order. Weights in fp8 do not go with it (planner/decisions.py)."""
 
 
 def pick_moe_config(
     num_tokens: int, top_k: int, num_experts: int, element_size: int, family: str, invariant: bool = False
 ) -> MoeConfig:
-    """The tables' choice. `element_size`: bytes of a weight."""
+    """Return the tables' choice. `element_size`: bytes of a weight."""
     key = (family, element_size)
     if invariant:
         return INVARIANT[key]

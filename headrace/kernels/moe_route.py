@@ -1,7 +1,7 @@
-"""Which experts a token goes to, and in which order token-expert pairs are worked off. Pair p is token p // top_k's.
+"""Chooses each token's experts, and sorts the (token, expert) pairs into tiles. Pair p is of token p // top_k.
 
-Pairs are grouped by expert and cut into tiles of at most block_m, all on the device and in buffers whose sizes follow
-from host integers. Nothing is added atomically: equal inputs give equal orders. Knows nothing of experts' weights.
+Pairs are grouped by expert, and groups cut into tiles of at most block_m, on the device and in buffers whose sizes
+follow from host integers. No order depends on atomic additions: equal inputs give equal orders.
 """
 
 from __future__ import annotations
@@ -18,37 +18,39 @@ from headrace.kernels.matmul import matmul
 from headrace.kernels.norm import rms_norm
 
 ROUTER_TOKENS = 16
-"""Most tokens whose norm, router logits and choice take one launch."""
+"""the most tokens whose norm, router logits and choice of experts take one launch"""
 
 
 class Routing(NamedTuple):
+    """Holds the tokens' experts, and the pairs in tiles."""
+
     ids: Tensor
     """# [num_tokens, top_k] int32, best first; of equal logits the lower id"""
     weights: Tensor
     """# [num_tokens, top_k] fp32"""
     order: Tensor
-    """# [num_tokens * top_k] int32: pairs, grouped by expert, in a group by token; empty if not asked for"""
+    """# [num_tokens * top_k] int32: the pairs by expert, those of an expert by token; empty if not asked for"""
     tiles: Tensor
-    """# [3, max_tiles] int32: each tile's expert, its first place in `order`, and its pairs; 0 pairs: no tile. Expert
-    e's begin at max_tiles(pairs of the experts before e, e, block_m)."""
+    """# [3, max_tiles] int32: each tile's expert, its first place in `order`, and its number of pairs (0: no tile). The
+    tiles of expert e begin at max_tiles(pairs of the experts before e, e, block_m)."""
 
 
 class Scoring(NamedTuple):
-    """How router logits become weights of experts, in fp32."""
+    """Says how router logits become weights of experts, in fp32."""
 
     sigmoid: bool = False
-    """each by itself; False: by the softmax over all"""
+    """by the sigmoid of each; False: by the softmax over all"""
     bias: Tensor | None = None
-    """# [num_experts], added to the weights where the best are chosen, and nowhere else; only with a sigmoid"""
+    """# [num_experts], added to the weights for the choice alone; only with a sigmoid"""
     scaling: float = 1.0
-    """what weights are multiplied by, last"""
+    """a factor of the weights, applied last"""
 
 
 SOFTMAX = Scoring()
 
 
 def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """The most tiles there can be, however the pairs fall."""
+    """Return the most tiles that the pairs can make, whichever experts they go to."""
     groups = min(num_pairs, num_experts)
     return (num_pairs - groups) // block_m + groups
 
@@ -66,13 +68,13 @@ def _choose(
 ):  # fmt: skip
     """Write the choices of tokens `row` [ROWS], where less than num_tokens.
 
-    A logit and its expert make one integer key, so that a maximum finds both and no two are equal. All values stay
-    where their logit is: where a warp has a whole row, it never waits for another.
+    A logit and its expert make one integer key, so that a maximum finds both and no two are equal. Values stay with the
+    thread that has their logit: where a warp has a whole row, it never waits for another.
     """
     expert = tl.arange(0, BLOCK_E)[None, :]
     row = row[:, None]
     inside = (row < num_tokens) & (expert < num_experts)
-    # another program may have written them: not out of this processor's own cache
+    # not from the first-level cache: another program may have written them
     at = logits_ptr + row.to(tl.int64) * logits_stride + expert
     logits = tl.load(at, mask=inside, other=float("-inf"), cache_modifier=".cg")
     score = logits
@@ -85,10 +87,10 @@ def _choose(
         key = score.to(tl.int16, bitcast=True).to(tl.int32)
     else:
         key = score.to(tl.int32, bitcast=True).to(tl.int64)
-    key = key ^ ((key >> (BITS - 1)) & ((1 << (BITS - 1)) - 1))  # as integers in the order of the floats
+    key = key ^ ((key >> (BITS - 1)) & ((1 << (BITS - 1)) - 1))  # an integer that orders like the float
     LOWEST: tl.constexpr = -(1 << (2 * BITS - 1))
     key = tl.where(inside, (key << BITS) | (BLOCK_E - 1 - expert), LOWEST)
-    place = tl.full(logits.shape, -1, tl.int32)  # the how-manieth choice an expert is, -1: none
+    place = tl.full(logits.shape, -1, tl.int32)  # which of the choices an expert is; -1: none
     for choice in tl.static_range(TOP_K):
         found = key == tl.max(key, axis=1)[:, None]
         place = tl.where(found, choice, place)
@@ -115,7 +117,7 @@ def _router_kernel(
     TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, WARPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS rows of the router for one token, which it norms first. A token's last to finish routes it."""
+    """Norm and route; one program: ROWS rows of the router for one token. The last to finish chooses its experts."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_H)
     row_in, column_in = row < NUM_ROWS, column < HIDDEN
@@ -132,10 +134,10 @@ def _router_kernel(
         tl.store(normed_ptr + token * HIDDEN + column, x, mask=column_in)
     logit = tl.sum(weight * x.to(tl.float32)[None, :], axis=1)
     tl.store(logits_ptr + token * NUM_ROWS + row, logit.to(dtype), mask=row_in)
-    tl.debug_barrier()  # every thread's logits are written before the program says so
+    tl.debug_barrier()  # all threads have stored before the counter says so
     if tl.atomic_add(arrived_ptr + token, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(arrived_ptr + token, 0)
-        warp = tl.arange(0, WARPS)  # the first has the token, so that it need not wait for the others
+        warp = tl.arange(0, WARPS)  # the first one has the token, and need not wait for the others
         _choose(
             logits_ptr, ids_ptr, weights_ptr, bias_ptr, token + warp * tl.num_programs(1), tl.num_programs(1),
             num_experts, NUM_ROWS, scaling, BLOCK_E, TOP_K, RENORMALIZE, SIGMOID,
@@ -148,7 +150,7 @@ def _route_kernel(
     BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, SIGMOID: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One program: a token."""
+    """Choose a token's experts; one program a token."""
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0) + tl.arange(0, 1)
     _choose(
@@ -162,7 +164,7 @@ def _sort_kernel(
     ids_ptr, order_ptr, tiles_ptr, num_tokens, max_tiles,
     TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, BLOCK_TILES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One program: an expert, which needs to know of the others only how many pairs are before its own."""
+    """Sort an expert's pairs; one program an expert. Of the others it needs to know how many pairs precede its own."""
     wait_for_inputs(OVERLAP)
     expert = tl.program_id(0)
     pairs = num_tokens * TOP_K
@@ -192,7 +194,7 @@ def _sort_kernel(
 
 @lru_cache(maxsize=16)
 def _arrivals(device: torch.device) -> Tensor:
-    """How many of each token's programs of the router kernel have finished; zero between launches."""
+    """Return the counters of programs of the router kernel that have finished, by token; zero between launches."""
     return torch.zeros(ROUTER_TOKENS, dtype=torch.int32, device=device)
 
 
@@ -200,14 +202,15 @@ def norm_and_route(
     x: Tensor, norm_weight: Tensor | None, eps: float, router: Tensor, num_experts: int, top_k: int, renormalize: bool,
     block_m: int, invariant: bool = False, scoring: Scoring = SOFTMAX,
 ) -> tuple[Routing, Tensor, Tensor]:  # fmt: skip
-    """x [num_tokens, hidden], router [num_experts or more, hidden] -> (routing, all logits, normed x), in x's dtype.
+    """Return the routing of x [num_tokens, hidden], its router logits, and normed x, the latter two in x's dtype.
 
-    `block_m` 0: ids and weights alone, without order and tiles. At most ROUTER_TOKENS tokens are routed by one launch.
-    `invariant`: always by three, whose sums know nothing of the number of tokens. `norm_weight` None: x is normed.
+    `router` is # [num_experts or more, hidden]. `block_m` 0: no order and tiles. Up to ROUTER_TOKENS tokens take one
+    launch; more, and all tokens if `invariant`, take three, whose sums do not depend on the number of tokens.
+    `norm_weight` None: x comes normed.
     """
     num_tokens, hidden = x.shape
     num_rows = router.shape[0]
-    arrived = _arrivals(x.device)  # also where it is not needed yet: no graph's memory may hold it
+    arrived = _arrivals(x.device)  # even if not needed yet: it must not lie in a graph's memory
     if num_tokens > ROUTER_TOKENS or invariant or norm_weight is None:
         normed = x if norm_weight is None else rms_norm(x, norm_weight, eps)
         logits = matmul(normed, router) if invariant else F.linear(normed, router)
@@ -216,7 +219,7 @@ def norm_and_route(
     logits = torch.empty((num_tokens, num_rows), dtype=x.dtype, device=x.device)
     normed = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
     block_h = next_power_of_2(hidden)
-    # few tokens: a warp norms without waiting for others; a warp a row of the router, unless rows are very long
+    # with few tokens one warp norms, without waiting for others; a warp a row of the router, unless rows are very long
     warps = max(1 if num_tokens <= 4 else 4, block_h // 2048)
     rows = max(1, min(warps, warps * 2048 // block_h))
     _router_kernel[(-(-num_rows // rows), num_tokens)](
@@ -231,8 +234,10 @@ def norm_and_route(
 
 
 def route(logits: Tensor, top_k: int, renormalize: bool, block_m: int, scoring: Scoring = SOFTMAX) -> Routing:
-    """logits [num_tokens, num_experts] (last dim contiguous) -> softmax in fp32, then the best `top_k` of it, whose
-    weights sum to one if `renormalize`. `block_m` as above."""
+    """Return the routing by logits [num_tokens, num_experts] (last dim contiguous): softmax in fp32, the best `top_k`.
+
+    Their weights add up to one if `renormalize`. `block_m` 0: no order and tiles.
+    """
     num_tokens, num_experts = logits.shape
     routing = _empty_routing(num_tokens, num_experts, top_k, block_m, logits.device)
     _route_kernel[(num_tokens,)](
@@ -246,7 +251,7 @@ def route(logits: Tensor, top_k: int, renormalize: bool, block_m: int, scoring: 
 
 
 def _sort(routing: Routing, num_experts: int, block_m: int) -> None:
-    """Write `order` and `tiles`, by the ids."""
+    """Fill `order` and `tiles` from the ids."""
     num_tokens, top_k = routing.ids.shape
     small = num_tokens * top_k <= 2048
     _sort_kernel[(num_experts,)](

@@ -1,4 +1,4 @@
-"""RMS norm. Knows nothing of layers or of tensor parallelism."""
+"""Computes RMS norm (arXiv 1910.07467), whole or half: a half norm is finished by the linear that reads it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _rms_norm_kernel(
     LARGEST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """`out` is fp8 where there are `scales`. `delta`, contiguous, is first added to x."""
+    """Norm a row; `out` is fp8 if there are `scales`. `delta`, contiguous, is first added to x."""
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -85,42 +85,46 @@ def _launch(
 
 @triton.jit
 def half_norm_row(out, column, inside, scaled_ptr, square_ptr, next_weight_ptr):
-    """Store what the next norm needs of `out` [columns], a part of one row: `scaled_ptr` is of the row, `square_ptr` of
-    the part."""
+    """Store what the next norm needs of `out` [columns], a part of one row; `square_ptr` is that of the part."""
     weight = tl.load(next_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(scaled_ptr + column, (out * weight).to(scaled_ptr.dtype.element_ty), mask=inside)
     tl.store(square_ptr, tl.sum(tl.where(inside, out * out, 0.0), axis=0))
 
 
 HALF_NORMED_DTYPE = torch.bfloat16
-"""x times the norm's weight is too large for float16."""
+"""the only type of half norms: x times the norm's weight can be too large for float16"""
 
 
 class HalfNormed(NamedTuple):
-    """x, and its RMS norm but for a factor a row, which whoever multiplies by a matrix may apply to the products:
-    norm(x) = scaled / sqrt(squares.sum(1) / hidden + eps)."""
+    """Holds x and its RMS norm without the factor of each row: norm(x) = scaled / sqrt(squares.sum(1) / hidden + eps).
+
+    A linear that reads it may apply the factor to its outputs instead.
+    """
 
     x: Tensor
     """[num_tokens, hidden]"""
     scaled: Tensor
     """[num_tokens, hidden]: x times the norm's weight, rounded once, in x's dtype"""
     squares: Tensor
-    """[num_tokens, parts] fp32: sums of squares of x over parts of a row"""
+    """[num_tokens, parts] fp32: sums of squares of x over parts of its rows"""
 
     @property
     def shape(self) -> torch.Size:
         return self.x.shape
 
     def normed(self, eps: float) -> Tensor:
-        """The whole norm, in fp32."""
+        """Return the norm in fp32."""
         return self.scaled.float() * torch.rsqrt(self.squares.sum(1, keepdim=True) / self.shape[1] + eps)
 
 
 def half_normed_over(
     out: Tensor, next_norm: Tensor | None, parts: int
 ) -> tuple[Tensor | HalfNormed, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """(the result of a kernel that writes `out` # [num_tokens, hidden], `parts` programs to a row; what it is told
-    beside: where to leave the norm of weight `next_norm` half done, and that weight, each None without one)"""
+    """Prepare the result of a kernel that writes `out` # [num_tokens, hidden] with `parts` programs to a row.
+
+    Returns the result, HalfNormed if there is a `next_norm`, and the kernel's arguments for it: scaled, squares and the
+    norm's weight, or three None.
+    """
     if next_norm is None:
         return out, (None, None, None)
     half = HalfNormed(out, torch.empty_like(out), out.new_empty((out.shape[0], parts), dtype=torch.float32))
@@ -128,12 +132,12 @@ def half_normed_over(
 
 
 class Unsummed(NamedTuple):
-    """x + delta, which whoever norms it first writes over x, in the same pass."""
+    """Holds x + delta not yet added up: whoever norms it first writes the sum over x in the same pass."""
 
     x: Tensor
     """[num_tokens, hidden]"""
     delta: Tensor
-    """the same"""
+    """[num_tokens, hidden]"""
 
     @property
     def shape(self) -> torch.Size:
@@ -141,26 +145,26 @@ class Unsummed(NamedTuple):
 
 
 def whole(x: Tensor | HalfNormed | Unsummed) -> Tensor:
-    """x itself; of Unsummed, after it was normed."""
+    """Return x itself; of Unsummed it is the sum only after that was normed."""
     return x if isinstance(x, Tensor) else x.x
 
 
 def summed(x: Tensor | HalfNormed | Unsummed) -> Tensor:
-    """x itself, before it is normed."""
+    """Return x itself; of Unsummed, add it up (it must not have been normed)."""
     return x.x.add_(x.delta) if isinstance(x, Unsummed) else whole(x)
 
 
 def half_norm_reference(x: Tensor, weight: Tensor, parts: int = 1) -> HalfNormed:
-    """x [num_tokens, hidden]; `parts` divides hidden."""
+    """Return x [num_tokens, hidden] half normed; `parts` divides hidden."""
     squares = x.float().square().unflatten(1, (parts, -1)).sum(-1)
     return HalfNormed(x, (x.float() * weight.float()).to(x.dtype), squares)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> Tensor:
-    """x [..., hidden] / rms(x) * weight [hidden], contiguous, in x's dtype; `delta`, contiguous and of the shape of an
-    x of two dimensions, is first added to x.
+    """Return x [..., hidden] / rms(x) * weight [hidden], contiguous, in x's dtype.
 
-    Normalized in fp32, rounded to x's dtype, then multiplied by the weight, as Hugging Face models do.
+    x is normalized in fp32, rounded to its dtype, then multiplied by the weight, as Hugging Face models do. `delta`,
+    contiguous, is first added to x, which then has two dimensions.
     """
     hidden = x.shape[-1]
     rows = x if x.dim() == 2 else x.reshape(-1, hidden)
@@ -172,7 +176,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None)
 def rms_norm_quantized(
     x: Tensor, weight: Tensor, eps: float, fp8: torch.dtype, delta: Tensor | None = None
 ) -> Quantized:
-    """What `rms_norm` gives for x [num_tokens, hidden], in fp8; `delta`, of x's shape, is first added to x."""
+    """Return what `rms_norm` does for x [num_tokens, hidden], in fp8."""
     num_tokens, hidden = x.shape
     out = empty_quantized(num_tokens, hidden, fp8, x.device)
     _launch(*out, x, weight, eps, LARGEST[fp8], delta)

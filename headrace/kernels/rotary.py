@@ -1,7 +1,4 @@
-"""Rotary embedding of q and k, optional QK norm before it, and the write of k and v into the paged cache, in one pass.
-
-Knows the layout of a cache tensor, not which request owns a slot.
-"""
+"""Norms q and k (optional), rotates them by their positions, and writes k and v into the paged cache, in one pass."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ def _norm_and_rotate(
     HAS_REST: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """The heads' (first half, second half, rest beyond the rotary part), normed and rotated, in fp32."""
+    """Return the heads' first halves, second halves and rest beyond the rotary part, normed and rotated, in fp32."""
     base = x_ptr + heads[:, None] * head_stride
     mask = head_in[:, None] & half_in[None, :]
     rest_mask = head_in[:, None] & rest_in[None, :]
@@ -62,7 +59,7 @@ def _norm_and_rotate(
 
 @triton.jit
 def _to_fp8(x, factor, LARGEST: tl.constexpr, FP8: tl.constexpr):
-    """What is too large becomes the largest number; NaN stays."""
+    """Return x * factor in fp8: what is too large becomes the largest number, NaN stays."""
     scaled = x.to(tl.float32) * factor
     return tl.clamp(scaled, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(FP8)
 
@@ -103,7 +100,7 @@ def _rotary_and_cache_kernel(
     LARGEST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program: one token, one KV head and the query heads that read it."""
+    """Rotate and write; one program: one token, one KV head and the query heads that read it."""
     wait_for_inputs(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -209,12 +206,11 @@ def rotary_and_cache(
     """Rotate q [T, Hq, D] and k [T, Hkv, D], write k and v into the cache, return the rotated q.
 
     q, k, v may be views of one tensor (last dim contiguous). With `q_norm` and `k_norm` [D], heads are RMS-normed
-    first. cos_sin [max_pos, rotary_dim] fp32 is cos | sin, each rotary_dim // 2 wide; dimension i turns with
-    i + rotary_dim // 2 (half-split), and what lies beyond rotary_dim stays. kv_cache
-    [2, num_blocks, block_size, Hkv, D] is contiguous within a block; tokens whose slot_mapping [T] int64 is negative
-    are not written. positions [T] int64. A cache of one byte an element (fp8) gets K / kv_scale[0] and V / kv_scale[1],
-    fp32 [2] on the device, held to the largest number it knows. `v` None: the cache [1, ...] holds keys alone.
-    `cos_sin` None: nothing is rotated.
+    first. cos_sin [max_pos, rotary_dim] fp32 is cos | sin, each rotary_dim // 2 wide; dimension i is rotated with
+    i + rotary_dim // 2 (half-split), and what lies beyond rotary_dim is not. `cos_sin` None: nothing is rotated.
+    positions [T] int64. The cache [2, num_blocks, block_size, Hkv, D] is contiguous within a block; tokens whose
+    slot_mapping [T] int64 is negative are not written. An fp8 cache gets K / kv_scale[0] and V / kv_scale[1], fp32 [2]
+    on the device, clamped to its type's range. `v` None: the cache [1, ...] holds keys alone.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
@@ -244,29 +240,31 @@ def rotary_and_cache(
 
 @lru_cache(maxsize=16)
 def _no_turn(device: torch.device) -> Tensor:
-    """A table of one row that leaves a head's first two numbers as they are."""
+    """Return a table of one row that rotates by nothing."""
     return torch.tensor([[1.0, 0.0]], device=device)
 
 
 def largest_fp8(dtype: torch.dtype) -> float | None:
-    """The largest finite number of an fp8 type; None for wider types."""
+    """Return the largest finite number of an fp8 type; None for wider types."""
     return torch.finfo(dtype).max if dtype.itemsize == 1 else None
 
 
 def quantize_reference(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x / scale in an fp8 type, saturating; NaN stays."""
+    """Return x / scale in an fp8 type, clamped to its range; NaN stays."""
     largest = torch.finfo(dtype).max
     return (x.float() * (1.0 / scale)).clamp_(-largest, largest).to(dtype)
 
 
 def step_angles(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What every layer of a step hands to rotary_and_cache as `cos_sin` and `positions`: here, the table itself."""
+    """Return what all layers of a step hand to rotary_and_cache as `cos_sin` and `positions`: here, the arguments."""
     return cos_sin, positions
 
 
 def step_angles_reference(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
-    """On a CPU the rows of the step's tokens, gathered once for all layers: ([2, T, 1, rotary_dim] = cos | cos, then
-    -sin | sin; None)."""
+    """Return the angles of the step's tokens, gathered once for all layers, and None.
+
+    They are [2, T, 1, rotary_dim]: cos | cos, then -sin | sin.
+    """
     cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
     return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))), None
 
@@ -284,7 +282,7 @@ def rotary_and_cache_reference(
     eps: float = 1e-6,
     kv_scale: Tensor | None = None,
 ) -> Tensor:
-    """`positions` None: `cos_sin` is what step_angles_reference made of the table."""
+    """Do what `rotary_and_cache` does; `positions` None: `cos_sin` is what `step_angles_reference` returned."""
     num_heads = q.shape[1]
     angles = cos_sin
     if cos_sin is not None and positions is not None:
@@ -314,7 +312,7 @@ def rotary_and_cache_reference(
 
 
 def _joined(q: Tensor, k: Tensor) -> Tensor | None:
-    """q and k as one [T, Hq + Hkv, D] if k's heads follow q's in memory: half the operations on a CPU."""
+    """Return q and k as one [T, Hq + Hkv, D] if k's heads follow q's in memory: half the operations on a CPU."""
     num_tokens, num_heads, head_dim = q.shape
     if q.stride() != k.stride() or q.stride(1) != head_dim:
         return None
@@ -324,7 +322,7 @@ def _joined(q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def _rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """x [T, H, D] turned in fp32 by angles [2, T, 1, rotary_dim] = cos | cos, -sin | sin; in x's dtype."""
+    """Return x [T, H, D], in its dtype, rotated in fp32 by angles [2, T, 1, rotary_dim] = cos | cos, -sin | sin."""
     cos, sin = angles.unbind()
     rotary_dim = cos.shape[-1]
     turning = x if rotary_dim == x.shape[-1] else x[..., :rotary_dim]

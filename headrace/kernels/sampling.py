@@ -1,7 +1,7 @@
-"""Picks one token a row: greedy, or by Gumbel noise that depends on (seed, position, token id) alone.
+"""Picks one token a row: greedily, or by Gumbel noise that depends on (seed, position, token id) alone.
 
-The noise comes from a counter-based hash in 32-bit integers, so that Triton and torch, and any batch a request happens
-to be in, draw the same numbers. Knows nothing of requests or sampling parameters beyond temperature and seed.
+The noise comes from a counter-based hash in 32-bit integers, so that Triton and torch draw the same numbers, whatever
+batch a request is in.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from headrace.kernels._triton import next_power_of_2, tl, triton
 from headrace.kernels.launch import launch
 
 GREEDY_BELOW = 1e-5
-"""Temperatures under this mean greedy."""
+"""Rows with temperatures below this are greedy."""
 
 # multipliers and shifts of a 32-bit finalizer with low bias (C. Wellons, hash-prospector)
 _M1, _M2 = 0x7FEB352D, 0x846CA68B
 _GOLDEN = 0x9E3779B9
 _HIGHEST = 0xFFFFFF00
-"""Largest hash whose fp32 value stays below 2**32"""
+"""the largest hash whose fp32 value is below 2**32"""
 
 
 @triton.jit
 def _mix(x):
-    """uint32 -> uint32, every bit of the input spread over all of the output"""
+    """Return a uint32 each of whose bits depends on all bits of the uint32 x."""
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)
@@ -34,7 +34,7 @@ def _mix(x):
 
 @triton.jit
 def _noise(key, other_key, token):
-    """Gumbel noise, fp32, for uint32 token ids"""
+    """Return Gumbel noise, fp32, for uint32 token ids."""
     bits = _mix(_mix(token ^ key) + other_key)
     bits = tl.minimum(tl.maximum(bits, 1), 0xFFFFFF00)
     u = bits.to(tl.float32) * 2.3283064365386963e-10  # 2**-32, exact
@@ -59,7 +59,7 @@ def _gumbel_kernel(
     GREEDY_BELOW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Best score and its token id within one block of the vocabulary."""
+    """Store the best score and its token id within one block of the vocabulary."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -95,11 +95,11 @@ def _pick_kernel(out_ptr, best_ptr, index_ptr, num_blocks, BLOCK: tl.constexpr):
 def gumbel_argmax(
     logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, floor: Tensor | None = None
 ) -> Tensor:
-    """argmax(logits / temperature + Gumbel(seed, position, token id)) a row: token ids [n] int64.
+    """Return argmax(logits / temperature + Gumbel(seed, position, token id)) of each row: token ids [n] int64.
 
-    That is a draw from softmax(logits / temperature). logits [n, V] (last dim contiguous), temperature [n] fp32, seeds
-    and positions [n] int64, floor [n] fp32: logits below it are never drawn. Rows with temperature under 1e-5 are
-    greedy. Ties go to the lowest id.
+    That is a draw from softmax(logits / temperature) (the Gumbel-max trick, arXiv 1611.01144). logits [n, V] (last dim
+    contiguous), temperature [n] fp32, seeds and positions [n] int64, floor [n] fp32: logits below it are never drawn.
+    Rows with a temperature below 1e-5 are greedy. Ties go to the lowest id.
     """
     rows, vocab_size = logits.shape
     device = logits.device
@@ -119,13 +119,13 @@ def gumbel_argmax(
 
 @triton.jit
 def _best_kernel(best_ptr, index_ptr, scores_ptr, scores_stride, vocab_size, num_blocks, BLOCK: tl.constexpr):
-    """Highest score and its token id within one block of the vocabulary; a NaN is higher than all."""
+    """Store the highest score and its token id within one block of the vocabulary; a NaN is higher than all."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab_size
     score = tl.load(scores_ptr + row * scores_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
-    ranked = tl.where(score == score, score, float("inf"))  # a NaN must win; whether it did is told below
+    ranked = tl.where(score == score, score, float("inf"))  # a NaN must win
     best, index = tl.max(ranked, axis=0, return_indices=True, return_indices_tie_break_left=True)
     nan = tl.max((score != score).to(tl.int32), axis=0)
     tl.store(best_ptr + row * num_blocks + block, tl.where(nan > 0, float("nan"), best))
@@ -147,8 +147,10 @@ def _pick_best_kernel(score_ptr, out_ptr, best_ptr, index_ptr, num_blocks, BLOCK
 
 
 def best_token(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """(highest score [n], its token id [n] int64) a row of scores [n, V]; of equals the lowest id. A row with a NaN
-    has NaN for its highest score, and an id that means nothing."""
+    """Return the highest score [n] of each row of scores [n, V], and its token id [n] int64; ties go to the lowest id.
+
+    A row with a NaN has NaN for its highest score, and an id that means nothing.
+    """
     rows, vocab_size = scores.shape
     score = torch.empty(rows, dtype=scores.dtype, device=scores.device)
     out = torch.empty(rows, dtype=torch.int64, device=scores.device)
@@ -173,7 +175,7 @@ def best_token_reference(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mix_reference(x: Tensor) -> Tensor:
-    """On int32 bit patterns; products wrap, shifts are logical through a mask."""
+    """Do what `_mix` does on int32 bit patterns: products wrap, a mask makes shifts logical."""
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * _signed(_M1)
     x = x ^ ((x >> 15) & 0x1FFFF)
@@ -186,7 +188,7 @@ def _signed(value: int) -> int:
 
 
 def hash_bits_reference(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """The hash behind the noise # [n, vocab_size] int64 in 0 .. 2**32 - 1"""
+    """Return the hash that the noise is made of # [n, vocab_size] int64 in 0 .. 2**32 - 1."""
     low, high = seeds.to(torch.int32), (seeds >> 32).to(torch.int32)
     key = _mix_reference(_mix_reference(low + _signed(_GOLDEN)) ^ positions.to(torch.int32))
     other_key = _mix_reference(high ^ key)
