@@ -28,7 +28,8 @@ def _gated_row(row, half, GATED: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _silu(x):
+def silu(x):
+    """Return x * sigmoid(x)."""
     return x / (1.0 + tl.exp(-x))
 
 
@@ -121,7 +122,7 @@ def _skinny_kernel(
         acc += tl.load(bias_ptr + weight_row, mask=weight_row_in, other=0.0).to(tl.float32)[None, :]
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, BLOCK_N // 2]), [0, 2, 1]))
-        out = _silu(gate) * up
+        out = silu(gate) * up
         column = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         width = N // 2
     else:
@@ -226,7 +227,7 @@ def _gemv_kernel(
         total += tl.load(bias_ptr + weight_row, mask=weight_row_in, other=0.0).to(tl.float32)
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(total, [2, BLOCK_N // 2]), [1, 0]))
-        total = _silu(gate) * up
+        total = silu(gate) * up
     if residual_ptr is not None:
         total += residual
     rounded = total.to(out_ptr.dtype.element_ty)

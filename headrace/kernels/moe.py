@@ -25,7 +25,7 @@ from headrace.kernels._triton import (
     wait_for_inputs,
 )
 from headrace.kernels.fp8 import quantize_per_token, quantize_per_token_reference
-from headrace.kernels.gemm import sums_of_vectors, vector_of
+from headrace.kernels.gemm import silu, sums_of_vectors, vector_of
 from headrace.kernels.gemm_config import BUCKETS
 from headrace.kernels.moe_config import MoeConfig, Tile, pick_moe_config
 from headrace.kernels.moe_route import SOFTMAX, Routing, Scoring, norm_and_route, route_reference
@@ -39,11 +39,6 @@ from headrace.kernels.norm import (
 
 HALF_NORMED_TOKENS = BUCKETS[-1]
 """the most tokens for which the next linear may be one of our kernels, which finish a norm"""
-
-
-@triton.jit
-def _silu_times(gate, up):
-    return gate / (1.0 + tl.exp(-gate)) * up
 
 
 @triton.jit
@@ -94,7 +89,7 @@ def _up_one_by_one_kernel(
         total *= tl.load(scale_ptr + expert * (2 * N) + row)
     gate, up = tl.split(tl.reshape(total, [BLOCK_N, 2]))
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    tl.store(out_ptr + pair * N + column, _silu_times(gate, up).to(out_ptr.dtype.element_ty), mask=column < N)
+    tl.store(out_ptr + pair * N + column, (silu(gate) * up).to(out_ptr.dtype.element_ty), mask=column < N)
 
 
 @triton.jit
@@ -196,7 +191,7 @@ def _tiles_kernel(
             acc *= x_scale[:, None] * tl.load(scale_ptr + expert * (ROWS // BLOCK_N * N) + row)[None, :]
         if GATED:
             gate, up = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N, 2]))
-            acc = _silu_times(gate, up)
+            acc = silu(gate) * up
         column = first + tl.arange(0, BLOCK_N)
         out_ptrs = out_ptr + pair.to(tl.int64)[:, None] * N + column[None, :]
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside & (column < N)[None, :])

@@ -68,19 +68,9 @@ def _launch(
         hidden = rows.shape[1]
         block = next_power_of_2(hidden)
         _rms_norm_kernel[(rows.shape[0],)](
-            out,
-            scales,
-            rows,
-            delta,
-            weight,
-            rows.stride(0),
-            hidden,
-            eps,
-            BLOCK=block,
-            LARGEST=largest,
-            num_warps=warps_of_row(block),
-            **overlap(),
-        )
+            out, scales, rows, delta, weight, rows.stride(0), hidden, eps,
+            BLOCK=block, LARGEST=largest, num_warps=warps_of_row(block), **overlap(),
+        )  # fmt: skip
 
 
 @triton.jit

@@ -18,21 +18,20 @@ def _norm_and_rotate(
     x_ptr,
     weight_ptr,
     heads,
+    head_in,
     head_stride,
     half,
-    head_in,
-    half_in,
     rest,
-    rest_in,
     cos,
     sin,
     eps,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
-    HAS_REST: tl.constexpr,
     NORM: tl.constexpr,
 ):
     """Return the heads' first halves, second halves and rest beyond the rotary part, normed and rotated, in fp32."""
+    HAS_REST: tl.constexpr = 2 * HALF < HEAD_DIM
+    half_in, rest_in = half < HALF, rest < HEAD_DIM
     base = x_ptr + heads[:, None] * head_stride
     mask = head_in[:, None] & half_in[None, :]
     rest_mask = head_in[:, None] & rest_in[None, :]
@@ -120,23 +119,9 @@ def _rotary_and_cache_kernel(
     member_in = member < GROUP
     heads = kv_head * GROUP + member
     first, second, tail = _norm_and_rotate(
-        q_ptr + token * q_stride,
-        q_norm_ptr,
-        heads,
-        q_head_stride,
-        half,
-        member_in,
-        half_in,
-        rest,
-        rest_in,
-        cos,
-        sin,
-        eps,
-        HEAD_DIM,
-        HALF,
-        HAS_REST,
-        NORM,
-    )
+        q_ptr + token * q_stride, q_norm_ptr, heads, member_in, q_head_stride, half, rest, cos, sin, eps, HEAD_DIM,
+        HALF, NORM,
+    )  # fmt: skip
     target = out_ptr + (token * num_heads + heads[:, None]) * HEAD_DIM
     mask = member_in[:, None] & half_in[None, :]
     tl.store(target + half[None, :], first.to(dtype), mask=mask)
@@ -149,23 +134,9 @@ def _rotary_and_cache_kernel(
         one = tl.arange(0, 1)
         one_in = one < 1
         k_first, k_second, k_tail = _norm_and_rotate(
-            k_ptr + token * k_stride,
-            k_norm_ptr,
-            one + kv_head,
-            k_head_stride,
-            half,
-            one_in,
-            half_in,
-            rest,
-            rest_in,
-            cos,
-            sin,
-            eps,
-            HEAD_DIM,
-            HALF,
-            HAS_REST,
-            NORM,
-        )
+            k_ptr + token * k_stride, k_norm_ptr, one + kv_head, one_in, k_head_stride, half, rest, cos, sin, eps,
+            HEAD_DIM, HALF, NORM,
+        )  # fmt: skip
         row = slot + slot // BLOCK_SIZE * (block_rows - BLOCK_SIZE)
         cached = cache_ptr + (row * num_kv_heads + kv_head) * HEAD_DIM
         value_offset = value_rows.to(tl.int64) * (num_kv_heads * HEAD_DIM)
