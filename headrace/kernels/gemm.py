@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels._triton import after_inputs, next_power_of_2, overlap, tl, triton, wait_for_inputs
+from headrace.kernels.fp8 import Quantized
 from headrace.kernels.gemm_config import GemmConfig
 from headrace.kernels.norm import HalfNormed, half_norm_reference, half_norm_row, half_normed_over
 
@@ -238,11 +239,10 @@ def _gemv_kernel(
 
 
 def skinny_linear(
-    x: Tensor | HalfNormed,
+    x: Tensor | HalfNormed | Quantized,
     weight: Tensor,
     bias: Tensor | None,
     config: GemmConfig,
-    x_scale: Tensor | None = None,
     weight_scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
     *,
@@ -253,18 +253,20 @@ def skinny_linear(
 ) -> Any:
     """Return x [T, K] @ weight [N, K].T + bias [N]: [T, N] in `dtype` (default: x's), with sums in fp32.
 
-    The weight is contiguous, and so are x's rows. The weight may be fp8, with weight_scale [N] fp32, and x too, with
-    x_scale [T, 1]; sums are multiplied by the scales. `gated`: the result is silu(first half) * second half [T, N / 2].
-    `residual` [T, N], contiguous: the result is added to it, in place. x may be HalfNormed, by a norm with `eps`. The
-    result is HalfNormed if there are a residual and `next_norm` [N], the weight of the norm of the sum.
+    The weight is contiguous, and so are x's rows. The weight may be fp8, with weight_scale [N] fp32, and then x may be
+    Quantized. `gated`: the result is silu(first half) * second half [T, N / 2]. `residual` [T, N], contiguous: the
+    result is added to it, in place. x may be HalfNormed, by a norm with `eps`; the result is HalfNormed if there are a
+    residual and `next_norm` [N], the weight of the norm of the sum.
     """
     num_tokens, k = x.shape
     n = weight.shape[0]
     squares: Tensor | None = None
-    parts = 1
+    x_scale: Tensor | None = None
     if isinstance(x, HalfNormed):
         squares, x = x.squares, x.scaled
-        parts = squares.shape[1]
+    elif isinstance(x, Quantized):
+        x, x_scale = x
+    parts = 1 if squares is None else squares.shape[1]
     if residual is None:
         width = n // 2 if gated else n
         out = torch.empty((num_tokens, width), dtype=dtype or x.dtype, device=x.device)
@@ -292,11 +294,10 @@ def skinny_linear(
 
 
 def skinny_linear_reference(
-    x: Tensor | HalfNormed,
+    x: Tensor | HalfNormed | Quantized,
     weight: Tensor,
     bias: Tensor | None,
     config: GemmConfig | None = None,
-    x_scale: Tensor | None = None,
     weight_scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
     *,
@@ -308,9 +309,10 @@ def skinny_linear_reference(
     if isinstance(x, HalfNormed):
         dtype = dtype or x.x.dtype
         x = x.normed(eps)
+    elif isinstance(x, Quantized):
+        x = x.dequantize(torch.float32)
     out = F.linear(x.float(), weight.float())
-    for scale in (x_scale, weight_scale):
-        out = out if scale is None else out * scale
+    out = out if weight_scale is None else out * weight_scale
     out = out if bias is None else out + bias.float()
     if gated:
         gate, up = out.chunk(2, dim=-1)

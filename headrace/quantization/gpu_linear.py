@@ -89,13 +89,13 @@ def by_table(
         config = table[tokens] if tokens <= most else None
         if config is None:
             return many(x, residual)
-        if quantize is not None and (config.block_m > 1 or isinstance(x, Quantized)):
-            values, x_scales = x if isinstance(x, Quantized) else quantize(x)
-            return skinny_linear(values, weight, bias, config, x_scales, scales, dtype, gated=gated, residual=residual)
-        if norm is not None and not isinstance(x, HalfNormed):
+        if quantize is not None and config.block_m > 1 and not isinstance(x, Quantized):
+            x = quantize(x)
+        elif norm is not None and not isinstance(x, (HalfNormed, Quantized)):
             x = norm(x)
+        following = None if isinstance(x, Quantized) else next_norm  # who quantizes norms in the same pass
         return skinny_linear(
-            x, weight, bias, config, None, scales, dtype, gated=gated, residual=residual, eps=eps, next_norm=next_norm
+            x, weight, bias, config, scales, dtype, gated=gated, residual=residual, eps=eps, next_norm=following
         )
 
     return compute
@@ -134,12 +134,9 @@ def _measure(size: Size, dtype: torch.dtype, weight_dtype: torch.dtype, device: 
         plain = torch.empty(bucket, in_features, dtype=dtype, device=device).uniform_(-1, 1)
         best, fastest = None, WORTH * _seconds(_library(plain, weight_dtype, scales), weights)
         for config in CANDIDATES[DEVICE_FAMILY, itemsize, bucket]:
-            x, x_scales = plain, None
-            if scales is not None and config.block_m > 1:
-                x, x_scales = quantize_per_token(plain, weight_dtype)
-            run = partial(
-                skinny_linear, x, bias=None, config=config, x_scale=x_scales, weight_scale=scales, dtype=dtype
-            )
+            rounds = scales is not None and config.block_m > 1
+            x = quantize_per_token(plain, weight_dtype) if rounds else plain
+            run = partial(skinny_linear, x, bias=None, config=config, weight_scale=scales, dtype=dtype)
             try:
                 seconds = _seconds(lambda weight, run=run: run(weight=weight), weights)  # type: ignore[misc]
             except TritonError as error:  # it needs more shared memory than this GPU has

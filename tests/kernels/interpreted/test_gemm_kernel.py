@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from headrace.kernels.fp8 import Quantized
 from headrace.kernels.gemm import skinny_linear, skinny_linear_reference
 from headrace.kernels.gemm_config import CANDIDATES, GemmConfig
 from headrace.kernels.norm import HalfNormed, half_norm_reference, rms_norm_reference
@@ -47,7 +48,7 @@ def test_scales_multiply_the_sums(config):
     tokens = 1 if config.block_m == 1 else 5
     x, weight = torch.randn(tokens, 64).half(), torch.randn(19, 64).half()
     scales = (torch.rand(tokens, 1) + 0.5, torch.rand(19) + 0.5)
-    out = skinny_linear(x, weight, None, config, *scales, torch.float32)
+    out = skinny_linear(Quantized(x, scales[0]), weight, None, config, scales[1], torch.float32)
     assert error(out, (x.float() @ weight.float().T) * scales[0] * scales[1]) <= 1e-6
 
 
@@ -86,8 +87,8 @@ def test_a_norm_between_two_linears_is_made_by_both(config, dtype):
         after, scales = torch.randn(38, outputs).to(dtype), torch.rand(38) + 0.5
         normed = rms_norm_reference(half.x.float(), norm.float(), eps)
         for gated in (False, True):
-            out = skinny_linear(half, after, None, config, None, scales, gated=gated, eps=eps)
-            wanted = skinny_linear_reference(normed, after, None, None, None, scales, gated=gated)
+            out = skinny_linear(half, after, None, config, scales, gated=gated, eps=eps)
+            wanted = skinny_linear_reference(normed, after, None, None, scales, gated=gated)
             assert out.dtype == dtype
             assert error(out, wanted) <= 2 * TOLERANCE[dtype]
     empty = HalfNormed(*(torch.empty(0, 32, dtype=dtype) for _ in range(2)), torch.empty(0, 3))
