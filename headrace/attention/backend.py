@@ -11,7 +11,10 @@ from headrace.attention.spec import AttentionSpec
 
 
 class Backend(Protocol):
-    """Computes attention over the paged cache. table.py says which layers it can serve, and inside which graphs."""
+    """Computes attention over the paged cache. table.py says which layers it can serve, and inside which graphs.
+
+    A backend may also have `decode`, for steps of one token a request in one launch (triton_attn.py).
+    """
 
     name: str
 
@@ -30,30 +33,5 @@ class Backend(Protocol):
         # [T, Hq, D] contiguous, which is `out` if given. Tokens of requests with seq_len 0 get zeros. A backend that
         serves sinks takes `sinks` # [Hq] too; one that serves latents takes a cache # [1, num_blocks, block_size, 1, D]
         and returns # [T, Hq, latent_dim]. What the layers of a spec share is kept in `metadata.plan`.
-        """
-        ...
-
-
-class FusedDecode(Protocol):
-    """Serves steps of one token a request in one launch; a backend may offer it."""
-
-    def decode(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cos_sin: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-        spec: AttentionSpec,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        kv_scale: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Attend with q # [R, Hq, D], after q and k # [R, Hkv, D] were normed and rotated, and k and v written.
-
-        All three come as projected. Returns # [R, Hq, D] contiguous.
         """
         ...

@@ -13,10 +13,8 @@ from headrace.kernels.paged import Sequences
 
 @dataclass
 class AttentionMetadata:
-    """Describes a step of R requests with T tokens in all; tensors are on the device, integers on the host.
-
-    Tables and mappings are those of each cache group; `AttentionSpec.group` says which one is a layer's.
-    """
+    """Describes a step of R requests with T tokens in all; tensors are on the device, integers on the host. Tables and
+    mappings are those of each cache group; `AttentionSpec.group` says which one is a layer's."""
 
     rows: Tensor
     """[R] int32: the row of the tables that each request owns"""

@@ -98,10 +98,8 @@ class TritonAttention:
         return out
 
     def launches(self, plan: AttentionPlan, metadata: AttentionMetadata, spec: AttentionSpec, q: Tensor) -> Planned:
-        """Return what a step of `plan` shares, with the memory into which an fp8 cache is unpacked, if it is.
-
-        That memory is allocated at the first such call, which the self-check makes.
-        """
+        """Return what a step of `plan` shares, with the memory into which an fp8 cache is unpacked, if it is. That
+        memory is allocated at the first such call, which the self-check makes."""
         planned = Planned(plan, metadata.sequences(spec.group))
         if plan.unpacked_blocks:
             key = spec.num_kv_heads, spec.head_dim, q.dtype
@@ -127,6 +125,10 @@ class TritonAttention:
         kv_scale: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
+        """Attend in one launch, for steps of one token a request: q # [R, Hq, D], k and v # [R, Hkv, D] as projected.
+
+        q and k are normed and rotated, k and v written to the cache. Returns # [R, Hq, D] contiguous.
+        """
         planned = metadata.plan.get(("decode", spec))
         if planned is None:
             tickets = torch.zeros(metadata.num_reqs * spec.num_kv_heads, dtype=torch.int32, device=q.device)

@@ -49,11 +49,8 @@ def wait_for_inputs(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def wait_before_next(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Do the same in the other order: wait, then let the next kernel start.
-
-    The next kernel may then read what kernels before this one wrote, past its processor's own cache, before it waits
-    for this one.
-    """
+    """Do the same in the other order: wait, then let the next kernel start. The next kernel may then read what kernels
+    before this one wrote, past its processor's own cache, before it waits for this one."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -61,11 +58,9 @@ def wait_before_next(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def after_inputs(offset, DIVISOR: tl.constexpr, OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return `offset`, a multiple of DIVISOR, after a wait like that of `wait_for_inputs`.
-
-    Loads at addresses computed from the result come after the wait, while other loads of the same loop (of weights) do
-    not wait. The kernel must have let the next one start before, and must wait once more behind the loop.
-    """
+    """Return `offset`, a multiple of DIVISOR, after a wait like that of `wait_for_inputs`. Loads at addresses computed
+    from the result come after the wait, while other loads of the same loop (of weights) do not wait. The kernel must
+    have let the next one start before, and must wait once more behind the loop."""
     if OVERLAP:
         waited = tl.inline_asm_elementwise(
             "griddepcontrol.wait; mov.b32 $0, 0;", "=r,r", [offset], dtype=tl.int32, is_pure=True, pack=1
@@ -80,9 +75,8 @@ _OVERLAP, _NO_OVERLAP = {"OVERLAP": True, "launch_pdl": True}, {"OVERLAP": False
 @lru_cache(maxsize=1)
 def overlap() -> dict[str, bool]:
     """Return the launch options of kernels that call `wait_for_inputs`: programmatic dependent launch, where there is.
-
-    NVIDIA GPUs of compute capability 9.0 and above have it: a kernel is then on the chip when the one before it ends.
-    """
+    NVIDIA GPUs of compute capability 9.0 and above have it: a kernel is then on the chip when the one before it
+    ends."""
     if triton.knobs.runtime.interpret:
         return _NO_OVERLAP
     target = triton.runtime.driver.active.get_current_target()

@@ -42,10 +42,8 @@ def _load_tile(
     PAIRS: tl.constexpr,
 ):
     """Load keys [BLOCK_D, BLOCK_N] and values [BLOCK_N, BLOCK_D] from `start` on; PAIRS: values as int16 of two each.
-
     Positions from `limit` on have no key, and blocks of those before `first` (WINDOWED) may hold other requests' keys.
-    There CUT reads nothing and gives zeros; REPEATED reads the nearest valid key, which takes fewer instructions.
-    """
+    There CUT reads nothing and gives zeros; REPEATED reads the nearest valid key, which takes fewer instructions."""
     WHOLE_HEAD: tl.constexpr = column.shape[0] == HEAD_DIM
     in_head = column < HEAD_DIM
     values_ptr, value_column, value_in = keys_ptr + value_offset, column, in_head
@@ -106,9 +104,7 @@ def _fold_tile(
     WINDOWED: tl.constexpr,
 ):
     """Fold a tile of `_load_tile` into the running softmax; MASKED: with the causal and (WINDOWED) the window's mask.
-
-    Numbers of a cache that has another type than q are converted in registers.
-    """
+    Numbers of a cache that has another type than q are converted in registers."""
     PAIRS: tl.constexpr = len(acc) == 2
     scores = tl.dot(q, key.to(q.dtype), input_precision="ieee") * qk_scale
     if MASKED:
@@ -211,11 +207,9 @@ def _attention_kernel(
     QUANTIZED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Attend; grid (KV heads, tiles of queries, splits).
-
-    If there is one split it writes `out` [T, Hq, D]. Several write `parts` fp32 [T, Hq, splits, D] and `lse`
-    [T, Hq, splits]: log2 of the sum of exponentials, -inf where a split has no key that the query sees.
-    """
+    """Attend; grid (KV heads, tiles of queries, splits). If there is one split it writes `out` [T, Hq, D]. Several
+    write `parts` fp32 [T, Hq, splits, D] and `lse` [T, Hq, splits]: log2 of the sum of exponentials, -inf where a split
+    has no key that the query sees."""
     wait_for_inputs(OVERLAP)
     kv_head = tl.program_id(0)
     split = tl.program_id(2)
@@ -325,10 +319,8 @@ def _combine_kernel(
     MAX_SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Combine the splits; one program a query head and token. Writes zeros where no split saw a key.
-
-    `num_splits` is not a constant, so that a number that comes up for the first time needs no compilation.
-    """
+    """Combine the splits; one program a query head and token. Writes zeros where no split saw a key. `num_splits` is
+    not a constant, so that a number that comes up for the first time needs no compilation."""
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_D)

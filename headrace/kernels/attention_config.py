@@ -226,10 +226,8 @@ parts need no second kernel"""
 def plan_decode(
     num_reqs: int, num_heads: int, num_kv_heads: int, head_dim: int, element_size: int, family: str, num_sms: int
 ) -> tuple[AttentionConfig, int]:
-    """Return the fused decode kernel's configuration, and the most parts that a request's keys are cut into.
-
-    They do not depend on lengths, so a graph may contain them. `element_size` is that of the cache.
-    """
+    """Return the fused decode kernel's configuration, and the most parts that a request's keys are cut into. They do
+    not depend on lengths, so a graph may contain them. `element_size` is that of the cache."""
     group, programs = num_heads // num_kv_heads, num_reqs * num_kv_heads
     config = pick_config(True, head_dim, group, element_size, family)
     if programs < num_sms:

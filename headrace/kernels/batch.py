@@ -23,11 +23,9 @@ def _copy_words_kernel(destination_ptr, source_ptr, num_words, BLOCK: tl.constex
 
 
 def copy_words(destination: Tensor, source: Tensor) -> None:
-    """Copy `source` [n] int32, in the host's pinned memory, to `destination` [n] int32 on the device.
-
-    The host must not change `source` until the stream has reached the copy. Nothing on the device may write to it,
-    since it is read before the kernels in front have ended.
-    """
+    """Copy `source` [n] int32, in the host's pinned memory, to `destination` [n] int32 on the device. The host must not
+    change `source` until the stream has reached the copy. Nothing on the device may write to it, since it is read
+    before the kernels in front have ended."""
     num_words = source.shape[0]
     if num_words:
         constants = dict(BLOCK=1024, num_warps=4, **overlap())
@@ -49,10 +47,8 @@ def _scatter_words_kernel(table_ptr, index_ptr, values_ptr, num_words, BLOCK: tl
 
 
 def scatter_words(table: Tensor, index: Tensor, values: Tensor) -> None:
-    """Do table.view(-1)[index] = values, for a contiguous int32 table on the device.
-
-    index [n] int64, without repetitions, and values [n] int32 are in the host's pinned memory, as in `copy_words`.
-    """
+    """Do table.view(-1)[index] = values, for a contiguous int32 table on the device. index [n] int64, without
+    repetitions, and values [n] int32 are in the host's pinned memory, as in `copy_words`."""
     num_words = index.shape[0]
     if num_words:
         constants = dict(BLOCK=512, num_warps=4, **overlap())

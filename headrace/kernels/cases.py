@@ -97,10 +97,8 @@ class Inputs:
 
 
 def relative_error(found: Any, expected: Any) -> float:
-    """Return ||found - expected|| / ||expected||, the largest of the tensors in two nests of tuples.
-
-    It is infinite if shapes, types or integers differ, or if one number is not finite and the other is not the same.
-    """
+    """Return ||found - expected|| / ||expected||, the largest of the tensors in two nests of tuples. It is infinite if
+    shapes, types or integers differ, or if one number is not finite and the other is not the same."""
     if isinstance(found, Quantized) and isinstance(expected, Quantized):
         return relative_error(found.dequantize(torch.float32), expected.dequantize(torch.float32))
     if isinstance(found, tuple) and isinstance(expected, tuple) and len(found) == len(expected):
@@ -190,10 +188,8 @@ class NewTokens:
 def new_tokens(
     make: Inputs, heads: Sequence[int], dim: int, positions: int, cache: Tensor, **of_layer: Any
 ) -> NewTokens:
-    """Make as many tokens as there are positions, up to 40, one of them padding, for any slots of the cache.
-
-    `heads`: those of q, k and v; `of_layer`: fields of NewTokens.
-    """
+    """Make as many tokens as there are positions, up to 40, one of them padding, for any slots of the cache. `heads`:
+    those of q, k and v; `of_layer`: fields of NewTokens."""
     count = min(40, positions, cache.shape[1] * cache.shape[2])
     slots = make.some_of(count, cache.shape[1] * cache.shape[2])
     slots[count // 2] = -1
@@ -367,10 +363,8 @@ def fused_moe(make: Inputs, tokens: int, experts: Experts, shared: bool) -> Case
 
 
 def as_chosen(out: Tensor, expected: Tensor, ids: Tensor, chosen: Tensor, most: float = 0.5) -> Tensor:
-    """Return `out` with the reference's result for tokens that chose other experts, as a close call may turn out.
-
-    If more than `most` of the tokens did, it returns NaN.
-    """
+    """Return `out` with the reference's result for tokens that chose other experts, as a close call may turn out. If
+    more than `most` of the tokens did, it returns NaN."""
     other = (ids.sort(dim=1).values != chosen.sort(dim=1).values).any(dim=1)
     if int(other.sum()) > max(1, most * len(ids)):
         return out.fill_(math.nan)

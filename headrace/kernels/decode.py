@@ -77,10 +77,8 @@ def _combined(
     part_ptrs, lse_ptrs, lane, inside, num_parts, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Combine the parts in their order, so that the result does not depend on which program finished last.
-
-    Loads bypass the first-level cache, since programs on other multiprocessors wrote the parts.
-    """
+    """Combine the parts in their order, so that the result does not depend on which program finished last. Loads bypass
+    the first-level cache, since programs on other multiprocessors wrote the parts."""
     part = tl.arange(0, SPLITS)[:, None]
     known = (part < num_parts) & (lane < GROUP)[None, :]
     all_lse = tl.load(lse_ptrs[None, :] + part * GROUP, mask=known, other=float("-inf"), cache_modifier=".cg")

@@ -53,10 +53,8 @@ def warps_of_row(block: int) -> int:
 
 @triton.jit
 def quantize_row(values_ptr, scales_ptr, x, row, columns, inside, width, LARGEST: tl.constexpr):
-    """Store a row x [BLOCK] fp32, zero where not inside, as fp8 and its scale. NaN and infinity become NaN.
-
-    Nothing needs to be clamped: x * factor exceeds LARGEST by rounding at most.
-    """
+    """Store a row x [BLOCK] fp32, zero where not inside, as fp8 and its scale. NaN and infinity become NaN. Nothing
+    needs to be clamped: x * factor exceeds LARGEST by rounding at most."""
     largest = tl.maximum(tl.max(tl.abs(x), axis=0), SMALLEST)
     factor = tl.div_rn(tl.full((), LARGEST, tl.float32), largest)
     tl.store(scales_ptr + row, largest * (1.0 / LARGEST))

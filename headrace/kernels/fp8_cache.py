@@ -84,11 +84,9 @@ def _unpack_kernel(
 
 
 def unpack(unpacked: UnpackedCache, kv_cache: Tensor, sequences: Sequences, kv_scale: Tensor, first_req: int) -> None:
-    """Unpack the keys and values of the requests from `first_req` on, multiplied by kv_scale # [2].
-
-    The fp8 cache is # [2, num_blocks, block_size, Hkv, D]. What lies behind a request's last key in its unpacked blocks
-    stays as it was.
-    """
+    """Unpack the keys and values of the requests from `first_req` on, multiplied by kv_scale # [2]. The fp8 cache is #
+    [2, num_blocks, block_size, Hkv, D]. What lies behind a request's last key in its unpacked blocks stays as it
+    was."""
     block_size, kv_heads, head_dim = kv_cache.shape[2:]
     width = kv_heads * head_dim
     block_w = next_power_of_2(width)

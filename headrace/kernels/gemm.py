@@ -80,10 +80,8 @@ def _skinny_kernel(
     PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Multiply by the matrix units; one program: BLOCK_N rows of the weight and up to BLOCK_M tokens.
-
-    SWAP makes the weight the left operand, whose side of the matrix units is the wide one.
-    """
+    """Multiply by the matrix units; one program: BLOCK_N rows of the weight and up to BLOCK_M tokens. SWAP makes the
+    weight the left operand, whose side of the matrix units is the wide one."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     weight_row = _gated_row(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N // 2, GATED, BLOCK_N)
@@ -183,10 +181,8 @@ def _gemv_kernel(
     PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Multiply by ordinary arithmetic; one program: BLOCK_N rows of the weight and one token.
-
-    Weights are read once, and so are the first to be evicted from the L2 cache.
-    """
+    """Multiply by ordinary arithmetic; one program: BLOCK_N rows of the weight and one token. Weights are read once,
+    and so are the first to be evicted from the L2 cache."""
     weight_row = _gated_row(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N // 2, GATED, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     weight_ptrs = weight_ptr + tl.minimum(weight_row, N - 1).to(tl.int64)[:, None] * K + k[None, :]

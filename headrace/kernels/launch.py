@@ -95,10 +95,8 @@ class Moved(NamedTuple):
 @dataclass(frozen=True)
 class Recording:
     """Repeats the launches of a call for other tensors that differ from the call's own in nothing but their addresses.
-
     Whatever else the call's kernels read or wrote, like its temporary memory, is used again and kept alive for that.
-    The call's own tensors are not kept.
-    """
+    The call's own tensors are not kept."""
 
     launches: list[tuple[Callable[..., None], list[Any], list[Moved]]]
     """(takes the arguments; those given last; which of them move)"""
@@ -109,10 +107,8 @@ class Recording:
 
     @staticmethod
     def of(made: list[Launch], tensors: Sequence[Tensor | None]) -> Recording | None:
-        """Record a call that was given `tensors` and made these launches; None if it cannot be repeated.
-
-        It cannot if nothing was launched, or if one of the tensors was not read where it lies but from a copy.
-        """
+        """Record a call that was given `tensors` and made these launches; None if it cannot be repeated. It cannot if
+        nothing was launched, or if one of the tensors was not read where it lies but from a copy."""
         begins, launches, kept = _addresses(tensors), [], []
         for run, args, given in made:
             found = [_moved(place, arg, tensors, begins) for place, arg in enumerate(args)]

@@ -203,10 +203,8 @@ def _sum_kernel(
     next_scaled_ptr, next_squares_ptr, next_weight_ptr,
     N: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[token] = residual and shared expert + the weighted sum of x [pairs, N] over its pairs.
-
-    The grid is (tokens * blocks of N,), since its other dimensions end at 65535.
-    """
+    """Compute out[token] = residual and shared expert + the weighted sum of x [pairs, N] over its pairs. The grid is
+    (tokens * blocks of N,), since its other dimensions end at 65535."""
     wait_for_inputs(OVERLAP)
     blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
@@ -227,10 +225,8 @@ def _sum_kernel(
 
 @dataclass(frozen=True)
 class Experts:
-    """Holds one sparse layer's weights on this rank, contiguous, and how tokens are routed.
-
-    The experts' weights have the router's dtype, or are fp8 with scales.
-    """
+    """Holds one sparse layer's weights on this rank, contiguous, and how tokens are routed. The experts' weights have
+    the router's dtype, or are fp8 with scales."""
 
     norm_weight: Tensor | None
     """# [hidden]: the input goes through an RMS norm first; None: it comes normed"""

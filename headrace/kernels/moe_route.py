@@ -235,9 +235,7 @@ def norm_and_route(
 
 def route(logits: Tensor, top_k: int, renormalize: bool, block_m: int, scoring: Scoring = SOFTMAX) -> Routing:
     """Return the routing by logits [num_tokens, num_experts] (last dim contiguous): softmax in fp32, the best `top_k`.
-
-    Their weights add up to one if `renormalize`. `block_m` 0: no order and tiles.
-    """
+    Their weights add up to one if `renormalize`. `block_m` 0: no order and tiles."""
     num_tokens, num_experts = logits.shape
     routing = _empty_routing(num_tokens, num_experts, top_k, block_m, logits.device)
     _route_kernel[(num_tokens,)](

@@ -87,9 +87,7 @@ HALF_NORMED_DTYPE = torch.bfloat16
 
 class HalfNormed(NamedTuple):
     """Holds x and its RMS norm without the factor of each row: norm(x) = scaled / sqrt(squares.sum(1) / hidden + eps).
-
-    A linear that reads it may apply the factor to its outputs instead.
-    """
+    A linear that reads it may apply the factor to its outputs instead."""
 
     x: Tensor
     """[num_tokens, hidden]"""
@@ -110,11 +108,9 @@ class HalfNormed(NamedTuple):
 def half_normed_over(
     out: Tensor, next_norm: Tensor | None, parts: int
 ) -> tuple[Tensor | HalfNormed, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """Prepare the result of a kernel that writes `out` # [num_tokens, hidden] with `parts` programs to a row.
-
-    Returns the result, HalfNormed if there is a `next_norm`, and the kernel's arguments for it: scaled, squares and the
-    norm's weight, or three None.
-    """
+    """Prepare the result of a kernel that writes `out` # [num_tokens, hidden] with `parts` programs to a row. Returns
+    the result, HalfNormed if there is a `next_norm`, and the kernel's arguments for it: scaled, squares and the norm's
+    weight, or three None."""
     if next_norm is None:
         return out, (None, None, None)
     half = HalfNormed(out, torch.empty_like(out), out.new_empty((out.shape[0], parts), dtype=torch.float32))

@@ -16,10 +16,8 @@ from headrace.kernels._triton import tl, triton
 
 class Sequences(NamedTuple):
     """Says which tokens of a step belong to which request, and where the request's keys are; R requests, int32 each.
-
     Request i has the tokens query_start_loc[i] : query_start_loc[i + 1]. They are the last of seq_lens[i] known ones,
-    whose blocks are listed in block_table[rows[i]].
-    """
+    whose blocks are listed in block_table[rows[i]]."""
 
     block_table: Tensor
     """[max_rows, max_blocks]"""
@@ -34,11 +32,8 @@ class Sequences(NamedTuple):
 @triton.jit
 def find_request(tile, query_start_loc_ptr, first_req, num_reqs, search_steps, BLOCK_Q: tl.constexpr):
     """Return the request whose tile of BLOCK_Q queries this is, where its queries begin, their number, and which of its
-    tiles it is.
-
-    Tiles are numbered through requests first_req : num_reqs. One with n queries has n // BLOCK_Q + 1 tiles, the last of
-    which may be empty, so that nobody needs to count them beforehand.
-    """
+    tiles it is. Tiles are numbered through requests first_req : num_reqs. One with n queries has n // BLOCK_Q + 1
+    tiles, the last of which may be empty, so that nobody needs to count them beforehand."""
     request = first_req
     high = num_reqs
     for _ in range(search_steps):  # the last request whose first tile is not behind this one
@@ -53,10 +48,8 @@ def find_request(tile, query_start_loc_ptr, first_req, num_reqs, search_steps, B
 
 
 def rows_between(kv_cache: Tensor) -> tuple[int, int]:
-    """Return how many rows a block's values lie behind its keys, and the next block's keys behind those.
-
-    Kernels count in rows, whose size they know when they are compiled: that takes fewer registers than strides do.
-    """
+    """Return how many rows a block's values lie behind its keys, and the next block's keys behind those. Kernels count
+    in rows, whose size they know when they are compiled: that takes fewer registers than strides do."""
     to_values, to_block, row = kv_cache.stride()[:3]
     return to_values // row, to_block // row
 

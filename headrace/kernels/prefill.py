@@ -86,11 +86,9 @@ def _attend(
     q, acc, weights, row_max, row_sum, first, last, tiles, keys, values, key_full, key_free, value_full, value_free,
     qk_scale, row_position, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Fold tiles last - 1 down to first into the running softmax.
-
-    A tile's weights are multiplied with its values after the next tile's scores have been started: `weights` are those
-    of the tile before the first on entry, and those of the last one on return.
-    """
+    """Fold tiles last - 1 down to first into the running softmax. A tile's weights are multiplied with its values after
+    the next tile's scores have been started: `weights` are those of the tile before the first on entry, and those of
+    the last one on return."""
     STAGES: gl.constexpr = keys.shape[0]
     BLOCK_N: gl.constexpr = keys.shape[1]
     ROWS: gl.constexpr = q.shape[0]
@@ -187,10 +185,8 @@ def _prefill_kernel(
     NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Attend; grid (KV heads, tiles of queries as in kernels/attention.py).
-
-    Three groups of warps: two that multiply, for half the rows each, and one of which a warp loads.
-    """
+    """Attend; grid (KV heads, tiles of queries as in kernels/attention.py). Three groups of warps: two that multiply,
+    for half the rows each, and one of which a warp loads."""
     kv_head = gl.program_id(0)
     BLOCK_Q: gl.constexpr = BLOCK_M // GROUP
     HALF: gl.constexpr = BLOCK_M // 2
@@ -247,10 +243,8 @@ def prefill_attention(
     out: Tensor, q: Tensor, kv_cache: Tensor, sequences: Sequences, qk_scale: float, first_req: int, end_req: int,
     tiles: int, config: AttentionConfig,
 ) -> None:  # fmt: skip
-    """Launch the kernel for requests first_req : end_req, whose tokens begin at first_req.
-
-    Arguments are those of kernels/attention.py; q and the cache have the same 16-bit type.
-    """
+    """Launch the kernel for requests first_req : end_req, whose tokens begin at first_req. Arguments are those of
+    kernels/attention.py; q and the cache have the same 16-bit type."""
     num_heads, head_dim = q.shape[1:]
     num_blocks, block_size, num_kv_heads = kv_cache.shape[1:4]
     box, width = [min(block_size, config.block_n), COLUMNS], num_kv_heads * head_dim

@@ -232,10 +232,8 @@ def step_angles(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | No
 
 
 def step_angles_reference(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the angles of the step's tokens, gathered once for all layers, and None.
-
-    They are [2, T, 1, rotary_dim]: cos | cos, then -sin | sin.
-    """
+    """Return the angles of the step's tokens, gathered once for all layers, and None. They are [2, T, 1, rotary_dim]:
+    cos | cos, then -sin | sin."""
     cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
     return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))), None
 

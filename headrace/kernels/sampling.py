@@ -148,9 +148,7 @@ def _pick_best_kernel(score_ptr, out_ptr, best_ptr, index_ptr, num_blocks, BLOCK
 
 def best_token(scores: Tensor) -> tuple[Tensor, Tensor]:
     """Return the highest score [n] of each row of scores [n, V], and its token id [n] int64; ties go to the lowest id.
-
-    A row with a NaN has NaN for its highest score, and an id that means nothing.
-    """
+    A row with a NaN has NaN for its highest score, and an id that means nothing."""
     rows, vocab_size = scores.shape
     score = torch.empty(rows, dtype=scores.dtype, device=scores.device)
     out = torch.empty(rows, dtype=torch.int64, device=scores.device)

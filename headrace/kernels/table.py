@@ -62,10 +62,8 @@ TRITON_KERNELS = _table("")
 
 
 def select_kernels(device_type: str) -> KernelTable:
-    """Return Triton's kernels for a GPU, the references for a CPU.
-
-    Raises RuntimeError on a GPU without Triton: torch builds for GPUs bring their own, so the installation is broken.
-    """
+    """Return Triton's kernels for a GPU, the references for a CPU. Raises RuntimeError on a GPU without Triton: torch
+    builds for GPUs bring their own, so the installation is broken."""
     if device_type == "cpu":
         return REFERENCE_KERNELS
     if not HAS_TRITON:

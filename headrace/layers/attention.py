@@ -73,7 +73,7 @@ class Attention(Layer):
         self.rotary_and_cache = context.kernels.rotary_and_cache
         self.attend = context.backend.forward
         self.decode = None if spec.batch_invariant else getattr(context.backend, "decode", None)
-        """attention/backend.FusedDecode, if the backend has it; it adds up in another order than prompts do"""
+        """the backend's, if it has one; it adds up in another order than prompts do"""
         self.kv_scale: Tensor | None = None
         """[2] float32: what K and V in an fp8 cache are multiplied by; constant once loading is over"""
 
@@ -110,9 +110,7 @@ class Attention(Layer):
         self, qkv: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, angles: Angles, out: Tensor | None = None
     ) -> Tensor:
         """Attend to qkv # [num_tokens, heads, head_dim] as projected; return # [num_tokens, num_heads, head_dim].
-
-        Whatever depends on which request a token belongs to is in here: a graph in pieces runs this method eagerly.
-        """
+        Whatever depends on which request a token belongs to is in here: a graph in pieces runs this method eagerly."""
         q, k, v = qkv.split(self.heads, dim=1)
         angles = angles if self.spec.rotary else NO_ANGLES
         norms = (self.q_norm.weight, self.k_norm.weight) if self.qk_norm else (None, None)

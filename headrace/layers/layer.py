@@ -41,11 +41,8 @@ class Layer(nn.Module):
         return {f"{path}.{name}": whole_slot(tensor) for name, tensor in self.named_parameters(recurse=False)}
 
     def finalize(self) -> None:
-        """Prepare for serving; called once, after loading.
-
-        Children and parameters become plain attributes too, since nn.Module finds them through a Python function, some
-        ten times a layer and step.
-        """
+        """Prepare for serving; called once, after loading. Children and parameters become plain attributes too, since
+        nn.Module finds them through a Python function, some ten times a layer and step."""
         self.__dict__.update(self._modules)
         self.__dict__.update(self._parameters)
 

@@ -33,10 +33,8 @@ def divide(total: int, group: Group, what: str) -> int:
 def column_spec(
     in_features: int, parts: Iterable[tuple[str | None, int, int, int]], dtype: torch.dtype, bias: bool = False
 ) -> LinearSpec:
-    """Describe linears over one input, fused, of which a rank holds some outputs.
-
-    Each part is (name in the checkpoint, outputs in all, outputs on this rank, which share of that size it holds).
-    """
+    """Describe linears over one input, fused, of which a rank holds some outputs. Each part is (name in the checkpoint,
+    outputs in all, outputs on this rank, which share of that size it holds)."""
     columns, placed, offset = slice(0, in_features), [], 0
     for name, total, local, share in parts:
         rows = slice(share * local, (share + 1) * local)

@@ -152,9 +152,7 @@ class SparseMoE(Layer):
 
 def keep_expert_ids(model: nn.Module, max_tokens: int) -> None:
     """Make every sparse layer of `model` remember which experts its latest step, of at most `max_tokens` tokens, used.
-
-    This holds for graphs too if they are captured after this call. `max_tokens` 0 ends it.
-    """
+    This holds for graphs too if they are captured after this call. `max_tokens` 0 ends it."""
     for layer in model.modules():
         if isinstance(layer, SparseMoE):
             shape, device = (max_tokens, layer.spec.experts_per_token), layer.router.device
@@ -162,9 +160,7 @@ def keep_expert_ids(model: nn.Module, max_tokens: int) -> None:
 
 
 def distinct_experts(model: nn.Module) -> list[int]:
-    """Return how many experts each sparse layer read in the latest step; waits for the device.
-
-    `keep_expert_ids` must have been called before.
-    """
+    """Return how many experts each sparse layer read in the latest step; waits for the device. `keep_expert_ids` must
+    have been called before."""
     kept = [layer.kept_ids for layer in model.modules() if isinstance(layer, SparseMoE)]
     return [int(ids[ids >= 0].unique().numel()) for ids in kept if ids is not None]

@@ -28,11 +28,9 @@ class RMSNorm(Layer):
         """The one layer that reads it norms its input itself."""
 
     def forward(self, hidden: Tensor | Pending, residual: Tensor | None = None) -> tuple[Any, Tensor]:
-        """Return the norm of hidden + residual [num_tokens, size], and the sum itself, written over `residual`.
-
-        Without a residual, `hidden` is the sum. If the norm is deferred, the first is not normed: it is the sum as the
-        layer that norms it takes it, perhaps HalfNormed, or Unsummed, which is the sum only after that layer has run.
-        """
+        """Return the norm of hidden + residual [num_tokens, size], and the sum itself, written over `residual`. Without
+        a residual, `hidden` is the sum. If the norm is deferred, the first is not normed: it is the sum as the layer
+        that norms it takes it, perhaps HalfNormed, or Unsummed, which is the sum only after that layer has run."""
         total: Any = hidden
         if residual is not None:
             total = hidden.added_to(residual) if isinstance(hidden, Pending) else residual.add_(hidden)

@@ -24,10 +24,8 @@ def rope_table(config: ModelConfig, device: torch.device) -> Tensor:
 
 def table_of_step(cos_sin: Tensor, positions: Tensor, axes: Tensor) -> tuple[Tensor, Tensor]:
     """Return a table with a row for each token of a step, and the tokens' rows: for tokens with several positions each.
-
     `positions` # [numbers, num_tokens]: time, height and width (M-RoPE, arXiv 2409.12191). `axes` # [head_dim / 2]:
-    which of them turns each frequency. The fused decode cannot serve such tokens: it looks positions up by itself.
-    """
+    which of them turns each frequency. The fused decode cannot serve such tokens: it looks positions up by itself."""
     columns = axes.repeat(2)
     angles = cos_sin[positions[columns].T, torch.arange(len(columns), device=cos_sin.device)]
     return angles, torch.arange(positions.shape[1], device=cos_sin.device)

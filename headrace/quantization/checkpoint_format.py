@@ -39,11 +39,9 @@ class CheckpointFormat:
     """(name or pattern of linears, their format); the first that matches counts"""
 
     def format_for(self, *names: str) -> WeightFormat:
-        """Return the format of one linear, given its full name in the checkpoint, then further names for it.
-
-        Further names are those of our fused linear that it is a part of, which some tools list. A regular expression
-        is matched with the first name alone.
-        """
+        """Return the format of one linear, given its full name in the checkpoint, then further names for it. Further
+        names are those of our fused linear that it is a part of, which some tools list. A regular expression is matched
+        with the first name alone."""
         for pattern, found in self.rules:
             candidates = names[:1] if pattern.startswith("re:") else names
             if any(_matches(pattern, name) for name in candidates):
@@ -61,10 +59,8 @@ class CheckpointFormat:
 
 
 def read_format(quantization: dict[str, Any] | None) -> CheckpointFormat:
-    """Return the formats that a quantization_config states; None: an unquantized checkpoint.
-
-    Raises ConfigError for a format that is not among READ, UnsupportedModelError for a value its field cannot have.
-    """
+    """Return the formats that a quantization_config states; None: an unquantized checkpoint. Raises ConfigError for a
+    format that is not among READ, UnsupportedModelError for a value its field cannot have."""
     if not quantization:
         return CheckpointFormat()
     fields = Fields(quantization, "config.json", "quantization_config.")

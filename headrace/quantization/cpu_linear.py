@@ -42,10 +42,8 @@ def hold_packed(weight: Tensor, bias: Tensor | None) -> Multiply:
 
 
 def in_float32(hold: Hold) -> Hold:
-    """Convert 16-bit weights to float32 once, for CPUs that would convert them in every product.
-
-    Sums are float32 either way.
-    """
+    """Convert 16-bit weights to float32 once, for CPUs that would convert them in every product. Sums are float32
+    either way."""
 
     def hold_converted(weight: Tensor, bias: Tensor | None) -> Multiply:
         dtype = weight.dtype
@@ -82,11 +80,9 @@ class Choice:
 
 
 def ways(dtype: torch.dtype, in_cache: bool) -> list[Way]:
-    """Return the ways to try for `dtype`; the first is taken unless another is clearly faster.
-
-    `in_cache`: the model is so small that its weights stay in the CPU's cache. Weights that come from memory gain
-    little from being transposed, but may gain from packing.
-    """
+    """Return the ways to try for `dtype`; the first is taken unless another is clearly faster. `in_cache`: the model is
+    so small that its weights stay in the CPU's cache. Weights that come from memory gain little from being transposed,
+    but may gain from packing."""
     plain, transposed = (Way(hold.__name__, hold, dtype.itemsize) for hold in (hold_plain, hold_transposed))
     found = [transposed, plain] if in_cache else [plain, transposed]
     packs = torch.backends.mkldnn.is_available() and not in_cache
@@ -123,11 +119,9 @@ ROUNDS = (2, 30)
 
 
 def choose_all(specs: list[LinearSpec], spare_bytes: int) -> dict[tuple[int, int, torch.dtype], Choice]:
-    """Return for each (out, in, dtype) among `specs` how to store such a weight.
-
-    `spare_bytes`: memory that the model may take beyond one copy of its weights. If a second copy in float32 does not
-    fit, there is one copy, in the checkpoint's type.
-    """
+    """Return for each (out, in, dtype) among `specs` how to store such a weight. `spare_bytes`: memory that the model
+    may take beyond one copy of its weights. If a second copy in float32 does not fit, there is one copy, in the
+    checkpoint's type."""
     count = sum(spec.out_features * spec.in_features for spec in specs)
     stored = sum(spec.out_features * spec.in_features * spec.dtype.itemsize for spec in specs)
     roomy = 4 * count <= spare_bytes

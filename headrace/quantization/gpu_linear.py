@@ -46,10 +46,8 @@ beside the kernel in front of it, which this measurement does not show."""
 
 
 def plan_all(specs: list[LinearSpec], device: torch.device, fp8: torch.dtype | None = None) -> dict[Size, GemmTable]:
-    """Return a table for each size among `specs` that our kernels can serve, measuring sizes that are new.
-
-    `fp8`: the type of the weights if they are quantized; None: they have the type of the activations.
-    """
+    """Return a table for each size among `specs` that our kernels can serve, measuring sizes that are new. `fp8`: the
+    type of the weights if they are quantized; None: they have the type of the activations."""
     sizes = {
         ((fp8 or spec.dtype).itemsize, spec.out_features, spec.in_features): (spec.dtype, fp8 or spec.dtype)
         for spec in specs
@@ -76,11 +74,9 @@ def by_table(
     quantize: Callable[[Any], Quantized] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Compute:
-    """Return the function that applies weight [out, in] by our kernels as `table` says, and otherwise calls `many`.
-
-    An fp8 weight has scales [out], outputs of `dtype`, and `quantize`, which makes the input fp8 (and norms it, where
-    that is fused). A token alone is quantized only for the matrix units: else that were no faster, and less exact.
-    """
+    """Return the function that applies weight [out, in] by our kernels as `table` says, and otherwise calls `many`. An
+    fp8 weight has scales [out], outputs of `dtype`, and `quantize`, which makes the input fp8 (and norms it, where that
+    is fused). A token alone is quantized only for the matrix units: else that were no faster, and less exact."""
     most = len(table) - 1
     gated, norm, eps, next_norm = fused.activation is not None, fused.norm(), fused.norm_eps, fused.next_norm
 

@@ -160,9 +160,7 @@ class Layout(Protocol):
 
     def slots(self, spec: LinearSpec, weights: Weights) -> Iterator[tuple[Part, str, Slot]]:
         """Yield (part, its tensor's name in the checkpoint: `weight`, `bias`, ..., where it goes in `weights`).
-
-        `weights` are those of one linear: of experts, one expert's.
-        """
+        `weights` are those of one linear: of experts, one expert's."""
 
     def dequantize(self, spec: LinearSpec, weights: Weights) -> Weights:
         """Return `weights`, of a linear or of experts, in the unquantized form."""
@@ -184,10 +182,8 @@ class Product(Protocol):
         """Return the table of the kernels for few tokens; None if the library serves any number of them."""
 
     def finalize(self, spec: LinearSpec, weights: Weights, fused: FusedOps) -> Compute:
-        """Return the function that applies the loaded weights and the fused operations.
-
-        It may keep the weights in another form, and then does not keep `weights`.
-        """
+        """Return the function that applies the loaded weights and the fused operations. It may keep the weights in
+        another form, and then does not keep `weights`."""
 
     def experts(self, spec: LinearSpec, weights: Weights) -> tuple[Tensor, Tensor | None]:
         """Return what kernels/moe.py takes: weight [experts, out, in], and scales [experts, out] or None."""
@@ -204,10 +200,8 @@ class Scheme:
 
 @dataclass(frozen=True, eq=False)
 class Dequantized:
-    """Serves a layout that has no kernels yet: after loading it widens the weights and hands them to `plain`.
-
-    The model then takes as much memory as an unquantized one.
-    """
+    """Serves a layout that has no kernels yet: after loading it widens the weights and hands them to `plain`. The model
+    then takes as much memory as an unquantized one."""
 
     layout: Layout
     plain: Product

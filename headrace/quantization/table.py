@@ -41,11 +41,9 @@ HEAD = "lm_head"
 
 
 def resolve_format(config: ModelConfig, quantization: str | None = None) -> CheckpointFormat:
-    """Return the checkpoint's format or, if it is unquantized, the one named by `quantization`.
-
-    Raises UnsupportedModelError, naming the formats that are served, ConfigError if `quantization` is no format or
-    contradicts the checkpoint.
-    """
+    """Return the checkpoint's format or, if it is unquantized, the one named by `quantization`. Raises
+    UnsupportedModelError, naming the formats that are served, ConfigError if `quantization` is no format or contradicts
+    the checkpoint."""
     given = config.quantization or {}
     method = str(given.get("quant_method", "unnamed")) if given else ""
     if given.get("kv_cache_scheme") and not given.get("config_groups", True):
