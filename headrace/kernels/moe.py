@@ -42,7 +42,7 @@ HALF_NORMED_TOKENS = BUCKETS[-1]
 
 
 @triton.jit
-def _beside_the_experts(
+def _residual_and_shared(
     residual_ptr, shared_ptr, gate_ptr, gate_stride, token, column, inside, HIDDEN: tl.constexpr
 ):  # fmt: skip
     """Return residual + sigmoid(gate) * shared of one token in fp32; each may be missing."""
@@ -130,8 +130,8 @@ def _down_one_by_one_kernel(
     total = tl.sum(tl.reshape(tl.sum(acc, axis=1), [GROUP, BLOCK_N]), axis=0)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < N
-    beside = _beside_the_experts(residual_ptr, shared_ptr, gate_ptr, gate_stride, token, column, inside, N)
-    rounded = (beside + total).to(out_ptr.dtype.element_ty)
+    extras = _residual_and_shared(residual_ptr, shared_ptr, gate_ptr, gate_stride, token, column, inside, N)
+    rounded = (extras + total).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * N + column, rounded, mask=inside)
     if next_scaled_ptr is not None:
         out, square_ptr = rounded.to(tl.float32), next_squares_ptr + token * tl.num_programs(0) + tl.program_id(0)
@@ -211,7 +211,7 @@ def _sum_kernel(
     token = (program // blocks).to(tl.int64)
     column = program % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < N
-    total = _beside_the_experts(residual_ptr, shared_ptr, gate_ptr, gate_stride, token, column, inside, N)
+    total = _residual_and_shared(residual_ptr, shared_ptr, gate_ptr, gate_stride, token, column, inside, N)
     for choice in tl.static_range(TOP_K):
         pair = token * TOP_K + choice
         x = tl.load(x_ptr + pair * N + column, mask=inside, other=0.0).to(tl.float32)
@@ -286,7 +286,7 @@ def fused_moe(
     return run(out, normed, inner, experts, routing, (residual, *gate), config), routing.ids
 
 
-Beside = tuple[Tensor | None, Tensor | None, Tensor | None, int]
+Extras = tuple[Tensor | None, Tensor | None, Tensor | None, int]
 """(residual, shared expert's output, its gate's logits, their stride)"""
 
 
@@ -296,20 +296,20 @@ def _next_norm(experts: Experts, residual: Tensor | None, num_tokens: int) -> Te
 
 
 def _one_by_one(
-    out: Tensor, x: Tensor, inner: Tensor, experts: Experts, routing: Routing, beside: Beside, config: MoeConfig
+    out: Tensor, x: Tensor, inner: Tensor, experts: Experts, routing: Routing, extras: Extras, config: MoeConfig
 ) -> Tensor | HalfNormed:
     (num_tokens, hidden), (pairs, n) = x.shape, inner.shape
     w2, top_k = experts.w2, experts.top_k
     up, down = _fit(config.up, n, hidden, w2), _fit(config.down, hidden, n, w2)
     blocks = -(-hidden // down.block_n)
-    result, following = half_normed_over(out, _next_norm(experts, beside[0], num_tokens), blocks)
+    result, following = half_normed_over(out, _next_norm(experts, extras[0], num_tokens), blocks)
     _up_one_by_one_kernel[(-(-n // up.block_n), pairs)](
         inner, x, experts.w13, experts.w13_scale, routing.ids,
         N=n, K=hidden, TOP_K=top_k, BLOCK_N=up.block_n, BLOCK_K=up.block_k,
         VECTOR=vector_of(w2), num_warps=up.num_warps, **overlap(),
     )  # fmt: skip
     _down_one_by_one_kernel[(blocks, num_tokens)](
-        out, inner, w2, experts.w2_scale, routing.ids, routing.weights, *beside, *following,
+        out, inner, w2, experts.w2_scale, routing.ids, routing.weights, *extras, *following,
         N=hidden, K=n, TOP_K=top_k, BLOCK_N=down.block_n, BLOCK_K=down.block_k,
         GROUP=min(down.group, next_power_of_2(top_k)), VECTOR=vector_of(w2), num_warps=down.num_warps, **overlap(),
     )  # fmt: skip
@@ -317,7 +317,7 @@ def _one_by_one(
 
 
 def _by_tiles(
-    out: Tensor, x: Tensor, inner: Tensor, experts: Experts, routing: Routing, beside: Beside, config: MoeConfig
+    out: Tensor, x: Tensor, inner: Tensor, experts: Experts, routing: Routing, extras: Extras, config: MoeConfig
 ) -> Tensor | HalfNormed:
     (num_tokens, hidden), (pairs, n) = x.shape, inner.shape
     outer = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
@@ -335,9 +335,9 @@ def _by_tiles(
         )  # fmt: skip
     block = min(1024 if num_tokens > 64 else 256, next_power_of_2(hidden))
     blocks = -(-hidden // block)
-    result, following = half_normed_over(out, _next_norm(experts, beside[0], num_tokens), blocks)
+    result, following = half_normed_over(out, _next_norm(experts, extras[0], num_tokens), blocks)
     _sum_kernel[(num_tokens * blocks,)](
-        out, outer, routing.weights, *beside, *following, N=hidden, TOP_K=experts.top_k, BLOCK_N=block,
+        out, outer, routing.weights, *extras, *following, N=hidden, TOP_K=experts.top_k, BLOCK_N=block,
         num_warps=block // 256 or 1, **overlap(),
     )  # fmt: skip
     return result

@@ -35,8 +35,8 @@ KV_SCALE_NAMES = {
     "kv_scale": (0, 2),
     **dict.fromkeys(("q_scale", "attn.q_scale", "q_proj.q_scale", "q_proj.output_scale", "prob_scale"), (0, 0)),
 }
-"""names of an fp8 cache's scales in checkpoints, beside the layer's weights -> which of (K, V) they are for: (0, 0) for
-those of queries and probabilities, which are not quantized here"""
+"""names of an fp8 cache's scales in checkpoints, next to the layer's weights -> which of (K, V) they are for. (0, 0):
+queries or probabilities, which are not quantized here"""
 
 
 class Attention(Layer):
