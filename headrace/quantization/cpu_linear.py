@@ -54,42 +54,32 @@ def in_float32(hold: Hold) -> Hold:
 
 
 @dataclass(frozen=True)
-class Way:
-    """Names one way to store a weight."""
-
-    name: str
-    hold: Hold
-    bytes_per_weight: int
-
-
-@dataclass(frozen=True)
 class Choice:
     """Stores a weight in two ways: `few` for under `threshold` tokens, `many` for more. They may be the same."""
 
-    few: Way
-    many: Way
+    few: Hold
+    many: Hold
     threshold: int = 1
 
     def hold(self, weight: Tensor, bias: Tensor | None) -> Multiply:
         """Store the weight, once if the two ways are the same."""
-        few = self.few.hold(weight, bias)
+        few = self.few(weight, bias)
         if self.many is self.few:
             return few
-        many, threshold = self.many.hold(weight, bias), self.threshold
+        many, threshold = self.many(weight, bias), self.threshold
         return lambda x: few(x) if x.shape[0] < threshold else many(x)
 
 
-def ways(dtype: torch.dtype, in_cache: bool) -> list[Way]:
+def ways(dtype: torch.dtype, in_cache: bool, roomy: bool = True) -> list[Hold]:
     """Return the ways to try for `dtype`; the first is taken unless another is clearly faster. `in_cache`: the model is
     so small that its weights stay in the CPU's cache. Weights that come from memory gain little from being transposed,
-    but may gain from packing."""
-    plain, transposed = (Way(hold.__name__, hold, dtype.itemsize) for hold in (hold_plain, hold_transposed))
-    found = [transposed, plain] if in_cache else [plain, transposed]
+    but may gain from packing. `roomy`: there is memory for 16-bit weights in float32."""
+    found = [hold_transposed, hold_plain] if in_cache else [hold_plain, hold_transposed]
     packs = torch.backends.mkldnn.is_available() and not in_cache
     if packs and _multiplies(dtype):
-        found.append(Way("hold_packed", hold_packed, dtype.itemsize))
-    if dtype != torch.float32:
-        found.append(Way("in_float32", in_float32(hold_packed if packs else hold_transposed), 4))
+        found.append(hold_packed)
+    if dtype != torch.float32 and roomy:
+        found.append(in_float32(hold_packed if packs else hold_transposed))
     return found
 
 
@@ -125,27 +115,24 @@ def choose_all(specs: list[LinearSpec], spare_bytes: int) -> dict[tuple[int, int
     count = sum(spec.out_features * spec.in_features for spec in specs)
     stored = sum(spec.out_features * spec.in_features * spec.dtype.itemsize for spec in specs)
     roomy = 4 * count <= spare_bytes
-    choices: dict[tuple[int, int, torch.dtype], Choice] = {}
-    streamed: dict[tuple[int, torch.dtype], Choice] = {}
-    for spec in specs:
-        size, width = (spec.out_features, spec.in_features, spec.dtype), (spec.in_features, spec.dtype)
-        if size not in choices and stored < IN_CACHE:
-            choices[size] = choose(*size, roomy, in_cache=True)
-        elif size not in choices:
-            if width not in streamed:
-                streamed[width] = choose(max(1, STREAMED // spec.in_features), *width, roomy, in_cache=False)
-            choices[size] = streamed[width]
-    return choices
+    sizes = {(spec.out_features, spec.in_features, spec.dtype) for spec in specs}
+    if stored < IN_CACHE:
+        return {size: choose(*size, roomy, in_cache=True) for size in sizes}
+    streamed = {
+        width: choose(max(1, STREAMED // width[0]), *width, roomy, in_cache=False)
+        for width in {size[1:] for size in sizes}
+    }
+    return {size: streamed[size[1:]] for size in sizes}
 
 
 def choose(out_features: int, in_features: int, dtype: torch.dtype, roomy: bool, in_cache: bool) -> Choice:
     """Try every way on a weight of these sizes, and choose. `roomy`: there is memory for a second copy."""
     small = in_cache and roomy and dtype == torch.float32 and torch.backends.mkldnn.is_available()
     if small and out_features * in_features >= PACKED_FROM:
-        return Choice(Way("hold_transposed", hold_transposed, 4), Way("hold_packed", hold_packed, 4), PACKED_TOKENS)
-    candidates = [way for way in ways(dtype, in_cache) if roomy or way.bytes_per_weight == dtype.itemsize]
+        return Choice(hold_transposed, hold_packed, PACKED_TOKENS)
+    candidates = ways(dtype, in_cache, roomy)
     weight = torch.full((out_features, in_features), 0.01, dtype=dtype)
-    held = [way.hold(weight, None) for way in candidates]
+    held = [hold(weight, None) for hold in candidates]
     times = {size: _try(held, torch.full((size, in_features), 0.01, dtype=dtype)) for size in SIZES}
     few, many = _fastest(times[SIZES[0]]), _fastest(times[SIZES[-1]])
     for single in (few, many):  # one copy is enough where it is nearly as good for both
