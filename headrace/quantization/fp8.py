@@ -19,7 +19,6 @@ from torch import Tensor
 from headrace.errors import ConfigError
 from headrace.kernels._triton import fp8_dtype
 from headrace.kernels.fp8 import Quantized, quantize_per_token_reference
-from headrace.kernels.norm import HalfNormed, Unsummed, whole
 from headrace.kernels.table import KernelTable, select_kernels
 from headrace.quantization import gpu_linear
 from headrace.quantization.formats import FORMATS
@@ -128,16 +127,9 @@ class RoundingProduct:
         return weights["weight"], weights["weight_scale"]
 
     def _quantize(self, fused: FusedOps) -> Callable[[Any], Quantized]:
-        """Return the function that quantizes the input; in the same pass it norms and adds up, where that is fused."""
-        fp8, kernels, weight, eps = self.fp8, self.kernels, fused.norm_weight, fused.norm_eps
-        if weight is None:
-            return partial(kernels.quantize_per_token, fp8=fp8)
-
-        def quantize(x: Tensor | HalfNormed | Unsummed) -> Quantized:
-            delta = x.delta if isinstance(x, Unsummed) else None
-            return kernels.rms_norm_quantized(whole(x), weight, eps, fp8, delta)
-
-        return quantize
+        """Return the function that quantizes the input, and norms it in the same pass if that is fused."""
+        norm = fused.norm(partial(self.kernels.rms_norm_quantized, fp8=self.fp8))
+        return norm or partial(self.kernels.quantize_per_token, fp8=self.fp8)
 
     def _multiply(self, spec: LinearSpec, weights: Weights) -> Multiply:
         dtype = spec.dtype

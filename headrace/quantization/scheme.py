@@ -57,12 +57,13 @@ class FusedOps:
     activation: Callable[[Tensor], Any] | None = None
     """outputs -> silu(first half) * second half, Quantized if the next linear asked for that; None: no activation"""
 
-    def norm(self) -> Callable[[Tensor], Any] | None:
-        """Return the function that norms the input in a pass of its own; None if the input is not normed here."""
-        weight, eps, rms_norm = self.norm_weight, self.norm_eps, self.rms_norm
-        if weight is None or rms_norm is None:
+    def norm(self, rms_norm: Callable[..., Any] | None = None) -> Callable[[Any], Any] | None:
+        """Return the function that norms the input in a pass of its own, by `rms_norm` if given; None if the input is
+        not normed here."""
+        weight, eps, kernel = self.norm_weight, self.norm_eps, rms_norm or self.rms_norm
+        if weight is None or kernel is None:
             return None
-        return lambda x: rms_norm(whole(x), weight, eps, x.delta if isinstance(x, Unsummed) else None)
+        return lambda x: kernel(whole(x), weight, eps, delta=x.delta if isinstance(x, Unsummed) else None)
 
     def wrap(self, multiply: Multiply) -> Compute:
         """Return `multiply` with the operations done around it one after the other, none of them fused."""
