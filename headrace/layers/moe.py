@@ -116,10 +116,8 @@ class SparseMoE(Layer):
         spec = self.spec
         halves = self.alone and not self.batch_invariant and linears_take_halves(self.router)
         next_norm, product = self.next_norm if halves else None, self.scheme.product
-        (w13, w13_scale), (w2, w2_scale) = (
-            product.experts(self.gate_up_spec, self.w13),
-            product.experts(self.down_spec, self.w2),
-        )
+        w13, w13_scale = product.experts(self.gate_up_spec, self.w13)
+        w2, w2_scale = product.experts(self.down_spec, self.w2)
         self.w13 = self.w2 = {}
         self.experts = Experts(
             self.norm_weight, self.norm_eps, self.router, w13, w2, spec.experts_per_token, spec.renormalize,

@@ -183,16 +183,15 @@ def _read(file: Path, name: str) -> dict[Size, Plan]:
         if content["version"] != VERSION:
             return {}
         entries = content["devices"].get(name, [])
-        return {tuple(entry["size"]): tuple(map(_config, entry["plan"])) for entry in entries}
+        return {
+            tuple(entry["size"]): tuple(config and GemmConfig(**config) for config in entry["plan"])
+            for entry in entries
+        }
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as error:
         logger.warning("%s is not a table of measured linears and is not used: %r", file, error)
         return {}
-
-
-def _config(entry: dict[str, Any] | None) -> GemmConfig | None:
-    return None if entry is None else GemmConfig(**entry)
 
 
 def _write(file: Path, name: str, plans: dict[Size, Plan]) -> None:
