@@ -22,7 +22,7 @@ from headrace.layers.linear import column_spec, divide, row_spec
 from headrace.layers.mlp import GatedMLP
 from headrace.layers.norm import RMSNorm
 from headrace.layers.pending import Pending
-from headrace.quantization.scheme import Scheme, Slot, Weights
+from headrace.quantization.scheme import FusedOps, Scheme, Slot, Weights
 from headrace.quantization.unquantized import unquantized
 
 
@@ -63,12 +63,8 @@ class SparseMoE(Layer):
         self.batch_invariant = context.batch_invariant
         self.all_reduce = group.all_reduce
         self.alone = group.size == 1
-        self.norm_weight: Tensor | None = None
-        """# [hidden]: the input is normed here; None: it comes normed"""
-        self.norm_eps = 0.0
-        self.next_norm: Tensor | None = None
-        """# [hidden]: weight of the norm of the sum with the residual, if the one linear that reads it can norm; None:
-        the sum is handed on whole"""
+        self.fused = FusedOps()
+        """what it computes besides: the norm of its input, half the next one; models/fusion.py adds them"""
         self.pending = False
         """Its output has one reader, a norm, which calls `added_to`."""
         self.kept_ids: Tensor | None = None
@@ -103,24 +99,24 @@ class SparseMoE(Layer):
 
     def fuse_norm(self, norm: RMSNorm) -> None:
         """Take over `norm`, for the shared expert too: x comes in without it. To be called before `finalize`."""
-        self.norm_weight, self.norm_eps = norm.weight.data, norm.eps
+        self.fused = replace(self.fused, norm_weight=norm.weight.data, norm_eps=norm.eps)
         if self.has_shared:
             getattr(self, self.spec.names.shared).gate_up_proj.fuse_norm(norm)
 
     def fuse_next_norm(self, norm: RMSNorm) -> None:
         """Leave `norm` of the sum with the residual to the linear that reads it. To be called before `finalize`."""
-        self.next_norm = norm.weight.data
+        self.fused = replace(self.fused, next_norm=norm.weight.data)
 
     def finalize(self) -> None:
         super().finalize()
-        spec = self.spec
+        spec, fused = self.spec, self.fused
         halves = self.alone and not self.batch_invariant and linears_take_halves(self.router)
-        next_norm, product = self.next_norm if halves else None, self.scheme.product
+        next_norm, product = fused.next_norm if halves else None, self.scheme.product
         w13, w13_scale = product.experts(self.gate_up_spec, self.w13)
         w2, w2_scale = product.experts(self.down_spec, self.w2)
         self.w13 = self.w2 = {}
         self.experts = Experts(
-            self.norm_weight, self.norm_eps, self.router, w13, w2, spec.experts_per_token, spec.renormalize,
+            fused.norm_weight, fused.norm_eps, self.router, w13, w2, spec.experts_per_token, spec.renormalize,
             self.batch_invariant, Scoring(spec.sigmoid, self.selection_bias, spec.scaling), next_norm,
             w13_scale, w2_scale,
         )  # fmt: skip
@@ -137,7 +133,7 @@ class SparseMoE(Layer):
         if self.alone:
             return self._compute(x, residual)
         out = self.computed(x)
-        return residual.add_(out) if self.next_norm is None else Unsummed(residual, out)
+        return residual.add_(out) if self.fused.next_norm is None else Unsummed(residual, out)
 
     def _compute(self, x: Tensor, residual: Tensor | None) -> Tensor | HalfNormed:
         """Return this rank's share of the output."""
