@@ -132,11 +132,13 @@ class TritonAttention:
         planned = metadata.plan.get(("decode", spec))
         if planned is None:
             tickets = torch.zeros(metadata.num_reqs * spec.num_kv_heads, dtype=torch.int32, device=q.device)
-            launch = plan_decode(metadata.num_reqs, *_sizes(spec, q, kv_cache))
-            planned = metadata.plan["decode", spec] = (metadata.sequences(spec.group), tickets, spec.scale, *launch)
+            config, splits = plan_decode(metadata.num_reqs, *_sizes(spec, q, kv_cache))
+            planned = metadata.plan["decode", spec] = (metadata.sequences(spec.group), tickets, config, splits)
+        sequences, tickets, config, splits = planned
         return decode_attention(
-            q, k, v, cos_sin, kv_cache, *planned, spec.sliding_window, q_norm, k_norm, eps, kv_scale, out
-        )
+            q, k, v, cos_sin, kv_cache, sequences, tickets, spec.scale, config, splits, spec.sliding_window, q_norm,
+            k_norm, eps, kv_scale, out,
+        )  # fmt: skip
 
 
 def _sizes(spec: AttentionSpec, q: Tensor, kv_cache: Tensor) -> tuple[int, int, int, int, str, int]:

@@ -15,7 +15,7 @@ def multiplied_weights(model: nn.Module) -> float:
     total = 0.0
     for layer in model.modules():
         if isinstance(layer, SparseMoE):
-            weights = 3 * layer.spec.experts_per_token * layer.local * layer.spec.hidden_size
+            weights = 3 * layer.spec.experts_per_token * layer.down_spec.in_features * layer.spec.hidden_size
             total += weights * layer.scheme.format.launched_as
         elif isinstance(layer, Linear) and not isinstance(layer, ParallelLMHead):
             weights = layer.spec.in_features * layer.spec.out_features
