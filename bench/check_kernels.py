@@ -38,6 +38,7 @@ from headrace.kernels.attention_config import (
     plan_attention,
 )
 from headrace.kernels.cases import Inputs
+from headrace.kernels.paged import Sequences
 
 DEVICE = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -117,9 +118,7 @@ def check_attention(
         multiprocessor_count(DEVICE),
     )  # fmt: skip
     scale, longest = heads[2] ** -0.5, (max(counts), max(lengths))
-    reference = paged_attention_reference(
-        *(t.float() if t.is_floating_point() else t for t in inputs), scale, *longest, window
-    )
+    reference = paged_attention_reference(q.float(), inputs[1].float(), Sequences(*inputs[2:]), scale, window)
     worst = 0.0
     plans = [plan, *(replace(plan, decode_splits=splits, prefill_splits=splits) for splits in (1, 4))]
     served = not window and q.element_size() == 2 and block_size >= SMALLEST_BOX and heads[2] in COPY_ENGINE_PREFILL
@@ -127,7 +126,7 @@ def check_attention(
         plans.append(by_copy_engine(plan, len(chunks), sum(chunks), longest[1], heads[2], heads[0] // heads[1], 2))
     for forced in plans:
         out = torch.full_like(q, float("nan"))
-        paged_attention(*inputs, scale, *longest, window, out, forced)
+        paged_attention(*inputs[:2], Sequences(*inputs[2:]), scale, window, None, out, plan=forced)
         worst = max(worst, error(out, reference)) if worst == worst else worst
     return worst
 

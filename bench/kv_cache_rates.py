@@ -45,6 +45,7 @@ from headrace.kernels.attention_config import (
 )
 from headrace.kernels.decode import decode_attention, decode_attention_reference
 from headrace.kernels.fp8_cache import UnpackedCache
+from headrace.kernels.paged import Sequences
 from headrace.kernels.rotary import rotary_and_cache, rotary_and_cache_reference
 
 SMOKE = "--smoke" in sys.argv[1:]
@@ -118,9 +119,10 @@ class Inputs:
     def element_size(self) -> int:
         return tile_element_size(self.q, self.cache)
 
-    def all(self, cache: Tensor | None = None) -> tuple[Tensor, ...]:
+    def all(self, cache: Tensor | None = None) -> tuple[Tensor, Tensor, Sequences]:
         """What paged attention begins with."""
-        return self.q, self.cache if cache is None else cache, self.table, self.rows, self.starts, self.lengths
+        sequences = Sequences(self.table, self.rows, self.starts, self.lengths)
+        return self.q, self.cache if cache is None else cache, sequences
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
@@ -160,12 +162,11 @@ def check_attention(dtype: torch.dtype, heads: Heads, kind: str, window: int | N
         lengths[4], lengths[5] = 0, 1
     inputs = Inputs(counts, lengths, heads, dtype)
     q, *rest = inputs.all()
-    longest = (max(counts), max(lengths))
     plan = plan_attention(
         len(counts), len(q), len(decodes), max(lengths), *heads, inputs.element_size, DEVICE_FAMILY, num_sms()
     )
     size = heads[2] ** -0.5
-    expected = paged_attention_reference(q.float(), *rest, size, *longest, window, kv_scale=inputs.scale)
+    expected = paged_attention_reference(q.float(), *rest, size, window, inputs.scale)
     worst = 0.0
     plans = [replace(plan, decode_splits=splits, prefill_splits=splits) for splits in (1, 4)]
     if chunks and window is None and by_copy_engine_here(heads):
@@ -173,7 +174,7 @@ def check_attention(dtype: torch.dtype, heads: Heads, kind: str, window: int | N
     for forced in plans:
         out = torch.full_like(q, float("nan"))
         unpacked = room_for(inputs, forced)
-        paged_attention(q, *rest, size, *longest, window, out, forced, inputs.scale, unpacked)
+        paged_attention(q, *rest, size, window, inputs.scale, out, plan=forced, unpacked=unpacked)
         found = error(out, expected)
         worst = max(worst, found) if found == found else float("inf")
     return report(f"attention {NAME[dtype]} {heads} {kind} window {window}", worst, 4e-3)
@@ -208,11 +209,11 @@ def check_fused(dtype: torch.dtype, heads: Heads) -> bool:
     q, k, v = split_qkv(len(lengths), heads)
     cos_sin, scale = angles_of(4096, dim), inputs.scale
     ours, theirs = inputs.cache.clone(), inputs.cache.clone()
-    where = (inputs.table, inputs.rows, ints(lengths))
-    expected = decode_attention_reference(q, k, v, cos_sin, theirs, *where, dim**-0.5, kv_scale=scale)
+    where = inputs.all()[2]._replace(seq_lens=ints(lengths))
+    expected = decode_attention_reference(q, k, v, cos_sin, theirs, where, dim**-0.5, kv_scale=scale)
     config, splits = plan_decode(len(lengths), *heads, inputs.element_size, DEVICE_FAMILY, num_sms())
     tickets = torch.zeros(len(lengths) * kv_heads, dtype=torch.int32, device=DEVICE)
-    out = decode_attention(q, k, v, cos_sin, ours, *where, tickets, dim**-0.5, config, splits, kv_scale=scale)
+    out = decode_attention(q, k, v, cos_sin, ours, where, tickets, dim**-0.5, config, splits, kv_scale=scale)
     other = float((ours.float() != theirs.float()).float().mean())
     # a code of the new token that rounds otherwise is much where there are few keys
     return report(f"fused decode {NAME[dtype]} {heads}", max(error(out, expected), other), 1e-2)
@@ -266,15 +267,14 @@ class Decodes:
         )
         if config is not None:
             plan = replace(plan, decode=config)
-        rest = (HEADS[2] ** -0.5, 1, self.context, None, None, plan, self.inputs.scale)
-        return self.rate([partial(paged_attention, *self.inputs.all(cache), *rest) for cache in self.caches])
+        run = partial(paged_attention, scale=HEADS[2] ** -0.5, kv_scale=self.inputs.scale, plan=plan)
+        return self.rate([partial(run, *self.inputs.all(cache)) for cache in self.caches])
 
     def fused(self, config: AttentionConfig | None = None) -> float:
         """TB/s"""
         planned, splits = plan_decode(self.batch, *HEADS, self.inputs.element_size, DEVICE_FAMILY, num_sms())
         run = partial(decode_attention, *self.qkv, self.cos_sin, kv_scale=self.inputs.scale)
-        where = (self.inputs.table, self.inputs.rows, self.inputs.lengths, self.tickets)
-        rest = (*where, HEADS[2] ** -0.5, config or planned, splits)
+        rest = (self.inputs.all()[2], self.tickets, HEADS[2] ** -0.5, config or planned, splits)
         return self.rate([partial(run, cache, *rest) for cache in self.caches])
 
 
@@ -290,8 +290,8 @@ def prefill_rate(
     if config is not None:
         tiles = length // (config.block_m // (HEADS[0] // HEADS[1])) + 1
         plan = replace(plan, prefill=config, prefill_tiles=tiles)
-    rest = (HEADS[2] ** -0.5, length, length, None, None, plan, inputs.scale, room_for(inputs, plan))
-    call = partial(paged_attention, *inputs.all(), *rest)
+    size, unpacked = HEADS[2] ** -0.5, room_for(inputs, plan)
+    call = partial(paged_attention, *inputs.all(), size, None, inputs.scale, plan=plan, unpacked=unpacked)
     return 2 * length * length * HEADS[0] * HEADS[2] / seconds([call] * 4) / 1e12
 
 

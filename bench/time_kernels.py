@@ -23,6 +23,7 @@ from torch import Tensor
 from headrace.kernels._triton import DEVICE_FAMILY
 from headrace.kernels.attention import is_hopper, multiprocessor_count, paged_attention
 from headrace.kernels.attention_config import AttentionConfig, AttentionPlan, plan_attention
+from headrace.kernels.paged import Sequences
 from headrace.kernels.table import TRITON_KERNELS
 
 LLAMA_8B = (32, 8, 128)
@@ -49,7 +50,7 @@ def decode_calls(
     longest = max_len or context
     plan = change(plan_attention(batch, batch, batch, longest, *heads, 2, DEVICE_FAMILY, multiprocessor_count(DEVICE)))
     calls = [
-        partial(paged_attention, q, c, table, rows, starts, lengths, heads[2] ** -0.5, 1, longest, None, None, plan)
+        partial(paged_attention, q, c, Sequences(table, rows, starts, lengths), heads[2] ** -0.5, plan=plan)
         for c in caches
     ]
     return [call for _ in range(max(1, 8 // len(calls))) for call in calls], size
@@ -64,7 +65,7 @@ def prefill_call(
         batch, batch * length, 0, past + length, *heads, 2, DEVICE_FAMILY, multiprocessor_count(DEVICE),
         copy_engine=copy_engine,
     )  # fmt: skip
-    return partial(paged_attention, *inputs, heads[2] ** -0.5, length, past + length, None, None, change(plan))
+    return partial(paged_attention, *inputs[:2], Sequences(*inputs[2:]), heads[2] ** -0.5, plan=change(plan))
 
 
 def teraflops(prompts: tuple[int, int, int], call: Callable[[], object]) -> float:

@@ -29,7 +29,7 @@ from tune_linears import BUCKETS, INEXACT, Inputs, Size, configs, short, weights
 
 from headrace.cli.bench.latency import summarize_latency
 from headrace.kernels.gemm_config import GemmConfig
-from headrace.quantization.gpu_linear import Table
+from headrace.quantization.scheme import GemmTable
 
 OUTPUT = 96
 FINALISTS, REPEATS = 5, 3
@@ -62,9 +62,9 @@ class Steps:
         """of a batch: the same ones in every run, so that the same experts are chosen"""
         self.runner: Any = self.bench.llm._client._core._executor._worker.runner
         schemes = {id(layer.scheme): layer.scheme for layer in self.runner.model.modules() if hasattr(layer, "scheme")}
-        self.tables: dict[Size, Table] = {}
+        self.tables: dict[Size, GemmTable] = {}
         for scheme in schemes.values():
-            self.tables |= {Size(*size): table for size, table in getattr(scheme.product, "plans", {}).items()}
+            self.tables |= {Size(*size): table for size, table in getattr(scheme.product, "tables", {}).items()}
 
     def milliseconds(self, batch: int, repeats: int) -> float:
         """Of one step, by what the tables say now; out of medians."""

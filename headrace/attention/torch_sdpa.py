@@ -1,7 +1,7 @@
 """Implements the backend TORCH_SDPA: torch's own attention over K and V gathered from the paged cache, for CPUs.
 
-On a CPU the number of operations is what costs. So a step's requests are put into a few groups, each padded to its
-longest member and served by one gather and one scaled_dot_product_attention. The groups, gather indices and masks are
+On a CPU the count of operations is what costs. So a step's requests are put into few groups, each padded to its
+longest member and served by one gather and one scaled_dot_product_attention; the groups, gather indices and masks are
 made once a step and shared by all layers.
 """
 
@@ -26,7 +26,7 @@ GATHER_COST = 0.3
 PAIR_COST = 0.1
 """nanoseconds for one element of the product of a query and a key, weighting the value included"""
 MOST_SCRATCH = 64 << 20
-"""bytes of gathering memory that is kept at most; the system takes back a larger one at once"""
+"""the most bytes of memory that is kept to gather into; the system takes back larger memory at once"""
 MASKED, UNMASKED = np.float32("-inf"), np.float32(0)
 
 
@@ -66,8 +66,8 @@ class TorchSdpa:
 
     def __init__(self) -> None:
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        """Memory that K and V are gathered into, used again by every layer and step: fresh memory of another size each
-        time would cost page faults, and leave the heap in pieces that are never given back."""
+        """memory into which K and V are gathered in every layer and step; fresh memory of another size each time would
+        cost page faults, and leave the heap in pieces that are never given back"""
 
     def forward(
         self,
@@ -107,9 +107,47 @@ class TorchSdpa:
             converted.mul_(kv_scale[: len(converted)].to(dtype).view(-1, 1, 1, 1, 1))
         return converted
 
-"""nanoseconds for one element of the product of a query and a key, weighting the value included"""
-MOST_SCRATCH = 64 << 20
-"""bytes of gathering memory that is kept at most; the system takes back a larger one at once"""
+    def _select(self, stored: Tensor, blocks: Tensor) -> Tensor:
+        shape = (stored.shape[0], blocks.shape[0], *stored.shape[2:])
+        size = math.prod(shape) * stored.element_size()
+        if size > MOST_SCRATCH or stored.device.type != "cpu":
+            return stored.index_select(1, blocks)
+        if self._scratch.numel() < size:
+            self._scratch = torch.empty(min(2 * size, MOST_SCRATCH), dtype=torch.uint8)
+        return torch.index_select(stored, 1, blocks, out=self._scratch[:size].view(stored.dtype).view(shape))
+
+    def _attend(
+        self,
+        group: _Group,
+        q: Tensor,
+        kv_cache: Tensor,
+        spec: AttentionSpec,
+        kv_scale: Tensor | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """q # [B * Q, Hq, D] -> # [B * Q, Hq, D of values]. Query heads of a KV head are rows of one product."""
+        size, queries = group.size, group.query_len
+        kv_heads, head_dim = spec.num_kv_heads, spec.head_dim
+        shared = spec.num_heads // kv_heads
+        gathered = self._gather(kv_cache, group.blocks, q.dtype, kv_scale)
+        lone, mask = size == 1 and queries > 1, group.mask
+        if lone:  # [Hkv, shared, Q, D] against keys repeated without a copy
+            length = queries if mask is None else mask.shape[-1]
+            parts = gathered.flatten(1, 2)[:, :length].transpose(1, 2).unsqueeze(2)
+            parts = parts.expand(-1, -1, shared, -1, -1)
+            query = q.view(queries, kv_heads, shared, head_dim).permute(1, 2, 0, 3)
+        else:  # [B, Hkv, shared * Q, D]
+            parts = gathered.reshape(len(gathered), size, -1, kv_heads, head_dim).transpose(2, 3)
+            query = q.view(size, -1, kv_heads, shared, head_dim)
+            query = query.squeeze(1) if queries == 1 else query.permute(0, 2, 3, 1, 4).flatten(2, 3)
+        key, value = (parts[0], parts[0, ..., -spec.latent_dim :]) if spec.latent_dim else parts.unbind()
+        if (
+            sinks is not None and mask is not None
+        ):  # one key more, of nothing but the mask's number, and without a value
+            key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
+            column = sinks.view(kv_heads, shared, 1, 1).expand(-1, -1, queries, -1)
+            column = column if lone else column.reshape(1, kv_heads, -1, 1).expand(size, -1, -1, -1)
+            mask = torch.cat((mask.expand(*column.shape[:3], -1), column), dim=-1)
         out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, scale=spec.scale)
         if lone:
             return out.permute(2, 0, 1, 3).reshape(*q.shape[:2], -1)
