@@ -114,7 +114,7 @@ def _given(scenario: Scenario) -> dict[str, Any]:
 
 
 def _headrace_flags(scenario: Scenario, candidate: Candidate, given: dict[str, Any]) -> list[Flag]:
-    """What headrace derives by itself is not repeated, only what it derives it from."""
+    """headrace derives its settings: what it derives them from is given, and what the user pinned."""
     request, parallel = scenario.request, candidate.parallel
     flags: list[Flag] = []
     if parallel.tp > 1:

@@ -1,7 +1,7 @@
 """Predicts how long one step takes, part by part: bytes of weights and cache, operations, collectives, launches, host.
 
-The model is a roofline with named efficiencies (constants.py). It knows shapes, rates and numbers of tokens; requests
-and the passing of time are the business of predict.py and simulate.py.
+The model is a roofline (Williams, Waterman, Patterson, 2009) with named efficiencies (constants.py). It knows shapes,
+rates and numbers of tokens; requests and the passing of time are the business of predict.py and simulate.py.
 """
 
 from __future__ import annotations
@@ -368,7 +368,7 @@ class StepModel:
 
 
 def _norm(a: float, b: float, p: float) -> float:
-    """A maximum with a soft corner: a + b for p = 1, max(a, b) for p without end."""
+    """The p-norm of two times: a + b for p = 1, and max(a, b), as if they overlapped wholly, for p to infinity."""
     if a <= 0 or b <= 0:
         return a + b
     if a < b:

@@ -11,6 +11,7 @@ from headrace.planner.simulate import Simulation
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
+    """Return the plan, and in it those that run where it does not."""
     request, shape, chip = plan.request, plan.shape, plan.chip
     return {
         "model": {

@@ -137,7 +137,7 @@ class Scenario:
 
     @property
     def converts(self) -> bool:
-        """Whether the linears are in another format than the checkpoint's: rounded at load, or another checkpoint's."""
+        """Tell whether the linears are in another format than this checkpoint's: rounded at load, or another's."""
         return self.weight_format != self.checkpoint.weight_format
 
     @property

@@ -180,6 +180,7 @@ def _best_other(result: SearchResult, name: str) -> str:
 
 
 def all_reduce(scenario: Scenario, best: Candidate) -> Decision:
+    """Decide what sums partial results over GPUs."""
     parallel, chip, field = best.parallel, scenario.chip, "all_reduce"
     if parallel.dp_attention and parallel.tp == 1:
         value = "gather and scatter" if scenario.engine == "vllm" else "none yet"

@@ -1,4 +1,4 @@
-"""A model as the planner counts it: its description, and the format in which each part of its weights is held.
+"""Counts a model's parameters by its description, and says in which format each part of its weights is held.
 
 Everything follows from config.json; no weights are read. Knows no GPU, and not how layers are spread over several.
 """

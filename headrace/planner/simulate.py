@@ -212,6 +212,7 @@ class _Run:
         self._later = list(enumerate(arrivals))[: first - 1 : -1] if clients else []
 
     def result(self) -> Simulation:
+        """Run all requests to their end."""
         scheduler = self.scheduler
         while self._coming or scheduler.has_work():
             self._admit()
