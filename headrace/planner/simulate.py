@@ -205,11 +205,11 @@ class _Run:
         self.segments: list[Segment] = []
         self.max_running = self.num_preemptions = 0
         self._prompts: dict[int, list[int]] = {}
-        # Requests that come by the clock, and those that wait until a client is free.
-        first = clients or len(arrivals)
-        self._coming = [(arrival.time, number, arrival) for number, arrival in enumerate(arrivals[:first])]
+        # Requests that come by the clock, and those that wait until a client is free: the first of them stands last.
+        requests = [(arrival.time, number, arrival) for number, arrival in enumerate(arrivals)]
+        self._coming = requests[: clients or None]
+        self._later = requests[: clients - 1 : -1] if clients else []
         heapq.heapify(self._coming)
-        self._later = list(enumerate(arrivals))[: first - 1 : -1] if clients else []
 
     def result(self) -> Simulation:
         """Run all requests to their end."""
@@ -298,7 +298,7 @@ class _Run:
     def _finish(self, name: str) -> None:
         self.e2e.append((self.now - self.arrived.pop(name), 1.0))
         if self._later:
-            number, arrival = self._later.pop()
+            _, number, arrival = self._later.pop()
             heapq.heappush(self._coming, (self.now, number, arrival))
 
     def _jump(self) -> None:
