@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from operator import mul
 
-from headrace.model_spec import STATE_BYTES, FeedForward, Mixer
+from headrace.model_spec import STATE_BYTES, FeedForward, Mixer, total
 from headrace.planner.chips import Chip
 from headrace.planner.collectives import Links
 from headrace.planner.constants import GROUPED, NARROW, TRAITS, Efficiency, EngineTraits, find_efficiency, host_overlap
@@ -174,8 +174,8 @@ class _Layer:
         shares = rank_shares(attention, tp)
         self.linears = (
             product("attention", sum(p.size * shares[p.split] for p in attention.parameters)),
-            product("dense", group.dense_weights / tp),
-            product("router", group.router_weights),
+            product("dense", total(mlp.parameters, "linear", "plain") / tp),
+            product("router", total(mlp.parameters, "router")),
         )
         self.expert = product("experts", group.layer.expert_weights)
 

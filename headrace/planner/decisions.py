@@ -16,6 +16,7 @@ from headrace.model_config import ModelConfig
 from headrace.models.registry import attention_specs, describe
 from headrace.planner.fp8_cache import FP8, cache_for, runs_fp8_cache_here
 from headrace.planner.graphs import decide_graphs
+from headrace.planner.memory_map import CPU_CACHE
 from headrace.planner.record import Decision
 from headrace.planner.shapes import expert_share
 from headrace.quantization.checkpoint_format import holds_kv_scales
@@ -304,7 +305,7 @@ def _kv_bytes(config: EngineConfig, fact: WorkerFacts) -> int:
         return fact.available_kv_memory
     if config.cpu_kv_cache_gib is not None:
         return int(config.cpu_kv_cache_gib * 2**30) // config.tensor_parallel_size
-    return min(4 * 2**30, fact.available_kv_memory // 4) // config.tensor_parallel_size
+    return min(CPU_CACHE, fact.available_kv_memory // 4) // config.tensor_parallel_size
 
 
 def _cpu_threads(ranks: int, beside_server: bool) -> tuple[int, str]:

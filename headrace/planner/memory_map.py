@@ -13,7 +13,7 @@ from functools import cached_property
 from headrace.cache_groups import CacheLayout, cache_layout
 from headrace.config import GRAPH_MODES
 from headrace.kernels.attention_config import COPY_ENGINE_PREFILL, UNPACKED_BYTES
-from headrace.model_spec import Parameter
+from headrace.model_spec import Parameter, total
 from headrace.planner.chips import GIB
 from headrace.planner.cost import Deployment, Parallel
 from headrace.planner.shapes import LayerGroup, ModelShape, rank_shares
@@ -46,7 +46,7 @@ VLLM_GRAPH_LAYER = 96 << 10
 VLLM_EXPERT_BUFFERS = 3
 """vLLM keeps so many times what one layer's experts write; fitted on the KV tokens of Qwen3-30B-A3B on an H200."""
 CPU_CACHE = 4 * GIB
-"""A CPU's memory is shared with others: the cache takes this, or a quarter of what is left (planner/decisions.py)."""
+"""Bytes of the cache on a CPU, whose memory is shared with others; or a quarter of what is left, if that is less."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def layer_bytes(shape: ModelShape, group: LayerGroup, parallel: Parallel, weight
     return {
         "attention": sum(size("attention", one) * shares[one.split] for one in group.mixer.parameters),
         "dense": sum(size("dense", one) for one in feed_forward.parameters if one.kind != "router") / tp,
-        "router": group.router_weights * plain,
+        "router": total(feed_forward.parameters, "router") * plain,
         "experts": experts * expert,
         "norms": group.layer.norm_weights * plain,
     }

@@ -21,7 +21,7 @@ from headrace.quantization.formats import PLAIN, WeightFormat, find_format
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Counts the layers of a model that are equal to each other, and the parameters of one of them."""
+    """Counts the layers of a model that are equal to each other."""
 
     count: int
     layer: LayerSpec
@@ -33,15 +33,6 @@ class LayerGroup:
     @property
     def feed_forward(self) -> FeedForward:
         return self.layer.feed_forward
-
-    @cached_property
-    def dense_weights(self) -> int:
-        """Parameters of the dense feed-forward or of the shared experts."""
-        return total(self.feed_forward.parameters, "linear", "plain")
-
-    @cached_property
-    def router_weights(self) -> int:
-        return total(self.feed_forward.parameters, "router")
 
 
 @dataclass(frozen=True)
@@ -122,14 +113,14 @@ class ModelShape:
         narrow, share = self.parts_in(weight_format), find_format(weight_format).launched_as
         attention, dense, experts = (share if part in narrow else 1.0 for part in PARTS)
         return sum(
-            group.count
+            count
             * (
-                attention * total(group.mixer.parameters)
-                + dense * group.dense_weights
-                + group.router_weights
-                + experts * group.feed_forward.experts_per_token * group.layer.expert_weights
+                attention * total(layer.mixer.parameters)
+                + dense * total(layer.feed_forward.parameters, "linear", "plain")
+                + total(layer.feed_forward.parameters, "router")
+                + experts * layer.feed_forward.experts_per_token * layer.expert_weights
             )
-            for group in self.groups
+            for layer, count in self.spec.groups
         )
 
     def most_in_pieces(self, weight_format: str, tp: int) -> int:

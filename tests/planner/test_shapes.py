@@ -49,8 +49,8 @@ def test_a_llama_by_hand() -> None:
     found = shape()
     (group,) = found.groups
     attention, mlp = group.mixer, group.feed_forward
-    assert (
-        total((*attention.parameters, *mlp.parameters), "linear") == total(group.mixer.parameters) + group.dense_weights
+    assert total((*attention.parameters, *mlp.parameters), "linear") == total(group.mixer.parameters) + total(
+        mlp.parameters
     )
     assert found.num_layers * attention.cached_values == 96
     assert (group.count, group.layer.norm_weights) == (3, 128)
@@ -58,9 +58,9 @@ def test_a_llama_by_hand() -> None:
     assert total(attention.parameters, split="kv_heads") == 2 * 64 * 16
     assert (total(attention.parameters, split="whole"), total(attention.parameters, "plain")) == (0, 0)
     assert (attention.kind, attention.head_dim, attention.window, attention.cached_values) == ("gqa", 8, None, 32)
-    assert (group.dense_weights, mlp.num_experts, mlp.intermediate_size) == (3 * 64 * 160, 0, 160)
+    assert (total(mlp.parameters), mlp.num_experts, mlp.intermediate_size) == (3 * 64 * 160, 0, 160)
     assert found.embedding_weights == found.head_weights == 64_000
-    assert found.total_weights == 2 * 64_000 + 3 * (total(group.mixer.parameters) + group.dense_weights + 128) + 64
+    assert found.total_weights == 2 * 64_000 + 3 * (total(group.mixer.parameters) + total(mlp.parameters) + 128) + 64
     assert found.active_weights == found.total_weights - 64_000 + 64
     assert (found.dtype, found.weight_format, found.spec.max_position_embeddings) == ("float16", "bf16", 512)
     assert not found.is_moe
