@@ -1,24 +1,26 @@
-"""The routes, and what stands in front of them: keys, CORS, and errors in OpenAI's shape."""
+"""Builds the ASGI application: the table of routes, API keys, CORS, and errors in OpenAI's shape."""
 
 from __future__ import annotations
 
 import functools
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI, Request
-from fastapi.middleware.cors import CORSMiddleware
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
-from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headrace import __version__
 from headrace.config import ServerConfig
 from headrace.errors import HeadraceError, MethodNotAllowedError, NotFoundError, RequestError
-from headrace.server import info, openapi, protocol
+from headrace.server import info, protocol
 from headrace.server.auth import RequireApiKey
 from headrace.server.chat import answer_chat
 from headrace.server.completions import answer_completion
+from headrace.server.openapi import Handler, Operation, describe_api, page
 from headrace.server.replies import error_response, json_response
 from headrace.server.serving import Serving
 
@@ -26,36 +28,53 @@ if TYPE_CHECKING:
     from headrace.engine.async_engine import AsyncEngine
 
 CLIENT_CLOSED_REQUEST = 499
+GENERATION_ERRORS = (400, 401, 404, 413, 415, 429, 503)
+BODY_ERRORS = (400, 401, 404, 413, 415)
+OPERATIONS = (
+    Operation("/v1/completions", answer_completion, "Complete prompts", protocol.Completion, GENERATION_ERRORS,
+              protocol.CompletionRequest, event=protocol.Completion),
+    Operation("/v1/chat/completions", answer_chat, "Answer a conversation", protocol.ChatCompletion, GENERATION_ERRORS,
+              protocol.ChatCompletionRequest, event=protocol.ChatChunk),
+    Operation("/v1/models", info.list_models, "List the served models", protocol.ModelList, (401,)),
+    Operation("/v1/models/{model_id:path}", info.show_model, "Show a served model", protocol.ModelCard, (401, 404)),
+    Operation("/v1/plan", info.show_plan, "How this server runs, and why", protocol.PlanAnswer, (401,)),
+    Operation("/tokenize", info.tokenize, "Text or messages to token ids", protocol.TokenizeAnswer, BODY_ERRORS,
+              protocol.TokenizeRequest),
+    Operation("/detokenize", info.detokenize, "Token ids to text", protocol.DetokenizeAnswer, BODY_ERRORS,
+              protocol.DetokenizeRequest),
+    Operation("/health", info.health, "200 while the engine steps", None, (503,), needs_key=False),
+    Operation("/ping", info.health, "The same as /health, behind the key", None, (401, 503)),
+    Operation("/metrics", info.metrics, "Prometheus metrics", None, (401,)),
+    Operation("/version", info.version, "The version of headrace", None, (401,)),
+)  # fmt: skip
 
 
-def build_app(engine: AsyncEngine, server_config: ServerConfig, model_names: list[str]) -> FastAPI:
-    """`model_names`: what the API answers to, the first being the name in answers. `app.state.serving` is the rest."""
-    app = FastAPI(
-        title="headrace",
-        version=__version__,
-        openapi_url=None,
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
-        exception_handlers=_exception_handlers(),
-    )
+def build_app(engine: AsyncEngine, server_config: ServerConfig, model_names: list[str]) -> Starlette:
+    """Return the application; `app.state.serving` is what its routes share.
+
+    `model_names`: the names that requests may use; answers carry the first one.
+    """
     serving = Serving(engine, server_config, model_names)
-    app.state.serving = serving
-    _add_generating_routes(app, serving)
-    _add_plain_routes(app, serving)
-    _add_description(app, server_config)
-    # Each new middleware stands in front of those before it: CORS answers preflights, which carry no key.
-    if server_config.api_key:
-        app.add_middleware(RequireApiKey, keys=server_config.api_key, root_path=server_config.root_path)
+    root_path = server_config.root_path
+    in_front = []  # the first sees a request first; CORS answers preflights, which carry no key
+    if root_path:
+        in_front.append(Middleware(UnderRootPath, root_path=root_path))
     if server_config.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=server_config.allowed_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
+        in_front.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=server_config.allowed_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+            )
         )
-    if server_config.root_path:
-        app.add_middleware(UnderRootPath, root_path=server_config.root_path)
+    if server_config.api_key:
+        in_front.append(Middleware(RequireApiKey, keys=server_config.api_key, root_path=root_path))
+    app = Starlette(
+        routes=_routes(serving, server_config), middleware=in_front, exception_handlers=_exception_handlers()
+    )
+    app.router.redirect_slashes = False
+    app.state.serving = serving
     return app
 
 
@@ -70,103 +89,34 @@ class UnderRootPath:
         await self.app({**scope, "root_path": self.root_path}, receive, send)
 
 
-def _add_generating_routes(app: FastAPI, serving: Serving) -> None:
-    async def completions(request: Request) -> Response:
-        return await serving.until_stopped(answer_completion(serving, request))
+def _routes(serving: Serving, server_config: ServerConfig) -> list[Route]:
+    """Return all routes. Starlette answers HEAD wherever it answers GET."""
 
-    async def chat_completions(request: Request) -> Response:
-        return await serving.until_stopped(answer_chat(serving, request))
-
-    errors = (400, 401, 404, 413, 415, 429, 503)
-    app.add_api_route(
-        "/v1/completions", completions, methods=["POST"], response_model=None,
-        summary="Complete prompts", openapi_extra=openapi.takes(protocol.CompletionRequest),
-        responses=openapi.gives(protocol.Completion, *errors, event=protocol.Completion),
-    )  # fmt: skip
-    app.add_api_route(
-        "/v1/chat/completions", chat_completions, methods=["POST"], response_model=None,
-        summary="Answer a conversation", openapi_extra=openapi.takes(protocol.ChatCompletionRequest),
-        responses=openapi.gives(protocol.ChatCompletion, *errors, event=protocol.ChatChunk),
-    )  # fmt: skip
-
-
-def _add_plain_routes(app: FastAPI, serving: Serving) -> None:
-    async def models() -> Response:
-        return info.list_models(serving)
-
-    async def model(request: Request) -> Response:
-        return info.show_model(serving, request.path_params["model_id"])
-
-    async def plan() -> Response:
-        return info.show_plan(serving)
-
-    async def tokenize(request: Request) -> Response:
-        return await serving.until_stopped(info.tokenize(serving, request))
-
-    async def detokenize(request: Request) -> Response:
-        return await serving.until_stopped(info.detokenize(serving, request))
-
-    async def health() -> Response:
-        return info.health(serving)
-
-    async def metrics() -> Response:
-        return info.metrics(serving)
-
-    async def version() -> Response:
-        return info.version()
-
-    def add(path: str, endpoint: Any, summary: str, shape: type | None, *errors: int, **more: Any) -> None:
-        methods = more.pop("methods", ["GET"])
-        app.add_api_route(
-            path, endpoint, methods=methods, response_model=None, summary=summary,
-            responses=openapi.gives(shape, *errors), **more,
-        )  # fmt: skip
-        if "GET" in methods:
-            _add_head(app, path, endpoint)
-
-    add("/v1/models", models, "List the served models", protocol.ModelList, 401)
-    add(
-        "/v1/models/{model_id:path}", model, "Show a served model", protocol.ModelCard, 401, 404,
-        openapi_extra=openapi.takes_path("model_id"),
-    )  # fmt: skip
-    add("/v1/plan", plan, "How this server runs, and why", protocol.PlanAnswer, 401)
-    add(
-        "/tokenize", tokenize, "Text or messages to token ids", protocol.TokenizeAnswer, 400, 401, 404, 413, 415,
-        methods=["POST"], openapi_extra=openapi.takes(protocol.TokenizeRequest),
-    )  # fmt: skip
-    add(
-        "/detokenize", detokenize, "Token ids to text", protocol.DetokenizeAnswer, 400, 401, 404, 413, 415,
-        methods=["POST"], openapi_extra=openapi.takes(protocol.DetokenizeRequest),
-    )  # fmt: skip
-    add("/health", health, "200 while the engine steps", None, 503, openapi_extra={"security": []})
-    add("/ping", health, "The same as /health, behind the key", None, 401, 503)
-    app.add_api_route("/ping", health, methods=["POST"], include_in_schema=False, response_model=None)
-    add("/metrics", metrics, "Prometheus metrics", None, 401)
-    add("/version", version, "The version of headrace", None, 401)
-
-
-def _add_description(app: FastAPI, server_config: ServerConfig) -> None:
     @functools.cache
-    def description() -> dict[str, Any]:
-        return openapi.complete(app.openapi(), bool(server_config.api_key), server_config.root_path)
+    def document() -> dict[str, Any]:
+        return describe_api(OPERATIONS, bool(server_config.api_key), server_config.root_path)
 
-    async def openapi_json() -> Response:
-        return json_response(description())
+    async def openapi_json(serving: Serving, request: Request) -> Response:
+        return json_response(document())
 
-    async def docs() -> Response:
-        return HTMLResponse(openapi.page(description(), f"{server_config.root_path}/openapi.json"))
+    async def docs(serving: Serving, request: Request) -> Response:
+        return HTMLResponse(page(document(), f"{server_config.root_path}/openapi.json"))
 
-    for path, endpoint in (("/openapi.json", openapi_json), ("/docs", docs)):
-        app.add_api_route(path, endpoint, methods=["GET"], include_in_schema=False, response_model=None)
-        _add_head(app, path, endpoint)
+    def route(path: str, handler: Handler, *methods: str) -> Route:
+        async def endpoint(request: Request) -> Response:
+            return await serving.until_stopped(handler(serving, request))
+
+        return Route(path, endpoint, methods=methods)
+
+    return [
+        *(route(one.path, one.handler, one.method) for one in OPERATIONS),
+        route("/ping", info.health, "POST"),
+        route("/openapi.json", openapi_json, "GET"),
+        route("/docs", docs, "GET"),
+    ]
 
 
-def _add_head(app: FastAPI, path: str, endpoint: Any) -> None:
-    """The answer to GET without its body, which uvicorn leaves away."""
-    app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False, response_model=None)
-
-
-def _exception_handlers() -> dict[int | type[Exception], Any]:
+def _exception_handlers() -> dict[Any, Any]:
     async def ours(request: Request, error: HeadraceError) -> Response:
         return error_response(error)
 
@@ -175,8 +125,8 @@ def _exception_handlers() -> dict[int | type[Exception], Any]:
         if error.status_code == 404:
             return error_response(NotFoundError(f"no such route: {place}"))
         if error.status_code == 405:
-            allowed = (error.headers or {}).get("Allow", "").replace("GET", "GET, HEAD")
-            return error_response(MethodNotAllowedError(f"method not allowed: {place}"), {"allow": allowed})
+            allowed = sorted((error.headers or {}).get("Allow", "").split(", "))
+            return error_response(MethodNotAllowedError(f"method not allowed: {place}"), {"allow": ", ".join(allowed)})
         return error_response(RequestError(str(error.detail)))
 
     async def gone(request: Request, error: ClientDisconnect) -> Response:
@@ -185,10 +135,4 @@ def _exception_handlers() -> dict[int | type[Exception], Any]:
     async def unexpected(request: Request, error: Exception) -> Response:
         return error_response(error)
 
-    handlers: dict[int | type[Exception], ExceptionHandler | Any] = {
-        HeadraceError: ours,
-        HTTPException: routing,
-        ClientDisconnect: gone,
-        Exception: unexpected,
-    }
-    return handlers
+    return {HeadraceError: ours, HTTPException: routing, ClientDisconnect: gone, Exception: unexpected}

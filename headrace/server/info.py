@@ -39,18 +39,19 @@ def _card(serving: Serving, name: str) -> ModelCard:
     return ModelCard(name, serving.created, name, serving.engine.max_model_len)
 
 
-def list_models(serving: Serving) -> Response:
+async def list_models(serving: Serving, http: Request) -> Response:
     return json_response(ModelList([_card(serving, name) for name in serving.model_names]))
 
 
-def show_model(serving: Serving, name: str) -> Response:
+async def show_model(serving: Serving, http: Request) -> Response:
+    name = http.path_params["model_id"]
     if name not in serving.model_names:
         served = ", ".join(serving.model_names)
         raise ModelNotServedError(f"the model {quoted(name)} does not exist; served here: {served}", "model")
     return json_response(_card(serving, name))
 
 
-def show_plan(serving: Serving) -> Response:
+async def show_plan(serving: Serving, http: Request) -> Response:
     engine = serving.engine
     expected = engine.expected
     return json_response(
@@ -103,7 +104,7 @@ async def detokenize(serving: Serving, http: Request) -> Response:
     return json_response(DetokenizeAnswer(await asyncio.to_thread(tokenizer.decode, request.tokens, False)))
 
 
-def health(serving: Serving) -> Response:
+async def health(serving: Serving, http: Request) -> Response:
     """200 only while the engine steps and its steps succeed."""
     try:
         serving.engine.check_health()
@@ -113,11 +114,11 @@ def health(serving: Serving) -> Response:
     return Response(status_code=200)
 
 
-def metrics(serving: Serving) -> Response:
+async def metrics(serving: Serving, http: Request) -> Response:
     return Response(serving.engine.metrics.render(), 200, media_type=METRICS_TYPE)
 
 
-def version() -> Response:
+async def version(serving: Serving, http: Request) -> Response:
     return json_response({"version": __version__})
 
 

@@ -1,22 +1,31 @@
-"""The OpenAPI description from the msgspec shapes, and a page that shows it without the internet."""
+"""Describes the HTTP API: an OpenAPI document made from the routes and their msgspec shapes, and a page that shows it.
+
+The page needs neither scripts nor the internet, so it also works on a machine that is cut off.
+"""
 
 from __future__ import annotations
 
 import html
 import json
+import re
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 
-from headrace.server import protocol, replies
+from headrace import __version__
+from headrace.server import protocol
+from headrace.server.replies import ErrorObject
 
-SHAPES: list[type[msgspec.Struct]] = [
-    protocol.CompletionRequest, protocol.Completion, protocol.ChatCompletionRequest, protocol.ChatCompletion,
-    protocol.ChatChunk, protocol.TokenizeRequest, protocol.TokenizeAnswer, protocol.DetokenizeRequest,
-    protocol.DetokenizeAnswer, protocol.ModelList, protocol.ModelCard, protocol.PlanAnswer, protocol.PlanDecision,
-    protocol.PlanMemory, protocol.PlanMemoryPart, replies.ErrorObject,
-]  # fmt: skip
+Handler = Callable[[Any, Request], Coroutine[None, None, Response]]
+"""Answers a request; the first argument is what all routes share (serving.Serving)."""
+OTHER_SHAPES: list[type] = [ErrorObject, protocol.PlanDecision, protocol.PlanMemory, protocol.PlanMemoryPart]
+"""Shapes that the document holds besides those of requests and answers."""
 REF = "#/components/schemas/{name}"
+_PATH_PARAMETER = re.compile(r"{(\w+):\w+}")
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>headrace API</title>
 <style>body{{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em}}
 summary{{cursor:pointer}}pre{{background:#f4f4f4;padding:1em;overflow:auto}}b{{display:inline-block;width:4em}}</style>
@@ -24,54 +33,88 @@ summary{{cursor:pointer}}pre{{background:#f4f4f4;padding:1em;overflow:auto}}b{{d
 <h2>Routes</h2>{routes}<h2>Shapes</h2>{shapes}</html>"""
 
 
-def _content(shape: type) -> dict[str, Any]:
-    return {"application/json": {"schema": {"$ref": REF.format(name=shape.__name__)}}}
+@dataclass(frozen=True)
+class Operation:
+    """Is one route with its description: what it takes, what it answers, and the errors that it may answer instead."""
+
+    path: str
+    """Starlette's pattern, e.g. `/v1/models/{model_id:path}`."""
+    handler: Handler
+    summary: str
+    answer: type | None
+    """The shape of the JSON answer; None where the answer is no JSON."""
+    errors: tuple[int, ...]
+    body: type | None = None
+    """The shape of the request's body. A route with a body is a POST, every other one a GET."""
+    event: type | None = None
+    """The shape of a server-sent event, where the answer can be streamed."""
+    needs_key: bool = True
+
+    @property
+    def method(self) -> str:
+        return "GET" if self.body is None else "POST"
+
+    def describe(self) -> dict[str, Any]:
+        """Return the OpenAPI operation object."""
+        found: dict[str, Any] = {
+            "summary": self.summary,
+            "operationId": re.sub(r"\W+", "_", f"{self.method.lower()}{self.path}").strip("_"),
+            "responses": {"200": {"description": "OK"}} | {
+                str(status): {"description": "Error", "content": _content(ErrorObject)} for status in self.errors
+            },
+        }  # fmt: skip
+        if self.answer is not None:
+            found["responses"]["200"]["content"] = _content(self.answer)
+        if self.event is not None:
+            found["responses"]["200"]["content"] |= _content(self.event, "text/event-stream")
+        if self.body is not None:
+            found["requestBody"] = {"required": True, "content": _content(self.body)}
+        if names := _PATH_PARAMETER.findall(self.path):
+            found["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+            ]
+        if not self.needs_key:
+            found["security"] = []
+        return found
 
 
-def takes(shape: type) -> dict[str, Any]:
-    """FastAPI's `openapi_extra` for a route whose body is `shape`."""
-    return {"requestBody": {"required": True, "content": _content(shape)}}
+def _content(shape: type, media_type: str = "application/json") -> dict[str, Any]:
+    return {media_type: {"schema": {"$ref": REF.format(name=shape.__name__)}}}
 
 
-def takes_path(name: str) -> dict[str, Any]:
-    """The same for a parameter in the path, which FastAPI sees only in an endpoint's signature."""
-    return {"parameters": [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]}
-
-
-def gives(shape: type | None, *errors: int, event: type | None = None) -> dict[int | str, dict[str, Any]]:
-    """FastAPI's `responses`: `shape`, and error objects for these statuses. `event`: the shape of a streamed event."""
-    answer: dict[str, Any] = {"description": "OK"}
-    if shape is not None:
-        answer["content"] = _content(shape)
-        if event is not None:
-            answer["content"]["text/event-stream"] = {"schema": {"$ref": REF.format(name=event.__name__)}}
-    found: dict[int | str, dict[str, Any]] = {200: answer}
-    found.update({status: {"description": "Error", "content": _content(replies.ErrorObject)} for status in errors})
-    return found
-
-
-def complete(schema: dict[str, Any], with_keys: bool, root_path: str) -> dict[str, Any]:
-    """FastAPI's description of the routes, with the shapes that they refer to."""
-    _, components = msgspec.json.schema_components(SHAPES, ref_template=REF)
-    filled = {**schema, "components": {**schema.get("components", {}), "schemas": components}}
+def describe_api(operations: Iterable[Operation], with_keys: bool, root_path: str) -> dict[str, Any]:
+    """Return the OpenAPI document. `with_keys`: the server asks for an API key. `root_path`: prefix behind a proxy."""
+    paths: dict[str, Any] = {}
+    shapes = set(OTHER_SHAPES)
+    for one in operations:
+        paths.setdefault(_PATH_PARAMETER.sub(r"{\1}", one.path), {})[one.method.lower()] = one.describe()
+        shapes |= {shape for shape in (one.body, one.answer, one.event) if shape is not None}
+    _, schemas = msgspec.json.schema_components(sorted(shapes, key=lambda shape: shape.__name__), ref_template=REF)
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "headrace", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": schemas},
+    }
     if root_path:
-        filled["servers"] = [{"url": root_path}]
+        document["servers"] = [{"url": root_path}]
     if with_keys:
-        filled["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        filled["security"] = [{"key": []}]
-    return filled
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+    return document
 
 
-def page(schema: dict[str, Any], openapi_path: str) -> str:
+def page(document: dict[str, Any], openapi_path: str) -> str:
+    """Return an HTML page that shows the OpenAPI document, which is itself served at `openapi_path`."""
+
     def block(title: str, value: Any) -> str:
         text = html.escape(json.dumps(value, indent=2))
         return f"<details><summary>{title}</summary><pre>{text}</pre></details>"
 
     routes = "".join(
-        block(f"<b>{method.upper()}</b> {html.escape(path)} &mdash; {html.escape(entry.get('summary', ''))}", entry)
-        for path, methods in schema["paths"].items()
+        block(f"<b>{method.upper()}</b> {html.escape(path)} &mdash; {html.escape(entry['summary'])}", entry)
+        for path, methods in document["paths"].items()
         for method, entry in methods.items()
     )
-    shapes = "".join(block(html.escape(name), shape) for name, shape in schema["components"]["schemas"].items())
-    version = html.escape(schema["info"]["version"])
-    return _PAGE.format(version=version, openapi=html.escape(openapi_path), routes=routes, shapes=shapes)
+    shapes = "".join(block(html.escape(name), shape) for name, shape in document["components"]["schemas"].items())
+    return _PAGE.format(version=__version__, openapi=html.escape(openapi_path), routes=routes, shapes=shapes)

@@ -14,19 +14,17 @@ import logging
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
-from typing import TYPE_CHECKING
 
 import uvloop
+from starlette.applications import Starlette
 
 from headrace import __version__
 from headrace.config import EngineConfig, ServerConfig
 from headrace.engine.async_engine import AsyncEngine
 from headrace.errors import ConfigError, PortInUseError
 from headrace.process import exit_at_once
+from headrace.server.app import build_app
 from headrace.server.http_server import HttpServer, connection_bound
-
-if TYPE_CHECKING:
-    from fastapi import FastAPI
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +87,6 @@ async def _serve(
     with _signals() as stop:
         say(f"headrace {__version__}: loading {config.model}")  # the core logs each decision as it makes it
         starting = asyncio.ensure_future(start_engine(config))
-        build_app = await asyncio.to_thread(_routes)
         stopped = asyncio.ensure_future(stop.wait())
         await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
@@ -113,15 +110,8 @@ async def _serve(
     return 0
 
 
-def _routes() -> Callable[[AsyncEngine, ServerConfig, list[str]], FastAPI]:
-    """FastAPI takes a second to import; the core loads meanwhile."""
-    from headrace.server.app import build_app
-
-    return build_app
-
-
 async def _serve_app(
-    app: FastAPI, names: list[str], server_config: ServerConfig, listener: socket.socket, stop: asyncio.Event
+    app: Starlette, names: list[str], server_config: ServerConfig, listener: socket.socket, stop: asyncio.Event
 ) -> None:
     server = HttpServer(app, server_config, int(FINISH_SECONDS + CLOSE_SECONDS + 0.5))
     app.state.serving.engine.metrics.http_connections.set_function(lambda: server.num_connections)

@@ -191,7 +191,7 @@ HELP_PAGES = [
     ["serve", "-h"],
     *(["bench", b, "-h"] for b in ("latency", "throughput", "serve")),
 ]
-HEAVY = ("torch", "triton", "transformers", "numpy", "huggingface_hub", "tokenizers", "fastapi", "rich")
+HEAVY = ("torch", "triton", "transformers", "numpy", "huggingface_hub", "tokenizers", "starlette", "rich")
 PROBE = f"""
 import sys
 from headrace.cli.main import main

@@ -138,7 +138,7 @@ def test_mistakes_are_one_line(argv: list[str], message: str, capsys: pytest.Cap
 def test_no_torch_and_under_a_second() -> None:
     probe = (
         "import sys; from headrace.cli.main import main; code = main(sys.argv[1:]); "
-        "print('LOADED', [m for m in ('torch', 'triton', 'transformers', 'fastapi') if m in sys.modules], code)"
+        "print('LOADED', [m for m in ('torch', 'triton', 'transformers', 'starlette') if m in sys.modules], code)"
     )
 
     def run() -> float:

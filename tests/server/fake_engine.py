@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from headrace.config import EngineConfig, ServerConfig
 from headrace.engine.input_processor import InputProcessor, ModelLimits
@@ -171,11 +171,11 @@ class FakeEngine:
         return entry
 
 
-def make_app(engine: FakeEngine | None = None, **server: Any) -> FastAPI:
+def make_app(engine: FakeEngine | None = None, **server: Any) -> Starlette:
     return build_app(engine or FakeEngine(), ServerConfig(**server), [MODEL, "alias"])  # type: ignore[arg-type]
 
 
-def send(app: FastAPI, method: str, path: str, **request: Any) -> httpx.Response:
+def send(app: Starlette, method: str, path: str, **request: Any) -> httpx.Response:
     """One request, in this process."""
 
     async def go() -> httpx.Response:
@@ -186,15 +186,15 @@ def send(app: FastAPI, method: str, path: str, **request: Any) -> httpx.Response
     return asyncio.run(go())
 
 
-def post(app: FastAPI, path: str, body: Any, **request: Any) -> httpx.Response:
+def post(app: Starlette, path: str, body: Any, **request: Any) -> httpx.Response:
     return send(app, "POST", path, json=body, **request)
 
 
-def complete(app: FastAPI, **fields: Any) -> httpx.Response:
+def complete(app: Starlette, **fields: Any) -> httpx.Response:
     return post(app, "/v1/completions", {"prompt": "Hello", **fields})
 
 
-def chat(app: FastAPI, **fields: Any) -> httpx.Response:
+def chat(app: Starlette, **fields: Any) -> httpx.Response:
     return post(app, "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}], **fields})
 
 

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from tests.server.fake_engine import FakeEngine, make_app
 from tests.speed import PATIENCE
@@ -16,7 +16,7 @@ from tests.speed import PATIENCE
 class Client:
     """Speaks ASGI: sends one body, then leaves when told to."""
 
-    def __init__(self, app: FastAPI, body: dict[str, Any], path: str = "/v1/completions") -> None:
+    def __init__(self, app: Starlette, body: dict[str, Any], path: str = "/v1/completions") -> None:
         self.left = asyncio.Event()
         self.sent: list[dict[str, Any]] = []
         self.body = json.dumps(body).encode()

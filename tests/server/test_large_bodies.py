@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from headrace.errors import RequestError
 from headrace.server import json_pieces
@@ -52,7 +52,7 @@ async def _chunks(body: bytes) -> AsyncIterator[bytes]:
         yield body[start : start + CHUNK]
 
 
-async def _watched(app: FastAPI, path: str, body: bytes) -> Watched:
+async def _watched(app: Starlette, path: str, body: bytes) -> Watched:
     gap, last = 0.0, time.perf_counter()
 
     async def tick() -> None:
@@ -72,7 +72,7 @@ async def _watched(app: FastAPI, path: str, body: bytes) -> Watched:
     return Watched(answer.status_code, answer.content, gap)
 
 
-def watched(app: FastAPI, path: str, body: bytes) -> Watched:
+def watched(app: Starlette, path: str, body: bytes) -> Watched:
     """The try in which the event loop stood still for the shortest time."""
     best = asyncio.run(_watched(app, path, body))
     for _ in range(TRIES - 1):
@@ -190,7 +190,7 @@ def body_of(path: str, name: str, made: str) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def app() -> Iterator[FastAPI]:
+def app() -> Iterator[Starlette]:
     """What was made before the tests is no garbage, and is not looked through meanwhile, as in a server."""
     gc.collect()
     gc.freeze()
@@ -202,7 +202,7 @@ def app() -> Iterator[FastAPI]:
 
 
 @pytest.mark.parametrize(("path", "name", "made"), CASES)
-def test_a_large_body_holds_up_nobody(app: FastAPI, path: str, name: str, made: str) -> None:
+def test_a_large_body_holds_up_nobody(app: Starlette, path: str, name: str, made: str) -> None:
     seen = watched(app, path, body_of(path, name, made))
     assert seen.status in (400, 404)  # 404: a model that is not served
     assert len(seen.body) < MESSAGE_BYTES
