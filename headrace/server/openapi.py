@@ -17,13 +17,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace import __version__
-from headrace.server import protocol
 from headrace.server.replies import ErrorObject
 
 Handler = Callable[[Any, Request], Coroutine[None, None, Response]]
 """Answers a request; the first argument is what all routes share (serving.Serving)."""
-OTHER_SHAPES: list[type] = [ErrorObject, protocol.PlanDecision, protocol.PlanMemory, protocol.PlanMemoryPart]
-"""Shapes that the document holds besides those of requests and answers."""
 REF = "#/components/schemas/{name}"
 _PATH_PARAMETER = re.compile(r"{(\w+):\w+}")
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>headrace API</title>
@@ -85,7 +82,7 @@ def _content(shape: type, media_type: str = "application/json") -> dict[str, Any
 def describe_api(operations: Iterable[Operation], with_keys: bool, root_path: str) -> dict[str, Any]:
     """Return the OpenAPI document. `with_keys`: the server asks for an API key. `root_path`: prefix behind a proxy."""
     paths: dict[str, Any] = {}
-    shapes = set(OTHER_SHAPES)
+    shapes: set[type] = {ErrorObject}
     for one in operations:
         paths.setdefault(_PATH_PARAMETER.sub(r"{\1}", one.path), {})[one.method.lower()] = one.describe()
         shapes |= {shape for shape in (one.body, one.answer, one.event) if shape is not None}
