@@ -117,7 +117,7 @@ def run_round(core: EngineCore, executor: TimedExecutor, decodes: int, tokens: i
             )  # fmt: skip
         return names
 
-    with patch("headrace.scheduler.scheduler.BACKLOG_STEPS", sys.maxsize):  # however much waits
+    with patch("headrace.scheduler.config.BACKLOG_STEPS", sys.maxsize):  # however much waits
         held = add("decode", decodes, min(ENDLESS, core.scheduler.config.max_model_len - length))
         while len(core.scheduler.waiting) or any(
             one.num_computed_tokens < length for one in core.scheduler.running.items

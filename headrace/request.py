@@ -1,13 +1,10 @@
-"""The life of one request as data: what crosses the socket, what the scheduler tracks, what a user gets back.
-
-Knows nothing of tokenizers, devices or HTTP.
-"""
+"""Holds one request in its forms: what crosses the socket, what the scheduler tracks, and what the user gets back."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -17,7 +14,7 @@ from headrace.step import Logprobs
 
 
 class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Front end -> engine core: already tokenized and validated, `n` already fanned out to requests of one."""
+    """Carries one choice of a request from the front end to the engine core: tokenized, validated and with n = 1."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -30,15 +27,17 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     """Lower runs earlier (`--scheduling-policy priority`)."""
     arrival_time: float = 0.0
-    """seconds, time.monotonic() of the front end; orders requests of equal priority"""
+    """Seconds of the front end's time.monotonic(); orders requests of equal priority."""
     cache_salt: str | None = None
     client: str = ""
-    """Whose it is: clients take turns. Never a key itself, only its digest; empty: nobody's in particular."""
+    """The client whose request it is, as a hash of the API key (never the key itself); clients take turns."""
     parent: str = ""
-    """Requests with the same one came together and have turns as one; empty: it came alone."""
+    """The HTTP request that it is part of; its choices take turns as one. Empty: it came alone."""
 
 
 class FinishReason(enum.StrEnum):
+    """Says why a request ended, in the words of OpenAI's API, and `error` for one that failed."""
+
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
@@ -46,7 +45,7 @@ class FinishReason(enum.StrEnum):
 
 
 class EngineCoreOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
-    """Engine core -> front end: what one step added to one request."""
+    """Carries what one step added to one request from the engine core to the front end."""
 
     request_id: str
     new_token_ids: list[int]
@@ -60,11 +59,13 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=Fals
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache; set in the first output."""
     scheduled_time: float = 0.0
-    """seconds, time.monotonic() of the first step it was part of; set in the first output"""
+    """Seconds of time.monotonic() when its first step was submitted; set in the first output."""
     error: str | None = None
 
 
 class RequestStatus(enum.Enum):
+    """Says where a request is in its life. A preempted one waits too, but keeps the tokens that it has."""
+
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
@@ -72,81 +73,64 @@ class RequestStatus(enum.Enum):
 
 
 class Snapshot(NamedTuple):
-    """A copy of a request's state that a step under way makes."""
+    """Is a copy of a request's recurrent state, made by a step whose result is not back yet."""
 
     num_tokens: int
-    """that the state has seen"""
+    """Tokens that the state has seen."""
     group: int
     block: int
 
 
+@dataclass(slots=True, eq=False)
 class Request:
-    """The scheduler's mutable record of one request.
+    """Is the scheduler's mutable record of one request.
 
-    `token_ids` are the tokens known to the host; `num_inflight` more have been sampled on the device by steps whose
-    output has not come back. The gap to close is `num_tokens + num_inflight - num_computed_tokens`. Both count every
-    draft of a step as accepted until its result is there.
+    `token_ids` are the tokens known to the host; `num_inflight` more are being sampled by steps whose results are not
+    back. `num_computed_tokens` counts tokens whose KV is computed once all submitted steps have run. The gap to close
+    is `num_tokens + num_inflight - num_computed_tokens`. Until the result of a step with drafts is back, both counts
+    take every draft as accepted.
     """
 
-    __slots__ = (
-        "admitted_step",
-        "block_hashes",
-        "block_ids",
-        "core_request",
-        "finish_reason",
-        "first_blocks",
-        "max_total_tokens",
-        "num_blocks",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_inflight",
-        "num_preemptions",
-        "num_prompt_logprobs_sent",
-        "num_prompt_tokens",
-        "num_registered_blocks",
-        "order",
-        "request_id",
-        "row",
-        "snapshots",
-        "status",
-        "stop_set",
-        "token_ids",
-    )
+    core_request: EngineCoreRequest
+    request_id: str = field(init=False)
+    token_ids: list[int] = field(init=False)
+    """Shared with the prompt of other choices until the request is admitted and `own_tokens` is called."""
+    num_prompt_tokens: int = field(init=False)
+    stop_set: frozenset[int] = field(init=False)
+    order: tuple[int, float, str] = field(init=False)
+    """Unique sort key: priority (0 under fcfs) and arrival. The last in order is preempted first."""
+    num_computed_tokens: int = 0
+    num_inflight: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_prompt_logprobs_sent: int = 0
+    max_total_tokens: int = 0
+    """Most tokens of prompt and output together; set by the scheduler, which knows max_model_len."""
+    admitted_step: int = -1
+    """The step in which it last began to run, for the first time or after a preemption."""
+    row: int = -1
+    num_blocks: int = 0
+    """Blocks that its tokens fill in every layer group, those behind a window included."""
+    num_registered_blocks: int = 0
+    """How many of its first blocks have been offered to the prefix cache."""
+    block_ids: list[list[int]] = field(default_factory=list)
+    """Block ids of each layer group; empty while it waits. A group of recurrent states has one block."""
+    first_blocks: list[int] = field(default_factory=list)
+    """For each layer group, how many of the first `block_ids` are no longer its own."""
+    snapshots: list[Snapshot] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
 
-    def __init__(self, core_request: EngineCoreRequest) -> None:
-        self.core_request = core_request
-        self.request_id = core_request.request_id
-        self.token_ids: list[int] = core_request.prompt_token_ids
-        """the prompt that other choices share, until this one is admitted and `own_tokens` is called"""
+    def __post_init__(self) -> None:
+        self.request_id = self.core_request.request_id
+        self.token_ids = self.core_request.prompt_token_ids
         self.num_prompt_tokens = len(self.token_ids)
-        self.num_computed_tokens = 0
-        self.num_inflight = 0
-        self.num_cached_tokens = 0
-        self.num_preemptions = 0
-        self.num_prompt_logprobs_sent = 0
-        self.max_total_tokens = 0
-        """prompt and output together; set when the scheduler, which knows max_model_len, accepts it"""
-        self.order: tuple[int, float, str] = (0, 0.0, self.request_id)
-        """unique: priority (0 under fcfs) and arrival; who is last is preempted first"""
-        self.admitted_step = -1
-        """the step that last put it among the running ones, anew or resumed"""
-        self.num_registered_blocks = 0
-        """leading blocks that need not be offered to the prefix cache any more"""
-        self.row = -1
-        self.num_blocks = 0
-        """that its tokens have room in, in every group of layers: those behind a window count"""
-        self.block_ids: list[list[int]] = []
-        """of each group; empty while it waits. One of a state has its one block."""
-        self.first_blocks: list[int] = []
-        """of each group: what stands before in `block_ids` is not its own any more"""
-        self.snapshots: list[Snapshot] = []
-        self.block_hashes: list[bytes] = []
-        self.status = RequestStatus.WAITING
-        self.finish_reason: FinishReason | None = None
-        self.stop_set = frozenset(core_request.stop_token_ids)
+        self.stop_set = frozenset(self.core_request.stop_token_ids)
+        self.order = (0, 0.0, self.request_id)
 
     def own_tokens(self) -> None:
-        """From now on tokens may be appended."""
+        """Copy the token ids, so that tokens may be appended from now on."""
         self.token_ids = list(self.token_ids)
 
     @property
@@ -159,13 +143,13 @@ class Request:
 
     @property
     def sort_key(self) -> tuple[int, float, str]:
-        """Order under the priority policy."""
+        """The `order` of the request under the priority policy."""
         return (self.core_request.priority, self.core_request.arrival_time, self.request_id)
 
 
 @dataclass(frozen=True)
 class Logprob:
-    """One alternative at one position, as vLLM's `Logprob`."""
+    """Holds the log-probability of one token at one position, as vLLM's `Logprob` does."""
 
     logprob: float
     rank: int | None
@@ -174,23 +158,21 @@ class Logprob:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """When one request came to what, under the names of vLLM's RequestStateStats and of its older RequestMetrics.
-
-    Names ending in `_ts` are seconds of time.monotonic(), 0.0 where the request did not come so far. Those in `_time`
-    are seconds since 1970, None where it did not; they are made of the others, and so never run backwards.
-    """
+    """Holds the moments of one request, under the names of vLLM's RequestStateStats and of its older RequestMetrics.
+    Names ending in `_ts` are seconds of time.monotonic(), or 0.0 for a moment that did not come. Names ending in
+    `_time` are seconds since 1970, or None; they are computed from the others, so that they never run backwards."""
 
     arrival_time: float
     queued_ts: float
-    """the same moment as arrival_time"""
+    """The same moment as arrival_time."""
     scheduled_ts: float = 0.0
-    """its first step began"""
+    """When its first step was submitted."""
     first_token_ts: float = 0.0
     last_token_ts: float = 0.0
     finished_ts: float = 0.0
-    """its last output was handed out"""
+    """When its last output was handed out."""
     num_generation_tokens: int = 0
-    """of all its choices"""
+    """Generated tokens of all its choices."""
 
     @property
     def first_token_latency(self) -> float:
@@ -224,6 +206,8 @@ class RequestMetrics:
 
 @dataclass
 class CompletionOutput:
+    """Holds one choice of a request's output: all of it, or what came since the last output."""
+
     index: int
     text: str
     token_ids: list[int]
@@ -233,7 +217,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     lora_request: None = None
-    """vLLM's; adapters are not served yet"""
+    """As in vLLM; adapters are not served yet."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -241,7 +225,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """What a request brought: all of it, or what came since the last output. Attributes are vLLM's."""
+    """Holds a request's output: all of it, or what came since the last output. Attributes are vLLM's."""
 
     request_id: str
     prompt: str | None
@@ -252,56 +236,57 @@ class RequestOutput:
     """Per prompt token; the first is None, as nothing precedes it."""
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
-    """None until the request has finished"""
+    """None until the request has finished."""
     lora_request: None = None
     encoder_prompt: None = None
     encoder_prompt_token_ids: None = None
     kv_transfer_params: None = None
-    """vLLM's, for what is not served here: adapters, encoders and KV caches of other servers"""
+    """As in vLLM, for what is not served here: adapters, encoders and KV caches of other servers."""
 
 
 class StepTimes(msgspec.Struct):
-    """Of steps of one kind, since start."""
+    """Sums the times of all steps of one kind since start, in seconds."""
 
     steps: int = 0
     observed: float = 0.0
     predicted: float = 0.0
-    """seconds in all"""
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True):
-    """Counters and gauges the core sends with each step's outputs."""
+    """Holds the counters and gauges that the core sends with each step's outputs. Counters count since start."""
 
     num_running: int = 0
     num_waiting: int = 0
-    """preempted ones included"""
+    """Waiting requests, preempted ones included."""
     num_waiting_tokens: int = 0
-    """prompt tokens of those"""
+    """Prompt tokens of the waiting requests."""
     num_received: int = 0
-    """requests since start, refused ones included"""
+    """Requests that came, refused ones included."""
     num_received_tokens: int = 0
-    """their prompt tokens"""
+    """Prompt tokens of the requests that came."""
     num_blocks: int = 0
+    """Pages of the KV cache."""
     num_free_blocks: int = 0
-    """blocks not held by a request (cached ones count as free: they can be evicted)"""
+    """Pages that no request holds. Cached ones count as free, as they can be evicted."""
     num_preemptions: int = 0
-    """since start"""
     prefix_cache_queries: int = 0
-    """prompt tokens looked up since start"""
+    """Prompt tokens looked up."""
     prefix_cache_hits: int = 0
-    """prompt tokens found since start"""
+    """Prompt tokens found."""
     num_short_steps: int = 0
-    """steps that found no memory, since start"""
+    """Steps for which there was no memory."""
     graph_bytes: dict[str, int] = {}
-    """kind of CUDA graph -> memory that all of it take"""
+    """Kind of CUDA graph -> bytes that all of them take."""
     step_times: dict[str, StepTimes] = {}
-    """kind of step -> what they took; empty where nothing is predicted"""
+    """Kind of step -> their times; empty where nothing is predicted."""
     problem: str = ""
-    """why /health is red although the core steps: steps fail one after the other; empty: they do not"""
+    """Why the engine is unhealthy although it steps: the last steps all failed. Empty while it is healthy."""
 
 
 class EngineCoreOutputs(msgspec.Struct, kw_only=True):
+    """Carries what one or more steps brought from the engine core to the front end."""
+
     outputs: list[EngineCoreOutput]
     stats: SchedulerStats
     timestamp: float = 0.0
-    """seconds, time.monotonic()"""
+    """Seconds of the core's time.monotonic()."""

@@ -33,7 +33,8 @@ from headrace.planner.settings import all_settings
 from headrace.planner.smaller import smaller_budget
 from headrace.quantization.checkpoint_format import holds_kv_scales
 from headrace.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
-from headrace.scheduler.scheduler import Scheduler, SchedulerConfig
+from headrace.scheduler.config import SchedulerConfig
+from headrace.scheduler.scheduler import Scheduler
 from headrace.step import RunnerOutput, SchedulerOutput
 
 logger = logging.getLogger(__name__)

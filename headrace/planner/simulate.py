@@ -21,7 +21,8 @@ from headrace.planner.cost import Deployment, StepModel, StepWork, step_model
 from headrace.planner.predict import CLOSED_ROUNDS, Limits, Workload
 from headrace.request import EngineCoreRequest, Request, RequestStatus
 from headrace.sampling_params import SamplingParams
-from headrace.scheduler.scheduler import Scheduler, SchedulerConfig
+from headrace.scheduler.config import SchedulerConfig
+from headrace.scheduler.scheduler import Scheduler
 from headrace.step import RunnerOutput
 
 OPEN_SECONDS = 60.0
@@ -307,8 +308,8 @@ class _Run:
         scheduler, running = self.scheduler, self.scheduler.running.items
         count = min(request.max_total_tokens - request.num_tokens for request in running) - 1
         count = self._steps_with_blocks(running, count)
-        if scheduler.steps_held > 0 and len(scheduler.waiting):
-            count = min(count, scheduler.steps_held - 1)  # then it looks again whether one more fits
+        if scheduler.steps_blocked > 0 and len(scheduler.waiting):
+            count = min(count, scheduler.steps_blocked - 1)  # then it looks again whether one more fits
         if count < 2:
             return
         self.patience -= STEP_ITSELF
@@ -329,7 +330,7 @@ class _Run:
             request.token_ids.extend([0] * count)
             request.num_computed_tokens += count
             scheduler.kv_cache.grow(request, request.num_tokens - 1)
-        scheduler.steps_held -= count
+        scheduler.steps_blocked -= count
         self._advance(StepWork(len(running), context + (count - 1) / 2), count, seconds)
         low, high = seconds_at(context), seconds_at(context + count - 1)
         parts = min(count, 16)  # the steps of a long jump differ

@@ -1,9 +1,9 @@
-"""Which KV blocks a request owns in each group of layers, and which of them hold a prefix that another can share.
+"""Gives requests KV blocks in each group of layers, and finds cached blocks that hold the beginning of a prompt.
 
-A full block is known by a SHA-256 digest chained over everything before it, so equal digests mean equal tokens from
-the start of the sequence, under the same salt; the snapshot of a state is known by the digest of the last block before
-it. Blocks that no later query reads go back while the request runs, and can be found until they are evicted. Knows
-nothing of budgets, rows or steps.
+A full block is known by a SHA-256 hash chained over everything before it, so equal hashes mean equal tokens from the
+start of the sequence, under the same salt. A snapshot of a recurrent state is known by the hash of the last block
+before it. Blocks that no later query reads go back to the pool while their request runs, and stay in the prefix cache
+until they are evicted. Knows nothing of budgets, rows or steps.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from headrace.scheduler.block_pool import BlockPool, PagePool
 from headrace.step import StateCopy
 
 
-def root_digest(cache_salt: str | None) -> bytes:
-    """What the first block is chained to: one value per salt, and one for no salt."""
+def root_hash(cache_salt: str | None) -> bytes:
+    """Return what the first block's hash is chained to: one value for each salt, and one for none."""
     if cache_salt is None:
         return sha256(b"unsalted").digest()
     return sha256(b"salt:" + cache_salt.encode("utf-8", "surrogatepass")).digest()
 
 
 def extend_block_hashes(request: Request, num_blocks: int, block_size: int) -> None:
-    """Bring `request.block_hashes` to `num_blocks` digests; their tokens must be known to the host."""
+    """Extend `request.block_hashes` to `num_blocks` hashes. The tokens of these blocks must be on the host."""
     hashes = request.block_hashes
     start = len(hashes)
     if start >= num_blocks:
         return
-    parent = hashes[-1] if hashes else root_digest(request.core_request.cache_salt)
+    parent = hashes[-1] if hashes else root_hash(request.core_request.cache_salt)
     packed = array("q", request.token_ids[start * block_size : num_blocks * block_size]).tobytes()
     stride = block_size * 8
     for offset in range(0, len(packed), stride):
@@ -41,17 +41,19 @@ def extend_block_hashes(request: Request, num_blocks: int, block_size: int) -> N
 
 
 class Prefix(NamedTuple):
-    """What the cache holds of a request's beginning."""
+    """Holds the cached beginning of a request."""
 
     num_blocks: int
-    """its length"""
+    """Its length in blocks."""
     blocks: list[list[int]]
-    """of each group those that what follows reads, the last ones of these; of a state its snapshot"""
+    """For each layer group, the last of these blocks: those that later queries read. For a state, its snapshot."""
 
 
 class KVCacheManager:
+    """Owns the blocks of all requests, in all layer groups."""
+
     def __init__(self, layout: CacheLayout, num_pages: int, enable_prefix_caching: bool, step_tokens: int = 1) -> None:
-        """`step_tokens`: of one request in one step, at most."""
+        """`step_tokens`: most tokens that one step computes of one request."""
         self.layout = layout
         self.pages = PagePool(num_pages, [group.blocks_per_page for group in layout.groups])
         self.block_size = layout.block_size
@@ -65,28 +67,29 @@ class KVCacheManager:
         self._bounded = [(index, group, pool) for index, group, pool in self.groups if group.window is not None]
         self._copies: list[StateCopy] = []
         self._read: list[tuple[BlockPool, list[int]]] = []
-        """snapshots that the step under construction copies from"""
+        """Snapshots that the step under construction copies from, held until it is made."""
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     @property
     def num_available_pages(self) -> int:
-        """Pages' worth of blocks that nobody holds."""
+        """How many pages the blocks that no request holds would fill."""
         return self.available_bytes // self.layout.page_bytes
 
     @property
     def available_bytes(self) -> int:
-        loose = sum(pool.num_loose * group.block_stride for _, group, pool in self.groups)
-        return self.pages.num_available * self.layout.page_bytes + loose
+        """Bytes of all blocks that no request holds, cached ones included."""
+        spare = sum(pool.num_spare * group.block_stride for _, group, pool in self.groups)
+        return self.pages.num_available * self.layout.page_bytes + spare
 
     def bytes_of(self, counts: Sequence[int]) -> int:
-        """of so many blocks of each group"""
+        """Return the bytes of so many blocks of each group."""
         return sum(count * group.block_stride for count, group in zip(counts, self.layout.groups, strict=True))
 
     def find_cached(self, request: Request) -> Prefix:
-        """The longest prefix of the request's known tokens that every group still has what is needed of, the last token
-        excepted: that one must be computed, as its logits are what is wanted. Holds nothing yet."""
+        """Return the longest cached prefix of a request: the longest for which every group has the blocks it needs. The
+        last token is never part of it, because its logits have to be computed. No block is held yet."""
         if not self.enable_prefix_caching or request.core_request.params.prompt_logprobs is not None:
             return self.nothing_cached()
         length = (request.num_tokens - 1) // self.block_size
@@ -98,7 +101,7 @@ class KVCacheManager:
                 found[index] = _leading(pool, hashes, length)
                 length = len(found[index])
         before = -1
-        while length != before:  # what one group lacks may move the others to lengths of which they lack something
+        while length != before:  # a shorter length may need other blocks of another group
             before = length
             for _, group, pool in self._bounded:
                 length = self._bounded_length(group, pool, hashes, length)
@@ -110,7 +113,7 @@ class KVCacheManager:
                 blocks.append(found[index][:length])
             else:
                 first = length - 1 if group.is_state else group.first_needed(length * self.block_size)
-                last = (pool.find(digest) for digest in hashes[max(0, first) : length])
+                last = (pool.find(block_hash) for block_hash in hashes[max(0, first) : length])
                 blocks.append([block for block in last if block is not None])
         return Prefix(length, blocks)
 
@@ -118,16 +121,16 @@ class KVCacheManager:
         return Prefix(0, [[] for _ in self.groups])
 
     def _bounded_length(self, group: CacheGroup, pool: BlockPool, hashes: list[bytes], length: int) -> int:
-        """The longest prefix up to `length` blocks whose last keys, as far as the next query sees them, are there."""
+        """Return the longest prefix, up to `length` blocks, of which the window of the next query is cached."""
         index = length
         while index > group.first_needed(length * self.block_size):
             index -= 1
-            if pool.find(hashes[index]) is None:  # every longer prefix reads this one, or one further to the right
+            if pool.find(hashes[index]) is None:  # every longer prefix needs this block or a later one
                 length = index
         return length
 
     def missing(self, request: Request, prefix: Prefix) -> list[int]:
-        """Blocks of each group that a request without any would take at most until all it knows is computed."""
+        """Return how many blocks of each group a request still needs, at most, until its known tokens are computed."""
         counts = []
         for (_, group, _), cached in zip(self.groups, prefix.blocks, strict=True):
             most = group.most_blocks(request.num_tokens, self.step_tokens)
@@ -138,9 +141,9 @@ class KVCacheManager:
         return counts
 
     def admit(self, request: Request, prefix: Prefix, num_tokens: int) -> bool:
-        """Give a request without blocks those of `prefix` and fresh ones up to `num_tokens` tokens. False, and nothing
-        changes, unless all its known tokens would fit: one admitted for its first chunk alone would soon be preempted,
-        and its work lost."""
+        """Give a request without blocks those of `prefix`, and fresh ones up to `num_tokens` tokens. Returns False, and
+        changes nothing, unless all its known tokens would fit. If only its first chunk did, it would soon be preempted,
+        and that work lost."""
         pages = self.pages.num_available
         for (_, _, pool), cached, count in zip(self.groups, prefix.blocks, self.missing(request, prefix), strict=True):
             pages -= sum(pool.pages_beside(cached, count))
@@ -161,14 +164,14 @@ class KVCacheManager:
         return True
 
     def grow(self, request: Request, num_tokens: int) -> list[list[int]] | None:
-        """Fresh blocks of each group, if any, appended to the request's own, so that `num_tokens` tokens fit; None if
-        there are not as many. What has fallen behind a window goes back first: as far as it can be found again, unless
-        blocks are short."""
+        """Give a request the blocks that it lacks for `num_tokens` tokens; return the fresh ones of each group. Returns
+        None if there are too few. Blocks behind a window are released first: those that are in the prefix cache by now,
+        and if blocks are short all others too."""
         if self._bounded:
-            self._let_go_behind(request, request.num_registered_blocks)
+            self._release_behind_window(request, request.num_registered_blocks)
         fresh = self._grow(request, num_tokens)
         if fresh is None and (self._bounded or request.snapshots):
-            self._let_go_behind(request, request.num_blocks)
+            self._release_behind_window(request, request.num_blocks)
             self._drop_snapshots(request)
             fresh = self._grow(request, num_tokens)
         return fresh
@@ -187,10 +190,10 @@ class KVCacheManager:
             request.num_blocks += count
         return fresh
 
-    def _let_go_behind(self, request: Request, known: int) -> None:
-        """Let go of blocks that no query to come reads, among the first `known`, or all where nothing is cached. Until
-        its result is there a step may turn out to have computed less than it counts as, but never less than all that
-        the host knows but its last token."""
+    def _release_behind_window(self, request: Request, known: int) -> None:
+        """Release blocks that no later query reads: of the first `known` blocks, or all without a prefix cache. A step
+        with drafts may turn out to have computed fewer tokens than it counts as, but never fewer than all that the host
+        knows except the last one."""
         start = min(request.num_computed_tokens, request.num_tokens - 1)
         for index, group, pool in self._bounded:
             first = group.first_needed(start)
@@ -202,8 +205,8 @@ class KVCacheManager:
                 request.first_blocks[index] = first
 
     def register(self, request: Request, num_tokens: int) -> None:
-        """Offer the request's full blocks among its first `num_tokens` tokens to others, and snapshots from before.
-        Those tokens must be known to the host, and the step that computed them must have come back."""
+        """Put the full blocks of a request's first `num_tokens` tokens into the prefix cache, and snapshots before
+        them. The tokens must be on the host, and the result of the step that computed them must be back."""
         if not self.enable_prefix_caching:
             return
         num_full = num_tokens // self.block_size
@@ -225,7 +228,7 @@ class KVCacheManager:
             pool.release([snapshot.block])
 
     def free(self, request: Request) -> None:
-        """Let go of all blocks; registered ones stay in the cache until they are evicted."""
+        """Release all blocks of a request. Those in the prefix cache stay there until they are evicted."""
         if not request.block_ids:
             return
         for pool, block_ids, first in zip(self.pages.pools, request.block_ids, request.first_blocks, strict=True):
@@ -235,25 +238,26 @@ class KVCacheManager:
         request.num_blocks = request.num_registered_blocks = 0
 
     def forget_after(self, request: Request, num_tokens: int) -> None:
-        """Take full blocks with tokens beyond the first `num_tokens` out of the cache, unless a live request shares
-        them. The request itself has let go of its blocks already."""
-        for digest in request.block_hashes[num_tokens // self.block_size :]:
+        """Remove full blocks with tokens after the first `num_tokens` from the prefix cache, unless a request holds
+        them. The request itself must have released its blocks already."""
+        for block_hash in request.block_hashes[num_tokens // self.block_size :]:
             for pool in self.pages.pools:
-                pool.forget(digest)
+                pool.forget(block_hash)
 
-    # ---- states
+    # ---- recurrent states
 
-    def cut(self, request: Request, start: int, count: int) -> int:
-        """Of `count` tokens of a request from position `start` on as many as end where a snapshot of its state can be
-        taken, if any do: where a block ends, and before the last known token."""
+    def align_chunk(self, request: Request, start: int, count: int) -> int:
+        """Return how many of `count` tokens from position `start` on to compute so that a snapshot can be taken after.
+        A snapshot is taken at the end of a block, before the last known token. Where none lies in reach, or no layer
+        keeps a state, that is `count`."""
         if not self.states or not self.enable_prefix_caching:
             return count
         last = min(start + count, request.num_tokens - 1) // self.block_size * self.block_size
         return last - start if last > start else count
 
     def take_snapshots(self, requests: Sequence[Request]) -> None:
-        """Before a step of them: of the states of those whose prompts are computed up to the end of a block. Where no
-        block is to be had for one, there is none."""
+        """Copy the states of requests whose prompts are computed up to the end of a block, before their next step. A
+        request for whose snapshot there is no free block goes without."""
         if not self.enable_prefix_caching:
             return
         for request in requests:
@@ -261,9 +265,9 @@ class KVCacheManager:
             if not 0 < computed < request.num_prompt_tokens or computed % self.block_size:
                 continue
             extend_block_hashes(request, computed // self.block_size, self.block_size)
-            digest = request.block_hashes[computed // self.block_size - 1]
+            block_hash = request.block_hashes[computed // self.block_size - 1]
             for index in self.states:
-                if self.pages.pools[index].find(digest) is not None:
+                if self.pages.pools[index].find(block_hash) is not None:
                     continue
                 fresh = self.pages.allocate([int(index == other) for other, _, _ in self.groups])
                 if fresh is not None:
@@ -272,25 +276,25 @@ class KVCacheManager:
                     request.snapshots.append(Snapshot(computed, index, block))
 
     def _drop_snapshots(self, request: Request) -> None:
-        """Those that steps under way make: nobody will find them."""
+        """Release the snapshots that steps under way make; they do not reach the prefix cache."""
         for snapshot in request.snapshots:
             self.pages.pools[snapshot.group].release([snapshot.block])
         request.snapshots.clear()
 
-    def take_orders(self) -> tuple[list[int], list[StateCopy]]:
-        """Pages to clear and states to copy in the step that has now been made."""
+    def take_clears_and_copies(self) -> tuple[list[int], list[StateCopy]]:
+        """Return the pages to clear and the states to copy in the step that is being made, and forget them."""
         for pool, blocks in self._read:
             pool.release(blocks)
-        orders = self.pages.cleared, self._copies
-        self.pages.cleared, self._copies, self._read = [], [], []
-        return orders
+        clears_and_copies = self.pages.to_clear, self._copies
+        self.pages.to_clear, self._copies, self._read = [], [], []
+        return clears_and_copies
 
 
 def _leading(pool: BlockPool, hashes: list[bytes], most: int) -> list[int]:
-    """The blocks that hold the first digests, up to the first that none holds."""
+    """Return the cached blocks of the first `most` hashes, up to the first hash without one."""
     found: list[int] = []
-    for digest in hashes[:most]:
-        block = pool.find(digest)
+    for block_hash in hashes[:most]:
+        block = pool.find(block_hash)
         if block is None:
             break
         found.append(block)
@@ -298,5 +302,5 @@ def _leading(pool: BlockPool, hashes: list[bytes], most: int) -> list[int]:
 
 
 def _snapshot_length(pool: BlockPool, hashes: list[bytes], most: int) -> int:
-    """The longest prefix up to `most` blocks behind which there is a snapshot."""
+    """Return the longest prefix, up to `most` blocks, at whose end there is a snapshot; 0 if there is none."""
     return next((length for length in range(most, 0, -1) if pool.find(hashes[length - 1]) is not None), 0)

@@ -1,4 +1,4 @@
-"""A list that is sorted by the `order` of its items. Knows nothing of what the order means."""
+"""Keeps items sorted by their `order`, whatever that means."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _order = attrgetter("order")
 class _Ordered(Protocol):
     @property
     def order(self) -> Any:
-        """Unique among those that are in a queue together, and unchanged for as long as they are."""
+        """A sort key, unique within a queue. It may not change while the item is in one."""
 
 
 T = TypeVar("T", bound=_Ordered)
 
 
 class OrderedQueue(Generic[T]):
-    """Lowest order first: adding at the end and taking from either end, the common cases, are cheap."""
+    """Holds items, lowest order first. Adding at the end and removing at either end, the common cases, are cheap."""
 
     def __init__(self) -> None:
         self.items: list[T] = []
-        """To be read, not changed."""
+        """The items in order; not to be changed from outside."""
 
     def __len__(self) -> int:
         return len(self.items)
@@ -36,5 +36,5 @@ class OrderedQueue(Generic[T]):
         insort(self.items, item, key=_order)
 
     def remove(self, item: T) -> None:
-        """`item` must be in the queue."""
+        """Remove an item, which must be in the queue."""
         del self.items[bisect_left(self.items, item.order, key=_order)]

@@ -11,7 +11,8 @@ from headrace.engine.messages import Abort, CoreFacts
 from headrace.errors import ConfigError, EngineDeadError, OutOfMemoryError
 from headrace.request import EngineCoreOutput, EngineCoreRequest, FinishReason
 from headrace.sampling_params import SamplingParams
-from headrace.scheduler.scheduler import Scheduler, SchedulerConfig
+from headrace.scheduler.config import SchedulerConfig
+from headrace.scheduler.scheduler import Scheduler
 from tests.engine.fakes import DEAD_TOKEN, FAIL_TOKEN, FakeExecutor, model_folder
 
 
@@ -149,7 +150,7 @@ def test_a_request_that_can_never_run_is_answered_not_raised() -> None:
     core.add_request(request("big", list(range(10, 40))))
     (output,) = drain(core)
     assert output.finish_reason is FinishReason.ERROR
-    assert "KV cache blocks" in (output.error or "")
+    assert "pages of KV cache" in (output.error or "")
 
 
 def test_a_dead_executor_ends_the_core() -> None:

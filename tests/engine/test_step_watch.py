@@ -18,7 +18,8 @@ from headrace.errors import HeadraceError
 from headrace.planner.cost import StepModel, StepWork
 from headrace.planner.served import StepPrediction
 from headrace.request import EngineCoreOutputs, SchedulerStats, StepTimes
-from headrace.scheduler.scheduler import Scheduler, SchedulerConfig
+from headrace.scheduler.config import SchedulerConfig
+from headrace.scheduler.scheduler import Scheduler
 from headrace.step import RunnerOutput, SchedulerOutput
 from tests.engine.fakes import make_echo, model_folder
 from tests.engine.test_core import drain, request

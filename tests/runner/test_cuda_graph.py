@@ -31,7 +31,8 @@ from headrace.runner.kv_cache import cache_shape
 from headrace.runner.model_runner import Drafter, ModelRunner, RunnerLimits
 from headrace.runner.pending import PendingStep
 from headrace.sampling_params import SamplingParams
-from headrace.scheduler.scheduler import Scheduler, SchedulerConfig
+from headrace.scheduler.config import SchedulerConfig
+from headrace.scheduler.scheduler import Scheduler
 from headrace.step import SchedulerOutput, WorkerFacts
 from tests.runner.fakes import KERNELS, AttentionInGraphs, RecordingDevice, shapes_of
 

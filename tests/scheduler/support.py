@@ -13,7 +13,8 @@ from typing import Any
 from headrace.cache_groups import CacheLayout, same_layout
 from headrace.request import EngineCoreOutput, EngineCoreRequest
 from headrace.sampling_params import SamplingParams
-from headrace.scheduler.scheduler import Scheduler, SchedulerConfig
+from headrace.scheduler.config import SchedulerConfig
+from headrace.scheduler.scheduler import Scheduler
 from headrace.step import Logprobs, RunnerOutput, SchedulerOutput
 
 FILLER = 7

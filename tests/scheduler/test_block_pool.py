@@ -141,10 +141,10 @@ def test_a_page_serves_one_group_and_then_another() -> None:
     wide.release([3])
     assert pages.allocate([2, 2]) is None, "five blocks of the first group leave no page"
     assert pages.allocate([0, 2]) == [[], [2, 3]]
-    assert pages.cleared == [1], "it holds numbers of another type"
+    assert pages.to_clear == [1], "it holds numbers of another type"
     narrow.release([2, 3])
     assert pages.allocate([0, 1]) == [[], [2]]
-    assert pages.cleared == [1], "and these are its own"
+    assert pages.to_clear == [1], "and these are its own"
     pages.check_invariant()
 
 
@@ -182,10 +182,10 @@ def test_a_page_that_a_failed_step_should_have_cleared_is_cleared_by_the_next() 
     one, other = pages.pools
     one.release(pages.allocate([1, 0])[0])  # type: ignore[index]
     other.release(pages.allocate([0, 1])[1])  # type: ignore[index]
-    pages.not_cleared(pages.cleared)
-    pages.cleared = []
+    pages.clear_again(pages.to_clear)
+    pages.to_clear = []
     pages.allocate([0, 1])
-    assert pages.cleared == [0]
+    assert pages.to_clear == [0]
 
 
 def test_what_is_promised_is_given_whatever_came_before() -> None:

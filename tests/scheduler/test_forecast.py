@@ -9,7 +9,7 @@ import pytest
 
 from headrace.cache_groups import CacheGroup, CacheKind, CacheLayout, same_layout
 from headrace.request import EngineCoreOutput, Request
-from headrace.scheduler.forecast import Holder, LengthForecast, Occupancy
+from headrace.scheduler.forecast import Demand, LengthForecast, MemoryForecast
 from headrace.scheduler.scheduler import Scheduler
 
 from .support import make_request, make_scheduler, run_step, run_to_end
@@ -52,15 +52,15 @@ def test_the_most_blocks_are_held_just_before_somebody_ends() -> None:
     draw = random.Random(4)
     for _ in range(300):
         size = draw.choice((1, 4, 16))
-        holders = [Holder(draw.randrange(60), draw.randrange(1, 9)) for _ in range(draw.randrange(1, 7))]
-        alive = [[holder for holder in holders if holder.remaining >= time] for time in range(61)]
+        demands = [Demand(draw.randrange(60), draw.randrange(1, 9)) for _ in range(draw.randrange(1, 7))]
+        alive = [[one for one in demands if one.remaining >= time] for time in range(61)]
         held = [sum(one.held for one in some) - (-time * len(some) // size) for time, some in enumerate(alive)]
-        *others, last = holders
-        occupancy = Occupancy(same_layout(size), others[:1])
-        for holder in others[1:]:
-            occupancy.add(holder)
-        assert occupancy.fits(last, max(held))
-        assert not occupancy.fits(last, max(held) - 1)
+        *others, last = demands
+        memory = MemoryForecast(same_layout(size), others[:1])
+        for one in others[1:]:
+            memory.add(one)
+        assert memory.fits(last, max(held))
+        assert not memory.fits(last, max(held) - 1)
 
 
 def test_who_keeps_a_window_grows_until_it_is_full() -> None:
@@ -73,21 +73,21 @@ def test_who_keeps_a_window_grows_until_it_is_full() -> None:
     ]
     layout = CacheLayout(tuple(groups), 7)
     for _ in range(300):
-        holders = [
-            Holder(draw.randrange(40), draw.randrange(100), (draw.randrange(30), draw.randrange(30)))
+        demands = [
+            Demand(draw.randrange(40), draw.randrange(100), (draw.randrange(30), draw.randrange(30)))
             for _ in range(draw.randrange(1, 7))
         ]
 
-        def held(time: int, some: list[Holder]) -> int:
-            tokens = [time * len(some), *(sum(min(time, one.bounds[index]) for one in some) for index in (0, 1))]
+        def held(time: int, some: list[Demand]) -> int:
+            tokens = [time * len(some), *(sum(min(time, one.until_full[index]) for one in some) for index in (0, 1))]
             return sum(one.held for one in some) + sum(-(-n // 4) * size for n, size in zip(tokens, sizes, strict=True))
 
-        moments = [(one.remaining, [other for other in holders if other.remaining >= one.remaining]) for one in holders]
+        moments = [(one.remaining, [other for other in demands if other.remaining >= one.remaining]) for one in demands]
         most = max(held(*moment) for moment in moments)
-        *others, last = holders
-        occupancy = Occupancy(layout, others)
-        assert occupancy.fits(last, most)
-        assert not occupancy.fits(last, most - 1)
+        *others, last = demands
+        memory = MemoryForecast(layout, others)
+        assert memory.fits(last, most)
+        assert not memory.fits(last, most - 1)
 
 
 def two(**changes: object) -> Scheduler:

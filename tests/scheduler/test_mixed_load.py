@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.scheduler.scheduler import BACKLOG_STEPS, RAISED, Scheduler, _Plan
+from headrace.scheduler.config import BACKLOG_FACTOR, BACKLOG_STEPS
+from headrace.scheduler.scheduler import Scheduler, _Plan
 
 from .support import batch, make_request, make_scheduler, results, run_step
 
@@ -78,8 +79,8 @@ def test_a_backlog_raises_the_mixed_step(waits: bool) -> None:
 def test_a_backlog_that_would_raise_it_a_little_does_not() -> None:
     scheduler = mixed()
     decoding(scheduler, 1)
-    scheduler.add_request(make_request("p", BACKLOG_STEPS * RAISED * KNEE))
-    assert [run_step(scheduler)[0].num_tokens for _ in range(3)] == [RAISED * KNEE, KNEE, KNEE]
+    scheduler.add_request(make_request("p", BACKLOG_STEPS * BACKLOG_FACTOR * KNEE))
+    assert [run_step(scheduler)[0].num_tokens for _ in range(3)] == [BACKLOG_FACTOR * KNEE, KNEE, KNEE]
 
 
 def test_preempted_requests_count_among_the_backlog() -> None:

@@ -47,7 +47,7 @@ def test_requests_that_could_never_run() -> None:
     with pytest.raises(RequestError, match="max_tokens must be at least 1, got 0"):
         scheduler.add_request(msgspec.structs.replace(request, max_tokens=0))
     with pytest.raises(
-        RequestError, match=r"10 tokens with max_tokens 12 needs 6 KV cache blocks, but there are only 5"
+        RequestError, match=r"10 tokens with max_tokens 12 needs 6 pages of KV cache, but there are only 5"
     ):
         scheduler.add_request(make_request("a", 10, max_tokens=12))
     assert not scheduler.has_work()

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from headrace.cache_groups import CacheGroup, CacheKind, CacheLayout, same_layout
 from headrace.errors import RequestError
 from headrace.request import EngineCoreOutput, FinishReason, Request, RequestStatus
-from headrace.scheduler.scheduler import Scheduler, SchedulerConfig
+from headrace.scheduler.config import SchedulerConfig
+from headrace.scheduler.scheduler import Scheduler
 from headrace.step import RunnerOutput, SchedulerOutput
 
 from .support import FakeDevice, Script, make_request
@@ -62,7 +63,7 @@ class Traffic:
         most = min(len(script.tokens) - 1 + self.config.num_drafts, self.config.max_model_len)
         needed = self.config.layout.pages_for(most, self.config.max_num_batched_tokens)
         if needed > self.config.num_pages:
-            with pytest.raises(RequestError, match=f"needs {needed} KV cache blocks"):
+            with pytest.raises(RequestError, match=f"needs {needed} pages of KV cache"):
                 self.scheduler.add_request(request)
             return
         self.scheduler.add_request(request)
