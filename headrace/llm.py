@@ -21,7 +21,7 @@ from headrace.engine.async_engine import load_tokenizer, make_metrics, model_fol
 from headrace.engine.core_client import InprocClient
 from headrace.engine.hf_tokenizer import Conversation, HFTokenizer
 from headrace.engine.input_processor import InputProcessor, ModelLimits, sampling_defaults
-from headrace.engine.output_processor import OutputProcessor
+from headrace.engine.output_processor import OpenRequest, OutputProcessor
 from headrace.errors import HeadraceError, RequestError, SomeRequestsError
 from headrace.models.registry import read_served_config
 from headrace.request import RequestOutput, SchedulerStats
@@ -186,8 +186,7 @@ class LLM:
                 raise RequestError(f"{name} must be one a prompt: {len(prompts)} prompts, got {len(values)}", name)
         arrival_time = time.monotonic()
         tokenized = [self._tokenize(prompt, add_special_tokens) for prompt in prompts]
-        collected: list[_Collector] = []
-        names: list[str] = []
+        opened: list[OpenRequest] = []
         finished = False
         try:
             batch = []
@@ -201,21 +200,18 @@ class LLM:
                     priority=0 if priority is None else priority[i],
                     cache_salt=cache_salt,
                 )
-                collector = _Collector()
-                self._outputs.add(name, text, requests, params[i], "final", collector)
-                names.append(name)
-                collected.append(collector)
+                opened.append(self._outputs.add(name, text, requests, params[i], "final", lambda: None))
                 batch.extend(requests)
             self._client.add(batch)
-            self._step_until_done(collected, use_tqdm)
+            self._step_until_done(len(opened), use_tqdm)
             finished = True
         finally:
             if not finished:  # an invalid prompt, Ctrl-C, a failed step: leave nothing running
-                for name in names:
-                    self._client.abort(self._outputs.abort(name))
-        if len(collected) > 1 and any(collector.error for collector in collected):
-            raise SomeRequestsError([collector.error or collector.result() for collector in collected])
-        return [collector.result() for collector in collected]
+                for request in opened:
+                    self._client.abort(self._outputs.abort(request))
+        if len(opened) > 1 and any(request.error for request in opened):
+            raise SomeRequestsError([request.error or _result(request) for request in opened])
+        return [_result(request) for request in opened]
 
     def _tokenize(self, prompt: Prompt, add_special_tokens: bool) -> tuple[str | None, Any, str | None]:
         """Its text if it has one, its token ids, unchecked where they were given, and its cache salt."""
@@ -231,7 +227,7 @@ class LLM:
             ids = self._inputs.tokenize(text, add_special_tokens)
         return text, ids, prompt.get("cache_salt")
 
-    def _step_until_done(self, collected: list[_Collector], use_tqdm: bool) -> None:
+    def _step_until_done(self, num_requests: int, use_tqdm: bool) -> None:
         progress = Progress(
             TextColumn("Processed prompts"),
             BarColumn(),
@@ -244,7 +240,7 @@ class LLM:
         )
         started, tokens_before = time.monotonic(), self.metrics.num_generation_tokens
         with progress:
-            task = progress.add_task("", total=len(collected), speed="")
+            task = progress.add_task("", total=num_requests, speed="")
             while self._outputs.num_requests:
                 outputs = self._client.step()
                 if outputs is None:
@@ -254,30 +250,19 @@ class LLM:
                     tokens = self.metrics.num_generation_tokens - tokens_before
                     progress.update(
                         task,
-                        completed=len(collected) - self._outputs.num_requests,
+                        completed=num_requests - self._outputs.num_requests,
                         speed=f"{tokens / (time.monotonic() - started):.1f} tokens/s",
                     )
 
 
-class _Collector:
-    """Where one request's final output lands."""
-
-    def __init__(self) -> None:
-        self._output: RequestOutput | None = None
-        self.error: HeadraceError | None = None
-
-    def put(self, output: RequestOutput) -> None:
-        self._output = output
-
-    def fail(self, error: HeadraceError) -> None:
-        self.error = error
-
-    def result(self) -> RequestOutput:
-        if self._output is None:
-            raise self.error or HeadraceError("the request brought no output")
-        if self._output.prompt_logprobs is not None:
-            self._output.prompt_logprobs = [*self._output.prompt_logprobs]
-        return self._output
+def _result(request: OpenRequest) -> RequestOutput:
+    """Return the output of a request that has ended; raise the error of one that failed."""
+    output = request.take()
+    if output is None:
+        raise HeadraceError("the request brought no output")
+    if output.prompt_logprobs is not None:
+        output.prompt_logprobs = [*output.prompt_logprobs]
+    return output
 
 
 def _refuse_adapters(lora_request: Any) -> None:

@@ -26,7 +26,7 @@ from headrace.model_config import ModelConfig
 from headrace.models.registry import read_served_config
 from headrace.planner.record import Decision
 from headrace.planner.served import expect, predict_memory, report_memory
-from headrace.request import CompletionOutput, RequestOutput
+from headrace.request import RequestOutput
 from headrace.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -132,9 +132,9 @@ class AsyncEngine:
             request_id, ids, params, arrival_time=arrival_time, priority=priority, cache_salt=cache_salt,
             client=client, parent=request_id if parent is None else parent,
         )  # fmt: skip
-        stream = OutputStream()
         text = prompt if isinstance(prompt, str) else None
-        self._outputs.add(request_id, text, requests, params, output_kind, stream)
+        changed = asyncio.Event()
+        request = self._outputs.add(request_id, text, requests, params, output_kind, changed.set)
         if not self.config.disable_log_requests:
             logger.info("request %s: %d prompt tokens, %s", request_id, len(ids), params)
         finished = False
@@ -142,16 +142,20 @@ class AsyncEngine:
             self._client.add(requests)
             self.queue.sent(len(requests), len(requests) * len(ids), place)
             while not finished:
-                output = await stream.get()
+                output = request.take()
+                if output is None:
+                    changed.clear()
+                    await changed.wait()
+                    continue
                 finished = output.finished
                 yield output
         except HeadraceError:
             finished = True  # the engine ended it
-            self._outputs.abort(request_id, stream)
+            self._outputs.abort(request)
             raise
         finally:
             if not finished:
-                self._abort(self._outputs.abort(request_id, stream))
+                self._abort(self._outputs.abort(request))
 
     async def prepare(
         self, prompts: Sequence[str | list[int]], params: SamplingParams, add_special_tokens: bool = True
@@ -262,65 +266,6 @@ def _groups(prompts: Sequence[str | list[int]]) -> Iterator[tuple[list[str | lis
         group.append(prompt)
         size += len(prompt)
     yield group, size
-
-
-class OutputStream:
-    """Outputs on their way to one reader. A slow reader gets several as one; nothing waits for it."""
-
-    def __init__(self) -> None:
-        self._outputs: list[RequestOutput] = []
-        self._error: HeadraceError | None = None
-        self._arrived = asyncio.Event()
-
-    def put(self, output: RequestOutput) -> None:
-        self._outputs.append(output)
-        self._arrived.set()
-
-    def fail(self, error: HeadraceError) -> None:
-        self._error = error
-        self._arrived.set()
-
-    async def get(self) -> RequestOutput:
-        """Raises the error once all that came before it has been read."""
-        while not self._outputs:
-            if self._error is not None:
-                raise self._error
-            self._arrived.clear()
-            await self._arrived.wait()
-        outputs, self._outputs = self._outputs, []
-        return outputs[0] if len(outputs) == 1 else merge_outputs(outputs)
-
-
-def merge_outputs(outputs: list[RequestOutput]) -> RequestOutput:
-    """Increments of one request, in order, as one."""
-    last = outputs[-1]
-    by_index: dict[int, list[CompletionOutput]] = {}
-    for output in outputs:
-        for completion in output.outputs:
-            by_index.setdefault(completion.index, []).append(completion)
-    return RequestOutput(
-        request_id=last.request_id,
-        prompt=last.prompt,
-        prompt_token_ids=last.prompt_token_ids,
-        outputs=[_merge_completions(by_index[index]) for index in sorted(by_index)],
-        finished=last.finished,
-        prompt_logprobs=next((o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None), None),
-        num_cached_tokens=last.num_cached_tokens,
-        metrics=last.metrics,
-    )
-
-
-def _merge_completions(parts: list[CompletionOutput]) -> CompletionOutput:
-    last = parts[-1]
-    return CompletionOutput(
-        index=last.index,
-        text="".join(part.text for part in parts),
-        token_ids=[token_id for part in parts for token_id in part.token_ids],
-        cumulative_logprob=last.cumulative_logprob,
-        logprobs=None if last.logprobs is None else [entry for part in parts for entry in part.logprobs or ()],
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-    )
 
 
 def model_folder(config: EngineConfig) -> Path:

@@ -1,15 +1,15 @@
-"""Outputs of the engine core -> RequestOutputs: text, logprobs, finish reasons, and n choices merged into one request.
+"""Turns outputs of the engine core into RequestOutputs: text, logprobs, finish reasons, and n choices in one request.
 
-A stop string is found here, one step or more after the core sampled its last token: what came later is dropped, and
+A stop string is found here, one step or more after the core sampled its last token. What came after it is dropped, and
 the core is told how many tokens count. Knows nothing of sockets or event loops.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, overload
+from typing import Literal, overload
 
 from headrace.engine.detokenizer import Detokenizer
 from headrace.engine.messages import Abort
@@ -32,21 +32,13 @@ from headrace.step import Logprobs
 OutputKind = Literal["delta", "final"]
 
 
-class Sink(Protocol):
-    """Where a request's outputs go."""
-
-    def put(self, output: RequestOutput) -> None: ...
-
-    def fail(self, error: HeadraceError) -> None: ...
-
-
 class PromptLogprobs(Sequence[dict[int, Logprob] | None]):
-    """Of each prompt token, made when it is looked at: as dictionaries, those of a long prompt would take five times
-    the memory for as long as others of its request compute."""
+    """Holds the logprobs of a prompt, and makes the dictionary of a position when it is read. As dictionaries from the
+    start they would take five times the memory while other choices still compute."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.entries: list[Logprobs] = []
-        """of the second token and those behind it"""
+        """Entries of the second prompt token and those after it; nothing precedes the first."""
         self._tokenizer = tokenizer
 
     def __len__(self) -> int:
@@ -65,14 +57,16 @@ class PromptLogprobs(Sequence[dict[int, Logprob] | None]):
 
 @dataclass
 class _Choice:
-    """One of a request's n outputs. The lists hold what has not been handed out yet."""
+    """Is one of a request's n choices. Its lists hold what the reader has not taken yet."""
 
     index: int
     core_id: str
     detokenizer: Detokenizer | None
     times: RequestTimes
     text_at_end: bool = False
-    """Nobody looks at the text before the end, so it is made in one go."""
+    """The text is made at the end, in one go, because nobody reads it before."""
+    changed: bool = False
+    """There are new tokens, or the choice has ended, since the reader last took it."""
     num_tokens: int = 0
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -82,13 +76,13 @@ class _Choice:
     stop_reason: int | str | None = None
 
     def close_text(self, last_is_stop_token: bool) -> None:
-        """No token comes any more: add what the detokenizer has held back."""
+        """Add the text that the detokenizer has held back, as no more tokens will come."""
         if self.detokenizer is not None:
             if self.text_at_end:
                 self.texts.append(self.detokenizer.append(self.token_ids, last_is_stop_token=last_is_stop_token)[0])
             self.texts.append(self.detokenizer.finish())
 
-    def hand_out(self) -> CompletionOutput:
+    def take(self) -> CompletionOutput:
         output = CompletionOutput(
             self.index,
             "".join(self.texts),
@@ -98,161 +92,212 @@ class _Choice:
             None if self.finish_reason is None else self.finish_reason.value,
             self.stop_reason,
         )
-        self.texts, self.token_ids = [], []
+        self.texts, self.token_ids, self.changed = [], [], False
         self.logprobs = None if self.logprobs is None else []
         return output
 
 
 @dataclass
-class _Parent:
-    """One request as the user made it."""
+class OpenRequest:
+    """Collects the output of one request, with all its choices, until the reader takes it."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
     kind: OutputKind
-    sink: Sink
+    on_change: Callable[[], None]
+    """Called when `take` has something to return or raise."""
     arrival_time: float
     choices: list[_Choice] = field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None
     num_cached_tokens: int = 0
     num_open: int = 0
-    """choices that have not ended"""
+    """Choices that have not ended."""
+    error: HeadraceError | None = None
 
     @property
     def finished(self) -> bool:
         return not self.num_open
 
+    def take(self) -> RequestOutput | None:
+        """Return what came since the last call, of however many steps; None if there is nothing yet. A request of kind
+        `final` has one output, once all its choices have ended. If the request failed, raises its error after what came
+        before has been taken."""
+        choices = [choice for choice in self.choices if choice.changed]
+        if self.kind == "final":
+            choices = self.choices if choices and self.finished else []
+        if not choices:
+            if self.error is not None:
+                raise self.error
+            return None
+        prompt_logprobs, first = None, self.choices[0]
+        if self.prompt_logprobs is not None and first in choices and first.num_tokens:
+            # They are complete with the first choice's first token, and are handed out once.
+            prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[choice.take() for choice in choices],
+            finished=self.finished,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=self.num_cached_tokens,
+            metrics=self._metrics() if self.finished else None,
+        )
+
+    def _metrics(self) -> RequestMetrics:
+        """Return the request's moments as it ends now: the earliest or latest of its choices."""
+        times = [choice.times for choice in self.choices]
+        now = time.monotonic()
+        return RequestMetrics(
+            arrival_time=time.time() - (now - self.arrival_time),
+            queued_ts=self.arrival_time,
+            scheduled_ts=min(filter(None, (entry.scheduled for entry in times)), default=0.0),
+            first_token_ts=min(filter(None, (entry.first_token for entry in times)), default=0.0),
+            last_token_ts=max(entry.last_token for entry in times),
+            finished_ts=now,
+            num_generation_tokens=sum(choice.num_tokens for choice in self.choices),
+        )
+
 
 class OutputProcessor:
+    """Holds the open requests and hands each its part of what the core sends."""
+
     def __init__(self, tokenizer: Tokenizer | None, metrics: EngineMetrics) -> None:
         self._tokenizer = tokenizer
         self._metrics = metrics
-        self._parents: dict[str, _Parent] = {}
-        self._by_core_id: dict[str, tuple[_Parent, _Choice]] = {}
+        self._requests: dict[str, OpenRequest] = {}
+        self._by_core_id: dict[str, tuple[OpenRequest, _Choice]] = {}
+        """Core request id -> the choice that it computes, of choices that have not ended."""
 
     @property
     def num_requests(self) -> int:
-        return len(self._parents)
+        return len(self._requests)
 
     def add(
         self,
         request_id: str,
         prompt: str | None,
-        requests: list[EngineCoreRequest],
+        choices: list[EngineCoreRequest],
         params: SamplingParams,
         kind: OutputKind,
-        sink: Sink,
-    ) -> None:
-        """Expect outputs for `requests`, the choices of one request. Raises RequestError if its id is in use."""
-        if request_id in self._parents:
+        on_change: Callable[[], None],
+    ) -> OpenRequest:
+        """Expect outputs for `choices`, the core's requests of one request. Raises RequestError if its id is in use."""
+        if request_id in self._requests:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request", "request_id")
-        first = requests[0]
-        parent = _Parent(request_id, prompt, first.prompt_token_ids, params, kind, sink, first.arrival_time)
+        first, tokenizer = choices[0], self._tokenizer if params.detokenize else None
+        request = OpenRequest(request_id, prompt, first.prompt_token_ids, params, kind, on_change, first.arrival_time)
         if params.prompt_logprobs is not None:
-            parent.prompt_logprobs = PromptLogprobs(self._tokenizer)
-        with_text = self._tokenizer is not None and params.detokenize
-        for index, request in enumerate(requests):
+            request.prompt_logprobs = PromptLogprobs(self._tokenizer)
+        for index, core_request in enumerate(choices):
             choice = _Choice(
                 index,
-                request.request_id,
-                Detokenizer(self._tokenizer, first.prompt_token_ids, params)
-                if with_text and self._tokenizer is not None
-                else None,
-                RequestTimes(request.arrival_time),
+                core_request.request_id,
+                None if tokenizer is None else Detokenizer(tokenizer, first.prompt_token_ids, params),
+                RequestTimes(core_request.arrival_time),
                 text_at_end=kind == "final" and not params.stop,
             )
             if params.logprobs is not None:
                 choice.logprobs, choice.cumulative_logprob = [], 0.0
-            parent.choices.append(choice)
-            parent.num_open += 1
-            self._by_core_id[request.request_id] = (parent, choice)
-        self._parents[request_id] = parent
+            request.choices.append(choice)
+            self._by_core_id[core_request.request_id] = (request, choice)
+        request.num_open = len(choices)
+        self._requests[request_id] = request
+        return request
 
     def process(self, outputs: EngineCoreOutputs) -> list[Abort]:
-        """Hand out what a step brought; returns what the core must stop computing."""
+        """Hand out what one or more steps brought; return what the core must stop computing."""
         aborts: list[Abort] = []
-        changed: dict[str, tuple[_Parent, dict[int, _Choice]]] = {}
-        """by request; each choice once, however many steps these outputs are of"""
+        changed: dict[str, OpenRequest] = {}
         iteration = self._metrics.begin_iteration(outputs)
         for output in outputs.outputs:
             entry = self._by_core_id.get(output.request_id)
             if entry is None:  # it ended here while the step was under way
                 continue
-            parent, choice = entry
+            request, choice = entry
             if output.finish_reason is FinishReason.ERROR:
-                changed.pop(parent.request_id, None)
-                self._count_ended(parent, FinishReason.ERROR)
-                aborts.extend(Abort(core_id) for core_id in self._forget(parent) if core_id != output.request_id)
-                parent.sink.fail(HeadraceError(output.error or "the request failed in the engine"))
+                changed.pop(request.request_id, None)
+                self._count_ended(request, FinishReason.ERROR)
+                aborts.extend(Abort(core_id) for core_id in self._forget(request) if core_id != output.request_id)
+                self._fail(request, HeadraceError(output.error or "the request failed in the engine"))
                 continue
             num_before = choice.num_tokens
-            if self._take(parent, choice, output):
+            if self._add_output(request, choice, output):
                 aborts.append(Abort(choice.core_id, choice.num_tokens))
-            num_prompt = len(parent.prompt_token_ids)
+            num_prompt = len(request.prompt_token_ids)
             iteration.record(choice.times, output, num_prompt, choice.num_tokens - num_before)
             if choice.finish_reason is not None:
-                parent.num_open -= 1
+                request.num_open -= 1
                 del self._by_core_id[output.request_id]
                 self._metrics.request_finished(
-                    choice.finish_reason, choice.times, num_prompt, choice.num_tokens, parent.params
+                    choice.finish_reason, choice.times, num_prompt, choice.num_tokens, request.params
                 )
-            changed.setdefault(parent.request_id, (parent, {}))[1][choice.index] = choice
+            if choice.token_ids or choice.finish_reason is not None:
+                choice.changed = True
+                changed[request.request_id] = request
         iteration.end()
-        for parent, choices in changed.values():
-            self._emit(parent, [*choices.values()])
+        for request in changed.values():
+            if request.finished:
+                del self._requests[request.request_id]
+            if request.finished or request.kind == "delta":
+                request.on_change()
         return aborts
 
-    def abort(self, request_id: str, sink: Sink | None = None) -> list[Abort]:
-        """Forget a request nobody waits for any more; returns what the core must stop computing.
-
-        `sink`: only if it is still the request of this sink, as its id may be another's by now.
-        """
-        parent = self._parents.get(request_id)
-        if parent is None or (sink is not None and parent.sink is not sink):
+    def abort(self, request: OpenRequest) -> list[Abort]:
+        """Forget a request that nobody waits for any more; return what the core must stop computing. A request that has
+        ended is left alone: another one may have its id by now."""
+        if self._requests.get(request.request_id) is not request:
             return []
-        self._count_ended(parent, FinishReason.ABORT)
-        return [Abort(core_id) for core_id in self._forget(parent)]
+        self._count_ended(request, FinishReason.ABORT)
+        return [Abort(core_id) for core_id in self._forget(request)]
 
     def finish_aborted(self, request_id: str) -> list[Abort]:
-        """As `abort`, for a request somebody else ended: who waits for it gets what there is, finish_reason `abort`."""
-        parent = self._parents.get(request_id)
-        aborts = self.abort(request_id)
-        if parent is not None:
-            ended = [choice for choice in parent.choices if choice.finish_reason is None]
-            for choice in ended:
-                parent.num_open -= 1
-                choice.finish_reason = FinishReason.ABORT
+        """End a request for somebody other than its reader, who still gets what there is, with finish_reason `abort`.
+        Returns what the core must stop computing."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return []
+        aborts = self.abort(request)
+        for choice in request.choices:
+            if choice.finish_reason is None:
+                choice.finish_reason, choice.changed = FinishReason.ABORT, True
                 choice.close_text(last_is_stop_token=False)
-            parent.sink.put(self._request_output(parent, parent.choices if parent.kind == "final" else ended))
+        request.num_open = 0
+        request.on_change()
         return aborts
 
     def fail_all(self, error: HeadraceError) -> None:
-        """The core is gone: every open request gets the error."""
-        for parent in list(self._parents.values()):
-            self._count_ended(parent, FinishReason.ERROR)
-            self._forget(parent)
-            parent.sink.fail(error)
+        """End every open request with an error, because the core is gone."""
+        for request in list(self._requests.values()):
+            self._count_ended(request, FinishReason.ERROR)
+            self._forget(request)
+            self._fail(request, error)
 
-    def _count_ended(self, parent: _Parent, reason: FinishReason) -> None:
-        """For /metrics: each choice that has not ended by itself ends like this."""
-        for choice in parent.choices:
+    @staticmethod
+    def _fail(request: OpenRequest, error: HeadraceError) -> None:
+        request.error = error
+        request.on_change()
+
+    def _count_ended(self, request: OpenRequest, reason: FinishReason) -> None:
+        """Count each choice that has not ended by itself in /metrics."""
+        for choice in request.choices:
             if choice.finish_reason is None:
                 self._metrics.request_finished(
-                    reason, choice.times, len(parent.prompt_token_ids), choice.num_tokens, parent.params
+                    reason, choice.times, len(request.prompt_token_ids), choice.num_tokens, request.params
                 )
 
-    def _forget(self, parent: _Parent) -> list[str]:
-        """Returns the ids that the core may still be working on."""
-        del self._parents[parent.request_id]
-        open_ids = [choice.core_id for choice in parent.choices if choice.core_id in self._by_core_id]
+    def _forget(self, request: OpenRequest) -> list[str]:
+        """Forget a request; return the ids that the core may still be working on."""
+        del self._requests[request.request_id]
+        open_ids = [choice.core_id for choice in request.choices if choice.core_id in self._by_core_id]
         for core_id in open_ids:
             del self._by_core_id[core_id]
         return open_ids
 
-    def _take(self, parent: _Parent, choice: _Choice, output: EngineCoreOutput) -> bool:
-        """One step's addition to one choice. True if a stop string ended it, so that the core must be told."""
+    def _add_output(self, request: OpenRequest, choice: _Choice, output: EngineCoreOutput) -> bool:
+        """Add what a step brought to a choice. Returns True if a stop string ended it, which the core must be told."""
         token_ids = output.new_token_ids
         stop: str | None = None
         by_token = output.finish_reason is FinishReason.STOP
@@ -268,65 +313,23 @@ class OutputProcessor:
             for entry in output.new_logprobs[: len(token_ids)]:
                 choice.logprobs.append(_logprobs(entry, self._tokenizer))
                 choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + entry.logprobs[0]
-        if parent.prompt_logprobs is not None:
-            parent.prompt_logprobs.entries.extend(output.new_prompt_logprobs)
+        if request.prompt_logprobs is not None:
+            request.prompt_logprobs.entries.extend(output.new_prompt_logprobs)
         if output.num_cached_tokens and choice.index == 0:
-            parent.num_cached_tokens = output.num_cached_tokens
+            request.num_cached_tokens = output.num_cached_tokens
         if stop is not None:
             choice.finish_reason, choice.stop_reason = FinishReason.STOP, stop
         elif output.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_token_id
         return stop is not None
 
-    def _emit(self, parent: _Parent, choices: list[_Choice]) -> None:
-        finished = parent.finished
-        if finished:
-            del self._parents[parent.request_id]
-        if parent.kind == "final":
-            if finished:
-                parent.sink.put(self._request_output(parent, parent.choices))
-        elif any(choice.token_ids or choice.finish_reason is not None for choice in choices):
-            parent.sink.put(self._request_output(parent, choices))
-
-    def _request_output(self, parent: _Parent, choices: list[_Choice]) -> RequestOutput:
-        """Prompt logprobs are complete with the first choice's first token, and go out with it alone."""
-        prompt_logprobs = None
-        first = parent.choices[0]
-        if parent.prompt_logprobs is not None and first in choices and first.num_tokens:
-            prompt_logprobs, parent.prompt_logprobs = parent.prompt_logprobs, None
-        finished = parent.finished
-        return RequestOutput(
-            request_id=parent.request_id,
-            prompt=parent.prompt,
-            prompt_token_ids=parent.prompt_token_ids,
-            outputs=[choice.hand_out() for choice in choices],
-            finished=finished,
-            prompt_logprobs=prompt_logprobs,
-            num_cached_tokens=parent.num_cached_tokens,
-            metrics=_request_metrics(parent) if finished else None,
-        )
-
 
 def _logprobs(entry: Logprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    """The token itself first, with its rank; then the best ones, ranked 1, 2, ..."""
+    """Return the logprobs of one position by token id: the token itself with its rank, then the best, ranked 1, 2,
+    ..."""
     found: dict[int, Logprob] = {}
     for position, (token_id, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
         if token_id not in found:
             text = None if tokenizer is None else tokenizer.token_text(token_id)
             found[token_id] = Logprob(logprob, position or entry.rank, text)
     return found
-
-
-def _request_metrics(parent: _Parent) -> RequestMetrics:
-    """Of a request that ends now: the earliest and the latest of its choices."""
-    times = [choice.times for choice in parent.choices]
-    now = time.monotonic()
-    return RequestMetrics(
-        arrival_time=time.time() - (now - parent.arrival_time),
-        queued_ts=parent.arrival_time,
-        scheduled_ts=min(filter(None, (entry.scheduled for entry in times)), default=0.0),
-        first_token_ts=min(filter(None, (entry.first_token for entry in times)), default=0.0),
-        last_token_ts=max(entry.last_token for entry in times),
-        finished_ts=now,
-        num_generation_tokens=sum(choice.num_tokens for choice in parent.choices),
-    )

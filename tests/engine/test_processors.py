@@ -7,7 +7,6 @@ import pytest
 from headrace.cache_groups import same_layout
 from headrace.config import EngineConfig
 from headrace.engine import input_processor
-from headrace.engine.async_engine import merge_outputs
 from headrace.engine.input_processor import MAX_PROMPT_LOGPROBS, InputProcessor, ModelLimits
 from headrace.engine.messages import Abort
 from headrace.engine.metrics import EngineMetrics
@@ -161,29 +160,30 @@ class TestInput:
         assert ModelLimits.of(config, model, same_layout(16), 40, None) == ModelLimits(VOCAB_SIZE, 100, (EOS,))
 
 
-class Sink:
-    def __init__(self) -> None:
-        self.outputs: list[RequestOutput] = []
-        self.error: HeadraceError | None = None
-
-    def put(self, output: RequestOutput) -> None:
-        self.outputs.append(output)
-
-    def fail(self, error: HeadraceError) -> None:
-        self.error = error
-
-
 class Front:
     """Input and output processor with one request in between, and a core that says what the test says."""
 
-    def __init__(self, kind: OutputKind = "delta", arrival_time: float | None = None, **params: object) -> None:
+    def __init__(
+        self, kind: OutputKind = "delta", arrival_time: float | None = None, slow: bool = False, **params: object
+    ) -> None:
+        """`slow`: nobody reads `outputs` as they come."""
+        self.outputs: list[RequestOutput] = []
+        self.error: HeadraceError | None = None
         self.metrics = EngineMetrics("model", 64, {"block_size": 16})
         self.processor = OutputProcessor(TOKENIZER, self.metrics)
-        self.sink = Sink()
         prompt = TOKENIZER.encode("ab")
         sampling = SamplingParams(max_tokens=None, **params)  # type: ignore[arg-type]
         requests = inputs().process("r", prompt, sampling, arrival_time=arrival_time or time.monotonic())
-        self.processor.add("r", "ab", requests, sampling, kind, self.sink)
+        self.request = self.processor.add("r", "ab", requests, sampling, kind, (lambda: None) if slow else self.read)
+
+    def read(self) -> None:
+        """What a reader does that keeps up."""
+        try:
+            output = self.request.take()
+            assert output is not None, "called without a change"
+            self.outputs.append(output)
+        except HeadraceError as error:
+            self.error = error
 
     def step(self, *outputs: EngineCoreOutput, timestamp: float | None = None) -> list[Abort]:
         now = timestamp or time.monotonic()
@@ -206,7 +206,7 @@ class TestOutput:
             EngineCoreOutput(request_id="r-0", new_token_ids=tokens[1:2], finish_reason=FinishReason.LENGTH),
             EngineCoreOutput(request_id="r-1", new_token_ids=tokens[1:2]),
         )
-        (output,) = front.sink.outputs
+        (output,) = front.outputs
         found = [(choice.index, choice.text, choice.finish_reason) for choice in output.outputs]
         assert found == [(0, "xy", "length"), (1, "xy", None)]
 
@@ -224,18 +224,18 @@ class TestOutput:
         front = Front()
         front.text("x")
         front.text("y", finish_reason=FinishReason.LENGTH)
-        assert [o.outputs[0].text for o in front.sink.outputs] == ["x", "y"]
-        assert [o.finished for o in front.sink.outputs] == [False, True]
-        assert front.sink.outputs[1].outputs[0].finish_reason == "length"
+        assert [o.outputs[0].text for o in front.outputs] == ["x", "y"]
+        assert [o.finished for o in front.outputs] == [False, True]
+        assert front.outputs[1].outputs[0].finish_reason == "length"
         assert front.processor.num_requests == 0
 
     def test_one_final_output(self) -> None:
         front = Front("final", n=2)
         front.text("x", 0)
         front.text("p", 1, finish_reason=FinishReason.LENGTH)
-        assert front.sink.outputs == []
+        assert front.outputs == []
         front.text("y", 0, finish_reason=FinishReason.LENGTH)
-        (output,) = front.sink.outputs
+        (output,) = front.outputs
         assert [c.text for c in output.outputs] == ["xy", "p"]
         assert output.finished
 
@@ -248,13 +248,13 @@ class TestOutput:
                 EngineCoreOutput(request_id=f"r-{index}", new_token_ids=[5], scheduled_time=scheduled),
                 timestamp=first + index / 4,
             )
-        assert [output.metrics for output in front.sink.outputs] == [None, None]
+        assert [output.metrics for output in front.outputs] == [None, None]
         for index in (0, 1):
             front.step(
                 EngineCoreOutput(request_id=f"r-{index}", new_token_ids=[6], finish_reason=FinishReason.LENGTH),
                 timestamp=last - index / 4,
             )
-        found = front.sink.outputs[-1].metrics
+        found = front.outputs[-1].metrics
         assert found is not None
         assert (found.queued_ts, found.scheduled_ts, found.num_generation_tokens) == (started, scheduled, 4)
         assert (found.first_token_ts, found.last_token_ts) == (first, last)
@@ -270,7 +270,7 @@ class TestOutput:
     def test_metrics_of_a_request_without_a_token(self) -> None:
         front = Front("final")
         front.processor.finish_aborted("r")
-        found = front.sink.outputs[-1].metrics
+        found = front.outputs[-1].metrics
         assert found is not None
         assert (found.scheduled_ts, found.first_token_ts, found.first_token_latency) == (0.0, 0.0, 0.0)
         assert (found.first_token_time, found.time_in_queue, found.num_generation_tokens) == (None, None, 0)
@@ -278,15 +278,16 @@ class TestOutput:
     def test_choices_of_one_step_come_together(self) -> None:
         front = Front(n=2)
         front.step(*(EngineCoreOutput(request_id=f"r-{i}", new_token_ids=TOKENIZER.encode("x")) for i in (0, 1)))
-        (output,) = front.sink.outputs
+        (output,) = front.outputs
         assert [choice.index for choice in output.outputs] == [0, 1]
 
     def test_a_late_stop_takes_back_what_came_after_it(self) -> None:
-        front = Front(stop="cd")
+        front = Front(stop="cd", slow=True)
         assert front.text("abc") == []
         assert front.text("def") == [Abort("r-0", 4)]
         assert front.text("ghi") == []  # it was under way
-        whole = merge_outputs(front.sink.outputs)
+        whole = front.request.take()
+        assert whole is not None
         assert (whole.outputs[0].text, whole.outputs[0].token_ids) == ("ab", TOKENIZER.encode("abcd"))
         assert (whole.outputs[0].finish_reason, whole.outputs[0].stop_reason) == ("stop", "cd")
         assert front.value("vllm:generation_tokens_total") == 4
@@ -295,22 +296,22 @@ class TestOutput:
     def test_a_stop_string_in_the_cores_last_token_still_counts(self) -> None:
         front = Front(stop="z")
         front.text("xyz", finish_reason=FinishReason.LENGTH)
-        choice = front.sink.outputs[0].outputs[0]
+        choice = front.outputs[0].outputs[0]
         assert (choice.text, choice.finish_reason, choice.stop_reason) == ("xy", "stop", "z")
 
     def test_held_text_comes_out_at_the_end(self) -> None:
         front = Front(stop="xyz")
         front.text("xy")
-        assert front.sink.outputs[0].outputs[0].text == ""
+        assert front.outputs[0].outputs[0].text == ""
         front.text("!", finish_reason=FinishReason.STOP, stop_token_id=36)
-        choice = front.sink.outputs[1].outputs[0]
+        choice = front.outputs[1].outputs[0]
         assert (choice.text, choice.stop_reason) == ("xy", 36)
 
     def test_logprobs(self) -> None:
         front = Front(logprobs=2)
         entry = Logprobs([70, 71, 70], [-2.0, -0.1, -2.0], 5)
         front.step(EngineCoreOutput(request_id="r-0", new_token_ids=[70], new_logprobs=[entry]))
-        choice = front.sink.outputs[0].outputs[0]
+        choice = front.outputs[0].outputs[0]
         assert choice.logprobs is not None
         assert choice.cumulative_logprob == -2.0
         (position,) = choice.logprobs
@@ -321,11 +322,11 @@ class TestOutput:
         front = Front(prompt_logprobs=0, n=2)
         entry = Logprobs([70], [-2.0], 1)
         front.step(EngineCoreOutput(request_id="r-0", new_token_ids=[], new_prompt_logprobs=[entry]))
-        assert front.sink.outputs == []
+        assert front.outputs == []
         front.text("x", 1)
         front.text("x", 0)
         front.text("y", 0)
-        found = [output.prompt_logprobs for output in front.sink.outputs]
+        found = [output.prompt_logprobs for output in front.outputs]
         assert found[0] is None
         assert found[1] is not None
         assert found[1][0] is None
@@ -338,14 +339,14 @@ class TestOutput:
             EngineCoreOutput(request_id="r-1", new_token_ids=[], finish_reason=FinishReason.ERROR, error="broken")
         )
         assert aborts == [Abort("r-0"), Abort("r-2")]
-        assert "broken" in str(front.sink.error)
+        assert "broken" in str(front.error)
         assert front.text("x", 0) == []
 
     def test_abort_from_outside_hands_out_what_there_is(self) -> None:
         front = Front(stop="xyz", n=2)
         front.text("x")
         assert front.processor.finish_aborted("r") == [Abort("r-0"), Abort("r-1")]
-        last = front.sink.outputs[-1]
+        last = front.outputs[-1]
         assert last.finished
         assert [(c.text, c.finish_reason) for c in last.outputs] == [("x", "abort"), ("", "abort")]
         assert front.value("vllm:request_success_total", finished_reason="abort") == 2
@@ -353,15 +354,17 @@ class TestOutput:
     def test_an_id_in_use(self) -> None:
         front = Front()
         with pytest.raises(RequestError, match="in use"):
-            front.processor.add("r", None, process([5]), SamplingParams(), "delta", Sink())
+            front.processor.add("r", None, process([5]), SamplingParams(), "delta", lambda: None)
 
     def test_a_slow_reader_gets_several_steps_as_one(self) -> None:
-        front = Front(logprobs=0, n=2)
+        front = Front(logprobs=0, n=2, slow=True)
         for text, index in (("a", 0), ("b", 1), ("c", 0)):
             ids = TOKENIZER.encode(text)
             logprobs = [Logprobs(ids, [-1.0], 1)]
             front.step(EngineCoreOutput(request_id=f"r-{index}", new_token_ids=ids, new_logprobs=logprobs))
-        merged = merge_outputs(front.sink.outputs)
+        merged = front.request.take()
+        assert merged is not None
+        assert front.request.take() is None
         assert [(c.index, c.text, len(c.token_ids), len(c.logprobs or ())) for c in merged.outputs] == [
             (0, "ac", 2, 2),
             (1, "b", 1, 1),
