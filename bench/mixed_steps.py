@@ -29,7 +29,8 @@ from h200_parts.models import MODELS
 from h200_parts.settings import SEED, Settings
 
 from headrace.config import GRAPH_MODES, EngineConfig
-from headrace.engine.core import EngineCore, build_core
+from headrace.engine.build import build_core
+from headrace.engine.core import EngineCore
 from headrace.engine.messages import Abort
 from headrace.request import EngineCoreRequest
 from headrace.sampling_params import SamplingParams

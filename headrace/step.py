@@ -148,8 +148,8 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     """what CUDA graphs are expected to take, of those that can be captured"""
     library_bytes: int = 0
     """taken beside the allocator: context, kernels, communication"""
-    rehearsals: list[tuple[int, int]] = []
-    """(requests, tokens) of steps that are worth a graph each, in the order in which to run them while idle"""
+    warmup_sizes: list[tuple[int, int]] = []
+    """(requests, tokens) of steps to run while idle so that their CUDA graphs are captured, in order."""
     kv_cache_error: float = 0.0
     """||difference|| / ||hidden states|| that an fp8 KV cache makes on this model; 0: the cache is not fp8"""
     kv_cache_remedy: str = ""

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from headrace.config import EngineConfig
-from headrace.engine.core import EngineCore, build_core
+from headrace.engine.build import build_core
+from headrace.engine.core import EngineCore
 from headrace.engine.messages import Abort
 from headrace.hub import resolve_model_folder
 from headrace.request import EngineCoreRequest

@@ -20,7 +20,7 @@ from h200_parts.settings import Settings
 from h200_cases_parts.report import EIGHT_B, Report
 from headrace import LLM, SamplingParams
 from headrace.config import EngineConfig
-from headrace.engine.core import build_core
+from headrace.engine.build import build_core
 from headrace.hub import resolve_model_folder
 from headrace.kernels.matmul import matmul, num_parts
 from headrace.request import EngineCoreRequest

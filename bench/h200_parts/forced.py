@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from headrace.config import EngineConfig
-from headrace.engine.core import EngineCore, build_core
+from headrace.engine.build import build_core
+from headrace.engine.core import EngineCore
 from headrace.kernels.table import REFERENCE_KERNELS
 from headrace.request import EngineCoreRequest
 from headrace.sampling_params import SamplingParams

@@ -18,7 +18,7 @@ from headrace.engine.input_processor import InputProcessor, ModelLimits, samplin
 from headrace.engine.messages import Abort, CoreFacts
 from headrace.engine.metrics import EngineMetrics
 from headrace.engine.output_processor import OutputKind, OutputProcessor
-from headrace.engine.queue_bound import Place, QueueBound
+from headrace.engine.queue_bound import QueueBound, Reservation
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import EngineDeadError, HeadraceError
 from headrace.hub import resolve_model_folder, resolve_tokenizer_folder
@@ -58,7 +58,7 @@ class AsyncEngine:
         self.vocab_size: int = limits.vocab_size
         self.metrics = make_metrics(facts, limits)
         self.queue = QueueBound(facts.config, self.metrics)
-        """What may wait; for whoever wants to keep to it, by `place`."""
+        """What may wait; for whoever wants to keep to it, by `reservation`."""
         self.default_sampling = sampling_defaults(facts.config, model_config)
         """Fields of SamplingParams for requests that leave them out."""
         if self.default_sampling:
@@ -82,10 +82,8 @@ class AsyncEngine:
 
     @classmethod
     async def start(cls, config: EngineConfig, executor: str | None = None) -> AsyncEngine:
-        """Start the core and wait until it can serve. Raises what is wrong as a UserError.
-
-        `executor`: `module:attribute` of a function like `make_executor`, for tests.
-        """
+        """Start the core and wait until it can serve. Raises what is wrong as a UserError. `executor`:
+        `module:attribute` of a function like `make_executor`, for tests."""
         folder = await asyncio.to_thread(model_folder, config)
         model_config = read_served_config(folder)
         sampling_defaults(config, model_config)  # what is wrong with them is told before anything is loaded
@@ -114,12 +112,12 @@ class AsyncEngine:
         output_kind: OutputKind = "delta",
         client: str = "",
         parent: str | None = None,
-        place: Place | None = None,
+        reservation: Reservation | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """`delta`: what came since the last output, several steps in one if nobody was waiting. `final`: one output.
 
         `client`: whose it is, and `parent`: what it is part of (None: nothing but its own n choices), as these take
-        turns. `place`: in the queue; without one it is sent whatever waits.
+        turns. `reservation`: in the queue; without one it is sent whatever waits.
 
         Raises RequestError on the first step for invalid input, EngineDeadError when the core dies, HeadraceError if
         this request failed there. Closing or cancelling the iterator aborts the request.
@@ -140,7 +138,7 @@ class AsyncEngine:
         finished = False
         try:
             self._client.add(requests)
-            self.queue.sent(len(requests), len(requests) * len(ids), place)
+            self.queue.sent(len(requests), len(requests) * len(ids), reservation)
             while not finished:
                 output = request.take()
                 if output is None:

@@ -1,37 +1,25 @@
-"""The engine core: the loop around scheduler and executor, in its own process beside a server or in this one for LLM.
+"""Runs the engine's loop: the scheduler decides a step, the executor computes it, and the scheduler takes the result.
 
-One step is scheduled and submitted while the one before it still runs, so that the device never waits for the host.
-Imports no torch: executors are made lazily. Knows nothing of text or sockets.
+The next step is scheduled and submitted while the current one still runs, so that the device never waits for the host.
+A server runs this loop in its own process, `LLM` in the caller's. It works on token ids alone, without text or sockets.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import importlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
-from headrace.cache_groups import CacheLayout
-from headrace.config import EngineConfig
-from headrace.engine.fit import fit, told
 from headrace.engine.messages import Abort, CoreFacts
 from headrace.engine.step_health import StepHealth
 from headrace.engine.step_watch import StepWatch, Watched
-from headrace.errors import ConfigError, EngineDeadError, HeadraceError, OutOfMemoryError
+from headrace.errors import EngineDeadError, HeadraceError, OutOfMemoryError
 from headrace.executor.base import Executor, StepHandle
-from headrace.executor.factory import detect_device, make_executor
-from headrace.model_config import ModelConfig
-from headrace.models.registry import read_served_config
-from headrace.planner.decisions import decide_before_load, decide_mixed_step
-from headrace.planner.profile import measured_here
-from headrace.planner.served import predict_steps
-from headrace.planner.settings import all_settings
+from headrace.planner.record import Decision
 from headrace.planner.smaller import smaller_budget
-from headrace.quantization.checkpoint_format import holds_kv_scales
 from headrace.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from headrace.scheduler.config import SchedulerConfig
 from headrace.scheduler.scheduler import Scheduler
@@ -39,58 +27,63 @@ from headrace.step import RunnerOutput, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
-ExecutorFactory = Callable[[EngineConfig, Path, ModelConfig], Executor]
 PIPELINE_DEPTH = 2
-"""Steps submitted and not collected: the one that runs and the one behind it."""
-REHEARSED = -1
-"""number of a step that serves nobody"""
+"""Most steps submitted at once: the one that runs, and the next."""
+WARMUP_STEP = -1
+"""The number of every warm-up step. Its result goes to no request."""
 
 
 @dataclass(frozen=True)
 class _Inflight:
+    """Is a step that was submitted and whose result has not been taken."""
+
     plan: SchedulerOutput
     handle: StepHandle
     watched: Watched | None
 
 
-def rehearsal(num_reqs: int, num_tokens: int, freed_rows: list[int], config: SchedulerConfig) -> SchedulerOutput:
-    """A step of so many requests and tokens, all in the row behind those of max_num_seqs requests."""
+def warmup_step(num_reqs: int, num_tokens: int, freed_rows: list[int], config: SchedulerConfig) -> SchedulerOutput:
+    """Return a step of `num_reqs` requests and `num_tokens` tokens in all that belongs to no request. All its requests
+    use the row behind those of real requests, and no blocks of theirs."""
     rows, samples, drafts = [config.max_num_seqs] * num_reqs, [True] * num_reqs, config.num_drafts
     if drafts and num_tokens == num_reqs * (1 + drafts):
         counts = [1 + drafts] * num_reqs
         return SchedulerOutput(
-            REHEARSED, [], freed_rows, [], rows, [0] * num_reqs, counts, samples, num_drafts=[drafts] * num_reqs
+            WARMUP_STEP, [], freed_rows, [], rows, [0] * num_reqs, counts, samples, num_drafts=[drafts] * num_reqs
         )
     counts = [1] * num_reqs
-    for index in reversed(range(num_reqs)):  # longer chunks stand last
+    for index in reversed(range(num_reqs)):  # decodes come first in a step, so the longer chunks go last
         counts[index] += min(num_tokens - sum(counts), config.max_model_len - 1)
-    return SchedulerOutput(REHEARSED, [], freed_rows, [], rows, [0] * num_reqs, counts, samples)
+    return SchedulerOutput(WARMUP_STEP, [], freed_rows, [], rows, [0] * num_reqs, counts, samples)
 
 
 class EngineCore:
-    """`add_request` and `abort` at any time between steps; `step` until `has_work` is false."""
+    """Steps requests to their ends. Call `step` while `has_work` is true; add and abort requests between two calls."""
 
     def __init__(
         self, facts: CoreFacts, scheduler: Scheduler, executor: Executor, watch: StepWatch | None = None
     ) -> None:
-        """`watch`: holds the times of steps against what is predicted."""
+        """`watch` compares the times of steps with predicted ones."""
         self.facts = facts
         self.scheduler = scheduler
         self._executor = executor
         self._watch = watch
         self._health = StepHealth(facts.config.dtype)
-        self._rehearsals = collections.deque(facts.workers[0].rehearsals if facts.workers else [])
+        self._warmup_sizes = collections.deque(facts.workers[0].warmup_sizes if facts.workers else [])
+        """(requests, tokens) of the warm-up steps that have not run yet."""
         self._depth = PIPELINE_DEPTH if facts.config.async_scheduling else 1
         self._inflight: collections.deque[_Inflight] = collections.deque()
+        """Submitted steps, oldest first."""
         self._refused: list[EngineCoreOutput] = []
+        """Errors of requests that were refused, for the next `step` to return."""
         self._config = facts.config
         self._graph_bytes: dict[str, int] = {}
         self._num_short_steps = 0
         self._scheduled_at: dict[str, float] = {}
-        """request id -> time.monotonic() of its first step, until its first output takes it along"""
+        """Request id -> time.monotonic() of its first step, until its first output carries it."""
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Never raises: what is wrong with one request comes back as its own output, with finish_reason `error`."""
+        """Queue a request. If it is invalid, the next `step` returns an output for it with finish_reason `error`."""
         try:
             self.scheduler.add_request(request)
         except HeadraceError as error:
@@ -104,24 +97,24 @@ class EngineCore:
             )
 
     def abort(self, aborts: Iterable[Abort]) -> None:
+        """End requests without further output. Ids of requests that have ended already are ignored."""
         for abort in aborts:
             self._scheduled_at.pop(abort.request_id, None)
             self.scheduler.abort(abort.request_id, abort.num_output_tokens_kept)
 
     def has_work(self) -> bool:
+        """Return whether `step` has anything to do: a request, a step under way, or a refusal to report."""
         return bool(self._refused) or bool(self._inflight) or self.scheduler.has_work()
 
     @property
     def busy(self) -> bool:
-        """A step is under way."""
+        """Whether a step is under way."""
         return bool(self._inflight)
 
     def step(self) -> EngineCoreOutputs | None:
-        """Keep the device fed and collect one step or more; waits only if none is done and the pipeline is full.
-
-        None if there was nothing to collect. Raises EngineDeadError when the executor is gone; any other failure of a
-        step ends the requests of that step alone.
-        """
+        """Submit what can be submitted, and return the results of the steps that are done. Waits for a result only if
+        no step is done and no further one can be submitted. Returns None if there was nothing to collect. A step that
+        fails ends its own requests with an error, and no others. Raises EngineDeadError when the executor is gone."""
         outputs, self._refused = self._refused, []
         collected = self._collect_done(outputs)
         collected |= self._submit(outputs)
@@ -133,34 +126,37 @@ class EngineCore:
         return self.snapshot(outputs)
 
     @property
-    def may_rehearse(self) -> bool:
-        return bool(self._rehearsals) and not self.has_work()
+    def may_warm_up(self) -> bool:
+        """Whether there is a warm-up step left, and no other work."""
+        return bool(self._warmup_sizes) and not self.has_work()
 
-    def rehearse(self) -> bool:
-        """With nothing else to do: run a step of a size that has come up for nobody, twice, so that its graph is there
-        when it does. It runs on the row and the block that belong to no request. False: there is work, or none is left.
-
-        Raises EngineDeadError when the executor is gone; after any other failure nothing is rehearsed any more.
-        """
-        if not self.may_rehearse:
+    def warm_up(self) -> bool:
+        """Run the next warm-up step, so that its CUDA graph exists when a request needs it; return whether one ran. It
+        is for times without work, and runs on a row and a block that belong to no request. After a warm-up step has
+        failed, no other one runs. Raises EngineDeadError when the executor is gone."""
+        if not self.may_warm_up:
             return False
-        step = rehearsal(*self._rehearsals.popleft(), self.scheduler.take_freed_rows(), self.scheduler.config)
+        step = warmup_step(*self._warmup_sizes.popleft(), self.scheduler.take_freed_rows(), self.scheduler.config)
         try:
-            for _ in range(2):  # a size is captured at its second use
+            for _ in range(2):  # a size is captured the second time that it runs
                 result = self._executor.execute(step).result()
                 if result.notes or result.warnings:
                     self._log(result)
-                if result.short_of_memory:  # graphs had to go for it: they come back as they are used
-                    self._rehearsals.clear()
+                if result.short_of_memory:  # graphs were dropped to make room; they come back when they are used
+                    self._warmup_sizes.clear()
         except EngineDeadError:
             raise
         except Exception:
-            logger.warning("a rehearsed step failed; graphs are captured as their sizes come up", exc_info=True)
+            logger.warning(
+                "a warm-up step failed, so no more will run; graphs are captured when their sizes are first used",
+                exc_info=True,
+            )
             self._executor.check()
-            self._rehearsals.clear()
+            self._warmup_sizes.clear()
         return True
 
     def snapshot(self, outputs: list[EngineCoreOutput]) -> EngineCoreOutputs:
+        """Return `outputs` together with the engine's statistics of this moment."""
         for output in outputs:
             if (scheduled := self._scheduled_at.pop(output.request_id, None)) is not None:
                 output.scheduled_time = scheduled
@@ -172,22 +168,24 @@ class EngineCore:
         return EngineCoreOutputs(outputs=outputs, stats=stats, timestamp=time.monotonic())
 
     def check(self) -> None:
-        """Raises EngineDeadError if the executor is gone; for a loop that has nothing to step."""
+        """Raise EngineDeadError if the executor is gone. A loop calls this while it has nothing to step."""
         self._executor.check()
 
     def shutdown(self) -> None:
+        """Stop the executor. Steps under way are dropped."""
         self._inflight.clear()
         self._executor.shutdown()
 
     def _submit(self, outputs: list[EngineCoreOutput]) -> bool:
-        """Fill the pipeline. True if a step was collected on the way (executors that compute at once)."""
+        """Schedule and submit steps until the pipeline is full. Returns True if a step was collected meanwhile. That
+        happens with executors that compute within `execute`, and when `execute` raises."""
         collected = False
         while len(self._inflight) < self._depth:
             plan = self.scheduler.schedule()
             if plan is None:
                 break
             if plan.new_rows:
-                self._note_admissions(plan)
+                self._note_first_steps(plan)
             watch = self._watch
             began = 0.0 if watch is None else watch.clock()
             try:
@@ -204,6 +202,7 @@ class EngineCore:
         return collected
 
     def _collect_done(self, outputs: list[EngineCoreOutput]) -> bool:
+        """Take the results of all steps that are done; return whether there was any."""
         collected = False
         while self._inflight and self._inflight[0].handle.done():
             self._collect(outputs)
@@ -211,42 +210,42 @@ class EngineCore:
         return collected
 
     def _collect(self, outputs: list[EngineCoreOutput]) -> None:
-        """Take the oldest step's result, waiting for it if need be."""
+        """Take the oldest step's result, waiting for it if necessary, and add what it brought to `outputs`."""
         step = self._inflight.popleft()
         try:
             result = step.handle.result()
         except EngineDeadError:
             raise
         except Exception as error:
-            self._watched(step, counts=False)
+            self._watch_finished(step, counts=False)
             self._fail(step.plan, error, outputs)
             return
         self._health.finished(result)
-        self._watched(step, counts=not (result.notes or result.warnings))
+        self._watch_finished(step, counts=not (result.notes or result.warnings))
         if result.notes or result.warnings:
             self._log(result)
         if result.short_of_memory:
-            self._shrink(step.plan)
+            self._shrink_steps(step.plan)
         outputs.extend(self.scheduler.update(step.plan, result))
 
-    def _watched(self, step: _Inflight, counts: bool) -> None:
+    def _watch_finished(self, step: _Inflight, counts: bool) -> None:
         if self._watch is not None and step.watched is not None:
             self._watch.finished(step.watched, counts)
 
     def _log(self, result: RunnerOutput) -> None:
         for note in result.notes:
-            logger.info("%s", note)
+            logger.debug("%s", note)
         for warning in result.warnings:
             logger.warning("%s", warning)
         self._graph_bytes = result.graph_bytes
 
-    def _shrink(self, plan: SchedulerOutput) -> None:
-        """A step found no memory: plan smaller ones from now on."""
+    def _shrink_steps(self, plan: SchedulerOutput) -> None:
+        """Lower the token budget of later steps, because there was no memory for this one."""
         self._num_short_steps += 1
         smaller = smaller_budget(self._config, plan.num_tokens)
         if smaller is not None:
             self._config, decisions = smaller
-            told(decisions, logging.WARNING)
+            log_decisions(decisions, logging.WARNING)
             tokens = self._config.max_num_batched_tokens
             assert tokens is not None
             limits = self.scheduler.config
@@ -254,67 +253,26 @@ class EngineCore:
             self.scheduler.config = dataclasses.replace(limits, max_num_batched_tokens=tokens)
 
     def _fail(self, plan: SchedulerOutput, error: Exception, outputs: list[EngineCoreOutput]) -> None:
+        """End the requests of a step that failed. Raises EngineDeadError if no later step could succeed either."""
         logger.error("step %d failed", plan.step, exc_info=error)
-        self._executor.check()  # else every later step would fail too
+        self._executor.check()
         self._health.failed(error)
         if isinstance(error, OutOfMemoryError):
-            self._shrink(plan)
-        said = f": {error}" if isinstance(error, HeadraceError) else ""  # other words may name internals: logged alone
-        outputs.extend(self.scheduler.fail(plan, f"the step failed: {type(error).__name__}{said}"))
+            self._shrink_steps(plan)
+        # Messages of other errors may name internals, so they go to the log alone.
+        detail = f": {error}" if isinstance(error, HeadraceError) else ""
+        outputs.extend(self.scheduler.fail(plan, f"the step failed: {type(error).__name__}{detail}"))
 
-    def _note_admissions(self, plan: SchedulerOutput) -> None:
+    def _note_first_steps(self, plan: SchedulerOutput) -> None:
+        """Note the time for requests whose first step this is; one that resumes after a preemption is none of them."""
         now = time.monotonic()
         for request in self.scheduler.running.items:
             if request.admitted_step == plan.step and not request.num_preemptions:
                 self._scheduled_at[request.request_id] = now
 
 
-def build_core(config: EngineConfig, folder: Path, beside_server: bool, executor: str | None = None) -> EngineCore:
-    """Decide, load and allocate; everything that can be wrong with a start is raised here, as a UserError.
-
-    `executor`: `module:attribute` of a function like `make_executor`, for tests.
-    """
-    model_config = read_served_config(folder)
-    device, factory = _executor_factory(config, executor)
-    measured = measured_here(config, model_config, device)
-    resolved, decisions = decide_before_load(config, model_config, device, beside_server, measured)
-    told(all_settings(resolved, decisions))
-    asked_cache = config.kv_cache_dtype != "auto" or holds_kv_scales(model_config.quantization)
-    fitted = fit(lambda plan: factory(plan, folder, model_config), resolved, config, asked_cache)
-    try:
-        mixed_step, chunk = decide_mixed_step(fitted.config, fitted.workers, streamed=beside_server)
-        decisions += fitted.decisions + told(chunk)
-        scheduler = Scheduler(_scheduler_config(fitted.config, fitted.workers[0].layout, fitted.num_pages, mixed_step))
-    except BaseException:
-        fitted.executor.shutdown()
-        raise
-    settled = all_settings(fitted.config, decisions)
-    facts = CoreFacts(fitted.config, settled, fitted.workers, fitted.num_pages)
-    prediction = predict_steps(fitted.config, model_config, fitted.workers)
-    return EngineCore(facts, scheduler, fitted.executor, None if prediction is None else StepWatch(prediction))
-
-
-def _executor_factory(config: EngineConfig, path: str | None) -> tuple[str, ExecutorFactory]:
-    """The device to decide for, and what makes the executor."""
-    if path is None:
-        return detect_device(config), make_executor
-    module, _, attribute = path.partition(":")
-    return "cpu" if config.device == "auto" else config.device, getattr(importlib.import_module(module), attribute)
-
-
-def _scheduler_config(
-    config: EngineConfig, layout: CacheLayout, num_pages: int, mixed_step_tokens: int | None
-) -> SchedulerConfig:
-    if config.max_num_seqs is None or config.max_num_batched_tokens is None or config.max_model_len is None:
-        raise ConfigError("the planner left max_num_seqs, max_num_batched_tokens or max_model_len open")
-    return SchedulerConfig(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=config.max_model_len,
-        layout=layout,
-        num_pages=num_pages,
-        enable_prefix_caching=config.enable_prefix_caching,
-        enable_chunked_prefill=config.enable_chunked_prefill,
-        policy=config.scheduling_policy,
-        mixed_step_tokens=mixed_step_tokens,
-    )
+def log_decisions(decisions: list[Decision], level: int = logging.DEBUG) -> list[Decision]:
+    """Log each decision with its reason, and return them."""
+    for decision in decisions:
+        logger.log(level, "%s", decision)
+    return decisions

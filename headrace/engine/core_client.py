@@ -1,4 +1,4 @@
-"""The two ways to an engine core: in this process (LLM), or in its own behind two local sockets (servers)."""
+"""Connects to an engine core: one in this process (for `LLM`), or one in a child process (for servers)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import zmq
 import zmq.asyncio
 
 from headrace.config import EngineConfig
-from headrace.engine.core import EngineCore, build_core
+from headrace.engine.build import build_core
+from headrace.engine.core import EngineCore
 from headrace.engine.messages import Abort, AbortMany, Add, Command, CoreConfig, CoreFacts, Failed, Ready, Reply
 from headrace.errors import EngineDeadError, HeadraceError, StepsFailError, rebuild
 from headrace.process import Child, SocketFolder, spawn
@@ -23,21 +24,23 @@ from headrace.request import EngineCoreOutputs, EngineCoreRequest, SchedulerStat
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 3.0
-"""Time a core has to end by itself before it is killed."""
+"""How long a core may take to end after SIGTERM before it is killed."""
 IDLE_SILENCE_SECONDS = 10.0
 BUSY_SILENCE_SECONDS = 120.0
-"""A loop silent for longer no longer steps. Busy: one step may take long on a slow device."""
-LAST_WORDS_SECONDS = 0.2
+"""A core that sends nothing for longer counts as dead. While busy it gets more, as a step may take long on a slow
+device."""
+LAST_MESSAGE_SECONDS = 0.2
+"""How long to wait for the last message of a core whose process has ended."""
 
 
 class InprocClient:
-    """The core in this very process: the caller turns the loop."""
+    """Runs the core in this process; the caller runs its loop by calling `step`."""
 
     def __init__(self, config: EngineConfig, folder: Path, executor: str | None = None) -> None:
         self._core: EngineCore = build_core(config, folder, beside_server=False, executor=executor)
         self.facts: CoreFacts = self._core.facts
         gc.collect()
-        gc.freeze()  # what a start leaves is kept for good, and looking through it again costs 8% of the throughput
+        gc.freeze()  # what the start made is never garbage, and scanning it again and again costs 8% of the throughput
 
     def add(self, requests: list[EngineCoreRequest]) -> None:
         for request in requests:
@@ -61,13 +64,11 @@ class InprocClient:
 
 
 class AsyncMPClient:
-    """The core in a child process, which never outlives this one.
-
-    Used from one event loop. Sending never waits; `receive` raises EngineDeadError once the core has failed or died.
-    """
+    """Runs the core in a child process that never outlives this one. To be used from one event loop. Sending never
+    waits. `receive` raises EngineDeadError once the core has failed or died."""
 
     def __init__(self, config: EngineConfig, folder: Path, executor: str | None = None) -> None:
-        """Starts the process; `ready` waits for it."""
+        """Start the process, without waiting for it: `ready` does."""
         self._loop = asyncio.get_running_loop()
         self._folder = SocketFolder()
         self._context = zmq.asyncio.Context()
@@ -94,26 +95,26 @@ class AsyncMPClient:
         return self._child.process.pid
 
     async def ready(self) -> CoreFacts:
-        """Waits until the core can take requests; raises what went wrong there as its own class."""
+        """Wait until the core can take requests. An error of the core's start is raised here, as its own class."""
         reply = await self._next()
         if isinstance(reply, Failed):
             what = f"the engine core could not start: {reply.error_class}: {reply.message}"
             dead = reply.error_class == EngineDeadError.__name__
             raise rebuild(reply.error_class, reply.message, EngineDeadError(what) if dead else HeadraceError(what))
         if not isinstance(reply, Ready):
-            raise EngineDeadError(f"the engine core said {type(reply).__name__} before it was ready")
-        self._folder.remove()  # both ends are connected; a path that is gone cannot be connected to or left behind
+            raise EngineDeadError(f"the engine core sent {type(reply).__name__} before it was ready")
+        self._folder.remove()  # both ends are connected: nobody else can connect any more, and no file is left behind
         return reply.facts
 
     def add(self, requests: list[EngineCoreRequest]) -> None:
-        """`requests`: the choices of one request, which share their prompt."""
+        """Send the choices of one request, which share their prompt."""
         self._send(Add.of(requests))
 
     def abort(self, aborts: list[Abort]) -> None:
         self._send(AbortMany(aborts))
 
     async def receive(self) -> EngineCoreOutputs:
-        """The next step's outputs, which may be none."""
+        """Return the outputs of the next message; a heartbeat has none."""
         if self._dead is not None:
             raise self._dead
         try:
@@ -124,7 +125,7 @@ class AsyncMPClient:
         return self._outputs_in(reply)
 
     def receive_waiting(self) -> EngineCoreOutputs | None:
-        """A step's outputs that have come already; None: none have. Raises what `receive` raises."""
+        """Return the outputs of a message that has arrived already, or None. Raises what `receive` raises."""
         if self._dead is not None:
             raise self._dead
         receiving: asyncio.Future[bytes] = self._receiver.recv(zmq.NOBLOCK)  # type: ignore[assignment]
@@ -132,7 +133,7 @@ class AsyncMPClient:
             message = receiving.result()
         except zmq.Again:
             return None
-        return self._outputs_in(self._heard(message))
+        return self._outputs_in(self._decode(message))
 
     def _outputs_in(self, reply: Reply) -> EngineCoreOutputs:
         if isinstance(reply, Failed):
@@ -145,7 +146,7 @@ class AsyncMPClient:
         return reply.outputs
 
     def check_health(self, has_requests: bool) -> None:
-        """Raises EngineDeadError unless the core's loop has shown itself lately, StepsFailError while steps fail."""
+        """Raise EngineDeadError if the core is dead or silent for too long, StepsFailError while its steps fail."""
         if self._dead is not None:
             raise self._dead
         if not self._child.is_alive():
@@ -158,7 +159,7 @@ class AsyncMPClient:
             raise StepsFailError(self._problem)
 
     async def shutdown(self, timeout: float = STOP_SECONDS) -> None:
-        """SIGTERM, then SIGKILL: returns when the process is gone."""
+        """End the core's process with SIGTERM, after `timeout` seconds with SIGKILL; return when it is gone."""
         self._dead = self._dead or EngineDeadError("the engine is shut down")
         try:
             await asyncio.shield(asyncio.to_thread(self._child.stop, timeout))
@@ -177,23 +178,23 @@ class AsyncMPClient:
         self._sender.send(self._encoder.encode(command), zmq.NOBLOCK)
 
     async def _next(self) -> Reply:
-        """The next message; EngineDeadError if the process ends without one."""
+        """Return the next message. Raises EngineDeadError if the process ends without one."""
         receiving: asyncio.Future[bytes] = self._receiver.recv()  # type: ignore[assignment]
         if not receiving.done():
             await asyncio.wait((receiving, self._ended), return_when=asyncio.FIRST_COMPLETED)
-            if not receiving.done():  # the process has ended; its last words may still be on their way
-                await asyncio.wait((receiving,), timeout=LAST_WORDS_SECONDS)
+            if not receiving.done():  # the process has ended; its last message may still be on its way
+                await asyncio.wait((receiving,), timeout=LAST_MESSAGE_SECONDS)
             if not receiving.done():
                 receiving.cancel()
                 raise self._death()
-        return self._heard(receiving.result())
+        return self._decode(receiving.result())
 
-    def _heard(self, message: bytes) -> Reply:
+    def _decode(self, message: bytes) -> Reply:
         self._last_heard = time.monotonic()
         return self._decoder.decode(message)
 
     def _watch(self) -> None:
-        """In a thread of its own: wait for the process to end."""
+        """Wait for the process to end, in a thread of its own."""
         self._child.process.wait()
         try:
             self._loop.call_soon_threadsafe(self._ended.set_result, None)

@@ -1,7 +1,7 @@
-"""The engine core's own process.
+"""Is the main program of the engine core's process.
 
-Commands come in and outputs go out over two local sockets; the loop shows itself at least once a second, so that
-whoever waits knows whether it steps. Ends on SIGTERM, and at once when its parent dies.
+Commands come in and outputs go out over two local sockets. A heartbeat at least every second tells the parent that the
+loop still runs. The process ends on SIGTERM, and at once when its parent dies.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from types import FrameType
 import msgspec
 import zmq
 
-from headrace.engine.core import EngineCore, build_core
+from headrace.engine.build import build_core
+from headrace.engine.core import EngineCore
 from headrace.engine.messages import Add, Command, CoreConfig, Failed, Ready, Reply, Stepped
 from headrace.errors import HeadraceError, crossing_name
 from headrace.process import exit_at_once, read_config
 
 HEARTBEAT_SECONDS = 0.5
-"""Longest silence of a loop that goes round."""
+"""Most seconds without a message, while the loop runs."""
 QUIET_MS = 200
-"""Nobody has come for so long: time to rehearse. Clients that send one request after the other pause for less."""
+"""Idle time after which warm-up steps begin. Clients that send one request after the other pause for less."""
 LINGER_MS = 2000
-"""How long the last words may take to leave."""
+"""How long the last message may take to leave when the process ends."""
 
 
 class _Stop:
-    """Set by SIGTERM. Before the loop runs nothing needs finishing, and the process ends on the spot."""
+    """Notes SIGTERM for the loop. Before the loop runs there is nothing to finish, so SIGTERM ends the process at once."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -47,6 +48,8 @@ class _Stop:
 
 
 class _Outbox:
+    """Sends messages to the parent and remembers when it last did."""
+
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
         self._encoder = msgspec.msgpack.Encoder()
@@ -74,7 +77,7 @@ def main(argv: list[str]) -> int:
         core = build_core(core_config.config, Path(core_config.folder), True, core_config.executor)
         stop.looping = True
         gc.collect()
-        gc.freeze()  # what the start left will never be garbage, and looking through it costs tens of milliseconds
+        gc.freeze()  # what the start made is never garbage, and scanning it takes tens of milliseconds each time
         outbox.send(Ready(core.facts))
         _loop(core, requests, outbox, stop)
         return 0
@@ -90,16 +93,17 @@ def main(argv: list[str]) -> int:
 
 
 def _loop(core: EngineCore, requests: zmq.Socket[bytes], outbox: _Outbox, stop: _Stop) -> None:
+    """Take commands, step and send outputs until SIGTERM. Warm-up steps run one after the other once it is quiet."""
     decoder = msgspec.msgpack.Decoder(Command)
-    idle_ms, rehearsing = 0, False
+    idle_ms, warming_up = 0, False
     while not stop.asked:
-        if requests.poll(0 if rehearsing else idle_ms):
+        if requests.poll(0 if warming_up else idle_ms):
             _take_commands(core, requests, decoder)
-            rehearsing = False
+            warming_up = False
         elif idle_ms:
-            if core.may_rehearse:  # which compiles and captures: the loop may be silent for long
+            if core.may_warm_up:  # it compiles and captures, so the next heartbeat may be late
                 outbox.send(Stepped(core.snapshot([]), busy=True))
-            rehearsing = core.rehearse()
+            warming_up = core.warm_up()
         stepped = core.step()
         if stepped is not None and stepped.outputs:
             outbox.send(Stepped(stepped, core.busy))
@@ -110,7 +114,7 @@ def _loop(core: EngineCore, requests: zmq.Socket[bytes], outbox: _Outbox, stop: 
 
 
 def _take_commands(core: EngineCore, requests: zmq.Socket[bytes], decoder: msgspec.msgpack.Decoder[Command]) -> None:
-    """Everything that has arrived."""
+    """Carry out every command that has arrived."""
     while True:
         try:
             command = decoder.decode(requests.recv(zmq.NOBLOCK))
@@ -127,4 +131,4 @@ if __name__ == "__main__":
     exit_code = main(sys.argv)
     logging.shutdown()
     sys.stderr.flush()
-    os._exit(exit_code)  # all is closed; taking torch apart object by object would only take time
+    os._exit(exit_code)  # everything is closed, and tearing down torch object by object takes time

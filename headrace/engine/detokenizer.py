@@ -216,9 +216,7 @@ class Detokenizer:
 
     def append(self, token_ids: list[int], last_is_stop_token: bool = False) -> Detokenized:
         """`last_is_stop_token`: the last one ended the request; it is kept, but writes text only if stops are included.
-
-        After a stop string completed nothing more may be appended.
-        """
+        After a stop string completed nothing more may be appended."""
         texts: list[str] = []
         for i, token_id in enumerate(token_ids):
             self._num_tokens += 1

@@ -127,11 +127,9 @@ class HFTokenizer:
         return_dict: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """The prompt of one conversation, or of each of several; `kwargs` go to the template.
-
-        With `tokenize` a BatchEncoding, or without `return_dict` its ids; else text. `chat_template`: jinja, or the
-        name of one of the model's.
-        """
+        """The prompt of one conversation, or of each of several; `kwargs` go to the template. With `tokenize` a
+        BatchEncoding, or without `return_dict` its ids; else text. `chat_template`: jinja, or the name of one of the
+        model's."""
         template = self._tokenizer.template_for(bool(tools), chat_template)
         render = template.render_continued if continue_final_message else template.render
         several = bool(conversation) and isinstance(conversation[0], list | tuple)

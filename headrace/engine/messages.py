@@ -1,4 +1,4 @@
-"""What the front end and the engine core say to each other over their sockets, as msgspec structs."""
+"""Defines the messages between the front end and the engine core's process, as msgspec structs."""
 
 from __future__ import annotations
 
@@ -15,44 +15,47 @@ _NO_PARAMS = SamplingParams()
 
 
 class CoreConfig(msgspec.Struct, frozen=True):
-    """What the core's process reads from its inherited descriptor."""
+    """Holds what the core's process reads from its inherited file descriptor when it starts."""
 
     config: EngineConfig
     folder: str
     requests: str
-    """zmq address on which the core receives"""
+    """ZeroMQ address on which the core receives."""
     replies: str
-    """zmq address to which the core sends"""
+    """ZeroMQ address to which the core sends."""
     executor: str | None = None
     """`module:attribute` of a function like `make_executor`, in place of it."""
 
 
 class CoreFacts(msgspec.Struct, frozen=True):
-    """What the core found out and settled while it started."""
+    """Holds what the core measured and decided while it started."""
 
     config: EngineConfig
-    """resolved: nothing is None that the core needs"""
+    """The resolved config: nothing that the core needs is None."""
     decisions: list[Decision]
     workers: list[WorkerFacts]
     num_pages: int
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """The choices of one request. Their prompt and parameters travel, and lie in the core's memory, once."""
+    """Adds all choices of one request. Their prompt and parameters are sent, and kept in the core's memory, only
+    once."""
 
     prompt_token_ids: list[int]
     params: SamplingParams
-    """the first choice's; the others differ in that they do not score the prompt"""
+    """Those of the first choice. The others differ in one point: they do not score the prompt."""
     requests: list[EngineCoreRequest]
-    """without these two"""
+    """The choices, without prompt and parameters."""
 
     @classmethod
     def of(cls, requests: list[EngineCoreRequest]) -> Add:
+        """Return the message for the choices of one request."""
         first = requests[0]
         bare = [structs.replace(request, prompt_token_ids=[], params=_NO_PARAMS) for request in requests]
         return cls(first.prompt_token_ids, first.params, bare)
 
     def whole(self) -> list[EngineCoreRequest]:
+        """Return the choices as they were given to `of`."""
         others = structs.replace(self.params, prompt_logprobs=None) if len(self.requests) > 1 else self.params
         return [
             structs.replace(request, prompt_token_ids=self.prompt_token_ids, params=others if index else self.params)
@@ -61,12 +64,16 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True):
+    """Ends one request of the core."""
+
     request_id: str
     num_output_tokens_kept: int | None = None
-    """Where a stop string cut the output; None: nobody wants the output."""
+    """How many output tokens count, where a stop string ended the request; None: nobody wants the output."""
 
 
 class AbortMany(msgspec.Struct, frozen=True, tag=True):
+    """Ends several requests of the core."""
+
     aborts: list[Abort]
 
 
@@ -74,19 +81,21 @@ Command = Add | AbortMany
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Says that the core can take requests."""
+
     facts: CoreFacts
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):
-    """The loop went round. Sent with each step's outputs, and without any at least once a second."""
+    """Carries a step's outputs. Without outputs it is a heartbeat: while nothing happens, one is sent every second."""
 
     outputs: EngineCoreOutputs
     busy: bool
-    """A step is under way on the device: the next message may take as long as that step."""
+    """Whether a step is under way on the device; the next message may then take as long as that step."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The core could not start, or cannot go on. The process ends after it."""
+    """Says that the core could not start or cannot go on. Its process ends after this message."""
 
     error_class: str
     message: str

@@ -1,8 +1,7 @@
-"""How many requests, and prompt tokens, may wait for the core: what is over that is refused, with the time after which
-to come back.
+"""Bounds how many requests and prompt tokens may wait for the core; refuses more, with a time to come back after.
 
-Counts what was sent against what the core says it has received, so that the bound holds between its messages too.
-Knows nothing of HTTP.
+It compares what was sent with what the core says it has received, so that the bound also holds between the core's
+messages. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -19,19 +18,21 @@ from headrace.engine.metrics import EngineMetrics
 from headrace.errors import QueueFullError, RequestError
 
 SAMPLE_SECONDS = 1.0
-RECENT_SAMPLES = 60
-"""The pace of the queue is that of the last minute in which there was one."""
+MAX_SAMPLES = 60
+"""The queue's pace is measured over its last minute in which anything waited."""
 
 
 @dataclass
-class Place:
-    """What one HTTP request was promised and has not sent yet."""
+class Reservation:
+    """Holds how many requests and prompt tokens one HTTP request may still send."""
 
     requests: int
     tokens: int
 
 
 class QueueBound:
+    """Admits HTTP requests to the queue in front of the core, or refuses them."""
+
     def __init__(
         self, config: EngineConfig, metrics: EngineMetrics, clock: Callable[[], float] = time.monotonic
     ) -> None:
@@ -39,14 +40,14 @@ class QueueBound:
         self.max_tokens = config.max_queued_tokens
         self._metrics = metrics
         self._clock = clock
-        self._claimed = Place(0, 0)
-        """promised to those who have not sent it yet, or sent, since start"""
-        self._samples: deque[tuple[float, int]] = deque([(0.0, 0)], maxlen=RECENT_SAMPLES + 1)
-        """(seconds in which something waited, prompt tokens that had left the queue), since start"""
+        self._claimed = Reservation(0, 0)
+        """What was reserved and not sent yet, and all that was sent since start."""
+        self._samples: deque[tuple[float, int]] = deque([(0.0, 0)], maxlen=MAX_SAMPLES + 1)
+        """(seconds in which anything waited, prompt tokens that had left the queue by then), since start."""
         self._seconds = 0.0
-        self._seen = clock()
+        self._observed_at = clock()
         self._waited = False
-        """when last looked at"""
+        """Whether anything waited when `observe` was last called."""
         self._rejected = metrics.show_queue(
             {
                 "max_queued_requests": lambda: self.max_requests,
@@ -58,7 +59,7 @@ class QueueBound:
 
     @property
     def num_requests(self) -> int:
-        """Sent, or about to be, and not running."""
+        """Requests that were reserved or sent and have not begun to run."""
         stats = self._metrics.stats
         return self._claimed.requests - stats.num_received + stats.num_waiting
 
@@ -68,9 +69,10 @@ class QueueBound:
         return self._claimed.tokens - stats.num_received_tokens + stats.num_waiting_tokens
 
     @contextmanager
-    def place(self, requests: int, tokens: int) -> Iterator[Place]:
-        """Room for all of an HTTP request: so many choices, and so many prompt tokens of all of them together. Raises
-        QueueFullError if there is not as much now, RequestError if there never is."""
+    def reserve(self, requests: int, tokens: int) -> Iterator[Reservation]:
+        """Reserve a place in the queue for all choices of an HTTP request and the prompt tokens of all of them. What
+        has not been sent when the context ends is given back. Raises QueueFullError if there is no place now, and
+        RequestError if there never will be."""
         bounds = (
             ("requests", requests, self.num_requests, self.max_requests),
             ("tokens", tokens, self.num_tokens, self.max_tokens),
@@ -91,32 +93,32 @@ class QueueBound:
                     f"wait (--max-queued-{name}); please try again later",
                     self.predicted_wait(),
                 )
-        place = Place(requests, tokens)
+        reservation = Reservation(requests, tokens)
         self._claim(requests, tokens)
         try:
-            yield place
+            yield reservation
         finally:
-            self._claim(-place.requests, -place.tokens)
+            self._claim(-reservation.requests, -reservation.tokens)
 
-    def sent(self, requests: int, tokens: int, place: Place | None) -> None:
-        """To the core. `place`: what they were promised; None: nothing, as of one who does not ask."""
-        if place is None:
+    def sent(self, requests: int, tokens: int, reservation: Reservation | None) -> None:
+        """Count what was sent to the core, with the reservation it was made under, if there was one."""
+        if reservation is None:
             self._claim(requests, tokens)
         else:
-            place.requests -= requests
-            place.tokens -= tokens
+            reservation.requests -= requests
+            reservation.tokens -= tokens
 
     def observe(self) -> None:
-        """Look at what the core said last; as often as one likes."""
+        """Take note of the core's latest counts. It may be called at any time."""
         now, stats = self._clock(), self._metrics.stats
         if self._waited:
-            self._seconds += now - self._seen
-        self._seen, self._waited = now, stats.num_waiting > 0
+            self._seconds += now - self._observed_at
+        self._observed_at, self._waited = now, stats.num_waiting > 0
         if self._seconds - self._samples[-1][0] >= SAMPLE_SECONDS:
             self._samples.append((self._seconds, stats.num_received_tokens - stats.num_waiting_tokens))
 
     def predicted_wait(self) -> int:
-        """Whole seconds until what waits now will have begun, at the recent pace; 1 as long as there is none."""
+        """Return whole seconds until all that waits now has begun, at the recent pace; 1 if none is known yet."""
         (began, before), (ended, after) = self._samples[0], self._samples[-1]
         if after <= before:
             return 1

@@ -1,8 +1,8 @@
-"""Whether steps succeed: an engine whose steps fail one after the other still steps, but serves nobody.
+"""Notices when steps fail one after the other: such an engine still runs its loop, but serves nobody.
 
-A step fails when it raises, or when the model gives every row that samples NaN or Inf logits. What a request does to
-itself (by forbidding every token) is no failure of the step. Requests go on being tried, and one step that succeeds is
-enough to be healthy again.
+A step fails if it raises, or if the model gives NaN or Inf logits to every row that samples. A request that forbids
+every token harms itself alone; that is no failure of the step. Requests go on being tried, and after one step that
+succeeds the engine is healthy again.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ from headrace.step import LOGITS_NOT_FINITE, RunnerOutput
 logger = logging.getLogger(__name__)
 
 MOST_FAILURES = 3
-"""So many steps that fail one after the other are no accident."""
+"""The engine is unhealthy after so many failed steps in a row."""
 
 
 class StepHealth:
+    """Counts failed steps in a row."""
+
     def __init__(self, dtype: str) -> None:
-        """`dtype`: what the engine computes in."""
+        """`dtype`: the data type in which the model computes."""
         self.problem = ""
-        """what is wrong, for /health; empty while steps succeed"""
+        """What is wrong, for /health; empty while the engine is healthy."""
         self._dtype = dtype
         self._failures = 0
 
     def finished(self, result: RunnerOutput) -> None:
-        """A step that samples nothing (a part of a prompt) shows neither."""
+        """Take the result of a step. One that samples nothing, as a part of a prompt does, counts neither way."""
         if not result.token_ids:
             return
         if any(token != LOGITS_NOT_FINITE for token in result.token_ids):
@@ -44,8 +46,9 @@ class StepHealth:
         self._count(f"the model gave every request NaN or Inf logits{overflow}")
 
     def failed(self, error: Exception) -> None:
-        said = f": {error}" if isinstance(error, HeadraceError) else ""  # other words may name internals
-        self._count(f"the last one with {type(error).__name__}{said}")
+        """Take the error of a step that raised one."""
+        detail = f": {error}" if isinstance(error, HeadraceError) else ""  # other messages may name internals
+        self._count(f"the last one with {type(error).__name__}{detail}")
 
     def _count(self, what: str) -> None:
         self._failures += 1

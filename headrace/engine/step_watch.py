@@ -1,7 +1,7 @@
-"""Predicted against observed step times: summed for /metrics, and one line in the log where steps stay slow.
+"""Compares step times with predicted ones: sums both for /metrics, and warns when steps stay slow.
 
-A step is observed from the result before it, or from its own submission where the device was idle, to its result: what
-the device took, as the host sees it. Knows nothing of requests, and never changes what runs.
+A step is timed from the previous step's result (or from its own submission, if the device was idle) to its result. That
+is the device's time as the host sees it. Never changes what runs.
 """
 
 from __future__ import annotations
@@ -20,60 +20,59 @@ from headrace.step import SchedulerOutput
 logger = logging.getLogger(__name__)
 
 DECODE, MIXED = "decode", "mixed"
-"""steps in which every request runs one token; steps with longer parts of prompts"""
+"""Kinds of steps: those in which every request computes one token, and those with longer parts of prompts."""
 SLOW = 1.5
-"""Steps that take more than so many times what is predicted are told of,"""
+"""Steps of a window are slow if they take more than SLOW times what is predicted."""
 WINDOW_SECONDS = 60.0
-"""if they do over so long,"""
 FEWEST_STEPS = 32
-"""are so many,"""
+"""A window with fewer steps is not judged."""
 QUIET_SECONDS = 3600.0
-"""and no steps were told of for so long."""
-NEAR = 32
-"""Contexts of decodes that are so near count as one: it does not show in the cost of a step."""
-MOST_KNOWN = 4096
-"""costs of decode steps that are kept"""
+"""Least time between two warnings."""
+CONTEXT_STEP = 32
+"""Decode steps whose mean contexts round to the same multiple of so many tokens share one predicted time."""
+MAX_PREDICTIONS = 4096
+"""Most predicted times that are kept."""
 
 
 class Watched(NamedTuple):
-    """A step under way."""
+    """Is a step under way: its kind, when it began, and the predicted seconds."""
 
     kind: str
     began: float
     predicted: float
-    """seconds"""
 
 
 class StepWatch:
-    """`submitted` once a step is on its way, `finished` with its result, in the order of the steps."""
+    """Times steps. Call `submitted` for each, and `finished` with its result, in the order of the steps."""
 
     def __init__(self, prediction: StepPrediction, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.totals = _nothing()
-        """by kind of step, since start"""
+        """Kind of step -> sums since start."""
         self._prediction = prediction
         self._seconds = prediction.model.seconds
-        self._known: dict[tuple[float, int], float] = {}
+        self._decode_seconds: dict[tuple[float, int], float] = {}
+        """(requests, rounded context) -> predicted seconds of a decode step."""
         self._last_end = self._window_start = clock()
         self._window = _nothing()
-        self._told_at = -QUIET_SECONDS
+        self._warned_at = -QUIET_SECONDS
 
     def submitted(self, step: SchedulerOutput, began: float) -> Watched:
-        """`began`: what the clock said before the executor was told of the step."""
+        """Return the prediction for a step. `began`: the clock's time before the executor got it."""
         work = StepWork.of(step)
         if work.prefill_tokens:
             return Watched(MIXED, began, self._seconds(work))
-        near = int(work.decode_context) // NEAR
-        predicted = self._known.get((work.decodes, near))
+        near = int(work.decode_context) // CONTEXT_STEP
+        predicted = self._decode_seconds.get((work.decodes, near))
         if predicted is None:
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            predicted = self._seconds(replace(work, decode_context=(near + 0.5) * NEAR))
-            self._known[work.decodes, near] = predicted
+            if len(self._decode_seconds) >= MAX_PREDICTIONS:
+                self._decode_seconds.clear()
+            predicted = self._seconds(replace(work, decode_context=(near + 0.5) * CONTEXT_STEP))
+            self._decode_seconds[work.decodes, near] = predicted
         return Watched(DECODE, began, predicted)
 
     def finished(self, step: Watched, counts: bool = True) -> None:
-        """`counts`: False where it did more than compute (a graph was captured, memory ran out) or failed."""
+        """Take the end of a step. `counts`: False if it failed, or did more than compute, such as capture a graph."""
         end = self.clock()
         observed = end - max(step.began, self._last_end)
         self._last_end = end
@@ -92,9 +91,9 @@ class StepWatch:
             for kind, times in self._window.items()
             if times.steps >= FEWEST_STEPS and times.observed > SLOW * times.predicted
         ]
-        if not slow or not self._prediction.warns or now - self._told_at < QUIET_SECONDS:
+        if not slow or not self._prediction.warns or now - self._warned_at < QUIET_SECONDS:
             return
-        self._told_at = now
+        self._warned_at = now
         kind = max(slow, key=lambda kind: self._window[kind].observed - self._window[kind].predicted)
         times, excuse = self._window[kind], self._prediction.excuse
         logger.warning(

@@ -53,10 +53,8 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path, chat_template: str | None = None) -> Tokenizer:
-        """`chat_template` overrides the model's: the path of a file, or the template itself.
-
-        Raises TokenizerError if the folder has no usable tokenizer, ConfigError if the override is not a template.
-        """
+        """`chat_template` overrides the model's: the path of a file, or the template itself. Raises TokenizerError if
+        the folder has no usable tokenizer, ConfigError if the override is not a template."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise TokenizerError(
@@ -114,17 +112,13 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
-        """The prompt of a conversation; encode it with `add_special_tokens=False`.
-
-        `kwargs` go to the template. Raises RequestError, naming `messages`, if there is no template or if it fails.
-        """
+        """The prompt of a conversation; encode it with `add_special_tokens=False`. `kwargs` go to the template. Raises
+        RequestError, naming `messages`, if there is no template or if it fails."""
         return self.template_for(bool(tools)).render(messages, tools, add_generation_prompt, kwargs)
 
     def template_for(self, with_tools: bool, source: str | None = None) -> ChatTemplate:
-        """The model's chat template, with tools or without, or one made of `source`: its name here, or jinja.
-
-        Raises RequestError: there is none (param `messages`), or `source` is not a template (`chat_template`).
-        """
+        """The model's chat template, with tools or without, or one made of `source`: its name here, or jinja. Raises
+        RequestError: there is none (param `messages`), or `source` is not a template (`chat_template`)."""
         name = source or ("tool_use" if with_tools and "tool_use" in self.templates else "default")
         template = self.templates.get(name)
         if template is None and source is not None:
@@ -184,11 +178,9 @@ class _Model(msgspec.Struct):
 
 
 def _backend(content: bytes, source: _TokenizerFile, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """tokenizer.json as transformers 5 reads it: as it is, but sentencepiece Llama files get Metaspace.
-
-    Such files prepend a space to every stretch of text between special tokens; sentencepiece itself, which the models
-    were trained with, prepends one to the text's beginning only (`legacy` false).
-    """
+    """tokenizer.json as transformers 5 reads it: as it is, but sentencepiece Llama files get Metaspace. Such files
+    prepend a space to every stretch of text between special tokens; sentencepiece itself, which the models were trained
+    with, prepends one to the text's beginning only (`legacy` false)."""
     class_name = str(config.get("tokenizer_class") or "").removesuffix("Fast")
     byte_level = '"ByteLevel"' in json.dumps([source.pre_tokenizer, source.decoder])
     if class_name == "LlamaTokenizer" and not byte_level and source.model.type == "BPE":

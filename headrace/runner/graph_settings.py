@@ -84,7 +84,7 @@ class GraphSettings:
         return self.num_full * num_layers * LAYER_BYTES + pieces * PIECE_BYTES + WORKSPACE_BYTES
 
     @property
-    def rehearsals(self) -> list[tuple[int, int]]:
+    def warmup_sizes(self) -> list[tuple[int, int]]:
         """(requests, tokens) of a step of each size, by turns the next larger number of decodes and the next smaller of
         prompt tokens, from what may stand beside decodes, and then the larger ones: what is likely to come up first.
         But the very largest of both is the first of all: the memory that its capture takes holds what the others need,

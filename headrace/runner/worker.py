@@ -211,7 +211,7 @@ class Worker:
             table_bytes=0 if use is None else max(0, use.standing - self.model.weight_bytes),
             graph_bytes=0 if use is None else use.graphs,
             library_bytes=0 if use is None else use.outside,
-            rehearsals=[] if graphs is None else graphs.rehearsals,
+            warmup_sizes=[] if graphs is None else graphs.warmup_sizes,
             kv_cache_error=self.kv_scales.error,
             kv_cache_remedy=self.kv_scales.remedy,
             demoted=self.demoted,

@@ -173,7 +173,7 @@ class GenerationResponse(Response):
         params, response_id = generation.params, generation.response_id
         prompts = await engine.prepare(generation.prompts, params, generation.add_special_tokens)
         several = len(prompts) > 1
-        with engine.queue.place(len(prompts) * params.n, sum(map(len, prompts)) * params.n) as place:
+        with engine.queue.reserve(len(prompts) * params.n, sum(map(len, prompts)) * params.n) as reservation:
             streams = [
                 engine.generate(
                     prompt,
@@ -184,7 +184,7 @@ class GenerationResponse(Response):
                     output_kind=output_kind,
                     client=self.client,
                     parent=response_id,
-                    place=place,
+                    reservation=reservation,
                 )
                 for index, prompt in enumerate(prompts)
             ]

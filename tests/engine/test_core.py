@@ -6,7 +6,8 @@ import pytest
 
 from headrace.cache_groups import same_layout
 from headrace.config import EngineConfig
-from headrace.engine.core import EngineCore, build_core
+from headrace.engine.build import build_core
+from headrace.engine.core import EngineCore
 from headrace.engine.messages import Abort, CoreFacts
 from headrace.errors import ConfigError, EngineDeadError, OutOfMemoryError
 from headrace.request import EngineCoreOutput, EngineCoreRequest, FinishReason

@@ -1,4 +1,4 @@
-"""The loop of the core's process: requests first, rehearsals when it has been quiet for a while."""
+"""The loop of the core's process: requests first, warm-up steps when it has been quiet for a while."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from headrace.request import EngineCoreOutputs, SchedulerStats
 
 
 class QuietCore:
-    """Has nothing to step; stops the loop after so many rehearsals."""
+    """Has nothing to step; stops the loop after so many warm-up steps."""
 
-    busy, may_rehearse = False, True
+    busy, may_warm_up = False, True
 
-    def __init__(self, rehearsals: int, on_rehearsal: Any = None) -> None:
+    def __init__(self, steps: int, on_step: Any = None) -> None:
         self.stop = SimpleNamespace(asked=False)
         self.log: list[tuple[str, float]] = []
-        self._left = rehearsals
-        self._on_rehearsal = on_rehearsal or (lambda left: None)
+        self._left = steps
+        self._on_step = on_step or (lambda left: None)
 
-    def rehearse(self) -> bool:
+    def warm_up(self) -> bool:
         self._left -= 1
-        self.log.append(("rehearsal", time.monotonic()))
-        self._on_rehearsal(self._left)
+        self.log.append(("warm-up", time.monotonic()))
+        self._on_step(self._left)
         self.stop.asked = not self._left
         return True
 
@@ -75,9 +75,9 @@ def run(core: QuietCore, receiver: zmq.Socket[bytes]) -> tuple[list[str], list[f
     return [name for name, _ in core.log], [at - start for _, at in core.log], outbox
 
 
-def test_a_quiet_loop_rehearses_one_step_after_the_other(sockets: Any) -> None:
+def test_a_quiet_loop_warms_up_one_step_after_the_other(sockets: Any) -> None:
     did, at, outbox = run(QuietCore(20), sockets[0])
-    assert did == ["rehearsal"] * 20
+    assert did == ["warm-up"] * 20
     quiet = core_process.QUIET_MS / 1000
     assert at[0] >= quiet
     assert at[-1] - at[0] < 19 * quiet, "there is nothing to wait for between them"
@@ -87,7 +87,7 @@ def test_a_quiet_loop_rehearses_one_step_after_the_other(sockets: Any) -> None:
 def test_somebody_who_comes_is_first_and_quiet_is_waited_for_anew(sockets: Any) -> None:
     receiver, sender = sockets
     command = msgspec.msgpack.encode(AbortMany([]))
-    core = QuietCore(4, on_rehearsal=lambda left: sender.send(command) if left == 2 else None)
+    core = QuietCore(4, on_step=lambda left: sender.send(command) if left == 2 else None)
     did, at, _ = run(core, receiver)
-    assert did == ["rehearsal", "rehearsal", "command", "rehearsal", "rehearsal"]
+    assert did == ["warm-up", "warm-up", "command", "warm-up", "warm-up"]
     assert at[3] - at[2] >= core_process.QUIET_MS / 1000

@@ -21,8 +21,8 @@ class Bench:
         self.queue = QueueBound(config, self.metrics, lambda: self.now)
 
     def send(self, requests: int, tokens: int) -> None:
-        with self.queue.place(requests, tokens) as place:
-            self.queue.sent(requests, tokens, place)
+        with self.queue.reserve(requests, tokens) as reservation:
+            self.queue.sent(requests, tokens, reservation)
 
     def core_says(self, received: int, received_tokens: int, waiting: int, waiting_tokens: int) -> None:
         stats = SchedulerStats(
@@ -57,7 +57,7 @@ def test_what_was_sent_counts_before_the_core_has_said_a_word() -> None:
 def test_one_that_does_not_fit_is_refused_as_a_whole(requests: int, tokens: int, bound: str) -> None:
     bench = Bench()
     bench.send(9, 50)
-    with pytest.raises(QueueFullError, match=f"--max-queued-{bound}") as caught, bench.queue.place(requests, tokens):
+    with pytest.raises(QueueFullError, match=f"--max-queued-{bound}") as caught, bench.queue.reserve(requests, tokens):
         pass
     assert caught.value.http_status == 429
     assert bench.waiting == (9, 50)
@@ -68,7 +68,7 @@ def test_one_that_does_not_fit_is_refused_as_a_whole(requests: int, tokens: int,
 
 @pytest.mark.parametrize(("requests", "tokens"), [(11, 11), (1, 101)])
 def test_one_that_never_fits_is_told_so(requests: int, tokens: int) -> None:
-    with pytest.raises(RequestError, match="in parts"), Bench().queue.place(requests, tokens):
+    with pytest.raises(RequestError, match="in parts"), Bench().queue.reserve(requests, tokens):
         pass
 
 
@@ -82,9 +82,9 @@ def test_zero_is_no_bound() -> None:
 
 def test_a_place_that_is_not_used_up_falls_free() -> None:
     bench = Bench()
-    with bench.queue.place(6, 60) as place:
+    with bench.queue.reserve(6, 60) as reservation:
         assert bench.waiting == (6, 60), "others may not take it meanwhile"
-        bench.queue.sent(2, 20, place)
+        bench.queue.sent(2, 20, reservation)
     assert bench.waiting == (2, 20)
 
 

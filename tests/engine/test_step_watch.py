@@ -10,7 +10,8 @@ import pytest
 
 from headrace.cache_groups import same_layout
 from headrace.config import EngineConfig
-from headrace.engine.core import EngineCore, build_core
+from headrace.engine.build import build_core
+from headrace.engine.core import EngineCore
 from headrace.engine.messages import CoreFacts
 from headrace.engine.metrics import EngineMetrics
 from headrace.engine.step_watch import QUIET_SECONDS, WINDOW_SECONDS, StepWatch

@@ -100,7 +100,7 @@ class InThisProcess:
 def make_core(
     runner: ModelRunner,
     num_blocks: int,
-    rehearsals: Sequence[tuple[int, int]] = (),
+    warmup_sizes: Sequence[tuple[int, int]] = (),
     executor: Callable[[ModelRunner], InThisProcess] = InThisProcess,
 ) -> EngineCore:
     runner.allocate(num_blocks)
@@ -118,7 +118,9 @@ def make_core(
         max_num_batched_tokens=LIMITS.max_num_batched_tokens,
         max_model_len=LIMITS.max_model_len,
     )
-    worker = WorkerFacts("cpu", "recorded", 0, 0, same_layout(LIMITS.block_size), 0, "", rehearsals=list(rehearsals))
+    worker = WorkerFacts(
+        "cpu", "recorded", 0, 0, same_layout(LIMITS.block_size), 0, "", warmup_sizes=list(warmup_sizes)
+    )
     facts = CoreFacts(config, [], [worker], num_blocks)
     return EngineCore(facts, Scheduler(scheduler), executor(runner))  # type: ignore[arg-type]
 
@@ -347,14 +349,14 @@ def test_graphs_keep_no_memory_for_their_results() -> None:
 
 
 @pytest.mark.parametrize("mode", [mode for mode in GRAPH_MODES if mode != "NONE"])
-def test_what_is_rehearsed_is_captured_before_it_comes_up(
+def test_what_is_warmed_up_is_captured_before_it_comes_up(
     mode: str, expected: tuple[str, dict[str, list[int]], dict[str, list[float]]]
 ) -> None:
     name, tokens, scores = expected
     runner = make_runner(name, mode)
     assert runner.graph_settings is not None
-    core = make_core(runner, num_blocks=26, rehearsals=runner.graph_settings.rehearsals)
-    while core.rehearse():
+    core = make_core(runner, num_blocks=26, warmup_sizes=runner.graph_settings.warmup_sizes)
+    while core.warm_up():
         pass
     assert runner.graphs is not None
     before = shapes_of(runner.graphs)
@@ -366,14 +368,14 @@ def test_what_is_rehearsed_is_captured_before_it_comes_up(
     assert got_tokens == tokens
     assert got_scores["5"] == pytest.approx(scores["5"], abs=1e-4)
     after = shapes_of(runner.graphs)
-    assert after == before or settings.other == "full", "of whole mixed steps one number of requests is rehearsed"
+    assert after == before or settings.other == "full", "of whole mixed steps one number of requests is warmed up"
 
 
-def test_rehearsing_begins_with_what_the_last_requests_left() -> None:
+def test_warming_up_begins_with_what_the_last_requests_left() -> None:
     """A row that asked for draws and penalties is told to be free, else the step would sample for it."""
     runner = make_runner("llama", "FULL_DECODE_ONLY")
     assert runner.graph_settings is not None
-    core = make_core(runner, num_blocks=26, rehearsals=runner.graph_settings.rehearsals)
+    core = make_core(runner, num_blocks=26, warmup_sizes=runner.graph_settings.warmup_sizes)
     core.add_request(
         EngineCoreRequest(
             request_id="a", prompt_token_ids=[5, 6, 7], max_tokens=2, seed=1,
@@ -383,17 +385,17 @@ def test_rehearsing_begins_with_what_the_last_requests_left() -> None:
     while core.has_work():
         core.step()
     assert runner.state.sampling.features
-    assert core.rehearse()
+    assert core.warm_up()
     assert not runner.state.sampling.features
 
 
-def test_a_rehearsal_that_fails_is_the_last() -> None:
+def test_a_warm_up_step_that_fails_is_the_last() -> None:
     runner = make_runner("llama", "FULL_DECODE_ONLY")
-    core = make_core(runner, num_blocks=26, rehearsals=[(1, 1), (2, 2)])
+    core = make_core(runner, num_blocks=26, warmup_sizes=[(1, 1), (2, 2)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "execute", lambda step: 1 / 0)
-        assert core.rehearse()
-    assert not core.rehearse()
+        assert core.warm_up()
+    assert not core.warm_up()
 
 
 def test_a_whole_graph_is_told_of_the_longest_requests_there_may_be() -> None:

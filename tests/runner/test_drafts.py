@@ -39,7 +39,7 @@ class ScriptedDrafter:
     def propose(self, batch: Batch, state: RequestState, hidden: Tensor) -> None:
         assert hidden.shape[0] >= batch.num_samples
         assert state.num_known is not None
-        for row in set(batch.sample_rows.tolist()) - {LIMITS.max_num_seqs}:  # rehearsals have the last
+        for row in set(batch.sample_rows.tolist()) - {LIMITS.max_num_seqs}:  # warmup_sizes have the last
             seed = int(state.sampling.gather(torch.tensor([row])).seed)
             known = int(state.num_known[row])
             guesses = (self.sequences[seed][known:] + [0] * self.num_drafts)[: self.num_drafts]

@@ -24,18 +24,18 @@ def test_sizes() -> None:
     assert of(200).other_sizes[-1] == 200
     assert of(pieces=2048).other_sizes[-2:] == (1984, 2048)
     assert of(pieces=2048, cudagraph_mode="FULL").other_sizes[-1] == 512
-    assert of(pieces=640).rehearsals[:6] == [(1, 640), (1, 1), (2, 512), (2, 2), (1, 512), (4, 4)]
-    assert of(cudagraph_mode="FULL_DECODE_ONLY").rehearsals[:3] == [(100, 100), (1, 1), (2, 2)]
+    assert of(pieces=640).warmup_sizes[:6] == [(1, 640), (1, 1), (2, 512), (2, 2), (1, 512), (4, 4)]
+    assert of(cudagraph_mode="FULL_DECODE_ONLY").warmup_sizes[:3] == [(100, 100), (1, 1), (2, 2)]
     wide = GraphSettings.of({"cudagraph_mode": "FULL_AND_PIECEWISE"}, 1024, 8192, 4096)
     assert wide is not None
-    assert wide.rehearsals[:3] == [(1024, 1024), (1, 1), (2, 512)]
-    assert len(wide.rehearsals) == len(set(wide.rehearsals))
+    assert wide.warmup_sizes[:3] == [(1024, 1024), (1, 1), (2, 512)]
+    assert len(wide.warmup_sizes) == len(set(wide.warmup_sizes))
     short = GraphSettings.of({"cudagraph_mode": "FULL_AND_PIECEWISE"}, 100, 8192, 128)
     assert short is not None
-    assert [step for step in short.rehearsals if step[1] in (512, 128, 112)][::-1] == [
+    assert [step for step in short.warmup_sizes if step[1] in (512, 128, 112)][::-1] == [
         (1, 112), (2, 112), (1, 128), (2, 128), (4, 512)
     ]  # fmt: skip
-    assert [tokens for _, tokens in of(pieces=704).rehearsals[-3:]] == [2, 640, 576]
+    assert [tokens for _, tokens in of(pieces=704).warmup_sizes[-3:]] == [2, 640, 576]
     assert (of().alone_sizes[0], of().alone_sizes[-1], len(of().alone_sizes)) == (4, 512, 29)
     assert of(cudagraph_mode="PIECEWISE").alone_sizes == of(cudagraph_mode="FULL").alone_sizes == ()
     assert of().num_full == len(of().decode_sizes) + 29

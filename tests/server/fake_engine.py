@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 from headrace.config import EngineConfig, ServerConfig
 from headrace.engine.input_processor import InputProcessor, ModelLimits
 from headrace.engine.metrics import EngineMetrics
-from headrace.engine.queue_bound import Place, QueueBound
+from headrace.engine.queue_bound import QueueBound, Reservation
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import EngineDeadError, HeadraceError
 from headrace.request import CompletionOutput, Logprob, RequestOutput
@@ -100,7 +100,7 @@ class FakeEngine:
         output_kind: str = "delta",
         client: str = "",
         parent: str | None = None,
-        place: Place | None = None,
+        reservation: Reservation | None = None,
     ) -> AsyncIterator[RequestOutput]:
         if self.dead:
             raise self.error
@@ -111,7 +111,7 @@ class FakeEngine:
                               "salt": cache_salt, "priority": priority, "special": self.special,
                               "client": client, "parent": parent})  # fmt: skip
         self.active.add(request_id)
-        self.queue.sent(params.n, params.n * len(ids), place)
+        self.queue.sent(params.n, params.n * len(ids), reservation)
         self.metrics.stats.num_received += params.n  # and none of it waits
         self.metrics.stats.num_received_tokens += params.n * len(ids)
         finished = False

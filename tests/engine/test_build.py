@@ -13,7 +13,7 @@ import pytest
 
 from headrace.cache_groups import same_layout
 from headrace.config import EngineConfig
-from headrace.engine.core import build_core
+from headrace.engine.build import build_core
 from headrace.errors import OutOfMemoryError
 from headrace.request import EngineCoreRequest
 from headrace.sampling_params import SamplingParams

@@ -1,0 +1,145 @@
+"""Builds an engine core: decides the settings, loads the model, and makes the plan smaller until it fits into memory.
+
+The ranks report facts, the planner decides from them, and its decisions go to all ranks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from headrace.cache_groups import CacheLayout
+from headrace.config import EngineConfig
+from headrace.engine.core import EngineCore, log_decisions
+from headrace.engine.messages import CoreFacts
+from headrace.engine.step_watch import StepWatch
+from headrace.errors import ConfigError
+from headrace.executor.base import Executor
+from headrace.executor.factory import detect_device, make_executor
+from headrace.model_config import ModelConfig
+from headrace.models.registry import read_served_config
+from headrace.planner.decisions import decide_before_load, decide_mixed_step, decide_num_pages
+from headrace.planner.fp8_cache import describe_lossy_cache, settled_cache
+from headrace.planner.profile import measured_here
+from headrace.planner.record import Decision
+from headrace.planner.served import predict_steps
+from headrace.planner.settings import all_settings
+from headrace.planner.smaller import fewer_pages, smaller_plan
+from headrace.quantization.checkpoint_format import holds_kv_scales
+from headrace.scheduler.config import SchedulerConfig
+from headrace.scheduler.scheduler import Scheduler
+from headrace.step import WorkerFacts
+
+logger = logging.getLogger(__name__)
+
+ExecutorFactory = Callable[[EngineConfig, Path, ModelConfig], Executor]
+
+
+def build_core(config: EngineConfig, folder: Path, beside_server: bool, executor: str | None = None) -> EngineCore:
+    """Return a core that is ready to serve the model in `folder`. Raises UserError for whatever keeps it from starting.
+    `beside_server`: an HTTP process shares the machine, and answers are streamed. `executor`: `module:attribute` of a
+    function to use in place of `make_executor`, for tests."""
+    model_config = read_served_config(folder)
+    device, factory = _executor_factory(config, executor)
+    measured = measured_here(config, model_config, device)
+    resolved, decisions = decide_before_load(config, model_config, device, beside_server, measured)
+    log_decisions(all_settings(resolved, decisions))
+    asked_cache = config.kv_cache_dtype != "auto" or holds_kv_scales(model_config.quantization)
+    loaded = load(lambda plan: factory(plan, folder, model_config), resolved, config, asked_cache)
+    try:
+        mixed_step, chunk = decide_mixed_step(loaded.config, loaded.workers, streamed=beside_server)
+        decisions += loaded.decisions + log_decisions(chunk)
+        scheduler = Scheduler(_scheduler_config(loaded.config, loaded.workers[0].layout, loaded.num_pages, mixed_step))
+    except BaseException:
+        loaded.executor.shutdown()
+        raise
+    settled = all_settings(loaded.config, decisions)
+    facts = CoreFacts(loaded.config, settled, loaded.workers, loaded.num_pages)
+    prediction = predict_steps(loaded.config, model_config, loaded.workers)
+    return EngineCore(facts, scheduler, loaded.executor, None if prediction is None else StepWatch(prediction))
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Holds an executor that is ready to serve, the config it runs with, and what was decided on the way."""
+
+    executor: Executor
+    config: EngineConfig
+    decisions: list[Decision]
+    workers: list[WorkerFacts]
+    num_pages: int
+
+
+def load(
+    make: Callable[[EngineConfig], Executor], config: EngineConfig, given: EngineConfig, asked_cache: bool
+) -> Loaded:
+    """Return an executor that is ready to serve `config`, or the largest smaller plan that memory allows.
+
+    `given`: what the user asked for. `asked_cache`: the user or the checkpoint names the KV cache's type; otherwise the
+    objective alone chose it. Raises OutOfMemoryError where no plan fits, and ConfigError for a KV cache type that moves
+    this model's hidden states too far.
+    """
+    executor = make(config)
+    try:
+        workers = executor.load()
+        plainer = settled_cache(config, asked_cache, workers)
+        if plainer is None:
+            return _fit(executor, workers, config, given)
+    except BaseException:
+        executor.shutdown()
+        raise
+    executor.shutdown()
+    config, decision = plainer
+    log_decisions([decision], logging.WARNING)
+    loaded = load(make, config, given, asked_cache=True)
+    return replace(loaded, decisions=[decision, *loaded.decisions])
+
+
+def _fit(executor: Executor, workers: list[WorkerFacts], config: EngineConfig, given: EngineConfig) -> Loaded:
+    """Make the plan smaller until all that a loaded executor needs fits into memory, and allocate the KV cache."""
+    decisions: list[Decision] = []
+    while (smaller := smaller_plan(config, given, workers)) is not None:
+        config, made = smaller
+        decisions += log_decisions(made, logging.WARNING)
+        workers = executor.profile(config)
+    for note in workers[0].notes:
+        logger.debug("%s", note)
+    num_pages, made = decide_num_pages(config, workers)
+    decisions += log_decisions(made)
+    answers = executor.initialize_cache(num_pages)
+    while any(fact.shortfall for fact in answers):
+        num_pages, decision = fewer_pages(config, num_pages, answers)
+        decisions += log_decisions([decision], logging.WARNING)
+        answers = executor.initialize_cache(num_pages)
+    if lossy := describe_lossy_cache(config, workers, num_pages):
+        logger.info("%s", lossy)
+    return Loaded(executor, config, decisions, workers, num_pages)
+
+
+def _executor_factory(config: EngineConfig, path: str | None) -> tuple[str, ExecutorFactory]:
+    """Return the device to decide for, and the function that makes the executor."""
+    if path is None:
+        return detect_device(config), make_executor
+    module, _, attribute = path.partition(":")
+    return "cpu" if config.device == "auto" else config.device, getattr(importlib.import_module(module), attribute)
+
+
+def _scheduler_config(
+    config: EngineConfig, layout: CacheLayout, num_pages: int, mixed_step_tokens: int | None
+) -> SchedulerConfig:
+    if config.max_num_seqs is None or config.max_num_batched_tokens is None or config.max_model_len is None:
+        raise ConfigError("the planner left max_num_seqs, max_num_batched_tokens or max_model_len open")
+    return SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        layout=layout,
+        num_pages=num_pages,
+        enable_prefix_caching=config.enable_prefix_caching,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        policy=config.scheduling_policy,
+        mixed_step_tokens=mixed_step_tokens,
+    )
