@@ -59,9 +59,7 @@ NOT_HERE = {
 
 class LLM:
     """`LLM(model, **keywords)`, which are the fields of EngineConfig; those of vLLM's are judged as its flags are.
-
-    Close it with `shutdown`, a `with` block or by dropping it.
-    """
+    Close it with `shutdown`, a `with` block or by dropping it."""
 
     def __init__(self, model: str | os.PathLike[str] = "demo", *, executor: str | None = None, **keywords: Any) -> None:
         """Raises UserError for whatever cannot work. `executor`: `module:attribute`, in place of the real one."""
@@ -97,10 +95,8 @@ class LLM:
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """One RequestOutput a prompt. `sampling_params`: one for all or one a prompt (default:
-        `get_default_sampling_params`). `lora_request`: None, as vLLM has it by default.
-
-        Raises RequestError for the first invalid prompt, before any runs.
-        """
+        `get_default_sampling_params`). `lora_request`: None, as vLLM has it by default. Raises RequestError for the
+        first invalid prompt, before any runs."""
         _refuse_adapters(lora_request)
         return self._run(_as_list(prompts), sampling_params, use_tqdm, add_special_tokens, priority)
 
@@ -117,19 +113,16 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """One conversation, or several: the model's next message in each.
-
-        `chat_template`: jinja, or the name of one of the model's. `continue_final_message`: the rest of the last
-        message instead of a next one; it needs `add_generation_prompt=False`.
-        """
+        """One conversation, or several: the model's next message in each. `chat_template`: jinja, or the name of one of
+        the model's. `continue_final_message`: the rest of the last message instead of a next one; it needs
+        `add_generation_prompt=False`."""
         _refuse_adapters(lora_request)
         if self.tokenizer is None:
             raise RequestError("chat needs a tokenizer, but skip_tokenizer_init is set", "messages")
-        template = self.tokenizer.template_for(bool(tools), chat_template)
-        render = template.render_continued if continue_final_message else template.render
+        template, kwargs = self.tokenizer.template_for(bool(tools), chat_template), chat_template_kwargs or {}
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts: list[Prompt] = [
-            render(conversation, tools, add_generation_prompt, chat_template_kwargs or {})
+            template.render(conversation, tools, add_generation_prompt, kwargs, continue_final_message)
             for conversation in conversations
         ]
         return self._run(prompts, sampling_params, use_tqdm, add_special_tokens=False, priority=None)

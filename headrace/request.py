@@ -73,7 +73,7 @@ class RequestStatus(enum.Enum):
 
 
 class Snapshot(NamedTuple):
-    """Is a copy of a request's recurrent state, made by a step whose result is not back yet."""
+    """Represents a copy of a request's recurrent state, made by a step whose result is not back yet."""
 
     num_tokens: int
     """Tokens that the state has seen."""
@@ -83,7 +83,7 @@ class Snapshot(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Is the scheduler's mutable record of one request.
+    """Tracks one request in the scheduler; mutable.
 
     `token_ids` are the tokens known to the host; `num_inflight` more are being sampled by steps whose results are not
     back. `num_computed_tokens` counts tokens whose KV is computed once all submitted steps have run. The gap to close

@@ -1,1 +1,1 @@
-"""Text to tokens and back, and the loop around scheduler and executor."""
+"""Converts text to tokens and back, and runs the loop around scheduler and executor."""

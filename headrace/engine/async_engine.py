@@ -1,6 +1,6 @@
-"""The engine as a server sees it: an async iterator of RequestOutputs for each request.
+"""Offers the engine to a server: for each request, an async iterator of RequestOutputs.
 
-The core runs in its own process; text is made here, while the core computes. Knows nothing of HTTP.
+The core runs in its own process. Text is made here, while the core computes. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ from headrace.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 INLINE_CHARS = 4096
-"""Longer prompts are tokenized in a thread, so that the event loop goes on."""
-AT_ONCE = 1 << 16
-"""Characters or ids of several prompts that a thread takes before those of another request have their turn."""
+"""Longer prompts are tokenized in a thread, so that the event loop is not held up."""
+GROUP_CHARS = 1 << 16
+"""Characters or ids of prompts that a thread takes at a time; then it is the turn of other requests' prompts."""
 TOKENIZER_THREADS = 2
 STATS_SECONDS = 10.0
-MOST_MERGED_STEPS = 8
-"""What so many steps brought is written with that of the one before where writing falls behind: a write costs more than
-all before it."""
+MAX_MERGED_STEPS = 8
+"""Most further steps whose outputs are written together with those of one step, when writing falls behind. The write
+itself costs more than all that leads to it."""
 
 
 class AsyncEngine:
-    """Make one with `await AsyncEngine.start(config)`; end it with `await engine.shutdown()`."""
+    """Runs the requests of a server on a core in another process. Make one with `await AsyncEngine.start(config)`; end it with `await
+    engine.shutdown()`."""
 
     def __init__(
         self, client: AsyncMPClient, facts: CoreFacts, model_config: ModelConfig, tokenizer: Tokenizer | None
@@ -58,7 +59,7 @@ class AsyncEngine:
         self.vocab_size: int = limits.vocab_size
         self.metrics = make_metrics(facts, limits)
         self.queue = QueueBound(facts.config, self.metrics)
-        """What may wait; for whoever wants to keep to it, by `reservation`."""
+        """Bounds what waits; it holds for callers that reserve a place in it before they call `generate`."""
         self.default_sampling = sampling_defaults(facts.config, model_config)
         """Fields of SamplingParams for requests that leave them out."""
         if self.default_sampling:
@@ -82,11 +83,11 @@ class AsyncEngine:
 
     @classmethod
     async def start(cls, config: EngineConfig, executor: str | None = None) -> AsyncEngine:
-        """Start the core and wait until it can serve. Raises what is wrong as a UserError. `executor`:
-        `module:attribute` of a function like `make_executor`, for tests."""
+        """Start the core and wait until it can serve. Raises UserError for whatever keeps it from starting. `executor`:
+        `module:attribute` of a function to use in place of `make_executor`, for tests."""
         folder = await asyncio.to_thread(model_folder, config)
         model_config = read_served_config(folder)
-        sampling_defaults(config, model_config)  # what is wrong with them is told before anything is loaded
+        sampling_defaults(config, model_config)  # raises what is wrong with them before anything is loaded
         client = AsyncMPClient(config, folder, executor)
         try:
             # The tokenizer loads while the core does.
@@ -114,13 +115,15 @@ class AsyncEngine:
         parent: str | None = None,
         reservation: Reservation | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """`delta`: what came since the last output, several steps in one if nobody was waiting. `final`: one output.
+        """Yield the outputs of a request as they come. Closing or cancelling the iterator aborts the request.
 
-        `client`: whose it is, and `parent`: what it is part of (None: nothing but its own n choices), as these take
-        turns. `reservation`: in the queue; without one it is sent whatever waits.
+        `output_kind`: with `delta` each output holds what came since the last one, of several steps if the reader was
+        slow; with `final` there is one output. `client` and `parent`: whose request it is, and the HTTP request that it
+        is part of (None: it stands alone), among which the scheduler takes turns. `reservation`: its place in the
+        queue; without one it is sent whatever waits.
 
-        Raises RequestError on the first step for invalid input, EngineDeadError when the core dies, HeadraceError if
-        this request failed there. Closing or cancelling the iterator aborts the request.
+        Raises RequestError for invalid input before the first output, EngineDeadError when the core dies, and
+        HeadraceError if this request failed there.
         """
         arrival_time = time.monotonic()
         if self._dead is not None:
@@ -158,8 +161,8 @@ class AsyncEngine:
     async def prepare(
         self, prompts: Sequence[str | list[int]], params: SamplingParams, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """Token ids of all prompts of one request, for `generate`. Raises RequestError where one of them, or all
-        together, could not run with `params`: then none of them does."""
+        """Return the token ids of all prompts of one HTTP request, for `generate`. Raises RequestError if one of them,
+        or all together, could not run with `params`, so that none of them does."""
         if self._dead is not None:
             raise self._dead
         loop = asyncio.get_running_loop()
@@ -174,29 +177,30 @@ class AsyncEngine:
         return found
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises RequestError if the text cannot fit into the model's context; long texts leave the event loop free."""
+        """Return a text's token ids; long texts are tokenized in a thread. Raises RequestError for one that is too long
+        for the model's context."""
         if len(text) <= INLINE_CHARS:
             return self._inputs.tokenize(text, add_special_tokens)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._inputs.tokenize, text, add_special_tokens)
 
     async def abort(self, request_id: str) -> None:
-        """End a request from outside: its iterator gets what there is, with finish_reason `abort`."""
+        """End a request. Its iterator yields what there is, with finish_reason `abort`."""
         self._abort(self._outputs.finish_aborted(request_id))
 
     def check_health(self) -> None:
-        """Raises EngineDeadError unless the core lives and its loop goes round, StepsFailError while its steps fail."""
+        """Raise EngineDeadError if the core is dead or silent for too long, StepsFailError while its steps fail."""
         if self._dead is not None:
             raise self._dead
         self._client.check_health(has_requests=self._outputs.num_requests > 0)
 
     @property
     def num_requests(self) -> int:
-        """Unfinished ones."""
+        """Unfinished requests."""
         return self._outputs.num_requests
 
     async def shutdown(self, timeout: float = STOP_SECONDS) -> None:
-        """Ends open requests with EngineDeadError; no process is left behind when it returns."""
+        """End open requests with EngineDeadError, and the core's process. No process is left when this returns."""
         self._dead = self._dead or EngineDeadError("the engine is shutting down")
         for task in self._tasks:
             task.cancel()
@@ -213,13 +217,13 @@ class AsyncEngine:
         try:
             while True:
                 self._abort(self._outputs.process(await self._client.receive()))
-                # Steps that have come meanwhile say that writing takes longer than a step.
-                for _ in range(MOST_MERGED_STEPS):
+                # If further steps have arrived meanwhile, writing takes longer than a step.
+                for _ in range(MAX_MERGED_STEPS):
                     if (waiting := self._client.receive_waiting()) is None:
                         break
                     self._abort(self._outputs.process(waiting))
                 self.queue.observe()
-                await asyncio.sleep(0)  # a core faster than this loop must not keep the readers from their tokens
+                await asyncio.sleep(0)  # lets the readers run, even if the core is faster than this loop
         except EngineDeadError as error:
             self._die(error)
         except Exception as error:  # a bug on this side must not leave requests waiting for ever
@@ -232,7 +236,7 @@ class AsyncEngine:
         self._outputs.fail_all(error)
 
     async def _log_stats(self) -> None:
-        """One line every ten seconds in which tokens were made."""
+        """Log throughput every ten seconds, unless no token was processed."""
         metrics = self.metrics
         prompt, generation = metrics.num_prompt_tokens, metrics.num_generation_tokens
         while True:
@@ -254,11 +258,11 @@ class AsyncEngine:
 
 
 def _groups(prompts: Sequence[str | list[int]]) -> Iterator[tuple[list[str | list[int]], int]]:
-    """In order, and the characters or ids of each group."""
+    """Split prompts into groups of about GROUP_CHARS, in order; yield each group with its characters or ids."""
     group: list[str | list[int]] = []
     size = 0
     for prompt in prompts:
-        if group and size + len(prompt) > AT_ONCE:
+        if group and size + len(prompt) > GROUP_CHARS:
             yield group, size
             group, size = [], 0
         group.append(prompt)
@@ -267,10 +271,12 @@ def _groups(prompts: Sequence[str | list[int]]) -> Iterator[tuple[list[str | lis
 
 
 def model_folder(config: EngineConfig) -> Path:
+    """Return the folder of the config's model, downloading it if necessary."""
     return resolve_model_folder(config.model, config.revision, config.download_dir, config.load_format)
 
 
 def load_tokenizer(config: EngineConfig, folder: Path) -> Tokenizer | None:
+    """Return the tokenizer that the config asks for; None with `skip_tokenizer_init`. `folder`: the model's."""
     if config.skip_tokenizer_init:
         return None
     if config.tokenizer is not None:
@@ -279,6 +285,7 @@ def load_tokenizer(config: EngineConfig, folder: Path) -> Tokenizer | None:
 
 
 def make_metrics(facts: CoreFacts, limits: ModelLimits) -> EngineMetrics:
+    """Return the metrics of an engine that has started."""
     config = facts.config
     name = config.served_model_name[0] if config.served_model_name else config.model
     cache_config: dict[str, object] = {

@@ -1,7 +1,7 @@
-"""Chat messages -> prompt text through a model's jinja template, in a sandbox bounded in time and size.
+"""Renders chat messages into prompt text with a model's jinja template, in a sandbox bounded in time and size.
 
-A template is data from a model's repository: it can read what it is given and nothing else, cannot outrun its deadline
-and cannot write more than a bounded text. Knows nothing of tokens or of HTTP.
+A template is data from a model's repository. It can read what it is given and nothing else, run for two seconds at
+most, and write a bounded text. Knows nothing of tokens or of HTTP.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -32,20 +33,21 @@ MAX_RENDER_SECONDS = 2.0
 MAX_REPEAT = 10**6
 """Largest result of `text * n`, and largest result of `a ** b` in bits."""
 MAX_PARTS = 2**18
-"""Of a text that is split, as MAX_JSON_CHARS of what is written as JSON: both are single steps that hold Python's lock.
-"""
+"""Most parts of a text that is split. Splitting, like writing JSON, is one call during which no other thread can
+run."""
 MAX_JSON_CHARS = 2**22
+"""Most characters of a value that is written as JSON."""
 RESERVED_KWARGS = frozenset(
     "messages tools documents chat_template tokenize tokenizer add_generation_prompt "
     "conversation continue_final_message return_dict return_tensors padding truncation max_length "
     "tokenizer_kwargs return_assistant_tokens_mask".split()
 )
-"""What `chat_template_kwargs` of a request may not set."""
+"""Names that `chat_template_kwargs` of a request may not set."""
 _WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*(\d{5}|\*)")
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what training learns from; when rendering it is just its body."""
+    """Renders the body of `{% generation %}`, a tag that marks what training learns from and means nothing here."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -55,7 +57,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Looks at the clock wherever a template can spend time: calls, attribute and item access, products."""
+    """Checks the clock wherever a template can spend time: in calls, products, and access to attributes and items."""
 
     intercepted_binops = frozenset(("*", "**", "%"))
 
@@ -120,7 +122,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja's own filter escapes HTML, which a prompt is not."""
+    """Write a value as JSON. Jinja's own filter would escape HTML, which a prompt is not."""
     if _characters(value) > MAX_JSON_CHARS:
         raise jinja2.sandbox.SecurityError(f"a value of more than {MAX_JSON_CHARS} characters is written as JSON")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
@@ -135,9 +137,10 @@ def _characters(value: Any) -> int:
 
 
 class ChatTemplate:
-    """One compiled template. The constructor raises jinja2.TemplateError if `source` is not a template."""
+    """Holds one compiled template."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Compile a template. Raises jinja2.TemplateError if `source` is not one."""
         self.source = source
         self._special_tokens = dict(special_tokens)
         environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation])
@@ -146,17 +149,25 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         self._template = environment.from_string(source)
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
-        """what it reads"""
+        """Names of all variables that the template reads."""
         self._environment = environment
 
     def render(
         self,
         messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        add_generation_prompt: bool,
-        kwargs: Mapping[str, Any],
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        kwargs: Mapping[str, Any] = MappingProxyType({}),
+        continue_final_message: bool = False,
     ) -> str:
-        """Raises RequestError (param `messages`, or `chat_template_kwargs` for a reserved name)."""
+        """Return the prompt of a conversation; encode it with `add_special_tokens=False`.
+
+        `kwargs` go to the template. With `continue_final_message` the prompt ends with the last message's text, which
+        the model continues. Raises RequestError, naming the field: `messages`, if the template fails,
+        `chat_template_kwargs` for a reserved name, or `continue_final_message`, if that is not possible.
+        """
+        if continue_final_message:
+            return self._render_continued(messages, tools, add_generation_prompt, kwargs)
         for name in kwargs:
             if name in RESERVED_KWARGS or name in self._special_tokens or name.startswith("_"):
                 raise RequestError(f"chat_template_kwargs may not set {quoted(name)}", "chat_template_kwargs")
@@ -183,15 +194,15 @@ class ChatTemplate:
             raise RequestError(f"chat template: {clip(_describe(error))}", "messages") from error
         return "".join(parts)
 
-    def render_continued(
+    def _render_continued(
         self,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None,
         add_generation_prompt: bool,
         kwargs: Mapping[str, Any],
     ) -> str:
-        """Up to the end of the last message's text, which the model goes on with. A mark says where that is: the text
-        itself may stand again in what the template writes behind it (`<` in `<|im_end|>`)."""
+        """Render up to the end of the last message's text. A random mark finds that place: the text itself may occur
+        again in what the template writes behind it (`<` in `<|im_end|>`)."""
         name = "continue_final_message"
         if add_generation_prompt:
             raise RequestError(f"{name} needs add_generation_prompt to be false", name)

@@ -35,7 +35,7 @@ WARMUP_STEP = -1
 
 @dataclass(frozen=True)
 class _Inflight:
-    """Is a step that was submitted and whose result has not been taken."""
+    """Holds a step that was submitted and whose result has not been taken."""
 
     plan: SchedulerOutput
     handle: StepHandle
@@ -58,7 +58,7 @@ def warmup_step(num_reqs: int, num_tokens: int, freed_rows: list[int], config: S
 
 
 class EngineCore:
-    """Steps requests to their ends. Call `step` while `has_work` is true; add and abort requests between two calls."""
+    """Runs all requests, step by step. Call `step` while `has_work` is true; add and abort requests between two calls."""
 
     def __init__(
         self, facts: CoreFacts, scheduler: Scheduler, executor: Executor, watch: StepWatch | None = None
@@ -83,7 +83,7 @@ class EngineCore:
         """Request id -> time.monotonic() of its first step, until its first output carries it."""
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Queue a request. If it is invalid, the next `step` returns an output for it with finish_reason `error`."""
+        """Accept a request. If it is invalid, the next `step` returns an output for it with finish_reason `error`."""
         try:
             self.scheduler.add_request(request)
         except HeadraceError as error:
@@ -108,7 +108,7 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
-        """Whether a step is under way."""
+        """True while a step is under way."""
         return bool(self._inflight)
 
     def step(self) -> EngineCoreOutputs | None:
@@ -127,7 +127,7 @@ class EngineCore:
 
     @property
     def may_warm_up(self) -> bool:
-        """Whether there is a warm-up step left, and no other work."""
+        """True while there is a warm-up step left and no other work."""
         return bool(self._warmup_sizes) and not self.has_work()
 
     def warm_up(self) -> bool:

@@ -1,4 +1,4 @@
-"""Is the main program of the engine core's process.
+"""Runs the engine core in a process of its own: this is the main program of that process.
 
 Commands come in and outputs go out over two local sockets. A heartbeat at least every second tells the parent that the
 loop still runs. The process ends on SIGTERM, and at once when its parent dies.
@@ -34,7 +34,7 @@ LINGER_MS = 2000
 
 
 class _Stop:
-    """Notes SIGTERM for the loop. Before the loop runs there is nothing to finish, so SIGTERM ends the process at once."""
+    """Notes SIGTERM for the loop; before that runs there is nothing to finish, and the process ends at once."""
 
     def __init__(self) -> None:
         self.asked = False

@@ -1,7 +1,7 @@
-"""Token ids -> text as they come, and the search for stop strings in it; one object a request.
+"""Turns the token ids of one request into text as they come, and looks for stop strings in it.
 
 The text of a request is what its tokens add to the prompt: decode(prompt + output) without decode(prompt). It never
-holds half a character, and what could still become a stop string is held back. Constant work a token.
+contains half a character, and what could still become a stop string is held back. Work per token is constant.
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ from headrace.engine.tokenizer import Tokenizer
 from headrace.sampling_params import SamplingParams
 
 PRIMING_TOKENS = 4
-"""Prompt tokens that a first output token may complete a character of."""
+"""Last prompt tokens that are fed to a stream first, since an output token may complete their last character."""
 MAX_HELD_TOKENS = 8
-"""No character needs more tokens; a longer stretch that ends in U+FFFD is not going to become one."""
+"""Most tokens that are held back as the beginning of a character. No character needs more."""
 
 
 class TextStream(Protocol):
+    """Converts tokens into text one by one."""
+
     def feed(self, token_id: int) -> str:
-        """The text that is certain after this token."""
+        """Add a token; return the text that is certain by now."""
 
     def finish(self) -> str:
-        """What is left, U+FFFD in place of what is no character."""
+        """Return the rest of the text, with U+FFFD for bytes that make up no character."""
 
 
 class ByteLevelStream:
-    """Every token is bytes of UTF-8."""
+    """Decodes tokens that are bytes of UTF-8."""
 
     def __init__(self, pieces: PieceTable) -> None:
         self._pieces = pieces
@@ -43,7 +45,7 @@ class ByteLevelStream:
 
 
 class ByteFallbackStream:
-    """Tokens are text, but for single bytes that make up the characters the vocabulary lacks."""
+    """Decodes tokens that are text, except single bytes that spell the characters that the vocabulary lacks."""
 
     def __init__(self, pieces: PieceTable, rule: Rule, at_start: bool) -> None:
         self._pieces = pieces
@@ -89,7 +91,7 @@ class ByteFallbackStream:
 
 
 class WindowStream:
-    """For any other decoder: decodes the tokens since the last certain text, with their context, again each time."""
+    """Serves any other decoder. It decodes the tokens since the last certain text, and their context, again each time."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, context: list[int]) -> None:
         self._tokenizer = tokenizer
@@ -121,7 +123,7 @@ class WindowStream:
 
 
 def text_stream(tokenizer: Tokenizer, prompt_token_ids: list[int], skip_special_tokens: bool) -> TextStream:
-    """A stream that continues the prompt's text."""
+    """Return a stream that continues the text of a prompt."""
     rule = tokenizer.pieces.rule
     skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
     context = [token_id for token_id in prompt_token_ids[-PRIMING_TOKENS:] if token_id not in skipped]
@@ -139,9 +141,10 @@ def text_stream(tokenizer: Tokenizer, prompt_token_ids: list[int], skip_special_
 
 
 class StopMatch(NamedTuple):
+    """Tells which stop string was found, and where in the text that was last fed it ends."""
+
     stop: str
     end: int
-    """Characters of the fed text up to the end of the stop string."""
 
 
 class StopMatcher:
@@ -154,7 +157,7 @@ class StopMatcher:
         self._first = {stop[0] for stop in self._stops}
 
     def feed(self, text: str, enabled: bool) -> StopMatch | None:
-        """`enabled` false: what completes here is no stop."""
+        """Search further text; return the first stop string that ends in it. If not `enabled`, one here does not count."""
         if not any(self._states) and not any(char in text for char in self._first):
             return None
         for position, char in enumerate(text):
@@ -173,7 +176,7 @@ class StopMatcher:
 
     @property
     def num_held(self) -> int:
-        """Characters at the text's end that may be the beginning of a stop string."""
+        """Number of characters at the end of the text that may be the beginning of a stop string."""
         held = 0
         for i, state in enumerate(self._states):
             held = max(held, self._failures[i][state - 1] if state == len(self._stops[i]) else state)
@@ -181,7 +184,7 @@ class StopMatcher:
 
 
 def _failure_table(stop: str) -> list[int]:
-    """[i]: length of the longest proper prefix of `stop` that ends stop[: i + 1]."""
+    """Return for each i the length of the longest proper prefix of `stop` that ends stop[: i + 1]."""
     table = [0] * len(stop)
     length = 0
     for i in range(1, len(stop)):
@@ -194,16 +197,17 @@ def _failure_table(stop: str) -> list[int]:
 
 
 class Detokenized(NamedTuple):
+    """Holds what some tokens added to the text of a request."""
+
     text: str
-    """Text that is certain and not yet handed out."""
     num_kept: int
-    """How many of the given tokens belong to the output: all, unless a stop string completed in one of them."""
+    """How many of the tokens belong to the output: all, unless one of them completed a stop string."""
     stop: str | None
-    """The stop string that completed."""
+    """The stop string that was found."""
 
 
 class Detokenizer:
-    """The text of one request."""
+    """Makes the text of one request, up to a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], params: SamplingParams) -> None:
         self._stream = text_stream(tokenizer, prompt_token_ids, params.skip_special_tokens)
@@ -215,8 +219,8 @@ class Detokenizer:
         self._held = ""
 
     def append(self, token_ids: list[int], last_is_stop_token: bool = False) -> Detokenized:
-        """`last_is_stop_token`: the last one ended the request; it is kept, but writes text only if stops are included.
-        After a stop string completed nothing more may be appended."""
+        """Add tokens; return what they add to the text. After a stop string was found, nothing more may be added.
+        `last_is_stop_token`: the last token ended the request. It adds text only if stops are to be included."""
         texts: list[str] = []
         for i, token_id in enumerate(token_ids):
             self._num_tokens += 1
@@ -231,13 +235,13 @@ class Detokenizer:
         return Detokenized("".join(texts), len(token_ids), None)
 
     def finish(self) -> str:
-        """The rest, once the request has ended otherwise than by a stop string."""
+        """Return the rest of the text, when the request has ended, unless by a stop string."""
         rest = self._held + self._stream.finish()
         self._held = ""
         return rest
 
     def _search(self, new: str, texts: list[str]) -> str | None:
-        """Moves what has become certain to `texts`; returns the stop string that completed."""
+        """Append what has become certain to `texts`; return the stop string that was found, if any."""
         assert self._matcher is not None
         match = self._matcher.feed(new, enabled=self._num_tokens > self._min_tokens)
         text = self._held + new

@@ -1,4 +1,4 @@
-"""The tokenizer as users of transformers know it: what `LLM.get_tokenizer` returns.
+"""Gives a tokenizer the interface that users of transformers know; `LLM.get_tokenizer` returns it.
 
 Names, defaults and results are those of transformers 5: `decode` keeps special tokens, and `apply_chat_template`
 returns a BatchEncoding unless `return_dict` or `tokenize` is false. Nothing is padded, cut or made a tensor.
@@ -16,7 +16,7 @@ Conversation = Sequence[dict[str, Any]]
 
 
 class BatchEncoding(dict[str, Any]):
-    """`input_ids` and `attention_mask`, as items and as attributes."""
+    """Holds `input_ids` and `attention_mask`, as items and as attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -26,7 +26,7 @@ class BatchEncoding(dict[str, Any]):
 
 
 class HFTokenizer:
-    """Text <-> ids of one model, with the methods of transformers' tokenizers that need no tensors."""
+    """Offers the methods of transformers' tokenizers that need no tensors."""
 
     bos_token: str | None
     eos_token: str | None
@@ -58,10 +58,10 @@ class HFTokenizer:
         self.all_special_ids = [self._backend.token_to_id(text) for text in self.all_special_tokens]
         sources = {name: template.source for name, template in tokenizer.templates.items()}
         self.chat_template = sources.get("default") if sources.keys() <= {"default"} else sources
-        """jinja, or by name where there are several; None: there is none"""
+        """The jinja source; a dictionary by name if there are several templates, None if there is none."""
 
     def __len__(self) -> int:
-        """With added tokens; `vocab_size` counts those of the model's vocabulary alone."""
+        """Return the number of all tokens, added ones included; `vocab_size` leaves those out."""
         return self._tokenizer.vocab_size
 
     @property
@@ -75,7 +75,7 @@ class HFTokenizer:
         return self._tokenizer.encode(text, add_special_tokens)
 
     def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True, **others: Any) -> BatchEncoding:
-        """One text, or several: then the entries are lists of lists. `others` may only ask for what is done anyway."""
+        """Encode one text, or several into lists of lists. `others` may only ask for what is done anyway."""
         for name, value in others.items():
             if value not in (None, False, "do_not_pad", "do_not_truncate"):
                 raise RequestError(
@@ -88,7 +88,8 @@ class HFTokenizer:
         return BatchEncoding(input_ids=batch, attention_mask=[[1] * len(ids) for ids in batch])
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False) -> Any:
-        """An id or a sequence of ids, also an array or tensor, as text; a sequence of sequences as texts."""
+        """Return the text of an id or of a sequence, array or tensor of ids; for a sequence of sequences, their
+        texts."""
         ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
         ids = [ids] if isinstance(ids, int) else list(ids)
         if ids and not isinstance(ids[0], int):
@@ -102,14 +103,14 @@ class HFTokenizer:
         return self._backend.encode(text, add_special_tokens=add_special_tokens).tokens
 
     def convert_ids_to_tokens(self, ids: int | Iterable[int], skip_special_tokens: bool = False) -> Any:
-        """A token for an id, tokens for several; None for an id that there is not."""
+        """Return a token for an id, tokens for several; None for an id that does not exist."""
         if isinstance(ids, int):
             return self._backend.id_to_token(ids)
         skipped = self.all_special_ids if skip_special_tokens else ()
         return [self._backend.id_to_token(int(token_id)) for token_id in ids if token_id not in skipped]
 
     def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> Any:
-        """An id for a token, ids for several; `unk_token_id` for a token that there is not."""
+        """Return an id for a token, ids for several; `unk_token_id` for a token that does not exist."""
         if not isinstance(tokens, str):
             return [self.convert_tokens_to_ids(token) for token in tokens]
         token_id = self._backend.token_to_id(tokens)
@@ -127,16 +128,18 @@ class HFTokenizer:
         return_dict: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """The prompt of one conversation, or of each of several; `kwargs` go to the template. With `tokenize` a
-        BatchEncoding, or without `return_dict` its ids; else text. `chat_template`: jinja, or the name of one of the
-        model's."""
+        """Return the prompt of one conversation, or the prompts of several; `kwargs` go to the template. With
+        `tokenize` it is a BatchEncoding, or its ids if `return_dict` is false; otherwise text. `chat_template`: jinja,
+        or the name of one of the model's templates."""
         template = self._tokenizer.template_for(bool(tools), chat_template)
-        render = template.render_continued if continue_final_message else template.render
         several = bool(conversation) and isinstance(conversation[0], list | tuple)
         texts = [
-            render([_without_nulls(message) for message in messages], tools, add_generation_prompt, kwargs)
+            template.render(
+                [_without_nulls(message) for message in messages],
+                tools, add_generation_prompt, kwargs, continue_final_message,
+            )
             for messages in (conversation if several else [conversation])
-        ]
+        ]  # fmt: skip
         if not tokenize:
             return texts if several else texts[0]
         found = self(texts if several else texts[0], add_special_tokens=False)
@@ -144,5 +147,5 @@ class HFTokenizer:
 
 
 def _without_nulls(message: Any) -> dict[str, Any]:
-    """Clients send `"tool_calls": null`, of which templates know nothing."""
+    """Drop null fields: clients send `"tool_calls": null`, which templates do not expect."""
     return {name: value for name, value in message.items() if value is not None}

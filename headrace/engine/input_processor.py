@@ -1,6 +1,6 @@
-"""A prompt and SamplingParams -> requests for the engine core, checked against the model before anything is allocated.
+"""Turns a prompt and SamplingParams into requests for the engine core, and refuses what the model cannot run.
 
-Knows the model's limits, which SamplingParams cannot; knows nothing of HTTP.
+SamplingParams checks its own values; here are the checks that need the model's limits. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -19,26 +19,28 @@ from headrace.request import EngineCoreRequest
 from headrace.sampling_params import MAX_SEED, SamplingParams
 
 MAX_CHARS_PER_TOKEN = 256
-"""Longest stretch of text that one token of a plausible vocabulary covers."""
+"""Most characters that one token of a plausible vocabulary covers."""
 MEASURED_BYTES = 2**16
-"""Shorter texts are tokenized without a look at how many tokens they will have."""
+"""Texts that may be longer in UTF-8 are first tokenized part by part, only to count their tokens."""
 MEASURED_CHARS = 2**15
-"""Characters that are measured at a time: the library holds Python's lock for a time that grows with the tokens."""
+"""Characters of such a part. The library holds Python's lock (GIL) for a time that grows with the tokens."""
 MAX_PROMPT_LOGPROBS = 2**20
-"""Most logprobs of prompt tokens that one request may ask for: some 70 MB while it runs, and as much of JSON."""
+"""Most logprobs of prompt tokens that one request may ask for: some 70 MB while it runs, and as much JSON."""
 MAX_PRIORITY = 2**31 - 1
 MAX_CACHE_SALT_CHARS = 256
 
 
 @dataclass(frozen=True)
 class ModelLimits:
+    """Holds what the model and the KV cache allow a request."""
+
     vocab_size: int
-    """Rows of the model's embedding; a tokenizer may know fewer or more."""
+    """Rows of the model's embedding; a tokenizer may know fewer or more tokens."""
     max_model_len: int
-    """Prompt and output together: what the model, the user and the KV cache allow."""
+    """Most tokens of prompt and output together that the model, the user and the KV cache allow."""
     eos_token_ids: tuple[int, ...]
     why: str = ""
-    """What set max_model_len, if it was not the model or the user."""
+    """What bounds max_model_len, if neither the model nor the user does."""
 
     @classmethod
     def of(
@@ -49,7 +51,8 @@ class ModelLimits:
         num_pages: int,
         tokenizer: Tokenizer | None,
     ) -> ModelLimits:
-        """`config` is resolved. One sequence alone must fit into the cache; its last token needs no place there."""
+        """Return the limits of an engine that has started with the resolved `config`. One sequence of max_model_len
+        tokens must fit into the cache, except its last token, which is never computed."""
         configured = config.max_model_len or model_config.max_position_embeddings
         room = layout.longest(num_pages, configured, config.max_num_batched_tokens or 1) + 1
         why = f" (the KV cache has room for no more than {room - 1} tokens)" if room < configured else ""
@@ -61,11 +64,11 @@ class ModelLimits:
 
 
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""What a model's generation_config.json may set for requests that do not."""
+"""Sampling parameters that a model's generation_config.json may set, for requests that do not."""
 
 
 def sampling_defaults(config: EngineConfig, model_config: ModelConfig) -> dict[str, Any]:
-    """Fields of SamplingParams. Raises ConfigError where the file holds what no request could ask for."""
+    """Return the sampling parameters that generation_config.json sets. Raises ConfigError for values that are invalid."""
     if config.generation_config != "auto":
         return {}
     found = {name: model_config.generation[name] for name in DEFAULTED if model_config.generation.get(name) is not None}
@@ -77,7 +80,8 @@ def sampling_defaults(config: EngineConfig, model_config: ModelConfig) -> dict[s
 
 
 class InputProcessor:
-    """Every method raises RequestError naming field, value and limit."""
+    """Converts requests and checks them. Every method raises RequestError, naming field, value and limit, for an invalid
+    one."""
 
     def __init__(self, limits: ModelLimits, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         self.limits = limits
@@ -86,7 +90,7 @@ class InputProcessor:
         self._seeds = random.Random(config.seed)
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Bounded work: a text that cannot fit is refused by its length, or at the part where it becomes too long."""
+        """Return a text's token ids. A text that is too long for the model is refused without tokenizing all of it."""
         if self._tokenizer is None:
             raise RequestError("prompt must be a list of token ids, as the server runs without tokenizer", "prompt")
         room = self.limits.max_model_len
@@ -97,7 +101,7 @@ class InputProcessor:
         return self._tokenizer.encode(text, add_special_tokens)
 
     def _measure(self, tokenizer: Tokenizer, text: str) -> None:
-        """Raises RequestError for a text of more tokens than there is room for. Each cut may add some to the count."""
+        """Raise RequestError for a text of too many tokens. Each cut between parts may add some to the count."""
         count, most = 0, self.limits.max_model_len + 1
         for start in range(0, len(text), MEASURED_CHARS):
             count += len(tokenizer.encode(text[start : start + MEASURED_CHARS], add_special_tokens=False))
@@ -106,14 +110,15 @@ class InputProcessor:
             most += MAX_CHARS_PER_TOKEN
 
     def prepare(self, prompt: str | list[int], params: SamplingParams, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt that `process` will take. Of several in one request each, before any of them runs."""
+        """Return the token ids of a prompt that `process` will accept. Called for all prompts of an HTTP request before
+        any of them runs."""
         ids = self.tokenize(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
         self._check_prompt(ids)
         self._max_tokens(len(ids), params)
         return ids
 
     def check_together(self, num_prompt_tokens: int, params: SamplingParams) -> None:
-        """What the prompts of one request, so many tokens in all, may ask for together."""
+        """Check what the prompts of one HTTP request, of so many tokens in all, ask for together."""
         if params.prompt_logprobs is None:
             return
         wanted = num_prompt_tokens * (params.prompt_logprobs + 1)
@@ -136,7 +141,7 @@ class InputProcessor:
         client: str = "",
         parent: str = "",
     ) -> list[EngineCoreRequest]:
-        """`params.n` requests of one output each; ids `REQUEST_ID-i`, seeds that follow each other. `client` and
+        """Return `params.n` requests of one choice each, with ids `REQUEST_ID-i` and consecutive seeds. `client` and
         `parent`: see EngineCoreRequest."""
         self._check_prompt(prompt_token_ids)
         self._check_params(params)
@@ -146,7 +151,7 @@ class InputProcessor:
         bad_words = self._bad_words(params.bad_words)
         _check_something_is_left(params, stops, bad_words)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
-        # Strings mean nothing to the core, and only the first of n needs to score the prompt. All has been checked, so
+        # The core works without strings, and only the first of n needs to score the prompt. All has been checked, so
         # that these copies need not be.
         first = copy.copy(params)
         first.n, first.stop, first.bad_words = 1, [], []
@@ -176,7 +181,7 @@ class InputProcessor:
             raise wrong_type
         if not ids:
             raise RequestError("prompt must not be empty: it needs at least one token", "prompt")
-        if len(ids) >= self.limits.max_model_len:  # before the ids are looked at: there may be millions
+        if len(ids) >= self.limits.max_model_len:  # checked before the ids are, of which there may be millions
             raise self._too_long(str(len(ids)))
         if {*map(type, ids)} != {int}:
             raise wrong_type
@@ -240,7 +245,7 @@ class InputProcessor:
         return params.max_tokens
 
     def _bad_words(self, words: list[str]) -> list[list[int]]:
-        """Each word as it is written at a text's beginning, and after a space."""
+        """Return the token ids of each word, as it is written at the beginning of a text and after a space."""
         if self._tokenizer is None:
             return []
         found: list[list[int]] = []
@@ -261,7 +266,7 @@ class InputProcessor:
 
 
 def _check_something_is_left(params: SamplingParams, stops: list[int], bad_words: list[list[int]]) -> None:
-    """Of allowed_token_ids, for a first token."""
+    """Refuse allowed_token_ids of which the other parameters forbid all for the first token."""
     if params.allowed_token_ids is None:
         return
     forbidden = {ids[0] for ids in bad_words if len(ids) == 1} | (set(stops) if params.min_tokens else set())
@@ -274,7 +279,7 @@ def _check_something_is_left(params: SamplingParams, stops: list[int], bad_words
 
 
 def _is_text(value: object) -> bool:
-    """Text that can be written as UTF-8 (JSON lets half a character through)."""
+    """Return whether a value is text that UTF-8 can represent (JSON lets half a surrogate pair through)."""
     if not isinstance(value, str):
         return False
     try:
@@ -285,5 +290,5 @@ def _is_text(value: object) -> bool:
 
 
 def _wrapped(seed: int) -> int:
-    """Into a signed 64-bit integer."""
+    """Return a seed wrapped into a signed 64-bit integer."""
     return (seed + MAX_SEED + 1) % 2**64 - MAX_SEED - 1

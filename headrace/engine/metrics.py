@@ -1,7 +1,7 @@
-"""What /metrics shows, under vLLM's names so that its dashboards work, and under `headrace:` where it has none; one
-registry an engine.
+"""Collects what /metrics shows, in one Prometheus registry for each engine.
 
-Counts are the user's: tokens dropped after a stop string do not appear. Knows nothing of HTTP.
+Names are vLLM's, so that its dashboards work; metrics that vLLM lacks begin with `headrace:`. Tokens that were dropped
+after a stop string do not count. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import HistogramMetricFamily, SummaryMetricFamily
@@ -21,6 +22,7 @@ from prometheus_client.utils import floatToGoString
 from headrace.request import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerStats, StepTimes
 from headrace.sampling_params import SamplingParams
 
+M = TypeVar("M", Counter, Gauge)
 FIRST_TOKEN_SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0),
     *(80.0, 160.0, 640.0, 2560.0),
@@ -42,7 +44,7 @@ STEP_TIMES = {
 
 
 def token_buckets(largest: int) -> tuple[int, ...]:
-    """1, 2, 5, 10, ... up to `largest`."""
+    """Return 1, 2, 5, 10, 20, ... up to `largest`."""
     found: list[int] = []
     scale = 1
     while True:
@@ -55,7 +57,7 @@ def token_buckets(largest: int) -> tuple[int, ...]:
 
 @dataclass
 class RequestTimes:
-    """Moments of one choice: seconds, time.monotonic(); 0.0 where not reached."""
+    """Holds the moments of one choice, in seconds of time.monotonic(); 0.0 for one that has not come."""
 
     arrival: float
     scheduled: float = 0.0
@@ -64,7 +66,7 @@ class RequestTimes:
 
 
 class Histogram(Collector):
-    """As prometheus_client's, but cheap enough to be told of every token: used by one thread, no locks."""
+    """Imitates prometheus_client's histogram without its locks: cheap enough for every token, for use by one thread."""
 
     def __init__(self, name: str, help: str, bounds: Iterable[float], labels: dict[str, str]) -> None:
         self._name, self._help, self._labels = name, help, labels
@@ -85,12 +87,12 @@ class Histogram(Collector):
 
 
 class StepTimeSums(Collector):
-    """Seconds and number of steps by kind, observed and predicted: their quotient is how far off predictions are."""
+    """Shows how many steps of each kind ran, and how long they took and should have taken, in seconds."""
 
     def __init__(self, labels: dict[str, str]) -> None:
         self._labels = labels
         self.times: dict[str, StepTimes] = {}
-        """the core's latest; empty: nothing is predicted here, and nothing shown"""
+        """The core's latest sums; if they are empty, nothing is predicted and nothing shown."""
 
     def collect(self) -> Iterator[SummaryMetricFamily]:
         for name, help in STEP_TIMES.items() if self.times else ():
@@ -101,12 +103,13 @@ class StepTimeSums(Collector):
 
 
 class EngineMetrics:
-    """`begin_iteration` with each step's outputs, `request_finished` for each choice."""
+    """Holds all metrics of one engine. Call `begin_iteration` with each message's outputs, and `request_finished` for
+    each choice that ends."""
 
     def __init__(
         self, model_name: str, max_model_len: int, cache_config: dict[str, object], demoted: Sequence[str] = ()
     ) -> None:
-        """`demoted`: kernels that the self-check took out of service."""
+        """`demoted`: kernels that failed the self-check at load and are not used."""
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": "0"}
         self.running = self._gauge("num_requests_running", "Requests in the running batch.")
@@ -116,11 +119,8 @@ class EngineMetrics:
         self.queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self.hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self.short_steps = self._counter("steps_out_of_memory", "Steps that found no memory.", "headrace")
-        self.graph_bytes = Gauge(
-            "headrace:cuda_graph_memory_bytes",
-            "Memory of captured CUDA graphs.",
-            (*self._labels, "kind"),
-            registry=self.registry,
+        self.graph_bytes = self._metric(
+            Gauge, "headrace:cuda_graph_memory_bytes", "Memory of captured CUDA graphs.", "kind"
         )
         self.http_connections = self._gauge("http_connections", "Open connections of clients.", "headrace")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
@@ -152,10 +152,7 @@ class EngineMetrics:
         self.request_generation = self._histogram("request_generation_tokens", "Generated tokens a request.", sizes)
         self.params_n = self._histogram("request_params_n", "Parameter n.", CHOICES)
         self.params_max_tokens = self._histogram("request_params_max_tokens", "Parameter max_tokens.", sizes)
-        names = tuple(self._labels)
-        success = Counter(
-            "vllm:request_success", "Requests by end.", (*names, "finished_reason"), registry=self.registry
-        )
+        success = self._metric(Counter, "vllm:request_success", "Requests by end.", "finished_reason")
         self.success = {reason: success.labels(**self._labels, finished_reason=reason.value) for reason in FinishReason}
         info = {"engine": "0", **{name: str(value) for name, value in cache_config.items()}}
         Gauge("vllm:cache_config_info", "Settings of the KV cache.", tuple(info), registry=self.registry).labels(
@@ -164,45 +161,43 @@ class EngineMetrics:
         self._gauge("kernels_demoted", "Kernels that the self-check at load took out of service.", "headrace").set(
             len(demoted)
         )
-        named = Gauge(
-            "headrace:kernel_demoted",
-            "1: the self-check at load took this kernel out of service.",
-            (*names, "kernel"),
-            registry=self.registry,
+        named = self._metric(
+            Gauge, "headrace:kernel_demoted", "1: the self-check at load took this kernel out of service.", "kernel"
         )
         for kernel in demoted:
             named.labels(**self._labels, kernel=kernel).set(1)
         self.step_times = StepTimeSums(self._labels)
         self.registry.register(self.step_times)
         self.stats = SchedulerStats()
-        """the core's latest"""
+        """The core's latest statistics."""
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
 
     @property
     def kv_cache_usage(self) -> float:
-        """Share of the blocks that requests hold."""
+        """Share of the KV cache that requests hold."""
         return 1 - self.stats.num_free_blocks / self.stats.num_blocks if self.stats.num_blocks else 0.0
 
     def show_queue(self, gauges: Mapping[str, Callable[[], int]]) -> Callable[[str], None]:
-        """Show figures of the queue in front of the core, asked for when somebody looks. Returns what counts a request
-        that is refused, by its reason."""
+        """Show gauges of the queue in front of the core, read when /metrics is. Returns a function that counts a
+        refused request by its reason."""
         for name, value in gauges.items():
             help = f"{name.replace('_', ' ')}".capitalize()
             self._gauge(name, f"{help}: prompts x n, or their prompt tokens.", "headrace").set_function(value)
-        rejected = Counter(
+        rejected = self._metric(
+            Counter,
             "headrace:requests_rejected",
             "HTTP requests refused because the queue was full, by the bound that they met.",
-            (*self._labels, "reason"),
-            registry=self.registry,
+            "reason",
         )
         return lambda reason: rejected.labels(**self._labels, reason=reason).inc()
 
     def render(self) -> bytes:
-        """Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def begin_iteration(self, outputs: EngineCoreOutputs) -> Iteration:
+        """Take over the core's statistics; return an object that counts the outputs."""
         stats, seen = outputs.stats, self.stats
         self.stats = stats
         self.step_times.times = stats.step_times
@@ -227,6 +222,7 @@ class EngineMetrics:
         num_output_tokens: int,
         params: SamplingParams,
     ) -> None:
+        """Count a choice that has ended."""
         self.success[reason].inc()
         self.e2e.observe(time.monotonic() - times.arrival)
         self.params_n.observe(params.n)
@@ -245,11 +241,14 @@ class EngineMetrics:
             self.prefill_time.observe(max(0.0, times.first_token - times.scheduled))
             self.inference_time.observe(max(0.0, times.last_token - times.scheduled))
 
+    def _metric(self, kind: type[M], name: str, help: str, *more_labels: str) -> M:
+        return kind(name, help, (*self._labels, *more_labels), registry=self.registry)
+
     def _gauge(self, name: str, help: str, prefix: str = "vllm") -> Gauge:
-        return Gauge(f"{prefix}:{name}", help, tuple(self._labels), registry=self.registry).labels(**self._labels)
+        return self._metric(Gauge, f"{prefix}:{name}", help).labels(**self._labels)
 
     def _counter(self, name: str, help: str, prefix: str = "vllm") -> Counter:
-        return Counter(f"{prefix}:{name}", help, tuple(self._labels), registry=self.registry).labels(**self._labels)
+        return self._metric(Counter, f"{prefix}:{name}", help).labels(**self._labels)
 
     def _histogram(self, name: str, help: str, buckets: Iterable[float]) -> Histogram:
         histogram = Histogram(f"vllm:{name}", help, buckets, self._labels)
@@ -258,7 +257,7 @@ class EngineMetrics:
 
 
 class Iteration:
-    """The tokens of one step, whose `now` (seconds, monotonic) is the core's."""
+    """Counts the tokens of one step. `now` is when the core sent them, in seconds of time.monotonic()."""
 
     def __init__(self, metrics: EngineMetrics, now: float) -> None:
         self._metrics = metrics
@@ -266,10 +265,10 @@ class Iteration:
         self._num_generated = 0
         self._num_prompt = 0
         self._gaps: Tally[float] = Tally()
-        """Seconds since the same request's last token: one and the same for most of a step."""
+        """Seconds since the same request's previous token -> how many requests; equal for most requests of a step."""
 
     def record(self, times: RequestTimes, output: EngineCoreOutput, num_prompt_tokens: int, num_kept: int) -> None:
-        """One choice's part; `num_kept`: its new tokens that count."""
+        """Count the output of one choice. `num_kept`: how many of its new tokens count."""
         if output.scheduled_time:
             times.scheduled = output.scheduled_time
         if not num_kept:
@@ -284,6 +283,7 @@ class Iteration:
         times.last_token = self._now
 
     def end(self) -> None:
+        """Add the step's sums to the metrics."""
         metrics, generated, prompt = self._metrics, self._num_generated, self._num_prompt
         if not generated:
             return

@@ -1,4 +1,4 @@
-"""Turns outputs of the engine core into RequestOutputs: text, logprobs, finish reasons, and n choices in one request.
+"""Turns the engine core's outputs into RequestOutputs: text, logprobs, finish reasons, and n choices in one request.
 
 A stop string is found here, one step or more after the core sampled its last token. What came after it is dropped, and
 the core is told how many tokens count. Knows nothing of sockets or event loops.
@@ -57,7 +57,7 @@ class PromptLogprobs(Sequence[dict[int, Logprob] | None]):
 
 @dataclass
 class _Choice:
-    """Is one of a request's n choices. Its lists hold what the reader has not taken yet."""
+    """Holds one of a request's n choices. Its lists hold what the reader has not taken yet."""
 
     index: int
     core_id: str

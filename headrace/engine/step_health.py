@@ -1,4 +1,4 @@
-"""Notices when steps fail one after the other: such an engine still runs its loop, but serves nobody.
+"""Tells whether steps fail one after the other: such an engine still runs its loop, but serves nobody.
 
 A step fails if it raises, or if the model gives NaN or Inf logits to every row that samples. A request that forbids
 every token harms itself alone; that is no failure of the step. Requests go on being tried, and after one step that
@@ -19,7 +19,7 @@ MOST_FAILURES = 3
 
 
 class StepHealth:
-    """Counts failed steps in a row."""
+    """Counts the failed steps since the last one that succeeded."""
 
     def __init__(self, dtype: str) -> None:
         """`dtype`: the data type in which the model computes."""

@@ -35,7 +35,7 @@ MAX_PREDICTIONS = 4096
 
 
 class Watched(NamedTuple):
-    """Is a step under way: its kind, when it began, and the predicted seconds."""
+    """Holds what is known of a step under way: its kind, when it began, and the predicted seconds."""
 
     kind: str
     began: float
@@ -43,7 +43,7 @@ class Watched(NamedTuple):
 
 
 class StepWatch:
-    """Times steps. Call `submitted` for each, and `finished` with its result, in the order of the steps."""
+    """Measures step times. Call `submitted` for each, and `finished` with its result, in the order of the steps."""
 
     def __init__(self, prediction: StepPrediction, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock

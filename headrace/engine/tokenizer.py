@@ -1,6 +1,6 @@
-"""tokenizer.json and its companions: text <-> ids, and the chat template; equal to transformers' AutoTokenizer.
+"""Loads a model's tokenizer and chat templates, and converts text to token ids and back.
 
-Holds no torch and no per-request state; encoding releases the GIL and may run in any thread.
+Results equal those of transformers' AutoTokenizer, without torch. Encoding releases the GIL and may run in any thread.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ CLASS_DEFAULTS: dict[str, dict[str, str]] = {
     "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>"),
     "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
 }
-"""Tokens that a `tokenizer_class` brings where tokenizer_config.json does not say."""
+"""Special tokens that a `tokenizer_class` implies where tokenizer_config.json does not name them."""
 
 
 class Tokenizer:
-    """Text <-> ids of one model."""
+    """Converts text of one model to token ids and back, and holds its chat templates. It keeps no request's state."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path, chat_template: str | None = None) -> Tokenizer:
-        """`chat_template` overrides the model's: the path of a file, or the template itself. Raises TokenizerError if
-        the folder has no usable tokenizer, ConfigError if the override is not a template."""
+        """Load the tokenizer in a folder. `chat_template` overrides the model's: a file's path, or the template itself.
+        Raises TokenizerError if the folder has no usable tokenizer, ConfigError if the override is not a template."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise TokenizerError(
@@ -79,12 +79,14 @@ class Tokenizer:
         return cls(backend, special_tokens, templates, override, extra)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return a text's token ids. Raises RequestError for half a surrogate pair, which UTF-8 cannot represent."""
         try:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(f"text cannot be encoded as UTF-8: {error}", "prompt") from None
 
     def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Return the token ids of several texts, encoded in parallel. Raises as `encode` does."""
         try:
             encodings = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
@@ -92,33 +94,24 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Ids that the vocabulary does not know (a model's may be padded) decode to nothing."""
+        """Return the text of token ids. Ids beyond the vocabulary, which a padded model may sample, add nothing."""
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """What the token adds to a running text, its leading space included; U+FFFD for a part of a character."""
+        """Return what a token adds to a running text, with its leading space; U+FFFD for a part of a character."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
+        """Return what a token adds to a running text, as bytes of UTF-8, which may be a part of a character."""
         piece = self.pieces.get(token_id)
         if piece is not None:
             return piece.data
         return self.backend.decode([token_id], skip_special_tokens=False).encode()
 
-    def render_chat(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        **kwargs: Any,
-    ) -> str:
-        """The prompt of a conversation; encode it with `add_special_tokens=False`. `kwargs` go to the template. Raises
-        RequestError, naming `messages`, if there is no template or if it fails."""
-        return self.template_for(bool(tools)).render(messages, tools, add_generation_prompt, kwargs)
-
     def template_for(self, with_tools: bool, source: str | None = None) -> ChatTemplate:
-        """The model's chat template, with tools or without, or one made of `source`: its name here, or jinja. Raises
-        RequestError: there is none (param `messages`), or `source` is not a template (`chat_template`)."""
+        """Return the model's chat template, for a conversation with tools or without. `source` asks for another one:
+        the name of one of the model's, or jinja. Raises RequestError if there is no template (param `messages`), or if
+        `source` is not one (`chat_template`)."""
         name = source or ("tool_use" if with_tools and "tool_use" in self.templates else "default")
         template = self.templates.get(name)
         if template is None and source is not None:
@@ -149,13 +142,13 @@ class Tokenizer:
         for name, source in templates.items():
             try:
                 compiled[name] = ChatTemplate(source, self.special_tokens)
-            except jinja2.TemplateError as error:  # completions still work; chat requests say what is wrong
+            except jinja2.TemplateError as error:  # completions still work; chat requests get the reason
                 return {}, str(error)
         return compiled, None
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file that may be absent."""
+    """Return the JSON object in a file; an absent file is an empty object."""
     if not path.is_file():
         return {}
     value = json.loads(path.read_text(encoding="utf-8"))
@@ -165,7 +158,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 class _TokenizerFile(msgspec.Struct):
-    """What matters here of tokenizer.json; the vocabulary, its bulk, is not looked at."""
+    """Holds the parts of tokenizer.json that are read here. The vocabulary, most of the file, is skipped."""
 
     model: _Model
     pre_tokenizer: Any = None
@@ -178,9 +171,12 @@ class _Model(msgspec.Struct):
 
 
 def _backend(content: bytes, source: _TokenizerFile, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """tokenizer.json as transformers 5 reads it: as it is, but sentencepiece Llama files get Metaspace. Such files
-    prepend a space to every stretch of text between special tokens; sentencepiece itself, which the models were trained
-    with, prepends one to the text's beginning only (`legacy` false)."""
+    """Return the tokenizer of a tokenizer.json as transformers 5 reads it: unchanged, except sentencepiece Llama files.
+
+    Those prepend a space to every stretch of text between special tokens. Sentencepiece itself, with which the models
+    were trained, prepends one to the beginning of the text only, so they get a Metaspace pre-tokenizer (`legacy`
+    false).
+    """
     class_name = str(config.get("tokenizer_class") or "").removesuffix("Fast")
     byte_level = '"ByteLevel"' in json.dumps([source.pre_tokenizer, source.decoder])
     if class_name == "LlamaTokenizer" and not byte_level and source.model.type == "BPE":
@@ -210,7 +206,7 @@ def _finish_backend(
     extra: list[str],
     without_post_processor: bool,
 ) -> None:
-    """Special tokens of the config that tokenizer.json lacks, and the tokens put around every text."""
+    """Add special tokens of the config that tokenizer.json lacks, and the tokens that go around every text."""
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
@@ -219,7 +215,7 @@ def _finish_backend(
     backend.add_tokens([token for token in missing if backend.token_to_id(token.content) is None])
     names = [*special_tokens.values(), *extra]
     backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names if name])
-    if without_post_processor:  # else it alone says what is put around a text, whatever the config holds
+    if without_post_processor:  # a post-processor decides what goes around a text, whatever the config says
         around = {
             "bos": special_tokens.get("bos_token") if config.get("add_bos_token") else None,
             "eos": special_tokens.get("eos_token") if config.get("add_eos_token") else None,
@@ -239,7 +235,7 @@ def _token_content(value: Any) -> str:
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token` and its like, and whatever else the config names `*_token`."""
+    """Return the special tokens that have names: `bos_token` and the like, and all that the config calls `*_token`."""
     class_name = str(config.get("tokenizer_class") or "").removesuffix("Fast")
     found: dict[str, str] = {}
     extra = config.get("extra_special_tokens")
@@ -254,13 +250,13 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _extra_tokens(config: Mapping[str, Any]) -> list[str]:
-    """Special tokens without a name of their own."""
+    """Return the special tokens that the config lists without a name."""
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     return [] if isinstance(extra, Mapping) else [_token_content(token) for token in extra]
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """chat_template.jinja and additional_chat_templates/ win over tokenizer_config.json."""
+    """Return jinja sources by name. Files (chat_template.jinja, additional_chat_templates/) win over the config."""
     found: dict[str, str] = {}
     declared = config.get("chat_template")
     if isinstance(declared, str):
@@ -278,7 +274,7 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read_template(given: str) -> str:
-    """`--chat-template` is a template if it looks like one, else the path of a file."""
+    """Return the template that `--chat-template` gives: its value if that looks like one, else the file it names."""
     if "{" in given or "\n" in given:
         return given
     try:

@@ -29,7 +29,6 @@ def render_prompt(serving: Serving, request: ChatCompletionRequest | TokenizeReq
             "chat_template is not accepted in a request; start the server with --chat-template", "chat_template"
         )
     kwargs = _template_kwargs(request.chat_template_kwargs)
-    continue_final = bool(request.continue_final_message)
     add_generation_prompt = request.add_generation_prompt is not False
     if not request.messages:
         raise RequestError("messages must not be empty", "messages")
@@ -38,10 +37,8 @@ def render_prompt(serving: Serving, request: ChatCompletionRequest | TokenizeReq
     effort = request.reasoning_effort
     if effort is not None and template_reads(serving, "reasoning_effort", bool(tools)):
         kwargs = {"reasoning_effort": effort} | kwargs
-
     template = tokenizer.template_for(bool(tools))
-    render = template.render_continued if continue_final else template.render
-    return render(messages, tools, add_generation_prompt, kwargs)
+    return template.render(messages, tools, add_generation_prompt, kwargs, bool(request.continue_final_message))
 
 
 def template_reads(serving: Serving, name: str, with_tools: bool) -> bool:

@@ -32,7 +32,7 @@ summary{{cursor:pointer}}pre{{background:#f4f4f4;padding:1em;overflow:auto}}b{{d
 
 @dataclass(frozen=True)
 class Operation:
-    """Is one route with its description: what it takes, what it answers, and the errors that it may answer instead."""
+    """Describes one route: what it takes, what it answers, and the errors that it may answer instead."""
 
     path: str
     """Starlette's pattern, e.g. `/v1/models/{model_id:path}`."""

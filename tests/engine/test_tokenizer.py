@@ -59,6 +59,13 @@ def write_config(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+def render_chat(
+    tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None,
+    add_generation_prompt: bool = True, **kwargs: Any,
+) -> str:  # fmt: skip
+    return tokenizer.template_for(bool(tools)).render(messages, tools, add_generation_prompt, kwargs)
+
+
 def assert_like_transformers(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
     ours, theirs = Tokenizer.from_folder(folder), transformers.AutoTokenizer.from_pretrained(folder)
@@ -72,7 +79,7 @@ def assert_like_transformers(folder: Path) -> None:
     if theirs.chat_template:
         for tools, prompt in ((None, True), (None, False), (TOOLS, True)):
             rendered = theirs.apply_chat_template(MESSAGES, tools=tools, add_generation_prompt=prompt, tokenize=False)
-            assert ours.render_chat(MESSAGES, tools, prompt) == rendered
+            assert render_chat(ours, MESSAGES, tools, prompt) == rendered
             ids = theirs.apply_chat_template(MESSAGES, tools=tools, add_generation_prompt=prompt, return_dict=False)
             assert ours.encode(rendered, add_special_tokens=False) == list(ids)
     assert_methods_like_transformers(HFTokenizer(ours, str(folder)), theirs)
@@ -163,7 +170,7 @@ def test_bos_comes_from_the_post_processor_or_the_config(folder: Path) -> None:
 def test_a_rendered_template_gets_no_second_bos(folder: Path) -> None:
     write_config(folder, add_bos_token=True, chat_template="{{ bos_token }}{{ messages[0].content }}")
     tokenizer = Tokenizer.from_folder(folder)
-    ids = tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": "x"}]), add_special_tokens=False)
+    ids = tokenizer.encode(render_chat(tokenizer, [{"role": "user", "content": "x"}]), add_special_tokens=False)
     assert ids.count(1) == 1
 
 
@@ -202,18 +209,18 @@ class TestChatTemplate:
     """Where templates come from, and that none can harm the server."""
 
     def render(self, folder: Path, template: str, **kwargs: object) -> str:
-        return Tokenizer.from_folder(folder, template).render_chat([{"role": "user", "content": "<hi>"}], **kwargs)
+        return render_chat(Tokenizer.from_folder(folder, template), [{"role": "user", "content": "<hi>"}], **kwargs)
 
     def test_named_templates(self, folder: Path) -> None:
         named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
         write_config(folder, chat_template=named)
         tokenizer = Tokenizer.from_folder(folder)
-        assert tokenizer.render_chat([]) == "plain"
-        assert tokenizer.render_chat([], tools=TOOLS) == "tools"
+        assert render_chat(tokenizer, []) == "plain"
+        assert render_chat(tokenizer, [], tools=TOOLS) == "tools"
 
     def test_a_jinja_file_wins_over_the_config(self, folder: Path) -> None:
         (folder / "chat_template.jinja").write_text("from the file")
-        assert Tokenizer.from_folder(folder).render_chat([]) == "from the file"
+        assert render_chat(Tokenizer.from_folder(folder), []) == "from the file"
 
     def test_an_override_is_a_file_or_a_text(self, folder: Path, tmp_path: Path) -> None:
         path = tmp_path / "mine.jinja"
@@ -228,11 +235,11 @@ class TestChatTemplate:
     def test_no_template_and_a_broken_one_are_said_when_needed(self, folder: Path) -> None:
         write_config(folder, chat_template=None)
         with pytest.raises(RequestError, match="no chat template") as caught:
-            Tokenizer.from_folder(folder).render_chat([])
+            render_chat(Tokenizer.from_folder(folder), [])
         assert caught.value.param == "messages"
         write_config(folder, chat_template="{% if %}")
         with pytest.raises(RequestError, match="its chat template is broken"):
-            Tokenizer.from_folder(folder).render_chat([])
+            render_chat(Tokenizer.from_folder(folder), [])
 
     def test_what_templates_of_models_use(self, folder: Path) -> None:
         template = (
@@ -258,12 +265,8 @@ class TestChatTemplate:
     def test_reserved_kwargs(self, folder: Path, name: str) -> None:
         kwargs = {name: "mine"}
         tokenizer = Tokenizer.from_folder(folder)
-        if name in ("messages", "tools"):  # arguments of their own; from the wire they come as kwargs
-            with pytest.raises(TypeError):
-                tokenizer.render_chat([], None, True, **kwargs)
-            return
         with pytest.raises(RequestError) as caught:
-            tokenizer.render_chat([], **kwargs)
+            tokenizer.template_for(False).render([], None, True, kwargs)
         assert caught.value.param == "chat_template_kwargs"
 
     @pytest.mark.parametrize(
@@ -306,8 +309,8 @@ class TestChatTemplate:
         """Splitting and writing JSON of a long text hold Python's lock, and so the event loop, in a thread too."""
         tokenizer = Tokenizer.from_folder(folder, template)
         with pytest.raises(RequestError, match="more than"):
-            tokenizer.render_chat([{"role": "user", "content": text}])
-        tokenizer.render_chat([{"role": "user", "content": text[:1000]}])
+            render_chat(tokenizer, [{"role": "user", "content": text}])
+        render_chat(tokenizer, [{"role": "user", "content": text[:1000]}])
 
     def test_output_is_bounded(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("headrace.engine.chat_template.MAX_RENDERED_CHARS", 1000)
