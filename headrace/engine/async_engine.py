@@ -43,8 +43,8 @@ itself costs more than all that leads to it."""
 
 
 class AsyncEngine:
-    """Runs the requests of a server on a core in another process. Make one with `await AsyncEngine.start(config)`; end it with `await
-    engine.shutdown()`."""
+    """Runs the requests of a server on a core in another process. Make one with `await AsyncEngine.start(config)`; end
+    it with `await engine.shutdown()`."""
 
     def __init__(
         self, client: AsyncMPClient, facts: CoreFacts, model_config: ModelConfig, tokenizer: Tokenizer | None

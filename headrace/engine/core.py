@@ -58,7 +58,8 @@ def warmup_step(num_reqs: int, num_tokens: int, freed_rows: list[int], config: S
 
 
 class EngineCore:
-    """Runs all requests, step by step. Call `step` while `has_work` is true; add and abort requests between two calls."""
+    """Runs all requests, step by step. Call `step` while `has_work` is true; add and abort requests between two
+    calls."""
 
     def __init__(
         self, facts: CoreFacts, scheduler: Scheduler, executor: Executor, watch: StepWatch | None = None

@@ -91,7 +91,8 @@ class ByteFallbackStream:
 
 
 class WindowStream:
-    """Serves any other decoder. It decodes the tokens since the last certain text, and their context, again each time."""
+    """Serves any other decoder. It decodes the tokens since the last certain text, and their context, again each
+    time."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, context: list[int]) -> None:
         self._tokenizer = tokenizer
@@ -157,7 +158,8 @@ class StopMatcher:
         self._first = {stop[0] for stop in self._stops}
 
     def feed(self, text: str, enabled: bool) -> StopMatch | None:
-        """Search further text; return the first stop string that ends in it. If not `enabled`, one here does not count."""
+        """Search further text; return the first stop string that ends in it. If not `enabled`, one here does not
+        count."""
         if not any(self._states) and not any(char in text for char in self._first):
             return None
         for position, char in enumerate(text):

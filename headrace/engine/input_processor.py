@@ -68,7 +68,8 @@ DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def sampling_defaults(config: EngineConfig, model_config: ModelConfig) -> dict[str, Any]:
-    """Return the sampling parameters that generation_config.json sets. Raises ConfigError for values that are invalid."""
+    """Return the sampling parameters that generation_config.json sets. Raises ConfigError for values that are
+    invalid."""
     if config.generation_config != "auto":
         return {}
     found = {name: model_config.generation[name] for name in DEFAULTED if model_config.generation.get(name) is not None}
@@ -80,8 +81,8 @@ def sampling_defaults(config: EngineConfig, model_config: ModelConfig) -> dict[s
 
 
 class InputProcessor:
-    """Converts requests and checks them. Every method raises RequestError, naming field, value and limit, for an invalid
-    one."""
+    """Converts requests and checks them. Every method raises RequestError, naming field, value and limit, for an
+    invalid one."""
 
     def __init__(self, limits: ModelLimits, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         self.limits = limits

@@ -31,7 +31,7 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """How many pages can be lent: free ones, and idle ones, whose cached blocks would be evicted."""
+        """Pages that can be lent: free ones, and idle ones, whose cached blocks would be evicted."""
         return len(self.free) + sum(len(pool.idle) for pool in self.pools)
 
     def allocate(self, counts: Sequence[int]) -> list[list[int]] | None:
@@ -110,7 +110,7 @@ class BlockPool:
 
     @property
     def num_spare(self) -> int:
-        """How many blocks can be had without another page: free and cached ones in held pages."""
+        """Blocks that can be had without another page: free and cached ones in held pages."""
         return self._num_held_pages * self.blocks_per_page - self.num_held
 
     def pages_for(self, count: int) -> int:

@@ -1,4 +1,4 @@
-"""The limits and policies of a scheduler, and the arithmetic that follows from them alone."""
+"""Holds the limits and policies of a scheduler, and the arithmetic that follows from them alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orders waiting requests so that clients, and the HTTP requests of one client, take turns.
+"""Sorts waiting requests so that clients, and the HTTP requests of one client, take turns.
 
 Next is the client (and within it the HTTP request) with the fewest running requests, as in "Dominant Resource Fairness"
 (Ghodsi et al., NSDI 2011) with rows as the only resource; among equals, the one whose last turn or arrival is longest
@@ -115,7 +115,7 @@ class FairQueue:
         self._requeue(parent)
 
     def put_back(self, request: Request) -> None:
-        """Queue a running request again; it goes first among equals."""
+        """Let a running request wait again, first among equals."""
         parent = self._parent_of[request.request_id]
         self._unqueue(parent)
         self._count(parent, -1)

@@ -74,7 +74,7 @@ class KVCacheManager:
 
     @property
     def num_available_pages(self) -> int:
-        """How many pages the blocks that no request holds would fill."""
+        """Number of pages that the blocks which no request holds would fill."""
         return self.available_bytes // self.layout.page_bytes
 
     @property

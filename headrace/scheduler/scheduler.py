@@ -101,7 +101,7 @@ class Scheduler:
     # ---- requests come and go
 
     def add_request(self, core_request: EngineCoreRequest) -> None:
-        """Queue a request. Raises RequestError if it could never run, or if its id is that of an unfinished one."""
+        """Accept a request. Raises RequestError if it could never run, or if its id is that of an unfinished one."""
         config = self.config
         request = Request(core_request)
         self._num_received += 1
