@@ -61,7 +61,8 @@ def _number(name: str, value: object, low: float, high: float, *, low_open: bool
         raise RequestError(f"{name} must be in {bracket}{low:g}, {high:g}], got {quoted(value)}", name)
 
 
-def _integer(name: str, value: object, low: int, high: int) -> None:
+def check_integer(name: str, value: object, low: int, high: int) -> None:
+    """Raise RequestError, naming the field, unless a value is an integer between `low` and `high`."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise RequestError(f"{name} must be an integer between {low} and {high}, got {quoted(value)}", name)
 
@@ -75,10 +76,8 @@ def _token_ids(name: str, value: object, limit: int) -> None:
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, repr_omit_defaults=True):
-    """What is wrong raises RequestError naming the field, the value and what would be accepted.
-
-    Fields may be assigned to, as in vLLM: `LLM` checks them again, and takes a copy, when it is called.
-    """
+    """What is wrong raises RequestError naming the field, the value and what would be accepted. Fields may be assigned
+    to, as in vLLM: `LLM` checks them again, and takes a copy, when it is called."""
 
     n: int = 1
     temperature: float = 1.0
@@ -136,30 +135,30 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, repr_omit
         if self.stop_token_ids is None:
             self.stop_token_ids = []
         self._leave_out_what_is_not_here()
-        _integer("n", self.n, 1, MAX_N)
+        check_integer("n", self.n, 1, MAX_N)
         if self.best_of not in (None, self.n):
             raise RequestError(f"best_of must equal n ({self.n}) or be left out, got {self.best_of!r:.100}", "best_of")
         self.best_of = None
         _number("temperature", self.temperature, 0.0, 100.0)
         _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _integer("top_k", self.top_k, -1, 2**31 - 1)
+        check_integer("top_k", self.top_k, -1, 2**31 - 1)
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
         if self.seed is not None:
-            _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+            check_integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
         self._check_stops()
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+            check_integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        check_integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}", "min_tokens"
             )
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+                check_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         self._check_token_constraints()
 
     def clone(self) -> SamplingParams:

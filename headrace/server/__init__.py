@@ -1,1 +1,1 @@
-"""The OpenAI HTTP API."""
+"""Serves the OpenAI HTTP API."""

@@ -50,10 +50,8 @@ OPERATIONS = (
 
 
 def build_app(engine: AsyncEngine, server_config: ServerConfig, model_names: list[str]) -> Starlette:
-    """Return the application; `app.state.serving` is what its routes share.
-
-    `model_names`: the names that requests may use; answers carry the first one.
-    """
+    """Return the application; `app.state.serving` is what its routes share. `model_names`: the names that requests may
+    use; answers carry the first one."""
     serving = Serving(engine, server_config, model_names)
     root_path = server_config.root_path
     in_front = []  # the first sees a request first; CORS answers preflights, which carry no key

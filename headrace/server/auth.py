@@ -1,4 +1,4 @@
-"""API keys, checked in front of everything else. Pure ASGI; knows nothing of routes but the path of /health."""
+"""Refuses requests without a valid API key. The only route it knows is /health, which needs none."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from headrace.server.replies import error_response
 
 FREE_PATH = "/health"
 CLIENT = "headrace.client"
-"""Of an ASGI scope: whose key came with the request, as the beginning of its digest."""
+"""Key of an ASGI scope for the client: the beginning of its API key's hash."""
 
 
 class RequireApiKey:
-    """Refuses by default. Only http requests for exactly /health pass without a key.
-
-    What is looked at is `scope["path"]`, the same string the router matches; nothing is rebuilt from the Host header.
-    Keys and tokens are compared as digests, in constant time, with every key, whichever matched before.
-    """
+    """Refuses every request without a valid key, except HTTP requests for exactly /health. The path compared is
+    `scope["path"]`, the same string that the router matches; nothing is taken from the Host header. Tokens are compared
+    with every key as hashes, in constant time, even after one has matched."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], root_path: str = "") -> None:
         self.app = app
@@ -40,9 +38,9 @@ class RequireApiKey:
             await send({"type": "websocket.close", "code": 1008})
 
     def _client(self, scope: Scope) -> str:
-        """Empty for one without a valid key."""
+        """Return the client that a request's key belongs to; empty if it has no valid key."""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(given) != 1:  # two headers could be read differently by a proxy before us
+        if len(given) != 1:  # of two headers a proxy in front might read the other one
             return ""
         scheme, _, token = given[0].partition(b" ")
         digest = hashlib.sha256(token.strip()).digest()

@@ -1,7 +1,7 @@
-"""Request bodies: read within limits, decoded once, refused in words that name field, value and limit.
+"""Reads and decodes request bodies within limits; errors name field, value and limit.
 
-Knows nothing of what a request means; the shapes are in protocol.py. A body of any size takes many short steps, never
-one long one, so that in a thread it does not hold up the event loop.
+A large body is handled in many short steps, so that a thread that does it does not hold up the event loop. The shapes
+of requests are in protocol.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 MAX_DEPTH = 32
 """Deepest nesting of free-form values (tools, chat_template_kwargs)."""
 MAX_PATH = 500
-"""Longest end of a message of msgspec's that says where: before it may stand all of a wrong value."""
+"""Most characters at the end of msgspec's message that say where an error is. A whole wrong value may precede them."""
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _WHERE = re.compile(r" - at (?P<key>`key` in )?`\$(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]*)`$")
@@ -28,7 +28,8 @@ _STEP = re.compile(r"\.(?P<name>[^.\[\]]+)|\[(?P<index>\d+)\]|\[\.\.\.\]")
 
 
 async def read_body(request: Request, limit: int) -> bytearray:
-    """The body, at most `limit` bytes of it ever held; raises 415 before, and 413 while, reading it."""
+    """Return the body, holding at most `limit` bytes of it. Raises UnsupportedMediaTypeError before reading, and
+    PayloadTooLargeError as soon as it is too long."""
     headers = request.headers
     media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not (
@@ -43,7 +44,7 @@ async def read_body(request: Request, limit: int) -> bytearray:
     declared = headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > limit:
         raise _too_large(f"{declared[:20]} bytes", limit)
-    body = bytearray()  # grows in place: parts that are joined at the end would be copied in one long step
+    body = bytearray()  # grows in place; joining parts at the end would be one long copy
     async for part in request.stream():
         if len(body) + len(part) > limit:
             raise _too_large(f"more than {limit} bytes", limit)
@@ -56,7 +57,7 @@ def _too_large(size: str, limit: int) -> PayloadTooLargeError:
 
 
 def decode_object(body: bytes | bytearray) -> dict[str, Any]:
-    """The fields of a body. Raises RequestError where it is not a JSON object."""
+    """Return the fields of a body. Raises RequestError if it is not a JSON object."""
     try:
         fields = decode_json(body)
     except RecursionError:
@@ -69,7 +70,7 @@ def decode_object(body: bytes | bytearray) -> dict[str, Any]:
 
 
 def _broken_field(body: bytes | bytearray) -> str | None:
-    """The field whose value cannot be decoded, where the rest of a short body can."""
+    """Return the field whose value cannot be decoded, if the rest of a short body can."""
     if len(body) > PIECE:
         return None
     try:
@@ -85,8 +86,8 @@ def _broken_field(body: bytes | bytearray) -> str | None:
 
 
 def convert(value: Any, shape: type[T], prefix: str = "") -> T:
-    """Decoded JSON in the form of `shape`. Raises RequestError naming the field (below `prefix`), what it holds and
-    what was expected."""
+    """Convert decoded JSON to `shape`. Raises RequestError naming the field (below `prefix`), its value and what was
+    expected."""
     try:
         return msgspec.convert(value, shape, str_keys=True)
     except msgspec.ValidationError as error:
@@ -94,6 +95,7 @@ def convert(value: Any, shape: type[T], prefix: str = "") -> T:
 
 
 def _explain(message: str, value: Any, prefix: str) -> RequestError:
+    """Return the error for a message of msgspec's: it names the field by its path, and quotes the wrong value."""
     match = _WHERE.search(message[-MAX_PATH:])
     path, is_key = (match["path"], match["key"]) if match else ("", None)
     what = message[: len(message) - len(match[0])] if match else message
@@ -122,7 +124,7 @@ def _join(prefix: str, path: str) -> str:
 
 
 def check_depth(name: str, value: Any) -> None:
-    """Free-form JSON nested deeper than MAX_DEPTH is refused: what walks it later recurses."""
+    """Raise RequestError for free-form JSON nested deeper than MAX_DEPTH: later code walks it by recursion."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [

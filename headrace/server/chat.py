@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: messages to a Generation, and outputs to OpenAI's chat completion objects."""
+"""Answers POST /v1/chat/completions: turns messages into a Generation, and outputs into chat completion objects."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from starlette.requests import Request
 
 from headrace.errors import RequestError, quoted
 from headrace.request import CompletionOutput, RequestOutput
+from headrace.sampling_params import MAX_LOGPROBS, check_integer
 from headrace.server.chat_prompt import RENDERED_INLINE_BYTES, render_prompt, template_reads
 from headrace.server.generation import Generation, GenerationResponse, UsageCount
 from headrace.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
@@ -21,7 +22,6 @@ from headrace.server.protocol import (
     ChatCompletionRequest,
     ChatLogprobs,
     Delta,
-    Usage,
 )
 from headrace.server.replies import encoder
 from headrace.server.requests import (
@@ -29,8 +29,6 @@ from headrace.server.requests import (
     check_choices,
     check_common,
     check_copies,
-    check_logprobs,
-    check_max_tokens,
     receive,
     sampling_params,
 )
@@ -38,6 +36,7 @@ from headrace.server.serving import Serving, new_id
 
 
 async def answer_chat(serving: Serving, http: Request) -> GenerationResponse:
+    """Read a request, and return the response that will run it. Raises RequestError for an invalid one."""
     received = await receive(serving, http, ChatCompletionRequest)
     request = received.fields
     plain = not request.tools and not request.chat_template_kwargs  # these may make a template slow
@@ -52,9 +51,10 @@ async def answer_chat(serving: Serving, http: Request) -> GenerationResponse:
 def _plan(serving: Serving, request: ChatCompletionRequest) -> Generation:
     model = serving.resolve_model(request.model)
     check_common(request)
-    check_max_tokens("max_tokens", request.max_tokens)
-    check_max_tokens("max_completion_tokens", request.max_completion_tokens)
-    check_logprobs("top_logprobs", request.top_logprobs)
+    for name, low, high in (("max_tokens", 1, 2**31 - 1), ("max_completion_tokens", 1, 2**31 - 1),
+                            ("top_logprobs", 0, MAX_LOGPROBS)):  # fmt: skip
+        if (value := getattr(request, name)) is not None:
+            check_integer(name, value, low, high)
     if request.top_logprobs is not None and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
     check_choices([""], request.n)
@@ -81,7 +81,7 @@ def _plan(serving: Serving, request: ChatCompletionRequest) -> Generation:
 
 
 def _tools_wanted(request: ChatCompletionRequest) -> bool:
-    """Whether the model is shown the tools: `none` hides them, `auto` leaves the choice to the model."""
+    """Return whether the model is shown the tools: `none` hides them, `auto` leaves the choice to the model."""
     choice = request.tool_choice
     if choice is None or choice == "auto":
         return True
@@ -93,7 +93,7 @@ def _tools_wanted(request: ChatCompletionRequest) -> bool:
 
 
 def _without_effect(serving: Serving, request: ChatCompletionRequest) -> list[str]:
-    """Tools are shown to the model, but a call that it writes stays text."""
+    """Return the fields that have no effect. Tools are among them: a call that the model writes stays text."""
     found = ["tools"] if request.tools and _tools_wanted(request) else []
     if request.reasoning_effort is not None and not template_reads(serving, "reasoning_effort", bool(found)):
         found.append("reasoning_effort")
@@ -101,23 +101,20 @@ def _without_effect(serving: Serving, request: ChatCompletionRequest) -> list[st
 
 
 class ChatAnswer:
-    """Implements generation.Answer."""
+    """Implements generation.Answer for chat completions."""
 
     def __init__(self, serving: Serving, request: ChatCompletionRequest, generation: Generation) -> None:
         tokenizer = serving.engine.tokenizer
-        options = request.stream_options
         self.request = request
         self.generation = generation
         self.names = TokenNames(
             bool(request.return_tokens_as_token_ids), None if tokenizer is None else tokenizer.token_bytes
         )
-        self.want_usage = options is not None and bool(options.include_usage)
-        self.continuous = self.want_usage and options is not None and bool(options.continuous_usage_stats)
         self.created = int(time.time())
-        self.count = UsageCount()
+        self.count = UsageCount(request.stream_options)
         self.begun: set[int] = set()
         self.echoed = _echoed(request)
-        request.messages = []  # the prompt has them; they need not be kept while the answer is made
+        request.messages = []  # the prompt holds their text, so they need no memory while the answer is made
 
     def whole(self, outputs: list[RequestOutput]) -> bytes:
         output = outputs[0]
@@ -165,15 +162,13 @@ class ChatAnswer:
         return b"".join(events)
 
     def last_events(self) -> bytes:
-        if not self.want_usage:
+        if not self.count.wanted:
             return b""
         return self._encode(ChatChunk(self.generation.response_id, self.created, self.generation.model, [],
                                       usage=self.count.total()))  # fmt: skip
 
     def _event(self, choice: ChatChunkChoice, prompt_token_ids: list[int] | UnsetType = UNSET) -> bytes:
-        usage: Usage | UnsetType | None = None if self.want_usage else UNSET
-        if self.continuous:
-            usage = self.count.of_choice(0, choice.index)
+        usage = self.count.in_event(0, choice.index)
         chunk = ChatChunk(self.generation.response_id, self.created, self.generation.model, [choice], usage=usage)
         chunk.prompt_token_ids = prompt_token_ids
         return self._encode(chunk)
@@ -189,7 +184,7 @@ class ChatAnswer:
 
 
 def _echoed(request: ChatCompletionRequest) -> str:
-    """vLLM's `echo`: the assistant's last message, which the answer continues."""
+    """Return the assistant's last message where `echo` (vLLM's) asks for it: the answer continues that message."""
     last = request.messages[-1]
     if not request.echo or last.role != "assistant":
         return ""

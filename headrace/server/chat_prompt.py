@@ -1,4 +1,4 @@
-"""Chat messages -> the prompt text that the model's template makes of them. For chat completions and /tokenize."""
+"""Renders chat messages into a prompt with the model's template, for chat completions and /tokenize."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from headrace.server.protocol import ROLES, ChatCompletionRequest, ChatMessage, 
 from headrace.server.serving import Serving
 
 RENDERED_INLINE_BYTES = 8192
-"""Longer bodies, and conversations with tools, are rendered in a thread: they must not hold up others' tokens."""
+"""Longer bodies, and conversations with tools, are rendered in a thread, so that they do not hold up other streams."""
 MAX_TOOLS = 1024
 MAX_TEMPLATE_KWARGS = 32
 RESERVED_KWARGS = frozenset(("self", "messages", "tools", "add_generation_prompt", "chat_template"))
-"""What a request sets by fields of its own, or not at all; the engine's template refuses more."""
+"""Names that a request sets by fields of their own, or not at all. The engine's template refuses further ones."""
 
 
 def render_prompt(serving: Serving, request: ChatCompletionRequest | TokenizeRequest, tools_wanted: bool) -> str:
-    """Raises RequestError."""
+    """Return the prompt of a request's conversation. Raises RequestError if it is invalid, or the template fails."""
     tokenizer = _tokenizer(serving)
     if request.chat_template is not None:
         raise RequestError(
@@ -42,7 +42,7 @@ def render_prompt(serving: Serving, request: ChatCompletionRequest | TokenizeReq
 
 
 def template_reads(serving: Serving, name: str, with_tools: bool) -> bool:
-    """Whether a variable means anything to the model's template."""
+    """Return whether the model's template uses a variable."""
     return name in _tokenizer(serving).template_for(with_tools).variables
 
 
@@ -80,7 +80,7 @@ def _template_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
 
 
 def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
-    """The form that templates know: text content, and the arguments of tool calls as objects."""
+    """Return a message in the form that templates expect: content as text, arguments of tool calls as objects."""
     where = f"messages[{index}]"
     if message.role not in ROLES:
         roles = ", ".join(ROLES)
@@ -122,7 +122,7 @@ def _text(where: str, content: str | list[ContentPart] | None) -> str:
 
 
 def _arguments(where: str, given: str | dict[str, Any] | None) -> dict[str, Any]:
-    """OpenAI sends JSON text; templates write objects."""
+    """Return the arguments of a tool call as an object. OpenAI's clients send them as JSON text."""
     if isinstance(given, str):
         try:
             given = decode_json(given.encode()) if given.strip() else {}

@@ -1,11 +1,11 @@
-"""POST /v1/completions: a request's fields to a Generation, and outputs to OpenAI's completion objects."""
+"""Answers POST /v1/completions: turns its fields into a Generation, and outputs into OpenAI's completion objects."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 
-from msgspec import UNSET, UnsetType
+from msgspec import UnsetType
 from starlette.requests import Request
 
 from headrace.request import CompletionOutput, RequestOutput
@@ -19,8 +19,6 @@ from headrace.server.requests import (
     check_choices,
     check_common,
     check_copies,
-    check_logprobs,
-    check_max_tokens,
     parse_prompts,
     receive,
     sampling_params,
@@ -31,6 +29,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 async def answer_completion(serving: Serving, http: Request) -> GenerationResponse:
+    """Read a request, and return the response that will run it. Raises RequestError for an invalid one."""
     received = await receive(serving, http, CompletionRequest)
     request = received.fields
     generation = await serving.work(received.size, lambda: _plan(serving, request))
@@ -42,17 +41,16 @@ async def answer_completion(serving: Serving, http: Request) -> GenerationRespon
 def _plan(serving: Serving, request: CompletionRequest) -> Generation:
     model = serving.resolve_model(request.model)
     check_common(request)
-    check_logprobs("logprobs", request.logprobs)
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    if not (request.echo and max_tokens == 0):
-        check_max_tokens("max_tokens", max_tokens)
+    if request.echo and max_tokens == 0:
+        max_tokens = 1  # an echo of the prompt alone; its one token is dropped
     prompts = parse_prompts(request.prompt)
     check_choices(prompts, request.n)
     for_prompt = [k for k in (request.prompt_logprobs, request.logprobs if request.echo else None) if k is not None]
     params = sampling_params(
         request,
         serving.engine.default_sampling,
-        max_tokens=max(max_tokens, 1),  # an echo of the prompt alone: its one token is dropped
+        max_tokens=max_tokens,
         logprobs=request.logprobs,
         prompt_logprobs=max(for_prompt, default=None),
         detokenize=serving.engine.tokenizer is not None,
@@ -71,18 +69,17 @@ def _plan(serving: Serving, request: CompletionRequest) -> Generation:
 
 @dataclasses.dataclass(frozen=True)
 class Echo:
-    """The prompt as an answer repeats it."""
+    """Holds a prompt as the answer repeats it."""
 
     text: str = ""
     logprobs: CompletionLogprobs | None = None
 
 
 class CompletionAnswer:
-    """Implements generation.Answer."""
+    """Implements generation.Answer for completions."""
 
     def __init__(self, serving: Serving, request: CompletionRequest, generation: Generation) -> None:
         tokenizer = serving.engine.tokenizer
-        options = request.stream_options
         self.serving = serving
         self.request = request
         self.generation = generation
@@ -90,15 +87,14 @@ class CompletionAnswer:
         self.params: SamplingParams = generation.params
         self.echo_alone = bool(request.echo) and request.max_tokens == 0
         self.echo_logprobs = bool(request.echo) and request.logprobs is not None
-        self.want_usage = options is not None and bool(options.include_usage)
-        self.continuous = self.want_usage and options is not None and bool(options.continuous_usage_stats)
         self.created = int(time.time())
-        self.count = UsageCount()
+        self.count = UsageCount(request.stream_options)
         self.echoes: dict[int, Echo] = {}
-        """by prompt"""
+        """Prompt index -> its echo."""
         self.waiting: dict[int, list[RequestOutput]] = {}
+        """Prompt index -> outputs that wait until the echo has its logprobs."""
         self.text_offsets: dict[int, int] = {}
-        """by choice, once it has begun: where its next token begins"""
+        """Choice that has begun -> where in its text the next token begins."""
 
     def whole(self, outputs: list[RequestOutput]) -> bytes:
         choices: list[CompletionChoice] = []
@@ -136,13 +132,11 @@ class CompletionAnswer:
             self.text_offsets[index] = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
         if self.request.return_token_ids and first:
             choice.prompt_token_ids = output.prompt_token_ids
-        usage: Usage | UnsetType | None = None if self.want_usage else UNSET
-        if self.continuous:
-            usage = self.count.of_choice(prompt_index, index)
+        usage = self.count.in_event(prompt_index, index)
         return b"data: %b\n\n" % encoder.encode(self._completion([choice], usage))
 
     def last_events(self) -> bytes:
-        if not self.want_usage:
+        if not self.count.wanted:
             return b""
         return b"data: %b\n\n" % encoder.encode(self._completion([], self.count.total()))
 
@@ -150,7 +144,7 @@ class CompletionAnswer:
         return Completion(self.generation.response_id, self.created, self.generation.model, choices, usage=usage)
 
     def _choice(self, index: int, said: CompletionOutput, echo: Echo, offset: int) -> CompletionChoice:
-        """`offset`: where in the choice's text the new tokens begin."""
+        """Return a choice of an answer. `offset`: where in the choice's text the new tokens begin."""
         if self.echo_alone:
             reason = None if said.finish_reason is None else "length"
             said = dataclasses.replace(said, text="", token_ids=[], logprobs=[], finish_reason=reason, stop_reason=None)
@@ -180,7 +174,7 @@ class CompletionAnswer:
         first_text = None if tokenizer is None else tokenizer.token_text
         entries = output.prompt_logprobs or []
         logprobs = completion_logprobs(output.prompt_token_ids, entries, 0, self.names, first_text)
-        # What the tokens say more than the text stands at its beginning: <s>, and the space of a first word.
+        # The tokens may hold more than the text, and do so at its beginning: <s>, and the space before the first word.
         excess = logprobs.text_offset[-1] + len(logprobs.tokens[-1]) - len(text)
         logprobs.text_offset = [max(0, offset - max(0, excess)) for offset in logprobs.text_offset]
         return Echo(text, logprobs)

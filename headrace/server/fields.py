@@ -1,7 +1,7 @@
-"""What becomes of a request's fields that headrace does not act on: one table.
+"""Decides what happens to fields of a request that headrace does not act on.
 
-HARMLESS ones change nothing of an answer, REFUSED ones would give a wrong answer that looks right. Whatever else no
-shape in protocol.py has is ignored, and the answer says so in a header.
+Fields in HARMLESS change nothing in an answer. Those in REFUSED would give a wrong answer that looks right. Every other
+field that no shape in protocol.py has is ignored, and a header of the answer says so.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headrace.errors import RequestError
 logger = logging.getLogger(__name__)
 
 IGNORED_HEADER = "x-headrace-ignored"
-"""Of answers: the fields of the request that had no effect."""
+"""Header of answers that names the fields of the request that had no effect."""
 HARMLESS = frozenset((
     "user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",  # notes to the provider
     "prediction",  # saves time alone
@@ -41,18 +41,18 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "include_reasoning": (True,),
 }
-"""Values beside null and "" that ask for nothing."""
+"""Values beside null and "" with which a field asks for nothing."""
 WHY = {"function_call": "function_call can be 'none' or 'auto': forcing a call is not yet supported"}
 MAX_NAMED = 16
 """Most fields that the header names."""
 MAX_LOGGED = 64
-"""Most names that are logged, each once: clients make them up."""
+"""Most names that are logged, each once. There must be a bound, as clients choose them."""
 _PLAIN_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 
 def ignored_fields(others: Mapping[str, Any]) -> list[str]:
-    """Names of `others`, the fields that no shape has, that have no effect where they should have one. Raises
-    RequestError for the REFUSED."""
+    """Return the names of fields that should have an effect and have none. Raises RequestError for one in REFUSED.
+    `others`: the fields of a request that its shape does not have."""
     found = []
     for name, value in others.items():
         if name in HARMLESS or value is None or value == "" or value in NEUTRAL.get(name, ()):
@@ -63,12 +63,12 @@ def ignored_fields(others: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def ignored_header(names: Sequence[str], told: set[str]) -> dict[str, str]:
-    """The header of an answer, if a field was ignored. `told`: names that are in the log, where each stands once."""
+def ignored_header(names: Sequence[str], logged: set[str]) -> dict[str, str]:
+    """Return the header of an answer whose request had ignored fields. `logged`: names that are in the log already."""
     plain = [name for name in names[:MAX_NAMED] if _PLAIN_NAME.fullmatch(name)]
     for name in plain:
-        if name not in told and len(told) < MAX_LOGGED:
-            told.add(name)
+        if name not in logged and len(logged) < MAX_LOGGED:
+            logged.add(name)
             logger.warning("%s of a request has no effect here; answers say so in the header %s", name, IGNORED_HEADER)
     if len(plain) < len(names):
         plain.append("...")

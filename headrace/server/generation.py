@@ -1,24 +1,25 @@
-"""Runs one request on the engine and writes its answer, whole or as server-sent events, straight to ASGI.
+"""Runs one HTTP request on the engine, and sends its answer, whole or as server-sent events.
 
-Knows nothing of the shapes: an `Answer` turns the engine's outputs into bytes. A client that leaves aborts its
-requests at once; an error before the first byte has its own status, a later one becomes one event and no [DONE].
+An `Answer` turns the engine's outputs into bytes; no API's shapes are known here. If the client disconnects, its
+requests are aborted at once. An error before the first byte has its own HTTP status; a later one becomes one event,
+after which there is no [DONE].
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Literal, Protocol, cast
 
+from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headrace.errors import HeadraceError, ServerStoppingError
-from headrace.request import CompletionOutput, RequestOutput
+from headrace.request import RequestOutput
 from headrace.server.auth import CLIENT
-from headrace.server.protocol import PromptTokensDetails, Usage
+from headrace.server.protocol import PromptTokensDetails, StreamOptions, Usage
 from headrace.server.replies import error_body, error_headers
 from headrace.server.requests import Generation
 from headrace.server.serving import Serving
@@ -26,51 +27,61 @@ from headrace.server.serving import Serving
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+    (b"x-accel-buffering", b"no"),  # else nginx would hold events back
 ]
 DONE = b"data: [DONE]\n\n"
 
 
 class Answer(Protocol):
-    """One API's way of writing what the engine said."""
+    """Writes what the engine put out in the shapes of one API."""
 
     def whole(self, outputs: list[RequestOutput]) -> bytes:
-        """`outputs`: one finished output a prompt."""
+        """Return the whole answer. `outputs`: one finished output for each prompt."""
 
     def events(self, prompt_index: int, output: RequestOutput) -> bytes:
-        """Server-sent events for one increment; none if they have to wait for a later one."""
+        """Return server-sent events for one increment; none if they have to wait for a later one."""
 
     def last_events(self) -> bytes:
-        """What follows the last increment, before [DONE]."""
+        """Return the events that follow the last increment, before [DONE]."""
 
 
-@dataclasses.dataclass
 class UsageCount:
-    """Token counts of a streamed answer, as they grow."""
+    """Counts the tokens of an answer as they come."""
 
-    prompt_tokens: dict[int, int] = dataclasses.field(default_factory=dict)
-    cached_tokens: dict[int, int] = dataclasses.field(default_factory=dict)
-    completion_tokens: dict[int, int] = dataclasses.field(default_factory=dict)
-    """by choice index"""
+    def __init__(self, options: StreamOptions | None) -> None:
+        """`options`: what a stream was asked to say of usage."""
+        self.wanted = options is not None and bool(options.include_usage)
+        """Whether a stream ends with an event that has the usage."""
+        self.completion_tokens: dict[int, int] = {}
+        """Choice index -> tokens."""
+        self._continuous = self.wanted and options is not None and bool(options.continuous_usage_stats)
+        self.prompt_tokens: dict[int, int] = {}
+        self.cached_tokens: dict[int, int] = {}
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
+        """Count the prompt of an output; the caller counts the tokens of choices."""
         if prompt_index not in self.prompt_tokens:
             self.prompt_tokens[prompt_index] = len(output.prompt_token_ids)
         if output.num_cached_tokens:
             self.cached_tokens[prompt_index] = output.num_cached_tokens
 
-    def of_choice(self, prompt_index: int, choice: int) -> Usage:
-        """For continuous_usage_stats: what this choice has used so far."""
+    def in_event(self, prompt_index: int, choice: int) -> Usage | UnsetType | None:
+        """Return the `usage` of an event: with continuous_usage_stats, what its choice has used so far."""
+        if not self._continuous:
+            return None if self.wanted else UNSET
         prompt, completion = self.prompt_tokens[prompt_index], self.completion_tokens.get(choice, 0)
         return Usage(prompt, completion, prompt + completion)
 
     def total(self) -> Usage:
+        """Return the usage of the whole answer."""
         prompt, completion = sum(self.prompt_tokens.values()), sum(self.completion_tokens.values())
         cached = PromptTokensDetails(sum(self.cached_tokens.values()))
         return Usage(prompt, completion, prompt + completion, cached)
 
 
 class GenerationResponse(Response):
+    """Runs a request when it is sent: the ASGI response of both generating routes."""
+
     def __init__(
         self, serving: Serving, generation: Generation, answer: Answer, stream: bool, headers: dict[str, str]
     ) -> None:
@@ -93,13 +104,8 @@ class GenerationResponse(Response):
         try:
             outputs, write = await self._collect(), self.answer.whole
             status, body = 200, await asyncio.to_thread(write, outputs) if self._scores else write(outputs)
-        except asyncio.CancelledError:
-            if not self.serving.stopping:
-                raise
-            status, body = error_body(ServerStoppingError())
-        except Exception as error:
-            status, body = error_body(error)
-            self.extra_headers += _encoded(error_headers(error))
+        except (asyncio.CancelledError, Exception) as error:
+            status, body = self._failure(error)
         await self._send_json(send, status, body)
 
     async def _stream(self, send: Send) -> None:
@@ -120,23 +126,26 @@ class GenerationResponse(Response):
             if not started:
                 raise HeadraceError("the engine answered nothing")
             last = self.answer.last_events() + DONE
-        except asyncio.CancelledError:
-            if not self.serving.stopping:
-                raise
-            status, last = error_body(ServerStoppingError())
-            last = b"data: " + last + b"\n\n" if started else last
-        except Exception as error:
-            status, last = error_body(error)
-            self.extra_headers += _encoded(error_headers(error))
+        except (asyncio.CancelledError, Exception) as error:
+            status, last = self._failure(error)
             last = b"data: " + last + b"\n\n" if started else last
         if started:
             await send({"type": "http.response.body", "body": last, "more_body": False})
         else:
             await self._send_json(send, status, last)
 
+    def _failure(self, error: BaseException) -> tuple[int, bytes]:
+        """Return status and body for an error. Raises it again if the client has disconnected."""
+        if isinstance(error, asyncio.CancelledError):
+            if not self.serving.stopping:
+                raise error
+            error = ServerStoppingError()
+        self.extra_headers += _encoded(error_headers(error))
+        return error_body(error)
+
     @property
     def _scores(self) -> bool:
-        """There may be a million logprobs: a thread writes them, so that others' tokens go on."""
+        """True if there are logprobs, maybe a million: a thread writes such an answer, so that other streams go on."""
         params = self.generation.params
         return params.logprobs is not None or params.prompt_logprobs is not None
 
@@ -149,26 +158,18 @@ class GenerationResponse(Response):
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _collect(self) -> list[RequestOutput]:
-        """One output a prompt, with all of its choices."""
-        latest: dict[int, RequestOutput] = {}
-        choices: dict[int, dict[int, CompletionOutput]] = {}
-        async with aclosing(self._run("final")) as increments:
-            async for batch in increments:
-                for index, output in batch:
-                    before = latest.get(index)
-                    if before is not None and output.prompt_logprobs is None:
-                        output.prompt_logprobs = before.prompt_logprobs
-                    latest[index] = output
-                    choices.setdefault(index, {}).update({choice.index: choice for choice in output.outputs})
-        return [
-            dataclasses.replace(latest[index], outputs=[choices[index][i] for i in sorted(choices[index])])
-            for index in range(len(self.generation.prompts))
-        ]
+        """Return one output for each prompt, with all of its choices."""
+        outputs: dict[int, RequestOutput] = {}
+        async with aclosing(self._run("final")) as batches:
+            async for batch in batches:
+                outputs.update(batch)
+        return [outputs[index] for index in range(len(self.generation.prompts))]
 
     async def _run(
         self, output_kind: Literal["delta", "final"]
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
-        """Raises RequestError, or QueueFullError, before anything runs where one of the prompts cannot."""
+        """Run all prompts; yield batches of (prompt index, output). Raises RequestError or QueueFullError before
+        anything runs, if one of the prompts cannot."""
         generation, engine = self.generation, self.serving.engine
         params, response_id = generation.params, generation.response_id
         prompts = await engine.prepare(generation.prompts, params, generation.add_special_tokens)
@@ -200,7 +201,7 @@ def _encoded(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
 async def _merge(
     streams: list[AsyncIterator[RequestOutput]],
 ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
-    """What the streams say, in batches of all that is there. The first error ends them all."""
+    """Yield what several streams yield, with their indices, in batches of all that is there. An error ends them all."""
     if len(streams) == 1:
         async with aclosing(cast("AsyncGenerator[RequestOutput, None]", streams[0])) as stream:
             async for output in stream:
@@ -223,7 +224,7 @@ async def _merge(
     try:
         for index, started in enumerate(streams):
             tasks.append(asyncio.create_task(pump(index, started)))
-            await asyncio.sleep(0)  # it checks and sends its prompt, which may be long: one in each turn of the loop
+            await asyncio.sleep(0)  # let it check and send its prompt, which may be long, before the next one does
         while running:
             items = [await queue.get()]
             while not queue.empty():

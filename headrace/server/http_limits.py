@@ -1,8 +1,8 @@
-"""uvicorn's HTTP protocol with bounds: on the size of a head, which httptools itself does not have, and on the time
-that a client may take over each part of an exchange.
+"""Bounds the size of request heads, and the time that a client may take for each part of a request and its answer.
 
-Time is looked at when the server sweeps all connections (http_server.py): neither a request nor a token costs a timer.
-Knows uvicorn's protocol class; knows nothing of what is served.
+It extends uvicorn's HTTP protocol, as neither uvicorn nor httptools has such bounds. Times are checked when the server
+goes through all connections (http_server.py), so that neither a request nor a token costs a timer. ("Head" is RFC
+9112's word for request line and headers.)
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from headrace.errors import HeadraceError, RequestError, RequestTimeoutError
 from headrace.server.replies import error_body
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Request line and headers together, and whatever else the parser swallows between two parts of a message."""
+"""Most bytes of request line and headers, and of anything else that the parser takes without a callback."""
 MAX_HEADERS = 128
-SLOWEST_BODY = 500
-"""Bytes a second that a body has to bring, taken over the whole of --body-timeout."""
+MIN_BODY_RATE = 500
+"""Bytes a second that a body must bring on average over --body-timeout."""
 HOST = re.compile(rb"[\w.~%!$&'()*+,;=:\[\]-]*", re.ASCII)
-"""What RFC 9110 allows in a Host header, and no character that would end it inside a URL."""
+"""The characters that RFC 9110 allows in a Host header, without those that would end it inside a URL."""
 
 
 class BadHeadError(Exception):
-    """Ends the parse; httptools reports it as an invalid request."""
+    """Ends the parsing of a request; httptools then reports it as invalid."""
 
 
 class Stage(enum.Enum):
-    """What a connection is at, as far as its clock is concerned."""
+    """Says what a connection is doing, for the timeout that applies to it."""
 
     IDLE = "between two requests, or before the first"
     HEAD = "in a head"
@@ -47,7 +47,7 @@ class Stage(enum.Enum):
 
 @dataclass(frozen=True)
 class Timeouts:
-    """In seconds."""
+    """Holds the timeouts of a connection, in seconds."""
 
     header: float
     body: float
@@ -55,43 +55,43 @@ class Timeouts:
 
 
 class Owner(Protocol):
-    """What a connection needs of its server."""
+    """Declares what a connection needs of its server."""
 
     def admit(self, connection: BoundedHttpProtocol) -> bool:
-        """Whether it may send any request, now that one's head is there; False: only /health and /metrics."""
+        """Return whether a connection whose head has come may use every route; otherwise only /health and /metrics."""
 
     def forget(self, connection: BoundedHttpProtocol) -> None:
-        """It is closed."""
+        """Drop a connection that is closed."""
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """A head over the limits is answered with 400 and the connection closed, before the application hears of it.
-
-    `check_time` ends what takes too long: a head, a body that trickles, an answer that nobody reads. A request that has
-    been received whole may take as long as it likes.
-    """
+    """Enforces the bounds on one connection. A head over the limits is answered with 400, and the connection closed,
+    before the application sees it. `check_time` ends what takes too long: a head, a body that trickles in, an answer
+    that the client does not read. Once a request has been received whole, its answer may take any time."""
 
     def __init__(self, owner: Owner, timeouts: Timeouts, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
         self.owner = owner
         self.timeouts = timeouts
         self.num_heads = 0
-        """heads that came to their end"""
+        """Heads that have been received whole."""
         self._stage = Stage.IDLE
-        """of reading alone"""
+        """What is being read; writing does not count here."""
         self._head_bytes = 0
-        self._silent_bytes = 0
+        self._uncounted_bytes = 0
+        """Bytes since the parser's last callback."""
         self._body_bytes = 0
         self._complaint = ""
-        self._seen: tuple[Stage, int] | None = None
-        """stage and `num_heads` when time was last looked at"""
+        self._checked: tuple[Stage, int] | None = None
+        """Stage and `num_heads` when time was last checked."""
         self._since = 0.0
+        """When the present stage began, or last made progress."""
         self._mark = 0
-        """bytes of the body, or bytes to be sent, at `_since`"""
+        """Bytes of the body, or bytes left to send, at `_since`."""
 
     @property
     def is_silent(self) -> bool:
-        """It has not asked for anything yet, or has been answered and does not read."""
+        """True if the client has requested nothing yet, or does not read its answer after it was closed."""
         return self.transport is not None and (self.num_heads == 0 or self.transport.is_closing())
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -99,17 +99,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._silent_bytes += len(data)
+        self._uncounted_bytes += len(data)
         super().data_received(data)
-        # One endless header value (or chunk extension) never comes to a callback.
-        if self._silent_bytes > MAX_HEAD_BYTES + len(data) and not self.transport.is_closing():
+        # A header value (or chunk extension) without an end causes no callback.
+        if self._uncounted_bytes > MAX_HEAD_BYTES + len(data) and not self.transport.is_closing():
             self.send_400_response(f"Request header larger than {MAX_HEAD_BYTES} bytes.")
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(RequestError(self._complaint or msg))
 
     def _refuse(self, error: HeadraceError) -> None:
-        """As an error object, like every other answer; the connection closes."""
+        """Answer with an error object, as everywhere else, and close the connection."""
         status, body = error_body(error)
         head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
         head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
@@ -118,7 +118,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._head_bytes = 0
-        self._silent_bytes = 0
+        self._uncounted_bytes = 0
         self._stage = Stage.HEAD
         super().on_message_begin()
 
@@ -133,7 +133,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._silent_bytes = 0
+        self._uncounted_bytes = 0
         self._check_head()
         self.num_heads += 1
         self._stage = Stage.BODY
@@ -143,7 +143,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def _check_head(self) -> None:
-        """What two servers in a row could read differently is refused (RFC 9112, 3.2)."""
+        """Refuse a head that two servers in a row might read differently (RFC 9112, 3.2)."""
         version = self.parser.get_http_version()
         hosts = [value for name, value in self.headers if name == b"host"]
         if version not in ("1.0", "1.1"):
@@ -156,27 +156,27 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             raise BadHeadError
 
     def on_body(self, body: bytes) -> None:
-        self._silent_bytes = 0
+        self._uncounted_bytes = 0
         self._body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._silent_bytes = 0
+        self._uncounted_bytes = 0
         self._stage = Stage.IDLE
         super().on_message_complete()
 
     def _count(self, size: int) -> None:
-        self._silent_bytes = 0
+        self._uncounted_bytes = 0
         self._head_bytes += size
         if self._head_bytes > MAX_HEAD_BYTES:
             raise BadHeadError
 
     def check_time(self, now: float) -> None:
-        """End what has taken too long. `now`: seconds of a clock that stands still while the event loop does, for what
-        came meanwhile waits in the kernel."""
+        """End what has taken too long. `now`: seconds of a clock that stops while the event loop is held up. What
+        clients send then waits in the kernel, so that time must not count against them."""
         stage = self._stage_of_all()
-        if self._seen != (stage, self.num_heads):
-            self._seen = (stage, self.num_heads)
+        if self._checked != (stage, self.num_heads):
+            self._checked = (stage, self.num_heads)
             self._since, self._mark = now, self._amount(stage)
         elif stage in (Stage.SENDING, Stage.CLOSING):
             self._check_sending(now)
@@ -186,7 +186,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if self._stage is Stage.HEAD:
                 self._refuse(RequestTimeoutError(f"the headers took longer than {self.timeouts.header:g} s"))
             else:
-                self.transport.close()  # of who has said nothing
+                self.transport.close()  # nothing was sent, so nothing is answered
 
     def _stage_of_all(self) -> Stage:
         cycle = self.cycle
@@ -197,7 +197,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if cycle is not None and (self.pipeline or not (cycle.response_complete or cycle.more_body)):
             return Stage.ANSWER
         if self._stage is Stage.IDLE and self.timeout_keep_alive_task is None:
-            return Stage.HEAD  # a new connection, or bytes that begin nothing; uvicorn's timer is for the idle
+            return Stage.HEAD  # a new connection, or bytes that begin no request; for idle ones uvicorn has a timer
         return self._stage
 
     def _amount(self, stage: Stage) -> int:
@@ -207,28 +207,28 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _check_sending(self, now: float) -> None:
         left = self._amount(Stage.SENDING)
-        if left != self._mark:  # also more: the client had read, and more was written
+        if left != self._mark:  # it may also be more: the client has read, and more was written
             self._since, self._mark = now, left
         elif now - self._since > self.timeouts.send:
             self.transport.abort()
 
     def _check_body(self, now: float) -> None:
         limit, answered = self.timeouts.body, self.cycle.response_complete
-        if self.flow.read_paused:  # it is we who do not read
+        if self.flow.read_paused:  # the server does not read, so the client cannot go on
             self._since, self._mark = now, self._body_bytes
         elif now - self._since <= limit:
             return
         elif answered:
             self.transport.close()
-        elif self._body_bytes - self._mark >= SLOWEST_BODY * limit:
+        elif self._body_bytes - self._mark >= MIN_BODY_RATE * limit:
             self._since, self._mark = now, self._body_bytes
         else:
-            self.cycle.disconnected = True  # nothing more is to be sent
-            self._refuse(RequestTimeoutError(f"the body brought less than {SLOWEST_BODY} bytes/s for {limit:g} s"))
+            self.cycle.disconnected = True  # so that the application sends nothing more
+            self._refuse(RequestTimeoutError(f"the body brought less than {MIN_BODY_RATE} bytes/s for {limit:g} s"))
 
 
 def _unread(descriptor: int) -> int:
-    """Bytes that the kernel holds until the client acknowledges them: they become fewer while a slow one reads."""
+    """Return the bytes that the kernel holds until the client acknowledges them; fewer and fewer while it reads."""
     try:
         return int.from_bytes(fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
     except OSError:

@@ -1,7 +1,7 @@
-"""uvicorn's server with a bound on connections that keeps /health and /metrics within reach.
+"""Extends uvicorn's server with a bound on connections beyond which /health and /metrics still answer.
 
-A connection beyond the bound goes to a small reserve, where those two routes are answered and all others get 503. When
-the reserve is full, the oldest that has asked for nothing makes room. Knows nothing else of what is served.
+A connection beyond the bound goes to a small reserve, in which those two routes are answered and all others get 503.
+When the reserve is full, its oldest connection that has requested nothing is closed.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ from headrace.server.replies import error_response
 logger = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 16_384
-"""What is allowed where nobody says: more would take gigabytes before descriptors run out."""
+"""Most connections if --max-connections is not given: more would take gigabytes before file descriptors run out."""
 RESERVE = 32
+"""Connections beyond the bound that are kept open for /health and /metrics."""
 RESERVE_HEADER_SECONDS = 2.0
 OWN_DESCRIPTORS = 96
-"""For the listener, the pipes and sockets of the engine, and files that are open for a moment."""
+"""File descriptors for the listener, the engine's pipes and sockets, and files that are open for a moment."""
 PROBES = ("/health", "/metrics")
 BATCH = 64
-"""Connections that are accepted before others' data is read."""
+"""Connections that are accepted before the data of others is read."""
 BATCH_BEYOND = 4
-"""... beyond the bound: several rounds pass before they fill the reserve, so that who asks at once is heard."""
+"""The same beyond the bound: the reserve takes several rounds to fill, so a client that sends at once is answered."""
 TICK = 0.1
 """Seconds between two calls of uvicorn's `on_tick`."""
 WARN_SECONDS = 60.0
+"""Least time between two warnings with the same text."""
 
 
 def connection_bound(wanted: int | None) -> int:
-    """How many connections may be open. The soft limit of descriptors is raised for them as far as the hard one allows;
-    raises ConfigError where they do not fit even so.
-    """
+    """Return how many connections may be open, and raise the soft limit of open files for them. Raises ConfigError if
+    the hard limit is too low for `wanted` connections."""
     needed = (wanted or MOST_CONNECTIONS) + RESERVE + OWN_DESCRIPTORS
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
@@ -61,10 +62,8 @@ def connection_bound(wanted: int | None) -> int:
 
 
 class HttpServer(uvicorn.Server):
-    """Takes connections from one listening socket until `should_exit` is set.
-
-    Signals are not its business: uvicorn would raise them again after a clean stop, and the exit code would not be 0.
-    """
+    """Takes connections from one listening socket until `should_exit` is set. It handles no signals: uvicorn would
+    raise them again after a clean stop, and the exit code would not be 0."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig, graceful_seconds: int) -> None:
         """`config.max_connections`: a number, from `connection_bound`."""
@@ -90,7 +89,7 @@ class HttpServer(uvicorn.Server):
         self._probes = frozenset((*PROBES, *(prefix + path for path in PROBES)))
         self._ordinary: set[BoundedHttpProtocol] = set()
         self._reserve: dict[BoundedHttpProtocol, None] = {}
-        """oldest first"""
+        """Connections beyond the bound, oldest first."""
         self._connecting: set[asyncio.Task[None]] = set()
         self._accepting = False
         self._clock = 0.0
@@ -100,6 +99,7 @@ class HttpServer(uvicorn.Server):
 
     @property
     def num_connections(self) -> int:
+        """Open connections."""
         return len(self._ordinary) + len(self._reserve)
 
     @contextlib.contextmanager
@@ -153,7 +153,7 @@ class HttpServer(uvicorn.Server):
                 return
             except ConnectionAbortedError:
                 continue
-            except OSError as error:  # no descriptors, no memory: what waits goes on waiting until the next sweep
+            except OSError as error:  # no file descriptors or memory: connections wait until the next sweep
                 self._loop.remove_reader(self._listener)
                 self._accepting = False
                 self._warn(f"no connection can be accepted: {error}")
@@ -166,7 +166,7 @@ class HttpServer(uvicorn.Server):
         )
         if len(self._ordinary) < self.bound:
             self._ordinary.add(connection)
-        elif len(self._reserve) < RESERVE or self._make_room():
+        elif len(self._reserve) < RESERVE or self._close_silent():
             self._warn(f"{self.bound} connections are open (--max-connections): others get /health and /metrics alone")
             self._reserve[connection] = None
             connection.app = self._answer_in_reserve
@@ -188,7 +188,8 @@ class HttpServer(uvicorn.Server):
             client.close()
             logger.debug("a connection ended as it began: %s", error)
 
-    def _make_room(self) -> bool:
+    def _close_silent(self) -> bool:
+        """Close the oldest silent connection of the reserve; return whether there was one."""
         oldest = next((connection for connection in self._reserve if connection.is_silent), None)
         if oldest is None:
             return False
@@ -204,7 +205,7 @@ class HttpServer(uvicorn.Server):
             await error_response(error, {"retry-after": "1"})(scope, receive, send)
 
     def _warn(self, line: str) -> None:
-        """Once a minute for the same line."""
+        """Log a warning, the same one at most once a minute."""
         now = time.monotonic()
         if now - self._warned.get(line, -WARN_SECONDS) >= WARN_SECONDS:
             self._warned[line] = now

@@ -1,4 +1,4 @@
-"""The routes that generate nothing: models, the plan, tokenize, detokenize, health, metrics, version."""
+"""Answers the routes that generate nothing: models, the plan, tokenize, detokenize, health, metrics, version."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from headrace import __version__
 from headrace.engine.tokenizer import Tokenizer
-from headrace.errors import EngineDeadError, ModelNotServedError, RequestError, StepsFailError, quoted
+from headrace.errors import EngineDeadError, RequestError, StepsFailError, quoted
 from headrace.planner.decisions import USUAL_OBJECTIVE
 from headrace.server.chat_prompt import RENDERED_INLINE_BYTES, render_prompt
 from headrace.server.protocol import (
@@ -44,11 +44,7 @@ async def list_models(serving: Serving, http: Request) -> Response:
 
 
 async def show_model(serving: Serving, http: Request) -> Response:
-    name = http.path_params["model_id"]
-    if name not in serving.model_names:
-        served = ", ".join(serving.model_names)
-        raise ModelNotServedError(f"the model {quoted(name)} does not exist; served here: {served}", "model")
-    return json_response(_card(serving, name))
+    return json_response(_card(serving, serving.check_name(http.path_params["model_id"])))
 
 
 async def show_plan(serving: Serving, http: Request) -> Response:
@@ -84,7 +80,7 @@ async def tokenize(serving: Serving, http: Request) -> Response:
         special = request.add_special_tokens is True
     else:
         text, special = request.prompt, request.add_special_tokens is not False
-    ids = await serving.engine.tokenize(text, special)  # bounded work: no text far beyond the context
+    ids = await serving.engine.tokenize(text, special)  # refuses texts far beyond the context
     names = await asyncio.to_thread(lambda: [*map(tokenizer.token_text, ids)]) if request.return_token_strs else None
     return json_response(TokenizeAnswer(len(ids), serving.engine.max_model_len, ids, names))
 
@@ -94,7 +90,7 @@ async def detokenize(serving: Serving, http: Request) -> Response:
     serving.resolve_model(request.model)
     tokenizer = _tokenizer(serving)
     limit, longest = serving.engine.vocab_size, serving.engine.max_model_len
-    if len(request.tokens) > longest:  # the library decodes without letting go of Python's lock
+    if len(request.tokens) > longest:  # the library holds Python's lock while it decodes
         raise RequestError(
             f"tokens may hold at most {longest} ids (max_model_len), got {len(request.tokens)}", "tokens"
         )
@@ -105,7 +101,7 @@ async def detokenize(serving: Serving, http: Request) -> Response:
 
 
 async def health(serving: Serving, http: Request) -> Response:
-    """200 only while the engine steps and its steps succeed."""
+    """Answer 200 only while the engine runs and its steps succeed."""
     try:
         serving.engine.check_health()
     except (EngineDeadError, StepsFailError) as error:

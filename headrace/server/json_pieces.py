@@ -1,8 +1,7 @@
-"""JSON of any size decoded in short steps, so that a thread that decodes it keeps nobody waiting.
+"""Decodes JSON of any size in short steps, so that a thread that does it does not hold up the event loop.
 
-One call of msgspec holds Python's lock from beginning to end, which for a body of 32 MiB is seconds. Here regular
-expressions find where a text may be cut, and msgspec decodes, and so checks, every part of it. Knows nothing of
-requests.
+One call of msgspec holds Python's lock (GIL) from beginning to end, which for a body of 32 MiB takes seconds. Here,
+regular expressions find where the text may be cut, and msgspec decodes, and so checks, every piece.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from headrace.errors import RequestError, clip
 PIECE = 2**16
 """Bytes that are decoded in one call, roughly."""
 MAX_VALUES = 2**17
-"""Most values of a body, token ids in lists not counted: these have no other bound than the body's size."""
+"""Most values of a body. Token ids in lists do not count: the body's size bounds them."""
 MAX_ITEMS = 2**20
-"""Most items of one list: beyond any context or vocabulary that fits into a body."""
+"""Most items of one list, which is more than any context or vocabulary that fits into a body."""
 MAX_LEVELS = 128
 SHARED_BELOW = 2**19
-"""Integers under this, beyond any vocabulary, are one object however often they occur: 8 bytes each instead of 36."""
+"""Equal integers below this (more than any vocabulary) share one object: 8 bytes for each occurrence instead of 36."""
 _SPACE = b" \t\n\r"
 _MARK = re.compile(rb'["\[\]{}]')
 _TEXT = re.compile(
     rb'[^"\\]*(?:\\(?:[^u]|u(?![dD][89abAB])[0-9a-fA-F]{4}|u[dD][89abAB]..\\u[0-9a-fA-F]{4})[^"\\]*)*', re.DOTALL
 )
-"""A stretch of a string that ends neither within an escape nor between the two of a pair of surrogates."""
+"""A part of a string that ends neither inside an escape nor between the two halves of a surrogate pair."""
 _CLOSING = {ord("["): ord("]"), ord("{"): ord("}")}
 _BYTE = re.compile(r"\(byte (\d+)\)")
 _KEY = re.compile(rb'[\s,]*"([\w-]{1,64})"\s*:')
@@ -36,14 +35,14 @@ _text = msgspec.json.Decoder(str)
 
 
 def decode_json(body: bytes | bytearray) -> Any:
-    """What `msgspec.json.decode(body)` returns or raises. A large body is also bounded in values and levels, and
-    RequestError says so."""
+    """Decode a body, with the results and errors of `msgspec.json.decode`. Raises RequestError if a large one has too
+    many values or levels."""
     return msgspec.json.decode(body) if len(body) <= PIECE else _Pieces(body).decode()
 
 
 class _Open:
-    """A list or object whose end has not come yet. Small ones are decoded as part of what they stand in; `built` is
-    what there is so far of a large one."""
+    """Is a list or object whose end has not been reached. Small ones are decoded as part of what contains them. Of a
+    large one, `built` holds the items so far."""
 
     __slots__ = ("begin", "built", "comma", "items", "key", "opening", "start")
 
@@ -51,16 +50,18 @@ class _Open:
         self.opening = opening
         self.begin = begin
         self.start = begin + 1
-        """of what is not in `built`"""
+        """Where the items that are not in `built` begin."""
         self.comma = self.start
-        """where it may be cut: its last comma"""
+        """Its last comma so far: where it may be cut."""
         self.items = 0
         self.built: list[Any] | dict[str, Any] | None = None
         self.key: Any = -1
-        """in `built`, of the large value that is being decoded"""
+        """Key in `built` of the large value that is being decoded."""
 
 
 class _Pieces:
+    """Decodes one large body in a single pass, keeping the lists and objects that are open at the current place."""
+
     def __init__(self, body: bytes | bytearray) -> None:
         self._body = body
         root = _Open(ord("["), -1)  # the document is the one item of a list
@@ -121,7 +122,7 @@ class _Pieces:
             self._put(here.built, at + 1)
 
     def _skip_string(self, at: int) -> int:
-        """Where the string at `at` ends. A large one is decoded here."""
+        """Return where the string at `at` ends. A large one is decoded here."""
         self._count(1)
         body, size, cuts = self._body, len(self._body), [at + 1]
         while True:
@@ -143,14 +144,14 @@ class _Pieces:
         return end + 1
 
     def _build(self, depth: int) -> None:
-        """From now on the open value at `depth`, and what it stands in, are built from pieces."""
+        """Build the open value at `depth`, and those that contain it, from pieces from now on."""
         for outer, inner in zip(self._open[:depth], self._open[1 : depth + 1], strict=True):
             if inner.built is None:
                 self._reserve(outer, inner.begin)
                 inner.built = [] if inner.opening == ord("[") else {}
 
     def _reserve(self, outer: _Open, at: int) -> None:
-        """A place in `outer` for the large value that begins at `at`."""
+        """Put a placeholder into `outer` for the large value that begins at `at`."""
         if outer.comma > outer.start:
             self._take(outer, outer.comma)
         found = self._items(outer, at, b"null")
@@ -168,7 +169,7 @@ class _Pieces:
         outer.start = outer.comma = end
 
     def _take(self, here: _Open, end: int) -> None:
-        """Decode the items up to `end`: a comma, or where it closes."""
+        """Decode the items up to `end`, which is a comma or the closing bracket, and add them to `built`."""
         found = self._items(here, end)
         self._settle(found)
         if isinstance(here.built, dict):
@@ -181,7 +182,7 @@ class _Pieces:
     def _items(self, here: _Open, end: int, last: bytes = b"") -> Any:
         text = self._body[here.start : end]
         start = here.start
-        if here.built:  # all that comes after other items begins with a comma, and does not end with it
+        if here.built:  # items that follow others begin with a comma, and do not end with one
             rest = text.lstrip(_SPACE)
             if rest or last:
                 if rest[:1] != b"," or not (rest[1:].strip(_SPACE) or last):
@@ -200,9 +201,9 @@ class _Pieces:
             raise msgspec.DecodeError(_BYTE.sub(lambda m: f"(byte {start + int(m[1]) - 1})", str(error))) from None
 
     def _settle(self, found: list[Any] | dict[str, Any]) -> None:
-        """Count what is new, and let equal token ids be one object."""
+        """Count new values, and make equal token ids share one object."""
         if isinstance(found, list) and {*map(type, found)} == {int}:
-            if min(found) >= 0 and max(found) < SHARED_BELOW:  # larger ones could be chosen to have one hash
+            if min(found) >= 0 and max(found) < SHARED_BELOW:  # larger ones could be chosen to have equal hashes
                 found[:] = map(self._shared.setdefault, found, found)
             else:
                 self._count(len(found))
@@ -223,7 +224,7 @@ class _Pieces:
             raise RequestError(f"a request may hold at most {MAX_VALUES} texts, lists and objects", self._field())
 
     def _field(self) -> str | None:
-        """The field of the document that is being read."""
+        """Return the field of the document that is being read."""
         if len(self._open) < 2:
             return None
         match = _KEY.match(self._body, self._open[1].comma)

@@ -1,4 +1,4 @@
-"""The engine's logprobs in the shapes of the two APIs. Knows nothing of requests or streams."""
+"""Converts the engine's logprobs to the shapes of the two APIs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from headrace.server.protocol import (
 )
 
 LOWEST = -9999.0
-"""JSON has no infinity; a token that cannot be drawn gets this."""
+"""Logprob shown for a token that cannot be sampled, since JSON has no infinity."""
 Entries = Sequence[dict[int, Logprob] | None]
 
 
 @dataclass(frozen=True)
 class TokenNames:
-    """How a token is written: its text, or `token_id:5` where a client asked for that or no tokenizer is loaded."""
+    """Writes tokens as text, or as `token_id:5` if the client asked for that or there is no tokenizer."""
 
     as_ids: bool
     bytes_of: Callable[[int], bytes] | None = None
@@ -47,7 +47,8 @@ def completion_logprobs(
     names: TokenNames,
     first_text: Callable[[int], str] | None = None,
 ) -> CompletionLogprobs:
-    """`offset`: where in the choice's text the first token begins. `first_text` names a token without entry."""
+    """Return the logprobs of tokens in the shape of completions. `offset`: where in the choice's text the first token
+    begins. `first_text` names a token that has no entry."""
     tokens: list[str] = []
     values: list[float | None] = []
     tops: list[dict[str, float] | None] = []
@@ -65,7 +66,7 @@ def completion_logprobs(
 
 
 def _top_by_text(entry: dict[int, Logprob], names: TokenNames) -> dict[str, float]:
-    """The token itself and the k best. Two tokens written alike share a key, which keeps the likelier one."""
+    """Return text -> logprob of the token itself and the k best. Of two tokens with the same text the likelier counts."""
     top: dict[str, float] = {}
     for token_id, one in entry.items():
         text, value = names.text(token_id, one), _finite(one.logprob)
@@ -74,6 +75,7 @@ def _top_by_text(entry: dict[int, Logprob], names: TokenNames) -> dict[str, floa
 
 
 def chat_logprobs(token_ids: Sequence[int], entries: Entries, k: int, names: TokenNames) -> ChatLogprobs:
+    """Return the logprobs of tokens in the shape of chat completions, with the k best of each position."""
     content = []
     for token_id, entry in zip(token_ids, entries, strict=True):
         if entry is None:
@@ -86,7 +88,7 @@ def chat_logprobs(token_ids: Sequence[int], entries: Entries, k: int, names: Tok
 
 
 def prompt_logprobs(entries: Entries) -> PromptLogprobs:
-    """vLLM's `prompt_logprobs`: token id -> logprob, rank and text, for each prompt token but the first."""
+    """Return vLLM's `prompt_logprobs`: for each prompt token but the first, token id -> logprob, rank and text."""
     return [
         None
         if entry is None
@@ -96,7 +98,7 @@ def prompt_logprobs(entries: Entries) -> PromptLogprobs:
 
 
 def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """An echoed prompt and what follows it."""
+    """Join the logprobs of an echoed prompt and of what follows it."""
     return CompletionLogprobs(
         first.tokens + second.tokens,
         first.token_logprobs + second.token_logprobs,

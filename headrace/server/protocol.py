@@ -1,8 +1,8 @@
-"""The shapes of requests and answers: OpenAI's, with vLLM's extra fields. Data only; fields.py says what becomes of
-fields that no shape has.
+"""Defines the shapes of requests and answers: OpenAI's, with vLLM's extra fields.
 
-Every optional request field also takes null, which means the default. Limits on lengths stand here, as a value too long
-is not to be converted; limits on values where these are understood: sampling_params.py, requests.py and chat.py.
+Every optional field of a request may be null, which means its default. fields.py decides about fields that no shape
+has. Limits on lengths stand here, so that a value that is too long is not even converted. Limits on values stand where
+these are used: in sampling_params.py, requests.py and chat.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StreamOptions(Struct):
 
 
 class GenerateRequest(Struct, kw_only=True):
-    """What completions and chat completions have in common."""
+    """Holds the fields that completions and chat completions have in common."""
 
     model: str | None = None
     n: int | None = None
@@ -134,7 +134,7 @@ class ChatCompletionRequest(GenerateRequest, kw_only=True):
 
 
 class TokenizeRequest(Struct, kw_only=True):
-    """Either `prompt` or `messages`."""
+    """Requests the token ids of `prompt` or of `messages`, of which one must be given."""
 
     model: str | None = None
     prompt: str | None = None
@@ -175,7 +175,8 @@ PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
 class CompletionLogprobs(Struct):
-    """Parallel lists, one entry a token. The first token of an echoed prompt has null: nothing precedes it."""
+    """Holds parallel lists with an entry for each token. The first token of an echoed prompt has null: nothing precedes
+    it."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -195,7 +196,7 @@ class CompletionChoice(Struct):
 
 
 class Completion(Struct):
-    """The whole answer, and a chunk of a streamed one."""
+    """Holds a whole answer, or one chunk of a streamed one."""
 
     id: str
     created: int
@@ -296,13 +297,13 @@ class PlanDecision(Struct):
 
 
 class PlanMemoryPart(Struct):
-    """Bytes on one GPU."""
+    """Holds the bytes of one part of a GPU's memory, as predicted and as reported."""
 
     name: str
     predicted: int | None
-    """from shapes alone; null: the planner does not know this GPU or model"""
+    """Predicted from shapes alone; null: the planner does not know this GPU or model."""
     reported: int | None
-    """by the device; null: not measured there"""
+    """Reported by the device; null: not measured there."""
 
 
 class PlanMemory(Struct):
@@ -312,11 +313,11 @@ class PlanMemory(Struct):
     parts: list[PlanMemoryPart]
     kv_bytes_per_token: PlanMemoryPart
     kv_cache: int
-    """bytes allocated"""
+    """Allocated bytes."""
 
 
 class PlanAnswer(Struct):
-    """How the server runs, why, and what its planner expects of it."""
+    """Tells how the server runs, why, and what its planner expects of it."""
 
     model: str
     objective: str
@@ -324,11 +325,11 @@ class PlanAnswer(Struct):
     kv_cache_tokens: int
     memory: PlanMemory | None
     workload: dict[str, Any] | None
-    """what is expected; null: nothing can be predicted for this GPU or model"""
+    """The workload that is planned for; null: nothing can be predicted for this GPU or model."""
     workload_source: str | None
-    """flags, or the usual lengths where no flag says otherwise"""
+    """Where the workload comes from: flags, or the usual lengths."""
     prediction: dict[str, Any] | None
-    """times in ms and s, rates in tokens/s, as `headrace plan --json` has them"""
+    """Times in ms and s, rates in tokens/s, as `headrace plan --json` has them."""
 
 
 class TokenizeAnswer(Struct):

@@ -1,6 +1,6 @@
-"""From the fields of a request to what the engine takes: prompts, SamplingParams, priority. Limits before allocation.
+"""Turns the fields of a request into what the engine takes: prompts, SamplingParams, priority.
 
-Values of sampling parameters are checked by SamplingParams itself; here is what only the API knows.
+Limits are checked before anything is allocated. SamplingParams checks its own values; here is what only the API knows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 
 from headrace.errors import RequestError, quoted
-from headrace.sampling_params import MAX_LOGPROBS, MAX_N, SamplingParams
+from headrace.sampling_params import MAX_N, SamplingParams, check_integer
 from headrace.server.body import convert, decode_object, read_body
 from headrace.server.fields import ignored_fields, ignored_header
 from headrace.server.protocol import GenerateRequest
@@ -24,22 +24,20 @@ T = TypeVar("T", bound=msgspec.Struct)
 MAX_CHOICES = 1024
 """Most choices (prompts x n) of one HTTP request."""
 MAX_COPIED = 2**20
-"""Most token ids in the lists of which each choice holds a copy, all choices together."""
+"""Most token ids, over all choices of a request, in lists of which each choice holds a copy."""
 IDS_PER_CHAR = 16
-"""What a character of bad_words counts for: it costs more than an id, and becomes several."""
-MAX_CACHE_SALT_CHARS = 256
-MAX_PRIORITY = 2**31 - 1
+"""Token ids that one character of bad_words counts for: it costs more than an id, and becomes several."""
 PASSED_ON = tuple(
     name
     for name in SamplingParams.__struct_fields__
     if name in GenerateRequest.__struct_fields__ and name not in ("max_tokens", "prompt_logprobs")
 )
-"""Fields that mean in a request what they mean in SamplingParams."""
+"""Fields that mean the same in a request as in SamplingParams."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What one HTTP request asks of the engine."""
+    """Holds what one HTTP request asks of the engine."""
 
     response_id: str
     model: str
@@ -52,17 +50,17 @@ class Generation:
 
 @dataclass(frozen=True)
 class Received(Generic[T]):
-    """A request as it came."""
+    """Holds a request as it was received."""
 
     fields: T
     ignored: list[str]
-    """fields that have no effect"""
+    """Names of fields that have no effect."""
     size: int
-    """bytes of the body"""
+    """Bytes of the body."""
 
 
 async def receive(serving: Serving, http: Request, shape: type[T]) -> Received[T]:
-    """Raises RequestError for a body that cannot be read as `shape`."""
+    """Read a request's body as `shape`. Raises RequestError for one that is not."""
     body = await read_body(http, serving.config.max_request_bytes)
     names = shape.__struct_fields__  # not structs.fields: that evaluates all annotations anew, a millisecond
 
@@ -77,13 +75,14 @@ async def receive(serving: Serving, http: Request, shape: type[T]) -> Received[T
 def answer_headers(
     serving: Serving, http: Request, request_id: str | None, generation: Generation, ignored: list[str]
 ) -> dict[str, str]:
-    """What an answer's head says beside its type. `ignored`: fields that had no effect."""
+    """Return the headers of an answer beside its type. `ignored`: fields that had no effect."""
     known = request_id_headers(http, serving.config, request_id, generation.response_id)
-    return known | ignored_header(ignored, serving.told)
+    return known | ignored_header(ignored, serving.logged)
 
 
 def parse_prompts(prompt: Any) -> list[str | list[int]]:
-    """A text, texts, ids, or lists of ids. Raises RequestError, also for what is empty and for too many prompts."""
+    """Return the prompts in a `prompt` field: text, texts, token ids, or lists of them. Raises RequestError for
+    anything else, an empty prompt, or too many."""
     prompts: list[str | list[int]]
     if not isinstance(prompt, list):
         prompts = [convert(prompt, str, "prompt")]
@@ -102,8 +101,9 @@ def parse_prompts(prompt: Any) -> list[str | list[int]]:
 
 
 def check_choices(prompts: list[str | list[int]], n: int | None) -> None:
-    if n is not None and not 1 <= n <= MAX_N:
-        raise RequestError(f"n must be an integer between 1 and {MAX_N}, got {quoted(n)}", "n")
+    """Raise RequestError for too many choices (prompts x n)."""
+    if n is not None:
+        check_integer("n", n, 1, MAX_N)
     _check_count("prompt", len(prompts), n or 1)
 
 
@@ -114,7 +114,8 @@ def _check_count(name: str, count: int, n: int) -> None:
 
 
 def check_copies(params: SamplingParams, choices: int) -> None:
-    """Else a body of kilobytes would take gigabytes."""
+    """Raise RequestError for lists that all choices together would copy into too much memory: a body of kilobytes could
+    otherwise take gigabytes."""
     allowed, words = len(params.allowed_token_ids or ()), sum(map(len, params.bad_words))
     for name, size, unit, limit in (
         ("allowed_token_ids", allowed, "ids", MAX_COPIED),
@@ -127,7 +128,7 @@ def check_copies(params: SamplingParams, choices: int) -> None:
 
 
 def check_common(request: GenerateRequest) -> None:
-    """What completions and chat refuse alike."""
+    """Raise RequestError for what neither completions nor chat completions take."""
     form = request.response_format
     if form is not None and form != {"type": "text"}:
         kind = form.get("type") if isinstance(form, dict) else form
@@ -139,23 +140,6 @@ def check_common(request: GenerateRequest) -> None:
         raise RequestError("stream_options is only allowed when stream is true", "stream_options")
     if request.stream and request.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs is not available when stream is true", "prompt_logprobs")
-    if request.priority is not None and abs(request.priority) > MAX_PRIORITY:
-        raise RequestError(f"priority must be within +-{MAX_PRIORITY}, got {quoted(request.priority)}", "priority")
-    salt = request.cache_salt
-    if salt is not None and not 1 <= len(salt) <= MAX_CACHE_SALT_CHARS:
-        raise RequestError(
-            f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters, got {len(salt)}", "cache_salt"
-        )
-
-
-def check_logprobs(name: str, value: int | None) -> None:
-    if value is not None and not 0 <= value <= MAX_LOGPROBS:
-        raise RequestError(f"{name} must be an integer between 0 and {MAX_LOGPROBS}, got {quoted(value)}", name)
-
-
-def check_max_tokens(name: str, value: int | None) -> None:
-    if value is not None and not 1 <= value < 2**31:
-        raise RequestError(f"{name} must be an integer between 1 and {2**31 - 1}, got {quoted(value)}", name)
 
 
 def sampling_params(
@@ -167,8 +151,8 @@ def sampling_params(
     prompt_logprobs: int | None,
     detokenize: bool,
 ) -> SamplingParams:
-    """`defaults` fill what the request leaves out. Raises RequestError naming the field, its value and what would be
-    accepted."""
+    """Return a request's SamplingParams; `defaults` fill what it leaves out. Raises RequestError naming the field, its
+    value and what would be accepted."""
     given = dict(defaults) | {name: value for name in PASSED_ON if (value := getattr(request, name)) is not None}
     return SamplingParams(
         **given, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, detokenize=detokenize

@@ -1,7 +1,4 @@
-"""`headrace serve`: takes the port, starts the engine, serves until told to stop, and leaves nothing behind.
-
-Knows the order of starting and stopping; what is served is in app.py.
-"""
+"""Runs `headrace serve`: takes the port, starts the engine, serves until a signal comes, and stops everything."""
 
 from __future__ import annotations
 
@@ -31,31 +28,30 @@ logger = logging.getLogger(__name__)
 StartEngine = Callable[[EngineConfig], Awaitable[AsyncEngine]]
 BACKLOG = 2048
 FINISH_SECONDS = 1.5
-"""What running requests have to finish by themselves after the first signal. All in all a stop takes under 5 s."""
+"""How long running requests may go on after the first signal. A stop takes less than 5 s in all."""
 CLOSE_SECONDS = 1
 ENGINE_SECONDS = 1.5
-GARBAGE = 10_000
-"""New objects between two looks for garbage. With Python's 700 a thousand requests that come at once are looked through
-ten times, 100 ms each."""
+GC_THRESHOLD = 10_000
+"""New objects between two garbage collections. With Python's 700, a thousand requests that come at once are scanned ten
+times, for 100 ms each."""
 EXIT_AT_ONCE = 130
 
 
 def run_server(config: EngineConfig, server_config: ServerConfig, start_engine: StartEngine | None = None) -> int:
-    """Returns the exit code. Raises UserError for what the user can mend: a taken port, a model that is not there."""
+    """Serve until a signal comes; return the exit code. Raises UserError for what the user can mend, such as a port in
+    use or a missing model."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     bound = connection_bound(server_config.max_connections)
     server_config = dataclasses.replace(server_config, max_connections=bound)
-    listener = take_port(server_config.host, server_config.port)
-    warn_of_strangers(listener, server_config)
+    listener = listen_on(server_config.host, server_config.port)
+    warn_if_open(listener, server_config)
     with contextlib.closing(listener), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(config, server_config, listener, start_engine or AsyncEngine.start))
 
 
-def take_port(host: str, port: int) -> socket.socket:
-    """A listening socket, held from now on: the engine is not started for a port that is taken.
-
-    Connections made while the model loads wait in the backlog and are answered once it is there.
-    """
+def listen_on(host: str, port: int) -> socket.socket:
+    """Return a listening socket. It is opened first, so that no model is loaded for a port that is in use. Connections
+    that are made while the model loads wait, and are answered once it is there."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -74,8 +70,8 @@ def take_port(host: str, port: int) -> socket.socket:
     return listener
 
 
-def warn_of_strangers(listener: socket.socket, server_config: ServerConfig) -> None:
-    """A warning where whoever reaches this machine could use the server."""
+def warn_if_open(listener: socket.socket, server_config: ServerConfig) -> None:
+    """Warn if everybody who can reach this machine could use the server."""
     address = listener.getsockname()[0]
     if not server_config.api_key and not ipaddress.ip_address(address).is_loopback:
         logger.warning("%s is open to the network without a key: set --api-key, or --host 127.0.0.1", address)
@@ -94,15 +90,15 @@ async def _serve(
             await asyncio.gather(starting, return_exceptions=True)
             return 0
         stopped.cancel()
-        if stop.is_set() and starting.exception() is not None:  # a signal to the whole group ended the core as well
+        if stop.is_set() and starting.exception() is not None:  # a signal to the process group ended the core as well
             return 0
         engine = await starting
         names = engine.config.served_model_name or [engine.config.model]
         try:
             app = build_app(engine, server_config, names)
             gc.collect()
-            gc.freeze()  # what a start leaves will never be garbage; to look through it stalls all streams for 50 ms
-            gc.set_threshold(GARBAGE)
+            gc.freeze()  # what the start made is never garbage, and scanning it stalls all streams for 50 ms
+            gc.set_threshold(GC_THRESHOLD)
             await _serve_app(app, names, server_config, listener, stop)
         finally:
             await engine.shutdown(ENGINE_SECONDS)
@@ -136,7 +132,8 @@ async def _serve_app(
 
 @contextlib.contextmanager
 def _signals() -> Iterator[asyncio.Event]:
-    """The first SIGINT, SIGTERM or SIGHUP sets the event, the second ends the process; its children die with it."""
+    """Yield an event that the first SIGINT, SIGTERM or SIGHUP sets. A second signal ends the process and its
+    children."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -159,5 +156,5 @@ def _signals() -> Iterator[asyncio.Event]:
 
 
 def say(line: str) -> None:
-    """A start-up line, on standard output at once."""
+    """Print a line on standard output at once."""
     print(line, flush=True)

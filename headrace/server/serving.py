@@ -1,4 +1,4 @@
-"""What every route shares: the engine, the names it answers to, and the requests in flight."""
+"""Holds what all routes share: the engine, the names it answers to, and the requests in flight."""
 
 from __future__ import annotations
 
@@ -22,36 +22,41 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 INLINE_BYTES = 2**16
-"""Bodies up to this are decoded and checked in the event loop, in a millisecond at most."""
+"""Bodies up to this are decoded and checked in the event loop, which takes a millisecond at most."""
 THREADS = 2
-"""For longer ones. Each that is busy keeps Python's lock for up to 5 ms before the event loop has it."""
+"""Threads for longer bodies. Each busy one may keep Python's lock (GIL) from the event loop for up to 5 ms."""
 _PLAIN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 
 
 @dataclass
 class Serving:
+    """Holds the engine and the open requests of one server."""
+
     engine: AsyncEngine
     config: ServerConfig
     model_names: list[str]
-    """The first is the one that answers carry."""
+    """Names that requests may use; answers carry the first one."""
     created: int = field(default_factory=lambda: int(time.time()))
     stopping: bool = False
-    told: set[str] = field(default_factory=set)
-    """ignored fields of requests that the log has named"""
+    logged: set[str] = field(default_factory=set)
+    """Ignored fields of requests that the log has named."""
     _running: set[asyncio.Task[Any]] = field(default_factory=set)
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(THREADS, "requests"))
 
     def resolve_model(self, name: str | None) -> str:
-        """The name to answer with; no name means the one served."""
-        if name is None or name == "":
-            return self.model_names[0]
+        """Return the model name to answer with: the requested one, or without one the first. Raises
+        ModelNotServedError."""
+        return self.check_name(name) if name else self.model_names[0]
+
+    def check_name(self, name: str) -> str:
+        """Return a model name that is served here. Raises ModelNotServedError for any other."""
         if name not in self.model_names:
             served = ", ".join(self.model_names)
             raise ModelNotServedError(f"the model {quoted(name)} does not exist; served here: {served}", "model")
         return name
 
     async def work(self, size: int, function: Callable[[], T], most: int = INLINE_BYTES) -> T:
-        """`function()`, which handles `size` bytes of a body: here if it is short, else in a thread."""
+        """Return `function()`, called here if it handles at most `most` bytes of a body, else in a thread."""
         if size <= most:
             return function()
         if self.stopping:
@@ -62,15 +67,14 @@ class Serving:
         return done
 
     def stop(self) -> None:
-        """End every open request: 503 where nothing was sent, else an error event."""
+        """End every open request: with status 503 if nothing was sent, else with an error event."""
         self.stopping = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         for task in self._running:
             task.cancel()
 
     async def until_stopped(self, work: Coroutine[None, None, T]) -> T:
-        """What comes before an answer: reading a body, rendering a template. Raises ServerStoppingError when that has
-        to end."""
+        """Run what comes before an answer, such as reading a body. Raises ServerStoppingError if the server stops."""
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)
@@ -85,7 +89,7 @@ class Serving:
             self._running.discard(task)
 
     async def until_disconnect(self, receive: Receive, work: Coroutine[None, None, None]) -> None:
-        """Run `work`; a client that leaves cancels it at once. The body must have been read."""
+        """Run `work`, and cancel it at once if the client disconnects. The body must have been read before."""
         task = asyncio.create_task(work)
         watcher = asyncio.create_task(_disconnected(receive))
         self._running.add(task)
@@ -101,7 +105,8 @@ class Serving:
 
 
 def _error_as_value(function: Callable[[], T]) -> T | RequestError:
-    """What a large body became is freed in the thread: a traceback would keep it until the event loop has to."""
+    """Call a function, and return a RequestError instead of raising it. A traceback would keep a large body's objects
+    alive until the event loop frees them; so the thread does."""
     try:
         return function()
     except RequestError as error:
@@ -115,12 +120,12 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def new_id(prefix: str) -> str:
-    """Unique and ours: what a client sends is never a key of the engine."""
+    """Return a new unique id. Ids that clients send are never used inside the engine."""
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
 def request_id_headers(request: Request, config: ServerConfig, given: str | None, response_id: str) -> dict[str, str]:
-    """`X-Request-Id` of the answer: the client's own if it is short and plain, else the response's id."""
+    """Return the answer's `X-Request-Id` header: the client's id if it is short and plain, else the response's."""
     if not config.enable_request_id_headers:
         return {}
     wanted = request.headers.get("x-request-id", given) or ""

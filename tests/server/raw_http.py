@@ -13,7 +13,7 @@ import uvloop
 
 from headrace.config import ServerConfig
 from headrace.server.http_server import RESERVE, HttpServer
-from headrace.server.run import take_port
+from headrace.server.run import listen_on
 from tests.server.fake_engine import FakeEngine, make_app
 from tests.speed import PATIENCE
 
@@ -85,7 +85,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def serving(send_buffer: int = 4096, **config: Any) -> AsyncIterator[Server]:
     engine = FakeEngine()
     settings = {"max_connections": 100, **config}
-    listener = take_port("127.0.0.1", 0)
+    listener = listen_on("127.0.0.1", 0)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # little: that little waits in the kernel
     server = HttpServer(make_app(engine, **settings), ServerConfig(**settings), 1)
     task = asyncio.create_task(server.serve(sockets=[listener]))

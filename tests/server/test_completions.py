@@ -8,6 +8,7 @@ import pytest
 
 from headrace.request import Logprob
 from headrace.server.generation import UsageCount
+from headrace.server.protocol import StreamOptions, Usage
 from tests.server.fake_engine import MODEL, TEXT, FakeEngine, chat, complete, error_of, events, make_app
 
 
@@ -187,8 +188,9 @@ def test_usage_counts_cached_tokens(prompt: str | list[str]) -> None:
 
 
 def test_continuous_usage_is_each_choices_own() -> None:
-    count = UsageCount(prompt_tokens={0: 5}, completion_tokens={0: 3, 1: 7})
-    assert [count.of_choice(0, choice).completion_tokens for choice in (0, 1)] == [3, 7]
+    count = UsageCount(StreamOptions(include_usage=True, continuous_usage_stats=True))
+    count.prompt_tokens, count.completion_tokens = {0: 5}, {0: 3, 1: 7}
+    assert [count.in_event(0, choice) for choice in (0, 1)] == [Usage(5, 3, 8), Usage(5, 7, 12)]
 
 
 def test_stream_continuous_usage() -> None:

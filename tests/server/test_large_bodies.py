@@ -24,7 +24,7 @@ from starlette.applications import Starlette
 from headrace.errors import RequestError
 from headrace.server import json_pieces
 from headrace.server.json_pieces import decode_json
-from headrace.server.run import GARBAGE
+from headrace.server.run import GC_THRESHOLD
 from tests.server.fake_engine import FakeEngine, make_app
 from tests.speed import PATIENCE, slowness
 
@@ -195,7 +195,7 @@ def app() -> Iterator[Starlette]:
     gc.collect()
     gc.freeze()
     threshold = gc.get_threshold()
-    gc.set_threshold(GARBAGE)
+    gc.set_threshold(GC_THRESHOLD)
     yield make_app(FakeEngine())
     gc.set_threshold(*threshold)
     gc.unfreeze()

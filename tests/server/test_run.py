@@ -17,7 +17,7 @@ import pytest
 
 from headrace.config import EngineConfig, ServerConfig
 from headrace.errors import ConfigError, PortInUseError
-from headrace.server.run import run_server, take_port, warn_of_strangers
+from headrace.server.run import listen_on, run_server, warn_if_open
 from tests.engine.fakes import SLOW_TOKEN
 from tests.server.live import KEY, Live, gone
 from tests.speed import PATIENCE, slowness
@@ -155,7 +155,7 @@ def test_port_in_use_is_found_before_the_engine_starts() -> None:
     async def never(config: EngineConfig) -> Any:
         raise AssertionError("the engine was started")
 
-    with take_port("127.0.0.1", 0) as taken:
+    with listen_on("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(PortInUseError, match=rf"cannot listen on 127.0.0.1:{port}.*--port"):
             run_server(EngineConfig(), ServerConfig(port=port), never)
@@ -163,7 +163,7 @@ def test_port_in_use_is_found_before_the_engine_starts() -> None:
 
 def test_host_that_is_none() -> None:
     with pytest.raises(ConfigError, match=r"no\.such\.host\.invalid"):
-        take_port("no.such.host.invalid", 0)
+        listen_on("no.such.host.invalid", 0)
 
 
 @pytest.mark.parametrize(
@@ -173,21 +173,21 @@ def test_host_that_is_none() -> None:
 def test_a_server_without_key_beyond_this_machine_is_warned_of(
     host: str, keys: list[str], warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with take_port(host, 0) as listener:
-        warn_of_strangers(listener, ServerConfig(host=host, api_key=keys))
+    with listen_on(host, 0) as listener:
+        warn_if_open(listener, ServerConfig(host=host, api_key=keys))
     assert (["0.0.0.0 is open to the network without a key: set --api-key, or --host 127.0.0.1"] if warned else []) == [
         record.getMessage() for record in caplog.records
     ]
 
 
 def test_port_is_free_again_at_once() -> None:
-    with take_port("127.0.0.1", 0) as listener:
+    with listen_on("127.0.0.1", 0) as listener:
         address = listener.getsockname()
         with socket.create_connection(address) as client:
             server_side = listener.accept()[0]
             server_side.close()  # this side goes through TIME_WAIT
             client.recv(1)
-    take_port(*address).close()
+    listen_on(*address).close()
 
 
 def raw(live: Live, data: bytes, more: bytes = b"", times: int = 0) -> bytes:
