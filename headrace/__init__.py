@@ -1,8 +1,9 @@
-"""headrace: LLM inference and serving. The whole public surface, loaded on first use (no torch until then)."""
+"""Serves large language models. These names are the public interface; each is loaded, and torch with it, on first
+use."""
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # the name's meaning is typing's, which takes longer to import than all else that `--help` needs
+TYPE_CHECKING = False  # as typing.TYPE_CHECKING; importing typing would take longer than all else that `--help` needs
 
 __version__ = "0.1.0"
 __all__ = [
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from headrace.sampling_params import SamplingParams
 
 _HOMES = {"SamplingParams": "sampling_params", "RequestOutput": "request", "CompletionOutput": "request"}
-"""of names that are not in llm.py"""
+"""Name -> its module, of names that are not in llm.py."""
 
 
 def __getattr__(name: str) -> Any:

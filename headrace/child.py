@@ -1,7 +1,7 @@
-"""The program of a child process: `python -P child.py MODULE CONFIG_FD PARENT_PID`, as process.py starts it.
+"""Runs a child process: process.py starts it as `python -P child.py MODULE CONFIG_FD PARENT_PID`.
 
-It ends with its parent from its first moment on, whatever state it is in, and imports the very package that the parent
-runs, wherever that lies: neither the working directory nor this file's folder is searched for modules.
+From its first moment on the child ends with its parent, whatever it is doing. It imports the very package that the
+parent runs, wherever that is; neither the working directory nor this file's folder is searched for modules.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """The system kills this process when the thread that started it ends (`process.Spawner`, which never does before
-    its process)."""
+    """Let the system kill this process when the thread that started it ends, which lives as long as the parent."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL)):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it was faster
+    if os.getppid() != parent:  # it had ended before
         os._exit(1)
 
 
 def load_package(folder: Path) -> None:
-    """Import the package in `folder`, which need not be on the path."""
+    """Import the package in a folder that need not be on Python's path."""
     name, file = folder.name, folder / "__init__.py"
     spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=[str(folder)])
     if spec is None or spec.loader is None:
@@ -37,6 +36,7 @@ def load_package(folder: Path) -> None:
 
 
 def main(module: str, config_fd: str, parent: str) -> None:
+    """Run a module as the main program."""
     die_with_parent(int(parent))
     load_package(Path(__file__).parent)
 

@@ -1,7 +1,7 @@
-"""Every knob: one annotated frozen field is flag, help, default, row in the docs and Python keyword at once.
+"""Defines every setting: one field is flag, help text, default, row in the docs and Python keyword at once.
 
-Names are vLLM's. `None` means "derived from hardware x model x workload" (planner/decisions.py). The environment is
-read here and nowhere else. This file knows nothing of argparse, torch or what a decision is.
+Names are vLLM's. `None` means that the planner derives the value from hardware, model and workload
+(planner/decisions.py). Environment variables are read in this file and nowhere else.
 """
 
 from __future__ import annotations
@@ -32,11 +32,9 @@ def knob(
     aliases: tuple[str, ...] = (),
     group: str = "engine",
 ) -> Any:
-    """A dataclass field that carries everything the command line, the docs and the checks need to know of it.
-
-    `short` is a one-dash alias ("-tp"), `aliases` are further names ("--dataset"). A field of type `dict` is given as
-    JSON on the command line.
-    """
+    """Return a dataclass field with everything that the command line, the docs and the checks need to know about it.
+    `short` is an alias with one dash ("-tp"), `aliases` are further names ("--dataset"). On the command line, a field
+    of type `dict` is given as JSON."""
     metadata = {
         "help": help,
         "choices": choices,
@@ -54,12 +52,12 @@ def knob(
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
 QUANTIZATIONS = {"fp8": "fp8", "fp8_per_tensor": "fp8", "ptpc_fp8": "ptpc_fp8", "ptpc-fp8": "ptpc_fp8"}
-"""what users type -> what it is called here"""
+"""What users type -> the name of the format here."""
 ATTENTION_OF_VLLM = (
     "FLASH_ATTN", "FLASHINFER", "XFORMERS", "FLEX_ATTENTION", "TREE_ATTN", "ROCM_FLASH", "ROCM_ATTN", "ROCM_AITER_FA",
     "ROCM_AITER_UNIFIED_ATTN",
 )  # fmt: skip
-"""vLLM's backends of ordinary attention: whoever names one gets the backend that is chosen here"""
+"""vLLM's backends for ordinary attention. Asking for one of them gives the backend that is chosen here."""
 BLOCK_SIZES = (1, 16, 32, 64)
 OBJECTIVES = ("latency", "interactive", "throughput")
 GRAPH_MODES = {
@@ -69,13 +67,13 @@ GRAPH_MODES = {
     "FULL_DECODE_ONLY": ("full", "none"),
     "FULL_AND_PIECEWISE": ("full", "piecewise"),
 }
-"""cudagraph_mode -> how steps of decodes run, and how all others do: eagerly, from graphs of the pieces between
-attention, or from one graph"""
+"""cudagraph_mode -> how steps of decodes run, and how all others run: without graphs, from graphs of the pieces between
+attention calls, or from one graph."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What one engine runs and how. Frozen: a derived setting is a new object made by `replace`."""
+    """Holds what one engine runs and how. To change a setting, make a new object with `replace`."""
 
     model: str = knob("demo", "`demo`, a local folder, or a Hugging Face id.", group="model")
     tokenizer: str | None = knob(None, "Folder or id of the tokenizer, if not the model's own.", group="model")
@@ -212,12 +210,13 @@ class EngineConfig:
             )
 
     def replace(self, **changes: Any) -> EngineConfig:
+        """Return a copy with other values, which are checked."""
         return dataclasses.replace(self, **changes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """The HTTP side of `serve`."""
+    """Holds the settings of the HTTP server."""
 
     host: str = knob("127.0.0.1", "Address to listen on; 0.0.0.0 for all.", group="server")
     port: int = knob(8000, "Port to listen on.", minimum=0, maximum=65535, group="server")
@@ -269,7 +268,7 @@ class ServerConfig:
 
 
 def _plain_type(annotation: Any) -> tuple[type, bool]:
-    """`int | None` -> (int, True); `list[str]` -> (list, False)."""
+    """Return the plain type of an annotation, and whether it may be None: (int, True) for `int | None`."""
     optional = False
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         arms = [arm for arm in typing.get_args(annotation) if arm is not type(None)]
@@ -280,12 +279,12 @@ def _plain_type(annotation: Any) -> tuple[type, bool]:
 
 @functools.cache
 def knob_types(config_class: type) -> Mapping[str, tuple[type, bool]]:
-    """Field name -> (plain type, may be None). Kept: a plan makes and checks a hundred configurations."""
+    """Return field name -> (plain type, whether it may be None). Cached, as a plan checks a hundred configurations."""
     return {name: _plain_type(hint) for name, hint in typing.get_type_hints(config_class).items()}
 
 
 def knob_problem(meta: Mapping[str, Any], kind: type, optional: bool, value: Any) -> str | None:
-    """What is wrong with `value`, naming what is accepted ("must be at least 1, got 0"); None: nothing."""
+    """Return what is wrong with a value and what is accepted ("must be at least 1, got 0"), or None if it is right."""
     if value is None and optional:
         return None
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
@@ -302,7 +301,7 @@ def knob_problem(meta: Mapping[str, Any], kind: type, optional: bool, value: Any
 
 
 def check_knobs(config: Any) -> None:
-    """Check each field against its own metadata; raises ConfigError naming field, value and what is accepted."""
+    """Check each field against its metadata. Raises ConfigError naming field, value and what is accepted."""
     config_class: type = type(config)
     kinds = knob_types(config_class)
     for field in dataclasses.fields(config):
@@ -322,14 +321,14 @@ SWITCHES = {"1": True, "true": True, "0": False, "false": False}
 
 
 def knobs_from_environment(config_class: type, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Values that environment variables give to knobs of `config_class`; flags win over them."""
+    """Return the values that environment variables give to fields of `config_class`. Flags win over them."""
     environ = os.environ if environ is None else environ
     kinds = knob_types(config_class)
     values: dict[str, Any] = {}
     for variable, name in ENVIRONMENT_KNOBS.items():
         text = environ.get(variable)
         if name not in kinds or text is None or (not text and name != "api_key"):
-            continue  # an empty key is no absent one: who sets it believes that there is a key
+            continue  # an empty key does not count as absent: whoever sets it believes that there is a key
         if name == "attention_backend" and text.upper() in ATTENTION_OF_VLLM:
             continue
         kind = kinds[name][0]
@@ -346,8 +345,8 @@ def knobs_from_environment(config_class: type, environ: Mapping[str, str] | None
 
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Where measurements of this machine are kept: HEADRACE_CACHE, else `headrace` in the user's cache folder, else,
-    for a user without a home (a container's of any number), a folder among the temporary ones."""
+    """Return the folder for measurements of this machine: HEADRACE_CACHE, or `headrace` in the user's cache folder. A
+    user without a home folder, as in a container that runs under any number, gets one among the temporary folders."""
     environ = os.environ if environ is None else environ
     if given := environ.get("HEADRACE_CACHE"):
         return Path(given)
@@ -358,7 +357,7 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """A copy of what the environment holds, for whoever examines it rather than obeys it."""
+    """Return a copy of all environment variables, for code that examines them rather than obeys them."""
     return dict(os.environ)
 
 
@@ -373,12 +372,12 @@ CPU_VARIABLES = {
 
 
 def calm_cpu_libraries() -> None:
-    """Tell the libraries that torch computes with on a CPU what they read from the environment; call it before torch is
-    first imported. Children inherit it, and what the user has set stays."""
+    """Set environment variables for the libraries with which torch computes on a CPU. Call it before torch is imported.
+    Child processes inherit them; what the user has set stays."""
     for name, value in CPU_VARIABLES.items():
         os.environ.setdefault(name, value)
 
 
 def child_environment(**extra: str) -> dict[str, str]:
-    """The environment for a child process: ours, with `extra` set where the user has not set it."""
+    """Return the environment for a child process: this one's, and `extra` where the user has not set it."""
     return {**extra, **os.environ}

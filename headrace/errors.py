@@ -1,8 +1,7 @@
-"""The tree of errors. Each knows the HTTP status it becomes and the exit code a command ends with.
+"""Defines the errors that headrace raises. Each has the HTTP status that it becomes, and a command's exit code.
 
-A `UserError` is bad input at start-up: one clear line on stderr, exit code 2, no traceback.
-A `RequestError` is bad input of one request: an OpenAI error object, harming that request alone.
-This file knows nothing of HTTP libraries or of the command line.
+A `UserError` is wrong input at start-up. The command prints it as one line, without a traceback, and ends with code 2.
+A `RequestError` is wrong input of one request. It becomes an OpenAI error object, and no other request notices.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ MAX_QUOTED = 200
 
 
 def clip(text: str) -> str:
-    """At most MAX_QUOTED characters of `text`, with a mark where some are missing."""
+    """Return at most MAX_QUOTED characters of a text, with a mark where some are missing."""
     return text if len(text) <= MAX_QUOTED else text[: MAX_QUOTED - 3] + "..."
 
 
 def quoted(value: object, levels: int = 4) -> str:
-    """`repr(value)` for a message, clipped. Values may be huge: no more of one is looked at than is shown."""
+    """Return `repr(value)`, clipped, for a message. Of a huge value, no more is read than is shown."""
     if isinstance(value, str | bytes):
         return clip(repr(value[:MAX_QUOTED]))
     if isinstance(value, int) and not -(10**MAX_QUOTED) < value < 10**MAX_QUOTED:
@@ -39,27 +38,28 @@ def quoted(value: object, levels: int = 4) -> str:
 
 
 class HeadraceError(Exception):
-    """Any error that headrace raises on purpose."""
+    """Represents any error that headrace raises on purpose."""
 
     http_status: int = 500
     error_type: str = "internal_server_error"
     code: str | None = None
-    """What OpenAI's error object carries as `code`."""
+    """The `code` of OpenAI's error object."""
     exit_code: int = 1
 
 
 class UserError(HeadraceError):
-    """Bad input at start-up (a flag, a file, a port): its message is one line naming field, value and remedy."""
+    """Says that input at start-up is wrong (a flag, a file, a port). Its message is one line with field, value and
+    remedy."""
 
     exit_code = 2
 
 
 class ConfigError(UserError):
-    """A knob has a value that cannot work."""
+    """A setting has a value that cannot work."""
 
 
 class ModelNotFoundError(UserError):
-    """MODEL is neither `demo`, nor a local folder, nor a hub id that can be had."""
+    """MODEL is neither `demo`, nor a local folder, nor a hub id that can be downloaded."""
 
 
 class UnsupportedModelError(UserError):
@@ -87,16 +87,15 @@ class OutputError(HeadraceError):
 
 
 def crossing_name(error: Exception) -> str:
-    """Of an error that is about to cross a process boundary, for `rebuild`. Another's that has the name of one of ours,
-    as torch's OutOfMemoryError, is told apart."""
+    """Return the name under which an error crosses a process boundary, for `rebuild`. An error of another library with
+    the name of one of ours, such as torch's OutOfMemoryError, gets its module's name in front."""
     kind = type(error)
     taken = kind.__name__ in globals() and not isinstance(error, HeadraceError)
     return f"{kind.__module__}.{kind.__name__}" if taken else kind.__name__
 
 
 def rebuild(error_class: str, message: str, otherwise: HeadraceError) -> HeadraceError:
-    """An error that crossed a process boundary as data: bad start-up input as its own class, anything else as
-    `otherwise`."""
+    """Return the error that crossed a process boundary: a UserError as its own class, anything else as `otherwise`."""
     known = globals().get(error_class)
     if isinstance(known, type) and issubclass(known, UserError):
         return known(message)
@@ -104,7 +103,7 @@ def rebuild(error_class: str, message: str, otherwise: HeadraceError) -> Headrac
 
 
 class SomeRequestsError(HeadraceError):
-    """Of several requests made together some failed. What the others brought is in `outputs`, in the order of the
+    """Some of several requests made together have failed. `outputs` holds the outputs of the others in the order of the
     prompts, with the error in place of each that failed."""
 
     def __init__(self, outputs: list[Any]) -> None:
@@ -130,13 +129,15 @@ class RequestError(HeadraceError):
 
 
 class AuthenticationError(RequestError):
+    """A request has no valid API key."""
+
     http_status = 401
     error_type = "authentication_error"
     code = "invalid_api_key"
 
 
 class NotFoundError(RequestError):
-    """An unknown route."""
+    """A request names an unknown route."""
 
     http_status = 404
     error_type = "not_found_error"
@@ -150,6 +151,8 @@ class ModelNotServedError(NotFoundError):
 
 
 class MethodNotAllowedError(RequestError):
+    """A route is called with a method that it does not have."""
+
     http_status = 405
     code = "method_not_allowed"
 
@@ -162,57 +165,60 @@ class RequestTimeoutError(RequestError):
 
 
 class PayloadTooLargeError(RequestError):
+    """A request's body is longer than --max-request-bytes."""
+
     http_status = 413
     code = "request_too_large"
 
 
 class UnsupportedMediaTypeError(RequestError):
+    """A request's body is not plain JSON."""
+
     http_status = 415
     code = "unsupported_media_type"
 
 
 class QueueFullError(HeadraceError):
-    """More requests or prompt tokens wait than may."""
+    """More requests or prompt tokens wait than are allowed to."""
 
     http_status = 429
     error_type = "rate_limit_error"
     code = "queue_full"
 
     def __init__(self, message: str, retry_after: int) -> None:
-        """`retry_after`: whole seconds."""
+        """`retry_after`: whole seconds after which to try again."""
         super().__init__(message)
         self.retry_after = retry_after
 
 
-class EngineDeadError(HeadraceError):
-    """The engine core is gone or no longer steps."""
+class UnavailableError(HeadraceError):
+    """Says why the server cannot take a request now; subclasses give the reason."""
 
     http_status = 503
     error_type = "service_unavailable_error"
+
+
+class EngineDeadError(UnavailableError):
+    """The engine core is gone or no longer steps."""
+
     code = "engine_dead"
 
 
-class TooManyConnectionsError(HeadraceError):
+class TooManyConnectionsError(UnavailableError):
     """All connections that may be open are taken."""
 
-    http_status = 503
-    error_type = "service_unavailable_error"
     code = "too_many_connections"
 
 
-class StepsFailError(HeadraceError):
+class StepsFailError(UnavailableError):
     """The engine steps, but its steps fail one after the other."""
 
-    http_status = 503
-    error_type = "service_unavailable_error"
     code = "steps_fail"
 
 
-class ServerStoppingError(HeadraceError):
+class ServerStoppingError(UnavailableError):
     """The server was told to stop while a request was open."""
 
-    http_status = 503
-    error_type = "service_unavailable_error"
     code = "server_stopping"
 
     def __init__(self) -> None:

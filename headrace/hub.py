@@ -1,6 +1,6 @@
-"""Where a model's files are: the embedded demo, a local folder, or the Hugging Face hub's cache.
+"""Finds a model's files: those of the embedded demo, a local folder, or the Hugging Face hub's cache.
 
-Knows nothing of what is in the files. Tokens stay inside huggingface_hub: none is read, kept or logged here.
+Access tokens stay inside huggingface_hub: none is read, kept or logged here.
 """
 
 from __future__ import annotations
@@ -17,20 +17,18 @@ DEMO_FOLDER = Path(__file__).parent / "demo_model"
 CONFIG_PATTERNS = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
 WEIGHT_PATTERNS = ["*.safetensors"]
 IGNORED = ["*/*", "consolidated*"]
-"""Second copies of the weights in other layouts (original/, metal/, onnx/, consolidated.safetensors)."""
+"""Files with second copies of the weights in other layouts (original/, metal/, onnx/, consolidated.safetensors)."""
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def resolve_model_folder(
     model: str, revision: str | None = None, download_dir: str | None = None, load_format: str = "auto"
 ) -> Path:
-    """The folder that holds config.json, and the weights unless `load_format` is dummy.
-
-    `demo` is the embedded model; then an existing local folder wins; everything else is a hub id. Raises
-    ModelNotFoundError with the remedy in one line.
-    """
+    """Return the folder that holds config.json, and the weights unless `load_format` is dummy. `demo` is the embedded
+    model. Any other name is a local folder if there is one, and a hub id if not. Raises ModelNotFoundError, which says
+    in one line what to do."""
     folder = _resolve(model, revision, download_dir, weights=load_format != "dummy")
-    with _said_of(folder):
+    with _readable(folder):
         found = (folder / "config.json").is_file()
     if not found:
         raise ModelNotFoundError(f"model folder {str(folder)!r} has no config.json; is it in Hugging Face layout?")
@@ -38,18 +36,18 @@ def resolve_model_folder(
 
 
 def resolve_tokenizer_folder(tokenizer: str, revision: str | None = None, download_dir: str | None = None) -> Path:
-    """As `resolve_model_folder`, for a folder or hub id of which only the tokenizer is wanted."""
+    """Return the folder that holds a tokenizer, found as `resolve_model_folder` does, without downloading weights."""
     return _resolve(tokenizer, revision, download_dir, weights=False)
 
 
 def local_model_folder(model: str) -> Path | None:
-    """The folder if MODEL can be had without asking the hub at all, else None. Never raises."""
+    """Return MODEL's folder if that can be known without asking the hub, else None. Never raises."""
     folder = DEMO_FOLDER if model == DEMO_MODEL else local_path(model)
     return folder if folder is not None and is_file(folder / "config.json") else None
 
 
 def local_path(model: str) -> Path | None:
-    """MODEL as a path, `~` being a home folder; None where nobody has that home. Never raises."""
+    """Return MODEL as a path with `~` expanded; None if that is the home of an unknown user. Never raises."""
     try:
         return Path(model).expanduser()
     except RuntimeError:
@@ -57,7 +55,7 @@ def local_path(model: str) -> Path | None:
 
 
 def is_file(path: Path) -> bool:
-    """False too for what may not be looked at, or has a name that no file can have. Never raises."""
+    """Return whether a path is a readable file; False also for a name that no file can have. Never raises."""
     try:
         return path.is_file()
     except OSError:
@@ -75,7 +73,7 @@ def _resolve(model: str, revision: str | None, download_dir: str | None, weights
     folder = local_path(model)
     if folder is None:
         raise ModelNotFoundError(f"folder {model!r} does not exist: no user of that name has a home folder here")
-    with _said_of(model):
+    with _readable(model):
         is_folder, exists = folder.is_dir(), folder.exists()
     if is_folder:
         return folder
@@ -87,8 +85,8 @@ def _resolve(model: str, revision: str | None, download_dir: str | None, weights
 
 
 @contextmanager
-def _said_of(model: str | Path) -> Iterator[None]:
-    """What the file system has against a look becomes one line."""
+def _readable(model: str | Path) -> Iterator[None]:
+    """Turn an OSError into a ModelNotFoundError of one line."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Offline inference: prompts in, RequestOutputs out, in their order. The engine core runs in this very process."""
+"""Runs a model offline: takes prompts and returns RequestOutputs in the same order. The core runs in this process."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ logger = logging.getLogger(__name__)
 
 
 class TextPrompt(TypedDict):
-    """A text to go on with; a plain dictionary of this shape will do."""
+    """Holds a text to complete. A plain dictionary of this shape is as good."""
 
     prompt: str
     cache_salt: NotRequired[str | None]
-    """Blocks are shared only among prompts of the same salt."""
+    """Cached KV blocks are shared only among prompts with the same salt."""
 
 
 class TokensPrompt(TypedDict):
-    """Token ids to go on with; a plain dictionary of this shape will do."""
+    """Holds token ids to complete. A plain dictionary of this shape is as good."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str | None]
-    """what RequestOutput shall show as text"""
+    """Text of the prompt for RequestOutput to show."""
     cache_salt: NotRequired[str | None]
 
 
@@ -54,15 +54,16 @@ NOT_HERE = {
     **dict.fromkeys(("beam_search", "sleep", "wake_up", "start_profile", "stop_profile"), "--enable-sleep-mode"),
     **dict.fromkeys(("collective_rpc", "apply_model"), "--worker-extension-cls"),
 }
-"""Methods of vLLM's LLM, and the flag of which advice/flags/table.py knows why it has nothing behind it here."""
+"""Methods of vLLM's LLM that do not exist here -> a flag for which advice/flags/table.py says why."""
 
 
 class LLM:
-    """`LLM(model, **keywords)`, which are the fields of EngineConfig; those of vLLM's are judged as its flags are.
-    Close it with `shutdown`, a `with` block or by dropping it."""
+    """Runs a model in this process. `LLM(model, **keywords)` takes the fields of EngineConfig, and keywords of vLLM's.
+    End it with `shutdown`, with a `with` block, or by dropping the last reference."""
 
     def __init__(self, model: str | os.PathLike[str] = "demo", *, executor: str | None = None, **keywords: Any) -> None:
-        """Raises UserError for whatever cannot work. `executor`: `module:attribute`, in place of the real one."""
+        """Load the model. Raises UserError for whatever cannot work. `executor`: `module:attribute` of a function to
+        use in place of `make_executor`, for tests."""
         given, notes = engine_keywords({"model": model, **keywords})
         if notes:
             logger.warning("%s", notice(notes).removeprefix("headrace: note: "))
@@ -94,9 +95,9 @@ class LLM:
         add_special_tokens: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """One RequestOutput a prompt. `sampling_params`: one for all or one a prompt (default:
-        `get_default_sampling_params`). `lora_request`: None, as vLLM has it by default. Raises RequestError for the
-        first invalid prompt, before any runs."""
+        """Complete prompts; return one RequestOutput for each. `sampling_params`: one for all prompts or one for each
+        (default: `get_default_sampling_params`). `lora_request` must be None, which is vLLM's default. Raises
+        RequestError for an invalid prompt before any runs."""
         _refuse_adapters(lora_request)
         return self._run(_as_list(prompts), sampling_params, use_tqdm, add_special_tokens, priority)
 
@@ -113,9 +114,9 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """One conversation, or several: the model's next message in each. `chat_template`: jinja, or the name of one of
-        the model's. `continue_final_message`: the rest of the last message instead of a next one; it needs
-        `add_generation_prompt=False`."""
+        """Write the next message of one conversation, or of each of several. `chat_template`: jinja, or the name of one
+        of the model's templates. `continue_final_message` continues the last message instead of writing a new one; it
+        needs `add_generation_prompt=False`."""
         _refuse_adapters(lora_request)
         if self.tokenizer is None:
             raise RequestError("chat needs a tokenizer, but skip_tokenizer_init is set", "messages")
@@ -128,21 +129,22 @@ class LLM:
         return self._run(prompts, sampling_params, use_tqdm, add_special_tokens=False, priority=None)
 
     def stats(self) -> SchedulerStats:
-        """Running and waiting requests, KV blocks, preemptions and prefix hits since start."""
+        """Return numbers of running and waiting requests and KV blocks, and counters since start."""
         return self._client.stats()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """SamplingParams() with what the model's generation_config.json says: a copy, to be changed at will."""
+        """Return the model's sampling defaults, from its generation_config.json: a copy that may be changed."""
         return self._defaults.clone()
 
     def get_tokenizer(self) -> HFTokenizer:
-        """With the methods of transformers' tokenizers. Raises HeadraceError if skip_tokenizer_init is set."""
+        """Return a tokenizer with the methods of transformers' tokenizers. Raises HeadraceError with
+        skip_tokenizer_init."""
         if self.tokenizer is None:
             raise HeadraceError("there is no tokenizer, as skip_tokenizer_init is set")
         return HFTokenizer(self.tokenizer, self.config.tokenizer or self.config.model)
 
     def shutdown(self) -> None:
-        """Free the device. The LLM cannot be used any more."""
+        """Free the device. Afterwards the LLM cannot be used."""
         self._finalizer()
 
     def __enter__(self) -> LLM:
@@ -153,10 +155,10 @@ class LLM:
     ) -> None:
         self.shutdown()
 
-    if not TYPE_CHECKING:  # else no wrong name would be found
+    if not TYPE_CHECKING:  # else type checkers would accept every name
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Says why what vLLM's LLM has is missing from this one."""
+            """Explain why a method of vLLM's LLM is missing here."""
             why = f": {flags_by_name('engine')[NOT_HERE[name]].why}" if name in NOT_HERE else ""
             raise AttributeError(f"LLM has no attribute {name!r}{why}", name=name, obj=self)
 
@@ -199,7 +201,7 @@ class LLM:
             self._step_until_done(len(opened), use_tqdm)
             finished = True
         finally:
-            if not finished:  # an invalid prompt, Ctrl-C, a failed step: leave nothing running
+            if not finished:  # an invalid prompt, Ctrl-C, a failed step: end whatever runs
                 for request in opened:
                     self._client.abort(self._outputs.abort(request))
         if len(opened) > 1 and any(request.error for request in opened):
@@ -207,7 +209,7 @@ class LLM:
         return [_result(request) for request in opened]
 
     def _tokenize(self, prompt: Prompt, add_special_tokens: bool) -> tuple[str | None, Any, str | None]:
-        """Its text if it has one, its token ids, unchecked where they were given, and its cache salt."""
+        """Return a prompt's text if it has one, its token ids (given ones are not checked yet) and its cache salt."""
         if isinstance(prompt, str):
             return prompt, self._inputs.tokenize(prompt, add_special_tokens), None
         if not isinstance(prompt, Mapping):
@@ -259,13 +261,13 @@ def _result(request: OpenRequest) -> RequestOutput:
 
 
 def _refuse_adapters(lora_request: Any) -> None:
-    """Whether one for all or one a prompt."""
+    """Raise RequestError for any lora_request, be it one for all prompts or one for each."""
     if any(one is not None for one in (lora_request if isinstance(lora_request, list | tuple) else [lora_request])):
         raise RequestError(f"lora_request must be None: {flags_by_name('engine')['--enable-lora'].why}", "lora_request")
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several: a list of integers is one."""
+    """Return prompts as a list. A list of integers is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if prompts and all(isinstance(entry, int) for entry in prompts):

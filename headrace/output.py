@@ -1,7 +1,7 @@
-"""Standard output and error, whose reader may go away, whose disk may fill up, and which may be closed from the start.
+"""Replaces standard output and error, so that a reader that goes away or a full disk does not break a server.
 
-A server goes on without output, and a command whose product it is says that it is lost. Imports nothing of ours but
-errors, as it is needed before all else.
+A server goes on without output. A command whose output is its purpose reports the loss. Imports only errors.py, because
+it is needed before everything else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headrace.errors import OutputError
 
 
 class _Stream(io.FileIO):
-    """Writes all it is given, or loses it without a word: where `matters`, only after the first loss was raised."""
+    """Drops what cannot be written. If its output `matters`, the first loss raises OutputError."""
 
     def __init__(self, descriptor: int, matters: bool) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -38,12 +38,12 @@ class _Stream(io.FileIO):
 
 
 def take_streams(output_matters: bool) -> None:
-    """Call once, before anything is printed or logged. Standard error never matters."""
+    """Replace the streams, before anything is printed or logged. Standard error never matters."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:  # closed: a file or socket opened later would get its number, and what libraries print
-            os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)  # to write there still fails
+            os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)  # writing to it still fails
     sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115
     sys.stdout = _text(sys.stdout, _Stream(1, output_matters))
     sys.stderr = _text(sys.stderr, _Stream(2, False))

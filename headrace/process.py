@@ -1,8 +1,7 @@
-"""Child processes that read their config from an inherited descriptor and never outlive their parent, and the folder in
-which processes meet.
+"""Runs code in child processes that never outlive their parent, and makes the folders for their sockets.
 
-Nothing travels as pickle or on the command line. What a child does first is in child.py. Knows nothing of what children
-are for.
+A child reads its config from an inherited file descriptor, so that nothing goes over the command line or as pickle.
+What it does first is in child.py.
 """
 
 from __future__ import annotations
@@ -29,20 +28,22 @@ from typing import NoReturn
 from headrace.config import cache_folder, child_environment
 
 SOCKETS = "headrace-sockets-"
-"""Beginning of a socket folder's name."""
+"""The beginning of a socket folder's name."""
 MAX_FOLDER_CHARS = 80
-"""Of a socket folder's path; the system allows 107 for a socket's in all."""
+"""Most characters of a socket folder's path. The system allows 107 for the path of a socket."""
 
 
 @dataclass(frozen=True)
 class Child:
+    """Holds a child process."""
+
     process: subprocess.Popen[bytes]
 
     def is_alive(self) -> bool:
         return self.process.poll() is None
 
     def stop(self, timeout: float) -> None:
-        """SIGTERM, then SIGKILL after `timeout` seconds; returns when the process is gone."""
+        """End the process with SIGTERM, after `timeout` seconds with SIGKILL; return when it is gone."""
         if self.is_alive():
             self.process.terminate()
             try:
@@ -53,10 +54,9 @@ class Child:
 
 
 def spawn(module: str, config: bytes, **environment: str) -> Child:
-    """Run `module` as a child's main program, which reads `config`; `environment` is set where the user has not.
-
-    Ctrl-C and a closed terminal, which reach all processes of a group, do not reach it: the parent decides.
-    """
+    """Start a child with `module` as its main program, which reads `config`; `environment` yields to what the user set.
+    Ctrl-C and a closed terminal do not reach the child, although they reach all processes of a group: the parent
+    decides."""
     variables = child_environment(**environment)
     torch = importlib.util.find_spec("torch")
     if torch is not None and torch.origin is not None:
@@ -82,8 +82,8 @@ def _start(module: str, config: bytes, variables: dict[str, str]) -> Child:
 
 
 class _Spawner(threading.Thread):
-    """Starts all children, and ends with the process alone: children die with the thread that started them, and they
-    inherit which signals it blocks."""
+    """Starts all children, in a thread that lives as long as the process. It must, because children die with the thread
+    that started them. They also inherit the signals that it blocks."""
 
     def __init__(self) -> None:
         super().__init__(name="spawner", daemon=True)
@@ -107,13 +107,13 @@ class _Spawner(threading.Thread):
 
 @functools.cache
 def _spawner(pid: int) -> _Spawner:
-    """One a process: threads do not survive a fork."""
+    """Return the spawner of this process; one for each, because threads do not survive a fork."""
     return _Spawner()
 
 
 class SocketFolder:
-    """A new folder that this user alone can enter. Its maker holds a lock on it, which the system lets go when
-    the maker dies; whoever makes the next one removes those without."""
+    """Makes a new folder that only this user can enter, and holds a lock on it. The system releases the lock when this
+    process dies, and whoever makes the next folder removes those without one."""
 
     def __init__(self) -> None:
         parent = tempfile.gettempdir()
@@ -132,7 +132,7 @@ _FOLDERS: weakref.WeakSet[SocketFolder] = weakref.WeakSet()
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove the socket folders whose makers are gone."""
+    """Remove the socket folders whose processes are gone."""
     for folder in parent.glob(SOCKETS + "*"):
         descriptor = _lock(folder)
         if descriptor is not None:
@@ -140,8 +140,9 @@ def remove_abandoned(parent: Path) -> None:
 
 
 def _lock(folder: Path, by_maker: bool = False) -> int | None:
-    """A descriptor that holds the lock; None where another start holds it, or has just removed the folder, or where it
-    is no folder of this user's. Its maker may have it unlocked on a disk without locks: nobody else will."""
+    """Lock a folder; return the descriptor that holds the lock. Returns None if another process holds it or has just
+    removed the folder, or if it is no folder of this user. On a disk without locks, only the process that made the
+    folder (`by_maker`) gets a descriptor."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
@@ -164,7 +165,7 @@ def _lock(folder: Path, by_maker: bool = False) -> int | None:
 
 
 def _remove(folder: Path, descriptor: int) -> None:
-    """Only what processes of ours put there, sockets and files, and so no folder in it."""
+    """Remove a socket folder and the sockets and files in it; one that contains a folder is not ours and stays."""
     try:
         with contextlib.suppress(OSError):
             for name in os.listdir(descriptor):
@@ -175,18 +176,19 @@ def _remove(folder: Path, descriptor: int) -> None:
 
 
 def exit_at_once(status: int) -> NoReturn:
-    """For signal handlers: nothing is left behind, and no thread is waited for; children die with this process."""
+    """End this process from a signal handler, without waiting for threads. Children die with it; folders are
+    removed."""
     for folder in list(_FOLDERS):
         folder.remove()
     os._exit(status)
 
 
 def bytecode_environment(environ: Mapping[str, str], source: str) -> dict[str, str]:
-    """What makes a child keep compiled modules in our cache folder, if `source`, a module's file, has none beside it.
+    """Return variables that make a child keep bytecode in our cache folder, if `source`, a module, has none beside it.
 
-    Images are often made without, and told to write none (PYTHONDONTWRITEBYTECODE): then every start compiles torch's
-    1,400 modules again, 2 to 4 s. Nothing where the user has named a place, or where others may write to ours: code is
-    run from it.
+    Container images often come without bytecode and forbid to write it (PYTHONDONTWRITEBYTECODE). Every start then
+    compiles torch's 1,400 modules again, which takes 2 to 4 s. Returns nothing if the user has named a folder, or if
+    others may write to ours, because code is run from it.
     """
     if environ.get("PYTHONPYCACHEPREFIX") or Path(importlib.util.cache_from_source(source)).exists():
         return {}
@@ -202,6 +204,6 @@ def bytecode_environment(environ: Mapping[str, str], source: str) -> dict[str, s
 
 
 def read_config(argv: list[str]) -> bytes:
-    """In the child, whose `sys.argv` this is: the config bytes."""
+    """Return the config that the parent gave to this child, whose `sys.argv` is `argv`."""
     with os.fdopen(int(argv[1]), "rb") as file:
         return file.read()

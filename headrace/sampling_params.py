@@ -1,7 +1,6 @@
-"""What a user may ask of sampling, validated here and nowhere else. Field names and meanings are vLLM's.
+"""Defines and checks what a user may ask of sampling. Field names and meanings are vLLM's.
 
-Knows nothing of models: limits that depend on one (vocabulary size, max_model_len) are checked by the engine's
-input processor, which alone knows them.
+Limits that depend on the model (vocabulary size, max_model_len) are checked by the engine's input processor.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 64
 MAX_ALLOWED_TOKEN_IDS = 2**20
-"""Beyond any vocabulary."""
+"""More than any vocabulary has."""
 MAX_SEED = 2**63 - 1
 SAMPLING_EPS = 1e-5
 """Temperatures below this are greedy."""
@@ -40,16 +39,16 @@ NOT_HERE = {
     "thinking_token_budget": "reasoning is text like any other here",
     "repetition_detection": "stop strings and max_tokens end an output",
 }
-"""Fields of vLLM's that change what comes out, and why they are refused where they ask for something."""
+"""Fields of vLLM's that change the output -> why they are refused if they are set."""
 NO_MATTER = ("output_kind", "stream_interval", "skip_clone")
-"""Fields of vLLM's that any value is taken for: who calls decides how outputs come, and copies are cheap."""
+"""Fields of vLLM's that may have any value, because they do not change the output."""
 
 COMPATIBLE_ONLY = frozenset(("best_of", *NOT_HERE, *NO_MATTER))
-"""Fields that no program written for headrace would set."""
-HELD_BY_REFERENCE = ("stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids")
-"""Fields whose values a copy must not share."""
+"""Fields that exist only so that programs written for vLLM run."""
+COPIED = ("stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids")
+"""Fields whose values a clone must not share."""
 _compatible_only = operator.attrgetter(*NOT_HERE, *NO_MATTER)
-_LEFT_OUT = (None,) * (len(NOT_HERE) + len(NO_MATTER))
+_ALL_NONE = (None,) * (len(NOT_HERE) + len(NO_MATTER))
 
 
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
@@ -70,14 +69,14 @@ def check_integer(name: str, value: object, low: int, high: int) -> None:
 def _token_ids(name: str, value: object, limit: int) -> None:
     if isinstance(value, list) and len(value) > limit:
         raise RequestError(f"{name} may hold at most {limit} token ids, got {len(value)}", name)
-    # by functions in C: there may be as many as the vocabulary has
+    # Functions in C check the ids, of which there may be as many as the vocabulary has.
     if not isinstance(value, list) or {*map(type, value)} - {int} or min(value, default=0) < 0:
         raise RequestError(f"{name} must be a list of token ids (integers >= 0), got {quoted(value)}", name)
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, repr_omit_defaults=True):
-    """What is wrong raises RequestError naming the field, the value and what would be accepted. Fields may be assigned
-    to, as in vLLM: `LLM` checks them again, and takes a copy, when it is called."""
+    """Holds the sampling parameters of one request. Raises RequestError naming field, value and what is accepted.
+    Fields may be assigned to, as in vLLM: `LLM` checks them again, and takes a copy, when it is called."""
 
     n: int = 1
     temperature: float = 1.0
@@ -96,19 +95,19 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, repr_omit
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     max_tokens: int | None = 16
-    """None: as many as max_model_len leaves room for."""
+    """None: as many as max_model_len allows."""
     min_tokens: int = 0
     logprobs: int | None = None
-    """Top alternatives per output token, the sampled token always included; 0: the sampled token alone."""
+    """Number of best tokens whose logprobs come with each output token; its own always does."""
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    """Accepted for compatibility: it changed the text of slow tokenizers only."""
+    """Has no effect, as in vLLM, where it changes the text of slow tokenizers only."""
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     best_of: int | None = None
-    """Of older vLLM, where it must equal n; None afterwards."""
+    """Of older vLLM. It must equal n, and becomes None."""
     structured_outputs: Any = None
     guided_decoding: Any = None
     logits_processors: Any = None
@@ -121,11 +120,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, repr_omit
     skip_reading_prefix_cache: Any = None
     thinking_token_budget: Any = None
     repetition_detection: Any = None
-    """This one and those above: see NOT_HERE."""
+    """This field and those above: see NOT_HERE."""
     output_kind: Any = None
     stream_interval: Any = None
     skip_clone: Any = None
-    """This one and those above: see NO_MATTER."""
+    """This field and those above: see NO_MATTER."""
 
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words"):
@@ -134,7 +133,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, repr_omit
                 setattr(self, name, [] if value is None else [value])
         if self.stop_token_ids is None:
             self.stop_token_ids = []
-        self._leave_out_what_is_not_here()
+        self._drop_compatible_only()
         check_integer("n", self.n, 1, MAX_N)
         if self.best_of not in (None, self.n):
             raise RequestError(f"best_of must equal n ({self.n}) or be left out, got {self.best_of!r:.100}", "best_of")
@@ -162,15 +161,16 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, repr_omit
         self._check_token_constraints()
 
     def clone(self) -> SamplingParams:
-        """A copy that shares no list with this one; raises RequestError if a field was assigned a wrong value."""
+        """Return a copy that shares no list with this one. Raises RequestError if a field was assigned a wrong
+        value."""
         other = copy.copy(self)
-        for name in HELD_BY_REFERENCE:
+        for name in COPIED:
             setattr(other, name, copy.copy(getattr(self, name)))
         other.__post_init__()
         return other
 
-    def _leave_out_what_is_not_here(self) -> None:
-        if _compatible_only(self) == _LEFT_OUT:
+    def _drop_compatible_only(self) -> None:
+        if _compatible_only(self) == _ALL_NONE:
             return
         for name, why in NOT_HERE.items():
             value = getattr(self, name)
@@ -219,4 +219,5 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, repr_omit
 
     @property
     def is_greedy(self) -> bool:
+        """True if the likeliest token is always taken."""
         return self.temperature < SAMPLING_EPS

@@ -55,7 +55,7 @@ class Timeouts:
 
 
 class Owner(Protocol):
-    """Declares what a connection needs of its server."""
+    """Represents the server of a connection, as far as that needs it."""
 
     def admit(self, connection: BoundedHttpProtocol) -> bool:
         """Return whether a connection whose head has come may use every route; otherwise only /health and /metrics."""

@@ -22,7 +22,8 @@ Entries = Sequence[dict[int, Logprob] | None]
 
 @dataclass(frozen=True)
 class TokenNames:
-    """Writes tokens as text, or as `token_id:5` if the client asked for that or there is no tokenizer."""
+    """Tells how a token is written: as text, or as `token_id:5` if the client asked for that or there is no
+    tokenizer."""
 
     as_ids: bool
     bytes_of: Callable[[int], bytes] | None = None
@@ -66,7 +67,7 @@ def completion_logprobs(
 
 
 def _top_by_text(entry: dict[int, Logprob], names: TokenNames) -> dict[str, float]:
-    """Return text -> logprob of the token itself and the k best. Of two tokens with the same text the likelier counts."""
+    """Return text -> logprob of the token itself and the k best; of tokens with the same text the likeliest counts."""
     top: dict[str, float] = {}
     for token_id, one in entry.items():
         text, value = names.text(token_id, one), _finite(one.logprob)
