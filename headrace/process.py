@@ -1,4 +1,4 @@
-"""Runs code in child processes that never outlive their parent, and makes the folders for their sockets.
+"""Spawns child processes that never outlive their parent, and makes the folders for their sockets.
 
 A child reads its config from an inherited file descriptor, so that nothing goes over the command line or as pickle.
 What it does first is in child.py.
