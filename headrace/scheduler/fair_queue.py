@@ -20,7 +20,7 @@ from headrace.scheduler.ordered_queue import OrderedQueue
 Turn = tuple[int, float, str]
 """A moment, comparable with `Request.order`."""
 PREEMPT_RATIO = 2
-"""A client or parent is preempted for another one if it runs at least this many times what that would run with one more."""
+"""A client or parent is preempted for another if it runs at least this many times what that would run with one more."""
 
 
 @dataclass(slots=True, eq=False)
