@@ -197,6 +197,12 @@ class EngineConfig:
     )
     device: str = knob("auto", "Where to run.", choices=("auto", "cuda", "cpu"))
     cpu_threads: int | None = knob(None, "Torch threads of one rank on CPU.", minimum=1, maximum=1024)
+    log_level: str = knob(
+        "info",
+        "What the server logs; `debug` adds every setting with its reason, and what loading and capturing graphs says.",
+        choices=("debug", "info", "warning", "error"),
+        group="server",
+    )
     disable_log_requests: bool = knob(True, "Do not log each request.", group="server")
     disable_log_stats: bool = knob(False, "Do not log throughput every ten seconds.", group="server")
 

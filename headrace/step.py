@@ -111,7 +111,7 @@ class RunnerOutput(msgspec.Struct, frozen=True, array_like=True):
     """row -> entries for the prompt tokens that follow the positions computed in this step: position p gives the entry
     of prompt token p + 1. Only rows that asked."""
     notes: list[str] = []
-    """Lines for the log (graphs captured)."""
+    """Lines for the log at debug level (graphs captured)."""
     warnings: list[str] = []
     """... and those that somebody should read (memory that was short)."""
     short_of_memory: bool = False
@@ -137,7 +137,7 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     weight_bytes: int
     attention_backend: str
     notes: list[str] = []
-    """Lines for the start-up log (what was passed over, demoted or shrunk, and why)."""
+    """Lines for the start-up log at debug level (what was passed over, demoted or shrunk, and why)."""
     step_times: list[tuple[int, float]] = []
     """(prompt tokens, milliseconds) of steps measured at load, smallest first; empty where none were."""
     step_bytes: int = 0

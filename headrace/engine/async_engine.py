@@ -61,16 +61,15 @@ class AsyncEngine:
         self.queue = QueueBound(facts.config, self.metrics)
         """Bounds what waits; it holds for callers that reserve a place in it before they call `generate`."""
         self.default_sampling = sampling_defaults(facts.config, model_config)
-        """Fields of SamplingParams for requests that leave them out."""
-        if self.default_sampling:
-            said = ", ".join(f"{name}={value}" for name, value in self.default_sampling.items())
-            logger.info("sampling defaults: %s (generation_config.json; --generation-config vllm ignores it)", said)
+        """Sampling parameters of requests that leave them out."""
         self.expected = expect(facts.config, model_config, facts.workers, facts.num_pages)
-        """What the planner predicts for the traffic that flags say to expect, or the usual one; None: it cannot."""
+        """The planner's prediction for the expected traffic, from flags or the usual one; None: it has none."""
         predicted = predict_memory(facts.config, model_config, facts.workers)
         self.memory = report_memory(facts.config, predicted, facts.workers, facts.num_pages)
-        for line in filter(None, (self.memory, self.expected)):
-            logger.info("%s", line)
+        """Memory of the device, predicted and reported."""
+        self.device_name: str = facts.workers[0].device_name
+        self.demoted: list[str] = facts.workers[0].demoted
+        """Kernels and the like that failed the self-check at load and are not used."""
         self.kv_cache_tokens = layout.tokens_in(facts.num_pages, limits.max_model_len)
         self._client = client
         self._inputs = InputProcessor(limits, facts.config, tokenizer)

@@ -63,7 +63,8 @@ class _Outbox:
 def main(argv: list[str]) -> int:
     core_config = msgspec.msgpack.decode(read_config(argv), type=CoreConfig)
     stop = _Stop()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s [core] %(message)s", datefmt="%H:%M:%S")
+    level = core_config.config.log_level.upper()
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s [core] %(message)s", datefmt="%H:%M:%S")
     context = zmq.Context()
     requests = context.socket(zmq.PULL)
     requests.set(zmq.RCVHWM, 0)

@@ -10,6 +10,7 @@ import ipaddress
 import logging
 import signal
 import socket
+import time
 from collections.abc import Awaitable, Callable, Iterator
 
 import uvloop
@@ -22,6 +23,7 @@ from headrace.errors import ConfigError, PortInUseError
 from headrace.process import exit_at_once
 from headrace.server.app import build_app
 from headrace.server.http_server import HttpServer, connection_bound
+from headrace.server.startup import startup_lines
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,8 @@ EXIT_AT_ONCE = 130
 def run_server(config: EngineConfig, server_config: ServerConfig, start_engine: StartEngine | None = None) -> int:
     """Serve until a signal comes; return the exit code. Raises UserError for what the user can mend, such as a port in
     use or a missing model."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    level = config.log_level.upper()
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     bound = connection_bound(server_config.max_connections)
     server_config = dataclasses.replace(server_config, max_connections=bound)
     listener = listen_on(server_config.host, server_config.port)
@@ -81,7 +84,8 @@ async def _serve(
     config: EngineConfig, server_config: ServerConfig, listener: socket.socket, start_engine: StartEngine
 ) -> int:
     with _signals() as stop:
-        say(f"headrace {__version__}: loading {config.model}")  # the core logs each decision as it makes it
+        say(f"headrace {__version__}: loading {config.model}")
+        began = time.monotonic()
         starting = asyncio.ensure_future(start_engine(config))
         stopped = asyncio.ensure_future(stop.wait())
         await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -99,6 +103,8 @@ async def _serve(
             gc.collect()
             gc.freeze()  # what the start made is never garbage, and scanning it stalls all streams for 50 ms
             gc.set_threshold(GC_THRESHOLD)
+            for line in startup_lines(engine, time.monotonic() - began):
+                say(line)
             await _serve_app(app, names, server_config, listener, stop)
         finally:
             await engine.shutdown(ENGINE_SECONDS)

@@ -1,0 +1,46 @@
+"""Says in a few lines how a started server runs: with what, why, at what cost, and where to read more."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headrace.engine.async_engine import AsyncEngine
+
+
+def startup_lines(engine: AsyncEngine, seconds: float) -> list[str]:
+    """Return the lines to print once an engine has started, which took so many seconds."""
+    config, decisions = engine.config, {entry.field: entry for entry in engine.decisions}
+
+    def setting(field: str) -> str:
+        entry = decisions[field]
+        value = f"{entry.value:,}" if isinstance(entry.value, int) else entry.value
+        return f"{value} ({entry.reason})"
+
+    gpus = f" on {config.tensor_parallel_size} GPUs" if config.tensor_parallel_size > 1 else ""
+    weights = f", with weights in {config.quantization}" if config.quantization else ""
+    limits = (
+        f"at most {setting('max_num_seqs')} requests at once, {setting('max_num_batched_tokens')} tokens in a step, "
+        f"{engine.max_model_len:,} tokens in a request ({decisions['max_model_len'].reason})"
+    )
+    cache_size = decisions["num_gpu_blocks"].reason.partition(":")[0]
+    lines = [
+        f"loaded {engine.model_config.architecture} in {seconds:.1f} s ({engine.device_name}{gpus})",
+        f"computes in {setting('dtype')}{weights}",
+        limits,
+        f"KV cache: {engine.kv_cache_tokens:,} tokens in {setting('kv_cache_dtype')}; its size is {cache_size}",
+        f"attention: {setting('attention_backend')}",
+        f"CUDA graphs: {setting('cudagraph_mode')}",
+    ]
+    lines += [str(line) for line in (engine.memory, engine.expected) if line is not None]
+    if engine.default_sampling:
+        defaults = ", ".join(f"{name}={value}" for name, value in engine.default_sampling.items())
+        lines.append(
+            f"sampling defaults: {defaults} (the model's generation_config.json; --generation-config vllm ignores it)"
+        )
+    if engine.demoted:
+        lines.append(f"not used, because they failed the self-check: {', '.join(engine.demoted)}; serving is slower")
+    if given := [f"{name} = {entry.value}" for name, entry in decisions.items() if entry.source == "user"]:
+        lines.append(f"set by you: {', '.join(given)}")
+    lines.append("all settings with their reasons: /v1/plan, or --log-level debug at the next start")
+    return lines
