@@ -12,23 +12,24 @@ def startup_lines(engine: AsyncEngine, seconds: float) -> list[str]:
     """Return the lines to print once an engine has started, which took so many seconds."""
     config, decisions = engine.config, {entry.field: entry for entry in engine.decisions}
 
-    def setting(field: str) -> str:
+    def setting(field: str, unit: str = "") -> str:
         entry = decisions[field]
         value = f"{entry.value:,}" if isinstance(entry.value, int) else entry.value
-        return f"{value} ({entry.reason})"
+        return f"{value}{unit} ({entry.reason})"
 
-    gpus = f" on {config.tensor_parallel_size} GPUs" if config.tensor_parallel_size > 1 else ""
-    weights = f", with weights in {config.quantization}" if config.quantization else ""
+    gpus = f", {config.tensor_parallel_size} GPUs" if config.tensor_parallel_size > 1 else ""
+    weights = f", weights in {config.quantization}" if config.quantization else ""
     limits = (
-        f"at most {setting('max_num_seqs')} requests at once, {setting('max_num_batched_tokens')} tokens in a step, "
-        f"{engine.max_model_len:,} tokens in a request ({decisions['max_model_len'].reason})"
+        setting("max_num_seqs", " requests at once"),
+        setting("max_num_batched_tokens", " tokens in a step"),
+        f"{engine.max_model_len:,} tokens in a request ({decisions['max_model_len'].reason})",
     )
     cache_size = decisions["num_gpu_blocks"].reason.partition(":")[0]
     lines = [
-        f"loaded {engine.model_config.architecture} in {seconds:.1f} s ({engine.device_name}{gpus})",
+        f"loaded {engine.model_config.architecture} in {seconds:.1f} s on {engine.device_name}{gpus}",
         f"computes in {setting('dtype')}{weights}",
-        limits,
-        f"KV cache: {engine.kv_cache_tokens:,} tokens in {setting('kv_cache_dtype')}; its size is {cache_size}",
+        f"at most {', '.join(limits)}",
+        f"KV cache: {engine.kv_cache_tokens:,} tokens ({cache_size}) in {setting('kv_cache_dtype')}",
         f"attention: {setting('attention_backend')}",
         f"CUDA graphs: {setting('cudagraph_mode')}",
     ]

@@ -68,7 +68,7 @@ class Reader:
 def test_start_and_clean_stop(live: Live, number: int) -> None:
     text = "\n".join(live.lines)
     assert "Application startup complete" in text
-    assert "at most 64 (given) requests at once" in text
+    assert "at most 64 requests at once (given)" in text
     assert len(live.lines) <= 15
     assert httpx.get(f"{live.url}/health").status_code == 200
     reader = Reader(live.url)
