@@ -254,7 +254,7 @@ def _result(request: OpenRequest) -> RequestOutput:
     """Return the output of a request that has ended; raise the error of one that failed."""
     output = request.take()
     if output is None:
-        raise HeadraceError("the request brought no output")
+        raise request.error or HeadraceError("the request brought no output")
     if output.prompt_logprobs is not None:
         output.prompt_logprobs = [*output.prompt_logprobs]
     return output

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,10 +17,10 @@ from headrace.engine.core_client import STOP_SECONDS, AsyncMPClient
 from headrace.engine.input_processor import InputProcessor, ModelLimits, sampling_defaults
 from headrace.engine.messages import Abort, CoreFacts
 from headrace.engine.metrics import EngineMetrics
-from headrace.engine.output_processor import OutputKind, OutputProcessor
+from headrace.engine.output_processor import OpenRequest, OutputKind, OutputProcessor
 from headrace.engine.queue_bound import QueueBound, Reservation
 from headrace.engine.tokenizer import Tokenizer
-from headrace.errors import EngineDeadError, HeadraceError
+from headrace.errors import EngineDeadError
 from headrace.hub import resolve_model_folder, resolve_tokenizer_folder
 from headrace.model_config import ModelConfig
 from headrace.models.registry import read_served_config
@@ -102,59 +102,61 @@ class AsyncEngine:
 
     async def generate(
         self,
-        prompt: str | list[int],
+        prompts: Sequence[list[int]],
         params: SamplingParams,
         request_id: str,
         *,
-        add_special_tokens: bool = True,
         priority: int = 0,
         cache_salt: str | None = None,
         output_kind: OutputKind = "delta",
         client: str = "",
         parent: str | None = None,
         reservation: Reservation | None = None,
-    ) -> AsyncIterator[RequestOutput]:
-        """Yield the outputs of a request as they come. Closing or cancelling the iterator aborts the request.
+    ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+        """Run the prompts of one HTTP request; yield batches of (prompt index, output) with all that has come.
 
         `output_kind`: with `delta` each output holds what came since the last one, of several steps if the reader was
-        slow; with `final` there is one output. `client` and `parent`: whose request it is, and the HTTP request that it
-        is part of (None: it stands alone), among which the scheduler takes turns. `reservation`: its place in the
-        queue; without one it is sent whatever waits.
+        slow; with `final` each prompt has one output. `client` and `parent`: whose request it is, and the HTTP request
+        that it is part of (None: it stands alone), among which the scheduler takes turns. `reservation`: the prompts'
+        place in the queue; without one they are sent whatever waits.
 
         Raises RequestError for invalid input before the first output, EngineDeadError when the core dies, and
-        HeadraceError if this request failed there.
+        HeadraceError if a prompt failed there. An error, or closing or cancelling the iterator, aborts all prompts.
         """
         arrival_time = time.monotonic()
         if self._dead is not None:
             raise self._dead
-        ids = await self.tokenize(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
-        requests = self._inputs.process(
-            request_id, ids, params, arrival_time=arrival_time, priority=priority, cache_salt=cache_salt,
-            client=client, parent=request_id if parent is None else parent,
-        )  # fmt: skip
-        text = prompt if isinstance(prompt, str) else None
         changed = asyncio.Event()
-        request = self._outputs.add(request_id, text, requests, params, output_kind, changed.set)
-        if not self.config.disable_log_requests:
-            logger.info("request %s: %d prompt tokens, %s", request_id, len(ids), params)
-        finished = False
+        opened: dict[int, OpenRequest] = {}
         try:
-            self._client.add(requests)
-            self.queue.sent(len(requests), len(requests) * len(ids), reservation)
-            while not finished:
-                output = request.take()
-                if output is None:
-                    changed.clear()
-                    await changed.wait()
+            for index, ids in enumerate(prompts):
+                if index:
+                    await asyncio.sleep(0)  # checking and sending many prompts must not hold up other requests
+                name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
+                requests = self._inputs.process(
+                    name, ids, params, arrival_time=arrival_time, priority=priority, cache_salt=cache_salt,
+                    client=client, parent=request_id if parent is None else parent,
+                )  # fmt: skip
+                opened[index] = self._outputs.add(name, None, requests, params, output_kind, changed.set)
+                if not self.config.disable_log_requests:
+                    logger.info("request %s: %d prompt tokens, %s", name, len(ids), params)
+                self._client.add(requests)
+                self.queue.sent(len(requests), len(requests) * len(ids), reservation)
+            while opened:
+                changed.clear()
+                batch = [(index, output) for index, item in opened.items() if (output := item.take()) is not None]
+                for index, output in batch:
+                    if output.finished:
+                        del opened[index]
+                if batch:
+                    yield batch
                     continue
-                finished = output.finished
-                yield output
-        except HeadraceError:
-            finished = True  # the engine ended it
-            self._outputs.abort(request)
-            raise
+                for request in opened.values():
+                    if request.error is not None:
+                        raise request.error
+                await changed.wait()
         finally:
-            if not finished:
+            for request in opened.values():
                 self._abort(self._outputs.abort(request))
 
     async def prepare(

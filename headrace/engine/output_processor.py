@@ -107,7 +107,7 @@ class OpenRequest:
     params: SamplingParams
     kind: OutputKind
     on_change: Callable[[], None]
-    """Called when `take` has something to return or raise."""
+    """Called when there is something to take, or an error."""
     arrival_time: float
     choices: list[_Choice] = field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None
@@ -115,21 +115,19 @@ class OpenRequest:
     num_open: int = 0
     """Choices that have not ended."""
     error: HeadraceError | None = None
+    """Why the request failed. What came before can still be taken."""
 
     @property
     def finished(self) -> bool:
         return not self.num_open
 
     def take(self) -> RequestOutput | None:
-        """Return what came since the last call, of however many steps; None if there is nothing yet. A request of kind
-        `final` has one output, once all its choices have ended. If the request failed, raises its error after what came
-        before has been taken."""
+        """Return what came since the last call, of however many steps; None if there is nothing. A request of kind
+        `final` has one output, once all its choices have ended."""
         choices = [choice for choice in self.choices if choice.changed]
         if self.kind == "final":
             choices = self.choices if choices and self.finished else []
         if not choices:
-            if self.error is not None:
-                raise self.error
             return None
         prompt_logprobs, first = None, self.choices[0]
         if self.prompt_logprobs is not None and first in choices and first.num_tokens:

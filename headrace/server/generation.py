@@ -8,14 +8,15 @@ after which there is no [DONE].
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Literal, Protocol, cast
+from typing import Protocol
 
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from headrace.engine.output_processor import OutputKind
 from headrace.errors import HeadraceError, ServerStoppingError
 from headrace.request import RequestOutput
 from headrace.server.auth import CLIENT
@@ -165,78 +166,26 @@ class GenerationResponse(Response):
                 outputs.update(batch)
         return [outputs[index] for index in range(len(self.generation.prompts))]
 
-    async def _run(
-        self, output_kind: Literal["delta", "final"]
-    ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+    async def _run(self, output_kind: OutputKind) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         """Run all prompts; yield batches of (prompt index, output). Raises RequestError or QueueFullError before
         anything runs, if one of the prompts cannot."""
-        generation, engine = self.generation, self.serving.engine
-        params, response_id = generation.params, generation.response_id
+        generation, engine, params = self.generation, self.serving.engine, self.generation.params
         prompts = await engine.prepare(generation.prompts, params, generation.add_special_tokens)
-        several = len(prompts) > 1
         with engine.queue.reserve(len(prompts) * params.n, sum(map(len, prompts)) * params.n) as reservation:
-            streams = [
-                engine.generate(
-                    prompt,
-                    params,
-                    f"{response_id}-{index}" if several else response_id,
-                    priority=generation.priority,
-                    cache_salt=generation.cache_salt,
-                    output_kind=output_kind,
-                    client=self.client,
-                    parent=response_id,
-                    reservation=reservation,
-                )
-                for index, prompt in enumerate(prompts)
-            ]
-            async with aclosing(_merge(streams)) as batches:
+            outputs = engine.generate(
+                prompts,
+                params,
+                generation.response_id,
+                priority=generation.priority,
+                cache_salt=generation.cache_salt,
+                output_kind=output_kind,
+                client=self.client,
+                reservation=reservation,
+            )
+            async with aclosing(outputs) as batches:
                 async for batch in batches:
                     yield batch
 
 
 def _encoded(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
     return [(name.encode(), value.encode()) for name, value in headers.items()]
-
-
-async def _merge(
-    streams: list[AsyncIterator[RequestOutput]],
-) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
-    """Yield what several streams yield, with their indices, in batches of all that is there. An error ends them all."""
-    if len(streams) == 1:
-        async with aclosing(cast("AsyncGenerator[RequestOutput, None]", streams[0])) as stream:
-            async for output in stream:
-                yield [(0, output)]
-        return
-    queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(maxsize=2 * len(streams))
-
-    async def pump(index: int, stream: AsyncIterator[RequestOutput]) -> None:
-        try:
-            async with aclosing(cast("AsyncGenerator[RequestOutput, None]", stream)) as outputs:
-                async for output in outputs:
-                    await queue.put((index, output))
-        except Exception as error:
-            await queue.put((index, error))
-        else:
-            await queue.put((index, None))
-
-    tasks: list[asyncio.Task[None]] = []
-    running = len(streams)
-    try:
-        for index, started in enumerate(streams):
-            tasks.append(asyncio.create_task(pump(index, started)))
-            await asyncio.sleep(0)  # let it check and send its prompt, which may be long, before the next one does
-        while running:
-            items = [await queue.get()]
-            while not queue.empty():
-                items.append(queue.get_nowait())
-            batch = [(index, item) for index, item in items if isinstance(item, RequestOutput)]
-            if batch:
-                yield batch
-            for _, item in items:
-                if isinstance(item, Exception):
-                    raise item
-                running -= item is None
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,16 @@ def params(**values: object) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 8, **values})  # type: ignore[arg-type]
 
 
+async def generate(
+    engine: AsyncEngine, prompt: str | list[int], params: SamplingParams, request_id: str, **options: Any
+) -> AsyncGenerator[RequestOutput, None]:
+    """The outputs of one prompt."""
+    prompts = [await engine.tokenize(prompt) if isinstance(prompt, str) else prompt]
+    async with contextlib.aclosing(engine.generate(prompts, params, request_id, **options)) as batches:
+        async for ((_, output),) in batches:
+            yield output
+
+
 async def collect(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
     return [output async for output in stream]
 
@@ -95,23 +105,23 @@ def test_streaming_aborting_and_refusing(folder: Path) -> None:
             engine.check_health()
 
     async def check_deltas(engine: AsyncEngine) -> None:
-        outputs = await collect(engine.generate("✓ab", params(), "deltas"))
+        outputs = await collect(generate(engine, "✓ab", params(), "deltas"))
         assert "".join(o.outputs[0].text for o in outputs) == "✓ab✓"
         assert [t for o in outputs for t in o.outputs[0].token_ids] == engine.tokenizer.encode("✓ab✓")  # type: ignore[union-attr]
         assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
         assert outputs[-1].outputs[0].finish_reason == "length"
 
     async def check_final_and_n(engine: AsyncEngine) -> None:
-        (output,) = await collect(engine.generate("abc", params(n=3), "final", output_kind="final"))
+        (output,) = await collect(generate(engine, "abc", params(n=3), "final", output_kind="final"))
         assert [(c.index, c.text) for c in output.outputs] == [(i, "abcabcab") for i in range(3)]
 
     async def check_late_stop(engine: AsyncEngine) -> None:
-        outputs = await collect(engine.generate("abcd", params(stop="bc", max_tokens=50), "late stop"))
+        outputs = await collect(generate(engine, "abcd", params(stop="bc", max_tokens=50), "late stop"))
         assert "".join(o.outputs[0].text for o in outputs) == "a"
         assert sum(len(o.outputs[0].token_ids) for o in outputs) == 3
 
     async def check_slow_reader(engine: AsyncEngine) -> None:
-        stream = engine.generate("abcd", params(max_tokens=20), "slow reader")
+        stream = generate(engine, "abcd", params(max_tokens=20), "slow reader")
         first = await anext(stream)
         await eventually(lambda: engine.num_requests == 0)
         rest = await collect(stream)
@@ -120,7 +130,7 @@ def test_streaming_aborting_and_refusing(folder: Path) -> None:
 
     async def check_a_loop_that_falls_behind(engine: AsyncEngine) -> None:
         """What several steps brought meanwhile goes out as one."""
-        stream = engine.generate("abcd", params(max_tokens=60), "late loop")
+        stream = generate(engine, "abcd", params(max_tokens=60), "late loop")
         first = await anext(stream)
         time.sleep(0.4)
         rest = await collect(stream)
@@ -130,7 +140,7 @@ def test_streaming_aborting_and_refusing(folder: Path) -> None:
 
     async def check_many_at_once(engine: AsyncEngine) -> None:
         prompts = [f"prompt {i:03}" for i in range(50)]
-        streams = [engine.generate(p, params(max_tokens=10), p, output_kind="final") for p in prompts]
+        streams = [generate(engine, p, params(max_tokens=10), p, output_kind="final") for p in prompts]
         results = await asyncio.gather(*(collect(stream) for stream in streams))
         assert [result[0].outputs[0].text for result in results] == prompts
 
@@ -139,7 +149,7 @@ def test_streaming_aborting_and_refusing(folder: Path) -> None:
         finished: list[str] = []
 
         async def one(name: str, parent: str | None, max_tokens: int) -> None:
-            await collect(engine.generate([5, 6, 7], params(max_tokens=max_tokens), name, parent=parent))
+            await collect(generate(engine, [5, 6, 7], params(max_tokens=max_tokens), name, parent=parent))
             finished.append(name)
 
         large = [asyncio.create_task(one(f"large {i}", "large", 100)) for i in range(400)]
@@ -151,10 +161,10 @@ def test_streaming_aborting_and_refusing(folder: Path) -> None:
         await asyncio.gather(*large, return_exceptions=True)
 
     async def check_closing_aborts(engine: AsyncEngine) -> None:
-        stream = engine.generate([SLOW_TOKEN], params(max_tokens=200), "closed")
+        stream = generate(engine, [SLOW_TOKEN], params(max_tokens=200), "closed")
         await anext(stream)
         await stream.aclose()  # type: ignore[attr-defined]
-        task = asyncio.create_task(collect(engine.generate([SLOW_TOKEN], params(max_tokens=200), "cancelled")))
+        task = asyncio.create_task(collect(generate(engine, [SLOW_TOKEN], params(max_tokens=200), "cancelled")))
         await eventually(lambda: engine.metrics.stats.num_running > 0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -165,7 +175,7 @@ def test_streaming_aborting_and_refusing(folder: Path) -> None:
         assert stats.num_free_blocks == stats.num_blocks
 
     async def check_abort_from_outside(engine: AsyncEngine) -> None:
-        stream = engine.generate([SLOW_TOKEN], params(max_tokens=200), "aborted")
+        stream = generate(engine, [SLOW_TOKEN], params(max_tokens=200), "aborted")
         await anext(stream)
         await engine.abort("aborted")
         rest = await collect(stream)
@@ -180,17 +190,17 @@ def test_streaming_aborting_and_refusing(folder: Path) -> None:
             ("\ud800", "UTF-8"),
         ):
             with pytest.raises(RequestError, match=message):
-                await collect(engine.generate(prompt, params(), "refused"))  # type: ignore[arg-type]
-        stream = engine.generate([SLOW_TOKEN], params(), "twice")
+                await collect(generate(engine, prompt, params(), "refused"))  # type: ignore[arg-type]
+        stream = generate(engine, [SLOW_TOKEN], params(), "twice")
         await anext(stream)
         with pytest.raises(RequestError, match="in use"):
-            await collect(engine.generate([5], params(), "twice"))
+            await collect(generate(engine, [5], params(), "twice"))
         assert len(await collect(stream)) > 0  # the refusal did not touch the first
 
     async def check_failed_step(engine: AsyncEngine) -> None:
         with pytest.raises(HeadraceError, match="scripted failure"):
-            await collect(engine.generate([FAIL_TOKEN], params(), "failed"))
-        assert len(await collect(engine.generate([5], params(), "after a failure"))) > 0
+            await collect(generate(engine, [FAIL_TOKEN], params(), "failed"))
+        assert len(await collect(generate(engine, [5], params(), "after a failure"))) > 0
 
     async def check_long_prompts_leave_the_loop_free(engine: AsyncEngine) -> None:
         with pytest.raises(RequestError, match="maximum context"):
@@ -218,12 +228,12 @@ def test_health_follows_the_loop(folder: Path, monkeypatch: pytest.MonkeyPatch) 
             for number in range(MOST_FAILURES):
                 await eventually(heard)
                 with pytest.raises(HeadraceError, match="the step failed"):
-                    await collect(engine.generate([FAIL_TOKEN], params(), f"bad {number}"))
+                    await collect(generate(engine, [FAIL_TOKEN], params(), f"bad {number}"))
             with pytest.raises(StepsFailError, match=r"last 3 steps failed.*scripted failure"):
                 await eventually(heard)
-            await collect(engine.generate([10], params(), "good"))
+            await collect(generate(engine, [10], params(), "good"))
             await eventually(heard)
-            task = asyncio.create_task(collect(engine.generate([STUCK_TOKEN], params(), "stuck")))
+            task = asyncio.create_task(collect(generate(engine, [STUCK_TOKEN], params(), "stuck")))
             await eventually(lambda: not heard())
             with pytest.raises(EngineDeadError, match="silent"):
                 engine.check_health()
@@ -236,21 +246,21 @@ def test_health_follows_the_loop(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_death_of_the_core_ends_open_requests(folder: Path, how: str) -> None:
     async def body() -> None:
         async with started(folder) as engine:
-            waiting = asyncio.create_task(collect(engine.generate([SLOW_TOKEN], params(max_tokens=200), "open")))
+            waiting = asyncio.create_task(collect(generate(engine, [SLOW_TOKEN], params(max_tokens=200), "open")))
             await eventually(lambda: engine.metrics.num_generation_tokens > 0)
             if how == "SIGKILL":
                 os.kill(engine.core_pid, signal.SIGKILL)
             else:
                 token = DIE_TOKEN if how == "in a step" else DEAD_TOKEN
                 with pytest.raises(EngineDeadError):
-                    await collect(engine.generate([token], params(), "last"))
+                    await collect(generate(engine, [token], params(), "last"))
             async with asyncio.timeout(PATIENCE):
                 with pytest.raises(EngineDeadError):
                     await waiting
             with pytest.raises(EngineDeadError):
                 engine.check_health()
             with pytest.raises(EngineDeadError):
-                await collect(engine.generate([5], params(), "too late"))
+                await collect(generate(engine, [5], params(), "too late"))
 
     asyncio.run(body())
 
@@ -258,7 +268,7 @@ def test_death_of_the_core_ends_open_requests(folder: Path, how: str) -> None:
 def test_shutdown_with_open_requests(folder: Path) -> None:
     async def body() -> None:
         async with started(folder) as engine:
-            waiting = asyncio.create_task(collect(engine.generate([STUCK_TOKEN], params(), "open")))
+            waiting = asyncio.create_task(collect(generate(engine, [STUCK_TOKEN], params(), "open")))
             await asyncio.sleep(0.2)
             async with asyncio.timeout(PATIENCE):  # it would be for ever
                 await engine.shutdown(timeout=1.0)
@@ -327,7 +337,7 @@ def test_ctrl_c_is_the_parents_business(folder: Path) -> None:
     async def body() -> None:
         async with started(folder) as engine:
             os.kill(engine.core_pid, signal.SIGINT)
-            assert len(await collect(engine.generate([5], params(), "after Ctrl-C"))) > 0
+            assert len(await collect(generate(engine, [5], params(), "after Ctrl-C"))) > 0
 
     asyncio.run(body())
 
@@ -358,7 +368,7 @@ def test_a_started_engine_tells_what_it_expects_of_itself(folder: Path) -> None:
             assert engine.expected.source.startswith("usual for interactive; ")
             assert engine.memory is not None
             assert engine.memory.kv_cache == engine.kv_cache_tokens // engine.config.block_size * 2**10
-            await collect(engine.generate([5, 6, 7], params(), "a"))
+            await collect(generate(engine, [5, 6, 7], params(), "a"))
             text = engine.metrics.render().decode()
             assert 'headrace:step_time_seconds_predicted_count{engine="0",kind="mixed"' in text
             observed = next(line for line in text.splitlines() if 'observed_sum{engine="0",kind="decode"' in line)
@@ -372,7 +382,7 @@ def test_uvloop(folder: Path) -> None:
 
     async def body() -> None:
         async with started(folder) as engine:
-            assert len(await collect(engine.generate([5], params(), "a"))) > 0
+            assert len(await collect(generate(engine, [5], params(), "a"))) > 0
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(body())

@@ -178,12 +178,10 @@ class Front:
 
     def read(self) -> None:
         """What a reader does that keeps up."""
-        try:
-            output = self.request.take()
-            assert output is not None, "called without a change"
+        output, self.error = self.request.take(), self.request.error
+        assert output is not None or self.error is not None, "called without a change"
+        if output is not None:
             self.outputs.append(output)
-        except HeadraceError as error:
-            self.error = error
 
     def step(self, *outputs: EngineCoreOutput, timestamp: float | None = None) -> list[Abort]:
         now = timestamp or time.monotonic()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -90,42 +90,48 @@ class FakeEngine:
 
     async def generate(
         self,
-        prompt: str | list[int],
+        prompts: list[list[int]],
         params: SamplingParams,
         request_id: str,
         *,
-        add_special_tokens: bool = True,
         priority: int = 0,
         cache_salt: str | None = None,
         output_kind: str = "delta",
         client: str = "",
-        parent: str | None = None,
         reservation: Reservation | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+        """One increment of each prompt in turn."""
         if self.dead:
             raise self.error
-        ids = await self.tokenize(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
-        max_tokens = self.inputs.process(request_id, ids, params, arrival_time=0.0, priority=priority,
-                                         cache_salt=cache_salt)[0].max_tokens  # fmt: skip
-        self.requests.append({"id": request_id, "prompt": self.prompts[tuple(ids)], "ids": ids, "params": params,
-                              "salt": cache_salt, "priority": priority, "special": self.special,
-                              "client": client, "parent": parent})  # fmt: skip
-        self.active.add(request_id)
-        self.queue.sent(params.n, params.n * len(ids), reservation)
-        self.metrics.stats.num_received += params.n  # and none of it waits
-        self.metrics.stats.num_received_tokens += params.n * len(ids)
-        finished = False
+        streams = {}
         try:
-            async for output in self._say(ids, params, max_tokens, output_kind):
-                finished = output.finished
-                yield output
+            for index, ids in enumerate(prompts):
+                name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
+                max_tokens = self.inputs.process(name, ids, params, arrival_time=0.0, priority=priority,
+                                                 cache_salt=cache_salt)[0].max_tokens  # fmt: skip
+                self.requests.append({"id": name, "prompt": self.prompts[tuple(ids)], "ids": ids, "params": params,
+                                      "salt": cache_salt, "priority": priority, "special": self.special,
+                                      "client": client, "parent": request_id})  # fmt: skip
+                self.active.add(name)
+                self.queue.sent(params.n, params.n * len(ids), reservation)
+                self.metrics.stats.num_received += params.n  # and none of it waits
+                self.metrics.stats.num_received_tokens += params.n * len(ids)
+                streams[index] = name, self._say(ids, params, max_tokens, output_kind)
+            while streams:
+                batch = []
+                for index, (name, stream) in list(streams.items()):
+                    batch.append((index, await anext(stream)))
+                    if batch[-1][1].finished:
+                        self.active.discard(name)
+                        del streams[index]
+                yield batch
         except HeadraceError:
-            finished = True
+            self.active -= {name for name, _ in streams.values()}
             raise
         finally:
-            self.active.discard(request_id)
-            if not finished:
-                self.aborted.append(request_id)
+            left = [name for name, _ in streams.values() if name in self.active]
+            self.active.difference_update(left)
+            self.aborted += left
 
     async def _say(
         self, ids: list[int], params: SamplingParams, max_tokens: int, output_kind: str
