@@ -22,8 +22,8 @@ from headrace.server.protocol import (
     ChatCompletionRequest,
     ChatLogprobs,
     Delta,
+    Usage,
 )
-from headrace.server.replies import encoder
 from headrace.server.requests import (
     answer_headers,
     check_choices,
@@ -116,19 +116,19 @@ class ChatAnswer:
         self.echoed = _echoed(request)
         request.messages = []  # the prompt holds their text, so they need no memory while the answer is made
 
-    def whole(self, outputs: list[RequestOutput]) -> bytes:
+    def whole(self, outputs: list[RequestOutput]) -> ChatCompletion:
         output = outputs[0]
         self.count.add(0, output)
         choices = []
-        for said in output.outputs:
-            self.count.completion_tokens[said.index] = len(said.token_ids)
+        for new in output.outputs:
+            self.count.completion_tokens[new.index] = len(new.token_ids)
             choice = ChatChoice(
-                said.index,
-                AssistantMessage(self.echoed + said.text),
-                self._logprobs(said),
-                said.finish_reason,
-                said.stop_reason,
-                said.token_ids if self.request.return_token_ids else UNSET,
+                new.index,
+                AssistantMessage(self.echoed + new.text),
+                self._logprobs(new),
+                new.finish_reason,
+                new.stop_reason,
+                new.token_ids if self.request.return_token_ids else UNSET,
             )
             choices.append(choice)
         completion = ChatCompletion(
@@ -138,49 +138,44 @@ class ChatAnswer:
             completion.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
         if self.request.return_token_ids:
             completion.prompt_token_ids = output.prompt_token_ids
-        return encoder.encode(completion)
+        return completion
 
-    def events(self, prompt_index: int, output: RequestOutput) -> bytes:
+    def events(self, prompt_index: int, output: RequestOutput) -> list[ChatChunk]:
         self.count.add(prompt_index, output)
-        events: list[bytes] = []
-        for said in output.outputs:
-            if said.index not in self.begun:
-                self.begun.add(said.index)
-                opening = ChatChunkChoice(said.index, Delta(role="assistant", content=self.echoed))
+        events: list[ChatChunk] = []
+        for new in output.outputs:
+            if new.index not in self.begun:
+                self.begun.add(new.index)
+                opening = ChatChunkChoice(new.index, Delta(role="assistant", content=self.echoed))
                 ids = output.prompt_token_ids if self.request.return_token_ids else UNSET
                 events.append(self._event(opening, ids))
             tokens = self.count.completion_tokens
-            tokens[said.index] = tokens.get(said.index, 0) + len(said.token_ids)
-            if said.token_ids or said.text:
-                part = ChatChunkChoice(said.index, Delta(content=said.text), self._logprobs(said))
+            tokens[new.index] = tokens.get(new.index, 0) + len(new.token_ids)
+            if new.token_ids or new.text:
+                part = ChatChunkChoice(new.index, Delta(content=new.text), self._logprobs(new))
                 if self.request.return_token_ids:
-                    part.token_ids = said.token_ids
+                    part.token_ids = new.token_ids
                 events.append(self._event(part))
-            if said.finish_reason is not None:
-                end = ChatChunkChoice(said.index, Delta(), None, said.finish_reason, said.stop_reason)
+            if new.finish_reason is not None:
+                end = ChatChunkChoice(new.index, Delta(), None, new.finish_reason, new.stop_reason)
                 events.append(self._event(end))
-        return b"".join(events)
+        return events
 
-    def last_events(self) -> bytes:
-        if not self.count.wanted:
-            return b""
-        return self._encode(ChatChunk(self.generation.response_id, self.created, self.generation.model, [],
-                                      usage=self.count.total()))  # fmt: skip
+    def usage_event(self) -> ChatChunk:
+        return self._chunk([], self.count.total())
 
-    def _event(self, choice: ChatChunkChoice, prompt_token_ids: list[int] | UnsetType = UNSET) -> bytes:
-        usage = self.count.in_event(0, choice.index)
-        chunk = ChatChunk(self.generation.response_id, self.created, self.generation.model, [choice], usage=usage)
+    def _event(self, choice: ChatChunkChoice, prompt_token_ids: list[int] | UnsetType = UNSET) -> ChatChunk:
+        chunk = self._chunk([choice], self.count.in_event(0, choice.index))
         chunk.prompt_token_ids = prompt_token_ids
-        return self._encode(chunk)
+        return chunk
 
-    @staticmethod
-    def _encode(chunk: ChatChunk) -> bytes:
-        return b"data: %b\n\n" % encoder.encode(chunk)
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:
+        return ChatChunk(self.generation.response_id, self.created, self.generation.model, choices, usage=usage)
 
-    def _logprobs(self, said: CompletionOutput) -> ChatLogprobs | None:
+    def _logprobs(self, new: CompletionOutput) -> ChatLogprobs | None:
         if not self.request.logprobs:
             return None
-        return chat_logprobs(said.token_ids, said.logprobs or [], self.request.top_logprobs or 0, self.names)
+        return chat_logprobs(new.token_ids, new.logprobs or [], self.request.top_logprobs or 0, self.names)
 
 
 def _echoed(request: ChatCompletionRequest) -> str:

@@ -13,7 +13,6 @@ from headrace.sampling_params import SamplingParams
 from headrace.server.generation import Generation, GenerationResponse, UsageCount
 from headrace.server.logprobs import TokenNames, completion_logprobs, joined, prompt_logprobs
 from headrace.server.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
-from headrace.server.replies import encoder
 from headrace.server.requests import (
     answer_headers,
     check_choices,
@@ -96,67 +95,64 @@ class CompletionAnswer:
         self.text_offsets: dict[int, int] = {}
         """Choice that has begun -> where in its text the next token begins."""
 
-    def whole(self, outputs: list[RequestOutput]) -> bytes:
+    def whole(self, outputs: list[RequestOutput]) -> Completion:
         choices: list[CompletionChoice] = []
         for prompt_index, output in enumerate(outputs):
             self.count.add(prompt_index, output)
             echo = self._echo(prompt_index, output)
-            for said in output.outputs:
-                choice = self._choice(prompt_index * self.params.n + said.index, said, echo, len(echo.text))
+            for new in output.outputs:
+                choice = self._choice(prompt_index * self.params.n + new.index, new, echo, len(echo.text))
                 if self.request.prompt_logprobs is not None and output.prompt_logprobs is not None:
                     choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
                 if self.request.return_token_ids:
                     choice.prompt_token_ids = output.prompt_token_ids
                 choices.append(choice)
-        return encoder.encode(self._completion(choices, self.count.total()))
+        return self._completion(choices, self.count.total())
 
-    def events(self, prompt_index: int, output: RequestOutput) -> bytes:
+    def events(self, prompt_index: int, output: RequestOutput) -> list[Completion]:
         self.count.add(prompt_index, output)
         waiting = self.waiting.setdefault(prompt_index, [])
         waiting.append(output)
         if prompt_index not in self.echoes:
             if self.echo_logprobs and output.prompt_logprobs is None:
-                return b""  # another choice was faster than the one that scores the prompt
+                return []  # another choice was faster than the one that scores the prompt
             self.echoes[prompt_index] = self._echo(prompt_index, output)
         self.waiting[prompt_index] = []
-        return b"".join([self._event(prompt_index, one, said) for one in waiting for said in one.outputs])
+        return [self._event(prompt_index, one, new) for one in waiting for new in one.outputs]
 
-    def _event(self, prompt_index: int, output: RequestOutput, said: CompletionOutput) -> bytes:
-        index = prompt_index * self.params.n + said.index
+    def _event(self, prompt_index: int, output: RequestOutput, new: CompletionOutput) -> Completion:
+        index = prompt_index * self.params.n + new.index
         first = index not in self.text_offsets
         echo = self.echoes[prompt_index] if first else Echo()
-        choice = self._choice(index, said, echo, len(echo.text) if first else self.text_offsets[index])
+        choice = self._choice(index, new, echo, len(echo.text) if first else self.text_offsets[index])
         logprobs = choice.logprobs
         self.text_offsets.setdefault(index, len(echo.text))
         if logprobs is not None and logprobs.tokens:
             self.text_offsets[index] = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
         if self.request.return_token_ids and first:
             choice.prompt_token_ids = output.prompt_token_ids
-        usage = self.count.in_event(prompt_index, index)
-        return b"data: %b\n\n" % encoder.encode(self._completion([choice], usage))
+        return self._completion([choice], self.count.in_event(prompt_index, index))
 
-    def last_events(self) -> bytes:
-        if not self.count.wanted:
-            return b""
-        return b"data: %b\n\n" % encoder.encode(self._completion([], self.count.total()))
+    def usage_event(self) -> Completion:
+        return self._completion([], self.count.total())
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
         return Completion(self.generation.response_id, self.created, self.generation.model, choices, usage=usage)
 
-    def _choice(self, index: int, said: CompletionOutput, echo: Echo, offset: int) -> CompletionChoice:
+    def _choice(self, index: int, new: CompletionOutput, echo: Echo, offset: int) -> CompletionChoice:
         """Return a choice of an answer. `offset`: where in the choice's text the new tokens begin."""
         if self.echo_alone:
-            reason = None if said.finish_reason is None else "length"
-            said = dataclasses.replace(said, text="", token_ids=[], logprobs=[], finish_reason=reason, stop_reason=None)
+            reason = None if new.finish_reason is None else "length"
+            new = dataclasses.replace(new, text="", token_ids=[], logprobs=[], finish_reason=reason, stop_reason=None)
         tokens = self.count.completion_tokens
-        tokens[index] = tokens.get(index, 0) + len(said.token_ids)
+        tokens[index] = tokens.get(index, 0) + len(new.token_ids)
         logprobs = None
         if self.request.logprobs is not None:
-            logprobs = completion_logprobs(said.token_ids, said.logprobs or [], offset, self.names)
+            logprobs = completion_logprobs(new.token_ids, new.logprobs or [], offset, self.names)
             logprobs = logprobs if echo.logprobs is None else joined(echo.logprobs, logprobs)
-        choice = CompletionChoice(index, echo.text + said.text, logprobs, said.finish_reason, said.stop_reason)
+        choice = CompletionChoice(index, echo.text + new.text, logprobs, new.finish_reason, new.stop_reason)
         if self.request.return_token_ids:
-            choice.token_ids = said.token_ids
+            choice.token_ids = new.token_ids
         return choice
 
     def _echo(self, prompt_index: int, output: RequestOutput) -> Echo:

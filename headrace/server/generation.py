@@ -1,6 +1,6 @@
 """Runs one HTTP request on the engine, and sends its answer, whole or as server-sent events.
 
-An `Answer` turns the engine's outputs into bytes; no API's shapes are known here. If the client disconnects, its
+An `Answer` converts the engine's outputs to the shapes of an API; none is known here. If the client disconnects, its
 requests are aborted at once. An error before the first byte has its own HTTP status; a later one becomes one event,
 after which there is no [DONE].
 """
@@ -8,11 +8,11 @@ after which there is no [DONE].
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -21,7 +21,7 @@ from headrace.errors import HeadraceError, ServerStoppingError
 from headrace.request import RequestOutput
 from headrace.server.auth import CLIENT
 from headrace.server.protocol import PromptTokensDetails, StreamOptions, Usage
-from headrace.server.replies import error_body, error_headers
+from headrace.server.replies import encoder, error_body, error_headers
 from headrace.server.requests import Generation
 from headrace.server.serving import Serving
 
@@ -34,16 +34,18 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Answer(Protocol):
-    """Writes what the engine put out in the shapes of one API."""
+    """Converts the engine's outputs to the shapes of one API."""
 
-    def whole(self, outputs: list[RequestOutput]) -> bytes:
+    count: UsageCount
+
+    def whole(self, outputs: list[RequestOutput]) -> Struct:
         """Return the whole answer. `outputs`: one finished output for each prompt."""
 
-    def events(self, prompt_index: int, output: RequestOutput) -> bytes:
-        """Return server-sent events for one increment; none if they have to wait for a later one."""
+    def events(self, prompt_index: int, output: RequestOutput) -> Sequence[Struct]:
+        """Return the events for one increment; none if they have to wait for a later one."""
 
-    def last_events(self) -> bytes:
-        """Return the events that follow the last increment, before [DONE]."""
+    def usage_event(self) -> Struct:
+        """Return the event with the usage of the whole answer."""
 
 
 class UsageCount:
@@ -103,8 +105,8 @@ class GenerationResponse(Response):
 
     async def _whole(self, send: Send) -> None:
         try:
-            outputs, write = await self._collect(), self.answer.whole
-            status, body = 200, await asyncio.to_thread(write, outputs) if self._scores else write(outputs)
+            outputs = await self._collect()
+            status, body = 200, await asyncio.to_thread(self._body, outputs) if self._scores else self._body(outputs)
         except (asyncio.CancelledError, Exception) as error:
             status, body = self._failure(error)
         await self._send_json(send, status, body)
@@ -126,7 +128,7 @@ class GenerationResponse(Response):
                     await send({"type": "http.response.body", "body": events, "more_body": True})
             if not started:
                 raise HeadraceError("the engine answered nothing")
-            last = self.answer.last_events() + DONE
+            last = _event(self.answer.usage_event()) + DONE if self.answer.count.wanted else DONE
         except (asyncio.CancelledError, Exception) as error:
             status, last = self._failure(error)
             last = b"data: " + last + b"\n\n" if started else last
@@ -151,7 +153,10 @@ class GenerationResponse(Response):
         return params.logprobs is not None or params.prompt_logprobs is not None
 
     def _events(self, batch: list[tuple[int, RequestOutput]]) -> bytes:
-        return b"".join([self.answer.events(index, output) for index, output in batch])
+        return b"".join([_event(event) for index, output in batch for event in self.answer.events(index, output)])
+
+    def _body(self, outputs: list[RequestOutput]) -> bytes:
+        return encoder.encode(self.answer.whole(outputs))
 
     async def _send_json(self, send: Send, status: int, body: bytes) -> None:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
@@ -185,6 +190,10 @@ class GenerationResponse(Response):
             async with aclosing(outputs) as batches:
                 async for batch in batches:
                     yield batch
+
+
+def _event(data: Struct) -> bytes:
+    return b"data: %b\n\n" % encoder.encode(data)
 
 
 def _encoded(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
