@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import functools
 import importlib.util
+import logging
 import os
 import queue
 import signal
@@ -173,6 +174,15 @@ def _remove(folder: Path, descriptor: int) -> None:
             folder.rmdir()
     finally:
         os.close(descriptor)
+
+
+def configure_logging(level: str, process: str = "") -> None:
+    """Log to standard error. `level` holds for headrace itself: debug messages of other libraries are never shown.
+    `process` names this process in each line."""
+    logging.basicConfig(
+        level=logging.INFO, format=f"%(asctime)s %(levelname)s {process}%(message)s", datefmt="%H:%M:%S"
+    )
+    logging.getLogger("headrace").setLevel(level.upper())
 
 
 def exit_at_once(status: int) -> NoReturn:

@@ -23,7 +23,7 @@ from headrace.engine.build import build_core
 from headrace.engine.core import EngineCore
 from headrace.engine.messages import Add, Command, CoreConfig, Failed, Ready, Reply, Stepped
 from headrace.errors import HeadraceError, crossing_name
-from headrace.process import exit_at_once, read_config
+from headrace.process import configure_logging, exit_at_once, read_config
 
 HEARTBEAT_SECONDS = 0.5
 """Most seconds without a message, while the loop runs."""
@@ -63,8 +63,7 @@ class _Outbox:
 def main(argv: list[str]) -> int:
     core_config = msgspec.msgpack.decode(read_config(argv), type=CoreConfig)
     stop = _Stop()
-    level = core_config.config.log_level.upper()
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s [core] %(message)s", datefmt="%H:%M:%S")
+    configure_logging(core_config.config.log_level, "[core] ")
     context = zmq.Context()
     requests = context.socket(zmq.PULL)
     requests.set(zmq.RCVHWM, 0)

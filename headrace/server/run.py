@@ -20,7 +20,7 @@ from headrace import __version__
 from headrace.config import EngineConfig, ServerConfig
 from headrace.engine.async_engine import AsyncEngine
 from headrace.errors import ConfigError, PortInUseError
-from headrace.process import exit_at_once
+from headrace.process import configure_logging, exit_at_once
 from headrace.server.app import build_app
 from headrace.server.http_server import HttpServer, connection_bound
 from headrace.server.startup import startup_lines
@@ -42,8 +42,7 @@ EXIT_AT_ONCE = 130
 def run_server(config: EngineConfig, server_config: ServerConfig, start_engine: StartEngine | None = None) -> int:
     """Serve until a signal comes; return the exit code. Raises UserError for what the user can mend, such as a port in
     use or a missing model."""
-    level = config.log_level.upper()
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    configure_logging(config.log_level)
     bound = connection_bound(server_config.max_connections)
     server_config = dataclasses.replace(server_config, max_connections=bound)
     listener = listen_on(server_config.host, server_config.port)
