@@ -25,9 +25,9 @@ def startup_lines(engine: AsyncEngine, seconds: float) -> list[str]:
         f"{engine.max_model_len:,} tokens in a request ({decisions['max_model_len'].reason})",
     )
     cache_size = decisions["num_gpu_blocks"].reason.partition(":")[0]
+    loaded = f"loaded {engine.model_config.architecture} in {seconds:.1f} s on {engine.device_name}{gpus}"
     lines = [
-        f"loaded {engine.model_config.architecture} in {seconds:.1f} s on {engine.device_name}{gpus}",
-        f"computes in {setting('dtype')}{weights}",
+        f"{loaded}; computes in {setting('dtype')}{weights}",
         f"at most {', '.join(limits)}",
         f"KV cache: {engine.kv_cache_tokens:,} tokens ({cache_size}) in {setting('kv_cache_dtype')}",
         f"attention: {setting('attention_backend')}",
