@@ -62,6 +62,11 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=Fals
     """Seconds of time.monotonic() when its first step was submitted; set in the first output."""
     error: str | None = None
 
+    @classmethod
+    def failed(cls, request_id: str, error: str) -> EngineCoreOutput:
+        """Return the last output of a request that fails."""
+        return cls(request_id=request_id, new_token_ids=[], finish_reason=FinishReason.ERROR, error=error)
+
 
 class RequestStatus(enum.Enum):
     """Says where a request is in its life. A preempted one waits too, but keeps the tokens that it has."""

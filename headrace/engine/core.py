@@ -20,7 +20,7 @@ from headrace.errors import EngineDeadError, HeadraceError, OutOfMemoryError
 from headrace.executor.base import Executor, StepHandle
 from headrace.planner.record import Decision
 from headrace.planner.smaller import smaller_budget
-from headrace.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from headrace.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from headrace.scheduler.config import SchedulerConfig
 from headrace.scheduler.scheduler import Scheduler
 from headrace.step import RunnerOutput, SchedulerOutput
@@ -88,14 +88,7 @@ class EngineCore:
         try:
             self.scheduler.add_request(request)
         except HeadraceError as error:
-            self._refused.append(
-                EngineCoreOutput(
-                    request_id=request.request_id,
-                    new_token_ids=[],
-                    finish_reason=FinishReason.ERROR,
-                    error=str(error),
-                )
-            )
+            self._refused.append(EngineCoreOutput.failed(request.request_id, str(error)))
 
     def abort(self, aborts: Iterable[Abort]) -> None:
         """End requests without further output. Ids of requests that have ended already are ignored."""

@@ -163,9 +163,7 @@ class Scheduler:
         """End a request with an error. Its blocks leave the prefix cache: what they hold may be the cause."""
         self._finish(request, FinishReason.ERROR)
         self.kv_cache.forget_after(request, 0)
-        return EngineCoreOutput(
-            request_id=request.request_id, new_token_ids=[], finish_reason=FinishReason.ERROR, error=message
-        )
+        return EngineCoreOutput.failed(request.request_id, message)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         if request.status is RequestStatus.RUNNING:
@@ -478,11 +476,7 @@ class Scheduler:
                     self._end(request, token, output)
             elif row in prompt_logprobs and (unsent := self._unsent(request, computed, prompt_logprobs[row])):
                 outputs.append(
-                    EngineCoreOutput(
-                        request_id=request.request_id,
-                        new_token_ids=[],
-                        new_prompt_logprobs=unsent,
-                    )
+                    EngineCoreOutput(request_id=request.request_id, new_token_ids=[], new_prompt_logprobs=unsent)
                 )
         return outputs
 
