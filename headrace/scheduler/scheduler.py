@@ -14,7 +14,6 @@ that one step frees may be used by the next. Imports no torch, does no I/O and r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from headrace.errors import RequestError
 from headrace.request import (
@@ -32,12 +31,12 @@ from headrace.scheduler.forecast import LengthForecast
 from headrace.scheduler.kv_cache_manager import KVCacheManager
 from headrace.scheduler.look_ahead import LookAhead
 from headrace.scheduler.ordered_queue import OrderedQueue
+from headrace.scheduler.plan import StepPlan
 from headrace.step import (
     LOGITS_NOT_FINITE,
     NO_TOKEN_ALLOWED,
     BlockUpdate,
     Logprobs,
-    NewRow,
     RunnerOutput,
     SchedulerOutput,
 )
@@ -48,19 +47,6 @@ NO_TOKEN_REASONS = {
     NO_TOKEN_ALLOWED: "no token may be sampled: allowed_token_ids, bad_words and min_tokens forbid them all",
     LOGITS_NOT_FINITE: "the model gave no usable logits: NaN or Inf",
 }
-
-
-@dataclass(slots=True)
-class _Plan:
-    """Collects a step while it is decided. Requests hold their new blocks already, but their counts are unchanged."""
-
-    decodes: list[Request] = field(default_factory=list)
-    """Requests that compute their last known token (and drafts behind it) and sample, in running order."""
-    chunks: list[tuple[Request, int]] = field(default_factory=list)
-    """Requests that compute a part of their prompt, or what a preemption took, and how many tokens of it."""
-    new_rows: list[NewRow] = field(default_factory=list)
-    block_updates: list[BlockUpdate] = field(default_factory=list)
-    preempted: bool = False
 
 
 class Scheduler:
@@ -191,7 +177,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """Return the next step, or None if nothing can run before a result comes back or a request is added."""
-        plan = _Plan()
+        plan = StepPlan()
         self._preempt_for_first_waiting(plan)
         partials = self._plan_decodes(plan)
         beside = None if plan.preempted else self._waiting_beside(partials)
@@ -207,9 +193,14 @@ class Scheduler:
             if plan.preempted and self._exclusive is not None and not self.running.items:
                 return self.schedule()  # the last running request preempted itself: it starts again with whole pages
             return None
-        return self._commit(plan)
+        requests = plan.requests()
+        if self.kv_cache.states:
+            self.kv_cache.take_snapshots(requests)
+        number, self._next_step = self._next_step, self._next_step + 1
+        self._steps[number] = requests
+        return plan.commit(number, self.config, self.take_freed_rows(), *self.kv_cache.take_clears_and_copies())
 
-    def _preempt_for_first_waiting(self, plan: _Plan) -> None:
+    def _preempt_for_first_waiting(self, plan: StepPlan) -> None:
         """Preempt one request for fairness, if the first waiting one lacks a row or blocks. The victim is the latest of
         a client (or HTTP request) that runs far more than the waiting one's."""
         first = self.waiting.first
@@ -219,7 +210,7 @@ class Scheduler:
         if victim is not None:
             self._preempt(victim, plan)
 
-    def _plan_decodes(self, plan: _Plan) -> list[Request]:
+    def _plan_decodes(self, plan: StepPlan) -> list[Request]:
         """Plan every running request that has a gap of 1; return the others, whose prompts are partly computed. There
         are few of the latter, as only the last prompt of a step is cut, and each of those that share a step. They count
         among max_num_seqs, so the step's budget leaves at least one token for each."""
@@ -255,7 +246,7 @@ class Scheduler:
     def _all_share_steps(self, partials: list[Request], waiting: Request) -> bool:
         return all(self.waiting.shares_steps(request, waiting) for request in partials)
 
-    def _plan_partials(self, plan: _Plan, partials: list[Request], beside: Request | None, budget: int) -> int:
+    def _plan_partials(self, plan: StepPlan, partials: list[Request], beside: Request | None, budget: int) -> int:
         """Split the budget equally among prompts under way and `beside`, a waiting request; return what is left. What a
         short prompt does not need goes to the longer ones. Prompts that the step completes leave `partials`."""
         kept = 0 if beside is None else min(max(1, budget // (len(partials) + 1)), beside.num_tokens)
@@ -276,7 +267,7 @@ class Scheduler:
         partials[:] = unfinished
         return budget + kept
 
-    def _ensure_blocks(self, request: Request, num_tokens: int, plan: _Plan) -> bool:
+    def _ensure_blocks(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
         """Give a running request blocks for `num_tokens` tokens, preempting others where there are none. Returns False
         if the request itself had to be preempted. One request alone always fits, so the loop ends."""
         start = request.num_blocks
@@ -292,12 +283,9 @@ class Scheduler:
                 plan.block_updates.append(BlockUpdate(request.row, start, blocks, group))
         return True
 
-    def _preempt(self, victim: Request, plan: _Plan) -> None:
+    def _preempt(self, victim: Request, plan: StepPlan) -> None:
         """Take a running request's row, blocks and part in this step. It keeps its tokens and waits again."""
-        if victim in plan.decodes:
-            plan.decodes.remove(victim)
-        plan.chunks = [chunk for chunk in plan.chunks if chunk[0] is not victim]
-        plan.block_updates = [update for update in plan.block_updates if update.row != victim.row]
+        plan.drop(victim)
         self.running.remove(victim)
         self.kv_cache.free(victim)
         self._free_row(victim)
@@ -308,7 +296,7 @@ class Scheduler:
         self._num_preemptions += 1
         self.waiting.put_back(victim)
 
-    def _plan_admissions(self, plan: _Plan, budget: int, partials: list[Request]) -> None:
+    def _plan_admissions(self, plan: StepPlan, budget: int, partials: list[Request]) -> None:
         """Admit waiting requests while rows, budget and blocks last. A request is admitted only if it and the running
         ones are expected to find blocks to their ends. None overtakes the first that does not fit, so that it cannot
         starve, nor a prompt under way that does not share its steps."""
@@ -350,7 +338,8 @@ class Scheduler:
                 self._blocked, self.steps_blocked = request, 0
                 return
             self.waiting.take(request)
-            plan.new_rows.append(self._take_row(request))
+            request.row = self._free_rows.pop()
+            plan.add_row(request)
             if request.status is RequestStatus.WAITING:
                 request.num_cached_tokens = computed
                 if config.enable_prefix_caching and request.core_request.params.prompt_logprobs is None:
@@ -370,58 +359,6 @@ class Scheduler:
         """Return how many of `count` prompt tokens this step computes: with recurrent states, chunks end with
         blocks."""
         return self.kv_cache.align_chunk(request, start, count) if self.config.enable_chunked_prefill else count
-
-    def _take_row(self, request: Request) -> NewRow:
-        request.row = self._free_rows.pop()
-        if request.status is RequestStatus.WAITING:
-            request.own_tokens()
-        core = request.core_request
-        return NewRow(
-            request.row,
-            core.prompt_token_ids,
-            core.params,
-            core.stop_token_ids,
-            core.bad_words_token_ids,
-            core.seed,
-            request.token_ids[request.num_prompt_tokens :],
-        )
-
-    def _commit(self, plan: _Plan) -> SchedulerOutput:
-        """Count the planned tokens as computed and in flight, and return the plan as a step."""
-        if self.kv_cache.states:
-            self.kv_cache.take_snapshots([*plan.decodes, *(request for request, _ in plan.chunks)])
-        requests = plan.decodes
-        rows = [request.row for request in requests]
-        computed = [request.num_computed_tokens for request in requests]
-        counts, num_drafts = [1] * len(requests), []
-        samples = [True] * len(requests)
-        for request in requests:
-            request.num_computed_tokens += 1
-            request.num_inflight += 1
-        if self.config.num_drafts:
-            counts = [self.config.end_of_decode(done) - done for done in computed]
-            num_drafts = [count - 1 for count in counts]
-            for request, drafts in zip(requests, num_drafts, strict=True):
-                request.num_computed_tokens += drafts
-                request.num_inflight += drafts
-            num_drafts = num_drafts + [0] * len(plan.chunks) if any(num_drafts) else []
-        for request, count in sorted(plan.chunks, key=lambda chunk: chunk[1] > 1):
-            requests.append(request)
-            rows.append(request.row)
-            computed.append(request.num_computed_tokens)
-            counts.append(count)
-            request.num_computed_tokens += count
-            reaches_end = request.num_computed_tokens == request.num_tokens
-            samples.append(reaches_end)
-            request.num_inflight += reaches_end
-        number = self._next_step
-        self._next_step += 1
-        self._steps[number] = requests
-        cleared, copies = self.kv_cache.take_clears_and_copies()
-        return SchedulerOutput(
-            number, plan.new_rows, self.take_freed_rows(), plan.block_updates, rows, computed, counts, samples, cleared,
-            copies, num_drafts,
-        )  # fmt: skip
 
     # ---- taking a result
 

@@ -10,7 +10,8 @@ import pytest
 
 from headrace.errors import ConfigError
 from headrace.scheduler.config import BACKLOG_FACTOR, BACKLOG_STEPS
-from headrace.scheduler.scheduler import Scheduler, _Plan
+from headrace.scheduler.plan import StepPlan
+from headrace.scheduler.scheduler import Scheduler
 
 from .support import batch, make_request, make_scheduler, results, run_step
 
@@ -89,7 +90,7 @@ def test_preempted_requests_count_among_the_backlog() -> None:
     scheduler.add_request(make_request("p", 300))
     run_step(scheduler)
     waiting = scheduler.requests["p"]
-    scheduler._preempt(waiting, _Plan())
+    scheduler._preempt(waiting, StepPlan())
     assert prompt_tokens(scheduler) == 300 // BACKLOG_STEPS - 1
 
 
