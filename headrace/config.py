@@ -71,119 +71,106 @@ GRAPH_MODES = {
 attention calls, or from one graph."""
 
 
+model_knob, cache_knob, scheduler_knob, workload_knob, server_knob = (
+    functools.partial(knob, group=group) for group in ("model", "cache", "scheduler", "workload", "server")
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Holds what one engine runs and how. To change a setting, make a new object with `replace`."""
 
-    model: str = knob("demo", "`demo`, a local folder, or a Hugging Face id.", group="model")
-    tokenizer: str | None = knob(None, "Folder or id of the tokenizer, if not the model's own.", group="model")
-    revision: str | None = knob(None, "Branch, tag or commit of the model on the hub.", group="model")
-    download_dir: str | None = knob(None, "Where hub files go; default: the hub's cache (HF_HOME).", group="model")
-    load_format: str = knob(
+    model: str = model_knob("demo", "`demo`, a local folder, or a Hugging Face id.")
+    tokenizer: str | None = model_knob(None, "Folder or id of the tokenizer, if not the model's own.")
+    revision: str | None = model_knob(None, "Branch, tag or commit of the model on the hub.")
+    download_dir: str | None = model_knob(None, "Where hub files go; default: the hub's cache (HF_HOME).")
+    load_format: str = model_knob(
         "auto",
         "`auto` and `safetensors` read weights; `dummy` fills random ones from config.json alone.",
         choices=("auto", "safetensors", "dummy"),
-        group="model",
     )
-    skip_tokenizer_init: bool = knob(False, "Run without tokenizer: prompts and outputs are token ids.", group="model")
-    trust_remote_code: bool = knob(
-        False, "Accepted for compatibility; code from a model repository is never run.", group="model"
+    skip_tokenizer_init: bool = model_knob(False, "Run without tokenizer: prompts and outputs are token ids.")
+    trust_remote_code: bool = model_knob(
+        False, "Accepted for compatibility; code from a model repository is never run."
     )
     dtype: str = knob("auto", "Data type of weights and activations; `auto` is the checkpoint's.", choices=DTYPES)
     quantization: str | None = knob(
         None,
-        "Round weights of a plain checkpoint to fp8 as they load, and activations in every step: `fp8`, one scale a "
-        "weight tensor; `ptpc_fp8`, one an output.",
+        "Round the weights of an unquantized checkpoint to fp8 as they load, and activations in every step: `fp8` with "
+        "one scale for each weight tensor, `ptpc_fp8` with one for each output.",
         choices=tuple(QUANTIZATIONS),
         short="-q",
     )
-    served_model_name: list[str] = knob([], "Names the API answers to; default: MODEL as given.", group="model")
-    chat_template: str | None = knob(
-        None, "A jinja file, or the template itself, instead of the model's.", group="model"
-    )
-    generation_config: str = knob(
+    served_model_name: list[str] = model_knob([], "Names the API answers to; default: MODEL as given.")
+    chat_template: str | None = model_knob(None, "A jinja file, or the template itself, instead of the model's.")
+    generation_config: str = model_knob(
         "auto",
         "Sampling defaults of requests: `auto`, those of the model's generation_config.json; `vllm`, none.",
         choices=("auto", "vllm"),
-        group="model",
     )
     max_model_len: int | None = knob(None, "Longest sequence, prompt and output together, in tokens.", minimum=1)
     seed: int = knob(0, "Seeds dummy weights and the seeds drawn for requests that bring none.", minimum=0)
     batch_invariant: bool = knob(
-        False,
-        "Give a request the same tokens, bit for bit, whatever else runs; slower (VLLM_BATCH_INVARIANT).",
+        False, "Give a request the same tokens, bit for bit, whatever else runs; slower (VLLM_BATCH_INVARIANT)."
     )
 
-    block_size: int = knob(16, "Tokens in one KV cache block.", choices=BLOCK_SIZES, group="cache")
-    gpu_memory_utilization: float = knob(
-        0.9, "Share of the GPU's memory this instance may use.", minimum=0.01, maximum=1.0, group="cache"
+    block_size: int = cache_knob(16, "Tokens in one KV cache block.", choices=BLOCK_SIZES)
+    gpu_memory_utilization: float = cache_knob(
+        0.9, "Share of the GPU's memory this instance may use.", minimum=0.01, maximum=1.0
     )
-    num_gpu_blocks_override: int | None = knob(
-        None, "Use this many KV cache blocks instead of what memory allows.", minimum=1, group="cache"
+    num_gpu_blocks_override: int | None = cache_knob(
+        None, "Use this many KV cache blocks instead of what memory allows.", minimum=1
     )
-    cpu_kv_cache_gib: float | None = knob(
-        None, "KV cache size on CPU, in GiB (VLLM_CPU_KVCACHE_SPACE).", minimum=0.001, maximum=1e6, group="cache"
+    cpu_kv_cache_gib: float | None = cache_knob(
+        None, "KV cache size on CPU, in GiB (VLLM_CPU_KVCACHE_SPACE).", minimum=0.001, maximum=1e6
     )
-    kv_cache_dtype: str = knob(
+    kv_cache_dtype: str = cache_knob(
         "auto",
         "Data type of the KV cache; `auto` is the model's own, which rounds nothing, but fp8 where the checkpoint was "
         "calibrated for it, and under --objective throughput on H100 and H200. `fp8` (same as fp8_e4m3) holds twice "
         "the tokens, rounded.",
         choices=KV_CACHE_DTYPES,
-        group="cache",
     )
-    calculate_kv_scales: bool = knob(
-        True,
-        "With an fp8 KV cache, calculate scales at load where the checkpoint brings none; off: 1.0, as in vLLM.",
-        group="cache",
+    calculate_kv_scales: bool = cache_knob(
+        True, "With an fp8 KV cache, calculate scales at load where the checkpoint brings none; off: 1.0, as in vLLM."
     )
-    enable_prefix_caching: bool = knob(True, "Reuse KV blocks of prompts that start alike.", group="cache")
+    enable_prefix_caching: bool = cache_knob(True, "Reuse KV blocks of prompts that begin alike.")
 
-    max_num_seqs: int | None = knob(None, "Most requests that run at once.", minimum=1, group="scheduler")
-    max_num_batched_tokens: int | None = knob(None, "Most tokens in one step.", minimum=1, group="scheduler")
-    enable_chunked_prefill: bool = knob(
-        True, "Split long prompts over steps so that running decodes never wait for them.", group="scheduler"
+    max_num_seqs: int | None = scheduler_knob(None, "Most requests that run at once.", minimum=1)
+    max_num_batched_tokens: int | None = scheduler_knob(None, "Most tokens in one step.", minimum=1)
+    enable_chunked_prefill: bool = scheduler_knob(
+        True, "Split long prompts over steps so that running decodes never wait for them."
     )
-    scheduling_policy: str = knob(
-        "fcfs",
-        "Who runs first: by arrival, or by the request's `priority`.",
-        choices=("fcfs", "priority"),
-        group="scheduler",
+    scheduling_policy: str = scheduler_knob(
+        "fcfs", "Who runs first: by arrival, or by the request's `priority`.", choices=("fcfs", "priority")
     )
-    max_queued_requests: int = knob(
+    max_queued_requests: int = scheduler_knob(
         8192,
         "Most requests (prompts x n) of the server that wait to run; more are refused with 429. 0: no bound.",
         minimum=0,
-        group="scheduler",
     )
-    max_queued_tokens: int = knob(
-        2**25,
-        "Most prompt tokens of the server that wait to run; more are refused with 429. 0: no bound.",
-        minimum=0,
-        group="scheduler",
+    max_queued_tokens: int = scheduler_knob(
+        2**25, "Most prompt tokens of the server that wait to run; more are refused with 429. 0: no bound.", minimum=0
     )
-    async_scheduling: bool = knob(True, "Schedule step N+1 while step N runs on the device.", group="scheduler")
+    async_scheduling: bool = scheduler_knob(True, "Schedule step N+1 while step N runs on the device.")
 
-    objective: str | None = knob(
+    objective: str | None = workload_knob(
         None,
-        "What to plan for: short waits for each token (latency), a pace that people read along with (interactive), or "
-        "most tokens (throughput: on H100 and H200 with an fp8 KV cache, which rounds); default: interactive.",
+        "What to plan for: the shortest time per token (latency), a speed at which people can read along (interactive), "
+        "or the most tokens (throughput; on H100 and H200 with an fp8 KV cache, which rounds); default: interactive.",
         choices=OBJECTIVES,
-        group="workload",
     )
-    expected_input_len: int | None = knob(
-        None, "Tokens that a prompt is expected to have; default: unknown.", minimum=1, group="workload"
+    expected_input_len: int | None = workload_knob(
+        None, "Tokens that a prompt is expected to have; default: unknown.", minimum=1
     )
-    expected_output_len: int | None = knob(
-        None, "Tokens that an answer is expected to have; default: unknown.", minimum=1, group="workload"
+    expected_output_len: int | None = workload_knob(
+        None, "Tokens that an answer is expected to have; default: unknown.", minimum=1
     )
-    expected_concurrency: int | None = knob(
-        None, "Requests that are expected in flight at once; default: unknown.", minimum=1, group="workload"
+    expected_concurrency: int | None = workload_knob(
+        None, "Requests that are expected in flight at once; default: unknown.", minimum=1
     )
 
-    use_profile: bool = knob(
-        True, "Take what `headrace tune` measured for this model on this machine.", group="workload"
-    )
+    use_profile: bool = workload_knob(True, "Use what `headrace tune` measured for this model on this machine.")
 
     tensor_parallel_size: int = knob(
         1, "GPUs over which each layer is split.", minimum=1, short="-tp", group="parallel"
@@ -197,14 +184,13 @@ class EngineConfig:
     )
     device: str = knob("auto", "Where to run.", choices=("auto", "cuda", "cpu"))
     cpu_threads: int | None = knob(None, "Torch threads of one rank on CPU.", minimum=1, maximum=1024)
-    log_level: str = knob(
+    log_level: str = server_knob(
         "info",
         "What the server logs; `debug` adds every setting with its reason, and what loading and capturing graphs says.",
         choices=("debug", "info", "warning", "error"),
-        group="server",
     )
-    disable_log_requests: bool = knob(True, "Do not log each request.", group="server")
-    disable_log_stats: bool = knob(False, "Do not log throughput every ten seconds.", group="server")
+    disable_log_requests: bool = server_knob(True, "Do not log each request.")
+    disable_log_stats: bool = server_knob(False, "Do not log throughput every ten seconds.")
 
     def __post_init__(self) -> None:
         check_knobs(self)
@@ -224,45 +210,37 @@ class EngineConfig:
 class ServerConfig:
     """Holds the settings of the HTTP server."""
 
-    host: str = knob("127.0.0.1", "Address to listen on; 0.0.0.0 for all.", group="server")
-    port: int = knob(8000, "Port to listen on.", minimum=0, maximum=65535, group="server")
-    api_key: list[str] = knob([], "Keys, one of which every route but /health asks for (VLLM_API_KEY).", group="server")
-    max_request_bytes: int = knob(32 * 1024 * 1024, "Largest request body, in bytes.", minimum=1024, group="server")
-    max_connections: int | None = knob(
+    host: str = server_knob("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
+    port: int = server_knob(8000, "Port to listen on.", minimum=0, maximum=65535)
+    api_key: list[str] = server_knob([], "Keys, one of which every route but /health asks for (VLLM_API_KEY).")
+    max_request_bytes: int = server_knob(32 * 1024 * 1024, "Largest request body, in bytes.", minimum=1024)
+    max_connections: int | None = server_knob(
         None,
         "Most open connections; beyond them only /health and /metrics are answered; default: what the limit of open "
         "files (ulimit -n) leaves, 16384 at most.",
         minimum=1,
-        group="server",
     )
-    header_timeout: float = knob(
-        10.0, "Seconds that a client may take to send the headers of a request.", minimum=0.1, group="server"
+    header_timeout: float = server_knob(
+        10.0, "Seconds that a client may take to send the headers of a request.", minimum=0.1
     )
-    body_timeout: float = knob(
-        30.0,
-        "Seconds over which a request body must bring 500 bytes a second; then 408.",
-        minimum=0.1,
-        group="server",
+    body_timeout: float = server_knob(
+        30.0, "Seconds over which a request body must bring 500 bytes a second; then 408.", minimum=0.1
     )
-    send_timeout: float = knob(
-        300.0, "Seconds after which a client that reads nothing of its answer loses it.", minimum=0.1, group="server"
+    send_timeout: float = server_knob(
+        300.0, "Seconds after which a client that does not read its answer is disconnected.", minimum=0.1
     )
-    timeout_keep_alive: int = knob(
+    timeout_keep_alive: int = server_knob(
         75,
         "Seconds that a connection may idle between two requests (VLLM_HTTP_TIMEOUT_KEEP_ALIVE); 75 is longer than "
         "common clients and proxies keep one, so that it is they who close.",
         minimum=0,
-        group="server",
     )
-    allowed_origins: list[str] = knob([], "CORS origins.", group="server")
-    root_path: str = knob("", "Path prefix behind a proxy.", group="server")
-    uvicorn_log_level: str = knob(
-        "warning",
-        "Log level of the HTTP server.",
-        choices=("critical", "error", "warning", "info", "debug"),
-        group="server",
+    allowed_origins: list[str] = server_knob([], "Origins whose pages browsers let use this server (CORS).")
+    root_path: str = server_knob("", "Path prefix behind a proxy.")
+    uvicorn_log_level: str = server_knob(
+        "warning", "Log level of the HTTP server.", choices=("critical", "error", "warning", "info", "debug")
     )
-    enable_request_id_headers: bool = knob(False, "Echo X-Request-Id in responses.", group="server")
+    enable_request_id_headers: bool = server_knob(False, "Echo X-Request-Id in responses.")
 
     def __post_init__(self) -> None:
         check_knobs(self)
