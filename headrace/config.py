@@ -156,8 +156,8 @@ class EngineConfig:
 
     objective: str | None = workload_knob(
         None,
-        "What to plan for: the shortest time per token (latency), a speed at which people can read along (interactive), "
-        "or the most tokens (throughput; on H100 and H200 with an fp8 KV cache, which rounds); default: interactive.",
+        "What to plan for: the shortest time per token (latency), a speed at which people read along (interactive), or "
+        "the most tokens (throughput; on H100 and H200 with an fp8 KV cache, which rounds); default: interactive.",
         choices=OBJECTIVES,
     )
     expected_input_len: int | None = workload_knob(
