@@ -202,7 +202,7 @@ class TestBuild:
         def no_room(*_: object) -> None:
             raise OutOfMemoryError("no room")
 
-        monkeypatch.setattr("headrace.engine.fit.decide_num_pages", no_room)
+        monkeypatch.setattr("headrace.engine.build.decide_num_pages", no_room)
         with pytest.raises(OutOfMemoryError):
             build_core(EngineConfig(), model_folder(tmp_path), False, "tests.engine.fakes:make_echo")
         assert executor.closed
