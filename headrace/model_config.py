@@ -1,7 +1,7 @@
-"""The few facts the engine needs from a Hugging Face config.json, and the reader that checks each value as it is read.
+"""Reads the facts that the engine needs from a Hugging Face config.json, and checks each value as it is read.
 
-What a family makes of its quirks is said in models/registry.py; this file only normalizes names that differ. Pure
-Python: planner and server read it too.
+Names that differ between families are normalized here; what only one family reads is left to models/descriptions.py.
+Planner and server read this too, so it imports no torch.
 """
 
 from __future__ import annotations
@@ -16,37 +16,39 @@ from typing import Any
 from headrace.errors import ModelNotFoundError, UnsupportedModelError, UserError
 
 MOST = 2**31 - 1
-"""No size is beyond what a 32-bit index reaches, so products of a few of them stay finite."""
+"""The largest size: what a 32-bit index reaches, so that products of a few sizes stay finite"""
 LARGEST = sys.float_info.max
 MOST_LAYERS = 10_000
-"""Layers are counted one by one, so a wild number must not reach the loop."""
+"""Bounds the loops over layers, which a wild number must not reach"""
 
 
 @dataclass(frozen=True)
 class Fields:
-    """A JSON object of config.json. Every reader raises UnsupportedModelError naming the field, its value and what is
-    accepted; null is as good as absent."""
+    """Holds a JSON object of config.json. Its methods raise UnsupportedModelError, which names the field, its value and
+    what is accepted; a field that is null counts as absent."""
 
     values: dict[str, Any]
     where: str
     """`config.json of LlamaForCausalLM`"""
     inside: str = ""
-    """what stands before each name: `rope_scaling.`"""
+    """prefix of each name in errors: `rope_scaling.`"""
 
     def __bool__(self) -> bool:
         return bool(self.values)
 
     def changed(self, changes: dict[str, Any]) -> Fields:
+        """Return the object with other values for some names."""
         return replace(self, values={**self.values, **changes})
 
     def refusal(self, name: str, accepted: str) -> UnsupportedModelError:
-        """`config.json of X: `vocab_size` is "abc"; must be ...`"""
+        """Return the error for a field, such as: config.json of X: `vocab_size` is "abc"; must be an integer."""
         if name not in self.values:
             return UnsupportedModelError(f"{self.where} lacks `{self.inside}{name}`")
         shown = json.dumps(self.values[name], default=str)
         return UnsupportedModelError(f"{self.where}: `{self.inside}{name}` is {shown:.80}; must be {accepted}")
 
     def integer(self, name: str, default: int | None = None, minimum: int = 1, maximum: int = MOST) -> int:
+        """Return an integer; a whole number may be written as a float."""
         value = self._value(name, default)
         whole = int(value) if isinstance(value, float) and value.is_integer() else value
         if not _is_integer(whole) or not minimum <= whole <= maximum:
@@ -54,12 +56,13 @@ class Fields:
         return int(whole)
 
     def optional(self, name: str) -> int | None:
-        """An integer of at least 1, or none."""
+        """Return an integer of at least 1, or None where there is none."""
         return None if self.values.get(name) is None else self.integer(name)
 
     def number(
         self, name: str, default: float | None = None, above: float = -LARGEST, maximum: float = LARGEST
     ) -> float:
+        """Return a finite number."""
         value = self._value(name, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not above < value <= maximum:
@@ -68,40 +71,42 @@ class Fields:
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
+        """Return true or false."""
         value = self._value(name, default)
         if not isinstance(value, bool):
             raise self.refusal(name, "true or false")
         return value
 
     def text(self, name: str, default: str | None = None) -> str:
+        """Return a string."""
         value = self._value(name, default)
         if not isinstance(value, str):
             raise self.refusal(name, "a text")
         return value
 
     def object(self, name: str) -> Fields:
-        """Empty where there is none."""
+        """Return an object, empty where there is none."""
         value = self._value(name, {})
         if not isinstance(value, dict):
             raise self.refusal(name, "an object")
         return Fields(value, self.where, f"{self.inside}{name}.")
 
     def texts(self, name: str) -> list[str]:
-        """Empty where there is none."""
+        """Return a list of strings, empty where there is none."""
         value = self._value(name, [])
         if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
             raise self.refusal(name, "a list of texts")
         return value
 
     def integers(self, name: str, least: int = 0) -> list[int]:
-        """At least so many; empty where there is none."""
+        """Return a list of at least `least` integers; it is empty where there is none and `least` is 0."""
         value = self._value(name, [] if least == 0 else None)
         if not isinstance(value, list) or not all(map(_is_integer, value)) or len(value) < least:
             raise self.refusal(name, f"a list of at least {least} integers" if least else "a list of integers")
         return value
 
     def token_ids(self, name: str) -> list[int]:
-        """Given as one or as a list."""
+        """Return token ids, which may be given as one or as a list."""
         value = self._value(name, [])
         ids = value if isinstance(value, list) else [value]
         if not all(map(_is_integer, ids)):
@@ -118,11 +123,12 @@ def _is_integer(value: object) -> bool:
 
 
 def num_layers(fields: Fields) -> int:
+    """Return the number of layers."""
     return fields.integer("num_hidden_layers", maximum=MOST_LAYERS)
 
 
 def head_dim(fields: Fields) -> int:
-    """As given, else the hidden size spread over the heads."""
+    """Return `head_dim`, which is the hidden size divided by the heads where it is not given."""
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     if fields.values.get("head_dim") is None and heads > hidden:
         raise fields.refusal("num_attention_heads", f"at most hidden_size ({hidden}) where `head_dim` is not given")
@@ -130,24 +136,25 @@ def head_dim(fields: Fields) -> int:
 
 
 def read_object(path: Path, error_class: type[UserError] = ModelNotFoundError) -> dict[str, Any]:
-    """The JSON object that a file holds. Raises `error_class`, one line that names the file."""
+    """Return the JSON object in a file. Raises `error_class`, whose message is one line that names the file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise error_class(f"{path} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
         raise error_class(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise error_class(f"{path} must hold a JSON object, got {type(found).__name__}")
-    return found
+    if not isinstance(value, dict):
+        raise error_class(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
 
 
 @dataclass(frozen=True)
 class ModelConfig:
+    """Holds what the engine reads of a model's config.json and generation_config.json."""
+
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -158,28 +165,26 @@ class ModelConfig:
     rope_scaling: dict[str, Any] | None
     tie_word_embeddings: bool
     hidden_act: str
-    attention_bias: bool
-    mlp_bias: bool
     dtype: str
     """float16, bfloat16 or float32, as the checkpoint says"""
     bos_token_id: int | None
-    """None too where the vocabulary does not hold it"""
+    """None also where it lies outside the vocabulary"""
     eos_token_ids: tuple[int, ...]
     quantization: dict[str, Any] | None = None
     generation: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """generation_config.json as it is."""
+    """generation_config.json as it is"""
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """config.json as it is, for what only one family reads."""
+    """config.json as it is"""
 
     @property
     def fields(self) -> Fields:
-        """`raw`, checked as it is read."""
+        """config.json, whose values are checked as they are read."""
         return Fields(self.raw, f"config.json of {self.architecture}")
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
-        """Raises ModelNotFoundError where a file is missing or cannot be read, UnsupportedModelError where a needed
-        fact is missing or is none."""
+        """Read the config of a model's folder. Raises ModelNotFoundError where a file is missing or cannot be read,
+        UnsupportedModelError where a field is missing or has no valid value."""
         generation = folder / "generation_config.json"
         return cls.from_dict(
             read_object(folder / "config.json"), read_object(generation) if os.path.lexists(generation) else {}
@@ -187,7 +192,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
-        """`raw` is config.json, `generation` generation_config.json (its eos ids are added)."""
+        """Read the config from the contents of config.json and generation_config.json, whose eos ids are added."""
         generation = generation or {}
         architectures = Fields(raw, "config.json").texts("architectures")
         if not architectures:
@@ -206,7 +211,6 @@ class ModelConfig:
             architecture=architectures[0],
             vocab_size=vocab_size,
             hidden_size=fields.integer("hidden_size"),
-            intermediate_size=fields.integer("intermediate_size"),
             num_layers=num_layers(fields),
             num_heads=num_heads,
             num_kv_heads=fields.integer("num_key_value_heads", num_heads),
@@ -217,8 +221,6 @@ class ModelConfig:
             rope_scaling={name: value for name, value in scaling.values.items() if value is not None} or None,
             tie_word_embeddings=fields.flag("tie_word_embeddings"),
             hidden_act=fields.text("hidden_act", "silu"),
-            attention_bias=fields.flag("attention_bias"),
-            mlp_bias=fields.flag("mlp_bias"),
             dtype=fields.text("dtype", fields.text("torch_dtype", "float32")).removeprefix("torch."),
             bos_token_id=next((i for i in fields.token_ids("bos_token_id") if 0 <= i < vocab_size), None),
             eos_token_ids=tuple(dict.fromkeys(eos)),

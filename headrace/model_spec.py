@@ -1,8 +1,8 @@
-"""What a model is made of, layer by layer, in integers and names: one description that every part of the engine reads.
+"""Describes a model layer by layer, in integers and names, for every part of the engine.
 
-A `LayerSpec` pairs a token mixer with a feed-forward; each lists its tensors as a checkpoint holds them, how they are
-split over ranks, what it caches for a token and what it computes. Imports no torch, and knows no family: descriptions
-are made in models/descriptions.py.
+A `LayerSpec` pairs a token mixer with a feed-forward. Each lists its tensors as a checkpoint holds them and how they
+are split over ranks, what it caches for a token, and what it computes. Families are described in
+models/descriptions.py. This file imports no torch, so that planner and command line can read it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from functools import cached_property
 from typing import Literal
 
 Kind = Literal["linear", "plain", "router"]
-"""linear: a weight format may hold it; plain (norms, biases, sinks) and router: in the model's dtype, always"""
+"""A linear may be held in a weight format; plain tensors (norms, biases, sinks) and routers keep the model's dtype"""
 Split = Literal["heads", "kv_heads", "width", "whole"]
-"""Over which of its sizes the ranks of a tensor-parallel group divide a tensor; whole: each rank holds all of it.
-Where there are fewer KV heads than ranks, neighbouring ranks hold the same one."""
+"""The size of a tensor that tensor-parallel ranks divide among them; whole: each rank holds all of it. Where there are
+fewer KV heads than ranks, neighbouring ranks hold the same one."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One tensor of a checkpoint."""
+    """Describes one tensor of a checkpoint."""
 
     name: str
     """below the layer: `self_attn.q_proj.weight`"""
@@ -32,44 +32,46 @@ class Parameter:
 
     @property
     def size(self) -> int:
+        """The number of elements."""
         return math.prod(self.shape)
 
 
 def linear(name: str, outputs: int, inputs: int, split: Split, bias: Split | None = None) -> list[Parameter]:
-    """The weight of a linear, [outputs, inputs], and its bias, split as `bias` says; None: it has none."""
-    found = [Parameter(f"{name}.weight", (outputs, inputs), "linear", split)]
-    return found if bias is None else [*found, Parameter(f"{name}.bias", (outputs,), "plain", bias)]
+    """Return the weight of a linear, [outputs, inputs], and its bias, split as `bias` says; None: it has no bias."""
+    weight = Parameter(f"{name}.weight", (outputs, inputs), "linear", split)
+    return [weight] if bias is None else [weight, Parameter(f"{name}.bias", (outputs,), "plain", bias)]
 
 
 def norm(name: str, size: int, split: Split = "whole") -> Parameter:
+    """Return the weight of an RMS norm."""
     return Parameter(f"{name}.weight", (size,), "plain", split)
 
 
 def total(parameters: tuple[Parameter, ...], *kinds: Kind, split: Split | None = None) -> int:
-    """How many numbers those of `kinds` (none named: of any) hold, all or those that are split as `split`."""
+    """Return how many elements `parameters` have; `kinds` and `split` leave out others."""
     return sum(p.size for p in parameters if (not kinds or p.kind in kinds) and (split is None or p.split == split))
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped-query attention: keys and values of `num_kv_heads` heads are cached for each token."""
+    """Describes grouped-query attention, which caches keys and values of `num_kv_heads` heads for each token."""
 
     hidden_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     window: int | None = None
-    """keys a query sees at most, itself included; None: all"""
+    """the most keys that a query sees, its own included; None: all"""
     chunked: bool = False
-    """`window` is the size of a chunk: a query sees the keys of its own chunk alone"""
+    """`window` is the size of a chunk, and a query sees the keys of its own chunk alone"""
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: Literal["none", "head", "wide"] = "none"
-    """RMS norm of queries and keys before they are rotated: of each head, or of all heads as one vector"""
+    """RMS norm of queries and keys before they are rotated, of each head or of all heads as one vector"""
     sinks: bool = False
-    """a learned logit for each head takes part in the softmax and adds no value"""
+    """a learned logit of each head takes part in the softmax and adds no value"""
     causal: bool = True
-    """False: a query sees the keys that come later too (an encoder), so nothing is cached"""
+    """False: a query sees later keys too (an encoder), so nothing is cached"""
     rotary: bool = True
     """queries and keys are rotated by their positions"""
 
@@ -79,36 +81,38 @@ class Attention:
 
     @property
     def v_head_dim(self) -> int:
+        """The size of a value."""
         return self.head_dim
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
+        """The layer's tensors."""
         hidden, dim = self.hidden_size, self.head_dim
         q, kv = self.num_heads * dim, self.num_kv_heads * dim
-        found = linear("self_attn.q_proj", q, hidden, "heads", "heads" if self.qkv_bias else None)
+        tensors = linear("self_attn.q_proj", q, hidden, "heads", "heads" if self.qkv_bias else None)
         for name in ("k_proj", "v_proj"):
-            found += linear(f"self_attn.{name}", kv, hidden, "kv_heads", "kv_heads" if self.qkv_bias else None)
-        found += linear("self_attn.o_proj", hidden, q, "heads", "whole" if self.o_bias else None)
+            tensors += linear(f"self_attn.{name}", kv, hidden, "kv_heads", "kv_heads" if self.qkv_bias else None)
+        tensors += linear("self_attn.o_proj", hidden, q, "heads", "whole" if self.o_bias else None)
         if self.qk_norm == "head":
-            found += [norm("self_attn.q_norm", dim), norm("self_attn.k_norm", dim)]
+            tensors += [norm("self_attn.q_norm", dim), norm("self_attn.k_norm", dim)]
         elif self.qk_norm == "wide":
-            found += [norm("self_attn.q_norm", q, "heads"), norm("self_attn.k_norm", kv, "kv_heads")]
+            tensors += [norm("self_attn.q_norm", q, "heads"), norm("self_attn.k_norm", kv, "kv_heads")]
         if self.sinks:
-            found.append(Parameter("self_attn.sinks", (self.num_heads,), "plain", "heads"))
-        return tuple(found)
+            tensors.append(Parameter("self_attn.sinks", (self.num_heads,), "plain", "heads"))
+        return tuple(tensors)
 
     @property
     def cached_values(self) -> int:
-        """Numbers cached for a token: K and V."""
+        """The number of values cached for a token, in K and V."""
         return 2 * self.num_kv_heads * self.head_dim if self.causal else 0
 
     def cache_share(self, ranks: int) -> float:
-        """What one of `ranks` holds of the cache."""
+        """Return the share of the cache that one of `ranks` holds."""
         return math.ceil(self.num_kv_heads / ranks) / self.num_kv_heads
 
     @property
     def flops_per_pair(self) -> int:
-        """Operations for one query and one key, of all heads."""
+        """The operations for one query and one key, of all heads."""
         return 4 * self.num_heads * self.head_dim
 
     decode_flops_per_pair = flops_per_pair
@@ -116,8 +120,11 @@ class Attention:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): the keys and values of all heads are projected from
-    one latent, and the latent is what is cached. With `index_top_k`, an indexer chooses the keys (DeepSeek-V3.2)."""
+    """Describes multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
+
+    The keys and values of all heads are projected from one latent, and the latent is what is cached. With
+    `sparse_top_k`, an indexer chooses the keys (DeepSeek-V3.2).
+    """
 
     hidden_size: int
     num_heads: int
@@ -126,9 +133,9 @@ class LatentAttention:
     nope_dim: int
     v_head_dim: int
     q_rank: int | None = None
-    """of queries' own latent; None: they are projected at once"""
+    """size of the latent of queries; None: they are projected from the hidden state directly"""
     sparse_top_k: int | None = None
-    """keys that a query attends to after the index has chosen them; None: all"""
+    """how many keys the indexer chooses for a query; None: there is no indexer"""
     index_heads: int = 0
     index_dim: int = 0
 
@@ -140,66 +147,70 @@ class LatentAttention:
 
     @property
     def head_dim(self) -> int:
-        """of queries and keys"""
+        """The size of a query and of a key."""
         return self.nope_dim + self.rope_dim
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
+        """The layer's tensors."""
         hidden, heads, latent, q_rank = self.hidden_size, self.num_heads, self.latent_dim, self.q_rank
         q = heads * self.head_dim
         if q_rank is None:
-            found = linear("self_attn.q_proj", q, hidden, "heads")
+            tensors = linear("self_attn.q_proj", q, hidden, "heads")
         else:
-            found = linear("self_attn.q_a_proj", q_rank, hidden, "whole")
-            found.append(norm("self_attn.q_a_layernorm", q_rank))
-            found += linear("self_attn.q_b_proj", q, q_rank, "heads")
-        found += linear("self_attn.kv_a_proj_with_mqa", latent + self.rope_dim, hidden, "whole")
-        found.append(norm("self_attn.kv_a_layernorm", latent))
-        found += linear("self_attn.kv_b_proj", heads * (self.nope_dim + self.v_head_dim), latent, "heads")
-        found += linear("self_attn.o_proj", hidden, heads * self.v_head_dim, "heads")
+            tensors = linear("self_attn.q_a_proj", q_rank, hidden, "whole")
+            tensors.append(norm("self_attn.q_a_layernorm", q_rank))
+            tensors += linear("self_attn.q_b_proj", q, q_rank, "heads")
+        tensors += linear("self_attn.kv_a_proj_with_mqa", latent + self.rope_dim, hidden, "whole")
+        tensors.append(norm("self_attn.kv_a_layernorm", latent))
+        tensors += linear("self_attn.kv_b_proj", heads * (self.nope_dim + self.v_head_dim), latent, "heads")
+        tensors += linear("self_attn.o_proj", hidden, heads * self.v_head_dim, "heads")
         if self.sparse_top_k is not None:
             keys, indexer = self.index_dim, "self_attn.indexer"
-            found += linear(f"{indexer}.wq_b", self.index_heads * keys, q_rank or hidden, "whole")
-            found += linear(f"{indexer}.wk", keys, hidden, "whole")
-            found += [norm(f"{indexer}.k_norm", keys), Parameter(f"{indexer}.k_norm.bias", (keys,), "plain", "whole")]
-            found.append(Parameter(f"{indexer}.weights_proj.weight", (self.index_heads, hidden), "plain", "whole"))
-        return tuple(found)
+            tensors += linear(f"{indexer}.wq_b", self.index_heads * keys, q_rank or hidden, "whole")
+            tensors += linear(f"{indexer}.wk", keys, hidden, "whole")
+            tensors += [norm(f"{indexer}.k_norm", keys), Parameter(f"{indexer}.k_norm.bias", (keys,), "plain", "whole")]
+            tensors.append(Parameter(f"{indexer}.weights_proj.weight", (self.index_heads, hidden), "plain", "whole"))
+        return tuple(tensors)
 
     @property
     def cached_values(self) -> int:
-        """Numbers cached for a token: the latent, the rotated part of the key, and the index's key."""
+        """The number of values cached for a token: the latent, the rotated part of the key, and the indexer's key."""
         return self.latent_dim + self.rope_dim + self.index_dim
 
     def cache_share(self, ranks: int) -> float:
-        """All of it on each of `ranks`: a latent has no heads."""
+        """Return 1: each of `ranks` holds the whole cache, since a latent has no heads."""
         return 1.0
 
     @property
     def flops_per_pair(self) -> int:
-        """For one query and one key of a prompt, whose keys and values are projected from the latent first."""
+        """The operations for one query and one key of a prompt, whose keys and values are projected from the latent
+        first."""
         return 2 * self.num_heads * (self.head_dim + self.v_head_dim)
 
     @property
     def decode_flops_per_pair(self) -> int:
-        """A decode meets the latent itself."""
+        """The operations for a decode and one key; a decode multiplies with the latent itself."""
         return 4 * self.num_heads * self.cached_values
 
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """Linear attention, delta rules, Mamba: all tokens so far are summed up in a matrix a head, which each further one
-    changes. Nothing is cached for a token; what a request keeps is one state, in fp32, however long it is."""
+    """Describes linear attention, delta rules and Mamba, which sum up all tokens so far in one matrix a head.
+
+    Nothing is cached for a token; a request keeps one state in fp32, however long it is.
+    """
 
     hidden_size: int
     num_heads: int
     head_dim: int
-    """of keys and queries: rows of a head's matrix"""
+    """size of keys and queries: rows of a head's matrix"""
     v_head_dim: int
-    """of values: its columns"""
+    """size of values: columns of a head's matrix"""
     parameters: tuple[Parameter, ...]
-    """listed by the family's description: hardly two families have the same ones"""
+    """listed by the family's description, since hardly two families have the same"""
     window_values: int = 0
-    """numbers of the latest tokens that a short convolution before it keeps, of all heads"""
+    """values that a short convolution in front keeps of the latest tokens, of all heads"""
 
     kind = "state"
     window = sparse_top_k = None
@@ -208,26 +219,27 @@ class RecurrentState:
 
     @property
     def num_kv_heads(self) -> int:
+        """The number of heads, each of which keeps a state."""
         return self.num_heads
 
     @property
     def state_values(self) -> int:
-        """Numbers kept for a request, of all heads."""
+        """The number of values kept for a request, of all heads."""
         return self.num_heads * self.head_dim * self.v_head_dim + self.window_values
 
     def cache_share(self, ranks: int) -> float:
-        """What one of `ranks` holds of the state."""
+        """Return the share of the state that one of `ranks` holds."""
         return math.ceil(self.num_heads / ranks) / self.num_heads
 
     @property
     def flops_per_token(self) -> int:
-        """Operations that each token costs beside products with weights: the state decays, takes it up and is read."""
+        """The operations of a token beside products with weights: the state decays, is updated and is read."""
         return 5 * self.num_heads * self.head_dim * self.v_head_dim
 
 
 @dataclass(frozen=True)
 class DenseMLP:
-    """down(silu(gate(x)) * up(x)), of which every token uses all."""
+    """Describes a dense feed-forward, down(silu(gate(x)) * up(x))."""
 
     hidden_size: int
     intermediate_size: int
@@ -238,13 +250,13 @@ class DenseMLP:
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
-        """Those that every token uses."""
+        """The layer's tensors."""
         return gated("mlp", self.hidden_size, self.intermediate_size, self.bias)
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """How a checkpoint calls the tensors of experts: `<block>.experts.3.<gate>.weight`."""
+    """Holds the names of a checkpoint's tensors of experts: `<block>.experts.3.<gate>.weight`."""
 
     block: str = "mlp"
     gate: str = "gate_proj"
@@ -256,48 +268,49 @@ class ExpertNames:
 
 @dataclass(frozen=True)
 class Experts:
-    """A router picks each token's experts, whose weighted outputs are summed, beside those of shared experts."""
+    """Describes a mixture of experts: a router picks each token's experts, whose weighted outputs are added to those of
+    shared experts."""
 
     hidden_size: int
     num_experts: int
     experts_per_token: int
     expert_intermediate_size: int
-    """of one expert, on all ranks together"""
+    """of one expert, over all ranks"""
     renormalize: bool = True
-    """whether the weights of a token's experts are made to sum to one"""
+    """the weights of a token's experts are scaled to sum to one"""
     sigmoid: bool = False
-    """a router's logits become weights one by one, not by a softmax"""
+    """the router's logits become weights by a sigmoid, not by a softmax"""
     selection_bias: bool = False
-    """each expert has a number that is added to its weight where the best are chosen, and nowhere else"""
+    """each expert has a bias that is added to its weight when experts are chosen, and only then"""
     scaling: float = 1.0
-    """what the weights of a token's experts are multiplied by, last"""
+    """factor of the weights of a token's experts, applied last"""
     intermediate_size: int = 0
-    """of all shared experts together, which every token visits; 0: there are none"""
+    """of all shared experts together, which every token uses; 0: there are none"""
     shared_gate: bool = False
-    """the shared experts stand behind a sigmoid gate"""
+    """the output of the shared experts is multiplied with a sigmoid gate"""
     bias: bool = False
-    """of router and experts"""
+    """router and experts have biases"""
     names: ExpertNames = ExpertNames()
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
-        """Those that every token uses: router and shared experts."""
+        """The tensors that every token uses: router and shared experts."""
         hidden, names, block = self.hidden_size, self.names, self.names.block
-        found = [Parameter(f"{block}.{names.router}.weight", (self.num_experts, hidden), "router", "whole")]
+        tensors = [Parameter(f"{block}.{names.router}.weight", (self.num_experts, hidden), "router", "whole")]
         if self.bias:
-            found.append(Parameter(f"{block}.{names.router}.bias", (self.num_experts,), "router", "whole"))
+            tensors.append(Parameter(f"{block}.{names.router}.bias", (self.num_experts,), "router", "whole"))
         if self.selection_bias:
             name = f"{block}.{names.router}.e_score_correction_bias"
-            found.append(Parameter(name, (self.num_experts,), "router", "whole"))
+            tensors.append(Parameter(name, (self.num_experts,), "router", "whole"))
         if self.shared_gate:
-            found.append(Parameter(f"{block}.shared_expert_gate.weight", (1, hidden), "router", "whole"))
+            tensors.append(Parameter(f"{block}.shared_expert_gate.weight", (1, hidden), "router", "whole"))
         if self.intermediate_size:
-            found += gated(f"{block}.{names.shared}", hidden, self.intermediate_size)
-        return tuple(found)
+            tensors += gated(f"{block}.{names.shared}", hidden, self.intermediate_size)
+        return tuple(tensors)
 
     @cached_property
     def expert_parameters(self) -> tuple[Parameter, ...]:
-        """Those of one expert."""
+        """The tensors of one expert."""
         names = self.names
         parts = (names.gate, names.up, names.down)
         return gated(f"{names.block}.experts.*", self.hidden_size, self.expert_intermediate_size, self.bias, parts)
@@ -310,31 +323,34 @@ def gated(
     bias: bool = False,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> tuple[Parameter, ...]:
-    """The three linears of a gated feed-forward."""
+    """Return the tensors of a gated feed-forward, named `names` (gate, up, down) below `block`."""
     gate, up, down = names
     split: Split | None = "width" if bias else None
-    found = linear(f"{block}.{gate}", width, hidden, "width", split) + linear(
-        f"{block}.{up}", width, hidden, "width", split
+    return (
+        *linear(f"{block}.{gate}", width, hidden, "width", split),
+        *linear(f"{block}.{up}", width, hidden, "width", split),
+        *linear(f"{block}.{down}", hidden, width, "width", "whole" if bias else None),
     )
-    return (*found, *linear(f"{block}.{down}", hidden, width, "width", "whole" if bias else None))
 
 
 Mixer = Attention | LatentAttention | RecurrentState
 FeedForward = DenseMLP | Experts
 STATE_BYTES = 4
-"""of a number of a state: rounding would add up from token to token"""
+"""Bytes of a value of a state, whose rounding errors would add up from token to token"""
 
 
 @dataclass(frozen=True)
 class LayerSpec:
+    """Describes one layer."""
+
     mixer: Mixer
     feed_forward: FeedForward
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    """RMS norms of the whole hidden state around the two, by name"""
+    """names of the RMS norms of the whole hidden state, before mixer and feed-forward or around them"""
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
-        """All of the layer, those of each expert too."""
+        """All of the layer's tensors, those of each expert too."""
         norms = tuple(norm(name, self.mixer.hidden_size) for name in self.norms)
         block = self.feed_forward
         each = (
@@ -346,32 +362,33 @@ class LayerSpec:
 
     @property
     def norm_weights(self) -> int:
+        """The number of weights of these norms."""
         return len(self.norms) * self.mixer.hidden_size
 
     @cached_property
     def weights(self) -> int:
-        """Parameters, all in all."""
+        """The number of all parameters."""
         return self.shared_weights + self.feed_forward.num_experts * self.expert_weights
 
     @cached_property
     def active_weights(self) -> int:
-        """Parameters that one token uses."""
+        """The number of parameters that one token uses."""
         return self.shared_weights + self.feed_forward.experts_per_token * self.expert_weights
 
     @cached_property
     def shared_weights(self) -> int:
-        """Parameters that every token uses."""
+        """The number of parameters that every token uses."""
         return total(self.mixer.parameters) + total(self.feed_forward.parameters) + self.norm_weights
 
     @cached_property
     def expert_weights(self) -> int:
-        """Parameters of one expert; 0 where there are none."""
+        """The number of parameters of one expert; 0 where there are no experts."""
         return total(self.feed_forward.expert_parameters)
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A whole model. Layers that are alike are equal, and can be counted."""
+    """Describes a whole model. Layers that are alike compare equal, so that they can be counted."""
 
     architecture: str
     hidden_size: int
@@ -379,17 +396,18 @@ class ModelSpec:
     max_position_embeddings: int
     layers: tuple[LayerSpec, ...]
     tied_embeddings: bool = False
-    """the embedding serves as head"""
+    """the embedding also serves as the head"""
     vision_weights: int = 0
-    """parameters of an encoder of images, which a step of text does not read"""
+    """parameters of an image encoder, which text does not use"""
     draft_weights: int = 0
-    """parameters of layers that predict further tokens, loaded for speculation alone"""
+    """parameters of layers that draft further tokens, loaded for speculative decoding alone"""
 
     @cached_property
     def groups(self) -> tuple[tuple[LayerSpec, int], ...]:
-        """Layers that are alike and how many there are of each, in the order in which they first come."""
+        """The different layers and how many there are of each, in the order of their first appearance."""
         return tuple(Counter(self.layers).items())
 
     @property
     def is_moe(self) -> bool:
+        """True if any layer has experts."""
         return any(layer.feed_forward.num_experts for layer in self.layers)

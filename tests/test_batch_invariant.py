@@ -17,7 +17,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.messages import Abort
 from headrace.hub import resolve_model_folder
 from headrace.request import EngineCoreRequest
-from headrace.runner.one_by_one import single_tokens
+from headrace.runner.step_parts import single_tokens
 from headrace.sampling_params import SamplingParams
 from headrace.step import BlockUpdate, Logprobs, NewRow, SchedulerOutput
 

@@ -65,7 +65,7 @@ def use_drafts(llm: Any, num_drafts: int) -> None:
     runner.graphs = None  # which know the runner, and keep its cache
     worker.runner = runner = None
     gc.collect()
-    worker.memory.give_back()
+    worker.memory.empty_cache()
     worker.runner = ModelRunner(*given, drafter=Unwritten(num_drafts) if num_drafts else None)
     worker.runner.allocate(config.num_pages)
     core.scheduler.config = replace(config, num_drafts=num_drafts)

@@ -1,1 +1,1 @@
-"""Groups of ranks and their collectives."""
+"""Joins ranks into groups that run collectives."""

@@ -1,5 +1,6 @@
-"""Groups of ranks and the collectives they run. A group of one has the same verbs and does nothing, so that no caller
-asks how many ranks there are. Knows nothing of layers, nor of who started the ranks.
+"""Joins ranks into groups and runs their collectives.
+
+A group of one rank has the same collectives and they do nothing, so that no caller asks how many ranks there are.
 """
 
 from __future__ import annotations
@@ -23,26 +24,24 @@ def _same(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Group:
-    """Some ranks that hold slices of one thing. Every rank of the group must call the same verbs in the same order."""
+    """Holds a group's collectives. Every rank of the group must call the same ones in the same order."""
 
     rank: int = 0
     size: int = 1
     all_reduce: Callable[[Tensor], Tensor] = _same
-    """Sum over the ranks, in place; returns its argument."""
+    """sums over the ranks, in place, and returns its argument"""
     all_gather: Callable[[Tensor], Tensor] = _same
-    """[..., n] on each rank -> [..., size * n], in the order of ranks."""
-    broadcast: Callable[[Tensor], Tensor] = _same
-    """Rank 0's values to everyone, in place; returns its argument."""
+    """[..., n] on each rank -> [..., size * n] on all, in the order of ranks"""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Which groups this rank belongs to."""
+    """Holds the groups that this rank belongs to."""
 
     tp: Group = Group()
-    """The ranks over which each layer is split."""
+    """the ranks over which each layer is split (tensor parallelism)"""
     close: Callable[[], None] = lambda: None
-    """Leave the groups; call once, at the end."""
+    """leaves the groups; call it once, at the end"""
 
 
 def init_mesh(
@@ -52,12 +51,12 @@ def init_mesh(
     device: torch.device | str = "cpu",
     timeout: timedelta = timedelta(minutes=10),
 ) -> Mesh:
-    """Join the other ranks; returns when all are there.
+    """Join the other ranks and return when all have joined.
 
     `rendezvous` is the path of a file that does not exist yet, in a folder that only this user can enter, the same for
-    every rank (torch's TCPStore would listen on all networks); a mesh of one rank needs none. CPU ranks talk over gloo
-    on loopback, CUDA ranks over NCCL.
-    Raises ConfigError on a rank or rendezvous that cannot work, torch's DistStoreError when somebody stays away.
+    every rank (torch's TCPStore would listen on all networks); a mesh of one rank needs none. CPU ranks communicate
+    over gloo on loopback, CUDA ranks over NCCL. Raises ConfigError for a rank or rendezvous that cannot work, and
+    torch's DistStoreError when a rank does not join in time.
     """
     if not 0 <= rank < tp_size:
         raise ConfigError(f"rank must be in [0, {tp_size}), got {rank}")
@@ -71,46 +70,33 @@ def init_mesh(
     device = torch.device(device)
     if device.type == "cuda":
         dist.init_process_group("nccl", store=store, rank=rank, world_size=tp_size, timeout=timeout, device_id=device)
-        return Mesh(_nccl_group(rank, tp_size), close=dist.destroy_process_group)
+        group = _group(rank, tp_size, dist.all_reduce, dist.all_gather_into_tensor)
+        return Mesh(group, close=dist.destroy_process_group)
+    # Without torch's default group there is nothing to clean up but `processes`, and it listens on loopback only.
     gloo: Any = dist.ProcessGroupGloo  # torch's stubs know little of it
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname="127.0.0.1")]
     options._timeout = timeout
     processes = gloo(dist.PrefixStore("tp", store), rank, tp_size, options)
-    return Mesh(_gloo_group(rank, tp_size, processes), close=processes.shutdown)
+    group = _group(
+        rank,
+        tp_size,
+        lambda tensor: processes.allreduce([tensor]).wait(),
+        lambda gathered, tensor: processes._allgather_base(gathered.flatten(0, 1), tensor).wait(),
+    )
+    return Mesh(group, close=processes.shutdown)
 
 
-def _nccl_group(rank: int, size: int) -> Group:
+def _group(
+    rank: int, size: int, sum_in_place: Callable[[Tensor], Any], gather_into: Callable[[Tensor, Tensor], Any]
+) -> Group:
     def all_reduce(tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor)
+        sum_in_place(tensor)
         return tensor
 
     def all_gather(tensor: Tensor) -> Tensor:
         gathered = tensor.new_empty((size, *tensor.shape))
-        dist.all_gather_into_tensor(gathered, tensor.contiguous())
+        gather_into(gathered, tensor.contiguous())
         return gathered.movedim(0, -2).flatten(-2)
 
-    def broadcast(tensor: Tensor) -> Tensor:
-        dist.broadcast(tensor, src=0)
-        return tensor
-
-    return Group(rank, size, all_reduce, all_gather, broadcast)
-
-
-def _gloo_group(rank: int, size: int, processes: Any) -> Group:
-    """Without torch's global default group: nothing to clean up but `processes`, and it listens on loopback only."""
-
-    def all_reduce(tensor: Tensor) -> Tensor:
-        processes.allreduce([tensor]).wait()
-        return tensor
-
-    def all_gather(tensor: Tensor) -> Tensor:
-        gathered = tensor.new_empty((size, *tensor.shape))
-        processes._allgather_base(gathered.flatten(0, 1), tensor.contiguous()).wait()
-        return gathered.movedim(0, -2).flatten(-2)
-
-    def broadcast(tensor: Tensor) -> Tensor:
-        processes.broadcast([tensor]).wait()
-        return tensor
-
-    return Group(rank, size, all_reduce, all_gather, broadcast)
+    return Group(rank, size, all_reduce, all_gather)

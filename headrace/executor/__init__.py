@@ -1,1 +1,1 @@
-"""Starts ranks and hands them steps."""
+"""Starts the ranks and hands them steps."""

@@ -1,4 +1,4 @@
-"""What an executor is: whatever runs steps. Tests bring their own."""
+"""Defines the executor protocol: whatever runs steps. Tests bring their own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from headrace.step import RunnerOutput, SchedulerOutput, WorkerFacts
 
 
 class StepHandle(Protocol):
-    """A step under way. `result` raises HeadraceError if that step failed, EngineDeadError if the executor is gone."""
+    """Stands for a step under way. `result` raises HeadraceError if the step failed, EngineDeadError if the executor is
+    gone."""
 
     def done(self) -> bool: ...
 
@@ -17,25 +18,30 @@ class StepHandle(Protocol):
 
 
 class Executor(Protocol):
-    """Runs steps in the order given; several may be under way."""
+    """Runs the steps in the order given; several may be under way."""
 
     def load(self) -> list[WorkerFacts]:
-        """Read the weights and run the largest step of the config that this was made for. Facts of every rank, or, if
-        the step does not fit, of at least one with a `shortfall`: then `profile` a smaller config."""
+        """Read the weights and run the largest step of the config that this was made for. Return the facts of every
+        rank, or, if the step does not fit, of at least one with a `shortfall`: then `profile` a smaller config."""
         ...
 
     def profile(self, config: EngineConfig) -> list[WorkerFacts]:
-        """As `load`, for another config that differs in how much runs at once, the weights being there."""
+        """Do what `load` does for a config that differs in how much runs at once, without reading the weights again."""
         ...
 
     def initialize_cache(self, num_pages: int) -> list[WorkerFacts]:
-        """Facts of every rank; one with a `shortfall` found no room, and says what there is room for: it alone."""
+        """Allocate the KV cache; return the facts of every rank. A rank with a `shortfall` had no memory for its share,
+        and its `available_kv_memory` says what would fit."""
         ...
 
-    def execute(self, step: SchedulerOutput) -> StepHandle: ...
+    def execute(self, step: SchedulerOutput) -> StepHandle:
+        """Launch a step."""
+        ...
 
     def check(self) -> None:
-        """Raises EngineDeadError if no step can succeed any more: a rank is gone, or its GPU's context is broken. Asked
+        """Raise EngineDeadError if no step can succeed any more: a rank is gone, or its GPU's context is broken. Called
         while idle and after a failed step; it must not wait for steps under way."""
 
-    def shutdown(self) -> None: ...
+    def shutdown(self) -> None:
+        """End the ranks and free their memory."""
+        ...

@@ -11,18 +11,18 @@ from headrace.model_config import ModelConfig
 
 
 def detect_device(config: EngineConfig) -> str:
-    """`cuda` or `cpu`; ConfigError where the one asked for is not there."""
+    """Return `cuda` or `cpu`. Raises ConfigError where the device asked for is not there."""
     calm_cpu_libraries()
     import torch
 
-    found = "cuda" if torch.cuda.is_available() else "cpu"
-    if config.device == "cuda" and found != "cuda":
+    available = "cuda" if torch.cuda.is_available() else "cpu"
+    if config.device == "cuda" and available != "cuda":
         raise ConfigError("device is `cuda`, but torch finds no GPU here; use --device cpu or a GPU build of torch")
-    return found if config.device == "auto" else config.device
+    return available if config.device == "auto" else config.device
 
 
 def make_executor(config: EngineConfig, folder: Path, model_config: ModelConfig) -> Executor:
-    """`config` is resolved by the planner."""
+    """Return the executor for a config that the planner has resolved."""
     if config.tensor_parallel_size > 1:
         from headrace.executor.multiproc import MultiprocExecutor
 

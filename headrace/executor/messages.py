@@ -1,4 +1,4 @@
-"""What an executor and its ranks say to each other, as msgspec structs."""
+"""Defines the messages between an executor and its ranks, as msgspec structs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from headrace.step import RunnerOutput, SchedulerOutput, WorkerFacts
 
 
 class RankConfig(msgspec.Struct, frozen=True):
+    """Holds what a rank's process needs to start."""
+
     config: EngineConfig
     folder: str
     rank: int
     rendezvous: str
-    """file://PATH, a file that every rank of the group can open"""
+    """path of a file that every rank of the group can open"""
     commands: str
     """zmq address on which the rank receives commands"""
     replies: str
@@ -21,50 +23,53 @@ class RankConfig(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    pass
+    """Calls `Worker.load`."""
 
 
 class Profile(msgspec.Struct, frozen=True, tag=True):
+    """Calls `Worker.profile`."""
+
     config: EngineConfig
 
 
 class InitializeCache(msgspec.Struct, frozen=True, tag=True):
+    """Calls `Worker.initialize_cache`."""
+
     num_pages: int
 
 
 class Execute(msgspec.Struct, frozen=True, tag=True):
+    """Calls `Worker.execute`."""
+
     step: SchedulerOutput
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    pass
+    """Ends the rank's process."""
 
 
 Command = Load | Profile | InitializeCache | Execute | Stop
 
 
-class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """The answer to Load and Profile."""
-
-    rank: int
-    facts: WorkerFacts
-
-
-class CacheReady(msgspec.Struct, frozen=True, tag=True):
-    """Unless the facts have a shortfall."""
+class Facts(msgspec.Struct, frozen=True, tag=True):
+    """Answers a Load, Profile or InitializeCache; every rank sends one."""
 
     rank: int
     facts: WorkerFacts
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):
+    """Answers Execute; rank 0 alone sends it."""
+
     output: RunnerOutput
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
+    """Reports the error that ended a rank or a step."""
+
     rank: int
     error_class: str
     message: str
 
 
-Reply = Loaded | CacheReady | StepDone | Failed
+Reply = Facts | StepDone | Failed

@@ -1,4 +1,4 @@
-"""One process a rank on this machine, driven over local sockets.
+"""Runs one process for each rank on this machine, driven over local sockets.
 
 Every rank gets the same steps; rank 0 answers. A rank that fails or dies takes its group with it, since the others may
 be waiting for it inside a collective.
@@ -6,10 +6,7 @@ be waiting for it inside a collective.
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import zmq
@@ -17,13 +14,11 @@ import zmq
 from headrace.config import EngineConfig
 from headrace.errors import EngineDeadError, HeadraceError, rebuild
 from headrace.executor.messages import (
-    CacheReady,
     Command,
     Execute,
-    Failed,
+    Facts,
     InitializeCache,
     Load,
-    Loaded,
     Profile,
     RankConfig,
     Reply,
@@ -33,12 +28,10 @@ from headrace.executor.messages import (
 from headrace.process import Child, SocketFolder, spawn
 from headrace.step import RunnerOutput, SchedulerOutput, WorkerFacts
 
-R = TypeVar("R", Loaded, CacheReady)
-
 LOOPBACK = "lo"
-"""Where NCCL's ranks meet: it would listen on a network that others can reach."""
+"""The interface on which NCCL's ranks find each other; by itself NCCL would listen on a network that others reach."""
 POLL_MS = 200
-"""How often a wait looks whether all ranks still live."""
+"""How often a waiting executor checks that all ranks are alive."""
 
 
 class _Handle:
@@ -54,6 +47,8 @@ class _Handle:
 
 
 class MultiprocExecutor:
+    """Sends every rank the same commands; ranks answer with facts, and rank 0 alone with the results of steps."""
+
     def __init__(self, config: EngineConfig, folder: Path) -> None:
         self._folder = folder
         self._size = config.tensor_parallel_size
@@ -65,9 +60,9 @@ class MultiprocExecutor:
         self._start(config)
 
     def _start(self, config: EngineConfig) -> None:
-        """A group of ranks, each waiting for commands."""
+        """Start a group of ranks, each waiting for commands."""
         self._outputs: dict[int, RunnerOutput] = {}
-        self._notices: collections.deque[Reply] = collections.deque()
+        self._answers: list[Facts] = []
         self._dead: str | None = None
         self._stuck = False
         self._num_groups += 1
@@ -89,12 +84,12 @@ class MultiprocExecutor:
 
     def load(self) -> list[WorkerFacts]:
         self._send(Load())
-        return self._facts()
+        return self._profiled()
 
     def profile(self, config: EngineConfig) -> list[WorkerFacts]:
         if not self._stuck:
             self._send(Profile(config))
-            return self._facts()
+            return self._profiled()
         for child in self._children:
             child.process.kill()
             child.stop(timeout=0.0)
@@ -103,18 +98,18 @@ class MultiprocExecutor:
         self._start(config)
         return self.load()
 
-    def _facts(self) -> list[WorkerFacts]:
-        """Of every rank; or of the first one whose step did not fit: others may now wait for it inside a collective for
-        ever, so that this group can do no more."""
-        replies = self._gather(Loaded, until=lambda reply: bool(reply.facts.shortfall))
-        self._stuck = any(reply.facts.shortfall for reply in replies)
-        return [reply.facts for reply in sorted(replies, key=lambda reply: reply.rank)]
+    def _profiled(self) -> list[WorkerFacts]:
+        """Return the facts of every rank, or those up to the first whose step did not fit: the others may now wait for
+        it inside a collective for ever, so that this group can do no more."""
+        facts = self._facts(stop_at_shortfall=True)
+        self._stuck = any(each.shortfall for each in facts)
+        return facts
 
     def initialize_cache(self, num_pages: int) -> list[WorkerFacts]:
         self._send(InitializeCache(num_pages))
-        replies = self._gather(CacheReady)
+        facts = self._facts()
         self._sockets.remove()  # all are connected, and a path that is gone is not left behind by a killed process
-        return [reply.facts for reply in sorted(replies, key=lambda reply: reply.rank)]
+        return facts
 
     def execute(self, step: SchedulerOutput) -> _Handle:
         self._send(Execute(step))
@@ -150,21 +145,17 @@ class MultiprocExecutor:
         for socket in self._commands:
             socket.send(message)
 
-    def _gather(self, kind: type[R], until: Callable[[R], bool] = lambda reply: False) -> list[R]:
-        """One reply of `kind` from every rank, or those that came up to one that `until` is true of."""
-        found: list[R] = []
-        while len(found) < self._size:
+    def _facts(self, stop_at_shortfall: bool = False) -> list[WorkerFacts]:
+        """Wait for the facts of every rank, or until one reports a shortfall; return them in the order of ranks."""
+        self._answers = []
+        while len(self._answers) < self._size:
             self._receive(timeout_ms=POLL_MS)
-            while self._notices:
-                notice = self._notices.popleft()
-                if isinstance(notice, kind):
-                    found.append(notice)
-                    if until(notice):
-                        return found
-        return found
+            if stop_at_shortfall and any(answer.facts.shortfall for answer in self._answers):
+                break
+        return [answer.facts for answer in sorted(self._answers, key=lambda answer: answer.rank)]
 
     def _receive(self, timeout_ms: int) -> bool:
-        """Take in one reply if one comes in time; raises when the group has failed."""
+        """Take in one reply; return whether one came in time. Raises when the group has failed."""
         if not self._replies.poll(timeout_ms):
             for rank, child in enumerate(self._children):
                 if not child.is_alive():
@@ -173,18 +164,16 @@ class MultiprocExecutor:
         reply = self._decoder.decode(self._replies.recv())
         if isinstance(reply, StepDone):
             self._outputs[reply.output.step] = reply.output
-        elif isinstance(reply, Failed):
-            raise self._fail(rebuild(reply.error_class, reply.message, EngineDeadError(_what_failed(reply))))
+        elif isinstance(reply, Facts):
+            self._answers.append(reply)
         else:
-            self._notices.append(reply)
+            other = EngineDeadError(f"rank {reply.rank} failed: {reply.error_class}: {reply.message}")
+            raise self._fail(rebuild(reply.error_class, reply.message, other))
         return True
 
     def _fail(self, error: HeadraceError) -> HeadraceError:
+        """Kill the group; return `error` for the caller to raise."""
         self._dead = str(error)
         for child in self._children:
             child.process.kill()
         return error
-
-
-def _what_failed(reply: Failed) -> str:
-    return f"rank {reply.rank} failed: {reply.error_class}: {reply.message}"

@@ -1,4 +1,4 @@
-"""One rank's process, obeying commands in order.
+"""Runs one rank in a process of its own, obeying the executor's commands in order.
 
 Results leave through a thread of their own, so that the next command is taken up while the device still computes.
 """
@@ -15,18 +15,7 @@ import msgspec
 import zmq
 
 from headrace.errors import HeadraceError, crossing_name
-from headrace.executor.messages import (
-    CacheReady,
-    Command,
-    Execute,
-    Failed,
-    InitializeCache,
-    Load,
-    Loaded,
-    Profile,
-    RankConfig,
-    StepDone,
-)
+from headrace.executor.messages import Command, Execute, Facts, Failed, Load, Profile, RankConfig, StepDone, Stop
 from headrace.model_config import ModelConfig
 from headrace.process import read_config
 from headrace.runner.pending import FinishedStep, PendingStep
@@ -36,7 +25,7 @@ from headrace.runner.worker import Worker
 def _send_results(
     config: RankConfig, context: zmq.Context[zmq.Socket[bytes]], pending: queue.Queue[PendingStep | FinishedStep]
 ) -> None:
-    """Rank 0's answers, in order; runs until the process ends."""
+    """Send rank 0's results in order, until the process ends."""
     socket = context.socket(zmq.PUSH)
     socket.connect(config.replies)
     encoder = msgspec.msgpack.Encoder()
@@ -56,6 +45,7 @@ def _failure(rank: int, error: Exception) -> Failed:
 
 
 def main(argv: list[str]) -> int:
+    """Run the rank whose RankConfig `argv` names; return the process's exit status."""
     config = msgspec.msgpack.decode(read_config(argv), type=RankConfig)
     context = zmq.Context()
     commands = context.socket(zmq.PULL)
@@ -68,32 +58,27 @@ def main(argv: list[str]) -> int:
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Command)
     folder = Path(config.folder)
     try:
-        worker = Worker(
-            config.config,
-            folder,
-            ModelConfig.from_folder(folder),
-            rank=config.rank,
-            rendezvous=config.rendezvous,
-        )
-        while True:
-            command = decoder.decode(commands.recv())
+        model_config = ModelConfig.from_folder(folder)
+        worker = Worker(config.config, folder, model_config, rank=config.rank, rendezvous=config.rendezvous)
+        while not isinstance(command := decoder.decode(commands.recv()), Stop):
             if isinstance(command, Execute):
                 step = worker.execute(command.step)
                 if config.rank == 0:
                     pending.put(step)
-            elif isinstance(command, Load):
-                replies.send(encoder.encode(Loaded(config.rank, worker.load())))
+                continue
+            if isinstance(command, Load):
+                facts = worker.load()
             elif isinstance(command, Profile):
-                replies.send(encoder.encode(Loaded(config.rank, worker.profile(command.config))))
-            elif isinstance(command, InitializeCache):
-                replies.send(encoder.encode(CacheReady(config.rank, worker.initialize_cache(command.num_pages))))
+                facts = worker.profile(command.config)
             else:
-                worker.close()
-                return 0
+                facts = worker.initialize_cache(command.num_pages)
+            replies.send(encoder.encode(Facts(config.rank, facts)))
+        worker.close()
     except Exception as error:
         replies.send(encoder.encode(_failure(config.rank, error)))
         context.destroy(linger=2000)
         return 1
+    return 0
 
 
 if __name__ == "__main__":

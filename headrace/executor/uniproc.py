@@ -1,4 +1,4 @@
-"""One rank in this very process."""
+"""Runs one rank in this process."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from headrace.step import SchedulerOutput, WorkerFacts
 
 
 class UniprocExecutor:
+    """Calls its one worker directly."""
+
     def __init__(self, config: EngineConfig, folder: Path, model_config: ModelConfig) -> None:
         self._worker = Worker(config, folder, model_config)
 
@@ -31,7 +33,7 @@ class UniprocExecutor:
         return self._worker.execute(step)
 
     def check(self) -> None:
-        """The rank lives as long as this process, but a fault on a GPU leaves its context useless for good."""
+        """Raise EngineDeadError if the GPU's context is broken; the rank itself lives as long as this process."""
         device = self._worker.device
         try:
             if device.type == "cuda":

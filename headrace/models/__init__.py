@@ -1,1 +1,1 @@
-"""Model families, their registry and the loader of weights."""
+"""Holds the model families, their registry and the loader of weights."""

@@ -1,7 +1,4 @@
-"""Reads the tensors of a folder of safetensors files, whole or in slices. Pickled weights are never read.
-
-Knows the files; not what their tensors are for.
-"""
+"""Reads the tensors of a folder of safetensors files, whole or in slices. Pickled weights are never read."""
 
 from __future__ import annotations
 
@@ -19,12 +16,12 @@ from headrace.errors import CheckpointError
 from headrace.model_config import read_object
 
 ITEM_BYTES = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8, "I16": 2, "I32": 4, "I64": 8}
-"""of safetensors' types that take more than one"""
+"""Bytes of an element, for safetensors' types with more than one"""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor in an open file; `data[slices]` reads a part of it into memory."""
+    """Stands for a tensor in an open file; `data[slices]` reads a part of it into memory."""
 
     name: str
     file: Path
@@ -34,11 +31,12 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
+        """The tensor's size in the file."""
         return math.prod(self.shape) * ITEM_BYTES.get(self.dtype, 1)
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """model.safetensors, else the files its index names, else every other .safetensors file there.
+    """Return model.safetensors, else the files that its index names, else every other .safetensors file in `folder`.
 
     Raises CheckpointError if there is none, or if the index cannot be read or names a file that does not exist.
     """
@@ -53,8 +51,8 @@ def checkpoint_files(folder: Path) -> list[Path]:
         pickled = sorted(path.name for path in folder.glob("*.bin")) + sorted(
             path.name for path in folder.glob("*.pt*")
         )
-        found = f" (found {pickled[0]}: pickled weights are not read; convert them to safetensors)" if pickled else ""
-        raise CheckpointError(f"{folder} holds no .safetensors file{found}")
+        hint = f" (found {pickled[0]}: pickled weights are not read; convert them to safetensors)" if pickled else ""
+        raise CheckpointError(f"{folder} holds no .safetensors file{hint}")
     return files
 
 
@@ -70,7 +68,8 @@ def _indexed_files(index: Path) -> list[Path]:
 
 
 def total_bytes(files: list[Path]) -> int:
-    """Raises CheckpointError naming the first that is no file, as links of a hub cache without its blobs are."""
+    """Return the size of all files. Raises CheckpointError naming the first that is no file, as are links in a hub
+    cache whose contents are gone."""
     total = 0
     for file in files:
         try:
@@ -85,7 +84,8 @@ def total_bytes(files: list[Path]) -> int:
 
 
 def stored_tensors(file: Path) -> Iterator[StoredTensor]:
-    """The tensors of one file, in their order in it. Raises CheckpointError on a file cut short or no safetensors."""
+    """Yield the tensors of one file in their order in it. Raises CheckpointError if the file is truncated or not
+    safetensors."""
     try:
         with safe_open(file, framework="pt") as opened:
             for name in opened.offset_keys():

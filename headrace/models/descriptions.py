@@ -1,7 +1,7 @@
-"""What each family's layers are made of, read from the fields of its config.json.
+"""Describes the layers of each family from the fields of its config.json.
 
 A description is a function from fields to layers. It imports no torch, so that a family can be planned before there are
-modules that serve it. The table of families is registry.py.
+modules that serve it. The table of families is in registry.py.
 """
 
 from __future__ import annotations
@@ -21,47 +21,62 @@ from headrace.model_spec import (
     LatentAttention,
     LayerSpec,
 )
-from headrace.models.encoders import Config, gemma3_vision, kimi_vision, llama4_vision, qwen3_vision
+from headrace.models.encoders import gemma3_vision, kimi_vision, llama4_vision, qwen3_vision
 
 
 @dataclass(frozen=True)
 class Described:
+    """Holds what a description says of a model."""
+
     layers: tuple[LayerSpec, ...]
     vision_weights: int = 0
     draft_weights: int = 0
 
 
 Describe = Callable[[Fields], Described]
-"""Raises UnsupportedModelError for a field that is missing or holds no value of its kind."""
+"""Describes a model. Raises UnsupportedModelError for a field that is missing or has no valid value."""
 Windows = Callable[[Fields], list[int | None]]
-"""-> each layer's sliding window: the keys a query may look back on, itself included; None: all"""
+"""Gives each layer's sliding window, the keys that a query sees, its own included; None: all keys"""
 
 
 def attention(c: Fields, window: int | None = None, **changes: Any) -> Attention:
-    """Grouped-query attention with the sizes that most families name alike."""
+    """Return grouped-query attention, whose sizes most families name alike."""
     heads = c.integer("num_attention_heads")
     kv_heads = c.integer("num_key_value_heads", heads)
     return Attention(c.integer("hidden_size"), heads, kv_heads, head_dim(c), window, **changes)
 
 
 def dense(c: Fields, bias: bool = False, width: str = "intermediate_size") -> DenseMLP:
+    """Return a dense feed-forward of the width in field `width`."""
     return DenseMLP(c.integer("hidden_size"), c.integer(width), bias)
+
+
+def experts(c: Fields, count: str = "num_local_experts", width: str = "intermediate_size", **changes: Any) -> Experts:
+    """Return a mixture of experts, whose number and width are in the fields `count` and `width`."""
+    number = c.integer(count)
+    per_token = c.integer("num_experts_per_tok", maximum=number)
+    return Experts(c.integer("hidden_size"), number, per_token, c.integer(width), **changes)
+
+
+W1_W3_W2 = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
+"""Names of experts in the checkpoints of Mixtral and MiniMax"""
 
 
 # ---- sliding windows
 
 
 def no_window(c: Fields) -> list[int | None]:
+    """Let every layer see all keys."""
     return [None] * num_layers(c)
 
 
 def same_window(c: Fields) -> list[int | None]:
-    """Mistral's rule: `sliding_window` on every layer (4096 where the field is absent, none where it is null)."""
+    """Follow Mistral: `sliding_window` on every layer (4096 where the field is absent, none where it is null)."""
     return [_window(c)] * num_layers(c)
 
 
 def upper_window(c: Fields) -> list[int | None]:
-    """Qwen's rule: `layer_types` if given, else the layers from `max_window_layers` (28) on; only with
+    """Follow Qwen: windows as `layer_types` says, else from layer `max_window_layers` (28) on; only with
     `use_sliding_window`."""
     first = c.integer("max_window_layers", 28, minimum=0)
     usual = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers(c))]
@@ -69,18 +84,18 @@ def upper_window(c: Fields) -> list[int | None]:
 
 
 def raw_window(c: Fields) -> list[int | None]:
-    """Mixtral's rule: `sliding_window` on every layer, none where the field is absent."""
+    """Follow Mixtral: `sliding_window` on every layer, none where the field is absent."""
     return [c.optional("sliding_window")] * num_layers(c)
 
 
 def switched_window(c: Fields) -> list[int | None]:
-    """Qwen3-MoE's rule: `sliding_window` (4096) on every layer, only with `use_sliding_window`."""
+    """Follow Qwen3-MoE: `sliding_window` (4096) on every layer, only with `use_sliding_window`."""
     return [_switched(c)] * num_layers(c)
 
 
 def alternate_window(c: Fields) -> list[int | None]:
-    """Qwen2-MoE's rule: `layer_types` if given, else every other layer below `max_window_layers` (28), from the first;
-    only with `use_sliding_window`."""
+    """Follow Qwen2-MoE: windows as `layer_types` says, else in every other layer below `max_window_layers` (28), from
+    the first; only with `use_sliding_window`."""
     below = c.integer("max_window_layers", 28, minimum=0)
     usual = ["sliding_attention" if i % 2 == 0 and i < below else "full_attention" for i in range(num_layers(c))]
     return _typed_windows(c, usual)
@@ -100,7 +115,7 @@ def _typed_windows(c: Fields, usual: list[str]) -> list[int | None]:
 
 
 def layer_types(c: Fields) -> list[str]:
-    """One for each layer; empty where config.json names none."""
+    """Return the type of each layer; empty where config.json names none."""
     types, count = c.texts("layer_types"), num_layers(c)
     if types and (len(types) != count or {*types} - {"full_attention", "sliding_attention"}):
         raise c.refusal("layer_types", f"full_attention or sliding_attention for each of the {count} layers")
@@ -110,35 +125,28 @@ def layer_types(c: Fields) -> list[str]:
 # ---- the Llama family and those shaped like it
 
 FeedForwards = Callable[[Fields, bool], list[FeedForward]]
-"""(fields, whether dense ones have biases) -> each layer's"""
+"""Gives each layer's feed-forward from the fields and whether dense ones have biases"""
 
 
 def all_dense(c: Fields, bias: bool) -> list[FeedForward]:
+    """Give every layer a dense feed-forward."""
     return [dense(c, bias)] * num_layers(c)
 
 
 def mixtral_experts(c: Fields, bias: bool) -> list[FeedForward]:
-    count = c.integer("num_local_experts")
-    one = Experts(
-        hidden_size=c.integer("hidden_size"),
-        num_experts=count,
-        experts_per_token=c.integer("num_experts_per_tok", maximum=count),
-        expert_intermediate_size=c.integer("intermediate_size"),
-        names=ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
-    )
-    return [one] * num_layers(c)
+    """Give every layer experts."""
+    return [experts(c, names=W1_W3_W2)] * num_layers(c)
 
 
 def qwen_experts(c: Fields, bias: bool, shared: bool = False) -> list[FeedForward]:
-    """Every `decoder_sparse_step`-th layer but `mlp_only_layers`. transformers 5 writes `num_local_experts`."""
+    """Give experts to every `decoder_sparse_step`-th layer except `mlp_only_layers`, and a dense feed-forward to the
+    others. (transformers 5 writes `num_local_experts` for `num_experts`.)"""
     renamed = c.values.get("num_experts") is None and "num_local_experts" in c.values
-    count = c.integer("num_local_experts" if renamed else "num_experts")
     step, plain = c.integer("decoder_sparse_step", 1), c.integers("mlp_only_layers")
-    one = Experts(
-        hidden_size=c.integer("hidden_size"),
-        num_experts=count,
-        experts_per_token=c.integer("num_experts_per_tok", maximum=count),
-        expert_intermediate_size=c.integer("moe_intermediate_size"),
+    one = experts(
+        c,
+        "num_local_experts" if renamed else "num_experts",
+        "moe_intermediate_size",
         renormalize=c.flag("norm_topk_prob"),
         intermediate_size=c.integer("shared_expert_intermediate_size") if shared else 0,
         shared_gate=shared,
@@ -158,8 +166,10 @@ def llama(
     qk_norm: Literal["none", "head"] = "none",
     feed_forwards: FeedForwards = all_dense,
 ) -> Described:
-    """Llama, and with other windows, biases, norms and experts Mistral, Mixtral and Qwen 2 and 3. A bias that is None
-    is as config.json's `attention_bias` or `mlp_bias` says."""
+    """Describe Llama, and with other windows, biases, norms and feed-forwards Mistral, Mixtral, Qwen 2 and Qwen 3.
+
+    A bias that is None follows config.json's `attention_bias` or `mlp_bias`.
+    """
 
     def biased(quirk: bool | None, name: str) -> bool:
         return c.flag(name) if quirk is None else quirk
@@ -173,38 +183,10 @@ def llama(
 # ---- families that have no modules yet
 
 
-def _routed(c: Fields, experts: int, width: int, shared_width: int = 0, bias: bool = False, **names: str) -> Experts:
-    return Experts(
-        hidden_size=c.integer("hidden_size"),
-        num_experts=experts,
-        experts_per_token=c.integer("num_experts_per_tok", maximum=experts),
-        expert_intermediate_size=width,
-        intermediate_size=shared_width,
-        bias=bias,
-        names=ExpertNames(**names),
-    )
-
-
-_LISTS_OF_ENCODERS = {"merge_kernel_size": 2, "deepstack_visual_indexes": 0}
-"""and how many integers they have at least"""
-
-
-class _Encoder(Config):
-    """`vision_config` for encoders.py: whatever is looked up is a size, or a list of integers."""
-
-    def __init__(self, vision: Fields) -> None:
-        super().__init__(vision.values)
-        self._vision = vision
-
-    def __getitem__(self, name: str) -> Any:
-        least = _LISTS_OF_ENCODERS.get(name)
-        return self._vision.integer(name) if least is None else self._vision.integers(name, least)
-
-
 def _encoder(c: Fields, count: Callable[..., int], *sizes: int) -> int:
-    """Parameters of the vision encoder, 0 where there is none."""
+    """Return the parameters of the vision encoder, 0 where there is none."""
     vision = c.object("vision_config")
-    return count(_Encoder(vision), *sizes) if vision else 0
+    return count(vision, *sizes) if vision else 0
 
 
 def _latent(c: Fields) -> LatentAttention:
@@ -227,12 +209,15 @@ def _latent(c: Fields) -> LatentAttention:
 
 
 def deepseek(c: Fields) -> Described:
-    """Dense layers first, then experts and shared ones; layers for further tokens are drafts (their embedding and head
-    are the model's own)."""
+    """Describe DeepSeek V3, whose first layers are dense and the others have routed and shared experts.
+
+    Its layers for further tokens count as drafts, without embedding and head, which are the model's own.
+    """
     hidden, width = c.integer("hidden_size"), c.integer("moe_intermediate_size")
     mixer, first = _latent(c), c.integer("first_k_dense_replace", minimum=0)
     shared = width * c.integer("n_shared_experts", 0, 0)
-    routed = _routed(c, c.integer("n_routed_experts"), width, shared, shared="shared_experts")
+    names = ExpertNames(shared="shared_experts")
+    routed = experts(c, "n_routed_experts", "moe_intermediate_size", intermediate_size=shared, names=names)
     plain = dense(c)
     layers = tuple(LayerSpec(mixer, plain if i < first else routed) for i in range(num_layers(c)))
     draft = LayerSpec(mixer, routed).weights + 2 * hidden**2 + 3 * hidden
@@ -240,11 +225,11 @@ def deepseek(c: Fields) -> Described:
 
 
 def llama4(c: Fields) -> Described:
-    """Experts in every n-th layer beside a shared one; every fourth layer sees all keys, without positions, the others
-    those of their chunk."""
+    """Describe Llama 4, with routed experts and a shared one in every n-th layer. Every fourth layer sees all keys,
+    without positions; the others see those of their chunk."""
     width, step = c.integer("intermediate_size"), c.integer("interleave_moe_layer_step")
     everything, chunked = attention(c, rotary=False), attention(c, c.optional("attention_chunk_size"), chunked=True)
-    routed = _routed(c, c.integer("num_local_experts"), width, width, block="feed_forward", router="router")
+    routed = experts(c, intermediate_size=width, names=ExpertNames("feed_forward", router="router"))
     plain = dense(c, width="intermediate_size_mlp")
     layers = tuple(
         LayerSpec(chunked if (i + 1) % 4 else everything, plain if (i + 1) % step else routed)
@@ -254,16 +239,16 @@ def llama4(c: Fields) -> Described:
 
 
 def gpt_oss(c: Fields) -> Described:
-    """Windows in every other layer, from the first; sinks; biases everywhere."""
+    """Describe gpt-oss, with windows in every other layer from the first, sinks, and biases everywhere."""
     kinds = c.texts("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers(c))]
     window = c.optional("sliding_window")
     sliding, full = (attention(c, keys, qkv_bias=True, o_bias=True, sinks=True) for keys in (window, None))
-    experts = _routed(c, c.integer("num_local_experts"), c.integer("intermediate_size"), bias=True, router="router")
-    return Described(tuple(LayerSpec(sliding if kind == "sliding_attention" else full, experts) for kind in kinds))
+    block = experts(c, bias=True, names=ExpertNames(router="router"))
+    return Described(tuple(LayerSpec(sliding if kind == "sliding_attention" else full, block) for kind in kinds))
 
 
 def gemma3(c: Fields) -> Described:
-    """Five layers with a window, then one without; four norms a layer."""
+    """Describe Gemma 3, with a window in five layers of six and four norms a layer."""
     pattern = c.integer("sliding_window_pattern")
     sliding, full = attention(c, c.integer("sliding_window"), qk_norm="head"), attention(c, qk_norm="head")
     block = dense(c)
@@ -274,13 +259,10 @@ def gemma3(c: Fields) -> Described:
 
 
 def minimax(c: Fields) -> Described:
-    """Experts in every layer. The layers for further tokens that config.json speaks of are in no checkpoint."""
+    """Describe MiniMax M2, with experts in every layer. The layers for further tokens that its config.json mentions are
+    in no checkpoint."""
     mixer = attention(c, qk_norm="wide" if c.flag("use_qk_norm", True) else "none")
-    experts = _routed(
-        c, c.integer("num_local_experts"), c.integer("intermediate_size"), block="block_sparse_moe", gate="w1", up="w3",
-        down="w2",
-    )  # fmt: skip
-    return Described((LayerSpec(mixer, experts),) * num_layers(c))
+    return Described((LayerSpec(mixer, experts(c, names=W1_W3_W2)),) * num_layers(c))
 
 
 GEMMA3: dict[str, Any] = {
@@ -289,10 +271,10 @@ GEMMA3: dict[str, Any] = {
     "sliding_window_pattern": 6,
     "tie_word_embeddings": True,
 }
-"""what Gemma 3's config.json leaves out"""
+"""Values of fields that Gemma 3's config.json leaves out"""
 
 
 def qwen3_vl(c: Fields) -> Described:
-    """Qwen3-MoE behind a vision encoder."""
+    """Describe Qwen3-VL: Qwen3-MoE behind a vision encoder."""
     text = llama(c, switched_window, mlp_bias=False, qk_norm="head", feed_forwards=qwen_experts)
     return Described(text.layers, _encoder(c, qwen3_vision))

@@ -1,6 +1,6 @@
-"""NaN and Inf among weights: found as they are loaded, so that a damaged checkpoint is refused instead of served.
+"""Refuses weights that are NaN or Inf as they are loaded, so that a damaged checkpoint is not served.
 
-One reduction a tensor where it lies, and no copy of it. A device is waited for once a file.
+Each tensor takes one reduction on its device and no copy; the device is waited for once a file.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from headrace.models.checkpoint import StoredTensor
 
 MOST_NAMED = 3
 CHUNK = 1 << 22
-"""elements of an fp8 tensor, which knows no such reduction, that are converted at once"""
+"""Elements of an fp8 tensor that are converted at once, since fp8 has no such reduction"""
 
 
 @dataclass
 class FiniteCheck:
-    """Of the tensors of one file."""
+    """Collects the smallest and largest values of the tensors of one file."""
 
     _added: list[tuple[StoredTensor, tuple[slice, ...]]] = field(default_factory=list)
     _extremes: list[Tensor] = field(default_factory=list)
-    """# of each, smallest and largest value, both NaN where there is a NaN"""
+    """smallest and largest value of each tensor, both NaN where it holds a NaN"""
 
     def add(self, stored: StoredTensor, source: tuple[slice, ...], loaded: Tensor) -> None:
-        """`loaded`: what was made of the tensor's part `source`, in the type in which the model computes with it."""
+        """Reduce `loaded`, which is the part `source` of `stored` in the type in which the model computes with it."""
         if not loaded.numel() or not loaded.is_floating_point():
             return
         parts = (loaded,) if loaded.itemsize > 1 else (part.float() for part in loaded.flatten().split(CHUNK))
@@ -36,7 +36,7 @@ class FiniteCheck:
             self._extremes.extend(part.aminmax())
 
     def finish(self) -> None:
-        """Raises CheckpointError naming file and tensors if any value is NaN or Inf."""
+        """Raise CheckpointError naming file and tensors if any value is NaN or Inf."""
         if not self._extremes:
             return
         finite = torch.stack(self._extremes).isfinite().view(-1, 2).all(1).tolist()
@@ -44,13 +44,13 @@ class FiniteCheck:
         if not named:
             return
         bad = list(named.values())
-        said = ", ".join(_said(stored, source) for stored, source in bad[:MOST_NAMED])
+        names = ", ".join(_diagnosis(stored, source) for stored, source in bad[:MOST_NAMED])
         more = f" and {len(bad) - MOST_NAMED} more" if len(bad) > MOST_NAMED else ""
-        raise CheckpointError(f"{bad[0][0].file.name} holds weights that are not finite numbers: {said}{more}")
+        raise CheckpointError(f"{bad[0][0].file.name} holds weights that are not finite numbers: {names}{more}")
 
 
-def _said(stored: StoredTensor, source: tuple[slice, ...]) -> str:
-    """Reads the tensor once more: whether the file or the conversion is at fault."""
+def _diagnosis(stored: StoredTensor, source: tuple[slice, ...]) -> str:
+    """Read the tensor once more and say whether the file or the conversion is at fault."""
     values = stored.data[source].float()
     wrong = int((~values.isfinite()).sum())
     if wrong:

@@ -1,8 +1,9 @@
-"""Which layers of a model are computed together, found out from one recorded run of its forward.
+"""Decides which layers of a model are computed together, from one recorded run of its forward.
 
-Leaf layers (norms, linears, experts, embedding) are replaced by stand-ins that write down who reads whose output; the
-code in between is the model's own. A norm with one reader is left to that reader's pass, and the layer whose output it
-adds to the residual computes straight into it. No layer knows its neighbours: it is told here, once, before it settles.
+In that run leaf layers (norms, linears, experts, embedding) only record which layer reads which output; the code in
+between is the model's own. A norm with one reader is fused into that reader, and the sum with the residual in front of
+the norm into the layer whose output it adds. Layers do not know their neighbours; this module tells them, before
+`finalize`.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from headrace.layers.norm import RMSNorm
 
 
 @dataclass(eq=False)
-class Recorded:
-    """Stands for a tensor [1, 1] in the recorded run. Whatever else is done with it than handing it to a leaf counts as
-    a reader that wants it whole."""
+class Placeholder:
+    """Stands for a tensor [1, 1] in the recorded run. Any operation on it outside a leaf layer counts as a reader
+    (None) that needs the tensor's final value."""
 
     maker: nn.Module | None
+    """the leaf layer whose output it is; None: another operation's"""
     readers: list[nn.Module | None] = field(default_factory=list)
     shape = (1, 1)
 
@@ -38,65 +40,67 @@ class Recorded:
         if name.startswith("__"):
             raise AttributeError(name)
         self.readers.append(None)
-        return lambda *arguments, **options: Recorded(None)
+        return lambda *arguments, **options: Placeholder(None)
 
-    def __getitem__(self, index: Any) -> Recorded:
+    def __getitem__(self, index: Any) -> Placeholder:
         self.readers.append(None)
-        return Recorded(None)
+        return Placeholder(None)
 
-    def __add__(self, other: Any) -> Recorded:
+    def __add__(self, other: Any) -> Placeholder:
         return _reads_whole(self, other)
 
     __radd__ = __mul__ = __rmul__ = __add__
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Recorded:
-        """torch.cat and the like"""
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Placeholder:
+        """Record torch.cat and the like."""
         return _reads_whole(args, kwargs)
 
 
 @dataclass(frozen=True)
 class Norm:
-    """One norm of the run: what it added to the residual, and what it gave."""
+    """Describes a norm of the run."""
 
     norm: RMSNorm
-    hidden: Recorded
+    hidden: Placeholder
+    """its input, which it adds to the residual"""
     adds: bool
     """False: there was no residual yet"""
-    out: Recorded
+    out: Placeholder
 
     def reader(self) -> Linear | SparseMoE | None:
-        """The one layer that reads the norm and can norm by itself; None: there is none, or there are others."""
+        """Return the only layer that reads the norm, if it can compute the norm itself; else None."""
         readers = self.out.readers
         reader = readers[0] if len(readers) == 1 else None
         return reader if isinstance(reader, Linear | SparseMoE) else None
 
     def source(self) -> RowParallelLinear | SparseMoE | None:
-        """The layer whose output is added here and read nowhere else."""
+        """Return the layer whose output is added to the residual here and read nowhere else, if it can add it
+        itself."""
         maker = self.hidden.maker if self.adds and len(self.hidden.readers) == 1 else None
         return maker if isinstance(maker, RowParallelLinear | SparseMoE) else None
 
 
 def fuse(model: Any, num_layers: int, device: torch.device) -> str:
-    """Tell each layer of `model`, which has weights and is not settled, what it computes beside its own. Returns the
-    line for the log."""
+    """Tell each layer of `model`, which has weights and is not finalized, what else it is to compute. Return the line
+    for the log."""
     try:
         norms = record(model, num_layers, device)
-    except Exception as error:  # a family's own code may do with a stand-in what only a tensor can
+    except Exception as error:  # a family's own code may do with a placeholder what only a tensor can
         why = f"{type(error).__name__}: {error}"
         return f"No norm is fused: a run of {type(model).__name__} cannot be recorded ({why})."
     fused = summed = 0
-    for found in norms:
-        reader, source = found.reader(), found.source()
+    for recorded in norms:
+        reader, source = recorded.reader(), recorded.source()
         if reader is not None:
-            found.norm.deferred = True
-            reader.fuse_norm(found.norm)
+            recorded.norm.deferred = True
+            reader.fuse_norm(recorded.norm)
             fused += 1
         if source is not None:
             source.pending = True
             summed += 1
             if isinstance(reader, Linear):
-                source.fuse_next_norm(found.norm)
+                source.fuse_next_norm(recorded.norm)
     return (
         f"Fused: {fused} of {len(norms)} norms into the layers that read them, {summed} sums with the residual into "
         "the layers before."
@@ -104,17 +108,17 @@ def fuse(model: Any, num_layers: int, device: torch.device) -> str:
 
 
 def record(model: Any, num_layers: int, device: torch.device) -> list[Norm]:
-    """The norms of one run over a token, in its order."""
+    """Run the model over one token and return its norms in order."""
     norms: list[Norm] = []
     token = torch.zeros(1, dtype=torch.int64, device=device)
-    with _stand_ins(model, norms):
+    with _recording(model, norms):
         model(token, token, SimpleNamespace(cut=None), [None] * num_layers)
     return norms
 
 
 @contextmanager
-def _stand_ins(model: nn.Module, norms: list[Norm]) -> Iterator[None]:
-    """Within, leaf layers write down who reads whom and compute nothing."""
+def _recording(model: nn.Module, norms: list[Norm]) -> Iterator[None]:
+    """Let leaf layers record which outputs they read, and compute nothing."""
     replaced: list[tuple[nn.Module, str]] = []
     try:
         for layer in model.modules():
@@ -134,21 +138,21 @@ def _stand_ins(model: nn.Module, norms: list[Norm]) -> Iterator[None]:
             delattr(layer, name)
 
 
-def _reads_whole(*arguments: Any, **options: Any) -> Recorded:
+def _reads_whole(*arguments: Any, **options: Any) -> Placeholder:
     for value in tree_flatten((arguments, options))[0]:
-        if isinstance(value, Recorded):
+        if isinstance(value, Placeholder):
             value.readers.append(None)
-    return Recorded(None)
+    return Placeholder(None)
 
 
-def _norms(norms: list[Norm], layer: RMSNorm, hidden: Any, residual: Any = None) -> tuple[Recorded, Recorded]:
-    read = hidden if isinstance(hidden, Recorded) else Recorded(None)
+def _norms(norms: list[Norm], layer: RMSNorm, hidden: Any, residual: Any = None) -> tuple[Placeholder, Placeholder]:
+    read = hidden if isinstance(hidden, Placeholder) else Placeholder(None)
     read.readers.append(layer)
-    norms.append(Norm(layer, read, residual is not None, Recorded(layer)))
-    return norms[-1].out, Recorded(None)
+    norms.append(Norm(layer, read, residual is not None, Placeholder(layer)))
+    return norms[-1].out, Placeholder(None)
 
 
-def _reads(layer: nn.Module, x: Any) -> Recorded:
-    if isinstance(x, Recorded):
+def _reads(layer: nn.Module, x: Any) -> Placeholder:
+    if isinstance(x, Placeholder):
         x.readers.append(layer)
-    return Recorded(layer)
+    return Placeholder(layer)

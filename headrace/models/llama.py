@@ -1,7 +1,8 @@
-"""The Llama family and those shaped like it: Mistral, Qwen2, Qwen3; with sparse layers Mixtral, Qwen2-MoE, Qwen3-MoE.
+"""Implements Llama and the families shaped like it: Mistral, Qwen2 and Qwen3, and with experts Mixtral, Qwen2-MoE and
+Qwen3-MoE.
 
-What sets them apart (biases, QK norm, sliding windows, experts) stands in each layer's description. Names of attributes
-are those of the checkpoint, but for fused layers, which know their parts' names.
+What sets them apart (biases, QK norm, sliding windows, experts) is in each layer's description. Attributes are named
+as in the checkpoint, except fused layers, which know the names of their parts.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from headrace.model_spec import LayerSpec, ModelSpec
 
 
 class LlamaDecoderLayer(Layer):
+    """Computes one layer: attention, then a feed-forward, each behind a norm."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -49,7 +52,8 @@ class LlamaDecoderLayer(Layer):
     def forward(
         self, hidden: Any, residual: Tensor | None, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor
     ) -> tuple[Any, Tensor]:
-        """hidden, residual [num_tokens, hidden_size]; hidden, the output of the layer before, is yet to be added."""
+        """Return hidden and residual # [num_tokens, hidden_size]; hidden is this layer's output, which the next norm
+        adds to the residual."""
         hidden, residual = self.input_layernorm(hidden, residual)
         hidden = self.self_attn(hidden, angles, metadata, kv_cache)
         hidden, residual = self.post_attention_layernorm(hidden, residual)
@@ -57,6 +61,8 @@ class LlamaDecoderLayer(Layer):
 
 
 class LlamaModel(Layer):
+    """Computes hidden states: embedding, layers, last norm."""
+
     def __init__(self, config: ModelConfig, spec: ModelSpec, context: LayerContext) -> None:
         super().__init__()
         self.cos_sin = rope_table(config, context.device)
@@ -81,6 +87,8 @@ class LlamaModel(Layer):
 
 
 class LlamaForCausalLM(Layer):
+    """Adds the head to the model."""
+
     def __init__(self, config: ModelConfig, spec: ModelSpec, context: LayerContext) -> None:
         super().__init__()
         self.model = LlamaModel(config, spec, context)
@@ -90,9 +98,11 @@ class LlamaForCausalLM(Layer):
     def forward(
         self, input_ids: Tensor, positions: Tensor, attn_metadata: AttentionMetadata, kv_caches: list[Tensor]
     ) -> Tensor:
-        """input_ids, positions [num_tokens]; one cache a layer -> [num_tokens, hidden_size], after the last norm."""
+        """Map input_ids, positions [num_tokens] to hidden states # [num_tokens, hidden_size], after the last norm, with
+        one cache a layer."""
         return self.model(input_ids, positions, attn_metadata, kv_caches)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden_size] -> [n, vocab_size] in the model's dtype, the whole vocabulary on every rank."""
+        """Map hidden states [n, hidden_size] to logits # [n, vocab_size] in the model's dtype, on every rank the
+        same."""
         return self.lm_head(hidden)

@@ -1,6 +1,6 @@
-"""From a folder to a model that runs: build, attach the format, make room, fill it, settle.
+"""Loads a model from a folder: builds its modules, attaches the weight format, allocates, fills and finalizes weights.
 
-Layers say which tensors they want (`slots`); this file offers them what the checkpoint holds, or random numbers.
+Layers say which tensors they take (`slots`); the loader gives them what the checkpoint holds, or random numbers.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace.errors import CheckpointError, UnsupportedModelError
 from headrace.layers.context import LayerContext
+from headrace.layers.embedding import ParallelLMHead
 from headrace.layers.layer import Layer
 from headrace.layers.linear import Linear
 from headrace.layers.moe import SparseMoE
@@ -36,14 +37,15 @@ from headrace.quantization.scheme import Scheme, Slot
 from headrace.quantization.table import UNQUANTIZED, SchemeEntry, resolve_format, scheme_for
 
 DUMMY_RANGE = 1e-3
+"""Largest absolute value of a dummy weight"""
 PROGRESS_FROM_BYTES = 1e9
 NOT_NEEDED = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|\.attn\.bias)$")
-"""Tensors that old checkpoints carry and that follow from config.json."""
+"""Tensors that old checkpoints hold though they follow from config.json"""
 
 
 def build_model(config: ModelConfig, context: LayerContext) -> Any:
-    """The model without memory for its weights. Raises UnsupportedModelError, or ConfigError where the mesh does not
-    divide it."""
+    """Build the model without memory for its weights. Raises UnsupportedModelError, or ConfigError where the ranks do
+    not divide it."""
     entry = resolve(config)
     model_class = getattr(importlib.import_module(entry.module), entry.class_name)
     return model_class(config, entry.spec(config.fields), context)
@@ -57,11 +59,11 @@ def load_model(
     seed: int = 0,
     quantization: str | None = None,
 ) -> Any:
-    """The model on `context.device`, ready to run, with this rank's slices of the weights in `context.dtype`.
+    """Return the model on `context.device`, ready to run, with this rank's slices of the weights in `context.dtype`.
 
-    `model.weight_bytes` says how many bytes they take, `model.notes` which are held otherwise.
-    `load_format` dummy: random weights, the same whole model whatever the number of ranks. Raises CheckpointError
-    naming the file or tensor, UnsupportedModelError, ConfigError.
+    `model.weight_bytes` is what the weights take, and `model.notes` says which are held in another format. With
+    `load_format` dummy the weights are random, and the same whole model whatever the number of ranks. Raises
+    CheckpointError naming the file or tensor, UnsupportedModelError, ConfigError.
     """
     with torch.no_grad():
         model = build_model(config, context)
@@ -88,8 +90,8 @@ def load_model(
 def attach_schemes(
     config: ModelConfig, layers: list[tuple[str, Layer]], context: LayerContext, quantization: str | None
 ) -> list[str]:
-    """Hand every linear and every layer of experts to the scheme of its format; those that this refuses stay plain.
-    Returns lines for the log, one a format, that also name what is plain."""
+    """Give every linear and every layer of experts the scheme of its format; those that the scheme refuses stay
+    unquantized. Return lines for the log, one for each format, which also name what is unquantized."""
     held = resolve_format(config, quantization)
     schemes: dict[SchemeEntry, Scheme] = {}
     served: dict[Scheme, list[Linear | SparseMoE]] = {}
@@ -109,20 +111,20 @@ def attach_schemes(
         linears = [layer.spec for layer in ones if isinstance(layer, Linear)]
         scheme.product.prepare(linears, context.device, context.kernels)
     names = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in kept.items())
-    said = []
+    lines = []
     for scheme, ones in served.items():
         if scheme is not schemes[UNQUANTIZED]:
             sparse = sum(isinstance(layer, SparseMoE) for layer in ones)
             experts = f" and the experts of {sparse} layers" if sparse else ""
-            said.append(f"Quantization {scheme.format.name}: {len(ones) - sparse} linears{experts}.")
-    return said and [*said[:-1], f"{said[-1]} Unquantized: {names}."]
+            lines.append(f"Quantization {scheme.format.name}: {len(ones) - sparse} linears{experts}.")
+    return lines and [*lines[:-1], f"{lines[-1]} Unquantized: {names}."]
 
 
 def _scheme_of(
     path: str, layer: Linear | SparseMoE, held: CheckpointFormat, schemes: dict[SchemeEntry, Scheme]
 ) -> tuple[Scheme, str]:
-    """(what serves it, why it is plain where the format would not be). Raises UnsupportedModelError where parts of what
-    is one here are in several formats."""
+    """Return (the layer's scheme, why it is unquantized although its format is not). Raises UnsupportedModelError where
+    the parts of a fused layer are in several formats."""
     names = layer.quantized_names(path)
     entry, *others = {scheme_for(held, *each): each for each in names}
     if others:
@@ -136,7 +138,7 @@ def _scheme_of(
 
 
 def weight_bytes(layer: Layer) -> int:
-    """Of its own weights on this rank, scales included, before it settles."""
+    """Return the bytes of the layer's own weights on this rank, scales included, before `finalize`."""
     tensors: list[Tensor] = [*layer.parameters(recurse=False)]
     if isinstance(layer, Linear):
         tensors += layer.weights.values()
@@ -145,8 +147,22 @@ def weight_bytes(layer: Layer) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+def multiplied_weights(model: nn.Module) -> float:
+    """Return how many weights a token is multiplied with in all layers, on this rank, each counted as its format says
+    (`WeightFormat.launched_as`). The head is left out, and so are experts that a token does not go to."""
+    total = 0.0
+    for layer in model.modules():
+        if isinstance(layer, SparseMoE):
+            weights = 3 * layer.spec.experts_per_token * layer.down_spec.in_features * layer.spec.hidden_size
+            total += weights * layer.scheme.format.launched_as
+        elif isinstance(layer, Linear) and not isinstance(layer, ParallelLMHead):
+            weights = layer.spec.in_features * layer.spec.out_features
+            total += weights * layer.scheme.format.launched_as
+    return total
+
+
 def fill_from_checkpoint(slots: dict[str, Slot], folder: Path, tied: bool = False) -> None:
-    """Copy every tensor's slice to where it belongs. Names may come with or without the prefix `model.`"""
+    """Copy every tensor's slice into its slot. Names may have the prefix `model.` or not."""
     files = checkpoint_files(folder)
     waiting = {name: slot for name, slot in slots.items() if not slot.optional}
     with _progress(total_bytes(files)) as advance:
@@ -180,15 +196,16 @@ def _copy(stored: StoredTensor, slot: Slot, check: FiniteCheck) -> None:
         )
     if slot.destination is not None:
         values = stored.data[slot.source]
-        if slot.store is not None:  # which may hide what it was given: an fp8 weight knows no Inf
+        if slot.store is not None:  # it may hide a bad value, since an fp8 weight cannot be Inf
             values = values.to(slot.dtype or slot.destination.dtype).to(slot.destination.device)
         slot.put(values)
-        if not slot.optional:  # scales, of which whoever reads them says more
+        if not slot.optional:  # scales, whose readers report more about them
             check.add(stored, slot.source, slot.destination if slot.store is None else values)
 
 
 def fill_with_dummies(slots: dict[str, Slot], seed: int) -> None:
-    """Uniform in +-DUMMY_RANGE, from `seed` and the tensor's name alone; ranks slice the same whole tensor."""
+    """Fill slots with uniform numbers in +-DUMMY_RANGE, which follow from `seed` and the tensor's name alone, so that
+    ranks slice the same whole tensor."""
     for name, slot in slots.items():
         if slot.destination is None or slot.optional:
             continue
@@ -209,7 +226,7 @@ def _uniform(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 @contextmanager
 def _progress(total_bytes: int) -> Iterator[Callable[[StoredTensor], None]]:
-    """A bar on stderr where a person waits long enough to want one."""
+    """Show a progress bar on stderr if that is a terminal and loading takes long enough."""
     if total_bytes < PROGRESS_FROM_BYTES or not sys.stderr.isatty():
         yield lambda stored: None
         return

@@ -1,6 +1,6 @@
-"""The model families: which description and which class serve an architecture, and what cannot be served.
+"""Lists the model families: the description and the class that serve each architecture, and what cannot be served.
 
-Imports no torch: planner, server and the command line read this table too. A family is one entry of `MODELS`.
+A family is one entry of `MODELS`. Planner, server and command line read this table too, so it imports no torch.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ from headrace.quantization.table import resolve_format
 
 @dataclass(frozen=True)
 class ModelEntry:
+    """Describes one architecture."""
+
     architecture: str
     describe: Describe
     module: str = ""
-    """empty: the family is described and has no modules yet, so it can be planned and not served"""
+    """empty: the family has no modules yet, so that it can be planned but not served"""
     class_name: str = ""
     needs: tuple[str, ...] = ()
-    """fields that config.json must hold, because the family's default for them is not the usual one"""
+    """fields that config.json must have, because the family's default for them is not the usual one"""
     defaults: dict[str, Any] = field(default_factory=dict)
-    """what config.json leaves out where it is as usual"""
+    """values of fields that config.json may leave out"""
 
     def spec(self, fields: Fields) -> ModelSpec:
-        """The model that `fields`, those of the text part of a config.json, describe. Raises UnsupportedModelError for
-        a field that is missing or holds no value of its kind."""
+        """Describe the model of `fields`, those of the text part of a config.json. Raises UnsupportedModelError for a
+        field that is missing or has no valid value."""
         for name in self.needs:
             if fields.values.get(name) is None:
                 raise fields.refusal(name, "given")
@@ -53,8 +55,8 @@ class ModelEntry:
         )
 
     def reasons(self, config: ModelConfig) -> list[str]:
-        """Why this model cannot be served: field, value and what is accepted. Empty: it can. Raises
-        UnsupportedModelError for a value that is none of its field."""
+        """Return why this model cannot be served: field, value and what is accepted; empty: it can. Raises
+        UnsupportedModelError for a field that has no valid value."""
         own = [f"`{name}` is missing" for name in self.needs if config.raw.get(name) is None]
         if not own and self.spec(config.fields).is_moe and not config.fields.flag("qkv_bias", True):
             own = ["`qkv_bias` is False; accepted: true"]
@@ -62,61 +64,36 @@ class ModelEntry:
 
 
 LLAMA = ("headrace.models.llama", "LlamaForCausalLM")
+"""Module and class of the families shaped like Llama"""
 PLAIN_BIASES = {"qkv_bias": False, "o_bias": False, "mlp_bias": False}
 QWEN2_BIASES = {**PLAIN_BIASES, "qkv_bias": True}
+KV_HEADS, PER_TOKEN, WIDTH = "num_key_value_heads", "num_experts_per_tok", "moe_intermediate_size"
+"""Fields that several families need"""
 
 
-def _llama(**quirks: Any) -> Describe:
-    return partial(descriptions.llama, **quirks)
+def _llama(architecture: str, *needs: str, **quirks: Any) -> ModelEntry:
+    """Return the entry of a family that models/llama.py serves."""
+    return ModelEntry(architecture, partial(descriptions.llama, **quirks), *LLAMA, needs)
 
 
 MODELS = (
-    ModelEntry("LlamaForCausalLM", _llama(), *LLAMA),
-    ModelEntry(
-        "MistralForCausalLM",
-        _llama(windows=descriptions.same_window, **PLAIN_BIASES),
-        *LLAMA,
-        needs=("num_key_value_heads",),
+    _llama("LlamaForCausalLM"),
+    _llama("MistralForCausalLM", KV_HEADS, windows=descriptions.same_window, **PLAIN_BIASES),
+    _llama("Qwen2ForCausalLM", KV_HEADS, windows=descriptions.upper_window, **QWEN2_BIASES),
+    _llama(
+        "Qwen3ForCausalLM", KV_HEADS, "head_dim", windows=descriptions.upper_window, mlp_bias=False, qk_norm="head"
     ),
-    ModelEntry(
-        "Qwen2ForCausalLM",
-        _llama(windows=descriptions.upper_window, **QWEN2_BIASES),
-        *LLAMA,
-        needs=("num_key_value_heads",),
+    _llama(
+        "MixtralForCausalLM", KV_HEADS, "num_local_experts", PER_TOKEN, windows=descriptions.raw_window,
+        feed_forwards=descriptions.mixtral_experts, **PLAIN_BIASES,
     ),
-    ModelEntry(
-        "Qwen3ForCausalLM",
-        _llama(windows=descriptions.upper_window, mlp_bias=False, qk_norm="head"),
-        *LLAMA,
-        needs=("num_key_value_heads", "head_dim"),
+    _llama(
+        "Qwen2MoeForCausalLM", KV_HEADS, PER_TOKEN, WIDTH, "shared_expert_intermediate_size",
+        windows=descriptions.alternate_window, feed_forwards=descriptions.qwen_experts_and_shared, **QWEN2_BIASES,
     ),
-    ModelEntry(
-        "MixtralForCausalLM",
-        _llama(windows=descriptions.raw_window, feed_forwards=descriptions.mixtral_experts, **PLAIN_BIASES),
-        *LLAMA,
-        needs=("num_key_value_heads", "num_local_experts", "num_experts_per_tok"),
-    ),
-    ModelEntry(
-        "Qwen2MoeForCausalLM",
-        _llama(
-            windows=descriptions.alternate_window, feed_forwards=descriptions.qwen_experts_and_shared, **QWEN2_BIASES
-        ),
-        *LLAMA,
-        needs=(
-            "num_key_value_heads",
-            "num_experts_per_tok",
-            "moe_intermediate_size",
-            "shared_expert_intermediate_size",
-        ),
-    ),
-    ModelEntry(
-        "Qwen3MoeForCausalLM",
-        _llama(
-            windows=descriptions.switched_window, feed_forwards=descriptions.qwen_experts, mlp_bias=False,
-            qk_norm="head",
-        ),
-        *LLAMA,
-        needs=("num_key_value_heads", "num_experts_per_tok", "moe_intermediate_size"),
+    _llama(
+        "Qwen3MoeForCausalLM", KV_HEADS, PER_TOKEN, WIDTH, windows=descriptions.switched_window,
+        feed_forwards=descriptions.qwen_experts, mlp_bias=False, qk_norm="head",
     ),
     ModelEntry("DeepseekV3ForCausalLM", descriptions.deepseek),
     ModelEntry("DeepseekV32ForCausalLM", descriptions.deepseek),
@@ -133,9 +110,9 @@ MODELS = (
 DESCRIBED = {entry.architecture: entry for entry in MODELS}
 SERVED = {name: entry for name, entry in DESCRIBED.items() if entry.module}
 PLUGINS = "headrace.models"
-"""Group of entry points by which an installed package brings a family of its own: architecture -> its ModelEntry"""
+"""Group of entry points with which an installed package adds families: architecture -> its ModelEntry"""
 VISION_FIELDS = ("vision_config", "vision_tower", "visual", "image_token_id", "image_token_index")
-"""of config.json: any of them is there where a model sees"""
+"""Fields of config.json of which a vision-language model has at least one"""
 
 ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -144,38 +121,38 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (),
 }
-"""rope_type -> the fields it cannot do without"""
+"""rope_type -> the fields that it needs"""
 ROPE_NUMBERS = ("factor", "low_freq_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
-"""of any rope type: far enough from 0 and infinity for a logarithm of their quotient"""
+"""Fields of any rope type whose quotients must have a finite logarithm"""
 
 
 def find_entry(architecture: str) -> ModelEntry | None:
-    """Ours, or an installed package's; None: nobody describes it. Raises UnsupportedModelError for one that cannot be
-    imported."""
+    """Return the entry of an architecture, ours or an installed package's; None: there is none. Raises
+    UnsupportedModelError for one that cannot be imported."""
     if architecture in DESCRIBED:
         return DESCRIBED[architecture]
     for plugin in entry_points(group=PLUGINS, name=architecture):
         try:
-            found: ModelEntry = plugin.load()
+            entry: ModelEntry = plugin.load()
         except (ImportError, AttributeError) as error:
             raise UnsupportedModelError(
                 f"architecture {architecture!r:.80}: {plugin.value} of entry point {PLUGINS} cannot be loaded: {error}"
             ) from None
-        return found
+        return entry
     return None
 
 
 def served_entry(architecture: str) -> ModelEntry | None:
-    """The same, if it has modules."""
+    """Return the entry of an architecture if it has modules; else None."""
     entry = find_entry(architecture)
     return entry if entry is not None and entry.module else None
 
 
 def read_served_config(folder: Path) -> ModelConfig:
-    """The config of a model's folder, if its architecture is served. That is looked at first: other families have
-    other fields, and that one of ours is missing would say nothing.
+    """Read the config of a model's folder, if its architecture is served.
 
-    Raises UnsupportedModelError, and ModelNotFoundError where a file is missing or cannot be read.
+    The architecture is checked first, since other families have other fields, and an error about a missing field would
+    mislead. Raises UnsupportedModelError, and ModelNotFoundError where a file is missing or cannot be read.
     """
     raw = read_object(folder / "config.json")
     names = Fields(raw, "config.json").texts("architectures")
@@ -185,7 +162,6 @@ def read_served_config(folder: Path) -> ModelConfig:
 
 
 def _not_served(architecture: str, raw: dict[str, Any]) -> UnsupportedModelError:
-    """`raw` is config.json."""
     kind = ""
     if any(name in raw for name in VISION_FIELDS):
         kind = "a vision-language model, which is "
@@ -198,8 +174,8 @@ def _not_served(architecture: str, raw: dict[str, Any]) -> UnsupportedModelError
 
 
 def resolve(config: ModelConfig) -> ModelEntry:
-    """The entry that serves `config`. Raises UnsupportedModelError naming what is served: of architectures, of one
-    architecture's features, or of weight formats."""
+    """Return the entry that serves `config`. Raises UnsupportedModelError naming what is accepted instead, if its
+    architecture, one of its features or its weight format is not served."""
     entry = served_entry(config.architecture)
     if entry is None:
         raise _not_served(config.architecture, config.raw)
@@ -211,7 +187,7 @@ def resolve(config: ModelConfig) -> ModelEntry:
 
 
 def describe(config: ModelConfig) -> ModelSpec:
-    """What a model that can be served is made of. Raises UnsupportedModelError where it cannot."""
+    """Describe a model that can be served. Raises UnsupportedModelError where it cannot."""
     return resolve(config).spec(config.fields)
 
 
@@ -225,7 +201,7 @@ def attention_specs(
     batch_invariant: bool = False,
     kv_cache_dtype: str = "auto",
 ) -> tuple[AttentionSpec | None, ...]:
-    """What attention has to be in each layer, on one rank of `tp_size`; None: the layer has none.
+    """Return what each layer needs of attention on one of `tp_size` ranks; None: the layer has no attention.
 
     Raises UnsupportedModelError, and ConfigError where `tp_size` does not divide the heads.
     """
@@ -299,7 +275,7 @@ def _rope_reasons(config: ModelConfig) -> list[str]:
 
 
 def _check_rope_numbers(scaling: Fields) -> None:
-    """Raises UnsupportedModelError for one with which frequencies cannot be computed."""
+    """Raise UnsupportedModelError for a number with which frequencies cannot be computed."""
     for name in ROPE_NUMBERS:
         scaling.number(name, 1.0, above=1e-9, maximum=MOST)
     scaling.number("high_freq_factor", MOST, above=scaling.number("low_freq_factor", 0.0))

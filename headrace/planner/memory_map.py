@@ -12,12 +12,12 @@ from functools import cached_property
 
 from headrace.cache_groups import CacheLayout, cache_layout
 from headrace.config import GRAPH_MODES
+from headrace.graph_sizes import GraphSettings
 from headrace.kernels.attention_config import COPY_ENGINE_PREFILL, UNPACKED_BYTES
 from headrace.model_spec import Parameter, total
 from headrace.planner.chips import GIB
 from headrace.planner.cost import Deployment, Parallel
 from headrace.planner.shapes import LayerGroup, ModelShape, rank_shares
-from headrace.runner.graph_settings import GraphSettings
 
 VOCAB_ALIGNMENT = 64
 """as layers/embedding.py"""
@@ -302,4 +302,4 @@ def _graph_bytes(deployment: Deployment, num_layers: int, mode: str, seqs: int, 
     settings = GraphSettings.of({"cudagraph_mode": mode}, seqs, tokens, longest, most_in_pieces)
     if settings is None:
         return 0
-    return _step_bytes(deployment, settings.most_tokens, seqs, samples=False) + settings.bytes_beside(num_layers)
+    return _step_bytes(deployment, settings.most_tokens, seqs, samples=False) + settings.bytes_beside_pool(num_layers)

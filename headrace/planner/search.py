@@ -38,7 +38,7 @@ MOST_SIMULATED = 1000
 PATIENCE = 100_000
 """Most requests gone through in such a simulation (simulate.py): a quarter of a second."""
 MIXED_SIZES = (128, 256, 384, 512, 768, 1024, 2048)
-"""as headrace measures them at load (runner/step_times.py)"""
+"""as headrace measures them at load (runner/profile.py)"""
 
 
 @dataclass(frozen=True)

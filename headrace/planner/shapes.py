@@ -109,7 +109,7 @@ class ModelShape:
         return self.held_parts if weight_format == self.weight_format else PARTS
 
     def multiplied_weights(self, weight_format: str) -> float:
-        """Count the weights that a token is multiplied with in all layers, as models/size.py does in a loaded model."""
+        """Count the weights that a token is multiplied with in all layers, as models/loader.py does."""
         narrow, share = self.parts_in(weight_format), find_format(weight_format).launched_as
         attention, dense, experts = (share if part in narrow else 1.0 for part in PARTS)
         return sum(

@@ -1,1 +1,1 @@
-"""One rank: turns a SchedulerOutput into a RunnerOutput."""
+"""Computes on one rank what a SchedulerOutput asks for, and returns a RunnerOutput."""

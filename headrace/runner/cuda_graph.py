@@ -1,8 +1,8 @@
-"""CUDA graphs of steps: whole ones, or the pieces between attention calls, captured when a size is used a second time.
-A prompt that runs alone, whole, is captured as one, since all that attention depends on is its size.
+"""Captures steps as CUDA graphs and replays them: whole steps, or the pieces between attention calls.
 
-The first use of a size runs eagerly, which loads every kernel that the capture will hold; so a start captures nothing
-and serving begins at once. A size for which there is no room stays eager. Knows nothing of what the model computes.
+A size runs eagerly the first time, which loads every kernel that the capture will hold, and is captured the second
+time; so a start captures nothing and serving begins at once. A size for which memory is short stays eager. A whole
+prompt that runs alone can be one graph, since its size is all that attention depends on.
 """
 
 from __future__ import annotations
@@ -17,31 +17,32 @@ import torch
 from torch import Tensor
 
 from headrace.attention.metadata import AttentionMetadata
-from headrace.runner.graph_settings import GraphSettings
+from headrace.graph_sizes import GraphSettings
 from headrace.runner.input_batch import Batch
-from headrace.runner.memory import first_line, is_out_of_memory
+from headrace.runner.memory import DeviceMemory, device_memory, first_line, is_out_of_memory
 from headrace.runner.pending import Notes
 from headrace.step import SchedulerOutput
 
 MOST_FAILURES = 3
-"""Captures of a kind that may fail for no lack of memory: what is wrong with all of them costs three tries, and what
-was wrong with one does not cost all others."""
+"""After so many captures of a kind have failed for other reasons than memory, the kind is not captured any more. One
+failure alone says nothing about other sizes."""
 
 
 class Shape(NamedTuple):
-    """What a step is padded to, and the key of its graph."""
+    """Says what a step is padded to, and is the key of its graph."""
 
     kind: str
     """full | piecewise"""
     decode: bool
-    """Padding is more decodes; else one request with all of it, and requests without tokens."""
+    """padding is more decodes; else it is one request that has all of it, and requests without tokens"""
     num_reqs: int
     num_tokens: int
     alone: bool = False
-    """One whole prompt, which nothing was computed of before, and one request for the padding."""
+    """the step is one whole prompt, of which nothing was computed before, and one request of padding"""
 
     @property
     def size(self) -> str:
+        """The size as the log names it."""
         if self.alone:
             return f"a lone prompt of {self.num_tokens} tokens"
         return f"{self.num_reqs} decodes" if self.decode else f"{self.num_tokens} tokens"
@@ -51,7 +52,7 @@ class Shape(NamedTuple):
 
 
 class Graph(Protocol):
-    """torch.cuda.CUDAGraph, as far as it is used here."""
+    """Describes the part of torch.cuda.CUDAGraph that is used here."""
 
     def capture_begin(self, pool: Any, capture_error_mode: str) -> None: ...
 
@@ -61,35 +62,33 @@ class Graph(Protocol):
 
 
 class GraphDevice(Protocol):
-    """Where graphs come from. Tests bring a recorder."""
+    """Makes graphs. Tests bring one that records operations."""
 
     pool: Any
+    memory: DeviceMemory
 
-    def new_graph(self) -> Graph: ...
+    def new_graph(self) -> Graph:
+        """Return an empty graph."""
+        ...
 
     def capturing(self) -> contextlib.AbstractContextManager[Any]:
-        """A stream of its own, with nothing running; entered around all captures of one size."""
-        ...
-
-    def used_memory(self) -> int:
-        """bytes, of this device"""
-        ...
-
-    def give_back(self) -> None:
-        """Return cached memory to the device, once what runs has ended."""
+        """Return a context for all captures of one size: a stream of its own, on a device that computes nothing."""
         ...
 
     def borrow(self, tensor: Tensor) -> Tensor:
-        """The same memory without keeping it: what is in a graph's pool may be reused by whatever is captured next,
-        since replays follow one another."""
+        """Return the same memory without keeping it allocated, so that later captures may use it: graphs are replayed
+        one after the other, and what lies in their pool is read before the next replay."""
         ...
 
 
 class CudaDevice:
+    """Makes graphs on a GPU, in one pool of memory."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
+        self.memory = device_memory(device)
 
     def new_graph(self) -> Graph:
         return torch.cuda.CUDAGraph()
@@ -97,14 +96,6 @@ class CudaDevice:
     def capturing(self) -> contextlib.AbstractContextManager[Any]:
         torch.cuda.synchronize(self._device)
         return torch.cuda.stream(self._stream)
-
-    def used_memory(self) -> int:
-        free, total = torch.cuda.mem_get_info(self._device)
-        return total - free
-
-    def give_back(self) -> None:
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
 
     def borrow(self, tensor: Tensor) -> Tensor:
         if not tensor.is_contiguous():
@@ -114,7 +105,7 @@ class CudaDevice:
 
 
 class _Memory:
-    """A tensor's bytes, not owned."""
+    """Exposes a tensor's bytes to torch without owning them."""
 
     def __init__(self, tensor: Tensor) -> None:
         size = tensor.numel() * tensor.element_size()
@@ -127,21 +118,22 @@ class _Memory:
 
 
 class Forward(Protocol):
-    """What the runner lends: both take a batch whose tensors are views at fixed addresses."""
+    """Describes what graphs need of the runner. Both methods take a batch whose tensors are views at fixed
+    addresses."""
 
     def forward(self, batch: Batch, cut: Callable[..., Tensor] | None = None) -> tuple[Tensor, AttentionMetadata]:
-        """Hidden states [num_tokens, hidden_size] and what attention was told. With `cut`, attention goes through it,
-        and nothing else depends on how the batch's tokens are spread over requests."""
+        """Return hidden states # [num_tokens, hidden_size] and the metadata given to attention. With `cut`, attention
+        is called through it, and nothing else depends on how the batch's tokens are spread over requests."""
         ...
 
     def metadata(self, batch: Batch, positions: Tensor, slot_mappings: tuple[Tensor, ...]) -> AttentionMetadata:
-        """What attention is told of a batch whose inputs are gathered elsewhere."""
+        """Return the metadata of a batch whose positions and slots are already computed."""
         ...
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A graph, and the attention call that follows it."""
+    """Holds a graph and the attention call that follows it."""
 
     graph: Graph
     attend: Callable[..., Tensor]
@@ -152,8 +144,8 @@ class _Piece:
 
 
 class Cut:
-    """Handed to the layers while pieces are captured: at each attention call it ends one graph and begins the next.
-    Attention itself is left out, and gives its result in `out` when the pieces are replayed."""
+    """Stands in for attention while pieces are captured: each call ends one graph and begins the next. Attention itself
+    is not captured; it runs between the pieces when they are replayed, and writes its result to `out`."""
 
     def __init__(self, device: GraphDevice, buffer: Callable[[Tensor, tuple[int, ...]], Tensor]) -> None:
         self._device = device
@@ -162,11 +154,13 @@ class Cut:
         self.pieces: list[_Piece] = []
 
     def begin(self) -> None:
+        """Begin to capture a graph."""
         graph = self._device.new_graph()
         graph.capture_begin(pool=self._device.pool, capture_error_mode="thread_local")
         self._current = graph
 
     def end(self) -> Graph:
+        """End the capture under way and return its graph."""
         assert self._current is not None
         graph, self._current = self._current, None
         graph.capture_end()
@@ -181,7 +175,7 @@ class Cut:
         *rest: Any,
         shape: tuple[int, ...],
     ) -> Tensor:
-        """In place of attend(q, kv_cache, metadata, *rest), which gives # [tokens of q, *shape]."""
+        """Return the buffer # [tokens of q, *shape] for the result of attend(q, kv_cache, metadata, *rest)."""
         graph = self.end()
         out = self._buffer(q, shape)
         self.pieces.append(_Piece(graph, attend, self._device.borrow(q), kv_cache, rest, out))
@@ -189,16 +183,16 @@ class Cut:
         return out
 
     def abandon(self) -> None:
-        """Leave no capture under way after a failure."""
+        """End the capture that a failure has left under way, if there is one."""
         if self._current is not None:
-            with contextlib.suppress(RuntimeError):  # the failure that led here is the one to tell
+            with contextlib.suppress(RuntimeError):  # the failure that led here is the one to report
                 self.end()
 
 
 @dataclass(frozen=True)
 class _Captured:
-    """Hidden states come out of the last graph, in memory that is only borrowed; `metadata` is what the capture was
-    told, and keeps what the pieces write positions and slots to, which attention reads between their replays."""
+    """Holds the graphs of one size. The last of them writes `hidden`, in borrowed memory; `metadata` owns the tensors
+    to which the pieces write positions and slots, and which attention reads between their replays."""
 
     pieces: list[_Piece]
     last: Graph
@@ -207,7 +201,7 @@ class _Captured:
 
 
 class StepGraphs:
-    """All graphs share one memory pool."""
+    """Holds the graphs of all sizes, which share one pool of memory."""
 
     def __init__(self, settings: GraphSettings, model: Forward, device: GraphDevice, notes: Notes) -> None:
         self.settings = settings
@@ -217,29 +211,26 @@ class StepGraphs:
         self._seen: set[Shape] = set()
         self._refused: set[Shape] = set()
         self._failures: Counter[tuple[str, bool]] = Counter()
-        """by kind, those of lone prompts apart: captures that failed, but for lack of memory"""
+        """by kind, and whether of a lone prompt: captures that failed for other reasons than memory"""
         self._captured: dict[Shape, _Captured] = {}
-        self._count: Counter[str] = Counter()
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
         self._decode_shapes = self._lookup(settings.decode, True, settings.decode_sizes, settings.decode_len)
         self._other_shapes = self._lookup(settings.other, False, settings.other_sizes)
         self._alone_sizes = frozenset(settings.alone_sizes)
 
     @staticmethod
-    def _lookup(kind: str, decode: bool, sizes: tuple[int, ...], length: int = 1) -> list[Shape | None]:
-        """size -> what it is padded to; a mixed step's number of requests is filled in later"""
-        if kind == "none" or not sizes:
-            return []
-        found: list[Shape | None] = [None] * (sizes[-1] + 1)
-        for size in reversed(sizes):
-            found[: size + 1] = [Shape(kind, decode, size, size * length)] * (size + 1)
-        return found
+    def _lookup(kind: str, decode: bool, sizes: tuple[int, ...], length: int = 1) -> list[Shape]:
+        """Return what each size is padded to; a mixed step's number of requests is filled in later."""
+        shapes: list[Shape] = []
+        for size in () if kind == "none" else sizes:
+            shapes += [Shape(kind, decode, size, size * length)] * (size + 1 - len(shapes))
+        return shapes
 
     def shape_of(self, step: SchedulerOutput) -> Shape | None:
-        """What the step is padded to, or None where it runs eagerly.
+        """Return what the step is padded to; None: it runs eagerly.
 
-        A step of decodes is one in which every request runs one token and its drafts, and samples. (A token that
-        samples is never one that prompt logprobs are wanted after.)
+        In a step of decodes every request runs one token and its drafts, and samples. (Prompt logprobs are never wanted
+        after a token that samples.)
         """
         num_reqs, num_tokens, length = len(step.rows), step.num_tokens, self.settings.decode_len
         decodes = num_tokens == num_reqs * length and all(step.samples)
@@ -256,7 +247,7 @@ class StepGraphs:
         return shape._replace(num_reqs=reqs)
 
     def _alone(self, shape: Shape) -> Shape | None:
-        """What a lone prompt is padded to, or None where pieces serve it better."""
+        """Return what a lone prompt is padded to; None: pieces serve it better."""
         alone = Shape("full", False, 2, shape.num_tokens, alone=True)
         if alone in self._captured:
             return alone
@@ -271,7 +262,7 @@ class StepGraphs:
         return key not in self._refused and self._failures[key.kind, key.alone] < MOST_FAILURES
 
     def run(self, shape: Shape, batch: Batch) -> Tensor:
-        """Hidden states of a batch padded to `shape`; overwritten by the next run, of whatever shape."""
+        """Return the hidden states of a batch padded to `shape`; the next run, of any shape, overwrites them."""
         key = _pieces_of(shape) if shape.kind == "piecewise" else shape
         captured = self._captured.get(key)
         if captured is None:
@@ -279,10 +270,10 @@ class StepGraphs:
                 batch = _for_any_lengths(batch, shape, self.settings.max_model_len)
             captured = self._try(key, batch)
             if captured is None:
-                return self._model.forward(batch, _whole if shape.kind == "piecewise" else None)[0]
+                return self._model.forward(batch, _attend_directly if shape.kind == "piecewise" else None)[0]
         if captured.pieces:
-            told = captured.metadata
-            metadata = self._model.metadata(batch, told.positions, told.slot_mappings)
+            inputs = captured.metadata
+            metadata = self._model.metadata(batch, inputs.positions, inputs.slot_mappings)
             for piece in captured.pieces:
                 piece.graph.replay()
                 piece.attend(piece.q, piece.kv_cache, metadata, *piece.rest, out=piece.out)
@@ -290,44 +281,46 @@ class StepGraphs:
         return captured.hidden
 
     def _try(self, key: Shape, batch: Batch) -> _Captured | None:
-        """Capture `key` if this is not its first use. Where that fails nothing has run, and the step can run eagerly:
-        for lack of memory this size does so from now on; for any other reason it is tried again, but after
-        MOST_FAILURES of them all of its kind is left alone."""
+        """Capture `key` if this is not its first use; None: the step is to run eagerly, and nothing has run yet.
+
+        If memory is short even after cached memory is freed, the size stays eager from now on. After any other failure
+        it is tried again, until MOST_FAILURES of its kind have failed.
+        """
         if not self._may_capture(key):
             return None
         if key not in self._seen:
             self._seen.add(key)
             return None
-        before = self._device.used_memory()
-        said = ""
+        memory = self._device.memory
+        before, message = memory.free(), ""
         for _ in range(2):
             try:
                 captured = self._captured[key] = self._capture(key, batch)
             except Exception as error:
-                said = first_line(error)
+                message = first_line(error)
                 if not is_out_of_memory(error):
-                    self._failed(key, f"{type(error).__name__}: {said}")
+                    self._failed(key, f"{type(error).__name__}: {message}")
                     return None
             else:
-                self._count[key.kind] += 1
+                count = sum(shape.kind == key.kind for shape in self._captured)
                 sizes = self.notes.graph_bytes
-                sizes[key.kind] = sizes.get(key.kind, 0) + max(0, self._device.used_memory() - before)
-                total = f"{self._count[key.kind]} {key.kind} graphs: {sizes[key.kind] / 2**20:.1f} MiB"
+                sizes[key.kind] = sizes.get(key.kind, 0) + max(0, before - memory.free())
+                total = f"{count} {key.kind} graphs: {sizes[key.kind] / 2**20:.1f} MiB"
                 self.notes.lines.append(f"captured a {key} ({total})")
                 return captured
-            self._device.give_back()
-        self.notes.warnings.append(f"no room for a {key}, which stays eager: {said}")
+            memory.empty_cache()
+        self.notes.warnings.append(f"no room for a {key}, which stays eager: {message}")
         self._refused.add(key)
         return None
 
-    def _failed(self, key: Shape, said: str) -> None:
+    def _failed(self, key: Shape, message: str) -> None:
         self._failures[key.kind, key.alone] += 1
         count = self._failures[key.kind, key.alone]
         if count < MOST_FAILURES:
-            self.notes.warnings.append(f"a {key} could not be captured, and is tried again: {said}")
+            self.notes.warnings.append(f"a {key} could not be captured, and is tried again: {message}")
         else:
             kind = f"{key.kind} graphs{' of lone prompts' if key.alone else ''}"
-            self.notes.warnings.append(f"no {kind} from now on, since {count} could not be captured: {said}")
+            self.notes.warnings.append(f"no {kind} from now on, since {count} could not be captured: {message}")
 
     def _capture(self, key: Shape, batch: Batch) -> _Captured:
         cut = Cut(self._device, self._buffer)
@@ -335,14 +328,15 @@ class StepGraphs:
             try:
                 cut.begin()
                 hidden, metadata = self._model.forward(batch, cut if key.kind == "piecewise" else None)
-                metadata.cut = None  # it knows these graphs, which are to go as soon as nobody wants them
-                metadata.plan = {}  # and this, memory of the pool that other captures may use
+                metadata.cut = None  # it refers to these graphs, which would otherwise outlive their last use
+                metadata.plan = {}  # it refers to memory of the pool, which other captures may use
                 return _Captured(cut.pieces, cut.end(), self._device.borrow(hidden), metadata)
             finally:
                 cut.abandon()
 
     def _buffer(self, q: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Where attention's result lies between two pieces: one buffer for all layers of a shape, and all sizes."""
+        """Return where attention's result lies between two pieces: all layers of a shape, and all sizes, share a
+        buffer."""
         key = (shape, q.dtype)
         buffer = self._buffers.get(key)
         if buffer is None:
@@ -352,18 +346,18 @@ class StepGraphs:
 
 
 def _pieces_of(shape: Shape) -> Shape:
-    """The key of the pieces that serve any step of so many tokens."""
+    """Return the key of the pieces that serve any step of so many tokens."""
     return Shape("piecewise", False, 0, shape.num_tokens)
 
 
-def _whole(attend: Callable[..., Tensor], *arguments: Any, shape: tuple[int, ...]) -> Tensor:
-    """A cut that cuts nothing: the kernels of a capture in pieces, run eagerly."""
+def _attend_directly(attend: Callable[..., Tensor], *arguments: Any, shape: tuple[int, ...]) -> Tensor:
+    """Call attention as it is: a `cut` for running eagerly the kernels that a capture in pieces would hold."""
     return attend(*arguments)
 
 
 def _for_any_lengths(batch: Batch, shape: Shape, max_model_len: int) -> Batch:
-    """What a whole graph is told of its batch: nothing that depends on current lengths. In a mixed step any request may
-    be of any length, so that none is known to be a decode; a lone prompt is as long as its step at most."""
+    """Return `batch` with host integers that hold for any lengths that a replay of the whole graph may meet. In a mixed
+    step any request may have any length, so none counts as a decode; a lone prompt is at most as long as its step."""
     if shape.decode:
         return replace(batch, max_seq_len=max_model_len)
     longest, most = shape.num_tokens if shape.alone else max_model_len, max(2, shape.num_tokens)

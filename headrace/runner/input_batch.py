@@ -1,7 +1,4 @@
-"""One step's batch as device tensors at fixed addresses, filled by one copy.
-
-Knows how a SchedulerOutput is laid out; nothing of models or of what a row holds.
-"""
+"""Turns a SchedulerOutput into device tensors at fixed addresses, with one copy a step."""
 
 from __future__ import annotations
 
@@ -19,7 +16,8 @@ from headrace.step import SchedulerOutput
 
 @dataclass(frozen=True)
 class Batch:
-    """Views into the buffers of InputBatch, cut to (padded) size, all on the device; R = number of requests."""
+    """Describes one step to kernels and attention. The tensors are views into the buffers of InputBatch, on the device
+    and cut to the (padded) size; R is the number of requests, S the number of samples."""
 
     rows: Tensor
     """[R] int32"""
@@ -30,15 +28,15 @@ class Batch:
     query_start_loc: Tensor
     """[R + 1] int32"""
     sample_index: Tensor
-    """[S] int64: index into the step's tokens of each sampling request's last token; its drafts follow"""
+    """[S] int64: where among the step's tokens each sampling request's last known token is; its drafts follow"""
     sample_rows: Tensor
     """[S] int64"""
     sample_positions: Tensor
-    """[S] int64: number of tokens known before the sampled one, which is the position it takes"""
+    """[S] int64: number of tokens known before the sampled one, which is also its position"""
     sample_offsets: Tensor | None
-    """[S] int64, where decodes may have drafts: how far each is behind the first of its request"""
+    """[S] int64: how far each sample is behind the first of its request; None: decodes never have drafts"""
     num_reqs: int
-    """R, padding included, as in the numbers below"""
+    """R; padding is included here and in the numbers below"""
     num_tokens: int
     num_samples: int
     num_decodes: int
@@ -46,13 +44,13 @@ class Batch:
     max_query_len: int
     max_seq_len: int
     max_prompt_len: int
-    """of the requests behind the decodes; 0: there are none"""
+    """of the requests behind the decodes; 0 if there are none"""
     decode_only: bool
-    """Every token samples: token i is sample i."""
+    """every token samples, so that token i is sample i"""
 
 
-class Everyone(NamedTuple):
-    """All requests that a batch may have, at fixed addresses: those behind the step's own have no tokens."""
+class AllRows(NamedTuple):
+    """Holds all requests that a batch may have, at fixed addresses; those behind the step's own have no tokens."""
 
     rows: Tensor
     """[max_rows + 1] int32"""
@@ -65,7 +63,7 @@ class Everyone(NamedTuple):
 @dataclass(frozen=True)
 class _Buffers:
     words: Tensor
-    """# int32: all of them, one after the other"""
+    """# int32: all buffers, one after the other"""
     small: Tensor
     """# [4, max_rows + 2 or more] int32: rows, num_computed, seq_lens, query_start_loc"""
     large: Tensor
@@ -80,9 +78,11 @@ class _Buffers:
 
 
 class InputBatch:
-    """Buffers for at most `max_rows` requests and one of padding, whose decodes have `decode_len` tokens. `stages` host
-    copies rotate so that one may be filled while another is still read. On a CPU they are the device's too, unless
-    addresses are to be `fixed`."""
+    """Holds the buffers of a batch of at most `max_rows` requests and one of padding; a decode has `decode_len` tokens.
+
+    `stages` host copies take turns, so that one is filled while another is still being read. On a CPU they serve as the
+    device's buffers too, unless addresses are to be `fixed`.
+    """
 
     def __init__(
         self,
@@ -93,14 +93,11 @@ class InputBatch:
         copy_words: Callable[[Tensor, Tensor], None] = copy_words_reference,
         decode_len: int = 1,
     ) -> None:
-        self.device = device
         self.decode_len = decode_len
         self._copy = copy_words
         self.max_rows = max_rows
         pinned = device.type != "cpu"
-        width = (
-            -(-(max_rows + 2) // 4) * 4
-        )  # every view begins at a multiple of 16 bytes, which kernels are compiled for
+        width = -(-(max_rows + 2) // 4) * 4  # so that views begin at multiples of 16 bytes, as kernels are compiled for
         self._stages = [_Buffers.allocate(width, decode_len, "cpu", pinned) for _ in range(stages)]
         self._arrays = [(stage.small.numpy(), stage.large.numpy()) for stage in self._stages]
         self._device = _Buffers.allocate(width, decode_len, device) if pinned or fixed else None
@@ -110,10 +107,11 @@ class InputBatch:
         ]
         self._turn = 0
 
-    def everyone(self) -> Everyone:
-        """Of the batch filled last, and with `fixed` addresses of all that follow that are filled for it."""
+    def all_rows(self) -> AllRows:
+        """Return all rows of the batch filled last. With `fixed` addresses they stay valid for every later batch that
+        is filled with `all_rows`."""
         rows, num_computed, _, query_start_loc, *_ = self._views[self._turn]
-        return Everyone(
+        return AllRows(
             rows[: self.max_rows + 1], num_computed[: self.max_rows + 1], query_start_loc[: self.max_rows + 2]
         )
 
@@ -122,11 +120,14 @@ class InputBatch:
         step: SchedulerOutput,
         padded_reqs: int | None = None,
         padded_tokens: int | None = None,
-        everyone: bool = False,
+        all_rows: bool = False,
     ) -> Batch:
-        """Copy the step's integers to the device. Requests beyond the step's own, up to `padded_reqs`, have seq_len 0
-        and sit in the scratch row: of as many tokens as a decode has, or, with `padded_tokens`, the first of all tokens
-        up to there and the others of none. `everyone`: make what `everyone()` gives right, too."""
+        """Copy the step's integers to the device and return them as a batch.
+
+        Requests of padding, up to `padded_reqs`, are in the scratch row and have seq_len 0. Each has as many tokens as
+        a decode; with `padded_tokens`, the first has all tokens up to that number and the others none. `all_rows` makes
+        the result of `all_rows()` valid for this batch.
+        """
         num_reqs, num_tokens = len(step.rows), step.num_tokens
         padded = padded_reqs or num_reqs
         tokens = padded_tokens or num_tokens + (padded - num_reqs) * self.decode_len
@@ -139,9 +140,9 @@ class InputBatch:
         small[:2, :num_reqs] = facts[:2]
         small[2, :num_reqs] = ends
         small[3, 1 : num_reqs + 1] = starts
-        end = self.max_rows + 1 if everyone else padded
+        end = self.max_rows + 1 if all_rows else padded
         if end > num_reqs:
-            small[0, num_reqs:end] = self.max_rows  # the scratch row, whose block belongs to nobody
+            small[0, num_reqs:end] = self.max_rows  # the scratch row, whose block belongs to no request
             small[1:3, num_reqs:end] = 0
             small[3, num_reqs + 1 : end + 1] = tokens
             if padded_tokens is None:
@@ -173,7 +174,7 @@ class InputBatch:
             num_tokens=tokens,
             num_samples=num_samples,
             num_decodes=padded if longest == 1 and padded_tokens is None else num_decodes,
-            # 1 would mean one token each, which requests without tokens have not
+            # 1 would mean that every request has a token, which is not so of padding
             max_query_len=longest if padded_tokens is None else max(longest, tokens - num_tokens, 2),
             max_seq_len=int(ends.max()),
             max_prompt_len=int(ends[num_decodes:].max(initial=0)),
@@ -184,7 +185,8 @@ class InputBatch:
     def _fill_samples(
         step: SchedulerOutput, large: np.ndarray, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray
     ) -> int:
-        """A sample for the last known token of each request that samples, and for each of its drafts; -> how many."""
+        """Write a sample for the last known token of each request that samples, and for each of its drafts; return how
+        many there are."""
         counts = np.array(step.samples, dtype=np.int64)
         if step.num_drafts:
             counts *= 1 + np.array(step.num_drafts)

@@ -1,9 +1,8 @@
-"""How each fast kernel is run beside its reference on the loaded model: the cases of kernels/cases.py with made-up
-activations, the layers' own weights and sizes. Launch sizes are those that serving uses too, so that nothing is
-compiled for this alone.
+"""Checks each fast kernel against its reference on the loaded model: the cases of kernels/cases.py with made-up
+activations and the layers' own weights and sizes.
 
-A kernel that the model does not use is not run. Knows nothing of what is done with one that disagrees but how to
-replace it.
+Launch sizes are those that serving uses too, so that nothing is compiled for the checks alone. A kernel that the model
+does not use is not run.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ from headrace.runner.kv_cache import CacheShape, allocate_alone
 from headrace.runner.self_check import Check, Switch, switches
 
 TOKENS = (1, 8, 24, 40)
-"""One of each bucket of linears over few tokens, and of the ways to run experts"""
+"""One number of tokens for each bucket of linears over few tokens, and for each way to run experts"""
 ON_ANY_CHIP = 2e-5
-"""The least that is allowed where rounding may differ at all: float32 has other instructions on each chip"""
+"""The smallest bound where rounding may differ at all: float32 has other instructions on each chip"""
 WIDE = {torch.bfloat16: 1e-2, torch.float16: 5e-3, torch.float32: 2e-3}
-"""Sums of products, in another order; float32 may go through TF32"""
+"""Bounds of sums of products that are added in another order; float32 may go through TF32"""
 Kind = TypeVar("Kind", bound=nn.Module)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The model under check, on one rank."""
+    """Holds the model under check on one rank, and what it runs with."""
 
     model: Any
-    """a CausalModel of layers"""
+    """a CausalModel of the runner"""
     backend: Backend
     kernels: KernelTable
     shape: CacheShape
@@ -51,40 +50,50 @@ class Subject:
     device: torch.device
 
     @cached_property
-    def make(self) -> Inputs:
-        """The same on every rank."""
+    def inputs(self) -> Inputs:
+        """A source of made-up inputs, the same on every rank."""
         return Inputs(self.dtype, self.device)
 
     def layers(self, kind: type[Kind]) -> list[Kind]:
+        """Return all layers of a class."""
         return [module for module in self.model.modules() if isinstance(module, kind)]
 
     def ends(self, kind: type[Kind], key: Callable[[Kind], Any] = lambda _: None) -> list[Kind]:
-        """The first and the last layer of each `key`."""
+        """Return the first and the last layer of each `key`."""
         first = {key(layer): layer for layer in reversed(self.layers(kind))}
         last = {key(layer): layer for layer in self.layers(kind)}
         return [layer for layer in self.layers(kind) if layer is first[key(layer)] or layer is last[key(layer)]]
 
     def fp8_linears(self) -> list[tuple[Linear, torch.dtype]]:
-        """(the first and the last of each size, in which type they want their input)"""
+        """Return the first and the last fp8 linear of each size, each with the type of its quantized input."""
         sized = self.ends(Linear, lambda layer: (layer.spec.in_features, layer.spec.out_features, layer.scheme))
         wanted = [(layer, layer.scheme.product.input_dtype(layer.spec)) for layer in sized]
         return [(layer, fp8) for layer, fp8 in wanted if fp8 is not None]
 
+    def attention_layers(self) -> list[Attention]:
+        """Return one attention layer of each kind."""
+        return list({layer.spec: layer for layer in reversed(self.layers(Attention))}.values())
+
+    def drop_fused_decode(self) -> None:
+        """Let all layers decode by separate kernels from now on."""
+        for layer in self.layers(Attention):
+            layer.decode = None
+
     def cache(self, layer: Attention, num_blocks: int) -> Tensor:
-        """Like that of `layer`, zeros."""
+        """Return a cache like that of `layer`, filled with zeros."""
         cache = allocate_alone(self.shape, self.shape.specs.index(layer.spec), num_blocks, self.device)
         assert cache is not None
         return cache
 
     def rope(self) -> Tensor:
-        """# [positions, rotary_dim]"""
+        """Return the model's table of rotary angles # [positions, rotary_dim]."""
         tables = [vars(module)["cos_sin"] for module in self.model.modules() if "cos_sin" in vars(module)]
         table: Tensor = tables[0]
         return table
 
 
 def kernel_checks(subject: Subject) -> Iterator[Check]:
-    """Of the table's kernels, those behind switches."""
+    """Yield a check of each kernel that has a switch and is not demoted."""
     held = switches(subject.kernels)
     for name, make_cases in KERNEL_CASES.items():
         if name in held and held[name].call is held[name].fast and (runs := list(make_cases(subject))):
@@ -92,23 +101,22 @@ def kernel_checks(subject: Subject) -> Iterator[Check]:
 
 
 def _check(subject: Subject, name: str, switch: Switch, runs: list[Case]) -> Check:
-    """Errors are told as multiples of the loosest bound."""
+    """Return a check of one kernel over `runs`, whose errors are scaled to the loosest of their bounds."""
     bounds = [max(case.bound, ON_ANY_CHIP) if case.bound else 0.0 for case in runs]
     loosest = max(bounds)
 
     def error() -> float:
         errors = [case.error(switch.fast, switch.reference) for case in runs]
-        return max(found * (loosest / bound if bound else 1.0) for found, bound in zip(errors, bounds, strict=True))
+        return max(error * (loosest / bound if bound else 1.0) for error, bound in zip(errors, bounds, strict=True))
 
     def demote() -> str:
         switch.demote()
         if name != "step_angles":
             return "it"
-        others = switches(subject.kernels)  # what the reference makes only its own kind can read
+        others = switches(subject.kernels)  # the angles that the reference makes are read by references alone
         if "rotary_and_cache" in others:
             others["rotary_and_cache"].demote()
-        for layer in subject.layers(Attention):
-            layer.decode = None
+        subject.drop_fused_decode()
         return "it, and rotary_and_cache and decode_attention by what reads its angles"
 
     return Check(name, error, loosest, demote)
@@ -117,30 +125,30 @@ def _check(subject: Subject, name: str, switch: Switch, runs: list[Case]) -> Che
 def _rms_norm(subject: Subject) -> Cases:
     for norm in subject.ends(RMSNorm, lambda norm: norm.weight.shape):
         for tokens in (1, 40):
-            yield from cases.rms_norm(subject.make, tokens, norm.weight, norm.eps)
+            yield from cases.rms_norm(subject.inputs, tokens, norm.weight, norm.eps)
 
 
 def _rms_norm_quantized(subject: Subject) -> Cases:
     for layer, fp8 in subject.fp8_linears():
         if (weight := layer.fused.norm_weight) is not None:
-            yield from cases.rms_norm(subject.make, 40, weight, layer.fused.norm_eps, fp8)
+            yield from cases.rms_norm(subject.inputs, 40, weight, layer.fused.norm_eps, fp8)
 
 
 def _silu_and_mul(subject: Subject) -> Cases:
     for mlp in subject.ends(GatedMLP, lambda mlp: mlp.gate_up_proj.spec.out_features)[:1]:
-        yield from cases.silu_and_mul(subject.make, 40, mlp.gate_up_proj.spec.out_features // 2)
+        yield from cases.silu_and_mul(subject.inputs, 40, mlp.gate_up_proj.spec.out_features // 2)
 
 
 def _silu_and_mul_quantized(subject: Subject) -> Cases:
     wanted = {id(layer): fp8 for layer, fp8 in subject.fp8_linears()}
     for mlp in subject.layers(GatedMLP):
         if (fp8 := wanted.get(id(mlp.down_proj))) is not None:
-            yield from cases.silu_and_mul(subject.make, 40, mlp.gate_up_proj.spec.out_features // 2, fp8)
+            yield from cases.silu_and_mul(subject.inputs, 40, mlp.gate_up_proj.spec.out_features // 2, fp8)
 
 
 def _quantize_per_token(subject: Subject) -> Cases:
     for size, fp8 in {layer.spec.in_features: fp8 for layer, fp8 in subject.fp8_linears()}.items():
-        yield from cases.quantize_per_token(subject.make, 40, size, fp8)
+        yield from cases.quantize_per_token(subject.inputs, 40, size, fp8)
 
 
 def _fp8_linear(subject: Subject) -> Cases:
@@ -148,33 +156,29 @@ def _fp8_linear(subject: Subject) -> Cases:
         if "weight_scale" in layer.weights:  # a CPU has no such arithmetic
             weights = layer.weights["weight"], layer.weights["weight_scale"], layer.weights.get("bias")
             for tokens in TOKENS:
-                yield from cases.fp8_linear(subject.make, tokens, *weights)
-
-
-def attention_layers(subject: Subject) -> list[Attention]:
-    """One of each kind."""
-    return list({layer.spec: layer for layer in reversed(subject.layers(Attention))}.values())
+                yield from cases.fp8_linear(subject.inputs, tokens, *weights)
 
 
 def head_norms(layer: Attention) -> tuple[Tensor | None, Tensor | None]:
-    """of q and k"""
+    """Return the weights of the norms of queries and keys, if the layer has them."""
     return (layer.q_norm.weight, layer.k_norm.weight) if layer.qk_norm else (None, None)
 
 
 def _new_tokens(subject: Subject, layer: Attention) -> NewTokens:
     cache = subject.cache(layer, 40 // subject.shape.block_size + 3)
     of_layer = {"kv_scale": cache_scale(subject), "norms": head_norms(layer), "eps": layer.eps}
-    return new_tokens(subject.make, layer.heads, layer.spec.head_dim, subject.rope().shape[0], cache, **of_layer)
+    return new_tokens(subject.inputs, layer.heads, layer.spec.head_dim, subject.rope().shape[0], cache, **of_layer)
 
 
 def cache_scale(subject: Subject) -> Tensor | None:
-    """For K and V of a few standard deviations in an fp8 cache."""
+    """Return scales # [2] of an fp8 cache for K and V of a few standard deviations; None: the cache is not fp8."""
     if subject.shape.dtype.itemsize > 1:
         return None
     return torch.tensor([8.0, 9.0], device=subject.device) / torch.finfo(subject.shape.dtype).max
 
 
 def cache_bound(subject: Subject, plain: dict[torch.dtype, float]) -> float:
+    """Return the bound of what passes through the cache, where `plain` are the bounds without it."""
     narrow = subject.shape.dtype
     return max(plain[subject.dtype], cases.ROUNDED_FP8 if narrow.itemsize == 1 else plain.get(narrow, 0.0))
 
@@ -185,7 +189,7 @@ def _step_angles(subject: Subject) -> Cases:
 
 
 def _rotary_and_cache(subject: Subject) -> Cases:
-    for layer in attention_layers(subject):
+    for layer in subject.attention_layers():
         tokens = _new_tokens(subject, layer)
         angles = subject.kernels.step_angles(subject.rope(), tokens.positions)
         yield from cases.rotary_and_cache(angles, tokens, cache_bound(subject, ROUNDED))
@@ -193,13 +197,13 @@ def _rotary_and_cache(subject: Subject) -> Cases:
 
 def _prepare_batch(subject: Subject) -> Cases:
     size = subject.shape.block_size
-    return cases.prepare_batch(subject.make, (1, 1, 24, 3 * size + 1), (0, 2 * size - 1, size + 1, 0), size)
+    return cases.prepare_batch(subject.inputs, (1, 1, 24, 3 * size + 1), (0, 2 * size - 1, size + 1, 0), size)
 
 
 def _fused_moe(subject: Subject) -> Cases:
     for layer in subject.ends(SparseMoE):
         for tokens in TOKENS:
-            yield from cases.fused_moe(subject.make, tokens, layer.experts, layer.has_shared)
+            yield from cases.fused_moe(subject.inputs, tokens, layer.experts, layer.has_shared)
 
 
 KERNEL_CASES: dict[str, Callable[[Subject], Cases]] = {
@@ -211,15 +215,15 @@ KERNEL_CASES: dict[str, Callable[[Subject], Cases]] = {
     "fp8_linear": _fp8_linear,
     "step_angles": _step_angles,
     "rotary_and_cache": _rotary_and_cache,
-    "copy_words": lambda subject: cases.copy_words(subject.make, 6000),
-    "scatter_words": lambda subject: cases.scatter_words(subject.make, 1500),
+    "copy_words": lambda subject: cases.copy_words(subject.inputs, 6000),
+    "scatter_words": lambda subject: cases.scatter_words(subject.inputs, 1500),
     "prepare_batch": _prepare_batch,
-    "settle_lengths": lambda subject: cases.settle_lengths(subject.make),
-    "commit_tokens": lambda subject: cases.commit_tokens(subject.make, 8),
-    "best_token": lambda subject: cases.best_token(subject.make, 6, subject.vocab_size),
-    "gumbel_argmax": lambda subject: cases.gumbel_argmax(subject.make, 6, subject.vocab_size),
-    "filter_floor": lambda subject: cases.filter_floor(subject.make, 6, subject.vocab_size),
-    "logsumexp": lambda subject: cases.logsumexp(subject.make, 4, subject.vocab_size),
+    "settle_lengths": lambda subject: cases.settle_lengths(subject.inputs),
+    "commit_tokens": lambda subject: cases.commit_tokens(subject.inputs, 8),
+    "best_token": lambda subject: cases.best_token(subject.inputs, 6, subject.vocab_size),
+    "gumbel_argmax": lambda subject: cases.gumbel_argmax(subject.inputs, 6, subject.vocab_size),
+    "filter_floor": lambda subject: cases.filter_floor(subject.inputs, 6, subject.vocab_size),
+    "logsumexp": lambda subject: cases.logsumexp(subject.inputs, 4, subject.vocab_size),
     "fused_moe": _fused_moe,
 }
-"""Every kernel of the table, in the order in which they are checked"""
+"""The cases of every kernel of the table, in the order in which they are checked"""

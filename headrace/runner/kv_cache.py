@@ -1,4 +1,4 @@
-"""Allocates what a rank's layers cache, in one arena. Knows shapes and bytes, not who owns which block."""
+"""Allocates the caches of a rank's layers in one arena. The scheduler knows which request owns which block."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from headrace.model_spec import STATE_BYTES, ModelSpec
 from headrace.step import SchedulerOutput
 
 E4M3_CAPABILITY = (8, 9)
-"""The first NVIDIA GPUs that convert e4m3"""
+"""Compute capability of the first NVIDIA GPUs that convert e4m3"""
 
 
 def cache_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The torch type of a `kv_cache_dtype` that the planner settled. Raises ConfigError where `device` cannot."""
+    """Return the torch type of a `kv_cache_dtype` that the planner has resolved. Raises ConfigError where `device` has
+    no such type."""
     if name == "fp8_e5m2":
         return torch.float8_e5m2
     if name != "fp8_e4m3":
@@ -36,11 +37,11 @@ def cache_dtype(name: str, device: torch.device) -> torch.dtype:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What the layers of one rank cache."""
+    """Describes what the layers of one rank cache."""
 
     layout: CacheLayout
     specs: tuple[AttentionSpec | None, ...]
-    """of each layer; None: its cache is a state, or it has none"""
+    """of each layer; None: the layer caches a recurrent state, or nothing"""
     dtype: torch.dtype
     """of keys and values"""
 
@@ -53,8 +54,11 @@ class CacheShape:
         return self.layout.block_size
 
     def block(self, layer: int) -> tuple[tuple[int, ...], torch.dtype]:
-        """Size and type of what a block holds of a layer: (planes, block_size, num_kv_heads, head_dim), of which planes
-        are K and V, or a latent alone; (1, numbers) of a state."""
+        """Return shape and type of what a block holds of a layer.
+
+        The shape is (planes, block_size, num_kv_heads, head_dim), whose planes are K and V, or a latent alone, and (1,
+        numbers) for a recurrent state.
+        """
         spec = self.specs[layer]
         if spec is None:
             group = self.layout.groups[self.layout.group_of[layer]]
@@ -66,26 +70,28 @@ class CacheShape:
 def cache_shape(
     model: ModelSpec, specs: tuple[AttentionSpec | None, ...], ranks: int, block_size: int, dtype: torch.dtype
 ) -> CacheShape:
-    """Of one of `ranks`, whose layers ask for `specs`."""
+    """Return what one of `ranks` caches, whose layers have the attention `specs`."""
     return CacheShape(cache_layout(model, ranks, dtype.itemsize, block_size), specs, dtype)
 
 
 @dataclass(frozen=True)
 class KVCache:
+    """Holds the arena, and each layer's cache as a view of it."""
+
     shape: CacheShape
     arena: Tensor
     """[num_pages + 1, page_bytes] uint8; the last page is scratch for padding"""
     layers: list[Tensor | None]
-    """views of the arena: # [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim] of a layer that attends,
-    [1, ...] where values are part of their keys; # [num_blocks, numbers] float32 of a state; None: nothing is cached"""
+    """[2 (K, V), num_blocks, block_size, num_kv_heads, head_dim] for attention, [1, ...] for latent attention, whose
+    values are part of its keys; [num_blocks, numbers] float32 for a recurrent state; None: the layer caches nothing"""
 
     @property
     def scratch_blocks(self) -> list[int]:
-        """of each group"""
+        """The first block of the scratch page, for each group."""
         return [(len(self.arena) - 1) * group.blocks_per_page for group in self.shape.layout.groups]
 
     def prepare(self, step: SchedulerOutput) -> None:
-        """What goes before the step's own computing: pages that change hands are cleared, states copied."""
+        """Clear pages that pass to another group and copy states, before the step computes."""
         for page in step.cleared_pages:
             self.arena[page].zero_()
         for copy in step.state_copies:
@@ -94,10 +100,11 @@ class KVCache:
 
 
 def allocate_kv_cache(shape: CacheShape, num_pages: int, device: torch.device) -> KVCache:
-    """Zeroed: uninitialized memory may hold NaN, and a masked probability of zero times NaN is NaN.
+    """Allocate the caches, filled with zeros: uninitialized memory may hold NaN, and a masked probability of zero times
+    NaN is NaN.
 
-    Where one group of layers has the arena to itself its pages never change hands, and each layer's cache lies together
-    instead of each block: so a layer's reads are spread over less memory.
+    Where all layers are one group, pages never pass to another; then each layer's cache lies in one piece, instead of
+    each block, so that a layer's reads are spread over less memory.
     """
     layout = shape.layout
     arena = torch.zeros((num_pages + 1, layout.page_bytes), dtype=torch.uint8, device=device)
@@ -119,7 +126,7 @@ def allocate_kv_cache(shape: CacheShape, num_pages: int, device: torch.device) -
 
 
 def allocate_alone(shape: CacheShape, layer: int, num_blocks: int, device: torch.device) -> Tensor | None:
-    """The cache of one layer, of `num_blocks` zeroed blocks, in memory of its own."""
+    """Allocate a cache of `num_blocks` zeroed blocks for one layer alone; None: the layer caches nothing."""
     if layer not in shape.layout.group_of:
         return None
     (planes, *inner), dtype = shape.block(layer)

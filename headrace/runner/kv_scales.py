@@ -1,9 +1,9 @@
-"""Scales of an fp8 KV cache, settled once before serving: what the checkpoint brings, else what a made-up prompt leaves
-in a cache of the model's own type.
+"""Settles the scales of an fp8 KV cache once before serving: the checkpoint's own, or scales that fit what made-up
+prompts leave in a cache of the model's own type.
 
-The prompt follows from the vocabulary alone, so the scales follow from the weights. The same prompt then runs over the
-fp8 cache, which tells how far the format moves this model; whether that will do, the planner decides. Knows nothing of
-requests.
+The prompts follow from the vocabulary alone, so the scales follow from the weights. The same prompts then run over the
+fp8 cache, which tells how far the format moves this model's hidden states; the planner decides whether that is near
+enough.
 """
 
 from __future__ import annotations
@@ -23,31 +23,33 @@ from headrace.runner.kv_cache import CacheShape, allocate_alone
 
 NUM_PROMPTS, PROMPT_LENGTH = 4, 128
 HEADROOM = {torch.float8_e5m2: 32.0}
-"""How far above the largest number of the made-up prompts the format reaches: what real text brings beyond that is cut
-off. It costs no precision, since small numbers of fp8 are as precise as large ones (the demo model moves by 5.3%
-whether it is 2 or 64); e5m2 has more room than the others (16.0)."""
+"""How far the format's range reaches above the largest number of the made-up prompts; beyond that, numbers of real text
+are clamped. It costs no precision, since small numbers of fp8 are as precise as large ones (the demo model moves by
+5.3% whether it is 2 or 64). e5m2 has a wider range than the others, for which it is 16.0."""
 BOUND = 0.3
-"""Most that the hidden states may move where fp8 was asked for, ||difference|| / ||hidden||. Measured: 0.05 with e4m3
-and 0.10 with e5m2 on the demo model, up to 0.11 and 0.21 on tiny random ones; with biases on K of 10, 30 and 100
+"""The most that hidden states may move where fp8 was asked for, as ||difference|| / ||hidden||. Measured: 0.05 with
+e4m3 and 0.10 with e5m2 on the demo model, up to 0.11 and 0.21 on tiny random ones; with biases on K of 10, 30 and 100
 standard deviations of its other channels 0.22, 0.49, 0.86 and 0.42, 0.74, 1.0: by then the tokens are others."""
 
 
 @dataclass(frozen=True)
 class SettledScales:
-    said: str
+    """Says what became of the scales, and how good they are."""
+
+    note: str
     """a line for the start-up log"""
     error: float
     """||difference|| / ||hidden states|| that the fp8 cache makes"""
     remedy: str
-    """the types of cache that this model can live with, where that is beyond BOUND"""
+    """the cache types with which this model still works, where the error is beyond BOUND"""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A model and what it takes to run prompts through it."""
+    """Runs the made-up prompts through a loaded model."""
 
     model: nn.Module
-    """as the runner's CausalModel"""
+    """a CausalModel of the runner"""
     config: ModelConfig
     shape: CacheShape
     """of the cache that will serve"""
@@ -57,13 +59,13 @@ class Calibration:
     device: torch.device
 
     def scales(self) -> list[Tensor]:
-        """of each layer # [2] (K, V) float32, where the kernels read them"""
+        """Return each layer's scales # [2] (K, V) float32, where the kernels read them."""
         layers = [layer for layer in self.model.modules() if isinstance(layer, Attention)]
         return [layer.kv_scale for layer in layers if layer.kv_scale is not None]
 
     @torch.inference_mode()
     def run(self, cache_dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        """(hidden states of the made-up prompts # [tokens, hidden_size], the caches of layers that attend)"""
+        """Return the hidden states # [tokens, hidden_size] and the caches of the layers with attention."""
         length = min(PROMPT_LENGTH, self.config.max_position_embeddings)
         per_prompt = -(-length // self.shape.block_size)
         shape = replace(self.shape, dtype=cache_dtype)
@@ -94,15 +96,16 @@ class Calibration:
         return hidden, [cache for cache, spec in attended if cache is not None and spec is not None]
 
     def fitting_scales(self, caches: list[Tensor]) -> Tensor:
-        """# [layers, 2] float32, so that the largest numbers in `caches`, over all ranks, come to lie HEADROOM below
-        the format's; 1.0 for what is all zeros, or not finite."""
+        """Return scales # [layers, 2] float32 that put the largest number of each cache, over all ranks, HEADROOM below
+        the format's largest; 1.0 where a cache is all zeros or not finite."""
         largest = torch.stack([cache.abs().amax(dim=(1, 2, 3, 4)).float().expand(2) for cache in caches])
         largest = self.group.all_gather(largest.view(-1, 1)).amax(dim=-1).view(-1, 2)
         scales = largest * (HEADROOM.get(self.shape.dtype, 16.0) / torch.finfo(self.shape.dtype).max)
         return torch.where((scales > 0) & scales.isfinite(), scales, torch.ones_like(scales))
 
     def error(self, hidden: Tensor, scales: Tensor) -> float:
-        """How far `hidden` moves by way of the fp8 cache with `scales` # [layers, 2], which the layers keep."""
+        """Set the layers' scales to `scales` [layers, 2] and return how far `hidden` moves over an fp8 cache with
+        them."""
         for place, values in zip(self.scales(), scales, strict=True):
             place.copy_(values)
         moved, _ = self.run(self.shape.dtype)
@@ -110,8 +113,8 @@ class Calibration:
 
 
 def settle_kv_scales(calibration: Calibration, calculate: bool) -> SettledScales:
-    """Fill in the scales that the checkpoint does not bring, calculated or 1.0. Raises CheckpointError on scales that
-    cannot be."""
+    """Fill in the scales that the checkpoint lacks, calculated or 1.0. Raises CheckpointError for scales that are not
+    positive and finite."""
     brought = torch.stack(calibration.scales())
     missing = brought.isnan()
     if not bool((missing | ((brought > 0) & brought.isfinite())).all()):
@@ -127,13 +130,13 @@ def settle_kv_scales(calibration: Calibration, calculate: bool) -> SettledScales
     if bool(missing.any()) and not bool(missing.all()):
         origin = f"the checkpoint's, and {made} where it has none"
     name = "fp8_e5m2" if calibration.shape.dtype == torch.float8_e5m2 else "fp8_e4m3"
-    said = f"With scales {origin}, the KV cache in {name} moves hidden states by {error:.1%}."
+    note = f"With scales {origin}, the KV cache in {name} moves hidden states by {error:.1%}."
     bearable = error <= BOUND
-    return SettledScales(said, error, "" if bearable else _remedy(calibration, hidden, caches))
+    return SettledScales(note, error, "" if bearable else _remedy(calibration, hidden, caches))
 
 
 def _remedy(calibration: Calibration, hidden: Tensor, caches: list[Tensor]) -> str:
-    """The next type that this model can live with."""
+    """Return the cache types with which this model still works."""
     dtype = str(calibration.dtype).removeprefix("torch.")
     if calibration.shape.dtype != torch.float8_e5m2:
         return dtype

@@ -1,6 +1,6 @@
-"""Checks of what layers do by other means than the table's kernels: attention's backend, its fused decode, linears.
+"""Checks what layers do by other means than the kernel table: attention's backend, its fused decode, linears.
 
-Run after kernel_checks.py: norms and activations are right by then.
+These checks come after those of kernel_checks.py, so that norms and activations are right.
 """
 
 from __future__ import annotations
@@ -31,42 +31,34 @@ from headrace.layers.attention import Attention
 from headrace.layers.linear import Linear, RowParallelLinear
 from headrace.quantization.scheme import GemmTable
 from headrace.quantization.unquantized import unquantized
-from headrace.runner.kernel_checks import (
-    TOKENS,
-    WIDE,
-    Subject,
-    attention_layers,
-    cache_bound,
-    cache_scale,
-    head_norms,
-)
+from headrace.runner.kernel_checks import TOKENS, WIDE, Subject, cache_bound, cache_scale, head_norms
 from headrace.runner.self_check import Check
 
 W8A8 = {False: 6e-2, True: 0.12}
-"""Products over activations in fp8 beside the same over plain ones; True: gate times up, perhaps in fp8 again"""
+"""Bounds of products over fp8 activations against plain ones; True: of gate times up, which may be in fp8 again"""
 ROWS_AT_ONCE = 1 << 25
-"""elements of a weight that are widened to float32 at a time"""
+"""Elements of a weight that are widened to float32 at a time"""
 EPS = 1e-6
-"""of a norm that is left half done: whoever finishes it brings its own"""
+"""For a norm that the next layer finishes, with an epsilon of its own"""
 LONGEST = 1000
-"""keys of a decode: enough for several parts"""
+"""Keys of a decode, enough for several parts"""
 DECODES = (1, 4, 8, 16, 32, 64, 128, 256)
-"""Requests of a step: with as many parts a request as serving uses, so that it compiles nothing later"""
+"""Requests of a step, so that keys are split into as many parts as serving does and nothing is compiled later"""
 
 
 def layer_checks(subject: Subject) -> Iterator[Check]:
-    for layer in attention_layers(subject):
+    """Yield the checks of attention and linears."""
+    layers = subject.attention_layers()
+    for layer in layers:
         if layer.decode is not None:
             yield from (_decode_check(subject, layer, requests) for requests in DECODES)
     if isinstance(subject.backend, TritonAttention):
-        for layer in attention_layers(subject):
+        for layer in layers:
             if subject.backend.prefills_by_copy_engine(layer.spec, subject.dtype, subject.shape.dtype):
                 yield _prompt_check(subject, layer, subject.backend)
     if subject.device.type != "cpu" or subject.backend.name != "TORCH_SDPA":  # it is the reference of a CPU
-        for layer in attention_layers(subject):
-            if not (
-                layer.spec.sinks or layer.spec.chunked
-            ):  # which only torch's own attention knows, not the reference
+        for layer in layers:
+            if not (layer.spec.sinks or layer.spec.chunked):  # the reference knows neither
                 yield _attention_check(subject, layer)
     yield from _linear_checks(subject)
     yield from _fp8_checks(subject)
@@ -79,22 +71,21 @@ def _decode_check(subject: Subject, layer: Attention, requests: int) -> Check:
         return 0.0 if layer.decode is None else _decode_error(subject, layer, requests)
 
     def demote() -> str:
-        for other in subject.layers(Attention):
-            other.decode = None
+        subject.drop_fused_decode()
         return "separate kernels"
 
     return Check("decode_attention", error, bound, demote)
 
 
 def _decode_error(subject: Subject, layer: Attention, requests: int) -> float:
-    """Of one step of `requests` decodes, the last one padding if there are several."""
+    """Compare one step of `requests` decodes, the last of which is padding if there are several."""
     longest = min(LONGEST, subject.rope().shape[0])
     lengths = [longest, *((37 * i) % min(200, longest) + 1 for i in range(1, requests))]
     if requests > 1:
         lengths[-1] = 0
     cache, metadata = _filled_cache(subject, layer, [1] * requests, lengths)
     norms = head_norms(layer)
-    q, k, v = subject.make.random(requests, sum(layer.heads), layer.spec.head_dim).split(layer.heads, dim=1)
+    q, k, v = subject.inputs.random(requests, sum(layer.heads), layer.spec.head_dim).split(layer.heads, dim=1)
     angles = subject.kernels.step_angles(subject.rope(), metadata.positions)[0]
     scale, other = cache_scale(subject), cache.clone()
     assert layer.decode is not None
@@ -108,7 +99,7 @@ def _decode_error(subject: Subject, layer: Attention, requests: int) -> float:
 
 
 def _prompt_check(subject: Subject, layer: Attention, backend: TritonAttention) -> Check:
-    """The kernel of long prompts, over short ones."""
+    """Check the kernel for long prompts on short ones."""
 
     def error() -> float:
         longest, spec = min(LONGEST, subject.rope().shape[0]), layer.spec
@@ -152,7 +143,7 @@ def _attention_error(
 ) -> float:
     cache, metadata = _filled_cache(subject, layer, counts, lengths)
     spec, scale = layer.spec, cache_scale(subject)
-    q = subject.make.random(sum(counts), layer.heads[0], spec.head_dim)
+    q = subject.inputs.random(sum(counts), layer.heads[0], spec.head_dim)
     if plan is not None and isinstance(subject.backend, TritonAttention):
         metadata.plan[spec] = subject.backend.launches(plan, metadata, spec, q)
     out = layer.attend(q, cache, metadata, spec, scale)
@@ -164,11 +155,12 @@ def _attention_error(
 def _filled_cache(
     subject: Subject, layer: Attention, counts: list[int], lengths: list[int]
 ) -> tuple[Tensor, AttentionMetadata]:
-    """A layer's cache full of numbers, and a step of `counts` new tokens of requests that then have `lengths`."""
+    """Return a layer's cache full of numbers, and a step of `counts` new tokens of requests that then have
+    `lengths`."""
     size, device = subject.shape.block_size, subject.device
     needed = [max(1, -(-length // size)) for length in lengths]
     cache = subject.cache(layer, sum(needed) + 1)
-    content = subject.make.random(*cache.shape)
+    content = subject.inputs.random(*cache.shape)
     scale = cache_scale(subject)
     if scale is None:
         cache.copy_(content)
@@ -187,10 +179,10 @@ def _filled_cache(
     num_groups = layer.spec.group + 1
     return cache, AttentionMetadata(
         rows=torch.arange(len(lengths), dtype=torch.int32, device=device),
-        query_start_loc=subject.make.ints(0, *ends),
-        seq_lens=subject.make.ints(*lengths),
-        positions=subject.make.ints(*positions, dtype=torch.int64),
-        slot_mappings=(subject.make.ints(*slots, dtype=torch.int64),) * num_groups,
+        query_start_loc=subject.inputs.ints(0, *ends),
+        seq_lens=subject.inputs.ints(*lengths),
+        positions=subject.inputs.ints(*positions, dtype=torch.int64),
+        slot_mappings=(subject.inputs.ints(*slots, dtype=torch.int64),) * num_groups,
         block_tables=(table.to(device),) * num_groups,
         num_reqs=len(counts),
         num_tokens=sum(counts),
@@ -201,29 +193,29 @@ def _filled_cache(
 
 
 def _linear_checks(subject: Subject) -> Iterator[Check]:
-    """Our own kernels for few tokens, size by size and bucket by bucket; the library is what serves without them."""
-    found: dict[int, tuple[str, GemmTable, list[Linear]]] = {}
-    for layer in subject.ends(Linear, _use):
+    """Check our own kernels for few tokens, size by size and bucket by bucket; the vendor's library replaces them."""
+    by_table: dict[int, tuple[str, GemmTable, list[Linear]]] = {}
+    for layer in subject.ends(Linear, _launch_key):
         table = _table(layer)
         if table is not None:
             name = f"linear_{layer.spec.out_features}x{layer.spec.in_features}"
-            found.setdefault(id(table), (name, table, []))[2].append(layer)
-    for name, table, layers in found.values():
+            by_table.setdefault(id(table), (name, table, []))[2].append(layer)
+    for name, table, layers in by_table.values():
         for low, bucket in zip((0, *BUCKETS), BUCKETS, strict=False):
             tokens = next(count for count in (*TOKENS, bucket) if low < count <= bucket)
-            # also where the library serves: ranks measure their tables apart, and must run the same checks
+            # also where the library is used: ranks measure their tables apart, and must run the same checks
             error = partial(_linear_error, subject, layers, tokens, table)
             demote = partial(_by_library, table, low, bucket)
             yield Check(f"{name}_up_to_{bucket}_tokens", error, WIDE[subject.dtype], demote)
 
 
-def _use(layer: Linear) -> tuple[object, ...]:
-    """What its launches depend on"""
+def _launch_key(layer: Linear) -> tuple[object, ...]:
+    """Return all that a linear's launches depend on."""
     return layer.spec.in_features, layer.spec.out_features, layer.fused.activation is None, type(layer), layer.scheme
 
 
 def _table(layer: Linear) -> GemmTable | None:
-    """Which kernel serves how many tokens, shared by all linears of the size; None where none is ours."""
+    """Return which kernel serves how many tokens, for all linears of the size; None: no kernel of ours."""
     return layer.scheme.product.table(layer.spec) if layer.weights else None
 
 
@@ -233,20 +225,20 @@ def _by_library(table: GemmTable, low: int, bucket: int) -> str:
 
 
 def _linear_error(subject: Subject, layers: list[Linear], tokens: int, table: GemmTable) -> float:
-    """Through the layers themselves, beside plain products in float32 of the same weights; 0 where `table` leaves them
-    to the library. What an fp8 linear takes in is in fp8 already, and then it is normed too."""
+    """Compare the layers themselves with plain products of the same weights in float32; 0 where `table` leaves the
+    products to the library. The input of an fp8 linear is quantized already, hence normed too."""
     worst = 0.0
     for layer in layers if table[tokens] is not None else ():
-        x: Any = subject.make.random(tokens, layer.spec.in_features)
+        x: Any = subject.inputs.random(tokens, layer.spec.in_features)
         fp8 = layer.scheme.product.input_dtype(layer.spec)
         if fp8 is not None:
             x = quantize_per_token_reference(x, fp8)
-        worst = max(worst, _error_beside_plain(subject, layer, x))
+        worst = max(worst, _error_of(subject, layer, x))
     return worst
 
 
-def _error_beside_plain(subject: Subject, layer: Linear, x: Any) -> float:
-    expected, residual = _plainly(layer, x), None
+def _error_of(subject: Subject, layer: Linear, x: Any) -> float:
+    expected, residual = _reference(layer, x), None
     if isinstance(layer, RowParallelLinear):
         residual = expected.to(subject.dtype).flip(-1).contiguous()
         expected += residual
@@ -257,7 +249,7 @@ def _error_beside_plain(subject: Subject, layer: Linear, x: Any) -> float:
         error = max(error, relative_error(out.normed(EPS).to(subject.dtype), normed))
     half = _half_normed(subject, layer, x.shape[0])
     if half is not None:
-        out, expected = layer.compute(half, None), _plainly(layer, half.x)
+        out, expected = layer.compute(half, None), _reference(layer, half.x)
         error = max(error, relative_error(_tensor(out, subject.dtype), expected.to(subject.dtype)))
     return error
 
@@ -267,22 +259,22 @@ def _tensor(out: Any, dtype: torch.dtype) -> Tensor:
 
 
 def _half_normed(subject: Subject, layer: Linear, tokens: int) -> HalfNormed | None:
-    """What the linear before the norm of `layer` hands it for so many tokens, if that is left for it to finish."""
+    """Return what the linear before the norm of `layer` hands to it, if it leaves the norm for `layer` to finish."""
     weight, table = layer.fused.norm_weight, _table(layer)
     config = table[tokens] if table is not None and tokens < len(table) else None
     if config is None or (config.block_m > 1 and layer.scheme.product.input_dtype(layer.spec) is not None):
-        return None  # it norms by a kernel of its own, to quantize
+        return None  # it norms with a kernel of its own, which also quantizes
     for before in subject.layers(RowParallelLinear):
         left = before.fused.next_norm
         if weight is not None and left is not None and left.data_ptr() == weight.data_ptr():
             sizes = before.spec.in_features, before.spec.out_features
-            out = before.compute(*(subject.make.random(tokens, size) for size in sizes))
+            out = before.compute(*(subject.inputs.random(tokens, size) for size in sizes))
             return out if isinstance(out, HalfNormed) else None
     return None
 
 
-def _plainly(layer: Linear, x: Any) -> Tensor:
-    """# [num_tokens, outputs] float32"""
+def _reference(layer: Linear, x: Any) -> Tensor:
+    """Return the layer's output in plain float32 # [num_tokens, outputs]."""
     fused = layer.fused
     if isinstance(x, Quantized):
         x = x.dequantize(torch.float32)
@@ -301,7 +293,7 @@ def _plainly(layer: Linear, x: Any) -> Tensor:
 
 
 def _fp8_checks(subject: Subject) -> Iterator[Check]:
-    """What fp8 does to activations, size by size."""
+    """Check what fp8 does to activations, size by size."""
     for layer, _ in subject.fp8_linears():
         if layer.weights:
             name = f"fp8_linear_{layer.spec.out_features}x{layer.spec.in_features}"
@@ -311,12 +303,12 @@ def _fp8_checks(subject: Subject) -> Iterator[Check]:
 
 
 def _fp8_error(subject: Subject, layer: Linear) -> float:
-    inputs = (subject.make.random(tokens, layer.spec.in_features) for tokens in (1, 100, 200))
-    return max(_error_beside_plain(subject, layer, x) for x in inputs)
+    inputs = (subject.inputs.random(tokens, layer.spec.in_features) for tokens in (1, 100, 200))
+    return max(_error_of(subject, layer, x) for x in inputs)
 
 
 def _without_fp8(subject: Subject, wrong: Linear) -> str:
-    """All linears of the size over the same weights, widened."""
+    """Compute all linears of the size with the same weights, widened, over plain activations."""
     plain, rounding = unquantized(), wrong.scheme
     for layer in subject.layers(Linear):
         same = (layer.spec.out_features, layer.spec.in_features) == (wrong.spec.out_features, wrong.spec.in_features)

@@ -1,4 +1,4 @@
-"""A device's memory: what is free, what this process holds of it, and which errors mean that there is too little."""
+"""Measures and frees a device's memory, and tells which errors mean that there is too little of it."""
 
 from __future__ import annotations
 
@@ -6,55 +6,66 @@ from typing import Protocol
 
 import torch
 
-SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+OUT_OF_MEMORY_MESSAGES = (
+    "out of memory",
+    "can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """The allocator's own error, or what libraries say that found no room beside it."""
+    """Return whether `error` comes from torch's allocator, or from a library that could not allocate beside it."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY_MESSAGES)
 
 
 def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type's name where it has none."""
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
 class DeviceMemory(Protocol):
-    """All in bytes. Tests bring one of their own."""
+    """Reports a device's memory in bytes. What a device has no allocator of torch's for is 0, and freeing it does
+    nothing."""
 
     name: str
     total: int
 
     def free(self) -> int:
-        """What nobody holds, this process or another."""
+        """Return what neither this process nor another holds."""
         ...
 
     def reserved(self) -> int:
-        """What this process's allocator holds, in use or cached."""
-        ...
+        """Return what this process's allocator holds, in use or cached."""
+        return 0
 
     def allocated(self) -> int:
-        """What this process's tensors take."""
-        ...
+        """Return what this process's tensors take."""
+        return 0
 
     def peak(self) -> int:
-        """The most that `allocated` was since `reset_peak`."""
-        ...
+        """Return the most that `allocated` was since `reset_peak`."""
+        return 0
 
-    def reset_peak(self) -> None: ...
+    def reset_peak(self) -> None:
+        """Begin to measure a new `peak`."""
+        return
 
-    def give_back(self) -> None:
-        """Return what is cached to the device, once what runs has ended."""
-        ...
+    def empty_cache(self) -> None:
+        """Wait for the device, then give cached memory back to it."""
+        return
 
     def drop_workspaces(self) -> None:
-        """Of the vendor's matrix library, which keeps one for every thread that has ever called it. No graph may have
-        been captured: it would go on to use them."""
-        ...
+        """Free the matrix library's workspaces, one for each thread that ever called it. No graph may have been
+        captured: a graph goes on using the workspace of its capture."""
+        return
 
 
-class GpuMemory:
+class GpuMemory(DeviceMemory):
+    """Reports a GPU's memory."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.name = torch.cuda.get_device_name(device)
@@ -75,7 +86,7 @@ class GpuMemory:
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
 
-    def give_back(self) -> None:
+    def empty_cache(self) -> None:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
 
@@ -84,8 +95,8 @@ class GpuMemory:
         torch._C._cuda_clearCublasWorkspaces()
 
 
-class HostMemory:
-    """A CPU's: everybody's, and nothing in it is profiled."""
+class HostMemory(DeviceMemory):
+    """Reports a CPU's memory, which all processes share and which is not profiled."""
 
     name = "CPU"
 
@@ -95,30 +106,14 @@ class HostMemory:
     def free(self) -> int:
         return _meminfo("MemAvailable")
 
-    def reserved(self) -> int:
-        return 0
-
-    def allocated(self) -> int:
-        return 0
-
-    def peak(self) -> int:
-        return 0
-
-    def reset_peak(self) -> None:
-        pass
-
-    def give_back(self) -> None:
-        pass
-
-    def drop_workspaces(self) -> None:
-        pass
-
 
 def device_memory(device: torch.device) -> DeviceMemory:
+    """Return the memory of `device`."""
     return GpuMemory(device) if device.type == "cuda" else HostMemory()
 
 
 def _meminfo(wanted: str) -> int:
+    """Return an entry of /proc/meminfo in bytes."""
     with open("/proc/meminfo") as file:
         for line in file:
             name, value = line.split(":")

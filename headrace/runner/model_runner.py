@@ -1,7 +1,8 @@
-"""Computes steps on one rank: gathers the step's tokens from the permanent rows, runs the model, samples, and writes
-the sampled tokens back to the rows, where the next step finds them without visiting the host.
+"""Computes steps on one rank: gathers a step's tokens from the permanent rows, runs the model, samples, and writes the
+sampled tokens back to the rows, where the next step reads them without waiting for the host.
 
-Decides nothing: what runs comes in the SchedulerOutput, which kernels serve comes from the table handed to the layers.
+The runner decides nothing: what runs comes in the SchedulerOutput, and which kernels run was settled when the model was
+loaded.
 """
 
 from __future__ import annotations
@@ -14,54 +15,63 @@ import torch
 from torch import Tensor
 
 from headrace.attention.metadata import AttentionMetadata
+from headrace.graph_sizes import GraphSettings
 from headrace.kernels.table import KernelTable
 from headrace.runner.cuda_graph import CudaDevice, GraphDevice, Shape, StepGraphs
-from headrace.runner.graph_settings import GraphSettings
 from headrace.runner.input_batch import Batch, InputBatch
 from headrace.runner.kv_cache import CacheShape, KVCache, allocate_kv_cache
-from headrace.runner.pending import REJECTED, HostLogprobs, Notes, Outgoing, PendingStep, logprobs_to_host
+from headrace.runner.pending import REJECTED, HostLogprobs, Notes, PendingStep, TokenBuffers
 from headrace.runner.request_state import RequestState
 from headrace.sampling.logprobs import LogprobTensors, gather_logprobs
 from headrace.sampling.sampler import Sampler
 from headrace.step import LOGITS_NOT_FINITE, NO_TOKEN_ALLOWED, SchedulerOutput
 
 PROMPT_LOGPROBS_CHUNK = 256
-"""Positions whose full-vocabulary logits are held at once."""
+"""Prompt positions whose logits over the whole vocabulary are held at once."""
 
 
 class CausalModel(Protocol):
-    """What the runner needs of a model."""
+    """Describes what the runner needs of a model."""
 
     def __call__(
         self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv_caches: list[Tensor | None]
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """Map input_ids, positions [num_tokens] to hidden states # [num_tokens, hidden_size], after the last norm."""
+        ...
 
-    def compute_logits(self, hidden: Tensor) -> Tensor: ...
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Map hidden states [n, hidden_size] to logits # [n, vocab_size]."""
+        ...
 
 
 class Drafter(Protocol):
-    """Guesses what follows the known tokens of a row. Wrong guesses cost time and nothing else."""
+    """Guesses the tokens that follow the known ones of a row. Wrong guesses cost time and nothing else."""
 
     num_drafts: int
-    """guesses a row"""
+    """guesses for each row"""
 
     def propose(self, batch: Batch, state: RequestState, hidden: Tensor) -> None:
         """Write guesses to the `num_drafts` places of state.token_table behind the state.num_known tokens of each row
-        of batch.sample_rows. `hidden`: of the batch's tokens. It follows each step that samples, and must take no
-        memory that it may not find: the step would be computed again, and its tokens are known already."""
+        of batch.sample_rows. `hidden` [num_tokens, hidden_size] are the batch's hidden states.
+
+        It is called after each step that samples. It must not run out of memory: the step would be computed again,
+        though its tokens are known already."""
         ...
 
 
 @dataclass(frozen=True)
 class RunnerLimits:
+    """Bounds the size of steps and of the tables that hold requests."""
+
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    block_size: int
     vocab_size: int
 
 
 class ModelRunner:
+    """Holds a rank's cache, rows and graphs, and computes steps on them in the order in which it is given them."""
+
     def __init__(
         self,
         model: CausalModel,
@@ -73,7 +83,7 @@ class ModelRunner:
         graph_device: Callable[[torch.device], GraphDevice] = CudaDevice,
         drafter: Drafter | None = None,
     ) -> None:
-        """Ready to be profiled, on a cache of one page and without graphs; `allocate` makes it ready to serve."""
+        """Make a runner that can be profiled: it has a cache of one page and no graphs until `allocate`."""
         self.model = model
         self.kernels = kernels
         self.shape = shape
@@ -93,21 +103,21 @@ class ModelRunner:
         self._build(num_pages=1)
 
     def allocate(self, num_pages: int) -> None:
-        """(Re)build cache and rows for `num_pages` pages; whatever they held is gone, and the graphs that know their
-        addresses with it."""
+        """Build cache and rows anew, with `num_pages` pages. What they held is lost, and so are the graphs, which know
+        their addresses."""
         self._build(num_pages)
         self.renew_graphs()
 
     def renew_graphs(self) -> None:
-        """Free all graphs; they come back as sizes are used."""
+        """Free all graphs; they are captured again as their sizes are used."""
         self.graphs = None
         self.notes.graph_bytes.clear()
         if self.graph_settings is not None:
             self.graphs = StepGraphs(self.graph_settings, self, self._graph_device(self.device), self.notes)
 
     def keep_results(self) -> None:
-        """What queued steps leave for the host stays there, however many steps follow before it is read."""
-        self._outgoing = Outgoing(self.limits.max_num_seqs * (1 + self.num_drafts), self.device)
+        """Leave the results of queued steps where they are, however many steps follow before they are read."""
+        self._token_buffers = TokenBuffers(self.limits.max_num_seqs * (1 + self.num_drafts), self.device)
 
     def _build(self, num_pages: int) -> None:
         limits = self.limits
@@ -123,6 +133,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> PendingStep:
+        """Launch a step on the device, without waiting for it."""
         if step.cleared_pages or step.state_copies:
             self.cache.prepare(step)
         self.state.apply(step)
@@ -139,14 +150,14 @@ class ModelRunner:
         return pending
 
     def batch_of(self, step: SchedulerOutput, shape: Shape | None = None) -> Batch:
-        """The step's batch, padded to a graph's `shape`; where the host knows but bounds of lengths, they are what the
-        rows say."""
+        """Return the step's batch, padded to a graph's `shape`. Where the host knows only bounds of lengths, because
+        drafts are not accepted or rejected yet, the rows' own lengths replace them on the device."""
         state = self.state
         if shape is None:
             batch = self.inputs.fill(step)
         else:
             tokens = None if shape.decode else shape.num_tokens
-            batch = self.inputs.fill(step, shape.num_reqs, tokens, everyone=shape.kind == "piecewise")
+            batch = self.inputs.fill(step, shape.num_reqs, tokens, all_rows=shape.kind == "piecewise")
         if state.num_known is not None:
             self.kernels.settle_lengths(
                 batch.num_computed, batch.seq_lens, batch.rows, batch.sample_positions, batch.sample_rows,
@@ -155,11 +166,11 @@ class ModelRunner:
         return batch
 
     def forward(self, batch: Batch, cut: Callable[..., Tensor] | None = None) -> tuple[Tensor, AttentionMetadata]:
-        """Hidden states [num_tokens, hidden_size] after the last norm, and what attention was told.
+        """Return hidden states # [num_tokens, hidden_size], after the last norm, and the metadata given to attention.
 
-        With `cut` (see cuda_graph.py) inputs are gathered as for any batch of that many tokens.
+        With `cut` (see cuda_graph.py) inputs are gathered in a way that serves any batch of that many tokens.
         """
-        state, whose = self.state, batch if cut is None else self.inputs.everyone()
+        state, whose = self.state, batch if cut is None else self.inputs.all_rows()
         gathered = [
             self.kernels.prepare_batch(
                 whose.rows,
@@ -178,7 +189,7 @@ class ModelRunner:
         return self.model(input_ids, positions, metadata, self.cache.layers), metadata
 
     def metadata(self, batch: Batch, positions: Tensor, slot_mappings: tuple[Tensor, ...]) -> AttentionMetadata:
-        """What attention is told of the step."""
+        """Return what attention needs to know of the step."""
         return AttentionMetadata(
             rows=batch.rows,
             query_start_loc=batch.query_start_loc,
@@ -215,7 +226,7 @@ class ModelRunner:
             rows, positions = batch.sample_rows, batch.sample_positions
             offsets, most = batch.sample_offsets, 1 + self.num_drafts
             result = self.sampler.sample(logits, rows, positions, state.token_table, batch.max_seq_len, offsets, most)
-            token_ids = self._outgoing.next(batch.num_samples)
+            token_ids = self._token_buffers.next(batch.num_samples)
             self.kernels.commit_tokens(
                 token_ids, state.token_table, result.token_ids, result.best, result.raw_best, rows, positions,
                 NO_TOKEN_ALLOWED, LOGITS_NOT_FINITE, state.num_known, offsets, most, REJECTED,
@@ -223,7 +234,7 @@ class ModelRunner:
             if result.logprobs is not None and state.wants_logprobs:
                 counts = samples or step.samples
                 sampled = [row for row, count in zip(step.rows, counts, strict=True) for _ in range(count)]
-                logprobs = logprobs_to_host(result.logprobs, [state.wants_logprobs.get(row) for row in sampled])
+                logprobs = HostLogprobs.of(result.logprobs, [state.wants_logprobs.get(row) for row in sampled])
         event = None
         if self.device.type == "cuda":
             event = torch.cuda.Event()
@@ -231,11 +242,11 @@ class ModelRunner:
         return PendingStep(step.step, token_ids, logprobs, prompts, event, self.notes.take(), samples)
 
     def _prompt_logprobs(self, step: SchedulerOutput, hidden: Tensor) -> dict[int, HostLogprobs]:
-        """For the rows that asked: the distribution after each prompt position of this step, scored at the prompt token
-        that follows it."""
-        found: dict[int, HostLogprobs] = {}
+        """Return, for rows that asked, the log-probability of the prompt token that follows each position of this
+        step."""
+        logprobs: dict[int, HostLogprobs] = {}
         if not self.state.prompt_logprobs:
-            return found
+            return logprobs
         first = 0
         for row, computed, count in zip(step.rows, step.num_computed_tokens, step.num_scheduled_tokens, strict=True):
             start, first = first, first + count
@@ -251,10 +262,5 @@ class ModelRunner:
                 targets = self.state.token_table[row, position : position + size].long()
                 parts.append(gather_logprobs(logits, targets, k, self.kernels.logsumexp))
             if parts:
-                joined = LogprobTensors(
-                    torch.cat([part.token_ids for part in parts]),
-                    torch.cat([part.logprobs for part in parts]),
-                    torch.cat([part.ranks for part in parts]),
-                )
-                found[row] = logprobs_to_host(joined, [k] * wanted)
-        return found
+                logprobs[row] = HostLogprobs.of(LogprobTensors.concatenate(parts), [k] * wanted)
+        return logprobs

@@ -1,7 +1,4 @@
-"""A step between launch and result: the copies to the host that are under way, and the lists they become.
-
-Knows nothing of models; it only turns tensors into a RunnerOutput.
-"""
+"""Turns a step's results, which the device is still computing, into a RunnerOutput on the host."""
 
 from __future__ import annotations
 
@@ -15,21 +12,25 @@ from headrace.sampling.logprobs import LogprobTensors
 from headrace.step import Logprobs, RunnerOutput
 
 REJECTED = -3
-"""In place of a token that was sampled behind a wrong draft; beside step.NO_TOKEN_ALLOWED and LOGITS_NOT_FINITE."""
+"""Stands for a token that was sampled behind a wrong draft; see also step.NO_TOKEN_ALLOWED and LOGITS_NOT_FINITE."""
 
 
 @dataclass(frozen=True)
 class HostLogprobs:
-    """LogprobTensors on their way to the host, and how many alternatives each entry's request asked for."""
+    """Holds log-probabilities on their way to the host."""
 
-    token_ids: Tensor
-    logprobs: Tensor
-    ranks: Tensor
+    tensors: LogprobTensors
     ks: list[int | None]
-    """per entry; None: this request asked for no logprobs"""
+    """for each entry, how many alternatives its request asked for; None: the request asked for no logprobs"""
+
+    @staticmethod
+    def of(tensors: LogprobTensors, ks: list[int | None]) -> HostLogprobs:
+        """Begin to copy `tensors` to the host."""
+        return HostLogprobs(LogprobTensors(*map(to_host, tensors)), ks)
 
     def entries(self) -> list[Logprobs | None]:
-        ids, values, ranks = self.token_ids.tolist(), self.logprobs.tolist(), self.ranks.tolist()
+        """Return the entries as lists; call it once the copies have arrived."""
+        ids, values, ranks = (tensor.tolist() for tensor in self.tensors)
         return [
             None if k is None else Logprobs(ids[i][: k + 1], values[i][: k + 1], ranks[i])
             for i, k in enumerate(self.ks)
@@ -37,8 +38,27 @@ class HostLogprobs:
 
 
 @dataclass(frozen=True)
+class Notes:
+    """Collects lines for the log, which travel with the next step's result."""
+
+    lines: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    graph_bytes: dict[str, int] = field(default_factory=dict)
+    """memory that CUDA graphs of each kind take"""
+
+    def take(self) -> Notes | None:
+        """Return the lines that have come since the last call; None if there are none."""
+        if not self.lines and not self.warnings:
+            return None
+        taken = Notes(self.lines.copy(), self.warnings.copy(), dict(self.graph_bytes))
+        self.lines.clear()
+        self.warnings.clear()
+        return taken
+
+
+@dataclass(frozen=True)
 class FinishedStep:
-    """A step that left nothing to wait for."""
+    """Stands for a step whose result is already on the host."""
 
     output: RunnerOutput
 
@@ -49,81 +69,51 @@ class FinishedStep:
         return self.output
 
 
-@dataclass(frozen=True)
-class Notes:
-    """Lines for the log, which go up with the next step's result."""
-
-    lines: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    graph_bytes: dict[str, int] = field(default_factory=dict)
-    """Memory that CUDA graphs of each kind took"""
-
-    def take(self) -> Notes | None:
-        """What is new, once; None: nothing."""
-        if not self.lines and not self.warnings:
-            return None
-        taken = Notes(self.lines.copy(), self.warnings.copy(), dict(self.graph_bytes))
-        self.lines.clear()
-        self.warnings.clear()
-        return taken
-
-
+@dataclass(eq=False, slots=True)
 class PendingStep:
-    """A step whose work is queued on the device. Construct it right after queueing; `result()` waits for it."""
+    """Stands for a step whose work is queued on the device; `result` waits for it."""
 
-    def __init__(
-        self,
-        step: int,
-        token_ids: Tensor | None = None,
-        logprobs: HostLogprobs | None = None,
-        prompt_logprobs: dict[int, HostLogprobs] | None = None,
-        event: torch.cuda.Event | None = None,
-        notes: Notes | None = None,
-        samples: list[int] | None = None,
-    ) -> None:
-        """`samples`: of each request, where some have drafts, of which REJECTED tells those that do not count."""
-        self._step = step
-        self._samples = samples
-        self._token_ids = token_ids
-        self._logprobs = logprobs
-        self._prompt_logprobs = prompt_logprobs or {}
-        self._event = event
-        self._notes = notes or Notes()
+    step: int
+    token_ids: Tensor | None = None
+    """[n] int64 on the host, filled by the device"""
+    logprobs: HostLogprobs | None = None
+    prompt_logprobs: dict[int, HostLogprobs] = field(default_factory=dict)
+    """by row"""
+    event: torch.cuda.Event | None = None
+    """recorded behind the step's work; None: there is nothing to wait for"""
+    notes: Notes | None = None
+    samples: list[int] | None = None
+    """how many of `token_ids` are each request's, where some have drafts; those after a wrong draft are REJECTED"""
 
     def done(self) -> bool:
-        return self._event is None or self._event.query()
+        return self.event is None or self.event.query()
 
     def result(self) -> RunnerOutput:
-        if self._event is not None:
-            self._event.synchronize()
-        token_ids: list[int] = [] if self._token_ids is None else self._token_ids.tolist()
-        logprobs = [] if self._logprobs is None else self._logprobs.entries()
+        if self.event is not None:
+            self.event.synchronize()
+        token_ids: list[int] = [] if self.token_ids is None else self.token_ids.tolist()
+        logprobs = [] if self.logprobs is None else self.logprobs.entries()
         num_sampled = []
-        if self._samples is not None:
+        if self.samples is not None:
             first = 0
-            for count in self._samples:
+            for count in self.samples:
                 num_sampled.append(count - token_ids[first : first + count].count(REJECTED))
                 first += count
             logprobs = [entry for entry, token in zip(logprobs, token_ids, strict=False) if token != REJECTED]
             token_ids = [token for token in token_ids if token != REJECTED]
+        prompts = {
+            row: [entry for entry in host.entries() if entry is not None] for row, host in self.prompt_logprobs.items()
+        }
+        notes = self.notes or Notes()
         return RunnerOutput(
-            self._step,
-            token_ids,
-            logprobs,
-            {
-                row: [entry for entry in host.entries() if entry is not None]
-                for row, host in self._prompt_logprobs.items()
-            },
-            self._notes.lines,
-            self._notes.warnings,
-            graph_bytes=self._notes.graph_bytes,
+            self.step, token_ids, logprobs, prompts, notes.lines, notes.warnings, graph_bytes=notes.graph_bytes,
             num_sampled=num_sampled,
-        )
+        )  # fmt: skip
 
 
-class Outgoing:
-    """Where sampled tokens come to lie on the host: pinned buffers that take turns, so that a step may be queued while
-    the results of `turns` - 1 before it have not been read. On a CPU each step has its own."""
+class TokenBuffers:
+    """Holds sampled tokens for the host, in pinned buffers used by turns: one is overwritten `turns` steps later, and
+    must have been read by then. On a CPU each step gets a buffer of its own."""
 
     def __init__(self, most: int, device: torch.device, turns: int = 4) -> None:
         pinned = device.type != "cpu"
@@ -131,7 +121,7 @@ class Outgoing:
         self._turn = 0
 
     def next(self, count: int) -> Tensor:
-        """# [count] int64"""
+        """Return a buffer for `count` tokens # [count] int64."""
         if not self._buffers:
             return torch.empty(count, dtype=torch.int64)
         if count > len(self._buffers[0]):
@@ -141,13 +131,9 @@ class Outgoing:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy on the host, queued on the current stream; valid once the stream has reached it. On CPU a copy too, so
-    that a later step cannot change it."""
+    """Return a copy on the host, which is valid once the current stream has reached this point. On a CPU it is a copy
+    too, so that later steps do not change it."""
     if tensor.device.type == "cpu":
         return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
-
-
-def logprobs_to_host(tensors: LogprobTensors, ks: list[int | None]) -> HostLogprobs:
-    return HostLogprobs(to_host(tensors.token_ids), to_host(tensors.logprobs), to_host(tensors.ranks), ks)

@@ -1,11 +1,15 @@
-"""What a plan takes of a device's memory, measured by running its largest steps on an empty cache of one block.
+"""Measures how much memory and time a plan's steps take, by running made-up prompts on an empty cache of one page.
 
-Reports; decides nothing.
+The planner decides what follows from the figures.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
+
+import msgspec
+import torch
 
 from headrace.runner.memory import DeviceMemory
 from headrace.runner.model_runner import ModelRunner, RunnerLimits
@@ -13,26 +17,34 @@ from headrace.sampling_params import SamplingParams
 from headrace.step import BlockUpdate, NewRow, SchedulerOutput
 
 MOST_OUTSIDE = 4 << 30
-"""Kernels, libraries and communication beside the allocator take no more; if there seems to be, others started too."""
+"""Bytes that kernels, libraries and communication take at most outside the allocator; what seems to be more belongs to
+other processes that started meanwhile"""
 MARGIN = 1 / 64
-"""Share of the device, up to MOST_MARGIN bytes, that stays free where others bound what is ours, not our share"""
+"""Share of the device, up to MOST_MARGIN bytes, that stays free where other processes leave less than our share"""
 MOST_MARGIN = 1 << 30
+SIZES = (2048, 1024, 768, 512, 384, 256, 128)
+"""Tokens of the steps that are timed; the largest first, which loads what the others need too"""
+AHEAD_SECONDS = 0.015
+"""For how long the GPU is kept waiting while the host launches a step that will later run from a graph; longer where
+the launch takes longer"""
+CYCLES_PER_SECOND = 2_000_000_000
+"""of a GPU's clock, about"""
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """In bytes."""
+    """Says in bytes where a device's memory goes."""
 
     standing: int
     """weights, and tables of rows"""
     step: int
-    """what the largest step takes for as long as it runs"""
+    """what the largest step takes while it runs"""
     graphs: int
-    """what CUDA graphs are expected to take, of those that can be captured"""
+    """what CUDA graphs are expected to take once every size is captured"""
     outside: int
-    """taken beside torch's allocator"""
+    """taken outside torch's allocator"""
     left: int
-    """for the KV cache; below 0: what is missing"""
+    """for the KV cache; negative: how much is missing"""
 
     def __str__(self) -> str:
         parts = {"weights and tables": self.standing, "the largest step": self.step, "CUDA graphs": self.graphs}
@@ -41,11 +53,12 @@ class MemoryUse:
 
 
 def measure_memory(runner: ModelRunner, memory: DeviceMemory, utilization: float, free_at_start: int) -> MemoryUse:
-    """`utilization`: share of the device that may be ours; `free_at_start`: bytes, before the weights were loaded.
+    """Run the largest steps and return what they take.
 
-    Raises what the allocator raises where a step does not fit.
+    `utilization` is the share of the device that this process may use, `free_at_start` the bytes that were free before
+    the weights were loaded. Raises the allocator's error where a step does not fit.
     """
-    memory.give_back()
+    memory.empty_cache()
     standing = memory.allocated()
     memory.reset_peak()
     settings, limits = runner.graph_settings, runner.limits
@@ -53,12 +66,12 @@ def measure_memory(runner: ModelRunner, memory: DeviceMemory, utilization: float
     if settings is not None:
         chunks = min(limits.max_num_seqs, -(-settings.most_tokens // limits.max_model_len))
         largest = replace(limits, max_num_batched_tokens=settings.most_tokens, max_num_seqs=chunks)
-        _run(runner, _largest_step(largest, samples=False))
+        _run_largest_step(runner, largest, samples=False)
         pool = memory.peak() - standing
-        graphs = pool + settings.bytes_beside(runner.shape.num_layers)
-    _run(runner, _largest_step(limits, samples=True))
+        graphs = pool + settings.bytes_beside_pool(runner.shape.num_layers)
+    _run_largest_step(runner, limits, samples=True)
     peak = memory.peak()
-    memory.give_back()
+    memory.empty_cache()
     free, reserved = memory.free(), memory.reserved()
     outside = min(max(0, free_at_start - free - reserved), MOST_OUTSIDE)
     by_share = int(memory.total * utilization) - peak - outside - graphs
@@ -66,15 +79,23 @@ def measure_memory(runner: ModelRunner, memory: DeviceMemory, utilization: float
     return MemoryUse(standing, peak - standing, graphs, outside, min(by_share, by_free))
 
 
-def _run(runner: ModelRunner, step: SchedulerOutput) -> None:
-    runner.execute(step).result()
-    rows = list(range(runner.limits.max_num_seqs))
-    runner.execute(SchedulerOutput(0, [], rows, [], [], [], [], []))
+def measure_step_times(runner: ModelRunner) -> list[tuple[int, float]]:
+    """Return the prompt tokens of steps and the milliseconds that these take, smallest first, within the limits.
+
+    It runs before there are graphs; where steps will run from graphs, the host's time for launching them is left out.
+    Block 0 of the cache is overwritten, and every row is free before and afterwards. All ranks run it alike; it takes
+    about 0.4 s for 8 billion weights.
+    """
+    limits = runner.limits
+    most = min(limits.max_num_batched_tokens, limits.max_num_seqs * limits.max_model_len)
+    ahead = 0.0 if runner.graph_settings is None else AHEAD_SECONDS
+    times = [(size, _milliseconds(runner, size, ahead)) for size in SIZES if size <= most]
+    _free_rows(runner)
+    return times[::-1]
 
 
-def _largest_step(limits: RunnerLimits, samples: bool) -> SchedulerOutput:
-    """max_num_batched_tokens tokens in as few sequences as max_model_len allows, the rest of the rows one token each,
-    all of them sampling or none; every row's blocks point at block 0, so one block of cache is enough."""
+def _run_largest_step(runner: ModelRunner, limits: RunnerLimits, samples: bool) -> None:
+    """Run max_num_batched_tokens tokens in as few prompts as max_model_len allows, and one token in each other row."""
     counts: list[int] = []
     left = limits.max_num_batched_tokens
     for row in range(limits.max_num_seqs):
@@ -84,16 +105,62 @@ def _largest_step(limits: RunnerLimits, samples: bool) -> SchedulerOutput:
             break
         counts.append(count)
         left -= count
-    counts.sort()
-    rows = list(range(len(counts)))
     params = SamplingParams(temperature=1.0, top_p=0.9, top_k=10, max_tokens=None, seed=0)
+    runner.execute(_made_up_prompts(sorted(counts), limits.vocab_size, params, samples)).result()
+    _free_rows(runner)
+
+
+def _milliseconds(runner: ModelRunner, num_tokens: int, ahead: float) -> float:
+    """Time a step of `num_tokens` tokens in as few prompts as max_model_len allows.
+
+    The first run loads kernels and fills the rows; the second is timed, and a third where the second took longer to
+    launch than the GPU had been kept waiting.
+    """
+    limits, longest = runner.limits, runner.limits.max_model_len
+    counts = [min(longest, num_tokens - first) for first in range(0, num_tokens, longest)]
+    params = SamplingParams(temperature=0.0, max_tokens=None, seed=0)
+    step = _made_up_prompts(counts, limits.vocab_size, params)
+    runner.execute(step).result()
+    step = msgspec.structs.replace(step, new_rows=[], freed_rows=[], block_updates=[])
+    milliseconds, launching = _timed(runner, step, ahead)
+    if 0 < ahead < launching:
+        milliseconds, _ = _timed(runner, step, 1.5 * launching)
+    return milliseconds
+
+
+def _timed(runner: ModelRunner, step: SchedulerOutput, ahead: float) -> tuple[float, float]:
+    """Return (milliseconds that the GPU took, seconds that the host took to launch the step)."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    if ahead:
+        torch.cuda._sleep(int(ahead * CYCLES_PER_SECOND))
+    start.record()
+    began = time.perf_counter()
+    pending = runner.execute(step)
+    launching = time.perf_counter() - began
+    end.record()
+    pending.result()
+    end.synchronize()
+    return start.elapsed_time(end), launching
+
+
+def _made_up_prompts(
+    counts: list[int], vocab_size: int, params: SamplingParams, samples: bool = True
+) -> SchedulerOutput:
+    """Return a step of whole prompts of so many tokens, all of whose blocks are block 0. Their ids differ, so that a
+    mixture of experts uses all experts."""
+    rows = list(range(len(counts)))
+    ids = [index * 7919 % vocab_size for index in range(max(counts))]
     return SchedulerOutput(
         step=0,
-        new_rows=[NewRow(row, [0], params, []) for row in rows],
-        freed_rows=[],
+        new_rows=[NewRow(row, ids[:count], params, []) for row, count in zip(rows, counts, strict=True)],
+        freed_rows=rows,
         block_updates=[BlockUpdate(row, 0, [0]) for row in rows],
         rows=rows,
         num_computed_tokens=[0] * len(rows),
         num_scheduled_tokens=counts,
         samples=[samples] * len(rows),
     )
+
+
+def _free_rows(runner: ModelRunner) -> None:
+    runner.execute(SchedulerOutput(0, freed_rows=list(range(runner.limits.max_num_seqs))))

@@ -1,7 +1,7 @@
-"""The permanent rows: what a rank keeps of every admitted request, on the device.
+"""Keeps what a rank knows of every admitted request, in permanent rows of tables on the device.
 
-A row is filled at admission and lives until the request ends or is preempted; each step only reads through an index.
-Knows nothing of scheduling: which row is whose is the scheduler's business.
+A row is filled at admission and lives until the request ends or is preempted; a step reads its rows through an index.
+Which row belongs to which request is the scheduler's business.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ TOKENS, BLOCKS, KNOWN = "tokens", "blocks of group {}", "known"
 
 
 class RequestState:
-    """Tables on `device`:
+    """Holds the tables of rows on `device`:
 
     - `token_table` [max_rows + 1, max_model_len + num_drafts + 1] int32: every known token; sampling writes the next
       one here, and drafts follow
-    - `num_known` [max_rows + 1] int32, with drafts: how many are known, which the host learns late
-    - `block_tables` of each group of layers that keep alike, [max_rows + 1, max_blocks] int32
+    - `num_known` [max_rows + 1] int32, only with drafts: how many tokens are known, which the host learns late
+    - `block_tables` [max_rows + 1, max_blocks] int32, one for each cache group of layers
+    - `sampling`: the sampling parameters of each row
 
-    The last row is scratch: padding of captured graphs lives there and writes to `scratch_blocks`, which no request
-    has.
-    - `sampling`: the sampling parameters, a row each
+    The last row is scratch: padding of captured graphs is there, and writes to `scratch_blocks`, which no request owns.
     """
 
     def __init__(
@@ -45,7 +44,6 @@ class RequestState:
         scatter_words: Callable[[Tensor, Tensor, Tensor], None] = scatter_words_reference,
         num_drafts: int = 0,
     ) -> None:
-        self.device = device
         self.block_sizes = block_sizes
         shapes = {
             SamplingState.TABLE: SamplingState.table_shape(max_rows),
@@ -61,14 +59,14 @@ class RequestState:
         self.block_tables = tuple(self._writer.tables[BLOCKS.format(group)] for group in range(len(block_sizes)))
         for table, scratch in zip(self.block_tables, scratch_blocks, strict=True):
             table[max_rows] = scratch
-        self.sampling = SamplingState(max_rows, vocab_size, max_model_len, device, self._writer)
+        self.sampling = SamplingState(max_rows, vocab_size, device, self._writer)
         self.prompt_logprobs: dict[int, tuple[int, int]] = {}
         """row -> (k, prompt length) of the requests that asked for prompt logprobs"""
         self.wants_logprobs: dict[int, int] = {}
         """row -> k of the requests that asked for logprobs"""
 
     def apply(self, step: SchedulerOutput) -> None:
-        """Free, then fill rows and block tables as the step says, in one write to the device."""
+        """Free rows, then fill rows and block tables, as the step says. All of it is one write to the device."""
         if step.freed_rows:
             self.sampling.remove(step.freed_rows)
         for row in (*step.freed_rows, *(new.row for new in step.new_rows)):
@@ -95,7 +93,7 @@ class RequestState:
         self._writer.flush()
 
     def _write(self, table: str, runs: list[tuple[int, list[int]]]) -> None:
-        """table.flatten()[start : start + len(values)] = values for each (start, values)."""
+        """Set table.flatten()[start : start + len(values)] = values for each (start, values)."""
         counts = np.fromiter((len(values) for _, values in runs), dtype=np.int64, count=len(runs))
         total = int(counts.sum())
         starts = np.fromiter((start for start, _ in runs), dtype=np.int64, count=len(runs))

@@ -1,7 +1,7 @@
-"""At load, what is fast is compared with what is plainly right, on this model's weights; what disagrees is replaced.
+"""Compares fast code with plain references at load, on this model's weights, and replaces what disagrees.
 
-Kernels are called through switches, which whoever holds one need not know. How each one is run and compared stands in
-kernel_checks.py and step_checks.py. Every rank demotes what any of them found wrong.
+The checks themselves are in kernel_checks.py, layer_checks.py and step_checks.py. Kernels are called through switches,
+so that layers need not know what became of a kernel. Every rank demotes what disagrees on any rank.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ from headrace.kernels.table import REFERENCE_KERNELS, KernelTable
 from headrace.runner.memory import first_line, is_out_of_memory
 
 WAITS_FOR_THE_HOST = frozenset({"prepare_batch", "rotary_and_cache", "step_angles", "fused_moe"})
-"""Kernels whose references look at values on the host: no graph can hold them."""
-
-
+"""Kernels whose references read values on the host, which no graph can capture"""
 COMPILING_THREADS = 16
 
 
 class Switch:
-    """A kernel that can be turned to its reference while others hold it."""
+    """Calls a kernel, or its reference once the kernel is demoted."""
 
     def __init__(self, fast: Callable[..., Any], reference: Callable[..., Any]) -> None:
         self.fast = fast
@@ -43,7 +41,7 @@ class Switch:
 
 
 def with_switches(table: KernelTable) -> KernelTable:
-    """The same kernels, those that are not references behind switches."""
+    """Return the same kernels, with a switch in front of each that is not its own reference."""
     changed = {}
     for name, reference in vars(REFERENCE_KERNELS).items():
         if (fast := getattr(table, name)) is not reference:
@@ -52,59 +50,49 @@ def with_switches(table: KernelTable) -> KernelTable:
 
 
 def switches(table: KernelTable) -> dict[str, Switch]:
-    """by kernel"""
-    found = {field.name: getattr(table, field.name) for field in fields(table)}
-    return {name: kernel for name, kernel in found.items() if isinstance(kernel, Switch)}
+    """Return the switches of a table by the names of their kernels."""
+    kernels = {field.name: getattr(table, field.name) for field in fields(table)}
+    return {name: kernel for name, kernel in kernels.items() if isinstance(kernel, Switch)}
 
 
 @dataclass(frozen=True)
 class Check:
+    """Describes one comparison with a reference."""
+
     name: str
-    """of what is demoted, as the log and /metrics call it"""
+    """of what is checked, as the log and /metrics call it"""
     error: Callable[[], float]
-    """relative; runs on this rank alone, unless `together`"""
+    """runs the comparison on this rank and returns the relative error"""
     bound: float
     demote: Callable[[], str]
-    """Replaces it; says by what. May raise where nothing can replace it."""
-    together: bool = False
-    """Every rank takes part in running it, so that of several none may fail alone: what it raises ends the start"""
-
-
-@dataclass(frozen=True)
-class Demotion:
-    name: str
-    error: float
-    """the largest of all ranks; infinite: not numbers, or it could not run"""
-    said: str
-    """a line for the start-up log"""
+    """replaces what is checked and returns what replaces it; raises where nothing can"""
+    collective: bool = False
+    """all ranks run it together, so that none may fail alone: what it raises ends the start"""
 
 
 class SelfCheck:
-    """`run` one list of checks after the other; then `notes`."""
+    """Runs the checks and remembers what they demoted."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self._group = group
         self._device = device
         self._count = 0
         self._seconds = 0.0
-        self.demotions: list[Demotion] = []
+        self._notes: list[str] = []
+        self.demoted: list[str] = []
+        """names of what was replaced"""
 
     @property
     def notes(self) -> list[str]:
-        """Lines for the start-up log; none where there was nothing to check."""
+        """Lines for the start-up log; none if there was nothing to check."""
         if not self._count:
             return []
-        verdict = f"{len(self.demotions)} demoted" if self.demotions else "all agree"
-        summary = f"Self-check: {self._count} checks in {self._seconds:.1f} s, {verdict}."
-        return [summary, *(f"Self-check: {demotion.said}." for demotion in self.demotions)]
-
-    @property
-    def demoted(self) -> list[str]:
-        return [demotion.name for demotion in self.demotions]
+        verdict = f"{len(self.demoted)} demoted" if self.demoted else "all agree"
+        return [f"Self-check: {self._count} checks in {self._seconds:.1f} s, {verdict}.", *self._notes]
 
     def compile_ahead(self, checks: Iterable[Check]) -> None:
-        """Run checks side by side, their results unseen, so that many cores compile the kernels that this machine has
-        never had: Triton's compiler lets go of Python's lock for most of its work. What fails here fails again in
+        """Run checks in threads and ignore their results, so that kernels which this machine has never run are compiled
+        on many cores: Triton's compiler releases Python's lock for most of its work. What fails here fails again in
         `run`, where it counts."""
         if self._device.type != "cuda":
             return
@@ -122,21 +110,23 @@ class SelfCheck:
 
     @torch.inference_mode()
     def run(self, checks: Iterable[Check]) -> None:
-        """One after the other: what one demotes, the next does without. The same checks on every rank."""
+        """Run checks one after the other, since each runs without what those before it demoted. Every rank must be
+        given the same checks."""
         began = time.perf_counter()
         for check in checks:
             self._count += 1
-            own, said = self._attempt(check)
+            own, failure = self._attempt(check)
             error = self._largest(own)
             if not error <= check.bound:
                 replaced = check.demote()
-                how = said or f"disagrees with its reference (relative error {error:.1e} > {check.bound:.0e})"
-                self.demotions.append(Demotion(check.name, error, f"{check.name} {how} and is replaced by {replaced}"))
+                how = failure or f"disagrees with its reference (relative error {error:.1e} > {check.bound:.0e})"
+                self.demoted.append(check.name)
+                self._notes.append(f"Self-check: {check.name} {how} and is replaced by {replaced}.")
         self._seconds += time.perf_counter() - began
 
     def _attempt(self, check: Check) -> tuple[float, str]:
-        """(relative error, what it died of). A kernel that cannot run is as wrong as one that lies."""
-        if check.together and self._group.size > 1:
+        """Return (relative error, why it could not run). A kernel that cannot run is as wrong as one that disagrees."""
+        if check.collective and self._group.size > 1:
             return check.error(), ""
         try:
             return check.error(), ""
@@ -146,7 +136,7 @@ class SelfCheck:
             return math.inf, f"cannot run ({type(error).__name__}: {first_line(error)})"
 
     def _largest(self, error: float) -> float:
-        """Of all ranks."""
+        """Return the largest error of all ranks."""
         if self._group.size == 1:
             return error
         mine = torch.tensor([[math.inf if math.isnan(error) else error]], device=self._device)

@@ -1,4 +1,4 @@
-"""Checks of whole steps on a small cache: fast kernels together beside their references, graphs beside eager steps."""
+"""Compares whole steps on a small cache: all fast kernels with their references, graphs with eager steps."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from headrace.graph_sizes import GraphSettings
 from headrace.kernels.cases import relative_error
 from headrace.layers.attention import Attention
 from headrace.layers.moe import SparseMoE
 from headrace.runner.cuda_graph import CudaDevice, GraphDevice
-from headrace.runner.graph_settings import GraphSettings
 from headrace.runner.kernel_checks import Subject
 from headrace.runner.model_runner import ModelRunner, RunnerLimits
 from headrace.runner.self_check import Check, switches
@@ -21,16 +21,17 @@ from headrace.sampling_params import SamplingParams
 from headrace.step import BlockUpdate, NewRow, SchedulerOutput
 
 BOUND = {torch.bfloat16: 0.1, torch.float16: 3e-2, torch.float32: 1e-2}
-"""Rounding errors of a whole model, one layer's on top of another's"""
+"""Bounds of the rounding errors of a whole model, which add up from layer to layer"""
 COARSE = 0.25
-"""... where a small difference may choose another expert, or another number of an fp8 type"""
+"""Bound where a small difference may choose another expert, or another number of an fp8 type"""
 PROMPTS = (12, 5)
-"""tokens of the requests before they decode"""
+"""Prompt tokens of the requests"""
 SEQS, LENGTH = 4, 32
 
 
-def scratch_limits(block_size: int, vocab_size: int) -> RunnerLimits:
-    return RunnerLimits(SEQS, 2 * LENGTH, LENGTH, block_size, vocab_size)
+def scratch_limits(vocab_size: int) -> RunnerLimits:
+    """Return the limits of the runner on which steps are checked."""
+    return RunnerLimits(SEQS, 2 * LENGTH, LENGTH, vocab_size)
 
 
 def step_checks(
@@ -39,9 +40,9 @@ def step_checks(
     refused: set[str],
     device: Callable[[torch.device], GraphDevice] = CudaDevice,
 ) -> Iterator[Check]:
-    """`settings` is for `scratch_limits`; what must not be captured, `decode`, `other` or `alone`, is added to
-    `refused`."""
-    limits = scratch_limits(subject.shape.block_size, subject.vocab_size)
+    """Yield the checks of whole steps. `settings` must be made for `scratch_limits`. A demoted kind of graph, `decode`,
+    `other` or `alone`, is added to `refused`."""
+    limits = scratch_limits(subject.vocab_size)
     fused = any(layer.decode is not None for layer in subject.layers(Attention))
     if not (settings or fused or switches(subject.kernels)):
         return
@@ -53,7 +54,7 @@ def step_checks(
         left = without_graphs(settings, refused)
         if left is not None and (left.alone_sizes if kind == "alone" else getattr(left, kind) != "none"):
             yield _graph_check(subject, runner, kind, refused)
-    runner.graphs = None  # which hold memory, and the runner
+    runner.graphs = None  # they hold memory, and the runner
 
 
 def _bound(subject: Subject) -> float:
@@ -62,7 +63,7 @@ def _bound(subject: Subject) -> float:
 
 
 def _steps(runner: ModelRunner) -> dict[str, SchedulerOutput]:
-    """By kind: two prompts, a decode of each, and the first prompt alone; each may be run again."""
+    """Return by kind two prompts, a decode of each, and the first prompt alone; each may run more than once."""
     limits, rows = runner.limits, list(range(len(PROMPTS)))
     params = SamplingParams(temperature=0.0, max_tokens=None, seed=0)
     ids = [[(row * 31 + place * 7919) % limits.vocab_size for place in range(PROMPTS[row] + 1)] for row in rows]
@@ -75,7 +76,7 @@ def _steps(runner: ModelRunner) -> dict[str, SchedulerOutput]:
 
 
 def _own_blocks(runner: ModelRunner, rows: list[int]) -> list[BlockUpdate]:
-    """In each group of layers, blocks for the longest sequences, in pages of the group's own."""
+    """Return blocks for the longest sequences in each cache group, in pages of the group's own."""
     updates, page = [], 0
     for number, group in enumerate(runner.shape.layout.groups):
         count = group.most_blocks(LENGTH, LENGTH)
@@ -94,35 +95,35 @@ def _references_check(subject: Subject, runner: ModelRunner, refused: set[str]) 
         return relative_error(fast, expected)
 
     def demote() -> str:
-        for switch in switches(subject.kernels).values():
-            switch.demote()
-        for layer in subject.layers(Attention):
-            layer.decode = None
+        _use_references(subject)
         refused.update(("decode", "other"))
         return "the references of all kernels, without graphs"
 
-    return Check("whole_step", error, _bound(subject), demote, together=True)
+    return Check("whole_step", error, _bound(subject), demote, collective=True)
 
 
 def _eagerly(runner: ModelRunner) -> tuple[Tensor, ...]:
-    """Logits of each step's last tokens."""
-    found = []
+    """Return the logits of each step's last tokens."""
+    logits = []
     for step in _steps(runner).values():
         runner.state.apply(step)
         batch = runner.batch_of(step)
         hidden, _ = runner.forward(batch)
-        found.append(runner.model.compute_logits(hidden[batch.sample_index]))
-    return tuple(found)
+        logits.append(runner.model.compute_logits(hidden[batch.sample_index]))
+    return tuple(logits)
+
+
+def _use_references(subject: Subject) -> None:
+    for switch in switches(subject.kernels).values():
+        switch.demote()
+    subject.drop_fused_decode()
 
 
 @contextmanager
 def _by_references(subject: Subject) -> Iterator[None]:
     held, layers = switches(subject.kernels).values(), subject.layers(Attention)
     before = [switch.call for switch in held], [layer.decode for layer in layers]
-    for switch in held:
-        switch.demote()
-    for layer in layers:
-        layer.decode = None
+    _use_references(subject)
     try:
         yield
     finally:
@@ -158,11 +159,11 @@ def _graph_check(subject: Subject, runner: ModelRunner, kind: str, refused: set[
         refused.add(kind)
         return "eager steps"
 
-    return Check(f"cuda_graph_{kind}", error, _bound(subject), demote, together=True)
+    return Check(f"cuda_graph_{kind}", error, _bound(subject), demote, collective=True)
 
 
 def without_graphs(settings: GraphSettings | None, refused: set[str]) -> GraphSettings | None:
-    """`settings` but for the kinds that were refused."""
+    """Return `settings` without the kinds that were refused; None: nothing is captured."""
     if settings is None:
         return None
     left = replace(settings, **dict.fromkeys(refused, "none"))  # type: ignore[arg-type]

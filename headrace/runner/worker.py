@@ -1,6 +1,6 @@
-"""One rank: its device, its share of the model, its runner. Reports facts upwards and does as it is told.
+"""Runs the work of one rank: loads its share of the model, checks and profiles it, and executes steps.
 
-Knows nothing of requests or of other ranks but through the mesh.
+A worker reports facts to the engine core and does what it is told; it decides nothing.
 """
 
 from __future__ import annotations
@@ -9,33 +9,30 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from headrace.attention.table import load_backend, select_backend
 from headrace.config import EngineConfig
 from headrace.distributed.mesh import init_mesh
 from headrace.errors import OutOfMemoryError
-from headrace.graph_sizes import most_in_pieces
+from headrace.graph_sizes import GraphSettings, most_in_pieces
 from headrace.kernels.table import select_kernels
 from headrace.layers.context import LayerContext
 from headrace.model_config import ModelConfig
-from headrace.models.loader import load_model
+from headrace.models.loader import load_model, multiplied_weights
 from headrace.models.registry import attention_specs, describe
-from headrace.models.size import multiplied_weights
-from headrace.runner.graph_settings import GraphSettings
 from headrace.runner.kernel_checks import Subject, kernel_checks
 from headrace.runner.kv_cache import cache_dtype, cache_shape
 from headrace.runner.kv_scales import Calibration, SettledScales, settle_kv_scales
 from headrace.runner.layer_checks import layer_checks
 from headrace.runner.memory import device_memory, first_line, is_out_of_memory
 from headrace.runner.model_runner import ModelRunner, RunnerLimits
-from headrace.runner.one_by_one import execute_one_by_one
 from headrace.runner.pending import FinishedStep, PendingStep
-from headrace.runner.profile import MemoryUse, measure_memory
-from headrace.runner.rescue import rescue
+from headrace.runner.profile import measure_memory, measure_step_times
 from headrace.runner.self_check import WAITS_FOR_THE_HOST, SelfCheck, with_switches
 from headrace.runner.step_checks import scratch_limits, step_checks, without_graphs
-from headrace.runner.step_times import measure_step_times
+from headrace.runner.step_parts import execute_token_by_token, execute_with_less_memory
 from headrace.step import SchedulerOutput, WorkerFacts
 
 ONE_THREAD = 1e8
@@ -44,15 +41,12 @@ other in each of its some fifty operations a layer, for longer than they save, a
 
 
 class Worker:
+    """Holds one rank's device, model and runner. Call `load`, then `initialize_cache`, then `execute`."""
+
     def __init__(
-        self,
-        config: EngineConfig,
-        folder: Path,
-        model_config: ModelConfig,
-        rank: int = 0,
-        rendezvous: str = "",
+        self, config: EngineConfig, folder: Path, model_config: ModelConfig, rank: int = 0, rendezvous: str = ""
     ) -> None:
-        """`config` is resolved by the planner."""
+        """Join the other ranks. The planner must have resolved `config`."""
         self.config = config
         self.folder = folder
         self.model_config = model_config
@@ -73,20 +67,21 @@ class Worker:
         self.runner: ModelRunner | None = None
 
     def load(self) -> WorkerFacts:
-        """Read the weights, then `profile` this config. Raises OutOfMemoryError if the weights do not fit."""
+        """Read the weights, check the kernels on them, then `profile` the config. Raises OutOfMemoryError if the
+        weights do not fit."""
         self.free_at_start = self.memory.free()
         try:
             self._load()
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            said = first_line(error)
+            message = first_line(error)
         else:
             return self.profile(self.config)
-        raise OutOfMemoryError(  # out here, where nothing keeps what was loaded
+        raise OutOfMemoryError(  # here, where no traceback holds what was loaded
             f"the weights do not fit on {self.device} ({self.memory.name}), which has "
             f"{self.memory.total / 2**30:.1f} GiB, of which {self.free_at_start / 2**30:.1f} were free; "
-            f"use more GPUs (-tp) or free memory: {said}"
+            f"use more GPUs (-tp) or free memory: {message}"
         )
 
     def _load(self) -> None:
@@ -127,32 +122,32 @@ class Worker:
         if kv_dtype.itemsize == 1:
             calibration = Calibration(self.model, model_config, self.shape, self.dtype, self.mesh.tp, self.device)
             self.kv_scales = settle_kv_scales(calibration, config.calculate_kv_scales)
-            self.notes.append(self.kv_scales.said)
+            self.notes.append(self.kv_scales.note)
         waiting = WAITS_FOR_THE_HOST & {*check.demoted}
         self.refused_graphs = {"decode", "other"} if waiting else set()
         if waiting and self.device.type == "cuda":
             self.notes.append(f"CUDA graphs are off: the reference of {', '.join(sorted(waiting))} waits for the host.")
-        limits = scratch_limits(config.block_size, model_config.vocab_size)
+        limits = scratch_limits(model_config.vocab_size)
         check.run(step_checks(subject, self._graphs(limits), self.refused_graphs))
         self.notes += check.notes
         self.demoted = check.demoted
 
     def profile(self, config: EngineConfig) -> WorkerFacts:
-        """What `config`, which may be smaller than the one before, leaves for the KV cache. Where its largest step does
-        not fit, the facts have a `shortfall`, and nothing can run before the next call."""
+        """Measure what `config`, which may be smaller than the one before, leaves for the KV cache. If its largest step
+        does not fit, the facts have a `shortfall`, and nothing can run before the next call."""
         self.config = config
         self.runner = None
-        self.memory.give_back()
+        self.memory.empty_cache()
         try:
             self._build_runner()
             return self._measure()
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            said = first_line(error)
+            message = first_line(error)
         self.runner = None
-        self.memory.give_back()
-        return self._facts(shortfall=said)
+        self.memory.empty_cache()
+        return self._facts(shortfall=message)
 
     def _build_runner(self) -> None:
         config = self.config
@@ -160,11 +155,7 @@ class Worker:
         assert config.max_num_batched_tokens is not None
         assert config.max_model_len is not None
         limits = RunnerLimits(
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            config.max_model_len,
-            config.block_size,
-            self.model_config.vocab_size,
+            config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, self.model_config.vocab_size
         )
         graphs = without_graphs(self._graphs(limits), self.refused_graphs)
         self.runner = ModelRunner(self.model, self.kernels, self.shape, limits, self.device, graphs)
@@ -182,20 +173,22 @@ class Worker:
         if self.device.type != "cuda":
             return self._facts(left=self.memory.free())
         share = self.config.gpu_memory_utilization
-        self.use = measure_memory(self.runner, self.memory, share, self.free_at_start)
-        step_times = measure_step_times(self.runner)
+        use = self.use = measure_memory(self.runner, self.memory, share, self.free_at_start)
         total, free = self.memory.total / 2**30, self.free_at_start / 2**30
-        memory = f"Memory of {self.device}: {self.use}; {share:g} of {total:.2f} GiB may be ours, {free:.2f} were free"
-        return self._facts(left=self.use.left, use=self.use, step_times=step_times, notes=[memory])
+        memory = f"Memory of {self.device}: {use}; {share:g} of {total:.2f} GiB may be ours, {free:.2f} were free"
+        return msgspec.structs.replace(
+            self._facts(left=use.left),
+            notes=[*self.notes, memory],
+            step_times=measure_step_times(self.runner),
+            step_bytes=use.step,
+            table_bytes=max(0, use.standing - self.model.weight_bytes),
+            graph_bytes=use.graphs,
+            library_bytes=use.outside,
+        )
 
-    def _facts(
-        self,
-        left: int = 0,
-        use: MemoryUse | None = None,
-        step_times: list[tuple[int, float]] | None = None,
-        notes: list[str] | None = None,
-        shortfall: str = "",
-    ) -> WorkerFacts:
+    def _facts(self, left: int = 0, shortfall: str = "") -> WorkerFacts:
+        """Return the facts that are known without measuring. `left` is the memory in bytes that the KV cache may
+        use."""
         graphs = None if self.runner is None else self.runner.graph_settings
         return WorkerFacts(
             device=self.device.type,
@@ -205,12 +198,7 @@ class Worker:
             layout=self.shape.layout,
             weight_bytes=self.model.weight_bytes,
             attention_backend=self.backend.name,
-            notes=self.notes + (notes or []),
-            step_times=step_times or [],
-            step_bytes=0 if use is None else use.step,
-            table_bytes=0 if use is None else max(0, use.standing - self.model.weight_bytes),
-            graph_bytes=0 if use is None else use.graphs,
-            library_bytes=0 if use is None else use.outside,
+            notes=self.notes,
             warmup_sizes=[] if graphs is None else graphs.warmup_sizes,
             kv_cache_error=self.kv_scales.error,
             kv_cache_remedy=self.kv_scales.remedy,
@@ -219,7 +207,8 @@ class Worker:
         )
 
     def initialize_cache(self, num_pages: int) -> WorkerFacts:
-        """Ready to serve, or facts with a `shortfall` and with what there is room for now."""
+        """Allocate the KV cache and make ready to serve. If it does not fit, the facts have a `shortfall` and say how
+        much memory there is now."""
         assert self.runner is not None
         try:
             self.runner.allocate(num_pages)
@@ -227,16 +216,16 @@ class Worker:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            said = first_line(error)
-        self.memory.give_back()
+            message = first_line(error)
+        self.memory.empty_cache()
         self.runner.allocate(1)
         left = self.memory.free()
         if self.device.type == "cuda":
             left -= self.use.step + self.use.graphs
-        return self._facts(left=left, shortfall=said)
+        return self._facts(left=left, shortfall=message)
 
     def execute(self, step: SchedulerOutput) -> PendingStep | FinishedStep:
-        """`_execute`, on a CPU by one thread where the step is small."""
+        """Launch a step; on a CPU a small one runs on one thread."""
         threads = torch.get_num_threads()
         if self.device.type != "cpu" or threads == 1 or step.num_tokens * self.num_weights > ONE_THREAD:
             return self._execute(step)
@@ -247,25 +236,25 @@ class Worker:
             torch.set_num_threads(threads)
 
     def _execute(self, step: SchedulerOutput) -> PendingStep | FinishedStep:
-        """A step for which there is no memory is computed in parts, with a note. On several ranks it raises instead:
-        the others are waiting inside a collective for what this one did not compute."""
+        """Launch a step. One that runs out of memory is computed in parts, with a note; on several ranks it raises
+        instead, since the others wait inside a collective for what this one did not compute."""
         runner = self.runner
         assert runner is not None
         if self.config.batch_invariant and self.device.type == "cpu":
-            return execute_one_by_one(runner, step)
+            return execute_token_by_token(runner, step)
         try:
             return runner.execute(step)
         except RuntimeError as error:
             if not is_out_of_memory(error) or self.config.tensor_parallel_size > 1:
                 raise
-            said = first_line(error)
-        return rescue(runner, self.memory, step, said)
+            message = first_line(error)
+        return execute_with_less_memory(runner, self.memory, step, message)
 
     def close(self) -> None:
         """Leave the group and free the device's memory."""
         if self.runner is not None:
-            self.runner.graphs = None  # which know the runner
+            self.runner.graphs = None  # they refer to the runner
         self.runner = self.model = self.backend = None
         self.mesh.close()
-        with contextlib.suppress(RuntimeError):  # a GPU that can compute no more is freed with this process
-            self.memory.give_back()
+        with contextlib.suppress(RuntimeError):  # a broken GPU context is freed with this process
+            self.memory.empty_cache()

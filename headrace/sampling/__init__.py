@@ -1,1 +1,1 @@
-"""Logits -> tokens, on the device, for the whole batch at once."""
+"""Turns the logits of a whole batch into tokens, on the device."""

@@ -1,7 +1,7 @@
-"""Whole-row changes to logits that can move the argmax: allowed tokens and penalties, on batched tensors.
+"""Applies allowed_token_ids and penalties to batched logits.
 
-Each works in place and in chunks of rows whose scratch memory is bounded. A row that did not ask keeps its logits bit
-for bit. Knows nothing of where parameters are kept.
+Each function works in place, and in chunks of rows, so that its scratch memory is bounded. A row that did not ask for
+it keeps its logits bit for bit.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 CHUNK_ELEMENTS = 1 << 23
-"""Elements of scratch in one go (at most 32 bytes each)."""
+"""Elements of scratch memory used at once (at most 32 bytes each)"""
 
 
 def apply_allowed_mask_(logits: Tensor, masks: Tensor, has_mask: Tensor, rows: Tensor) -> None:
-    """Forbid what a row's mask does not allow.
+    """Set the logits of tokens that a row's mask does not allow to -inf.
 
     logits [n, vocab_size] float32; masks [max_rows, ceil(vocab_size / 32)] int32, bit t % 32 of word t // 32 for token
     t; has_mask [n] int32: 0 where the row has none; rows [n] int64.
@@ -40,7 +40,8 @@ def apply_penalties_(
     num_tokens: Tensor,
     num_prompt_tokens: Tensor,
 ) -> None:
-    """Repetition penalty for every token of prompt and output, then frequency and presence penalty for output tokens.
+    """Apply repetition penalties to tokens of prompt and output, then frequency and presence penalties to output
+    tokens.
 
     logits [n, vocab_size] float32; repetition, frequency, presence [n] float32; tokens [max_rows, width] int32: known
     tokens of each row, wide enough for every num_tokens; rows, num_tokens, num_prompt_tokens [n] integers.

@@ -1,9 +1,9 @@
-"""One step's logits -> one token a request, the whole batch at once, without waiting for the device.
+"""Samples one token for each request from a step's logits, without waiting for the device.
 
-Order, as vLLM documents it for its sampler:
+The stages come in the order that vLLM documents for its sampler:
 
 1. raw logits: logprobs, alternatives and ranks are of this distribution
-2. float32, where anything below needs it
+2. float32, if a stage below needs it
 3. allowed_token_ids
 4. logit_bias, bad_words and min_tokens: a sum and bans, whose order does not matter
 5. repetition, then frequency and presence penalty
@@ -11,9 +11,8 @@ Order, as vLLM documents it for its sampler:
 7. the others: temperature, min_p, top_k, top_p, then a draw whose random numbers depend on (seed, position, token id)
    alone, whatever else is in the batch
 
-A stage that no live row needs is skipped, and changes nothing in the rows that did not ask for it; so a row's token
-does not depend on its neighbours. Every tensor-parallel rank runs this on the same logits and gets the same ids. Knows
-rows, not requests; nothing here reads a device value on the host.
+A stage that no live row needs is skipped, and a stage changes nothing in rows that did not ask for it, so that a row's
+token does not depend on its neighbours. Every tensor-parallel rank samples from the same logits and gets the same ids.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.kernels.table import KernelTable, select_kernels
+from headrace.kernels.table import KernelTable
 from headrace.sampling.logprobs import LogprobTensors, gather_logprobs
 from headrace.sampling.processors import apply_allowed_mask_, apply_penalties_
 from headrace.sampling.state import BatchParams, Feature, SamplingState
@@ -33,6 +32,10 @@ CHANGES_LOGITS = Feature.ALLOWED_MASK | Feature.RULES | Feature.PENALTIES
 
 @dataclass(frozen=True)
 class SampleResult:
+    """Holds the sampled tokens, and what tells rows with nothing to sample from: NaN or Inf among the logits, or every
+    token forbidden. Such a row's `best` is -inf or NaN, or its `raw_best` is not finite, and its token means
+    nothing."""
+
     token_ids: Tensor
     """[n] int64, always within the vocabulary"""
     best: Tensor
@@ -40,21 +43,15 @@ class SampleResult:
     raw_best: Tensor
     """[n] the highest logit as the model gave it"""
     logprobs: LogprobTensors | None
-    """Of every row, if a live row asked; k is the most that any live row asked for."""
-
-    @property
-    def invalid(self) -> Tensor:
-        """[n] bool: there was nothing to sample from (NaN or Inf among the logits, or every token forbidden); the token
-        means nothing, and the request, it alone, should fail"""
-        return ~((self.best > float("-inf")) & self.raw_best.isfinite())
+    """of every row, if a live row asked; k is the most that any live row asked for"""
 
 
 class Sampler:
-    """Reads `state`; draws with `kernels`, by default the device's own."""
+    """Chooses a token for each row of a batch, by the row's parameters in `state`."""
 
-    def __init__(self, state: SamplingState, kernels: KernelTable | None = None) -> None:
+    def __init__(self, state: SamplingState, kernels: KernelTable) -> None:
         self.state = state
-        self.kernels = kernels or select_kernels(state.device.type)
+        self.kernels = kernels
 
     def sample(
         self,
@@ -69,10 +66,9 @@ class Sampler:
         """Choose the next token of each row; `logits` is left as it is.
 
         logits [n, vocab_size] any float dtype; rows [n] int64; num_tokens [n] int64: tokens known before the one to be
-        sampled, which is also its position; token_table [>= max_rows, width] int32 holds them. A row stands here once,
-        or up to `most` times, with `offsets` [n] int64, where the tokens behind its known ones are drafts: each is
-        sampled as if the drafts before it were known. `max_num_tokens`, a bound of num_tokens that the host knows,
-        saves the penalties work; default: width.
+        sampled, which is also its position; token_table [>= max_rows, width] int32 holds them. With drafts a row occurs
+        up to `most` times, with `offsets` [n] int64, and each sample is drawn as if the drafts before it were known.
+        `max_num_tokens` is an upper bound of num_tokens that saves the penalties work; default: width.
         """
         state, features, scores = self.state, self.state.features, logits
         if features & ~Feature.LOGPROBS:
@@ -80,7 +76,7 @@ class Sampler:
         if features & CHANGES_LOGITS:
             scores = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
             self._change_(scores, params, rows, num_tokens, token_table[:, :max_num_tokens], offsets, most)
-        # NaN wins a maximum, so the maximum also tells rows without any usable logit.
+        # The maximum of a row with NaN is NaN, so it also shows rows without any usable logit.
         best, token_ids = self.kernels.best_token(scores)
         raw_best = best if scores is logits else self.kernels.best_token(logits)[0]
         if Feature.RANDOM in features:
@@ -94,7 +90,7 @@ class Sampler:
         self, scores: Tensor, params: BatchParams, rows: Tensor, num_tokens: Tensor, tokens: Tensor,
         offsets: Tensor | None, most: int,
     ) -> None:  # fmt: skip
-        """Stages 3 to 5, in place."""
+        """Apply stages 3 to 5 in place."""
         state, features = self.state, self.state.features
         if Feature.ALLOWED_MASK in features and state.allowed_masks is not None:
             apply_allowed_mask_(scores, state.allowed_masks, params.has_allowed_mask, rows)
@@ -114,7 +110,7 @@ class Sampler:
             )
 
     def _draw(self, scores: Tensor, params: BatchParams, positions: Tensor) -> Tensor:
-        """Stage 7; greedy rows come out as their argmax."""
+        """Apply stage 7, in which a greedy row gets its argmax."""
         temperature, floor = params.temperature, None
         if Feature.FILTERS in self.state.features:
             floor = self.kernels.filter_floor(scores, temperature, params.top_k, params.top_p, params.min_p)

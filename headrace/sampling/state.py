@@ -1,7 +1,6 @@
-"""The sampling parameters of every live row as permanent device tables, written once at admission.
+"""Keeps the sampling parameters of every live row in permanent device tables, written once at admission.
 
-Also counts on the host which features any live row uses, so that a step skips what nobody needs. Knows nothing of
-logits: `Sampler` reads what is kept here.
+It also counts on the host which features live rows use, so that a step skips what no row needs.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from headrace.sampling.transfer import TableWriter, to_device
 from headrace.sampling_params import SamplingParams
 from headrace.step import NewRow
 
-# One record a row; the device table holds the same bytes as int32 columns. The seed comes first and the record is a
+# A row has one record; the device table holds the same bytes as int32 columns. The seed comes first and the record is a
 # multiple of 8 bytes long, so that a table of records can be viewed as int64 too.
 RECORD = np.dtype(
     [
@@ -36,12 +35,13 @@ RECORD = np.dtype(
         ("repetition_penalty", "f4"),
     ]
 )
-_COLUMN = {name: RECORD.fields[name][1] // 4 for name in RECORD.names or () if RECORD.fields}
+_COLUMNS = {name: (field[0].kind, field[1] // 4) for name, field in (RECORD.fields or {}).items()}
+"""Field -> its kind of number (u: 64 bits, i, f) and its column of int32"""
 _WIDTH = RECORD.itemsize // 4
 
 
 class Feature(enum.Flag):
-    """What a request needs beyond the argmax of its raw logits."""
+    """Names what a request needs beyond the argmax of its raw logits."""
 
     NONE = 0
     RANDOM = enum.auto()
@@ -56,29 +56,32 @@ class Feature(enum.Flag):
 
 
 def features_of(new: NewRow, vocab_size: int) -> Feature:
+    """Return what a request needs."""
     params = new.params
-    found = Feature.NONE
+    features = Feature.NONE
     if not params.is_greedy:
-        found |= Feature.RANDOM
+        features |= Feature.RANDOM
         if 0 < params.top_k < vocab_size or params.top_p < 1.0 or params.min_p > 0.0:
-            found |= Feature.FILTERS
+            features |= Feature.FILTERS
     if (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0.0, 0.0, 1.0):
-        found |= Feature.PENALTIES
+        features |= Feature.PENALTIES
     if params.logit_bias or new.bad_words_token_ids or (params.min_tokens > 0 and new.stop_token_ids):
-        found |= Feature.RULES
+        features |= Feature.RULES
     if params.allowed_token_ids is not None:
-        found |= Feature.ALLOWED_MASK
+        features |= Feature.ALLOWED_MASK
     if params.logprobs is not None:
-        found |= Feature.LOGPROBS
-    return found
+        features |= Feature.LOGPROBS
+    return features
 
 
 @dataclass(frozen=True)
 class BatchParams:
-    """The records of a batch's rows, in batch order. All [n], on the device; strided views of one gathered table."""
+    """Holds the records of a batch's rows in batch order, as strided views [n] of one gathered table on the device."""
 
     seed: Tensor
     """int64: the 64 bits of the seed"""
+    row: Tensor
+    """int32"""
     num_prompt_tokens: Tensor
     """int32"""
     top_k: Tensor
@@ -95,90 +98,75 @@ class BatchParams:
 
 
 class SamplingState:
-    """Permanent tables for `max_rows` rows; a row is written by `add` and forgotten by `remove`.
+    """Holds the tables of `max_rows` rows; `add` writes a row and `remove` forgets it.
 
-    Token ids at or beyond `vocab_size` in stop ids, biases, bad words and allowed ids are dropped: there is no logit
-    that they could change (an eos id of the tokenizer may lie beyond the model's vocabulary).
+    Token ids from `vocab_size` on in stop ids, biases, bad words and allowed ids are dropped, since they have no logit
+    (an eos id of the tokenizer may lie beyond the model's vocabulary).
     """
 
     TABLE = "sampling"
 
     @staticmethod
     def table_shape(max_rows: int) -> tuple[int, int]:
+        """Return the shape of the table that `writer` must have."""
         return max_rows, _WIDTH
 
-    def __init__(
-        self,
-        max_rows: int,
-        vocab_size: int,
-        max_model_len: int,
-        device: torch.device,
-        writer: TableWriter,
-    ) -> None:
-        """`writer` has a table of `table_shape`, SamplingState.TABLE, and is flushed by its owner."""
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, writer: TableWriter) -> None:
+        """Use the table SamplingState.TABLE of `writer`, whose owner flushes it."""
         self._writer = writer
         self.max_rows = max_rows
         self.vocab_size = vocab_size
-        self.max_model_len = max_model_len
         self.device = torch.device(device)
-        self.rules = RuleTable(max_rows, vocab_size, self.device)
+        self.rules = RuleTable(vocab_size, self.device)
         self.allowed_masks: Tensor | None = None
-        """[max_rows, ceil(vocab_size / 32)] int32: bit t % 32 of word t // 32 says that token t is allowed; made when
-        the first request asks. Only rows whose record says so are read."""
+        """[max_rows, ceil(vocab_size / 32)] int32: bit t % 32 of word t // 32 says that token t is allowed; allocated
+        when a request first asks. Only rows whose record says so are read."""
         self._records = writer.tables[self.TABLE]
         self._live: dict[int, Feature] = {}
         self._num_live = Counter[Feature]()
         self._num_logprobs: dict[int, int] = {}
         self.features = Feature.NONE
-        """What at least one live row needs."""
+        """what at least one live row needs"""
         self.max_logprobs: int | None = None
-        """The most alternatives that a live row asked for; None: no row wants logprobs."""
+        """the most alternatives that a live row asked for; None: no row wants logprobs"""
 
     def add(self, new_rows: list[NewRow]) -> None:
-        """Fill rows: with the writer's next flush (and a copy where token masks came along)."""
+        """Fill rows with the writer's next flush, and with a copy where requests have allowed_token_ids."""
         self.remove([new.row for new in new_rows if new.row in self._live])
         if not new_rows:
             return
         records = np.zeros(len(new_rows), dtype=RECORD)
         for record, new in zip(records, new_rows, strict=True):
             self._fill(record, new)
-            found = features_of(new, self.vocab_size)
-            self._live[new.row] = found
-            self._num_live.update(found)
+            features = features_of(new, self.vocab_size)
+            self._live[new.row] = features
+            self._num_live.update(features)
             if new.params.logprobs is not None:
                 self._num_logprobs[new.row] = new.params.logprobs
-            if Feature.RULES in found:
+            if Feature.RULES in features:
                 self.rules.add(new)
         words = records["row"].astype(np.int64)[:, None] * _WIDTH + np.arange(_WIDTH)
         self._write_masks([(new.row, new.params.allowed_token_ids or []) for new in new_rows if _has_mask(new.params)])
         self._writer.write(self.TABLE, words.ravel(), records.view(np.int32))  # last: it cannot fail
-        self._sum_up()
+        self._count_features()
 
     def remove(self, rows: list[int]) -> None:
-        """Forget rows; rows that hold nothing are passed over. No work on the device: a dead row is never read."""
+        """Forget rows; empty rows are ignored. The device has nothing to do, since a dead row is never read."""
         for row in rows:
-            found = self._live.pop(row, Feature.NONE)
-            self._num_live.subtract(found)
+            features = self._live.pop(row, Feature.NONE)
+            self._num_live.subtract(features)
             self._num_logprobs.pop(row, None)
-            if Feature.RULES in found:
+            if Feature.RULES in features:
                 self.rules.remove(row)
-        self._sum_up()
+        self._count_features()
 
     def gather(self, rows: Tensor) -> BatchParams:
-        """The records of `rows` [n] int64."""
+        """Return the records of `rows` [n] int64."""
         ints = self._records.index_select(0, rows)
-        floats, longs = ints.view(torch.float32), ints.view(torch.int64)
-        return BatchParams(
-            seed=longs[:, 0],
-            **{name: ints[:, _COLUMN[name]] for name in ("num_prompt_tokens", "top_k", "has_allowed_mask")},
-            **{
-                name: floats[:, _COLUMN[name]]
-                for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
-            },
-            repetition_penalty=floats[:, _COLUMN["repetition_penalty"]],
-        )
+        views = {"u": ints.view(torch.int64), "i": ints, "f": ints.view(torch.float32)}
+        return BatchParams(**{name: views[kind][:, column] for name, (kind, column) in _COLUMNS.items()})
 
-    def _sum_up(self) -> None:
+    def _count_features(self) -> None:
         self.features = Feature.NONE
         for feature, count in self._num_live.items():
             if count:

@@ -1,4 +1,4 @@
-"""Host to device without waiting. Knows nothing of what it carries."""
+"""Moves arrays from host to device without waiting."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from torch import Tensor
 from headrace.kernels.batch import scatter_words_reference
 
 SMALLEST_STAGE = 1 << 14
-"""words of a piece of pinned memory: to make a larger one takes milliseconds, so it is made for all that follow"""
+"""Words of pinned memory to begin with: to allocate a larger piece takes milliseconds"""
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A host array as a device tensor; on a GPU the copy is queued on the current stream and nobody waits for it."""
+    """Return a host array as a device tensor. On a GPU the copy is queued on the current stream, and the host does not
+    wait for it."""
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor
@@ -25,18 +26,19 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 class Event(Protocol):
+    """Describes the part of torch.cuda.Event that is used here."""
+
     def record(self) -> None: ...
 
     def synchronize(self) -> None: ...
 
 
 class TableWriter:
-    """Permanent tables of words on the device, and one launch a step that writes all that is new in them: the copy
-    engine and torch's own indexing take the host a tenth of a millisecond, and every step in which a sequence begins a
-    block writes some.
+    """Holds permanent tables of words on the device, and writes all changes of a step to them in one launch.
 
-    `stages` pieces of pinned memory take turns, and one is used again only when the device has read it: with two steps
-    under way while one is prepared, nobody ever waits for that.
+    (The copy engine and torch's own indexing take the host a tenth of a millisecond, and most steps write something:
+    each in which a sequence begins a block.) `stages` pieces of pinned memory take turns, and a piece is used again
+    only when the device has read it; with two steps under way while one is prepared, the host never waits for that.
     """
 
     def __init__(
@@ -47,10 +49,11 @@ class TableWriter:
         stages: int = 4,
         new_event: Callable[[], Event] | None = None,
     ) -> None:
-        """`shapes` of the tables, by name; `new_event`: as torch.cuda.Event, which it is on a GPU."""
+        """Allocate tables of `shapes` by name, filled with zeros. `new_event` is torch.cuda.Event on a GPU, by
+        default."""
         self._scatter = scatter_words
         self._pinned = device.type != "cpu"
-        sizes = [-(-math.prod(shape) // 4) * 4 for shape in shapes.values()]  # kernels are compiled for such beginnings
+        sizes = [-(-math.prod(shape) // 4) * 4 for shape in shapes.values()]  # kernels are compiled for such alignment
         self._memory = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         parts = self._memory.split(sizes)
         self.tables = {
@@ -67,17 +70,17 @@ class TableWriter:
         self._values: list[np.ndarray] = []
 
     def write(self, table: str, index: np.ndarray, values: np.ndarray) -> None:
-        """tables[table].flatten()[index] = values, with the next flush; until then no word is written twice."""
+        """Set tables[table].flatten()[index] = values with the next flush. No word may be written twice before it."""
         self._index.append(index + self.tables[table].storage_offset())
         self._values.append(values)
 
     def flush(self) -> None:
-        """What has been written goes to the device, on the current stream."""
+        """Write what has been collected to the device, on the current stream."""
         index, values, self._index, self._values = self._index, self._values, [], []
         count = sum(map(len, index))
         if not count:
             return
-        where = -(-2 * count // 4) * 4  # as above, for values
+        where = -(-2 * count // 4) * 4  # the same alignment, for values
         words = self._next(where + count)
         staged = words[: 2 * count].view(torch.int64), words[where : where + count]
         np.concatenate(index, out=staged[0].numpy())
@@ -89,7 +92,7 @@ class TableWriter:
     def _next(self, num_words: int) -> Tensor:
         self._turn = (self._turn + 1) % len(self._stages)
         if (read := self._read[self._turn]) is not None:
-            read.synchronize()  # of one that was never recorded: nothing
+            read.synchronize()  # returns at once if it was never recorded
         stage = self._stages[self._turn]
         if len(stage) < num_words:
             size = max(SMALLEST_STAGE, 1 << (num_words - 1).bit_length())

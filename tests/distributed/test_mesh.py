@@ -19,7 +19,6 @@ def test_a_group_of_one_does_nothing() -> None:
     assert (group.rank, group.size) == (0, 1)
     assert group.all_reduce(x) is x
     assert group.all_gather(x) is x
-    assert group.broadcast(x) is x
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
@@ -29,15 +28,14 @@ def test_collectives_of_two(dtype: torch.dtype, tmp_path: Path) -> None:
     def rank_main(rank: int) -> list[torch.Tensor]:
         mesh = init_mesh(rank, 2, rendezvous, timeout=timedelta(seconds=60))
         mine = torch.tensor([[1, 2], [3, 4]], dtype=dtype) + 10 * rank
-        results = [mesh.tp.all_gather(mine), mesh.tp.broadcast(mine.clone()), mesh.tp.all_reduce(mine)]
+        results = [mesh.tp.all_gather(mine), mesh.tp.all_reduce(mine)]
         mesh.close()
         return results
 
     with ThreadPoolExecutor(2) as pool:
         both = list(pool.map(rank_main, (0, 1)))
-    for gathered, broadcast, reduced in both:
+    for gathered, reduced in both:
         assert gathered.tolist() == [[1, 2, 11, 12], [3, 4, 13, 14]]
-        assert broadcast.tolist() == [[1, 2], [3, 4]]
         assert reduced.tolist() == [[12, 14], [16, 18]]
 
 

@@ -82,7 +82,7 @@ def test_scales_of_the_checkpoint(names: tuple[str, str], folder: Path, tmp_path
         tensors[f"{path}.{names[0]}"] = torch.tensor(0.05 + 0.01 * layer)  # a scalar
     model = with_tensors(folder, tmp_path / "model", tensors)
     found = calibration(model, "fp8_e4m3")
-    said = settle_kv_scales(found, calculate=True).said
+    said = settle_kv_scales(found, calculate=True).note
     assert "scales the checkpoint's, the KV cache in fp8_e4m3 moves" in said
     expected = torch.tensor([[0.05, 0.07], [0.06, 0.07]])
     if names[0] == "kv_scale":
@@ -113,7 +113,7 @@ def test_a_checkpoint_of_which_only_the_cache_is_quantized(folder: Path, tmp_pat
 @pytest.mark.parametrize("kind", FP8)
 def test_calculated_scales_leave_headroom_and_follow_from_the_weights(kind: str, folder: Path) -> None:
     found = calibration(folder, kind)
-    said = settle_kv_scales(found, calculate=True).said
+    said = settle_kv_scales(found, calculate=True).note
     assert "calculated from 512 made-up tokens" in said
     _, caches = found.run(found.shape.dtype)
     for cache in caches:
@@ -128,13 +128,13 @@ def test_calculated_scales_leave_headroom_and_follow_from_the_weights(kind: str,
 def test_what_a_checkpoint_lacks_is_calculated_or_one(folder: Path, tmp_path: Path) -> None:
     model = with_tensors(folder, tmp_path / "model", {"model.layers.0.self_attn.k_scale": torch.tensor(0.5)})
     found = calibration(model, "fp8_e4m3")
-    assert "the checkpoint's, and calculated" in settle_kv_scales(found, calculate=True).said
+    assert "the checkpoint's, and calculated" in settle_kv_scales(found, calculate=True).note
     first, second = found.scales()
     assert first[0] == 0.5
     assert 0 < float(first[1]) < 1
     assert 0 < float(second.max()) < 1
     found = calibration(model, "fp8_e4m3")
-    assert "the checkpoint's, and 1.0" in settle_kv_scales(found, calculate=False).said
+    assert "the checkpoint's, and 1.0" in settle_kv_scales(found, calculate=False).note
     assert torch.stack(found.scales()).tolist() == [[0.5, 1.0], [1.0, 1.0]]
 
 
@@ -150,7 +150,7 @@ def test_ranks_agree_on_the_largest(folder: Path) -> None:
 @pytest.mark.parametrize("kind", FP8)
 def test_dummy_weights_are_served(kind: str, folder: Path) -> None:
     found = calibration(folder, kind, load_format="dummy")
-    assert "moves hidden states by 0.0%" in settle_kv_scales(found, calculate=True).said
+    assert "moves hidden states by 0.0%" in settle_kv_scales(found, calculate=True).note
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("inf")])

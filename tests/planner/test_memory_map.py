@@ -13,22 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.distributed.mesh import Group, Mesh
-from headrace.graph_sizes import LAYER_BYTES, PIECE_BYTES, WORKSPACE_BYTES
+from headrace.graph_sizes import LAYER_BYTES, PIECE_BYTES, WORKSPACE_BYTES, GraphSettings
 from headrace.kernels import filter
 from headrace.kernels.attention_config import UNPACKED_BYTES
 from headrace.layers import embedding
 from headrace.layers.layer import Layer
 from headrace.model_config import ModelConfig
 from headrace.model_spec import total
-from headrace.models.loader import attach_schemes, build_model, weight_bytes
-from headrace.models.size import multiplied_weights
+from headrace.models.loader import attach_schemes, build_model, multiplied_weights, weight_bytes
 from headrace.planner import memory_map as this
 from headrace.planner.catalogue import catalogue, find_model
 from headrace.planner.chips import CHIPS, GIB
 from headrace.planner.cost import Parallel
 from headrace.planner.memory_map import MemoryMap, layer_bytes
 from headrace.planner.shapes import ModelShape, rank_shares, shape_of
-from headrace.runner import graph_settings
 from tests.models.driver import make_context
 from tests.planner.planner_cases import mapped
 
@@ -101,14 +99,14 @@ def test_every_part_is_what_an_h200_reported(name: str) -> None:
     reported = PARTS_REPORTED[name]
     shape = find_model(name)
     found = mapped(shape, H200, ONE, max_num_batched_tokens=reported.budget, kv_dtype_bytes=1.0)
-    settings = graph_settings.GraphSettings.of(
+    settings = GraphSettings.of(
         {"cudagraph_mode": "FULL_AND_PIECEWISE"}, 1024, reported.budget, 8192, shape.most_in_pieces("bf16", 1)
     )
     assert settings is not None
     assert found.weight_bytes == reported.weights
     assert found.tables == pytest.approx(reported.tables, abs=2e6)
     assert found.activations == pytest.approx(reported.step, abs=2e6)
-    assert found.graphs - settings.bytes_beside(shape.num_layers) == pytest.approx(reported.pool, abs=1e6)
+    assert found.graphs - settings.bytes_beside_pool(shape.num_layers) == pytest.approx(reported.pool, abs=1e6)
     assert found.graphs == pytest.approx(reported.graphs, abs=30e6)
     assert found.reserve == pytest.approx(reported.most_libraries, abs=100e6)
     assert found.kv_pool + found.reserve == pytest.approx(reported.cache + reported.libraries, abs=100e6)
@@ -166,11 +164,11 @@ def test_graphs_are_counted_as_the_runner_counts_them(mode: str, form: str) -> N
     shape = find_model("llama-3.1-8b")
     found = mapped(shape, H200, ONE, graph_mode=mode, max_num_seqs=256, max_model_len=8192, weight_format=form)
     most = 512 if form == "bf16" else 2048
-    counted = graph_settings.GraphSettings.of({"cudagraph_mode": mode}, 256, 8192, 8192, most)
+    counted = GraphSettings.of({"cudagraph_mode": mode}, 256, 8192, 8192, most)
     if counted is None:
         assert found.graphs == 0
         return
-    driver = counted.num_full * 32 * LAYER_BYTES + counted.num_piecewise * 33 * PIECE_BYTES
+    driver = counted.num_full * 32 * LAYER_BYTES + len(counted.token_sizes("piecewise")) * 33 * PIECE_BYTES
     pool = counted.most_tokens * (2 * 4096 + 3 * 14336) * 2
     assert found.graphs == driver + pool + WORKSPACE_BYTES
 

@@ -19,6 +19,7 @@ from headrace.kernels.batch import prepare_batch_reference
 from headrace.kernels.paged import Sequences
 from headrace.kernels.table import REFERENCE_KERNELS
 from headrace.runner.cuda_graph import Shape
+from headrace.runner.memory import HostMemory
 
 KERNELS = replace(REFERENCE_KERNELS, prepare_batch=lambda *arguments: torch.ops.headrace_test.prepare_batch(*arguments))
 
@@ -131,7 +132,7 @@ class RecordedGraph:
             for tensor in made:
                 if tensor is not None and tensor.is_floating_point():
                     tensor.fill_(float("nan"))
-        self._device.used += 1000
+        self._device.memory.used += 1000
 
     def replay(self) -> None:
         assert not self._device.under_way
@@ -145,6 +146,21 @@ class RecordedGraph:
                     old.copy_(new)
 
 
+class RecordedMemory(HostMemory):
+    """Counts bytes that captures took, and how often cached memory was freed."""
+
+    def __init__(self) -> None:
+        self.total = 1 << 30
+        self.used = 0
+        self.emptied = 0
+
+    def free(self) -> int:
+        return self.total - self.used
+
+    def empty_cache(self) -> None:
+        self.emptied += 1
+
+
 class RecordingDevice:
     """`failures`: how many of the next captures find no memory. What is borrowed of one graph's memory is lost when
     another is replayed."""
@@ -152,9 +168,8 @@ class RecordingDevice:
     def __init__(self, device: torch.device) -> None:
         self.pool = object()
         self.under_way = False
-        self.used = 0
+        self.memory = RecordedMemory()
         self.failures = 0
-        self.given_back = 0
         self.graphs: list[RecordedGraph] = []
         self.borrowed: list[tuple[RecordedGraph, Tensor]] = []
 
@@ -164,12 +179,6 @@ class RecordingDevice:
 
     def capturing(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
-
-    def used_memory(self) -> int:
-        return self.used
-
-    def give_back(self) -> None:
-        self.given_back += 1
 
     def borrow(self, tensor: Tensor) -> Tensor:
         self.borrowed.append((self.graphs[-1], tensor))

@@ -19,13 +19,13 @@ from headrace.config import GRAPH_MODES, EngineConfig
 from headrace.distributed.mesh import Mesh
 from headrace.engine.core import EngineCore
 from headrace.engine.messages import CoreFacts
+from headrace.graph_sizes import GraphSettings
 from headrace.layers.context import LayerContext
 from headrace.model_config import ModelConfig
 from headrace.models.loader import load_model
 from headrace.models.registry import attention_specs, describe
 from headrace.request import EngineCoreRequest
 from headrace.runner.cuda_graph import Shape, StepGraphs, _for_any_lengths
-from headrace.runner.graph_settings import GraphSettings
 from headrace.runner.input_batch import Batch, InputBatch
 from headrace.runner.kv_cache import cache_shape
 from headrace.runner.model_runner import Drafter, ModelRunner, RunnerLimits
@@ -37,7 +37,8 @@ from headrace.step import SchedulerOutput, WorkerFacts
 from tests.runner.fakes import KERNELS, AttentionInGraphs, RecordingDevice, shapes_of
 
 CPU = torch.device("cpu")
-LIMITS = RunnerLimits(max_num_seqs=6, max_num_batched_tokens=24, max_model_len=96, block_size=4, vocab_size=61)
+LIMITS = RunnerLimits(max_num_seqs=6, max_num_batched_tokens=24, max_model_len=96, vocab_size=61)
+BLOCK_SIZE = 4
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 61,
@@ -62,11 +63,11 @@ DEMO = Path(headrace.__file__).parent / "demo_model"
 
 def make_runner(name: str, mode: str, drafter: Drafter | None = None, **sizes: object) -> ModelRunner:
     model_config = ModelConfig.from_folder(DEMO) if name == "demo" else ModelConfig.from_dict(MODELS[name])
-    specs = attention_specs(model_config, tp_size=1, block_size=4, dtype="float32", device_type="cpu")
+    specs = attention_specs(model_config, tp_size=1, block_size=BLOCK_SIZE, dtype="float32", device_type="cpu")
     backend = AttentionInGraphs()
     context = LayerContext(Mesh(), KERNELS, backend, specs, torch.float32, CPU)
     model = load_model(DEMO, model_config, context, "auto" if name == "demo" else "dummy")
-    shape = cache_shape(describe(model_config), specs, 1, 4, torch.float32)
+    shape = cache_shape(describe(model_config), specs, 1, BLOCK_SIZE, torch.float32)
     settings = GraphSettings.of(
         {"cudagraph_mode": mode, **sizes}, LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, LIMITS.max_model_len
     )
@@ -108,7 +109,7 @@ def make_core(
         LIMITS.max_num_seqs,
         max(LIMITS.max_num_batched_tokens, LIMITS.max_num_seqs * (1 + runner.num_drafts)),
         LIMITS.max_model_len,
-        same_layout(LIMITS.block_size),
+        same_layout(BLOCK_SIZE),
         num_blocks,
     )
     # a small pool is to be filled, and some preempted
@@ -118,9 +119,7 @@ def make_core(
         max_num_batched_tokens=LIMITS.max_num_batched_tokens,
         max_model_len=LIMITS.max_model_len,
     )
-    worker = WorkerFacts(
-        "cpu", "recorded", 0, 0, same_layout(LIMITS.block_size), 0, "", warmup_sizes=list(warmup_sizes)
-    )
+    worker = WorkerFacts("cpu", "recorded", 0, 0, same_layout(BLOCK_SIZE), 0, "", warmup_sizes=list(warmup_sizes))
     facts = CoreFacts(config, [], [worker], num_blocks)
     return EngineCore(facts, Scheduler(scheduler), executor(runner))  # type: ignore[arg-type]
 
@@ -239,7 +238,7 @@ def test_without_room_a_size_stays_eager_and_says_so(mode: str) -> None:
     outputs = [runner.execute(decode_step(number, [0, 1], 0)).result() for number in (1, 2)]
     assert outputs[0].token_ids == outputs[1].token_ids
     assert shapes_of(graphs) == set()
-    assert device.given_back == 2
+    assert device.memory.emptied == 2
     (note,) = outputs[0].warnings
     assert outputs[1].warnings == []
     assert note.startswith("no room for a ")

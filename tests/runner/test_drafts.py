@@ -15,10 +15,9 @@ from headrace.engine.core import EngineCore
 from headrace.request import EngineCoreRequest
 from headrace.runner.input_batch import Batch
 from headrace.runner.model_runner import ModelRunner
-from headrace.runner.one_by_one import execute_one_by_one
 from headrace.runner.pending import PendingStep
 from headrace.runner.request_state import RequestState
-from headrace.runner.rescue import rescue
+from headrace.runner.step_parts import execute_token_by_token, execute_with_less_memory
 from headrace.sampling_params import SamplingParams
 from headrace.step import RunnerOutput, SchedulerOutput
 from tests.runner.fakes import shapes_of
@@ -184,17 +183,17 @@ def test_tokens_are_those_without_drafts(kind: str, num_drafts: int, mode: str, 
         assert all(shape.num_tokens == shape.num_reqs * (1 + num_drafts) for shape in decodes)
 
 
-class OneByOne(InThisProcess):
+class TokenByToken(InThisProcess):
     def execute(self, step: SchedulerOutput) -> Any:
-        return execute_one_by_one(self.runner, step)
+        return execute_token_by_token(self.runner, step)
 
 
 class NoMemory:
-    def give_back(self) -> None:
+    def empty_cache(self) -> None:
         pass
 
 
-class Rescued(InThisProcess):
+class LessMemory(InThisProcess):
     """Every third step finds no memory at first, and no more than three tokens at once after that."""
 
     def execute(self, step: SchedulerOutput) -> Any:
@@ -209,12 +208,12 @@ class Rescued(InThisProcess):
 
         self.runner.forward = short  # type: ignore[method-assign]
         try:
-            return rescue(self.runner, NoMemory(), step, "no memory")  # type: ignore[arg-type]
+            return execute_with_less_memory(self.runner, NoMemory(), step, "no memory")  # type: ignore[arg-type]
         finally:
             self.runner.forward = forward  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("executor", [OneByOne, Rescued])
+@pytest.mark.parametrize("executor", [TokenByToken, LessMemory])
 def test_where_a_step_is_cut_into_parts_its_drafts_are_left_out(
     executor: type[InThisProcess], expected: tuple[Answers, int]
 ) -> None:

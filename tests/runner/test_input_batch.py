@@ -61,7 +61,7 @@ def test_an_earlier_step_is_not_overwritten_while_it_may_still_be_read() -> None
 def test_padding_tokens_belong_to_one_request_of_the_scratch_row() -> None:
     """Else they would count as the last request's, and write over its cache."""
     inputs = InputBatch(8, CPU, fixed=True)
-    batch = inputs.fill(step([5, 2], [9, 3], [1, 4], [True, True]), padded_reqs=4, padded_tokens=8, everyone=True)
+    batch = inputs.fill(step([5, 2], [9, 3], [1, 4], [True, True]), padded_reqs=4, padded_tokens=8, all_rows=True)
     assert batch.rows.tolist() == [5, 2, 8, 8]
     assert batch.num_computed.tolist() == [9, 3, 0, 0]
     assert batch.seq_lens.tolist() == [10, 7, 0, 0]
@@ -69,10 +69,10 @@ def test_padding_tokens_belong_to_one_request_of_the_scratch_row() -> None:
     assert (batch.num_reqs, batch.num_tokens, batch.num_samples) == (4, 8, 2)
     assert (batch.num_decodes, batch.max_query_len, batch.max_seq_len, batch.max_prompt_len) == (1, 4, 10, 7)
     assert not batch.decode_only
-    everyone = inputs.everyone()
-    assert everyone.rows.tolist() == [5, 2] + [8] * 7
-    assert everyone.num_computed.tolist() == [9, 3] + [0] * 7
-    assert everyone.query_start_loc.tolist() == [0, 1, 5] + [8] * 7
+    all_rows = inputs.all_rows()
+    assert all_rows.rows.tolist() == [5, 2] + [8] * 7
+    assert all_rows.num_computed.tolist() == [9, 3] + [0] * 7
+    assert all_rows.query_start_loc.tolist() == [0, 1, 5] + [8] * 7
 
 
 def test_requests_without_tokens_are_no_decodes() -> None:
@@ -88,4 +88,4 @@ def test_fixed_addresses_stay() -> None:
     first = inputs.fill(step([1], [2], [1], [True]))
     second = inputs.fill(step([3], [7], [1], [True]))
     assert first.rows.data_ptr() == second.rows.data_ptr()
-    assert second.query_start_loc.data_ptr() == inputs.everyone().query_start_loc.data_ptr()
+    assert second.query_start_loc.data_ptr() == inputs.all_rows().query_start_loc.data_ptr()

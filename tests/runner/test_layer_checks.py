@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.distributed.mesh import Group, Mesh
+from headrace.graph_sizes import GraphSettings
 from headrace.kernels.gemm import skinny_linear_reference
 from headrace.kernels.gemm_config import BUCKETS, GemmConfig
 from headrace.kernels.table import REFERENCE_KERNELS, KernelTable
@@ -24,7 +25,6 @@ from headrace.quantization.fp8 import RoundingProduct
 from headrace.quantization.scheme import GemmTable
 from headrace.quantization.unquantized import PlainProduct
 from headrace.runner.cuda_graph import Shape, StepGraphs
-from headrace.runner.graph_settings import GraphSettings
 from headrace.runner.kernel_checks import Subject, kernel_checks
 from headrace.runner.kv_cache import cache_shape
 from headrace.runner.layer_checks import layer_checks
@@ -186,7 +186,7 @@ def test_other_experts() -> None:
 
 
 def settings_of(mode: str, found: Subject) -> GraphSettings | None:
-    limits = scratch_limits(4, found.vocab_size)
+    limits = scratch_limits(found.vocab_size)
     sizes = (limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len)
     return GraphSettings.of({"cudagraph_mode": mode}, *sizes)
 

@@ -9,9 +9,9 @@ from headrace.config import EngineConfig
 from headrace.hub import resolve_model_folder
 from headrace.model_config import ModelConfig
 from headrace.planner.decisions import decide_before_load
-from headrace.runner import step_times
+from headrace.runner import profile
 from headrace.runner.model_runner import ModelRunner
-from headrace.runner.step_times import measure_step_times
+from headrace.runner.profile import measure_step_times
 from headrace.runner.worker import Worker
 from headrace.step import SchedulerOutput
 
@@ -38,7 +38,7 @@ class Clock:
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
     monkeypatch.setattr(torch.cuda, "Event", Clock)
-    monkeypatch.setattr(step_times, "SIZES", (64, 48, 16, 8))
+    monkeypatch.setattr(profile, "SIZES", (64, 48, 16, 8))
     folder = resolve_model_folder("demo")
     model_config = ModelConfig.from_folder(folder)
     config, _ = decide_before_load(
@@ -74,9 +74,9 @@ def test_launching_is_left_out_where_graphs_will_do_it(runner: ModelRunner, monk
     measure_step_times(runner)
     assert slept == []
     monkeypatch.setattr(runner, "graph_settings", object())
-    monkeypatch.setattr(step_times, "AHEAD_SECONDS", 60.0)
+    monkeypatch.setattr(profile, "AHEAD_SECONDS", 60.0)
     measure_step_times(runner)
-    assert slept == [60 * step_times.CYCLES_PER_SECOND] * 3
+    assert slept == [60 * profile.CYCLES_PER_SECOND] * 3
 
 
 def test_a_launch_that_outlasts_its_lead_is_timed_again_with_a_longer_one(
@@ -85,8 +85,8 @@ def test_a_launch_that_outlasts_its_lead_is_timed_again_with_a_longer_one(
     slept: list[int] = []
     monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
     monkeypatch.setattr(runner, "graph_settings", object())
-    monkeypatch.setattr(step_times, "AHEAD_SECONDS", 1e-6)
+    monkeypatch.setattr(profile, "AHEAD_SECONDS", 1e-6)
     assert measure_step_times(runner) == [(8, 1.0), (16, 1.0), (48, 1.0)]
-    short = int(1e-6 * step_times.CYCLES_PER_SECOND)
+    short = int(1e-6 * profile.CYCLES_PER_SECOND)
     assert slept[::2] == [short] * 3
     assert all(longer > 10 * short for longer in slept[1::2])

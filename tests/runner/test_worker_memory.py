@@ -60,7 +60,7 @@ class FakeMemory:
     def reset_peak(self) -> None:
         self._peak = self._standing
 
-    def give_back(self) -> None:
+    def empty_cache(self) -> None:
         pass
 
     def drop_workspaces(self) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from headrace.kernels.table import select_kernels
 from headrace.sampling.sampler import Sampler, SampleResult
 from headrace.sampling.state import SamplingState
 from headrace.sampling.transfer import TableWriter
@@ -19,6 +20,11 @@ from headrace.sampling_params import SamplingParams
 from headrace.step import NewRow
 
 CPU = torch.device("cpu")
+
+
+def invalid(result: SampleResult) -> torch.Tensor:
+    """Rows with nothing to sample from, as commit_tokens tells them. [n] bool"""
+    return ~((result.best > float("-inf")) & result.raw_best.isfinite())
 
 
 @dataclass
@@ -47,8 +53,8 @@ class Bench:
         self.vocab_size = vocab_size
         shapes = {SamplingState.TABLE: SamplingState.table_shape(max_rows)}
         self.writer = TableWriter(CPU, shapes)
-        self.state = SamplingState(max_rows, vocab_size, max_model_len, CPU, self.writer)
-        self.sampler = Sampler(self.state)
+        self.state = SamplingState(max_rows, vocab_size, CPU, self.writer)
+        self.sampler = Sampler(self.state, select_kernels("cpu"))
         # What earlier owners of a row left behind must not matter.
         self.token_table = torch.randint(vocab_size, (max_rows + 1, max_model_len + 1), dtype=torch.int32)
         self.cases: dict[int, Case] = {}

@@ -84,8 +84,8 @@ def test_a_gpu_gives_the_same_tokens_without_waiting() -> None:
         bench, logits = full_bench(seed), torch.randn(ROWS, VOCAB_SIZE) * 2
         expected = bench.sample(logits, list(range(ROWS)))
         writer = TableWriter(device, {SamplingState.TABLE: SamplingState.table_shape(ROWS)}, scatter_words)
-        state = SamplingState(ROWS, VOCAB_SIZE, 64, device, writer)
-        sampler, table = Sampler(state), bench.token_table.to(device)
+        state = SamplingState(ROWS, VOCAB_SIZE, device, writer)
+        sampler, table = Sampler(state, select_kernels("cuda")), bench.token_table.to(device)
         rows = torch.arange(ROWS, device=device)
         num_tokens = torch.tensor([len(bench.cases[row].tokens) for row in range(ROWS)], device=device)
         on_device = logits.to(device)

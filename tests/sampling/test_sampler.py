@@ -14,7 +14,7 @@ import torch
 from headrace.sampling.sampler import Sampler, SampleResult
 from headrace.sampling.state import Feature
 
-from .oracle import Bench, Case, SamplingParams, forbidden_tokens, kept_tokens, processed_logits, random_case
+from .oracle import Bench, Case, SamplingParams, forbidden_tokens, invalid, kept_tokens, processed_logits, random_case
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -23,7 +23,7 @@ def check(bench: Bench, rows: list[int], logits: torch.Tensor, result: SampleRes
     """Every row's token is the oracle's (greedy) or one that the oracle keeps (random). Returns how many rows had a
     single possible token."""
     certain = 0
-    assert not result.invalid.any()
+    assert not invalid(result).any()
     for i, row in enumerate(rows):
         case, token = bench.cases[row], result.token_ids[i].item()
         expected = processed_logits(case, logits[i].float().numpy())
@@ -208,7 +208,7 @@ def test_rows_without_usable_logits_are_told_and_harm_nobody(params: SamplingPar
     good = {0: Case(params, [1], [], [], seed=3), 2: Case(params, [1], [], [], seed=4)}
     bench.add({**good, 1: Case(victim, [1], [], [4])})
     result = bench.sample(logits, [0, 1, 2])
-    assert result.invalid.tolist() == [False, True, False]
+    assert invalid(result).tolist() == [False, True, False]
     assert result.raw_best.isfinite().tolist() == [True, bad == "nothing allowed", True]
     assert 0 <= result.token_ids[1].item() < 20
     healthy = Bench(vocab_size=20)
@@ -240,7 +240,7 @@ def test_infinite_logits_win_and_are_told() -> None:
     logits[:, 4] = math.inf
     result = bench.sample(logits, [0, 1, 2, 3])
     assert result.token_ids.tolist() == [4] * 4
-    assert result.invalid.all()
+    assert invalid(result).all()
 
 
 @pytest.mark.parametrize("params", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 2e-5}])

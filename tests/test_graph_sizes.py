@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.graph_sizes import capture_sizes, most_in_pieces
-from headrace.runner.graph_settings import GraphSettings
+from headrace.graph_sizes import GraphSettings, capture_sizes, most_in_pieces
 
 
 def test_sizes() -> None:

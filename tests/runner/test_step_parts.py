@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +16,8 @@ from headrace.errors import OutOfMemoryError
 from headrace.request import EngineCoreRequest, FinishReason
 from headrace.runner.memory import HostMemory, first_line, is_out_of_memory
 from headrace.runner.model_runner import ModelRunner
-from headrace.runner.pending import FinishedStep, Outgoing, PendingStep
-from headrace.runner.rescue import halves, join, rescue
+from headrace.runner.pending import FinishedStep, PendingStep, TokenBuffers
+from headrace.runner.step_parts import execute_with_less_memory, halves, join
 from headrace.sampling_params import SamplingParams
 from headrace.step import BlockUpdate, Logprobs, NewRow, RunnerOutput, SchedulerOutput
 from tests.runner.test_cuda_graph import LIMITS, InThisProcess, make_core, make_runner, serve
@@ -27,13 +27,13 @@ SAID = "CUDA out of memory. Tried to allocate 3.00 GiB.\nGPU 0 has ..."
 
 class ShortMemory(HostMemory):
     def __init__(self) -> None:
-        self.given_back = 0
+        self.emptied = 0
 
-    def give_back(self) -> None:
-        self.given_back += 1
+    def empty_cache(self) -> None:
+        self.emptied += 1
 
 
-class Rescued(InThisProcess):
+class LessMemory(InThisProcess):
     """As a worker does it."""
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -46,7 +46,7 @@ class Rescued(InThisProcess):
             return self.runner.execute(step)
         except torch.OutOfMemoryError as error:
             said = first_line(error)
-        return rescue(self.runner, self.memory, step, said)
+        return execute_with_less_memory(self.runner, self.memory, step, said)
 
 
 @dataclass
@@ -85,14 +85,14 @@ def test_the_same_tokens_from_parts_of_steps(mode: str, most: int) -> None:
     runner = make_runner("llama", mode)
     shortage = Shortage(runner, lambda tokens, failed: tokens > most)
     core = make_core(runner, num_blocks=26)
-    core._executor = Rescued(runner)  # type: ignore[assignment]
+    core._executor = LessMemory(runner)  # type: ignore[assignment]
     tokens, scores = serve(core)
     assert shortage.failed > 0
     assert tokens == expected[0]
     assert scores["5"] == pytest.approx(expected[1]["5"], abs=1e-4)
 
 
-class Unread(Rescued):
+class Unread(LessMemory):
     """A device whose results are never there before they are waited for, so that two steps are always queued."""
 
     def execute(self, step: SchedulerOutput) -> Any:
@@ -102,8 +102,8 @@ class Unread(Rescued):
 def test_parts_of_a_step_leave_alone_what_the_step_before_has_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     def keep_results(runner: ModelRunner) -> None:
         """As on a GPU: buffers that take turns."""
-        runner._outgoing = Outgoing(LIMITS.max_num_seqs, torch.device("cpu"))
-        runner._outgoing._buffers = [torch.empty(LIMITS.max_num_seqs, dtype=torch.int64) for _ in range(4)]
+        runner._token_buffers = TokenBuffers(LIMITS.max_num_seqs, torch.device("cpu"))
+        runner._token_buffers._buffers = [torch.empty(LIMITS.max_num_seqs, dtype=torch.int64) for _ in range(4)]
 
     monkeypatch.setattr(ModelRunner, "keep_results", keep_results)
 
@@ -133,14 +133,14 @@ def test_what_is_said_and_done_about_it(caplog: pytest.LogCaptureFixture) -> Non
     runner = make_runner("llama", "NONE")
     Shortage(runner, lambda tokens, failed: tokens == 24 and failed == 0)
     core = make_core(runner, num_blocks=26)
-    executor = Rescued(runner)
+    executor = LessMemory(runner)
     core._executor = executor  # type: ignore[assignment]
     with caplog.at_level(logging.WARNING):
         serve(core)
-    assert executor.memory.given_back == 1
+    assert executor.memory.emptied == 1
     assert core.snapshot([]).stats.num_short_steps == 1
     said, decided = (record.message for record in caplog.records)
-    assert "tokens found no memory, and was computed once cached memory was given back" in said
+    assert "tokens found no memory, and was computed once cached memory was freed" in said
     assert said.endswith("Tried to allocate 3.00 GiB.")
     assert decided.startswith("max_num_batched_tokens = 16: a step of 24 tokens found no memory")
     first = next(i for i, step in enumerate(executor.steps) if step.num_tokens == 24)
@@ -156,7 +156,7 @@ def test_no_memory_for_a_single_token_fails_that_step_alone() -> None:
     runner = make_runner("llama", "NONE")
     shortage = Shortage(runner, lambda tokens, failed: True)
     core = make_core(runner, num_blocks=26)
-    core._executor = Rescued(runner)  # type: ignore[assignment]
+    core._executor = LessMemory(runner)  # type: ignore[assignment]
     core.add_request(request("a", [1, 2, 3]))
     outputs = []
     while core.has_work():
@@ -184,8 +184,23 @@ def test_other_errors_are_not_tried_again() -> None:
     runner.allocate(8)
     step = SchedulerOutput(0, [], [], [], [0], [0], [1], [True])
     with pytest.raises(RuntimeError, match="does not match"):
-        rescue(runner, ShortMemory(), step, SAID)
+        execute_with_less_memory(runner, ShortMemory(), step, SAID)
     assert calls == [1]
+
+
+def test_a_step_over_recurrent_states_is_not_computed_twice() -> None:
+    """The attempt that failed may have updated them."""
+    runner = make_runner("llama", "NONE")
+    runner.allocate(8)
+    layout = runner.shape.layout
+    states = replace(layout, groups=(*layout.groups, replace(layout.groups[0], kind="state")))
+    runner.shape = replace(runner.shape, layout=states)
+    asked: list[int] = []
+    Shortage(runner, lambda tokens, failed: bool(asked.append(tokens)))  # type: ignore[func-returns-value]
+    step = SchedulerOutput(0, [], [], [], [0], [0], [1], [True])
+    with pytest.raises(OutOfMemoryError, match=r"no memory for a step of 1 tokens over recurrent states: CUDA out of"):
+        execute_with_less_memory(runner, ShortMemory(), step, SAID)
+    assert not asked
 
 
 def test_which_errors_mean_memory() -> None:
@@ -241,5 +256,5 @@ def test_one_token_has_no_halves() -> None:
 def test_results_of_parts_are_joined() -> None:
     entry = Logprobs([4], [-1.0], 1)
     parts = [RunnerOutput(7, [4], [entry], {0: [entry]}, ["a"]), RunnerOutput(7, [5, 6], [], {0: [entry], 1: [entry]})]
-    joined = join(7, parts)
+    joined = join(SchedulerOutput(7), parts)
     assert joined == RunnerOutput(7, [4, 5, 6], [entry, None, None], {0: [entry, entry], 1: [entry]}, ["a"])
