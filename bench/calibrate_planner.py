@@ -1,9 +1,9 @@
-"""Fits the planner's constants to the measured rows in tests/planner/measured, and shows how far they carry.
+"""Fits the planner's constants to the measured rows in tests/planner/measured, and tests them on other rows.
 
-    python bench/calibrate_planner.py              what is to stand in headrace/planner/constants.py, and every table
+    python bench/calibrate_planner.py              the constants for headrace/planner/constants.py, and every table
     python bench/calibrate_planner.py --markdown   the tables of docs/planning.md
 
-Pure arithmetic, no GPU; some ten seconds. tests/planner/test_accuracy.py holds the tables to their bounds.
+Needs no GPU; takes some ten seconds. tests/planner/test_accuracy.py checks the bounds of each experiment.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ FITTED_ON = {
     ("h200", "headrace"): ("h200-headrace",),
     ("mi300x", "vllm"): ("mi300x-vllm-405b", "mi300x-vllm-70b"),
 }
-"""chip and engine -> tables whose rows its constants are fitted on"""
+"""chip and engine -> the tables whose rows its constants are fitted on"""
 MODELS = ("8b bf16", "8b fp8", "30b-a3b bf16")
 FEW_405B = ("latency 1 x 128/2048", "latency 8 x 128/2048", "latency 64 x 128/2048", "throughput 1500 x 128/2048",
             "throughput 500 x 2048/2048")  # fmt: skip
-"""What the fit for eight MI300X sees of the 405B table"""
+"""The rows of the 405B table that the fit for eight MI300X uses."""
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """Constants fitted on some rows, held against others."""
+    """Fits constants on some rows and tests them on others, whose errors must keep the bounds."""
 
     title: str
     fitted: Sequence[Row]
@@ -60,14 +60,14 @@ def rows(table: str) -> tuple[Row, ...]:
 
 
 def published() -> Experiment:
-    """AMD's rows of Llama-3.1-405B fp8."""
+    """Return AMD's rows of Llama-3.1-405B fp8: five are fitted, the others tested."""
     seen = [row for row in rows("mi300x-vllm-405b") if row.name.partition(", ")[2] in FEW_405B]
     unseen = [row for row in rows("mi300x-vllm-405b") if row not in seen]
     return Experiment("405B fp8, 8 x MI300X: five rows fitted, the others", seen, unseen, 0.10, 0.25)
 
 
 def halves(engine: str) -> Iterator[Experiment]:
-    """Every second row of the H200's tables, and the other way round."""
+    """Yield every second row of an H200's table fitted, the others tested, and the other way round."""
     table = rows(f"h200-{engine}")
     for first, bounds in ((0, (0.12, 0.30)), (1, (0.12, 0.35))):
         which = "first, third, ..." if first == 0 else "second, fourth, ..."
@@ -76,7 +76,7 @@ def halves(engine: str) -> Iterator[Experiment]:
 
 
 def without_models(engine: str) -> Iterator[Experiment]:
-    """Each model of the H200's tables left out once."""
+    """Yield each model of an H200's table left out once, and tested."""
     table = rows(f"h200-{engine}")
     for model in MODELS:
         own = [row for row in table if row.name.startswith(model)]
@@ -85,43 +85,33 @@ def without_models(engine: str) -> Iterator[Experiment]:
 
 
 def another_model() -> Experiment:
-    """AMD's 70B rows by constants that have seen 405B alone."""
-    return Experiment(
-        "70B fp8, 8 x MI300X: five rows of 405B fitted, all of 70B",
-        published().fitted,
-        rows("mi300x-vllm-70b"),
-        0.12,
-        0.25,
-    )
+    """Return AMD's 70B rows, tested with constants fitted on 405B alone."""
+    title = "70B fp8, 8 x MI300X: five rows of 405B fitted, all of 70B"
+    return Experiment(title, published().fitted, rows("mi300x-vllm-70b"), 0.12, 0.25)
 
 
 def experiments() -> list[Experiment]:
-    found = [published(), another_model()]
+    """Return every experiment."""
+    made = [published(), another_model()]
     for engine in ("vllm", "headrace"):
-        found += [*halves(engine), *without_models(engine)]
-    return found
+        made += [*halves(engine), *without_models(engine)]
+    return made
 
 
 def elsewhere() -> list[Row]:
-    """Rows of other models, chips and versions that nothing was fitted on."""
-    found = []
+    """Return rows of other models, chips and versions, on which nothing was fitted."""
+    made = []
     for table in json.loads((MEASURED / "elsewhere.json").read_text())["tables"]:
-        deployment = Deployment(
-            find_model(table["model"]),
-            find_chip(table["chip"]),
-            Parallel(tp=table["tp"]),
-            table["weight_format"],
-            table["kv_dtype_bytes"],
-            "vllm",
-        )
+        shape, chip, parallel = find_model(table["model"]), find_chip(table["chip"]), Parallel(tp=table["tp"])
+        deployment = Deployment(shape, chip, parallel, table["weight_format"], table["kv_dtype_bytes"], "vllm")
         for batch, input_len, output_len, value in table["rows"]:
             name = f"{table['model']} {table['weight_format']}, {table['tp']} x {table['chip']}, {batch} clients"
-            found.append(Row(name, "tpot", deployment, batch, input_len, output_len, value, 8192))
-    return found
+            made.append(Row(name, "tpot", deployment, batch, input_len, output_len, value, 8192))
+    return made
 
 
 def shipped_errors(table: Sequence[Row]) -> list[float]:
-    """By the constants that the planner uses."""
+    """Return the errors of the constants that the planner uses."""
     return [error(row, find_efficiency(row.deployment.chip, row.deployment.engine)) for row in table]
 
 
@@ -142,18 +132,18 @@ def shown(value: float) -> str:
 
 
 def rounded(constants: Efficiency) -> Efficiency:
-    """Three digits."""
+    """Round to three digits."""
     return Efficiency(*(float(f"{value:.3g}") for value in astuple(constants)))
 
 
 def unseen(held_out: Iterable[Experiment]) -> dict[Row, float]:
-    """Row -> the error on it in the experiment that tested it."""
+    """Return for each row its error in the experiment that tested it."""
     return {row: value for one in held_out for row, value in zip(one.tested, one.errors(), strict=True)}
 
 
 def h200_table(engine: str) -> list[str]:
-    """Each row of an H200's table, predicted by constants that have not seen it: those of the other half of the rows,
-    and those of the other models."""
+    """Return Markdown: each row of an H200's table, predicted by constants fitted on the other half of the rows, and by
+    those fitted on the other models."""
     by_half, by_model = unseen(halves(engine)), unseen(without_models(engine))
     lines = [
         "| row | measured | other half fitted | error | other models fitted | error |",

@@ -1,16 +1,17 @@
 """Checks every Triton kernel against its reference on a GPU.
 
-    python bench/check_kernels.py               all, a process a core: they are mostly compiling
+    python bench/check_kernels.py               all, a process a core: most of the time goes into compiling
     python bench/check_kernels.py --shard 2/8   only that share
+    TRITON_INTERPRET=1 python bench/check_kernels.py --smoke    attention at tiny sizes, on a CPU
 
-Inputs are random and fresh, outputs are poisoned with NaN. Cases of the kernel table stand in kernel_sweeps.py.
-How long kernels take is time_kernels.py's business.
+Inputs are random and fresh, outputs start as NaN. Sizes for kernels of the table are in kernel_sweeps.py; attention is
+checked here, over 16-bit and fp8 caches. Prints failures, and the worst error of each type as a share of its bound;
+exit code 1 if a check fails. time_kernels.py measures how long kernels take.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import random
 import subprocess
@@ -22,163 +23,169 @@ from typing import Any
 
 import torch
 from kernel_sweeps import SWEEPS, swept
+from paged_batch import DEVICE, E4M3, E5M2, KV_SCALE, NAMES, ON_GPU, PLAIN, Heads, PagedBatch, rope_table, split_qkv
+from timing import relative_error
 from torch import Tensor
 
-from headrace.kernels._triton import DEVICE_FAMILY
-from headrace.kernels.attention import (
-    is_hopper,
-    multiprocessor_count,
-    paged_attention,
-    paged_attention_reference,
-)
-from headrace.kernels.attention_config import (
-    COPY_ENGINE_PREFILL,
-    SMALLEST_BOX,
-    by_copy_engine,
-    plan_attention,
-)
 from headrace.kernels.cases import Inputs
-from headrace.kernels.paged import Sequences
+from headrace.kernels.decode import decode_attention_reference
+from headrace.kernels.rotary import rotary_and_cache, rotary_and_cache_reference
 
-DEVICE = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 8e-4, torch.float32: 2e-6}
+OVER_FP8 = 4e-3
+"""attention over an fp8 cache, beside a reference on the same quantized cache"""
+SCALE = 1 if ON_GPU else 20
+"""Lengths are divided by this."""
 Check = tuple[str, Callable[[], float], float]
+"""name, error, bound"""
+ATTENTION_HEADS: tuple[Heads, ...] = (
+    (32, 8, 128), (28, 4, 128), (8, 8, 64), (8, 1, 64), (8, 8, 128), (8, 2, 256), (8, 8, 256), (12, 3, 80), (8, 4, 8),
+    (14, 2, 96), (32, 1, 16),
+)  # fmt: skip
+FP8_HEADS: tuple[Heads, ...] = ((32, 8, 128), (8, 8, 64), (8, 2, 256), (14, 2, 96))
+SMOKE_HEADS: tuple[Heads, ...] = ((8, 2, 16),)
 
 
-def error(out: Tensor, reference: Tensor) -> float:
-    """||out - reference|| / ||reference||; NaN where a NaN is."""
-    difference = out.double() - reference.double()
-    return float(difference.norm() / reference.double().norm().clamp_min(1e-30))
-
-
-def randn(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(*shape, device=DEVICE).to(dtype)
-
-
-def ints(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-
-# --- checks -----------------------------------------------------------------------------------------------------------
+def worse(worst: float, error: float) -> float:
+    """Return the larger error; NaN where one is NaN."""
+    return max(worst, error) if worst == worst and error == error else float("nan")
 
 
 def check_kernel(name: str, size: tuple[Any, ...], dtype: torch.dtype) -> float:
-    """The largest error, in multiples of its bound."""
-    found = swept(name, Inputs(dtype, DEVICE, torch.seed()), size)
-    return max((error / bound if bound else error and float("inf") for error, bound in found), default=0.0)
-
-
-def attention_inputs(
-    counts: list[int], lengths: list[int], heads: tuple[int, int, int], block_size: int, dtype: torch.dtype,
-    layers: int = 0,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """(q, kv_cache, block_table, rows, query_start_loc, seq_lens) with blocks scattered over the cache, and NaN in them
-    behind each request's last key; with `layers`, the cache of the last of so many, which follow each other in a block,
-    the others full of NaN"""
-    num_heads, kv_heads, dim = heads
-    width = -(-max(lengths) // block_size) + 3
-    total = sum(-(-length // block_size) for length in lengths)
-    table = torch.randint(0, total, (len(counts) + 4, width), dtype=torch.int32, device=DEVICE)
-    rows = torch.randperm(len(counts) + 4, device=DEVICE)[: len(counts)].int()
-    blocks = torch.randperm(total, device=DEVICE).int()
-    used = 0
-    cache = randn(2, total + 1, block_size, kv_heads, dim, dtype=dtype)
-    for row, length in zip(rows.tolist(), lengths, strict=True):
-        needed = -(-length // block_size)
-        table[row, :needed] = blocks[used : used + needed]
-        used += needed
-        if length % block_size:
-            cache[:, blocks[used - 1], length % block_size :] = float("nan")
-    if layers:
-        arena = cache.new_full((total + 1, layers, 2, *cache.shape[2:]), float("nan"))
-        cache = arena[:, -1].transpose(0, 1).copy_(cache)
-    q = randn(sum(counts), num_heads, dim, dtype=dtype)
-    return q, cache, table, rows, ints([0, *itertools.accumulate(counts)]), ints(lengths)
+    """Return the largest error, in multiples of its bound."""
+    errors = swept(name, Inputs(dtype, DEVICE, torch.seed()), size)
+    return max((error / bound if bound else error and float("inf") for error, bound in errors), default=0.0)
 
 
 def check_attention(
-    kind: str, heads: tuple[int, int, int], block_size: int, window: int | None, dtype: torch.dtype
-) -> float:
-    """One ragged batch: decodes (some padding), prefills, chunks, or decodes followed by chunks."""
+    kind: str, heads: Heads, block_size: int, window: int | None, dtype: torch.dtype,
+    cache_dtype: torch.dtype | None = None,
+) -> float:  # fmt: skip
+    """Check one ragged batch: decodes (some padding), prefills, chunks, or decodes followed by chunks."""
     decodes = [1] * 9 if kind in ("decode", "mixed") else []
-    chunks = [random.randint(2, 300) for _ in range(4)] if kind != "decode" else []
+    chunks = [random.randint(2, 300 // SCALE) for _ in range(4)] if kind != "decode" else []
     counts = decodes + chunks
-    past = 0 if kind == "prefill" else 700
+    past = 0 if kind == "prefill" else 700 // SCALE
     lengths = [count + random.randint(0, past) for count in counts]
-    if kind == "decode":
-        lengths[4] = 0
-        lengths[5] = 1
-    elif kind != "prefill":
+    if decodes and (kind == "decode" or cache_dtype):
+        lengths[4], lengths[5] = 0, 1
+    elif kind != "prefill" and not cache_dtype:
         lengths[-1] = 0  # padding of a whole graph
-    inputs = attention_inputs(counts, lengths, heads, block_size, dtype, random.choice((0, 1, 3)))
-    q = inputs[0]
-    plan = plan_attention(
-        len(counts), len(q), len(decodes), max(lengths), *heads, q.element_size(), DEVICE_FAMILY,
-        multiprocessor_count(DEVICE),
-    )  # fmt: skip
-    scale, longest = heads[2] ** -0.5, (max(counts), max(lengths))
-    reference = paged_attention_reference(q.float(), inputs[1].float(), Sequences(*inputs[2:]), scale, window)
-    worst = 0.0
+    layers = 0 if cache_dtype else random.choice((0, 1, 3))
+    batch = PagedBatch(counts, lengths, heads, block_size, len(decodes), dtype, cache_dtype, layers)
+    reference, plan = batch.reference(window), batch.plan()
     plans = [plan, *(replace(plan, decode_splits=splits, prefill_splits=splits) for splits in (1, 4))]
-    served = not window and q.element_size() == 2 and block_size >= SMALLEST_BOX and heads[2] in COPY_ENGINE_PREFILL
-    if chunks and served and is_hopper(DEVICE):
-        plans.append(by_copy_engine(plan, len(chunks), sum(chunks), longest[1], heads[2], heads[0] // heads[1], 2))
+    if not window and (by_copy_engine := batch.plan_by_copy_engine(plan)):
+        plans.append(by_copy_engine)
+    worst = 0.0
     for forced in plans:
-        out = torch.full_like(q, float("nan"))
-        paged_attention(*inputs[:2], Sequences(*inputs[2:]), scale, window, None, out, plan=forced)
-        worst = max(worst, error(out, reference)) if worst == worst else worst
+        out = torch.full_like(batch.q, float("nan"))
+        out = batch.attend(forced, window, out=out, unpacked=batch.unpacked(forced))
+        worst = worse(worst, relative_error(out, reference))
     return worst
 
 
-ATTENTION_SHAPES = (
-    (32, 8, 128),
-    (28, 4, 128),
-    (8, 8, 64),
-    (8, 1, 64),
-    (8, 8, 128),
-    (8, 2, 256),
-    (8, 8, 256),
-    (12, 3, 80),
-    (8, 4, 8),
-    (14, 2, 96),
-    (32, 1, 16),
-)
+def check_fused_decode(heads: Heads, cache_dtype: torch.dtype) -> float:
+    """Check the fused decode kernel: its output, and the share of other codes in the cache."""
+    lengths = [length // SCALE if length > 100 else length for length in (700, 0, 1, 33, 512, 2048, 5, 100)]
+    batch = PagedBatch(
+        [1] * len(lengths), [max(1, n) for n in lengths], heads, decodes=len(lengths), cache_dtype=cache_dtype
+    )
+    batch.where[3].copy_(torch.tensor(lengths))
+    ours, theirs = batch.cache.clone(), batch.cache.clone()
+    q, k, v, angles, _ = batch.new_tokens
+    where = (batch.table, batch.rows, batch.where[3])
+    expected = decode_attention_reference(q, k, v, angles, theirs, *where, batch.scale, kv_scale=batch.kv_scale)
+    return worse(relative_error(batch.decode(ours), expected), other_codes(ours, theirs))
 
 
-def checks() -> Iterator[Check]:
+def check_fp8_write(heads: Heads, cache_dtype: torch.dtype, norm: bool) -> float:
+    """Check what rotary_and_cache writes: values beyond the type's range, tokens without a slot, and the last slot."""
+    _, kv_heads, dim = heads
+    tokens = 200 // SCALE
+    q, k, v = split_qkv(tokens, heads)
+    v[3], v[4] = 3e4, -6e4
+    angles, positions = rope_table(512, dim), torch.randint(0, 512, (tokens,), device=DEVICE)
+    slots = torch.randperm(tokens + 6, device=DEVICE)[:tokens]
+    slots[::5] = -1
+    slots[4] = tokens + 6  # the last one
+    weights = [torch.rand(dim, device=DEVICE).to(PLAIN) if norm else None for _ in range(2)]
+    ours, theirs = (
+        torch.zeros(2, -(-(tokens + 7) // 16), 16, kv_heads, dim, device=DEVICE).to(cache_dtype) for _ in range(2)
+    )
+    scale = torch.tensor(KV_SCALE, device=DEVICE)
+    rotary_and_cache(q, k, v, angles, positions, ours, slots, *weights, 1e-6, scale)
+    rotary_and_cache_reference(q, k, v, angles, positions, theirs, slots, *weights, 1e-6, scale)
+    largest = ours.float().max() == torch.finfo(cache_dtype).max or cache_dtype == E5M2
+    return other_codes(ours, theirs) if largest and ours.float().isfinite().all() else float("inf")
+
+
+def other_codes(ours: Tensor, theirs: Tensor) -> float:
+    """Return the share of values that differ."""
+    return float((ours.float() != theirs.float()).float().mean())
+
+
+def fp8_cache_checks(all_heads: tuple[Heads, ...]) -> Iterator[Check]:
+    """Yield the checks of fp8 caches. In the interpreter a few percent of the casts to fp8 are wrong."""
+    dtype, times = str(PLAIN).removeprefix("torch."), 1 if ON_GPU else 10
+    for cache_dtype in (E4M3, E5M2) if ON_GPU else (E4M3,):
+        for heads in all_heads:
+            label = f"{NAMES[cache_dtype]} cache {heads}"
+            for kind, window in (("decode", None), ("prefill", None), ("mixed", None), ("mixed", 50)):
+                check = partial(check_attention, kind, heads, 16, window, PLAIN, cache_dtype)
+                yield f"attention {kind} window {window} {label} {dtype}", check, OVER_FP8 * times
+            yield f"fused decode {label} {dtype}", partial(check_fused_decode, heads, cache_dtype), 1e-2 * times
+            norm = heads[1] == 8
+            write = partial(check_fp8_write, heads, cache_dtype, norm)
+            yield f"rotary {'with' if norm else 'without'} norm {label} {dtype}", write, 1e-2 * times
+
+
+def attention_checks(all_heads: tuple[Heads, ...], dtype: torch.dtype) -> Iterator[Check]:
+    """Yield the checks of attention over caches of the queries' type."""
+    for number, heads in enumerate(all_heads):
+        for kind in ("decode", "prefill", "chunk", "mixed"):
+            size = 1 if kind == "chunk" else (16, 32, 64)[(number + len(kind)) % 3]
+            window = 77 if kind in ("chunk", "decode") and heads in ((32, 8, 128), (12, 3, 80)) else None
+            label = f"attention {kind} {heads} block {size} window {window} {str(dtype).removeprefix('torch.')}"
+            yield label, partial(check_attention, kind, heads, size, window, dtype), TOLERANCE[dtype]
+
+
+def checks(smoke: bool) -> Iterator[Check]:
+    """Yield every check; its name ends in its type."""
+    if smoke:
+        yield from attention_checks(SMOKE_HEADS, PLAIN)
+        yield from fp8_cache_checks(SMOKE_HEADS)
+        return
     for dtype in DTYPES:
-        name, limit = str(dtype).removeprefix("torch."), TOLERANCE[dtype]
         for kernel, sweep in SWEEPS.items():
             for size in sweep.large:
-                yield f"{kernel} {size} {name}", partial(check_kernel, kernel, size, dtype), 1.0
-        for number, heads in enumerate(ATTENTION_SHAPES):
-            for kind in ("decode", "prefill", "chunk", "mixed"):
-                size = 1 if kind == "chunk" else (16, 32, 64)[(number + len(kind)) % 3]
-                window = 77 if kind in ("chunk", "decode") and heads in ((32, 8, 128), (12, 3, 80)) else None
-                label = f"attention {kind} {heads} block {size} window {window} {name}"
-                yield label, partial(check_attention, kind, heads, size, window, dtype), limit
+                label = f"{kernel} {size} {str(dtype).removeprefix('torch.')}"
+                yield label, partial(check_kernel, kernel, size, dtype), 1.0
+        yield from attention_checks(ATTENTION_HEADS, dtype)
+    yield from fp8_cache_checks(FP8_HEADS)
 
 
-def run_checks(shard: int, of: int) -> bool:
+def run_checks(shard: int, of: int, smoke: bool = False) -> bool:
+    """Run every `of`-th check from the `shard`-th; print what failed."""
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills torch.empty with NaN
     torch.manual_seed(torch.seed())
     passed, worst = 0, dict.fromkeys(DTYPES, 0.0)
     failures = []
-    for number, (name, check, limit) in enumerate(checks()):
+    for number, (name, check, limit) in enumerate(checks(smoke)):
         if number % of != shard:
             continue
         try:
-            found = check()
+            error = check()
         except Exception as problem:  # the sweep goes on, the failure is reported below
             failures.append(f"{name}: {type(problem).__name__}: {str(problem)[:300]}")
             continue
-        if not found <= limit:
-            failures.append(f"{name}: error {found:.2e} > {limit:.0e}")
+        if not error <= limit:
+            failures.append(f"{name}: error {error:.2e} > {limit:.0e}")
             continue
         passed += 1
         dtype = getattr(torch, name.split()[-1])
-        worst[dtype] = max(worst[dtype], found / limit)
+        worst[dtype] = max(worst[dtype], error / limit)
     torch.use_deterministic_algorithms(False)
     errors = ", ".join(f"{str(dtype).removeprefix('torch.')} {value:.2f}" for dtype, value in worst.items())
     print(f"checks {shard}/{of}: {passed} passed, {len(failures)} failed; worst errors / bounds {errors}")
@@ -188,7 +195,7 @@ def run_checks(shard: int, of: int) -> bool:
 
 
 def run_all_checks() -> bool:
-    """One process a core: what takes long is compiling each kernel for each shape, on the host."""
+    """Run the checks in one process a core, since compiling each kernel for each shape, on the host, takes long."""
     of = min(16, len(os.sched_getaffinity(0)))
     command = [sys.executable, __file__, "--shard"]
     shards = [subprocess.Popen([*command, f"{shard}/{of}"]) for shard in range(of)]
@@ -199,7 +206,10 @@ def run_all_checks() -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shard", help="I/N: every N-th check from the I-th; default: all, a process a core")
+    parser.add_argument("--smoke", action="store_true", help="attention at tiny sizes on the CPU")
     options = parser.parse_args()
+    if options.smoke:
+        return 0 if run_checks(0, 1, smoke=True) else 1
     good = run_checks(*map(int, options.shard.split("/"))) if options.shard else run_all_checks()
     return 0 if good else 1
 

@@ -1,4 +1,4 @@
-"""headrace against transformers on this CPU, side by side in one run: interleaved, median of several rounds.
+"""Compares headrace with transformers on this CPU, interleaved in one run: medians of several rounds.
 
     python bench/cpu_vs_transformers.py [--rounds 5] [--output-json FILE]
 
@@ -16,7 +16,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
@@ -24,26 +26,19 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from headrace import LLM, SamplingParams
 
 PROMPT_TOKENS = 32
-SMALL = LlamaConfig(
-    vocab_size=2304,
-    hidden_size=192,
-    intermediate_size=512,
-    num_hidden_layers=6,
-    num_attention_heads=6,
-    num_key_value_heads=3,
-    max_position_embeddings=512,
-    tie_word_embeddings=True,
-)
-LARGE = LlamaConfig(
-    vocab_size=32000,
-    hidden_size=1024,
-    intermediate_size=2816,
-    num_hidden_layers=12,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    max_position_embeddings=512,
-    tie_word_embeddings=False,
-)
+
+
+def llama(vocab_size: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, tied: bool) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+    )
 
 
 def prompts_for(config: LlamaConfig, count: int, seed: int) -> list[list[int]]:
@@ -76,7 +71,27 @@ def headrace_generate(llm: LLM, prompts: list[list[int]], new_tokens: int) -> in
     return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
+Load = tuple[str, int, int, Callable[[LlamaForCausalLM, list[list[int]], int], int]]
+"""name, prompts, new tokens of each, what transformers runs"""
+LOADS: tuple[tuple[LlamaConfig, torch.dtype, tuple[Load, ...]], ...] = (
+    (
+        llama(2304, 192, 512, 6, 6, 3, tied=True),
+        torch.float32,
+        (("2.9M fp32, 16 prompts x 32, padded generate", 16, 32, transformers_padded),),
+    ),
+    (
+        llama(32000, 1024, 2816, 12, 16, 8, tied=False),
+        torch.bfloat16,
+        (
+            ("200M bf16, 8 prompts x 64, generate_batch", 8, 64, transformers_batch),
+            ("200M bf16, 1 prompt x 64, generate", 1, 64, transformers_padded),
+        ),
+    ),
+)
+
+
 def rate(run: Callable[[], int], expected: int) -> float:
+    """Return tokens a second. Raises SystemExit where the run made another number of tokens than `expected`."""
     start = time.perf_counter()
     count = run()
     if count != expected:
@@ -84,28 +99,19 @@ def rate(run: Callable[[], int], expected: int) -> float:
     return count / (time.perf_counter() - start)
 
 
-def compare(
-    name: str, ours: Callable[[int], int], theirs: Callable[[int], int], expected: int, rounds: int
-) -> dict[str, float | str]:
-    """Each round gets fresh prompts (its number seeds them), the same for both; round 0 warms up."""
+def compare(llm: LLM, model: LlamaForCausalLM, config: LlamaConfig, load: Load, rounds: int) -> dict[str, Any]:
+    """Run a load on both sides. Each round has new prompts, the same for both; the first round warms up."""
+    name, count, tokens, theirs = load
     rates: list[tuple[float, float]] = []
     for number in range(rounds + 1):
-        pair = (rate(lambda n=number: ours(n), expected), rate(lambda n=number: theirs(n), expected))
-        if number:
-            rates.append(pair)
-    headrace = statistics.median(a for a, _ in rates)
-    reference = statistics.median(b for _, b in rates)
-    ratio = statistics.median(a / b for a, b in rates)
+        prompts = prompts_for(config, count, number)
+        runs = (partial(headrace_generate, llm, prompts, tokens), partial(theirs, model, prompts, tokens))
+        rates.append((rate(runs[0], count * tokens), rate(runs[1], count * tokens)))
+    headrace = statistics.median(a for a, _ in rates[1:])
+    reference = statistics.median(b for _, b in rates[1:])
+    ratio = statistics.median(a / b for a, b in rates[1:])
     print(f"{name:<52} headrace {headrace:8.1f} tok/s   transformers {reference:8.1f} tok/s   ratio {ratio:.2f}")
     return {"name": name, "headrace": headrace, "transformers": reference, "ratio": ratio}
-
-
-def open_pair(config: LlamaConfig, dtype: torch.dtype, folder: Path) -> tuple[LLM, LlamaForCausalLM]:
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
-    reference = LlamaForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    llm = LLM(model=str(folder), skip_tokenizer_init=True, enable_prefix_caching=False)
-    return llm, reference
 
 
 def main() -> None:
@@ -115,33 +121,13 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     results = []
-    with tempfile.TemporaryDirectory() as folder:
-        llm, model = open_pair(SMALL, torch.float32, Path(folder) / "small")
-        results.append(
-            compare(
-                "2.9M fp32, 16 prompts x 32, padded generate",
-                lambda n: headrace_generate(llm, prompts_for(SMALL, 16, n), 32),
-                lambda n: transformers_padded(model, prompts_for(SMALL, 16, n), 32),
-                16 * 32,
-                args.rounds,
-            )
-        )
-        llm.shutdown()
-        llm, model = open_pair(LARGE, torch.bfloat16, Path(folder) / "large")
-        for name, count, theirs in (
-            ("200M bf16, 8 prompts x 64, generate_batch", 8, transformers_batch),
-            ("200M bf16, 1 prompt x 64, generate", 1, transformers_padded),
-        ):
-            results.append(
-                compare(
-                    name,
-                    lambda n, count=count: headrace_generate(llm, prompts_for(LARGE, count, n), 64),
-                    lambda n, count=count, theirs=theirs: theirs(model, prompts_for(LARGE, count, n), 64),
-                    count * 64,
-                    args.rounds,
-                )
-            )
-        llm.shutdown()
+    for config, dtype, loads in LOADS:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.manual_seed(0)
+            LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+            model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+            with LLM(model=folder, skip_tokenizer_init=True, enable_prefix_caching=False) as llm:
+                results += [compare(llm, model, config, load, args.rounds) for load in loads]
     if args.output_json:
         args.output_json.write_text(json.dumps(results, indent=2) + "\n")
 

@@ -1,23 +1,38 @@
-"""The whole comparison with vLLM 0.26 on one NVIDIA H200: latency, prefill, throughput, start, served, idle, numerics.
+"""Measures headrace on one NVIDIA H200 beside vLLM 0.26's figures, and runs the cases that need a GPU.
 
-    python bench/h200.py --json all.json                       everything, each engine in a process of its own
+    python bench/h200.py --json all.json                       the whole table, each engine in a process of its own
     python bench/h200.py --part bf16,throughput-bf16,idle --json out/bf16.json
+    python bench/h200.py --part cases --json cases.json        all cases: an OK or FAIL line each
+    python bench/h200.py --part graphs,memory                  some cases
     python bench/h200.py --merge out                           one table of several runs, as Markdown
     python bench/h200.py --smoke                               toy sizes on the CPU: proves that the code runs, no more
 
-Parts, each under 8 minutes: PARTS.
+Figures, each part under 8 minutes: FIGURES.
 Parts of one engine that are named together share it. `profile-*` traces decode steps at batch 128 and 1.
+
+Cases, each part under 3 minutes:
+
+    graphs            five graph modes give the same tokens: all of them in fp32; in bf16 it prints how many
+    memory            a GPU filled by another process, shares that are too small, allocations that fail while weights
+                      are read, a step is profiled, the cache is allocated, a step runs, a graph is captured: no crash
+    two-instances     two 8B engines at gpu_memory_utilization 0.45, one after the other and at once
+    self-check        all kernels agree with their references at load, and injected faults are detected and demoted
+    self-check-moe    the same for experts, at Qwen3-30B-A3B's sizes
+    invariance        --batch-invariant: tokens and logprobs bitwise as alone in traffic, chunks, preemption, hits
+    fp8-memory        loading in fp8 peaks below 1.1 x the weights
+    unasked-cache     the KV cache has the model's type by default; --objective throughput takes fp8, and goes back
+                      where it changes the model too much
 
 Weights are random (uniform +-1e-3, seeded), prompts token ids, decoding greedy to the full length, prefix caching off,
 max_model_len 8192, gpu_memory_utilization 0.9, max_num_seqs 1024. A step is (end-to-end - time to first token) /
-(output - 1). Steps, prefill and first tokens are medians of 3, all else is one run. Every run measures the chip's
-ceilings itself; bounds are bytes and operations over those. Results are written after every part.
+(output - 1). Steps, prefill and first tokens are medians of 3, all else is one run. Every run measures the chip's best
+rates itself; bounds are bytes and operations over those. Results are written after every part. What --batch-invariant
+costs: compare `--part bf16` with and without `--engine '{"batch_invariant": true}'`. Exit code 1 if a case fails.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import logging
 import shlex
@@ -25,13 +40,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from h200_parts.models import MODELS
-from h200_parts.report import Record, ceilings_line, full_table, merge, number, read_runs, records, whole_report
-from h200_parts.rows import SPECS, Result
+from h200_parts.report import Record, case_lines, merge, read_runs, table, whole_report
+from h200_parts.run import Run
 from h200_parts.settings import Settings
 
 ENGINE_PARTS = {
@@ -42,13 +56,27 @@ ENGINE_PARTS = {
     "drafts": "bf16",
 }
 """part -> the model whose engine it runs on"""
-PARTS = ("start", *ENGINE_PARTS, "serve", "numerics", "ceilings")
-"""In the order in which they run: a start is timed before anything has been loaded from disk."""
-DEFAULT_PARTS = tuple(part for part in PARTS if not part.startswith(("profile-", "ceilings")))
+FIGURES = ("start", *ENGINE_PARTS, "serve", "numerics", "ceilings")
+"""Parts that measure rows of the table, in the order in which they run: a start comes first, while caches are cold."""
+CASES = {
+    "graphs": "graphs.graph_cases",
+    "memory": "memory.memory_cases",
+    "two-instances": "memory.two_instances",
+    "self-check": "self_check.self_check_cases",
+    "self-check-moe": "self_check.self_check_moe_cases",
+    "invariance": "invariance.invariance_cases",
+    "fp8-memory": "fp8_memory.fp8_memory_cases",
+    "unasked-cache": "fp8_cache.unasked_cache_cases",
+}
+"""part -> module.function in h200_parts that takes a Run"""
+CASES_ON_A_CPU = ("graphs", "self-check", "self-check-moe", "invariance", "fp8-memory", "unasked-cache")
+"""cases of which --smoke can run something"""
+PARTS = (*FIGURES, *CASES)
+DEFAULT_PARTS = tuple(part for part in FIGURES if not part.startswith(("profile-", "ceilings")))
 
 
 def grouped(parts: list[str]) -> list[list[str]]:
-    """Parts that one process runs: those of one engine together, every other one alone."""
+    """Return the parts that share a process: those of one engine together, every other one alone."""
     groups: dict[str, list[str]] = {}
     for part in PARTS:
         if part in parts:
@@ -60,106 +88,76 @@ def own_command() -> str:
     return shlex.join(["python", "bench/h200.py", *sys.argv[1:]])
 
 
-class Run:
-    """One process's results, printed and written as they come."""
-
-    def __init__(self, settings: Settings, path: Path | None) -> None:
-        self.settings, self.path = settings, path
-        self.results: list[Result] = []
-        self.head: Record = {
-            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S"),
-            "command": own_command(),
-            "parts": [],
-            "seconds": {},
-        }
-
-    def emit(self, result: Result) -> None:
-        self.results.append(result)
-        spec = SPECS.get(result.name)
-        unit = spec.unit if spec else ""
-        about = [f"target {number(spec.target)}"] if spec and spec.target is not None and not spec.share_of else []
-        about += [f"vLLM {number(spec.vllm)}"] if spec and spec.vllm is not None else []
-        about += [f"bound {number(result.bound)}"] if result.bound is not None else []
-        about += result.notes + ([] if result.valid else ["INVALID"])
-        print(f"{result.name}: {number(result.value, unit)} {unit} ({'; '.join(about)})", flush=True)
-
-    def done(self, part: str, seconds: float) -> None:
-        self.head["parts"].append(part)
-        self.head["seconds"][part] = round(seconds, 1)
-        self.write()
-        print(f"part {part} took {seconds:.1f} s\n", flush=True)
-
-    def write(self) -> None:
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps(self.record(), indent=1) + "\n")
-
-    def record(self) -> Record:
-        return {**self.head, "rows": records(self.results)}
-
-    def measure_chip(self) -> Any:
-        """Ceilings, and what machine and software this is."""
-        import torch
-        from h200_parts.chip import commit, gpu_name, measure_ceilings, versions
-
-        device = torch.device(self.settings.device)
-        ceilings = measure_ceilings(device, toy=self.settings.smoke)
-        self.head |= {"ceilings": dataclasses.asdict(ceilings), "gpu": gpu_name(device)}
-        self.head |= {"versions": versions(), "commit": self.settings.commit or commit()}
-        print(f"{self.head['gpu']}: {ceilings_line(self.head)}", flush=True)
-        return ceilings
-
-
 def run_group(parts: list[str], run: Run) -> None:
-    """Parts of one group, in this process."""
+    """Run the parts of one group in this process."""
     if parts[0] in ENGINE_PARTS:
         run_engine_parts(parts, run)
         return
-    from h200_parts.serving import serve_rows, start_rows
+    run.part, start = parts[0], time.perf_counter()
+    if run.part in CASES:
+        run_cases(run)
+    elif run.part == "start":  # before torch is loaded here
+        from h200_parts.serving import start_rows
 
-    start = time.perf_counter()
-    if parts == ["start"]:  # first of all, and before torch is loaded here
-        start_rows(run.settings, run.emit)
+        start_rows(run)
         run.measure_chip()
     else:
         run.measure_chip()
-        if parts == ["serve"]:
-            serve_rows(run.settings, run.emit)
-        elif parts == ["numerics"]:
+        if run.part == "serve":
+            from h200_parts.serving import serve_rows
+
+            serve_rows(run)
+        elif run.part == "numerics":
             from h200_parts.numerics import numerics_rows
 
-            numerics_rows(run.settings, run.emit)
-    run.done(parts[0], time.perf_counter() - start)
+            numerics_rows(run)
+    run.done(time.perf_counter() - start)
+
+
+def run_cases(run: Run) -> None:
+    """Run one part's cases. A part that raises, or that has no case, is a case that failed."""
+    logging.getLogger().setLevel(logging.WARNING)
+    module, function = CASES[run.part].split(".")
+    try:
+        getattr(import_module(f"h200_parts.{module}"), function)(run)
+    except Exception as error:  # the cases before it are still reported
+        logging.exception("%s broke", run.part)
+        run.case("runs to its end", False, f"{type(error).__name__}: {str(error)[:300]}")
+    if not run.cases:
+        run.case("has a case", False)
+    run.describe_chip()
 
 
 def run_engine_parts(parts: list[str], run: Run) -> None:
+    """Run the parts of one engine, which is loaded once."""
     from h200_parts.drafts import draft_rows
     from h200_parts.offline import Bench, decode_rows, prefill_rows, throughput_rows
     from h200_parts.profile import idle_rows
 
     ceilings = run.measure_chip()
     start = time.perf_counter()
-    bench = Bench(run.settings, MODELS[ENGINE_PARTS[parts[0]]], ceilings)
+    bench = Bench(run, MODELS[ENGINE_PARTS[parts[0]]], ceilings)
     try:
-        for part in parts:
-            if part in MODELS:
-                decode_rows(bench, run.emit)
-                prefill_rows(bench, run.emit)
-            elif part.startswith("throughput-"):
-                throughput_rows(bench, run.emit)
-            elif part == "drafts":
-                draft_rows(bench, run.emit)
+        for run.part in parts:
+            if run.part in MODELS:
+                decode_rows(bench)
+                prefill_rows(bench)
+            elif run.part.startswith("throughput-"):
+                throughput_rows(bench)
+            elif run.part == "drafts":
+                draft_rows(bench)
             else:
-                idle_rows(bench, run.emit)
-            bench.count_experts(run.emit)
-            run.done(part, time.perf_counter() - start)
+                idle_rows(bench)
+            bench.count_experts()
+            run.done(time.perf_counter() - start)
             start = time.perf_counter()
     finally:
         bench.close()
 
 
 def run_groups(groups: list[list[str]], own: list[str]) -> Record:
-    """Each in a process of its own, so that one's memory, or its failure, is not the next one's. `own`: our flags."""
+    """Run each group in a process of its own, so that no group sees another's memory, faults or failure. `own`: our
+    flags."""
     failed = []
     with tempfile.TemporaryDirectory(prefix="headrace-h200-") as folder:
         for index, group in enumerate(groups):
@@ -175,42 +173,51 @@ def run_groups(groups: list[list[str]], own: list[str]) -> Record:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        description=(__doc__ or "").replace("PARTS", ", ".join(PARTS)),
+        description=(__doc__ or "").replace("FIGURES", ", ".join(FIGURES)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--part", help="parts, separated by commas; default: all but profile-*")
+    made.add_argument("--part", help="parts, separated by commas; `cases`: all cases; default: the whole table")
     made.add_argument("--json", type=Path, help="write the results to this file")
     made.add_argument("--merge", type=Path, metavar="DIR", help="measure nothing: print the table of DIR/*.json")
     made.add_argument("--tokenizer", help="folder of a tokenizer for the served and start rows; default: none is used")
     made.add_argument("--repeats", type=int, default=3, help="runs that a median is of")
     made.add_argument("--client-processes", type=int, default=4, help="of the serving client")
     made.add_argument("--engine", default="{}", help="engine settings to add or change, as JSON")
-    made.add_argument("--commit", help="what is measured, where this is no git checkout")
+    made.add_argument("--commit", help="the measured commit, where this is no git checkout")
     made.add_argument("--smoke", action="store_true", help="toy sizes on the CPU")
     return made
+
+
+def chosen_parts(options: argparse.Namespace) -> list[str]:
+    """Return the parts to run. Raises SystemExit for one that does not exist."""
+    cases = CASES_ON_A_CPU if options.smoke else tuple(CASES)
+    known = (*FIGURES, *cases)
+    parts = options.part.split(",") if options.part else list(DEFAULT_PARTS)
+    if "cases" in parts:
+        parts = [part for part in parts if part != "cases"] + list(cases)
+    if unknown := set(parts) - set(known):
+        raise SystemExit(f"unknown part {', '.join(sorted(unknown))}; parts are {', '.join(known)}, cases")
+    return parts
+
+
+def finish(record: Record, path: Path | None) -> int:
+    """Write and print what several runs gave; return the exit code."""
+    if path:
+        path.write_text(json.dumps(record, indent=1) + "\n")
+    print(whole_report(record))
+    return 1 if record.get("failed") else 0
 
 
 def main() -> int:
     options = parser().parse_args()
     if options.merge:
-        record = merge(read_runs(options.merge))
-        if options.json:
-            options.json.write_text(json.dumps(record, indent=1) + "\n")
-        print(whole_report(record))
-        return 0
-    parts = options.part.split(",") if options.part else list(DEFAULT_PARTS)
-    if unknown := set(parts) - set(PARTS):
-        raise SystemExit(f"unknown part {', '.join(sorted(unknown))}; parts are {', '.join(PARTS)}")
-    groups = grouped(parts)
+        return finish(merge(read_runs(options.merge)), options.json)
+    groups = grouped(chosen_parts(options))
     if len(groups) > 1:
         own = ["--repeats", str(options.repeats), "--client-processes", str(options.client_processes)]
         own += ["--engine", options.engine]
         own += [f"--{name}={value}" for name in ("tokenizer", "commit") if (value := getattr(options, name))]
-        record = run_groups(groups, own + (["--smoke"] if options.smoke else []))
-        if options.json:
-            options.json.write_text(json.dumps(record, indent=1) + "\n")
-        print(whole_report(record))
-        return 1 if record["failed"] else 0
+        return finish(run_groups(groups, own + (["--smoke"] if options.smoke else [])), options.json)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     with tempfile.TemporaryDirectory(prefix="headrace-h200-") as work:
         settings = Settings(
@@ -222,13 +229,13 @@ def main() -> int:
             commit=options.commit,
             engine=json.loads(options.engine),
         )
-        run = Run(settings, options.json)
+        run = Run(settings, options.json, own_command())
         try:
             run_group(groups[0], run)
         finally:
             run.write()
-    print(full_table(run.record()["rows"]))
-    return 0
+    print(table(run.record()["rows"]) if run.results else case_lines(run.cases))
+    return 0 if all(case["ok"] for case in run.cases) else 1
 
 
 if __name__ == "__main__":

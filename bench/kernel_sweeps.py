@@ -1,4 +1,4 @@
-"""Sizes on which every kernel of the table is held against its reference where no model is at hand.
+"""Lists sizes on which every kernel of the table is compared with its reference, where no model names any.
 
 Small and odd ones are for Triton's interpreter (tests/kernels/interpreted), large ones for a GPU (check_kernels.py).
 """
@@ -22,9 +22,9 @@ from headrace.kernels.norm import HalfNormed, half_norm_reference
 from headrace.kernels.table import REFERENCE_KERNELS, TRITON_KERNELS
 
 EXACTLY_FP8 = {"cpu": 0.0, "cuda": 1e-3}
-"""Of values that were the same before; a GPU divides in its own way"""
+"""of values that were the same before; a GPU divides in its own way"""
 EXPERTS = {torch.bfloat16: 1.2e-2, torch.float16: 1.6e-3, torch.float32: 4e-6}
-"""Beside a reference in float32"""
+"""beside a reference in float32"""
 
 
 def _normed(make: Inputs, rows: int, hidden: int) -> Cases:
@@ -40,7 +40,7 @@ def _activated_fp8(make: Inputs, rows: int, width: int) -> Cases:
 
 
 def _quantized(make: Inputs, rows: int, width: int) -> Cases:
-    """Inside norm and activation it is what it would be after them; of tensors cut out of wider ones."""
+    """Quantizing inside norm and activation gives what it would after them; inputs are slices of wider tensors."""
     yield from cases.quantize_per_token(make, rows, width, make.fp8)
     weight, delta, fp8, kernels = make.random(width), make.random(rows, width), make.fp8, TRITON_KERNELS
     x = make.random(rows, 2 * width)
@@ -87,7 +87,7 @@ def _rotations(make: Inputs, heads: int, kv_heads: int, dim: int, rotary_dim: in
 def _layers_of_experts(
     make: Inputs, tokens: int, count: int, top_k: int, hidden: int, width: int, shared: bool
 ) -> Cases:
-    """Added to a residual, the next norm half done; and batch-invariant, where a token alone gets the same."""
+    """Experts are added to a residual, with half of the next norm; batch-invariant, a token alone gets the same."""
     x, residual, extra = (make.random(tokens, hidden) for _ in range(3))
     experts = Experts(
         make.random(hidden), EPS, make.random(count + shared, hidden) * hidden**-0.5,
@@ -130,8 +130,9 @@ def _experts_in_fp8(make: Inputs, tokens: int, plain: Experts) -> Cases:
 
 
 class Sweep(NamedTuple):
+    """Holds the cases of one kernel, and the sizes that they are made of."""
+
     cases: Callable[..., Cases]
-    """of inputs and sizes"""
     small: Sequence[tuple[Any, ...]]
     large: Sequence[tuple[Any, ...]]
 
@@ -185,11 +186,11 @@ SWEEPS: dict[str, Sweep] = {
         [(tokens, *sizes) for sizes in _LAYERS for tokens in (1, 2, 7, 16, 40, 129, 1100)],
     ),
 }  # fmt: skip
-"""By kernel of the table"""
+"""by kernel of the table"""
 
 
 def swept(name: str, make: Inputs, size: tuple[Any, ...]) -> Iterator[tuple[float, float]]:
-    """(error, bound) of each case of one size."""
+    """Yield (error, bound) of each case of one size."""
     kernel, reference = getattr(TRITON_KERNELS, name), getattr(REFERENCE_KERNELS, name)
     for case in SWEEPS[name].cases(make, *size):
         yield case.error(kernel, reference), case.bound

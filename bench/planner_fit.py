@@ -1,7 +1,7 @@
-"""Fits the constants of a chip and engine to measured rows: a few numbers, held near what is likely beforehand.
+"""Fits the constants of a chip and engine to measured rows: a few numbers, held near likely values.
 
-Least squares on the logarithms of predictions, by Levenberg's and Marquardt's method; plain Python. Knows rows and the
-cost model, not where rows come from.
+Least squares on the logarithms of predictions, by the Levenberg-Marquardt method (Marquardt 1963, "An algorithm for
+least-squares estimation of nonlinear parameters").
 """
 
 from __future__ import annotations
@@ -9,20 +9,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
+
+import numpy
 
 from headrace.planner.catalogue import find_model
 from headrace.planner.chips import find_chip
 from headrace.planner.constants import Efficiency
 from headrace.planner.cost import Deployment, Parallel, StepModel, StepWork
-from headrace.planner.predict import Limits, Workload, predict
-from headrace.planner.simulate import Segment, recost, simulate
+from headrace.planner.predict import Workload, predict
+from headrace.planner.simulate import Limits, Segment, recost, simulate
 
 ROW_SPREAD = 0.06
-"""what a prediction may be off by (a logarithm) before it weighs"""
+"""The error of a prediction (a logarithm) that counts as one standard deviation."""
 OUTLIER = 0.25
-"""... and from where on a row weighs less and less: something else was measured there"""
+"""The error from which on a row weighs less and less: something else was measured there."""
 SPREADS = {
     "bandwidth": 0.06,
     "kv_bandwidth": 0.25,
@@ -36,7 +38,7 @@ SPREADS = {
     "link": 0.3,
     "collective": 0.4,
 }
-"""How far (a logarithm) each constant is likely to be from where the fit starts"""
+"""How far (a logarithm) each constant is likely to be from where the fit starts."""
 LIKELY = {
     ("nvidia", "vllm"): Efficiency(
         bandwidth=0.86, kv_bandwidth=0.80, gemm=0.70, attention=0.40, overlap=1.8, kernel=4e-6, launch=37e-6,
@@ -51,14 +53,20 @@ LIKELY = {
         sequence=28e-6, request=4e-3, link=0.6, collective=14e-6,
     ),
 }  # fmt: skip
-"""Where a fit starts: round figures by rates of single products, reads and kernels, chosen with the tables in view.
-From starts up to a quarter off, fits end alike (tests/planner/test_accuracy.py)."""
-_NAMES = [field.name for field in fields(Efficiency)]
+"""Where a fit starts: round figures from the rates of single products, reads and kernels, chosen with the tables in
+view. From starts up to a quarter off, fits end alike (tests/planner/test_accuracy.py)."""
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """Stands for a memory map that has a KV cache of so many tokens."""
+
+    kv_tokens: int
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measured figure and how to predict it."""
+    """Holds one measured figure and how to predict it."""
 
     name: str
     kind: str
@@ -73,16 +81,17 @@ class Row:
     max_num_batched_tokens: int
     kv_tokens: int = 1 << 40
     segments: tuple[Segment, ...] = ()
-    """of a throughput row, from `prepared`"""
+    """the kinds of step of a throughput row, from `prepared`"""
 
     def predict(self, model: StepModel) -> float:
-        """In the row's unit."""
+        """Predict the figure, in the row's unit."""
         if self.kind == "throughput":
             return self.batch * self.output_len / (recost(model, self.segments) + model.efficiency.request)
         if self.kind == "tpot":
             load = Workload(self.input_len, self.output_len, self.batch)
-            limits = Limits(self.batch, self.max_num_batched_tokens, self.kv_tokens)
-            return predict(self.deployment, load, limits, model=model).itl_ms
+            return predict(
+                self.deployment, load, CacheSize(self.kv_tokens), self.batch, self.max_num_batched_tokens, model=model
+            ).itl_ms
         if self.kind == "prefill":
             return 1000 * (self._prefill(model) + model.efficiency.request)
         step = model.seconds(StepWork(self.batch, self.input_len + self.output_len / 2))
@@ -96,7 +105,7 @@ class Row:
 
 
 def prepared(row: Row, model: StepModel, limits: Limits) -> Row:
-    """With the steps that its requests take, which do not depend on constants where all come at once."""
+    """Add the steps that a throughput row takes. They do not depend on the constants, as all requests come at once."""
     if row.kind != "throughput":
         return row
     run = simulate(row.deployment, Workload(row.input_len, row.output_len, row.batch, row.batch), limits, model=model)
@@ -104,7 +113,7 @@ def prepared(row: Row, model: StepModel, limits: Limits) -> Row:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """A table of measured rows (tests/planner/measured/*.json), ready to be predicted, in the order of the file."""
+    """Read a table of measured rows (tests/planner/measured/*.json) in the order of the file."""
     table = json.loads(path.read_text())
     chip, engine, budget = find_chip(table["chip"]), table["engine"], table["max_num_batched_tokens"]
     rows = []
@@ -133,30 +142,22 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def likely(deployment: Deployment) -> Efficiency:
-    """Where a fit of that chip and engine starts."""
+    """Return where a fit of that chip and engine starts."""
     return LIKELY[deployment.chip.vendor, deployment.engine]
 
 
 def condense(segments: Sequence[Segment]) -> list[Segment]:
-    """Steps that are nearly alike as one kind: their mean."""
-    kinds: dict[tuple[int, int, int], list[float]] = {}
+    """Replace steps that are nearly alike by their mean."""
+    kinds: dict[tuple[int, int, int], numpy.ndarray] = {}
     for work, steps in segments:
         key = (
             round(12 * math.log(work.decodes + 1)),
             round(8 * math.log(work.prefill_tokens + 1)),
             round(6 * math.log(work.decode_context + 1)),
         )
-        sums = kinds.setdefault(key, [0.0] * 6)
-        amounts = (
-            1.0,
-            work.decodes,
-            work.decodes * work.decode_context,
-            work.prefill_tokens,
-            work.prefill_tokens * work.prefill_context,
-            work.prompts,
-        )
-        for index, amount in enumerate(amounts):
-            sums[index] += steps * amount
+        keys, pairs = work.decodes * work.decode_context, work.prefill_tokens * work.prefill_context
+        amounts = numpy.array([1.0, work.decodes, keys, work.prefill_tokens, pairs, work.prompts])
+        kinds[key] = kinds.get(key, 0.0) + steps * amounts
     return [
         Segment(
             StepWork(
@@ -168,62 +169,49 @@ def condense(segments: Sequence[Segment]) -> list[Segment]:
             ),
             round(steps),
         )
-        for steps, decodes, keys, tokens, pairs, prompts in kinds.values()
+        for steps, decodes, keys, tokens, pairs, prompts in (sums.tolist() for sums in kinds.values())
     ]
 
 
 def error(row: Row, constants: Efficiency) -> float:
-    """(predicted - measured) / measured."""
+    """Return (predicted - measured) / measured."""
     return row.predict(StepModel(row.deployment, constants)) / row.value - 1
 
 
 def fit(rows: Sequence[Row], start: Efficiency | None = None) -> Efficiency:
-    """The constants that explain the rows best, near `start` (default: what is likely)."""
-    start = start or likely(rows[0].deployment)
-    widths = [SPREADS[name] for name in _NAMES]
+    """Return the constants that explain the rows best, near `start` (default: LIKELY)."""
+    begin = numpy.array(astuple(start or likely(rows[0].deployment)))
+    widths = numpy.array([SPREADS[field.name] for field in fields(Efficiency)])
+    limit = OUTLIER / ROW_SPREAD
 
-    def constants(point: Sequence[float]) -> Efficiency:
-        values = {}
-        for name, offset, width in zip(_NAMES, point, widths, strict=True):
-            value = getattr(start, name) * math.exp(offset * width)
-            values[name] = max(1.0, value) if name == "overlap" else value
-        return Efficiency(**values)
+    def constants(point: numpy.ndarray) -> Efficiency:
+        made = Efficiency(*(begin * numpy.exp(point * widths)).tolist())
+        return replace(made, overlap=max(1.0, made.overlap))
 
-    def residuals(point: Sequence[float]) -> list[float]:
-        """Rows first, then the distance of each constant from where it started."""
-        found, at = [], constants(point)
-        for row in rows:
-            miss = math.log(row.predict(StepModel(row.deployment, at)) / row.value) / ROW_SPREAD
-            limit = OUTLIER / ROW_SPREAD
-            found.append(math.copysign(limit * math.sqrt(math.log1p((miss / limit) ** 2)), miss))
-        return [*found, *point]
+    def residuals(point: numpy.ndarray) -> numpy.ndarray:
+        """Return the misses of the rows, then how far each constant is from where it started."""
+        at = constants(point)
+        misses = [math.log(row.predict(StepModel(row.deployment, at)) / row.value) / ROW_SPREAD for row in rows]
+        damped = [math.copysign(limit * math.sqrt(math.log1p((miss / limit) ** 2)), miss) for miss in misses]
+        return numpy.array([*damped, *point])
 
-    return constants(_least_squares(residuals, [0.0] * len(_NAMES)))
+    return constants(_least_squares(residuals, numpy.zeros(len(widths))))
 
 
 def _least_squares(
-    residuals: Callable[[Sequence[float]], list[float]], point: list[float], rounds: int = 25
-) -> list[float]:
-    """Levenberg-Marquardt with differences for derivatives."""
+    residuals: Callable[[numpy.ndarray], numpy.ndarray], point: numpy.ndarray, rounds: int = 25
+) -> numpy.ndarray:
+    """Minimize the sum of squares by Levenberg-Marquardt, with differences for derivatives."""
     damping, step = 1e-2, 1e-3
     now = residuals(point)
-    best = sum(value * value for value in now)
+    best = now @ now
     for _ in range(rounds):
-        columns = []
-        for index in range(len(point)):
-            moved = [value + (step if at == index else 0.0) for at, value in enumerate(point)]
-            columns.append([(after - before) / step for after, before in zip(residuals(moved), now, strict=True)])
-        gradient = [sum(a * b for a, b in zip(column, now, strict=True)) for column in columns]
-        normal = [[sum(a * b for a, b in zip(one, other, strict=True)) for other in columns] for one in columns]
+        jacobian = numpy.stack([(residuals(point + move) - now) / step for move in step * numpy.eye(len(point))])
+        gradient, normal = jacobian @ now, jacobian @ jacobian.T
         while damping < 1e8:
-            damped = [
-                [value * (1 + damping if row == column else 1) for column, value in enumerate(line)]
-                for row, line in enumerate(normal)
-            ]
-            delta = _solve(damped, gradient)
-            candidate = [value - change for value, change in zip(point, delta, strict=True)]
+            candidate = point - numpy.linalg.solve(normal + damping * numpy.diag(numpy.diag(normal)), gradient)
             after = residuals(candidate)
-            total = sum(value * value for value in after)
+            total = after @ after
             if total < best:
                 gain, point, now, best = best - total, candidate, after, total
                 damping = max(damping / 5, 1e-9)
@@ -234,21 +222,3 @@ def _least_squares(
         if gain < 1e-4 * best:
             return point
     return point
-
-
-def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Gauss with pivots."""
-    size = len(right)
-    lines = [[*line, value] for line, value in zip(matrix, right, strict=True)]
-    for column in range(size):
-        pivot = max(range(column, size), key=lambda row: abs(lines[row][column]))
-        lines[column], lines[pivot] = lines[pivot], lines[column]
-        for row in range(column + 1, size):
-            factor = lines[row][column] / lines[column][column]
-            for index in range(column, size + 1):
-                lines[row][index] -= factor * lines[column][index]
-    solution = [0.0] * size
-    for row in reversed(range(size)):
-        known = sum(lines[row][column] * solution[column] for column in range(row + 1, size))
-        solution[row] = (lines[row][size] - known) / lines[row][row]
-    return solution

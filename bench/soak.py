@@ -1,19 +1,19 @@
-"""Clients that come and go at random, more than `headrace serve` can serve, and what is left of them afterwards.
+"""Soaks `headrace serve`: clients come and go at random, more than it can serve, and nothing may be left of them.
 
     python bench/soak.py [MODEL] [--seconds 60] [--overload 2] [--url URL] [-- FLAGS OF SERVE]
 
-First --clients clients, each with one request at a time, find the rate of requests that the server sustains. Then
+First --clients clients, each with one request at a time, measure the rate of requests that the server sustains. Then
 requests arrive at random at --overload times that rate, whether others have ended or not. Each streams a completion or
 a chat, some with n, stop strings, penalties or logprobs; two of three clients leave in the middle, many before the
-first byte. A request that is refused with 429 and Retry-After is no loss.
+first byte. A request that is refused with 429 and Retry-After does not count as lost.
 
-Prints every so often the resident memory of each process against its bound, then how many requests were lost and the
-slowest answer of /health, which a process of its own asks once a second. Exit code 1 if anything is wrong that was not
-a client's own doing: a request lost (an error, a broken stream, a status but 200 and 429), a 429 without Retry-After,
-/health slow or red, memory that has grown by more than --max-growth-mib, requests, KV blocks or open files still held
-afterwards, a traceback in the log, or a greedy answer that is no longer the same.
+Prints the resident memory of each process against its bound over time, then how many requests were lost and the
+slowest answer of /health, which a process of its own asks once a second. Exit code 1 for anything wrong that was not
+a client's own doing: a lost request (an error, a broken stream, a status other than 200 and 429), a 429 without
+Retry-After, /health slow or not 200, memory that has grown by more than --max-growth-mib, requests, KV blocks or open
+files still held afterwards, a traceback in the log, or a greedy answer that has changed.
 
-Starts a server of its own (and ends it) unless --url names one; memory, files and log are then not looked at.
+Starts a server of its own (and ends it) unless --url names one; memory, files and log are then not checked.
 """
 
 from __future__ import annotations
@@ -24,25 +24,22 @@ import json
 import multiprocessing
 import random
 import re
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+from server_process import serving
 
 START_SECONDS = 600
 DRAIN_SECONDS = 10
 PATIENCE_SECONDS = 600.0
-"""Who stays to the end gives up only then, and counts as lost."""
+"""A client that stays to the end gives up after so long, and counts as lost."""
 LINES = 60
-"""of memory over time"""
+"""that are printed of memory over time"""
 PROBE = {"prompt": "Once upon a time", "max_tokens": 48, "temperature": 0}
 OPENINGS = ("Once upon a time", "One day, a little girl", "The dog was", "Tom and Sue", "In the garden", "It was late")
 HELD = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
@@ -50,23 +47,23 @@ HELD = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache
 
 @dataclass(frozen=True)
 class Target:
+    """Reaches the server that is soaked."""
+
     url: str
     headers: dict[str, str]
 
     def client(self) -> httpx.AsyncClient:
-        """(verify: loading certificates would hold up all clients. Limits() is no limit.)"""
-        return httpx.AsyncClient(
-            base_url=self.url, headers=self.headers, timeout=PATIENCE_SECONDS, verify=False, limits=httpx.Limits()
-        )
+        """Return a client without a limit of connections. It verifies nothing: loading certificates takes too long."""
+        own: dict[str, Any] = {"base_url": self.url, "headers": self.headers, "timeout": PATIENCE_SECONDS}
+        return httpx.AsyncClient(**own, verify=False, limits=httpx.Limits())
 
     def metrics(self, names: tuple[str, ...]) -> dict[str, float]:
+        """Return the metrics whose names begin with one of `names`."""
         text = httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=30).text
         return {line.split("{")[0]: float(line.split()[-1]) for line in text.splitlines() if line.startswith(names)}
 
-    def held(self) -> dict[str, float]:
-        return self.metrics(HELD)
-
     def probe(self) -> str:
+        """Return a greedy answer."""
         answer = httpx.post(f"{self.url}/v1/completions", json=PROBE, headers=self.headers, timeout=60)
         text: str = answer.raise_for_status().json()["choices"][0]["text"]
         return text
@@ -74,24 +71,25 @@ class Target:
 
 @dataclass
 class Tally:
-    """What happened, and what should not have."""
+    """Counts what happened, and lists what should not have."""
 
     events: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
 
     def lost(self, text: str) -> None:
-        """A request that neither ended, nor was left by its client, nor refused."""
+        """Count a request that neither ended, nor was left by its client, nor refused."""
         self.events["lost"] += 1
         self.problem(text)
 
     def problem(self, text: str) -> None:
+        """Record something that must not happen."""
         self.events["problems"] += 1
         if len(self.problems) < 20:
             self.problems.append(text)
 
 
 def random_request(rng: random.Random) -> tuple[str, dict[str, Any], int]:
-    """(path, body, number of choices). Always streamed."""
+    """Return (path, body, number of choices) of a streamed request."""
     text = rng.choice(OPENINGS) + "".join(
         rng.choice((" and", " then", " the", " big", ".")) for _ in range(rng.randrange(40))
     )
@@ -114,7 +112,7 @@ def random_request(rng: random.Random) -> tuple[str, dict[str, Any], int]:
 
 
 async def one_stream(client: httpx.AsyncClient, rng: random.Random, tally: Tally, leaves_at: float) -> None:
-    """`leaves_at`: time.monotonic() at which the client goes; inf: it stays to the end."""
+    """Send one request, and leave at `leaves_at` (time.monotonic(); inf: at the end)."""
     path, body, n = random_request(rng)
     ended: set[int] = set()
     done = False
@@ -156,12 +154,12 @@ async def one_stream(client: httpx.AsyncClient, rng: random.Random, tally: Tally
 
 
 def leaving(rng: random.Random) -> float:
-    """A third leave almost at once, a third sometime, a third stay to the end."""
+    """Return when a client leaves: a third almost at once, a third sometime, a third at the end."""
     return time.monotonic() + rng.choice((rng.uniform(0.0, 0.3), rng.uniform(0.1, 5.0), float("inf")))
 
 
 async def sustained_rate(target: Target, clients: int, seconds: float, seed: int) -> float:
-    """Requests a second that the server takes of clients each of which waits for its own."""
+    """Return the requests a second that the server takes from clients that send one request at a time."""
     tally, until = Tally(), time.monotonic() + seconds
 
     async def one_client(rng: random.Random) -> None:
@@ -171,12 +169,12 @@ async def sustained_rate(target: Target, clients: int, seconds: float, seed: int
     async with target.client() as client, asyncio.TaskGroup() as group:
         for index in range(clients):
             group.create_task(one_client(random.Random(seed + index)))
-    served = tally.events["requests"] - tally.events["refused"] - clients  # whose last ones the end cut short
+    served = tally.events["requests"] - tally.events["refused"] - clients  # each client's last one was cut short
     return max(served, 1) / seconds
 
 
 async def flood(target: Target, rate: float, seconds: float, seed: int, tally: Tally, watch: Watch | None) -> None:
-    """Requests arrive at `rate` a second; who is there at the end leaves."""
+    """Send requests at `rate` a second on average; at the end all clients leave."""
     rng = random.Random(seed)
     began = arrives = time.monotonic()
     until, looks = began + seconds, began
@@ -197,7 +195,10 @@ async def flood(target: Target, rate: float, seconds: float, seed: int, tally: T
 
 
 def ask_health(url: str, stop: Any, found: Any) -> None:
-    """In a process of its own, so that nothing but the server can make an answer late: once a second, until `stop`."""
+    """Ask /health once a second until `stop`, and send (slowest answer, first problem) to `found`.
+
+    It runs in a process of its own, so that nothing but the server can make an answer late.
+    """
     slowest, red = 0.0, ""
     with httpx.Client(base_url=url, timeout=60, verify=False) as client:
         while not stop.wait(1.0):
@@ -212,7 +213,7 @@ def ask_health(url: str, stop: Any, found: Any) -> None:
 
 
 def memory_mib(process: psutil.Process) -> dict[str, float]:
-    """Resident memory of the server and of its children, by what they run."""
+    """Return the resident memory of the server and its children, by what they run."""
     return {
         f"{re.sub(r'.*headrace.', '', ' '.join(one.cmdline()[:5])).split()[0]} {one.pid}": one.memory_info().rss / 2**20
         for one in (process, *process.children(recursive=True))
@@ -220,7 +221,7 @@ def memory_mib(process: psutil.Process) -> dict[str, float]:
 
 
 class Watch:
-    """The memory of every process over time, against what it was at first and may grow by."""
+    """Checks the memory of every process over time against its first value and what it may grow by."""
 
     def __init__(self, process: psutil.Process, max_growth: float) -> None:
         self._process = process
@@ -229,7 +230,7 @@ class Watch:
         self._told: set[str] = set()
 
     def look(self, seconds: float, tally: Tally, open_requests: int = 0) -> None:
-        """Prints a line; a bound that is passed is a problem, once a process."""
+        """Print a line. Memory beyond its bound is a problem, once a process."""
         shown = []
         for name, now in memory_mib(self._process).items():
             bound = self._bounds.setdefault(name, now + self._max_growth)
@@ -242,8 +243,9 @@ class Watch:
 
 
 def check_drained(target: Target, tally: Tally) -> None:
+    """Record a problem where the server still holds requests or blocks some seconds after the last client left."""
     deadline = time.monotonic() + DRAIN_SECONDS
-    while any((now := target.held()).values()):
+    while any((now := target.metrics(HELD)).values()):
         if time.monotonic() > deadline:
             tally.problem(f"still held {DRAIN_SECONDS} s after the last client left: {now}")
             return
@@ -251,6 +253,7 @@ def check_drained(target: Target, tally: Tally) -> None:
 
 
 def soak(target: Target, process: psutil.Process | None, options: argparse.Namespace) -> Tally:
+    """Measure the sustained rate, flood the server, and check what is left. `process`: the server's, if it is ours."""
     tally, seconds, seed = Tally(), options.seconds, options.seed
     before = target.probe()
     rate = asyncio.run(sustained_rate(target, options.clients, min(seconds / 4, 15), seed + 10_000))
@@ -259,7 +262,7 @@ def soak(target: Target, process: psutil.Process | None, options: argparse.Names
     rate *= options.overload
     watch, files = None, 0
     if process:
-        # What is allocated once, on the first load, is no leak: a flood that is not looked at comes first.
+        # What is allocated once, under the first load, is no leak: a flood whose memory is not watched comes first.
         asyncio.run(flood(target, rate, min(seconds, 120), seed + 20_000, Tally(), None))
         check_drained(target, tally)
         watch, files = Watch(process, options.max_growth_mib), process.num_fds()
@@ -294,37 +297,15 @@ def soak(target: Target, process: psutil.Process | None, options: argparse.Names
 
 def with_own_server(options: argparse.Namespace) -> Tally:
     """Start the server, soak it, stop it; its log must hold no traceback."""
-    with tempfile.TemporaryFile("w+") as log:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "headrace.cli.main", "serve", options.model, "--port", "0", *options.serve_flags],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            url = wait_for_url(server, log.fileno())
-            tally = soak(Target(url, {}), psutil.Process(server.pid), options)
-            server.send_signal(signal.SIGTERM)
-            code = server.wait(5)
-            if code:
-                tally.problem(f"exit code {code}")
-        finally:
-            server.kill()
-            server.wait()
-        log.seek(0)
-        text = log.read()
-        if "Traceback" in text or " ERROR " in text:
-            tally.problem("the server's log:\n" + text[-4000:])
+    with serving([options.model, *options.serve_flags]) as server:
+        url = server.wait_for_url(START_SECONDS)
+        tally = soak(Target(url, {}), psutil.Process(server.process.pid), options)
+        if code := server.stop():
+            tally.problem(f"exit code {code}")
+    log = "\n".join(server.lines)
+    if "Traceback" in log or " ERROR " in log:
+        tally.problem("the server's log:\n" + log[-4000:])
     return tally
-
-
-def wait_for_url(server: subprocess.Popen[bytes], log_fd: int) -> str:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and server.poll() is None:
-        text = Path(f"/proc/self/fd/{log_fd}").read_text()
-        if match := re.search(r" on (http://\S+)", text):
-            return match[1]
-        time.sleep(0.1)
-    raise SystemExit(f"the server did not start:\n{Path(f'/proc/self/fd/{log_fd}').read_text()}")
 
 
 def main() -> int:

@@ -1,9 +1,10 @@
-"""Train the embedded demo model: sample stories with headrace from teacher models, then fit a small Llama to them.
+"""Trains the embedded demo model: samples stories from teacher models with headrace, then fits a small Llama to them.
 
     python bench/train_demo_model.py --teacher DIR [--teacher DIR ...] --output headrace/demo_model
 
-Needs one GPU and a few minutes, and `transformers` for the training loop's model. Teachers are folders of tiny story
-models; the student sees their text alone, so it brings its own byte-level BPE tokenizer and chat template.
+Needs one GPU and a few minutes, and `transformers` for the model that is trained. Teachers are folders of tiny story
+models; the student sees their text alone, so it has a byte-level BPE tokenizer and a chat template of its own. Prints
+the loss on held-out text.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ CHAT_TEMPLATE = (
 
 
 def sample_stories(teacher: Path, count: int, seed: int) -> list[str]:
-    """Whole stories in plain text: those that the teacher ended by itself (it closes a story with bos or eos)."""
+    """Return whole stories as plain text: those that the teacher ended by itself, with bos or eos."""
     from headrace import LLM, SamplingParams
 
     llm = LLM(model=str(teacher), dtype="float32", max_num_seqs=1024, max_num_batched_tokens=8192, seed=seed)
@@ -72,7 +73,7 @@ def sample_stories(teacher: Path, count: int, seed: int) -> list[str]:
 
 
 def topic_of(story: str, rng: random.Random) -> str:
-    """What a person might have asked for to get this story."""
+    """Return what a person might have asked for to get this story."""
     words = re.findall(r"[a-z]+", story.lower())
     nouns = sorted({word for word in TOPICS if word in words}, key=lambda noun: -words.count(noun))[:3]
     names = re.findall(r"\b(?:named|called) ([A-Z][a-z]+)", story)
@@ -83,6 +84,7 @@ def topic_of(story: str, rng: random.Random) -> str:
 
 
 def train_tokenizer(stories: list[str]) -> Tokenizer:
+    """Train a byte-level BPE tokenizer on the stories."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -100,7 +102,7 @@ def train_tokenizer(stories: list[str]) -> Tokenizer:
 
 
 def encode_corpus(tokenizer: Tokenizer, stories: list[str], rng: random.Random) -> torch.Tensor:
-    """Every story plain, and half of them again as the answer in a chat, in one stream of ids."""
+    """Return one stream of ids: every story plain, and half of them again as the answer in a chat."""
     texts = []
     for story in stories:
         texts.append(f"<|begin|>{story}<|end|>")
@@ -117,7 +119,7 @@ def encode_corpus(tokenizer: Tokenizer, stories: list[str], rng: random.Random) 
 
 
 def train(stream: torch.Tensor, minutes: float, batch: int) -> torch.nn.Module:
-    """AdamW with a cosine schedule over a fixed wall-clock budget; prints the held-out loss."""
+    """Train with AdamW and a cosine schedule over a fixed wall-clock budget; print the held-out loss."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -166,6 +168,7 @@ def train(stream: torch.Tensor, minutes: float, batch: int) -> torch.nn.Module:
 
 
 def save(model: torch.nn.Module, tokenizer: Tokenizer, output: Path) -> None:
+    """Write the folder of the trained model."""
     output.mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16).save_pretrained(output, safe_serialization=True)
     tokenizer.save(str(output / "tokenizer.json"))
@@ -194,9 +197,9 @@ def main() -> None:
     stories: list[str] = []
     for index, teacher in enumerate(args.teacher):
         start = time.monotonic()
-        found = sample_stories(teacher, args.stories, args.seed + index * 1_000_003)
-        print(f"{teacher}: kept {len(found):,} of {args.stories:,} stories in {time.monotonic() - start:.0f} s")
-        stories += found
+        whole = sample_stories(teacher, args.stories, args.seed + index * 1_000_003)
+        print(f"{teacher}: kept {len(whole):,} of {args.stories:,} stories in {time.monotonic() - start:.0f} s")
+        stories += whole
     rng.shuffle(stories)
     tokenizer = train_tokenizer(stories)
     stream = encode_corpus(tokenizer, stories, rng)

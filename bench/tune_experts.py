@@ -1,26 +1,22 @@
-"""Tunes the experts' kernels on one GPU: all tiles at each number of tokens, then whole layers of the best ones.
+"""Tunes the experts' kernels on this GPU: all tiles at each number of tokens, then whole layers of the best ones.
 
     python bench/tune_experts.py --json experts.json           Qwen3-30B-A3B's sizes, bf16; needs a GPU and many cores
     python bench/tune_experts.py --tokens 1,32,1024
     python bench/tune_experts.py --fp8                         weights in fp8, and activations of tiles
     TRITON_INTERPRET=1 python bench/tune_experts.py --smoke    the script itself, tiny, on a CPU
 
-Tiles are compiled in parallel processes, compared with fp32, and up and down are timed apart, in graphs that walk
-through several sets of weights. At the end is what to paste into headrace/kernels/moe_config.py.
-
-Its measurements have run on an H200; in this form they have not yet.
+Tiles are compiled in parallel processes and compared with fp32. The two products of a layer (up and down) are timed
+apart, in graphs that read several sets of weights in turn; then whole layers are, of the two best of each. Prints the
+fastest, and at the end what to paste into headrace/kernels/moe_config.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
 import statistics
 import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,8 +24,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from graph_timing import graph_seconds
+from timing import graph_seconds, relative_error
 from torch import Tensor
+from tuning import FP8, INEXACT, SHARED_MEMORY, add_common_flags, compile_all, plain_dtype
 
 from headrace.kernels import moe, moe_route
 from headrace.kernels._triton import overlap
@@ -40,16 +37,13 @@ from headrace.kernels.norm import rms_norm_reference
 
 SETS = 4
 """of weights, 1.2 GB each at the default sizes"""
-SHARED_MEMORY = 220_000
-INEXACT = 1e-2
-ROUNDED = 0.12
-"""The same where activations are rounded to fp8"""
+INEXACT_FP8 = 0.12
+"""INEXACT where activations are rounded to fp8"""
 TOKENS = "1,2,4,8,32,128,512,1024,2048,8192"
-Numbers = tuple[int, ...]
 
 
-def tiles(*numbers: Numbers) -> list[Tile]:
-    """(block_n, block_k, warps, stages), and 1 behind them where the weight is the left operand"""
+def tiles(*numbers: tuple[int, ...]) -> list[Tile]:
+    """Make tiles of (block_n, block_k, warps, stages), and a 1 behind them where the weight is the left operand."""
     return [Tile(*four, swap=bool(rest)) for *four, rest in ((*row[:4], row[4:]) for row in numbers)]
 
 
@@ -98,12 +92,13 @@ BIG_DOWN = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """of a layer; `wide`: of one expert"""
+    """Holds the sizes of a layer of experts."""
 
     experts: int
     top_k: int
     hidden: int
     wide: int
+    """inner size of one expert"""
     fp8: bool = False
     smoke: bool = False
 
@@ -113,98 +108,89 @@ class Sizes:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Triton's interpreter, on a CPU, does not multiply bf16."""
-        return torch.float16 if self.smoke else torch.bfloat16
+        return plain_dtype(self.device)
 
     @property
     def weight_bytes(self) -> int:
-        """of a number"""
+        """Bytes of one weight."""
         return 1 if self.fp8 else 2
-
-    def weight(self, *shape: int, std: float = 1.0) -> Weight:
-        values = self.normal(*shape, std=std)
-        if not self.fp8:
-            return Weight(values, None)
-        rounded = [quantize_per_token_reference(one, torch.float8_e4m3fn) for one in values]
-        return Weight(
-            torch.stack([one.values for one in rounded]), torch.stack([one.scales.flatten() for one in rounded])
-        )
 
     def normal(self, *shape: int, std: float = 1.0) -> Tensor:
         return torch.empty(*shape, device=self.device, dtype=self.dtype).normal_(0, std)
 
-    def seconds(self, calls: list[Callable[[], object]], repeats: int = 7) -> float:
-        if self.smoke:
-            calls[0]()
-            return 1e-6
-        return graph_seconds(calls, repeats)
+    def weight(self, experts: int, up: bool) -> Weight:
+        """Return random weights of the up or the down products of so many experts."""
+        outputs, inputs = (2 * self.wide, self.hidden) if up else (self.hidden, self.wide)
+        values = self.normal(experts, outputs, inputs, std=inputs**-0.5)
+        if not self.fp8:
+            return Weight(values, None)
+        rounded = [quantize_per_token_reference(one, FP8) for one in values]
+        return Weight(
+            torch.stack([one.values for one in rounded]), torch.stack([one.scales.flatten() for one in rounded])
+        )
 
 
 class Weight(NamedTuple):
+    """Holds the weights of all experts' up or down products."""
+
     values: Tensor
     """# [experts, outputs, inputs]"""
     scale: Tensor | None
     """# [experts, outputs]"""
 
     def expert(self, index: int) -> Tensor:
-        """# [outputs, inputs] fp32"""
+        """Return one expert's weight, # [outputs, inputs] fp32."""
         one = self.values[index].float()
         return one if self.scale is None else one * self.scale[index, :, None]
 
 
-class Variants(NamedTuple):
-    block_m: int
-    up: list[Tile]
-    down: list[Tile]
+class Product(NamedTuple):
+    """Names one of a layer's two products and its tile. A block_m of 1 serves pairs of token and expert one by one."""
 
-
-class Job(NamedTuple):
     block_m: int
     up: bool
     tile: Tile
 
+    def __str__(self) -> str:
+        return f"block_m {self.block_m} {'up' if self.up else 'down'} {short(self.tile)}"
 
-def variants(tokens: int, smoke: bool = False, fp8: bool = False) -> list[Variants]:
-    """What is tried at so many tokens. In fp8 tiles have as many bytes, in rows twice as long."""
-    found = []
+
+def candidates(sizes: Sizes, tokens: int) -> list[Product]:
+    """Return the products to try at so many tokens. In fp8, tiles have as many bytes, in rows twice as long."""
+    tried: list[tuple[int, list[Tile], list[Tile]]] = []
     if tokens <= 4:
-        found.append(Variants(1, FEW_UP, FEW_DOWN))
+        tried.append((1, FEW_UP, FEW_DOWN))
     if 1 < tokens <= 128:
-        found.append(Variants(16, SMALL_UP, SMALL_DOWN))
+        tried.append((16, SMALL_UP, SMALL_DOWN))
     if 32 <= tokens <= 256:
-        found.append(Variants(32, SMALL_UP, SMALL_DOWN))
+        tried.append((32, SMALL_UP, SMALL_DOWN))
     if 128 <= tokens <= 2048:
-        found.append(Variants(64, BIG_UP[64], BIG_DOWN[64]))
+        tried.append((64, BIG_UP[64], BIG_DOWN[64]))
     if tokens >= 512:
-        found.append(Variants(128, BIG_UP[128], BIG_DOWN[128]))
-    if fp8:
-        found = [Variants(block_m, narrow(ups, block_m), narrow(downs, block_m)) for block_m, ups, downs in found]
-    if smoke:
-        return [Variants(block_m, ups[:1], downs[:1]) for block_m, ups, downs in found]
-    return [
-        Variants(block_m, [t for t in ups if fits(t, block_m, 2, fp8)], [t for t in downs if fits(t, block_m, 1, fp8)])
-        for block_m, ups, downs in found
-    ]
+        tried.append((128, BIG_UP[128], BIG_DOWN[128]))
+    made = []
+    for block_m, *both in tried:
+        for up, choices in zip((True, False), both, strict=True):
+            choices = choices[:1] if sizes.smoke else choices
+            if sizes.fp8 and block_m > 1:
+                choices = [replace(tile, block_k=2 * tile.block_k) for tile in choices]
+            elif sizes.fp8:
+                choices = [*choices, *(replace(tile, block_n=2 * tile.block_n) for tile in choices)]
+            products = [Product(block_m, up, tile) for tile in choices]
+            made += [product for product in products if sizes.smoke or fits(sizes, product)]
+    return made
 
 
-def narrow(tried: list[Tile], block_m: int) -> list[Tile]:
-    if block_m > 1:
-        return [replace(tile, block_k=2 * tile.block_k) for tile in tried]
-    return [*tried, *(replace(tile, block_n=2 * tile.block_n) for tile in tried)]
+def fits(sizes: Sizes, product: Product) -> bool:
+    """Tell whether the buffers fit into shared memory; one by one, none are kept there."""
+    block_m, up, tile = product
+    rows = (2 if up else 1) * tile.block_n + block_m
+    return block_m == 1 or tile.num_stages * rows * tile.block_k * sizes.weight_bytes <= SHARED_MEMORY
 
 
-def fits(tile: Tile, block_m: int, weights: int, fp8: bool) -> bool:
-    """into shared memory; one by one, nothing is kept there"""
-    buffers = tile.num_stages * (weights * tile.block_n + block_m) * tile.block_k * (1 if fp8 else 2)
-    return block_m == 1 or buffers <= SHARED_MEMORY
-
-
-def launch(
-    sizes: Sizes, up: bool, tile: Tile, block_m: int, x: Tensor, weight: Weight, routing: moe_route.Routing, out: Tensor
-) -> None:
-    """One of a layer's two products, with the rounding of x before it. Down one by one adds to `out`; all else is
-    written over it."""
-    values, scale = weight
+def launch(sizes: Sizes, product: Product, x: Tensor, weight: Weight, routing: moe_route.Routing, out: Tensor) -> None:
+    """Run one product, with the rounding of x before it. Down one by one adds to `out`; all else overwrites it."""
+    (block_m, up, tile), (values, scale) = product, weight
     n, k = (sizes.wide, sizes.hidden) if up else (sizes.hidden, sizes.wide)
     blocks = -(-n // tile.block_n)
     common: dict[str, Any] = {"N": n, "K": k, "TOP_K": sizes.top_k, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
@@ -227,51 +213,20 @@ def launch(
         )  # fmt: skip
 
 
-def compile_one(sizes: Sizes, job: Job) -> tuple[Job, str]:
-    """In a process of its own, with few experts: fills Triton's cache on disk."""
+def route(sizes: Sizes, logits: Tensor, block_m: int) -> moe_route.Routing:
+    return moe_route.route(logits, sizes.top_k, True, 0 if block_m == 1 else block_m)
+
+
+def launch_once(sizes: Sizes, product: Product) -> None:
+    """Compile one product, with few experts."""
     experts, tokens = max(8, sizes.top_k), 2
-    try:
-        logits = sizes.normal(tokens, experts)
-        routing = moe_route.route(logits, sizes.top_k, True, 0 if job.block_m == 1 else job.block_m)
-        pairs = tokens * sizes.top_k
-        x, inner = sizes.normal(tokens, sizes.hidden), sizes.normal(pairs, sizes.wide)
-        if job.up:
-            launch(
-                sizes,
-                True,
-                job.tile,
-                job.block_m,
-                x,
-                sizes.weight(experts, 2 * sizes.wide, sizes.hidden),
-                routing,
-                inner,
-            )
-        else:
-            out = sizes.normal(tokens if job.block_m == 1 else pairs, sizes.hidden)
-            launch(
-                sizes,
-                False,
-                job.tile,
-                job.block_m,
-                inner,
-                sizes.weight(experts, sizes.hidden, sizes.wide),
-                routing,
-                out,
-            )
-        torch.cuda.synchronize()
-    except Exception as error:  # not every tile fits the chip: it is said, and not tried
-        return job, f"{type(error).__name__}: {str(error)[:120]}"
-    return job, ""
-
-
-def compile_all(sizes: Sizes, jobs: list[Job], processes: int) -> set[Job]:
-    """Those that cannot run."""
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        bad = {job: said for job, said in pool.map(partial(compile_one, sizes), jobs, chunksize=3) if said}
-    print(f"{len(jobs)} tiles compiled, {len(bad)} cannot run", flush=True)
-    for job, said in bad.items():
-        print(f"  block_m {job.block_m} {'up' if job.up else 'down'} {short(job.tile)}: {said}")
-    return set(bad)
+    pairs, one_by_one = tokens * sizes.top_k, product.block_m == 1
+    routing = route(sizes, sizes.normal(tokens, experts), product.block_m)
+    if product.up:
+        x, out = sizes.normal(tokens, sizes.hidden), sizes.normal(pairs, sizes.wide)
+    else:
+        x, out = sizes.normal(pairs, sizes.wide), sizes.normal(tokens if one_by_one else pairs, sizes.hidden)
+    launch(sizes, product, x, sizes.weight(experts, product.up), routing, out)
 
 
 def short(tile: Tile) -> str:
@@ -279,24 +234,18 @@ def short(tile: Tile) -> str:
     return f"Tile({tile.block_n}, {tile.block_k}, {tile.num_warps}, {tile.num_stages}{more})"
 
 
-def error(found: Tensor, exact: Tensor) -> float:
-    return float((found.float() - exact.float()).norm() / exact.float().norm().clamp_min(1e-30))
-
-
 class Layer:
-    """Weights of SETS layers, and a router for each batch."""
+    """Holds the weights of SETS layers, and a router for each batch."""
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
-        experts, hidden, wide = sizes.experts, sizes.hidden, sizes.wide
         self.sets = 1 if sizes.smoke else SETS
-        self.w13 = [sizes.weight(experts, 2 * wide, hidden, std=hidden**-0.5) for _ in range(self.sets)]
-        self.w2 = [sizes.weight(experts, hidden, wide, std=wide**-0.5) for _ in range(self.sets)]
-        self.routers = sizes.normal(4 * SETS, experts, hidden, std=hidden**-0.5)
-        self.ones = torch.ones(hidden, device=sizes.device, dtype=sizes.dtype)
+        self.weights = {up: [sizes.weight(sizes.experts, up) for _ in range(self.sets)] for up in (True, False)}
+        self.routers = sizes.normal(4 * SETS, sizes.experts, sizes.hidden, std=sizes.hidden**-0.5)
+        self.ones = torch.ones(sizes.hidden, device=sizes.device, dtype=sizes.dtype)
 
     def experts(self, i: int) -> moe.Experts:
-        w13, w2 = self.w13[i % self.sets], self.w2[i % self.sets]
+        w13, w2 = (self.weights[up][i % self.sets] for up in (True, False))
         return moe.Experts(
             self.ones, 1e-6, self.routers[i], w13.values, w2.values, self.sizes.top_k, True,
             w13_scale=w13.scale, w2_scale=w2.scale,
@@ -304,10 +253,10 @@ class Layer:
 
 
 class Batch:
-    """So many tokens, several times over: other inputs over the same weights, so that nothing stays in a cache."""
+    """Holds so many tokens, several times over: other inputs read other weights, so that no cache holds them."""
 
-    def __init__(self, layer: Layer, tokens: int, peak: float) -> None:
-        self.layer, self.sizes, self.tokens, self.peak = layer, layer.sizes, tokens, peak
+    def __init__(self, layer: Layer, tokens: int) -> None:
+        self.layer, self.sizes, self.tokens = layer, layer.sizes, tokens
         sizes = self.sizes
         count = layer.sets * (4 if tokens <= 2 else 1)
         self.xs = [rms_norm_reference(sizes.normal(tokens, sizes.hidden), layer.ones, 1e-6) for _ in range(count)]
@@ -316,63 +265,60 @@ class Batch:
         self.distinct = statistics.mean(int(one.ids.unique().numel()) for one in chosen)
         self.chosen = chosen[0]
         self.inner, self.outer, self.out = self.reference()
-        expert = sizes.wide * sizes.hidden
-        read = self.distinct * expert * sizes.weight_bytes
-        self.bytes = {True: 2 * read, False: read}
-        self.flops = {True: 4 * tokens * sizes.top_k * expert, False: 2 * tokens * sizes.top_k * expert}
+        self.down_bytes = self.distinct * sizes.wide * sizes.hidden * sizes.weight_bytes
+        """of the experts' down products; up takes twice as many"""
 
     def reference(self) -> tuple[Tensor, Tensor, Tensor]:
-        """fp32: (inner [pairs, wide], rounded as the kernels do, outer [pairs, hidden] unweighted, out [T, hidden])"""
+        """Return in fp32: inner [pairs, wide], outer [pairs, hidden] of the rounded inner, and out [T, hidden]."""
         sizes, ids, x = self.sizes, self.chosen.ids, self.xs[0]
         flat = ids.flatten()
         inner = torch.empty(len(flat), sizes.wide, device=sizes.device)
         outer = torch.empty(len(flat), sizes.hidden, device=sizes.device)
+        w13, w2 = (self.layer.weights[up][0] for up in (True, False))
         for expert in flat.unique().tolist():
             rows = (flat == expert).nonzero()[:, 0]
-            gate, up = (x[rows // sizes.top_k].float() @ self.layer.w13[0].expert(expert).t()).chunk(2, -1)
+            gate, up = (x[rows // sizes.top_k].float() @ w13.expert(expert).t()).chunk(2, -1)
             inner[rows] = F.silu(gate) * up
-            outer[rows] = inner[rows].to(sizes.dtype).float() @ self.layer.w2[0].expert(expert).t()
+            outer[rows] = inner[rows].to(sizes.dtype).float() @ w2.expert(expert).t()
         return inner, outer, (outer.view(*ids.shape, sizes.hidden) * self.chosen.weights[..., None]).sum(1)
 
     def seconds(self, calls: list[Callable[[], object]]) -> float:
-        return self.sizes.seconds(calls * (1 if self.tokens >= 1024 else 2))
+        return graph_seconds(calls * (1 if self.tokens >= 1024 else 2), repeats=7)
 
-    def rate(self, up: tuple[bool, ...], seconds: float) -> str:
-        size, flops = sum(self.bytes[one] for one in up), sum(self.flops[one] for one in up)
-        return f"{1e6 * seconds:.1f} us {size / seconds / 1e9:.0f} GB/s {flops / seconds / 1e12:.0f} TF"
-
-    def products(self, up: bool, block_m: int, tried: list[Tile]) -> list[tuple[float, Tile]]:
-        """Fastest first."""
-        sizes, layer = self.sizes, self.layer
-        one_by_one = block_m == 1
-        routings = [moe_route.route(one, sizes.top_k, True, 0 if one_by_one else block_m) for one in self.logits]
-        weights = layer.w13 if up else layer.w2
+    def products(self, tried: list[Product]) -> list[tuple[float, Tile]]:
+        """Time products of one block_m and direction; return (seconds, tile) of those that agree with fp32, fastest
+        first."""
+        sizes, (block_m, up, _) = self.sizes, tried[0]
+        one_by_one, weights = block_m == 1, self.layer.weights[up]
+        routings = [route(sizes, logits, block_m) for logits in self.logits]
         if up:
             sources, exact = self.xs, self.inner
         else:
             sources, exact = [self.inner.to(sizes.dtype)] * len(self.xs), self.out if one_by_one else self.outer
-        bound = ROUNDED if sizes.fp8 and not one_by_one else INEXACT
+        bound = INEXACT_FP8 if sizes.fp8 and not one_by_one else INEXACT
         target = torch.empty(exact.shape, device=sizes.device, dtype=sizes.dtype)
         rows = []
-        for tile in tried:
+        for product in tried:
             target.fill_(0.0 if one_by_one and not up else float("nan"))
-            launch(sizes, up, tile, block_m, sources[0], weights[0], routings[0], target)
-            if not (wrong := error(target, exact)) < bound:
-                print(f"  WRONG block_m {block_m} {'up' if up else 'down'} {short(tile)}: {wrong:.1e}", flush=True)
+            launch(sizes, product, sources[0], weights[0], routings[0], target)
+            if not (wrong := relative_error(target, exact)) < bound:
+                print(f"  WRONG {product}: {wrong:.1e}", flush=True)
                 continue
             calls: list[Callable[[], object]] = [
-                partial(launch, sizes, up, tile, block_m, source, weights[i % layer.sets], routings[i], target)
+                partial(launch, sizes, product, source, weights[i % self.layer.sets], routings[i], target)
                 for i, source in enumerate(sources)
             ]
-            rows.append((self.seconds(calls), tile))
+            rows.append((self.seconds(calls), product.tile))
         rows.sort(key=lambda row: row[0])
-        told = " | ".join(f"{self.rate((up,), time)} {short(tile)}" for time, tile in rows[:4])
-        worst = f" ... worst {1e6 * rows[-1][0]:.1f}" if rows else ""
-        print(f"  block_m {block_m} {'up' if up else 'down'}: {told}{worst}", flush=True)
+        told = " | ".join(f"{self.rate((2 if up else 1), time)} {short(tile)}" for time, tile in rows[:4])
+        print(f"  block_m {block_m} {'up' if up else 'down'}: {told}", flush=True)
         return rows
 
-    def layers(self, table: dict[int, dict[bool, list[tuple[float, Tile]]]]) -> list[tuple[float, MoeConfig, str]]:
-        """Whole ones, of the two best ups and downs of each block_m, and of what the table has now; fastest first."""
+    def rate(self, times_down: int, seconds: float) -> str:
+        return f"{1e6 * seconds:.1f} us {times_down * self.down_bytes / seconds / 1e9:.0f} GB/s"
+
+    def layers(self, best: dict[int, dict[bool, list[Tile]]]) -> list[tuple[float, MoeConfig, str]]:
+        """Time whole layers of the best ups and downs of each block_m, and of the table's entry; fastest first."""
         sizes, layer, rows = self.sizes, self.layer, []
         scratch = torch.zeros(self.tokens, sizes.hidden, device=sizes.device, dtype=sizes.dtype)
 
@@ -381,67 +327,45 @@ class Batch:
                 [partial(moe.fused_moe, x, layer.experts(i), None, scratch, config) for i, x in enumerate(self.xs)]
             )
 
-        for block_m, found in table.items():
-            for up in found[True][:2]:
-                for down in found[False][:2]:
-                    config = MoeConfig(block_m, up[1], down[1])
-                    got, ids = moe.fused_moe(self.xs[0], layer.experts(0), config=config)
-                    same = (ids == self.chosen.ids).all(1)  # the others' logits are too close to tell
-                    rows.append((seconds(config), config, f"error {error(got[same], self.out[same]):.1e}"))
+        for block_m, both in best.items():
+            for config in (MoeConfig(block_m, up, down) for up in both[True] for down in both[False]):
+                got, ids = moe.fused_moe(self.xs[0], layer.experts(0), config=config)
+                same = (ids == self.chosen.ids).all(1)  # the others' logits are too close to tell
+                rows.append((seconds(config), config, f"error {relative_error(got[same], self.out[same]):.1e}"))
         now = pick_moe_config(self.tokens, sizes.top_k, sizes.experts, sizes.weight_bytes, "cuda")
         rows.append((seconds(None), now, "the table's"))
         return sorted(rows, key=lambda row: row[0])
 
 
-def tune(sizes: Sizes, options: argparse.Namespace) -> list[dict[str, Any]]:
-    counts = [int(count) for count in options.tokens.split(",")]
-    jobs = {
-        Job(one.block_m, up, tile)
-        for count in counts
-        for one in variants(count, sizes.smoke, sizes.fp8)
-        for up, tried in ((True, one.up), (False, one.down))
-        for tile in tried
-    }
-    bad = set() if sizes.smoke else compile_all(sizes, sorted(jobs, key=str), options.processes)
-    peak = 1e12 if sizes.smoke else read_rate()
+def tune(sizes: Sizes, counts: list[int], processes: int) -> list[dict[str, Any]]:
+    """Tune each number of tokens; print what to paste, and return the timed layers."""
+    jobs = sorted({product for count in counts for product in candidates(sizes, count)}, key=str)
+    bad = set() if sizes.smoke else compile_all(partial(launch_once, sizes), jobs, processes)
     torch.manual_seed(0)
     layer = Layer(sizes)
     best: dict[int, MoeConfig] = {}
     results = []
     for count in counts:
-        batch = Batch(layer, count, peak)
-        floor, work = sum(batch.bytes.values()) / peak, sum(batch.flops.values()) / 700e12
-        print(f"\n{count} tokens: {batch.distinct:.1f} experts, at least {1e6 * floor:.1f} us by bytes, "
-              f"{1e6 * work:.1f} us at 700 TFLOP/s", flush=True)  # fmt: skip
-        table = {}
-        for one in variants(count, sizes.smoke, sizes.fp8):
-            found = {
-                up: batch.products(up, one.block_m, [t for t in tried if Job(one.block_m, up, t) not in bad])
-                for up, tried in ((True, one.up), (False, one.down))
-            }
-            if found[True] and found[False]:
-                table[one.block_m] = found
-        rows = batch.layers(table)
-        for time, config, label in rows[:4] + [row for row in rows[4:] if row[2] == "the table's"]:
-            share = f"{100 * sum(batch.bytes.values()) / time / peak:.0f}% of read"
-            print(f"  layer {batch.rate((True, False), time)} ({share}) block_m {config.block_m} "
-                  f"{short(config.up)} {short(config.down)}: {label}", flush=True)  # fmt: skip
-        best[count] = rows[0][1]
-        layers = [{"us": 1e6 * time, "config": str(config), "said": said} for time, config, said in rows]
-        results.append({"tokens": count, "experts": batch.distinct, "layers": layers})
+        batch = Batch(layer, count)
+        print(f"\n{count} tokens, {batch.distinct:.1f} distinct experts", flush=True)
+        tried = [product for product in candidates(sizes, count) if product not in bad]
+        fastest: dict[int, dict[bool, list[Tile]]] = {}
+        for block_m, up in dict.fromkeys((product.block_m, product.up) for product in tried):
+            rows = batch.products([one for one in tried if (one.block_m, one.up) == (block_m, up)])
+            fastest.setdefault(block_m, {True: [], False: []})[up] = [tile for _, tile in rows[:2]]
+        layers = batch.layers(fastest)
+        for time, config, label in layers[:4] + [row for row in layers[4:] if row[2] == "the table's"]:
+            told = f"block_m {config.block_m} {short(config.up)} {short(config.down)}: {label}"
+            print(f"  layer {batch.rate(3, time)} {told}", flush=True)
+        best[count] = layers[0][1]
+        timed = [{"us": 1e6 * time, "config": str(config), "said": said} for time, config, said in layers]
+        results.append({"tokens": count, "experts": batch.distinct, "layers": timed})
     paste(best, sizes)
     return results
 
 
-def read_rate() -> float:
-    """Bytes a second of a reduction over 8 GiB."""
-    big = torch.zeros(1 << 30, dtype=torch.int64, device="cuda")
-    rate = big.numel() * 8 / graph_seconds([big.sum])
-    print(f"reading {rate / 1e12:.2f} TB/s", flush=True)
-    return rate
-
-
 def paste(best: dict[int, MoeConfig], sizes: Sizes) -> None:
+    """Print the entries for moe_config.py."""
     print("\n# for headrace/kernels/moe_config.py:")
     if few := [count for count, config in best.items() if config.block_m == 1]:
         config = best[few[0]]
@@ -452,23 +376,21 @@ def paste(best: dict[int, MoeConfig], sizes: Sizes) -> None:
     for number, (count, config) in enumerate(many):
         last = number == len(many) - 1
         bound = 'float("inf")' if last else f"{count * sizes.top_k / sizes.experts:g}"
-        print(
-            f"    ({bound}, MoeConfig({config.block_m}, {short(config.up)}, {short(config.down)})),  # {count} tokens"
-        )
+        launches = f"MoeConfig({config.block_m}, {short(config.up)}, {short(config.down)})"
+        print(f"    ({bound}, {launches}),  # {count} tokens")
     print(")")
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--tokens", default=TOKENS, help="numbers of tokens, separated by commas")
-    made.add_argument("--json", type=Path, help="write what was found to this file")
+    made.add_argument("--json", type=Path, help="write the timed layers to this file")
     made.add_argument("--experts", type=int, default=128)
     made.add_argument("--top-k", type=int, default=8, help="experts of a token")
     made.add_argument("--hidden", type=int, default=2048)
     made.add_argument("--wide", type=int, default=768, help="inner size of an expert, as a rank has it")
-    made.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="that compile")
     made.add_argument("--fp8", action="store_true", help="weights in fp8")
-    made.add_argument("--smoke", action="store_true", help="toy sizes on the CPU, nothing is timed")
+    add_common_flags(made)
     return made
 
 
@@ -476,9 +398,8 @@ def main() -> int:
     options = parser().parse_args()
     sizes = Sizes(options.experts, options.top_k, options.hidden, options.wide, options.fp8)
     if options.smoke:
-        sizes = Sizes(8, 2, 64, 32, options.fp8, smoke=True)
-        options.tokens = "2,3"
-    results = tune(sizes, options)
+        sizes, options.tokens = Sizes(8, 2, 64, 32, options.fp8, smoke=True), "2,3"
+    results = tune(sizes, [int(count) for count in options.tokens.split(",")], options.processes)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0

@@ -1,16 +1,16 @@
-"""Which of our kernels, or the vendor's library, serves a linear over few tokens best: found by trying on this GPU.
+"""Tunes linears over few tokens on this GPU: which of our configurations, or the vendor's library, is the fastest.
 
     python bench/tune_linears.py --out table.json              all SIZES, bf16 and fp8 (a GPU and many cores; minutes)
     python bench/tune_linears.py --sizes 6144x4096,4096x4096 --dtypes bf16 --buckets 16,32 --out table.json
     TRITON_INTERPRET=1 python bench/tune_linears.py --smoke --out table.json         the script itself, on a CPU
 
 Sizes are outputs x inputs, as a rank has them. Every configuration is compiled (in parallel), compared with fp32 and
-timed alone; the best 8 and the library are then timed behind a small kernel (a norm), as in a step, where ours start
-beside it. The fastest there is the bucket's entry, null where that is the library. --out is of the form of
-headrace/quantization/gemm_tables.json; what a file there says of other sizes, devices and buckets stays, so that it may
-be that very file.
+timed alone; the best 8 and the library are then timed behind a small kernel (a norm), as in a step, where our kernels
+start while the norm still runs. The fastest there is the bucket's entry, null where that is the library. Prints the
+four fastest of each bucket. --out has the form of headrace/quantization/gemm_tables.json; entries of a file that is
+there already stay for other sizes, devices and buckets, so it may be that very file.
 
-The shipped entries of Llama-3.1-8B's sizes were chosen inside layers, some in whole steps (tune_steps.py).
+The shipped entries of Llama-3.1-8B's sizes were chosen inside whole layers, some in whole decode steps of the engine.
 """
 
 from __future__ import annotations
@@ -18,11 +18,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import multiprocessing
-import os
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -30,8 +27,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from graph_timing import graph_seconds
+from timing import graph_seconds, relative_error
 from torch import Tensor
+from tuning import FP8, INEXACT, SHARED_MEMORY, add_common_flags, compile_all, plain_dtype
 
 from headrace.kernels.fp8 import fp8_linear, quantize_per_token
 from headrace.kernels.gemm import skinny_linear
@@ -41,14 +39,11 @@ from headrace.quantization.gpu_linear import VERSION
 
 SIZES = "6144x4096,4096x4096,28672x4096,4096x14336,128256x4096,5120x2048,2048x4096,151936x2048"
 """of Llama-3.1-8B and of Qwen3-30B-A3B"""
-FP8 = torch.float8_e4m3fn
 ITEMSIZES = {"bf16": 2, "fp8": 1}
 POOL_BYTES = 1 << 30
-"""of weights to walk through, so that no cache holds them"""
+"""of weights that are read in turn, so that no cache holds them"""
 MOST_COPIES = 24
-SHARED_MEMORY = 220_000
 FINALISTS = 8
-INEXACT = 1e-2
 
 ONE_BY_ONE = (
     (4, 1024, 4), (2, 2048, 8), (2, 4096, 4), (4, 2048, 8), (2, 1024, 4), (1, 2048, 4), (4, 2048, 4), (8, 1024, 4),
@@ -75,6 +70,8 @@ WIDE = tuple(itertools.product((64, 128, 256), (64, 128), (4, 8), (3, 4, 5)))
 
 @dataclass(frozen=True)
 class Size:
+    """A linear layer's size, as a rank has it."""
+
     itemsize: int
     """bytes of a weight"""
     out_features: int
@@ -84,17 +81,12 @@ class Size:
         return f"{'fp8' if self.itemsize == 1 else 'bf16'} {self.out_features}x{self.in_features}"
 
 
-def unquantized(device_type: str) -> torch.dtype:
-    """Triton's interpreter, on a CPU, does not multiply bf16."""
-    return torch.bfloat16 if device_type == "cuda" else torch.float16
-
-
 Job = tuple[int, int, GemmConfig]
-"""(bytes of a weight, tokens, what is compiled)"""
+"""(bytes of a weight, tokens, configuration)"""
 
 
 def configs(bucket: int, itemsize: int, smoke: bool = False) -> list[GemmConfig]:
-    """All that are tried for `bucket` tokens. Of buffers too large for the chip, none."""
+    """Return the configurations to try for `bucket` tokens, without those whose buffers are too large for the chip."""
     longer = 2 // itemsize
     found = []
     if bucket == 1:
@@ -110,23 +102,24 @@ def configs(bucket: int, itemsize: int, smoke: bool = False) -> list[GemmConfig]
 
 
 class Inputs:
-    """A batch of tokens against several weights of one size."""
+    """Holds a batch of tokens and several weights of one size."""
 
     def __init__(self, size: Size, tokens: int, weights: list[Tensor]) -> None:
         device = weights[0].device
-        self.dtype = unquantized(device.type)
+        self.dtype = plain_dtype(device.type)
         self.size, self.weights = size, weights
         self.x = torch.randn(tokens, size.in_features, device=device).to(self.dtype)
         self.scales = torch.rand(size.out_features, device=device) + 0.5 if size.itemsize == 1 else None
         self.quantized = quantize_per_token(self.x, FP8) if size.itemsize == 1 else None
         self.ones = torch.ones(size.in_features, device=device, dtype=self.dtype)
 
-    def ours(self, config: GemmConfig, weight: Tensor, x: Tensor | None = None, **added: Any) -> Tensor:
-        """`x`, where it is not fp8, in place of the batch; `added`: what skinny_linear does in the same pass."""
+    def ours(self, config: GemmConfig, weight: Tensor, x: Tensor | None = None) -> Tensor:
+        """Run our kernel, on `x` in place of the batch where it is not fp8."""
         if self.quantized is not None and config.block_m > 1:
-            return skinny_linear(self.quantized, weight, None, config, self.scales, self.dtype, **added)
+            values, x_scales = self.quantized
+            return skinny_linear(values, weight, None, config, x_scales, self.scales, self.dtype)
         x = self.x if x is None else x
-        return skinny_linear(x, weight, None, config, self.scales, self.dtype, **added)
+        return skinny_linear(x, weight, None, config, None, self.scales, self.dtype)
 
     def library(self, weight: Tensor, x: Tensor | None = None) -> Tensor:
         if self.quantized is not None:
@@ -138,45 +131,30 @@ class Inputs:
         return run(weight, rms_norm(self.x, self.ones, 1e-5))
 
     def error(self, config: GemmConfig) -> float:
-        """||ours - exact|| / ||exact||, of what the kernel was given"""
+        """Return how far our kernel is from fp32 on the same inputs."""
         weight = self.weights[0]
         x = self.x.float()
         if self.quantized is not None and config.block_m > 1:
             x = self.quantized.dequantize(torch.float32)
         exact = F.linear(x, weight.float())
         exact = exact if self.scales is None else exact * self.scales
-        return float((self.ours(config, weight).float() - exact).norm() / exact.norm())
+        return relative_error(self.ours(config, weight), exact)
 
 
 def weights_of(size: Size, device: torch.device, one: bool) -> list[Tensor]:
-    """Enough to be timed, or one."""
+    """Return enough weights to be timed, or one."""
     count = size.out_features * size.in_features
     copies = 1 if one else max(2, min(MOST_COPIES, POOL_BYTES // (count * size.itemsize)))
-    shape, dtype = (size.out_features, size.in_features), FP8 if size.itemsize == 1 else unquantized(device.type)
+    shape, dtype = (size.out_features, size.in_features), FP8 if size.itemsize == 1 else plain_dtype(device.type)
     std = 1.0 if size.itemsize == 1 else 0.02
     return [torch.empty(shape, device=device).normal_(0, std).to(dtype) for _ in range(copies)]
 
 
-def compile_one(job: Job) -> tuple[Job, str]:
-    """In a process of its own: fills Triton's cache on disk. The sizes only matter as far as blocks divide them."""
+def launch_once(job: Job) -> None:
+    """Compile one configuration. The size only matters as far as blocks divide it."""
     itemsize, tokens, config = job
     weight = torch.zeros(4096, 4096, device="cuda").to(FP8 if itemsize == 1 else torch.bfloat16)
-    try:
-        Inputs(Size(itemsize, 4096, 4096), tokens, [weight]).ours(config, weight)
-        torch.cuda.synchronize()
-    except Exception as error:  # not every configuration fits the chip: it is said, and not tried
-        return job, f"{type(error).__name__}: {str(error)[:100]}"
-    return job, ""
-
-
-def compile_all(jobs: list[Job], processes: int) -> set[Job]:
-    """Those that cannot run."""
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        bad = {job: said for job, said in pool.map(compile_one, jobs, chunksize=4) if said}
-    print(f"{len(jobs)} configurations compiled, {len(bad)} cannot run", flush=True)
-    for (itemsize, tokens, config), said in bad.items():
-        print(f"  {itemsize} bytes, {tokens} tokens, {short(config)}: {said}")
-    return set(bad)
+    Inputs(Size(itemsize, 4096, 4096), tokens, [weight]).ours(config, weight)
 
 
 def short(config: GemmConfig | None) -> str:
@@ -186,14 +164,14 @@ def short(config: GemmConfig | None) -> str:
     return f"{config.block_m}x{config.block_n}x{config.block_k} w{config.num_warps} s{config.num_stages}{swap}"
 
 
-def best(inputs: Inputs, tried: list[GemmConfig], seconds: Callable[[list[Any]], float], label: str) -> Any:
-    """The fastest behind a norm; None: the library."""
+def best(inputs: Inputs, tried: list[GemmConfig], label: str) -> GemmConfig | None:
+    """Return the fastest configuration behind a norm; None: the library."""
 
     def alone(run: Callable[..., Tensor]) -> float:
-        return seconds([partial(run, weight) for weight in inputs.weights])
+        return graph_seconds([partial(run, weight) for weight in inputs.weights])
 
     def behind(run: Callable[..., Tensor]) -> float:
-        return seconds([partial(inputs.behind_a_norm, run, weight) for weight in inputs.weights])
+        return graph_seconds([partial(inputs.behind_a_norm, run, weight) for weight in inputs.weights])
 
     times = []
     for config in tried:
@@ -217,11 +195,11 @@ Plans = dict[tuple[int, ...], list[dict[str, Any] | None]]
 """(bytes an element, out_features, in_features) -> an entry a bucket"""
 
 
-def write_table(path: Path, device: str, found: dict[Size, dict[int, GemmConfig | None]]) -> None:
-    """Over what the file says of these sizes and buckets; of a size that is new there, other buckets are null."""
+def write_table(path: Path, device: str, tuned: dict[Size, dict[int, GemmConfig | None]]) -> None:
+    """Replace the file's entries of these sizes and buckets; other buckets of a size that is new there are null."""
     devices: dict[str, list[dict[str, Any]]] = json.loads(path.read_text())["devices"] if path.exists() else {}
     plans: Plans = {tuple(entry["size"]): entry["plan"] for entry in devices.get(device, [])}
-    for size, entries in found.items():
+    for size, entries in tuned.items():
         key = (size.itemsize, size.out_features, size.in_features)
         plan = list(plans.get(key, [None] * len(BUCKETS)))
         for bucket, config in entries.items():
@@ -232,7 +210,7 @@ def write_table(path: Path, device: str, found: dict[Size, dict[int, GemmConfig 
 
 
 def table_text(devices: dict[str, list[dict[str, Any]]]) -> str:
-    """A line a launch, so that two tables can be compared."""
+    """Format a line a launch, so that a diff of two tables can be read."""
     blocks = []
     for name, entries in devices.items():
         sizes = []
@@ -258,8 +236,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--sizes", default=SIZES, help="outputs x inputs, separated by commas")
     made.add_argument("--dtypes", default="bf16,fp8", help="of the weights; default: both")
     made.add_argument("--buckets", default=",".join(map(str, BUCKETS)), help="numbers of tokens")
-    made.add_argument("--smoke", action="store_true", help="toy sizes on the CPU, nothing is timed")
-    made.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="that compile")
+    add_common_flags(made)
     return made
 
 
@@ -279,16 +256,15 @@ def main() -> int:
         for bucket in buckets
         for config in configs(bucket, itemsize, options.smoke)
     ]
-    bad = set() if options.smoke else compile_all(jobs, options.processes)
-    seconds = (lambda calls: float(calls[0]() is None)) if options.smoke else graph_seconds
-    found: dict[Size, dict[int, GemmConfig | None]] = {}
+    bad = set() if options.smoke else compile_all(launch_once, jobs, options.processes)
+    tuned: dict[Size, dict[int, GemmConfig | None]] = {}
     for size in sizes:
         weights = weights_of(size, device, options.smoke)
-        found[size] = {}
+        tuned[size] = {}
         for bucket in buckets:
             tried = [c for i, b, c in jobs if (i, b) == (size.itemsize, bucket) and (i, b, c) not in bad]
-            found[size][bucket] = best(Inputs(size, bucket, weights), tried, seconds, f"{size} {bucket} tokens")
-        write_table(options.out, name, found)  # after every size
+            tuned[size][bucket] = best(Inputs(size, bucket, weights), tried, f"{size} {bucket} tokens")
+        write_table(options.out, name, tuned)  # after every size
         del weights
     return 0
 

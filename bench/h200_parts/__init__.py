@@ -1,1 +1,1 @@
-"""The parts of `bench/h200.py`: what is measured, how, the bounds it is held against, and the tables that show it."""
+"""Holds the parts of `bench/h200.py`: what is measured and checked, the bounds, and the tables that show it."""

@@ -1,22 +1,25 @@
-"""How fast the chip could be at best: bytes over measured bandwidth, operations over measured rates. Pure.
+"""Computes how fast the chip could be at best: bytes over measured bandwidth, operations over measured rates.
 
-A step's floor: the larger of its weights' bytes and its linears' operations, then its attention after them, since
-one layer's attention needs that layer's linears. What overlaps the two may go below it.
+The lower bound of a step is the larger of reading its weights and computing its linears, plus its attention, since one
+layer's attention needs that layer's linears. A step that overlaps the two may be faster than this bound.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from h200_parts.models import Cost
+from headrace.planner.cost import distinct_experts
+from headrace.planner.shapes import LayerGroup, ModelShape
 
 MIN_EXPERT_SHARE = 0.9
-"""of the uniform expectation: a row of a mixture of experts that reads fewer distinct ones does not count"""
+"""A row of a mixture of experts is invalid where it reads fewer distinct experts than this share of what uniformly
+chosen ones would be."""
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this chip gave in this run."""
+    """Holds the best rates that this chip reached in this run."""
 
     copy: float
     """bytes/s, read and written"""
@@ -27,37 +30,76 @@ class Ceilings:
     fp8: float
 
 
-def distinct_experts(num_experts: int, experts_per_token: int, num_tokens: int) -> float:
-    """Expected number of experts that `num_tokens` tokens choose, each uniformly."""
-    return num_experts * (1 - (1 - experts_per_token / num_experts) ** num_tokens) if num_experts else 0.0
+@dataclass(frozen=True)
+class Cost:
+    """Counts the bytes and operations of a decoder's layers together. Head, router and KV cache are always 16-bit."""
+
+    always_bytes: int
+    """weights that every step reads, whatever the batch"""
+    expert_bytes: int
+    """weights of one expert in every layer; 0 without experts"""
+    num_experts: int
+    experts_per_token: int
+    layer_flops: int
+    """of one token through all linears but the output layer"""
+    head_flops: int
+    """of one token through the output layer"""
+    pair_flops: int
+    """of one query and one key"""
+    kv_bytes: int
+    """KV cache of one token"""
+    fp8: bool
+
+    @classmethod
+    def of(cls, shape: ModelShape, linear_bytes: int) -> Cost:
+        """Count a model whose linear layers hold `linear_bytes` bytes a weight."""
+
+        def of_layers(count: Callable[[LayerGroup], int]) -> int:
+            return sum(group.count * count(group) for group in shape.groups)
+
+        linears = of_layers(lambda group: group.mixer_weights + group.dense_weights)
+        routers, expert = of_layers(lambda group: group.router_weights), of_layers(lambda group: group.expert_weights)
+        head = shape.head_weights or shape.embedding_weights
+        chosen = max(group.feed_forward.experts_per_token for group in shape.groups)
+        return cls(
+            always_bytes=linears * linear_bytes + 2 * (routers + head),
+            expert_bytes=expert * linear_bytes,
+            num_experts=shape.num_experts,
+            experts_per_token=chosen,
+            layer_flops=2 * (linears + routers + chosen * expert),
+            head_flops=2 * head,
+            pair_flops=of_layers(lambda group: group.mixer.flops_per_pair),
+            kv_bytes=2 * shape.kv_values_per_token,
+            fp8=linear_bytes == 1,
+        )
 
 
-def enough_experts(cost: Cost, num_tokens: int, found: float) -> bool:
-    return found >= MIN_EXPERT_SHARE * distinct_experts(cost.num_experts, cost.experts_per_token, num_tokens)
+def enough_experts(cost: Cost, num_tokens: int, measured: float) -> bool:
+    """Tell whether a step of `num_tokens` tokens read about as many distinct experts as uniform choices would."""
+    return measured >= MIN_EXPERT_SHARE * distinct_experts(cost.num_experts, cost.experts_per_token, num_tokens)
 
 
 def weight_bytes(cost: Cost, num_tokens: int) -> float:
-    """Bytes of weights that a step of `num_tokens` tokens reads."""
-    return cost.always_bytes + cost.expert_bytes * distinct_experts(
-        cost.num_experts, cost.experts_per_token, num_tokens
-    )
+    """Return the bytes of weights that a step of `num_tokens` tokens reads."""
+    experts = distinct_experts(cost.num_experts, cost.experts_per_token, num_tokens)
+    return cost.always_bytes + cost.expert_bytes * experts
 
 
 def linear_seconds(cost: Cost, ceilings: Ceilings, num_tokens: int, num_samples: int) -> float:
-    """All linears of one step, `num_samples` tokens of which meet the output layer."""
+    """Return the seconds of all linears of one step, `num_samples` of whose tokens go through the output layer."""
     rate = ceilings.fp8 if cost.fp8 else ceilings.bf16
     compute = num_tokens * cost.layer_flops / rate + num_samples * cost.head_flops / ceilings.bf16
     return max(weight_bytes(cost, num_tokens) / ceilings.read, compute)
 
 
 def decode_floor(cost: Cost, ceilings: Ceilings, batch: float, context: float) -> float:
-    """Seconds of a decode step of `batch` requests of `context` tokens each."""
+    """Return the seconds of a decode step of `batch` requests of `context` tokens each."""
     tokens = max(1, round(batch))
     return linear_seconds(cost, ceilings, tokens, tokens) + batch * context * cost.kv_bytes / ceilings.read
 
 
 def prefill_floor(cost: Cost, ceilings: Ceilings, batch: int, length: int) -> float:
-    """Seconds from `batch` prompts of `length` tokens to a token of each, in one step."""
+    """Return the seconds from `batch` prompts of `length` tokens to a token of each, in one step."""
     pairs = batch * length * (length + 1) / 2
     return linear_seconds(cost, ceilings, batch * length, batch) + pairs * cost.pair_flops / ceilings.bf16
 
@@ -65,7 +107,7 @@ def prefill_floor(cost: Cost, ceilings: Ceilings, batch: int, length: int) -> fl
 def run_floor(
     cost: Cost, ceilings: Ceilings, prompts: int, input_len: int, output_len: int, kv_tokens: float = float("inf")
 ) -> float:
-    """Seconds of a whole run of equal requests, of which as many run together as `kv_tokens` hold."""
+    """Return the seconds of a run of equal requests, of which as many run together as fit into `kv_tokens`."""
     together = min(prompts, kv_tokens / (input_len + output_len))
     waves = prompts / together
     steps = sum(decode_floor(cost, ceilings, together, input_len + step) for step in range(1, output_len))

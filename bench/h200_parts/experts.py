@@ -1,5 +1,7 @@
-"""How many distinct experts a layer of a mixture reads in a step: counted in runs of their own, after the timed ones,
-since keeping the choices costs time."""
+"""Counts how many distinct experts a layer of a mixture reads in a step.
+
+It does so in runs of their own, after the timed ones, since recording the choices costs time.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +11,21 @@ from typing import Any
 Prompts = list[list[int]]
 
 EVERY = 8
-"""Decode steps, of which one is counted."""
+"""One in so many decode steps is counted."""
 WHOLE = 0.9
-"""of a batch: decode steps of fewer requests are not counted"""
+"""Decode steps with a smaller share of the batch's requests are not counted."""
 
 
 def mean_distinct_experts(
     llm: Any, run: Callable[[Prompts, int], Any], cases: list[tuple[Prompts, int]]
 ) -> list[float]:
-    """Mean over layers and counted steps of each case (prompts, output length), which `run` runs on `llm`: decode steps
-    of the whole batch, or, where one token is asked for, the steps that read the prompts."""
+    """Return the mean over layers and counted steps of each case (prompts, output length), which `run` runs on `llm`.
+
+    Counted are decode steps of the whole batch, or, where one token is asked for, the steps that read the prompts.
+    """
     from headrace.layers.moe import distinct_experts, keep_expert_ids
 
-    core = llm._client._core
-    worker = core._executor._worker
-    runner = worker.runner
+    runner = llm._client._core._executor._worker.runner
     counted: list[float] = []
     size = steps = 0
     decoding = False
@@ -37,12 +39,12 @@ def mean_distinct_experts(
             return pending
         steps += 1
         if not decoding or steps % EVERY == 1:
-            found = distinct_experts(runner.model)
-            counted.append(sum(found) / len(found))
+            of_layers = distinct_experts(runner.model)
+            counted.append(sum(of_layers) / len(of_layers))
         return pending
 
     keep_expert_ids(runner.model, llm.config.max_num_batched_tokens)
-    runner.renew_graphs()  # those there are keep nothing
+    runner.renew_graphs()  # graphs captured before do not record the choices
     runner.execute = counting
     try:
         means = []

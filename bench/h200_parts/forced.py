@@ -1,6 +1,6 @@
-"""An engine core stepped by hand, one step at a time, so that logits can be kept and tokens be put in place of its own.
+"""Steps an engine core by hand, so that logits can be kept and its tokens replaced (teacher forcing).
 
-`reference_path` makes cores that run the plain thing: torch references of every kernel, library matmuls, no graphs.
+Cores made under `reference_path` run the torch references of every kernel and the library's matmuls.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from headrace.sampling_params import SamplingParams
 
 
 class RecordingSampler:
-    """Keeps the logits of each step, and answers with the tokens it is given, where it is given some."""
+    """Wraps a sampler: keeps the logits of each step, and returns `forced` in place of the sampled tokens, if set."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
@@ -47,15 +47,16 @@ class RecordingSampler:
 
 @dataclasses.dataclass(frozen=True)
 class Sequence:
+    """Holds a request's output and the logits that it was chosen from."""
+
     tokens: list[int]
-    """the output alone"""
     logits: Tensor
-    """[len(tokens), vocab_size] that each was chosen from"""
+    """[len(tokens), vocab_size]"""
 
 
 @contextlib.contextmanager
 def stepped_core(config: EngineConfig, folder: Path) -> Iterator[EngineCore]:
-    """Frees first what the core before it held."""
+    """Build a core in this process, after freeing the memory of the one before."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -68,8 +69,10 @@ def stepped_core(config: EngineConfig, folder: Path) -> Iterator[EngineCore]:
 
 @contextlib.contextmanager
 def reference_path() -> Iterator[None]:
-    """Cores made here use the kernels' torch references and the library's matmul; graphs and attention are for their
-    config to say (enforce_eager, TORCH_SDPA)."""
+    """Make the cores that are built inside use the kernels' torch references and the library's matmuls.
+
+    Graphs and attention are left to their config (enforce_eager, TORCH_SDPA).
+    """
     kernels = {"return_value": REFERENCE_KERNELS}
     with (
         patch("headrace.runner.worker.select_kernels", **kernels),
@@ -79,15 +82,15 @@ def reference_path() -> Iterator[None]:
         yield
 
 
-def run(
+def decode(
     core: EngineCore, prompts: list[list[int]], new_tokens: int, forced: list[list[int]] | None = None
 ) -> list[Sequence]:
-    """One greedy batch. `forced`: the output tokens of each prompt to go on with, whatever the logits say."""
+    """Run one greedy batch. With `forced`, each prompt goes on with those tokens, whatever the logits say."""
     worker = core._executor._worker  # type: ignore[attr-defined]
     recorder = RecordingSampler(worker.runner.sampler)
     worker.runner.sampler = recorder
+    params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
     for index, prompt in enumerate(prompts):
-        params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
         core.scheduler.add_request(
             EngineCoreRequest(
                 request_id=str(index), prompt_token_ids=prompt, params=params, max_tokens=new_tokens, seed=0

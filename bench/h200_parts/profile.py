@@ -1,4 +1,4 @@
-"""Traces of decode steps: the share of a step in which the GPU is idle, and what fills the rest."""
+"""Traces decode steps: the share of a step in which the GPU is idle, and which kernels fill the rest."""
 
 from __future__ import annotations
 
@@ -6,33 +6,25 @@ import json
 import tempfile
 from pathlib import Path
 
-from h200_parts.offline import Bench, Emit
+from h200_parts.offline import Bench
 from h200_parts.rows import Result
-from h200_parts.trace import (
-    DEVICE_CATEGORIES,
-    gap_lines,
-    gaps,
-    idle_share,
-    intervals_of,
-    kernel_lines,
-    step_window,
-    within,
-)
+from h200_parts.trace import DEVICE_CATEGORIES, gap_lines, gaps, intervals_of, kernel_lines, step_window, within
 
 OUTPUT, STEPS = 112, 60
-"""Tokens of a traced run, and steps of it that are looked at: late ones, when every prompt has been read."""
+"""Tokens of a traced run, and how many of its steps are looked at: late ones, after every prompt has been read."""
 BATCHES = (128, 1)
 LONG_GAP = 5.0
-"""Microseconds: what is shorter lies between neighbours of one graph, what is longer waits for the host."""
+"""Microseconds: shorter gaps lie between neighbours of one graph, in longer ones the GPU waits for the host."""
 
 
-def idle_rows(bench: Bench, emit: Emit) -> None:
+def idle_rows(bench: Bench) -> None:
+    """Emit the idle share at each batch size; print its longest gaps and the kernels that cost most."""
     for batch in BATCHES:
-        emit(idle_row(bench, batch))
+        bench.emit(idle_row(bench, batch))
 
 
 def idle_row(bench: Bench, batch: int) -> Result:
-    """Runs once untraced, for what is compiled or captured, and once traced."""
+    """Run once untraced, so that all is compiled and captured, and once traced."""
     import torch
     from torch.profiler import ProfilerActivity
 
@@ -51,21 +43,19 @@ def idle_row(bench: Bench, batch: int) -> Result:
     intervals = intervals_of(trace, DEVICE_CATEGORIES if on_gpu else {"cpu_op"})
     start, end = step_window(intervals, OUTPUT, STEPS)
     window = within(intervals, start, end)
-    found = gaps(window, start, end)
-    share = 100 * idle_share(window, start, end)
-    long = 100 * sum(gap.length for gap in found if gap.length > LONG_GAP) / (end - start)
-    step = (untraced - first) / (OUTPUT - 1) * 1000
-    row = Result(
-        f"idle/{bench.model.name}/{batch}",
-        share,
-        tokens={"prompt": size * settings.tokens(128), "output": size * OUTPUT},
-        notes=[
-            f"{STEPS} steps of {(end - start) / STEPS / 1000:.3f} ms traced, {step:.3f} ms untraced",
-            f"{long:.2f}% in gaps longer than {LONG_GAP:g} us",
-        ],
+    idle = gaps(window, start, end)
+    share, long = (
+        100 * sum(gap.length for gap in idle if gap.length > least) / (end - start) for least in (0.0, LONG_GAP)
     )
-    print(f"\n{row.name}: idle {share:.2f}%, {row.notes[0]}; idle most:")
-    print("\n".join(gap_lines(found, STEPS)))
-    print("busy most:")
+    step = (untraced - first) / (OUTPUT - 1) * 1000
+    notes = [
+        f"{STEPS} steps of {(end - start) / STEPS / 1000:.3f} ms traced, {step:.3f} ms untraced",
+        f"{long:.2f}% in gaps longer than {LONG_GAP:g} us",
+    ]
+    name = f"idle/{bench.model.name}/{batch}"
+    print(f"\n{name}: idle {share:.2f}%, {notes[0]}; longest gaps:")
+    print("\n".join(gap_lines(idle, STEPS)))
+    print("kernels that cost most:")
     print("\n".join(kernel_lines(window, STEPS)), flush=True)
-    return row
+    tokens = {"prompt": size * settings.tokens(128), "output": size * OUTPUT}
+    return Result(name, share, tokens=tokens, notes=notes)

@@ -1,4 +1,4 @@
-"""From figures to JSON and tables, and from the JSON of several runs to one. Pure, but for the files it is to read."""
+"""Turns figures into JSON and Markdown tables, and the JSON files of several runs into one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from h200_parts.rows import SPECS, Result, row_record
 
 Record = dict[str, Any]
 HEADER = "| row | unit | vLLM 0.26 | target | headrace | bound | of bound | met |\n|---|---|---|---|---|---|---|---|"
-SHORT_HEADER = "| | vLLM 0.26 | target | headrace | met |\n|---|---|---|---|---|"
 
 
 def number(value: float | None, unit: str = "") -> str:
-    """Three digits or all that stand before the point; `-` for none."""
+    """Format with three digits, or all those before the point; `-` for none."""
     if value is None:
         return "-"
     if value != 0 and abs(value) < 0.1 and unit == "":
@@ -24,54 +23,16 @@ def number(value: float | None, unit: str = "") -> str:
     return f"{value:,.{digits}f}"
 
 
-def full_table(rows: list[Record]) -> str:
-    """One line a row, in the order of the specs; readings without a spec come last."""
+def table(rows: list[Record]) -> str:
+    """Return one line a row, in the order of SPECS; readings that SPECS lacks come last."""
     lines = [HEADER]
     for row in in_order(rows):
-        spec = SPECS.get(row["name"])
-        title = f"{spec.line.split(' at batch 1 /')[0].split(':')[0]}, {spec.label}" if spec else row["name"]
-        share = "-" if row["share_of_bound"] is None else f"{row['share_of_bound']:.0%}"
+        title = SPECS[row["name"]].title if row["name"] in SPECS else row["name"]
         cells = [title, row["unit"], *(number(row[key], row["unit"]) for key in ("vllm", "target", "value", "bound"))]
-        lines.append("| " + " | ".join([*cells, share, verdict(row)]) + " |")
+        share = "-" if row["share_of_bound"] is None else f"{row['share_of_bound']:.0%}"
+        met = {None: "-", True: "yes", False: "no"}[row["met"]] if row["valid"] else "invalid"
+        lines.append("| " + " | ".join([*cells, share, met]) + " |")
     return "\n".join(lines)
-
-
-def short_table(rows: list[Record]) -> str:
-    """One line a group of rows, figures beside each other; `-` for what was not measured."""
-    measured = {row["name"]: row for row in rows}
-    lines: dict[str, list[Record]] = {}
-    for name, spec in SPECS.items():
-        missing = {"name": name, "value": None, "valid": True, "met": None, "unit": spec.unit, "vllm": spec.vllm}
-        missing["target"] = None if spec.share_of else spec.target
-        lines.setdefault(spec.line, []).append(measured.get(name, missing))
-    found = [SHORT_HEADER]
-    for line, group in lines.items():
-        if all(row["value"] is None for row in group):
-            continue
-        unit = SPECS[group[0]["name"]].unit
-        vllm, value = (" / ".join(number(row[key], row["unit"]) for row in group) for key in ("vllm", "value"))
-        verdicts = [verdict(row) for row in group]
-        met = verdicts[0] if len(set(verdicts)) == 1 else " / ".join(verdicts)
-        cells = [line + (f", {unit}" if unit else ""), vllm, _targets(group), value, met]
-        found.append("| " + " | ".join(cells) + " |")
-    return "\n".join(found)
-
-
-def _targets(group: list[Record]) -> str:
-    """`<= 3.95 / 4.2`, with a sign for each where they differ."""
-    signs = [">= " if SPECS[row["name"]].higher_is_better else "<= " for row in group]
-    numbers = [number(row["target"], row["unit"]) for row in group]
-    if set(numbers) == {"-"}:
-        return "-"
-    if len(set(signs)) == 1:
-        return signs[0] + " / ".join(numbers)
-    return " / ".join(sign + text for sign, text in zip(signs, numbers, strict=True))
-
-
-def verdict(row: Record) -> str:
-    if not row["valid"]:
-        return "invalid"
-    return {None: "-", True: "yes", False: "no"}[row["met"]]
 
 
 def in_order(rows: list[Record]) -> list[Record]:
@@ -80,7 +41,7 @@ def in_order(rows: list[Record]) -> list[Record]:
 
 
 def details(rows: list[Record]) -> str:
-    """Samples, token counts and notes of the rows that have any."""
+    """Return samples, token counts and notes of the rows that have any."""
     lines = []
     for row in in_order(rows):
         parts = []
@@ -91,6 +52,14 @@ def details(rows: list[Record]) -> str:
         if parts:
             lines.append(f"{row['name']}: " + "; ".join(parts))
     return "\n".join(lines)
+
+
+def case_lines(cases: list[Record]) -> str:
+    """Return how many of the cases passed, and which failed."""
+    failed = [case["name"] for case in cases if not case["ok"]]
+    if failed:
+        return f"FAIL: {len(failed)} of {len(cases)} cases: {', '.join(failed)}"
+    return f"OK: all {len(cases)} cases" if cases else ""
 
 
 def ceilings_line(record: Record) -> str:
@@ -109,18 +78,21 @@ def records(results: list[Result]) -> list[Record]:
 
 
 def merge(runs: list[Record]) -> Record:
-    """One record of several runs: of equal rows the latest stands, and shares of other rows are settled anew."""
+    """Join the records of several runs: the latest of equal rows stays, and targets that are shares are set again."""
     runs = sorted(runs, key=lambda run: run["date"])
     latest: dict[str, Record] = {row["name"]: row for run in runs for row in run["rows"]}
     keys = Result.__dataclass_fields__.keys()
     results = [Result(**{key: row[key] for key in keys}) for row in latest.values()]
-    heads = [head for run in runs for head in run.get("runs", [{k: v for k, v in run.items() if k != "rows"}])]
+    own = [{key: value for key, value in run.items() if key not in ("rows", "cases")} for run in runs]
+    heads = [head for run, alone in zip(runs, own, strict=True) for head in run.get("runs", [alone])]
+    cases = {case["name"]: case for run in runs for case in run.get("cases", [])}
     newest = heads[-1] if heads else {}
-    return {"runs": heads, **newest, "rows": in_order(records(results))}
+    merged = {"runs": heads, **newest, "rows": in_order(records(results))}
+    return merged | ({"cases": list(cases.values())} if cases else {})
 
 
 def read_runs(folder: Path) -> list[Record]:
-    """Every run's JSON in a folder. Raises SystemExit naming a file that is none."""
+    """Read every run's JSON in a folder. Raises SystemExit naming a file that is none."""
     runs = []
     for path in sorted(folder.glob("*.json")):
         try:
@@ -136,17 +108,18 @@ def read_runs(folder: Path) -> list[Record]:
 
 
 def whole_report(record: Record) -> str:
-    """Markdown: the full table, the short one, and what the run was."""
-    runs = record.get("runs") or [record]
+    """Return Markdown: the table, its details, the cases, and the hardware, software and command of each run."""
     about = []
-    for run in runs:
+    for run in record.get("runs") or [record]:
         if "versions" not in run:
-            about.append(f"- {run['date']}: cut off before the chip was measured. `{run['command']}`")
+            about.append(f"- {run['date']}: ended before the chip was measured. `{run['command']}`")
             continue
         versions = ", ".join(f"{name} {value}" for name, value in run["versions"].items())
         about.append(
             f"- {run['date']}, {', '.join(run['parts'])}: {run['gpu']}, {versions}, commit {run['commit'] or '?'}. "
             f"Ceilings: {ceilings_line(run) or 'not measured'}. `{run['command']}`"
         )
-    parts = [full_table(record["rows"]), short_table(record["rows"]), details(record["rows"]), "\n".join(about)]
+    rows = record["rows"]
+    cases = case_lines(record.get("cases", []))
+    parts = [table(rows) if rows else "", details(rows), cases, "\n".join(about)]
     return "\n\n".join(part for part in parts if part)

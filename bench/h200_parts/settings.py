@@ -1,4 +1,4 @@
-"""How a run is set up: full size or toy, which device, and the engine settings that every row shares."""
+"""Holds how a run is set up: full size or toy, which device, and the engine settings that all rows share."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Settings:
+    """Holds the options of a run that every part reads."""
+
     work: Path
-    """a folder for configs, caches and results of the tools"""
+    """a folder for config.json files, caches and the client's results"""
     smoke: bool = False
     """toy models and a few tokens on the CPU, to prove that the code runs"""
     repeats: int = 3
@@ -23,33 +25,37 @@ class Settings:
     """a folder; served rows tokenize with it"""
     client_processes: int = 4
     commit: str | None = None
-    """what is measured, where that cannot be asked of git"""
+    """the measured commit, where the folder is no git checkout"""
     engine: dict[str, Any] = field(default_factory=dict)
-    """engine settings in place of the table's own"""
+    """engine settings that replace the table's"""
 
     @property
     def device(self) -> str:
         return "cpu" if self.smoke else "cuda"
 
     def tokens(self, count: int) -> int:
-        """A prompt's or output's length."""
+        """Return the length of a prompt or an output."""
         return max(2, count // 64) if self.smoke else count
 
     def requests(self, count: int) -> int:
-        """A batch's or a run's."""
+        """Return the size of a batch or a run."""
         return min(count, 6) if self.smoke else count
 
-    def folder(self, model: BenchModel) -> str:
-        return str(model.write(self.work / model.name, toy=self.smoke))
+    def write_config(self, name: str, config: dict[str, Any]) -> str:
+        """Write a folder with config.json alone, for dummy weights; return its path."""
+        folder = self.work / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config, indent=2))
+        return str(folder)
 
     def vocab_size(self, model: BenchModel) -> int:
         size: int = model.shape(self.smoke)["vocab_size"]
         return size
 
     def engine_knobs(self, model: BenchModel) -> dict[str, Any]:
-        """Fields of EngineConfig: those of the table, then what the user gave."""
+        """Return fields of EngineConfig: the table's, then those that the user gave."""
         knobs: dict[str, Any] = {
-            "model": self.folder(model),
+            "model": self.write_config(model.name, model.shape(self.smoke)),
             "load_format": "dummy",
             "seed": SEED,
             "enable_prefix_caching": False,
@@ -64,7 +70,7 @@ class Settings:
         return knobs | self.engine
 
     def serve_flags(self, model: BenchModel) -> list[str]:
-        """The same settings on `headrace serve`'s command line."""
+        """Return the same settings as flags of `headrace serve`."""
         knobs = self.engine_knobs(model)
         flags = [str(knobs.pop("model"))]
         knobs |= {"tokenizer": self.tokenizer} if self.tokenizer else {"skip_tokenizer_init": True}

@@ -1,23 +1,26 @@
-"""What a device did with its time, from a trace of what ran on it: idle share, where the gaps are, which kernels cost.
+"""Reads from a trace what a device did with its time: its idle share, where the gaps are, which kernels cost most.
 
-Pure arithmetic on intervals in microseconds. Kernels may overlap (programmatic dependent launch starts one beside the
-one before it), so busy time is the union.
+Intervals are in microseconds. Kernels may overlap (programmatic dependent launch starts one while the one before it
+still runs), so busy time is their union.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 DEVICE_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 TOP = 14
+"""lines that are printed of gaps and of kernels"""
 
 
 @dataclass(frozen=True, order=True)
 class Interval:
+    """Says when a kernel or copy ran."""
+
     start: float
     end: float
     name: str
@@ -25,13 +28,15 @@ class Interval:
 
 @dataclass(frozen=True)
 class Gap:
+    """Describes a stretch in which nothing ran."""
+
     length: float
     before: str
     after: str
 
 
 def intervals_of(trace: dict[str, Any], categories: Iterable[str] = DEVICE_CATEGORIES) -> list[Interval]:
-    """Of a Chrome trace as torch.profiler writes it, in order of their start."""
+    """Return the intervals of a Chrome trace as torch.profiler writes it, in order of their start."""
     wanted = set(categories)
     return sorted(
         Interval(event["ts"], event["ts"] + event.get("dur", 0.0), event["name"])
@@ -41,13 +46,15 @@ def intervals_of(trace: dict[str, Any], categories: Iterable[str] = DEVICE_CATEG
 
 
 def step_window(intervals: Sequence[Interval], output_len: int, steps: int) -> tuple[float, float]:
-    """(start, end) of `steps` decode steps of a whole batch that made `output_len` tokens a request.
+    """Return (start, end) of `steps` decode steps of a batch whose requests made `output_len` tokens each.
 
-    Steps are told apart by a kernel that ran about once in each: the last to begin among those. Its first runs are of
-    the prefill's steps, its last ones of a batch that has begun to shrink. Raises ValueError where no kernel is such.
+    Steps are told apart by a kernel that ran about once in each: the last to begin among those. Its first runs belong
+    to the prefill, its last ones to a batch that shrinks. Raises ValueError where there is no such kernel.
     """
-    counts = Counter(interval.name for interval in intervals)
-    once = {name for name, count in counts.items() if 0.8 * output_len <= count <= 1.6 * output_len}
+    runs: dict[str, int] = defaultdict(int)
+    for one in intervals:
+        runs[one.name] += 1
+    once = {name for name, count in runs.items() if 0.8 * output_len <= count <= 1.6 * output_len}
     last = max((one for one in intervals if one.name in once), default=None)
     if last is None:
         raise ValueError(f"no kernel ran once in each of some {output_len} steps: the trace is of something else")
@@ -59,7 +66,7 @@ def step_window(intervals: Sequence[Interval], output_len: int, steps: int) -> t
 
 
 def within(intervals: Sequence[Interval], start: float, end: float) -> list[Interval]:
-    """What ran in the window, cut to it."""
+    """Return what ran in the window, cut to it."""
     return [
         Interval(max(one.start, start), min(one.end, end), one.name)
         for one in intervals
@@ -68,54 +75,48 @@ def within(intervals: Sequence[Interval], start: float, end: float) -> list[Inte
 
 
 def gaps(intervals: Sequence[Interval], start: float, end: float) -> list[Gap]:
-    """Stretches of the window in which nothing ran. `intervals` in order of their start, within the window."""
-    found = []
+    """Return the stretches of the window in which nothing ran. `intervals` are within it, in order of their start."""
+    idle = []
     until, before = start, "(start)"
-    for one in intervals:
+    for one in [*intervals, Interval(end, end, "(end)")]:
         if one.start > until:
-            found.append(Gap(one.start - until, before, one.name))
+            idle.append(Gap(one.start - until, before, one.name))
         if one.end > until:
             until, before = one.end, one.name
-    if end > until:
-        found.append(Gap(end - until, before, "(end)"))
-    return found
+    return idle
 
 
 def idle_share(intervals: Sequence[Interval], start: float, end: float) -> float:
-    """0 to 1."""
+    """Return the idle share of the window, from 0 to 1."""
     return sum(gap.length for gap in gaps(intervals, start, end)) / (end - start)
 
 
-def gap_lines(found: Sequence[Gap], steps: int) -> list[str]:
-    """Where the idle time is: the pairs of neighbours that cost most, in microseconds a step."""
-    total: Counter[tuple[str, str]] = Counter()
-    count: Counter[tuple[str, str]] = Counter()
-    for gap in found:
-        pair = (short_name(gap.before), short_name(gap.after))
-        total[pair] += gap.length  # type: ignore[assignment]
-        count[pair] += 1
-    return [
-        f"{length / steps:9.2f} us a step in {count[pair] / steps:7.2f} gaps: {pair[0]} -> {pair[1]}"
-        for pair, length in total.most_common(TOP)
-    ]
+def gap_lines(idle: Sequence[Gap], steps: int) -> list[str]:
+    """Return the pairs of neighbours with the longest gaps, in microseconds a step."""
+    return _largest(
+        [(f"{short_name(gap.before)} -> {short_name(gap.after)}", gap.length) for gap in idle], steps, "gaps"
+    )
 
 
 def kernel_lines(intervals: Sequence[Interval], steps: int) -> list[str]:
-    """Which kernels cost most, in microseconds a step; those that overlap count twice where they do."""
-    total: Counter[str] = Counter()
-    count: Counter[str] = Counter()
-    for one in intervals:
-        name = short_name(one.name)
-        total[name] += one.end - one.start  # type: ignore[assignment]
-        count[name] += 1
+    """Return the kernels that cost most, in microseconds a step; where two overlap, both count."""
+    return _largest([(short_name(one.name), one.end - one.start) for one in intervals], steps, "launches")
+
+
+def _largest(costs: Iterable[tuple[str, float]], steps: int, what: str) -> list[str]:
+    """Sum microseconds by name, and return the largest sums."""
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for name, length in costs:
+        by_name[name].append(length)
+    largest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:TOP]
     return [
-        f"{length / steps:9.2f} us a step in {count[name] / steps:7.2f} launches: {name}"
-        for name, length in total.most_common(TOP)
+        f"{sum(lengths) / steps:9.2f} us a step in {len(lengths) / steps:7.2f} {what}: {name}"
+        for name, lengths in largest
     ]
 
 
 def short_name(name: str) -> str:
-    """A C++ kernel's name without its template arguments, return type and parameters."""
+    """Return a C++ kernel's name without its template arguments, return type and parameters."""
     bare = re.sub(r"\(anonymous namespace\)::", "", name)
     bare = re.sub(r"\(.*", "", bare)
     while (plain := re.sub(r"<[^<>]*>", "", bare)) != bare:

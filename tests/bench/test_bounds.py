@@ -6,13 +6,14 @@ import pytest
 from h200_parts.bounds import (
     Ceilings,
     decode_floor,
-    distinct_experts,
     enough_experts,
     prefill_floor,
     run_floor,
     weight_bytes,
 )
 from h200_parts.models import MODELS
+
+from headrace.planner.cost import distinct_experts
 
 CHIP = Ceilings(copy=4.28e12, read=4.35e12, bf16=700e12, fp8=1240e12)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
-from h200 import DEFAULT_PARTS, ENGINE_PARTS, PARTS, grouped
+from h200 import CASES, CASES_ON_A_CPU, DEFAULT_PARTS, ENGINE_PARTS, PARTS, grouped
 from h200_parts.forced import Sequence
 from h200_parts.models import MODELS
 from h200_parts.numerics import compare
@@ -28,6 +30,24 @@ def test_parts_of_one_engine_share_a_process() -> None:
     assert {spec.part for spec in SPECS.values()} <= set(DEFAULT_PARTS)
     assert set(ENGINE_PARTS.values()) == set(MODELS)
     assert len(set(PARTS)) == len(PARTS)
+
+
+def test_each_part_of_cases_is_a_function() -> None:
+    for place in CASES.values():
+        module, function = place.split(".")
+        assert callable(getattr(import_module(f"h200_parts.{module}"), function))
+    assert set(CASES_ON_A_CPU) < set(CASES)
+    assert not set(CASES) & set(DEFAULT_PARTS)
+
+
+def test_the_log_lines_that_cases_look_for_are_in_the_engine() -> None:
+    """On a GPU alone these cases run, so a message that was reworded would be noticed late."""
+    source = "\n".join(path.read_text() for path in Path(headrace.__file__).parent.rglob("*.py"))
+    script = (SCRIPT.parent / "h200_parts" / "memory.py").read_text()
+    wanted = [words for line in re.findall(r"\.said\(([^)]+)\)", script) for words in re.findall(r'"([^"]+)"', line)]
+    assert len(wanted) >= 8
+    wanted += ["the weights do not fit", "elf-check", "graphs are off"]
+    assert not [words for words in wanted if words not in source]
 
 
 def test_server_and_engine_get_the_same_settings(tmp_path: Path) -> None:
@@ -55,7 +75,7 @@ def test_a_toy_run_writes_rows_that_merge(tmp_path: Path) -> None:
     merged = subprocess.run(
         [sys.executable, str(SCRIPT), "--merge", str(out.parent)], capture_output=True, text=True, check=True
     ).stdout
-    assert "| 1000 prompts 128/512: 8B bf16 / fp8 / Qwen3, output tok/s | 20,915 / 23,465 / 9,718 |" in merged
+    assert "| Llama-3.1-8B bf16, 1000 prompts 128/512 | output tok/s | 20,915 |" in merged
 
 
 def test_tables_are_hidden_by_a_copy_of_the_package(tmp_path: Path) -> None:
@@ -72,6 +92,7 @@ def test_an_unknown_part_is_named() -> None:
     done = subprocess.run([sys.executable, str(SCRIPT), "--part", "bf17"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "unknown part bf17; parts are start, bf16" in done.stderr
+    assert "graphs, memory" in done.stderr
 
 
 def test_logits_are_compared_where_the_reference_is_sure() -> None:

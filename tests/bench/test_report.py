@@ -1,4 +1,4 @@
-"""Rows, verdicts, merging of runs and the tables."""
+"""Rows, verdicts, merging of runs and the table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from h200_parts.report import full_table, merge, number, read_runs, records, short_table, whole_report
+from h200_parts.report import case_lines, merge, number, read_runs, records, table, whole_report
 from h200_parts.rows import SPECS, Result, row_record
 
 
@@ -73,22 +73,30 @@ def test_merging_takes_the_latest_and_settles_shares_anew() -> None:
     assert "NVIDIA H200" in whole_report(again)
 
 
-def test_tables() -> None:
+def test_the_table_has_a_line_a_row() -> None:
     results = [Result(f"decode/bf16/{batch}", value) for batch, value in ((1, 3.9), (8, 4.5), (32, 4.5), (128, 6.1))]
     rows = records([*results, Result("something/else", 1.5), Result("decode/moe/8", 7.0, bound=6.0, valid=False)])
-    full = full_table(rows).splitlines()
-    assert full[2] == ("| Llama-3.1-8B bf16, decode step, batch 1 | ms | 4.97 | 3.95 | 3.90 | - | - | yes |")
-    assert full[-2].endswith("| 9.33 | 7.50 | 7.00 | 6.00 | 86% | invalid |")
-    assert full[-1] == "| something/else |  | - | - | 1.50 | - | - | - |"
-    short = short_table(rows).splitlines()
-    assert short[2] == (
-        "| Llama-3.1-8B bf16, decode step at batch 1 / 8 / 32 / 128, ms | 4.97 / 5.15 / 5.49 / 7.12 "
-        "| <= 3.95 / 4.20 / 4.60 / 6.20 | 3.90 / 4.50 / 4.50 / 6.10 | yes / no / yes / yes |"
-    )
-    assert len(short) == 4
-    assert "| - / 7.00 / - / - | - / invalid / - / - |" in short[3]
-    mixed = short_table(records([Result("numerics/demo/error", 0.003), Result("numerics/demo/covered", 90.0)]))
-    assert "| <= 1.0e-02 / >= 80.0 / <= 0.00 / <= 1.0e-02 / >= 80.0 / <= 0.00 / <= 0.00 | 3.0e-03 / 90.0 / - /" in mixed
+    lines = table(rows).splitlines()
+    assert lines[2] == "| Llama-3.1-8B bf16, decode step, batch 1 | ms | 4.97 | 3.95 | 3.90 | - | - | yes |"
+    assert [line.split(" | ")[-1] for line in lines[2:6]] == ["yes |", "no |", "yes |", "yes |"]
+    assert lines[-2] == "| Qwen3-30B-A3B bf16, decode step, batch 8 | ms | 9.33 | 7.50 | 7.00 | 6.00 | 86% | invalid |"
+    assert lines[-1] == "| something/else |  | - | - | 1.50 | - | - | - |"
+    exact = table(records([Result("numerics/demo/error", 0.003), Result("numerics/demo/covered", 90.0)]))
+    assert "| demo model: relative logit error |  | - | 1.0e-02 | 3.0e-03 | - | - | yes |" in exact
+    assert "| demo model: positions covered | % | - | 80.0 | 90.0 | - | - | yes |" in exact
+
+
+def test_titles_of_rows_differ() -> None:
+    assert len({spec.title for spec in SPECS.values()}) == len(SPECS)
+
+
+def test_cases_are_merged_and_counted() -> None:
+    one, other = ({"name": f"memory/{name}", "ok": ok, "said": ""} for name, ok in (("hog", True), ("tiny", False)))
+    first = run("2026-01-01 10:00:00") | {"cases": [one, other]}
+    second = run("2026-01-01 11:00:00") | {"cases": [other | {"ok": True}]}
+    assert case_lines(merge([first])["cases"]) == "FAIL: 1 of 2 cases: memory/tiny"
+    assert case_lines(merge([first, second])["cases"]) == "OK: all 2 cases"
+    assert "cases" not in merge([run("2026-01-01 10:00:00")])
 
 
 @pytest.mark.parametrize(

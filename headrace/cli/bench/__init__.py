@@ -1,1 +1,1 @@
-"""Measuring: one batch's latency, offline throughput, and a running server. Flags and JSON keys are vLLM's."""
+"""Measures one batch's latency, offline throughput, or a running server. Flags and JSON keys are vLLM's."""

@@ -1,7 +1,6 @@
-"""A lean HTTP/1.1 client for token streams: takes tens of thousands of SSE events a second on one core.
+"""Sends requests over HTTP/1.1 and records their token streams: tens of thousands of SSE events a second on one core.
 
 Bytes go from the socket through httptools (C) to a StreamRecorder, with one clock reading for each read of the socket.
-Knows nothing of datasets; requests come with their time to leave.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ ERROR_CHARS = 400
 
 
 class Target(msgspec.Struct, kw_only=True):
-    """Where requests go and what they all share."""
+    """Names the server and holds the fields that all requests share."""
 
     base_url: str
     endpoint: str
@@ -38,7 +37,7 @@ class Target(msgspec.Struct, kw_only=True):
     timeout: float = 6 * 3600.0
 
     def body(self, request: BenchRequest, prompt: str | list[int]) -> bytes:
-        """The JSON body of one streaming request."""
+        """Return the JSON body of one streaming request."""
         record: dict[str, Any] = {
             "model": self.model,
             "temperature": self.temperature,
@@ -57,18 +56,18 @@ class Target(msgspec.Struct, kw_only=True):
 
 
 class ClientError(HeadraceError):
-    """The server cannot be reached, or what it says is no HTTP."""
+    """The server cannot be reached, or its answer is no HTTP."""
 
 
 class NobodyListensError(ClientError):
-    """No connection could be made at all."""
+    """No connection could be made: nothing listens on the port, or the host is unknown."""
 
 
 class HttpClient:
-    """Keep-alive connections to one server. Not for use by several event loops."""
+    """Holds keep-alive connections to one server, for one event loop."""
 
     def __init__(self, base_url: str, headers: dict[str, str], timeout: float) -> None:
-        """Raises ConfigError for a URL that cannot be meant."""
+        """Raises ConfigError for a URL that is not http://host:port."""
         url = urlsplit(base_url)
         try:
             port = url.port or (443 if url.scheme == "https" else 80)
@@ -87,13 +86,13 @@ class HttpClient:
         self._idle: list[_Connection] = []
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """Status and body. Raises ClientError."""
+        """Return status and body. Raises ClientError."""
         parts: list[bytes] = []
         status = await self._exchange("GET", path, b"", lambda data, now: parts.append(data))
         return status, b"".join(parts)
 
     async def stream(self, path: str, body: bytes, index: int, prompt_len: int) -> RequestResult:
-        """POST, and record the events that come back. Errors are in the result."""
+        """Send a POST and record the events of its answer. An error is in the result, not raised."""
         recorder = StreamRecorder(index, time.monotonic(), prompt_len)
         splitter = EventSplitter(recorder.event)
         raw: list[bytes] = []
@@ -156,7 +155,7 @@ class HttpClient:
 
 
 class EventSplitter:
-    """Bytes of a body, in any pieces, to payloads of `data:` lines."""
+    """Splits a body, which comes in pieces of any size, into the payloads of its `data:` lines."""
 
     __slots__ = ("_emit", "_rest")
 
@@ -165,7 +164,7 @@ class EventSplitter:
         self._rest = b""
 
     def feed(self, data: bytes, now: float) -> bool:
-        """True if some line of it was an event's, or may become one."""
+        """Tell whether some line of it belongs to an event, or may once the rest has come."""
         if self._rest:
             data = self._rest + data
         *lines, self._rest = data.split(b"\n")
@@ -178,11 +177,11 @@ class EventSplitter:
 
 
 class _StaleConnection(Exception):
-    """Lost before the first byte of an answer."""
+    """The connection was lost before the first byte of an answer."""
 
 
 class _Connection(asyncio.Protocol):
-    """One connection with at most one request under way."""
+    """Carries one request at a time."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -194,7 +193,7 @@ class _Connection(asyncio.Protocol):
         self.usable = False
 
     def exchange(self, data: bytes, on_body: Callable[[bytes, float], None]) -> asyncio.Future[int]:
-        """Send one request; the future gives its status when the body is complete."""
+        """Send one request; the future holds its status once the body is complete."""
         self._done = asyncio.get_running_loop().create_future()
         if self._transport is None or self._transport.is_closing():
             self._done.set_exception(_StaleConnection())
@@ -216,7 +215,7 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._now = time.monotonic()
         if self._parser is None or self._done is None or self._done.done():
-            self.close()  # bytes that nobody asked for
+            self.close()  # bytes without a request
             return
         self._answered = True
         try:
@@ -253,8 +252,8 @@ class _Connection(asyncio.Protocol):
             self._done.set_exception(error)
 
 
-class Departure(msgspec.Struct):
-    """A request and when it leaves, in seconds after the start."""
+class TimedRequest(msgspec.Struct):
+    """A request is sent `offset` seconds after the start."""
 
     index: int
     offset: float
@@ -263,7 +262,7 @@ class Departure(msgspec.Struct):
 
 async def drive(
     target: Target,
-    departures: list[Departure],
+    requests: list[TimedRequest],
     prompts: PromptMaker,
     start: float,
     max_concurrency: int | None,
@@ -271,21 +270,21 @@ async def drive(
 ) -> None:
     """Send every request at `start + offset` (monotonic seconds), at most `max_concurrency` at a time."""
     client = HttpClient(target.base_url, target.headers, target.timeout)
-    gate = asyncio.Semaphore(max_concurrency or len(departures) or 1)
+    gate = asyncio.Semaphore(max_concurrency or len(requests) or 1)
 
-    async def one(departure: Departure) -> None:
+    async def one(timed: TimedRequest) -> None:
         async with gate:
-            request = departure.request
+            request = timed.request
             prompt = request.text if request.text is not None else prompts.token_ids(request)
             body = target.body(request, prompt)
-            on_result(await client.stream(target.endpoint, body, departure.index, request.prompt_len))
+            on_result(await client.stream(target.endpoint, body, timed.index, request.prompt_len))
 
     try:
         async with asyncio.TaskGroup() as group:
-            for departure in departures:
-                wait = start + departure.offset - time.monotonic()
+            for timed in requests:
+                wait = start + timed.offset - time.monotonic()
                 if wait > 0:
                     await asyncio.sleep(wait)
-                group.create_task(one(departure))
+                group.create_task(one(timed))
     finally:
         client.close()

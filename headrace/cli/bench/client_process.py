@@ -1,6 +1,6 @@
-"""`python -m headrace.cli.bench.client_process`: one of several clients, where one core cannot take all the tokens.
+"""Runs one client of a serving benchmark, in this process or as one of several.
 
-Started by `fleet.py`; writes a byte to its progress file after each request and its results to another file at the end.
+As a child of `clients.py` it appends a byte to its progress file after each request, and writes its results at the end.
 """
 
 from __future__ import annotations
@@ -8,30 +8,35 @@ from __future__ import annotations
 import gc
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import uvloop
 
-from headrace.cli.bench.client import Departure, Target, drive
+from headrace.cli.bench.client import Target, TimedRequest, drive
 from headrace.cli.bench.datasets import PromptMaker
 from headrace.cli.bench.metrics import RequestResult
 from headrace.process import read_config
 
 
-class Orders(msgspec.Struct, kw_only=True):
+class ClientTask(msgspec.Struct, kw_only=True):
+    """Tells a client what to send and when."""
+
     target: Target
-    departures: list[Departure]
+    requests: list[TimedRequest]
     seed: int
     vocab_size: int
     start: float
-    """monotonic seconds, which all processes of a machine share"""
+    """monotonic seconds, the same for all processes of a machine"""
     max_concurrency: int | None
-    progress_path: str
-    result_path: str
+    progress_path: str = ""
+    result_path: str = ""
 
 
 class Report(msgspec.Struct, kw_only=True):
+    """Holds a client's results, and what they cost it."""
+
     results: list[RequestResult]
     cpu_seconds: float
     began: float
@@ -39,24 +44,26 @@ class Report(msgspec.Struct, kw_only=True):
     """monotonic seconds"""
 
 
-def run_orders(orders: Orders) -> Report:
+def run_client(task: ClientTask, on_progress: Callable[[int], object]) -> Report:
+    """Send all requests. `on_progress` is called with the number finished after each."""
     results: list[RequestResult] = []
-    prompts = PromptMaker(orders.seed, orders.vocab_size)
-    with Path(orders.progress_path).open("ab", buffering=0) as progress:
+    prompts = PromptMaker(task.seed, task.vocab_size)
 
-        def on_result(result: RequestResult) -> None:
-            results.append(result)
-            progress.write(b".")
+    def on_result(result: RequestResult) -> None:
+        results.append(result)
+        on_progress(len(results))
 
-        gc.freeze()  # looking through what a start leaves would be counted as the server's time
-        cpu, began = time.process_time(), time.monotonic()
-        uvloop.run(drive(orders.target, orders.departures, prompts, orders.start, orders.max_concurrency, on_result))
+    cpu, began = time.process_time(), time.monotonic()
+    uvloop.run(drive(task.target, task.requests, prompts, task.start, task.max_concurrency, on_result))
     return Report(results=results, cpu_seconds=time.process_time() - cpu, began=began, ended=time.monotonic())
 
 
 def main() -> None:
-    orders = msgspec.msgpack.decode(read_config(sys.argv), type=Orders)
-    Path(orders.result_path).write_bytes(msgspec.msgpack.encode(run_orders(orders)))
+    task = msgspec.msgpack.decode(read_config(sys.argv), type=ClientTask)
+    gc.freeze()  # collecting what the start leaves would count as the server's time
+    with Path(task.progress_path).open("ab", buffering=0) as progress:
+        report = run_client(task, lambda done: progress.write(b"."))
+    Path(task.result_path).write_bytes(msgspec.msgpack.encode(report))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`headrace bench`: parses the benchmark's flags, then loads the benchmark alone."""
+"""Parses the flags of `headrace bench`, then imports the chosen benchmark alone."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from headrace.errors import ConfigError
 
 @dataclass(frozen=True)
 class Bench:
+    """Describes one benchmark for the command line."""
+
     summary: str
     options: tuple[type, ...]
     examples: str
     engine: bool = False
-    """Runs an engine of its own, so takes EngineConfig's flags."""
+    """It runs an engine of its own, so it takes EngineConfig's flags."""
 
 
 BENCHES = {
@@ -64,7 +66,7 @@ def build_parser(name: str) -> FlagParser:
     for options in bench.options:
         parser.add_knobs(options)
     if bench.engine:
-        # Dataset and engine share --seed. Repeated prompts would make a prefix cache skew what is measured.
+        # Dataset and engine share --seed. With repeated prompts a prefix cache would distort the result.
         skip: tuple[str, ...] = ("seed",) if DatasetOptions in bench.options else ()
         parser.add_knobs(EngineConfig, skip=skip, enable_prefix_caching=False)
     return parser

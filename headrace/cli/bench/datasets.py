@@ -1,7 +1,7 @@
-"""What to send, when: requests from random lengths, ShareGPT files, and the Azure and Mooncake traces.
+"""Makes the requests of a benchmark and their arrival times: random lengths, ShareGPT, the Azure and Mooncake traces.
 
-A prompt of token ids is kept as a recipe (streams of a seeded generator), so a trace of a hundred million tokens costs
-a few megabytes until a prompt is sent. Knows nothing of engines or HTTP.
+A prompt of token ids is kept as segments of seeded random streams, so a trace of a hundred million tokens costs a few
+megabytes until a prompt is sent.
 """
 
 from __future__ import annotations
@@ -22,27 +22,29 @@ from headrace.cli.bench.options import DatasetOptions
 from headrace.errors import ConfigError
 
 MOONCAKE_BLOCK = 512
-"""Tokens behind one hash id of a Mooncake trace."""
+"""Tokens that one hash id of a Mooncake trace stands for."""
 SHAREGPT_MIN_TOKENS = 4
 SHAREGPT_MAX_PROMPT = 1024
 SHAREGPT_MAX_TOTAL = 2048
 PREFIX_STREAM = 0
 TEST_STREAM = 2**32
-"""A stream that no dataset uses: prompts for warming up, found in no prefix cache afterwards."""
+"""The stream of warm-up prompts. No dataset uses it, so a prefix cache holds nothing of the measured prompts."""
 
 
 class BenchRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Holds one request: its lengths, and its prompt as text or as segments."""
+
     prompt_len: int
     output_len: int
     text: str | None = None
     segments: list[tuple[int, int]] = []
-    """(stream, tokens): equal streams of one seed give equal tokens."""
+    """(stream, tokens): the first tokens of a seeded random stream; equal streams give equal tokens"""
     arrival: float | None = None
     """seconds after the first request of its trace"""
 
 
 class PromptMaker:
-    """Token ids from recipes; blocks that recur are kept."""
+    """Makes token ids from segments, and caches segments that recur."""
 
     def __init__(self, seed: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -61,9 +63,9 @@ def _block(seed: int, vocab_size: int, stream: int, length: int) -> list[int]:
 
 
 def load_requests(options: DatasetOptions, count_tokens: Callable[[], Callable[[str], int]]) -> list[BenchRequest]:
-    """At most `num_prompts` requests. `count_tokens()` gives a text's length in tokens; only texts ask for it.
+    """Return at most `num_prompts` requests. Raises ConfigError for a file that is missing, malformed or empty.
 
-    Raises ConfigError for a file that is missing, malformed or empty.
+    `count_tokens()` returns a function that counts a text's tokens; it is called only for a dataset of texts.
     """
     if options.kind == "random":
         return random_requests(options)
@@ -88,12 +90,12 @@ def load_requests(options: DatasetOptions, count_tokens: Callable[[], Callable[[
 
 
 def random_requests(options: DatasetOptions) -> list[BenchRequest]:
-    """Lengths uniform in [1 - ratio, 1 + ratio] times the wish; every prompt its own tokens after the shared prefix."""
+    """Draw lengths uniformly from [1 - ratio, 1 + ratio] times the given ones; prompts share nothing but the prefix."""
     rng = numpy.random.default_rng([options.seed])
 
-    def lengths(wish: int) -> list[int]:
-        low = max(1, int(wish * (1 - options.random_range_ratio)))
-        high = max(low, int(wish * (1 + options.random_range_ratio)))
+    def lengths(given: int) -> list[int]:
+        low = max(1, int(given * (1 - options.random_range_ratio)))
+        high = max(low, int(given * (1 + options.random_range_ratio)))
         drawn: list[int] = rng.integers(low, high + 1, size=options.num_prompts).tolist()
         return drawn
 
@@ -110,10 +112,8 @@ def random_requests(options: DatasetOptions) -> list[BenchRequest]:
 
 
 def sharegpt_requests(path: Path, options: DatasetOptions, count: Callable[[str], int]) -> list[BenchRequest]:
-    """First question and answer of each conversation, shuffled; too short and too long ones left out as vLLM does.
-
-    A file with fewer conversations than `num_prompts` is gone through again.
-    """
+    """Read the first question and answer of each conversation, in random order, without those that vLLM leaves out as
+    too short or too long. A file with fewer conversations than `num_prompts` is repeated."""
     conversations = [entry["conversations"] for entry in json.loads(path.read_text(encoding="utf-8"))]
     conversations = [turns for turns in conversations if len(turns) >= 2]
     random.Random(options.seed).shuffle(conversations)
@@ -136,7 +136,7 @@ def sharegpt_requests(path: Path, options: DatasetOptions, count: Callable[[str]
 
 
 def azure_requests(path: Path, options: DatasetOptions) -> list[BenchRequest]:
-    """TIMESTAMP,ContextTokens,GeneratedTokens: lengths and arrivals; every prompt has tokens of its own."""
+    """Read lengths and arrivals from columns TIMESTAMP, ContextTokens, GeneratedTokens; prompts share nothing."""
     requests: list[BenchRequest] = []
     first: datetime | None = None
     with path.open(newline="", encoding="utf-8-sig") as file:
@@ -158,7 +158,7 @@ def azure_requests(path: Path, options: DatasetOptions) -> list[BenchRequest]:
 
 
 def mooncake_requests(path: Path, options: DatasetOptions) -> list[BenchRequest]:
-    """JSON lines timestamp (ms), input_length, output_length, hash_ids: equal hash ids are equal 512-token blocks."""
+    """Read lines of timestamp (ms), input_length, output_length, hash_ids; equal ids mean equal 512-token blocks."""
     requests: list[BenchRequest] = []
     first: float | None = None
     with path.open(encoding="utf-8") as file:
@@ -202,10 +202,10 @@ def _cut(prompt_len: int, output_len: int, options: DatasetOptions) -> tuple[int
 
 
 def arrival_times(requests: list[BenchRequest], rate: float, burstiness: float, seed: int) -> list[float]:
-    """Seconds after the start at which each request is sent.
+    """Return the seconds after the start at which each request is sent.
 
     Gaps are gamma distributed with mean 1/rate (burstiness 1: a Poisson process; larger: more even), then scaled so
-    that the last request leaves at exactly num/rate: runs with other seeds stay comparable.
+    that the last request is sent at exactly num/rate: runs with other seeds stay comparable.
     """
     count = len(requests)
     if rate == float("inf"):
@@ -222,5 +222,5 @@ def arrival_times(requests: list[BenchRequest], rate: float, burstiness: float, 
 
 
 def trace_times(requests: list[BenchRequest], speed: float) -> list[float]:
-    """The trace's own arrivals, `speed` times as fast."""
+    """Return the trace's own arrivals, `speed` times as fast."""
     return [(request.arrival or 0.0) / speed for request in requests]

@@ -1,4 +1,4 @@
-"""`headrace bench latency`: end-to-end seconds of one batch, time to first token, and the time of a decode step."""
+"""Runs `headrace bench latency`: seconds of one batch from end to end, to its first token, and of a decode step."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ import numpy
 
 from headrace.cli.arguments import build_config
 from headrace.cli.bench.datasets import BenchRequest, PromptMaker
-from headrace.cli.bench.offline import check_lengths, model_facts, start_engine
+from headrace.cli.bench.offline import check_lengths, model_facts, sampling_params, start_engine
 from headrace.cli.bench.options import LatencyOptions
-from headrace.cli.bench.progress import progress_bar
-from headrace.cli.bench.serve import write_json
+from headrace.cli.bench.output import progress_bar, write_json
 from headrace.config import EngineConfig
-from headrace.sampling_params import SamplingParams
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
 def run(values: argparse.Namespace) -> int:
     options = build_config(LatencyOptions, values)
-    # Every run sends the same prompts: with a prefix cache the second would be no prefill at all.
+    # Every run sends the same prompts: with a prefix cache the second run would skip prefill.
     config = build_config(EngineConfig, values, enable_prefix_caching=False)
     vocab_size, max_model_len = model_facts(config)
     check_lengths(options.input_len + options.output_len, max_model_len)
@@ -32,13 +30,7 @@ def run(values: argparse.Namespace) -> int:
     llm = start_engine(config)
 
     def run_batch(output_len: int) -> float:
-        params = SamplingParams(
-            n=options.n,
-            temperature=options.temperature,
-            ignore_eos=True,
-            max_tokens=output_len,
-            detokenize=not (options.disable_detokenize or config.skip_tokenizer_init),
-        )
+        params = sampling_params(options, config, output_len)
         start = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - start
@@ -64,7 +56,7 @@ def _prompts(options: LatencyOptions, seed: int, vocab_size: int) -> list[list[i
 
 
 def measure(run_batch: Callable[[int], float], options: LatencyOptions) -> tuple[list[float], list[float]]:
-    """Seconds of whole runs, and of runs of a single token in between: time to first token of the same batch."""
+    """Return the seconds of whole runs, and of runs of a single token in between: the batch's time to first token."""
     latencies: list[float] = []
     first_token_latencies: list[float] = []
     with progress_bar("warm-up", options.num_iters_warmup, options.disable_tqdm) as on_progress:
@@ -80,7 +72,7 @@ def measure(run_batch: Callable[[int], float], options: LatencyOptions) -> tuple
 
 
 def summarize_latency(latencies: list[float], first_token_latencies: list[float], output_len: int) -> dict[str, Any]:
-    """vLLM's keys, then ttft_ms and decode_step_ms: (median latency - median time to first token) / (output - 1)."""
+    """Return vLLM's keys, ttft_ms and decode_step_ms: (median latency - median time to first token) / (output - 1)."""
     ttft = float(numpy.median(first_token_latencies))
     step = (float(numpy.median(latencies)) - ttft) / (output_len - 1) * 1000 if output_len > 1 else None
     return {

@@ -1,4 +1,4 @@
-"""TTFT, TPOT, ITL and E2EL as vLLM defines them, their summary and its table. Pure: times come in as numbers.
+"""Computes TTFT, TPOT, ITL and E2EL as vLLM defines them, their summary and its table.
 
 - TTFT: from sending the request to its first token chunk.
 - ITL: between one token chunk and the next (a chunk may hold several tokens).
@@ -25,7 +25,7 @@ WIDTH = 50
 
 
 class RequestResult(msgspec.Struct, kw_only=True):
-    """What one request met; all times in seconds."""
+    """Holds what one request measured; all times in seconds."""
 
     index: int = 0
     success: bool = False
@@ -37,12 +37,12 @@ class RequestResult(msgspec.Struct, kw_only=True):
     latency: float = 0.0
     prompt_len: int = 0
     cached_len: int = 0
-    """of the prompt, what the server found in its prefix cache, where it says"""
+    """prompt tokens that the server had in its prefix cache, if it says so"""
     output_len: int = 0
 
     @property
     def tpot(self) -> float:
-        """0 for a single token, which counts as good in goodput and not at all in TPOT's mean."""
+        """Seconds; 0 for a single token, which is good in goodput and does not count in TPOT's mean."""
         return (self.latency - self.ttft) / (self.output_len - 1) if self.output_len > 1 else 0.0
 
 
@@ -87,6 +87,7 @@ class StreamRecorder:
         self._decode = _DECODER.decode
 
     def event(self, payload: bytes, now: float) -> None:
+        """Record one event's payload, received at `now` (monotonic seconds)."""
         if payload == b"[DONE]":
             self.done = True
             return
@@ -109,11 +110,12 @@ class StreamRecorder:
         self._last = now
 
     def fail(self, message: str) -> None:
+        """Record an error; the first one is kept."""
         if not self.result.error:
             self.result.error = message
 
     def finish(self) -> RequestResult:
-        """After the response's end. Output tokens are the server's count, without one the number of chunks."""
+        """Return the result once the response has ended. Output tokens are as the server counts, else the chunks."""
         result = self.result
         if not result.error and not self.done:
             self.fail("the stream ended without [DONE]")
@@ -133,7 +135,7 @@ _DECODER = msgspec.json.Decoder(_Event)
 
 
 def _carries_token(choice: _Choice) -> bool:
-    """A chat stream also announces the role and the end in chunks of their own, which are no tokens."""
+    """Tell whether a chunk holds a token: a chat stream sends the role and the end in chunks of their own."""
     delta = choice.delta
     if delta is None or delta.content or delta.reasoning_content:
         return True
@@ -151,7 +153,7 @@ def summarize(
     percentiles: Sequence[float],
     goodput: dict[str, float] | None = None,
 ) -> dict[str, Any]:
-    """The keys of vLLM's result file, in its order. `goodput`: metric -> largest good value in milliseconds."""
+    """Return the keys of vLLM's result file, in its order. `goodput`: metric -> largest good value in milliseconds."""
     good = [result for result in results if result.success]
     total_input = sum(result.prompt_len for result in good)
     total_output = sum(result.output_len for result in good)
@@ -184,7 +186,7 @@ def summarize(
 
 
 def metric_values(good: Sequence[RequestResult], metric: str) -> list[float]:
-    """Seconds, of successful requests."""
+    """Return the seconds of a metric, of successful requests."""
     if metric == "ttft":
         return [result.ttft for result in good]
     if metric == "tpot":
@@ -195,7 +197,7 @@ def metric_values(good: Sequence[RequestResult], metric: str) -> list[float]:
 
 
 def events_per_token(results: Sequence[RequestResult]) -> float:
-    """1 where each token came in an event of its own; below, where a busy server or client merged some."""
+    """Return 1 where each token came in an event of its own, less where a busy server or client merged some."""
     good = [result for result in results if result.success]
     tokens = sum(result.output_len for result in good)
     return sum(len(result.itl) + 1 for result in good) / tokens if tokens else 0.0
@@ -214,7 +216,7 @@ def _goodput(good: Sequence[RequestResult], limits: dict[str, float]) -> int:
 
 
 def _peaks(good: Sequence[RequestResult]) -> tuple[float, int]:
-    """Most token chunks within one second of the run, and most requests under way at one instant."""
+    """Return the most token chunks within one second of the run, and the most requests running at one instant."""
     if not good:
         return 0.0, 0
     begin = min(result.start_time for result in good)
@@ -229,7 +231,7 @@ def _peaks(good: Sequence[RequestResult]) -> tuple[float, int]:
 
 
 def table(summary: dict[str, Any], percentiles: Sequence[float], extra: Sequence[tuple[str, str]] = ()) -> str:
-    """vLLM's "Serving Benchmark Result". `extra` rows (label, value) come last."""
+    """Format vLLM's "Serving Benchmark Result". `extra` rows (label, value) come last."""
     rows = [" Serving Benchmark Result ".center(WIDTH, "=")]
 
     def row(label: str, key: str) -> None:

@@ -1,4 +1,4 @@
-"""The knobs of the benchmarks. Loads nothing heavy, so that `--help` is at once."""
+"""Defines the flags of the benchmarks. It imports nothing heavy, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetOptions:
+    """Holds the flags that choose what to send."""
+
     dataset_name: str | None = knob(
         None,
         "Where prompts come from; default: by the file's ending (.json sharegpt, .csv azure, .jsonl mooncake), "
@@ -55,6 +57,7 @@ class DatasetOptions:
 
     @property
     def kind(self) -> str:
+        """The dataset's name, given or by the file's ending."""
         if self.dataset_name is not None:
             return self.dataset_name
         if self.dataset_path is None:
@@ -63,13 +66,10 @@ class DatasetOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatencyOptions:
-    input_len: int = knob(32, "Prompt tokens.", minimum=1, group="benchmark")
-    output_len: int = knob(128, "Output tokens.", minimum=1, group="benchmark")
-    batch_size: int = knob(8, "Prompts that run together.", minimum=1, group="benchmark")
+class OfflineOptions:
+    """Holds the flags that the offline benchmarks share."""
+
     n: int = knob(1, "Completions for each prompt.", minimum=1, group="benchmark")
-    num_iters_warmup: int = knob(10, "Runs before measuring.", minimum=0, group="benchmark")
-    num_iters: int = knob(30, "Runs to measure.", minimum=1, group="benchmark")
     temperature: float = knob(0.0, "0 is greedy.", minimum=0.0, group="benchmark")
     output_json: str | None = knob(None, "Write the result to this file.", group="benchmark")
     disable_detokenize: bool = knob(False, "Leave text out of the measurement.", group="benchmark")
@@ -80,26 +80,33 @@ class LatencyOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThroughputOptions:
-    n: int = knob(1, "Completions for each prompt.", minimum=1, group="benchmark")
-    num_warmups: int = knob(1, "Prompts to run before measuring.", minimum=0, group="benchmark")
-    temperature: float = knob(0.0, "0 is greedy.", minimum=0.0, group="benchmark")
-    output_json: str | None = knob(None, "Write the result to this file.", group="benchmark")
-    disable_detokenize: bool = knob(False, "Leave text out of the measurement.", group="benchmark")
-    disable_tqdm: bool = knob(False, "Show no progress bar.", group="benchmark")
+class LatencyOptions(OfflineOptions):
+    """Holds the flags of `headrace bench latency`."""
 
-    def __post_init__(self) -> None:
-        check_knobs(self)
+    input_len: int = knob(32, "Prompt tokens.", minimum=1, group="benchmark")
+    output_len: int = knob(128, "Output tokens.", minimum=1, group="benchmark")
+    batch_size: int = knob(8, "Prompts that run together.", minimum=1, group="benchmark")
+    num_iters_warmup: int = knob(10, "Runs before measuring.", minimum=0, group="benchmark")
+    num_iters: int = knob(30, "Runs to measure.", minimum=1, group="benchmark")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputOptions(OfflineOptions):
+    """Holds the flags of `headrace bench throughput`."""
+
+    num_warmups: int = knob(1, "Prompts to run before measuring.", minimum=0, group="benchmark")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeBenchOptions:
+    """Holds the flags of `headrace bench serve`."""
+
     base_url: str | None = knob(None, "http://host:port of the server, instead of --host and --port.", group="server")
     host: str = knob("127.0.0.1", "The server's address.", group="server")
     port: int = knob(8000, "The server's port.", minimum=1, maximum=65535, group="server")
     endpoint: str | None = knob(None, "Path of the API; default: by the backend.", group="server")
     backend: str = knob(
-        "openai", "The API to talk.", choices=tuple(ENDPOINTS), aliases=("--endpoint-type",), group="server"
+        "openai", "The API to use.", choices=tuple(ENDPOINTS), aliases=("--endpoint-type",), group="server"
     )
     model: str | None = knob(None, "Name to send; default: the first that /v1/models lists.", group="server")
     served_model_name: str | None = knob(None, "Name to send where --model is the tokenizer's folder.", group="server")
@@ -150,7 +157,7 @@ class ServeBenchOptions:
 
     @property
     def metrics(self) -> list[str]:
-        """In the report's order. Raises ConfigError."""
+        """The metrics to report, in the report's order. Raises ConfigError."""
         wanted = [name.strip() for name in self.percentile_metrics.split(",") if name.strip()]
         for name in wanted:
             if name not in METRICS:
@@ -159,7 +166,7 @@ class ServeBenchOptions:
 
     @property
     def percentiles(self) -> list[float]:
-        """Raises ConfigError."""
+        """The percentiles to report. Raises ConfigError."""
         try:
             values = [float(text) for text in self.metric_percentiles.split(",")]
         except ValueError:
@@ -172,7 +179,7 @@ class ServeBenchOptions:
 
     @property
     def goodput_limits(self) -> dict[str, float]:
-        """Metric -> milliseconds. Raises ConfigError."""
+        """The largest good milliseconds of each metric. Raises ConfigError."""
         limits: dict[str, float] = {}
         for pair in self.goodput:
             name, _, text = pair.partition(":")

@@ -1,4 +1,4 @@
-"""`headrace bench serve`: load on a running OpenAI-compatible server, and vLLM's table and JSON of what came back."""
+"""Runs `headrace bench serve`: puts load on an OpenAI-compatible server, and reports with vLLM's table and JSON."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import uvloop
 
 from headrace.cli.arguments import build_config
 from headrace.cli.bench.client import ClientError, HttpClient, NobodyListensError, Target
+from headrace.cli.bench.clients import LoadReport, run_clients
 from headrace.cli.bench.datasets import (
     TEST_STREAM,
     BenchRequest,
@@ -27,19 +28,18 @@ from headrace.cli.bench.datasets import (
     load_requests,
     trace_times,
 )
-from headrace.cli.bench.fleet import FleetReport, run_fleet
 from headrace.cli.bench.metrics import RequestResult, events_per_token, summarize, table
 from headrace.cli.bench.options import CHAT_BACKEND, ENDPOINTS, DatasetOptions, ServeBenchOptions
-from headrace.cli.bench.progress import progress_bar
+from headrace.cli.bench.output import progress_bar, write_json
 from headrace.errors import ConfigError, HeadraceError
 from headrace.hub import local_model_folder, resolve_tokenizer_folder
 
 DEFAULT_VOCAB_SIZE = 10_000
-"""Bound of random token ids when nobody says more, as in vLLM's latency benchmark."""
+"""The bound of random token ids where the vocabulary is unknown, as in vLLM's latency benchmark."""
 LOADING_SECONDS = 600.0
-"""What a server that listens and does not answer yet is given, as in vLLM's benchmark"""
+"""How long to wait for a server that listens and does not answer yet, as in vLLM's benchmark."""
 ANSWER_SECONDS, PROGRESS_SECONDS, POLL = 5.0, 5.0, 0.5
-"""One try, the time from one line of progress to the next, and between two tries"""
+"""The time of one attempt, between two lines of progress, and between two attempts."""
 START_OR_WAIT = "start a server there (headrace serve), or give --ready-check-timeout-sec 600 to wait for one"
 BUSY_CLIENT = 0.7
 """Share of a core above which the client itself may be what is measured."""
@@ -47,7 +47,7 @@ BUSY_CLIENT = 0.7
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What /v1/models says of the model in use; None where it is silent."""
+    """Holds what /v1/models says about the model; None where it says nothing."""
 
     model: str
     root: str | None
@@ -92,7 +92,7 @@ def run(values: argparse.Namespace) -> int:
         print(f"Burstiness factor: {options.burstiness}")
     print(f"Maximum request concurrency: {options.max_concurrency}", flush=True)
     with progress_bar("requests", len(requests), options.disable_tqdm) as on_progress:
-        report = run_fleet(
+        report = run_clients(
             target,
             requests,
             times,
@@ -113,8 +113,8 @@ def run(values: argparse.Namespace) -> int:
 
 
 async def server_facts(base_url: str, headers: dict[str, str], options: ServeBenchOptions) -> ServerFacts:
-    """Waits until the server lists its models. Raises ClientError when it does not in time; where nothing listens on
-    the port that is at once, unless the user says how long to wait."""
+    """Wait until the server lists its models. Raises ClientError when it does not in time: at once where nothing
+    listens on the port, unless the user says how long to wait."""
     client = HttpClient(base_url, headers, timeout=ANSWER_SECONDS)
     began = time.monotonic()
     limit = LOADING_SECONDS if options.ready_check_timeout_sec is None else options.ready_check_timeout_sec
@@ -147,7 +147,7 @@ async def server_facts(base_url: str, headers: dict[str, str], options: ServeBen
 
 
 def facts_of(body: bytes, wanted: str | None) -> ServerFacts:
-    """From the answer of /v1/models; `wanted` is the name that the user gave."""
+    """Read the answer of /v1/models; `wanted` is the model's name that the user gave."""
     try:
         cards = [card for card in json.loads(body)["data"] if isinstance(card, dict) and card.get("id")]
     except (ValueError, KeyError, TypeError):
@@ -161,7 +161,7 @@ def facts_of(body: bytes, wanted: str | None) -> ServerFacts:
 
 
 def known_vocab_size(options: ServeBenchOptions, facts: ServerFacts) -> int | None:
-    """From config.json of the tokenizer, the model as named here, or the server's folder, if it is on this disk."""
+    """Read the vocabulary's size from config.json of the tokenizer, the model or the server, if it is on this disk."""
     for name in (options.tokenizer, options.model, facts.root, facts.model):
         folder = local_model_folder(name) if name else None
         if folder is not None:
@@ -172,26 +172,26 @@ def known_vocab_size(options: ServeBenchOptions, facts: ServerFacts) -> int | No
 
 
 def test_run(target: Target, first: BenchRequest, seed: int, vocab_size: int, options: ServeBenchOptions) -> None:
-    """One request, then the warm-up's. Raises HeadraceError if the server refuses it."""
+    """Send one request, then those of the warm-up. Raises HeadraceError if the first one fails."""
     print("Starting initial single prompt test run...", flush=True)
-    # Not the first request itself: the server would find that one in its prefix cache when it is measured.
+    # Not the first request itself, which would then be in the server's prefix cache when it is measured.
     request = first
     if first.text is None:
         request = BenchRequest(
             prompt_len=first.prompt_len, output_len=first.output_len, segments=[(TEST_STREAM, first.prompt_len)]
         )
     single = {"seed": seed, "vocab_size": vocab_size, "processes": 1, "on_progress": lambda done: None}
-    result = run_fleet(target, [request], [0.0], max_concurrency=None, **single).results[0]  # type: ignore[arg-type]
+    result = run_clients(target, [request], [0.0], max_concurrency=None, **single).results[0]  # type: ignore[arg-type]
     if not result.success:
         raise HeadraceError(f"initial test run failed: {result.error}")
     if options.num_warmups:
         print(f"Warming up with {options.num_warmups} requests...", flush=True)
         count = options.num_warmups
-        run_fleet(target, [request] * count, [0.0] * count, max_concurrency=options.max_concurrency, **single)  # type: ignore[arg-type]
+        run_clients(target, [request] * count, [0.0] * count, max_concurrency=options.max_concurrency, **single)  # type: ignore[arg-type]
 
 
 def describe(options: ServeBenchOptions, model: str, num_prompts: int) -> dict[str, Any]:
-    """The head of the result file: what was asked."""
+    """Return the head of the result file: the settings of the run."""
     rate = options.request_rate
     return {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
@@ -207,7 +207,8 @@ def describe(options: ServeBenchOptions, model: str, num_prompts: int) -> dict[s
     }
 
 
-def save(options: ServeBenchOptions, summary: dict[str, Any], report: FleetReport) -> None:
+def save(options: ServeBenchOptions, summary: dict[str, Any], report: LoadReport) -> None:
+    """Write the result file, if one is asked for."""
     if not (options.save_result or options.result_filename):
         return
     concurrency = f"-concurrency{options.max_concurrency}" if options.max_concurrency else ""
@@ -227,15 +228,6 @@ def save(options: ServeBenchOptions, summary: dict[str, Any], report: FleetRepor
             "errors": [result.error for result in results],
         }
     write_json(path, summary)
-
-
-def write_json(path: Path, record: dict[str, Any]) -> None:
-    """Raises ConfigError where the file cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=2) + "\n")
-    except OSError as error:
-        raise ConfigError(f"result file {str(path)!r} cannot be written: {error.strerror}") from None
 
 
 def _metadata(pairs: list[str]) -> dict[str, str]:
@@ -262,7 +254,7 @@ def _counter(tokenizer: Any) -> Callable[[str], int]:
 
 
 def _as_texts(requests: list[BenchRequest], prompts: PromptMaker, tokenizer: Any) -> list[BenchRequest]:
-    """A chat takes text only: random ids are decoded, so prompt lengths come out about as wished."""
+    """Decode random ids, since a chat takes text only; the prompts get about the given lengths."""
     return [
         request
         if request.text is not None
@@ -283,7 +275,7 @@ def _warn_of_long_requests(requests: list[BenchRequest], limit: int | None) -> N
         )
 
 
-def _client_rows(report: FleetReport, events: float) -> list[tuple[str, str]]:
+def _client_rows(report: LoadReport, events: float) -> list[tuple[str, str]]:
     busiest = max(report.cpu_shares)
     if busiest > BUSY_CLIENT and len(report.cpu_shares) < len(os.sched_getaffinity(0)):
         print(

@@ -1,4 +1,4 @@
-"""`headrace bench throughput`: many prompts at once through the offline engine."""
+"""Runs `headrace bench throughput`: many prompts at once through an engine of its own."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ from typing import Any
 
 from headrace.cli.arguments import build_config
 from headrace.cli.bench.datasets import PromptMaker, load_requests
-from headrace.cli.bench.offline import check_lengths, fitting, model_facts, start_engine, warn_of_ragged_batches
+from headrace.cli.bench.offline import (
+    check_lengths,
+    fitting,
+    model_facts,
+    sampling_params,
+    start_engine,
+    warn_of_ragged_batches,
+)
 from headrace.cli.bench.options import DatasetOptions, ThroughputOptions
-from headrace.cli.bench.serve import write_json
+from headrace.cli.bench.output import write_json
 from headrace.config import EngineConfig
 from headrace.hub import resolve_tokenizer_folder
-from headrace.sampling_params import SamplingParams
 
 
 def run(values: argparse.Namespace) -> int:
@@ -36,17 +42,7 @@ def run(values: argparse.Namespace) -> int:
         requests = fitting(requests, max_model_len)
     maker = PromptMaker(dataset.seed, vocab_size)
     prompts = [request.text if request.text is not None else maker.token_ids(request) for request in requests]
-    detokenize = not (options.disable_detokenize or config.skip_tokenizer_init)
-    params = [
-        SamplingParams(
-            n=options.n,
-            temperature=options.temperature,
-            ignore_eos=True,
-            max_tokens=request.output_len,
-            detokenize=detokenize,
-        )
-        for request in requests
-    ]
+    params = [sampling_params(options, config, request.output_len) for request in requests]
     llm = start_engine(config)
     try:
         warn_of_ragged_batches(len(requests), llm.config.max_num_seqs)
@@ -65,7 +61,7 @@ def run(values: argparse.Namespace) -> int:
 
 
 def summarize_throughput(outputs: list[Any], elapsed: float) -> dict[str, Any]:
-    """vLLM's keys, and output_tokens_per_second. Counts what really came out."""
+    """Return vLLM's keys and output_tokens_per_second, counted from the outputs."""
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_output = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
     return {

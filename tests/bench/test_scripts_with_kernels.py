@@ -1,4 +1,4 @@
-"""The tuning scripts launch kernels by hand: on a CPU, through Triton's interpreter, each runs and agrees with fp32."""
+"""Scripts that launch kernels by hand: on a CPU, through Triton's interpreter, each runs and agrees with fp32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ BENCH = Path(__file__).parents[2] / "bench"
 
 @pytest.mark.parametrize(
     ("script", "flags", "for_one_token"),
-    [("tune_linears.py", ["--out", "table.json"], "fp8 64x96 1 tokens"), ("tune_experts.py", [], "block_m 1 down")],
+    [
+        ("tune_linears.py", ["--out", "table.json"], "fp8 64x96 1 tokens"),
+        ("tune_experts.py", [], "block_m 1 down"),
+        pytest.param("tune_experts.py", ["--fp8"], "block_m 1 down", marks=pytest.mark.slow),
+        ("time_kernels.py", [], "kernels/attention.py, e5m2:"),
+        ("check_kernels.py", [], " 0 failed"),
+    ],
 )
 def test_a_toy_run_launches_every_kind_of_kernel(
     script: str, flags: list[str], for_one_token: str, tmp_path: Path

@@ -1,0 +1,188 @@
+"""Checks the self-check at load: kernels agree on a model as it is, and an injected fault is detected and demoted.
+
+Faults are injected one a start. Experts have a part of their own, since their kernels take long to compile where a
+machine has never had them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import headrace.models.loader as loader
+import headrace.quantization.gpu_linear as gpu_linear
+import headrace.runner.worker as worker
+from h200_parts.engines import greedy_tokens
+from h200_parts.models import LLAMA_8B, QWEN3_30B_A3B, TOY, TOY_EXPERTS
+from h200_parts.run import Run
+from headrace import LLM
+from headrace.attention.triton_attn import TritonAttention
+from headrace.kernels.table import TRITON_KERNELS
+from headrace.runner.cuda_graph import StepGraphs
+
+PROMPTS = [[(31 * i + 7 * j) % 500 + 5 for j in range(20 + 9 * i)] for i in range(6)]
+SMALL_WEIGHTS, LARGE_WEIGHTS = 1e-3, 0.02
+"""The range of dummy weights: with large ones, other sums give other tokens."""
+Demoted = Callable[[list[str]], bool]
+
+
+class Starts:
+    """Starts engines that serve a few prompts, and adds a case for each."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.right: dict[str, list[list[int]]] = {}
+
+    def start(self, model: str, **knobs: Any) -> tuple[list[str], list[str], list[list[int]]]:
+        """Return (what was demoted, the notes about it, tokens)."""
+        place: dict[str, Any] = {"gpu_memory_utilization": 0.5}
+        if self.run.smoke:
+            place = {"device": "cpu", "cpu_threads": 1, "cpu_kv_cache_gib": 0.1}
+        dummy = {} if model == "demo" else {"load_format": "dummy"}
+        limits = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 256}
+        with LLM(model, dtype="bfloat16", skip_tokenizer_init=True, **limits, **place, **dummy, **knobs) as llm:
+            facts = llm._client.facts.workers[0]
+            tokens: list[list[int]] = []
+            for _ in range(3):  # graph sizes are met, captured and replayed
+                tokens = greedy_tokens(llm, PROMPTS, 24)
+        notes = [note for note in facts.notes if "elf-check" in note or "graphs are off" in note]
+        return facts.demoted, notes, tokens
+
+    def agree(self, name: str, model: str, **knobs: Any) -> None:
+        """Add a case that passes where nothing is demoted."""
+        loader.DUMMY_RANGE = SMALL_WEIGHTS
+        demoted, notes, _ = self.start(model, **knobs)
+        title = ", ".join([name, *(f"{knob} {value}" for knob, value in knobs.items())])
+        checked = bool(notes) or self.run.smoke  # on a CPU there is nothing to check
+        self.run.case(f"{title} agrees", checked and not demoted, " ".join(notes))
+
+    def inject(
+        self, title: str, expected: Demoted, model: str, place: Any, attribute: str, fault: Any, **knobs: Any
+    ) -> None:
+        """Add a case with `fault` in place of `place.attribute`; it passes where the expected names are demoted."""
+        loader.DUMMY_RANGE = LARGE_WEIGHTS
+        key = f"{model} {knobs}"
+        if key not in self.right:
+            self.right[key] = self.start(model, **knobs)[2]
+        with patch.object(place, attribute, fault):
+            demoted, notes, tokens = self.start(model, **knobs)
+        same = [
+            a == b for x, y in zip(tokens, self.right[key], strict=True) for a, b in zip(x, y, strict=True)
+        ]  # some may differ where the reference rounds differently
+        said = f"demoted {demoted}, {sum(same) / len(same):.0%} of tokens as without the fault"
+        self.run.case(title, expected(demoted), said)
+        for note in notes:
+            self.run.note(note)
+
+
+def kernels(**changed: Any) -> Callable[[str], Any]:
+    """Return a replacement for select_kernels."""
+    return lambda _: replace(TRITON_KERNELS, **changed)
+
+
+def scaled(name: str, factor: float) -> Any:
+    """Return a kernel whose results are `factor` times what they should be."""
+    kernel = getattr(TRITON_KERNELS, name)
+
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        out = kernel(*arguments, **options)
+        if isinstance(out, tuple):
+            return tuple(x * factor if x.is_floating_point() else x for x in out)
+        return out * factor
+
+    return wrong
+
+
+def only(name: str) -> Demoted:
+    return lambda demoted: demoted == [name]
+
+
+def self_check_cases(run: Run) -> None:
+    """Start every format without a fault, then inject faults into kernels, linears and graphs."""
+    starts = Starts(run)
+    big = run.settings.write_config("8b4l", LLAMA_8B | {"num_hidden_layers": 4} | (TOY if run.smoke else {}))
+    for name, model in (("demo", "demo"), ("8B of 4 layers", big)):
+        for knobs in ({}, {"quantization": "fp8"}, {"quantization": "ptpc_fp8"}, {"kv_cache_dtype": "fp8"}):
+            starts.agree(name, model, **knobs)
+    if not run.smoke:
+        inject_kernels(starts, big)
+        inject_linears(starts, big)
+        inject_graphs(starts, big)
+
+
+def self_check_moe_cases(run: Run) -> None:
+    """Do the same with experts."""
+    starts = Starts(run)
+    toy = TOY | TOY_EXPERTS if run.smoke else {}
+    moe = run.settings.write_config("30b4l", QWEN3_30B_A3B | {"num_hidden_layers": 4} | toy)
+    for knobs in ({}, {"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}):
+        starts.agree("30B-A3B of 4 layers", moe, **knobs)
+    if not run.smoke:
+        wrong = kernels(fused_moe=scaled("fused_moe", 1.05))
+        starts.inject("fused_moe x 1.05", only("fused_moe"), moe, worker, "select_kernels", wrong)
+
+
+def inject_kernels(starts: Starts, big: str) -> None:
+    factors = {"rms_norm": 1.01, "silu_and_mul": math.nan, "rotary_and_cache": 1.02, "logsumexp": 1.01}
+    for name, factor in factors.items():
+        wrong = kernels(**{name: scaled(name, factor)})
+        starts.inject(f"{name} x {factor}", only(name), "demo", worker, "select_kernels", wrong)
+
+    def one_late(*arguments: Any) -> Any:
+        return tuple(x + (i == 1) for i, x in enumerate(TRITON_KERNELS.prepare_batch(*arguments)))
+
+    wrong = kernels(prepare_batch=one_late)
+    starts.inject("prepare_batch off by one", only("prepare_batch"), "demo", worker, "select_kernels", wrong)
+    decode = TritonAttention.decode
+    for factor in (1.02, math.nan):
+
+        def scaled_decode(*arguments: Any, factor: float = factor, **options: Any) -> Any:
+            return decode(*arguments, **options) * factor
+
+        demoted = only("decode_attention")
+        starts.inject(f"decode x {factor}", demoted, big, TritonAttention, "decode", scaled_decode)
+    from headrace.kernels import prefill  # not importable without a GPU
+
+    attend = prefill.prefill_attention
+
+    def scaled_prefill(out: Any, *arguments: Any) -> None:
+        attend(out, *arguments)
+        out *= 1.02
+
+    starts.inject("prefill x 1.02", only("prefill_attention"), big, prefill, "prefill_attention", scaled_prefill)
+
+
+def inject_linears(starts: Starts, big: str) -> None:
+    skinny = gpu_linear.skinny_linear
+
+    def one_size(
+        x: Any, weight: Any, bias: Any, config: Any, x_scale: Any = None, weight_scale: Any = None, *rest: Any,
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        if weight.shape == (4096, 14336) and config.block_m in (1, 16):
+            if weight_scale is None:
+                weight = weight * 1.03
+            else:
+                weight_scale = weight_scale * 1.03
+        return skinny(x, weight, bias, config, x_scale, weight_scale, *rest, **options)
+
+    def of_that_size(demoted: list[str]) -> bool:
+        return bool(demoted) and all(name.startswith("linear_4096x14336_up_to_") for name in demoted)
+
+    starts.inject("one linear", of_that_size, big, gpu_linear, "skinny_linear", one_size)
+    starts.inject("one fp8 linear", of_that_size, big, gpu_linear, "skinny_linear", one_size, quantization="fp8")
+
+
+def inject_graphs(starts: Starts, big: str) -> None:
+    run = StepGraphs.run
+
+    def stale(self: StepGraphs, shape: Any, batch: Any) -> torch.Tensor:
+        hidden = run(self, shape, batch)
+        return hidden.neg() if self._captured and shape.decode else hidden
+
+    starts.inject("decode graphs", only("cuda_graph_decode"), big, StepGraphs, "run", stale)

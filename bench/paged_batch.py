@@ -1,0 +1,173 @@
+"""Makes batches for the attention kernels, whose keys lie scattered over a paged cache of 16 or 8 bits."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from headrace.kernels._triton import DEVICE_FAMILY
+from headrace.kernels.attention import (
+    is_hopper,
+    multiprocessor_count,
+    paged_attention,
+    paged_attention_reference,
+    tile_element_size,
+)
+from headrace.kernels.attention_config import (
+    COPY_ENGINE_PREFILL,
+    SMALLEST_BOX,
+    UNPACKED_BLOCK,
+    AttentionConfig,
+    AttentionPlan,
+    by_copy_engine,
+    plan_attention,
+    plan_decode,
+)
+from headrace.kernels.decode import decode_attention
+from headrace.kernels.fp8_cache import UnpackedCache
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+PLAIN = torch.bfloat16 if ON_GPU else torch.float16
+"""Triton's interpreter, on a CPU, does not multiply bf16."""
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+NAMES = {PLAIN: "16-bit", E4M3: "e4m3", E5M2: "e5m2"}
+KV_SCALE = (0.02, 0.015)
+"""of K and V in an fp8 cache"""
+Heads = tuple[int, int, int]
+"""(query heads, KV heads, size of a head)"""
+
+
+def num_sms() -> int:
+    return multiprocessor_count(DEVICE) if ON_GPU else 4
+
+
+def randn(*shape: int, dtype: torch.dtype = PLAIN) -> Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def ints(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def split_qkv(tokens: int, heads: Heads, dtype: torch.dtype = PLAIN) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v as a layer has them: parts of one tensor."""
+    num_heads, kv_heads, dim = heads
+    q, k, v = randn(tokens, num_heads + 2 * kv_heads, dim, dtype=dtype).split((num_heads, kv_heads, kv_heads), 1)
+    return q, k, v
+
+
+def rope_table(positions: int, dim: int) -> Tensor:
+    """Return # [positions, dim] fp32: cosines, then sines."""
+    angles = torch.rand(positions, dim // 2, device=DEVICE) * 6
+    return torch.cat((angles.cos(), angles.sin()), -1)
+
+
+class PagedBatch:
+    """Holds requests with `counts` new tokens and `lengths` keys each, in blocks scattered over the cache.
+
+    The first `decodes` run one token each. Behind each request's last key a 16-bit cache holds NaN; unused entries of
+    the block table name blocks of other requests. With `layers`, the cache is the last of so many layers that follow
+    each other in a block, the others full of NaN.
+    """
+
+    def __init__(
+        self, counts: list[int], lengths: list[int], heads: Heads, block_size: int = 16, decodes: int = 0,
+        dtype: torch.dtype = PLAIN, cache_dtype: torch.dtype | None = None, layers: int = 0,
+    ) -> None:  # fmt: skip
+        num_heads, kv_heads, dim = heads
+        self.heads, self.counts, self.lengths, self.decodes = heads, counts, lengths, decodes
+        needed = [-(-length // block_size) for length in lengths]
+        total, shape = sum(needed), (len(counts) + 4, max(needed) + 3)
+        self.table = torch.randint(0, max(1, total), shape, dtype=torch.int32, device=DEVICE)
+        self.rows = torch.randperm(len(counts) + 4, device=DEVICE)[: len(counts)].int()
+        blocks, used = torch.randperm(total, device=DEVICE).int(), 0
+        self.cache = randn(2, total + 1, block_size, kv_heads, dim, dtype=dtype)
+        self.kv_scale: Tensor | None = None
+        if cache_dtype not in (None, dtype):
+            self.kv_scale = torch.tensor(KV_SCALE, device=DEVICE)
+            self.cache = (self.cache.float() / self.kv_scale.view(2, 1, 1, 1, 1)).to(cache_dtype)
+        for row, length, count in zip(self.rows.tolist(), lengths, needed, strict=True):
+            self.table[row, :count] = blocks[used : used + count]
+            used += count
+            if length % block_size and self.kv_scale is None:
+                self.cache[:, blocks[used - 1], length % block_size :] = float("nan")
+        if layers:
+            arena = self.cache.new_full((total + 1, layers, 2, *self.cache.shape[2:]), float("nan"))
+            self.cache = arena[:, -1].transpose(0, 1).copy_(self.cache)
+        self.q = randn(sum(counts), num_heads, dim, dtype=dtype)
+        self.where = self.table, self.rows, ints([0, *itertools.accumulate(counts)]), ints(lengths)
+        self.scale = dim**-0.5
+
+    @property
+    def element_size(self) -> int:
+        return tile_element_size(self.q, self.cache)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the keys and values of all requests."""
+        return 2 * sum(self.lengths) * self.heads[1] * self.heads[2] * self.cache.element_size()
+
+    def plan(self, copy_engine: bool = False) -> AttentionPlan:
+        """Plan the launches as serving would."""
+        return plan_attention(
+            len(self.counts), len(self.q), self.decodes, max(self.lengths), *self.heads, self.element_size,
+            DEVICE_FAMILY, num_sms(), copy_engine=copy_engine,
+        )  # fmt: skip
+
+    def plan_by_copy_engine(self, plan: AttentionPlan) -> AttentionPlan | None:
+        """Return `plan` with its prompts served by kernels/prefill.py; None where that kernel cannot."""
+        prompts, dim, group = len(self.counts) - self.decodes, self.heads[2], self.heads[0] // self.heads[1]
+        able = self.q.element_size() == 2 and self.cache.shape[2] >= SMALLEST_BOX and dim in COPY_ENGINE_PREFILL
+        if not (prompts and able and ON_GPU and is_hopper(DEVICE)):
+            return None
+        tokens = len(self.q) - self.decodes
+        return by_copy_engine(plan, prompts, tokens, max(self.lengths), dim, group, self.element_size)
+
+    def attend(
+        self, plan: AttentionPlan, window: int | None = None, cache: Tensor | None = None, out: Tensor | None = None,
+        unpacked: UnpackedCache | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Run paged attention, over `cache` in place of the batch's own."""
+        return paged_attention(
+            self.q, self.cache if cache is None else cache, *self.where, self.scale, max(self.counts),
+            max(self.lengths), window, out, plan, self.kv_scale, unpacked,
+        )  # fmt: skip
+
+    def reference(self, window: int | None = None) -> Tensor:
+        """Run the reference in fp32."""
+        cache = self.cache.float() if self.kv_scale is None else self.cache
+        return paged_attention_reference(
+            self.q.float(), cache, *self.where, self.scale, max(self.counts), max(self.lengths), window,
+            kv_scale=self.kv_scale,
+        )  # fmt: skip
+
+    def unpacked(self, plan: AttentionPlan) -> UnpackedCache | None:
+        """Return a 16-bit cache of NaN, as large as the plan unpacks an fp8 cache to; None where it does not."""
+        if not plan.unpacked_blocks:
+            return None
+        blocks, shape = len(self.counts) * plan.unpacked_blocks, self.cache.shape[3:]
+        cache = torch.full((2, blocks, UNPACKED_BLOCK, *shape), float("nan"), dtype=self.q.dtype, device=DEVICE)
+        return UnpackedCache.within(cache, plan, len(self.counts))
+
+    @cached_property
+    def new_tokens(self) -> tuple[Tensor, ...]:
+        """The inputs of a fused decode: q, k, v, the table of angles, the tickets."""
+        tickets = torch.zeros(len(self.counts) * self.heads[1], dtype=torch.int32, device=DEVICE)
+        return *split_qkv(len(self.counts), self.heads, self.q.dtype), rope_table(8192, self.heads[2]), tickets
+
+    def decode(self, cache: Tensor, config: AttentionConfig | None = None) -> Tensor:
+        """Run the fused decode kernel (rotary, write and attention) on new tokens. It writes into `cache`."""
+        planned, splits = plan_decode(len(self.counts), *self.heads, self.element_size, DEVICE_FAMILY, num_sms())
+        q, k, v, angles, tickets = self.new_tokens
+        return decode_attention(
+            q, k, v, angles, cache, self.table, self.rows, self.where[3], tickets, self.scale, config or planned,
+            splits, kv_scale=self.kv_scale,
+        )  # fmt: skip
+
+    def copies(self) -> list[Tensor]:
+        """Return caches with the same keys that together overflow the L2 cache."""
+        return [self.cache, *(self.cache.clone() for _ in range(min(31, int(3e8 / self.bytes_read)) if ON_GPU else 0))]

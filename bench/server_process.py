@@ -1,0 +1,82 @@
+"""Runs `headrace serve` as a child process on a free port, and keeps its log."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+STOP_SECONDS = 10.0
+"""A server that has not ended this long after SIGTERM is killed."""
+
+
+@dataclass
+class Server:
+    """Watches a started server. `url` is empty until the log names it."""
+
+    process: subprocess.Popen[str]
+    launched: float
+    """monotonic seconds"""
+    lines: list[str] = field(default_factory=list)
+    """its log, each line with the seconds since its launch"""
+    url: str = ""
+
+    def read_log(self) -> None:
+        """Read the log until the process ends, in a thread of its own."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(f"{time.monotonic() - self.launched:7.2f} s  {line.rstrip()}")
+            if match := re.search(r" on (http://\S+)", line):
+                self.url = match[1]
+
+    def wait_for_url(self, seconds: float) -> str:
+        """Wait until it serves. Raises RuntimeError with the log where it does not start in time."""
+        while not self.url:
+            if self.process.poll() is not None or time.monotonic() > self.launched + seconds:
+                raise RuntimeError("the server did not start:\n" + "\n".join(self.lines[-40:]))
+            time.sleep(0.01)
+        return self.url
+
+    def stop(self) -> int:
+        """End the process, and return its exit code: negative where it had to be killed."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+
+@contextlib.contextmanager
+def serving(flags: list[str], environment: dict[str, str] | None = None, cwd: Path | None = None) -> Iterator[Server]:
+    """Run `headrace serve` with `flags`; it is stopped afterwards. Its log is printed if the body raises."""
+    command = [sys.executable, "-m", "headrace.cli.main", "serve", *flags, "--port", "0"]
+    launched = time.monotonic()
+    process = subprocess.Popen(
+        command,
+        env=os.environ | (environment or {}),
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    server = Server(process, launched)
+    reader = threading.Thread(target=server.read_log, daemon=True)
+    reader.start()
+    try:
+        yield server
+    except BaseException:
+        print("the server's log:\n" + "\n".join(server.lines[-60:]), file=sys.stderr)
+        raise
+    finally:
+        server.stop()
+        reader.join(STOP_SECONDS)
