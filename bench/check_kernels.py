@@ -92,11 +92,12 @@ def check_fused_decode(heads: Heads, cache_dtype: torch.dtype) -> float:
     batch = PagedBatch(
         [1] * len(lengths), [max(1, n) for n in lengths], heads, decodes=len(lengths), cache_dtype=cache_dtype
     )
-    batch.where[3].copy_(torch.tensor(lengths))
+    batch.sequences.seq_lens.copy_(torch.tensor(lengths))
     ours, theirs = batch.cache.clone(), batch.cache.clone()
     q, k, v, angles, _ = batch.new_tokens
-    where = (batch.table, batch.rows, batch.where[3])
-    expected = decode_attention_reference(q, k, v, angles, theirs, *where, batch.scale, kv_scale=batch.kv_scale)
+    expected = decode_attention_reference(
+        q, k, v, angles, theirs, batch.sequences, batch.scale, kv_scale=batch.kv_scale
+    )
     return worse(relative_error(batch.decode(ours), expected), other_codes(ours, theirs))
 
 

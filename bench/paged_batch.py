@@ -28,6 +28,7 @@ from headrace.kernels.attention_config import (
 )
 from headrace.kernels.decode import decode_attention
 from headrace.kernels.fp8_cache import UnpackedCache
+from headrace.kernels.paged import Sequences
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -82,16 +83,16 @@ class PagedBatch:
         self.heads, self.counts, self.lengths, self.decodes = heads, counts, lengths, decodes
         needed = [-(-length // block_size) for length in lengths]
         total, shape = sum(needed), (len(counts) + 4, max(needed) + 3)
-        self.table = torch.randint(0, max(1, total), shape, dtype=torch.int32, device=DEVICE)
-        self.rows = torch.randperm(len(counts) + 4, device=DEVICE)[: len(counts)].int()
+        table = torch.randint(0, max(1, total), shape, dtype=torch.int32, device=DEVICE)
+        rows = torch.randperm(len(counts) + 4, device=DEVICE)[: len(counts)].int()
         blocks, used = torch.randperm(total, device=DEVICE).int(), 0
         self.cache = randn(2, total + 1, block_size, kv_heads, dim, dtype=dtype)
         self.kv_scale: Tensor | None = None
         if cache_dtype not in (None, dtype):
             self.kv_scale = torch.tensor(KV_SCALE, device=DEVICE)
             self.cache = (self.cache.float() / self.kv_scale.view(2, 1, 1, 1, 1)).to(cache_dtype)
-        for row, length, count in zip(self.rows.tolist(), lengths, needed, strict=True):
-            self.table[row, :count] = blocks[used : used + count]
+        for row, length, count in zip(rows.tolist(), lengths, needed, strict=True):
+            table[row, :count] = blocks[used : used + count]
             used += count
             if length % block_size and self.kv_scale is None:
                 self.cache[:, blocks[used - 1], length % block_size :] = float("nan")
@@ -99,7 +100,8 @@ class PagedBatch:
             arena = self.cache.new_full((total + 1, layers, 2, *self.cache.shape[2:]), float("nan"))
             self.cache = arena[:, -1].transpose(0, 1).copy_(self.cache)
         self.q = randn(sum(counts), num_heads, dim, dtype=dtype)
-        self.where = self.table, self.rows, ints([0, *itertools.accumulate(counts)]), ints(lengths)
+        starts = ints([0, *itertools.accumulate(counts)])
+        self.sequences = Sequences(table, rows, starts, ints(lengths))
         self.scale = dim**-0.5
 
     @property
@@ -133,17 +135,14 @@ class PagedBatch:
     ) -> Tensor:  # fmt: skip
         """Run paged attention, over `cache` in place of the batch's own."""
         return paged_attention(
-            self.q, self.cache if cache is None else cache, *self.where, self.scale, max(self.counts),
-            max(self.lengths), window, out, plan, self.kv_scale, unpacked,
+            self.q, self.cache if cache is None else cache, self.sequences, self.scale, window, self.kv_scale, out,
+            plan=plan, unpacked=unpacked,
         )  # fmt: skip
 
     def reference(self, window: int | None = None) -> Tensor:
         """Run the reference in fp32."""
         cache = self.cache.float() if self.kv_scale is None else self.cache
-        return paged_attention_reference(
-            self.q.float(), cache, *self.where, self.scale, max(self.counts), max(self.lengths), window,
-            kv_scale=self.kv_scale,
-        )  # fmt: skip
+        return paged_attention_reference(self.q.float(), cache, self.sequences, self.scale, window, self.kv_scale)
 
     def unpacked(self, plan: AttentionPlan) -> UnpackedCache | None:
         """Return a 16-bit cache of NaN, as large as the plan unpacks an fp8 cache to; None where it does not."""
@@ -164,8 +163,8 @@ class PagedBatch:
         planned, splits = plan_decode(len(self.counts), *self.heads, self.element_size, DEVICE_FAMILY, num_sms())
         q, k, v, angles, tickets = self.new_tokens
         return decode_attention(
-            q, k, v, angles, cache, self.table, self.rows, self.where[3], tickets, self.scale, config or planned,
-            splits, kv_scale=self.kv_scale,
+            q, k, v, angles, cache, self.sequences, tickets, self.scale, config or planned, splits,
+            kv_scale=self.kv_scale,
         )  # fmt: skip
 
     def copies(self) -> list[Tensor]:

@@ -18,8 +18,8 @@ from headrace.planner.catalogue import find_model
 from headrace.planner.chips import find_chip
 from headrace.planner.constants import Efficiency
 from headrace.planner.cost import Deployment, Parallel, StepModel, StepWork
-from headrace.planner.predict import Workload, predict
-from headrace.planner.simulate import Limits, Segment, recost, simulate
+from headrace.planner.predict import Limits, Workload, predict
+from headrace.planner.simulate import Segment, recost, simulate
 
 ROW_SPREAD = 0.06
 """The error of a prediction (a logarithm) that counts as one standard deviation."""
@@ -58,13 +58,6 @@ view. From starts up to a quarter off, fits end alike (tests/planner/test_accura
 
 
 @dataclass(frozen=True)
-class CacheSize:
-    """Stands for a memory map that has a KV cache of so many tokens."""
-
-    kv_tokens: int
-
-
-@dataclass(frozen=True)
 class Row:
     """Holds one measured figure and how to predict it."""
 
@@ -89,9 +82,8 @@ class Row:
             return self.batch * self.output_len / (recost(model, self.segments) + model.efficiency.request)
         if self.kind == "tpot":
             load = Workload(self.input_len, self.output_len, self.batch)
-            return predict(
-                self.deployment, load, CacheSize(self.kv_tokens), self.batch, self.max_num_batched_tokens, model=model
-            ).itl_ms
+            limits = Limits(self.batch, self.max_num_batched_tokens, self.kv_tokens)
+            return predict(self.deployment, load, limits, model=model).itl_ms
         if self.kind == "prefill":
             return 1000 * (self._prefill(model) + model.efficiency.request)
         step = model.seconds(StepWork(self.batch, self.input_len + self.output_len / 2))

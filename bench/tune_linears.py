@@ -116,10 +116,9 @@ class Inputs:
     def ours(self, config: GemmConfig, weight: Tensor, x: Tensor | None = None) -> Tensor:
         """Run our kernel, on `x` in place of the batch where it is not fp8."""
         if self.quantized is not None and config.block_m > 1:
-            values, x_scales = self.quantized
-            return skinny_linear(values, weight, None, config, x_scales, self.scales, self.dtype)
+            return skinny_linear(self.quantized, weight, None, config, self.scales, self.dtype)
         x = self.x if x is None else x
-        return skinny_linear(x, weight, None, config, None, self.scales, self.dtype)
+        return skinny_linear(x, weight, None, config, self.scales, self.dtype)
 
     def library(self, weight: Tensor, x: Tensor | None = None) -> Tensor:
         if self.quantized is not None:

@@ -16,7 +16,8 @@ from timing import relative_error
 from h200_parts.numerics import write_random_model
 from h200_parts.run import Run
 from headrace.config import EngineConfig
-from headrace.engine.core import EngineCore, build_core
+from headrace.engine.build import build_core
+from headrace.engine.core import EngineCore
 from headrace.hub import resolve_model_folder
 from headrace.kernels.matmul import matmul, num_parts
 from headrace.request import EngineCoreRequest

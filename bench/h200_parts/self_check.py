@@ -160,16 +160,13 @@ def inject_kernels(starts: Starts, big: str) -> None:
 def inject_linears(starts: Starts, big: str) -> None:
     skinny = gpu_linear.skinny_linear
 
-    def one_size(
-        x: Any, weight: Any, bias: Any, config: Any, x_scale: Any = None, weight_scale: Any = None, *rest: Any,
-        **options: Any,
-    ) -> Any:  # fmt: skip
+    def one_size(x: Any, weight: Any, bias: Any, config: Any, scale: Any = None, *rest: Any, **options: Any) -> Any:
         if weight.shape == (4096, 14336) and config.block_m in (1, 16):
-            if weight_scale is None:
+            if scale is None:
                 weight = weight * 1.03
             else:
-                weight_scale = weight_scale * 1.03
-        return skinny(x, weight, bias, config, x_scale, weight_scale, *rest, **options)
+                scale = scale * 1.03
+        return skinny(x, weight, bias, config, scale, *rest, **options)
 
     def of_that_size(demoted: list[str]) -> bool:
         return bool(demoted) and all(name.startswith("linear_4096x14336_up_to_") for name in demoted)
