@@ -6,11 +6,10 @@ layer's attention needs that layer's linears. A step that overlaps the two may b
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from headrace.model_spec import ModelSpec, total
 from headrace.planner.cost import distinct_experts
-from headrace.planner.shapes import LayerGroup, ModelShape
 
 MIN_EXPERT_SHARE = 0.9
 """A row of a mixture of experts is invalid where it reads fewer distinct experts than this share of what uniformly
@@ -51,25 +50,23 @@ class Cost:
     fp8: bool
 
     @classmethod
-    def of(cls, shape: ModelShape, linear_bytes: int) -> Cost:
+    def of(cls, spec: ModelSpec, linear_bytes: int) -> Cost:
         """Count a model whose linear layers hold `linear_bytes` bytes a weight."""
-
-        def of_layers(count: Callable[[LayerGroup], int]) -> int:
-            return sum(group.count * count(group) for group in shape.groups)
-
-        linears = of_layers(lambda group: group.mixer_weights + group.dense_weights)
-        routers, expert = of_layers(lambda group: group.router_weights), of_layers(lambda group: group.expert_weights)
-        head = shape.head_weights or shape.embedding_weights
-        chosen = max(group.feed_forward.experts_per_token for group in shape.groups)
+        blocks = [layer.feed_forward for layer in spec.layers]
+        routers = sum(total(block.parameters, "router") for block in blocks)
+        linears = sum(total(layer.mixer.parameters) + total(layer.feed_forward.parameters) for layer in spec.layers)
+        linears -= routers
+        expert = sum(layer.expert_weights for layer in spec.layers)
+        head, chosen = spec.hidden_size * spec.vocab_size, max(block.experts_per_token for block in blocks)
         return cls(
             always_bytes=linears * linear_bytes + 2 * (routers + head),
             expert_bytes=expert * linear_bytes,
-            num_experts=shape.num_experts,
+            num_experts=max(block.num_experts for block in blocks),
             experts_per_token=chosen,
             layer_flops=2 * (linears + routers + chosen * expert),
             head_flops=2 * head,
-            pair_flops=of_layers(lambda group: group.mixer.flops_per_pair),
-            kv_bytes=2 * shape.kv_values_per_token,
+            pair_flops=sum(layer.mixer.flops_per_pair for layer in spec.layers),
+            kv_bytes=2 * sum(layer.mixer.cached_values for layer in spec.layers),
             fp8=linear_bytes == 1,
         )
 

@@ -58,7 +58,7 @@ class BenchModel:
 
     def cost(self, toy: bool = False) -> Cost:
         """Return the bytes and operations of a token."""
-        return Cost.of(shape_of(self.shape(toy), self.name), linear_bytes=1 if self.quantization else 2)
+        return Cost.of(shape_of(self.shape(toy), self.name).spec, linear_bytes=1 if self.quantization else 2)
 
 
 MODELS = {
