@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import os
@@ -18,7 +19,8 @@ from headrace.advice.flags.keywords import engine_keywords
 from headrace.advice.flags.table import flags_by_name, notice
 from headrace.config import EngineConfig, knobs_from_environment
 from headrace.engine.async_engine import load_tokenizer, make_metrics, model_folder
-from headrace.engine.core_client import InprocClient
+from headrace.engine.build import build_core
+from headrace.engine.core import EngineCore
 from headrace.engine.hf_tokenizer import Conversation, HFTokenizer
 from headrace.engine.input_processor import InputProcessor, ModelLimits, sampling_defaults
 from headrace.engine.output_processor import OpenRequest, OutputProcessor
@@ -72,9 +74,11 @@ class LLM:
         model_config = read_served_config(folder)
         self._defaults = SamplingParams(**sampling_defaults(engine_config, model_config))
         self.tokenizer = load_tokenizer(engine_config, folder)
-        self._client = InprocClient(engine_config, folder, executor)
-        self._finalizer = weakref.finalize(self, self._client.shutdown)
-        facts = self._client.facts
+        self._core = build_core(engine_config, folder, beside_server=False, executor=executor)
+        self._finalizer = weakref.finalize(self, _shut_down, self._core)
+        gc.collect()
+        gc.freeze()  # what the start made is never garbage, and scanning it again and again costs 8% of the throughput
+        facts = self._core.facts
         self.config = facts.config
         self.decisions = facts.decisions
         self.model_config = model_config
@@ -130,7 +134,7 @@ class LLM:
 
     def stats(self) -> SchedulerStats:
         """Return numbers of running and waiting requests and KV blocks, and counters since start."""
-        return self._client.stats()
+        return self._core.scheduler.stats()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the model's sampling defaults, from its generation_config.json: a copy that may be changed."""
@@ -197,13 +201,14 @@ class LLM:
                 )
                 opened.append(self._outputs.add(name, text, requests, params[i], "final", lambda: None))
                 batch.extend(requests)
-            self._client.add(batch)
+            for request in batch:
+                self._core.add_request(request)
             self._step_until_done(len(opened), use_tqdm)
             finished = True
         finally:
             if not finished:  # an invalid prompt, Ctrl-C, a failed step: end whatever runs
-                for request in opened:
-                    self._client.abort(self._outputs.abort(request))
+                for one in opened:
+                    self._core.abort(self._outputs.abort(one))
         if len(opened) > 1 and any(request.error for request in opened):
             raise SomeRequestsError([request.error or _result(request) for request in opened])
         return [_result(request) for request in opened]
@@ -237,10 +242,10 @@ class LLM:
         with progress:
             task = progress.add_task("", total=num_requests, speed="")
             while self._outputs.num_requests:
-                outputs = self._client.step()
+                outputs = self._core.step()
                 if outputs is None:
                     raise HeadraceError("the engine stopped with requests unfinished")
-                self._client.abort(self._outputs.process(outputs))
+                self._core.abort(self._outputs.process(outputs))
                 if use_tqdm and any(output.finish_reason for output in outputs.outputs):
                     tokens = self.metrics.num_generation_tokens - tokens_before
                     progress.update(
@@ -248,6 +253,11 @@ class LLM:
                         completed=num_requests - self._outputs.num_requests,
                         speed=f"{tokens / (time.monotonic() - started):.1f} tokens/s",
                     )
+
+
+def _shut_down(core: EngineCore) -> None:
+    core.shutdown()
+    gc.unfreeze()
 
 
 def _result(request: OpenRequest) -> RequestOutput:

@@ -146,11 +146,6 @@ class Request:
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
-    @property
-    def sort_key(self) -> tuple[int, float, str]:
-        """The `order` of the request under the priority policy."""
-        return (self.core_request.priority, self.core_request.arrival_time, self.request_id)
-
 
 @dataclass(frozen=True)
 class Logprob:

@@ -34,14 +34,14 @@ def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
 def plain() -> tuple[list[list[int]], int]:
     """(tokens with the model's own cache, bytes of a block)"""
     with LLM("demo", dtype="float32", kv_cache_dtype="bfloat16") as llm:
-        return tokens(llm), llm._client.facts.workers[0].layout.page_bytes
+        return tokens(llm), llm._core.facts.workers[0].layout.page_bytes
 
 
 @pytest.mark.parametrize(("kind", "least"), [("fp8", 0.5), ("fp8_e5m2", 0.3)])
 def test_tokens_and_capacity(kind: str, least: float, plain: tuple[list[list[int]], int]) -> None:
     expected, block_bytes = plain
     with LLM("demo", dtype="float32", kv_cache_dtype=kind) as llm:
-        facts = llm._client.facts.workers[0]
+        facts = llm._core.facts.workers[0]
         assert facts.layout.page_bytes * 2 == block_bytes
         assert any("moves hidden states by" in note for note in facts.notes)
         found = tokens(llm)

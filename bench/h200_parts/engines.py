@@ -15,5 +15,5 @@ def greedy_tokens(llm: LLM, prompts: list[list[int]], max_tokens: int) -> list[l
 
 def runner_of(llm: LLM) -> Any:
     """Return the model runner."""
-    client: Any = llm._client
-    return client._core._executor._worker.runner
+    executor: Any = llm._core._executor
+    return executor._worker.runner

@@ -25,7 +25,7 @@ def mean_distinct_experts(
     """
     from headrace.layers.moe import distinct_experts, keep_expert_ids
 
-    runner = llm._client._core._executor._worker.runner
+    runner = llm._core._executor._worker.runner
     counted: list[float] = []
     size = steps = 0
     decoding = False

@@ -38,7 +38,7 @@ def unasked_cache_cases(run: Run) -> None:
             model, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
             objective=objective, max_num_seqs=8, gpu_memory_utilization=0.4,
         ) as llm:  # fmt: skip
-            facts = llm._client.facts
+            facts = llm._core.facts
             decision = next(entry for entry in facts.decisions if entry.field == "kv_cache_dtype")
             return facts.config.kv_cache_dtype, decision.reason, facts.num_pages, greedy_tokens(llm, PROMPTS, 8)
 

@@ -135,7 +135,7 @@ class Cases:
             return measure(runner, *rest)
 
         with patch.object(worker, "measure_memory", tight), self.engine(gpu_memory_utilization=0.3) as llm:
-            tokens = llm._client.facts.config.max_num_batched_tokens
+            tokens = llm._core.facts.config.max_num_batched_tokens
             fine = whole(serve(llm))
         return fine and tokens == 1024 and self.log.said("max_num_batched_tokens", "1024"), f"{tokens} tokens a step"
 
@@ -153,7 +153,7 @@ class Cases:
 
             with patch.object(UniprocExecutor, "initialize_cache", late), self.engine() as llm:
                 fine = whole(serve(llm))
-                pages = llm._client.facts.num_pages
+                pages = llm._core.facts.num_pages
         return fine and self.log.said("num_gpu_blocks", "did not fit"), f"{pages} pages"
 
     def serving(self) -> tuple[bool, str]:

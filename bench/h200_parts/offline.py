@@ -45,7 +45,7 @@ class Bench:
     @property
     def core(self) -> Any:
         """The engine core, which runs in this process."""
-        return self.llm._client._core
+        return self.llm._core
 
     def close(self) -> None:
         """Free the device's memory."""

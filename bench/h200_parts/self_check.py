@@ -46,7 +46,7 @@ class Starts:
         dummy = {} if model == "demo" else {"load_format": "dummy"}
         limits = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 256}
         with LLM(model, dtype="bfloat16", skip_tokenizer_init=True, **limits, **place, **dummy, **knobs) as llm:
-            facts = llm._client.facts.workers[0]
+            facts = llm._core.facts.workers[0]
             tokens: list[list[int]] = []
             for _ in range(3):  # graph sizes are met, captured and replayed
                 tokens = greedy_tokens(llm, PROMPTS, 24)

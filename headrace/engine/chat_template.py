@@ -78,7 +78,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if isinstance(text, str) and len(text) > MAX_PARTS and __obj.__name__ in ("split", "rsplit", "splitlines"):
             separators = [value for value in (*args, *kwargs.values()) if isinstance(value, str) and value]
             if not separators or text.count(separators[0]) >= MAX_PARTS:
-                raise jinja2.sandbox.SecurityError(f"a text may be split into more than {MAX_PARTS} parts")
+                raise jinja2.sandbox.SecurityError(f"a text would be split into more than {MAX_PARTS} parts")
         return super().call(__context, __obj, *args, **kwargs)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -124,7 +124,7 @@ def _tojson(
 ) -> str:
     """Write a value as JSON. Jinja's own filter would escape HTML, which a prompt is not."""
     if _characters(value) > MAX_JSON_CHARS:
-        raise jinja2.sandbox.SecurityError(f"a value of more than {MAX_JSON_CHARS} characters is written as JSON")
+        raise jinja2.sandbox.SecurityError(f"a value of more than {MAX_JSON_CHARS} characters would be written as JSON")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

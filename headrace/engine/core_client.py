@@ -1,9 +1,8 @@
-"""Connects to an engine core: one in this process (for `LLM`), or one in a child process (for servers)."""
+"""Connects a server to its engine core, which runs in a child process."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import threading
 import time
@@ -14,12 +13,10 @@ import zmq
 import zmq.asyncio
 
 from headrace.config import EngineConfig
-from headrace.engine.build import build_core
-from headrace.engine.core import EngineCore
 from headrace.engine.messages import Abort, AbortMany, Add, Command, CoreConfig, CoreFacts, Failed, Ready, Reply
 from headrace.errors import EngineDeadError, HeadraceError, StepsFailError, rebuild
 from headrace.process import Child, SocketFolder, spawn
-from headrace.request import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
+from headrace.request import EngineCoreOutputs, EngineCoreRequest
 
 logger = logging.getLogger(__name__)
 
@@ -31,36 +28,6 @@ BUSY_SILENCE_SECONDS = 120.0
 device."""
 LAST_MESSAGE_SECONDS = 0.2
 """How long to wait for the last message of a core whose process has ended."""
-
-
-class InprocClient:
-    """Runs the core in this process; the caller runs its loop by calling `step`."""
-
-    def __init__(self, config: EngineConfig, folder: Path, executor: str | None = None) -> None:
-        self._core: EngineCore = build_core(config, folder, beside_server=False, executor=executor)
-        self.facts: CoreFacts = self._core.facts
-        gc.collect()
-        gc.freeze()  # what the start made is never garbage, and scanning it again and again costs 8% of the throughput
-
-    def add(self, requests: list[EngineCoreRequest]) -> None:
-        for request in requests:
-            self._core.add_request(request)
-
-    def abort(self, aborts: list[Abort]) -> None:
-        self._core.abort(aborts)
-
-    def has_work(self) -> bool:
-        return self._core.has_work()
-
-    def stats(self) -> SchedulerStats:
-        return self._core.scheduler.stats()
-
-    def step(self) -> EngineCoreOutputs | None:
-        return self._core.step()
-
-    def shutdown(self) -> None:
-        self._core.shutdown()
-        gc.unfreeze()
 
 
 class AsyncMPClient:

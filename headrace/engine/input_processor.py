@@ -273,8 +273,8 @@ def _check_something_is_left(params: SamplingParams, stops: list[int], bad_words
     forbidden = {ids[0] for ids in bad_words if len(ids) == 1} | (set(stops) if params.min_tokens else set())
     if forbidden.issuperset(params.allowed_token_ids):
         raise RequestError(
-            f"allowed_token_ids leaves nothing to sample: bad_words, or min_tokens ({params.min_tokens}) and what "
-            "would stop before, forbid them all",
+            "allowed_token_ids leaves nothing to sample: bad_words, and stop tokens before min_tokens "
+            f"({params.min_tokens}), forbid them all",
             "allowed_token_ids",
         )
 

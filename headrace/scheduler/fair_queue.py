@@ -12,6 +12,7 @@ budgets or steps.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from headrace.request import Request
@@ -134,7 +135,7 @@ class FairQueue:
         that, so the first of all requests in order always goes on."""
         parent, client = self._shares_of[waiting.request_id]
         for share, members in ((client, self._all), (parent, client)):
-            largest = max(members.large.values(), key=_num_running, default=share)
+            largest = max(members.large.values(), key=attrgetter("num_running"), default=share)
             if largest is not share and largest.num_running >= PREEMPT_RATIO * (share.num_running + 1):
                 return max((one for one in running if largest in self._shares_of[one.request_id]), key=self._load)
         return None
@@ -175,7 +176,3 @@ class FairQueue:
                 del above.members[share.name]
         self._size += waiting
         self.num_prompt_tokens += waiting * request.num_prompt_tokens
-
-
-def _num_running(share: Share) -> int:
-    return share.num_running

@@ -114,7 +114,7 @@ class Scheduler:
             )
         self.requests[request.request_id] = request
         if config.policy == "priority":  # requests say who runs first, so there is nothing to be fair about
-            request.order = request.sort_key
+            request.order = (core_request.priority, core_request.arrival_time, request.request_id)
             self.waiting.add(request, "", request.request_id)
         else:
             request.order = (0, self.waiting.tick(), request.request_id)

@@ -41,9 +41,9 @@ def test_both_ranks_get_the_same_smaller_plan(
     with LLM("demo", tensor_parallel_size=2, max_num_batched_tokens=64, **SETTINGS) as llm:
         assert len(children) == 6, "two groups were stuck and started again"
         assert [child.is_alive() for child in children] == [False] * 4 + [True] * 2
-        config = llm._client.facts.config
+        config = llm._core.facts.config
         assert config.max_num_batched_tokens == 16
-        assert llm._client.facts.num_pages <= 20
+        assert llm._core.facts.num_pages <= 20
         found = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
     assert found == expected
     assert caplog.text.count("did not fit") >= 3

@@ -105,7 +105,7 @@ def test_a_checkpoint_of_which_only_the_cache_is_quantized(folder: Path, tmp_pat
     (model / "config.json").write_text(json.dumps(raw))
     with LLM(str(model), dtype="float32", skip_tokenizer_init=True) as llm:
         assert llm.config.kv_cache_dtype == "fp8_e4m3"
-        assert any("scales the checkpoint's" in note for note in llm._client.facts.workers[0].notes)
+        assert any("scales the checkpoint's" in note for note in llm._core.facts.workers[0].notes)
         (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
         assert len(output.outputs[0].token_ids) == 3
 
@@ -190,7 +190,7 @@ def test_outliers_end_a_cache_that_the_objective_alone_asked_for(
     for name, model in (("calm", DEMO), ("wild", with_outliers(folder, tmp_path / "wild", 30))):
         caplog.clear()
         with LLM(str(model), dtype="float32", skip_tokenizer_init=True, objective="throughput") as llm:
-            facts = llm._client.facts
+            facts = llm._core.facts
             said[name] = next(entry for entry in facts.decisions if entry.field == "kv_cache_dtype")
             assert llm.config.kv_cache_dtype == said[name].value
             assert bool(facts.workers[0].kv_cache_error) == (name == "calm")

@@ -127,7 +127,7 @@ def test_a_broken_kernel_is_demoted_and_it_alone(
     scheme = "ptpc_fp8" if name in FP8_KERNELS else None
     plant(monkeypatch, **{name: broken(name)})
     found, llm = tokens(quantization=scheme)
-    facts = llm._client.facts.workers[0]
+    facts = llm._core.facts.workers[0]
     assert facts.demoted == [name]
     said = [note for note in facts.notes if note.startswith(f"Self-check: {name} ")]
     assert len(said) == 1
@@ -173,7 +173,7 @@ def test_a_fused_decode(
     monkeypatch.setitem(vars(REFERENCE_KERNELS), "step_angles", lambda table, positions: (table, positions))
     found, llm = tokens()
     assert found == expected[None]
-    assert llm._client.facts.workers[0].demoted == ([] if factor == 1.0 else ["decode_attention"])
+    assert llm._core.facts.workers[0].demoted == ([] if factor == 1.0 else ["decode_attention"])
 
 
 def test_a_backend_that_disagrees_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +215,7 @@ def test_several_at_once_and_the_log(caplog: pytest.LogCaptureFixture, monkeypat
     plant(monkeypatch, rms_norm=broken("rms_norm"), best_token=broken("best_token"))
     with caplog.at_level(logging.INFO, "headrace"):
         _, llm = tokens()
-    assert llm._client.facts.workers[0].demoted == ["rms_norm", "best_token"]
+    assert llm._core.facts.workers[0].demoted == ["rms_norm", "best_token"]
     assert "Self-check: best_token disagrees with its reference" in caplog.text
     assert "2 demoted" in caplog.text
 
@@ -227,7 +227,7 @@ def test_what_only_a_whole_step_shows_turns_every_kernel_to_its_reference(
     plant(monkeypatch, silu_and_mul=lambda x: silu(x) * (3.0 if x.shape[0] == 17 else 1.0))
     found, llm = tokens()
     assert found == expected[None]
-    facts = llm._client.facts.workers[0]
+    facts = llm._core.facts.workers[0]
     assert facts.demoted == ["whole_step"]
     assert any("replaced by the references of all kernels" in note for note in facts.notes)
 

@@ -250,5 +250,5 @@ def test_the_whole_engine_with_memory_that_ends(
 def test_a_rank_names_its_backend_as_guides_look_for_it() -> None:
     """`grep -i 'using.*backend'`"""
     with LLM("demo", max_model_len=64) as llm:
-        notes = llm._client.facts.workers[0].notes
+        notes = llm._core.facts.workers[0].notes
     assert notes[0].startswith("Using TORCH_SDPA backend: ")

@@ -24,7 +24,7 @@ def test_small_steps_run_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelRunner, "execute", watched)
     before = torch.get_num_threads()
     with LLM("demo", cpu_threads=2) as llm:
-        weights = llm._client._core._executor._worker.num_weights  # type: ignore[union-attr, attr-defined]
+        weights = llm._core._executor._worker.num_weights  # type: ignore[union-attr, attr-defined]
         monkeypatch.setattr(worker_module, "ONE_THREAD", 4 * weights)
         seen.clear()
         llm.generate([[5] * 40], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
