@@ -1,7 +1,7 @@
 """Fits the planner's constants to the measured rows in tests/planner/measured, and tests them on other rows.
 
     python bench/calibrate_planner.py              the constants for headrace/planner/constants.py, and every table
-    python bench/calibrate_planner.py --markdown   the tables of docs/planning.md
+    python bench/calibrate_planner.py --markdown   the tables of docs/notes/predictions.md
 
 Needs no GPU; takes some ten seconds. tests/planner/test_accuracy.py checks the bounds of each experiment.
 """
@@ -184,7 +184,7 @@ def print_tables() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--markdown", action="store_true", help="only the tables, as docs/planning.md has them")
+    parser.add_argument("--markdown", action="store_true", help="only the tables, as docs/notes/predictions.md has them")
     if not parser.parse_args().markdown:
         print_constants()
     print_tables()
