@@ -1,0 +1,219 @@
+"""The documentation is compared with the code: first examples run, links and files exist.
+
+The README's table of what is served is the registries'.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from headrace.config import EngineConfig, knob_types
+from headrace.models.registry import MODELS, ModelEntry
+from headrace.quantization.formats import PLAIN
+from headrace.quantization.table import SCHEMES
+from tests.e2e.serving import Serve
+from tests.speed import PATIENCE
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+NOTES = sorted(ROOT.glob("docs/notes/*.md"))
+ADDRESS = "http://127.0.0.1:8000"
+FAMILIES = {
+    "LlamaForCausalLM": "Llama 2, 3, 3.1, 3.3",
+    "MistralForCausalLM": "Mistral",
+    "Qwen2ForCausalLM": "Qwen2, Qwen2.5",
+    "Qwen3ForCausalLM": "Qwen3",
+    "MixtralForCausalLM": "Mixtral",
+    "Qwen2MoeForCausalLM": "Qwen2-MoE",
+    "Qwen3MoeForCausalLM": "Qwen3-MoE",
+    "DeepseekV3ForCausalLM": "DeepSeek-V3, R1",
+    "DeepseekV32ForCausalLM": "DeepSeek-V3.2",
+    "GlmMoeDsaForCausalLM": "GLM-5",
+    "KimiK25ForConditionalGeneration": "Kimi K2.5",
+    "Llama4ForConditionalGeneration": "Llama 4",
+    "GptOssForCausalLM": "gpt-oss",
+    "Gemma3ForConditionalGeneration": "Gemma 3",
+    "Gemma3ForCausalLM": "Gemma 3, text alone",
+    "MiniMaxM2ForCausalLM": "MiniMax-M2",
+    "Qwen3VLMoeForConditionalGeneration": "Qwen3-VL-MoE",
+}
+"""architecture -> what people call its models; a new entry of the registry needs a name here"""
+
+
+def fences(page: Path) -> list[tuple[str, str]]:
+    """Return the fenced blocks of a page in order, each as (language, text)."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def first_examples(page: Path) -> list[tuple[str, str]]:
+    """Return the blocks before the page's first heading of second rank: what a reader is shown first."""
+    beginning = re.split(r"^## ", page.read_text(), maxsplit=1, flags=re.MULTILINE)[0]
+    return re.findall(r"^```(\w*)\n(.*?)^```$", beginning, re.MULTILINE | re.DOTALL)
+
+
+# ---- examples
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Serve]:
+    with Serve("demo") as server:
+        yield server
+
+
+def run_shell(text: str, server: Serve | None = None) -> str:
+    """Run an example as a reader's shell would, against this test's server in place of the one on port 8000."""
+    if server is not None:
+        text = text.replace(ADDRESS, server.url)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        ["bash", "-ec", text], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_python(text: str, server: Serve | None = None) -> str:
+    if server is not None:
+        text = text.replace(ADDRESS, server.url)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", text], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_readme_requests_are_answered(server: Serve) -> None:
+    blocks = fences(ROOT / "README.md")
+    (curl,) = (text for language, text in blocks if language == "sh")
+    assert '"finish_reason"' in run_shell(curl, server)
+    (sdk,) = (text for language, text in blocks if language == "python" and "openai" in text)
+    assert run_python(sdk, server).strip()
+
+
+def test_serving_begins_with_a_server_and_a_request(server: Serve) -> None:
+    (start, request) = [text for _, text in first_examples(ROOT / "docs/serving.md")]
+    assert start.strip() == "headrace serve demo", "what the fixture runs"
+    assert '"text":' in run_shell(request, server)
+
+
+def test_operations_begins_with_health_and_load(server: Serve) -> None:
+    ((_, text),) = first_examples(ROOT / "docs/operations.md")
+    said = run_shell(text, server)
+    assert "health: 200" in said
+    for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
+        assert name in said
+
+
+def test_offline_begins_with_generate() -> None:
+    ((_, text),) = first_examples(ROOT / "docs/offline.md")
+    assert "Once upon a time ->" in run_python(text)
+
+
+def test_the_start_page_begins_with_a_story() -> None:
+    ((_, text),) = first_examples(ROOT / "docs/README.md")
+    assert run_shell(text).strip()
+
+
+def test_planning_begins_with_a_plan() -> None:
+    ((_, text),) = first_examples(ROOT / "docs/planning.md")
+    assert "tensor_parallel_size" in run_shell(text)
+
+
+def test_models_begins_with_what_is_served() -> None:
+    ((_, text),) = first_examples(ROOT / "docs/models.md")
+    served, planned = run_python(text).splitlines()
+    assert "LlamaForCausalLM" in served
+    assert "GptOssForCausalLM" in planned
+
+
+def test_architecture_begins_with_two_steps() -> None:
+    ((_, text),) = first_examples(ROOT / "docs/architecture.md")
+    assert run_python(text).splitlines() == ["[32] [False]", "[8] [True]"]
+
+
+def test_performance_begins_with_a_benchmark() -> None:
+    ((_, text),) = first_examples(ROOT / "docs/performance.md")
+    assert "ms" in run_shell(text)
+
+
+def test_every_page_says_what_it_is_for() -> None:
+    for page in PAGES[1:]:
+        title, _, beginning = page.read_text().partition("\n\n")
+        assert title.startswith("# "), page
+        assert beginning.startswith("After reading"), page
+    for page in PAGES[2:]:
+        assert first_examples(page), page
+
+
+# ---- what the pages name
+
+
+@pytest.mark.parametrize("page", [*PAGES, *NOTES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith(("http:", "https:")):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        assert file.exists(), target
+        if anchor:
+            assert anchor in anchors(file), target
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *NOTES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_are_named_exist(page: Path) -> None:
+    text = page.read_text()
+    names = re.findall(r"\b(?:headrace|bench|tests|docs)/[\w/-]+\.(?:py|json|md)\b", text)
+    for name in [*names, *re.findall(r"`([\w/]+/\w+\.py)`", text)]:
+        assert any((folder / name).is_file() for folder in (ROOT, ROOT / "headrace")), f"{name} is no file"
+
+
+def test_results_are_kept_and_named() -> None:
+    text = (ROOT / "docs/performance.md").read_text()
+    for path in ROOT.glob("bench/results/*.json"):
+        assert f"bench/results/{path.name}" in text, f"{path.name} is not in docs/performance.md"
+
+
+def test_pages_are_as_short_as_they_promise() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+    assert len((ROOT / "docs/architecture.md").read_text().split()) <= 1500
+
+
+# ---- what is served
+
+
+def served_table() -> str:
+    """Return the README's table of what is served, made from the registries."""
+    formats = [(method, name) for method, name in SCHEMES if (method, name) != ("", PLAIN.name)]
+    flags = [name for name in knob_types(EngineConfig) if name.endswith("_parallel_size")]
+    columns = ["models", "`architectures`", "plain weights"]
+    columns += [f"`{name}`{f' ({method})' if method else ''}" for method, name in formats]
+    columns += [f"`--{name.replace('_', '-')}`" for name in flags]
+    lines = [columns, ["---"] * len(columns), *(table_row(entry, len(columns) - 2) for entry in MODELS)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("| --- ", "|---").replace("---|", "---|")
+
+
+def table_row(entry: ModelEntry, verdicts: int) -> list[str]:
+    verdict = "yes" if entry.module else "plan"
+    return [FAMILIES[entry.architecture], f"`{entry.architecture}`", *[verdict] * verdicts]
+
+
+def test_readme_says_what_is_served() -> None:
+    table = served_table()
+    assert table in (ROOT / "README.md").read_text(), f"the README's table should be:\n{table}"
