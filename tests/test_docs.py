@@ -184,6 +184,15 @@ def test_files_that_are_named_exist(page: Path) -> None:
         assert any((folder / name).is_file() for folder in (ROOT, ROOT / "headrace")), f"{name} is no file"
 
 
+@pytest.mark.parametrize("page", [ROOT / "docs/architecture.md", *NOTES], ids=lambda page: page.name)
+def test_names_of_code_exist(page: Path) -> None:
+    files = [*ROOT.glob("headrace/**/*.py"), *ROOT.glob("bench/**/*.py")]
+    words = set(re.findall(r"\w+", " ".join(path.read_text() for path in files)))
+    for name in re.findall(r"`([A-Za-z_]+(?:\.[A-Za-z_]+)*)(?:\([^`]*\))?`", page.read_text()):
+        missing = [part for part in name.split(".") if part not in words and ("_" in part or not part.islower())]
+        assert not missing, f"nothing is called {name}"
+
+
 def test_results_are_kept_and_named() -> None:
     text = (ROOT / "docs/performance.md").read_text()
     for path in ROOT.glob("bench/results/*.json"):
