@@ -184,7 +184,9 @@ def print_tables() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--markdown", action="store_true", help="only the tables, as docs/notes/predictions.md has them")
+    parser.add_argument(
+        "--markdown", action="store_true", help="only the tables, as docs/notes/predictions.md has them"
+    )
     if not parser.parse_args().markdown:
         print_constants()
     print_tables()
