@@ -73,8 +73,11 @@ class Choice:
 def ways(dtype: torch.dtype, in_cache: bool, roomy: bool = True) -> list[Hold]:
     """Return the ways to try for `dtype`; the first is taken unless another is clearly faster. `in_cache`: the model is
     so small that its weights stay in the CPU's cache. Weights that come from memory gain little from being transposed,
-    but may gain from packing. `roomy`: there is memory for 16-bit weights in float32."""
-    found: list[Hold] = [hold_transposed, hold_plain] if in_cache else [hold_plain, hold_transposed]
+    but may gain from packing. `roomy`: there is memory for 16-bit weights in float32. (In 16 bits a transposed weight
+    is never faster, and in float16 up to a hundred times slower: torch then multiplies without oneDNN.)"""
+    found: list[Hold] = [hold_plain]
+    if dtype == torch.float32:
+        found.insert(0 if in_cache else 1, hold_transposed)
     packs = torch.backends.mkldnn.is_available() and not in_cache
     if packs and _multiplies(dtype):
         found.append(hold_packed)
