@@ -73,10 +73,8 @@ def reference_path() -> Iterator[None]:
 
     Graphs and attention are left to their config (enforce_eager, TORCH_SDPA).
     """
-    kernels = {"return_value": REFERENCE_KERNELS}
     with (
-        patch("headrace.runner.worker.select_kernels", **kernels),
-        patch("headrace.sampling.sampler.select_kernels", **kernels),
+        patch("headrace.runner.worker.select_kernels", return_value=REFERENCE_KERNELS),
         patch("headrace.quantization.gpu_linear.plan_all", return_value={}),
     ):
         yield

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from h200 import CASES, CASES_ON_A_CPU, DEFAULT_PARTS, ENGINE_PARTS, PARTS, grouped
-from h200_parts.forced import Sequence
+from h200_parts.forced import Sequence, decode, reference_path, stepped_core
 from h200_parts.models import MODELS
 from h200_parts.numerics import compare
 from h200_parts.rows import SPECS
@@ -20,6 +20,13 @@ from h200_parts.serving import package_without_tables
 from h200_parts.settings import Settings
 
 import headrace
+from headrace.config import EngineConfig
+from headrace.executor.uniproc import UniprocExecutor
+from headrace.hub import resolve_model_folder
+from headrace.models import loader
+from headrace.quantization import gpu_linear
+from headrace.runner import worker
+from headrace.runner.cuda_graph import StepGraphs
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "h200.py"
 
@@ -93,6 +100,35 @@ def test_an_unknown_part_is_named() -> None:
     assert done.returncode == 1
     assert "unknown part bf17; parts are start, bf16" in done.stderr
     assert "graphs, memory" in done.stderr
+
+
+def test_what_cases_replace_is_there() -> None:
+    """Faults are injected in place of these, on a GPU alone."""
+    pytest.importorskip("triton", reason="kernels need Triton")
+    from headrace.attention.triton_attn import TritonAttention
+
+    places = {
+        worker: ("measure_memory", "settle_kv_scales", "select_kernels", "measure_step_times"),
+        gpu_linear: ("skinny_linear", "plan_all"),
+        UniprocExecutor: ("initialize_cache",),
+        StepGraphs: ("run",),
+        TritonAttention: ("decode",),
+        loader: ("DUMMY_RANGE",),
+    }
+    for place, names in places.items():
+        assert all(hasattr(place, name) for name in names), place
+
+
+def test_a_core_is_stepped_by_hand_through_its_references() -> None:
+    config = EngineConfig(model="demo", device="cpu", dtype="float32", num_gpu_blocks_override=64, cpu_threads=1)
+    prompts = [[5, 6, 7], [8] * 20]
+    with reference_path(), stepped_core(config, resolve_model_folder("demo")) as core:
+        free = decode(core, prompts, 3)
+        forced = decode(core, prompts, 3, [[1, 2, 3], [4, 5, 6]])
+    assert [one.tokens for one in forced] == [[1, 2, 3], [4, 5, 6]]
+    for one, other in zip(free, forced, strict=True):
+        assert one.tokens == one.logits.argmax(-1).tolist()
+        torch.testing.assert_close(one.logits[0], other.logits[0])
 
 
 def test_logits_are_compared_where_the_reference_is_sure() -> None:
