@@ -6,11 +6,13 @@ The core runs in its own process. Text is made here, while the core computes. Kn
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from headrace.config import EngineConfig
 from headrace.engine.core_client import STOP_SECONDS, AsyncMPClient
@@ -30,6 +32,8 @@ from headrace.request import RequestOutput
 from headrace.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 INLINE_CHARS = 4096
 """Longer prompts are tokenized in a thread, so that the event loop is not held up."""
@@ -95,10 +99,6 @@ class AsyncEngine:
             await client.shutdown(timeout=0.5)
             raise
         return cls(client, facts, model_config, tokenizer)
-
-    @property
-    def core_pid(self) -> int:
-        return self._client.pid
 
     async def generate(
         self,
@@ -166,24 +166,26 @@ class AsyncEngine:
         or all together, could not run with `params`, so that none of them does."""
         if self._dead is not None:
             raise self._dead
-        loop = asyncio.get_running_loop()
 
         def work(group: list[str | list[int]]) -> list[list[int]]:
             return [self._inputs.prepare(prompt, params, add_special_tokens) for prompt in group]
 
         found: list[list[int]] = []
         for group, size in _groups(prompts):
-            found += work(group) if size <= INLINE_CHARS else await loop.run_in_executor(self._threads, work, group)
+            found += await self._work(size, functools.partial(work, group))
         self._inputs.check_together(sum(map(len, found)), params)
         return found
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return a text's token ids; long texts are tokenized in a thread. Raises RequestError for one that is too long
         for the model's context."""
-        if len(text) <= INLINE_CHARS:
-            return self._inputs.tokenize(text, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._inputs.tokenize, text, add_special_tokens)
+        return await self._work(len(text), lambda: self._inputs.tokenize(text, add_special_tokens))
+
+    async def _work(self, size: int, function: Callable[[], T]) -> T:
+        """Call a function that handles `size` characters or ids: here if they are few, else in a thread."""
+        if size <= INLINE_CHARS:
+            return function()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
 
     async def abort(self, request_id: str) -> None:
         """End a request. Its iterator yields what there is, with finish_reason `abort`."""
@@ -194,11 +196,6 @@ class AsyncEngine:
         if self._dead is not None:
             raise self._dead
         self._client.check_health(has_requests=self._outputs.num_requests > 0)
-
-    @property
-    def num_requests(self) -> int:
-        """Unfinished requests."""
-        return self._outputs.num_requests
 
     async def shutdown(self, timeout: float = STOP_SECONDS) -> None:
         """End open requests with EngineDeadError, and the core's process. No process is left when this returns."""

@@ -56,7 +56,7 @@ async def started(folder: Path, executor: str = "make_delayed", **config: object
         yield engine
     finally:
         await engine.shutdown()
-        assert not psutil.pid_exists(engine.core_pid)
+        assert not psutil.pid_exists(engine._client.pid)
 
 
 def params(**values: object) -> SamplingParams:
@@ -123,7 +123,7 @@ def test_streaming_aborting_and_refusing(folder: Path) -> None:
     async def check_slow_reader(engine: AsyncEngine) -> None:
         stream = generate(engine, "abcd", params(max_tokens=20), "slow reader")
         first = await anext(stream)
-        await eventually(lambda: engine.num_requests == 0)
+        await eventually(lambda: engine._outputs.num_requests == 0)
         rest = await collect(stream)
         assert len(rest) == 1
         assert (first.outputs[0].text + rest[0].outputs[0].text) == "abcd" * 5
@@ -169,7 +169,7 @@ def test_streaming_aborting_and_refusing(folder: Path) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert engine.num_requests == 0
+        assert engine._outputs.num_requests == 0
         await eventually(lambda: engine.metrics.stats.num_running == 0)
         stats = engine.metrics.stats
         assert stats.num_free_blocks == stats.num_blocks
@@ -249,7 +249,7 @@ def test_death_of_the_core_ends_open_requests(folder: Path, how: str) -> None:
             waiting = asyncio.create_task(collect(generate(engine, [SLOW_TOKEN], params(max_tokens=200), "open")))
             await eventually(lambda: engine.metrics.num_generation_tokens > 0)
             if how == "SIGKILL":
-                os.kill(engine.core_pid, signal.SIGKILL)
+                os.kill(engine._client.pid, signal.SIGKILL)
             else:
                 token = DIE_TOKEN if how == "in a step" else DEAD_TOKEN
                 with pytest.raises(EngineDeadError):
@@ -314,7 +314,7 @@ async def main():
         print(client.pid, flush=True)
     else:
         engine = await AsyncEngine.start(EngineConfig(model=sys.argv[1]), executor="tests.engine.fakes:" + sys.argv[2])
-        print(engine.core_pid, flush=True)
+        print(engine._client.pid, flush=True)
     await asyncio.sleep(3600)
 
 asyncio.run(main())
@@ -336,7 +336,7 @@ def test_the_core_does_not_outlive_its_parent(folder: Path, executor: str) -> No
 def test_ctrl_c_is_the_parents_business(folder: Path) -> None:
     async def body() -> None:
         async with started(folder) as engine:
-            os.kill(engine.core_pid, signal.SIGINT)
+            os.kill(engine._client.pid, signal.SIGINT)
             assert len(await collect(generate(engine, [5], params(), "after Ctrl-C"))) > 0
 
     asyncio.run(body())
