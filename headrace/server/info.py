@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -21,8 +19,6 @@ from headrace.server.protocol import (
     ModelCard,
     ModelList,
     PlanAnswer,
-    PlanDecision,
-    PlanMemory,
     TokenizeAnswer,
     TokenizeRequest,
 )
@@ -54,15 +50,12 @@ async def show_plan(serving: Serving, http: Request) -> Response:
         PlanAnswer(
             serving.model_names[0],
             engine.config.objective or USUAL_OBJECTIVE,
-            [
-                PlanDecision(entry.field, entry.value, entry.reason, entry.runner_up, entry.source)
-                for entry in engine.decisions
-            ],
+            engine.decisions,
             engine.kv_cache_tokens,
-            None if engine.memory is None else msgspec.convert(dataclasses.asdict(engine.memory), PlanMemory),
-            None if expected is None else dataclasses.asdict(expected.workload),
+            engine.memory,
+            None if expected is None else expected.workload,
             None if expected is None else expected.source,
-            None if expected is None else dataclasses.asdict(expected.prediction),
+            None if expected is None else expected.prediction,
         )
     )
 

@@ -9,7 +9,6 @@ from headrace.request import Logprob
 from headrace.server.protocol import (
     ChatLogprobs,
     CompletionLogprobs,
-    PromptLogprob,
     PromptLogprobs,
     TokenLogprob,
     TopLogprob,
@@ -93,7 +92,7 @@ def prompt_logprobs(entries: Entries) -> PromptLogprobs:
     return [
         None
         if entry is None
-        else {i: PromptLogprob(_finite(one.logprob), one.rank, one.decoded_token) for i, one in entry.items()}
+        else {i: Logprob(_finite(one.logprob), one.rank, one.decoded_token) for i, one in entry.items()}
         for entry in entries
     ]
 

@@ -11,6 +11,10 @@ from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from headrace.planner.predict import Prediction, Workload
+from headrace.planner.record import Decision
+from headrace.planner.served import MemoryReport
+from headrace.request import Logprob
 from headrace.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
@@ -165,13 +169,7 @@ class Usage(Struct):
     prompt_tokens_details: PromptTokensDetails | None = None
 
 
-class PromptLogprob(Struct):
-    logprob: float
-    rank: int | None
-    decoded_token: str | None
-
-
-PromptLogprobs = list[dict[int, PromptLogprob] | None]
+PromptLogprobs = list[dict[int, Logprob] | None]
 
 
 class CompletionLogprobs(Struct):
@@ -288,47 +286,20 @@ class ModelList(Struct):
     object: str = "list"
 
 
-class PlanDecision(Struct):
-    field: str
-    value: Any
-    reason: str
-    runner_up: str
-    source: str
-
-
-class PlanMemoryPart(Struct):
-    """Holds the bytes of one part of a GPU's memory, as predicted and as reported."""
-
-    name: str
-    predicted: int | None
-    """Predicted from shapes alone; null: the planner does not know this GPU or model."""
-    reported: int | None
-    """Reported by the device; null: not measured there."""
-
-
-class PlanMemory(Struct):
-    device: str
-    total: int
-    usable: int
-    parts: list[PlanMemoryPart]
-    kv_bytes_per_token: PlanMemoryPart
-    kv_cache: int
-    """Allocated bytes."""
-
-
 class PlanAnswer(Struct):
     """Tells how the server runs, why, and what its planner expects of it."""
 
     model: str
     objective: str
-    decisions: list[PlanDecision]
+    decisions: list[Decision]
     kv_cache_tokens: int
-    memory: PlanMemory | None
-    workload: dict[str, Any] | None
+    memory: MemoryReport | None
+    """Null: nothing was measured."""
+    workload: Workload | None
     """The workload that is planned for; null: nothing can be predicted for this GPU or model."""
     workload_source: str | None
     """Where the workload comes from: flags, or the usual lengths."""
-    prediction: dict[str, Any] | None
+    prediction: Prediction | None
     """Times in ms and s, rates in tokens/s, as `headrace plan --json` has them."""
 
 
