@@ -8,10 +8,10 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 
-from headrace.cache_groups import CacheLayout
+from msgspec.structs import replace
+
 from headrace.config import EngineConfig
 from headrace.engine.core import EngineCore, log_decisions
 from headrace.engine.messages import CoreFacts
@@ -48,35 +48,23 @@ def build_core(config: EngineConfig, folder: Path, beside_server: bool, executor
     resolved, decisions = decide_before_load(config, model_config, device, beside_server, measured)
     log_decisions(all_settings(resolved, decisions))
     asked_cache = config.kv_cache_dtype != "auto" or holds_kv_scales(model_config.quantization)
-    loaded = load(lambda plan: factory(plan, folder, model_config), resolved, config, asked_cache)
+    ranks, loaded = load(lambda plan: factory(plan, folder, model_config), resolved, config, asked_cache)
     try:
         mixed_step, chunk = decide_mixed_step(loaded.config, loaded.workers, streamed=beside_server)
-        decisions += loaded.decisions + log_decisions(chunk)
-        scheduler = Scheduler(_scheduler_config(loaded.config, loaded.workers[0].layout, loaded.num_pages, mixed_step))
+        scheduler = Scheduler(_scheduler_config(loaded, mixed_step))
     except BaseException:
-        loaded.executor.shutdown()
+        ranks.shutdown()
         raise
-    settled = all_settings(loaded.config, decisions)
-    facts = CoreFacts(loaded.config, settled, loaded.workers, loaded.num_pages)
+    settled = all_settings(loaded.config, [*decisions, *loaded.decisions, *log_decisions(chunk)])
     prediction = predict_steps(loaded.config, model_config, loaded.workers)
-    return EngineCore(facts, scheduler, loaded.executor, None if prediction is None else StepWatch(prediction))
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """Holds an executor that is ready to serve, the config it runs with, and what was decided on the way."""
-
-    executor: Executor
-    config: EngineConfig
-    decisions: list[Decision]
-    workers: list[WorkerFacts]
-    num_pages: int
+    watch = None if prediction is None else StepWatch(prediction)
+    return EngineCore(replace(loaded, decisions=settled), scheduler, ranks, watch)
 
 
 def load(
     make: Callable[[EngineConfig], Executor], config: EngineConfig, given: EngineConfig, asked_cache: bool
-) -> Loaded:
-    """Return an executor that is ready to serve `config`, or the largest smaller plan that memory allows.
+) -> tuple[Executor, CoreFacts]:
+    """Return an executor that is ready to serve `config` or the largest smaller plan that memory allows, and that plan.
 
     `given`: what the user asked for. `asked_cache`: the user or the checkpoint names the KV cache's type; otherwise the
     objective alone chose it. Raises OutOfMemoryError where no plan fits, and ConfigError for a KV cache type that moves
@@ -87,18 +75,18 @@ def load(
         workers = executor.load()
         plainer = settled_cache(config, asked_cache, workers)
         if plainer is None:
-            return _fit(executor, workers, config, given)
+            return executor, _fit(executor, workers, config, given)
     except BaseException:
         executor.shutdown()
         raise
     executor.shutdown()
     config, decision = plainer
     log_decisions([decision], logging.WARNING)
-    loaded = load(make, config, given, asked_cache=True)
-    return replace(loaded, decisions=[decision, *loaded.decisions])
+    executor, loaded = load(make, config, given, asked_cache=True)
+    return executor, replace(loaded, decisions=[decision, *loaded.decisions])
 
 
-def _fit(executor: Executor, workers: list[WorkerFacts], config: EngineConfig, given: EngineConfig) -> Loaded:
+def _fit(executor: Executor, workers: list[WorkerFacts], config: EngineConfig, given: EngineConfig) -> CoreFacts:
     """Make the plan smaller until all that a loaded executor needs fits into memory, and allocate the KV cache."""
     decisions: list[Decision] = []
     while (smaller := smaller_plan(config, given, workers)) is not None:
@@ -116,7 +104,7 @@ def _fit(executor: Executor, workers: list[WorkerFacts], config: EngineConfig, g
         answers = executor.initialize_cache(num_pages)
     if lossy := describe_lossy_cache(config, workers, num_pages):
         logger.info("%s", lossy)
-    return Loaded(executor, config, decisions, workers, num_pages)
+    return CoreFacts(config, decisions, workers, num_pages)
 
 
 def _executor_factory(config: EngineConfig, path: str | None) -> tuple[str, ExecutorFactory]:
@@ -127,17 +115,16 @@ def _executor_factory(config: EngineConfig, path: str | None) -> tuple[str, Exec
     return "cpu" if config.device == "auto" else config.device, getattr(importlib.import_module(module), attribute)
 
 
-def _scheduler_config(
-    config: EngineConfig, layout: CacheLayout, num_pages: int, mixed_step_tokens: int | None
-) -> SchedulerConfig:
+def _scheduler_config(facts: CoreFacts, mixed_step_tokens: int | None) -> SchedulerConfig:
+    config = facts.config
     if config.max_num_seqs is None or config.max_num_batched_tokens is None or config.max_model_len is None:
         raise ConfigError("the planner left max_num_seqs, max_num_batched_tokens or max_model_len open")
     return SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
-        layout=layout,
-        num_pages=num_pages,
+        layout=facts.workers[0].layout,
+        num_pages=facts.num_pages,
         enable_prefix_caching=config.enable_prefix_caching,
         enable_chunked_prefill=config.enable_chunked_prefill,
         policy=config.scheduling_policy,
