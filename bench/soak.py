@@ -174,14 +174,13 @@ async def sustained_rate(target: Target, clients: int, seconds: float, seed: int
 
 
 async def flood(target: Target, rate: float, seconds: float, seed: int, tally: Tally, watch: Watch | None) -> None:
-    """Send requests at `rate` a second on average; at the end all clients leave."""
+    """Send requests at `rate` a second on average, or as fast as this process can; at the end all clients leave."""
     rng = random.Random(seed)
     began = arrives = time.monotonic()
     until, looks = began + seconds, began
     open_requests: set[asyncio.Task[None]] = set()
     async with target.client() as client:
-        while arrives < until:
-            now = time.monotonic()
+        while arrives < until and (now := time.monotonic()) < until:
             if watch is not None and now >= looks:
                 watch.look(now - began, tally, len(open_requests))
                 looks += max(seconds / LINES, 1.0)
@@ -195,11 +194,12 @@ async def flood(target: Target, rate: float, seconds: float, seed: int, tally: T
 
 
 def ask_health(url: str, stop: Any, found: Any) -> None:
-    """Ask /health once a second until `stop`, and send (slowest answer, first problem) to `found`.
+    """Ask /health once a second until `stop`; send the slowest answer, when it came, and the first problem to `found`.
 
     It runs in a process of its own, so that nothing but the server can make an answer late.
     """
-    slowest, red = 0.0, ""
+    started = time.monotonic()
+    slowest, when, red = 0.0, 0.0, ""
     with httpx.Client(base_url=url, timeout=60, verify=False) as client:
         while not stop.wait(1.0):
             began = time.monotonic()
@@ -208,8 +208,9 @@ def ask_health(url: str, stop: Any, found: Any) -> None:
                 red = red or ("" if answer.status_code == 200 else f"{answer.status_code}: {answer.text[:300]}")
             except httpx.HTTPError as error:
                 red = red or f"{type(error).__name__}: {error}"
-            slowest = max(slowest, time.monotonic() - began)
-    found.send((slowest, red))
+            if (seconds := time.monotonic() - began) > slowest:
+                slowest, when = seconds, began - started
+    found.send((slowest, when, red))
 
 
 def memory_mib(process: psutil.Process) -> dict[str, float]:
@@ -274,12 +275,12 @@ def soak(target: Target, process: psutil.Process | None, options: argparse.Names
     stop.set()
     if not found.poll(70):
         raise SystemExit("the process that asks /health does not answer")
-    slowest, red = found.recv()
+    slowest, when, red = found.recv()
     asker.join()
     check_drained(target, tally)
     tally.events["preemptions"] = int(sum(target.metrics(("vllm:num_preemptions_total",)).values()))
     print(f"lost requests: {tally.events['lost']} of {tally.events['requests']} (must be 0)")
-    print(f"slowest answer of /health: {1000 * slowest:.0f} ms (must be below {options.max_health_ms:g})")
+    print(f"slowest answer of /health: {1000 * slowest:.0f} ms, after {when:.0f} s (must be below {options.max_health_ms:g})")
     if 1000 * slowest >= options.max_health_ms:
         tally.problem(f"/health took {1000 * slowest:.0f} ms (bound: {options.max_health_ms:g})")
     if red:
