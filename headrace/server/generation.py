@@ -52,7 +52,7 @@ class UsageCount:
     """Counts the tokens of an answer as they come."""
 
     def __init__(self, options: StreamOptions | None) -> None:
-        """`options`: what a stream was asked to say of usage."""
+        """`options`: whether a stream reports usage, and whether in every event."""
         self.wanted = options is not None and bool(options.include_usage)
         """Whether a stream ends with an event that has the usage."""
         self.completion_tokens: dict[int, int] = {}
