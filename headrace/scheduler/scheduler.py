@@ -16,14 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.errors import RequestError
-from headrace.request import (
-    EngineCoreOutput,
-    EngineCoreRequest,
-    FinishReason,
-    Request,
-    RequestStatus,
-    SchedulerStats,
-)
+from headrace.request import EngineCoreOutput, EngineCoreRequest, FinishReason, Request, RequestStatus, SchedulerStats
 from headrace.scheduler.config import SchedulerConfig
 from headrace.scheduler.drafts import Accepted, accept_drafts
 from headrace.scheduler.fair_queue import FairQueue
@@ -32,14 +25,7 @@ from headrace.scheduler.kv_cache_manager import KVCacheManager
 from headrace.scheduler.look_ahead import LookAhead
 from headrace.scheduler.ordered_queue import OrderedQueue
 from headrace.scheduler.plan import StepPlan
-from headrace.step import (
-    LOGITS_NOT_FINITE,
-    NO_TOKEN_ALLOWED,
-    BlockUpdate,
-    Logprobs,
-    RunnerOutput,
-    SchedulerOutput,
-)
+from headrace.step import LOGITS_NOT_FINITE, NO_TOKEN_ALLOWED, BlockUpdate, Logprobs, RunnerOutput, SchedulerOutput
 
 MAX_QUANTUM = 8
 """Most choices of one HTTP request that are admitted in one turn; fewer where there are few rows."""

@@ -24,14 +24,7 @@ from headrace.server.protocol import (
     Delta,
     Usage,
 )
-from headrace.server.requests import (
-    answer_headers,
-    check_choices,
-    check_common,
-    check_copies,
-    receive,
-    sampling_params,
-)
+from headrace.server.requests import answer_headers, check_choices, check_common, check_copies, receive, sampling_params
 from headrace.server.serving import Serving, new_id
 
 
