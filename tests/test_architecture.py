@@ -1,4 +1,4 @@
-"""The laws of docs/architecture.md, held by reading the source as a tree."""
+"""The rules of docs/architecture.md, held by reading the source as a tree."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "headrace"
 FILES = sorted(PACKAGE.rglob("*.py"))
-ROOT_NOUNS = {
+ROOT_MODULES = {
     "config", "model_config", "model_spec", "sampling_params", "request", "errors", "step", "hub", "process", "child",
     "output",
     "graph_sizes", "cache_groups",
@@ -21,12 +21,12 @@ ORDER = [
     "cli", "llm", "advice", "server", "engine", "planner", "scheduler", "executor", "runner", "spec_decode",
     "sampling", "models", "layers", "attention", "quantization", "distributed", "kernels",
 ]  # fmt: skip
-"""Each may import only what stands below it, and the root nouns."""
+"""Each may import only what stands below it, and the root modules."""
 FORBIDDEN = {("executor", "scheduler"), ("planner", "executor")}
 """Pairs that the order would allow but the design does not: (importer, imported)."""
 
 
-def room(path: Path) -> str:
+def folder_of(path: Path) -> str:
     """`headrace/models/llama.py` -> `models`; `headrace/config.py` -> `config`; the package itself -> ``."""
     parts = path.relative_to(PACKAGE).parts
     return parts[0] if len(parts) > 1 else path.stem.replace("__init__", "")
@@ -43,27 +43,27 @@ def imported_modules(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def own_rooms(path: Path) -> set[str]:
+def own_folders(path: Path) -> set[str]:
     parts = (name.split(".") for name in imported_modules(path))
     return {part[1] for part in parts if part[0] == "headrace" and len(part) > 1 and part[1] not in ("__version__",)}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_go_only_downward(path: Path) -> None:
-    here = room(path)
+    here = folder_of(path)
     if here == "":
         return  # the package's lazy public surface
-    for target in own_rooms(path) - {here}:
-        if target in ROOT_NOUNS:
+    for target in own_folders(path) - {here}:
+        if target in ROOT_MODULES:
             continue
-        assert here in ORDER, f"root noun {here} imports {target}: root nouns import only each other"
+        assert here in ORDER, f"root module {here} imports {target}: root modules import only each other"
         assert target in ORDER, f"{here} imports {target}, which has no place in the order"
         assert ORDER.index(target) > ORDER.index(here), f"{here} imports {target}, which stands above it"
         assert (here, target) not in FORBIDDEN
 
 
-def test_root_nouns_have_no_import_circle() -> None:
-    edges = {name: own_rooms(PACKAGE / f"{name}.py") & ROOT_NOUNS - {name} for name in ROOT_NOUNS}
+def test_root_modules_have_no_import_circle() -> None:
+    edges = {name: own_folders(PACKAGE / f"{name}.py") & ROOT_MODULES - {name} for name in ROOT_MODULES}
     while edges:
         free = {name for name, targets in edges.items() if not targets & edges.keys()}
         assert free, f"circle among {sorted(edges)}"
@@ -71,20 +71,20 @@ def test_root_nouns_have_no_import_circle() -> None:
 
 
 @pytest.mark.parametrize("name", ["scheduler", "runner", "models", "layers", "attention", "sampling"])
-def test_each_room_exists(name: str) -> None:
+def test_each_folder_exists(name: str) -> None:
     assert (PACKAGE / name / "__init__.py").is_file()
 
 
-def test_scheduler_imports_only_root_nouns_and_kernels_nothing_of_ours() -> None:
+def test_scheduler_imports_only_root_modules_and_kernels_nothing_of_ours() -> None:
     for path in PACKAGE.glob("scheduler/*.py"):
-        assert own_rooms(path) <= ROOT_NOUNS | {"scheduler"}, path
+        assert own_folders(path) <= ROOT_MODULES | {"scheduler"}, path
     for path in PACKAGE.glob("kernels/*.py"):
-        assert own_rooms(path) <= {"kernels"}, path
+        assert own_folders(path) <= {"kernels"}, path
 
 
 def test_nothing_but_the_front_doors_imports_advice() -> None:
     """The engine serves without it: advice is for the command line, and for keywords of vLLM's given to `LLM`."""
-    importers = {room(path) for path in FILES if "advice" in own_rooms(path)}
+    importers = {folder_of(path) for path in FILES if "advice" in own_folders(path)}
     assert importers == {"advice", "cli", "llm"}
 
 
@@ -119,7 +119,7 @@ def test_no_check_goes_away_with_python_O() -> None:
 
 def test_no_branch_on_a_family_outside_models() -> None:
     for path in FILES:
-        if room(path) in ("models", "model_config"):
+        if folder_of(path) in ("models", "model_config"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Compare):
