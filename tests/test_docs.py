@@ -124,8 +124,11 @@ def test_the_start_page_begins_with_a_story() -> None:
 
 
 def test_planning_begins_with_a_plan() -> None:
-    ((_, text),) = first_examples(ROOT / "docs/planning.md")
-    assert "tensor_parallel_size" in run_shell(text)
+    (_, command), (_, shown) = first_examples(ROOT / "docs/planning.md")
+    said = run_shell(command)
+    assert "tensor_parallel_size" in said
+    for line in shown.splitlines()[:2]:
+        assert line in said
 
 
 def test_models_begins_with_what_is_served() -> None:
