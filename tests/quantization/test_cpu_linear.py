@@ -11,11 +11,12 @@ from headrace.quantization.cpu_linear import (
     Choice,
     choose,
     choose_all,
+    has_units,
     hold_packed,
     hold_plain,
     hold_transposed,
+    in_float32,
     spare_memory,
-    ways,
 )
 from headrace.quantization.scheme import LinearSpec
 
@@ -24,30 +25,29 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("in_cache", [False, True])
-def test_all_ways_agree(dtype: torch.dtype, bias: bool, in_cache: bool) -> None:
+def test_all_ways_agree(dtype: torch.dtype, bias: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(48, 40, generator=generator).to(dtype)
     offset = torch.randn(48, generator=generator).to(dtype) if bias else None
-    tried = ways(dtype, in_cache)
-    assert len(tried) >= 2
+    ways = [hold_plain, hold_transposed, in_float32(hold_transposed)]
+    if torch.backends.mkldnn.is_available():
+        ways += [in_float32(hold_packed), *([hold_packed] if dtype == torch.float32 or has_units(dtype) else [])]
     for tokens in (1, 3, 17):
         x = torch.randn(tokens, 40, generator=generator).to(dtype)
         exact = F.linear(x.double(), weight.double(), None if offset is None else offset.double())
-        for way in tried:
+        for way in ways:
             y = way(weight, offset)(x)
             assert y.dtype == dtype
             assert (y.double() - exact).abs().max() <= TOLERANCE[dtype] * exact.abs().max(), way
 
 
 def test_two_ways_share_the_work_by_number_of_tokens() -> None:
-    assert ways(torch.float32, in_cache=True) == [hold_transposed, hold_plain]
     calls: list[int] = []
 
     def spy(weight: torch.Tensor, bias: torch.Tensor | None) -> object:
         return lambda x: calls.append(x.shape[0]) or x
 
-    held = Choice(spy, hold_plain, threshold=4).hold(torch.ones(2, 3), None)  # type: ignore[arg-type]
+    held = Choice(spy, hold_plain).hold(torch.ones(2, 3), None)  # type: ignore[arg-type]
     for tokens in (1, 3, 4, 9):
         held(torch.ones(tokens, 3))
     assert calls == [1, 3]
@@ -63,20 +63,23 @@ def test_choices_cover_every_size_and_keep_to_memory() -> None:
         assert choice.few in (hold_plain, hold_transposed, hold_packed)  # not in float32
 
 
-def test_large_models_are_tried_on_weights_that_no_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[int] = []
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bits_are_converted_for_several_tokens_where_the_cpu_has_no_units(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = [LinearSpec(256, IN_CACHE // 512 + extra, (), dtype) for extra in (0, 64)]
+    for spare_bytes, units in ((1 << 40, True), (1 << 40, False), (0, False)):
+        monkeypatch.setattr("headrace.quantization.cpu_linear.has_units", lambda dtype, units=units: units)
+        choices = choose_all(large, spare_bytes)
+        assert len(choices) == 2
+        for choice in choices.values():
+            assert choice.few is (hold_packed if units else hold_plain)
+            assert (choice.many is choice.few) == (units or not spare_bytes)
 
-    def record(out_features: int, in_features: int, dtype: torch.dtype, roomy: bool, in_cache: bool) -> Choice:
-        tried.append(out_features * in_features)
-        assert not in_cache
-        return Choice(hold_plain, hold_plain)
 
-    monkeypatch.setattr("headrace.quantization.cpu_linear.choose", record)
-    rows = IN_CACHE // 4 // 256
-    choices = choose_all([LinearSpec(256, rows + extra, (), torch.float32) for extra in (0, 64)], spare_bytes=0)
-    assert len(choices) == 2
-    assert len(tried) == 1
-    assert tried[0] >= 1 << 22
+def test_large_float32_models_are_packed_for_several_tokens() -> None:
+    (choice,) = choose_all([LinearSpec(256, IN_CACHE // 1024, (), torch.float32)], 1 << 40).values()
+    assert (choice.few, choice.many) == (hold_transposed, hold_packed)
 
 
 def test_a_choice_is_one_of_the_ways() -> None:
