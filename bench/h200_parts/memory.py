@@ -31,7 +31,7 @@ SHOWN = ("Memory of", "instead of", "no memory", "no room", "num_gpu_blocks", "d
 """The log's lines with one of these are printed."""
 
 
-class Lines(logging.Handler):
+class LogLines(logging.Handler):
     """Keeps what headrace logs."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ def equal(answers: list[list[int]], expected: list[list[int]]) -> str:
 class Cases:
     """Holds the cases. Each returns whether it passed, and what to print."""
 
-    def __init__(self, model: str, log: Lines) -> None:
+    def __init__(self, model: str, log: LogLines) -> None:
         self.model, self.log = model, log
 
     def engine(self, **settings: Any) -> LLM:
@@ -203,7 +203,7 @@ class Cases:
 
 def memory_cases(run: Run) -> None:
     """Run each of Cases. Whatever it raises, it has failed, and the next one runs."""
-    log = Lines()
+    log = LogLines()
     logger = logging.getLogger("headrace")
     logger.setLevel(logging.DEBUG)
     logger.addHandler(log)

@@ -66,7 +66,7 @@ class Bench:
             for i in range(count)
         ]
 
-    def settle(self, row: Result, prompts: list[list[int]], output_len: int) -> None:
+    def finish_row(self, row: Result, prompts: list[list[int]], output_len: int) -> None:
         """Emit a finished row. Those of a mixture of experts wait for `count_experts`."""
         if self.cost.num_experts:
             self._uncounted.append((row, prompts, output_len))
@@ -128,7 +128,7 @@ def decode_rows(bench: Bench) -> None:
             tokens={"prompt": size * input_len, "output": size * output_len},
             bound=1000 * decode_floor(bench.cost, bench.ceilings, size, input_len + output_len / 2),
         )
-        bench.settle(row, prompts, output_len)
+        bench.finish_row(row, prompts, output_len)
         if batch == 1:
             row = Result(
                 f"ttft/{name}/1x128",
@@ -137,7 +137,7 @@ def decode_rows(bench: Bench) -> None:
                 tokens={"prompt": input_len},
                 bound=1000 * prefill_floor(bench.cost, bench.ceilings, 1, input_len),
             )
-            bench.settle(row, prompts, 1)
+            bench.finish_row(row, prompts, 1)
 
 
 def prefill_rows(bench: Bench) -> None:
@@ -157,7 +157,7 @@ def prefill_rows(bench: Bench) -> None:
             tokens={"prompt": size * length},
             bound=1000 * prefill_floor(bench.cost, bench.ceilings, size, length),
         )
-        bench.settle(row, prompts, 1)
+        bench.finish_row(row, prompts, 1)
 
 
 def throughput_rows(bench: Bench) -> None:
@@ -186,7 +186,7 @@ def throughput_rows(bench: Bench) -> None:
         if made != count * output_len:
             row.valid = False
             row.notes.append(f"{count * output_len:,} output tokens were asked for")
-        bench.settle(row, prompts, output_len)
+        bench.finish_row(row, prompts, output_len)
 
 
 def kv_cache_tokens(bench: Bench) -> int:
