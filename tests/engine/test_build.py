@@ -96,7 +96,7 @@ def test_enough_memory_is_one_plan(start: Start) -> None:
 
 
 def test_a_step_that_does_not_fit_becomes_smaller(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG):
+    with caplog.at_level(logging.DEBUG, "headrace"):
         core, executor = start({"step_tokens": 300})
     assert [plan[0] for plan in executor.plans] == [8192, 4096, 2048, 1024, 512, 256]
     assert [plan[1] for plan in executor.plans] == [1024] * 4 + [512, 256]
@@ -127,7 +127,7 @@ def test_no_step_fits(start: Start) -> None:
 
 
 def test_a_cache_that_does_not_fit_becomes_smaller(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG):
+    with caplog.at_level(logging.DEBUG, "headrace"):
         core, executor = start({"num_blocks_free": 100})
     assert executor.caches == [10**4, 100]
     assert core.facts.num_pages == core.scheduler.config.num_pages == 100
