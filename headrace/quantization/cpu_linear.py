@@ -24,7 +24,7 @@ FEW_TOKENS = 4
 IN_CACHE = 16 << 20
 """A model with fewer bytes of weights keeps them in the CPU's cache between steps; a larger one's come from memory."""
 PACKED_FROM = 1 << 17
-"""the fewest elements of a weight that is packed in such a small model: smaller products end sooner without"""
+"""the fewest elements of a float32 weight that is packed in such a small model: smaller products end sooner without"""
 
 
 def hold_plain(weight: Tensor, bias: Tensor | None) -> Multiply:
@@ -89,12 +89,11 @@ def choose(out_features: int, in_features: int, dtype: torch.dtype, roomy: bool,
     """Return how to store a weight of these sizes. `roomy`: there is memory for a second copy in float32; `in_cache`:
     the model is so small that its weights stay in the CPU's cache."""
     packs = torch.backends.mkldnn.is_available()
-    large = not in_cache or out_features * in_features >= PACKED_FROM
     if dtype == torch.float32:  # MKL packs an unpacked weight anew in every product of several tokens
+        large = not in_cache or out_features * in_features >= PACKED_FROM
         return Choice(hold_transposed, hold_packed if packs and large and roomy else hold_transposed)
     if has_units(dtype):
-        way = hold_packed if large else hold_plain
-        return Choice(way, way)
+        return Choice(hold_packed, hold_packed)
     if not roomy:
         return Choice(hold_plain, hold_plain)
     wide = in_float32(hold_packed if packs and not in_cache else hold_transposed)
