@@ -14,7 +14,7 @@ from headrace.advice.doctor.machine import Machine, Unreadable
 from headrace.advice.doctor.survey import Survey
 from tests.advice.doctor.made_up import MadeUp
 
-DOCS = Path(__file__).parents[3] / "docs" / "doctor.md"
+DOCS = Path(__file__).parents[3] / "docs" / "planning.md"
 
 
 @pytest.mark.parametrize("vendor", ["", "nvidia", "amd"])
