@@ -175,7 +175,7 @@ class EngineConfig:
     tensor_parallel_size: int = knob(
         1, "GPUs over which each layer is split.", minimum=1, short="-tp", group="parallel"
     )
-    attention_backend: str | None = knob(None, "Attention backend (see the start-up log for why one was chosen).")
+    attention_backend: str | None = knob(None, "Attention backend (the start says why one was chosen).")
     enforce_eager: bool = knob(False, "Capture no CUDA graphs (same as cudagraph_mode NONE).")
     compilation_config: dict[str, Any] = knob(
         {},

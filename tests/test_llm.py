@@ -158,6 +158,14 @@ def test_outputs_have_the_attributes_of_vllm(llm: LLM) -> None:
     assert 0 < moments[0] <= moments[1] <= moments[2] <= output.metrics.finished_ts
 
 
+def test_a_request_finishes_when_its_last_token_comes_whatever_runs_beside_it(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (1, 60)]
+    short, long = (output.metrics for output in llm.generate(["ab", "cd"], params, use_tqdm=False))
+    assert short is not None
+    assert long is not None
+    assert short.finished_ts < long.last_token_ts
+
+
 def test_no_prompts_no_outputs(llm: LLM) -> None:
     assert llm.generate([]) == []
 

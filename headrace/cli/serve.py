@@ -14,7 +14,7 @@ EXAMPLES = """\
 def build_parser() -> FlagParser:
     """Return the parser of the engine's flags and the server's."""
     summary = (
-        "Serve a model over the OpenAI HTTP API. What no flag sets follows from hardware and model; the log says why."
+        "Serve a model over the OpenAI HTTP API. What no flag sets follows from hardware and model; the start says why."
     )
     parser = FlagParser("serve", summary, EXAMPLES)
     parser.add_knobs(EngineConfig)

@@ -123,18 +123,17 @@ class AsyncEngine:
         Raises RequestError for invalid input before the first output, EngineDeadError when the core dies, and
         HeadraceError if a prompt failed there. An error, or closing or cancelling the iterator, aborts all prompts.
         """
-        arrival_time = time.monotonic()
-        if self._dead is not None:
-            raise self._dead
         changed = asyncio.Event()
         opened: dict[int, OpenRequest] = {}
         try:
             for index, ids in enumerate(prompts):
                 if index:
                     await asyncio.sleep(0)  # checking and sending many prompts must not hold up other requests
+                if self._dead is not None:
+                    raise self._dead
                 name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
                 requests = self._inputs.process(
-                    name, ids, params, arrival_time=arrival_time, priority=priority, cache_salt=cache_salt,
+                    name, ids, params, arrival_time=time.monotonic(), priority=priority, cache_salt=cache_salt,
                     client=client, parent=request_id if parent is None else parent,
                 )  # fmt: skip
                 opened[index] = self._outputs.add(name, None, requests, params, output_kind, changed.set)
@@ -150,11 +149,11 @@ class AsyncEngine:
                         del opened[index]
                 if batch:
                     yield batch
-                    continue
                 for request in opened.values():
-                    if request.error is not None:
+                    if request.error is not None and request.failed:
                         raise request.error
-                await changed.wait()
+                if not batch:
+                    await changed.wait()
         finally:
             for request in opened.values():
                 self._abort(self._outputs.abort(request))

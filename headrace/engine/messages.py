@@ -87,7 +87,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):
-    """Carries a step's outputs. Without outputs it is a heartbeat: while nothing happens, one is sent every second."""
+    """Carries a step's outputs. Without outputs it is a heartbeat, sent at least every second."""
 
     outputs: EngineCoreOutputs
     busy: bool

@@ -114,12 +114,19 @@ class OpenRequest:
     num_cached_tokens: int = 0
     num_open: int = 0
     """Choices that have not ended."""
+    finished_ts: float = 0.0
+    """When the last choice ended, in seconds of time.monotonic()."""
     error: HeadraceError | None = None
     """Why the request failed. What came before can still be taken."""
 
     @property
     def finished(self) -> bool:
         return not self.num_open
+
+    @property
+    def failed(self) -> bool:
+        """True if there is an error, and nothing from before it is left to take."""
+        return self.error is not None and (self.kind == "final" or not any(one.changed for one in self.choices))
 
     def take(self) -> RequestOutput | None:
         """Return what came since the last call, of however many steps; None if there is nothing. A request of kind
@@ -145,16 +152,15 @@ class OpenRequest:
         )
 
     def _metrics(self) -> RequestMetrics:
-        """Return the request's moments as it ends now: the earliest or latest of its choices."""
+        """Return the moments of a request that has ended: the earliest or latest of its choices."""
         times = [choice.times for choice in self.choices]
-        now = time.monotonic()
         return RequestMetrics(
-            arrival_time=time.time() - (now - self.arrival_time),
+            arrival_time=time.time() - (time.monotonic() - self.arrival_time),
             queued_ts=self.arrival_time,
             scheduled_ts=min(filter(None, (entry.scheduled for entry in times)), default=0.0),
             first_token_ts=min(filter(None, (entry.first_token for entry in times)), default=0.0),
             last_token_ts=max(entry.last_token for entry in times),
-            finished_ts=now,
+            finished_ts=self.finished_ts,
             num_generation_tokens=sum(choice.num_tokens for choice in self.choices),
         )
 
@@ -238,6 +244,7 @@ class OutputProcessor:
         iteration.end()
         for request in changed.values():
             if request.finished:
+                request.finished_ts = time.monotonic()
                 del self._requests[request.request_id]
             if request.finished or request.kind == "delta":
                 request.on_change()
@@ -262,7 +269,7 @@ class OutputProcessor:
             if choice.finish_reason is None:
                 choice.finish_reason, choice.changed = FinishReason.ABORT, True
                 choice.close_text(last_is_stop_token=False)
-        request.num_open = 0
+        request.num_open, request.finished_ts = 0, time.monotonic()
         request.on_change()
         return aborts
 
