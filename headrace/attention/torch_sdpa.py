@@ -141,9 +141,8 @@ class TorchSdpa:
             query = q.view(size, -1, kv_heads, shared, head_dim)
             query = query.squeeze(1) if queries == 1 else query.permute(0, 2, 3, 1, 4).flatten(2, 3)
         key, value = (parts[0], parts[0, ..., -spec.latent_dim :]) if spec.latent_dim else parts.unbind()
-        if (
-            sinks is not None and mask is not None
-        ):  # one key more, of nothing but the mask's number, and without a value
+        if sinks is not None and mask is not None:
+            # one more key: its score is the mask's number, and its value zero
             key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
             column = sinks.view(kv_heads, shared, 1, 1).expand(-1, -1, queries, -1)
             column = column if lone else column.reshape(1, kv_heads, -1, 1).expand(size, -1, -1, -1)

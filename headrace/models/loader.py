@@ -147,17 +147,18 @@ def weight_bytes(layer: Layer) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def multiplied_weights(model: nn.Module) -> float:
-    """Return how many weights a token is multiplied with in all layers, on this rank, each counted as its format says
-    (`WeightFormat.launched_as`). The head is left out, and so are experts that a token does not go to."""
+def multiplied_weights(model: nn.Module, as_launched: bool = True) -> float:
+    """Return how many weights a token is multiplied with in all layers, on this rank. The head is left out, and so are
+    experts that a token does not go to. `as_launched`: each counts as its format says (`WeightFormat.launched_as`), so
+    that the sum tells how long a GPU computes beside the time that launches take."""
     total = 0.0
     for layer in model.modules():
         if isinstance(layer, SparseMoE):
             weights = 3 * layer.spec.experts_per_token * layer.down_spec.in_features * layer.spec.hidden_size
-            total += weights * layer.scheme.format.launched_as
+            total += weights * (layer.scheme.format.launched_as if as_launched else 1)
         elif isinstance(layer, Linear) and not isinstance(layer, ParallelLMHead):
             weights = layer.spec.in_features * layer.spec.out_features
-            total += weights * layer.scheme.format.launched_as
+            total += weights * (layer.scheme.format.launched_as if as_launched else 1)
     return total
 
 

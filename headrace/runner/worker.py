@@ -109,7 +109,7 @@ class Worker:
         self.model = load_model(
             self.folder, model_config, context, config.load_format, config.seed, config.quantization
         )
-        self.num_weights = multiplied_weights(self.model)
+        self.num_weights = multiplied_weights(self.model, as_launched=False)
         self.notes = [f"Using {chosen.name} backend: {chosen.why}.", *self.model.notes]
         check = SelfCheck(self.mesh.tp, self.device)
         subject = Subject(
@@ -165,7 +165,7 @@ class Worker:
             return None
         return GraphSettings.of(
             self.config.compilation_config, limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len,
-            most_in_pieces(self.num_weights / self.model_config.num_layers),
+            most_in_pieces(multiplied_weights(self.model) / self.model_config.num_layers),
         )  # fmt: skip
 
     def _measure(self) -> WorkerFacts:
@@ -227,7 +227,8 @@ class Worker:
     def execute(self, step: SchedulerOutput) -> PendingStep | FinishedStep:
         """Launch a step; on a CPU a small one runs on one thread."""
         threads = torch.get_num_threads()
-        if self.device.type != "cpu" or threads == 1 or step.num_tokens * self.num_weights > ONE_THREAD:
+        tokens = 1 if self.config.batch_invariant else step.num_tokens  # then tokens are computed one by one, all alike
+        if self.device.type != "cpu" or threads == 1 or tokens * self.num_weights > ONE_THREAD:
             return self._execute(step)
         torch.set_num_threads(1)
         try:

@@ -12,7 +12,14 @@ from headrace.runner.pending import PendingStep
 from headrace.step import SchedulerOutput
 
 
-def test_small_steps_run_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("batch_invariant", "expected"),
+    [(False, [(40, 2), (1, 1), (1, 1)]), (True, [(1, 1)] * 42)],
+    ids=["steps as they are", "token by token"],
+)
+def test_small_steps_run_on_one_thread(
+    monkeypatch: pytest.MonkeyPatch, batch_invariant: bool, expected: list[tuple[int, int]]
+) -> None:
     seen: list[tuple[int, int]] = []
     execute = ModelRunner.execute
 
@@ -23,11 +30,11 @@ def test_small_steps_run_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ModelRunner, "execute", watched)
     before = torch.get_num_threads()
-    with LLM("demo", cpu_threads=2) as llm:
+    with LLM("demo", cpu_threads=2, batch_invariant=batch_invariant) as llm:
         weights = llm._core._executor._worker.num_weights  # type: ignore[union-attr, attr-defined]
         monkeypatch.setattr(worker_module, "ONE_THREAD", 4 * weights)
         seen.clear()
         llm.generate([[5] * 40], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
-    assert seen == [(40, 2), (1, 1), (1, 1)]
+    assert seen == expected
     assert torch.get_num_threads() == 2
     torch.set_num_threads(before)
