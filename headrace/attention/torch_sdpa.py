@@ -96,7 +96,7 @@ class TorchSdpa:
         return out
 
     def _gather(self, kv_cache: Tensor, blocks: Tensor | slice, dtype: torch.dtype, kv_scale: Tensor | None) -> Tensor:
-        """K and V of `blocks` as attention wants them, until the next call."""
+        """Return K and V of `blocks` in `dtype`; the next call may overwrite them."""
         quantized = kv_cache.element_size() == 1
         stored = kv_cache.view(torch.uint8) if quantized else kv_cache
         gathered = stored[:, blocks] if isinstance(blocks, slice) else self._select(stored, blocks)
@@ -108,6 +108,7 @@ class TorchSdpa:
         return converted
 
     def _select(self, stored: Tensor, blocks: Tensor) -> Tensor:
+        """Copy `blocks` of every plane into the memory that is kept for it, or into fresh memory if they are large."""
         shape = (stored.shape[0], blocks.shape[0], *stored.shape[2:])
         size = math.prod(shape) * stored.element_size()
         if size > MOST_SCRATCH or stored.device.type != "cpu":
@@ -125,7 +126,7 @@ class TorchSdpa:
         kv_scale: Tensor | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """q # [B * Q, Hq, D] -> # [B * Q, Hq, D of values]. Query heads of a KV head are rows of one product."""
+        """Return [B * Q, Hq, D of values] for q [B * Q, Hq, D]. Query heads of a KV head are rows of one product."""
         size, queries = group.size, group.query_len
         kv_heads, head_dim = spec.num_kv_heads, spec.head_dim
         shared = spec.num_heads // kv_heads
