@@ -54,8 +54,11 @@ class PackedWeight:
     @property
     def num_bytes(self) -> int:
         """Return the bytes that it holds on the device."""
-        held = (self.codes, self.scales, self.zeros, self.factors, self.order)
-        return sum(tensor.nbytes for tensor in held if tensor is not None)
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return its tensors by the names of their fields."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [..., out, in] in `dtype`, computed in fp32, its columns in the checkpoint's order."""

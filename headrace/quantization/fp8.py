@@ -123,6 +123,9 @@ class RoundingProduct:
         held = (weights["weight"], weights["weight_scale"], weights.get("bias"))
         return gpu_linear.by_table(*held, table, fused, many, quantize, spec.dtype)
 
+    def widened(self, spec: LinearSpec, weights: Weights) -> Weights:
+        return self.layout.dequantize(spec, weights)
+
     def experts(self, spec: LinearSpec, weights: Weights) -> tuple[Tensor, Tensor | None]:
         return weights["weight"], weights["weight_scale"]
 

@@ -184,7 +184,11 @@ class Product(Protocol):
 
     def finalize(self, spec: LinearSpec, weights: Weights, fused: FusedOps) -> Compute:
         """Return the function that applies the loaded weights and the fused operations. It may keep the weights in
-        another form, and then does not keep `weights`."""
+        another form, and then does not keep what `weights` held: either it leaves them to the caller or, on a GPU, puts
+        the tensors of that form in their place."""
+
+    def widened(self, spec: LinearSpec, weights: Weights) -> Weights:
+        """Return the unquantized form of `weights` as `finalize` left them on a GPU."""
 
     def experts(self, spec: LinearSpec, weights: Weights) -> tuple[Tensor, Tensor | None]:
         """Return what kernels/moe.py takes: weight [experts, out, in], and scales [experts, out] or None."""
@@ -220,7 +224,13 @@ class Dequantized:
         return self.plain.table(spec)
 
     def finalize(self, spec: LinearSpec, weights: Weights, fused: FusedOps) -> Compute:
-        return self.plain.finalize(spec, self.layout.dequantize(spec, weights), fused)
+        plain = self.layout.dequantize(spec, weights)
+        weights.clear()
+        weights.update(plain)
+        return self.plain.finalize(spec, plain, fused)
+
+    def widened(self, spec: LinearSpec, weights: Weights) -> Weights:
+        return weights
 
     def experts(self, spec: LinearSpec, weights: Weights) -> tuple[Tensor, Tensor | None]:
         return self.plain.experts(spec, self.layout.dequantize(spec, weights))

@@ -66,6 +66,9 @@ class PlainProduct:
         weight, bias = weights["weight"], weights.get("bias")
         return gpu_linear.by_table(weight, None, bias, table, fused, gpu_linear.by_library(weight, bias, fused))
 
+    def widened(self, spec: LinearSpec, weights: Weights) -> Weights:
+        return weights
+
     def experts(self, spec: LinearSpec, weights: Weights) -> tuple[Tensor, Tensor | None]:
         return weights["weight"], None
 

@@ -280,7 +280,7 @@ def _reference(layer: Linear, x: Any) -> Tensor:
         x = x.dequantize(torch.float32)
     elif fused.norm_weight is not None:
         x = REFERENCE_KERNELS.rms_norm(x, fused.norm_weight, fused.norm_eps)
-    plain, wide = layer.scheme.layout.dequantize(replace(layer.spec, dtype=torch.float32), layer.weights), x.float()
+    plain, wide = layer.scheme.product.widened(replace(layer.spec, dtype=torch.float32), layer.weights), x.float()
     weight = plain["weight"]
     step = max(1, ROWS_AT_ONCE // weight.shape[1])
     out = torch.cat([F.linear(wide, rows.float()) for rows in weight.split(step)], dim=1)
@@ -313,7 +313,7 @@ def _without_fp8(subject: Subject, wrong: Linear) -> str:
     for layer in subject.layers(Linear):
         same = (layer.spec.out_features, layer.spec.in_features) == (wrong.spec.out_features, wrong.spec.in_features)
         if same and layer.scheme is rounding:
-            layer.weights, layer.scheme = rounding.layout.dequantize(layer.spec, layer.weights), plain
+            layer.weights, layer.scheme = rounding.product.widened(layer.spec, layer.weights), plain
             compute = plain.product.finalize(layer.spec, layer.weights, layer.fused)
             layer.compute = _of_plain_inputs(compute, subject.dtype)
     return "linears over plain activations"

@@ -1,0 +1,47 @@
+"""The one form of weights of 4 and 8 bits: what goes in comes out, and means what the formats say."""
+
+import pytest
+import torch
+
+from headrace.kernels.packed import BLOCK, E2M1, pack, pack_codes, unpack_codes
+from tests.kernels.packed_weights import KINDS, random_packed
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("size", [1, 16, 32, 100])
+def test_codes_come_out_as_they_went_in(bits, size):
+    codes = torch.randint(0, 1 << bits, (3, 5, size), dtype=torch.uint8)
+    packed = pack_codes(codes, bits)
+    padded = -(-size // BLOCK) * BLOCK
+    assert packed.shape == (3, 5, padded * bits // 8)
+    out = unpack_codes(packed, bits)
+    assert torch.equal(out[..., :size], codes)
+    assert (out[..., size:] == 1 << (bits - 1)).all()
+
+
+def test_integers_have_zeros_scales_and_an_order():
+    codes = torch.tensor([[0, 15] + [8] * 30], dtype=torch.uint8)
+    scales, zeros = torch.tensor([[0.5, 2.0]]), torch.tensor([[3, 9]], dtype=torch.uint8)
+    order = torch.arange(32).flip(0)
+    weight = pack(codes, scales, zeros, torch.tensor([10.0]), bits=4, group_size=16, order=order)
+    out = weight.dequantize(torch.float32)[0]
+    assert out[31] == (0 - 3) * 0.5 * 10
+    assert out[30] == (15 - 3) * 0.5 * 10
+    assert out[0] == (8 - 9) * 2.0 * 10
+    symmetric = pack(codes, scales, bits=4, group_size=16).dequantize(torch.float32)[0]
+    assert symmetric[:3].tolist() == [-4.0, 3.5, 0.0]
+
+
+def test_e2m1_with_powers_of_two():
+    codes = torch.arange(32, dtype=torch.uint8)[None] % 16
+    weight = pack(codes, torch.tensor([[130]], dtype=torch.uint8), bits=4, values="e2m1", group_size=32)
+    assert weight.dequantize(torch.float32)[0].tolist() == [value * 8 for value in E2M1] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_are_linears_of_one_size(kind):
+    experts = random_packed(3, 10, 128, **KINDS[kind])
+    assert experts.num_bytes == sum(tensor.nbytes for tensor in experts.tensors().values())
+    out = experts.dequantize(torch.float32)
+    assert out.shape == (3, 10, 128)
+    assert 0.01 < out.std() < 0.2
