@@ -16,8 +16,7 @@ import pytest
 
 from headrace.config import EngineConfig, knob_types
 from headrace.models.registry import MODELS, ModelEntry
-from headrace.quantization.formats import PLAIN
-from headrace.quantization.table import SCHEMES
+from headrace.quantization.formats import MADE_AT_LOAD
 from tests.e2e.serving import Serve
 from tests.speed import PATIENCE
 
@@ -212,12 +211,9 @@ def test_pages_are_as_short_as_they_promise() -> None:
 
 def served_table() -> str:
     """Return the README's table of what is served, made from the registries."""
-    # tests register formats of their own in SCHEMES
-    ours = [key for key, entry in SCHEMES.items() if entry.module.startswith("headrace.")]
-    formats = [(method, name) for method, name in ours if (method, name) != ("", PLAIN.name)]
     flags = [name for name in knob_types(EngineConfig) if name.endswith("_parallel_size")]
     columns = ["models", "`architectures`", "plain weights"]
-    columns += [f"`{name}`{f' ({method})' if method else ''}" for method, name in formats]
+    columns += [f"`{name}`" for name in MADE_AT_LOAD]
     columns += [f"`--{name.replace('_', '-')}`" for name in flags]
     lines = [columns, ["---"] * len(columns), *(table_row(entry, len(columns) - 2) for entry in MODELS)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("| --- ", "|---").replace("---|", "---|")

@@ -33,8 +33,9 @@ from headrace.models.finite import FiniteCheck
 from headrace.models.fusion import fuse
 from headrace.models.registry import resolve
 from headrace.quantization.checkpoint_format import CheckpointFormat
+from headrace.quantization.formats import UNQUANTIZED, LinearFormat
 from headrace.quantization.scheme import Scheme, Slot
-from headrace.quantization.table import UNQUANTIZED, SchemeEntry, resolve_format, scheme_for
+from headrace.quantization.table import make_scheme, resolve_format
 
 DUMMY_RANGE = 1e-3
 """Largest absolute value of a dummy weight"""
@@ -93,7 +94,7 @@ def attach_schemes(
     """Give every linear and every layer of experts the scheme of its format; those that the scheme refuses stay
     unquantized. Return lines for the log, one for each format, which also name what is unquantized."""
     held = resolve_format(config, quantization)
-    schemes: dict[SchemeEntry, Scheme] = {}
+    schemes: dict[LinearFormat, Scheme] = {}
     served: dict[Scheme, list[Linear | SparseMoE]] = {}
     kept: Counter[str] = Counter()
     for path, layer in layers:
@@ -121,20 +122,20 @@ def attach_schemes(
 
 
 def _scheme_of(
-    path: str, layer: Linear | SparseMoE, held: CheckpointFormat, schemes: dict[SchemeEntry, Scheme]
+    path: str, layer: Linear | SparseMoE, held: CheckpointFormat, schemes: dict[LinearFormat, Scheme]
 ) -> tuple[Scheme, str]:
     """Return (the layer's scheme, why it is unquantized although its format is not). Raises UnsupportedModelError where
     the parts of a fused layer are in several formats."""
     names = layer.quantized_names(path)
-    entry, *others = {scheme_for(held, *each): each for each in names}
+    found, *others = {held.format_for(*each): each for each in names}
     if others:
-        formats = ", ".join(f"{each[0]}: {held.format_for(*each).name}" for each in names)
+        formats = ", ".join(f"{each[0]}: {held.format_for(*each)}" for each in names)
         raise UnsupportedModelError(f"config.json: {path} is computed as one, and in several formats ({formats})")
-    for each in (UNQUANTIZED, entry):
+    for each in (UNQUANTIZED, found):
         if each not in schemes:
-            schemes[each] = each.make()
-    why = schemes[entry].product.refusal(layer.spec) if isinstance(layer, Linear) else ""
-    return schemes[UNQUANTIZED if why else entry], why
+            schemes[each] = make_scheme(each)
+    why = schemes[found].product.refusal(layer.spec) if isinstance(layer, Linear) else ""
+    return schemes[UNQUANTIZED if why else found], why
 
 
 def weight_bytes(layer: Layer) -> int:

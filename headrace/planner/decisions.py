@@ -177,7 +177,7 @@ def _batch_invariance(config: EngineConfig, device_type: str) -> Decision:
 def _quantization(config: EngineConfig, model: ModelConfig, device_type: str) -> Decision:
     """The format by headrace's own name for it. Raises ConfigError where it contradicts the checkpoint or another
     setting."""
-    name = resolve_format(model, config.quantization).default.name
+    name = resolve_format(model, config.quantization).default.format.name
     if config.batch_invariant and device_type != "cpu":
         raise ConfigError(
             f"quantization {config.quantization!r} does not go with batch_invariant on a GPU: the order of sums of the "

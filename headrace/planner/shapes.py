@@ -192,7 +192,7 @@ def shape_of(config: dict[str, Any], name: str, source: str = "") -> ModelShape:
             spec=spec,
             dtype=text.text("dtype", text.text("torch_dtype", "bfloat16")).removeprefix("torch."),
             source=source or name,
-            held=checkpoint.default,
+            held=checkpoint.default.format,
             held_parts=checkpoint.parts(len(spec.layers)),
             fp8_kv_cache=holds_kv_scales(quantization),
         )

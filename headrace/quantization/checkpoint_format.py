@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.model_config import Fields
-from headrace.quantization.formats import FORMATS, PLAIN, WeightFormat
+from headrace.quantization.formats import FORMATS, UNQUANTIZED, LinearFormat
 
 PARTS = ("attention", "dense", "experts")
 """the kinds of linears that a checkpoint may hold in different formats"""
@@ -34,11 +34,11 @@ class CheckpointFormat:
 
     method: str = ""
     """`quant_method`: the tool that wrote the tensors; empty: weights are unquantized, and may be rounded at load"""
-    default: WeightFormat = PLAIN
-    rules: tuple[tuple[str, WeightFormat], ...] = ()
+    default: LinearFormat = UNQUANTIZED
+    rules: tuple[tuple[str, LinearFormat], ...] = ()
     """(name or pattern of linears, their format); the first that matches counts"""
 
-    def format_for(self, *names: str) -> WeightFormat:
+    def format_for(self, *names: str) -> LinearFormat:
         """Return the format of one linear, given its full name in the checkpoint, then further names for it. Further
         names are those of our fused linear that it is a part of, which some tools list. A regular expression is matched
         with the first name alone."""
@@ -72,8 +72,9 @@ def read_format(quantization: dict[str, Any] | None) -> CheckpointFormat:
             f"{', '.join(READ)}"
         )
     lists = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude", "exclude_modules")
-    left_alone = tuple((entry, PLAIN) for key in lists for entry in _patterns(fields, key))
-    return CheckpointFormat(method, replace(FORMATS[name], **exactly), left_alone)
+    left_alone = tuple((entry, UNQUANTIZED) for key in lists for entry in _patterns(fields, key))
+    layout = {"bf16": "plain", "fp8": "fp8_stored", "int4": f"{method} int4"}.get(name, name)
+    return CheckpointFormat(method, LinearFormat(replace(FORMATS[name], **exactly), layout), left_alone)
 
 
 def holds_kv_scales(quantization: dict[str, Any] | None) -> bool:

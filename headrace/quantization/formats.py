@@ -67,6 +67,38 @@ PLAIN = FORMATS["bf16"]
 MADE_AT_LOAD = tuple(one.name for one in FORMATS.values() if one.made_at_load)
 
 
+Setting = str | int | bool | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LinearFormat:
+    """Says how one linear is held: the facts of its format, and what reads the checkpoint's tensors of it."""
+
+    format: WeightFormat = PLAIN
+    layout: str = "plain"
+    """a key of table.SCHEMES"""
+    settings: tuple[tuple[str, Setting], ...] = ()
+    """keyword arguments of the function that makes the scheme, sorted by name"""
+
+    def __str__(self) -> str:
+        """Return `int4 (group_size 64, ...)`."""
+        settings = ", ".join(f"{name} {value}" for name, value in self.settings)
+        return f"{self.format.name} ({settings})" if settings else self.format.name
+
+
+UNQUANTIZED = LinearFormat()
+
+
+def linear_format(format: WeightFormat, layout: str, **settings: Setting) -> LinearFormat:
+    """Return the LinearFormat with these settings."""
+    return LinearFormat(format, layout, tuple(sorted(settings.items())))
+
+
+def rounded(name: str) -> LinearFormat:
+    """Return how the linears of an unquantized checkpoint are held that is rounded to a format of MADE_AT_LOAD."""
+    return linear_format(FORMATS[name], "rounded", per_channel=name == "ptpc_fp8")
+
+
 def find_format(name: str) -> WeightFormat:
     """Return the format of that name. Raises ConfigError if there is none."""
     if name not in FORMATS:

@@ -21,7 +21,7 @@ from headrace.kernels._triton import fp8_dtype
 from headrace.kernels.fp8 import Quantized, quantize_per_token_reference
 from headrace.kernels.table import KernelTable, select_kernels
 from headrace.quantization import gpu_linear
-from headrace.quantization.formats import FORMATS
+from headrace.quantization.formats import WeightFormat
 from headrace.quantization.scheme import Compute, FusedOps, GemmTable, LinearSpec, Multiply, Part, Scheme, Slot, Weights
 from headrace.quantization.unquantized import PlainProduct, bias_slot, empty_bias, rows_of
 
@@ -143,7 +143,7 @@ class RoundingProduct:
         return lambda x: linear(*x, *held, dtype)
 
 
-def fp8(per_channel: bool) -> Scheme:
+def fp8(format: WeightFormat, per_channel: bool) -> Scheme:
     """Return a new scheme for weights with a scale an output if `per_channel`, else a scale a tensor."""
     layout = RoundedLayout(per_channel)
-    return Scheme(FORMATS["ptpc_fp8" if per_channel else "fp8"], layout, RoundingProduct(layout))
+    return Scheme(format, layout, RoundingProduct(layout))

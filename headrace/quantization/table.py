@@ -1,42 +1,34 @@
-"""Lists which scheme serves which weight format, and finds that of each linear of a model.
+"""Lists what serves which layout of weights, and finds in which formats a checkpoint holds its linears.
 
-The format is that of the checkpoint or, for an unquantized checkpoint, that of `--quantization`. Imports no torch.
+The formats are those of the checkpoint or, for an unquantized checkpoint, that of `--quantization`. Imports no torch.
 """
 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from headrace.config import QUANTIZATIONS
 from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.model_config import ModelConfig
 from headrace.quantization.checkpoint_format import CheckpointFormat, read_format
-from headrace.quantization.formats import FORMATS, PLAIN
+from headrace.quantization.formats import UNQUANTIZED, LinearFormat, rounded
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class SchemeEntry:
-    """Names the function that makes a Scheme, which loads torch."""
+    """Names the function that makes a Scheme, which loads torch: (format: WeightFormat, **settings) -> Scheme."""
 
     module: str
     function: str
-    options: dict[str, Any] = field(default_factory=dict)
-    """its keyword arguments"""
-
-    def make(self) -> Any:
-        """Import the module and return a new Scheme."""
-        return getattr(importlib.import_module(self.module), self.function)(**self.options)
 
 
-UNQUANTIZED = SchemeEntry("headrace.quantization.unquantized", "unquantized")
 SCHEMES = {
-    ("", PLAIN.name): UNQUANTIZED,
-    ("", "fp8"): SchemeEntry("headrace.quantization.fp8", "fp8", {"per_channel": False}),
-    ("", "ptpc_fp8"): SchemeEntry("headrace.quantization.fp8", "fp8", {"per_channel": True}),
+    "plain": SchemeEntry("headrace.quantization.unquantized", "unquantized"),
+    "rounded": SchemeEntry("headrace.quantization.fp8", "fp8"),
 }
-"""(`quant_method` of config.json, empty for unquantized weights; name of the format) -> what serves it"""
+"""layout of a LinearFormat -> what serves it"""
 HEAD = "lm_head"
 
 
@@ -58,20 +50,19 @@ def resolve_format(config: ModelConfig, quantization: str | None = None) -> Chec
                 f"{method!r}: weights that are quantized already keep their format, which needs no --quantization"
             )
         if not method:
-            return CheckpointFormat("", FORMATS[wanted], ((HEAD, PLAIN),))
+            return CheckpointFormat("", rounded(wanted), ((HEAD, UNQUANTIZED),))
     if not method:
         return CheckpointFormat()
-    methods = {known for known, _ in SCHEMES}
-    found = read_format(given) if method in methods else None
-    if found is None or (found.method, found.default.name) not in SCHEMES:
-        supported = ", ".join(known or "none (float16, bfloat16, float32 weights)" for known in sorted(methods))
+    found = read_format(given)
+    if found.default.layout not in SCHEMES:
         raise UnsupportedModelError(
-            f"config.json: quantization_config.quant_method {method!r} is not supported; supported: {supported}"
+            f"config.json: quantization_config.quant_method {method!r} with {found.default.format.name} weights is not "
+            "served yet"
         )
     return found
 
 
-def scheme_for(checkpoint: CheckpointFormat, *names: str) -> SchemeEntry:
-    """Return what serves a linear of the checkpoint, given its names (`CheckpointFormat.format_for`)."""
-    found = checkpoint.format_for(*names).name
-    return UNQUANTIZED if found == PLAIN.name else SCHEMES[checkpoint.method, found]
+def make_scheme(linear: LinearFormat) -> Any:
+    """Return a new Scheme for linears of that format, which imports its module."""
+    entry = SCHEMES[linear.layout]
+    return getattr(importlib.import_module(entry.module), entry.function)(linear.format, **dict(linear.settings))

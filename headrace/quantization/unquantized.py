@@ -11,7 +11,7 @@ from headrace.kernels.matmul import matmul
 from headrace.kernels.table import KernelTable
 from headrace.quantization import gpu_linear
 from headrace.quantization.cpu_linear import Choice, choose_all, hold_plain, spare_memory
-from headrace.quantization.formats import PLAIN
+from headrace.quantization.formats import PLAIN, WeightFormat
 from headrace.quantization.scheme import Compute, FusedOps, GemmTable, LinearSpec, Multiply, Part, Scheme, Slot, Weights
 
 
@@ -81,9 +81,9 @@ class PlainProduct:
         return hold_plain(weight, bias) if choice is None else choice.hold(weight, bias)
 
 
-def unquantized() -> Scheme:
+def unquantized(format: WeightFormat = PLAIN) -> Scheme:
     """Return a new scheme for unquantized weights."""
-    return Scheme(PLAIN, PlainLayout(), PlainProduct())
+    return Scheme(format, PlainLayout(), PlainProduct())
 
 
 def empty_bias(spec: LinearSpec, device: torch.device) -> Weights:

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from driver import Driver
-from mixed_format import ENTRY, NAME
+from mixed_format import ENTRY, LAYOUT
 
 from headrace.distributed.mesh import init_mesh
 from headrace.quantization.table import SCHEMES
@@ -26,7 +26,7 @@ def run(driver: Driver) -> dict[str, torch.Tensor]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    SCHEMES[NAME] = ENTRY
+    SCHEMES[LAYOUT] = ENTRY
     rank, rendezvous = int(sys.argv[1]), sys.argv[2]
     mesh = init_mesh(rank, 2, rendezvous, "cpu")
     for folder in map(Path, sys.argv[3:]):

@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headrace.quantization.formats import FORMATS
+from headrace.quantization.formats import Setting, WeightFormat
 from headrace.quantization.scheme import Dequantized, LinearSpec, Part, Scheme, Slot, Weights
 from headrace.quantization.table import SchemeEntry
 from headrace.quantization.unquantized import PlainProduct, rows_of
 
-NAME = ("compressed-tensors", "int8")
+LAYOUT = "int8"
 ENTRY = SchemeEntry("mixed_format", "scheme")
-"""To be put into quantization/table.SCHEMES under NAME"""
+"""To be put into quantization/table.SCHEMES under LAYOUT"""
 
 
 class Int8Layout:
@@ -40,9 +40,9 @@ class Int8Layout:
         return {"weight": (weights["weight"].float() * weights["weight_scale"]).to(spec.dtype)}
 
 
-def scheme() -> Scheme:
+def scheme(format: WeightFormat, **settings: Setting) -> Scheme:
     layout = Int8Layout()
-    return Scheme(FORMATS["int8"], layout, Dequantized(layout, PlainProduct()))
+    return Scheme(format, layout, Dequantized(layout, PlainProduct()))
 
 
 def quantize(folder: Path, linears: str, plain: Path | None = None) -> dict[str, Tensor]:
@@ -64,7 +64,7 @@ def quantize(folder: Path, linears: str, plain: Path | None = None) -> dict[str,
         save_file(exact, plain / "model.safetensors")
     group = {"targets": ["Linear"], "weights": {"type": "int", "num_bits": 8}}
     config["quantization_config"] = {
-        "quant_method": NAME[0],
+        "quant_method": "compressed-tensors",
         "config_groups": {"group_0": group},
         "ignore": ["lm_head", rf"re:(?!.*({linears})$)"],
     }

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from driver import Driver
-from mixed_format import ENTRY, NAME, quantize
+from mixed_format import ENTRY, LAYOUT, quantize
 from tiny_configs import save_tiny_model
 
 from headrace.errors import CheckpointError, UnsupportedModelError
@@ -23,7 +23,7 @@ SOME = r"layers\.1\.mlp\.experts\.\d+\.\w+|layers\.0\.self_attn\.o_proj"
 
 @pytest.fixture(autouse=True)
 def _served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SCHEMES, NAME, ENTRY)
+    monkeypatch.setitem(SCHEMES, LAYOUT, ENTRY)
 
 
 @pytest.fixture

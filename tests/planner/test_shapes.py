@@ -182,7 +182,7 @@ def test_the_format_of_the_checkpoint_and_what_it_leaves_alone() -> None:
     ],
 )
 def test_formats_as_tools_write_them(quantization: dict[str, Any] | None, name: str) -> None:
-    assert read_format(quantization).default.name == name
+    assert read_format(quantization).default.format.name == name
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ from headrace.layers.norm import RMSNorm
 from headrace.model_config import ModelConfig
 from headrace.planner.decisions import decide_before_load
 from headrace.quantization import fp8
-from headrace.quantization.formats import PLAIN
+from headrace.quantization.formats import FORMATS, UNQUANTIZED, rounded
 from headrace.quantization.scheme import Scheme
-from headrace.quantization.table import UNQUANTIZED, resolve_format, scheme_for
+from headrace.quantization.table import make_scheme, resolve_format
 
 CPU, ALONE, E4M3 = torch.device("cpu"), Group(0, 1), torch.float8_e4m3fn
 per_channel = pytest.mark.parametrize("per_channel", [False, True], ids=["fp8", "ptpc_fp8"])
@@ -37,7 +37,7 @@ def generator() -> torch.Generator:
 
 
 def prepared(per_channel: bool, layer: Linear, emulates: bool) -> Scheme:
-    scheme = fp8.fp8(per_channel)
+    scheme = make_scheme(rounded("ptpc_fp8" if per_channel else "fp8"))
     scheme.product.prepare([layer.spec], CPU)
     scheme.product.emulates = emulates  # type: ignore[attr-defined]
     return scheme
@@ -145,8 +145,10 @@ def test_norm_and_activation_around_a_linear(emulates: bool, generator: torch.Ge
 )
 def test_sizes_that_fp8_cannot_take_are_refused(inputs: int, outputs: int, said: str) -> None:
     spec = RowParallelLinear(inputs, outputs, ALONE, torch.float32, False).spec
-    assert said in fp8.fp8(True).product.refusal(spec)
-    assert fp8.fp8(True).product.refusal(RowParallelLinear(48, 16, ALONE, torch.float32, False).spec) == ""
+    assert said in fp8.fp8(FORMATS["fp8"], True).product.refusal(spec)
+    assert (
+        fp8.fp8(FORMATS["fp8"], True).product.refusal(RowParallelLinear(48, 16, ALONE, torch.float32, False).spec) == ""
+    )
 
 
 class LiveBytes(TorchDispatchMode):
@@ -212,12 +214,12 @@ def model_config(**changes: Any) -> ModelConfig:
 
 def test_names_of_formats() -> None:
     plain = model_config()
-    assert resolve_format(plain).default == PLAIN
+    assert resolve_format(plain).default == UNQUANTIZED
     for typed, name in {"fp8": "fp8", "fp8_per_tensor": "fp8", "ptpc_fp8": "ptpc_fp8", "ptpc-fp8": "ptpc_fp8"}.items():
         entry = resolve_format(plain, typed)
-        assert entry.default.name == name
-        assert scheme_for(entry, "model.layers.0.mlp.down_proj").options == {"per_channel": name == "ptpc_fp8"}
-        assert scheme_for(entry, "lm_head") is UNQUANTIZED
+        linear = entry.format_for("model.layers.0.mlp.down_proj")
+        assert (linear.format.name, linear.settings) == (name, (("per_channel", name == "ptpc_fp8"),))
+        assert entry.format_for("lm_head") == UNQUANTIZED
         config, decisions = decide_before_load(EngineConfig(quantization=typed), plain, "cpu")
         assert config.quantization == name
         assert [one.source for one in decisions if one.field == "quantization"] == ["user"]
@@ -229,7 +231,7 @@ def test_a_flag_that_contradicts_the_checkpoint() -> None:
     config = model_config(quantization_config={"quant_method": "gptq"})
     with pytest.raises(ConfigError, match=r"'fp8' contradicts config\.json.*'gptq'.*no --quantization"):
         decide_before_load(EngineConfig(quantization="fp8"), config, "cpu")
-    with pytest.raises(UnsupportedModelError, match="'fp8' is not supported"):
+    with pytest.raises(UnsupportedModelError, match="'fp8' with fp8 weights is not served yet"):
         resolve_format(model_config(quantization_config={"quant_method": "fp8"}), "fp8")
 
 

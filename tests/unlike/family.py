@@ -171,4 +171,4 @@ class UnlikeForCausalLM(Layer):
 
 
 ENTRY = ModelEntry(ARCHITECTURE, describe, __name__, UnlikeForCausalLM.__name__)
-SCHEMES[mixed_format.NAME] = SchemeEntry(mixed_format.__name__, "scheme")
+SCHEMES[mixed_format.LAYOUT] = SchemeEntry(mixed_format.__name__, "scheme")
