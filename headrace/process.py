@@ -7,6 +7,7 @@ What it does first is in child.py.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import functools
 import importlib.util
@@ -217,3 +218,11 @@ def read_config(argv: list[str]) -> bytes:
     """Return the config that the parent gave to this child, whose `sys.argv` is `argv`."""
     with os.fdopen(int(argv[1]), "rb") as file:
         return file.read()
+
+
+def trim_heap() -> None:
+    """Give the heap's free pages back to the system, where the C library can do that (glibc). It frees pages only at
+    the heap's end by itself, and buffers of ever new sizes among longer-lived objects leave gaps everywhere else."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -6,6 +6,7 @@ A worker reports facts to the engine core and does what it is told; it decides n
 from __future__ import annotations
 
 import contextlib
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from headrace.layers.context import LayerContext
 from headrace.model_config import ModelConfig
 from headrace.models.loader import load_model, multiplied_weights
 from headrace.models.registry import attention_specs, describe
+from headrace.process import trim_heap
 from headrace.runner.kernel_checks import Subject, kernel_checks
 from headrace.runner.kv_cache import cache_dtype, cache_shape
 from headrace.runner.kv_scales import Calibration, SettledScales, settle_kv_scales
@@ -38,6 +40,9 @@ from headrace.step import SchedulerOutput, WorkerFacts
 ONE_THREAD = 1e8
 """On a CPU a step of so many multiplications (tokens x weights of layers) runs on one thread: several wait for each
 other in each of its some fifty operations a layer, for longer than they save, and much longer where cores are busy."""
+TRIM_SECONDS = 30.0
+"""How often the heap's free pages are given back on a CPU, where every step takes its tensors from the heap. It costs a
+few milliseconds; without it a server under load grows by some 100 MiB an hour."""
 
 
 class Worker:
@@ -65,6 +70,7 @@ class Worker:
         """attention.backend.Backend, once loaded"""
         self.kv_scales = SettledScales("", 0.0, "")
         self.runner: ModelRunner | None = None
+        self._trimmed = time.monotonic()
 
     def load(self) -> WorkerFacts:
         """Read the weights, check the kernels on them, then `profile` the config. Raises OutOfMemoryError if the
@@ -226,6 +232,9 @@ class Worker:
 
     def execute(self, step: SchedulerOutput) -> PendingStep | FinishedStep:
         """Launch a step; on a CPU a small one runs on one thread."""
+        if self.device.type == "cpu" and time.monotonic() - self._trimmed > TRIM_SECONDS:
+            trim_heap()
+            self._trimmed = time.monotonic()
         threads = torch.get_num_threads()
         tokens = 1 if self.config.batch_invariant else step.num_tokens  # then tokens are computed one by one, all alike
         if self.device.type != "cpu" or threads == 1 or tokens * self.num_weights > ONE_THREAD:
