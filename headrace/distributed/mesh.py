@@ -5,6 +5,7 @@ A group of one rank has the same collectives and they do nothing, so that no cal
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,7 +25,9 @@ def _same(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Group:
-    """Holds a group's collectives. Every rank of the group must call the same ones in the same order."""
+    """Holds a group's collectives. Every rank of the group must call the same ones in the same order: a rank that calls
+    one more waits for ever. So what a rank alone has measured (a time, free memory, an error) must not decide what is
+    called next, before `largest` has made it the same everywhere."""
 
     rank: int = 0
     size: int = 1
@@ -32,6 +35,13 @@ class Group:
     """sums over the ranks, in place, and returns its argument"""
     all_gather: Callable[[Tensor], Tensor] = _same
     """[..., n] on each rank -> [..., size * n] on all, in the order of ranks"""
+
+    def largest(self, value: float, device: torch.device) -> float:
+        """Return the largest value of all ranks, the same on each; among several ranks NaN counts as infinite."""
+        if self.size == 1:
+            return value
+        mine = torch.tensor([[math.inf if math.isnan(value) else value]], device=device)
+        return float(self.all_gather(mine).max())
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import torch
 
+from headrace.distributed.mesh import Group
 from headrace.runner.memory import DeviceMemory
 from headrace.runner.model_runner import ModelRunner, RunnerLimits
 from headrace.sampling_params import SamplingParams
@@ -79,17 +80,17 @@ def measure_memory(runner: ModelRunner, memory: DeviceMemory, utilization: float
     return MemoryUse(standing, peak - standing, graphs, outside, min(by_share, by_free))
 
 
-def measure_step_times(runner: ModelRunner) -> list[tuple[int, float]]:
+def measure_step_times(runner: ModelRunner, group: Group) -> list[tuple[int, float]]:
     """Return the prompt tokens of steps and the milliseconds that these take, smallest first, within the limits.
 
     It runs before there are graphs; where steps will run from graphs, the host's time for launching them is left out.
-    Block 0 of the cache is overwritten, and every row is free before and afterwards. All ranks run it alike; it takes
-    about 0.4 s for 8 billion weights.
+    Block 0 of the cache is overwritten, and every row is free before and afterwards. All ranks of `group` run the same
+    steps, whatever their times; it takes about 0.4 s for 8 billion weights.
     """
     limits = runner.limits
     most = min(limits.max_num_batched_tokens, limits.max_num_seqs * limits.max_model_len)
     ahead = 0.0 if runner.graph_settings is None else AHEAD_SECONDS
-    times = [(size, _milliseconds(runner, size, ahead)) for size in SIZES if size <= most]
+    times = [(size, _milliseconds(runner, group, size, ahead)) for size in SIZES if size <= most]
     _free_rows(runner)
     return times[::-1]
 
@@ -110,11 +111,11 @@ def _run_largest_step(runner: ModelRunner, limits: RunnerLimits, samples: bool) 
     _free_rows(runner)
 
 
-def _milliseconds(runner: ModelRunner, num_tokens: int, ahead: float) -> float:
+def _milliseconds(runner: ModelRunner, group: Group, num_tokens: int, ahead: float) -> float:
     """Time a step of `num_tokens` tokens in as few prompts as max_model_len allows.
 
-    The first run loads kernels and fills the rows; the second is timed, and a third where the second took longer to
-    launch than the GPU had been kept waiting.
+    The first run loads kernels and fills the rows; the second is timed, and a third where the second took any rank
+    longer to launch than its GPU had been kept waiting.
     """
     limits, longest = runner.limits, runner.limits.max_model_len
     counts = [min(longest, num_tokens - first) for first in range(0, num_tokens, longest)]
@@ -123,8 +124,8 @@ def _milliseconds(runner: ModelRunner, num_tokens: int, ahead: float) -> float:
     runner.execute(step).result()
     step = msgspec.structs.replace(step, new_rows=[], freed_rows=[], block_updates=[])
     milliseconds, launching = _timed(runner, step, ahead)
-    if 0 < ahead < launching:
-        milliseconds, _ = _timed(runner, step, 1.5 * launching)
+    if ahead and ahead < (slowest := group.largest(launching, runner.device)):
+        milliseconds, _ = _timed(runner, step, 1.5 * slowest)
     return milliseconds
 
 

@@ -116,7 +116,7 @@ class SelfCheck:
         for check in checks:
             self._count += 1
             own, failure = self._attempt(check)
-            error = self._largest(own)
+            error = self._group.largest(own, self._device)
             if not error <= check.bound:
                 replaced = check.demote()
                 how = failure or f"disagrees with its reference (relative error {error:.1e} > {check.bound:.0e})"
@@ -134,10 +134,3 @@ class SelfCheck:
             if is_out_of_memory(error):
                 raise
             return math.inf, f"cannot run ({type(error).__name__}: {first_line(error)})"
-
-    def _largest(self, error: float) -> float:
-        """Return the largest error of all ranks."""
-        if self._group.size == 1:
-            return error
-        mine = torch.tensor([[math.inf if math.isnan(error) else error]], device=self._device)
-        return float(self._group.all_gather(mine).max())

@@ -185,7 +185,7 @@ class Worker:
         return msgspec.structs.replace(
             self._facts(left=use.left),
             notes=[*self.notes, memory],
-            step_times=measure_step_times(self.runner),
+            step_times=measure_step_times(self.runner, self.mesh.tp),
             step_bytes=use.step,
             table_bytes=max(0, use.standing - self.model.weight_bytes),
             graph_bytes=use.graphs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 from headrace.distributed.mesh import Mesh, init_mesh
 from headrace.errors import ConfigError
 
+CPU = torch.device("cpu")
+
 
 def test_a_group_of_one_does_nothing() -> None:
     group = init_mesh(0, 1).tp
@@ -19,6 +22,7 @@ def test_a_group_of_one_does_nothing() -> None:
     assert (group.rank, group.size) == (0, 1)
     assert group.all_reduce(x) is x
     assert group.all_gather(x) is x
+    assert group.largest(0.5, CPU) == 0.5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
@@ -37,6 +41,19 @@ def test_collectives_of_two(dtype: torch.dtype, tmp_path: Path) -> None:
     for gathered, reduced in both:
         assert gathered.tolist() == [[1, 2, 11, 12], [3, 4, 13, 14]]
         assert reduced.tolist() == [[12, 14], [16, 18]]
+
+
+def test_two_agree_on_the_largest(tmp_path: Path) -> None:
+    given = [(0.25, 0.5), (-2.0, -3.0), (math.inf, 1.0), (1.0, math.nan)]
+
+    def rank_main(rank: int) -> list[float]:
+        mesh = init_mesh(rank, 2, str(tmp_path / "meet"), timeout=timedelta(seconds=60))
+        found = [mesh.tp.largest(values[rank], CPU) for values in given]
+        mesh.close()
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(rank_main, (0, 1))) == [[0.5, -2.0, math.inf, math.inf]] * 2
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from headrace.config import EngineConfig
+from headrace.distributed.mesh import Group
 from headrace.hub import resolve_model_folder
 from headrace.model_config import ModelConfig
 from headrace.planner.decisions import decide_before_load
@@ -59,7 +60,7 @@ def test_every_size_within_the_limits_is_timed(runner: ModelRunner, monkeypatch:
         return execute(step)
 
     monkeypatch.setattr(runner, "execute", spy)
-    assert measure_step_times(runner) == [(8, 1.0), (16, 1.0), (48, 1.0)]
+    assert measure_step_times(runner, Group()) == [(8, 1.0), (16, 1.0), (48, 1.0)]
     *timed, last = steps
     assert [step.num_scheduled_tokens for step in timed] == [[20, 20, 8]] * 2 + [[16]] * 2 + [[8]] * 2
     assert [bool(step.new_rows) for step in timed] == [True, False] * 3
@@ -71,11 +72,11 @@ def test_every_size_within_the_limits_is_timed(runner: ModelRunner, monkeypatch:
 def test_launching_is_left_out_where_graphs_will_do_it(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[int] = []
     monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
-    measure_step_times(runner)
+    measure_step_times(runner, Group())
     assert slept == []
     monkeypatch.setattr(runner, "graph_settings", object())
     monkeypatch.setattr(profile, "AHEAD_SECONDS", 60.0)
-    measure_step_times(runner)
+    measure_step_times(runner, Group())
     assert slept == [60 * profile.CYCLES_PER_SECOND] * 3
 
 
@@ -86,7 +87,34 @@ def test_a_launch_that_outlasts_its_lead_is_timed_again_with_a_longer_one(
     monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
     monkeypatch.setattr(runner, "graph_settings", object())
     monkeypatch.setattr(profile, "AHEAD_SECONDS", 1e-6)
-    assert measure_step_times(runner) == [(8, 1.0), (16, 1.0), (48, 1.0)]
+    assert measure_step_times(runner, Group()) == [(8, 1.0), (16, 1.0), (48, 1.0)]
     short = int(1e-6 * profile.CYCLES_PER_SECOND)
     assert slept[::2] == [short] * 3
     assert all(longer > 10 * short for longer in slept[1::2])
+
+
+@pytest.mark.parametrize(("lead", "theirs", "longer"), [(60.0, 80.0, 120.0), (60.0, 1e-6, None), (1e-6, 0.0, 0.0)])
+def test_all_ranks_time_a_step_again_or_none(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, lead: float, theirs: float, longer: float | None
+) -> None:
+    """A rank that ran one step more would wait for the others' collectives for ever. `theirs`: the seconds that the
+    other rank took to launch a step; `longer`: the lead of a third run (0: what this rank took decides it)."""
+    asked: list[float] = []
+
+    def gather(mine: torch.Tensor) -> torch.Tensor:
+        asked.append(mine.item())
+        return torch.cat((mine, torch.tensor([[theirs]])), dim=-1)
+
+    slept: list[int] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    monkeypatch.setattr(runner, "graph_settings", object())
+    monkeypatch.setattr(profile, "AHEAD_SECONDS", lead)
+    measure_step_times(runner, Group(0, 2, all_gather=gather))
+    assert len(asked) == 3  # each rank asks once for each size, whatever it has measured
+    first = int(lead * profile.CYCLES_PER_SECOND)
+    if longer is None:
+        assert slept == [first] * 3
+    else:
+        own = [longer or 1.5 * seconds for seconds in asked]
+        assert slept[::2] == [first] * 3
+        assert slept[1::2] == pytest.approx([seconds * profile.CYCLES_PER_SECOND for seconds in own], rel=1e-3)
