@@ -104,12 +104,13 @@ class Calibration:
         return torch.where((scales > 0) & scales.isfinite(), scales, torch.ones_like(scales))
 
     def error(self, hidden: Tensor, scales: Tensor) -> float:
-        """Set the layers' scales to `scales` [layers, 2] and return how far `hidden` moves over an fp8 cache with
-        them."""
+        """Set the layers' scales to `scales` [layers, 2] and return how far `hidden` moves over an fp8 cache with them,
+        on the rank where it moves most: what the ranks run next depends on it."""
         for place, values in zip(self.scales(), scales, strict=True):
             place.copy_(values)
         moved, _ = self.run(self.shape.dtype)
-        return float((moved.float() - hidden.float()).norm() / hidden.float().norm())
+        own = float((moved.float() - hidden.float()).norm() / hidden.float().norm())
+        return self.group.largest(own, self.device)
 
 
 def settle_kv_scales(calibration: Calibration, calculate: bool) -> SettledScales:

@@ -147,6 +147,18 @@ def test_ranks_agree_on_the_largest(folder: Path) -> None:
     torch.testing.assert_close(torch.stack(both.scales()), 1.5 * torch.stack(alone.scales()))
 
 
+def test_ranks_agree_on_what_is_bearable(folder: Path) -> None:
+    """Else one rank alone would look for a remedy, and wait for the other in its collectives for ever."""
+
+    def gather(mine: Tensor) -> Tensor:
+        theirs = mine if mine.numel() > 1 else torch.tensor([[0.9]])  # the largest numbers of caches, else an error
+        return torch.cat((mine, theirs), dim=-1)
+
+    settled = settle_kv_scales(calibration(folder, "fp8_e5m2", group=Group(0, 2, all_gather=gather)), calculate=True)
+    assert settled.error == pytest.approx(0.9)
+    assert settled.remedy == "float32"
+
+
 @pytest.mark.parametrize("kind", FP8)
 def test_dummy_weights_are_served(kind: str, folder: Path) -> None:
     found = calibration(folder, kind, load_format="dummy")
