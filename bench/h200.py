@@ -4,6 +4,8 @@
     python bench/h200.py --part bf16,throughput-bf16,idle --json out/bf16.json
     python bench/h200.py --part cases --json cases.json        all cases: an OK or FAIL line each
     python bench/h200.py --part graphs,memory                  some cases
+    python bench/h200.py --part formats                        models in every format of a checkpoint, and in fp8
+    python bench/h200.py --part gpt-oss                        gpt-oss 20b and 120b, with throughput
     python bench/h200.py --merge out                           one table of several runs, as Markdown
     python bench/h200.py --smoke                               toy sizes on the CPU: proves that the code runs, no more
 
@@ -45,12 +47,13 @@ from pathlib import Path
 
 from h200_parts.models import MODELS
 from h200_parts.report import Record, case_lines, merge, read_runs, table, whole_report
+from h200_parts.rows import PREFILL, THROUGHPUT
 from h200_parts.run import Run
 from h200_parts.settings import Settings
 
 ENGINE_PARTS = {
     **{name: name for name in MODELS},
-    **{f"throughput-{name}": name for name in MODELS},
+    **{f"throughput-{name}": name for name in MODELS if any(name in rates for rates in THROUGHPUT.values())},
     "idle": "bf16",
     **{f"profile-{name}": name for name in MODELS if name != "bf16"},
     "drafts": "bf16",
@@ -72,6 +75,12 @@ CASES = {
 CASES_ON_A_CPU = ("graphs", "self-check", "self-check-moe", "invariance", "fp8-memory", "unasked-cache")
 """cases of which --smoke can run something"""
 PARTS = (*FIGURES, *CASES)
+KINDS = {
+    "formats": tuple(name for name, model in MODELS.items() if model.quantization or model.checkpoint),
+    "gpt-oss": tuple(part for part, model in ENGINE_PARTS.items() if model.startswith("gpt-oss")),
+    "cases": tuple(CASES),
+}
+"""names for several parts"""
 DEFAULT_PARTS = tuple(part for part in FIGURES if not part.startswith(("profile-", "ceilings")))
 
 
@@ -141,7 +150,8 @@ def run_engine_parts(parts: list[str], run: Run) -> None:
         for run.part in parts:
             if run.part in MODELS:
                 decode_rows(bench)
-                prefill_rows(bench)
+                if run.part in PREFILL:
+                    prefill_rows(bench)
             elif run.part.startswith("throughput-"):
                 throughput_rows(bench)
             elif run.part == "drafts":
@@ -176,7 +186,10 @@ def parser() -> argparse.ArgumentParser:
         description=(__doc__ or "").replace("FIGURES", ", ".join(FIGURES)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--part", help="parts, separated by commas; `cases`: all cases; default: the whole table")
+    made.add_argument(
+        "--part",
+        help=f"parts, separated by commas; {', '.join(KINDS)}: all of that kind; default: the whole table",
+    )
     made.add_argument("--json", type=Path, help="write the results to this file")
     made.add_argument("--merge", type=Path, metavar="DIR", help="measure nothing: print the table of DIR/*.json")
     made.add_argument("--tokenizer", help="folder of a tokenizer for the served and start rows; default: none is used")
@@ -193,10 +206,10 @@ def chosen_parts(options: argparse.Namespace) -> list[str]:
     cases = CASES_ON_A_CPU if options.smoke else tuple(CASES)
     known = (*FIGURES, *cases)
     parts = options.part.split(",") if options.part else list(DEFAULT_PARTS)
-    if "cases" in parts:
-        parts = [part for part in parts if part != "cases"] + list(cases)
+    kinds = KINDS | {"cases": cases}
+    parts = [one for part in parts for one in kinds.get(part, (part,))]
     if unknown := set(parts) - set(known):
-        raise SystemExit(f"unknown part {', '.join(sorted(unknown))}; parts are {', '.join(known)}, cases")
+        raise SystemExit(f"unknown part {', '.join(sorted(unknown))}; parts are {', '.join([*known, *KINDS])}")
     return parts
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from headrace.model_spec import ModelSpec, total
 from headrace.planner.cost import distinct_experts
+from headrace.quantization.formats import WeightFormat
 
 MIN_EXPERT_SHARE = 0.9
 """A row of a mixture of experts is invalid where it reads fewer distinct experts than this share of what uniformly
@@ -48,10 +49,11 @@ class Cost:
     kv_bytes: int
     """KV cache of one token"""
     fp8: bool
+    """The linears multiply by the units for 8 bits."""
 
     @classmethod
-    def of(cls, spec: ModelSpec, linear_bytes: int) -> Cost:
-        """Count a model whose linear layers hold `linear_bytes` bytes a weight."""
+    def of(cls, spec: ModelSpec, dense: WeightFormat, experts: WeightFormat) -> Cost:
+        """Count a model whose linears and whose experts are in these formats."""
         blocks = [layer.feed_forward for layer in spec.layers]
         routers = sum(total(block.parameters, "router") for block in blocks)
         linears = sum(total(layer.mixer.parameters) + total(layer.feed_forward.parameters) for layer in spec.layers)
@@ -59,15 +61,15 @@ class Cost:
         expert = sum(layer.expert_weights for layer in spec.layers)
         head, chosen = spec.hidden_size * spec.vocab_size, max(block.experts_per_token for block in blocks)
         return cls(
-            always_bytes=linears * linear_bytes + 2 * (routers + head),
-            expert_bytes=expert * linear_bytes,
+            always_bytes=round(linears * dense.bytes_per_weight + 2 * (routers + head)),
+            expert_bytes=round(expert * experts.bytes_per_weight),
             num_experts=max(block.num_experts for block in blocks),
             experts_per_token=chosen,
             layer_flops=2 * (linears + routers + chosen * expert),
             head_flops=2 * head,
             pair_flops=sum(layer.mixer.flops_per_pair for layer in spec.layers),
             kv_bytes=2 * sum(layer.mixer.cached_values for layer in spec.layers),
-            fp8=linear_bytes == 1,
+            fp8=dense.units in ("fp8", "int8"),
         )
 
 

@@ -8,6 +8,8 @@ from typing import Any
 from h200_parts.bounds import Cost
 from headrace.planner.catalogue import catalogue
 from headrace.planner.shapes import shape_of
+from headrace.quantization.checkpoint_format import read_format
+from headrace.quantization.formats import find_format
 
 LLAMA_8B: dict[str, Any] = catalogue()["llama-3.1-8b"].config | {
     "model_type": "llama",
@@ -28,45 +30,136 @@ QWEN3_30B_A3B: dict[str, Any] = catalogue()["qwen3-30b-a3b"].config | {
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e6,
 }
-TOY = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "initial_context_length": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "swiglu_limit": 7.0,
+}
+GPT_OSS_20B: dict[str, Any] = catalogue()["gpt-oss-20b"].config | GPT_OSS
+GPT_OSS_120B: dict[str, Any] = catalogue()["gpt-oss-120b"].config | GPT_OSS
+TOY = {  # sizes that groups of 128 divide
+    "hidden_size": 128,
+    "intermediate_size": 128,
     "num_attention_heads": 4,
     "num_hidden_layers": 2,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,
     "vocab_size": 512,
     "torch_dtype": "float32",
 }
-TOY_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+TOY_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
+BATCHES = (1, 8, 32, 128)
+
+
+def compressed(format: str, weights: dict[str, Any], activations: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the quantization_config that compressed-tensors writes for all linears but the head."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    return {
+        "quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+    }  # fmt: skip
+
+
+def integers(bits: int, strategy: str, group_size: int | None = None, **more: Any) -> dict[str, Any]:
+    """Return what compressed-tensors says of weights or activations in symmetric integers."""
+    return {
+        "num_bits": bits, "type": "int", "symmetric": True, "strategy": strategy, "group_size": group_size,
+        "dynamic": False, **more,
+    }  # fmt: skip
+
+
+def floats(strategy: str, dynamic: bool = False) -> dict[str, Any]:
+    """Return what compressed-tensors says of weights or activations in fp8."""
+    return {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": dynamic}
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+NVFP4_TENSOR = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
 
 
 @dataclass(frozen=True)
 class BenchModel:
-    """Names a model and the format that its linear layers are quantized to at load."""
+    """Names a model and the format of its linear layers: one that it is rounded to at load, or the checkpoint's."""
 
     name: str
     title: str
     config: dict[str, Any]
     quantization: str | None = None
+    checkpoint: dict[str, Any] | None = None
+    """quantization_config, where it is not part of `config`"""
+    batches: tuple[int, ...] = BATCHES
+    """of which a decode step is measured"""
 
     def shape(self, toy: bool = False) -> dict[str, Any]:
         """Return config.json."""
+        config = self.config | ({"quantization_config": self.checkpoint} if self.checkpoint else {})
         if not toy:
-            return self.config
-        return self.config | TOY | (TOY_EXPERTS if "num_experts" in self.config else {})
+            return config
+        counts = {name: 8 for name in ("num_experts", "num_local_experts") if name in config}
+        return config | TOY | ({**TOY_EXPERTS, **counts} if counts else {})
 
     def cost(self, toy: bool = False) -> Cost:
         """Return the bytes and operations of a token."""
-        return Cost.of(shape_of(self.shape(toy), self.name).spec, linear_bytes=1 if self.quantization else 2)
+        config = self.shape(toy)
+        spec = shape_of(config, self.name).spec
+        if self.quantization:
+            dense = experts = find_format(self.quantization)
+        else:
+            held = read_format(config.get("quantization_config"))
+            dense = held.format_for("model.layers.1.self_attn.q_proj").format
+            experts = held.format_for("model.layers.1.mlp.experts.0.gate_proj", "model.layers.1.mlp.experts").format
+        return Cost.of(spec, dense, experts)
 
 
-MODELS = {
-    model.name: model
-    for model in (
-        BenchModel("bf16", "Llama-3.1-8B bf16", LLAMA_8B),
-        BenchModel("fp8", "Llama-3.1-8B fp8", LLAMA_8B, quantization="fp8"),
-        BenchModel("moe", "Qwen3-30B-A3B bf16", QWEN3_30B_A3B),
-        BenchModel("moe-fp8", "Qwen3-30B-A3B fp8", QWEN3_30B_A3B, quantization="fp8"),
-    )
-}
+LISTED = (
+    BenchModel("bf16", "Llama-3.1-8B bf16", LLAMA_8B),
+    BenchModel("fp8", "Llama-3.1-8B fp8", LLAMA_8B, quantization="fp8"),
+    BenchModel("moe", "Qwen3-30B-A3B bf16", QWEN3_30B_A3B),
+    BenchModel("moe-fp8", "Qwen3-30B-A3B fp8", QWEN3_30B_A3B, quantization="fp8"),
+    BenchModel(
+        "awq", "Llama-3.1-8B AWQ, group 128", LLAMA_8B,
+        checkpoint={"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+    ),
+    BenchModel(
+        "moe-int4", "Qwen3-30B-A3B W4A16, group 128", QWEN3_30B_A3B,
+        checkpoint=compressed("pack-quantized", integers(4, "group", 128)),
+    ),
+    BenchModel(
+        "fp8-static", "Llama-3.1-8B FP8, static scales", LLAMA_8B,
+        checkpoint=compressed("float-quantized", floats("tensor"), floats("tensor")),
+    ),
+    BenchModel(
+        "fp8-block", "Llama-3.1-8B FP8, 128 x 128 blocks", LLAMA_8B,
+        checkpoint={"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    ),
+    BenchModel(
+        "int8", "Llama-3.1-8B W8A8 INT8", LLAMA_8B,
+        checkpoint=compressed("int-quantized", integers(8, "channel"), integers(8, "token", dynamic=True)),
+        batches=(1,),
+    ),
+    BenchModel("gpt-oss-20b", "gpt-oss-20b MXFP4", GPT_OSS_20B),
+    BenchModel("gpt-oss-120b", "gpt-oss-120b MXFP4", GPT_OSS_120B, batches=(1, 32)),
+    *(
+        BenchModel(name, f"Llama-3.1-8B {title}", LLAMA_8B, checkpoint=held, batches=(1,))
+        for name, title, held in (
+            ("gptq", "GPTQ, group 128", GPTQ),
+            ("gptq-8bit", "GPTQ 8 bit", GPTQ | {"bits": 8}),
+            ("gptq-desc-act", "GPTQ desc_act", GPTQ | {"desc_act": True}),
+            ("w4a16", "W4A16, group 128", compressed("pack-quantized", integers(4, "group", 128))),
+            ("w8a16", "W8A16", compressed("pack-quantized", integers(8, "channel"))),
+            ("nvfp4", "NVFP4", compressed("nvfp4-pack-quantized", NVFP4_TENSOR)),
+        )
+    ),
+)  # fmt: skip
+MODELS = {model.name: model for model in LISTED}

@@ -11,7 +11,7 @@ from typing import Any
 from h200_parts.bounds import Ceilings, decode_floor, distinct_experts, enough_experts, prefill_floor, run_floor
 from h200_parts.experts import mean_distinct_experts
 from h200_parts.models import BenchModel
-from h200_parts.rows import BATCHES, Result
+from h200_parts.rows import SPECS, Result
 from h200_parts.run import Run
 from h200_parts.settings import SEED
 from headrace.cli.bench.datasets import BenchRequest, PromptMaker
@@ -23,7 +23,7 @@ from headrace.sampling_params import SamplingParams
 INPUT, OUTPUT = 128, 128
 COUNTED = 128
 """Output tokens of a run in which experts are counted, at most."""
-THROUGHPUT_SHAPES = {"128x512": (1000, 128, 512), "2048x256": (500, 2048, 256)}
+THROUGHPUT_SHAPES = {"128x512": (1000, 128, 512), "2048x256": (500, 2048, 256), "1000x1000": (1000, 1000, 1000)}
 """(prompts, prompt tokens, output tokens)"""
 
 
@@ -114,7 +114,7 @@ def decode_rows(bench: Bench) -> None:
     input_len, output_len = settings.tokens(INPUT), settings.tokens(OUTPUT)
     # two to warm up: a graph size is captured at its second use
     options = LatencyOptions(num_iters_warmup=2, num_iters=settings.repeats, disable_tqdm=True, output_len=output_len)
-    for batch in BATCHES:
+    for batch in bench.model.batches:
         size = settings.requests(batch)
         prompts = bench.prompts(size, input_len)
         run = partial(bench.seconds, prompts)
@@ -164,15 +164,15 @@ def throughput_rows(bench: Bench) -> None:
     """Measure single runs, after one short prompt. 128/512 counts output tokens, 2048/256 all of them."""
     settings, name = bench.settings, bench.model.name
     for shape, (count, prompt_len, output) in THROUGHPUT_SHAPES.items():
-        if shape != "128x512" and bench.cost.num_experts:
-            continue  # vLLM's figure of this shape is not there
+        if f"throughput/{name}/{shape}" not in SPECS:
+            continue
         count, input_len, output_len = settings.requests(count), settings.tokens(prompt_len), settings.tokens(output)
         prompts = bench.prompts(count, input_len)
         bench.run(bench.prompts(1, input_len), 2)
         seconds, outputs = bench.run(prompts, output_len)
         summary = summarize_throughput(outputs, seconds)
         total, made = summary["total_num_tokens"], summary["total_num_output_tokens"]
-        tokens = made if shape == "128x512" else total
+        tokens = total if shape == "2048x256" else made
         kv_tokens = kv_cache_tokens(bench)
         floor = run_floor(bench.cost, bench.ceilings, count, input_len, output_len, kv_tokens)
         preemptions = bench.llm.stats().num_preemptions

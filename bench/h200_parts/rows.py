@@ -11,7 +11,6 @@ from typing import Any
 
 from h200_parts.models import MODELS
 
-BATCHES = (1, 8, 32, 128)
 LOSSY = {"fp8": 0.12, "ptpc_fp8": 0.10, "kv-fp8-e4m3": 0.06, "kv-fp8-e5m2": 0.12}
 """The largest relative logit error of each lossy format (rounding to e4m3 changes a number by 2.6% on average)."""
 Figures = dict[str, tuple[float | None, ...]]
@@ -20,15 +19,34 @@ DECODE: dict[str, tuple[tuple[float | None, float | None], ...]] = {
     "fp8": ((3.47, 2.3), (3.58, 2.5), (4.49, 3.1), (5.67, 4.6)),
     "moe": ((4.11, 2.2), (9.33, 7.5), (15.5, 14.8), (18.6, 17.0)),
     "moe-fp8": ((None, 1.9), (None, None), (None, 8.0), (None, None)),
+    "awq": ((3.88, 1.85), (3.98, 2.1), (4.55, 2.7), (6.98, 6.0)),
+    "moe-int4": ((None, 1.7), (None, None), (None, 5.5), (None, None)),
+    "gpt-oss-20b": ((2.99, 1.4), (4.71, 2.6), (7.11, 3.4), (8.50, 4.6)),
+    "gpt-oss-120b": ((None, 1.9), (None, 11.0)),
 }
-"""model -> (vLLM, target) in ms for each of BATCHES"""
-PREFILL: Figures = {"bf16": (52.3, 50.0, 395.0), "fp8": (32.7, 30.0, 249.0), "moe": (56.5, 40.0, 249.0)}
+"""model -> (vLLM, target) in ms for each of its batches; models that are not here have no target, or one of FACTORS"""
+FACTORS = {"fp8-static": ("fp8", 1.02), "fp8-block": ("fp8", 1.10)}
+"""model -> (model, most times its step)"""
+OF_BOUND = 1.7
+"""most times the bound that the steps of other models take"""
+PREFILL: Figures = {
+    "bf16": (52.3, 50.0, 395.0), "fp8": (32.7, 30.0, 249.0), "moe": (56.5, 40.0, 249.0), "int8": (None, 33.0, None),
+    "gpt-oss-20b": (79.0, 40.0, None),
+}  # fmt: skip
 """model -> vLLM and target of one prompt of 2048 tokens, vLLM of eight, in ms"""
 TTFT: Figures = {"bf16": (17.0, 7.0), "fp8": (9.8, 5.0), "moe": (22.0, 17.0)}
 THROUGHPUT: dict[str, Figures] = {
-    "1000 prompts 128/512": {"bf16": (20915, 23500), "fp8": (23465, 30000), "moe": (9718, 14000)},
+    "1000 prompts 128/512": {
+        "bf16": (20915, 23500), "fp8": (23465, 30000), "moe": (9718, 14000), "awq": (21640, 24000),
+        "gpt-oss-20b": (27226, 38000),
+    },
     "500 prompts 2048/256": {"bf16": (28882, 30500), "fp8": (39037, 43500)},
-}
+    "1000 prompts 1000/1000": {"gpt-oss-120b": (None, 10000)},
+}  # fmt: skip
+"""load -> model -> vLLM, target"""
+
+
+BOUND = "bound"
 
 
 @dataclass(frozen=True)
@@ -42,7 +60,7 @@ class RowSpec:
     vllm: float | None = None
     target: float | None = None
     share_of: str = ""
-    """`target` is a share of this other row's value"""
+    """`target` is a share of this other row's value, or of the row's own BOUND"""
     higher_is_better: bool = False
 
 
@@ -62,10 +80,13 @@ class Result:
 
 
 def _model_rows() -> Iterator[RowSpec]:
-    for name, figures in DECODE.items():
-        for batch, (vllm, target) in zip(BATCHES, figures, strict=True):
-            title = f"{MODELS[name].title}, decode step, batch {batch}"
-            yield RowSpec(f"decode/{name}/{batch}", name, title, "ms", vllm, target)
+    for name, model in MODELS.items():
+        other, factor = FACTORS.get(name, ("", OF_BOUND))
+        figures = DECODE.get(name, ((None, factor),) * len(model.batches))
+        for batch, (vllm, target) in zip(model.batches, figures, strict=True):
+            share_of = "" if name in DECODE else f"decode/{other}/{batch}" if other else BOUND
+            title = f"{model.title}, decode step, batch {batch}"
+            yield RowSpec(f"decode/{name}/{batch}", name, title, "ms", vllm, target, share_of)
     for name, (one, target, eight) in PREFILL.items():
         title = MODELS[name].title
         yield RowSpec(f"prefill/{name}/1x2048", name, f"{title}, prefill 1 x 2048", "ms", one, target)
@@ -75,7 +96,7 @@ def _model_rows() -> Iterator[RowSpec]:
         yield RowSpec(f"ttft/{name}/1x128", name, title, "ms", vllm, target)
     for load, rates in THROUGHPUT.items():
         shape = load.split()[-1].replace("/", "x")
-        unit = "output tok/s" if shape == "128x512" else "total tok/s"
+        unit = "total tok/s" if shape == "2048x256" else "output tok/s"
         for name, (vllm, target) in rates.items():
             row, part, title = f"throughput/{name}/{shape}", f"throughput-{name}", f"{MODELS[name].title}, {load}"
             yield RowSpec(row, part, title, unit, vllm, target, higher_is_better=True)
@@ -127,18 +148,19 @@ def _numerics_rows() -> Iterator[RowSpec]:
 SPECS = {spec.name: spec for spec in (*_model_rows(), *_other_rows(), *_numerics_rows())}
 
 
-def target_of(spec: RowSpec, values: dict[str, float]) -> float | None:
-    """Return the target given other rows' `values`; None without one, or where the row it is a share of is missing."""
+def target_of(spec: RowSpec, values: dict[str, float], bound: float | None = None) -> float | None:
+    """Return the target given other rows' `values` and the row's `bound`; None without one, or where the row it is a
+    share of is missing."""
     if not spec.share_of or spec.target is None:
         return spec.target
-    base = values.get(spec.share_of)
+    base = bound if spec.share_of == BOUND else values.get(spec.share_of)
     return None if base is None else spec.target * base
 
 
 def row_record(result: Result, values: dict[str, float]) -> dict[str, Any]:
     """Return what the JSON file holds of a figure. A name that SPECS lacks is a reading without a target."""
     spec = SPECS.get(result.name) or RowSpec(result.name, "", result.name, "")
-    target = target_of(spec, values)
+    target = target_of(spec, values, result.bound)
     met = None
     if target is not None:
         met = result.valid and (result.value >= target if spec.higher_is_better else result.value <= target)

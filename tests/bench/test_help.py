@@ -8,7 +8,7 @@ from pathlib import Path
 from runpy import run_path
 
 import pytest
-from h200 import PARTS
+from h200 import KINDS, PARTS
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "bench").glob("*.py"))
@@ -35,4 +35,4 @@ def test_docs_name_scripts_and_parts_that_there_are(page: Path) -> None:
     text = page.read_text()
     assert [name for name in re.findall(r"\bbench/[\w/]+\.\w+", text) if not (ROOT / name).is_file()] == []
     parts = [part for names in re.findall(r"h200\.py --part ([\w,-]+)", text) for part in names.split(",")]
-    assert set(parts) <= {*PARTS, "cases", "PART"}
+    assert set(parts) <= {*PARTS, *KINDS, "PART"}
