@@ -247,6 +247,7 @@ class DenseMLP:
 
     num_experts = experts_per_token = expert_intermediate_size = 0
     expert_parameters: tuple[Parameter, ...] = ()
+    all_expert_parameters: tuple[Parameter, ...] = ()
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -264,6 +265,9 @@ class ExpertNames:
     down: str = "down_proj"
     router: str = "gate"
     shared: str = "shared_expert"
+    stacked: str = ""
+    """name of one tensor for all experts' gates and ups, [experts, in, out] with gate and up in turn, beside a tensor
+    `down`: `<block>.experts.<stacked>`; empty: each expert has tensors of its own"""
 
 
 @dataclass(frozen=True)
@@ -290,6 +294,9 @@ class Experts:
     """the output of the shared experts is multiplied with a sigmoid gate"""
     bias: bool = False
     """router and experts have biases"""
+    clamp: tuple[float, float] | None = None
+    """(alpha, limit): the activation is gate * sigmoid(alpha * gate) * (up + 1), gate being at most `limit` and up
+    within +-limit; None: silu(gate) * up"""
     names: ExpertNames = ExpertNames()
 
     @cached_property
@@ -314,6 +321,26 @@ class Experts:
         names = self.names
         parts = (names.gate, names.up, names.down)
         return gated(f"{names.block}.experts.*", self.hidden_size, self.expert_intermediate_size, self.bias, parts)
+
+    @cached_property
+    def all_expert_parameters(self) -> tuple[Parameter, ...]:
+        """The tensors of all experts, as a checkpoint names them."""
+        names, number = self.names, self.num_experts
+        if not names.stacked:
+            return tuple(
+                replace(parameter, name=parameter.name.replace("*", str(expert)))
+                for expert in range(number)
+                for parameter in self.expert_parameters
+            )
+        hidden, wide, block = self.hidden_size, self.expert_intermediate_size, f"{names.block}.experts"
+        tensors = [
+            Parameter(f"{block}.{names.stacked}", (number, hidden, 2 * wide), "linear", "width"),
+            Parameter(f"{block}.{names.down}", (number, wide, hidden), "linear", "width"),
+        ]
+        if self.bias:
+            tensors.append(Parameter(f"{block}.{names.stacked}_bias", (number, 2 * wide), "plain", "width"))
+            tensors.append(Parameter(f"{block}.{names.down}_bias", (number, hidden), "plain", "whole"))
+        return tuple(tensors)
 
 
 def gated(
@@ -353,12 +380,7 @@ class LayerSpec:
         """All of the layer's tensors, those of each expert too."""
         norms = tuple(norm(name, self.mixer.hidden_size) for name in self.norms)
         block = self.feed_forward
-        each = (
-            replace(parameter, name=parameter.name.replace("*", str(expert)))
-            for expert in range(block.num_experts)
-            for parameter in block.expert_parameters
-        )
-        return (*norms, *self.mixer.parameters, *block.parameters, *each)
+        return (*norms, *self.mixer.parameters, *block.parameters, *block.all_expert_parameters)
 
     @property
     def norm_weights(self) -> int:

@@ -10,6 +10,7 @@ token by itself is not rounded.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -223,6 +224,14 @@ def _sum_kernel(
         half_norm_row(out, column, inside, next_scaled_ptr + token * N, square_ptr, next_weight_ptr)
 
 
+class SwigluClamp(NamedTuple):
+    """Describes gpt-oss's activation, in place of silu(gate) * up: gate * sigmoid(alpha * gate) * (up + 1), where
+    gate is at most `limit` and up is within +-limit."""
+
+    alpha: float
+    limit: float
+
+
 @dataclass(frozen=True)
 class Experts:
     """Holds one sparse layer's weights on this rank, contiguous, and how tokens are routed. The experts' weights have
@@ -250,6 +259,14 @@ class Experts:
     """# [experts, 2 * n] fp32, the factor of each output; None: weights are not fp8"""
     w2_scale: Tensor | None = None
     """# [experts, hidden] fp32"""
+    router_bias: Tensor | None = None
+    """# [experts], added to the router's logits"""
+    w13_bias: Tensor | None = None
+    """# [experts, 2 * n], added before the activation"""
+    w2_bias: Tensor | None = None
+    """# [experts, hidden], added to an expert's output, which is then weighted; None: another rank adds it"""
+    clamp: SwigluClamp | None = None
+    """None: the activation is silu(gate) * up"""
 
 
 def fused_moe(
@@ -360,16 +377,17 @@ def fused_moe_reference(
     """Compute as the kernels do: tokens are rounded if weights are fp8, unless `config` computes each by itself."""
     num_experts = experts.w13.shape[0]
     normed = x if experts.norm_weight is None else rms_norm_reference(x, experts.norm_weight, experts.eps)
-    logits = F.linear(normed, experts.router)
+    logits = F.linear(normed, experts.router, experts.router_bias)
     chosen = logits[:, :num_experts]
     ids, weights, *_ = route_reference(chosen, experts.top_k, experts.renormalize, scoring=experts.scoring)
     out = torch.zeros_like(x)
     rounds = experts.w13_scale is not None and (config is None or config.block_m > 1)
     for expert in ids.unique().tolist():
         token, choice = (ids == expert).nonzero(as_tuple=True)
-        gate, up = _product_reference(normed[token], experts.w13, experts.w13_scale, expert, rounds).chunk(2, dim=-1)
-        inner = _product_reference(F.silu(gate).mul_(up), experts.w2, experts.w2_scale, expert, rounds)
-        out.index_add_(0, token, (inner * weights[token, choice, None]).to(x.dtype))
+        both = _product_reference(normed[token], experts.w13, experts.w13_scale, experts.w13_bias, expert, rounds)
+        inner = gated_reference(*both.chunk(2, dim=-1), experts.clamp)
+        own = _product_reference(inner, experts.w2, experts.w2_scale, experts.w2_bias, expert, rounds)
+        out.index_add_(0, token, (own * weights[token, choice, None]).to(x.dtype))
     if shared is not None:
         out += torch.sigmoid(logits[:, num_experts:]) * shared if logits.shape[1] > num_experts else shared
     if residual is None:
@@ -379,9 +397,20 @@ def fused_moe_reference(
     return residual if next_norm is None else half_norm_reference(residual, next_norm), ids
 
 
-def _product_reference(x: Tensor, weight: Tensor, scale: Tensor | None, expert: int, rounds: bool) -> Tensor:
-    """Return x [T, K] @ weight[expert].T; `rounds`: of x rounded to the weight's type."""
+def gated_reference(gate: Tensor, up: Tensor, clamp: SwigluClamp | None) -> Tensor:
+    """Return the activation of gate and up, which it may overwrite."""
+    if clamp is None:
+        return F.silu(gate).mul_(up)
+    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+    return gate * torch.sigmoid(clamp.alpha * gate) * (up + 1)
+
+
+def _product_reference(
+    x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, expert: int, rounds: bool
+) -> Tensor:
+    """Return x [T, K] @ weight[expert].T + bias[expert]; `rounds`: of x rounded to the weight's type."""
     one = weight[expert]
     if scale is not None:
         one = (one.float() * scale[expert, :, None]).to(x.dtype)
-    return F.linear(quantize_per_token_reference(x, weight.dtype).dequantize(x.dtype) if rounds else x, one)
+    taken = quantize_per_token_reference(x, weight.dtype).dequantize(x.dtype) if rounds else x
+    return F.linear(taken, one, None if bias is None else bias[expert])

@@ -72,6 +72,10 @@ class Linear(Layer):
         self.weights: dict[str, Tensor] = {}
         self.compute: Compute = _not_loaded
 
+    def attach(self, scheme: Scheme) -> None:
+        """Let the weight have `scheme`."""
+        self.scheme = scheme
+
     def create_weights(self, device: torch.device) -> None:
         self.weights = self.scheme.layout.create_weights(self.spec, device)
 

@@ -6,6 +6,7 @@ Every rank holds a slice of every expert's intermediate size. kernels/moe.py bri
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,22 +14,53 @@ from torch import Tensor, nn
 
 from headrace import model_spec
 from headrace.distributed.mesh import Group, Mesh
-from headrace.kernels.moe import Experts
+from headrace.errors import ConfigError
+from headrace.kernels.moe import Experts, SwigluClamp
 from headrace.kernels.moe_route import Scoring
 from headrace.kernels.norm import HALF_NORMED_DTYPE, HalfNormed, Unsummed, whole
 from headrace.layers.context import LayerContext
 from headrace.layers.layer import Layer, empty_parameter, whole_slot
-from headrace.layers.linear import column_spec, divide, row_spec
+from headrace.layers.linear import divide
 from headrace.layers.mlp import GatedMLP
 from headrace.layers.norm import RMSNorm
 from headrace.layers.pending import Pending
-from headrace.quantization.scheme import FusedOps, Scheme, Slot, Weights
+from headrace.layers.stacked import stacked_slots
+from headrace.quantization.scheme import FusedOps, LinearSpec, Part, Scheme, Slot, Weights
 from headrace.quantization.unquantized import unquantized
 
 
 def linears_take_halves(weight: Tensor) -> bool:
     """Tell whether linears of the device and type of `weight` may take their input HalfNormed."""
     return weight.is_cuda and weight.dtype == HALF_NORMED_DTYPE
+
+
+def expert_specs(
+    spec: model_spec.Experts, group: Group, dtype: torch.dtype, unit: int = 0
+) -> tuple[LinearSpec, LinearSpec]:
+    """Describe one expert's two linears as a rank holds them: gate above up, and down.
+
+    Inputs of down that share a scale, `unit` of them, stay on one rank: where ranks cannot have equally many such
+    groups, some have one more. Raises ConfigError where a rank would have none, or where `unit` is 0 and ranks cannot
+    be equal.
+    """
+    wide, hidden, names = spec.expert_intermediate_size, spec.hidden_size, spec.names
+    if unit and wide % (unit * group.size):
+        groups = -(-wide // unit)
+        if groups < group.size:
+            what = f"the groups of {unit} inputs in an expert's intermediate size ({wide})"
+            raise ConfigError(f"tensor_parallel_size {group.size} is more than {what}")
+        first, last = (min(wide, groups * rank // group.size * unit) for rank in (group.rank, group.rank + 1))
+        own = slice(first, last)
+    else:
+        local = divide(wide, group, "an expert's intermediate size")
+        own = slice(group.rank * local, (group.rank + 1) * local)
+    n, every = own.stop - own.start, slice(0, hidden)
+    halves = tuple(Part(name, (wide, hidden), own, every, i * n) for i, name in enumerate((names.gate, names.up)))
+    down = (Part(names.down, (hidden, wide), every, own, 0),)
+    return (
+        LinearSpec(hidden, 2 * n, halves, dtype, spec.bias),
+        LinearSpec(n, hidden, down, dtype, spec.bias, adds_bias=group.rank == 0),
+    )
 
 
 class SparseMoE(Layer):
@@ -38,19 +70,16 @@ class SparseMoE(Layer):
         super().__init__()
         group, dtype = context.mesh.tp, context.dtype
         hidden_size = spec.hidden_size
-        wide, names = spec.expert_intermediate_size, spec.names
-        local = divide(wide, group, "an expert's intermediate size")
         self.spec = spec
-        halves = [(name, wide, local, group.rank) for name in (names.gate, names.up)]
-        self.gate_up_spec = column_spec(hidden_size, halves, dtype)
-        """of one expert, like the next"""
-        self.down_spec = row_spec(names.down, wide, hidden_size, group, dtype)
-        self.scheme: Scheme = unquantized()
-        """of the experts; the router is unquantized"""
+        self.specs_for = partial(expert_specs, spec, group, dtype)
+        self.attach(unquantized())
         self.w13: Weights = {}
         self.w2: Weights = {}
         has_shared = spec.intermediate_size > 0
         self.router = empty_parameter(spec.num_experts + spec.shared_gate, hidden_size, dtype=dtype)
+        self.router_bias: Tensor | None = None
+        if spec.bias:
+            self.router_bias = empty_parameter(spec.num_experts, dtype=dtype)
         self.selection_bias: Tensor | None = None
         if spec.selection_bias:
             self.selection_bias = empty_parameter(spec.num_experts, dtype=torch.float32)
@@ -69,6 +98,11 @@ class SparseMoE(Layer):
         """Its output has one reader, a norm, which calls `added_to`."""
         self.kept_ids: Tensor | None = None
 
+    def attach(self, scheme: Scheme) -> None:
+        """Let the experts have `scheme`, which also decides where they may be cut; the router is unquantized."""
+        self.scheme = scheme
+        self.gate_up_spec, self.down_spec = self.specs_for(scheme.format.group_size)
+
     def create_weights(self, device: torch.device) -> None:
         super().create_weights(device)
         layout, experts = self.scheme.layout, (self.spec.num_experts,)
@@ -86,12 +120,20 @@ class SparseMoE(Layer):
         spec, names = self.spec, self.spec.names
         block = f"{path.rpartition('.')[0]}.{names.block}"
         slots = {f"{block}.{names.router}.weight": whole_slot(self.router[: spec.num_experts])}
+        if self.router_bias is not None:
+            slots[f"{block}.{names.router}.bias"] = whole_slot(self.router_bias)
         if self.selection_bias is not None:
             slots[f"{block}.{names.router}.e_score_correction_bias"] = whole_slot(self.selection_bias)
         if spec.shared_gate:
             slots[f"{block}.shared_expert_gate.weight"] = whole_slot(self.router[spec.num_experts :])
+        linears = ((self.gate_up_spec, self.w13, names.stacked), (self.down_spec, self.w2, names.down))
+        if names.stacked:
+            for linear, weights, name in linears:
+                stacked = f"{block}.experts.{name}"
+                slots.update(stacked_slots(self.scheme.layout, linear, weights, spec.num_experts, stacked))
+            return slots
         for expert in range(spec.num_experts):
-            for linear, weights in ((self.gate_up_spec, self.w13), (self.down_spec, self.w2)):
+            for linear, weights, _ in linears:
                 one = {name: tensor[expert] for name, tensor in weights.items()}
                 for part, tensor, slot in self.scheme.layout.slots(linear, one):
                     slots[f"{block}.experts.{expert}.{part.name}.{tensor}"] = slot
@@ -112,13 +154,15 @@ class SparseMoE(Layer):
         spec, fused = self.spec, self.fused
         halves = self.alone and not self.batch_invariant and linears_take_halves(self.router)
         next_norm, product = fused.next_norm if halves else None, self.scheme.product
+        w13_bias, w2_bias = self.w13.get("bias"), self.w2.get("bias")
         w13, w13_scale = product.experts(self.gate_up_spec, self.w13)
         w2, w2_scale = product.experts(self.down_spec, self.w2)
         self.w13 = self.w2 = {}
         self.experts = Experts(
             fused.norm_weight, fused.norm_eps, self.router, w13, w2, spec.experts_per_token, spec.renormalize,
             self.batch_invariant, Scoring(spec.sigmoid, self.selection_bias, spec.scaling), next_norm,
-            w13_scale, w2_scale,
+            w13_scale, w2_scale, self.router_bias, w13_bias, w2_bias,
+            None if spec.clamp is None else SwigluClamp(*spec.clamp),
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor | Pending:

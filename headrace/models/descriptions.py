@@ -180,6 +180,18 @@ def llama(
     return Described(tuple(map(LayerSpec, mixers, blocks)))
 
 
+def gpt_oss(c: Fields) -> Described:
+    """Describe gpt-oss, with windows in every other layer from the first, sinks, and biases everywhere."""
+    kinds = layer_types(c) or ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers(c))]
+    window = c.optional("sliding_window") if "sliding_window" in c.values else 128
+    bias = c.flag("attention_bias", True)
+    sliding, full = (attention(c, keys, qkv_bias=bias, o_bias=bias, sinks=True) for keys in (window, None))
+    clamp = c.number("swiglu_alpha", 1.702), c.number("swiglu_limit", 7.0, above=0)
+    names = ExpertNames(router="router", stacked="gate_up_proj")
+    block = experts(c, bias=True, clamp=clamp, names=names)
+    return Described(tuple(LayerSpec(sliding if kind == "sliding_attention" else full, block) for kind in kinds))
+
+
 # ---- families that have no modules yet
 
 
@@ -236,15 +248,6 @@ def llama4(c: Fields) -> Described:
         for i in range(num_layers(c))
     )
     return Described(layers, _encoder(c, llama4_vision, c.integer("hidden_size")))
-
-
-def gpt_oss(c: Fields) -> Described:
-    """Describe gpt-oss, with windows in every other layer from the first, sinks, and biases everywhere."""
-    kinds = c.texts("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers(c))]
-    window = c.optional("sliding_window")
-    sliding, full = (attention(c, keys, qkv_bias=True, o_bias=True, sinks=True) for keys in (window, None))
-    block = experts(c, bias=True, names=ExpertNames(router="router"))
-    return Described(tuple(LayerSpec(sliding if kind == "sliding_attention" else full, block) for kind in kinds))
 
 
 def gemma3(c: Fields) -> Described:

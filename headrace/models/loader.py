@@ -101,7 +101,7 @@ def attach_schemes(
         if not isinstance(layer, Linear | SparseMoE):
             continue
         scheme, why = _scheme_of(path, layer, held, schemes)
-        layer.scheme = scheme
+        layer.attach(scheme)
         served.setdefault(scheme, []).append(layer)
         name = re.sub(r"\.\d+\.", ".*.", path)
         if scheme is schemes[UNQUANTIZED]:

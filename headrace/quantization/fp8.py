@@ -43,7 +43,7 @@ class RoundedLayout:
         return {
             "weight": torch.empty(*shape, spec.in_features, dtype=fp8_dtype(device), device=device),
             "weight_scale": torch.empty(shape, dtype=torch.float32, device=device),
-            **empty_bias(spec, device),
+            **empty_bias(spec, device, experts),
         }
 
     def slots(self, spec: LinearSpec, weights: Weights) -> Iterator[tuple[Part, str, Slot]]:

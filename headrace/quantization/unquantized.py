@@ -22,7 +22,7 @@ class PlainLayout:
         weight = torch.empty(*experts, spec.out_features, spec.in_features, dtype=spec.dtype, device=device)
         used = max(part.offset + _length(part.rows) for part in spec.parts)
         weight[..., used:, :].zero_()
-        return {"weight": weight, **empty_bias(spec, device)}
+        return {"weight": weight, **empty_bias(spec, device, experts)}
 
     def slots(self, spec: LinearSpec, weights: Weights) -> Iterator[tuple[Part, str, Slot]]:
         for part in spec.parts:
@@ -86,11 +86,11 @@ def unquantized(format: WeightFormat = PLAIN) -> Scheme:
     return Scheme(format, PlainLayout(), PlainProduct())
 
 
-def empty_bias(spec: LinearSpec, device: torch.device) -> Weights:
-    """Allocate the bias, zeros, if this rank adds one."""
+def empty_bias(spec: LinearSpec, device: torch.device, experts: tuple[int, ...] = ()) -> Weights:
+    """Allocate the bias, zeros, if this rank adds one; `experts` as in Layout.create_weights."""
     if not (spec.bias and spec.adds_bias):
         return {}
-    return {"bias": torch.zeros(spec.out_features, dtype=spec.dtype, device=device)}
+    return {"bias": torch.zeros(*experts, spec.out_features, dtype=spec.dtype, device=device)}
 
 
 def bias_slot(spec: LinearSpec, part: Part, weights: Weights) -> Iterator[tuple[Part, str, Slot]]:

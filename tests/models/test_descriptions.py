@@ -59,10 +59,6 @@ LATENT = {
 }
 UNSERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepseekV3ForCausalLM": ("DeepseekV3ForCausalLM", {**LATENT, "num_nextn_predict_layers": 0}),
-    "GptOssForCausalLM": (
-        "GptOssForCausalLM",
-        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 8},
-    ),
     "Gemma3ForCausalLM": ("Gemma3ForCausalLM", {"num_hidden_layers": 7, "sliding_window": 8, "head_dim": 12}),
     "MiniMaxM2ForCausalLM": (
         "MiniMaxM2ForCausalLM",
@@ -103,8 +99,10 @@ def numbers(spec: ModelSpec) -> int:
 
 
 def test_what_is_described_and_has_no_modules_is_refused_in_one_line_that_says_so() -> None:
-    assert "GptOssForCausalLM" in DESCRIBED.keys() - SERVED.keys()
-    raw = {**tiny("LlamaForCausalLM"), "architectures": ["GptOssForCausalLM"]}
-    with pytest.raises(UnsupportedModelError, match=r"'GptOssForCausalLM' .*headrace plan.*LlamaForCausalLM") as error:
+    assert "MiniMaxM2ForCausalLM" in DESCRIBED.keys() - SERVED.keys()
+    raw = {**tiny("LlamaForCausalLM"), "architectures": ["MiniMaxM2ForCausalLM"]}
+    with pytest.raises(
+        UnsupportedModelError, match=r"'MiniMaxM2ForCausalLM' .*headrace plan.*LlamaForCausalLM"
+    ) as error:
         resolve(ModelConfig.from_dict(raw))
     assert "\n" not in str(error.value)

@@ -40,6 +40,17 @@ YARN_ROPE = {
 
 QWEN_EXPERTS = {"num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 
+GPT_OSS = {
+    "hidden_size": 96,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "head_dim": 64,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 4,
+    "swiglu_limit": 1.5,
+}
+HARD_YARN = {**YARN_ROPE, "rope_theta": 1500.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "LlamaForCausalLM": {
         "gqa": {},
@@ -95,6 +106,20 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "mlp_only_layers": [1],
             "use_sliding_window": True,
             "sliding_window": 8,
+        },
+    },
+    "GptOssForCausalLM": {
+        "sliding": GPT_OSS | {"sliding_window": 8, "rope_parameters": HARD_YARN},
+        "tied-full": GPT_OSS
+        | {
+            "num_local_experts": 3,
+            "num_experts_per_tok": 1,
+            "layer_types": ["full_attention"] * 3,
+            "swiglu_alpha": 1.3,
+            "swiglu_limit": 0.4,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
         },
     },
 }
