@@ -15,7 +15,7 @@ from headrace.models.checkpoint import StoredTensor
 
 MOST_NAMED = 3
 CHUNK = 1 << 22
-"""Elements of an fp8 tensor that are converted at once, since fp8 has no such reduction"""
+"""Elements of an 8-bit tensor (fp8, e8m0) that are converted at once, since those have no such reduction"""
 
 
 @dataclass
@@ -51,7 +51,8 @@ class FiniteCheck:
 
 def _diagnosis(stored: StoredTensor, source: tuple[slice, ...]) -> str:
     """Read the tensor once more and say whether the file or the conversion is at fault."""
-    values = stored.data[source].float()
+    values = stored.data[source]
+    values = (values.view(torch.float8_e8m0fnu) if values.dtype == torch.uint8 else values).float()
     wrong = int((~values.isfinite()).sum())
     if wrong:
         return f"tensor {stored.name!r} ({wrong} of {values.numel()} values are NaN or Inf; download the model again)"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import math
 import re
 import sys
 from collections import Counter
@@ -198,11 +199,14 @@ def _copy(stored: StoredTensor, slot: Slot, check: FiniteCheck) -> None:
         )
     if slot.destination is not None:
         values = stored.data[slot.source]
+        if slot.e8m0:
+            values = values.view(torch.uint8)
         if slot.store is not None:  # it may hide a bad value, since an fp8 weight cannot be Inf
             values = values.to(slot.dtype or slot.destination.dtype).to(slot.destination.device)
         slot.put(values)
         if not slot.optional:  # scales, whose readers report more about them
-            check.add(stored, slot.source, slot.destination if slot.store is None else values)
+            loaded = slot.destination if slot.store is None else values
+            check.add(stored, slot.source, loaded.view(torch.float8_e8m0fnu) if slot.e8m0 else loaded)
 
 
 def fill_with_dummies(slots: dict[str, Slot], seed: int) -> None:
@@ -214,13 +218,15 @@ def fill_with_dummies(slots: dict[str, Slot], seed: int) -> None:
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator(slot.destination.device).manual_seed(int.from_bytes(digest[:7], "little"))
         if tuple(slot.destination.shape) == slot.shape and slot.store is None:
-            _uniform(slot.destination, generator)
+            _uniform(slot.destination, generator, slot.e8m0)
         else:
             whole = torch.empty(slot.shape, dtype=slot.dtype or slot.destination.dtype, device=slot.destination.device)
-            slot.put(_uniform(whole, generator)[slot.source])
+            slot.put(_uniform(whole, generator, slot.e8m0)[slot.source])
 
 
-def _uniform(tensor: Tensor, generator: torch.Generator) -> Tensor:
+def _uniform(tensor: Tensor, generator: torch.Generator, e8m0: bool) -> Tensor:
+    if e8m0:  # e2m1 goes up to 6
+        return tensor.fill_(127 + math.floor(math.log2(DUMMY_RANGE / 6)))
     if not tensor.is_floating_point():  # packed
         return tensor.random_(generator=generator)
     return tensor.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)

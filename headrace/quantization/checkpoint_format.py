@@ -13,12 +13,14 @@ from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.model_config import Fields
-from headrace.quantization.formats import FORMATS, UNQUANTIZED, LinearFormat
+from headrace.quantization.formats import FORMATS, UNQUANTIZED, LinearFormat, linear_format
 
 PARTS = ("attention", "dense", "experts")
 """the kinds of linears that a checkpoint may hold in different formats"""
 READ = ("bf16", "fp8", "mxfp4", "int4", "int8")
 """formats that a checkpoint may be in"""
+NOT_EXPERTS = r"re:(?!.*\.experts(\.|$))"
+"""Linears that transformers never holds in mxfp4, whether modules_to_not_convert names them or not"""
 _LINEARS = {
     "attention": ("self_attn.q_proj", "self_attn.o_proj", "self_attn.q_b_proj"),
     "dense": ("mlp.gate_proj", "mlp.shared_experts.gate_proj", "feed_forward.shared_expert.gate_proj"),
@@ -73,6 +75,9 @@ def read_format(quantization: dict[str, Any] | None) -> CheckpointFormat:
         )
     lists = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude", "exclude_modules")
     left_alone = tuple((entry, UNQUANTIZED) for key in lists for entry in _patterns(fields, key))
+    if method == "mxfp4":  # of gpt-oss
+        left_alone += ((NOT_EXPERTS, UNQUANTIZED),)
+        return CheckpointFormat(method, linear_format(FORMATS[name], name, names="blocks"), left_alone)
     layout = {"bf16": "plain", "fp8": "fp8_stored", "int4": f"{method} int4"}.get(name, name)
     return CheckpointFormat(method, LinearFormat(replace(FORMATS[name], **exactly), layout), left_alone)
 

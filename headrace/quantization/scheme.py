@@ -104,6 +104,8 @@ class Slot:
     """of the slice that `store` takes; None: that of `destination`"""
     stored: tuple[str, ...] = FLOATS
     """types that the tensor may have in the checkpoint, by their names in safetensors"""
+    e8m0: bool = False
+    """The bytes are scales 2 ** (byte - 127), of which 255 is NaN (OCP Microscaling Formats 1.0, 5.4.1)."""
 
     def put(self, values: Tensor) -> None:
         """Write `values`, this rank's slice of the checkpoint's tensor."""

@@ -26,6 +26,7 @@ class SchemeEntry:
 
 SCHEMES = {
     "plain": SchemeEntry("headrace.quantization.unquantized", "unquantized"),
+    "mxfp4": SchemeEntry("headrace.quantization.fp4", "mxfp4"),
     "rounded": SchemeEntry("headrace.quantization.fp8", "fp8"),
 }
 """layout of a LinearFormat -> what serves it"""
