@@ -1,4 +1,4 @@
-"""Tiny models of gpt-oss give transformers' tokens, from plain checkpoints and from MXFP4 ones, however work is cut up."""
+"""Tiny models of gpt-oss give transformers' tokens, from plain and from MXFP4 checkpoints, however work is cut up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiny_configs import VARIANTS, save_tiny_model
 from torch import Tensor
 
 from headrace import LLM, SamplingParams
-from headrace.distributed.mesh import Group, Mesh
+from headrace.distributed.mesh import Group
 from headrace.errors import CheckpointError, ConfigError
 from headrace.layers.moe import SparseMoE, expert_specs
 from headrace.model_config import ModelConfig
@@ -26,12 +26,11 @@ from headrace.models.loader import load_model
 
 ARCHITECTURE = "GptOssForCausalLM"
 NEW_TOKENS = 16
-FORMATS: dict[str, tuple[int, ...] | None] = {"plain": None, "mxfp4": (), "mxfp4 and a plain layer": (1,)}
+FORMATS: dict[str, tuple[int, ...] | None] = {"plain": None, "mxfp4": (), "mixed": (1,)}
 """name -> the layers whose experts are plain in an MXFP4 checkpoint; None: the checkpoint is plain"""
-RUNS: dict[str, dict[str, Any]] = {
-    "chunks of at most 24 tokens": {"max_num_batched_tokens": 24},
-    "two ranks": {"tensor_parallel_size": 2},  # whose halves of 96 are 32 and 64 where 32 share a scale
-}
+CHUNKS = {"max_num_batched_tokens": 24}
+TWO_RANKS = {"tensor_parallel_size": 2}
+"""Of a width of 96 they hold 48 each, but 32 and 64 where 32 share a scale."""
 BLOCKS = "model.layers.1.mlp.experts.down_proj_blocks"
 SCALES = "model.layers.1.mlp.experts.gate_up_proj_scales"
 
@@ -43,27 +42,34 @@ def prompts() -> list[list[int]]:
     return [[5, 9], shared[:20], shared, [*shared[:33], 7, 8], [*shared, *range(20, 50)]]
 
 
-@pytest.fixture(scope="module", params=FORMATS)
-def checkpoint(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, list[list[int]]]:
-    """(a folder, the greedy tokens that transformers gives for its model)"""
-    folder = tmp_path_factory.mktemp("gpt_oss")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(VARIANTS[ARCHITECTURE], "odd", VARIANTS[ARCHITECTURE]["sliding"] | {"intermediate_size": 96})
-        reference = save_tiny_model(ARCHITECTURE, "odd", folder)
-    plain_layers = FORMATS[request.param]
-    if plain_layers is not None:
-        to_mxfp4(reference, folder, plain_layers)
-    return folder, [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts()]
+Checkpoint = tuple[Path, list[list[int]]]
+"""(a folder, the greedy tokens that transformers gives for its model)"""
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_tokens_are_transformers(run: str, checkpoint: tuple[Path, list[list[int]]]) -> None:
-    folder, expected = checkpoint
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+    made = {}
+    for name, plain_layers in FORMATS.items():
+        folder = tmp_path_factory.mktemp("gpt_oss")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(VARIANTS[ARCHITECTURE], "odd", VARIANTS[ARCHITECTURE]["sliding"] | {"intermediate_size": 96})
+            reference = save_tiny_model(ARCHITECTURE, "odd", folder)
+        if plain_layers is not None:
+            to_mxfp4(reference, folder, plain_layers)
+        made[name] = folder, [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts()]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "options"),
+    [("plain", {}), ("plain", CHUNKS), ("mxfp4", CHUNKS), ("mixed", TWO_RANKS)],
+    ids=["plain", "plain in chunks", "mxfp4 in chunks", "mixed on two ranks"],
+)
+def test_tokens_are_transformers(checkpoint: str, options: dict[str, Any], checkpoints: dict[str, Checkpoint]) -> None:
+    folder, expected = checkpoints[checkpoint]
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
     asked: Any = [{"prompt_token_ids": prompt} for prompt in prompts()]
-    with LLM(str(folder), dtype="float32", skip_tokenizer_init=True, max_model_len=128, **RUNS[run]) as llm:
+    with LLM(str(folder), dtype="float32", skip_tokenizer_init=True, max_model_len=128, **options) as llm:
         for _ in range(2):  # cold, then with prefixes from the cache
             found = [output.outputs[0].token_ids for output in llm.generate(asked, params, use_tqdm=False)]
             assert found == expected
@@ -71,10 +77,10 @@ def test_tokens_are_transformers(run: str, checkpoint: tuple[Path, list[list[int
 
 
 def test_generation_ends_at_any_of_the_stop_tokens_of_generation_config(
-    checkpoint: tuple[Path, list[list[int]]], tmp_path: Path
+    checkpoints: dict[str, Checkpoint], tmp_path: Path
 ) -> None:
     """Harmony ends an answer by <|return|> or by <|call|>."""
-    folder, expected = checkpoint
+    folder, expected = checkpoints["plain"]
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     stops = [expected[1][5], expected[3][7]]
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, *stops]}))
@@ -87,9 +93,9 @@ def test_generation_ends_at_any_of_the_stop_tokens_of_generation_config(
         assert output.outputs[0].finish_reason == ("stop" if greedy[end - 1] in (2, *stops) else "length")
 
 
-def load(folder: Path, quantization: str | None = None, load_format: str = "auto") -> Any:
+def load(folder: Path, load_format: str = "auto") -> Any:
     config = ModelConfig.from_folder(folder)
-    return load_model(folder, config, make_context(config), load_format, quantization=quantization)
+    return load_model(folder, config, make_context(config), load_format)
 
 
 @pytest.fixture
@@ -146,19 +152,6 @@ def test_dummies_of_packed_experts_are_small_numbers(packed: Path) -> None:
     for layer in (layer for layer in model.modules() if isinstance(layer, SparseMoE)):
         assert layer.experts.w13.isfinite().all()
         assert 1e-4 < layer.experts.w13.abs().max() < 1e-2
-
-
-def test_plain_experts_can_be_rounded_to_fp8_as_they_load(tmp_path: Path) -> None:
-    save_tiny_model(ARCHITECTURE, "sliding", tmp_path)
-    plain, rounded = (
-        [layer for layer in load(tmp_path, quantization).modules() if isinstance(layer, SparseMoE)]
-        for quantization in (None, "fp8")
-    )
-    for before, after in zip(plain, rounded, strict=True):
-        x = torch.randn(50, 96)
-        exact, found = (layer.fused_moe(x, layer.experts)[0] for layer in (before, after))
-        assert 0.001 < (found - exact).norm() / exact.norm() < 0.08
-        assert torch.equal(before.experts.w13_bias, after.experts.w13_bias)
 
 
 @pytest.mark.parametrize(("ranks", "widths"), [(2, {1440}), (4, {704, 736}), (8, {352, 384}), (64, {32, 64})])
