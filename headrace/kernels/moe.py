@@ -385,7 +385,7 @@ def fused_moe_reference(
     for expert in ids.unique().tolist():
         token, choice = (ids == expert).nonzero(as_tuple=True)
         both = _product_reference(normed[token], experts.w13, experts.w13_scale, experts.w13_bias, expert, rounds)
-        inner = gated_reference(*both.chunk(2, dim=-1), experts.clamp)
+        inner = gated_reference(both, experts.clamp)
         own = _product_reference(inner, experts.w2, experts.w2_scale, experts.w2_bias, expert, rounds)
         out.index_add_(0, token, (own * weights[token, choice, None]).to(x.dtype))
     if shared is not None:
@@ -397,8 +397,9 @@ def fused_moe_reference(
     return residual if next_norm is None else half_norm_reference(residual, next_norm), ids
 
 
-def gated_reference(gate: Tensor, up: Tensor, clamp: SwigluClamp | None) -> Tensor:
-    """Return the activation of gate and up, which it may overwrite."""
+def gated_reference(both: Tensor, clamp: SwigluClamp | None) -> Tensor:
+    """Return the activation # [T, n] of gate beside up # [T, 2 * n], which it may overwrite."""
+    gate, up = both.chunk(2, dim=-1)
     if clamp is None:
         return F.silu(gate).mul_(up)
     gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
