@@ -83,6 +83,15 @@ def overlap() -> dict[str, bool]:
     return _OVERLAP if target.backend == "cuda" and target.arch >= 90 else _NO_OVERLAP
 
 
+@lru_cache(maxsize=1)
+def pairs_in_registers() -> bool:
+    """Tell whether kernels may use the instructions of NVIDIA's GPUs (9.0 and above) for two 16-bit numbers at once."""
+    if triton.knobs.runtime.interpret:
+        return False
+    target = triton.runtime.driver.active.get_current_target()
+    return bool(target.backend == "cuda" and target.arch >= 90)
+
+
 @lru_cache(maxsize=16)
 def fp8_dtype(device: torch.device) -> torch.dtype:
     """Return the e4m3 type that `device` computes with: gfx942 has one without negative zero, which ends at 240."""

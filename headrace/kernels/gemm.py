@@ -14,10 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels._triton import after_inputs, next_power_of_2, overlap, tl, triton, wait_for_inputs
+from headrace.kernels._triton import (
+    after_inputs,
+    next_power_of_2,
+    overlap,
+    pairs_in_registers,
+    tl,
+    triton,
+    wait_for_inputs,
+)
 from headrace.kernels.fp8 import Quantized
 from headrace.kernels.gemm_config import GemmConfig
 from headrace.kernels.norm import HalfNormed, half_norm_reference, half_norm_row, half_normed_over
+from headrace.kernels.packed import PackedWeight
+from headrace.kernels.packed_tile import packed_dots, packed_vector_sums
 
 
 @triton.jit
@@ -52,43 +62,14 @@ def _row_scale(squares_ptr, row, row_in, parts, K, eps, PARTS: tl.constexpr):
     return tl.rsqrt(tl.sum(squares, axis=1) / K + eps)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _skinny_kernel(
-    out_ptr,
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    x_scale_ptr,
-    weight_scale_ptr,
-    residual_ptr,
-    squares_ptr,
-    next_scaled_ptr,
-    next_squares_ptr,
-    next_weight_ptr,
-    N,
-    K,
-    parts,
-    eps,
-    num_tokens,
-    x_stride,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SWAP: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    GATED: tl.constexpr,
-    PARTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Multiply by the matrix units; one program: BLOCK_N rows of the weight and up to BLOCK_M tokens. SWAP makes the
-    weight the left operand, whose side of the matrix units is the wide one."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-    weight_row = _gated_row(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N // 2, GATED, BLOCK_N)
-    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row_in = row < num_tokens
+@triton.jit
+def _dots(
+    weight_ptr, x_ptr, weight_row, row, row_in, K, x_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, SWAP: tl.constexpr, EVEN_K: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Return x [BLOCK_M, K] times the rows of the weight # [BLOCK_N, BLOCK_M] if SWAP, else turned, fp32."""
     k = tl.arange(0, BLOCK_K)
-    weight_ptrs = weight_ptr + tl.minimum(weight_row, N - 1).to(tl.int64)[:, None] * K + k[None, :]
+    weight_ptrs = weight_ptr + weight_row.to(tl.int64)[:, None] * K + k[None, :]
     x_ptrs = x_ptr + row[:, None] * x_stride + k[None, :]
     if SWAP:
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -107,6 +88,62 @@ def _skinny_kernel(
             acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
         else:
             acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _skinny_kernel(
+    out_ptr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    x_scale_ptr,
+    weight_scale_ptr,
+    group_scale_ptr,
+    zero_ptr,
+    residual_ptr,
+    squares_ptr,
+    next_scaled_ptr,
+    next_squares_ptr,
+    next_weight_ptr,
+    N,
+    K,
+    groups,
+    parts,
+    eps,
+    num_tokens,
+    x_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    GATED: tl.constexpr,
+    PARTS: tl.constexpr,
+    BITS: tl.constexpr,
+    E2M1: tl.constexpr,
+    SCALES: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAIRS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Multiply by the matrix units; one program: BLOCK_N rows of the weight and up to BLOCK_M tokens. SWAP makes the
+    weight the left operand, whose side of the matrix units is the wide one."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    weight_row = _gated_row(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N // 2, GATED, BLOCK_N)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_in = row < num_tokens
+    held_row = tl.minimum(weight_row, N - 1)
+    if BITS == 0:
+        acc = _dots(
+            weight_ptr, x_ptr, held_row, row, row_in, K, x_stride, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, EVEN_K, OVERLAP
+        )
+    else:
+        acc = packed_dots(
+            weight_ptr, x_ptr, group_scale_ptr, zero_ptr, held_row, row, row_in, K, groups, x_stride, BLOCK_M, BLOCK_N,
+            BLOCK_K, SWAP, EVEN_K, BITS, E2M1, SCALES, GROUP, PAIRS, OVERLAP,
+        )  # fmt: skip
     wait_for_inputs(OVERLAP)
     if SWAP:
         acc = tl.trans(acc)
@@ -164,6 +201,8 @@ def _gemv_kernel(
     bias_ptr,
     x_scale_ptr,
     weight_scale_ptr,
+    group_scale_ptr,
+    zero_ptr,
     residual_ptr,
     squares_ptr,
     next_scaled_ptr,
@@ -171,6 +210,7 @@ def _gemv_kernel(
     next_weight_ptr,
     N,
     K,
+    groups,
     parts,
     eps,
     BLOCK_N: tl.constexpr,
@@ -179,17 +219,25 @@ def _gemv_kernel(
     EVEN_K: tl.constexpr,
     GATED: tl.constexpr,
     PARTS: tl.constexpr,
+    BITS: tl.constexpr,
+    E2M1: tl.constexpr,
+    SCALES: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAIRS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Multiply by ordinary arithmetic; one program: BLOCK_N rows of the weight and one token. Weights are read once,
     and so are the first to be evicted from the L2 cache."""
     weight_row = _gated_row(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N // 2, GATED, BLOCK_N)
+    held_row = tl.minimum(weight_row, N - 1)
     k = tl.arange(0, BLOCK_K)
-    weight_ptrs = weight_ptr + tl.minimum(weight_row, N - 1).to(tl.int64)[:, None] * K + k[None, :]
+    width = K if BITS == 0 else (K + 31) // 32 * (4 * BITS)
+    place = tl.arange(0, BLOCK_K if BITS == 0 else BLOCK_K * BITS // 8)
+    weight_ptrs = weight_ptr + held_row.to(tl.int64)[:, None] * width + place[None, :]
     if EVEN_K:
         weight = tl.load(weight_ptrs, eviction_policy="evict_first")
     else:
-        weight = tl.load(weight_ptrs, mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
+        weight = tl.load(weight_ptrs, mask=(place < width)[None, :], other=0.0, eviction_policy="evict_first")
     if GATED:
         column = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         column_in = column < N // 2
@@ -202,17 +250,29 @@ def _gemv_kernel(
     if squares_ptr is not None:
         part = tl.arange(0, PARTS)
         squares = tl.load(squares_ptr + part, mask=part < parts, other=0.0)
-    acc = sums_of_vectors(weight, tl.load(x_ptr + k, mask=k < K, other=0.0)[None, :], VECTOR)
+    if BITS == 0:
+        acc = sums_of_vectors(weight, tl.load(x_ptr + k, mask=k < K, other=0.0)[None, :], VECTOR)
+    else:
+        acc = packed_vector_sums(
+            weight, x_ptr, group_scale_ptr, zero_ptr, held_row, 0, K, groups, BITS, E2M1, SCALES, GROUP, BLOCK_K
+        )
     for start in range(BLOCK_K, K, BLOCK_K):
+        ahead = start if BITS == 0 else start // 8 * BITS
         if EVEN_K:
-            weight = tl.load(weight_ptrs + start, eviction_policy="evict_first")
-            x = tl.load(x_ptr + start + k)
+            weight = tl.load(weight_ptrs + ahead, eviction_policy="evict_first")
         else:
-            inside = start + k < K
-            weight = tl.load(weight_ptrs + start, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-            x = tl.load(x_ptr + start + k, mask=inside, other=0.0)
-        acc += sums_of_vectors(weight, x[None, :], VECTOR)
+            inside = (ahead + place < width)[None, :]
+            weight = tl.load(weight_ptrs + ahead, mask=inside, other=0.0, eviction_policy="evict_first")
+        if BITS == 0:
+            x = tl.load(x_ptr + start + k, mask=None if EVEN_K else start + k < K)
+            acc += sums_of_vectors(weight, x[None, :], VECTOR)
+        else:
+            acc += packed_vector_sums(
+                weight, x_ptr, group_scale_ptr, zero_ptr, held_row, start, K, groups, BITS, E2M1, SCALES, GROUP, BLOCK_K
+            )
     total = tl.sum(acc, axis=1)
+    if E2M1:
+        total *= 9.223372036854775808e18  # what packed_vector_sums leaves out
     weight_row_in = weight_row < N
     if weight_scale_ptr is not None:
         total *= tl.load(weight_scale_ptr + weight_row, mask=weight_row_in, other=0.0)
@@ -234,9 +294,30 @@ def _gemv_kernel(
         half_norm_row(out, column, column_in, next_scaled_ptr, square_ptr, next_weight_ptr)
 
 
+UNPACKED = {"BITS": 0, "E2M1": False, "SCALES": "", "GROUP": 0, "PAIRS": 0}
+"""launch options where the weight is not packed"""
+ONE_GROUP = 1 << 20
+"""inputs that share a scale where all of an output's do"""
+VARIANT = 1
+"""how the matrix units' tiles come by their zeros"""
+HELD_SCALES = {torch.uint8: "e8m0", torch.float8_e4m3fn: "e4m3"}
+
+
+def _packing(weight: PackedWeight) -> dict[str, Any]:
+    """Return the launch options for a packed weight."""
+    e2m1 = weight.values == "e2m1"
+    return {
+        "BITS": weight.bits,
+        "E2M1": e2m1,
+        "SCALES": HELD_SCALES.get(weight.scales.dtype, "float"),
+        "GROUP": ONE_GROUP if weight.scales.shape[-1] == 1 else weight.group_size,
+        "PAIRS": VARIANT if weight.bits == 4 and not e2m1 and pairs_in_registers() else 0,
+    }
+
+
 def skinny_linear(
     x: Tensor | HalfNormed | Quantized,
-    weight: Tensor,
+    weight: Tensor | PackedWeight,
     bias: Tensor | None,
     config: GemmConfig,
     weight_scale: Tensor | None = None,
@@ -255,7 +336,14 @@ def skinny_linear(
     residual and `next_norm` [N], the weight of the norm of the sum.
     """
     num_tokens, k = x.shape
-    n = weight.shape[0]
+    codes, groups, packing = weight, 1, UNPACKED
+    group_scales: Tensor | None = None
+    zeros: Tensor | None = None
+    if isinstance(weight, PackedWeight):
+        codes, group_scales, zeros, weight_scale = weight.codes, weight.plain_scales(), weight.zeros, weight.factors
+        groups, packing = group_scales.shape[-1], _packing(weight)
+    assert isinstance(codes, Tensor)
+    n = codes.shape[0]
     squares: Tensor | None = None
     x_scale: Tensor | None = None
     if isinstance(x, HalfNormed):
@@ -273,11 +361,18 @@ def skinny_linear(
     result, following = half_normed_over(out, None if residual is None else next_norm, programs)
     if not num_tokens:
         return result
-    arguments = (out, x, weight, bias, x_scale, weight_scale, residual, squares, *following, n, k, parts, eps)
-    options = {"EVEN_K": k % config.block_k == 0, "GATED": gated, "PARTS": next_power_of_2(parts), **overlap()}
+    scales = (x_scale, weight_scale, group_scales, zeros)
+    arguments = (out, x, codes, bias, *scales, residual, squares, *following, n, k, groups, parts, eps)
+    options = {
+        "EVEN_K": k % config.block_k == 0,
+        "GATED": gated,
+        "PARTS": next_power_of_2(parts),
+        **packing,
+        **overlap(),
+    }
     if config.block_m == 1:
         _gemv_kernel[(programs,)](
-            *arguments, BLOCK_N=rows, BLOCK_K=config.block_k, VECTOR=vector_of(weight),
+            *arguments, BLOCK_N=rows, BLOCK_K=config.block_k, VECTOR=vector_of(codes),
             num_warps=config.num_warps, **options,
         )  # fmt: skip
         return result
@@ -291,7 +386,7 @@ def skinny_linear(
 
 def skinny_linear_reference(
     x: Tensor | HalfNormed | Quantized,
-    weight: Tensor,
+    weight: Tensor | PackedWeight,
     bias: Tensor | None,
     config: GemmConfig | None = None,
     weight_scale: Tensor | None = None,
@@ -307,7 +402,7 @@ def skinny_linear_reference(
         x = x.normed(eps)
     elif isinstance(x, Quantized):
         x = x.dequantize(torch.float32)
-    out = F.linear(x.float(), weight.float())
+    out = F.linear(x.float(), weight.dequantize(torch.float32) if isinstance(weight, PackedWeight) else weight.float())
     out = out if weight_scale is None else out * weight_scale
     out = out if bias is None else out + bias.float()
     if gated:

@@ -56,6 +56,10 @@ class PackedWeight:
         """Return the bytes that it holds on the device."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
+    def plain_scales(self) -> Tensor:
+        """Return the scales as a kernel takes them: those of 8 bits as bytes."""
+        return self.scales.view(torch.uint8) if self.scales.itemsize == 1 else self.scales
+
     def tensors(self) -> dict[str, Tensor]:
         """Return its tensors by the names of their fields."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}

@@ -1,0 +1,267 @@
+"""Multiplies by tiles of a PackedWeight: the loops of kernels/gemm.py for weights of 4 and 8 bits.
+
+A code becomes a float without a conversion, by its bits: those of an integer are placed in the mantissa of 16 (256 for
+8 bits), which makes 16 + code; those of e2m1 are a float's already, 2 ** 126 times too small. What is too much or too
+little is taken out of sums, once for the 16 inputs that lie together.
+"""
+
+from __future__ import annotations
+
+from headrace.kernels._triton import after_inputs, tl, triton
+
+
+@triton.jit
+def _biased(codes, SHIFT: tl.constexpr, BITS: tl.constexpr, E2M1: tl.constexpr):
+    """Return the value of the 4 bits from SHIFT on of uint8 `codes`, or of all 8, in fp32: plus 16 or 256 for integers,
+    times 2 ** -126 for e2m1."""
+    wide = codes.to(tl.int32)
+    if E2M1:  # the sign's bit is copied over the six bits between it and the exponent's two
+        bits = ((wide << (28 - SHIFT)) >> 6) & -0x7E400000
+    elif BITS == 4:
+        bits = (((wide >> SHIFT) & 15) << 19) | 0x41800000
+    else:
+        bits = (wide << 15) | 0x43800000
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _value(codes, SHIFT: tl.constexpr, BITS: tl.constexpr, E2M1: tl.constexpr):
+    """Return what `_biased` does, with the power of two put right."""
+    value = _biased(codes, SHIFT, BITS, E2M1)
+    if E2M1:
+        value *= 8.507059173023462e37
+    return value
+
+
+@triton.jit
+def _scale_of(ptrs, SCALES: tl.constexpr):
+    """Load scales as fp32. SCALES: how they are held."""
+    return _as_scale(tl.load(ptrs), SCALES)
+
+
+@triton.jit
+def _as_scale(held, SCALES: tl.constexpr):
+    """Return loaded scales in fp32."""
+    if SCALES == "float":
+        scale = held.to(tl.float32)
+    elif SCALES == "e8m0":
+        bits = held.to(tl.int32)
+        scale = tl.where(bits == 0, 1 << 22, bits << 23).to(tl.float32, bitcast=True)
+    else:  # e4m3: a float's bits, 2 ** 120 times too small
+        bits = held.to(tl.int32)
+        scale = (((bits & 128) << 24) | ((bits & 127) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return scale
+
+
+@triton.jit
+def _run_sums(values, RUNS: tl.constexpr):
+    """Return values [rows, inputs] added up over runs of equal length # [rows, RUNS]."""
+    rows: tl.constexpr = values.shape[0]
+    return tl.sum(tl.reshape(values, [rows, RUNS, values.shape[1] // RUNS]), axis=2)
+
+
+@triton.jit
+def _zero_of(zero_ptr, at, BITS: tl.constexpr, E2M1: tl.constexpr):
+    """Load what `_biased` and the format's zero add to values, in fp32."""
+    BIAS: tl.constexpr = 16 if BITS == 4 else 256
+    if E2M1:
+        zero = tl.zeros(at.shape, tl.float32)
+    elif zero_ptr is None:
+        zero = tl.full(at.shape, BIAS + (1 << (BITS - 1)), tl.float32)
+    else:
+        zero = BIAS + tl.load(zero_ptr + at).to(tl.float32)
+    return zero
+
+
+@triton.jit
+def packed_vector_sums(
+    codes, x_ptr, scale_ptr, zero_ptr, row, start, K, groups,
+    BITS: tl.constexpr, E2M1: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return codes [rows, bytes of BLOCK_K inputs] times x [K] from `start` on, added up by 16 bytes
+    # [rows, BLOCK_K * BITS / 128] fp32."""
+    RUNS: tl.constexpr = BLOCK_K * BITS // 128
+    SPAN: tl.constexpr = 128 // BITS  # inputs of 16 bytes
+    ALIKE: tl.constexpr = BITS == 8 or GROUP % 32 == 0  # all of 16 bytes are of one group
+    byte = tl.arange(0, BLOCK_K * BITS // 8)
+    first = tl.arange(0, RUNS) * SPAN
+    k = start + byte // 16 * SPAN + byte % 16
+    at = row[:, None] * groups + tl.minimum((start + first) // GROUP, groups - 1)[None, :]
+    x = tl.broadcast_to(_inputs(x_ptr + k, k < K, E2M1)[None, :], codes.shape)
+    products = _biased(codes, 0, BITS, E2M1) * x
+    if BITS == 8:
+        sums, plain = _run_sums(products, RUNS), _run_sums(x, RUNS)
+    else:
+        x_upper = tl.broadcast_to(_inputs(x_ptr + k + 16, k + 16 < K, E2M1)[None, :], codes.shape)
+        upper = _biased(codes, 4, BITS, E2M1) * x_upper
+        if ALIKE:
+            sums, plain = _run_sums(products + upper, RUNS), _run_sums(x + x_upper, RUNS)
+        else:
+            sums, plain = _run_sums(products, RUNS), _run_sums(x, RUNS)
+    if not E2M1:
+        sums -= _zero_of(zero_ptr, at, BITS, E2M1) * plain
+    sums *= _scale_of(scale_ptr + at, SCALES)
+    if not ALIKE:
+        at = row[:, None] * groups + tl.minimum((start + first + 16) // GROUP, groups - 1)[None, :]
+        more = _run_sums(upper, RUNS)
+        if not E2M1:
+            more -= _zero_of(zero_ptr, at, BITS, E2M1) * _run_sums(x_upper, RUNS)
+        sums += more * _scale_of(scale_ptr + at, SCALES)
+    return sums
+
+
+@triton.jit
+def _inputs(ptrs, inside, E2M1: tl.constexpr):
+    """Load activations in fp32, times 2 ** 63 for e2m1: products of what `_biased` returns would be too small."""
+    x = tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
+    if E2M1:
+        x *= 9.223372036854775808e18
+    return x
+
+
+@triton.jit
+def _pairs(codes, offset, BF16: tl.constexpr):
+    """Return (lower, upper) four bits of uint8 `codes` [rows, bytes], less `offset` of their shape, in 16 bits.
+
+    The compiler would take every code out by itself; here two stay in a register all the way to the matrix units.
+    """
+    if BF16:  # 128 + code
+        pair = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, m, v;
+            mov.b32 m, 0x43004300;
+            prmt.b32 a, $4, 0, 0x4140;
+            prmt.b32 b, $4, 0, 0x4342;
+            lop3.b32 v, a, 0x000f000f, m, 0xea;
+            sub.bf16x2 $0, v, $5;
+            lop3.b32 v, b, 0x000f000f, m, 0xea;
+            sub.bf16x2 $1, v, $6;
+            shr.u32 a, a, 4;
+            shr.u32 b, b, 4;
+            lop3.b32 v, a, 0x000f000f, m, 0xea;
+            sub.bf16x2 $2, v, $5;
+            lop3.b32 v, b, 0x000f000f, m, 0xea;
+            sub.bf16x2 $3, v, $6;
+            }""",
+            "=&r,=&r,=&r,=&r,r,r,r", [codes, offset], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+        )  # fmt: skip
+    else:  # 1024 + code
+        pair = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, m, v;
+            mov.b32 m, 0x64006400;
+            prmt.b32 a, $4, 0, 0x4140;
+            prmt.b32 b, $4, 0, 0x4342;
+            lop3.b32 v, a, 0x000f000f, m, 0xea;
+            sub.f16x2 $0, v, $5;
+            lop3.b32 v, b, 0x000f000f, m, 0xea;
+            sub.f16x2 $1, v, $6;
+            shr.u32 a, a, 4;
+            shr.u32 b, b, 4;
+            lop3.b32 v, a, 0x000f000f, m, 0xea;
+            sub.f16x2 $2, v, $5;
+            lop3.b32 v, b, 0x000f000f, m, 0xea;
+            sub.f16x2 $3, v, $6;
+            }""",
+            "=&r,=&r,=&r,=&r,r,r,r", [codes, offset], dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
+        )  # fmt: skip
+    return pair
+
+
+@triton.jit
+def _scaled(values, offset, scale, dtype: tl.constexpr):
+    """Return (values [rows, bytes] - offset) * scale, both [rows, bytes / 16], in `dtype`."""
+    rows: tl.constexpr = values.shape[0]
+    runs: tl.constexpr = values.shape[1] // 16
+    split = (tl.reshape(values, [rows, runs, 16]) - offset[:, :, None]) * scale[:, :, None]
+    return tl.reshape(split.to(dtype), [rows, runs * 16])
+
+
+@triton.jit
+def _dot(weight, x, acc, SWAP: tl.constexpr):
+    if SWAP:
+        acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def packed_dots(
+    codes_ptr, x_ptr, scale_ptr, zero_ptr, weight_row, row, row_in, K, groups, x_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, EVEN_K: tl.constexpr,
+    BITS: tl.constexpr, E2M1: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Return x [BLOCK_M, K] times the rows of codes # [BLOCK_N, BLOCK_M] if SWAP, else turned, fp32.
+
+    Where a group is not split by blocks, sums are scaled, otherwise weights before they are rounded to x's type.
+    """
+    BYTES: tl.constexpr = BLOCK_K * BITS // 8
+    SPAN: tl.constexpr = 128 // BITS
+    SCALES_SUMS: tl.constexpr = GROUP % BLOCK_K == 0
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    BIAS: tl.constexpr = (128 if dtype == tl.bfloat16 else 1024) if PAIRS else 16 if BITS == 4 else 256
+    width = (K + 31) // 32 * (4 * BITS)
+    byte = tl.arange(0, BYTES)
+    k = byte // 16 * SPAN + byte % 16
+    first = tl.arange(0, BYTES // 16) * SPAN
+    codes_ptrs = codes_ptr + weight_row.to(tl.int64)[:, None] * width + byte[None, :]
+    x_ptrs = x_ptr + row[:, None] * x_stride + k[None, :]
+    of_row = weight_row * groups
+    if SCALES_SUMS:  # loaded a block ahead
+        scale = tl.load(scale_ptr + of_row)
+        if zero_ptr is not None and PAIRS != 1:
+            zero = tl.load(zero_ptr + of_row)
+    acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        waited = after_inputs(start, BLOCK_K, OVERLAP)
+        if EVEN_K:
+            codes = tl.load(codes_ptrs + start * BITS // 8)
+            x = tl.load(x_ptrs + waited, mask=row_in[:, None], other=0.0)
+        else:
+            codes = tl.load(codes_ptrs + start * BITS // 8, mask=(start * BITS // 8 + byte < width)[None, :], other=0)
+            x = tl.load(x_ptrs + waited, mask=row_in[:, None] & (start + k < K)[None, :], other=0.0)
+        if BITS == 4:
+            if EVEN_K:
+                x_upper = tl.load(x_ptrs + 16 + waited, mask=row_in[:, None], other=0.0)
+            else:
+                inside = row_in[:, None] & (start + 16 + k < K)[None, :]
+                x_upper = tl.load(x_ptrs + 16 + waited, mask=inside, other=0.0)
+        if SCALES_SUMS:
+            after = of_row + tl.minimum((start + BLOCK_K) // GROUP, groups - 1)
+            next_scale = tl.load(scale_ptr + after)
+            if zero_ptr is not None:
+                if PAIRS == 1:
+                    zero = tl.load(zero_ptr + of_row + start // GROUP)
+                offset = zero.to(tl.float32) + BIAS
+                if PAIRS != 1:
+                    zero = tl.load(zero_ptr + after)
+            else:
+                offset = tl.full([BLOCK_N], 0 if E2M1 else BIAS + (1 << (BITS - 1)), tl.float32)
+            part = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
+            if PAIRS:
+                offsets = tl.broadcast_to(offset.to(dtype)[:, None], [BLOCK_N, BYTES])
+                lower, upper = _pairs(codes, offsets, dtype == tl.bfloat16)
+                part = _dot(upper, x_upper, _dot(lower, x, part, SWAP), SWAP)
+            else:
+                lower = (_value(codes, 0, BITS, E2M1) - offset[:, None]).to(dtype)
+                part = _dot(lower, x, part, SWAP)
+                if BITS == 4:
+                    upper = (_value(codes, 4, BITS, E2M1) - offset[:, None]).to(dtype)
+                    part = _dot(upper, x_upper, part, SWAP)
+            factor = _as_scale(scale, SCALES)
+            acc += part * (factor[:, None] if SWAP else factor[None, :])
+            scale = next_scale
+        else:
+            at = of_row[:, None] + tl.minimum((start + first) // GROUP, groups - 1)[None, :]
+            scale = _scale_of(scale_ptr + at, SCALES)
+            zero = _zero_of(zero_ptr, at, BITS, E2M1)
+            acc = _dot(_scaled(_value(codes, 0, BITS, E2M1), zero, scale, dtype), x, acc, SWAP)
+            if BITS == 4:
+                if GROUP % 32 != 0:
+                    at = of_row[:, None] + tl.minimum((start + first + 16) // GROUP, groups - 1)[None, :]
+                    scale = _scale_of(scale_ptr + at, SCALES)
+                    zero = _zero_of(zero_ptr, at, BITS, E2M1)
+                acc = _dot(_scaled(_value(codes, 4, BITS, E2M1), zero, scale, dtype), x_upper, acc, SWAP)
+    return acc
