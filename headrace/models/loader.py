@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from torch import Tensor, nn
 
-from headrace.errors import CheckpointError, UnsupportedModelError
+from headrace.errors import CheckpointError, ConfigError, UnsupportedModelError
 from headrace.layers.context import LayerContext
 from headrace.layers.embedding import ParallelLMHead
 from headrace.layers.layer import Layer
@@ -35,6 +35,7 @@ from headrace.models.fusion import fuse
 from headrace.models.registry import resolve
 from headrace.quantization.checkpoint_format import CheckpointFormat
 from headrace.quantization.formats import UNQUANTIZED, LinearFormat
+from headrace.quantization.packed import PackedProduct
 from headrace.quantization.scheme import Scheme, Slot
 from headrace.quantization.table import make_scheme, resolve_format
 
@@ -76,17 +77,30 @@ def load_model(
         model.notes = attach_schemes(config, layers, context, quantization)
         slots: dict[str, Slot] = {}
         for path, layer in layers:
-            layer.create_weights(context.device)
-            slots.update(layer.slots(path))
+            with _named(path):
+                layer.create_weights(context.device)
+                slots.update(layer.slots(path))
         if load_format == "dummy":
             fill_with_dummies(slots, seed)
         else:
             fill_from_checkpoint(slots, folder, tied=config.tie_word_embeddings)
         model.notes.append(fuse(model, config.num_layers, context.device))
         model.weight_bytes = sum(map(weight_bytes, (layer for _, layer in layers)))
-        for _, layer in layers:
-            layer.finalize()
+        for path, layer in layers:
+            with _named(path):
+                layer.finalize()
+        products = {layer.scheme.product: None for _, layer in layers if isinstance(layer, Linear | SparseMoE)}
+        model.notes += [note for one in products if isinstance(one, PackedProduct) for note in one.notes()]
     return model
+
+
+@contextmanager
+def _named(path: str) -> Iterator[None]:
+    """Put the layer's name in front of what its weight format refuses."""
+    try:
+        yield
+    except (CheckpointError, ConfigError) as error:
+        raise type(error)(f"{path}: {error}") from None
 
 
 def attach_schemes(

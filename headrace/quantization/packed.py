@@ -5,6 +5,7 @@ A CPU has no arithmetic for them: there each weight is widened once, at load, to
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, Protocol
 
 import torch
@@ -20,8 +21,9 @@ from headrace.quantization.unquantized import PlainProduct
 class PackedLayout(Layout, Protocol):
     """Knows a checkpoint's tensors that together are a PackedWeight."""
 
-    def packed(self, spec: LinearSpec, weights: Weights) -> PackedWeight:
-        """Return the loaded `weights`, of a linear or of experts, as kernels read them. The bias is not part of it."""
+    def packed(self, spec: LinearSpec, weights: Weights) -> PackedWeight | str:
+        """Return the loaded `weights`, of a linear or of experts, as kernels read them, without the bias; or say why
+        they have no such form, and are to be widened."""
 
 
 class PackedProduct:
@@ -33,6 +35,8 @@ class PackedProduct:
         """multiplies what is widened at load, on a CPU"""
         self.held: dict[int, PackedWeight] = {}
         """address of the codes -> the weight"""
+        self.widened_for: Counter[str] = Counter()
+        """why weights could not stay packed on a GPU -> how many"""
 
     def prepare(self, specs: list[LinearSpec], device: torch.device, kernels: KernelTable | None = None) -> None:
         self.widens = device.type == "cpu"
@@ -52,9 +56,13 @@ class PackedProduct:
         if self.widens:
             return self.plain.finalize(spec, self.layout.dequantize(spec, weights), fused)
         packed, bias = self._repack(spec, weights), weights.get("bias")
+        if packed is None:
+            return self.plain.finalize(spec, weights, fused)
         return fused.wrap(lambda x: F.linear(x, packed.dequantize(spec.dtype), bias))
 
     def widened(self, spec: LinearSpec, weights: Weights) -> Weights:
+        if "codes" not in weights:
+            return weights
         bias = {"bias": weights["bias"]} if "bias" in weights else {}
         return {"weight": self.held[weights["codes"].data_ptr()].dequantize(spec.dtype), **bias}
 
@@ -62,11 +70,23 @@ class PackedProduct:
         """Return the experts' PackedWeight; on a CPU, their weight widened."""
         if self.widens:
             return self.layout.dequantize(spec, weights)["weight"], None
-        return self._repack(spec, weights), None
+        packed = self._repack(spec, weights)
+        return (weights["weight"] if packed is None else packed), None
 
-    def _repack(self, spec: LinearSpec, weights: Weights) -> PackedWeight:
-        """Return `weights` packed, whose tensors take the place of the checkpoint's in `weights`."""
+    def notes(self) -> list[str]:
+        """Say which weights take as much memory as unquantized ones, and why."""
+        return [f"{count} linears are widened at load: {why}" for why, count in self.widened_for.items()]
+
+    def _repack(self, spec: LinearSpec, weights: Weights) -> PackedWeight | None:
+        """Return `weights` packed, or None if they are widened; in either form they take the place of the checkpoint's
+        in `weights`."""
         packed, bias = self.layout.packed(spec, weights), weights.get("bias")
+        if isinstance(packed, str):
+            self.widened_for[packed] += 1
+            plain = self.layout.dequantize(spec, weights)
+            weights.clear()
+            weights.update(plain)
+            return None
         weights.clear()
         weights.update(packed.tensors())
         if bias is not None:

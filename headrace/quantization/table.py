@@ -28,6 +28,9 @@ SCHEMES = {
     "plain": SchemeEntry("headrace.quantization.unquantized", "unquantized"),
     "mxfp4": SchemeEntry("headrace.quantization.fp4", "mxfp4"),
     "rounded": SchemeEntry("headrace.quantization.fp8", "fp8"),
+    "pack_quantized": SchemeEntry("headrace.quantization.packed_layouts", "pack_quantized"),
+    "awq": SchemeEntry("headrace.quantization.packed_layouts", "awq"),
+    "gptq": SchemeEntry("headrace.quantization.packed_layouts", "gptq"),
 }
 """layout of a LinearFormat -> what serves it"""
 HEAD = "lm_head"

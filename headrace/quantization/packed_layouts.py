@@ -1,0 +1,378 @@
+"""Reads weights of 2, 3, 4 and 8 bits that are packed into words of 32 bits, as AutoAWQ, GPTQ's tools (AutoRound's
+export too) and compressed-tensors' `pack-quantized` write them.
+
+They differ in names, in which way round a weight lies and along which side its codes are packed; `Spelling` lists this.
+Codes are dense in their words: code i of a row has the bits from i * bits on, so that 3-bit codes cross words.
+A rank reads the words that hold its codes, and cuts what it does not need after unpacking.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.errors import CheckpointError, ConfigError
+from headrace.kernels.packed import PackedWeight, pack
+from headrace.quantization.formats import WeightFormat
+from headrace.quantization.packed import PackedProduct
+from headrace.quantization.scheme import FLOATS, LinearSpec, Part, Scheme, Slot, Weights
+from headrace.quantization.unquantized import bias_slot, empty_bias
+
+Axis = Literal["out", "in", "groups"]
+Zeros = Literal["stored", "stored minus one", "perhaps", "none"]
+"""Whether a checkpoint has zero points; perhaps: they are all 8 where it has none"""
+WORD = 32
+INTERLEAVED = [0, 4, 1, 5, 2, 6, 3, 7]
+"""where in a word of AutoAWQ's its first code is, its second, ..."""
+MIDDLES = -0x77777778
+"""a word of 4-bit zeros that are all 8"""
+UNKNOWN = -1
+"""group of a column where a checkpoint names none: groups are then neighbouring columns"""
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """Names a format's tensors and says how they lie."""
+
+    codes: str
+    scales: str
+    zeros: str
+    """packed along the outputs, in all formats"""
+    groups: str = ""
+    """the group of each input (act-order); empty: the format has no such tensor"""
+    shape: str = ""
+    """a tensor that repeats the weight's shape, which is checked; empty: there is none"""
+    transposed: bool = False
+    """[in, out] and [groups, out], not [out, in] and [out, groups]"""
+    packed: Axis = "in"
+    """the side along which codes are packed"""
+    interleaved: bool = False
+    """Eight codes are in a word as INTERLEAVED says, zeros too."""
+    spare_bias: bool = False
+    """Linears without a bias may be stored with one of zeros."""
+
+
+AWQ = Spelling("qweight", "scales", "qzeros", transposed=True, packed="out", interleaved=True)
+GPTQ = Spelling("qweight", "scales", "qzeros", "g_idx", transposed=True, spare_bias=True)
+COMPRESSED = Spelling("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Describes one tensor of a part: its shape in the checkpoint, the slice of it that a rank reads, its types."""
+
+    name: str
+    shape: tuple[int, ...]
+    source: tuple[slice, ...]
+    dtype: torch.dtype
+    types: tuple[str, ...]
+    fill: int | None = None
+    """its value where the checkpoint lacks it; None: it must be there"""
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The shape of the slice."""
+        return tuple(cut.stop - cut.start for cut in self.source)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Holds a part's weight on this rank, unpacked, perhaps with experts in front."""
+
+    codes: Tensor
+    """[..., out, in] uint8"""
+    scales: Tensor
+    """[..., out, groups] fp32"""
+    zeros: Tensor | None
+    """[..., out, groups] uint8; None: the middle of the codes' range"""
+    groups: Tensor | None
+    """[..., in] int64: the group of each column; None: they are in order, and all but the last are whole"""
+
+
+class IntegerLayout:
+    """Keeps the checkpoint's words until a linear is repacked, each part's tensors by themselves: `0.qweight`, ..."""
+
+    def __init__(
+        self,
+        spelling: Spelling,
+        bits: int,
+        group_size: int,
+        zeros: Zeros,
+        act_order: bool = False,
+    ) -> None:
+        """Take group_size 0 for one group an output; `act_order`: columns may be in groups that are not neighbours.
+        Raises ConfigError for a group that kernels have no form for."""
+        if group_size % 16:
+            raise ConfigError(
+                f"config.json: quantization_config.group_size is {group_size}; accepted: multiples of 16, -1"
+            )
+        self.spelling, self.bits, self.group_size = spelling, bits, group_size
+        self.zeros, self.act_order = zeros, act_order
+        self.kept_bits = 8 if bits == 8 else 4
+        self.shift = (1 << self.kept_bits - 1) - (1 << bits - 1)
+        """what is added to codes of fewer bits, so that the middle of their range is that of the kept ones"""
+
+    def create_weights(self, spec: LinearSpec, device: torch.device, experts: tuple[int, ...] = ()) -> Weights:
+        weights = empty_bias(spec, device)
+        for index, part in enumerate(spec.parts):
+            for one in self._stored(part):
+                made = torch.empty(*experts, *one.held, dtype=one.dtype, device=device)
+                weights[f"{index}.{one.name}"] = made if one.fill is None else made.fill_(one.fill)
+        return weights
+
+    def slots(self, spec: LinearSpec, weights: Weights) -> Iterator[tuple[Part, str, Slot]]:
+        for index, part in enumerate(spec.parts):
+            for one in self._stored(part):
+                held = weights[f"{index}.{one.name}"]
+                yield part, one.name, Slot(one.shape, one.source, held, one.fill is not None, stored=one.types)
+            if self.spelling.shape:
+                yield part, self.spelling.shape, _checked_slot(part.shape, self.spelling.shape)
+            yield from bias_slot(spec, part, weights)
+            if self.spelling.spare_bias and not spec.bias:
+                yield part, "bias", _zeros_slot(part.shape[0])
+
+    def packed(self, spec: LinearSpec, weights: Weights) -> PackedWeight | str:
+        """Return the weight as kernels read it, or why they cannot: an order of inputs that is not one for the whole
+        linear, or leaves groups in pieces."""
+        parts = [self._unpack(index, part, weights) for index, part in enumerate(spec.parts)]
+        order = self._common_order(parts)
+        if isinstance(order, str):
+            return order
+        codes = _stacked([part.codes for part in parts], spec.out_features)
+        scales = _stacked([part.scales for part in parts], spec.out_features)
+        zeros = None
+        if parts[0].zeros is not None:
+            middle = 1 << self.kept_bits - 1
+            zeros = _stacked([part.zeros for part in parts if part.zeros is not None], spec.out_features, middle)
+            zeros = None if bool((zeros == middle).all()) else zeros
+        if order is not None:
+            codes = codes[:, order]
+        return pack(
+            codes, scales.to(_stored_type(scales)), zeros,
+            bits=self.kept_bits, group_size=self._size(scales, codes), order=order,
+        )  # fmt: skip
+
+    def dequantize(self, spec: LinearSpec, weights: Weights) -> Weights:
+        parts = [self._unpack(index, part, weights) for index, part in enumerate(spec.parts)]
+        wide = [self._widened(part).to(spec.dtype) for part in parts]
+        plain: Weights = {"weight": _stacked(wide, spec.out_features)}
+        return {**plain, "bias": weights["bias"]} if "bias" in weights else plain
+
+    def _stored(self, part: Part) -> Iterator[Stored]:
+        """Yield the part's tensors. Raises ConfigError if groups or words do not fit its shape or this rank's slice."""
+        words = self.spelling
+        yield self._plane(words.codes, part, "in", words.packed)
+        yield self._plane(words.scales, part, "groups")
+        if self.zeros != "none":
+            yield self._plane(words.zeros, part, "groups", "out", MIDDLES if self.zeros == "perhaps" else None)
+        if words.groups and self.group_size:
+            yield Stored(words.groups, part.shape[1:], (part.columns,), torch.int32, ("I32", "I64"), UNKNOWN)
+
+    def _plane(
+        self, name: str, part: Part, columns: Axis, packed: Axis | None = None, fill: int | None = None
+    ) -> Stored:
+        """Describe a tensor of outputs and `columns`, packed along one of them; None: floats."""
+        sides = []
+        for axis in ("out", columns):
+            size, held = {
+                "out": (part.shape[0], part.rows),
+                "in": (part.shape[1], part.columns),
+                "groups": self._groups(part),
+            }[axis]
+            sides.append(self._words(part, axis, size, held) if axis == packed else (size, held))
+        shape, source = zip(*(reversed(sides) if self.spelling.transposed else sides), strict=True)
+        if packed is None:
+            return Stored(name, shape, source, torch.float32, FLOATS)
+        return Stored(name, shape, source, torch.int32, ("I32",), fill)
+
+    def _groups(self, part: Part) -> tuple[int, slice]:
+        """Return the number of groups of an output, and which of them this rank's columns are in. With act-order, they
+        may be in any."""
+        size, (start, stop) = self.group_size or part.shape[1], (part.columns.start, part.columns.stop)
+        whole = -(-part.shape[1] // size)
+        if whole == 1 or self.act_order:
+            return whole, slice(0, whole)
+        for edge in (start, stop):
+            if edge % size and edge != part.shape[1]:
+                raise ConfigError(
+                    f"groups of {size} inputs do not divide the inputs [{start}, {stop}) that a rank holds of "
+                    f"{part.shape[1]}; accepted: a tensor_parallel_size whose slices begin with a group"
+                )
+        return whole, slice(start // size, -(-stop // size))
+
+    def _words(self, part: Part, axis: str, size: int, held: slice) -> tuple[int, slice]:
+        """Return how many words hold `size` codes, and which of them hold those of `held`."""
+        codes, words = self._unit
+        if size % WORD and words > 1:
+            raise ConfigError(f"{size} {axis}puts are packed in {self.bits} bits; accepted: multiples of {WORD}")
+        return -(-size // codes) * words, slice(held.start // codes * words, -(-held.stop // codes) * words)
+
+    @property
+    def _unit(self) -> tuple[int, int]:
+        """The fewest codes that fill whole words, and these words."""
+        return (WORD // self.bits, 1) if WORD % self.bits == 0 else (WORD, self.bits)
+
+    def _unpack(self, index: int, part: Part, weights: Weights) -> Loaded:
+        """Return what `weights` hold of a part."""
+        spelling, start = self.spelling, self._groups(part)[1].start
+
+        def plane(name: str) -> Tensor:
+            held = weights[f"{index}.{name}"]
+            return held.transpose(-1, -2) if spelling.transposed else held
+
+        codes, scales, zeros = plane(spelling.codes), plane(spelling.scales), None
+        if spelling.packed == "in":
+            codes = self._codes(codes, part.columns)
+        else:
+            codes = self._codes(codes.transpose(-1, -2), part.rows).transpose(-1, -2)
+        if self.zeros != "none":
+            words = plane(spelling.zeros).transpose(-1, -2)
+            zeros = self._codes(words, part.rows, self.zeros == "stored minus one").transpose(-1, -2)
+        if f"{index}.{spelling.groups}" not in weights:
+            return Loaded(codes, scales, zeros, None)
+        groups = weights[f"{index}.{spelling.groups}"].long()
+        neighbours = torch.arange(part.columns.start, part.columns.stop, device=groups.device) // self.group_size
+        if bool((groups == UNKNOWN).any()):
+            groups = neighbours.expand_as(groups)
+        if bool((groups < start).any() | (groups >= start + scales.shape[-1]).any()):
+            raise CheckpointError(
+                f"{spelling.groups} names groups {int(groups.min())} to {int(groups.max())}; accepted here: {start} to "
+                f"{start + scales.shape[-1] - 1}, more only where config.json says act-order (desc_act)"
+            )
+        if bool((groups == neighbours).all()) and part.columns.start % self.group_size == 0:
+            mine = slice(int(neighbours[0]) - start, int(neighbours[-1]) - start + 1)
+            return Loaded(codes, scales[..., mine], None if zeros is None else zeros[..., mine], None)
+        return Loaded(codes, scales, zeros, groups - start)
+
+    def _codes(self, words: Tensor, held: slice, plus_one: bool = False) -> Tensor:
+        """Return the codes [..., n] of `held`, shifted to kept_bits, given the words that hold them; `plus_one`: one
+        more than each."""
+        per_unit, _ = self._unit
+        words = words.contiguous()
+        if plus_one and WORD % self.bits == 0:  # in whole words, as GPTQ's tools do, so that a stored -1 is 0 again
+            words = words + sum(1 << first for first in range(0, WORD, self.bits))
+        codes = unpack_words(words, self.bits)
+        if self.spelling.interleaved:
+            codes = codes.unflatten(-1, (-1, 8))[..., INTERLEAVED].flatten(-2)
+        codes = codes[..., held.start % per_unit :][..., : held.stop - held.start]
+        if plus_one and WORD % self.bits:
+            codes = codes + 1 & (1 << self.bits) - 1
+        return codes + self.shift if self.shift else codes
+
+    def _size(self, scales: Tensor, codes: Tensor) -> int:
+        return self.group_size if scales.shape[-1] > 1 else codes.shape[-1]
+
+    def _common_order(self, parts: list[Loaded]) -> Tensor | str | None:
+        """Return the order of inputs in which groups are neighbours, in all parts; None: that of the checkpoint; or say
+        why there is none. Parts with orders of their own would each need their own copy of the activations. Tools make
+        one for all, since it follows from the activations."""
+        if all(part.groups is None for part in parts):
+            return None
+        if parts[0].codes.dim() > 2:
+            return "each expert has its inputs in an order of its own"
+        columns = torch.arange(parts[0].codes.shape[-1], device=parts[0].codes.device)
+        groups = [columns // self.group_size if part.groups is None else part.groups for part in parts]
+        order = groups[0].argsort(stable=True)
+        if any(not torch.equal(one.argsort(stable=True), order) for one in groups[1:]):
+            return "its parts have their inputs in different orders"
+        if any(not torch.equal(one[order], columns // self.group_size) for one in groups):
+            return "its act-order leaves groups in pieces here"
+        return order
+
+    def _widened(self, part: Loaded) -> Tensor:
+        """Return the weight in the type of its scales, to which the formats' tools round it too."""
+        scales, zeros, size = part.scales, part.zeros, self._size(part.scales, part.codes)
+        if part.groups is not None:
+            columns, size = part.groups[..., None, :], 1
+            scales = scales.take_along_dim(columns, -1)
+            zeros = None if zeros is None else zeros.take_along_dim(columns, -1)
+        packed = pack(part.codes, scales, zeros, bits=self.kept_bits, group_size=size)
+        return packed.dequantize(_stored_type(part.scales))
+
+
+def unpack_words(words: Tensor, bits: int) -> Tensor:
+    """Return the codes [..., n * 32 / bits] uint8 that are dense in words [..., n] int32."""
+    run = math.lcm(bits, 8)  # bits of the fewest codes that fill whole bytes
+    units = words.view(torch.uint8).unflatten(-1, (-1, run // 8))
+    codes = torch.empty(*units.shape[:-1], run // bits, dtype=torch.uint8, device=words.device)
+    for index in range(run // bits):
+        byte, shift = divmod(index * bits, 8)
+        code = units[..., byte] >> shift
+        if shift + bits > 8:
+            code = code | units[..., byte + 1] << 8 - shift
+        codes[..., index] = code & (1 << bits) - 1
+    return codes.flatten(-2)
+
+
+def _stored_type(scales: Tensor) -> torch.dtype:
+    """Return the narrowest floating type that holds `scales`, fp32, exactly: that of the checkpoint."""
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(scales.to(dtype).float(), scales):
+            return dtype
+    return torch.float32
+
+
+def _stacked(parts: list[Tensor], rows: int, fill: int = 0) -> Tensor:
+    """Return the parts' rows one below the other, and below them rows of `fill`, up to `rows`."""
+    stacked = torch.cat(parts, -2)
+    return F.pad(stacked, (0, 0, 0, rows - stacked.shape[-2]), value=fill) if stacked.shape[-2] < rows else stacked
+
+
+def _checked_slot(shape: tuple[int, ...], name: str) -> Slot:
+    """Return the slot of a tensor that repeats a weight's shape."""
+
+    def check(values: Tensor) -> None:
+        if tuple(values.tolist()) != shape:
+            raise CheckpointError(f"{name} is {values.tolist()}, config.json asks for {list(shape)}")
+
+    size = len(shape)
+    return Slot((size,), (slice(0, size),), torch.empty(size, dtype=torch.int64), True, check, stored=("I64", "I32"))
+
+
+def _zeros_slot(size: int) -> Slot:
+    """Return the slot of a bias that a linear does not have, of which some tools store zeros."""
+
+    def check(values: Tensor) -> None:
+        if bool(values.any()):
+            raise CheckpointError("a linear that has no bias in config.json is stored with one that is not zero")
+
+    return Slot((size,), (slice(0, size),), torch.empty(size), True, check)
+
+
+def pack_quantized(format: WeightFormat, bits: int, group_size: int, symmetric: bool, act_order: bool) -> Scheme:
+    """Return a new scheme for compressed-tensors' integers of 4 and 8 bits. Raises ConfigError."""
+    _check_bits(bits, (4, 8))
+    return _scheme(format, IntegerLayout(COMPRESSED, bits, group_size, "none" if symmetric else "stored", act_order))
+
+
+def awq(format: WeightFormat, bits: int, group_size: int, zero_point: bool) -> Scheme:
+    """Return a new scheme for AutoAWQ's weights (arXiv 2306.00978). Raises ConfigError."""
+    _check_bits(bits, (4,))
+    return _scheme(format, IntegerLayout(AWQ, bits, group_size, "stored" if zero_point else "perhaps"))
+
+
+def gptq(
+    format: WeightFormat, bits: int, group_size: int, act_order: bool, symmetric: bool, zeros_plus_one: bool
+) -> Scheme:
+    """Return a new scheme for GPTQ's weights (arXiv 2210.17323); `zeros_plus_one`: zero points are stored minus one, as
+    all but `gptq_v2` do. The checkpoint has zero points even if `symmetric`. Raises ConfigError."""
+    _check_bits(bits, (2, 3, 4, 8))
+    zeros: Zeros = "stored minus one" if zeros_plus_one else "stored"
+    return _scheme(format, IntegerLayout(GPTQ, bits, group_size, zeros, act_order))
+
+
+def _check_bits(bits: int, accepted: tuple[int, ...]) -> None:
+    if bits not in accepted:
+        raise ConfigError(
+            f"config.json: quantization_config.bits is {bits}; accepted here: {', '.join(map(str, accepted))}"
+        )
+
+
+def _scheme(format: WeightFormat, layout: IntegerLayout) -> Scheme:
+    return Scheme(format, layout, PackedProduct(layout))

@@ -1,0 +1,243 @@
+"""Checkpoints as the formats' own tools write them: linears are widened to the bit as the tools do, on any rank, and
+tiny models give the tokens of the widened ones. make_fixtures.py makes the fixtures."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from headrace.distributed.mesh import Group
+from headrace.errors import CheckpointError, ConfigError
+from headrace.kernels.packed import PackedWeight
+from headrace.layers.linear import column_spec, row_spec
+from headrace.quantization.formats import FORMATS, linear_format
+from headrace.quantization.scheme import LinearSpec, Scheme, Weights
+from headrace.quantization.table import make_scheme
+
+FIXTURES = Path(__file__).parent / "fixtures"
+CPU, ALONE = torch.device("cpu"), Group(0, 1)
+
+
+@dataclass(frozen=True)
+class Fixture:
+    """One linear as a tool wrote it."""
+
+    tool: str
+    name: str
+    layout: str
+    settings: dict[str, Any]
+    shape: tuple[int, int]
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors, and `expected`: the weight that the tool makes of them."""
+        return stored(self.tool, self.name)
+
+    @property
+    def scheme(self) -> Scheme:
+        found: Scheme = make_scheme(linear_format(FORMATS["int4"], self.layout, **self.settings))
+        return found
+
+
+def about(tool: str) -> dict[str, Any]:
+    with safe_open(FIXTURES / f"{tool}.safetensors", "pt") as file:
+        found: dict[str, Any] = json.loads(file.metadata()["about"])
+        return found
+
+
+@cache
+def stored(tool: str, name: str) -> dict[str, Tensor]:
+    with safe_open(FIXTURES / f"{tool}.safetensors", "pt") as file:
+        return {key.split("/")[1]: file.get_tensor(key) for key in file.keys() if key.startswith(f"{name}/")}  # noqa: SIM118
+
+
+TOOLS = sorted(path.stem for path in FIXTURES.glob("*.safetensors"))
+LINEARS = [
+    Fixture(tool, name, one["layout"], one["settings"], tuple(one["shape"]))
+    for tool in TOOLS
+    for name, one in about(tool)["linears"].items()
+]
+each_linear = pytest.mark.parametrize("fixture", LINEARS, ids=lambda one: f"{one.tool}-{one.layout}-{one.name}")
+
+
+def load(fixture: Fixture, spec: LinearSpec, **changed: Tensor) -> Weights:
+    """Fill the linear's tensors as models/loader.py does, each part with the same ones."""
+    layout, tensors = fixture.scheme.layout, fixture.tensors | changed
+    weights = layout.create_weights(spec, CPU)
+    for _, name, slot in layout.slots(spec, weights):
+        if name not in tensors:
+            assert slot.optional, name
+            continue
+        assert tensors[name].shape in (slot.shape, ()), name
+        if slot.destination is not None:
+            slot.put(tensors[name][slot.source] if tensors[name].dim() else tensors[name])
+    return weights
+
+
+def alone(fixture: Fixture, dtype: torch.dtype) -> LinearSpec:
+    outputs, inputs = fixture.shape
+    return row_spec("y", inputs, outputs, ALONE, dtype)
+
+
+@each_linear
+def test_weights_are_the_tools_own_to_the_bit(fixture: Fixture) -> None:
+    expected = fixture.tensors["expected"]
+    for dtype in {expected.dtype, torch.float32}:
+        spec = alone(fixture, dtype)
+        plain = fixture.scheme.layout.dequantize(spec, load(fixture, spec))
+        assert torch.equal(plain["weight"], expected.to(dtype))
+
+
+@each_linear
+def test_kernels_read_the_same_weights(fixture: Fixture) -> None:
+    """The packed form, widened without rounding to the type of its scales."""
+    spec = alone(fixture, torch.float32)
+    packed = fixture.scheme.layout.packed(spec, load(fixture, spec))  # type: ignore[attr-defined]
+    assert isinstance(packed, PackedWeight)
+    expected = fixture.tensors["expected"]
+    close = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}[expected.dtype]
+    torch.testing.assert_close(packed.dequantize(torch.float32), expected.float(), rtol=close, atol=0)
+    settings, inputs = fixture.settings, fixture.shape[1]
+    assert packed.in_features == inputs
+    assert (packed.zeros is None) == (packed.values == "e2m1" or settings.get("symmetric", False))
+    assert (packed.order is not None) == settings.get("act_order", False)
+    if packed.scales.is_floating_point() and packed.values == "integer":
+        assert packed.scales.dtype == expected.dtype  # what the checkpoint holds, and no more
+
+
+@each_linear
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_read_their_slices(fixture: Fixture, size: int) -> None:
+    expected = fixture.tensors["expected"].float()
+    outputs, inputs = fixture.shape
+    for rank in range(size):
+        if outputs % size == 0:
+            local = outputs // size
+            names = [("a", outputs, local, rank), ("b", outputs, local, size - 1 - rank)]  # fused, of several slices
+            spec = column_spec(inputs, names, torch.float32)
+            plain = fixture.scheme.layout.dequantize(spec, load(fixture, spec))["weight"]
+            wanted = torch.cat([expected[part.rows] for part in spec.parts])
+            assert torch.equal(plain, wanted)
+        group = {"mxfp4": 32, "nvfp4": 16}.get(fixture.layout) or fixture.settings["group_size"]
+        if inputs % size:
+            continue
+        spec = row_spec("y", inputs, outputs, Group(rank, size), torch.float32)
+        if group and inputs // size % group and not fixture.settings.get("act_order"):
+            with pytest.raises(ConfigError, match=str(group)):
+                fixture.scheme.layout.create_weights(spec, CPU)
+            continue
+        plain = fixture.scheme.layout.dequantize(spec, load(fixture, spec))["weight"]
+        assert torch.equal(plain, expected[:, spec.parts[0].columns])
+
+
+@each_linear
+def test_experts_are_packed_together(fixture: Fixture) -> None:
+    spec, layout = alone(fixture, torch.float32), fixture.scheme.layout
+    weights, one = layout.create_weights(spec, CPU, (3,)), load(fixture, spec)
+    for name, tensor in weights.items():
+        tensor.copy_(one[name])
+    expected = fixture.tensors["expected"].float()
+    assert torch.equal(layout.dequantize(spec, weights)["weight"], expected.expand(3, -1, -1))
+    packed = layout.packed(spec, weights)  # type: ignore[attr-defined]
+    if fixture.settings.get("act_order"):
+        assert packed == "each expert has its inputs in an order of its own"
+    else:
+        torch.testing.assert_close(packed.dequantize(torch.float32)[2], expected, rtol=2**-7, atol=0)
+
+
+@each_linear
+def test_rows_beyond_the_vocabulary_are_zero(fixture: Fixture) -> None:
+    spec = replace(alone(fixture, torch.float32), out_features=fixture.shape[0] + 3)
+    weights = load(fixture, spec)
+    for wide in (
+        fixture.scheme.layout.dequantize(spec, weights)["weight"],
+        fixture.scheme.layout.packed(spec, weights).dequantize(torch.float32),  # type: ignore[attr-defined]
+    ):
+        assert wide.shape == (fixture.shape[0] + 3, fixture.shape[1])
+        assert not wide[-3:].any()
+
+
+def one_of(layout: str, **settings: Any) -> Fixture:
+    found = [one for one in LINEARS if one.layout == layout and settings.items() <= one.settings.items()]
+    return found[0]
+
+
+@pytest.mark.parametrize("layout", ["gptq", "pack_quantized"])
+def test_parts_with_inputs_in_different_orders_are_widened(layout: str) -> None:
+    fixture = one_of(layout, act_order=True)
+    outputs, inputs = fixture.shape
+    spec = column_spec(inputs, [("a", outputs, outputs, 0), ("b", outputs, outputs, 0)], torch.float32)
+    weights = load(fixture, spec)
+    groups = next(name for name in weights if name.startswith("1.") and "g_idx" in name)
+    weights[groups] = weights[groups].roll(1)
+    packed = fixture.scheme.layout.packed(spec, weights)  # type: ignore[attr-defined]
+    assert packed == "its parts have their inputs in different orders"
+    plain = fixture.scheme.layout.dequantize(spec, weights)["weight"]
+    assert torch.equal(plain[:outputs], fixture.tensors["expected"].float())
+    assert not torch.equal(plain[outputs:], fixture.tensors["expected"].float())
+
+
+def test_an_order_on_several_ranks_leaves_groups_in_pieces() -> None:
+    fixture = one_of("gptq", act_order=True)
+    outputs, inputs = fixture.shape
+    spec = row_spec("y", inputs, outputs, Group(1, 2), torch.float32)
+    packed = fixture.scheme.layout.packed(spec, load(fixture, spec))  # type: ignore[attr-defined]
+    assert packed == "its act-order leaves groups in pieces here"
+
+
+@pytest.mark.parametrize("layout", ["gptq", "pack_quantized"])
+@pytest.mark.parametrize("given", ["neighbours", "unset"])
+def test_groups_of_neighbours_need_no_order(layout: str, given: str) -> None:
+    """What act-order `static` and `weight` leave: a tensor that names the groups in order, or none."""
+    fixture = one_of(layout, act_order=True)
+    size, inputs = fixture.settings["group_size"], fixture.shape[1]
+    groups = torch.arange(inputs) // size if given == "neighbours" else torch.full((inputs,), -1)
+    name = "g_idx" if layout == "gptq" else "weight_g_idx"
+    for rank, ranks in ((0, 1), (1, 2)):
+        spec = row_spec("y", inputs, fixture.shape[0], Group(rank, ranks), torch.float32)
+        packed = fixture.scheme.layout.packed(spec, load(fixture, spec, **{name: groups}))  # type: ignore[attr-defined]
+        if inputs // ranks % size == 0:
+            assert packed.order is None
+            assert packed.scales.shape[-1] == inputs // ranks // size
+
+
+def test_groups_that_are_none_of_the_linear_are_refused() -> None:
+    fixture = one_of("gptq", act_order=False, bits=4, group_size=32)
+    spec = alone(fixture, torch.float32)
+    weights = load(fixture, spec, g_idx=torch.full((fixture.shape[1],), 7))
+    with pytest.raises(CheckpointError, match=r"g_idx names groups 7 to 7; accepted here: 0 to \d"):
+        fixture.scheme.layout.dequantize(spec, weights)
+
+
+GPTQ = {"bits": 4, "group_size": 32, "act_order": False, "symmetric": True, "zeros_plus_one": True}
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings", "said"),
+    [
+        ("awq", {"bits": 8, "group_size": 32, "zero_point": True}, "bits is 8; accepted here: 4"),
+        ("gptq", GPTQ | {"bits": 5}, "bits is 5; accepted here: 2, 3, 4, 8"),
+        ("pack_quantized", {"bits": 4, "group_size": 24, "symmetric": True, "act_order": False}, "group_size is 24"),
+    ],
+)
+def test_what_has_no_kernel_form_is_refused(layout: str, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make_scheme(linear_format(FORMATS["int4"], layout, **settings))
+
+
+def test_a_shape_that_contradicts_itself_and_a_bias_too_many_are_refused() -> None:
+    fixture = one_of("pack_quantized")
+    with pytest.raises(CheckpointError, match=r"weight_shape is \[1, 2\], config.json asks for"):
+        load(fixture, alone(fixture, torch.float32), weight_shape=torch.tensor([1, 2]))
+    fixture = one_of("gptq")
+    load(fixture, alone(fixture, torch.float32), bias=torch.zeros(fixture.shape[0]))
+    with pytest.raises(CheckpointError, match=r"no bias in config\.json"):
+        load(fixture, alone(fixture, torch.float32), bias=torch.ones(fixture.shape[0]))
