@@ -1,101 +1,151 @@
 """Serves weights in 4-bit floats (e2m1) whose neighbouring inputs share a scale.
 
-MXFP4 (OCP Microscaling Formats 1.0): 32 inputs share a power of two, a byte e8m0. gpt-oss, Quark and compressed-tensors
-store the same bytes under different names: two neighbouring inputs a byte, the first in its lower half.
+MXFP4 (OCP Microscaling Formats 1.0): 32 inputs share a power of two, a byte e8m0. NVFP4: 16 inputs share a float e4m3,
+and all weights one in fp32. The tools store the same bytes under different names: two neighbouring inputs a byte, the
+first in its lower half.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from headrace.errors import ConfigError
-from headrace.kernels.packed import PackedWeight, pack_codes
+from headrace.kernels.packed import BLOCK, PackedWeight, pack_codes
 from headrace.quantization.formats import WeightFormat
 from headrace.quantization.packed import PackedProduct
 from headrace.quantization.scheme import LinearSpec, Part, Scheme, Slot, Weights
 from headrace.quantization.unquantized import bias_slot, empty_bias, rows_of
 
-MX_GROUP = 32
-"""inputs that share a scale of MXFP4"""
-MX_NAMES = {
-    "quark": ("weight", "weight_scale"),
-    "compressed-tensors": ("weight_packed", "weight_scale"),
-    "blocks": ("blocks", "scales"),
+
+@dataclass(frozen=True)
+class Spelling:
+    """Names the tensors of a tool, and says what it does with them."""
+
+    codes: str
+    scales: str
+    factor: str = ""
+    """the scale of all weights; empty: there is none"""
+    factor_shape: tuple[int, ...] = ()
+    divides: bool = False
+    """Scales are divided by the factor, and the weight is rounded to bfloat16."""
+    unused: str = ""
+    """a scale for activations of 4 bits, which stay in 16 here"""
+    in_groups: bool = False
+    """Codes are [out, groups, 16] where the others' are [out, in / 2]."""
+
+
+MX_GROUP, NV_GROUP = 32, 16
+"""inputs that share a scale"""
+MX_SPELLINGS = {
+    "quark": Spelling("weight", "weight_scale"),
+    "compressed-tensors": Spelling("weight_packed", "weight_scale"),
+    "blocks": Spelling("blocks", "scales", in_groups=True),
 }
-"""who wrote the checkpoint -> its names for codes and scales. blocks: gpt-oss, whose codes are [out, groups, 16] where
-the others' are [out, in / 2]"""
+"""who wrote the checkpoint; blocks: gpt-oss"""
+NV_SPELLINGS = {
+    "compressed-tensors": Spelling(
+        "weight_packed", "weight_scale", "weight_global_scale", (1,), divides=True, unused="input_global_scale"
+    ),
+    "modelopt": Spelling("weight", "weight_scale", "weight_scale_2", unused="input_scale"),
+}
 AT_ONCE = 1 << 26
 """bytes of codes that are repacked at a time, since each takes a few more meanwhile"""
 
 
-class Mxfp4Layout:
-    """Keeps `codes` [out, in / 2] and `scales` [out, in / 32], both uint8 as in the checkpoint."""
+class Fp4Layout:
+    """Keeps `codes` [out, in / 2] uint8 and `scales` [out, groups] as in the checkpoint (e8m0 as uint8) and, of NVFP4,
+    `factors` [out] fp32, the checkpoint's of each output's part."""
 
-    def __init__(self, names: str) -> None:
-        self.names = MX_NAMES[names]
-        self.in_groups = names == "blocks"
+    def __init__(self, spelling: Spelling, group: int) -> None:
+        self.spelling, self.group = spelling, group
+        self.e8m0 = not spelling.factor
 
     def create_weights(self, spec: LinearSpec, device: torch.device, experts: tuple[int, ...] = ()) -> Weights:
         for part in spec.parts:
-            _check_groups(part, spec.in_features)
-        shape = (*experts, spec.out_features)
+            _check_groups(part, spec.in_features, self.group)
+        shape, scale_type = (*experts, spec.out_features), torch.uint8 if self.e8m0 else torch.float8_e4m3fn
         codes = torch.empty(*shape, spec.in_features // 2, dtype=torch.uint8, device=device)
-        scales = torch.empty(*shape, spec.in_features // MX_GROUP, dtype=torch.uint8, device=device)
+        scales = torch.empty(*shape, spec.in_features // self.group, dtype=scale_type, device=device)
         used = max(rows_of(part).stop for part in spec.parts)
-        for tensor in (codes, scales):
+        for tensor in (codes, scales.view(torch.uint8)):
             tensor[..., used:, :].zero_()
-        return {"codes": codes, "scales": scales, **empty_bias(spec, device, experts)}
+        factors = {} if self.e8m0 else {"factors": torch.ones(shape, device=device)}
+        return {"codes": codes, "scales": scales, **factors, **empty_bias(spec, device, experts)}
 
     def slots(self, spec: LinearSpec, weights: Weights) -> Iterator[tuple[Part, str, Slot]]:
+        names = self.spelling
         for part in spec.parts:
-            outputs, groups = part.shape[0], part.shape[1] // MX_GROUP
-            own = slice(part.columns.start // MX_GROUP, part.columns.stop // MX_GROUP)
+            outputs, groups = part.shape[0], part.shape[1] // self.group
+            own = slice(part.columns.start // self.group, part.columns.stop // self.group)
             codes, scales = (weights[name][rows_of(part)] for name in ("codes", "scales"))
-            if self.in_groups:
-                half = MX_GROUP // 2
+            if names.in_groups:
+                half = self.group // 2
                 shape, source = (outputs, groups, half), (part.rows, own, slice(0, half))
                 taken = Slot(shape, source, codes.unflatten(-1, (-1, half)), stored=("U8",))
             else:
                 columns = slice(part.columns.start // 2, part.columns.stop // 2)
                 taken = Slot((outputs, part.shape[1] // 2), (part.rows, columns), codes, stored=("U8",))
-            yield part, self.names[0], taken
-            powers = Slot((outputs, groups), (part.rows, own), scales, stored=("U8", "F8_E8M0"), e8m0=True)
-            yield part, self.names[1], powers
+            yield part, names.codes, taken
+            types = ("U8", "F8_E8M0") if self.e8m0 else ("F8_E4M3",)
+            yield part, names.scales, Slot((outputs, groups), (part.rows, own), scales, stored=types, e8m0=self.e8m0)
+            if names.factor:
+                whole = tuple(slice(0, size) for size in names.factor_shape)
+                yield part, names.factor, Slot(names.factor_shape, whole, weights["factors"][rows_of(part)])
+            if names.unused:
+                yield part, names.unused, Slot((1,), (slice(0, 1),), None, optional=True)
             yield from bias_slot(spec, part, weights)
 
     def packed(self, spec: LinearSpec, weights: Weights) -> PackedWeight:
         """Return the weight as kernels read it; see quantization/packed.py."""
+        factors = weights.get("factors")
+        if factors is not None and self.spelling.divides:
+            factors = factors.reciprocal()
         codes = repack_pairs(weights["codes"])
-        return PackedWeight(codes, weights["scales"], None, None, 4, "e2m1", MX_GROUP, spec.in_features)
+        return PackedWeight(codes, weights["scales"], None, factors, 4, "e2m1", self.group, spec.in_features)
 
     def dequantize(self, spec: LinearSpec, weights: Weights) -> Weights:
         bias = {"bias": weights["bias"]} if "bias" in weights else {}
-        return {"weight": self.packed(spec, weights).dequantize(spec.dtype), **bias}
+        packed = self.packed(spec, weights)
+        if not self.spelling.divides:
+            return {"weight": packed.dequantize(spec.dtype), **bias}
+        # to the bit as its tool: a product with a reciprocal would be rounded twice
+        scales = weights["scales"].float() / weights["factors"][..., None]
+        wide = replace(packed, scales=scales, factors=None).dequantize(torch.bfloat16)
+        return {"weight": wide.to(spec.dtype), **bias}
 
 
 def repack_pairs(pairs: Tensor) -> Tensor:
     """Return codes of 4 bits as PackedWeight holds them, given # [..., in / 2] uint8 with neighbours in a byte."""
     rows = pairs.flatten(0, -2)
-    packed = torch.empty_like(rows)
+    packed = rows.new_empty(len(rows), -(-rows.shape[1] // (BLOCK // 2)) * (BLOCK // 2))
     step = max(1, AT_ONCE // rows.shape[1])
     for start in range(0, len(rows), step):
         some = rows[start : start + step]
         packed[start : start + step] = pack_codes(torch.stack((some & 15, some >> 4), -1).flatten(-2), 4, "e2m1")
-    return packed.view(pairs.shape)
+    return packed.view(*pairs.shape[:-1], -1)
 
 
-def _check_groups(part: Part, held: int) -> None:
+def _check_groups(part: Part, held: int, group: int) -> None:
     """Raise ConfigError where scales are not shared by whole groups, in the checkpoint or on this rank."""
     for what, inputs in (("", part.shape[1]), (" on this rank", held)):
-        if inputs % MX_GROUP or part.columns.start % MX_GROUP:
-            name = "a linear" if part.name is None else part.name
-            raise ConfigError(f"mxfp4: {name} has {inputs} inputs{what}; accepted: a multiple of {MX_GROUP}")
+        if inputs % group or part.columns.start % group:
+            name = "the linear" if part.name is None else part.name
+            raise ConfigError(f"{name} has {inputs} inputs{what} in groups of {group}; accepted: a multiple of {group}")
 
 
 def mxfp4(format: WeightFormat, names: str) -> Scheme:
-    """Return a new scheme for MXFP4 weights under the names of MX_NAMES."""
-    layout = Mxfp4Layout(names)
+    """Return a new scheme for MXFP4 weights under the names of MX_SPELLINGS."""
+    return _scheme(format, Fp4Layout(MX_SPELLINGS[names], MX_GROUP))
+
+
+def nvfp4(format: WeightFormat, names: str) -> Scheme:
+    """Return a new scheme for NVFP4 weights under the names of NV_SPELLINGS, which meet activations of 16 bits."""
+    return _scheme(format, Fp4Layout(NV_SPELLINGS[names], NV_GROUP))
+
+
+def _scheme(format: WeightFormat, layout: Fp4Layout) -> Scheme:
     return Scheme(format, layout, PackedProduct(layout))

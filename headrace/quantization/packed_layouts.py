@@ -119,7 +119,7 @@ class IntegerLayout:
         """what is added to codes of fewer bits, so that the middle of their range is that of the kept ones"""
 
     def create_weights(self, spec: LinearSpec, device: torch.device, experts: tuple[int, ...] = ()) -> Weights:
-        weights = empty_bias(spec, device)
+        weights = empty_bias(spec, device, experts)
         for index, part in enumerate(spec.parts):
             for one in self._stored(part):
                 made = torch.empty(*experts, *one.held, dtype=one.dtype, device=device)

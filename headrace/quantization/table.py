@@ -27,6 +27,7 @@ class SchemeEntry:
 SCHEMES = {
     "plain": SchemeEntry("headrace.quantization.unquantized", "unquantized"),
     "mxfp4": SchemeEntry("headrace.quantization.fp4", "mxfp4"),
+    "nvfp4": SchemeEntry("headrace.quantization.fp4", "nvfp4"),
     "rounded": SchemeEntry("headrace.quantization.fp8", "fp8"),
     "pack_quantized": SchemeEntry("headrace.quantization.packed_layouts", "pack_quantized"),
     "awq": SchemeEntry("headrace.quantization.packed_layouts", "awq"),

@@ -8,7 +8,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from headrace.errors import ConfigError
 from headrace.quantization.formats import FORMATS
-from headrace.quantization.fp4 import AT_ONCE, MX_NAMES, mxfp4, repack_pairs
+from headrace.quantization.fp4 import AT_ONCE, MX_SPELLINGS, mxfp4, repack_pairs
 from headrace.quantization.scheme import LinearSpec, Part
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ def spec_of(rows: slice, columns: slice, dtype: torch.dtype = torch.float32) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("names", MX_NAMES)
+@pytest.mark.parametrize("names", MX_SPELLINGS)
 def test_random_bytes_are_widened_as_transformers_does(names: str, dtype: torch.dtype) -> None:
     """Every scale but 255, which is NaN and refused as it is loaded; and a rank's slice of both dimensions."""
     blocks = torch.randint(0, 256, (37, 5, 16), dtype=torch.uint8)
@@ -31,7 +31,8 @@ def test_random_bytes_are_widened_as_transformers_does(names: str, dtype: torch.
     for rows, columns in (EVERY, (slice(8, 30), slice(32, 128))):
         spec = spec_of(rows, columns, dtype)
         weights = layout.create_weights(spec, CPU)
-        given = dict(zip(MX_NAMES[names], (blocks if names == "blocks" else blocks.flatten(1), scales), strict=True))
+        spelling = MX_SPELLINGS[names]
+        given = {spelling.codes: blocks if spelling.in_groups else blocks.flatten(1), spelling.scales: scales}
         for _, name, slot in layout.slots(spec, weights):
             assert slot.shape == given[name].shape
             slot.put(given[name][slot.source])
@@ -50,5 +51,5 @@ def test_codes_are_repacked_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("columns", [slice(0, 80), slice(16, 48)])
 def test_a_rank_holds_whole_groups(columns: slice) -> None:
-    with pytest.raises(ConfigError, match=r"mxfp4: one .*accepted: a multiple of 32"):
+    with pytest.raises(ConfigError, match=r"one has .* in groups of 32; accepted: a multiple of 32"):
         mxfp4(FORMATS["mxfp4"], "quark").layout.create_weights(spec_of(EVERY[0], columns), CPU)
