@@ -192,7 +192,8 @@ def layer_bytes(shape: ModelShape, group: LayerGroup, parallel: Parallel, weight
     if parallel.ep:
         experts = math.ceil(experts / parallel.expert_gpus)
     else:
-        expert /= parallel.expert_gpus
+        unit = held.group_size if "experts" in parts else 0
+        expert *= _fullest_share(feed_forward.expert_intermediate_size, unit, parallel.expert_gpus)
     return {
         "attention": sum(size("attention", one) * shares[one.split] for one in group.mixer.parameters),
         "dense": sum(size("dense", one) for one in feed_forward.parameters if one.kind != "router") / tp,
@@ -200,6 +201,13 @@ def layer_bytes(shape: ModelShape, group: LayerGroup, parallel: Parallel, weight
         "experts": experts * expert,
         "norms": group.layer.norm_weights * plain,
     }
+
+
+def _fullest_share(width: int, unit: int, ranks: int) -> float:
+    """Return the share of `width` that the rank has which has most, where `unit` neighbours stay together (0: any)."""
+    if not unit or width % (unit * ranks) == 0:
+        return 1 / ranks
+    return min(1.0, math.ceil(width / unit / ranks) * unit / width)
 
 
 def _fullest_stage(deployment: Deployment) -> list[tuple[int, LayerGroup]]:
