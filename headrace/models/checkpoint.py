@@ -1,38 +1,55 @@
-"""Reads the tensors of a folder of safetensors files, whole or in slices. Pickled weights are never read."""
+"""Finds the tensors in a folder of safetensors files. Pickled weights are never read."""
 
 from __future__ import annotations
 
 import math
 import os
 import stat
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from headrace.errors import CheckpointError
 from headrace.model_config import read_object
 
-ITEM_BYTES = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8, "I16": 2, "I32": 4, "I64": 8}
-"""Bytes of an element, for safetensors' types with more than one"""
+TYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
+    "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64, "F16": torch.float16,
+    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}  # fmt: skip
+"""safetensors' types by their names in it"""
+HEADER_LENGTH_BYTES = 8
+"""At the start of a file, little-endian"""
+PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+"""Its other types, of which torch has no single element, and their bits"""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Stands for a tensor in an open file; `data[slices]` reads a part of it into memory."""
+    """Stands for a tensor in a file."""
 
     name: str
     file: Path
     shape: tuple[int, ...]
     dtype: str
-    data: Any
+    """a key of TYPES or PACKED_BITS"""
+    offset: int
+    """of its first byte in the file"""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The type of its elements."""
+        return TYPES[self.dtype]
 
     @property
     def num_bytes(self) -> int:
         """The tensor's size in the file."""
-        return math.prod(self.shape) * ITEM_BYTES.get(self.dtype, 1)
+        bits = PACKED_BITS.get(self.dtype) or TYPES[self.dtype].itemsize * 8
+        return math.prod(self.shape) * bits // 8
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
@@ -83,13 +100,21 @@ def total_bytes(files: list[Path]) -> int:
     return total
 
 
-def stored_tensors(file: Path) -> Iterator[StoredTensor]:
-    """Yield the tensors of one file in their order in it. Raises CheckpointError if the file is truncated or not
-    safetensors."""
+def stored_tensors(file: Path) -> list[StoredTensor]:
+    """Return the tensors of one file in their order in it; reads the header alone. Raises CheckpointError if the file
+    is truncated or not safetensors."""
     try:
         with safe_open(file, framework="pt") as opened:
-            for name in opened.offset_keys():
-                data = opened.get_slice(name)
-                yield StoredTensor(name, file, tuple(data.get_shape()), data.get_dtype(), data)
+            heads = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
+            described = [(name, tuple(head.get_shape()), head.get_dtype()) for name, head in heads]
+        with file.open("rb") as raw:
+            offset = HEADER_LENGTH_BYTES + int.from_bytes(raw.read(HEADER_LENGTH_BYTES), "little")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read (truncated or not safetensors?): {error}") from None
+    tensors = []
+    for name, shape, dtype in described:
+        if dtype not in TYPES and dtype not in PACKED_BITS:
+            raise CheckpointError(f"tensor {name!r} in {file.name} is of type {dtype}, which is not known")
+        tensors.append(StoredTensor(name, file, shape, dtype, offset))
+        offset += tensors[-1].num_bytes  # safetensors refuses a file with gaps or overlaps
+    return tensors

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from headrace.errors import CheckpointError
@@ -51,7 +52,8 @@ class FiniteCheck:
 
 def _diagnosis(stored: StoredTensor, source: tuple[slice, ...]) -> str:
     """Read the tensor once more and say whether the file or the conversion is at fault."""
-    values = stored.data[source]
+    with safe_open(stored.file, framework="pt") as opened:
+        values = opened.get_slice(stored.name)[source]
     values = (values.view(torch.float8_e8m0fnu) if values.dtype == torch.uint8 else values).float()
     wrong = int((~values.isfinite()).sum())
     if wrong:

@@ -12,8 +12,9 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from headrace.model_config import ModelConfig
 from headrace.models.checkpoint import StoredTensor, checkpoint_files, stored_tensors, total_bytes
 from headrace.models.finite import FiniteCheck
 from headrace.models.fusion import fuse
+from headrace.models.reading import Wanted, read_slices
 from headrace.models.registry import resolve
 from headrace.quantization.checkpoint_format import CheckpointFormat
 from headrace.quantization.formats import UNQUANTIZED, LinearFormat
@@ -179,28 +181,45 @@ def multiplied_weights(model: nn.Module, as_launched: bool = True) -> float:
 
 
 def fill_from_checkpoint(slots: dict[str, Slot], folder: Path, tied: bool = False) -> None:
-    """Copy every tensor's slice into its slot. Names may have the prefix `model.` or not."""
+    """Copy every tensor's slice into its slot. Names may have the prefix `model.` or not. What the files' headers tell
+    is checked before anything else is read."""
     files = checkpoint_files(folder)
-    waiting = {name: slot for name, slot in slots.items() if not slot.optional}
-    with _progress(total_bytes(files)) as advance:
-        for file in files:
-            check = FiniteCheck()
-            for stored in stored_tensors(file):
-                name = stored.name if stored.name in slots else f"model.{stored.name}"
-                if name not in slots:
-                    if NOT_NEEDED.search(stored.name) or (tied and stored.name == "lm_head.weight"):
-                        continue
-                    raise CheckpointError(f"{file.name} holds tensor {stored.name!r}, which this model does not have")
-                _copy(stored, slots[name], check)
-                waiting.pop(name, None)
-                advance(stored)
-            check.finish()
+    num_bytes = total_bytes(files)
+    found = _match(slots, files, tied)
+    waiting = [name for name, slot in slots.items() if not slot.optional and name not in found]
     if waiting:
         some = ", ".join(sorted(waiting)[:3]) + (f" and {len(waiting) - 3} more" if len(waiting) > 3 else "")
         raise CheckpointError(f"{folder} lacks {some} (read {', '.join(file.name for file in files[:3])})")
+    wanted = (one for one in found.values() if one.slot.destination is not None)
+    with _progress(num_bytes) as advance, closing(read_slices(wanted)) as reading:
+        for _, tensors in groupby(reading, lambda read: read[0].stored.file):
+            check = FiniteCheck()
+            for one, values in tensors:
+                if one.into is None:
+                    one.slot.put(values)
+                if not one.slot.optional:  # scales, whose readers report more about them
+                    held = values.view(torch.float8_e8m0fnu) if one.slot.e8m0 else values
+                    check.add(one.stored, one.source, held)  # what `put` made may hide it: fp8 has no Inf
+                advance(one.stored)
+            check.finish()
 
 
-def _copy(stored: StoredTensor, slot: Slot, check: FiniteCheck) -> None:
+def _match(slots: dict[str, Slot], files: list[Path], tied: bool) -> dict[str, Wanted]:
+    """Return for each slot's name the tensor that goes into it, in the files' order."""
+    found: dict[str, Wanted] = {}
+    for file in files:
+        for stored in stored_tensors(file):
+            name = stored.name if stored.name in slots else f"model.{stored.name}"
+            if name in slots:
+                _check(stored, slots[name])
+                found.pop(name, None)  # of two the later counts
+                found[name] = Wanted(stored, slots[name])
+            elif not NOT_NEEDED.search(stored.name) and not (tied and stored.name == "lm_head.weight"):
+                raise CheckpointError(f"{file.name} holds tensor {stored.name!r}, which this model does not have")
+    return found
+
+
+def _check(stored: StoredTensor, slot: Slot) -> None:
     if stored.shape != slot.shape and not (slot.optional and slot.shape == (1,) and stored.shape == ()):
         raise CheckpointError(
             f"tensor {stored.name!r} in {stored.file.name} has shape {list(stored.shape)}, "
@@ -211,16 +230,6 @@ def _copy(stored: StoredTensor, slot: Slot, check: FiniteCheck) -> None:
             f"tensor {stored.name!r} in {stored.file.name} is of type {stored.dtype}; "
             f"accepted: {', '.join(slot.stored)}"
         )
-    if slot.destination is not None:
-        values = stored.data[slot.source]
-        if slot.e8m0:
-            values = values.view(torch.uint8)
-        if slot.store is not None:  # it may hide a bad value, since an fp8 weight cannot be Inf
-            values = values.to(slot.dtype or slot.destination.dtype).to(slot.destination.device)
-        slot.put(values)
-        if not slot.optional:  # scales, whose readers report more about them
-            loaded = slot.destination if slot.store is None else values
-            check.add(stored, slot.source, loaded.view(torch.float8_e8m0fnu) if slot.e8m0 else loaded)
 
 
 def fill_with_dummies(slots: dict[str, Slot], seed: int) -> None:
