@@ -105,6 +105,14 @@ def test_shape_mismatch_names_tensor_and_both_shapes(folder: Path) -> None:
         logits(folder)
 
 
+def test_all_headers_are_checked_before_weights_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit(folder, **{K_PROJ: torch.zeros(16, 64)})
+    shard(folder)
+    monkeypatch.setattr(loader, "read_slices", lambda wanted: pytest.fail("it reads"))
+    with pytest.raises(CheckpointError, match=K_PROJ):
+        logits(folder)
+
+
 def test_unexpected_tensor_is_named(folder: Path) -> None:
     edit(folder, **{"model.layers.0.self_attn.sinks": torch.zeros(4)})
     with pytest.raises(CheckpointError, match=r"model\.layers\.0\.self_attn\.sinks"):

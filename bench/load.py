@@ -1,0 +1,176 @@
+"""Loads a folder of weights from the disk, and compares the speed with the disk's own, measured by direct reads just
+before.
+
+    python bench/load.py FOLDER [--device cuda] [--quantization fp8]
+    python bench/load.py --make moe --layers 13 --work /tmp/load      # writes a folder of random weights first
+
+The page cache is emptied of the folder's files before each reading.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import mmap
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from h200_parts.models import LLAMA_8B, QWEN3_30B_A3B
+from safetensors.torch import save_file
+
+from headrace.attention.table import load_backend, select_backend
+from headrace.distributed.mesh import Group, Mesh
+from headrace.kernels.table import select_kernels
+from headrace.layers.context import LayerContext
+from headrace.layers.layer import Layer
+from headrace.model_config import ModelConfig
+from headrace.models import loader
+from headrace.models.checkpoint import checkpoint_files
+from headrace.models.registry import attention_specs
+
+SMALL_EXPERTS = QWEN3_30B_A3B | {"hidden_size": 512, "moe_intermediate_size": 128, "vocab_size": 4096}
+MADE = {"8b": LLAMA_8B, "moe": QWEN3_30B_A3B, "small-experts": SMALL_EXPERTS}
+DIRECT_BYTES = 4 << 20
+DIRECT_THREADS = (1, 4, 16)
+"""The disk's speed is the best of these."""
+SHARD_BYTES = 1 << 30
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path)
+    parser.add_argument("--make", choices=MADE, help="write a folder of this model's shapes instead")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--work", type=Path, default=Path("load"))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--quantization")
+    parser.add_argument("--ranks", type=int, default=1, help="load what the first of so many ranks would")
+    options = parser.parse_args()
+    folder = options.folder
+    if options.make:
+        folder = options.work / options.make
+        make(folder, MADE[options.make] | {"num_hidden_layers": options.layers})
+    if folder is None:
+        parser.error("name a folder, or --make one")
+    files = checkpoint_files(folder)
+    num_bytes = sum(file.stat().st_size for file in files)
+    disk = max(direct_read(files, threads) for threads in DIRECT_THREADS)
+    print(f"{len(files)} files, {num_bytes / 1e9:.2f} GB; direct reads: {disk:.2f} GB/s")
+    for state in ("page cache dropped", "in the page cache"):
+        if state == "page cache dropped":
+            drop_cache(files)
+        print(f"{state}: {load(folder, num_bytes / options.ranks, disk, options)}")
+
+
+def context_for(config: ModelConfig, device: torch.device, ranks: int = 1) -> LayerContext:
+    """Return what layers are built with on the first of `ranks`."""
+    dtype: Any = torch.bfloat16
+    specs = attention_specs(config, tp_size=ranks, block_size=16, dtype="bfloat16", device_type=device.type)
+    backend = load_backend(select_backend(specs).name)
+    return LayerContext(Mesh(Group(0, ranks)), select_kernels(device.type), backend, specs, dtype, device)
+
+
+def make(folder: Path, config: dict[str, Any]) -> None:
+    """Write random bfloat16 weights of all the shapes that the model asks for."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    described = ModelConfig.from_folder(folder)
+    model = loader.build_model(described, context_for(described, torch.device("cpu")))
+    shard: dict[str, torch.Tensor] = {}
+    held = number = 0
+    for path, layer in model.named_modules():
+        if not isinstance(layer, Layer):
+            continue
+        layer.create_weights(torch.device("meta"))
+        for name, slot in layer.slots(path).items():
+            shard[name] = torch.empty(slot.shape, dtype=torch.bfloat16).normal_(0, 0.02)
+            held += math.prod(slot.shape) * 2
+            if held > SHARD_BYTES:
+                save_file(shard, folder / f"model-{number:05}.safetensors")
+                shard, held, number = {}, 0, number + 1
+    save_file(shard, folder / f"model-{number:05}.safetensors")
+
+
+def drop_cache(files: list[Path]) -> None:
+    """Take the files out of the page cache."""
+    for file in files:
+        number = os.open(file, os.O_RDONLY)
+        os.fsync(number)
+        os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(number)
+
+
+def direct_read(files: list[Path], threads: int) -> float:
+    """Return the GB/s of reading all files past the page cache."""
+    drop_cache(files)
+    opened = [(os.open(file, os.O_RDONLY | os.O_DIRECT), file.stat().st_size) for file in files]
+    local = threading.local()
+
+    def read(number: int, offset: int) -> int:
+        if not hasattr(local, "buffer"):
+            local.buffer = mmap.mmap(-1, DIRECT_BYTES)  # aligned
+        return os.preadv(number, [local.buffer], offset)
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        parts = [pool.submit(read, number, at) for number, size in opened for at in range(0, size, DIRECT_BYTES)]
+        total = sum(part.result() for part in parts)
+    seconds = time.perf_counter() - start
+    for number, _ in opened:
+        os.close(number)
+    return total / seconds / 1e9
+
+
+def load(folder: Path, num_bytes: float, disk: float, options: argparse.Namespace) -> str:
+    """Load the folder and return a line about it: how fast its weights were read, and the most memory meanwhile."""
+    device, config = torch.device(options.device), ModelConfig.from_folder(folder)
+    context = context_for(config, device, options.ranks)
+    seconds: list[float] = []
+    peaks: list[float] = []
+    fill, before = loader.fill_from_checkpoint, peak_bytes(device, reset=True)
+
+    def timed(*slots: Any, **settings: Any) -> None:
+        start = time.perf_counter()
+        fill(*slots, **settings)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+        peaks.append(peak_bytes(device) - before)
+
+    loader.fill_from_checkpoint = timed
+    start = time.perf_counter()
+    try:
+        model = loader.load_model(folder, config, context, quantization=options.quantization)
+    finally:
+        loader.fill_from_checkpoint = fill
+    whole = time.perf_counter() - start
+    speed = num_bytes / seconds[0] / 1e9
+    peaks.append(peak_bytes(device) - before)
+    return (
+        f"read in {seconds[0]:.2f} s = {speed:.2f} GB/s = {speed / disk:.0%} of the disk; with all else {whole:.1f} s; "
+        f"weights {model.weight_bytes / 1e9:.2f} GB, peak {peaks[0] / model.weight_bytes:.2f} x while reading, "
+        f"{peaks[1] / model.weight_bytes:.2f} x in all; host {peak_bytes(torch.device('cpu')) / 1e9:.2f} GB"
+    )
+
+
+def peak_bytes(device: torch.device, reset: bool = False) -> int:
+    """Return the most memory held since the last reset: of torch's tensors on a GPU, else of the process, whose reset
+    returns what it holds now."""
+    if device.type == "cuda":
+        if reset:
+            torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.max_memory_allocated()
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+if __name__ == "__main__":
+    main()
