@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ class Wanted:
 
     @property
     def device(self) -> torch.device:
-        """Where the values go."""
+        """The device that the values go to."""
         return torch.device("cpu") if self.slot.destination is None else self.slot.destination.device
 
     def new_memory(self) -> Tensor:
@@ -131,7 +131,7 @@ class _Range:
     read: Future[None]
 
 
-def read_slices(wanted: Iterable[Wanted]) -> Iterator[tuple[Wanted, Tensor]]:
+def read_slices(wanted: Iterable[Wanted]) -> Generator[tuple[Wanted, Tensor]]:
     """Yield each with its values, once they are read, in order; those without elements are left out. The values are
     where they go (`Wanted.into`) or in new memory. On a GPU, what follows on the same stream sees them. To be closed by
     the caller, since threads read ahead.
@@ -213,8 +213,8 @@ def _runs(
         for first in range(0, len(kept[0]), at_once):
             rows = kept[0][first : first + at_once]
             read = (rows[-1] + 1 - rows[0], *shape[1:])
-            place = slice(first, first + len(rows))
-            yield _Run(offset + rows[0] * row, read, (*index, place), (slice(None, None, step), *source[1:]))
+            filled = slice(first, first + len(rows))
+            yield _Run(offset + rows[0] * row, read, (*index, filled), (slice(None, None, step), *source[1:]))
 
 
 def _targets(parts: list[_Part], buffer: _Buffer) -> tuple[list[Tensor | None], list[memoryview]]:
@@ -231,7 +231,7 @@ def _targets(parts: list[_Part], buffer: _Buffer) -> tuple[list[Tensor | None], 
         else:
             place = into.flatten().view(torch.uint8)
             staged.append(None)
-        targets.append(memoryview(place.numpy()))
+        targets.append(place.numpy().data)
     return staged, targets
 
 
