@@ -13,7 +13,8 @@ from headrace.attention.spec import AttentionSpec
 class Backend(Protocol):
     """Computes attention over the paged cache. table.py says which layers it can serve, and inside which graphs.
 
-    A backend may also have `decode`, for steps of one token a request in one launch (triton_attn.py).
+    A backend may also have `decode`, for steps of one token a request in one launch (triton_attn.py), which serves the
+    same layers.
     """
 
     name: str

@@ -59,9 +59,9 @@ def _triton_reasons(spec: AttentionSpec) -> list[str]:
         reasons.append(f"runs on GPUs, not on {spec.device_type}")
     if spec.head_dim > 256:
         reasons.append(f"head_dim {spec.head_dim} is over 256")
-    unlike = {"chunks": spec.chunked, "sinks": spec.sinks, "keys without positions": not spec.rotary}
-    unlike["latents in place of keys and values"] = spec.latent_dim is not None
-    return reasons + [f"knows no {what}" for what, wanted in unlike.items() if wanted]
+    if spec.latent_dim is not None:
+        reasons.append("knows no latents in place of keys and values")
+    return reasons
 
 
 def _sdpa_reasons(spec: AttentionSpec) -> list[str]:

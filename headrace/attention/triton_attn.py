@@ -71,9 +71,10 @@ class TritonAttention:
         spec: AttentionSpec,
         kv_scale: Tensor | None = None,
         out: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         out = torch.empty_like(q) if out is None else out
-        tensors = (out, q, kv_cache, kv_scale)
+        tensors = (out, q, kv_cache, kv_scale, sinks)
         planned = metadata.plan.get(spec)
         if planned is None:
             plan = plan_attention(
@@ -85,13 +86,14 @@ class TritonAttention:
                 spec.batch_invariant,
                 self.prefills_by_copy_engine(spec, q.dtype, kv_cache.dtype),
                 metadata.max_prompt_len,
+                spec.sliding_window,
             )
             planned = metadata.plan[spec] = self.launches(plan, metadata, spec, q)
         if planned.recording is not None and planned.recording.again(tensors):
             return out
         with recorded() as made:
             paged_attention(
-                q, kv_cache, planned.sequences, spec.scale, spec.sliding_window, kv_scale, out,
+                q, kv_cache, planned.sequences, spec.scale, spec.sliding_window, kv_scale, out, sinks, spec.chunked,
                 plan=planned.plan, unpacked=planned.unpacked,
             )  # fmt: skip
         planned.recording = Recording.of(made, tensors)
@@ -115,7 +117,7 @@ class TritonAttention:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        cos_sin: Tensor,
+        cos_sin: Tensor | None,
         kv_cache: Tensor,
         metadata: AttentionMetadata,
         spec: AttentionSpec,
@@ -124,6 +126,7 @@ class TritonAttention:
         eps: float,
         kv_scale: Tensor | None = None,
         out: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend in one launch, for steps of one token a request: q # [R, Hq, D], k and v # [R, Hkv, D] as projected.
 
@@ -132,12 +135,12 @@ class TritonAttention:
         planned = metadata.plan.get(("decode", spec))
         if planned is None:
             tickets = torch.zeros(metadata.num_reqs * spec.num_kv_heads, dtype=torch.int32, device=q.device)
-            config, splits = plan_decode(metadata.num_reqs, *_sizes(spec, q, kv_cache))
+            config, splits = plan_decode(metadata.num_reqs, *_sizes(spec, q, kv_cache), spec.sliding_window)
             planned = metadata.plan["decode", spec] = (metadata.sequences(spec.group), tickets, config, splits)
         sequences, tickets, config, splits = planned
         return decode_attention(
             q, k, v, cos_sin, kv_cache, sequences, tickets, spec.scale, config, splits, spec.sliding_window, q_norm,
-            k_norm, eps, kv_scale, out,
+            k_norm, eps, kv_scale, out, sinks, spec.chunked,
         )  # fmt: skip
 
 

@@ -9,166 +9,17 @@ prefill.py instead.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_for_inputs
 from headrace.kernels.attention_config import MAX_SPLITS, AttentionConfig, AttentionPlan
-from headrace.kernels.fp8_cache import UnpackedCache, as_float16, split_pairs, unpack
+from headrace.kernels.attention_tiles import LOG2_E, attend, first_visible, no_keys_yet
+from headrace.kernels.fp8_cache import UnpackedCache, as_float16, unpack
 from headrace.kernels.launch import launch
 from headrace.kernels.paged import Sequences, find_request, rows_between
-
-LOG2_E = 1.4426950408889634
-
-
-@triton.jit
-def _load_tile(
-    start,
-    first,
-    limit,
-    keys_ptr,
-    value_offset,
-    blocks_ptr,
-    block_rows,
-    column,
-    SLOT_STRIDE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    CUT: tl.constexpr,
-    REPEATED: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    PAIRS: tl.constexpr,
-):
-    """Load keys [BLOCK_D, BLOCK_N] and values [BLOCK_N, BLOCK_D] from `start` on; PAIRS: values as int16 of two each.
-    Positions from `limit` on have no key, and blocks of those before `first` (WINDOWED) may hold other requests' keys.
-    There CUT reads nothing and gives zeros; REPEATED reads the nearest valid key, which takes fewer instructions."""
-    WHOLE_HEAD: tl.constexpr = column.shape[0] == HEAD_DIM
-    in_head = column < HEAD_DIM
-    values_ptr, value_column, value_in = keys_ptr + value_offset, column, in_head
-    if PAIRS:
-        values_ptr = values_ptr.to(tl.pointer_type(tl.int16))
-        value_column = tl.arange(0, column.shape[0] // 2)
-        value_in = value_column < HEAD_DIM // 2
-    position = start + tl.arange(0, BLOCK_N)
-    known = position < limit
-    place = position
-    if REPEATED:
-        place = tl.minimum(position, limit - 1)
-    if WINDOWED:
-        known = known & (position >= first)
-        if REPEATED:
-            place = tl.maximum(place, first)
-    if CUT:
-        block = tl.load(blocks_ptr + place // BLOCK_SIZE, mask=known, other=0)
-    else:
-        block = tl.load(blocks_ptr + place // BLOCK_SIZE)
-    if CUT:  # either way takes fewer registers where it stands
-        offset = (block * block_rows + place % BLOCK_SIZE).to(tl.uint32).to(tl.int64) * SLOT_STRIDE
-    else:
-        offset = (block * block_rows).to(tl.uint32).to(tl.int64) * SLOT_STRIDE + place % BLOCK_SIZE * SLOT_STRIDE
-    key_ptrs = keys_ptr + offset[None, :] + column[:, None]
-    if PAIRS:
-        offset = offset // 2
-    value_ptrs = values_ptr + offset[:, None] + value_column[None, :]
-    if CUT and WHOLE_HEAD:
-        key = tl.load(key_ptrs, mask=known[None, :], other=0.0)
-        value = tl.load(value_ptrs, mask=known[:, None], other=0.0)
-    elif CUT:
-        key = tl.load(key_ptrs, mask=in_head[:, None] & known[None, :], other=0.0)
-        value = tl.load(value_ptrs, mask=value_in[None, :] & known[:, None], other=0.0)
-    elif WHOLE_HEAD:
-        key = tl.load(key_ptrs)
-        value = tl.load(value_ptrs)
-    else:
-        key = tl.load(key_ptrs, mask=in_head[:, None], other=0.0)
-        value = tl.load(value_ptrs, mask=value_in[None, :], other=0.0)
-    return key, value
-
-
-@triton.jit
-def _fold_tile(
-    q,
-    acc,
-    row_max,
-    row_sum,
-    key,
-    value,
-    start,
-    row_position,
-    window,
-    qk_scale,
-    cache_type: tl.constexpr,
-    MASKED: tl.constexpr,
-    WINDOWED: tl.constexpr,
-):
-    """Fold a tile of `_load_tile` into the running softmax; MASKED: with the causal and (WINDOWED) the window's mask.
-    Numbers of a cache that has another type than q are converted in registers."""
-    PAIRS: tl.constexpr = len(acc) == 2
-    scores = tl.dot(q, key.to(q.dtype), input_precision="ieee") * qk_scale
-    if MASKED:
-        position = start + tl.arange(0, key.shape[1])
-        visible = position[None, :] <= row_position[:, None]
-        if WINDOWED:
-            visible = visible & (position[None, :] > row_position[:, None] - window)
-        scores = tl.where(visible, scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-    shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
-    weights = tl.exp2(scores - shift[:, None])
-    decay = tl.exp2(row_max - shift)
-    row_sum = row_sum * decay + tl.sum(weights, axis=1)
-    weights = weights.to(q.dtype)
-    if PAIRS:
-        even, odd = split_pairs(value, cache_type)
-        even = tl.dot(weights, even.to(q.dtype), acc[0] * decay[:, None], input_precision="ieee")
-        odd = tl.dot(weights, odd.to(q.dtype), acc[1] * decay[:, None], input_precision="ieee")
-        acc = (even, odd)
-    else:
-        acc = (tl.dot(weights, value.to(q.dtype), acc[0] * decay[:, None], input_precision="ieee"),)
-    return acc, new_max, row_sum
-
-
-@triton.jit
-def _attend(
-    q,
-    acc,
-    row_max,
-    row_sum,
-    begin,
-    end,
-    first,
-    limit,
-    row_position,
-    window,
-    qk_scale,
-    keys_ptr,
-    value_offset,
-    blocks_ptr,
-    block_rows,
-    column,
-    SLOT_STRIDE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    MASKED: tl.constexpr,
-    WINDOWED: tl.constexpr,
-):
-    """Fold keys [begin, end) into the running softmax; MASKED: with masks for `limit`, causality and window.
-
-    Rows beyond the last query compute something finite, which is not stored.
-    """
-    PAIRS: tl.constexpr = len(acc) == 2
-    for start in range(begin, end, BLOCK_N):
-        key, value = _load_tile(
-            start, first, limit, keys_ptr, value_offset, blocks_ptr, block_rows, column, SLOT_STRIDE, HEAD_DIM,
-            BLOCK_N, BLOCK_SIZE, MASKED and not PAIRS, MASKED and PAIRS, MASKED and WINDOWED, PAIRS,
-        )  # fmt: skip
-        acc, row_max, row_sum = _fold_tile(
-            q, acc, row_max, row_sum, key, value, start, row_position, window, qk_scale, keys_ptr.dtype.element_ty,
-            MASKED, WINDOWED,
-        )  # fmt: skip
-    return acc, row_max, row_sum
 
 
 @triton.jit(
@@ -187,6 +38,7 @@ def _attention_kernel(
     query_start_loc_ptr,
     seq_lens_ptr,
     kv_scale_ptr,
+    sinks_ptr,
     qk_scale,
     window,
     value_rows,
@@ -204,6 +56,7 @@ def _attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     DECODE: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CHUNKED: tl.constexpr,
     QUANTIZED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -251,12 +104,16 @@ def _attention_kernel(
 
     first_position = seq_len - query_len + tile * BLOCK_Q
     row_position = seq_len - query_len + query
+    row_first = row_position
     limit = tl.minimum(first_position + BLOCK_Q, seq_len)
     first = 0
     begin = 0
     if WINDOWED:
-        first = tl.maximum(first_position - window + 1, 0)
-        begin = first // BLOCK_N * BLOCK_N
+        first = first_visible(first_position, window, CHUNKED)
+        begin = first
+        if not DECODE:  # tiles that begin where they do for any other cut of a prompt
+            begin = first // BLOCK_N * BLOCK_N
+            row_first = first_visible(row_position, window, CHUNKED)
     part = tl.cdiv(tl.cdiv(tl.maximum(limit - begin, 0), BLOCK_N), num_splits) * BLOCK_N
     begin += split * part
     end = tl.minimum(begin + part, limit)
@@ -269,26 +126,25 @@ def _attention_kernel(
         acc = (tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32), tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32))
     else:
         acc = (tl.zeros([BLOCK_M, BLOCK_D], tl.float32),)  # type: ignore[assignment]
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    row_max, row_sum = no_keys_yet(sinks_ptr, kv_head * GROUP + lane % GROUP, sees_keys & (split == 0))
     if not DECODE:
         if WINDOWED:  # tiles where some row's window begins
-            front = tl.cdiv(tl.maximum(limit - window, 0), BLOCK_N) * BLOCK_N
+            front = tl.cdiv(first_visible(limit - 1, window, CHUNKED), BLOCK_N) * BLOCK_N
             front = tl.minimum(tl.maximum(front, begin), end)
-            acc, row_max, row_sum = _attend(
-                q, acc, row_max, row_sum, begin, front, first, limit, row_position, window, qk_scale, keys_ptr,
+            acc, row_max, row_sum = attend(
+                q, acc, row_max, row_sum, begin, front, first, limit, row_position, row_first, qk_scale, keys_ptr,
                 value_offset, blocks_ptr, block_rows, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, True,
             )  # fmt: skip
             begin = tl.maximum(begin, front)
         whole = tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, end)  # tiles that every row sees: no masks
-        acc, row_max, row_sum = _attend(
-            q, acc, row_max, row_sum, begin, whole, first, limit, row_position, window, qk_scale, keys_ptr,
+        acc, row_max, row_sum = attend(
+            q, acc, row_max, row_sum, begin, whole, first, limit, row_position, row_first, qk_scale, keys_ptr,
             value_offset, blocks_ptr, block_rows, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, False, False,
         )  # fmt: skip
         begin = tl.maximum(begin, whole)
-    acc, row_max, row_sum = _attend(
-        q, acc, row_max, row_sum, begin, end, first, limit, row_position, window, qk_scale, keys_ptr, value_offset,
-        blocks_ptr, block_rows, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, WINDOWED,
+    acc, row_max, row_sum = attend(
+        q, acc, row_max, row_sum, begin, end, first, limit, row_position, row_first, qk_scale, keys_ptr, value_offset,
+        blocks_ptr, block_rows, column, SLOT_STRIDE, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, False,
     )  # fmt: skip
 
     if PAIRS:
@@ -375,26 +231,31 @@ def paged_attention(
     sliding_window: int | None = None,
     kv_scale: Tensor | None = None,
     out: Tensor | None = None,
+    sinks: Tensor | None = None,
+    chunked: bool = False,
     *,
     plan: AttentionPlan,
     unpacked: UnpackedCache | None = None,
 ) -> Tensor:
     """Attend causally with q [T, Hq, D] to the paged cache [2, num_blocks, block_size, Hkv, D]; return [T, Hq, D].
 
-    The cache already holds the step's own keys. A query sees itself and `sliding_window` - 1 keys before it, or all.
-    Requests of seq_len 0 (padding) give zeros. `plan` (of plan_attention) says how many leading requests run one token;
-    launches depend on it alone, never on current lengths. An fp8 cache holds K / kv_scale[0] and V / kv_scale[1], fp32
-    [2] on the device; with `unpacked`, what the requests behind the decodes read of it is unpacked there first.
+    The cache already holds the step's own keys. A query sees itself and `sliding_window` - 1 keys before it, or (if
+    `chunked`) those before it in its own chunk of `sliding_window` positions, or all. A head's softmax also counts its
+    logit of `sinks` [Hq], which has no value. Requests of seq_len 0 (padding) give zeros. `plan` (of plan_attention)
+    says how many leading requests run one token; launches depend on it alone, never on current lengths. An fp8 cache
+    holds K / kv_scale[0] and V / kv_scale[1], fp32 [2] on the device; with `unpacked`, what the requests behind the
+    decodes read of it is unpacked there first.
     """
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not q.shape[0]:
         return out
     q, decodes, qk_scale = q.contiguous(), plan.num_decodes, scale * LOG2_E
+    seen = Seen(sliding_window, chunked, sinks)
     if decodes:
         _run(
-            out[:decodes], q, kv_cache, sequences, kv_scale, qk_scale, sliding_window, 0, decodes, decodes,
-            plan.decode, plan.decode_splits, True,
+            out[:decodes], q, kv_cache, sequences, kv_scale, qk_scale, seen, 0, decodes, decodes, plan.decode,
+            plan.decode_splits, True,
         )  # fmt: skip
     if plan.prefill_tiles:
         if unpacked is not None:
@@ -403,15 +264,23 @@ def paged_attention(
             sequences = sequences._replace(block_table=unpacked.block_table, rows=unpacked.rows)
             kv_cache, kv_scale = unpacked.cache, None
         _run(
-            out, q, kv_cache, sequences, kv_scale, qk_scale, sliding_window, decodes, len(sequences.rows),
-            plan.prefill_tiles, plan.prefill, plan.prefill_splits, False,
+            out, q, kv_cache, sequences, kv_scale, qk_scale, seen, decodes, len(sequences.rows), plan.prefill_tiles,
+            plan.prefill, plan.prefill_splits, False,
         )  # fmt: skip
     return out
 
 
+class Seen(NamedTuple):
+    """Says what a layer's queries see, as arguments of `paged_attention` do."""
+
+    window: int | None
+    chunked: bool
+    sinks: Tensor | None
+
+
 def _run(
     out: Tensor, q: Tensor, kv_cache: Tensor, sequences: Sequences, kv_scale: Tensor | None, qk_scale: float,
-    window: int | None, first_req: int, end_req: int, tiles: int, config: AttentionConfig, splits: int, decode: bool,
+    seen: Seen, first_req: int, end_req: int, tiles: int, config: AttentionConfig, splits: int, decode: bool,
 ) -> None:  # fmt: skip
     """Launch the kernel for requests first_req : end_req, whose tokens begin at first_req, and combine the splits."""
     if tiles > MOST_TILES:  # as for any step that is too large, a smaller one is planned then
@@ -419,7 +288,7 @@ def _run(
     if config.copy_engine:
         from headrace.kernels.prefill import prefill_attention  # which can be imported only where it can run
 
-        prefill_attention(out, q, kv_cache, sequences, qk_scale, first_req, end_req, tiles, config)
+        prefill_attention(out, q, kv_cache, sequences, seen.sinks, qk_scale, first_req, end_req, tiles, config)
         return
     num_tokens, num_heads, head_dim = out.shape
     num_kv_heads = kv_cache.shape[3]
@@ -430,13 +299,14 @@ def _run(
         parts = torch.empty((num_tokens, num_heads, splits, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((num_tokens, num_heads, splits), dtype=torch.float32, device=q.device)
     arguments = (
-        out, parts, lse, q, kv_cache, *sequences, kv_scale, qk_scale, window or 0, *rows_between(kv_cache),
+        out, parts, lse, q, kv_cache, *sequences, kv_scale, seen.sinks, qk_scale, seen.window or 0,
+        *rows_between(kv_cache),
         sequences.block_table.stride(0), first_req, end_req, (end_req - first_req - 1).bit_length(),
     )  # fmt: skip
     constants = dict(
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, GROUP=num_heads // num_kv_heads,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_SIZE=kv_cache.shape[2], DECODE=decode,
-        WINDOWED=window is not None, QUANTIZED=quantized,
+        WINDOWED=seen.window is not None, CHUNKED=seen.chunked, QUANTIZED=quantized,
         num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=config.fp_fusion, **overlap(),
     )  # fmt: skip
     launch(_attention_kernel, (num_kv_heads, tiles, splits), arguments, constants)
@@ -456,6 +326,8 @@ def paged_attention_reference(
     sliding_window: int | None = None,
     kv_scale: Tensor | None = None,
     out: Tensor | None = None,
+    sinks: Tensor | None = None,
+    chunked: bool = False,
 ) -> Tensor:
     out = torch.empty_like(q) if out is None else out
     block_size, num_kv_heads = kv_cache.shape[2:4]
@@ -478,7 +350,10 @@ def paged_attention_reference(
         at = torch.arange(length - (last - first), length, device=q.device)[:, None]
         hidden = seen_from > at
         if sliding_window is not None:
-            hidden |= seen_from <= at - sliding_window
-        weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
+            hidden |= seen_from < (at // sliding_window * sliding_window if chunked else at - sliding_window + 1)
+        scores.masked_fill_(hidden, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, len(at), 1)), dim=-1)
+        weights = scores.softmax(-1)[..., :length]
         out[first:last] = torch.einsum("hqk,khd->qhd", weights, value).to(q.dtype)
     return out

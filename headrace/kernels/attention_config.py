@@ -93,7 +93,7 @@ MAX_SPLITS = 64
 PROGRAMS_PER_SM = 4
 """programs wanted for each multiprocessor: several are resident at once, and lengths are ragged (measured on H200)"""
 TILES_PER_SPLIT = 2
-"""the fewest tiles of keys of a split"""
+"""the fewest tiles of keys of a split, unless it is the only one"""
 
 
 def pick_config(decode: bool, head_dim: int, group: int, element_size: int, family: str) -> AttentionConfig:
@@ -148,12 +148,14 @@ def plan_attention(
     batch_invariant: bool = False,
     copy_engine: bool = False,
     max_prompt_len: int = 0,
+    window: int | None = None,
 ) -> AttentionPlan:
     """Return the launches for a step of these sizes.
 
-    `max_seq_len` is an upper bound, which for a graph holds for all later steps: max_model_len. `max_prompt_len` is one
-    for the requests behind the decodes, or 0. `copy_engine`: COPY_ENGINE_PREFILL may serve prompts; it does if its
-    tiles fill half of the chip, and an fp8 cache only if what prompts read fits unpacked, and is read often enough.
+    `window` is the most keys that a query sees, or None. `max_seq_len` is an upper bound, which for a graph holds for
+    all later steps: max_model_len. `max_prompt_len` is one for the requests behind the decodes, or 0. `copy_engine`:
+    COPY_ENGINE_PREFILL may serve prompts; it does if its tiles fill half of the chip, and an fp8 cache only if what
+    prompts read fits unpacked, and is read often enough.
     `batch_invariant`: decodes run as prompts of one token, and keys are not split. So the keys of a query are added up
     in tiles that begin at multiples of block_n, in order, whatever else runs and wherever its prompt was cut.
     """
@@ -164,9 +166,9 @@ def plan_attention(
     decode = pick_config(True, head_dim, group, element_size, family)
     prefill = pick_config(False, head_dim, group, element_size, family)
     decode_splits = prefill_splits = 1
-    tiles = 0
+    tiles, seen = 0, window or max_seq_len
     if num_decodes:
-        decode_splits = pick_splits(num_decodes, num_kv_heads, max_seq_len, decode.block_n, num_sms)
+        decode_splits = pick_splits(num_decodes, num_kv_heads, min(max_seq_len, seen), decode.block_n, num_sms)
     if num_reqs > num_decodes:
         prompts, tokens = num_reqs - num_decodes, num_tokens - num_decodes
         if copy_engine and head_dim in COPY_ENGINE_PREFILL:
@@ -182,7 +184,8 @@ def plan_attention(
         tiles = _tiles(prefill, prompts, tokens, group)
         # Two programs fill a multiprocessor; and where two thirds of the chip have work, combining the splits of so
         # many queries costs what they gain.
-        prefill_splits = pick_splits(3 * tiles, num_kv_heads, max_seq_len, prefill.block_n, num_sms)
+        longest = min(max_seq_len, seen + prefill.block_m // group)
+        prefill_splits = pick_splits(3 * tiles, num_kv_heads, longest, prefill.block_n, num_sms)
     return AttentionPlan(num_decodes, decode, decode_splits, prefill, prefill_splits, tiles)
 
 
@@ -224,10 +227,12 @@ parts need no second kernel"""
 
 @lru_cache(maxsize=1024)
 def plan_decode(
-    num_reqs: int, num_heads: int, num_kv_heads: int, head_dim: int, element_size: int, family: str, num_sms: int
-) -> tuple[AttentionConfig, int]:
+    num_reqs: int, num_heads: int, num_kv_heads: int, head_dim: int, element_size: int, family: str, num_sms: int,
+    window: int | None = None,
+) -> tuple[AttentionConfig, int]:  # fmt: skip
     """Return the fused decode kernel's configuration, and the most parts that a request's keys are cut into. They do
-    not depend on lengths, so a graph may contain them. `element_size` is that of the cache."""
+    not depend on lengths, so a graph may contain them. `element_size` is that of the cache, `window` the most keys that
+    a query sees."""
     group, programs = num_heads // num_kv_heads, num_reqs * num_kv_heads
     config = pick_config(True, head_dim, group, element_size, family)
     if programs < num_sms:
@@ -238,4 +243,6 @@ def plan_decode(
             few = ALONE_DECODES.get(key, few)
         config = replace(few, block_m=config.block_m)
     splits = max(1, min(DECODES_PER_SM * num_sms // programs, MAX_SPLITS))
+    if window is not None:  # its keys in the cache: all but the new one
+        splits = min(splits, max(1, -(-(window - 1) // (config.block_n * TILES_PER_SPLIT))))
     return config, 1 << (splits.bit_length() - 1)

@@ -14,21 +14,20 @@ import torch
 from torch import Tensor
 
 from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_for_inputs
-from headrace.kernels.attention import LOG2_E, _attend, _fold_tile, _load_tile, paged_attention_reference
-from headrace.kernels.attention_config import AttentionConfig
+from headrace.kernels.attention import paged_attention_reference
+from headrace.kernels.attention_config import TILES_PER_SPLIT, AttentionConfig
+from headrace.kernels.attention_tiles import LOG2_E, attend, first_visible, fold_tile, load_tile, no_keys_yet
 from headrace.kernels.fp8_cache import as_float16
 from headrace.kernels.paged import Sequences, rows_between
 from headrace.kernels.rotary import _to_fp8, rotary_and_cache_reference
-
-TILES_PER_PART = 2
-"""the fewest tiles of keys in a part, unless there is only one part"""
 
 
 @triton.jit
 def _rotated(
     ptrs, partner_ptrs, weight_ptr, column, partner, inside, cos, sin, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr
 ):
-    """Load heads [rows, BLOCK_D], norm and rotate them in fp32, rounding where the separate kernels would."""
+    """Load heads [rows, BLOCK_D], norm and (unless `sin` is None) rotate them in fp32, rounding where the separate
+    kernels would."""
     dtype = ptrs.dtype.element_ty
     x = tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(partner_ptrs, mask=inside, other=0.0).to(tl.float32)
@@ -39,7 +38,9 @@ def _rotated(
         other_weight = tl.load(weight_ptr + partner, mask=in_head, other=0.0).to(tl.float32)[None, :]
         x = ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
         other = ((other * scale).to(dtype).to(tl.float32) * other_weight).to(dtype).to(tl.float32)
-    return (x * cos + other * sin).to(dtype)
+    if sin is not None:
+        x = x * cos + other * sin
+    return x.to(dtype)
 
 
 @triton.jit
@@ -114,6 +115,7 @@ def _decode_kernel(
     rows_ptr,
     seq_lens_ptr,
     kv_scale_ptr,
+    sinks_ptr,
     eps,
     qk_scale,
     window,
@@ -134,6 +136,7 @@ def _decode_kernel(
     SPLITS: tl.constexpr,
     TILES_PER_PART: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CHUNKED: tl.constexpr,
     NORM: tl.constexpr,
     QUANTIZED: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -153,11 +156,9 @@ def _decode_kernel(
     seq_len = tl.load(seq_lens_ptr + request)
     table_row = tl.load(rows_ptr + request).to(tl.int64)
     at = tl.maximum(seq_len - 1, 0)  # the new token's position, which is the number of keys before it
-    first = 0
     begin = 0
     if WINDOWED:
-        first = tl.maximum(at - window + 1, 0)
-        begin = first // BLOCK_N * BLOCK_N
+        begin = first_visible(at, window, CHUNKED)
     tiles = tl.cdiv(at - begin, BLOCK_N)
     per_part = tl.maximum(tl.cdiv(tiles, SPLITS), TILES_PER_PART)
     num_parts = tl.maximum(tl.cdiv(tiles, per_part), 1)
@@ -169,18 +170,21 @@ def _decode_kernel(
     in_head = (column < HEAD_DIM)[None, :]
     turns = column < 2 * HALF
     partner = tl.where(column < HALF, column + HALF, tl.where(turns, column - HALF, column))
-    angle = cos_sin_ptr + at.to(tl.int64) * (2 * HALF) + column % HALF
-    cos = tl.load(angle, mask=turns, other=1.0)[None, :]
-    sin = tl.load(angle + HALF, mask=turns, other=0.0)[None, :]
-    sin = tl.where((column < HALF)[None, :], -sin, sin)
+    cos = None
+    sin = None
+    if HALF > 0:
+        angle = cos_sin_ptr + at.to(tl.int64) * (2 * HALF) + column % HALF
+        cos = tl.load(angle, mask=turns, other=1.0)[None, :]
+        sin = tl.load(angle + HALF, mask=turns, other=0.0)[None, :]
+        sin = tl.where((column < HALF)[None, :], -sin, sin)
     blocks_ptr = block_table_ptr + table_row * block_table_stride
     own_row = tl.load(blocks_ptr + at // BLOCK_SIZE) * block_rows + at % BLOCK_SIZE
     keys_ptr = cache_ptr + kv_head * HEAD_DIM
     value_offset = value_rows.to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM)
     if EARLY:
-        first_keys, first_values = _load_tile(
-            begin, first, end, keys_ptr, value_offset, blocks_ptr, block_rows, column, NUM_KV_HEADS * HEAD_DIM,
-            HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, False, WINDOWED, QUANTIZED,
+        first_keys, first_values = load_tile(
+            begin, 0, end, keys_ptr, value_offset, blocks_ptr, block_rows, column, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM,
+            BLOCK_N, BLOCK_SIZE, True, False, False, QUANTIZED,
         )  # fmt: skip
     wait_for_inputs(OVERLAP)
     if split >= num_parts:
@@ -211,18 +215,17 @@ def _decode_kernel(
             qk_scale = qk_scale * power
     else:
         acc = (tl.zeros([BLOCK_M, BLOCK_D], tl.float32),)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    row_max, row_sum = no_keys_yet(sinks_ptr, kv_head * GROUP + lane % GROUP, split == 0)
     before = at - 1 + tl.zeros([BLOCK_M], tl.int32)  # the cache's last key; the new one is added below
     if EARLY:
-        acc, row_max, row_sum = _fold_tile(
-            q, acc, row_max, row_sum, first_keys, first_values, begin, before, window - 1, qk_scale,
-            cache_ptr.dtype.element_ty, True, WINDOWED,
+        acc, row_max, row_sum = fold_tile(
+            q, acc, row_max, row_sum, first_keys, first_values, begin, before, before, qk_scale,
+            cache_ptr.dtype.element_ty, True, False,
         )  # fmt: skip
         begin += BLOCK_N
-    acc, row_max, row_sum = _attend(
-        q, acc, row_max, row_sum, begin, end, first, end, before, window - 1, qk_scale, keys_ptr, value_offset,
-        blocks_ptr, block_rows, column, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, WINDOWED,
+    acc, row_max, row_sum = attend(
+        q, acc, row_max, row_sum, begin, end, 0, end, before, before, qk_scale, keys_ptr, value_offset, blocks_ptr,
+        block_rows, column, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_N, BLOCK_SIZE, True, False,
     )  # fmt: skip
 
     if last:
@@ -291,7 +294,7 @@ def decode_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cos_sin: Tensor,
+    cos_sin: Tensor | None,
     kv_cache: Tensor,
     sequences: Sequences,
     tickets: Tensor,
@@ -304,13 +307,16 @@ def decode_attention(
     eps: float = 1e-6,
     kv_scale: Tensor | None = None,
     out: Tensor | None = None,
+    sinks: Tensor | None = None,
+    chunked: bool = False,
 ) -> Tensor:
     """Attend with one new token a request, q [R, Hq, D], k and v [R, Hkv, D] as projected; return [R, Hq, D].
 
     This is `rotary_and_cache` and `paged_attention` in one launch, for requests of one token each. Padding (seq_len 0)
     gives zeros and writes nothing. Heads are contiguous within a token. `tickets` int32 are counters, at least R * Hkv;
     they must be zero, and are zero again afterwards. `splits` is the most parts that a request's keys are cut into: the
-    result depends on it, but not on the order in which programs finish.
+    result depends on it, but not on the order in which programs finish. `cos_sin` None: nothing is rotated. What a
+    query sees (`sliding_window`, `chunked`, `sinks`) is as in paged_attention.
     """
     num_reqs, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
@@ -327,12 +333,12 @@ def decode_attention(
     quantized = kv_cache.element_size() == 1
     _decode_kernel[(num_kv_heads, num_reqs, splits)](
         out, parts, lse, tickets, q, k, v, cos_sin, q_norm, k_norm, kv_cache, sequences.block_table, sequences.rows,
-        sequences.seq_lens, kv_scale, eps, scale * LOG2_E, sliding_window or 0, q.stride(0), k.stride(0), v.stride(0),
-        *rows_between(kv_cache), sequences.block_table.stride(0),
+        sequences.seq_lens, kv_scale, sinks, eps, scale * LOG2_E, sliding_window or 0, q.stride(0), k.stride(0),
+        v.stride(0), *rows_between(kv_cache), sequences.block_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=max(32, next_power_of_2(head_dim)),
-        HALF=cos_sin.shape[1] // 2, GROUP=group, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        BLOCK_SIZE=kv_cache.shape[2], SPLITS=splits, TILES_PER_PART=TILES_PER_PART,
-        WINDOWED=sliding_window is not None, NORM=q_norm is not None, QUANTIZED=quantized,
+        HALF=0 if cos_sin is None else cos_sin.shape[1] // 2, GROUP=group, BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n, BLOCK_SIZE=kv_cache.shape[2], SPLITS=splits, TILES_PER_PART=TILES_PER_SPLIT,
+        WINDOWED=sliding_window is not None, CHUNKED=chunked, NORM=q_norm is not None, QUANTIZED=quantized,
         LIMIT=torch.finfo(kv_cache.dtype).max if quantized else 0.0, EARLY=config.early_keys,
         num_warps=config.num_warps, num_stages=config.num_stages, **overlap(),
     )  # fmt: skip
@@ -343,7 +349,7 @@ def decode_attention_reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cos_sin: Tensor,
+    cos_sin: Tensor | None,
     kv_cache: Tensor,
     sequences: Sequences,
     scale: float,
@@ -352,6 +358,8 @@ def decode_attention_reference(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
     kv_scale: Tensor | None = None,
+    sinks: Tensor | None = None,
+    chunked: bool = False,
 ) -> Tensor:
     table, rows, _, seq_lens = sequences
     block_size = kv_cache.shape[2]
@@ -359,4 +367,6 @@ def decode_attention_reference(
     slots = table[rows.long(), at // block_size].long() * block_size + at % block_size
     slots = slots.masked_fill(seq_lens == 0, -1)
     q = rotary_and_cache_reference(q, k, v, cos_sin, at, kv_cache, slots, q_norm, k_norm, eps, kv_scale)
-    return paged_attention_reference(q, kv_cache, sequences, scale, sliding_window, kv_scale)
+    return paged_attention_reference(
+        q, kv_cache, sequences, scale, sliding_window, kv_scale, sinks=sinks, chunked=chunked
+    )

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.kernels.attention_config import AttentionConfig
+from headrace.kernels.attention_tiles import LOG2_E
 from headrace.kernels.launch import launch
 from headrace.kernels.paged import Sequences, find_request, rows_between
 
@@ -116,10 +117,10 @@ def _attend(
 
 @gluon.jit
 def _consume(
-    out_ptr, q_ptr, query_start, query_len, seq_len, first_query, kv_head, tiles, keys, values,
+    out_ptr, q_ptr, sinks_ptr, query_start, query_len, seq_len, first_query, kv_head, tiles, keys, values,
     key_full, key_free, value_full, value_free, qk_scale,
     FIRST_LANE: gl.constexpr, ROWS: gl.constexpr, BLOCK_Q: gl.constexpr,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, LOG2_E: gl.constexpr = LOG2_E,
 ):  # fmt: skip
     """Compute rows FIRST_LANE : FIRST_LANE + ROWS of the tile, with four warps."""
     BLOCK_N: gl.constexpr = keys.shape[1]
@@ -149,6 +150,10 @@ def _consume(
     hopper.mbarrier.arrive(key_free.index(0), count=1)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW)
     row_sum = gl.zeros([ROWS], gl.float32, ROW)
+    if sinks_ptr is not None:  # a score without a value, before all keys
+        head = kv_head * GROUP + (FIRST_LANE + gl.arange(0, ROWS, layout=ROW)) % GROUP
+        row_max = gl.load(sinks_ptr + head).to(gl.float32) * LOG2_E
+        row_sum += 1.0
     start = (tiles - 1) * BLOCK_N
     weights, row_max, row_sum, _ = _softmax(scores, row_max, row_sum, qk_scale, row_position, start, True)
     weights = gl.convert_layout(weights.to(keys.dtype), WEIGHTS)
@@ -180,7 +185,7 @@ def _consume(
     do_not_specialize=["value_rows", "block_rows", "block_table_stride", "first_req", "num_reqs", "search_steps"]
 )
 def _prefill_kernel(
-    out_ptr, q_ptr, cache, block_table_ptr, rows_ptr, query_start_loc_ptr, seq_lens_ptr, qk_scale,
+    out_ptr, q_ptr, cache, block_table_ptr, rows_ptr, query_start_loc_ptr, seq_lens_ptr, sinks_ptr, qk_scale,
     value_rows, block_rows, block_table_stride, first_req, num_reqs, search_steps,
     NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
@@ -220,12 +225,12 @@ def _prefill_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                out_ptr, q_ptr, query_start, query_len, seq_len, first_query, kv_head, tiles, keys, values,
+                out_ptr, q_ptr, sinks_ptr, query_start, query_len, seq_len, first_query, kv_head, tiles, keys, values,
                 key_full, key_free, value_full, value_free, qk_scale,
                 0, HALF, BLOCK_Q, NUM_KV_HEADS, GROUP, HEAD_DIM,
             )),
             (_consume, (
-                out_ptr, q_ptr, query_start, query_len, seq_len, first_query, kv_head, tiles, keys, values,
+                out_ptr, q_ptr, sinks_ptr, query_start, query_len, seq_len, first_query, kv_head, tiles, keys, values,
                 key_full, key_free, value_full, value_free, qk_scale,
                 HALF, HALF, BLOCK_Q, NUM_KV_HEADS, GROUP, HEAD_DIM,
             )),
@@ -240,8 +245,8 @@ def _prefill_kernel(
 
 
 def prefill_attention(
-    out: Tensor, q: Tensor, kv_cache: Tensor, sequences: Sequences, qk_scale: float, first_req: int, end_req: int,
-    tiles: int, config: AttentionConfig,
+    out: Tensor, q: Tensor, kv_cache: Tensor, sequences: Sequences, sinks: Tensor | None, qk_scale: float,
+    first_req: int, end_req: int, tiles: int, config: AttentionConfig,
 ) -> None:  # fmt: skip
     """Launch the kernel for requests first_req : end_req, whose tokens begin at first_req. Arguments are those of
     kernels/attention.py; q and the cache have the same 16-bit type."""
@@ -252,7 +257,7 @@ def prefill_attention(
     num_rows = value_rows + (num_blocks - 1) * block_rows + block_size
     cache = TensorDescriptor(kv_cache, [num_rows, width], [width, 1], box, BOX_LAYOUT)
     arguments = (
-        out, q, cache, *sequences, qk_scale, value_rows, block_rows, sequences.block_table.stride(0), first_req,
+        out, q, cache, *sequences, sinks, qk_scale, value_rows, block_rows, sequences.block_table.stride(0), first_req,
         end_req, (end_req - first_req - 1).bit_length(),
     )  # fmt: skip
     constants = {

@@ -95,6 +95,8 @@ class Attention(Layer):
         super().finalize()
         if self.sinks is not None:
             self.attend = partial(self.attend, sinks=self.sinks)
+            if self.decode is not None:
+                self.decode = partial(self.decode, sinks=self.sinks)
 
     def forward(self, x: Any, angles: Angles, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor | Pending:
         """Return attention's output for x [num_tokens, hidden_size], of the same shape; write K and V to `kv_cache`."""
