@@ -5,6 +5,7 @@ These checks come after those of kernel_checks.py, so that norms and activations
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -57,9 +58,7 @@ def layer_checks(subject: Subject) -> Iterator[Check]:
             if subject.backend.prefills_by_copy_engine(layer.spec, subject.dtype, subject.shape.dtype):
                 yield _prompt_check(subject, layer, subject.backend)
     if subject.device.type != "cpu" or subject.backend.name != "TORCH_SDPA":  # it is the reference of a CPU
-        for layer in layers:
-            if not (layer.spec.sinks or layer.spec.chunked):  # the reference knows neither
-                yield _attention_check(subject, layer)
+        yield from (_attention_check(subject, layer) for layer in layers)
     yield from _linear_checks(subject)
     yield from _fp8_checks(subject)
 
@@ -86,16 +85,26 @@ def _decode_error(subject: Subject, layer: Attention, requests: int) -> float:
     cache, metadata = _filled_cache(subject, layer, [1] * requests, lengths)
     norms = head_norms(layer)
     q, k, v = subject.inputs.random(requests, sum(layer.heads), layer.spec.head_dim).split(layer.heads, dim=1)
-    angles = subject.kernels.step_angles(subject.rope(), metadata.positions)[0]
+    spec, sinks = layer.spec, _sinks(subject, layer)
+    table = subject.rope() if spec.rotary else None
+    angles = None if table is None else subject.kernels.step_angles(table, metadata.positions)[0]
     scale, other = cache_scale(subject), cache.clone()
     assert layer.decode is not None
-    out = layer.decode(q, k, v, angles, cache, metadata, layer.spec, *norms, layer.eps, scale)
+    out = layer.decode(q, k, v, angles, cache, metadata, spec, *norms, layer.eps, scale, **sinks)
     expected = decode_attention_reference(
-        q, k, v, subject.rope(), other, metadata.sequences(-1), layer.spec.scale, layer.spec.sliding_window, *norms,
-        layer.eps, scale,
+        q, k, v, table, other, metadata.sequences(-1), spec.scale, spec.sliding_window, *norms, layer.eps, scale,
+        chunked=spec.chunked, **sinks,
     )  # fmt: skip
     slots = metadata.slot_mappings[-1]
     return relative_error((out, *written(cache, slots)), (expected, *written(other, slots)))
+
+
+def _sinks(subject: Subject, layer: Attention) -> dict[str, Tensor]:
+    """Return made-up sinks in place of the layer's, if it has any: of all sizes up to that of LONGEST keys together,
+    so that they show whatever the number of keys."""
+    if layer.sinks is None:
+        return {}
+    return {"sinks": subject.inputs.uniform(*layer.sinks.shape).mul_(math.log(LONGEST)).to(layer.sinks.dtype)}
 
 
 def _prompt_check(subject: Subject, layer: Attention, backend: TritonAttention) -> Check:
@@ -146,9 +155,13 @@ def _attention_error(
     q = subject.inputs.random(sum(counts), layer.heads[0], spec.head_dim)
     if plan is not None and isinstance(subject.backend, TritonAttention):
         metadata.plan[spec] = subject.backend.launches(plan, metadata, spec, q)
-    out = layer.attend(q, cache, metadata, spec, scale)
-    again = layer.attend(q.clone(), cache.clone(), metadata, spec, scale)  # as a later layer of the step
-    expected = paged_attention_reference(q, cache, metadata.sequences(-1), spec.scale, spec.sliding_window, scale)
+    sinks = _sinks(subject, layer)
+    later = {name: tensor.clone() for name, tensor in sinks.items()}
+    out = layer.attend(q, cache, metadata, spec, scale, **sinks)
+    again = layer.attend(q.clone(), cache.clone(), metadata, spec, scale, **later)  # as a later layer of the step
+    expected = paged_attention_reference(
+        q, cache, metadata.sequences(-1), spec.scale, spec.sliding_window, scale, chunked=spec.chunked, **sinks
+    )
     return relative_error((out, again), (expected, expected))
 
 

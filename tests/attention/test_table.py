@@ -92,16 +92,15 @@ def test_torch_serves_batch_invariance_only_where_tokens_run_one_at_a_time():
         select_backend([replace(GPU, head_dim=512, batch_invariant=True)])
 
 
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        ({"sliding_window": 32, "chunked": True}, "knows no chunks"),
-        ({"sinks": True}, "knows no sinks"),
-        ({"rotary": False}, "knows no keys without positions"),
-        ({"num_kv_heads": 1, "latent_dim": 80}, "knows no latents in place of keys and values"),
-    ],
-)
-def test_one_layer_that_triton_cannot_serve_decides_for_all(change, what):
-    chosen = select_backend([GPU, None, replace(GPU, **change)])
+def test_one_layer_that_triton_cannot_serve_decides_for_all():
+    chosen = select_backend([GPU, None, replace(GPU, num_kv_heads=1, latent_dim=80)])
     assert chosen.name == "TORCH_SDPA"
-    assert chosen.passed_over == [f"TRITON_ATTN: {what}"]
+    assert chosen.passed_over == ["TRITON_ATTN: knows no latents in place of keys and values"]
+
+
+@pytest.mark.parametrize("kv", ["auto", "fp8_e4m3"])
+def test_triton_serves_windows_chunks_sinks_and_keys_without_positions(kv):
+    gpt_oss = AttentionSpec(64, 8, 64, 64**-0.5, 16, "bfloat16", sinks=True, kv_cache_dtype=kv)
+    llama4 = replace(GPU, chunked=True, sliding_window=8192, kv_cache_dtype=kv)
+    others = (replace(gpt_oss, sliding_window=128, group=1), replace(llama4, rotary=False, chunked=False))
+    assert select_backend([gpt_oss, llama4, *others]).name == "TRITON_ATTN"

@@ -85,6 +85,12 @@ def test_layers_unlike_the_usual_ones(quirk, block_size):
         out = backend.forward(q, cache, metadata, spec, sinks=sinks)
         expected = quirky_reference(q, cache, table, rows, starts, lengths, spec, sinks)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+        if spec.latent_dim is None:  # what the kernels are compared with
+            quirks = {"sinks": sinks, "chunked": spec.chunked}
+            reference = paged_attention_reference(
+                q, cache.nan_to_num(), metadata.sequences(0), 0.3, spec.sliding_window, **quirks
+            )
+            torch.testing.assert_close(reference, expected, rtol=1e-4, atol=1e-5)
 
 
 def attend(batch, heads, block_size, window=None, dtype=torch.float32, layers=1, cache_dtype=None):

@@ -53,7 +53,7 @@ def report(label, kernel, known):
 
 
 def compile_attention(family):
-    known = set()
+    known = set(map(id, compiled(attention._attention_kernel)))
     for dtype, head_dim, group in grid(DTYPES, (64, 96, 128, 256), (1, 4, 8)):
         kv_heads = 2
         q = torch.zeros(64, group * kv_heads, head_dim, dtype=dtype)
@@ -71,7 +71,7 @@ def compile_prefill(target):
         return
     from headrace.kernels import prefill
 
-    known = set()
+    known = set(map(id, compiled(prefill._prefill_kernel)))
     for dtype, head_dim, group, block_size in grid(DTYPES, (64, 128), (1, 4, 7), (16, 64)):
         q = torch.zeros(64, group * 2, head_dim, dtype=dtype)
         cache = torch.zeros(2, 4, block_size, 2, head_dim, dtype=dtype)
@@ -80,9 +80,41 @@ def compile_prefill(target):
         report(f"prefill {dtype} head_dim {head_dim} group {group} block {block_size}", prefill._prefill_kernel, known)
 
 
+def compile_gpt_oss(target):
+    """Sinks, with and without windows, and chunks, in heads of 64: prompts, decodes among them and the fused decode, of
+    16-bit and fp8 caches."""
+    family, known = TARGETS[target][0].backend, set()
+    e4m3 = torch.float8_e4m3fnuz if target == "gfx942" else torch.float8_e4m3fn
+    numbers, sinks, angles = torch.zeros(64, dtype=torch.int32), torch.zeros(64).bfloat16(), torch.zeros(8, 64)
+    q, k, v = torch.zeros(64, 80, 64, dtype=torch.bfloat16).split((64, 8, 8), dim=1)
+    kernels = {"decode": decode._decode_kernel, "attention": attention._attention_kernel}
+    for window, chunked, dtype in ((128, False, torch.bfloat16), (None, False, e4m3), (96, True, torch.bfloat16)):
+        quantized = dtype.itemsize == 1
+        cache, scale = torch.zeros(2, 4, 16, 8, 64).to(dtype), torch.ones(2) if quantized else None
+        sizes = (64, 8, 64, 1 if quantized else 2, family, 132)
+        for requests in (1, 64):
+            config, splits = plan_decode(requests, *sizes, window)
+            decode.decode_attention(
+                q[:requests], k[:requests], v[:requests], None if chunked else angles, cache, SEQUENCES, numbers, 1.0,
+                config, splits, window, kv_scale=scale, sinks=sinks, chunked=chunked,
+            )  # fmt: skip
+        for decodes, tokens in ((16, 16), (0, 64)):
+            plan = plan_attention(16, tokens, decodes, 1 << 17, *sizes, window=window)
+            attention.paged_attention(q[:tokens], cache, SEQUENCES, 1.0, window, scale, None, sinks, chunked, plan=plan)
+        for name, kernel in kernels.items():
+            report(f"gpt-oss {name} {dtype} window {window} {'chunked' if chunked else ''}", kernel, known)
+    if target == "sm_90":
+        from headrace.kernels import prefill
+
+        cache = torch.zeros(2, 4, 16, 8, 64, dtype=torch.bfloat16)
+        plan = plan_attention(16, 64, 0, 1 << 17, 64, 8, 64, 2, "cuda", 1, copy_engine=True)
+        attention.paged_attention(q, cache, SEQUENCES, 1.0, None, None, None, sinks, plan=plan)
+        report("gpt-oss prefill", prefill._prefill_kernel, set())
+
+
 def compile_decode(family):
     """Launches of the fused decode kernel for few and for many requests."""
-    known, numbers = set(), torch.zeros(64, dtype=torch.int32)
+    known, numbers = set(map(id, compiled(decode._decode_kernel))), torch.zeros(64, dtype=torch.int32)
     for dtype, head_dim, requests in grid(DTYPES, (64, 128, 256), (1, 64)):
         q, k, v = torch.zeros(requests, 12, head_dim, dtype=dtype).split((8, 2, 2), dim=1)
         cache, angles = torch.zeros(2, 4, 16, 2, head_dim, dtype=dtype), torch.zeros(8, head_dim)
@@ -232,6 +264,7 @@ def compile_fp8(target):
 
 if __name__ == "__main__":
     use_target(sys.argv[1])
+    compile_gpt_oss(sys.argv[1])
     compile_attention(TARGETS[sys.argv[1]][0].backend)
     compile_prefill(sys.argv[1])
     compile_decode(TARGETS[sys.argv[1]][0].backend)

@@ -72,7 +72,7 @@ def second_layers(copy_engine: bool) -> dict[str, list[object]]:
     """Of steps of prompts beside decodes -> [in a step whose first layer was launched before, in a step of its own]."""
     backend = triton_attn.TritonAttention()
     backend.copy_engine = copy_engine
-    spec = AttentionSpec(8, 2, 128, 0.125, 16, "bfloat16")
+    spec = AttentionSpec(8, 2, 128, 0.125, 16, "bfloat16", sinks=True)
     found = {}
     for name, num_decodes, num_tokens, dtype in (
         ("decodes in parts", 3, 3, torch.bfloat16),
@@ -97,12 +97,13 @@ def second_layers(copy_engine: bool) -> dict[str, list[object]]:
             """Its own tensors, `shift` elements behind a multiple of 16 bytes."""
             sized = torch.zeros(shift + num_tokens * 8 * 128, dtype=torch.bfloat16)[shift:].view(num_tokens, 8, 128)
             cache = arena[:, place].transpose(0, 1)
-            return sized, torch.zeros_like(sized), cache, torch.ones(2) if quantized else None
+            scale = torch.ones(2) if quantized else None
+            return sized, torch.zeros_like(sized), cache, scale, torch.zeros(8, dtype=torch.bfloat16)
 
         def attend(tensors, step, told=told, numbers=numbers, table=table):
-            out, q, cache, scale = tensors
-            assert backend.forward(q, cache, step, told, scale, out) is out
-            names = {"out": out, "q": q, "cache": cache, "numbers": numbers, "table": table}
+            out, q, cache, scale, sinks = tensors
+            assert backend.forward(q, cache, step, told, scale, out, sinks) is out
+            names = {"out": out, "q": q, "cache": cache, "numbers": numbers, "table": table, "sinks": sinks}
             return said(names | ({} if scale is None else {"scale": scale}))
 
         first, second, shifted = layer(0, 0), layer(1, 0), layer(2, 1)

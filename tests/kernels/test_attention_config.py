@@ -110,6 +110,16 @@ def test_of_an_fp8_cache_what_they_read_is_unpacked_where_there_is_room_and_work
     assert room <= UNPACKED_BYTES
 
 
+def test_a_window_is_not_cut_into_more_splits_than_it_has_keys_for():
+    full = plan_attention(2, 40, 1, 1 << 17, 64, 8, 64, 2, "cuda", 132)
+    windowed = plan_attention(2, 40, 1, 1 << 17, 64, 8, 64, 2, "cuda", 132, window=128)
+    assert windowed.decode_splits * windowed.decode.block_n <= 128
+    assert windowed.prefill_splits * windowed.prefill.block_n <= 256
+    assert full.decode_splits > windowed.decode_splits
+    wide = plan_attention(2, 40, 1, 1 << 17, 64, 8, 64, 2, "cuda", 132, window=1 << 18)
+    assert wide == full
+
+
 def test_a_decode_batch_plans_no_prefill():
     plan = plan_attention(7, 7, 7, 8192, 32, 8, 128, 2, "cuda", 132)
     assert plan.prefill_tiles == 0

@@ -26,6 +26,8 @@ def test_kernels_compile_without_spilling(target, extent):
     prefill = [entry for entry in found if entry["kernel"].startswith("prefill")]
     assert len(prefill) == (target == "sm_90") * (24 if sweep else 3)
     assert len({entry["kernel"] for entry in found if entry["kernel"].startswith("_")}) == 14
+    gpt_oss = {entry["kernel"] for entry in found if entry["kernel"].startswith("gpt-oss")}
+    assert len(gpt_oss) == 3 * 2 + (target == "sm_90")
     experts = {entry["kernel"].split()[1] for entry in found if entry["kernel"].startswith("experts")}
     assert len(experts) == 7
     assert len([entry for entry in found if entry["kernel"].startswith("experts")]) >= (24 if sweep else 7)

@@ -49,7 +49,7 @@ def test_a_later_layer_launches_what_it_would_have_launched_alone(found):
         assert recorded, step
         for repeated, alone in pairs:
             assert repeated == alone, step
-            assert all(any(part in str(repeated) for part in (one, "own")) for one in ("out", "q", "cache"))
+            assert all(any(part in str(repeated) for part in (one, "own")) for one in ("out", "q", "cache", "sinks"))
 
 
 def test_the_steps_are_of_all_launches_that_attention_has(found):

@@ -1,4 +1,5 @@
-"""The paged attention kernels against the reference: ragged batches, every block size, split keys, sliding windows."""
+"""The paged attention kernels against the reference: ragged batches, every block size, split keys, sliding windows,
+chunks, sinks."""
 
 import itertools
 import random
@@ -41,12 +42,22 @@ def make_inputs(batch, heads, block_size, dtype):
     return q, in_arena(cache), Sequences(table, rows, starts, torch.tensor(lengths, dtype=torch.int32))
 
 
-def forget_behind_window(cache, sequences, window):
+def forget_behind_window(cache, sequences, window, chunked=False):
     """Blocks of which no query of the step sees a key are others' by now, with numbers of another type."""
     table, rows, starts, lengths = sequences
     for row, count, length in zip(rows.tolist(), starts.diff().tolist(), lengths.tolist(), strict=True):
-        unseen = max(0, length - count - window + 1) // cache.shape[2] if window else 0
-        cache[:, table[row, :unseen].long()] = float("nan")
+        if window and length:
+            first = length - count
+            first = first // window * window if chunked else max(0, first - window + 1)
+            cache[:, table[row, : first // cache.shape[2]].long()] = float("nan")
+
+
+def any_sinks(num_heads, dtype):
+    """A logit for each head, among them none (-inf), 0, one that outweighs all keys, and one that none outweighs."""
+    special = torch.tensor([float("-inf"), 0.0, 40.0, -1e4])[:num_heads]
+    sinks = torch.randn(num_heads) * 3
+    sinks[torch.randperm(num_heads)[: len(special)]] = special
+    return sinks.to(dtype)
 
 
 def small_plan(batch, q, heads, decodes, splits):
@@ -58,16 +69,17 @@ def small_plan(batch, q, heads, decodes, splits):
     return replace(plan, decode=SMALL, prefill=SMALL, decode_splits=splits, prefill_splits=splits, prefill_tiles=tiles)
 
 
-def run(kind, heads, block_size, window, splits, dtype):
+def run(kind, heads, block_size, window, splits, dtype, chunked=False, sinks=False):
     batch = BATCHES[kind]
     inputs = make_inputs(batch, heads, block_size, dtype)
     scale = random.uniform(0.1, 1.0)
-    expected = paged_attention_reference(*inputs, scale, window)
-    forget_behind_window(*inputs[1:], window)
+    unlike = {"chunked": chunked, "sinks": any_sinks(heads[0], dtype) if sinks else None}
+    expected = paged_attention_reference(*inputs, scale, window, **unlike)
+    forget_behind_window(*inputs[1:], window, chunked)
     decodes = {"decode": len(batch), "mixed": random.choice((0, 3))}.get(kind, 0)
     out = torch.full_like(inputs[0], float("nan"))
     plan = small_plan(batch, inputs[0], heads, decodes, splits)
-    assert paged_attention(*inputs, scale, window, None, out, plan=plan) is out
+    assert paged_attention(*inputs, scale, window, None, out, **unlike, plan=plan) is out
     error = (out.double() - expected.double()).norm() / expected.double().norm()
     assert error <= TOLERANCE[dtype]
 
@@ -85,6 +97,17 @@ def test_batches_and_block_sizes(kind, splits, block_size):
 @pytest.mark.parametrize("window", [1, 7, 40])
 def test_sliding_window(kind, window):
     run(kind, (4, 2, 8), random.choice((1, 4, 16)), window, random.choice((1, 2)), torch.float32)
+
+
+@sampled(("kind", "window", "splits", "chunked"), BATCHES, [1, 17, 100], [1, 4], [False, True])
+def test_sinks_behind_windows_and_chunks(kind, window, splits, chunked):
+    run(kind, (6, 2, 8), random.choice((1, 4, 16)), window, splits, torch.float32, chunked, sinks=True)
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize(("dtype", "splits"), [(torch.float32, 1), (torch.float16, 4), (torch.bfloat16, 2)], ids=str)
+def test_sinks_of_full_layers(kind, dtype, splits):
+    run(kind, (8, 1, 64), 16, None, splits, dtype, sinks=True)
 
 
 @pytest.mark.parametrize("heads", [(3, 1, 24), (4, 4, 16), (5, 1, 40), (2, 1, 64), (4, 2, 96), (2, 2, 128)], ids=str)
@@ -155,12 +178,13 @@ def test_backend_plans_once_a_step_for_each_shape_of_layer(monkeypatch):
     assert len(metadata.plan) == 2
 
 
-@pytest.mark.parametrize("window", [None, 20])
-def test_batch_invariant_plan_gives_a_query_the_same_bits_in_any_chunk(window, monkeypatch):
+@pytest.mark.parametrize(("window", "chunked", "sinks"), [(None, False, False), (20, False, True), (24, True, False)])
+def test_batch_invariant_plan_gives_a_query_the_same_bits_in_any_chunk(window, chunked, sinks, monkeypatch):
     """One sequence's last 40 queries: one at a time, in chunks, beside another request, all at once."""
     monkeypatch.setattr(attention_config, "PREFILL", {("cuda", 4, width): SMALL for width in (64, 128, 256)})
     heads, block_size, length, known = (4, 2, 8), 16, 40, 55
     q, cache, (table, rows, *_) = make_inputs([(length, known), (9, 9)], heads, block_size, torch.float32)
+    unlike = {"chunked": chunked, "sinks": any_sinks(heads[0], torch.float32) if sinks else None}
 
     def attend(first, last, with_other):
         counts, lengths = [last - first], [known - length + last]
@@ -174,7 +198,7 @@ def test_batch_invariant_plan_gives_a_query_the_same_bits_in_any_chunk(window, m
         )
         out = torch.full_like(queries, float("nan"))
         sequences = Sequences(table, rows[: len(counts)], starts, lengths)
-        paged_attention(queries, cache, sequences, 0.5, window, None, out, plan=plan)
+        paged_attention(queries, cache, sequences, 0.5, window, None, out, **unlike, plan=plan)
         return out[: last - first]
 
     whole = attend(0, length, False)

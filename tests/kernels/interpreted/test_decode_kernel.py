@@ -6,7 +6,7 @@ import pytest
 import torch
 from arena import in_arena, neighbours_are_untouched
 from sampled import sampled
-from test_attention_kernel import forget_behind_window
+from test_attention_kernel import any_sinks, forget_behind_window
 
 from headrace.kernels.attention_config import AttentionConfig, plan_decode
 from headrace.kernels.decode import decode_attention, decode_attention_reference
@@ -57,23 +57,48 @@ def scattered_cache(kv_heads, head_dim, dtype):
     [False, True],
 )
 def test_equals_the_separate_kernels(dtype, case, early_keys):
-    heads, rotary_dim, norm, window, splits = case
+    run(dtype, *case, early_keys)
+
+
+@sampled(
+    ("dtype", "case", "early_keys"),
+    TOLERANCE,
+    [
+        # heads, window, chunked, splits
+        ((8, 1, 64), None, False, 1),
+        ((16, 2, 64), 17, False, 4),
+        ((16, 1, 16), 1, False, 2),
+        ((6, 2, 24), 128, False, 8),
+        ((5, 1, 40), 17, True, 2),
+    ],
+    [False, True],
+)
+def test_sinks_windows_and_chunks(dtype, case, early_keys):
+    heads, window, chunked, splits = case
+    rotary_dim = 0 if chunked else heads[2]
+    run(dtype, heads, rotary_dim, False, window, splits, early_keys, chunked, sinks=True)
+
+
+def run(dtype, heads, rotary_dim, norm, window, splits, early_keys, chunked=False, sinks=False):
+    """`rotary_dim` 0: nothing is rotated."""
     num_heads, kv_heads, head_dim = heads
     cache, sequences = scattered_cache(kv_heads, head_dim, dtype)
     q, k, v = (
         torch.randn(len(LENGTHS), num_heads + 2 * kv_heads, head_dim).to(dtype).split((num_heads, *heads[1:2] * 2), 1)
     )
     angles = torch.rand(128, rotary_dim // 2) * 6.28
-    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1) if rotary_dim else None
+    unlike = {"chunked": chunked, "sinks": any_sinks(num_heads, dtype) if sinks else None}
     norms = [torch.randn(head_dim).to(dtype) if norm else None for _ in range(2)]
     scale = head_dim**-0.5
     expected_cache = in_arena(cache)
-    expected = decode_attention_reference(q, k, v, cos_sin, expected_cache, sequences, scale, window, *norms)
+    expected = decode_attention_reference(q, k, v, cos_sin, expected_cache, sequences, scale, window, *norms, **unlike)
     for one in (cache, expected_cache):
-        forget_behind_window(one, sequences, window)
+        forget_behind_window(one, sequences, window, chunked)
     tickets = torch.zeros(len(LENGTHS) * kv_heads, dtype=torch.int32)
     config = AttentionConfig(16, random.choice((4, 16)), 1, 2, early_keys=early_keys)
-    out = decode_attention(q, k, v, cos_sin, cache, sequences, tickets, scale, config, splits, window, *norms)
+    inputs = (q, k, v, cos_sin, cache, sequences, tickets, scale, config, splits, window, *norms)
+    out = decode_attention(*inputs, **unlike)
     assert error(out, expected) <= TOLERANCE[dtype]
     known = expected_cache.isnan().logical_not()
     assert error(cache[known], expected_cache[known]) <= TOLERANCE[dtype]
@@ -96,6 +121,14 @@ def test_plans_fill_the_chip_and_no_more():
     assert plan_decode(1, 32, 8, 128, 2, "cuda", 132)[1] == 64
     assert plan_decode(32, 32, 8, 128, 2, "cuda", 132)[1] == 8
     assert plan_decode(1024, 32, 8, 128, 2, "cuda", 132)[1] == 1
+
+
+def test_a_window_needs_no_more_parts_than_it_has_keys_for():
+    config, splits = plan_decode(1, 64, 8, 64, 2, "cuda", 132, 128)
+    assert splits * config.block_n >= 64
+    assert splits <= 2
+    assert plan_decode(1, 64, 8, 64, 2, "cuda", 132, 1)[1] == 1
+    assert plan_decode(1, 64, 8, 64, 2, "cuda", 132, 1 << 20) == plan_decode(1, 64, 8, 64, 2, "cuda", 132)
 
 
 def test_a_sequence_alone_has_its_keys_early_and_eight_do_not():

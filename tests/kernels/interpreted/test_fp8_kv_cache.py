@@ -7,7 +7,7 @@ import pytest
 import torch
 from arena import in_arena, neighbours_are_untouched
 from sampled import sampled
-from test_attention_kernel import BATCHES, SMALL, forget_behind_window, make_inputs, small_plan
+from test_attention_kernel import BATCHES, SMALL, any_sinks, forget_behind_window, make_inputs, small_plan
 from test_decode_kernel import LENGTHS, scattered_cache
 
 from headrace.kernels import attention
@@ -37,16 +37,17 @@ def fp8_inputs(kind, heads, block_size, dtype, fp8):
     return (q, in_arena(held), sequences), scale
 
 
-def attend(kind, heads, block_size, dtype, fp8, window=None, splits=1, times=1.0):
+def attend(kind, heads, block_size, dtype, fp8, window=None, splits=1, times=1.0, sinks=False):
     (q, *inputs), scale = fp8_inputs(kind, heads, block_size, dtype, fp8)
     q = (q.float() * times).to(dtype)
     softmax_scale = random.uniform(0.1, 1.0) / times
     decodes = {"decode": len(BATCHES[kind]), "mixed": random.choice((0, 3))}.get(kind, 0)
     plan = small_plan(BATCHES[kind], q, heads, decodes, splits)
     arguments = (q, *inputs, softmax_scale, window, scale)
-    expected = paged_attention_reference(*arguments)
+    sinks = any_sinks(heads[0], dtype) if sinks else None
+    expected = paged_attention_reference(*arguments, sinks=sinks)
     forget_behind_window(*inputs, window)
-    out = paged_attention(*arguments, torch.full_like(q, float("nan")), plan=plan)
+    out = paged_attention(*arguments, torch.full_like(q, float("nan")), sinks, plan=plan)
     error = (out.double() - expected.double()).norm() / expected.double().norm()
     assert error <= TOLERANCE[dtype]
 
@@ -59,7 +60,8 @@ def test_attention_reads_fp8(kind, dtype, fp8):
 @pytest.mark.parametrize("heads", [(3, 1, 24), (2, 2, 10), (5, 1, 40)], ids=str)
 @pytest.mark.parametrize("window", [None, 7])
 def test_odd_heads_and_windows(heads, window):
-    attend(random.choice(list(BATCHES)), heads, random.choice((1, 64)), torch.bfloat16, FP8[0], window, splits=2)
+    sinks = random.choice((False, True))
+    attend(random.choice(list(BATCHES)), heads, random.choice((1, 64)), torch.bfloat16, FP8[0], window, 2, sinks=sinks)
 
 
 @pytest.mark.parametrize("times", [1e6, 1e-9])
@@ -148,9 +150,10 @@ def test_fused_decode(case, early_keys, dtype, fp8):
     tickets = torch.zeros(len(LENGTHS) * kv_heads, dtype=torch.int32)
     config = AttentionConfig(16, 16, 1, 2, early_keys=early_keys)
     size = head_dim**-0.5
-    expected = decode_attention_reference(q, k, v, cos_sin, caches[1], sequences, size, window, kv_scale=scale)
+    unlike = {"kv_scale": scale, "sinks": random.choice((None, any_sinks(num_heads, dtype)))}
+    expected = decode_attention_reference(q, k, v, cos_sin, caches[1], sequences, size, window, **unlike)
     arguments = (sequences, tickets, size, config, splits, window)
-    out = decode_attention(q, k, v, cos_sin, caches[0], *arguments, kv_scale=scale)
+    out = decode_attention(q, k, v, cos_sin, caches[0], *arguments, **unlike)
     error = (out.double() - expected.double()).norm() / expected.double().norm()
     assert error <= 2 * TOLERANCE[dtype] + 2e-3  # the new key may round to its neighbour
     ours, theirs = (cache.float() for cache in caches)
@@ -203,15 +206,16 @@ def test_decodes_read_the_cache_itself_beside_prompts_that_read_what_was_unpacke
     shape = (2, (len(batch) - decodes) * blocks, UNPACKED_BLOCK, *heads[1:])
     room = torch.full(shape, float("nan"), dtype=torch.float16)
 
-    def stands_in(out, *inputs):
-        *inputs, qk_scale, first_req, end_req, tiles, _ = inputs
-        attention._run(out, *inputs, None, qk_scale, None, first_req, end_req, tiles, small.prefill, 1, False)
+    def stands_in(out, q, cache, sequences, sinks, qk_scale, first_req, end_req, tiles, _):
+        seen, requests = attention.Seen(None, False, sinks), (first_req, end_req, tiles)
+        attention._run(out, q, cache, sequences, None, qk_scale, seen, *requests, small.prefill, 1, False)
 
     monkeypatch.setattr("headrace.kernels.prefill.prefill_attention", stands_in)
     arguments = (q, *inputs, 0.3, None, scale)
-    expected = paged_attention_reference(*arguments)
+    sinks = any_sinks(heads[0], torch.float16)
+    expected = paged_attention_reference(*arguments, sinks=sinks)
     unpacked = UnpackedCache.within(room, plan, len(batch))
-    out = paged_attention(*arguments, torch.full_like(q, float("nan")), plan=plan, unpacked=unpacked)
+    out = paged_attention(*arguments, torch.full_like(q, float("nan")), sinks, plan=plan, unpacked=unpacked)
     error = (out.double() - expected.double()).norm() / expected.double().norm()
     assert error <= 2 * TOLERANCE[torch.float16]
 

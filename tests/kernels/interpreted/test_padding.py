@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from sampled import sampled
+from test_attention_kernel import any_sinks
 
 from headrace.kernels.attention import paged_attention, paged_attention_reference
 from headrace.kernels.attention_config import AttentionConfig, plan_attention
@@ -41,8 +42,9 @@ def test_attention_gives_zeros_to_padding_and_leaves_others_alone(kind, whole_gr
     tiles = (tokens - decodes) // (16 // 2) + reqs - decodes
     plan = replace(plan, decode=SMALL, prefill=SMALL, decode_splits=splits, prefill_splits=splits, prefill_tiles=tiles)
     out = torch.full_like(q, float("nan"))
-    paged_attention(*inputs, 0.4, window, None, out, plan=plan)
-    torch.testing.assert_close(out, paged_attention_reference(*inputs, 0.4, window))
+    sinks = any_sinks(HEADS[0], torch.float32) if random.choice((False, True)) else None
+    paged_attention(*inputs, 0.4, window, None, out, sinks, plan=plan)
+    torch.testing.assert_close(out, paged_attention_reference(*inputs, 0.4, window, sinks=sinks))
     for start, count, known in zip(starts.tolist(), counts, lengths, strict=False):
         if known == 0:
             assert out[start : start + count].eq(0).all()

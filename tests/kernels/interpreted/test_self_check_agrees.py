@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.attention import triton_attn
 from headrace.attention.triton_attn import TritonAttention
 from headrace.distributed.mesh import Group, Mesh
+from headrace.errors import ConfigError
 from headrace.kernels import attention
 from headrace.kernels.attention_config import PREFILL
 from headrace.kernels.table import TRITON_KERNELS
 from headrace.layers.attention import Attention
 from headrace.layers.context import LayerContext
-from headrace.model_config import ModelConfig
-from headrace.models import loader
+from headrace.model_config import Fields, ModelConfig
+from headrace.models import loader, registry
+from headrace.models.descriptions import Described
 from headrace.models.registry import attention_specs, describe
 from headrace.runner import layer_checks
 from headrace.runner.kernel_checks import Subject, kernel_checks
@@ -50,8 +54,9 @@ FEW_DECODES = (1, 4, 16)
 
 
 def check(
-    config: dict[str, Any], kv: str, quantization: str | None, copy_engine: bool = False, **broken: Any
+    config: dict[str, Any], kv: str, quantization: str | None, copy_engine: bool = False, only: str = "", **broken: Any
 ) -> SelfCheck:
+    """Run the checks whose names contain `only`, with the kernels of the table that `broken` replaces."""
     model_config = ModelConfig.from_dict(config)
     specs = attention_specs(
         model_config, tp_size=1, block_size=16, dtype="bfloat16", device_type="cuda", kv_cache_dtype=kv
@@ -64,9 +69,9 @@ def check(
     shape = cache_shape(describe(model_config), specs, 1, 16, kv_dtype)
     found = SelfCheck(Group(), CPU)
     subject = Subject(model, backend, kernels, shape, 61, torch.bfloat16, CPU)
-    found.run(kernel_checks(subject))
-    found.run(layer_checks.layer_checks(subject))
-    assert all(layer.decode is not None for layer in subject.layers(Attention))
+    for checks in (kernel_checks(subject), layer_checks.layer_checks(subject)):
+        found.run(check for check in checks if only in check.name)
+    assert all((layer.decode is None) == ("decode_attention" in found.demoted) for layer in subject.layers(Attention))
     assert backend.copy_engine == (copy_engine and "prefill_attention" not in found.demoted)
     return found
 
@@ -97,6 +102,79 @@ def test_a_wrong_one_is_found() -> None:
     assert wrong.demoted == ["rotary_and_cache"]
 
 
+UNLIKE = ({"window": 24, "sinks": True}, {"sinks": True}, {"window": 40, "chunked": True, "rotary": False})
+"""What sets the attention of one layer apart from the usual, layer by layer"""
+
+
+@pytest.fixture(name="unlike")
+def _unlike(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The config of a family like Llama but for UNLIKE."""
+    llama = registry.DESCRIBED["LlamaForCausalLM"]
+
+    def describe_unlike(fields: Fields) -> Described:
+        layers = zip(llama.describe(fields).layers, UNLIKE, strict=True)
+        return Described(tuple(replace(layer, mixer=replace(layer.mixer, **kind)) for layer, kind in layers))
+
+    monkeypatch.setitem(registry.DESCRIBED, "Unlike", replace(llama, architecture="Unlike", describe=describe_unlike))
+    monkeypatch.setattr(layer_checks, "DECODES", FEW_DECODES[:1])
+    heads = {"num_attention_heads": 8, "head_dim": 16, "num_hidden_layers": len(UNLIKE)}
+    return {**QWEN3, **heads, "architectures": ["Unlike"]}
+
+
+@pytest.mark.parametrize("kv", ["auto", "fp8_e4m3"])
+def test_sinks_windows_and_chunks_agree(kv: str, unlike: dict[str, Any]) -> None:
+    found = check(unlike, kv, None, only="attention")
+    assert found.demoted == []
+    assert found._count == 2 * len(UNLIKE)
+
+
+def changed(**changes: Any) -> Any:
+    """Return a fault: a kernel with other values for some of its arguments."""
+
+    def plant(kernel: Any) -> Any:
+        signature = inspect.signature(kernel)
+
+        def faulty(*given: Any, **keywords: Any) -> Any:
+            bound = signature.bind(*given, **keywords)
+            for name, change in changes.items():
+                if bound.arguments.get(name) is not None:
+                    bound.arguments[name] = change(bound.arguments[name])
+            return kernel(*bound.args, **bound.kwargs)
+
+        return faulty
+
+    return plant
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        changed(sinks=lambda _: None),
+        changed(sinks=lambda sinks: sinks.roll(1)),
+        changed(sliding_window=lambda keys: keys + 1),
+        changed(chunked=lambda _: False),
+        changed(cos_sin=lambda table: None),
+    ],
+)
+def test_so_is_a_fused_decode_that_does_not_know_them(
+    fault: Any, unlike: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_attn, "decode_attention", fault(triton_attn.decode_attention))
+    assert check(unlike, "auto", None, only="decode_attention").demoted == ["decode_attention"]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [changed(sinks=lambda _: None), changed(sliding_window=lambda keys: keys + 1), changed(chunked=lambda _: False)],
+)
+def test_so_is_attention_that_does_not_know_them(
+    fault: Any, unlike: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_attn, "paged_attention", fault(triton_attn.paged_attention))
+    with pytest.raises(ConfigError, match="TRITON_ATTN disagrees with its reference"):
+        check(unlike, "auto", None, only="attention backend")
+
+
 def test_so_are_wrong_experts_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     def lies(*arguments: Any) -> Any:
         out, ids = TRITON_KERNELS.fused_moe(*arguments)
@@ -119,10 +197,10 @@ def test_so_is_a_wrong_kernel_of_long_prompts(
 
     def stands_in(out: torch.Tensor, *inputs: Any) -> None:
         ran.add(inputs[1].element_size())
-        *inputs, qk_scale, first_req, end_req = inputs[:-2]
+        *inputs, sinks, qk_scale, first_req, end_req = inputs[:-2]
         tiles = (len(out) - first_req) // 32 + end_req - first_req
-        like = replace(PREFILL["cuda", 2, 64], block_m=64)
-        attention._run(out, *inputs, None, qk_scale, None, first_req, end_req, tiles, like, 1, False)
+        like, seen = replace(PREFILL["cuda", 2, 64], block_m=64), attention.Seen(None, False, sinks)
+        attention._run(out, *inputs, None, qk_scale, seen, first_req, end_req, tiles, like, 1, False)
         out *= factor
 
     monkeypatch.setattr("headrace.kernels.prefill.prefill_attention", stands_in)
