@@ -121,8 +121,9 @@ def fold_tile(
     if MASKED:
         position = start + tl.arange(0, key.shape[1])
         visible = position[None, :] <= row_position[:, None]
-        if WINDOWED:
-            visible = visible & (position[None, :] >= row_first[:, None])
+        if WINDOWED:  # both in one comparison, since each takes two registers a number on AMD: later keys wrap around
+            behind = (row_position[:, None] - position[None, :]).to(tl.uint32)
+            visible = behind <= (row_position - row_first)[:, None].to(tl.uint32)
         scores = tl.where(visible, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, axis=1))
     shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
