@@ -91,7 +91,7 @@ class SparseMoE(Layer):
         self.fused_moe = context.kernels.fused_moe
         self.batch_invariant = context.batch_invariant
         self.all_reduce = group.all_reduce
-        self.alone = group.size == 1
+        self.ranks, self.alone = group.size, group.size == 1
         self.fused = FusedOps()
         """what it computes besides: the norm of its input, half the next one; models/fusion.py adds them"""
         self.pending = False

@@ -166,13 +166,18 @@ def weight_bytes(layer: Layer) -> int:
 
 
 def multiplied_weights(model: nn.Module, as_launched: bool = True) -> float:
-    """Return how many weights a token is multiplied with in all layers, on this rank. The head is left out, and so are
+    """Return how many weights a token is multiplied with in all layers, on each rank. The head is left out, and so are
     experts that a token does not go to. `as_launched`: each counts as its format says (`WeightFormat.launched_as`), so
-    that the sum tells how long a GPU computes beside the time that launches take."""
+    that the sum tells how long a GPU computes beside the time that launches take.
+
+    Ranks that hold unequal shares of an expert return the same number, since they must capture the same graphs.
+    """
     total = 0.0
     for layer in model.modules():
         if isinstance(layer, SparseMoE):
-            weights = 3 * layer.spec.experts_per_token * layer.down_spec.in_features * layer.spec.hidden_size
+            experts = layer.spec
+            width = experts.expert_intermediate_size / layer.ranks
+            weights = 3 * experts.experts_per_token * width * experts.hidden_size
             total += weights * (layer.scheme.format.launched_as if as_launched else 1)
         elif isinstance(layer, Linear) and not isinstance(layer, ParallelLMHead):
             weights = layer.spec.in_features * layer.spec.out_features

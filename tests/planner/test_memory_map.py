@@ -158,15 +158,20 @@ def test_experts_that_stay_packed_are_counted_on_the_rank_that_has_most(tp: int,
     """To the byte on one GPU; on several, a down projection's bias is on the first alone."""
     config = {**catalogue()["gpt-oss-120b"].config, "num_hidden_layers": 2}
     built = ModelConfig.from_dict(config)
-    context = make_context(built, Mesh(Group(fullest, tp)), torch.bfloat16)
-    model = build_model(built, context)
-    layers = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, Layer)]
-    attach_schemes(built, layers, context, None)
-    for _, layer in layers:
-        layer.create_weights(torch.device("meta"))
-    held = sum(weight_bytes(layer) for _, layer in layers)
+
+    def made(rank: int) -> Any:
+        context = make_context(built, Mesh(Group(rank, tp)), torch.bfloat16)
+        model = build_model(built, context)
+        layers = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, Layer)]
+        attach_schemes(built, layers, context, None)
+        for _, layer in layers:
+            layer.create_weights(torch.device("meta"))
+        return sum(weight_bytes(layer) for _, layer in layers), multiplied_weights(model)
+
+    held, multiplied = made(fullest)
     counted = mapped(shape_of(config, "oss"), H200, Parallel(tp=tp)).weight_bytes
     assert counted == (held if tp == 1 else pytest.approx(held, rel=2e-3))
+    assert multiplied == made(0)[1], "ranks would capture other graphs"
 
 
 def test_numbers_of_the_engine_are_its_own() -> None:
