@@ -143,7 +143,9 @@ def test_experts_alone_are_packed_whatever_config_json_leaves_out(packed: Path) 
 def test_a_width_without_whole_groups_is_refused(packed: Path) -> None:
     config = json.loads((packed / "config.json").read_text())
     (packed / "config.json").write_text(json.dumps({**config, "intermediate_size": 72}))
-    with pytest.raises(ConfigError, match="mxfp4: down_proj has 72 inputs; accepted: a multiple of 32"):
+    with pytest.raises(
+        ConfigError, match=r"model\.layers\.0\.mlp: down_proj has 72 inputs in groups of 32; accepted: a multiple"
+    ):
         load(packed)
 
 
