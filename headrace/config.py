@@ -52,7 +52,20 @@ def knob(
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
 QUANTIZATIONS = {"fp8": "fp8", "fp8_per_tensor": "fp8", "ptpc_fp8": "ptpc_fp8", "ptpc-fp8": "ptpc_fp8"}
-"""What users type -> the name of the format here."""
+"""What users type to have an unquantized checkpoint rounded -> the name of the format here."""
+_INTEGERS = ("int4", "w8a16")
+CHECKPOINT_WORDS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys((*QUANTIZATIONS, "fbgemm_fp8"), ("fp8",)),
+    **dict.fromkeys(("gptq", "gptq_marlin", "auto-round", "inc", "moe_wna16"), _INTEGERS),
+    **dict.fromkeys(("awq", "awq_marlin"), ("int4",)),
+    "compressed-tensors": ("fp8", "int8", *_INTEGERS, "mxfp4", "nvfp4"),
+    "quark": ("fp8", "int8", "mxfp4"),
+    "modelopt": ("fp8", "nvfp4"),
+    "modelopt_fp4": ("nvfp4",),
+    "modelopt_mixed": ("fp8", "nvfp4"),
+    "mxfp4": ("mxfp4",),
+}
+"""What users type for a checkpoint that is quantized already, vLLM's names -> names of the formats it may be in."""
 ATTENTION_OF_VLLM = (
     "FLASH_ATTN", "FLASHINFER", "XFORMERS", "FLEX_ATTENTION", "TREE_ATTN", "ROCM_FLASH", "ROCM_ATTN", "ROCM_AITER_FA",
     "ROCM_AITER_UNIFIED_ATTN",
@@ -97,8 +110,9 @@ class EngineConfig:
     quantization: str | None = knob(
         None,
         "Round the weights of an unquantized checkpoint to fp8 as they load, and activations in every step: `fp8` with "
-        "one scale for each weight tensor, `ptpc_fp8` with one for each output.",
-        choices=tuple(QUANTIZATIONS),
+        "one scale for each weight tensor, `ptpc_fp8` with one for each output. The other names change nothing: a "
+        "quantized checkpoint says itself what it holds, and one that holds something else is refused.",
+        choices=tuple(CHECKPOINT_WORDS),
         short="-q",
     )
     served_model_name: list[str] = model_knob([], "Names the API answers to; default: MODEL as given.")

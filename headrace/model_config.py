@@ -148,6 +148,20 @@ def read_object(path: Path, error_class: type[UserError] = ModelNotFoundError) -
     return value
 
 
+def read_config(path: Path, error_class: type[UserError] = ModelNotFoundError) -> dict[str, Any]:
+    """Return config.json. Older exports of ModelOpt keep the quantization in a file beside it, hf_quant_config.json,
+    which is then its `quantization_config`. Raises `error_class` as `read_object` does."""
+    raw, beside = read_object(path, error_class), path.with_name("hf_quant_config.json")
+    if raw.get("quantization_config") is None and os.path.lexists(beside):
+        return {**raw, "quantization_config": {"quant_method": "modelopt", **read_object(beside, error_class)}}
+    return raw
+
+
+def quantization_of(fields: Fields) -> dict[str, Any]:
+    """Return the object of config.json that says how weights are quantized, under its old name too; empty: none."""
+    return fields.object("quantization_config").values or fields.object("compression_config").values
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Holds what the engine reads of a model's config.json and generation_config.json."""
@@ -186,9 +200,8 @@ class ModelConfig:
         """Read the config of a model's folder. Raises ModelNotFoundError where a file is missing or cannot be read,
         UnsupportedModelError where a field is missing or has no valid value."""
         generation = folder / "generation_config.json"
-        return cls.from_dict(
-            read_object(folder / "config.json"), read_object(generation) if os.path.lexists(generation) else {}
-        )
+        raw = read_config(folder / "config.json")
+        return cls.from_dict(raw, read_object(generation) if os.path.lexists(generation) else {})
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
@@ -224,7 +237,7 @@ class ModelConfig:
             dtype=fields.text("dtype", fields.text("torch_dtype", "float32")).removeprefix("torch."),
             bos_token_id=next((i for i in fields.token_ids("bos_token_id") if 0 <= i < vocab_size), None),
             eos_token_ids=tuple(dict.fromkeys(eos)),
-            quantization=fields.object("quantization_config").values or None,
+            quantization=quantization_of(fields) or None,
             generation=generation,
             raw=raw,
         )

@@ -29,6 +29,7 @@ from headrace.planner.served import predict_steps
 from headrace.planner.settings import all_settings
 from headrace.planner.smaller import fewer_pages, smaller_plan
 from headrace.quantization.checkpoint_format import holds_kv_scales
+from headrace.quantization.table import resolve_format
 from headrace.scheduler.config import SchedulerConfig
 from headrace.scheduler.scheduler import Scheduler
 from headrace.step import WorkerFacts
@@ -46,6 +47,8 @@ def build_core(config: EngineConfig, folder: Path, beside_server: bool, executor
     device, factory = _executor_factory(config, executor)
     measured = measured_here(config, model_config, device)
     resolved, decisions = decide_before_load(config, model_config, device, beside_server, measured)
+    for note in resolve_format(model_config, config.quantization).notes:
+        logger.info("%s", note)
     log_decisions(all_settings(resolved, decisions))
     asked_cache = config.kv_cache_dtype != "auto" or holds_kv_scales(model_config.quantization)
     ranks, loaded = load(lambda plan: factory(plan, folder, model_config), resolved, config, asked_cache)

@@ -35,8 +35,8 @@ from headrace.models.finite import FiniteCheck
 from headrace.models.fusion import fuse
 from headrace.models.reading import Wanted, read_slices
 from headrace.models.registry import resolve
-from headrace.quantization.checkpoint_format import CheckpointFormat
 from headrace.quantization.formats import UNQUANTIZED, LinearFormat
+from headrace.quantization.linear_rules import CheckpointFormat
 from headrace.quantization.packed import PackedProduct
 from headrace.quantization.scheme import Scheme, Slot
 from headrace.quantization.table import make_scheme, resolve_format

@@ -16,7 +16,7 @@ from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.hub import is_file, local_model_folder, local_path
-from headrace.model_config import read_object
+from headrace.model_config import read_config
 from headrace.planner.shapes import ModelShape, shape_of
 
 DATA = Path(__file__).with_name("catalogue.json")
@@ -98,7 +98,7 @@ def find_config(text: str) -> CheckpointConfig:
     """
     path = _local(text) or _cached(text)
     if path is not None:
-        return CheckpointConfig(text, read_object(path, ConfigError), str(path))
+        return CheckpointConfig(text, read_config(path, ConfigError), str(path))
     key, words = _key(text)
     for entry in catalogue().values():
         if key in (_key(name)[0] for name in (entry.name, *entry.aliases)):

@@ -17,7 +17,7 @@ from headrace.planner.chips import Chip
 from headrace.planner.collectives import Links
 from headrace.planner.constants import GROUPED, NARROW, TRAITS, Efficiency, EngineTraits, find_efficiency, host_overlap
 from headrace.planner.shapes import LayerGroup, ModelShape, rank_shares
-from headrace.quantization.formats import PLAIN, find_format
+from headrace.quantization.formats import PLAIN, WeightFormat
 from headrace.step import SchedulerOutput
 
 HEAD_KERNELS = 8
@@ -163,13 +163,12 @@ class _Layer:
         shape, parallel, weight_format = deployment.shape, deployment.parallel, deployment.weight_format
         attention, mlp, tp = group.mixer, group.feed_forward, parallel.tp
         self.count, self.attention, self.mlp, self.parallel = group.count, attention, mlp, parallel
-        parts = shape.parts_in(weight_format)
 
         def product(part: str, weights: float) -> tuple[float, float]:
             """Seconds to read the weights, and seconds that each token takes."""
-            form = weight_format if part in parts else PLAIN.name
-            rate = model.rate(form) * (GROUPED if part == "experts" else 1.0)
-            return weights * shape.bytes_per_weight(form) / model.bandwidth, 2 * weights / rate
+            held = shape.format_of(PLAIN.name) if part == "router" else shape.part_format(part, weight_format)
+            rate = model.rate(held) * (GROUPED if part == "experts" else 1.0)
+            return weights * held.bytes_per_weight / model.bandwidth, 2 * weights / rate
 
         shares = rank_shares(attention, tp)
         self.linears = (
@@ -188,7 +187,7 @@ class _Layer:
         self.seconds_per_token = attention.flops_per_token / tp / model.attention_rate
 
         self.activation_seconds = _activation_bytes(group, shape, parallel, weight_format) / model.bandwidth
-        kernels = _kernels(attention, mlp, traits, narrow=bool(find_format(weight_format).units))
+        kernels = _kernels(attention, mlp, traits, narrow=bool(shape.format_of(weight_format).units))
         self.launch_seconds = kernels * model.efficiency.kernel
         self.operations = kernels + (traits.expert_operations - traits.expert_kernels if mlp.num_experts else 0)
 
@@ -234,7 +233,7 @@ def _activation_bytes(group: LayerGroup, shape: ModelShape, parallel: Parallel, 
     values = 8 * hidden + 2 * (heads + 2 * attention.num_kv_heads * attention.head_dim) / parallel.tp + 3 * inner
     if mlp.num_experts:
         values += (mlp.experts_per_token + 1) * hidden
-    if find_format(weight_format).units:  # 16 bits in, 8 out, before the products that no norm precedes
+    if shape.format_of(weight_format).units:  # 16 bits in, 8 out, before the products that no norm precedes
         values += 1.5 * (heads / parallel.tp + inner)
     return 2 * values
 
@@ -266,13 +265,13 @@ class StepModel:
         self.attention_rate = self._peak * constants.attention
         self._layers = [_Layer(group, self) for group in shape.groups]
         head = (shape.head_weights or shape.embedding_weights) / tp
-        self._head = head * shape.plain_bytes / self.bandwidth, 2 * head / self.rate(PLAIN.name)
+        self._head = head * shape.plain_bytes / self.bandwidth, 2 * head / self.rate(PLAIN)
         self._sampling_seconds = HEAD_BYTES * shape.spec.vocab_size / self.bandwidth
         self._operations = HEAD_KERNELS + sum(layer.count * layer.operations for layer in self._layers)
 
-    def rate(self, weight_format: str) -> float:
+    def rate(self, held: WeightFormat) -> float:
         """Return operations a second of large products with weights in that format."""
-        units = self.deployment.chip.flops.get(find_format(weight_format).units)
+        units = self.deployment.chip.flops.get(held.units)
         if units is None:
             return self._peak * self.efficiency.gemm
         return units * self.efficiency.gemm * NARROW

@@ -20,6 +20,7 @@ from headrace.planner.memory_map import CPU_CACHE
 from headrace.planner.record import Decision
 from headrace.planner.shapes import expert_share
 from headrace.quantization.checkpoint_format import holds_kv_scales
+from headrace.quantization.formats import UNQUANTIZED
 from headrace.quantization.table import resolve_format
 from headrace.step import WorkerFacts
 
@@ -71,10 +72,10 @@ def decide_before_load(
     dtype = changes["dtype"] = DTYPE_ALIASES.get(dtype, dtype)
     kv_dtype = settle("kv_cache_dtype", *_kv_cache_dtype(config, model, dtype, device_type))
     changes["kv_cache_dtype"] = FP8 if kv_dtype == "fp8" else kv_dtype
-    if config.quantization is not None:
-        decision = _quantization(config, model, device_type)
-        decisions.append(decision)
-        changes["quantization"] = decision.value
+    quantization = _quantization(config, model, device_type)
+    if quantization is not None:
+        decisions.append(quantization)
+        changes["quantization"] = quantization.value if quantization.source == "user" else None
     context = model.max_position_embeddings
     length = settle("max_model_len", context, "the model's max_position_embeddings")
     if length > context:
@@ -174,16 +175,21 @@ def _batch_invariance(config: EngineConfig, device_type: str) -> Decision:
     return Decision("batch_invariant", True, "given; one order of sums whatever the batch, and slower", source="user")
 
 
-def _quantization(config: EngineConfig, model: ModelConfig, device_type: str) -> Decision:
-    """The format by headrace's own name for it. Raises ConfigError where it contradicts the checkpoint or another
-    setting."""
-    name = resolve_format(model, config.quantization).default.format.name
+def _quantization(config: EngineConfig, model: ModelConfig, device_type: str) -> Decision | None:
+    """The format of most linears by headrace's own name for it; None: nothing is quantized. Raises ConfigError where
+    the setting contradicts the checkpoint or another setting."""
+    held = resolve_format(model, config.quantization)
+    if held.main == UNQUANTIZED:
+        return None
+    name = held.main.format.name
     if config.batch_invariant and device_type != "cpu":
         raise ConfigError(
-            f"quantization {config.quantization!r} does not go with batch_invariant on a GPU: the order of sums of the "
-            "library's fp8 products depends on the size of the batch"
+            f"quantization {config.quantization or name!r} does not go with batch_invariant on a GPU: the order of "
+            "sums of quantized products depends on the size of the batch"
         )
-    return Decision("quantization", name, "given", source="user")
+    if not held.method:
+        return Decision("quantization", name, "given", source="user")
+    return Decision("quantization", f"{held.main}", f"the checkpoint's ({held.method})")
 
 
 def activation_dtype(checkpoint: str, device_type: str) -> tuple[str, str]:

@@ -20,6 +20,7 @@ from headrace.planner.plan_request import PlanRequest
 from headrace.planner.record import Decision
 from headrace.planner.shapes import ModelShape
 from headrace.quantization.formats import MADE_AT_LOAD
+from headrace.quantization.table import served_formats
 
 FULL_GRAPHS: dict[str, str] = {
     **{entry.name: entry.full_graphs for entry in BACKENDS},
@@ -39,7 +40,7 @@ def model_gaps(raw: dict[str, Any], quantization: str | None) -> list[str]:
         resolve(ModelConfig.from_dict(raw))
     except UnsupportedModelError as error:
         return [f"headrace: {error}"]
-    if quantization is not None and quantization not in MADE_AT_LOAD:
+    if quantization is not None and quantization not in (*MADE_AT_LOAD, *served_formats()):
         made = " or ".join(MADE_AT_LOAD)
         return [f"headrace reads no {quantization} checkpoints yet; it rounds plain ones to {made} at load"]
     return []

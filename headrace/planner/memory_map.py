@@ -181,18 +181,18 @@ def layer_bytes(shape: ModelShape, group: LayerGroup, parallel: Parallel, weight
     The parts are attention, dense (dense MLP and shared experts), router, experts and norms.
     """
     plain, tp = shape.plain_bytes, parallel.tp
-    held, parts = shape.format_of(weight_format), shape.parts_in(weight_format)
 
     def size(part: str, parameter: Parameter) -> float:
-        formatted = part in parts and parameter.kind == "linear"
-        return held.num_bytes(*parameter.shape) if formatted else parameter.size * plain
+        if parameter.kind != "linear":
+            return parameter.size * plain
+        return shape.part_format(part, weight_format).num_bytes(*parameter.shape)
 
     feed_forward, shares = group.feed_forward, rank_shares(group.mixer, tp)
     expert, experts = sum(size("experts", one) for one in feed_forward.expert_parameters), feed_forward.num_experts
     if parallel.ep:
         experts = math.ceil(experts / parallel.expert_gpus)
     else:
-        unit = held.group_size if "experts" in parts else 0
+        unit = shape.part_format("experts", weight_format).group_size
         expert *= _fullest_share(feed_forward.expert_intermediate_size, unit, parallel.expert_gpus)
     return {
         "attention": sum(size("attention", one) * shares[one.split] for one in group.mixer.parameters),

@@ -143,7 +143,7 @@ class Scenario:
     @property
     def quantization(self) -> Decision:
         wanted, own, flops = self.weight_format, self.checkpoint.weight_format, self.chip.flops
-        slow = wanted != PLAIN.name and find_format(wanted).units not in flops
+        slow = wanted != PLAIN.name and self.shape.format_of(wanted).units not in flops
         how = f"; products run in 16 bits, as {self.chip.name} has no units for it" if slow else ""
         if self.request.quantization is not None:
             return Decision("quantization", wanted, "given" + how, source="user")
@@ -187,11 +187,9 @@ class Scenario:
 
     def model_gaps(self) -> list[str]:
         """Say why headrace cannot serve the model today; empty: it can."""
-        own = self.config.weight_format
-        gaps = model_gaps(self.config.config, self.request.weight_format)
-        if not gaps and own not in (None, PLAIN.name):
-            gaps = [f"headrace reads no {own} checkpoints yet; it rounds plain ones to {MADE_AT_LOAD[0]} at load"]
-        return gaps
+        own = self.config.weight_format  # as the name says: another checkpoint than config.json's
+        wanted = self.request.weight_format
+        return model_gaps(self.config.config, wanted if own in (None, PLAIN.name) else own)
 
     @property
     def model_id(self) -> str:

@@ -12,11 +12,12 @@ from typing import Any
 
 from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.graph_sizes import most_in_pieces
-from headrace.model_config import Fields
+from headrace.model_config import Fields, quantization_of
 from headrace.model_spec import FeedForward, LayerSpec, Mixer, ModelSpec, total
 from headrace.models.registry import DESCRIBED, find_entry
-from headrace.quantization.checkpoint_format import PARTS, holds_kv_scales, read_format
+from headrace.quantization.checkpoint_format import holds_kv_scales, read_format
 from headrace.quantization.formats import PLAIN, WeightFormat, find_format
+from headrace.quantization.linear_rules import PARTS
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,9 @@ class ModelShape:
     source: str
     """where config.json comes from"""
     held: WeightFormat = PLAIN
-    """of the linears in `held_parts`, with the scales that config.json tells of; all other weights are in `dtype`"""
-    held_parts: tuple[str, ...] = PARTS
+    """of most linears, with the scales that config.json tells of"""
+    held_parts: tuple[WeightFormat, ...] = (PLAIN,) * len(PARTS)
+    """of the linears in each of PARTS; all other weights are in `dtype`"""
     plain_bytes: int = 2
     """bytes of a number without a format: 4 in float32"""
     fp8_kv_cache: bool = False
@@ -55,7 +57,7 @@ class ModelShape:
 
     @property
     def weight_format(self) -> str:
-        """Name of the format of the linears: bf16 (for the dtype, whichever it is), fp8, mxfp4, int4 or int8."""
+        """Name of the format of most linears; bf16 stands for the dtype, whichever it is."""
         return self.held.name
 
     @cached_property
@@ -105,13 +107,20 @@ class ModelShape:
         return any(group.mixer.kind == "mla" for group in self.groups)
 
     def parts_in(self, weight_format: str) -> tuple[str, ...]:
-        """Return the parts that are in `weight_format` when it is asked for: as the checkpoint has it, else all."""
-        return self.held_parts if weight_format == self.weight_format else PARTS
+        """Return the parts that are in a format when `weight_format` is asked for: as the checkpoint has it, else
+        all."""
+        return tuple(part for part in PARTS if self.part_format(part, weight_format).name != PLAIN.name)
+
+    def part_format(self, part: str, weight_format: str) -> WeightFormat:
+        """Return the format of the linears of one of PARTS when `weight_format` is asked for."""
+        if weight_format != self.weight_format or self.held == PLAIN:
+            return self.format_of(weight_format)
+        held = self.held_parts[PARTS.index(part)]
+        return self.format_of(PLAIN.name) if held == PLAIN else held
 
     def multiplied_weights(self, weight_format: str) -> float:
         """Count the weights that a token is multiplied with in all layers, as models/loader.py does."""
-        narrow, share = self.parts_in(weight_format), find_format(weight_format).launched_as
-        attention, dense, experts = (share if part in narrow else 1.0 for part in PARTS)
+        attention, dense, experts = (self.part_format(part, weight_format).launched_as for part in PARTS)
         return sum(
             count
             * (
@@ -133,7 +142,8 @@ class ModelShape:
 
     def in_format(self, weight_format: str, fp8_kv_cache: bool = False) -> ModelShape:
         """Return the same model in a checkpoint that holds all linears in `weight_format`."""
-        return replace(self, held=find_format(weight_format), held_parts=PARTS, fp8_kv_cache=fp8_kv_cache)
+        held = find_format(weight_format)
+        return replace(self, held=held, held_parts=(held,) * len(PARTS), fp8_kv_cache=fp8_kv_cache)
 
     def format_for(self, wanted: str | None) -> str:
         """Return the format of the linears where `wanted` is asked for: the checkpoint's, where that is None, or where
@@ -185,15 +195,16 @@ def shape_of(config: dict[str, Any], name: str, source: str = "") -> ModelShape:
         if entry is None:
             known = ", ".join(sorted(DESCRIBED))
             raise ConfigError(f"architecture {architecture!r} of {name} is not one that can be counted; known: {known}")
-        spec, quantization = entry.spec(text), text.object("quantization_config").values
+        spec, quantization = entry.spec(text), quantization_of(text)
         checkpoint = read_format(quantization)
+        parts = checkpoint.parts(len(spec.layers))
         return ModelShape(
             name=name,
             spec=spec,
             dtype=text.text("dtype", text.text("torch_dtype", "bfloat16")).removeprefix("torch."),
             source=source or name,
-            held=checkpoint.default.format,
-            held_parts=checkpoint.parts(len(spec.layers)),
+            held=checkpoint.main.format,
+            held_parts=tuple(parts.get(part, PLAIN) for part in PARTS),
             fp8_kv_cache=holds_kv_scales(quantization),
         )
     except UnsupportedModelError as error:

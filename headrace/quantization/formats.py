@@ -22,7 +22,9 @@ class WeightFormat:
     bits: int
     """of a weight, without its scale"""
     group_size: int = 0
-    """weights that share a scale; 0: those of an output"""
+    """weights of an output that share a scale; 0: all of them"""
+    outputs_per_scale: int = 1
+    """outputs of which `group_size` weights each share a scale"""
     scale_bytes: float = 0.0
     """of a scale and of a zero point beside it; 0: there are none"""
     units: str = ""
@@ -44,7 +46,8 @@ class WeightFormat:
 
     def num_bytes(self, outputs: int, inputs: int) -> float:
         """Return the bytes of a linear's weight, scales included."""
-        return outputs * inputs * self.bits / 8 + self.scale_bytes * outputs * inputs / (self.group_size or inputs)
+        scales = outputs / self.outputs_per_scale * inputs / (self.group_size or inputs)
+        return outputs * inputs * self.bits / 8 + self.scale_bytes * scales
 
 
 FORMATS = {
@@ -54,15 +57,18 @@ FORMATS = {
         WeightFormat("fp16", 16),
         WeightFormat("fp32", 32),
         # computes in half the time, and takes twice the launches
-        WeightFormat("fp8", 8, 0, 4, "fp8", made_at_load=True, launched_as=0.25),
-        WeightFormat("ptpc_fp8", 8, 0, 4, "fp8", made_at_load=True, vllm_vendor="amd", launched_as=0.25),
-        WeightFormat("mxfp4", 4, 32, 1, "fp4"),
-        WeightFormat("int4", 4, 128, 2.5, words=("awq", "gptq")),
-        WeightFormat("int8", 8, 0, 4, "int8"),
+        WeightFormat("fp8", 8, scale_bytes=4, units="fp8", made_at_load=True, launched_as=0.25),
+        WeightFormat("ptpc_fp8", 8, scale_bytes=4, units="fp8", made_at_load=True, vllm_vendor="amd", launched_as=0.25),
+        WeightFormat("mxfp4", 4, 32, scale_bytes=1, units="fp4"),
+        WeightFormat("nvfp4", 4, 16, scale_bytes=1, units="fp4"),
+        WeightFormat("int4", 4, 128, scale_bytes=2.5, words=("awq", "gptq")),
+        WeightFormat("int8", 8, scale_bytes=4, units="int8"),
+        WeightFormat("w8a16", 8, 128, scale_bytes=2),
     )
 }
 """the formats by name. bf16 also stands for any dtype that the model itself has; ptpc_fp8 has a scale an output, where
-fp8 may have one a tensor; int4's group size and zeros are those it has unless config.json says otherwise."""
+fp8 may have one a tensor; int4 (2 and 3 bits are held as 4) and w8a16 multiply activations of 16 bits, and have the
+group size and zeros that config.json says."""
 PLAIN = FORMATS["bf16"]
 MADE_AT_LOAD = tuple(one.name for one in FORMATS.values() if one.made_at_load)
 

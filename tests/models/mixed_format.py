@@ -62,9 +62,10 @@ def quantize(folder: Path, linears: str, plain: Path | None = None) -> dict[str,
         plain.mkdir()
         (plain / "config.json").write_text(json.dumps(config))
         save_file(exact, plain / "model.safetensors")
-    group = {"targets": ["Linear"], "weights": {"type": "int", "num_bits": 8}}
+    group = {"targets": ["Linear"], "weights": {"type": "int", "num_bits": 8, "strategy": "channel"}}
     config["quantization_config"] = {
         "quant_method": "compressed-tensors",
+        "format": "naive-quantized",
         "config_groups": {"group_0": group},
         "ignore": ["lm_head", rf"re:(?!.*({linears})$)"],
     }

@@ -151,7 +151,7 @@ def test_a_served_family_is_read_and_every_other_architecture_refused() -> None:
         ({"use_sliding_window": True, "sliding_window": -8}, "`sliding_window` is -8; must be an integer from 1"),
         ({"max_window_layers": "all"}, '`max_window_layers` is "all"; must be an integer from 0'),
         ({"dtype": "float8_e4m3fn"}, "`dtype` is 'float8_e4m3fn'; accepted: float16"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "'gptq' with int4 weights is not served yet"),
+        ({"quantization_config": {"quant_method": "gguf"}}, "'gguf' is not served; served: compressed-tensors, fp8"),
     ],
 )
 def test_unsupported_features_name_field_value_and_what_is_accepted(changes: dict[str, Any], message: str) -> None:

@@ -285,7 +285,6 @@ def test_a_checkpoint_with_scales_gets_an_fp8_cache() -> None:
     made = plan("amd/Llama-3.1-70B-Instruct-FP8-KV", "mi300x", engine="vllm")
     assert value(made, "kv_cache_dtype") == "fp8_e4m3"
     assert value(made, "quantization") == "fp8"
-    assert made.gaps
 
 
 def test_nothing_is_summed_on_one_gpu() -> None:
@@ -299,7 +298,6 @@ def test_nothing_is_summed_on_one_gpu() -> None:
 GAPS = [
     ("deepseek-v3", {}, "headrace has no DeepseekV3ForCausalLM yet"),
     ("gemma-3-27b", {}, "headrace has no Gemma3ForConditionalGeneration yet"),
-    ("llama-3.1-8b", {"quantization": "int4"}, "reads no int4 checkpoints yet"),
     ("llama-3.1-8b", {"pipeline_parallel_size": 2}, "no pipeline parallelism yet"),
     ("llama-3.1-8b", {"speculative_config": {"method": "ngram"}}, "does not speculate yet"),
     ("qwen3-30b-a3b", {"enable_expert_parallel": True, "num_gpus": 2}, "no expert parallelism yet"),

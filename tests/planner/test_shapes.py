@@ -14,8 +14,9 @@ from headrace.model_spec import total
 from headrace.models.registry import SERVED
 from headrace.planner.catalogue import catalogue, find_model
 from headrace.planner.shapes import ModelShape, shape_of
-from headrace.quantization.checkpoint_format import PARTS, read_format
+from headrace.quantization.checkpoint_format import read_format
 from headrace.quantization.formats import FORMATS, find_format
+from headrace.quantization.linear_rules import PARTS
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -155,37 +156,6 @@ def test_the_format_of_the_checkpoint_and_what_it_leaves_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("quantization", "name"),
-    [
-        (None, "bf16"),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
-        ({"quant_method": "fbgemm_fp8"}, "fp8"),
-        ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}, "fp8"),
-        ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4", "group_size": 32}}}, "mxfp4"),
-        ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int8"}}}, "int8"),
-        ({"quant_method": "mxfp4"}, "mxfp4"),
-        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "int4"),
-        ({"quant_method": "gptq", "bits": 8, "group_size": -1}, "int8"),
-        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
-        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, "bf16"),
-        (
-            {
-                "quant_method": "compressed-tensors",
-                "config_groups": {"g": {"weights": {"type": "float", "num_bits": 8}}},
-            },
-            "fp8",
-        ),
-        (
-            {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"type": "int", "num_bits": 8}}}},
-            "int8",
-        ),
-    ],
-)
-def test_formats_as_tools_write_them(quantization: dict[str, Any] | None, name: str) -> None:
-    assert read_format(quantization).default.format.name == name
-
-
-@pytest.mark.parametrize(
     ("left_alone", "parts"),
     [
         (["lm_head"], PARTS),
@@ -197,44 +167,30 @@ def test_formats_as_tools_write_them(quantization: dict[str, Any] | None, name: 
     ],
 )
 def test_lists_of_what_was_left_alone(left_alone: list[str], parts: tuple[str, ...]) -> None:
-    assert read_format({"quant_method": "fp8", "modules_to_not_convert": left_alone}).parts(4) == parts
+    assert (*read_format({"quant_method": "fp8", "modules_to_not_convert": left_alone}).parts(4),) == parts
 
 
-@pytest.mark.parametrize(
-    ("quantization", "message"),
-    [
-        ({"quant_method": 8}, "`quantization_config.quant_method` is 8; must be a text"),
-        ({"quant_method": "awq", "bits": "4"}, '`quantization_config.bits` is "4"; must be an integer'),
-        ({"quant_method": "awq", "group_size": []}, r"`quantization_config.group_size` is \[\]; must be an integer"),
-        ({"quant_method": "fp8", "ignore": "lm_head"}, '`quantization_config.ignore` is "lm_head"; must be a list'),
-        ({"quant_method": "fp8", "ignore": ["re:("]}, r"`quantization_config.ignore` is .*regular expressions"),
-        ({"quant_method": "quark", "global_quant_config": {"weight": []}}, r"quant_config.weight` is \[\]; must be"),
-        (
-            {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": [8]}}}},
-            r"`quantization_config.config_groups.g.weights.num_bits` is \[8\]; must be an integer",
-        ),
-        ({"quant_method": "compressed-tensors", "config_groups": {"g": 1}}, "`quantization_config.config_groups.g` is"),
-    ],
-)
-def test_a_format_whose_fields_are_none_is_one_line(quantization: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        shape(quantization_config=quantization)
+def test_a_format_that_cannot_be_is_one_line() -> None:
+    with pytest.raises(ConfigError, match=r'`quantization_config.bits` is "4"; must be an integer'):
+        shape(quantization_config={"quant_method": "awq", "bits": "4"})
+    with pytest.raises(ConfigError, match="quant_method 'bitsandbytes' is not served"):
+        shape(quantization_config={"quant_method": "bitsandbytes"})
 
 
-@pytest.mark.parametrize(
-    "quantization",
-    [
-        {"quant_method": "bitsandbytes"},
-        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-        {
-            "quant_method": "compressed-tensors",
-            "config_groups": {"g": {"weights": {"type": "float", "num_bits": 4, "group_size": 16}}},
-        },
-    ],
-)
-def test_a_format_that_is_not_ours_is_named(quantization: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"quant_method.*(bitsandbytes|nvfp4).*bf16, fp8, mxfp4, int4, int8"):
-        shape(quantization_config=quantization)
+def test_parts_in_formats_of_their_own() -> None:
+    names = {"model.layers.*.self_attn.q_proj": "FP8", "model.layers.*.mlp.gate_proj": "NVFP4"}
+    mixed = shape(
+        quantization_config={
+            "quant_method": "modelopt",
+            "quantization": {
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {name: {"quant_algo": form} for name, form in names.items()},
+            },
+        }
+    )
+    held = [mixed.part_format(part, mixed.weight_format).name for part in PARTS]
+    assert held == ["fp8", "nvfp4", "bf16"]
+    assert mixed.parts_in(mixed.weight_format) == ("attention", "dense")
 
 
 def test_bytes_of_a_weight() -> None:
@@ -250,7 +206,7 @@ def test_bytes_of_a_weight() -> None:
 def test_the_same_model_in_another_format() -> None:
     kimi = find_model("kimi-k2.5")
     fp8 = kimi.in_format("fp8", fp8_kv_cache=True)
-    assert (fp8.weight_format, fp8.held_parts, fp8.fp8_kv_cache) == ("fp8", PARTS, True)
+    assert (fp8.weight_format, fp8.parts_in("fp8"), fp8.fp8_kv_cache) == ("fp8", PARTS, True)
     assert fp8.total_weights == kimi.total_weights
 
 

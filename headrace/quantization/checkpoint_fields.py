@@ -1,0 +1,108 @@
+"""Makes the formats of linears out of the fields of config.json, which tools that write checkpoints name alike.
+
+Each function raises UnsupportedModelError, naming field and value, for what no layout holds. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from headrace.model_config import Fields
+from headrace.quantization.formats import FORMATS, LinearFormat, Setting, linear_format
+
+GROUP_MULTIPLE = 16
+"""Groups of inputs that share a scale must be multiples of this, for kernels read as many inputs at once."""
+
+
+def integers(layout: str, bits: int, group_size: int, zeros: bool, **settings: Setting) -> LinearFormat:
+    """Return a format whose activations keep 16 bits, with a 16-bit scale for `group_size` inputs (0: for an output),
+    and zeros of as many bits as weights have. Weights of 2 and 3 bits are held as 4."""
+    held = 8 if bits == 8 else 4
+    base = FORMATS["w8a16" if held == 8 else "int4"]
+    facts = replace(base, group_size=group_size, scale_bytes=2 + (held / 8 if zeros else 0))
+    return linear_format(facts, layout, bits=bits, group_size=group_size, **settings)
+
+
+def fp8(
+    scale: str, activations: str, scale_name: str = "weight_scale", block: tuple[int, int] | None = None
+) -> LinearFormat:
+    """Return fp8 as a checkpoint stores it, with a scale a tensor, a channel or a block [rows, columns]; `activations`
+    are rounded with a scale a token, a tensor (that the checkpoint brings) or a block of a token, or not: none."""
+    facts = FORMATS["fp8"]
+    if activations == "none":
+        facts = replace(facts, units="", launched_as=1.0)
+    settings: dict[str, Setting] = {"scale": scale, "activations": activations, "scale_name": scale_name}
+    if block is not None:
+        facts = replace(facts, group_size=block[1], outputs_per_scale=block[0])
+        settings["block"] = block
+    return linear_format(facts, "fp8_stored", **settings)
+
+
+def int8(scale: str, activations: str, symmetric: bool) -> LinearFormat:
+    """Return W8A8 in integers. `symmetric`: activations are rounded around zero."""
+    return linear_format(FORMATS["int8"], "int8", scale=scale, activations=activations, symmetric=symmetric)
+
+
+def fp4(name: str, tensors: str) -> LinearFormat:
+    """Return `mxfp4` or `nvfp4` with the tensor names of a tool."""
+    return linear_format(FORMATS[name], name, names=tensors)
+
+
+def checked_group(fields: Fields, name: str, default: int | None = None) -> int:
+    """Return the inputs that share a scale; 0, written as -1 or 0: those of an output."""
+    size = fields.integer(name, default, minimum=-1)
+    if size > 0 and size % GROUP_MULTIPLE:
+        raise fields.refusal(name, f"-1 or a multiple of {GROUP_MULTIPLE}")
+    return max(0, size)
+
+
+def one_of(fields: Fields, name: str, accepted: tuple[str, ...], default: str | None = None) -> str:
+    """Return a text in lower case that is among `accepted`."""
+    value = fields.text(name, default).lower()
+    if value not in accepted:
+        raise fields.changed({name: value}).refusal(name, f"one of {', '.join(accepted)}")
+    return value
+
+
+def bits_among(fields: Fields, name: str, accepted: tuple[int, ...], default: int | None = None) -> int:
+    """Return the bits of a weight, which must be among `accepted`."""
+    bits = fields.integer(name, default)
+    if bits not in accepted:
+        raise fields.refusal(name, f"one of {', '.join(map(str, accepted))}")
+    return bits
+
+
+def positive_pair(fields: Fields, name: str) -> tuple[int, int]:
+    """Return a field's (rows, columns)."""
+    sizes = fields.integers(name, least=2)
+    if len(sizes) != 2 or min(sizes) < 1:
+        raise fields.refusal(name, "two positive integers")
+    return sizes[0], sizes[1]
+
+
+def patterns(fields: Fields, *names: str) -> list[str]:
+    """Return the names of linears that the fields list, having checked that their regular expressions compile."""
+    found = []
+    for name in names:
+        for entry in fields.texts(name):
+            checked_pattern(fields, name, entry)
+            found.append(entry)
+    return found
+
+
+def checked_pattern(fields: Fields, name: str, entry: str) -> str:
+    """Return an entry of the field `name`, whose regular expression after `re:`, if it is one, compiles."""
+    if entry.startswith("re:"):
+        try:
+            re.compile(entry[3:])
+        except re.error as error:
+            accepted = f"names, or regular expressions after `re:` ({entry[3:63]}: {error})"
+            raise fields.refusal(name, accepted) from None
+    return entry
+
+
+def objects(fields: Fields, name: str) -> dict[str, Fields]:
+    """Return the objects that the object `name` holds, by name."""
+    held = fields.object(name)
+    return {key: held.object(key) for key in held.values}

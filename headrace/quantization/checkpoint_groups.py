@@ -1,0 +1,198 @@
+"""Reads the formats of tools that give groups of linears a description of weights and activations each:
+compressed-tensors, ModelOpt and Quark. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+
+from headrace.errors import UnsupportedModelError
+from headrace.model_config import Fields
+from headrace.quantization.checkpoint_fields import (
+    bits_among,
+    checked_group,
+    checked_pattern,
+    fp4,
+    fp8,
+    int8,
+    integers,
+    objects,
+    one_of,
+    patterns,
+    positive_pair,
+)
+from headrace.quantization.formats import UNQUANTIZED, LinearFormat
+from headrace.quantization.linear_rules import CheckpointFormat, left_alone
+
+_COMPRESSED = (
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized", "mixed-precision",
+)  # fmt: skip
+"""compressed-tensors' formats that are served; the others (sparse ones, 6 bits, mxfp8) are refused by name"""
+_CLASS = re.compile(r"[A-Z]\w*$")
+"""A target that names a class of modules: there, names of modules are in lower case."""
+KEEPS_16 = (
+    "The checkpoint asks for activations of {} bits beside weights of {}: they keep 16 bits here, which rounds less."
+)
+
+
+def compressed_tensors(fields: Fields) -> CheckpointFormat:
+    """Read `config_groups`, each with the names, patterns or classes of its linears, and `ignore`."""
+    if fields.object("sparsity_config").text("format", "dense") != "dense":
+        raise fields.object("sparsity_config").refusal("format", "dense: sparse weights are not served")
+    if fields.object("transform_config").object("config_groups"):
+        raise fields.refusal("transform_config", "absent: rotations between layers are not served")
+    default, exact, regular = UNQUANTIZED, [*left_alone(patterns(fields, "ignore"))], [*left_alone(())]
+    notes: dict[str, None] = {}
+    for group in objects(fields, "config_groups").values():
+        name = one_of(group, "format", _COMPRESSED, fields.text("format", "mixed-precision"))
+        linear = _described(group, name, notes) if group.object("weights") else UNQUANTIZED  # the KV cache's
+        for target in group.texts("targets") or ["Linear"]:
+            if target == "Linear":
+                default = linear
+            elif not _CLASS.match(target):
+                rules = regular if target.startswith("re:") else exact
+                rules.append((checked_pattern(group, "targets", target), linear))
+            elif linear != UNQUANTIZED:
+                raise group.refusal("targets", "Linear, names of linears, or regular expressions after `re:`")
+    regular.sort(key=lambda rule: rule[0])
+    return CheckpointFormat("compressed-tensors", default, (*exact, *regular), tuple(notes))
+
+
+def _described(group: Fields, compression: str, notes: dict[str, None]) -> LinearFormat:
+    """Return the format that a group describes by `weights` and `input_activations`; it may add to `notes`."""
+    weights, inputs = group.object("weights"), group.object("input_activations")
+    kind, bits = one_of(weights, "type", ("int", "float"), "int"), weights.integer("num_bits", 8)
+    size, symmetric = checked_group(weights, "group_size", 0), weights.flag("symmetric", True)
+    usual = "group" if size else "channel" if weights.values.get("group_size") == -1 else "tensor"
+    strategy = weights.text("strategy", usual).lower().replace("tensor_group", "group")
+    weights = weights.changed({"strategy": strategy})
+    if inputs and bits == 4:
+        notes[KEEPS_16.format(inputs.integer("num_bits", 8), bits)] = None
+    if kind == "float" and bits == 4:
+        sizes = {16: "nvfp4", 32: "mxfp4"}
+        if size not in sizes:
+            raise weights.refusal("group_size", "16 (nvfp4) or 32 (mxfp4) for floats of 4 bits")
+        return fp4(sizes[size], "compressed-tensors")
+    if kind == "float":
+        bits_among(weights, "num_bits", (4, 8))
+        return _floats(weights, inputs, strategy)
+    if compression == "pack-quantized" or (compression == "mixed-precision" and not inputs):
+        bits_among(weights, "num_bits", (4, 8), 8)
+        one_of(weights, "strategy", ("channel", "group"))
+        act_order = weights.values.get("actorder") in (True, "group", "dynamic")
+        return integers("pack_quantized", bits, size, not symmetric, symmetric=symmetric, act_order=act_order)
+    bits_among(weights, "num_bits", (8,), 8)
+    one_of(weights, "strategy", ("tensor", "channel"))
+    if not symmetric:
+        raise weights.refusal("symmetric", "true where weights are stored as int8")
+    return int8(strategy, _rounding(inputs), inputs.flag("symmetric", True))
+
+
+def _floats(weights: Fields, inputs: Fields, strategy: str) -> LinearFormat:
+    """Return the fp8 format of these weights and activations."""
+    one_of(weights, "strategy", ("tensor", "channel", "block"))
+    if strategy != "block":
+        return fp8(strategy, _rounding(inputs))
+    structure = weights.values.get("block_structure")
+    if isinstance(structure, str):  # as in 128x128
+        weights = weights.changed({"block_structure": [int(x) if x.isdigit() else x for x in structure.split("x")]})
+    return fp8("block", "block" if inputs else "none", block=positive_pair(weights, "block_structure"))
+
+
+def _rounding(inputs: Fields) -> str:
+    """Return how activations are rounded: `token`, `tensor` (the checkpoint brings their scale), or `none`."""
+    if not inputs:
+        return "none"
+    bits_among(inputs, "num_bits", (8,), 8)
+    dynamic = inputs.flag("dynamic")
+    strategy = one_of(inputs, "strategy", ("token", "tensor", "channel"), "token" if dynamic else "tensor")
+    if strategy != "tensor" and not dynamic:
+        raise inputs.refusal("dynamic", "true where tokens have scales of their own")
+    return "token" if dynamic else "tensor"
+
+
+# ---- ModelOpt
+
+_ALGORITHMS = {
+    "FP8": fp8("tensor", "tensor"),
+    "FP8_PER_CHANNEL_PER_TOKEN": fp8("channel", "token"),
+    "NVFP4": fp4("nvfp4", "modelopt"),
+    "W4A16_NVFP4": fp4("nvfp4", "modelopt"),
+}
+"""`quant_algo` -> how it is stored"""
+
+
+def modelopt(fields: Fields) -> CheckpointFormat:
+    """Read `quant_algo`, one for all linears or, where it is MIXED_PRECISION, one each in `quantized_layers`. Older
+    exports keep them in the object `quantization`."""
+    nested = fields.object("quantization")
+    fields = nested or fields
+    plain = left_alone(patterns(fields, "ignore", "exclude_modules"))
+    if fields.values.get("quant_algo") is None and not fields.object("quantized_layers"):
+        return CheckpointFormat("modelopt")  # it is about the KV cache alone
+    if fields.text("quant_algo", "MIXED_PRECISION").upper() != "MIXED_PRECISION":
+        return CheckpointFormat("modelopt", _algorithm(fields), plain)
+    layers = [(name, _algorithm(one)) for name, one in objects(fields, "quantized_layers").items()]
+    return CheckpointFormat("modelopt", UNQUANTIZED, (*plain, *layers))
+
+
+def _algorithm(fields: Fields) -> LinearFormat:
+    name = fields.text("quant_algo").upper()
+    if name not in _ALGORITHMS:
+        raise fields.refusal("quant_algo", f"one of {', '.join(_ALGORITHMS)}, MIXED_PRECISION")
+    if name.endswith("NVFP4") and fields.integer("group_size", 16) != 16:
+        raise fields.refusal("group_size", "16")
+    return _ALGORITHMS[name]
+
+
+# ---- Quark
+
+
+def quark(fields: Fields) -> CheckpointFormat:
+    """Read `global_quant_config`, exceptions by name and by type, and `exclude`."""
+    if fields.object("export").text("pack_method", "reorder") not in ("reorder", "order"):
+        raise fields.object("export").refusal("pack_method", "reorder or order")
+    if fields.object("export").text("weight_format", "real_quantized") != "real_quantized":
+        raise fields.object("export").refusal("weight_format", "real_quantized")
+    named = tuple((name, _quark(one)) for name, one in objects(fields, "layer_quant_config").items())
+    types = objects(fields, "layer_type_quant_config")
+    of_linears = next((one for name, one in types.items() if name.rpartition(".")[2] == "Linear"), None)
+    default = _quark(of_linears or fields.object("global_quant_config"))
+    return CheckpointFormat("quark", default, (*left_alone(patterns(fields, "exclude")), *named))
+
+
+def _quark(fields: Fields) -> LinearFormat:
+    """Return the format of linears whose `weight` and `input_tensors` are these."""
+    weight, inputs = _only(fields, "weight"), _only(fields, "input_tensors")
+    if not weight:
+        return UNQUANTIZED  # their outputs alone, which are the KV cache's, or nothing
+    dtype, scheme = one_of(weight, "dtype", ("fp8_e4m3", "int8", "fp4", "mxfp4")), weight.text("qscheme", "per_tensor")
+    if dtype in ("fp4", "mxfp4"):
+        if weight.integer("group_size", 32) != 32:
+            raise weight.refusal("group_size", "32")
+        return fp4("mxfp4", "quark")
+    scale = one_of(weight, "qscheme", ("per_tensor", "per_channel"), scheme).removeprefix("per_")
+    activations = "none"
+    if inputs:
+        one_of(inputs, "dtype", (dtype,))
+        activations = "token" if inputs.flag("is_dynamic") else "tensor"
+        if activations == "tensor":
+            one_of(inputs, "qscheme", ("per_tensor",), "per_tensor")
+    if dtype == "fp8_e4m3":
+        return fp8(scale, activations)
+    if not weight.flag("symmetric", True):
+        raise weight.refusal("symmetric", "true for int8")
+    return int8(scale, activations, inputs.flag("symmetric", True))
+
+
+def _only(fields: Fields, name: str) -> Fields:
+    """Return an object that may be in a list of its own; several are weights that are rounded twice."""
+    value = fields.values.get(name)
+    if isinstance(value, list) and len(value) == 1:
+        return fields.changed({name: value[0]}).object(name)
+    if isinstance(value, list) and len(value) > 1:
+        raise UnsupportedModelError(
+            f"{fields.where}: `{fields.inside}{name}` rounds in {len(value)} stages; accepted: one"
+        )
+    return fields.object(name)
