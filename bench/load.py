@@ -92,7 +92,7 @@ def make(folder: Path, config: dict[str, Any]) -> None:
         layer.create_weights(torch.device("meta"))
         for name, slot in layer.slots(path).items():
             elements = math.prod(slot.shape)
-            shard[name] = numbers.repeat(-(-elements // RANDOM))[:elements].view(slot.shape)
+            shard[name] = numbers[: min(elements, RANDOM)].repeat(-(-elements // RANDOM))[:elements].view(slot.shape)
             held += elements * 2
             if held > SHARD_BYTES:
                 save_file(shard, folder / f"model-{number:05}.safetensors")

@@ -200,13 +200,20 @@ def fill_from_checkpoint(slots: dict[str, Slot], folder: Path, tied: bool = Fals
         for _, tensors in groupby(reading, lambda read: read[0].stored.file):
             check = FiniteCheck()
             for one, values in tensors:
-                if one.into is None:
-                    one.slot.put(values)
-                if not one.slot.optional:  # scales, whose readers report more about them
-                    held = values.view(torch.float8_e8m0fnu) if one.slot.e8m0 else values
-                    check.add(one.stored, one.source, held)  # what `put` made may hide it: fp8 has no Inf
+                _take(one, values, check)
+                del values  # before the next one's memory is made
                 advance(one.stored)
             check.finish()
+
+
+def _take(one: Wanted, values: Tensor, check: FiniteCheck) -> None:
+    """Put what was read where it belongs, if it is not there, and check it."""
+    slot = one.slot
+    if one.into is None:
+        slot.put(values)
+    if not slot.optional:  # scales, whose readers report more about them
+        values = values.view(torch.float8_e8m0fnu) if slot.e8m0 else values
+        check.add(one.stored, one.source, values)  # what `put` made may hide it: an fp8 weight cannot be Inf
 
 
 def _match(slots: dict[str, Slot], files: list[Path], tied: bool) -> dict[str, Wanted]:

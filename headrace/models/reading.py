@@ -30,6 +30,8 @@ READERS = 8
 """Threads: enough requests under way for a disk behind a network, too"""
 AHEAD = 2 * READERS
 """Ranges that are read, or wait for it, before the caller needs them"""
+BEHIND = 2
+"""Ranges whose copies to a GPU may be under way meanwhile"""
 WORTH_ALONE = 1 << 18
 """Bytes of a row's slice that are read without the rest of the row. Of shorter ones the whole rows are read."""
 MOST_PARTS = 512
@@ -103,7 +105,13 @@ class _Part:
 
     @cached_property
     def num_bytes(self) -> int:
+        """Its length in the file."""
         return math.prod(self.run.shape) * self.wanted.dtype.itemsize
+
+    @property
+    def buffer_bytes(self) -> int:
+        """What it takes of a buffer, where the next part begins aligned."""
+        return -(-self.num_bytes // ALIGNMENT) * ALIGNMENT
 
     def follows(self, other: _Part) -> bool:
         """Tell whether this part begins in the file where `other` ends."""
@@ -112,12 +120,22 @@ class _Part:
 
 
 class _Buffer:
-    """Holds what was read until it has been copied."""
+    """Holds what was read until it has been copied. Readers' threads make no call to a GPU: it would take memory on the
+    first one, whichever is this rank's."""
 
     def __init__(self, device: torch.device) -> None:
-        size = RANGE_BYTES + MOST_PARTS * ALIGNMENT
-        self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self.copied = torch.cuda.Event(blocking=True) if device.type == "cuda" else None
+        self.memory = torch.empty(RANGE_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._copied = torch.cuda.Event(blocking=True) if device.type == "cuda" else None
+
+    def release(self) -> None:
+        """Mark that all copies out of it have been queued."""
+        if self._copied is not None:
+            self._copied.record()
+
+    def acquire(self) -> None:
+        """Wait until the copies that `release` marked are done."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
 
 @dataclass(frozen=True)
@@ -153,8 +171,8 @@ def read_slices(wanted: Iterable[Wanted]) -> Generator[tuple[Wanted, Tensor]]:
             if part.is_last:
                 values, memory = memory, None
                 yield part.wanted, values
-        if one.buffer.copied is not None:
-            one.buffer.copied.record()
+                del values  # before the next one's memory is made
+        one.buffer.release()
 
     with ExitStack() as stack, ThreadPoolExecutor(READERS, thread_name_prefix="read") as pool:
         files: dict[Path, int] = {}
@@ -165,11 +183,12 @@ def read_slices(wanted: Iterable[Wanted]) -> Generator[tuple[Wanted, Tensor]]:
                     files[stored.file] = _opened(stored.file, stack)
                 if len(ahead) == AHEAD:
                     yield from finished(ahead.popleft())
-                else:
+                if number < AHEAD + BEHIND:
                     ring.append(_Buffer(parts[0].wanted.device))
-                buffer = ring[number % AHEAD]  # of the range that has just been finished
+                buffer = ring[number % (AHEAD + BEHIND)]
+                buffer.acquire()
                 staged, targets = _targets(parts, buffer)
-                read = pool.submit(_read, stored.file, files[stored.file], parts[0].run.offset, targets, buffer)
+                read = pool.submit(_read, stored.file, files[stored.file], parts[0].run.offset, targets)
                 ahead.append(_Range(parts, staged, buffer, read))
             while ahead:
                 yield from finished(ahead.popleft())
@@ -185,12 +204,12 @@ def _ranges(wanted: Iterable[Wanted]) -> Iterator[list[_Part]]:
         runs = list(_runs(one.stored.shape, one.source, one.dtype.itemsize, one.stored.offset))
         for run in runs:
             part = _Part(one, run, run is runs[-1])
-            fits = size + part.num_bytes <= RANGE_BYTES and len(gathered) < MOST_PARTS
+            fits = size + part.buffer_bytes <= RANGE_BYTES and len(gathered) < MOST_PARTS
             if gathered and not (fits and part.follows(gathered[-1])):
                 yield gathered
                 gathered, size = [], 0
             gathered.append(part)
-            size += part.num_bytes
+            size += part.buffer_bytes
     if gathered:
         yield gathered
 
@@ -226,7 +245,7 @@ def _targets(parts: list[_Part], buffer: _Buffer) -> tuple[list[Tensor | None], 
         into = _direct(part)
         if into is None:
             place = buffer.memory[used : used + part.num_bytes]
-            used += -(-part.num_bytes // ALIGNMENT) * ALIGNMENT
+            used += part.buffer_bytes
             staged.append(place.view(part.wanted.dtype).view(part.run.shape))
         else:
             place = into.flatten().view(torch.uint8)
@@ -253,10 +272,8 @@ def _opened(file: Path, stack: ExitStack) -> int:
     return number
 
 
-def _read(file: Path, number: int, offset: int, targets: list[memoryview], buffer: _Buffer) -> None:
+def _read(file: Path, number: int, offset: int, targets: list[memoryview]) -> None:
     """Fill `targets`, one after the other, from the open file's `offset`."""
-    if buffer.copied is not None:
-        buffer.copied.synchronize()
     while targets:
         try:
             count = os.preadv(number, targets, offset)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ from headrace.model_config import ModelConfig
 from headrace.models import loader
 from headrace.models.checkpoint import stored_tensors
 from headrace.models.finite import CHUNK, FiniteCheck
-from headrace.models.loader import load_model
+from headrace.models.loader import fill_from_checkpoint, load_model
+from headrace.quantization.scheme import Slot
 
 PROMPT = [[5, 9, 33, 2, 71]]
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
@@ -111,6 +113,21 @@ def test_all_headers_are_checked_before_weights_are_read(folder: Path, monkeypat
     monkeypatch.setattr(loader, "read_slices", lambda wanted: pytest.fail("it reads"))
     with pytest.raises(CheckpointError, match=K_PROJ):
         logits(folder)
+
+
+def test_one_tensor_at_a_time_is_in_memory_beside_the_model(tmp_path: Path) -> None:
+    """Where slots store values themselves, as a format that rounds them does."""
+    save_file({f"t{number}": torch.randn(8, 8) for number in range(4)}, tmp_path / "model.safetensors")
+    seen: list[weakref.ref[Tensor]] = []
+
+    def store(values: Tensor) -> None:
+        assert not any(other() is not None for other in seen)
+        seen.append(weakref.ref(values))
+
+    whole = (slice(0, 8), slice(0, 8))
+    slots = {f"t{number}": Slot((8, 8), whole, torch.empty(8, 8), store=store) for number in range(4)}
+    fill_from_checkpoint(slots, tmp_path)
+    assert len(seen) == 4
 
 
 def test_unexpected_tensor_is_named(folder: Path) -> None:
