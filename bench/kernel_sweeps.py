@@ -16,13 +16,13 @@ from torch import Tensor
 
 from headrace.kernels import cases
 from headrace.kernels.cases import EPS, ROUNDED, Case, Cases, Inputs, Kernel, as_chosen, relative_error
-from headrace.kernels.fp8 import quantize_per_token_reference
+from headrace.kernels.fp8 import Rounding, quantize_per_token_reference
 from headrace.kernels.moe import Experts, fused_moe_reference
 from headrace.kernels.norm import HalfNormed, half_norm_reference
 from headrace.kernels.table import REFERENCE_KERNELS, TRITON_KERNELS
 
-EXACTLY_FP8 = {"cpu": 0.0, "cuda": 1e-3}
-"""of values that were the same before; a GPU divides in its own way"""
+EXACTLY_FP8 = {"cpu": 1e-6, "cuda": 1e-3}
+"""of values that were the same before; scales may differ in their last bit, and a GPU divides in its own way"""
 EXPERTS = {torch.bfloat16: 1.2e-2, torch.float16: 1.6e-3, torch.float32: 4e-6}
 """beside a reference in float32"""
 
@@ -32,37 +32,53 @@ def _normed(make: Inputs, rows: int, hidden: int) -> Cases:
 
 
 def _normed_fp8(make: Inputs, rows: int, hidden: int) -> Cases:
-    return cases.rms_norm(make, rows, make.random(hidden), EPS, make.fp8)
+    return cases.rms_norm(make, rows, make.random(hidden), EPS, Rounding(make.fp8))
 
 
 def _activated_fp8(make: Inputs, rows: int, width: int) -> Cases:
-    return cases.silu_and_mul(make, rows, width, make.fp8)
+    return cases.silu_and_mul(make, rows, width, Rounding(make.fp8))
 
 
 def _quantized(make: Inputs, rows: int, width: int) -> Cases:
     """Quantizing inside norm and activation gives what it would after them; inputs are slices of wider tensors."""
-    yield from cases.quantize_per_token(make, rows, width, make.fp8)
-    weight, delta, fp8, kernels = make.random(width), make.random(rows, width), make.fp8, TRITON_KERNELS
+    weight, delta, kernels = make.random(width), make.random(rows, width), TRITON_KERNELS
     x = make.random(rows, 2 * width)
     half = x[:, width:]
-    for plain, fused in (
-        (half, kernels.quantize_per_token(half, fp8)),
-        (kernels.rms_norm(half, weight, EPS), kernels.rms_norm_quantized(half, weight, EPS, fp8)),
-        (
-            kernels.rms_norm(half + delta, weight, EPS),
-            kernels.rms_norm_quantized(half.clone(), weight, EPS, fp8, delta),
-        ),
-        (kernels.silu_and_mul(x), kernels.silu_and_mul_quantized(x, fp8)),
-    ):
-        yield Case(partial(_given, fused), EXACTLY_FP8[make.device.type], partial(_plainly, plain, fp8))
+    for to in _roundings(make):
+        yield from cases.quantize(make, rows, width, to)
+        for plain, fused in (
+            (half, kernels.quantize(half, to)),
+            (kernels.rms_norm(half, weight, EPS), kernels.rms_norm_quantized(half, weight, EPS, to)),
+            (
+                kernels.rms_norm(half + delta, weight, EPS),
+                kernels.rms_norm_quantized(half.clone(), weight, EPS, to, delta),
+            ),
+            (kernels.silu_and_mul(x), kernels.silu_and_mul_quantized(x, to)),
+        ):
+            yield Case(partial(_given, fused), EXACTLY_FP8[make.device.type], partial(_plainly, plain, to))
+
+
+def _roundings(make: Inputs) -> tuple[Rounding, ...]:
+    """Return every way to round activations."""
+    coarse, uneven = (torch.tensor(pair, device=make.device) for pair in ((0.013, 0.0), (0.011, -31.0)))
+    return (
+        Rounding(make.fp8),
+        Rounding(make.fp8, group=32),
+        Rounding(make.fp8, given=coarse),
+        Rounding(make.fp8, bound=torch.tensor([1.5], device=make.device)),
+        Rounding(torch.int8),
+        Rounding(torch.int8, zeros=True),
+        Rounding(torch.int8, given=coarse),
+        Rounding(torch.int8, given=uneven, zeros=True),
+    )
 
 
 def _given(value: Any, kernel: Kernel) -> Any:
     return value
 
 
-def _plainly(x: Tensor, fp8: torch.dtype, reference: Kernel) -> Any:
-    return reference(x, fp8)
+def _plainly(x: Tensor, to: Rounding, reference: Kernel) -> Any:
+    return reference(x, to)
 
 
 def _fp8_linears(make: Inputs, rows: int, outputs: int, inputs: int) -> Cases:
@@ -123,7 +139,7 @@ def _layers_of_experts(
 def _experts_in_fp8(make: Inputs, tokens: int, plain: Experts) -> Cases:
     held: dict[str, Any] = {"router": plain.router[: len(plain.w13)], "renormalize": True}
     for name, weight in (("w13", plain.w13), ("w2", plain.w2)):
-        values, scales = quantize_per_token_reference(weight.flatten(0, 1), make.fp8)
+        values, scales, *_ = quantize_per_token_reference(weight.flatten(0, 1), make.fp8)
         held |= {name: values.view(weight.shape), f"{name}_scale": scales.view(weight.shape[:2])}
     for case in cases.fused_moe(make, tokens, replace(plain, **held), False):
         yield case._replace(bound=EXPERTS[make.dtype] + cases.ROUNDED_FP8)
@@ -150,7 +166,7 @@ SWEEPS: dict[str, Sweep] = {
     "rms_norm_quantized": Sweep(_normed_fp8, [(3, 48), (1, 129), (0, 16)], [(1, 4096), (33, 14336), (7, 100)]),
     "silu_and_mul": Sweep(cases.silu_and_mul, [(5, 33), (1, 1100), (0, 8)], [(1, 14336), (65, 1000), (3, 7)]),
     "silu_and_mul_quantized": Sweep(_activated_fp8, [(3, 48), (1, 129), (2, 1100), (0, 16)], [(33, 14336), (7, 100)]),
-    "quantize_per_token": Sweep(
+    "quantize": Sweep(
         _quantized, [(3, 48), (1, 129), (0, 16), (4, 1)], [(1, 4096), (33, 14336), (5, 28672), (7, 100)]
     ),
     "fp8_linear": Sweep(

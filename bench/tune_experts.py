@@ -197,7 +197,7 @@ def launch(sizes: Sizes, product: Product, x: Tensor, weight: Weight, routing: m
     common |= {"num_warps": tile.num_warps, **overlap()}
     if block_m > 1:
         count = routing.tiles.shape[1]
-        rounded, x_scale = (x, None) if scale is None else quantize_per_token(x, values.dtype)
+        rounded, x_scale, *_ = (x, None) if scale is None else quantize_per_token(x, values.dtype)
         moe._tiles_kernel[(count * blocks,)](
             out, rounded, x_scale, values, scale, routing.order, routing.tiles, count,
             GATED=up, BLOCK_M=block_m, SWAP=tile.swap, num_stages=tile.num_stages, **common,

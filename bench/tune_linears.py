@@ -123,7 +123,7 @@ class Inputs:
     def library(self, weight: Tensor, x: Tensor | None = None) -> Tensor:
         if self.quantized is not None:
             assert self.scales is not None
-            return fp8_linear(*self.quantized, weight, self.scales, None, self.dtype)
+            return fp8_linear(self.quantized, weight, self.scales, None, self.dtype)
         return F.linear(self.x if x is None else x, weight)
 
     def behind_a_norm(self, run: Callable[..., Tensor], weight: Tensor) -> Tensor:

@@ -10,18 +10,21 @@ from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_
 from headrace.kernels.fp8 import (
     LARGEST,
     Quantized,
+    Rounding,
     empty_quantized,
-    quantize_per_token_reference,
+    quantize_reference,
     quantize_row,
+    row_arguments,
     warps_of_row,
 )
 
 
 @triton.jit
 def _silu_and_mul_kernel(
-    out_ptr, scales_ptr, x_ptr, x_stride, width, BLOCK: tl.constexpr, LARGEST: tl.constexpr, OVERLAP: tl.constexpr
-):
-    """Activate; grid (num_tokens, blocks of columns). With `scales`, `out` is fp8 and a block is a whole row."""
+    out_ptr, scales_ptr, zeros_ptr, given_ptr, bound_ptr, x_ptr, x_stride, width,
+    BLOCK: tl.constexpr, LARGEST: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Activate; grid (num_tokens, blocks of columns). With `scales`, `out` is quantized and a block is a whole row."""
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -34,7 +37,10 @@ def _silu_and_mul_kernel(
     if scales_ptr is None:
         tl.store(out_ptr + row * width + columns, out, mask=inside)
     else:
-        quantize_row(out_ptr, scales_ptr, out.to(tl.float32), row, columns, inside, width, LARGEST)
+        quantize_row(
+            out_ptr, scales_ptr, zeros_ptr, given_ptr, bound_ptr, out.to(tl.float32), row, columns, inside, width,
+            LARGEST, GROUP,
+        )  # fmt: skip
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -44,19 +50,23 @@ def silu_and_mul(x: Tensor) -> Tensor:
     if num_tokens:
         block = min(1024, next_power_of_2(width))
         grid = (num_tokens, -(-width // block))
-        _silu_and_mul_kernel[grid](out, None, x, x.stride(0), width, BLOCK=block, LARGEST=0.0, num_warps=4, **overlap())
+        _silu_and_mul_kernel[grid](
+            out, None, None, None, None, x, x.stride(0), width,
+            BLOCK=block, LARGEST=0.0, GROUP=0, num_warps=4, **overlap(),
+        )  # fmt: skip
     return out
 
 
-def silu_and_mul_quantized(x: Tensor, fp8: torch.dtype) -> Quantized:
-    """Return what `silu_and_mul` does, in fp8."""
+def silu_and_mul_quantized(x: Tensor, to: Rounding) -> Quantized:
+    """Return what `silu_and_mul` does, rounded as `to` says."""
     num_tokens, width = x.shape[0], x.shape[1] // 2
-    out = empty_quantized(num_tokens, width, fp8, x.device)
+    out = empty_quantized(num_tokens, width, to, x.device)
     if num_tokens:
         block = next_power_of_2(width)
         _silu_and_mul_kernel[(num_tokens, 1)](
-            *out, x, x.stride(0), width, BLOCK=block, LARGEST=LARGEST[fp8], num_warps=warps_of_row(block), **overlap()
-        )
+            *row_arguments(out, to), x, x.stride(0), width,
+            BLOCK=block, LARGEST=LARGEST[to.dtype], GROUP=to.group, num_warps=warps_of_row(block), **overlap(),
+        )  # fmt: skip
     return out
 
 
@@ -65,5 +75,5 @@ def silu_and_mul_reference(x: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
-def silu_and_mul_quantized_reference(x: Tensor, fp8: torch.dtype) -> Quantized:
-    return quantize_per_token_reference(silu_and_mul_reference(x), fp8)
+def silu_and_mul_quantized_reference(x: Tensor, to: Rounding) -> Quantized:
+    return quantize_reference(silu_and_mul_reference(x), to)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels._triton import DEVICE_FAMILY, fp8_dtype
-from headrace.kernels.fp8 import Quantized, quantize_per_token_reference
+from headrace.kernels.fp8 import Quantized, Rounding, quantize_per_token_reference
 from headrace.kernels.moe import Experts, fused_moe_reference
 from headrace.kernels.moe_config import pick_moe_config
 from headrace.kernels.norm import HalfNormed, whole
@@ -127,33 +127,33 @@ def bits(x: Tensor) -> Tensor:
 # ---- norms, activation, fp8
 
 
-def rms_norm(make: Inputs, rows: int, weight: Tensor, eps: float = EPS, *fp8: torch.dtype) -> Cases:
-    """Make cases of rms_norm; with `fp8`, of rms_norm_quantized."""
+def rms_norm(make: Inputs, rows: int, weight: Tensor, eps: float = EPS, *to: Rounding) -> Cases:
+    """Make cases of rms_norm; with `to`, of rms_norm_quantized."""
     x, delta = (make.random(rows, weight.shape[0]) for _ in range(2))
-    bound = ROUNDED_FP8 if fp8 else ROUNDED[make.dtype]
-    yield Case(lambda kernel: kernel(x, weight, eps, *fp8), bound)
+    bound = ROUNDED_FP8 if to else ROUNDED[make.dtype]
+    yield Case(lambda kernel: kernel(x, weight, eps, *to), bound)
 
     def after_a_sum(kernel: Kernel) -> Any:
         total = x.clone()
-        return kernel(total, weight, eps, *fp8, delta), bits(total)
+        return kernel(total, weight, eps, *to, delta), bits(total)
 
     yield Case(after_a_sum, bound)
 
 
-def silu_and_mul(make: Inputs, rows: int, width: int, *fp8: torch.dtype) -> Cases:
+def silu_and_mul(make: Inputs, rows: int, width: int, *to: Rounding) -> Cases:
     x = make.random(rows, 2 * width) * 3
-    yield Case(lambda kernel: kernel(x, *fp8), ROUNDED_FP8 if fp8 else ROUNDED[make.dtype])
+    yield Case(lambda kernel: kernel(x, *to), ROUNDED_FP8 if to else ROUNDED[make.dtype])
 
 
-def quantize_per_token(make: Inputs, rows: int, width: int, fp8: torch.dtype) -> Cases:
+def quantize(make: Inputs, rows: int, width: int, to: Rounding) -> Cases:
     x = make.random(rows, width) * 3
-    yield Case(lambda kernel: kernel(x, fp8), ROUNDED_FP8)
+    yield Case(lambda kernel: kernel(x, to), ROUNDED_FP8)
 
 
 def fp8_linear(make: Inputs, rows: int, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Cases:
     bounds = FP8_SUMS if make.device.type == "cuda" else ROUNDED
     x = quantize_per_token_reference(make.random(rows, weight.shape[1]), make.fp8)
-    yield Case(lambda kernel: kernel(*x, weight, scales, bias, make.dtype), bounds[make.dtype])
+    yield Case(lambda kernel: kernel(x, weight, scales, bias, make.dtype), bounds[make.dtype])
 
 
 # ---- positions and the cache

@@ -349,7 +349,8 @@ def skinny_linear(
     if isinstance(x, HalfNormed):
         squares, x = x.squares, x.scaled
     elif isinstance(x, Quantized):
-        x, x_scale = x
+        x_scale = x.scales
+        x = x.values
     parts = 1 if squares is None else squares.shape[1]
     if residual is None:
         width = n // 2 if gated else n

@@ -343,7 +343,7 @@ def _by_tiles(
         (inner, x, w13, experts.w13_scale, True, _fit(config.up, n, hidden, w2)),
         (outer, inner, w2, experts.w2_scale, False, _fit(config.down, hidden, n, w2)),
     ):
-        values, x_scale = (source, None) if scale is None else quantize_per_token(source, weight.dtype)
+        values, x_scale, *_ = (source, None) if scale is None else quantize_per_token(source, weight.dtype)
         _tiles_kernel[(tiles * -(-target.shape[1] // tile.block_n),)](
             target, values, x_scale, weight, scale, routing.order, routing.tiles, tiles,
             N=target.shape[1], K=source.shape[1], TOP_K=experts.top_k, GATED=gated, BLOCK_M=config.block_m,

@@ -12,9 +12,11 @@ from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_
 from headrace.kernels.fp8 import (
     LARGEST,
     Quantized,
+    Rounding,
     empty_quantized,
-    quantize_per_token_reference,
+    quantize_reference,
     quantize_row,
+    row_arguments,
     warps_of_row,
 )
 
@@ -23,6 +25,9 @@ from headrace.kernels.fp8 import (
 def _rms_norm_kernel(
     out_ptr,
     scales_ptr,
+    zeros_ptr,
+    given_ptr,
+    bound_ptr,
     x_ptr,
     delta_ptr,
     weight_ptr,
@@ -31,9 +36,10 @@ def _rms_norm_kernel(
     eps,
     BLOCK: tl.constexpr,
     LARGEST: tl.constexpr,
+    GROUP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Norm a row; `out` is fp8 if there are `scales`. `delta`, contiguous, is first added to x."""
+    """Norm a row; `out` is quantized if there are `scales`. `delta`, contiguous, is first added to x."""
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -52,24 +58,28 @@ def _rms_norm_kernel(
     if scales_ptr is None:
         tl.store(out_ptr + row * hidden + columns, normed, mask=inside)
     else:
-        quantize_row(out_ptr, scales_ptr, normed.to(tl.float32), row, columns, inside, hidden, LARGEST)
+        quantize_row(
+            out_ptr, scales_ptr, zeros_ptr, given_ptr, bound_ptr, normed.to(tl.float32), row, columns, inside, hidden,
+            LARGEST, GROUP,
+        )  # fmt: skip
 
 
 def _launch(
-    out: Tensor,
-    scales: Tensor | None,
+    out: Tensor | Quantized,
     rows: Tensor,
     weight: Tensor,
     eps: float,
-    largest: float,
+    to: Rounding | None = None,
     delta: Tensor | None = None,
 ) -> None:
     if rows.shape[0]:
         hidden = rows.shape[1]
         block = next_power_of_2(hidden)
+        results = (out, None, None, None, None) if to is None or isinstance(out, Tensor) else row_arguments(out, to)
         _rms_norm_kernel[(rows.shape[0],)](
-            out, scales, rows, delta, weight, rows.stride(0), hidden, eps,
-            BLOCK=block, LARGEST=largest, num_warps=warps_of_row(block), **overlap(),
+            *results, rows, delta, weight, rows.stride(0), hidden, eps,
+            BLOCK=block, LARGEST=0.0 if to is None else LARGEST[to.dtype], GROUP=0 if to is None else to.group,
+            num_warps=warps_of_row(block), **overlap(),
         )  # fmt: skip
 
 
@@ -155,17 +165,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None)
     hidden = x.shape[-1]
     rows = x if x.dim() == 2 else x.reshape(-1, hidden)
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-    _launch(out, None, rows, weight, eps, 0.0, delta)
+    _launch(out, rows, weight, eps, None, delta)
     return out if x.dim() == 2 else out.view(x.shape)
 
 
-def rms_norm_quantized(
-    x: Tensor, weight: Tensor, eps: float, fp8: torch.dtype, delta: Tensor | None = None
-) -> Quantized:
-    """Return what `rms_norm` does for x [num_tokens, hidden], in fp8."""
+def rms_norm_quantized(x: Tensor, weight: Tensor, eps: float, to: Rounding, delta: Tensor | None = None) -> Quantized:
+    """Return what `rms_norm` does for x [num_tokens, hidden], rounded as `to` says."""
     num_tokens, hidden = x.shape
-    out = empty_quantized(num_tokens, hidden, fp8, x.device)
-    _launch(*out, x, weight, eps, LARGEST[fp8], delta)
+    out = empty_quantized(num_tokens, hidden, to, x.device)
+    _launch(out, x, weight, eps, to, delta)
     return out
 
 
@@ -184,6 +192,6 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, delta: Tensor | No
 
 
 def rms_norm_quantized_reference(
-    x: Tensor, weight: Tensor, eps: float, fp8: torch.dtype, delta: Tensor | None = None
+    x: Tensor, weight: Tensor, eps: float, to: Rounding, delta: Tensor | None = None
 ) -> Quantized:
-    return quantize_per_token_reference(rms_norm_reference(x, weight, eps, delta), fp8)
+    return quantize_reference(rms_norm_reference(x, weight, eps, delta), to)

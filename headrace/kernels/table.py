@@ -18,7 +18,7 @@ from headrace.kernels.norm import HalfNormed
 MODULES = {
     norm: ("rms_norm", "rms_norm_quantized"),
     activation: ("silu_and_mul", "silu_and_mul_quantized"),
-    fp8: ("quantize_per_token", "fp8_linear"),
+    fp8: ("quantize", "fp8_linear"),
     rotary: ("step_angles", "rotary_and_cache"),
     batch: ("copy_words", "scatter_words", "prepare_batch", "settle_lengths", "commit_tokens"),
     sampling: ("best_token", "gumbel_argmax"),
@@ -37,7 +37,7 @@ class KernelTable:
     rms_norm_quantized: Callable[..., fp8.Quantized]
     silu_and_mul: Callable[[Tensor], Tensor]
     silu_and_mul_quantized: Callable[..., fp8.Quantized]
-    quantize_per_token: Callable[..., fp8.Quantized]
+    quantize: Callable[..., fp8.Quantized]
     fp8_linear: Callable[..., Tensor]
     step_angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
     rotary_and_cache: Callable[..., Tensor]

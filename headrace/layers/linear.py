@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headrace.distributed.mesh import Group
 from headrace.errors import ConfigError
+from headrace.kernels.fp8 import Rounding
 from headrace.kernels.norm import HALF_NORMED_DTYPE, Unsummed
 from headrace.layers.layer import Layer
 from headrace.layers.norm import RMSNorm
@@ -71,6 +72,8 @@ class Linear(Layer):
         self.scheme: Scheme = unquantized()
         self.weights: dict[str, Tensor] = {}
         self.compute: Compute = _not_loaded
+        self.rounding: Rounding | None = None
+        """how the input is rounded, once finalized"""
 
     def attach(self, scheme: Scheme) -> None:
         """Let the weight have `scheme`."""
@@ -94,6 +97,7 @@ class Linear(Layer):
         self.fused = replace(self.fused, norm_weight=norm.weight.data, norm_eps=norm.eps, rms_norm=norm.rms_norm)
 
     def finalize(self) -> None:
+        self.rounding = self.scheme.product.rounding(self.spec, self.weights)
         if self.fused.addend is None:
             self.compute = self.scheme.product.finalize(self.spec, self.weights, self.fused)
         else:  # no format makes it in its own pass
@@ -103,7 +107,7 @@ class Linear(Layer):
             self.weights = {}  # stored in another form; on a GPU they stay, for the self-check
 
     def forward(self, x: Any) -> Any:
-        """Return the product. x may be Quantized as `input_dtype` says; so is the result if the activation makes it."""
+        """Return the product. x may be Quantized as `rounding` says; so is the result if the activation makes it."""
         return self.compute(x, None)
 
 

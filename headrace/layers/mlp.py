@@ -28,9 +28,9 @@ class GatedMLP(Layer):
     def finalize(self) -> None:
         """Let the activation give its output in the type that the second linear wants; called before theirs."""
         super().finalize()
-        wanted = self.down_proj.scheme.product.input_dtype(self.down_proj.spec)
+        wanted = self.down_proj.scheme.product.rounding(self.down_proj.spec, self.down_proj.weights)
         if wanted is not None:
-            quantized = partial(self.silu_and_mul_quantized, fp8=wanted)
+            quantized = partial(self.silu_and_mul_quantized, to=wanted)
             self.gate_up_proj.fused = replace(self.gate_up_proj.fused, activation=quantized)
 
     def forward(self, x: Any) -> Tensor | Pending:

@@ -232,10 +232,11 @@ def _match(slots: dict[str, Slot], files: list[Path], tied: bool) -> dict[str, W
 
 
 def _check(stored: StoredTensor, slot: Slot) -> None:
-    if stored.shape != slot.shape and not (slot.optional and slot.shape == (1,) and stored.shape == ()):
+    scalar = slot.optional and slot.shape == (1,) and stored.shape == ()
+    if stored.shape != slot.shape and stored.shape not in slot.shapes and not scalar:
         raise CheckpointError(
             f"tensor {stored.name!r} in {stored.file.name} has shape {list(stored.shape)}, "
-            f"config.json asks for {list(slot.shape)}"
+            f"config.json asks for {' or '.join(str(list(shape)) for shape in (slot.shape, *slot.shapes))}"
         )
     if stored.dtype not in slot.stored:
         raise CheckpointError(
@@ -252,11 +253,12 @@ def fill_with_dummies(slots: dict[str, Slot], seed: int) -> None:
             continue
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator(slot.destination.device).manual_seed(int.from_bytes(digest[:7], "little"))
-        if tuple(slot.destination.shape) == slot.shape and slot.store is None:
+        if tuple(slot.destination.shape) == slot.shape and slot.store is None and slot.dummy is None:
             _uniform(slot.destination, generator, slot.e8m0)
         else:
             whole = torch.empty(slot.shape, dtype=slot.dtype or slot.destination.dtype, device=slot.destination.device)
-            slot.put(_uniform(whole, generator, slot.e8m0)[slot.source])
+            whole = _uniform(whole, generator, slot.e8m0) if slot.dummy is None else whole.fill_(slot.dummy)
+            slot.put(whole[slot.source])
 
 
 def _uniform(tensor: Tensor, generator: torch.Generator, e8m0: bool) -> Tensor:
@@ -264,6 +266,8 @@ def _uniform(tensor: Tensor, generator: torch.Generator, e8m0: bool) -> Tensor:
         return tensor.fill_(127 + math.floor(math.log2(DUMMY_RANGE / 6)))
     if not tensor.is_floating_point():  # packed
         return tensor.random_(generator=generator)
+    if tensor.itemsize == 1:  # fp8, whose scales say what a dummy weight is
+        return tensor.copy_(torch.rand(tensor.shape, generator=generator, device=tensor.device).sub_(0.5))
     return tensor.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
 
 

@@ -55,7 +55,8 @@ class Wanted:
     @cached_property
     def source(self) -> tuple[slice, ...]:
         """The slice of the stored tensor, with a place for each dimension; a scalar has none."""
-        shape, source = self.stored.shape, self.slot.source
+        shape = self.stored.shape
+        source = self.slot.slices(shape) if self.slot.shapes else self.slot.source
         return (*source[: len(shape)], *(slice(0, size) for size in shape[len(source) :]))
 
     @cached_property

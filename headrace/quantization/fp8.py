@@ -1,9 +1,13 @@
-"""Serves fp8 (W8A8) made of 16- and 32-bit checkpoints as they load: weights in e4m3 with a scale a tensor of the
-checkpoint (`fp8`) or a scale an output (`ptpc_fp8`); activations with a scale a token, computed in every step.
+"""Serves weights and activations of 8 bits (W8A8) as products of narrow numbers: fp8 made of 16- and 32-bit checkpoints
+as they load, and fp8 and int8 (int8.py) that checkpoints hold (stored.py).
 
-A CPU has no fp8 arithmetic worth using: there weights and activations are rounded to fp8 and back, which gives a GPU's
-results (but that a GPU does not round a lone token's activations), and is no faster. A rank knows its own slice alone,
-and so scales are its own. Experts are stored in the same way; kernels/moe.py computes with them.
+Made at load, weights are e4m3 with a scale a tensor of the checkpoint (`fp8`) or a scale an output (`ptpc_fp8`), and
+activations have a scale a token, computed in every step.
+
+A CPU has no such arithmetic worth using: there weights and activations are rounded to 8 bits and back, which gives a
+GPU's results (but that a GPU does not round a lone token's activations), and is no faster. A rank knows its own slice
+alone, and so scales that are computed here are its own. Experts are stored in the same way; kernels/moe.py computes
+with them, and gives each token a scale of its own even where the checkpoint brings one for all.
 """
 
 from __future__ import annotations
@@ -18,21 +22,23 @@ from torch import Tensor
 
 from headrace.errors import ConfigError
 from headrace.kernels._triton import fp8_dtype
-from headrace.kernels.fp8 import Quantized, quantize_per_token_reference
+from headrace.kernels.fp8 import Quantized, Rounding, quantize_per_token_reference
 from headrace.kernels.table import KernelTable, select_kernels
 from headrace.quantization import gpu_linear
 from headrace.quantization.formats import WeightFormat
 from headrace.quantization.scheme import Compute, FusedOps, GemmTable, LinearSpec, Multiply, Part, Scheme, Slot, Weights
+from headrace.quantization.stored import AT_ONCE, NarrowLayout, Numbers, StoredLayout, widen
 from headrace.quantization.unquantized import PlainProduct, bias_slot, empty_bias, rows_of
 
 MULTIPLE = 16
 """Numbers of inputs and of outputs must be multiples of this, for the matrix units."""
-AT_ONCE = 1 << 22
-"""weights that are quantized at a time, since each takes a few float32 copies meanwhile"""
 
 
 class RoundedLayout:
     """Rounds an unquantized checkpoint while it loads; keeps `weight` [out, in] fp8 and `weight_scale` [out] fp32."""
+
+    numbers: Numbers = "fp8"
+    rounds = True
 
     def __init__(self, per_channel: bool) -> None:
         """Take a scale an output if `per_channel`, else one a tensor of the checkpoint, repeated for its outputs."""
@@ -64,55 +70,67 @@ class RoundedLayout:
             weight[rows] = quantized.values
             scales[rows] = quantized.scales[:, 0]
 
+    def rounding(self, spec: LinearSpec, weights: Weights) -> Rounding:
+        return Rounding(weights["weight"].dtype)
+
     def dequantize(self, spec: LinearSpec, weights: Weights) -> Weights:
-        narrow, scales = weights["weight"].flatten(0, -2), weights["weight_scale"].flatten()
-        weight = torch.empty(narrow.shape, dtype=spec.dtype, device=narrow.device)
-        step = max(1, AT_ONCE // narrow.shape[1])
-        for start in range(0, len(narrow), step):
-            rows = slice(start, start + step)
-            weight[rows] = narrow[rows].float() * scales[rows, None]
-        plain = {**weights, "weight": weight.view(weights["weight"].shape)}
-        del plain["weight_scale"]
-        return plain
+        return widen(spec, weights)
 
 
 class RoundingProduct:
-    """Rounds activations to fp8 with a scale a token, multiplies fp8 by fp8, and multiplies the sums by both scales."""
+    """Rounds activations to 8 bits as the layout says, multiplies narrow numbers, and multiplies the sums by both
+    scales."""
 
-    def __init__(self, layout: RoundedLayout) -> None:
+    def __init__(self, layout: NarrowLayout, made_at_load: bool = False) -> None:
         self.layout = layout
+        self.made_at_load = made_at_load
+        """Linears may stay unquantized, and a GPU without such arithmetic is refused."""
         self.plain = PlainProduct()
-        """multiplies what is rounded and widened again, on a CPU"""
+        """multiplies what is widened, on a CPU after rounding"""
         self.tables: dict[gpu_linear.Size, GemmTable] = {}
 
     def prepare(self, specs: list[LinearSpec], device: torch.device, kernels: KernelTable | None = None) -> None:
-        """Choose the kernels. Raises ConfigError on a GPU without fp8."""
-        self.fp8, self.emulates = fp8_dtype(device), device.type == "cpu"
+        """Choose the kernels. Raises ConfigError on a GPU without fp8, unless the checkpoint is in fp8."""
+        self.emulates = device.type == "cpu"
         self.kernels = kernels or select_kernels(device.type)
-        if self.emulates:
+        self.why_plain = "" if self.emulates else self._why_plain(device)
+        if self.emulates or self.why_plain:
             self.plain.prepare(specs, device)
-            return
+        elif not all(spec.batch_invariant for spec in specs) and self.layout.numbers == "fp8":
+            self.tables = gpu_linear.plan_all(specs, device, fp8_dtype(device))
+
+    def _why_plain(self, device: torch.device) -> str:
+        """Say why weights are widened at load on this GPU; "" if they are not."""
+        if not self.layout.rounds:
+            return "activations are not quantized"
         if not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 9):
             name = torch.cuda.get_device_name(device)
-            raise ConfigError(
-                f"quantization to fp8 needs a GPU of compute capability 8.9 or above, which {name} is not"
-            )
-        if not all(spec.batch_invariant for spec in specs):
-            self.tables = gpu_linear.plan_all(specs, device, self.fp8)
+            if self.made_at_load:
+                raise ConfigError(
+                    f"quantization to fp8 needs a GPU of compute capability 8.9 or above, which {name} is not"
+                )
+            return f"{name} has no fp8 arithmetic, which needs compute capability 8.9 or above"
+        return "" if self.layout.numbers == "fp8" else "a scale a block"
 
     def refusal(self, spec: LinearSpec) -> str:
-        sizes = {"inputs": spec.in_features, "outputs": spec.out_features}
-        odd = [f"{size} {name}" for name, size in sizes.items() if size % MULTIPLE]
-        return f"{' and '.join(odd)}, not a multiple of {MULTIPLE}" if odd else ""
+        return _odd_sizes(spec) if self.made_at_load else ""
 
-    def input_dtype(self, spec: LinearSpec) -> torch.dtype | None:
-        return self.fp8
+    def rounding(self, spec: LinearSpec, weights: Weights) -> Rounding | None:
+        return None if self._is_plain(spec) else self.layout.rounding(spec, weights)
 
     def table(self, spec: LinearSpec) -> GemmTable | None:
+        if self._is_plain(spec):
+            return self.plain.table(spec)
         return self.tables.get((1, spec.out_features, spec.in_features))
 
     def finalize(self, spec: LinearSpec, weights: Weights, fused: FusedOps) -> Compute:
-        quantize, multiply, table = self._quantize(fused), self._multiply(spec, weights), self.table(spec)
+        if self._is_plain(spec):
+            wide = self.layout.dequantize(spec, weights)
+            weights.clear()
+            weights.update(wide)
+            return self.plain.finalize(spec, wide, fused)
+        to = self.layout.rounding(spec, weights)
+        quantize, multiply, table = self._quantize(fused, to), self._multiply(spec, weights), self.table(spec)
 
         def rounding(x: Any) -> Tensor:
             return multiply(x if isinstance(x, Quantized) else quantize(x))
@@ -124,15 +142,23 @@ class RoundingProduct:
         return gpu_linear.by_table(*held, table, fused, many, quantize, spec.dtype)
 
     def widened(self, spec: LinearSpec, weights: Weights) -> Weights:
-        return self.layout.dequantize(spec, weights)
+        return weights if self._is_plain(spec) else self.layout.dequantize(spec, weights)
 
     def experts(self, spec: LinearSpec, weights: Weights) -> tuple[Tensor, Tensor | None]:
+        if self.why_plain or self.layout.numbers != "fp8":
+            return self.layout.dequantize(spec, weights)["weight"], None
         return weights["weight"], weights["weight_scale"]
 
-    def _quantize(self, fused: FusedOps) -> Callable[[Any], Quantized]:
+    def _is_plain(self, spec: LinearSpec) -> bool:
+        """Tell whether the linear's weights are widened at load, and its activations are not rounded."""
+        if not self.layout.rounds or self.why_plain:
+            return True
+        return not self.emulates and not self.made_at_load and bool(_odd_sizes(spec))
+
+    def _quantize(self, fused: FusedOps, to: Rounding) -> Callable[[Any], Quantized]:
         """Return the function that quantizes the input, and norms it in the same pass if that is fused."""
-        norm = fused.norm(partial(self.kernels.rms_norm_quantized, fp8=self.fp8))
-        return norm or partial(self.kernels.quantize_per_token, fp8=self.fp8)
+        norm = fused.norm(partial(self.kernels.rms_norm_quantized, to=to))
+        return norm or partial(self.kernels.quantize, to=to)
 
     def _multiply(self, spec: LinearSpec, weights: Weights) -> Multiply:
         dtype = spec.dtype
@@ -140,10 +166,29 @@ class RoundingProduct:
             multiply = self.plain.multiply(spec, self.layout.dequantize(spec, weights))
             return lambda x: multiply(x.dequantize(dtype))
         linear, held = self.kernels.fp8_linear, (weights["weight"], weights["weight_scale"], weights.get("bias"))
-        return lambda x: linear(*x, *held, dtype)
+        return lambda x: linear(x, *held, dtype)
+
+
+def _odd_sizes(spec: LinearSpec) -> str:
+    """Say which sizes the matrix units cannot take; "" if they can take both."""
+    sizes = {"inputs": spec.in_features, "outputs": spec.out_features}
+    odd = [f"{size} {name}" for name, size in sizes.items() if size % MULTIPLE]
+    return f"{' and '.join(odd)}, not a multiple of {MULTIPLE}" if odd else ""
 
 
 def fp8(format: WeightFormat, per_channel: bool) -> Scheme:
     """Return a new scheme for weights with a scale an output if `per_channel`, else a scale a tensor."""
     layout = RoundedLayout(per_channel)
+    return Scheme(format, layout, RoundingProduct(layout, made_at_load=True))
+
+
+def stored(
+    format: WeightFormat,
+    scale: str,
+    scale_name: str = "weight_scale",
+    activations: str = "token",
+    block: tuple[int, int] = (128, 128),
+) -> Scheme:
+    """Return a new scheme for weights that the checkpoint holds in e4m3, with tensors named as StoredLayout says."""
+    layout = StoredLayout(torch.float8_e4m3fn, scale, scale_name, activations, block)
     return Scheme(format, layout, RoundingProduct(layout))

@@ -148,7 +148,7 @@ def _library(x: Tensor, weight_dtype: torch.dtype, scales: Tensor | None) -> Cal
     if scales is None:
         return lambda weight: F.linear(x, weight)
     quantized = quantize_per_token(x, weight_dtype)
-    return lambda weight: fp8_linear(*quantized, weight, scales, None, x.dtype)
+    return lambda weight: fp8_linear(quantized, weight, scales, None, x.dtype)
 
 
 def _seconds(run: Callable[[Tensor], Tensor], weights: list[Tensor]) -> float:

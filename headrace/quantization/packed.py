@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.kernels.fp8 import Rounding
 from headrace.kernels.packed import PackedWeight
 from headrace.kernels.table import KernelTable
 from headrace.quantization.scheme import Compute, FusedOps, GemmTable, Layout, LinearSpec, Weights
@@ -46,7 +47,7 @@ class PackedProduct:
     def refusal(self, spec: LinearSpec) -> str:
         return ""
 
-    def input_dtype(self, spec: LinearSpec) -> torch.dtype | None:
+    def rounding(self, spec: LinearSpec, weights: Weights) -> Rounding | None:
         return None
 
     def table(self, spec: LinearSpec) -> GemmTable | None:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from headrace.kernels.fp8 import Rounding
 from headrace.kernels.gemm_config import GemmConfig
 from headrace.kernels.norm import Unsummed, whole
 from headrace.kernels.table import KernelTable
@@ -32,7 +33,7 @@ Compute = Callable[[Any, Tensor | None], Any]
 """(x [num_tokens, in_features], residual or None) -> the product with its fused operations; with a residual
 [num_tokens, out_features], the sum with it, written over it.
 
-x is a tensor or, if the product's `input_dtype` asked for it, Quantized; where the linear applies a norm first, x may
+x is a tensor or, if the product's `rounding` asked for it, Quantized; where the linear applies a norm first, x may
 also be HalfNormed or Unsummed (kernels/norm.py). The result is a tensor, or Quantized if the activation quantizes;
 where a norm follows, it may be HalfNormed or Unsummed."""
 
@@ -106,6 +107,18 @@ class Slot:
     """types that the tensor may have in the checkpoint, by their names in safetensors"""
     e8m0: bool = False
     """The bytes are scales 2 ** (byte - 127), of which 255 is NaN (OCP Microscaling Formats 1.0, 5.4.1)."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """further shapes that the whole tensor may have in the checkpoint; `store` is then given what `slices` says"""
+    dummy: float | None = None
+    """what dummy weights are filled with; None: random numbers"""
+
+    def slices(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
+        """Return the slice that this rank reads of a tensor of `shape`, one of `shapes`: as `source` says where its
+        first dimension is that of `shape`, and else all of it."""
+        if shape == self.shape:
+            return self.source
+        sliced = bool(shape) and shape[0] == self.shape[0]
+        return tuple(self.source[0] if sliced and place == 0 else slice(0, size) for place, size in enumerate(shape))
 
     def put(self, values: Tensor) -> None:
         """Write `values`, this rank's slice of the checkpoint's tensor."""
@@ -178,8 +191,8 @@ class Product(Protocol):
     def refusal(self, spec: LinearSpec) -> str:
         """Say why it cannot serve this linear, which then stays unquantized; "" if it can. May precede `prepare`."""
 
-    def input_dtype(self, spec: LinearSpec) -> torch.dtype | None:
-        """Return the type, with a scale a token, in which the linear's input is wanted; None: as it is."""
+    def rounding(self, spec: LinearSpec, weights: Weights) -> Rounding | None:
+        """Return how the linear wants its input rounded, given its loaded weights; None: not at all."""
 
     def table(self, spec: LinearSpec) -> GemmTable | None:
         """Return the table of the kernels for few tokens; None if the library serves any number of them."""
@@ -219,7 +232,7 @@ class Dequantized:
     def refusal(self, spec: LinearSpec) -> str:
         return ""
 
-    def input_dtype(self, spec: LinearSpec) -> torch.dtype | None:
+    def rounding(self, spec: LinearSpec, weights: Weights) -> Rounding | None:
         return None
 
     def table(self, spec: LinearSpec) -> GemmTable | None:

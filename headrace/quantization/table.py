@@ -34,6 +34,8 @@ SCHEMES = {
     "pack_quantized": SchemeEntry("headrace.quantization.packed_layouts", "pack_quantized"),
     "awq": SchemeEntry("headrace.quantization.packed_layouts", "awq"),
     "gptq": SchemeEntry("headrace.quantization.packed_layouts", "gptq"),
+    "fp8_stored": SchemeEntry("headrace.quantization.fp8", "stored"),
+    "int8": SchemeEntry("headrace.quantization.int8", "int8"),
 }
 """layout of a LinearFormat -> what serves it"""
 LAYOUTS = {

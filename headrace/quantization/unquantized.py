@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from headrace.kernels.fp8 import Rounding
 from headrace.kernels.matmul import matmul
 from headrace.kernels.table import KernelTable
 from headrace.quantization import gpu_linear
@@ -53,7 +54,7 @@ class PlainProduct:
     def refusal(self, spec: LinearSpec) -> str:
         return ""
 
-    def input_dtype(self, spec: LinearSpec) -> torch.dtype | None:
+    def rounding(self, spec: LinearSpec, weights: Weights) -> Rounding | None:
         return None
 
     def table(self, spec: LinearSpec) -> GemmTable | None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from headrace.attention.backend import Backend
 from headrace.kernels import cases
 from headrace.kernels.cases import ROUNDED, Case, Cases, Inputs, NewTokens, new_tokens
+from headrace.kernels.fp8 import Rounding
 from headrace.kernels.table import KernelTable
 from headrace.layers.attention import Attention
 from headrace.layers.linear import Linear
@@ -64,11 +65,10 @@ class Subject:
         last = {key(layer): layer for layer in self.layers(kind)}
         return [layer for layer in self.layers(kind) if layer is first[key(layer)] or layer is last[key(layer)]]
 
-    def fp8_linears(self) -> list[tuple[Linear, torch.dtype]]:
-        """Return the first and the last fp8 linear of each size, each with the type of its quantized input."""
+    def rounding_linears(self) -> list[tuple[Linear, Rounding]]:
+        """Return the first and the last linear of each size that rounds its input, each with how it does."""
         sized = self.ends(Linear, lambda layer: (layer.spec.in_features, layer.spec.out_features, layer.scheme))
-        wanted = [(layer, layer.scheme.product.input_dtype(layer.spec)) for layer in sized]
-        return [(layer, fp8) for layer, fp8 in wanted if fp8 is not None]
+        return [(layer, layer.rounding) for layer in sized if layer.rounding is not None]
 
     def attention_layers(self) -> list[Attention]:
         """Return one attention layer of each kind."""
@@ -129,9 +129,9 @@ def _rms_norm(subject: Subject) -> Cases:
 
 
 def _rms_norm_quantized(subject: Subject) -> Cases:
-    for layer, fp8 in subject.fp8_linears():
+    for layer, to in subject.rounding_linears():
         if (weight := layer.fused.norm_weight) is not None:
-            yield from cases.rms_norm(subject.inputs, 40, weight, layer.fused.norm_eps, fp8)
+            yield from cases.rms_norm(subject.inputs, 40, weight, layer.fused.norm_eps, to)
 
 
 def _silu_and_mul(subject: Subject) -> Cases:
@@ -140,19 +140,19 @@ def _silu_and_mul(subject: Subject) -> Cases:
 
 
 def _silu_and_mul_quantized(subject: Subject) -> Cases:
-    wanted = {id(layer): fp8 for layer, fp8 in subject.fp8_linears()}
+    wanted = {id(layer): to for layer, to in subject.rounding_linears()}
     for mlp in subject.layers(GatedMLP):
-        if (fp8 := wanted.get(id(mlp.down_proj))) is not None:
-            yield from cases.silu_and_mul(subject.inputs, 40, mlp.gate_up_proj.spec.out_features // 2, fp8)
+        if (to := wanted.get(id(mlp.down_proj))) is not None:
+            yield from cases.silu_and_mul(subject.inputs, 40, mlp.gate_up_proj.spec.out_features // 2, to)
 
 
-def _quantize_per_token(subject: Subject) -> Cases:
-    for size, fp8 in {layer.spec.in_features: fp8 for layer, fp8 in subject.fp8_linears()}.items():
-        yield from cases.quantize_per_token(subject.inputs, 40, size, fp8)
+def _quantize(subject: Subject) -> Cases:
+    for size, to in {layer.spec.in_features: to for layer, to in subject.rounding_linears()}.items():
+        yield from cases.quantize(subject.inputs, 40, size, to)
 
 
 def _fp8_linear(subject: Subject) -> Cases:
-    for layer, _ in subject.fp8_linears():
+    for layer, _ in subject.rounding_linears():
         if "weight_scale" in layer.weights:  # a CPU has no such arithmetic
             weights = layer.weights["weight"], layer.weights["weight_scale"], layer.weights.get("bias")
             for tokens in TOKENS:
@@ -211,7 +211,7 @@ KERNEL_CASES: dict[str, Callable[[Subject], Cases]] = {
     "rms_norm_quantized": _rms_norm_quantized,
     "silu_and_mul": _silu_and_mul,
     "silu_and_mul_quantized": _silu_and_mul_quantized,
-    "quantize_per_token": _quantize_per_token,
+    "quantize": _quantize,
     "fp8_linear": _fp8_linear,
     "step_angles": _step_angles,
     "rotary_and_cache": _rotary_and_cache,

@@ -23,10 +23,10 @@ from headrace.kernels.attention import paged_attention_reference
 from headrace.kernels.attention_config import AttentionPlan, by_copy_engine, plan_attention
 from headrace.kernels.cases import relative_error, written
 from headrace.kernels.decode import decode_attention_reference
-from headrace.kernels.fp8 import Quantized, quantize_per_token_reference
+from headrace.kernels.fp8 import Quantized, quantize_reference
 from headrace.kernels.gemm_config import BUCKETS
 from headrace.kernels.norm import HalfNormed, summed
-from headrace.kernels.rotary import quantize_reference
+from headrace.kernels.rotary import quantize_reference as quantize_cache
 from headrace.kernels.table import REFERENCE_KERNELS
 from headrace.layers.attention import Attention
 from headrace.layers.linear import Linear, RowParallelLinear
@@ -178,7 +178,7 @@ def _filled_cache(
     if scale is None:
         cache.copy_(content)
     else:
-        cache.copy_(quantize_reference(content, scale.view(2, 1, 1, 1, 1), cache.dtype))
+        cache.copy_(quantize_cache(content, scale.view(2, 1, 1, 1, 1), cache.dtype))
     table = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
     free = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(1)).int()
     for row, own in enumerate(free.split(needed)):
@@ -239,13 +239,12 @@ def _by_library(table: GemmTable, low: int, bucket: int) -> str:
 
 def _linear_error(subject: Subject, layers: list[Linear], tokens: int, table: GemmTable) -> float:
     """Compare the layers themselves with plain products of the same weights in float32; 0 where `table` leaves the
-    products to the library. The input of an fp8 linear is quantized already, hence normed too."""
+    products to the library. The input of a linear that rounds it is rounded already, hence normed too."""
     worst = 0.0
     for layer in layers if table[tokens] is not None else ():
         x: Any = subject.inputs.random(tokens, layer.spec.in_features)
-        fp8 = layer.scheme.product.input_dtype(layer.spec)
-        if fp8 is not None:
-            x = quantize_per_token_reference(x, fp8)
+        if layer.rounding is not None:
+            x = quantize_reference(x, layer.rounding)
         worst = max(worst, _error_of(subject, layer, x))
     return worst
 
@@ -275,7 +274,7 @@ def _half_normed(subject: Subject, layer: Linear, tokens: int) -> HalfNormed | N
     """Return what the linear before the norm of `layer` hands to it, if it leaves the norm for `layer` to finish."""
     weight, table = layer.fused.norm_weight, _table(layer)
     config = table[tokens] if table is not None and tokens < len(table) else None
-    if config is None or (config.block_m > 1 and layer.scheme.product.input_dtype(layer.spec) is not None):
+    if config is None or (config.block_m > 1 and layer.rounding is not None):
         return None  # it norms with a kernel of its own, which also quantizes
     for before in subject.layers(RowParallelLinear):
         left = before.fused.next_norm
@@ -307,7 +306,7 @@ def _reference(layer: Linear, x: Any) -> Tensor:
 
 def _fp8_checks(subject: Subject) -> Iterator[Check]:
     """Check what fp8 does to activations, size by size."""
-    for layer, _ in subject.fp8_linears():
+    for layer, _ in subject.rounding_linears():
         if layer.weights:
             name = f"fp8_linear_{layer.spec.out_features}x{layer.spec.in_features}"
             demote = partial(_without_fp8, subject, layer)
@@ -327,6 +326,7 @@ def _without_fp8(subject: Subject, wrong: Linear) -> str:
         same = (layer.spec.out_features, layer.spec.in_features) == (wrong.spec.out_features, wrong.spec.in_features)
         if same and layer.scheme is rounding:
             layer.weights, layer.scheme = rounding.product.widened(layer.spec, layer.weights), plain
+            layer.rounding = None
             compute = plain.product.finalize(layer.spec, layer.weights, layer.fused)
             layer.compute = _of_plain_inputs(compute, subject.dtype)
     return "linears over plain activations"

@@ -58,7 +58,7 @@ def step_checks(
 
 
 def _bound(subject: Subject) -> float:
-    coarse = subject.shape.dtype.itemsize == 1 or subject.fp8_linears() or subject.layers(SparseMoE)
+    coarse = subject.shape.dtype.itemsize == 1 or subject.rounding_linears() or subject.layers(SparseMoE)
     return COARSE if coarse else BOUND[subject.dtype]
 
 

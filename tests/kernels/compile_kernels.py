@@ -253,13 +253,19 @@ def compile_fp8(target):
     dtype = torch.float8_e4m3fnuz if target == "gfx942" else torch.float8_e4m3fn
     kernels = (fp8._quantize_kernel, norm._rms_norm_kernel, activation._silu_and_mul_kernel)
     known = {id(found) for kernel in kernels for found in compiled(kernel)}
-    for width in (4096, 14336, 28672):
+    pair, one = torch.zeros(2), torch.zeros(1)
+    ways = (
+        fp8.Rounding(dtype), fp8.Rounding(dtype, group=128), fp8.Rounding(dtype, given=pair),
+        fp8.Rounding(dtype, bound=one), fp8.Rounding(torch.int8), fp8.Rounding(torch.int8, given=pair, zeros=True),
+        fp8.Rounding(torch.int8, zeros=True),
+    )  # fmt: skip
+    for width, to in grid((4096, 14336, 28672), ways):
         x = torch.zeros(2, 2 * width, dtype=torch.bfloat16)
-        fp8.quantize_per_token(x[:, :width], dtype)
-        norm.rms_norm_quantized(x[:, :width], x[0, :width], 1e-5, dtype)
-        activation.silu_and_mul_quantized(x, dtype)
+        fp8.quantize(x[:, :width], to)
+        norm.rms_norm_quantized(x[:, :width], x[0, :width], 1e-5, to)
+        activation.silu_and_mul_quantized(x, to)
         for kernel in kernels:
-            report(f"fp8 {kernel.__name__} {width}", kernel, known)
+            report(f"quantized {kernel.__name__} {width}", kernel, known)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headrace.config import EngineConfig
 from headrace.distributed.mesh import Group
 from headrace.errors import ConfigError
-from headrace.kernels.fp8 import LARGEST, Quantized, quantize_per_token_reference
+from headrace.kernels.fp8 import LARGEST, Quantized, Rounding, quantize_per_token_reference
 from headrace.kernels.table import REFERENCE_KERNELS
 from headrace.layers.linear import Linear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from headrace.layers.norm import RMSNorm
@@ -127,7 +127,7 @@ def test_norm_and_activation_around_a_linear(emulates: bool, generator: torch.Ge
     norm = RMSNorm(64, 1e-5, REFERENCE_KERNELS, torch.float32)
     norm.create_weights(CPU)
     norm.weight.data.uniform_(0.5, 1.5, generator=generator)
-    activation = partial(REFERENCE_KERNELS.silu_and_mul_quantized, fp8=E4M3)
+    activation = partial(REFERENCE_KERNELS.silu_and_mul_quantized, to=Rounding(E4M3))
     layer = MergedColumnParallelLinear(64, {"a": 32, "b": 32}, ALONE, torch.float32, False, activation)
     layer.fuse_norm(norm)
     tensors = {f"{name}.weight": torch.randn(32, 64, generator=generator) * 0.2 for name in "ab"}

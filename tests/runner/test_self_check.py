@@ -39,7 +39,7 @@ PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1),
     SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=12, ignore_eos=True),
 ]
-FP8_KERNELS = {"rms_norm_quantized", "silu_and_mul_quantized", "quantize_per_token"}
+FP8_KERNELS = {"rms_norm_quantized", "silu_and_mul_quantized", "quantize"}
 
 
 def copied(name: str) -> Callable[..., Any]:
@@ -51,7 +51,7 @@ def copied(name: str) -> Callable[..., Any]:
 def disturbed(value: Any, factor: float) -> Any:
     """Everything in it off by a factor; integers by one."""
     if isinstance(value, Quantized):
-        return Quantized(value.values, value.scales * factor)
+        return value._replace(scales=value.scales * factor)
     if isinstance(value, tuple):
         return type(value)(disturbed(entry, factor) for entry in value)
     if not isinstance(value, Tensor):

@@ -163,7 +163,7 @@ def in_fp8(experts):
         weight = getattr(experts, name)
         sizes = torch.rand(weight.shape[:2]) * 2 + 0.1
         rows = (weight.float() * sizes[..., None]).flatten(0, 1)
-        values, scales = quantize_per_token_reference(rows, torch.float8_e4m3fn)
+        values, scales, *_ = quantize_per_token_reference(rows, torch.float8_e4m3fn)
         changed[name], changed[f"{name}_scale"] = values.view(weight.shape), scales.view(weight.shape[:2])
     return replace(experts, **changed)
 

@@ -1,0 +1,244 @@
+"""Reads weights that a checkpoint holds in 8 bits with their scales: fp8 (e4m3) and int8, of whichever tool."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from headrace.errors import ConfigError
+from headrace.kernels._triton import fp8_dtype
+from headrace.kernels.fp8 import Rounding
+from headrace.quantization.scheme import FLOATS, Layout, LinearSpec, Part, Slot, Weights
+from headrace.quantization.unquantized import bias_slot, empty_bias, rows_of
+
+Numbers = Literal["fp8", "fp8 blocks", "int8"]
+"""what a weight's numbers are; `fp8 blocks` have a scale a block, the others a scale an output"""
+AT_ONCE = 1 << 22
+"""weights that are converted at a time, since each takes a few float32 copies meanwhile"""
+DUMMY_SCALE = {"fp8": 2e-3, "fp8 blocks": 2e-3, "int8": 1e-5}
+"""of dummy weights, whose codes are random"""
+DUMMY_INPUT_SCALE = {"fp8": 0.02, "fp8 blocks": 0.02, "int8": 0.04}
+INTEGERS = ("I8", "U8", "I32", "I64", *FLOATS)
+"""types of zero points"""
+
+
+class NarrowLayout(Layout, Protocol):
+    """Keeps `weight` [out, in] in 8 bits, and `weight_scale` [out] fp32 or [row blocks, column blocks]."""
+
+    @property
+    def numbers(self) -> Numbers:
+        """What the weight's numbers are."""
+
+    @property
+    def rounds(self) -> bool:
+        """Whether activations are rounded."""
+
+    def rounding(self, spec: LinearSpec, weights: Weights) -> Rounding:
+        """Return how activations are rounded for a linear whose tensors are loaded."""
+
+
+@dataclass(frozen=True, eq=False)
+class StoredLayout:
+    """Keeps weights as the checkpoint has them.
+
+    Its tensors of a linear: `weight` [out, in]; its scale, a tensor, an output or a block, in any shape of so many
+    numbers; with static activations `input_scale` [1] and perhaps `input_zero_point` [1]; perhaps `input_scale_ub` [1].
+    A scale a tensor becomes a scale for each of its outputs, so that the parts of a fused linear keep their own. Of the
+    parts' input scales the largest counts, as in vLLM: they see the same activations.
+    """
+
+    dtype: torch.dtype
+    """float8_e4m3fn or int8"""
+    scale: str
+    """tensor, channel (an output) or block"""
+    scale_name: str
+    """weight_scale, or weight_scale_inv, which multiplies nonetheless"""
+    activations: str
+    """token (a scale a token), block (one for `block[1]` columns of a token), tensor (static) or none (not rounded)"""
+    block: tuple[int, int] = (128, 128)
+    """outputs and inputs that share a scale"""
+    symmetric: bool = True
+    """False: activations have zero points"""
+
+    def __post_init__(self) -> None:
+        known = {"scale": ("tensor", "channel", "block"), "activations": ("token", "block", "tensor", "none")}
+        for name, values in known.items():
+            if getattr(self, name) not in values:
+                raise ConfigError(
+                    f"{name} of 8-bit weights must be one of {', '.join(values)}; got {getattr(self, name)!r}"
+                )
+        if self.scale == "block" and (min(self.block) < 1 or self.block[1] & (self.block[1] - 1)):
+            raise ConfigError(
+                f"blocks of fp8 weights must be of 1 output or more and of inputs that are a power of 2 in number; "
+                f"got {list(self.block)}"
+            )
+
+    @property
+    def numbers(self) -> Numbers:
+        if self.dtype == torch.int8:
+            return "int8"
+        return "fp8 blocks" if self.scale == "block" else "fp8"
+
+    @property
+    def rounds(self) -> bool:
+        return self.activations != "none"
+
+    def create_weights(self, spec: LinearSpec, device: torch.device, experts: tuple[int, ...] = ()) -> Weights:
+        narrow = self.dtype if self.dtype == torch.int8 else fp8_dtype(device)
+        shape = (*experts, spec.out_features, spec.in_features)
+        scales = (
+            (
+                -(-spec.out_features // self.held_block(spec)[0]),
+                -(-(spec.in_features + self.shift(spec)) // self.block[1]),
+            )
+            if self.scale == "block"
+            else (spec.out_features,)
+        )
+        weights = {
+            "weight": torch.zeros(shape, dtype=torch.uint8, device=device).view(narrow),
+            "weight_scale": torch.zeros(*experts, *scales, device=device),
+            **empty_bias(spec, device),
+        }
+        if self.activations == "tensor":
+            weights["input_scale"] = torch.ones(*experts, len(spec.parts), device=device)
+            if not self.symmetric:
+                weights["input_zero_point"] = torch.zeros(*experts, len(spec.parts), device=device)
+        if self._may_be_bounded:
+            weights["input_scale_ub"] = torch.full((*experts, len(spec.parts)), math.inf, device=device)
+        return weights
+
+    def slots(self, spec: LinearSpec, weights: Weights) -> Iterator[tuple[Part, str, Slot]]:
+        for number, part in enumerate(spec.parts):
+            weight = weights["weight"][rows_of(part)]
+            store = partial(_store_as_fnuz, weight) if weight.dtype == torch.float8_e4m3fnuz else None
+            dtype, stored = (torch.float8_e4m3fn, ("F8_E4M3",)) if self.dtype != torch.int8 else (torch.int8, ("I8",))
+            yield (
+                part,
+                "weight",
+                Slot(part.shape, (part.rows, part.columns), weight, False, store, dtype, stored=stored),
+            )
+            yield part, self.scale_name, self._scale_slot(spec, part, weights)
+            for name in ("input_scale", "input_zero_point", "input_scale_ub"):
+                if name in weights:
+                    yield part, name, self._number_slot(name, weights[name][number : number + 1])
+            yield from bias_slot(spec, part, weights)
+
+    def rounding(self, spec: LinearSpec, weights: Weights) -> Rounding:
+        narrow = weights["weight"].dtype
+        if self.activations == "block":
+            return Rounding(narrow, self.block[1], self.shift(spec))
+        if self.activations == "tensor":
+            scale = weights["input_scale"] * _factor(narrow)
+            zero = weights.get("input_zero_point")
+            given = torch.stack((scale.amax(), torch.zeros_like(scale[0]))) if zero is None else _common(scale, zero)
+            return Rounding(narrow, given=given, zeros=zero is not None)
+        bound = weights["input_scale_ub"].amin(keepdim=True) if self._may_be_bounded else None
+        bounded = bound is not None and bool(bound.isfinite())
+        return Rounding(narrow, bound=bound if bounded else None, zeros=not self.symmetric)
+
+    def dequantize(self, spec: LinearSpec, weights: Weights) -> Weights:
+        if self.scale != "block":
+            return widen(spec, weights)
+        return widen(spec, weights, self.held_block(spec), self.shift(spec))
+
+    def held_block(self, spec: LinearSpec) -> tuple[int, int]:
+        """Return how many outputs and inputs share a scale here. Blocks of parts, and of a rank's slice of them, may
+        begin anywhere in our weight: as many outputs as divide all of their places share one."""
+        places = [place for part in spec.parts for place in (part.rows.start, part.offset)]
+        return math.gcd(self.block[0], *places), self.block[1]
+
+    def shift(self, spec: LinearSpec) -> int:
+        """Return how many inputs of the first block belong to another rank."""
+        return int(spec.parts[0].columns.start) % self.block[1] if "block" in (self.scale, self.activations) else 0
+
+    @property
+    def _may_be_bounded(self) -> bool:
+        return self.scale == "channel" and self.activations == "token" and self.dtype != torch.int8
+
+    def _scale_slot(self, spec: LinearSpec, part: Part, weights: Weights) -> Slot:
+        scales, rows, columns = weights["weight_scale"], part.rows, part.columns
+        factor, dummy = _factor(weights["weight"].dtype), DUMMY_SCALE[self.numbers]
+        if self.scale != "block":
+            mine, outputs = scales[rows_of(part)], part.shape[0]
+            store = partial(_store_scales, mine, factor)
+            shapes = ((outputs,), (), (1,), (1, 1))
+            source = (rows, slice(0, 1))
+            return Slot(
+                (outputs, 1), source, mine, store=store, dtype=torch.float32, stored=FLOATS, shapes=shapes, dummy=dummy
+            )
+        height, width = self.block
+        step = self.held_block(spec)[0]
+        first, count = part.offset // step, -(-(rows.stop - rows.start) // step)
+        source = _blocks(rows, height), _blocks(columns, width)
+        index = (rows.start + step * torch.arange(count, device=scales.device)) // height - source[0].start
+        mine = scales[first : first + count]
+        store = partial(_store_block_scales, mine, factor, index)
+        shape = -(-part.shape[0] // height), -(-part.shape[1] // width)
+        return Slot(shape, source, mine, store=store, dtype=torch.float32, stored=FLOATS, dummy=dummy)
+
+    def _number_slot(self, name: str, place: Tensor) -> Slot:
+        stored = INTEGERS if name == "input_zero_point" else FLOATS
+        dummy = DUMMY_INPUT_SCALE[self.numbers] if name == "input_scale" else 0.0
+        store = partial(_store_scales, place, 1.0)
+        optional, shapes = name == "input_scale_ub", ((), (1, 1))
+        return Slot(
+            (1,), (slice(0, 1),), place, optional, store, torch.float32, stored=stored, shapes=shapes, dummy=dummy
+        )
+
+
+def widen(spec: LinearSpec, weights: Weights, block: tuple[int, int] | None = None, shift: int = 0) -> Weights:
+    """Return the weights of a linear or of experts in the spec's type, with the bias. The scales are [..., out] or,
+    with `block`, [..., row blocks, column blocks]: row r and column c are in block (r // block[0], (c + shift) //
+    block[1])."""
+    narrow, scales = weights["weight"].flatten(0, -2), weights["weight_scale"]
+    (total, width), outputs = narrow.shape, weights["weight"].shape[-2]
+    weight = torch.empty(narrow.shape, dtype=spec.dtype, device=narrow.device)
+    step = max(1, AT_ONCE // width)
+    for start in range(0, total, step):
+        rows = slice(start, start + step)
+        if block is None:
+            scale = scales.flatten()[rows, None]
+        else:
+            row = torch.arange(start, min(start + step, total), device=narrow.device)
+            scale = scales.flatten(0, -2)[row // outputs * scales.shape[-2] + row % outputs // block[0]]
+            scale = scale.repeat_interleave(block[1], 1)[:, shift : shift + width]
+        weight[rows] = narrow[rows].float() * scale
+    bias = {"bias": weights["bias"]} if "bias" in weights else {}
+    return {"weight": weight.view(weights["weight"].shape), **bias}
+
+
+def _blocks(places: slice, size: int) -> slice:
+    """Return which blocks of so many places hold `places`."""
+    return slice(places.start // size, -(-places.stop // size))
+
+
+def _factor(narrow: torch.dtype) -> float:
+    """Return by how much scales grow, because e4m3fnuz reads the bits of e4m3fn as half as much."""
+    return 2.0 if narrow == torch.float8_e4m3fnuz else 1.0
+
+
+def _store_as_fnuz(place: Tensor, values: Tensor) -> None:
+    """Write the bits of e4m3fn, but for those of -0, which are NaN in e4m3fnuz."""
+    bits = values.view(torch.uint8).to(place.device)
+    place.view(torch.uint8).copy_(bits.masked_fill(bits == 128, 0))
+
+
+def _store_scales(place: Tensor, factor: float, values: Tensor) -> None:
+    place.copy_(values.flatten().to(place.device)).mul_(factor)
+
+
+def _store_block_scales(place: Tensor, factor: float, index: Tensor, values: Tensor) -> None:
+    place.copy_(values.to(place.device)[index]).mul_(factor)
+
+
+def _common(scales: Tensor, zeros: Tensor) -> Tensor:
+    """Return the scale and the zero point of a range that holds those of all parts."""
+    low, high = ((-128.0 - zeros) * scales).amin(), ((127.0 - zeros) * scales).amax()
+    scale = (high - low) / 255.0
+    return torch.stack((scale, (-128.0 - low / scale).round()))

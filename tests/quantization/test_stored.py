@@ -1,0 +1,256 @@
+"""Linears whose weights a checkpoint holds in 8 bits: beside the same arithmetic done in plain tensors, whole or as a
+rank holds them, fused or not, with scales of any shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.distributed.mesh import Group
+from headrace.errors import ConfigError
+from headrace.kernels.fp8 import Quantized, quantize_per_token_reference
+from headrace.layers.linear import Linear, MergedColumnParallelLinear, RowParallelLinear
+from headrace.quantization.formats import FORMATS
+from headrace.quantization.fp8 import stored
+from headrace.quantization.int8 import int8
+from headrace.quantization.scheme import Scheme
+
+CPU, E4M3 = torch.device("cpu"), torch.float8_e4m3fn
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(torch.seed() % 2**31)
+
+
+def fp8_scheme(scale: str, activations: str, block: tuple[int, int] = (128, 128)) -> Scheme:
+    return stored(FORMATS["fp8"], scale, "weight_scale_inv" if scale == "block" else "weight_scale", activations, block)
+
+
+def int8_scheme(scale: str, activations: str, symmetric: bool = True) -> Scheme:
+    return int8(FORMATS["int8"], scale, activations, symmetric)
+
+
+@dataclass
+class Part:
+    """One linear of a checkpoint, and what its weight stands for."""
+
+    tensors: dict[str, Tensor]
+    weight: Tensor
+
+
+def fp8_part(generator: torch.Generator, shape: tuple[int, int], scale: Tensor) -> Part:
+    codes = torch.randn(shape, generator=generator).mul_(100).clamp_(-448, 448).to(E4M3)
+    return Part({"weight": codes, "weight_scale": scale}, codes.float() * scale.reshape(-1, 1))
+
+
+def block_part(generator: torch.Generator, shape: tuple[int, int], block: tuple[int, int]) -> Part:
+    codes = torch.randn(shape, generator=generator).mul_(100).clamp_(-448, 448).to(E4M3)
+    scale = torch.rand([-(-size // step) for size, step in zip(shape, block, strict=True)], generator=generator) * 0.01
+    wide = scale.repeat_interleave(block[0], 0)[: shape[0]].repeat_interleave(block[1], 1)[:, : shape[1]]
+    return Part({"weight": codes, "weight_scale_inv": scale}, codes.float() * wide)
+
+
+def int8_part(generator: torch.Generator, shape: tuple[int, int], scale: Tensor) -> Part:
+    codes = torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8)
+    return Part({"weight": codes, "weight_scale": scale}, codes.float() * scale.reshape(-1, 1))
+
+
+def made(layer: Linear, scheme: Scheme, parts: dict[str, Part]) -> Linear:
+    """`layer` filled from whole tensors, as the loader does."""
+    layer.scheme = scheme
+    scheme.product.prepare([layer.spec], CPU)
+    layer.create_weights(CPU)
+    for path, slot in layer.slots("x.y").items():
+        name, tensor = path.removeprefix("x.").split(".")
+        if slot.destination is not None and (not slot.optional or tensor in parts[name].tensors):
+            values = parts[name].tensors[tensor]
+            assert tuple(values.shape) == slot.shape or tuple(values.shape) in slot.shapes
+            slot.put(values[slot.slices(tuple(values.shape))].to(slot.dtype or values.dtype))
+    layer.finalize()
+    return layer
+
+
+def rounded(x: Tensor, group: int = 0) -> Tensor:
+    """x in e4m3 and back, with a scale for each `group` columns."""
+    parts = x.split(group or x.shape[1], 1)
+    return torch.cat([quantize_per_token_reference(part, E4M3).dequantize(torch.float32) for part in parts], 1)
+
+
+def close(found: Any, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().amax()))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+def test_a_scale_a_tensor_of_each_part_of_a_fused_linear(shape: tuple[int, ...], generator: torch.Generator) -> None:
+    parts = {
+        name: fp8_part(generator, (size, 48), torch.rand(shape, generator=generator) + 0.1)
+        for name, size in (("a", 40), ("b", 24))
+    }
+    x = torch.randn(5, 48, generator=generator)
+    for rank in (0, 1):
+        layer = MergedColumnParallelLinear(48, {"a": 40, "b": 24}, Group(rank, 2), torch.float32, False)
+        out = made(layer, fp8_scheme("tensor", "token"), parts)(x)
+        mine = torch.cat([part.weight.chunk(2)[rank] for part in parts.values()])
+        close(out, rounded(x) @ mine.T)
+
+
+@pytest.mark.parametrize("shape", [(30,), (30, 1)], ids=str)
+def test_a_scale_an_output_on_the_ranks_of_a_row_parallel_linear(
+    shape: tuple[int, ...], generator: torch.Generator
+) -> None:
+    """Each rank rounds its own columns of a token, with a scale of its own."""
+    part = fp8_part(generator, (30, 70), torch.rand(shape, generator=generator) + 0.1)
+    part.tensors["bias"] = bias = torch.randn(30, generator=generator)
+    x, total = torch.randn(4, 70, generator=generator), torch.zeros(4, 30)
+    for rank, columns in enumerate((slice(0, 35), slice(35, 70))):
+        layer = RowParallelLinear(70, 30, Group(rank, 2), torch.float32, True)
+        layer.all_reduce = lambda out: out
+        out = made(layer, fp8_scheme("channel", "token"), {"y": part})(x[:, columns])
+        close(out, rounded(x[:, columns]) @ part.weight[:, columns].T + (bias if rank == 0 else 0.0))
+        total += out
+    assert float((total - bias - x @ part.weight.T).norm() / (x @ part.weight.T).norm()) < 0.045
+
+
+def test_static_scales_of_parts_give_way_to_the_largest(generator: torch.Generator) -> None:
+    parts = {name: fp8_part(generator, (16, 32), torch.tensor([0.3])) for name in "ab"}
+    parts["a"].tensors["input_scale"], parts["b"].tensors["input_scale"] = torch.tensor(0.002), torch.tensor([0.005])
+    x = torch.randn(50, 32, generator=generator) * 2  # a few numbers beyond 448 * 0.005
+    layer = MergedColumnParallelLinear(32, {"a": 16, "b": 16}, Group(0, 1), torch.float32, False)
+    out = made(layer, fp8_scheme("tensor", "tensor"), parts)(x)
+    coarse = (x / 0.005).clamp(-448, 448).to(E4M3).float() * 0.005
+    assert float(x.abs().amax()) > 448 * 0.005
+    close(out, coarse @ torch.cat([part.weight for part in parts.values()]).T)
+
+
+def test_numbers_beyond_a_bound_are_cut_off(generator: torch.Generator) -> None:
+    part = fp8_part(generator, (16, 32), torch.full((16, 1), 0.3))
+    part.tensors["input_scale_ub"] = torch.tensor(2.0)
+    x = torch.randn(9, 32, generator=generator) * torch.logspace(-1, 1, 9)[:, None]
+    out = made(
+        RowParallelLinear(32, 16, Group(0, 1), torch.float32, False), fp8_scheme("channel", "token"), {"y": part}
+    )
+    close(out(x), rounded(x.clamp(-2.0, 2.0)) @ part.weight.T)
+
+
+@pytest.mark.parametrize("block", [(128, 128), (16, 32)], ids=str)
+def test_blocks_that_parts_and_ranks_cut_anywhere(block: tuple[int, int], generator: torch.Generator) -> None:
+    """Parts have rows of blocks of their own; a rank's rows begin within one; the last blocks are smaller."""
+    sizes = {"a": 300, "b": 28}
+    parts = {name: block_part(generator, (size, 200), block) for name, size in sizes.items()}
+    x = torch.randn(3, 200, generator=generator)
+    for rank in (0, 1):
+        layer = MergedColumnParallelLinear(200, sizes, Group(rank, 2), torch.float32, False)
+        out = made(layer, fp8_scheme("block", "block", block), parts)(x)
+        mine = torch.cat([part.weight.chunk(2)[rank] for part in parts.values()])
+        close(out, rounded(x, block[1]) @ mine.T)
+
+
+def test_blocks_of_a_row_parallel_linear_are_those_of_the_whole(generator: torch.Generator) -> None:
+    """Also of activations: ranks together compute what one alone does, wherever they cut columns."""
+    part = block_part(generator, (40, 600), (128, 128))
+    x, total = torch.randn(3, 600, generator=generator), torch.zeros(3, 40)
+    for rank in (0, 1, 2):
+        layer = RowParallelLinear(600, 40, Group(rank, 3), torch.float32, False)
+        layer.all_reduce = lambda out: out
+        columns = slice(200 * rank, 200 * rank + 200)
+        groups = torch.zeros_like(x)
+        groups[:, columns] = x[:, columns]
+        out = made(layer, fp8_scheme("block", "block"), {"y": part})(x[:, columns])
+        close(out, rounded(groups, 128) @ part.weight.T)
+        total += out
+    assert float((total - x @ part.weight.T).norm() / (x @ part.weight.T).norm()) < 0.045
+
+
+@pytest.mark.parametrize("scale", ["tensor", "channel"])
+def test_int8_with_a_scale_a_token(scale: str, generator: torch.Generator) -> None:
+    scales = torch.rand(() if scale == "tensor" else (30, 1), generator=generator) * 0.01
+    part = int8_part(generator, (30, 70), scales)
+    x = torch.randn(6, 70, generator=generator)
+    out = made(RowParallelLinear(70, 30, Group(0, 1), torch.float32, False), int8_scheme(scale, "token"), {"y": part})
+    step = x.abs().amax(1, keepdim=True) / 127
+    close(out(x), (x / step).round() * step @ part.weight.T)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_int8_with_a_static_scale(symmetric: bool, generator: torch.Generator) -> None:
+    part = int8_part(generator, (30, 70), torch.rand(30, 1, generator=generator) * 0.01)
+    part.tensors["input_scale"], zero = torch.tensor([0.02]), 0.0 if symmetric else -40.0
+    x = torch.randn(60, 70, generator=generator) + (0 if symmetric else 1)
+    if not symmetric:
+        part.tensors["input_zero_point"] = torch.tensor([-40], dtype=torch.int8)
+    scheme = int8_scheme("channel", "tensor", symmetric)
+    out = made(RowParallelLinear(70, 30, Group(0, 1), torch.float32, False), scheme, {"y": part})
+    codes = ((x / 0.02).round() + zero).clamp(-127 if symmetric else -128, 127)
+    close(out(x), (codes - zero) * 0.02 @ part.weight.T)
+
+
+def test_zero_points_of_parts_give_way_to_a_range_that_holds_both(generator: torch.Generator) -> None:
+    parts = {name: int8_part(generator, (16, 32), torch.tensor(0.01)) for name in "ab"}
+    for name, scale, zero in (("a", 0.01, -128), ("b", 0.02, 0)):  # 0 to 2.55, and -2.56 to 2.54
+        parts[name].tensors |= {"input_scale": torch.tensor(scale), "input_zero_point": torch.tensor([zero])}
+    layer = MergedColumnParallelLinear(32, {"a": 16, "b": 16}, Group(0, 1), torch.float32, False)
+    x = torch.rand(50, 32, generator=generator) * 5.1 - 2.55
+    out = made(layer, int8_scheme("tensor", "tensor", False), parts)(x)
+    exact = x @ torch.cat([part.weight for part in parts.values()]).T
+    assert float((out - exact).norm() / exact.norm()) < 0.006
+
+
+def test_int8_with_a_scale_and_a_zero_point_a_token(generator: torch.Generator) -> None:
+    part = int8_part(generator, (30, 70), torch.tensor([0.01]))
+    x = torch.rand(20, 70, generator=generator) + torch.linspace(-1, 1, 20)[:, None]
+    scheme = int8_scheme("tensor", "token", False)
+    out = made(RowParallelLinear(70, 30, Group(0, 1), torch.float32, False), scheme, {"y": part})
+    exact = x @ part.weight.T
+    assert float((out(x) - exact).norm() / exact.norm()) < 0.005
+
+
+def test_weights_alone_are_plain_ones(generator: torch.Generator) -> None:
+    part = fp8_part(generator, (16, 32), torch.rand(16, generator=generator))
+    x = torch.randn(9, 32, generator=generator)
+    out = made(RowParallelLinear(32, 16, Group(0, 1), torch.float32, False), fp8_scheme("channel", "none"), {"y": part})
+    close(out(x), x @ part.weight.T)
+
+
+def test_nan_and_infinity_do_not_become_numbers(generator: torch.Generator) -> None:
+    for scheme, part in (
+        (fp8_scheme("tensor", "token"), fp8_part(generator, (16, 32), torch.tensor(1.0))),
+        (int8_scheme("tensor", "token"), int8_part(generator, (16, 32), torch.tensor(1.0))),
+    ):
+        layer = made(RowParallelLinear(32, 16, Group(0, 1), torch.float32, False), scheme, {"y": part})
+        x = torch.randn(3, 32, generator=generator)
+        x[0, 3], x[1, 5] = float("nan"), float("inf")
+        finite = layer(x).isfinite().all(1)
+        assert finite.tolist() == [False, False, True]
+
+
+def test_experts_have_scales_an_output_or_are_widened(generator: torch.Generator) -> None:
+    layer = RowParallelLinear(70, 30, Group(0, 1), torch.float32, False)
+    for scheme, narrow in ((fp8_scheme("tensor", "tensor"), True), (fp8_scheme("block", "block"), False)):
+        scheme.product.prepare([], CPU)
+        weights = scheme.layout.create_weights(layer.spec, CPU, (3,))
+        wanted = []
+        for expert in range(3):
+            part = block_part(generator, (30, 70), (128, 128))
+            part.tensors |= {"weight_scale": part.tensors["weight_scale_inv"], "input_scale": torch.tensor(0.1)}
+            one = {name: tensor[expert] for name, tensor in weights.items()}
+            for _, name, slot in scheme.layout.slots(layer.spec, one):
+                slot.put(part.tensors[name])
+            wanted.append(part.weight)
+        weight, scales = scheme.product.experts(layer.spec, weights)
+        assert (weight.dtype == E4M3) == narrow
+        held = (
+            weight if scales is None else Quantized(weight.flatten(0, 1), scales.view(-1, 1)).dequantize(torch.float32)
+        )
+        assert torch.equal(held.view(3, 30, 70), torch.stack(wanted))
+
+
+def test_what_no_such_checkpoint_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"blocks of fp8 weights .* got \[128, 96\]"):
+        fp8_scheme("block", "block", (128, 96))
+    with pytest.raises(ConfigError, match="scale of 8-bit weights must be one of tensor, channel, block"):
+        fp8_scheme("row", "token")
