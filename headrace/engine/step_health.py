@@ -27,15 +27,12 @@ class StepHealth:
         """What is wrong, for /health; empty while the engine is healthy."""
         self._dtype = dtype
         self._failures = 0
+        self._told = False
+        """whether the log names float16 as a likely cause already"""
 
     def finished(self, result: RunnerOutput) -> None:
         """Take the result of a step. One that samples nothing, as a part of a prompt does, counts neither way."""
         if not result.token_ids:
-            return
-        if any(token != LOGITS_NOT_FINITE for token in result.token_ids):
-            if self.problem:
-                logger.info("steps succeed again; /health is green")
-            self._failures, self.problem = 0, ""
             return
         overflow = (
             "; the engine computes in float16, whose largest number is 65504: a model trained in bfloat16 often "
@@ -43,6 +40,14 @@ class StepHealth:
             if self._dtype == "float16"
             else ""
         )
+        if overflow and not self._told and LOGITS_NOT_FINITE in result.token_ids:
+            self._told = True
+            logger.error("a request got NaN or Inf logits%s", overflow)
+        if any(token != LOGITS_NOT_FINITE for token in result.token_ids):
+            if self.problem:
+                logger.info("steps succeed again; /health is green")
+            self._failures, self.problem = 0, ""
+            return
         self._count(f"the model gave every request NaN or Inf logits{overflow}")
 
     def failed(self, error: Exception) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from headrace import model_spec
 from headrace.attention.metadata import AttentionMetadata
 from headrace.attention.spec import AttentionSpec
+from headrace.errors import CheckpointError
 from headrace.layers.context import LayerContext
 from headrace.layers.layer import Layer, empty_parameter
 from headrace.layers.linear import QKVParallelLinear, RowParallelLinear
@@ -28,15 +29,27 @@ KV_SCALE_NAMES = {
     "v_proj.v_scale": (1, 2),
     "k_proj.output_scale": (0, 1),
     "v_proj.output_scale": (1, 2),
+    "qkv_proj.k_scale": (0, 1),
+    "qkv_proj.v_scale": (1, 2),
     "attn.k_scale": (0, 1),
     "attn.v_scale": (1, 2),
     "k_scale": (0, 1),
     "v_scale": (1, 2),
     "kv_scale": (0, 2),
-    **dict.fromkeys(("q_scale", "attn.q_scale", "q_proj.q_scale", "q_proj.output_scale", "prob_scale"), (0, 0)),
+    **dict.fromkeys(
+        ("q_scale", "attn.q_scale", "q_proj.q_scale", "q_proj.output_scale", "prob_scale", "prob_output_scale"), (0, 0)
+    ),
 }
 """names of an fp8 cache's scales in checkpoints, next to the layer's weights -> which of (K, V) they are for. (0, 0):
 queries or probabilities, which are not quantized here"""
+
+
+def _take_scale(name: str, place: Tensor, values: Tensor) -> None:
+    """Write a checkpoint's scale to `place`; of scales a head, which the cache does not have, the largest. Raises
+    CheckpointError for one that is not positive and finite."""
+    if not bool(((values > 0) & values.isfinite()).all()):
+        raise CheckpointError(f"tensor {name!r} must be positive and finite, got {values.flatten().tolist()}")
+    place.fill_(values.float().max())
 
 
 class Attention(Layer):
@@ -69,6 +82,8 @@ class Attention(Layer):
             self.sink_slot = (mixer.num_heads,), (slice(first, first + spec.num_heads),)
         self.eps = eps
         self.spec = spec
+        self.kv_heads = mixer.num_kv_heads
+        """on all ranks"""
         self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         self.rotary_and_cache = context.kernels.rotary_and_cache
         self.attend = context.backend.forward
@@ -84,9 +99,12 @@ class Attention(Layer):
 
     def slots(self, path: str) -> dict[str, Slot]:
         found = super().slots(path)
+        heads = self.kv_heads
+        shapes = ((heads,), (heads, 1), (heads, 1, 1))
         for name, (first, last) in KV_SCALE_NAMES.items():
             place = None if self.kv_scale is None or first == last else self.kv_scale[first:last]
-            found[f"{path}.{name}"] = Slot((1,), (), place, optional=True)
+            store = None if place is None else partial(_take_scale, f"{path}.{name}", place)
+            found[f"{path}.{name}"] = Slot((1,), (slice(0, 1),), place, True, store, shapes=shapes)
         if self.sinks is not None:
             found[f"{path}.sinks"] = Slot(*self.sink_slot, self.sinks)
         return found

@@ -68,7 +68,9 @@ def checkpoint_files(folder: Path) -> list[Path]:
         pickled = sorted(path.name for path in folder.glob("*.bin")) + sorted(
             path.name for path in folder.glob("*.pt*")
         )
+        packed = sorted(path.name for path in folder.glob("*.gguf"))
         hint = f" (found {pickled[0]}: pickled weights are not read; convert them to safetensors)" if pickled else ""
+        hint = f" (found {packed[0]}: GGUF is not read; take the model's safetensors)" if packed else hint
         raise CheckpointError(f"{folder} holds no .safetensors file{hint}")
     return files
 

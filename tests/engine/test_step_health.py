@@ -56,3 +56,9 @@ def test_steps_that_sample_nothing_show_nothing() -> None:
 def test_float16_is_named_as_a_likely_cause() -> None:
     assert "--dtype bfloat16" in after(*[BROKEN] * 3, dtype="float16")
     assert "float16" not in after(*[RuntimeError()] * 3, dtype="float16")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_float16_is_named_at_once_and_once(dtype: str, caplog: pytest.LogCaptureFixture) -> None:
+    after(sampled(LOGITS_NOT_FINITE, 5), sampled(5), sampled(LOGITS_NOT_FINITE), dtype=dtype)
+    assert sum("--dtype bfloat16" in line for line in caplog.messages) == (dtype == "float16")

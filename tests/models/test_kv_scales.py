@@ -68,6 +68,7 @@ NAMES = [
     ("k_proj.k_scale", "v_proj.v_scale"),
     ("k_proj.output_scale", "v_proj.output_scale"),
     ("attn.k_scale", "attn.v_scale"),
+    ("qkv_proj.k_scale", "qkv_proj.v_scale"),
     ("k_scale", "v_scale"),
     ("kv_scale", "kv_scale"),
 ]
@@ -165,11 +166,21 @@ def test_dummy_weights_are_served(kind: str, folder: Path) -> None:
     assert "moves hidden states by 0.0%" in settle_kv_scales(found, calculate=True).note
 
 
-@pytest.mark.parametrize("bad", [0.0, -1.0, float("inf")])
+@pytest.mark.parametrize("shape", [(2,), (2, 1), (2, 1, 1)])
+def test_of_scales_a_head_the_largest_counts(shape: tuple[int, ...], folder: Path, tmp_path: Path) -> None:
+    scales = {"k_scale": torch.tensor([0.05, 0.08]).view(shape), "v_scale": torch.tensor([0.03, 0.02]).view(shape)}
+    tensors = {
+        f"model.layers.{layer}.self_attn.{name}": one.clone() for layer in (0, 1) for name, one in scales.items()
+    }
+    found = calibration(with_tensors(folder, tmp_path / "model", tensors), "fp8_e4m3")
+    torch.testing.assert_close(torch.stack(found.scales()), torch.tensor([[0.08, 0.03]] * 2))
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("inf"), float("nan")])
 def test_scales_that_cannot_be(bad: float, folder: Path, tmp_path: Path) -> None:
     model = with_tensors(folder, tmp_path / "model", {"model.layers.1.self_attn.v_scale": torch.tensor(bad)})
-    with pytest.raises(CheckpointError, match=f"positive and finite, got .*{bad}"):
-        settle_kv_scales(calibration(model, "fp8_e4m3"), calculate=True)
+    with pytest.raises(CheckpointError, match=rf"'model.layers.1.self_attn.v_scale' .*finite, got \[{bad}\]"):
+        calibration(model, "fp8_e4m3")
 
 
 def test_outliers_in_k_are_refused_naming_what_can_hold_them(folder: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from headrace.distributed.mesh import Group, Mesh
 from headrace.errors import CheckpointError
 from headrace.model_config import ModelConfig
 from headrace.models import loader
-from headrace.models.checkpoint import stored_tensors
+from headrace.models.checkpoint import checkpoint_files, stored_tensors
 from headrace.models.finite import CHUNK, FiniteCheck
 from headrace.models.loader import fill_from_checkpoint, load_model
 from headrace.quantization.scheme import Slot
@@ -231,6 +231,12 @@ def test_a_folder_in_place_of_weights(folder: Path) -> None:
     (folder / "model.safetensors").mkdir()
     with pytest.raises(CheckpointError, match=r"model\.safetensors is no file"):
         logits(folder)
+
+
+def test_gguf_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tiny-Q4_K_M.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"no \.safetensors file \(found tiny-Q4_K_M\.gguf: GGUF is not read"):
+        checkpoint_files(tmp_path)
 
 
 def test_pickled_weights_are_never_read(folder: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -443,3 +445,14 @@ def test_every_method_is_tried() -> None:
     tried = {case["quant_method"] for case, _ in CASES.values()}
     assert {*METHODS} - tried == {"gptq_v2", "modelopt_fp4", "modelopt_mixed"}, "words for others' fields"
     assert LinearFormat() == UNQUANTIZED
+
+
+def test_modelopts_older_exports_keep_it_in_a_file_beside(tmp_path: Path) -> None:
+    raw = {name: value for name, value in model(None).raw.items() if name != "quantization_config"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    assert read_format(ModelConfig.from_folder(tmp_path).quantization).default.layout == "fp8_stored"
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "quantization_config": CASES["awq"][0]}))
+    assert read_format(ModelConfig.from_folder(tmp_path).quantization).method == "awq"
+    old_name = {**raw, "compression_config": CASES["w4a16"][0]}
+    assert read_format(ModelConfig.from_dict(old_name).quantization).method == "compressed-tensors"
