@@ -70,14 +70,14 @@ def rope_table(positions: int, dim: int) -> Tensor:
 class PagedBatch:
     """Holds requests with `counts` new tokens and `lengths` keys each, in blocks scattered over the cache.
 
-    The first `decodes` run one token each. Behind each request's last key a 16-bit cache holds NaN; unused entries of
-    the block table name blocks of other requests. With `layers`, the cache is the last of so many layers that follow
-    each other in a block, the others full of NaN.
+    The first `decodes` run one token each. `sinks`: each head has a logit besides its keys'. Behind each request's last
+    key a 16-bit cache holds NaN; unused entries of the block table name blocks of other requests. With `layers`, the
+    cache is the last of so many layers that follow each other in a block, the others full of NaN.
     """
 
     def __init__(
         self, counts: list[int], lengths: list[int], heads: Heads, block_size: int = 16, decodes: int = 0,
-        dtype: torch.dtype = PLAIN, cache_dtype: torch.dtype | None = None, layers: int = 0,
+        dtype: torch.dtype = PLAIN, cache_dtype: torch.dtype | None = None, layers: int = 0, sinks: bool = False,
     ) -> None:  # fmt: skip
         num_heads, kv_heads, dim = heads
         self.heads, self.counts, self.lengths, self.decodes = heads, counts, lengths, decodes
@@ -103,6 +103,7 @@ class PagedBatch:
         starts = ints([0, *itertools.accumulate(counts)])
         self.sequences = Sequences(table, rows, starts, ints(lengths))
         self.scale = dim**-0.5
+        self.sinks = 2 * randn(num_heads, dtype=dtype) if sinks else None
 
     @property
     def element_size(self) -> int:
@@ -136,13 +137,15 @@ class PagedBatch:
         """Run paged attention, over `cache` in place of the batch's own."""
         return paged_attention(
             self.q, self.cache if cache is None else cache, self.sequences, self.scale, window, self.kv_scale, out,
-            plan=plan, unpacked=unpacked,
+            self.sinks, plan=plan, unpacked=unpacked,
         )  # fmt: skip
 
     def reference(self, window: int | None = None) -> Tensor:
         """Run the reference in fp32."""
         cache = self.cache.float() if self.kv_scale is None else self.cache
-        return paged_attention_reference(self.q.float(), cache, self.sequences, self.scale, window, self.kv_scale)
+        return paged_attention_reference(
+            self.q.float(), cache, self.sequences, self.scale, window, self.kv_scale, sinks=self.sinks
+        )
 
     def unpacked(self, plan: AttentionPlan) -> UnpackedCache | None:
         """Return a 16-bit cache of NaN, as large as the plan unpacks an fp8 cache to; None where it does not."""
@@ -158,13 +161,14 @@ class PagedBatch:
         tickets = torch.zeros(len(self.counts) * self.heads[1], dtype=torch.int32, device=DEVICE)
         return *split_qkv(len(self.counts), self.heads, self.q.dtype), rope_table(8192, self.heads[2]), tickets
 
-    def decode(self, cache: Tensor, config: AttentionConfig | None = None) -> Tensor:
+    def decode(self, cache: Tensor, config: AttentionConfig | None = None, window: int | None = None) -> Tensor:
         """Run the fused decode kernel (rotary, write and attention) on new tokens. It writes into `cache`."""
-        planned, splits = plan_decode(len(self.counts), *self.heads, self.element_size, DEVICE_FAMILY, num_sms())
+        sizes = (len(self.counts), *self.heads, self.element_size, DEVICE_FAMILY, num_sms())
+        planned, splits = plan_decode(*sizes, window)
         q, k, v, angles, tickets = self.new_tokens
         return decode_attention(
-            q, k, v, angles, cache, self.sequences, tickets, self.scale, config or planned, splits,
-            kv_scale=self.kv_scale,
+            q, k, v, angles, cache, self.sequences, tickets, self.scale, config or planned, splits, window,
+            kv_scale=self.kv_scale, sinks=self.sinks,
         )  # fmt: skip
 
     def copies(self) -> list[Tensor]:
