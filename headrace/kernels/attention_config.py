@@ -218,6 +218,10 @@ ALONE_DECODES: dict[tuple[str, int, int], AttentionConfig] = {
     # like FEW_DECODES, for so few that all of a long context's parts are on the chip at once
     ("cuda", 2, 128): AttentionConfig(16, 64, 4, 2, early_keys=True),
 }
+WINDOW_DECODES: dict[tuple[str, int, int], AttentionConfig] = {
+    # like FEW_DECODES, for windows of at most one tile of keys, which is all that a program waits for
+    ("cuda", 2, 64): AttentionConfig(16, 128, 4, 2, early_keys=True),
+}
 ALONE_PROGRAMS = 16
 """requests times KV heads up to which ALONE_DECODES serves"""
 DECODES_PER_SM = 16
@@ -241,6 +245,9 @@ def plan_decode(
         few = FEW_DECODES.get(key, config)
         if programs <= ALONE_PROGRAMS:
             few = ALONE_DECODES.get(key, few)
+        one_tile = WINDOW_DECODES.get(key, few)
+        if window is not None and window <= one_tile.block_n:
+            few = one_tile
         config = replace(few, block_m=config.block_m)
     splits = max(1, min(DECODES_PER_SM * num_sms // programs, MAX_SPLITS))
     if window is not None:  # its keys in the cache: all but the new one

@@ -125,8 +125,9 @@ def test_plans_fill_the_chip_and_no_more():
 
 def test_a_window_needs_no_more_parts_than_it_has_keys_for():
     config, splits = plan_decode(1, 64, 8, 64, 2, "cuda", 132, 128)
-    assert splits * config.block_n >= 64
-    assert splits <= 2
+    assert (config.block_n, splits) == (128, 1)
+    config, splits = plan_decode(128, 64, 8, 64, 2, "cuda", 132, 4096)
+    assert splits * config.block_n <= 4096 // 2
     assert plan_decode(1, 64, 8, 64, 2, "cuda", 132, 1)[1] == 1
     assert plan_decode(1, 64, 8, 64, 2, "cuda", 132, 1 << 20) == plan_decode(1, 64, 8, 64, 2, "cuda", 132)
 
