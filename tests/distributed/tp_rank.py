@@ -15,7 +15,7 @@ from mixed_format import ENTRY, LAYOUT
 from headrace.distributed.mesh import init_mesh
 from headrace.quantization.table import SCHEMES
 
-PROMPTS = [[5], [17, 3, 99], list(range(20, 45))]
+PROMPTS = [[5], [17, 3, 59], list(range(20, 45))]
 
 
 def run(driver: Driver) -> dict[str, torch.Tensor]:

@@ -278,7 +278,7 @@ def autoawq(fixtures: Fixtures) -> None:
     config = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
     config |= {"modules_to_not_convert": None}
     fixtures.model("dense", DENSE, packer(32), config, torch.float16)
-    fixtures.model("moe", MOE, packer(32), config | {"modules_to_not_convert": ["gate"]}, torch.float16)
+    fixtures.model("moe", MOE, packer(32), config | {"modules_to_not_convert": ["mlp.gate"]}, torch.float16)
 
 
 # GPTQ

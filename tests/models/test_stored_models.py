@@ -1,0 +1,197 @@
+"""Tiny models as the formats' own tools write them give, on one rank and on two, the tokens that transformers gives for
+the weights that the tools widen (tests/quantization/make_fixtures.py)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driver import Driver
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from headrace.errors import CheckpointError, UserError
+from headrace.layers.linear import Linear
+from headrace.layers.moe import SparseMoE
+from headrace.quantization.packed import PackedProduct
+from headrace.quantization.scheme import Compute, FusedOps, LinearSpec, Weights
+
+HERE = Path(__file__).parent
+FIXTURES = HERE.parent / "quantization" / "fixtures"
+sys.path.insert(0, str(HERE.parent / "distributed"))
+from tp_rank import run  # noqa: E402
+
+
+def about(tool: str) -> dict[str, Any]:
+    with safe_open(FIXTURES / f"{tool}.safetensors", "pt") as file:
+        found: dict[str, Any] = json.loads(file.metadata()["about"])
+        return found
+
+
+CASES = [(path.stem, name) for path in sorted(FIXTURES.glob("*.safetensors")) for name in about(path.stem)["models"]]
+each_model = pytest.mark.parametrize(("tool", "name"), CASES, ids=lambda one: one)
+
+
+def write(tool: str, name: str, folder: Path) -> list[list[int]]:
+    """Write a model's folder as the tool's export has it; returns the tokens that it should give."""
+    with safe_open(FIXTURES / f"{tool}.safetensors", "pt") as file:
+        paths = [path for path in file.keys() if path.startswith(f"{name}/")]  # noqa: SIM118
+        tensors = {path.removeprefix(f"{name}/"): file.get_tensor(path) for path in paths}
+    model = about(tool)["models"][name]
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(model["config"]))
+    save_file(tensors, folder / "model.safetensors")
+    tokens: list[list[int]] = model["tokens"]
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of all models, each with what two ranks computed of it."""
+    root = tmp_path_factory.mktemp("stored")
+    for tool, name in CASES:
+        write(tool, name, root / tool / name)
+    command = [sys.executable, str(HERE.parent / "distributed" / "tp_rank.py")]
+    rest = [str(root / "rendezvous"), *(str(root / tool / name) for tool, name in CASES)]
+    ranks = [subprocess.Popen([*command, str(rank), *rest]) for rank in (0, 1)]
+    try:
+        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return root
+
+
+@each_model
+def test_tokens_are_those_of_the_widened_model(tool: str, name: str, tmp_path: Path) -> None:
+    tokens = write(tool, name, tmp_path / "model")
+    driver = Driver(tmp_path / "model")
+    quantized = [one for _, one in driver.model.named_modules() if isinstance(one, Linear | SparseMoE)]
+    packed = [one for one in quantized if isinstance(one.scheme.product, PackedProduct)]
+    assert len(packed) >= 2, "all but the head"
+    assert driver.greedy(about(tool)["prompts"], len(tokens[0])) == tokens
+
+
+@each_model
+def test_two_ranks_compute_what_one_does(two_ranks: Path, tool: str, name: str) -> None:
+    folder = two_ranks / tool / name
+    expected = run(Driver(folder))
+    first, second = load_file(folder / "rank0"), load_file(folder / "rank1")
+    for step, logits in expected.items():
+        assert torch.equal(first[step], second[step])
+        assert (first[step] - logits).abs().max() <= 1e-5 * logits.abs().max()
+
+
+@each_model
+def test_what_a_gpu_holds_computes_the_same(
+    tool: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The packed form, whose values are not rounded to 16 bits; and where there is none, that is said."""
+    write(tool, name, tmp_path / "model")
+    expected = run(Driver(tmp_path / "model"))
+    held: list[bool] = []
+
+    def plain(self: PackedProduct, spec: LinearSpec, weights: Weights) -> Weights:
+        held.append(self._repack(spec, weights) is not None)
+        return self.widened(spec, weights)
+
+    def finalize(self: PackedProduct, spec: LinearSpec, weights: Weights, fused: FusedOps) -> Compute:
+        return self.plain.finalize(spec, plain(self, spec, weights), fused)
+
+    monkeypatch.setattr(PackedProduct, "finalize", finalize)
+    monkeypatch.setattr(PackedProduct, "experts", lambda *given: (plain(*given)["weight"], None))
+    driver = Driver(tmp_path / "model")
+    for step, logits in run(driver).items():
+        assert (logits - expected[step]).norm() < 0.01 * logits.norm()
+    notes = [note for note in driver.model.notes if "widened at load" in note]
+    if name == "moe-orders-differ":
+        assert held.count(False) == 3
+        assert [note.partition(": ")[2] for note in notes] == [
+            "its parts have their inputs in different orders",
+            "each expert has its inputs in an order of its own",
+        ]
+    else:
+        assert all(held)
+        assert notes == []
+
+
+def damaged(tool: str, name: str, folder: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
+    write(tool, name, folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
+
+
+CT = ("compressed-tensors", "w4a16-dense")
+NAN = r"\d+ of \d+ values are NaN"
+
+
+@pytest.mark.parametrize(
+    ("model", "tensor", "change", "said"),
+    [
+        (("auto-gptq", "4-bit-moe"), f"{Q}.qzeros", None, r"lacks model\.layers\.0\.self_attn\.q_proj\.qzeros"),
+        (("autoawq", "dense"), f"{DOWN}.scales", None, r"lacks .*down_proj\.scales"),
+        (("modelopt", "dense"), f"{DOWN}.weight_scale_2", None, r"lacks .*down_proj\.weight_scale_2"),
+        (("autoawq", "dense"), f"{Q}.qweight", lambda one: one[:, :-1], r"shape \[64, 7\], .*\[64, 8\]"),
+        (("auto-gptq", "3-bit-dense"), f"{Q}.qweight", lambda one: one[:-1], r"shape \[5, 64\], .*\[6, 64\]"),
+        (CT, f"{Q}.weight_packed", torch.Tensor.long, "of type I64; accepted: I32"),
+        (CT, f"{Q}.weight_shape", lambda one: one + 1, r"weight_shape is \[65, 65\]"),
+        (CT, f"{Q}.weight_scale", lambda one: one * torch.nan, rf"q_proj\.weight_scale' \({NAN}"),
+        (("quark", "dense"), f"{Q}.weight_scale", lambda one: one.fill_(255), rf"q_proj\.weight_scale' \({NAN}"),
+        (("modelopt", "dense"), f"{Q}.weight_scale", lambda one: one.view(torch.uint8).fill_(127).view(one.dtype), NAN),
+        (("modelopt", "dense"), f"{Q}.weight_scale_2", lambda one: one * torch.inf, r"weight_scale_2' \(1 of 1"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_by_name(
+    model: tuple[str, str], tensor: str, change: Callable[[Tensor], Tensor] | None, said: str, tmp_path: Path
+) -> None:
+    def apply(tensors: dict[str, Tensor]) -> None:
+        old = tensors.pop(tensor)
+        if change is not None:
+            tensors[tensor] = change(old).contiguous()
+
+    folder = damaged(*model, tmp_path / "model", apply)
+    with pytest.raises(CheckpointError, match=said) as raised:
+        Driver(folder)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_extra_scale_is_refused_by_name(tmp_path: Path) -> None:
+    def add(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{Q}.weight_zero_point"] = torch.zeros(8, 2, dtype=torch.int32)
+
+    folder = damaged("act-order", "moe-orders-differ", tmp_path / "model", add)
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight_zero_point', which this model does not have"):
+        Driver(folder)
+
+
+def test_a_group_that_does_not_fit_is_refused_by_the_linears_name(tmp_path: Path) -> None:
+    write("autoawq", "dense", tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"]["group_size"] = 24
+    file.write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"group_size.* is 24"):
+        Driver(file.parent)
+
+
+@pytest.mark.parametrize(
+    ("tool", "name"),
+    [("autoawq", "moe"), ("auto-gptq", "3-bit-dense"), CT, ("modelopt", "moe"), ("quark", "dense")],
+)
+def test_dummy_weights_are_small_in_every_layout(tool: str, name: str, tmp_path: Path) -> None:
+    write(tool, name, tmp_path / "model")
+    driver = Driver(tmp_path / "model", load_format="dummy")
+    driver.start(1)
+    assert driver.step([[5, 9, 13]]).isfinite().all()
