@@ -30,7 +30,7 @@ class VocabParallelEmbedding(Layer):
         local, self.rows = vocab_share(vocab_size, group)
         self.shape = (vocab_size, hidden_size)
         self.weight = empty_parameter(local, hidden_size, dtype=dtype)
-        self.holds_all = self.rows == slice(0, vocab_size)
+        self.alone = group.size == 1
         self.first = group.rank * local
         self.all_reduce = group.all_reduce
 
@@ -43,7 +43,7 @@ class VocabParallelEmbedding(Layer):
         return {f"{path}.weight": Slot(self.shape, (self.rows, slice(0, self.shape[1])), mine)}
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        if self.holds_all:
+        if self.alone:
             return F.embedding(input_ids, self.weight)
         local = input_ids - self.first
         elsewhere = (local < 0) | (local >= self.weight.shape[0])

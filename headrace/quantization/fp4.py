@@ -29,7 +29,6 @@ class Spelling:
     scales: str
     factor: str = ""
     """the scale of all weights; empty: there is none"""
-    factor_shape: tuple[int, ...] = ()
     divides: bool = False
     """Scales are divided by the factor, and the weight is rounded to bfloat16."""
     unused: str = ""
@@ -48,10 +47,12 @@ MX_SPELLINGS = {
 """who wrote the checkpoint; blocks: gpt-oss"""
 NV_SPELLINGS = {
     "compressed-tensors": Spelling(
-        "weight_packed", "weight_scale", "weight_global_scale", (1,), divides=True, unused="input_global_scale"
+        "weight_packed", "weight_scale", "weight_global_scale", divides=True, unused="input_global_scale"
     ),
     "modelopt": Spelling("weight", "weight_scale", "weight_scale_2", unused="input_scale"),
 }
+DUMMY_FACTOR = 2.0**-12
+"""factor of dummy weights, whose scales are 1"""
 AT_ONCE = 1 << 26
 """bytes of codes that are repacked at a time, since each takes a few more meanwhile"""
 
@@ -91,10 +92,12 @@ class Fp4Layout:
                 taken = Slot((outputs, part.shape[1] // 2), (part.rows, columns), codes, stored=("U8",))
             yield part, names.codes, taken
             types = ("U8", "F8_E8M0") if self.e8m0 else ("F8_E4M3",)
-            yield part, names.scales, Slot((outputs, groups), (part.rows, own), scales, stored=types, e8m0=self.e8m0)
+            dummy = None if self.e8m0 else 1.0
+            scaled = Slot((outputs, groups), (part.rows, own), scales, stored=types, e8m0=self.e8m0, dummy=dummy)
+            yield part, names.scales, scaled
             if names.factor:
-                whole = tuple(slice(0, size) for size in names.factor_shape)
-                yield part, names.factor, Slot(names.factor_shape, whole, weights["factors"][rows_of(part)])
+                factors, dummy = weights["factors"][rows_of(part)], DUMMY_FACTOR ** (-1 if names.divides else 1)
+                yield part, names.factor, Slot((1,), (slice(0, 1),), factors, shapes=((),), dummy=dummy)
             if names.unused:
                 yield part, names.unused, Slot((1,), (slice(0, 1),), None, optional=True)
             yield from bias_slot(spec, part, weights)

@@ -32,6 +32,8 @@ INTERLEAVED = [0, 4, 1, 5, 2, 6, 3, 7]
 """where in a word of AutoAWQ's its first code is, its second, ..."""
 MIDDLES = -0x77777778
 """a word of 4-bit zeros that are all 8"""
+DUMMY_REACH = 2e-3
+"""the largest dummy weight"""
 UNKNOWN = -1
 """group of a column where a checkpoint names none: groups are then neighbouring columns"""
 
@@ -74,6 +76,8 @@ class Stored:
     types: tuple[str, ...]
     fill: int | None = None
     """its value where the checkpoint lacks it; None: it must be there"""
+    dummy: float | None = None
+    """its value in a model of dummy weights; None: random numbers"""
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -130,7 +134,8 @@ class IntegerLayout:
         for index, part in enumerate(spec.parts):
             for one in self._stored(part):
                 held = weights[f"{index}.{one.name}"]
-                yield part, one.name, Slot(one.shape, one.source, held, one.fill is not None, stored=one.types)
+                optional = one.fill is not None
+                yield part, one.name, Slot(one.shape, one.source, held, optional, stored=one.types, dummy=one.dummy)
             if self.spelling.shape:
                 yield part, self.spelling.shape, _checked_slot(part.shape, self.spelling.shape)
             yield from bias_slot(spec, part, weights)
@@ -188,7 +193,7 @@ class IntegerLayout:
             sides.append(self._words(part, axis, size, held) if axis == packed else (size, held))
         shape, source = zip(*(reversed(sides) if self.spelling.transposed else sides), strict=True)
         if packed is None:
-            return Stored(name, shape, source, torch.float32, FLOATS)
+            return Stored(name, shape, source, torch.float32, FLOATS, dummy=DUMMY_REACH / (1 << self.bits))
         return Stored(name, shape, source, torch.int32, ("I32",), fill)
 
     def _groups(self, part: Part) -> tuple[int, slice]:

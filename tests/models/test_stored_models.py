@@ -21,7 +21,8 @@ from headrace.errors import CheckpointError, UserError
 from headrace.layers.linear import Linear
 from headrace.layers.moe import SparseMoE
 from headrace.quantization.packed import PackedProduct
-from headrace.quantization.scheme import Compute, FusedOps, LinearSpec, Weights
+from headrace.quantization.scheme import Compute, FusedOps, LinearSpec, Multiply, Weights
+from headrace.quantization.unquantized import PlainProduct
 
 HERE = Path(__file__).parent
 FIXTURES = HERE.parent / "quantization" / "fixtures"
@@ -190,8 +191,22 @@ def test_a_group_that_does_not_fit_is_refused_by_the_linears_name(tmp_path: Path
     ("tool", "name"),
     [("autoawq", "moe"), ("auto-gptq", "3-bit-dense"), CT, ("modelopt", "moe"), ("quark", "dense")],
 )
-def test_dummy_weights_are_small_in_every_layout(tool: str, name: str, tmp_path: Path) -> None:
+def test_dummy_weights_are_small_in_every_layout(
+    tool: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tool, name, tmp_path / "model")
+    wide: list[Tensor] = []
+    hold = PlainProduct.multiply
+
+    def multiply(self: PlainProduct, spec: LinearSpec, weights: Weights) -> Multiply:
+        wide.append(weights["weight"])
+        return hold(self, spec, weights)
+
+    monkeypatch.setattr(PlainProduct, "multiply", multiply)
     driver = Driver(tmp_path / "model", load_format="dummy")
+    assert len(wide) > 2
+    for weight in wide:
+        assert 1e-4 < weight.std() < 2e-3
+        assert weight.abs().max() < 5e-3
     driver.start(1)
     assert driver.step([[5, 9, 13]]).isfinite().all()
