@@ -14,9 +14,10 @@ from torch import Tensor
 
 from headrace.kernels._triton import DEVICE_FAMILY, next_power_of_2, overlap, tl, triton, wait_for_inputs
 
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0, torch.int8: 127.0}
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0, torch.int8: 127.5}
 """what a row's largest number becomes. The same bits mean half as much in e4m3fnuz as in e4m3fn: with scales twice as
-large both hold the same numbers, so a model gives the same results; the range from 224 to 240 stays unused."""
+large both hold the same numbers, so a model gives the same results; the range from 224 to 240 stays unused. Integers
+go from -128 to 127: 127.5 is in the middle, as compressed-tensors has it."""
 SMALLEST = tl.constexpr(1e-12)
 """Rows whose largest number is smaller, like rows of zeros, are scaled as if it were this."""
 FAST_ACCUM = True
@@ -139,8 +140,9 @@ def quantize_row(
             tl.store(zeros_ptr + row, zero)
             x += zero
         if INTEGER or given_ptr is not None or bound_ptr is not None:
-            lowest = -128.0 if zeros_ptr is not None else -LARGEST
-            x = tl.clamp(x, lowest, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+            lowest = -128.0 if INTEGER else -LARGEST
+            highest = 127.0 if INTEGER else LARGEST
+            x = tl.clamp(x, lowest, highest, propagate_nan=tl.PropagateNan.ALL)
     if INTEGER:
         x = _to_integer(x)
     tl.store(values_ptr + row * width + columns, x.to(values_ptr.dtype.element_ty), mask=inside)
@@ -198,7 +200,7 @@ def quantize_reference(x: Tensor, to: Rounding) -> Quantized:
         scales = largest * (1.0 / highest)
     values = wide * factor if zeros is None else wide * factor + zeros
     if to.dtype == torch.int8 or to.given is not None or to.bound is not None:
-        values.clamp_(-highest if zeros is None else -128.0, highest)
+        values.clamp_(*((-128.0, 127.0) if to.dtype == torch.int8 else (-highest, highest)))
     if to.dtype == torch.int8:
         scales = scales + (wide * 0.0).sum(-1, keepdim=True)  # an integer cannot be NaN
         values.round_().nan_to_num_()

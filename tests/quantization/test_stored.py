@@ -172,8 +172,9 @@ def test_int8_with_a_scale_a_token(scale: str, generator: torch.Generator) -> No
     part = int8_part(generator, (30, 70), scales)
     x = torch.randn(6, 70, generator=generator)
     out = made(RowParallelLinear(70, 30, Group(0, 1), torch.float32, False), int8_scheme(scale, "token"), {"y": part})
-    step = x.abs().amax(1, keepdim=True) / 127
-    close(out(x), (x / step).round() * step @ part.weight.T)
+    step = x.abs().amax(1, keepdim=True) / 127.5
+    wanted = (x / step).clamp(-128, 127).round() * step @ part.weight.T
+    assert float((out(x) - wanted).norm() / wanted.norm()) < 0.005  # the largest number is between two integers
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -185,7 +186,7 @@ def test_int8_with_a_static_scale(symmetric: bool, generator: torch.Generator) -
         part.tensors["input_zero_point"] = torch.tensor([-40], dtype=torch.int8)
     scheme = int8_scheme("channel", "tensor", symmetric)
     out = made(RowParallelLinear(70, 30, Group(0, 1), torch.float32, False), scheme, {"y": part})
-    codes = ((x / 0.02).round() + zero).clamp(-127 if symmetric else -128, 127)
+    codes = ((x / 0.02).round() + zero).clamp(-128, 127)
     close(out(x), (codes - zero) * 0.02 @ part.weight.T)
 
 
