@@ -28,11 +28,11 @@ from timing import graph_seconds, relative_error
 from torch import Tensor
 from tuning import FP8, INEXACT, SHARED_MEMORY, add_common_flags, compile_all, plain_dtype
 
-from headrace.kernels import moe, moe_route
+from headrace.kernels import moe, moe_kernels, moe_route
 from headrace.kernels._triton import overlap
 from headrace.kernels.fp8 import quantize_per_token, quantize_per_token_reference
 from headrace.kernels.gemm import vector_of
-from headrace.kernels.moe_config import MoeConfig, Tile, pick_moe_config
+from headrace.kernels.moe_config import Kind, MoeConfig, Tile, pick_moe_config
 from headrace.kernels.norm import rms_norm_reference
 
 SETS = 4
@@ -109,6 +109,10 @@ class Sizes:
     @property
     def dtype(self) -> torch.dtype:
         return plain_dtype(self.device)
+
+    @property
+    def kind(self) -> Kind:
+        return "fp8" if self.fp8 else "half"
 
     @property
     def weight_bytes(self) -> int:
@@ -191,25 +195,27 @@ def fits(sizes: Sizes, product: Product) -> bool:
 def launch(sizes: Sizes, product: Product, x: Tensor, weight: Weight, routing: moe_route.Routing, out: Tensor) -> None:
     """Run one product, with the rounding of x before it. Down one by one adds to `out`; all else overwrites it."""
     (block_m, up, tile), (values, scale) = product, weight
+    held, options = moe.operand(values, scale, None)
     n, k = (sizes.wide, sizes.hidden) if up else (sizes.hidden, sizes.wide)
     blocks = -(-n // tile.block_n)
     common: dict[str, Any] = {"N": n, "K": k, "TOP_K": sizes.top_k, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
-    common |= {"num_warps": tile.num_warps, **overlap()}
+    common |= {"num_warps": tile.num_warps, **options, **overlap()}
+    gates = moe.gate_options(None)
     if block_m > 1:
         count = routing.tiles.shape[1]
         rounded, x_scale, *_ = (x, None) if scale is None else quantize_per_token(x, values.dtype)
-        moe._tiles_kernel[(count * blocks,)](
-            out, rounded, x_scale, values, scale, routing.order, routing.tiles, count,
-            GATED=up, BLOCK_M=block_m, SWAP=tile.swap, num_stages=tile.num_stages, **common,
+        moe_kernels.tiles_kernel[(count * blocks,)](
+            out, rounded, x_scale, *held, routing.order, routing.tiles, count,
+            GATED=up, BLOCK_M=block_m, SWAP=tile.swap, num_stages=tile.num_stages, **gates, **common,
         )  # fmt: skip
     elif up:
-        moe._up_one_by_one_kernel[(blocks, out.shape[0])](
-            out, x, values, scale, routing.ids, VECTOR=vector_of(values), **common
+        moe_kernels.up_one_by_one_kernel[(blocks, out.shape[0])](
+            out, x, *held, routing.ids, VECTOR=vector_of(values), **gates, **common
         )
     else:
-        moe._down_one_by_one_kernel[(blocks, routing.ids.shape[0])](
-            out, x, values, scale, routing.ids, routing.weights, out, None, None, 0, None, None, None,
-            GROUP=tile.group, VECTOR=vector_of(values), **common,
+        moe_kernels.down_one_by_one_kernel[(blocks, routing.ids.shape[0])](
+            out, x, *held, routing.ids, routing.weights, out, None, None, 0, None, None, None,
+            MEMBERS=tile.group, VECTOR=vector_of(values), **common,
         )  # fmt: skip
 
 
@@ -332,7 +338,7 @@ class Batch:
                 got, ids = moe.fused_moe(self.xs[0], layer.experts(0), config=config)
                 same = (ids == self.chosen.ids).all(1)  # the others' logits are too close to tell
                 rows.append((seconds(config), config, f"error {relative_error(got[same], self.out[same]):.1e}"))
-        now = pick_moe_config(self.tokens, sizes.top_k, sizes.experts, sizes.weight_bytes, "cuda")
+        now = pick_moe_config(self.tokens, sizes.top_k, sizes.experts, sizes.kind, "cuda")
         rows.append((seconds(None), now, "the table's"))
         return sorted(rows, key=lambda row: row[0])
 
@@ -369,10 +375,10 @@ def paste(best: dict[int, MoeConfig], sizes: Sizes) -> None:
     print("\n# for headrace/kernels/moe_config.py:")
     if few := [count for count, config in best.items() if config.block_m == 1]:
         config = best[few[0]]
-        print(f'FEW_TOKENS["cuda", {sizes.weight_bytes}] = {max(few)}')
-        print(f'FEW["cuda", {sizes.weight_bytes}] = MoeConfig(1, {short(config.up)}, {short(config.down)})')
+        print(f'FEW_TOKENS["cuda", "{sizes.kind}"] = {max(few)}')
+        print(f'FEW["cuda", "{sizes.kind}"] = MoeConfig(1, {short(config.up)}, {short(config.down)})')
     many = [(count, config) for count, config in best.items() if config.block_m > 1]
-    print(f'MANY["cuda", {sizes.weight_bytes}] = (')
+    print(f'MANY["cuda", "{sizes.kind}"] = (')
     for number, (count, config) in enumerate(many):
         last = number == len(many) - 1
         bound = 'float("inf")' if last else f"{count * sizes.top_k / sizes.experts:g}"

@@ -346,10 +346,10 @@ def logsumexp(make: Inputs, rows: int, vocab: int) -> Cases:
 
 def fused_moe(make: Inputs, tokens: int, experts: Experts, shared: bool) -> Cases:
     """Make a case of a layer's own experts."""
-    x = make.random(tokens, experts.w13.shape[2])
+    x = make.random(tokens, experts.router.shape[1])
     extra = make.random(*x.shape) if shared else None
-    rounds = experts.w13_scale is not None  # tokens are rounded or not, as their configuration says
-    config = pick_moe_config(tokens, experts.top_k, experts.w13.shape[0], 1, DEVICE_FAMILY) if rounds else None
+    rounds = experts.kind == "fp8"  # tokens are rounded or not, as their configuration says
+    config = pick_moe_config(tokens, experts.top_k, experts.num_experts, "fp8", DEVICE_FAMILY) if rounds else None
     expected, chosen = fused_moe_reference(x, experts, extra, torch.zeros_like(x), config)
 
     def run(kernel: Kernel) -> Any:

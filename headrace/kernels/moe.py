@@ -2,226 +2,42 @@
 
 With few tokens, a program reads one expert's rows for one token, and the second kernel adds up a token's experts. With
 more, (token, expert) pairs are sorted into tiles of one expert (moe_route.py), and a third kernel adds up a token's
-experts in the order in which it chose them. Either way no sum depends on which program finishes first. Weights may be
-fp8 with a scale an output: tiles are then rounded to fp8 too, since matrix units take that without unpacking, while a
-token by itself is not rounded.
+experts in the order in which it chose them. Either way no sum depends on which program finishes first. The kernels are
+in moe_kernels.py.
+
+Weights may be fp8 with a scale an output: tiles are then rounded to fp8 too, since matrix units take that without
+unpacking, while a token by itself is not rounded. Packed weights (packed.py) are widened on the way.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels._triton import (
-    DEVICE_FAMILY,
-    next_power_of_2,
-    overlap,
-    tl,
-    triton,
-    wait_before_next,
-    wait_for_inputs,
-)
+from headrace.kernels._triton import DEVICE_FAMILY, next_power_of_2, overlap
 from headrace.kernels.fp8 import quantize_per_token, quantize_per_token_reference
-from headrace.kernels.gemm import silu, sums_of_vectors, vector_of
+from headrace.kernels.gemm import vector_of
 from headrace.kernels.gemm_config import BUCKETS
-from headrace.kernels.moe_config import MoeConfig, Tile, pick_moe_config
+from headrace.kernels.moe_config import Kind, MoeConfig, Tile, pick_moe_config
+from headrace.kernels.moe_kernels import down_one_by_one_kernel, sum_kernel, tiles_kernel, up_one_by_one_kernel
 from headrace.kernels.moe_route import SOFTMAX, Routing, Scoring, norm_and_route, route_reference
 from headrace.kernels.norm import (
     HalfNormed,
     half_norm_reference,
-    half_norm_row,
     half_normed_over,
     rms_norm_reference,
 )
+from headrace.kernels.packed import PackedWeight
+from headrace.kernels.packed_codes import packed_options
 
 HALF_NORMED_TOKENS = BUCKETS[-1]
 """the most tokens for which the next linear may be one of our kernels, which finish a norm"""
-
-
-@triton.jit
-def _residual_and_shared(
-    residual_ptr, shared_ptr, gate_ptr, gate_stride, token, column, inside, HIDDEN: tl.constexpr
-):  # fmt: skip
-    """Return residual + sigmoid(gate) * shared of one token in fp32; each may be missing."""
-    total = tl.zeros(column.shape, tl.float32)
-    at = token * HIDDEN + column
-    if residual_ptr is not None:
-        total += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if shared_ptr is not None:
-        shared = tl.load(shared_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        if gate_ptr is not None:
-            shared /= 1.0 + tl.exp(-tl.load(gate_ptr + token * gate_stride).to(tl.float32))
-        total += shared
-    return total
-
-
-@triton.jit
-def _up_one_by_one_kernel(
-    out_ptr, x_ptr, weight_ptr, scale_ptr, ids_ptr,
-    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    VECTOR: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Compute out[pair] = silu(gate) * up; grid (blocks of N, pairs). `weight` is [experts, 2 * N, K]."""
-    wait_before_next(OVERLAP)
-    pair = tl.program_id(1)
-    expert = tl.load(ids_ptr + pair).to(tl.int64)
-    lane = tl.arange(0, 2 * BLOCK_N)
-    column = tl.program_id(0) * BLOCK_N + lane // 2
-    k = tl.arange(0, BLOCK_K)
-    row = tl.minimum(column, N - 1) + lane % 2 * N  # gate and up next to each other
-    weight_ptrs = weight_ptr + expert * (2 * N * K) + row[:, None] * K + k[None, :]
-    x_ptrs = x_ptr + pair // TOP_K * K + k
-    acc = tl.zeros([2 * BLOCK_N, BLOCK_K // VECTOR], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        if K % BLOCK_K == 0:
-            x = tl.load(x_ptrs + start)
-            weight = tl.load(weight_ptrs + start, eviction_policy="evict_first")
-        else:
-            inside = start + k < K
-            x = tl.load(x_ptrs + start, mask=inside, other=0.0)
-            weight = tl.load(weight_ptrs + start, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-        acc += sums_of_vectors(weight, x[None, :], VECTOR)
-    total = tl.sum(acc, axis=1)
-    if scale_ptr is not None:
-        total *= tl.load(scale_ptr + expert * (2 * N) + row)
-    gate, up = tl.split(tl.reshape(total, [BLOCK_N, 2]))
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    tl.store(out_ptr + pair * N + column, (silu(gate) * up).to(out_ptr.dtype.element_ty), mask=column < N)
-
-
-@triton.jit
-def _down_one_by_one_kernel(
-    out_ptr, x_ptr, weight_ptr, scale_ptr, ids_ptr, weights_ptr, residual_ptr, shared_ptr, gate_ptr, gate_stride,
-    next_scaled_ptr, next_squares_ptr, next_weight_ptr,
-    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr, VECTOR: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Compute out[token] = residual and shared expert + the weighted sum of its experts' weight [experts, N, K] @ x,
-    GROUP experts at a time; grid (blocks of N, tokens).
-
-    The choice of experts was made before the kernel that computes x, so the first weights are loaded before x is there.
-    """
-    token = tl.program_id(1)
-    lane = tl.arange(0, GROUP * BLOCK_N)
-    member = lane // BLOCK_N
-    row = tl.minimum(tl.program_id(0) * BLOCK_N + lane % BLOCK_N, N - 1)
-    k = tl.arange(0, BLOCK_K)
-    acc = tl.zeros([GROUP * BLOCK_N, BLOCK_K // VECTOR], tl.float32)
-    for first in tl.static_range(0, TOP_K, GROUP):
-        pair = token * TOP_K + first + member
-        chosen = first + member < TOP_K
-        # not from the first-level cache: the kernel that wrote these is done, but this one has not waited for it
-        expert = tl.load(ids_ptr + pair, mask=chosen, other=0, cache_modifier=".cg").to(tl.int64)
-        share = tl.load(weights_ptr + pair, mask=chosen, other=0.0, cache_modifier=".cg")
-        if scale_ptr is not None:
-            share *= tl.load(scale_ptr + expert * N + row)
-        weight_ptrs = weight_ptr + expert[:, None] * (N * K) + row[:, None] * K + k[None, :]
-        x_ptrs = x_ptr + pair[:, None] * K + k[None, :]
-        for start in range(0, K, BLOCK_K):
-            inside = chosen[:, None] & (start + k < K)[None, :]
-            weight = tl.load(weight_ptrs + start, mask=inside, other=0.0, eviction_policy="evict_first")
-            if first == 0:
-                wait_for_inputs(OVERLAP)
-            x = tl.load(x_ptrs + start, mask=inside, other=0.0)
-            acc += sums_of_vectors(weight, x, VECTOR) * share[:, None]
-    total = tl.sum(tl.reshape(tl.sum(acc, axis=1), [GROUP, BLOCK_N]), axis=0)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = column < N
-    extras = _residual_and_shared(residual_ptr, shared_ptr, gate_ptr, gate_stride, token, column, inside, N)
-    rounded = (extras + total).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + token * N + column, rounded, mask=inside)
-    if next_scaled_ptr is not None:
-        out, square_ptr = rounded.to(tl.float32), next_squares_ptr + token * tl.num_programs(0) + tl.program_id(0)
-        half_norm_row(out, column, inside, next_scaled_ptr + token * N, square_ptr, next_weight_ptr)
-
-
-@triton.jit(do_not_specialize=["max_tiles"])
-def _tiles_kernel(
-    out_ptr, x_ptr, x_scale_ptr, weight_ptr, scale_ptr, order_ptr, tiles_ptr, max_tiles,
-    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Compute out [pairs, N]; one program: BLOCK_N outputs of one tile's pairs.
-
-    GATED: x has a row a token, weight is [experts, 2 * N, K], and out is silu(gate) * up. Otherwise x has a row a pair,
-    and weight is [experts, N, K]. If they are fp8, each has a scale a row.
-    """
-    BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
-    tile, first = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BLOCK_N
-    lane = tl.arange(0, ROWS)
-    if GATED:  # gate and up next to each other
-        row = tl.minimum(first + lane // 2, N - 1) + lane % 2 * N
-    else:
-        row = tl.minimum(first + lane, N - 1)
-    wait_for_inputs(OVERLAP)
-    count = tl.load(tiles_ptr + 2 * max_tiles + tile)
-    if count > 0:
-        expert = tl.load(tiles_ptr + tile).to(tl.int64)
-        member = tl.arange(0, BLOCK_M)
-        inside = (member < count)[:, None]
-        pair = tl.load(order_ptr + tl.load(tiles_ptr + max_tiles + tile) + member, mask=member < count, other=0)
-        source = (pair // TOP_K if GATED else pair).to(tl.int64)
-        k = tl.arange(0, BLOCK_K)
-        x_ptrs = x_ptr + source[:, None] * K + k[None, :]
-        weight_ptrs = weight_ptr + expert * (ROWS // BLOCK_N * N * K) + row[:, None] * K + k[None, :]
-        if SWAP:
-            acc = tl.zeros([ROWS, BLOCK_M], tl.float32)
-        else:
-            acc = tl.zeros([BLOCK_M, ROWS], tl.float32)
-        for start in range(0, K, BLOCK_K):
-            if K % BLOCK_K == 0:
-                weight = tl.load(weight_ptrs + start)
-                x = tl.load(x_ptrs + start, mask=inside, other=0.0)
-            else:
-                rest = (start + k < K)[None, :]
-                weight = tl.load(weight_ptrs + start, mask=rest, other=0.0)
-                x = tl.load(x_ptrs + start, mask=inside & rest, other=0.0)
-            if SWAP:
-                acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
-            else:
-                acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
-        if SWAP:
-            acc = tl.trans(acc)
-        if scale_ptr is not None:
-            x_scale = tl.load(x_scale_ptr + source, mask=member < count, other=0.0)
-            acc *= x_scale[:, None] * tl.load(scale_ptr + expert * (ROWS // BLOCK_N * N) + row)[None, :]
-        if GATED:
-            gate, up = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N, 2]))
-            acc = silu(gate) * up
-        column = first + tl.arange(0, BLOCK_N)
-        out_ptrs = out_ptr + pair.to(tl.int64)[:, None] * N + column[None, :]
-        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside & (column < N)[None, :])
-
-
-@triton.jit
-def _sum_kernel(
-    out_ptr, x_ptr, weights_ptr, residual_ptr, shared_ptr, gate_ptr, gate_stride,
-    next_scaled_ptr, next_squares_ptr, next_weight_ptr,
-    N: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Compute out[token] = residual and shared expert + the weighted sum of x [pairs, N] over its pairs. The grid is
-    (tokens * blocks of N,), since its other dimensions end at 65535."""
-    wait_for_inputs(OVERLAP)
-    blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    program = tl.program_id(0)
-    token = (program // blocks).to(tl.int64)
-    column = program % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = column < N
-    total = _residual_and_shared(residual_ptr, shared_ptr, gate_ptr, gate_stride, token, column, inside, N)
-    for choice in tl.static_range(TOP_K):
-        pair = token * TOP_K + choice
-        x = tl.load(x_ptr + pair * N + column, mask=inside, other=0.0).to(tl.float32)
-        total += tl.load(weights_ptr + pair) * x
-    rounded = total.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + token * N + column, rounded, mask=inside)
-    if next_scaled_ptr is not None:
-        out, square_ptr = rounded.to(tl.float32), next_squares_ptr + program
-        half_norm_row(out, column, inside, next_scaled_ptr + token * N, square_ptr, next_weight_ptr)
+LARGE_GROUP = 64
+"""inputs that share a scale, beginning with which tiles are as long as a group"""
 
 
 class SwigluClamp(NamedTuple):
@@ -235,16 +51,16 @@ class SwigluClamp(NamedTuple):
 @dataclass(frozen=True)
 class Experts:
     """Holds one sparse layer's weights on this rank, contiguous, and how tokens are routed. The experts' weights have
-    the router's dtype, or are fp8 with scales."""
+    the router's dtype, or are fp8 with scales, or packed. Biases have the router's dtype."""
 
     norm_weight: Tensor | None
     """# [hidden]: the input goes through an RMS norm first; None: it comes normed"""
     eps: float
     router: Tensor
     """# [experts, hidden], and one more row if the shared expert has a gate"""
-    w13: Tensor
+    w13: Tensor | PackedWeight
     """# [experts, 2 * n, hidden], gate above up"""
-    w2: Tensor
+    w2: Tensor | PackedWeight
     """# [experts, hidden, n]"""
     top_k: int
     renormalize: bool
@@ -260,13 +76,29 @@ class Experts:
     w2_scale: Tensor | None = None
     """# [experts, hidden] fp32"""
     router_bias: Tensor | None = None
-    """# [experts], added to the router's logits"""
+    """# [experts], added to the router's logits; only where the shared expert has no gate"""
     w13_bias: Tensor | None = None
     """# [experts, 2 * n], added before the activation"""
     w2_bias: Tensor | None = None
     """# [experts, hidden], added to an expert's output, which is then weighted; None: another rank adds it"""
     clamp: SwigluClamp | None = None
     """None: the activation is silu(gate) * up"""
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.w13.codes if isinstance(self.w13, PackedWeight) else self.w13)
+
+    @property
+    def inner_size(self) -> int:
+        """The n of one expert on this rank."""
+        return (self.w13.out_features if isinstance(self.w13, PackedWeight) else self.w13.shape[1]) // 2
+
+    @property
+    def kind(self) -> Kind:
+        """Tells how the experts' weights are held."""
+        if isinstance(self.w13, PackedWeight):
+            return "packed4" if self.w13.bits == 4 else "packed8"
+        return "fp8" if self.w13_scale is not None else "float" if self.w13.element_size() == 4 else "half"
 
 
 def fused_moe(
@@ -284,17 +116,16 @@ def fused_moe(
     HALF_NORMED_TOKENS and if the layer has a `next_norm`, the result is HalfNormed.
     """
     num_tokens, hidden = x.shape
-    num_experts, n = experts.w13.shape[0], experts.w13.shape[1] // 2
+    num_experts, n = experts.num_experts, experts.inner_size
     out = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device) if residual is None else residual
     if not num_tokens:
         return out, torch.empty((0, experts.top_k), dtype=torch.int32, device=x.device)
     if config is None:
-        size = experts.w13.element_size()
-        config = pick_moe_config(num_tokens, experts.top_k, num_experts, size, DEVICE_FAMILY, experts.invariant)
+        config = pick_moe_config(num_tokens, experts.top_k, num_experts, experts.kind, DEVICE_FAMILY, experts.invariant)
     one_by_one = config.block_m == 1
     routing, logits, normed = norm_and_route(
         x, experts.norm_weight, experts.eps, experts.router, num_experts, experts.top_k, experts.renormalize,
-        0 if one_by_one else config.block_m, experts.invariant, experts.scoring,
+        0 if one_by_one else config.block_m, experts.invariant, experts.scoring, experts.router_bias,
     )  # fmt: skip
     inner = torch.empty((num_tokens * experts.top_k, n), dtype=x.dtype, device=x.device)
     gated = logits.shape[1] > num_experts
@@ -312,23 +143,37 @@ def _next_norm(experts: Experts, residual: Tensor | None, num_tokens: int) -> Te
     return experts.next_norm if residual is not None and num_tokens <= HALF_NORMED_TOKENS else None
 
 
+def operand(weight: Tensor | PackedWeight, scale: Tensor | None, bias: Tensor | None) -> tuple[Any, dict[str, Any]]:
+    """Return what kernels take of a weight: (weight, scales of outputs, scales and zeros of groups, bias), options."""
+    if isinstance(weight, PackedWeight):
+        held = (weight.codes, weight.factors, weight.scales, weight.zeros, bias)
+        return held, packed_options(weight)
+    return (weight, scale, None, None, bias), {"BITS": 0, "E2M1": False, "GROUP": 1, "ASM": False}
+
+
+def gate_options(clamp: SwigluClamp | None) -> dict[str, float]:
+    """Return the options by which kernels gate."""
+    return {"LIMIT": 0.0, "ALPHA": 1.0} if clamp is None else {"LIMIT": clamp.limit, "ALPHA": clamp.alpha}
+
+
 def _one_by_one(
     out: Tensor, x: Tensor, inner: Tensor, experts: Experts, routing: Routing, extras: Extras, config: MoeConfig
 ) -> Tensor | HalfNormed:
-    (num_tokens, hidden), (pairs, n) = x.shape, inner.shape
-    w2, top_k = experts.w2, experts.top_k
-    up, down = _fit(config.up, n, hidden, w2), _fit(config.down, hidden, n, w2)
-    blocks = -(-hidden // down.block_n)
+    (num_tokens, hidden), (pairs, n), top_k = x.shape, inner.shape, experts.top_k
+    up, down = _fit(config.up, n, hidden, experts.w13), _fit(config.down, hidden, n, experts.w2)
+    w13, w13_options = operand(experts.w13, experts.w13_scale, experts.w13_bias)
+    w2, w2_options = operand(experts.w2, experts.w2_scale, experts.w2_bias)
+    vector, blocks = vector_of(w2[0]), -(-hidden // down.block_n)
     result, following = half_normed_over(out, _next_norm(experts, extras[0], num_tokens), blocks)
-    _up_one_by_one_kernel[(-(-n // up.block_n), pairs)](
-        inner, x, experts.w13, experts.w13_scale, routing.ids,
-        N=n, K=hidden, TOP_K=top_k, BLOCK_N=up.block_n, BLOCK_K=up.block_k,
-        VECTOR=vector_of(w2), num_warps=up.num_warps, **overlap(),
+    up_one_by_one_kernel[(-(-n // up.block_n), pairs)](
+        inner, x, *w13, routing.ids,
+        N=n, K=hidden, TOP_K=top_k, BLOCK_N=up.block_n, BLOCK_K=up.block_k, VECTOR=vector,
+        num_warps=up.num_warps, **w13_options, **gate_options(experts.clamp), **overlap(),
     )  # fmt: skip
-    _down_one_by_one_kernel[(blocks, num_tokens)](
-        out, inner, w2, experts.w2_scale, routing.ids, routing.weights, *extras, *following,
-        N=hidden, K=n, TOP_K=top_k, BLOCK_N=down.block_n, BLOCK_K=down.block_k,
-        GROUP=min(down.group, next_power_of_2(top_k)), VECTOR=vector_of(w2), num_warps=down.num_warps, **overlap(),
+    down_one_by_one_kernel[(blocks, num_tokens)](
+        out, inner, *w2, routing.ids, routing.weights, *extras, *following,
+        N=hidden, K=n, TOP_K=top_k, BLOCK_N=down.block_n, BLOCK_K=down.block_k, VECTOR=vector,
+        MEMBERS=min(down.group, next_power_of_2(top_k)), num_warps=down.num_warps, **w2_options, **overlap(),
     )  # fmt: skip
     return result
 
@@ -336,34 +181,41 @@ def _one_by_one(
 def _by_tiles(
     out: Tensor, x: Tensor, inner: Tensor, experts: Experts, routing: Routing, extras: Extras, config: MoeConfig
 ) -> Tensor | HalfNormed:
-    (num_tokens, hidden), (pairs, n) = x.shape, inner.shape
+    (num_tokens, hidden), pairs = x.shape, len(inner)
     outer = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
-    tiles, w13, w2 = routing.tiles.shape[1], experts.w13, experts.w2
-    for target, source, weight, scale, gated, tile in (
-        (inner, x, w13, experts.w13_scale, True, _fit(config.up, n, hidden, w2)),
-        (outer, inner, w2, experts.w2_scale, False, _fit(config.down, hidden, n, w2)),
+    tiles, gates = routing.tiles.shape[1], gate_options(experts.clamp)
+    for target, source, weight, scale, bias, gated, tile in (
+        (inner, x, experts.w13, experts.w13_scale, experts.w13_bias, True, config.up),
+        (outer, inner, experts.w2, experts.w2_scale, experts.w2_bias, False, config.down),
     ):
-        values, x_scale, *_ = (source, None) if scale is None else quantize_per_token(source, weight.dtype)
-        _tiles_kernel[(tiles * -(-target.shape[1] // tile.block_n),)](
-            target, values, x_scale, weight, scale, routing.order, routing.tiles, tiles,
+        tile = _fit(tile, target.shape[1], source.shape[1], weight, scales_sums=True)
+        held, options = operand(weight, scale, bias)
+        values, x_scale, *_ = (source, None) if scale is None else quantize_per_token(source, held[0].dtype)
+        tiles_kernel[(tiles * -(-target.shape[1] // tile.block_n),)](
+            target, values, x_scale, *held, routing.order, routing.tiles, tiles,
             N=target.shape[1], K=source.shape[1], TOP_K=experts.top_k, GATED=gated, BLOCK_M=config.block_m,
             BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SWAP=tile.swap,
-            num_warps=tile.num_warps, num_stages=tile.num_stages, **overlap(),
+            num_warps=tile.num_warps, num_stages=tile.num_stages, **options, **gates, **overlap(),
         )  # fmt: skip
     block = min(1024 if num_tokens > 64 else 256, next_power_of_2(hidden))
     blocks = -(-hidden // block)
     result, following = half_normed_over(out, _next_norm(experts, extras[0], num_tokens), blocks)
-    _sum_kernel[(num_tokens * blocks,)](
+    sum_kernel[(num_tokens * blocks,)](
         out, outer, routing.weights, *extras, *following, N=hidden, TOP_K=experts.top_k, BLOCK_N=block,
         num_warps=block // 256 or 1, **overlap(),
     )  # fmt: skip
     return result
 
 
-def _fit(tile: Tile, n: int, k: int, weight: Tensor) -> Tile:
-    """Return `tile` with blocks no larger than the weight. Matrix units take 16 numbers of a row or more, 32 in fp8."""
-    least = 32 if weight.element_size() == 1 else 16
+def _fit(tile: Tile, n: int, k: int, weight: Tensor | PackedWeight, scales_sums: bool = False) -> Tile:
+    """Return `tile` with blocks no larger than the weight. Matrix units take 16 numbers of a row or more, 32 in fp8 and
+    of packed ones. `scales_sums`: a step over packed inputs ends with their group if that is large, since it takes less
+    to scale sums than weights."""
+    group = weight.group_size if isinstance(weight, PackedWeight) else 0
+    least = 32 if isinstance(weight, PackedWeight) or weight.element_size() == 1 else 16
     block_n, block_k = min(tile.block_n, max(16, next_power_of_2(n))), min(tile.block_k, max(least, next_power_of_2(k)))
+    if scales_sums and group >= LARGE_GROUP and block_k % group == 0:
+        block_k = group
     return replace(tile, block_n=block_n, block_k=block_k)
 
 
@@ -375,21 +227,23 @@ def fused_moe_reference(
     config: MoeConfig | None = None,
 ) -> tuple[Tensor | HalfNormed, Tensor]:
     """Compute as the kernels do: tokens are rounded if weights are fp8, unless `config` computes each by itself."""
-    num_experts = experts.w13.shape[0]
     normed = x if experts.norm_weight is None else rms_norm_reference(x, experts.norm_weight, experts.eps)
     logits = F.linear(normed, experts.router, experts.router_bias)
-    chosen = logits[:, :num_experts]
+    chosen = logits[:, : experts.num_experts]
     ids, weights, *_ = route_reference(chosen, experts.top_k, experts.renormalize, scoring=experts.scoring)
     out = torch.zeros_like(x)
     rounds = experts.w13_scale is not None and (config is None or config.block_m > 1)
+    up = (experts.w13, experts.w13_scale, experts.w13_bias)
+    down = (experts.w2, experts.w2_scale, experts.w2_bias)
     for expert in ids.unique().tolist():
         token, choice = (ids == expert).nonzero(as_tuple=True)
-        both = _product_reference(normed[token], experts.w13, experts.w13_scale, experts.w13_bias, expert, rounds)
-        inner = gated_reference(both, experts.clamp)
-        own = _product_reference(inner, experts.w2, experts.w2_scale, experts.w2_bias, expert, rounds)
+        both = _product_reference(normed[token], *up, expert, rounds)
+        gate, up_half = both.chunk(2, dim=-1)
+        own = _product_reference(gated_reference(gate, up_half, experts.clamp), *down, expert, rounds)
         out.index_add_(0, token, (own * weights[token, choice, None]).to(x.dtype))
     if shared is not None:
-        out += torch.sigmoid(logits[:, num_experts:]) * shared if logits.shape[1] > num_experts else shared
+        gated = logits.shape[1] > experts.num_experts
+        out += torch.sigmoid(logits[:, experts.num_experts :]) * shared if gated else shared
     if residual is None:
         return out, ids
     residual.add_(out)
@@ -397,9 +251,8 @@ def fused_moe_reference(
     return residual if next_norm is None else half_norm_reference(residual, next_norm), ids
 
 
-def gated_reference(both: Tensor, clamp: SwigluClamp | None) -> Tensor:
-    """Return the activation # [T, n] of gate beside up # [T, 2 * n], which it may overwrite."""
-    gate, up = both.chunk(2, dim=-1)
+def gated_reference(gate: Tensor, up: Tensor, clamp: SwigluClamp | None) -> Tensor:
+    """Return the activation of gate and up, which it may overwrite."""
     if clamp is None:
         return F.silu(gate).mul_(up)
     gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
@@ -407,11 +260,14 @@ def gated_reference(both: Tensor, clamp: SwigluClamp | None) -> Tensor:
 
 
 def _product_reference(
-    x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, expert: int, rounds: bool
+    x: Tensor, weight: Tensor | PackedWeight, scale: Tensor | None, bias: Tensor | None, expert: int, rounds: bool
 ) -> Tensor:
     """Return x [T, K] @ weight[expert].T + bias[expert]; `rounds`: of x rounded to the weight's type."""
-    one = weight[expert]
-    if scale is not None:
-        one = (one.float() * scale[expert, :, None]).to(x.dtype)
-    taken = quantize_per_token_reference(x, weight.dtype).dequantize(x.dtype) if rounds else x
-    return F.linear(taken, one, None if bias is None else bias[expert])
+    if isinstance(weight, PackedWeight):
+        one = weight.expert(expert).dequantize(x.dtype)
+    elif scale is not None:
+        one = (weight[expert].float() * scale[expert, :, None]).to(x.dtype)
+        x = quantize_per_token_reference(x, weight.dtype).dequantize(x.dtype) if rounds else x
+    else:
+        one = weight[expert]
+    return F.linear(x, one, None if bias is None else bias[expert])

@@ -6,6 +6,13 @@ The "hip" rows are derived from the chip's 64-wide waves and 64 kB of LDS, not m
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
+
+Kind = Literal["float", "half", "fp8", "packed8", "packed4"]
+"""How experts' weights are held: in 32 or 16 bits, in fp8 with activations in fp8, or packed (packed.py) in 8 or 4 bits
+with activations of 16 or 32"""
+BYTES: dict[Kind, float] = {"float": 4, "half": 2, "fp8": 1, "packed8": 1, "packed4": 0.5}
+"""of a weight"""
 
 
 @dataclass(frozen=True)
@@ -34,39 +41,55 @@ class MoeConfig:
     """of the second"""
 
 
-FEW_TOKENS = {(family, size): 2 for family in ("cuda", "hip") for size in (1, 2, 4)}
-"""(family, bytes of a weight) -> most tokens that are computed one by one: so few hardly share an expert, so nothing is
+FEW_TOKENS: dict[tuple[str, Kind], int] = {(family, kind): 2 for family in ("cuda", "hip") for kind in BYTES}
+"""(family, kind of weights) -> most tokens that are computed one by one: so few hardly share an expert, so nothing is
 read twice, and neither sorting nor a third kernel is needed"""
+FEW_TOKENS["cuda", "packed4"] = 3
 
-FEW: dict[tuple[str, int], MoeConfig] = {
-    ("cuda", 1): MoeConfig(1, Tile(4, 2048, 8, 1), Tile(1, 1024, 2, 1, group=8)),
-    ("cuda", 2): MoeConfig(1, Tile(2, 2048, 8, 1), Tile(1, 1024, 1, 1, group=4)),
-    ("cuda", 4): MoeConfig(1, Tile(4, 512, 4, 1), Tile(4, 512, 4, 1, group=2)),
-    ("hip", 1): MoeConfig(1, Tile(8, 1024, 4, 1), Tile(4, 512, 2, 1, group=4)),
-    ("hip", 2): MoeConfig(1, Tile(4, 1024, 4, 1), Tile(4, 256, 2, 1, group=4)),
-    ("hip", 4): MoeConfig(1, Tile(4, 512, 4, 1), Tile(4, 256, 2, 1, group=4)),
+FEW: dict[tuple[str, Kind], MoeConfig] = {
+    ("cuda", "packed4"): MoeConfig(1, Tile(4, 1024, 2, 1), Tile(2, 1024, 4, 1, group=4)),
+    ("cuda", "packed8"): MoeConfig(1, Tile(4, 2048, 8, 1), Tile(1, 1024, 2, 1, group=8)),
+    ("cuda", "fp8"): MoeConfig(1, Tile(4, 2048, 8, 1), Tile(1, 1024, 2, 1, group=8)),
+    ("cuda", "half"): MoeConfig(1, Tile(2, 2048, 8, 1), Tile(1, 1024, 1, 1, group=4)),
+    ("cuda", "float"): MoeConfig(1, Tile(4, 512, 4, 1), Tile(4, 512, 4, 1, group=2)),
+    ("hip", "packed4"): MoeConfig(1, Tile(4, 2048, 4, 1), Tile(4, 1024, 4, 1, group=4)),
+    ("hip", "packed8"): MoeConfig(1, Tile(8, 1024, 4, 1), Tile(4, 512, 2, 1, group=4)),
+    ("hip", "fp8"): MoeConfig(1, Tile(8, 1024, 4, 1), Tile(4, 512, 2, 1, group=4)),
+    ("hip", "half"): MoeConfig(1, Tile(4, 1024, 4, 1), Tile(4, 256, 2, 1, group=4)),
+    ("hip", "float"): MoeConfig(1, Tile(4, 512, 4, 1), Tile(4, 256, 2, 1, group=4)),
 }
 
-MANY: dict[tuple[str, int], tuple[tuple[float, MoeConfig], ...]] = {
-    # (most pairs per expert, what serves them); up to about 16, reading weights is all that costs. The rows of 2 bytes
-    # on NVIDIA were measured on an H200, at the sizes of Qwen3-30B-A3B.
-    ("cuda", 2): (
+MANY: dict[tuple[str, Kind], tuple[tuple[float, MoeConfig], ...]] = {
+    # (most pairs per expert, what serves them); up to about 16, reading weights is all that costs. On NVIDIA, rows of
+    # 16 bits and fp8 were measured on an H200 at the sizes of Qwen3-30B-A3B, those of 4 bits at gpt-oss-20b's.
+    ("cuda", "packed4"): (
+        (12, MoeConfig(16, Tile(32, 256, 4, 3, swap=True), Tile(64, 256, 4, 3, swap=True))),
+        (32, MoeConfig(32, Tile(32, 256, 4, 3, swap=True), Tile(64, 256, 4, 3, swap=True))),
+        (96, MoeConfig(64, Tile(64, 64, 4, 4, swap=True), Tile(128, 64, 4, 4, swap=True))),
+        (float("inf"), MoeConfig(128, Tile(128, 128, 8, 3, swap=True), Tile(256, 128, 8, 3, swap=True))),
+    ),
+    ("cuda", "half"): (
         (4, MoeConfig(16, Tile(32, 128, 4, 4, swap=True), Tile(128, 128, 4, 3, swap=True))),
         (12, MoeConfig(16, Tile(64, 128, 4, 3, swap=True), Tile(128, 128, 4, 3, swap=True))),
         (48, MoeConfig(64, Tile(64, 64, 4, 3), Tile(128, 64, 4, 4))),
         (256, MoeConfig(128, Tile(128, 64, 8, 3), Tile(256, 64, 8, 3))),
         (float("inf"), MoeConfig(128, Tile(128, 64, 8, 3), Tile(256, 32, 8, 5))),
     ),
-    ("cuda", 4): (
+    ("cuda", "float"): (
         (16, MoeConfig(16, Tile(16, 64, 4, 3), Tile(32, 64, 4, 3))),
         (float("inf"), MoeConfig(32, Tile(16, 32, 4, 3), Tile(32, 32, 4, 3))),
     ),
-    ("hip", 2): (
+    ("hip", "packed4"): (
+        (8, MoeConfig(16, Tile(32, 128, 4, 2), Tile(64, 128, 4, 2))),
+        (64, MoeConfig(64, Tile(32, 128, 4, 2), Tile(64, 128, 4, 2))),
+        (float("inf"), MoeConfig(128, Tile(64, 64, 8, 2), Tile(128, 64, 8, 2))),
+    ),
+    ("hip", "half"): (
         (8, MoeConfig(16, Tile(32, 128, 4, 2), Tile(64, 128, 4, 2))),
         (64, MoeConfig(64, Tile(32, 64, 4, 2), Tile(64, 64, 4, 2))),
         (float("inf"), MoeConfig(128, Tile(64, 64, 8, 2), Tile(128, 64, 8, 2))),
     ),
-    ("hip", 4): (
+    ("hip", "float"): (
         (16, MoeConfig(16, Tile(16, 64, 4, 2), Tile(32, 64, 4, 2))),
         (float("inf"), MoeConfig(32, Tile(16, 32, 4, 2), Tile(32, 32, 4, 2))),
     ),
@@ -79,25 +102,32 @@ def _as_many_bytes(config: MoeConfig) -> MoeConfig:
     return replace(config, up=up, down=down)
 
 
-for _family in ("cuda", "hip"):  # not measured for weights of one byte
-    MANY[_family, 1] = tuple((most, _as_many_bytes(config)) for most, config in MANY[_family, 2])
+for _family in ("cuda", "hip"):  # not measured beyond 12 pairs an expert
+    MANY[_family, "fp8"] = tuple((most, _as_many_bytes(config)) for most, config in MANY[_family, "half"])
+    MANY[_family, "packed8"] = MANY[_family, "half"]
+_FEW_IN_FP8 = MoeConfig(16, Tile(32, 256, 4, 3, swap=True), Tile(64, 128, 4, 3, swap=True))
+MANY["cuda", "fp8"] = ((12, _FEW_IN_FP8), *MANY["cuda", "fp8"][2:])
 
 
-INVARIANT: dict[tuple[str, int], MoeConfig] = {
-    ("cuda", 2): MoeConfig(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
-    ("cuda", 4): MoeConfig(16, Tile(16, 64, 4, 3), Tile(32, 64, 4, 3)),
-    ("hip", 2): MoeConfig(64, Tile(32, 64, 4, 2), Tile(64, 64, 4, 2)),
-    ("hip", 4): MoeConfig(16, Tile(16, 64, 4, 2), Tile(32, 64, 4, 2)),
+INVARIANT: dict[tuple[str, Kind], MoeConfig] = {
+    ("cuda", "packed4"): MoeConfig(64, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
+    ("cuda", "packed8"): MoeConfig(64, Tile(64, 64, 4, 3), Tile(128, 64, 4, 3)),
+    ("cuda", "half"): MoeConfig(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
+    ("cuda", "float"): MoeConfig(16, Tile(16, 64, 4, 3), Tile(32, 64, 4, 3)),
+    ("hip", "packed4"): MoeConfig(64, Tile(32, 64, 4, 2), Tile(64, 64, 4, 2)),
+    ("hip", "packed8"): MoeConfig(64, Tile(32, 64, 4, 2), Tile(64, 64, 4, 2)),
+    ("hip", "half"): MoeConfig(64, Tile(32, 64, 4, 2), Tile(64, 64, 4, 2)),
+    ("hip", "float"): MoeConfig(16, Tile(16, 64, 4, 2), Tile(32, 64, 4, 2)),
 }
 """the configuration of batch invariance: one for all sizes of a batch, so that a token's sums are made by the same
 instructions in the same order. Weights in fp8 do not go with it (planner/decisions.py)."""
 
 
 def pick_moe_config(
-    num_tokens: int, top_k: int, num_experts: int, element_size: int, family: str, invariant: bool = False
+    num_tokens: int, top_k: int, num_experts: int, kind: Kind, family: str, invariant: bool = False
 ) -> MoeConfig:
-    """Return the tables' choice. `element_size`: bytes of a weight."""
-    key = (family, element_size)
+    """Return the tables' choice."""
+    key = (family, kind)
     if invariant:
         return INVARIANT[key]
     if num_tokens <= FEW_TOKENS[key]:

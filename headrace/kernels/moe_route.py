@@ -111,8 +111,8 @@ def _choose(
 
 @triton.jit
 def _router_kernel(
-    normed_ptr, logits_ptr, arrived_ptr, x_ptr, norm_ptr, router_ptr, ids_ptr, weights_ptr, bias_ptr, num_experts,
-    x_stride, eps, scaling,
+    normed_ptr, logits_ptr, arrived_ptr, x_ptr, norm_ptr, router_ptr, router_bias_ptr, ids_ptr, weights_ptr, bias_ptr,
+    num_experts, x_stride, eps, scaling,
     NUM_ROWS: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr,
     TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, WARPS: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -133,6 +133,8 @@ def _router_kernel(
     if tl.program_id(0) == 0:
         tl.store(normed_ptr + token * HIDDEN + column, x, mask=column_in)
     logit = tl.sum(weight * x.to(tl.float32)[None, :], axis=1)
+    if router_bias_ptr is not None:
+        logit += tl.load(router_bias_ptr + row, mask=row_in, other=0.0).to(tl.float32)
     tl.store(logits_ptr + token * NUM_ROWS + row, logit.to(dtype), mask=row_in)
     tl.debug_barrier()  # all threads have stored before the counter says so
     if tl.atomic_add(arrived_ptr + token, 1, sem="acq_rel") == tl.num_programs(0) - 1:
@@ -200,12 +202,13 @@ def _arrivals(device: torch.device) -> Tensor:
 
 def norm_and_route(
     x: Tensor, norm_weight: Tensor | None, eps: float, router: Tensor, num_experts: int, top_k: int, renormalize: bool,
-    block_m: int, invariant: bool = False, scoring: Scoring = SOFTMAX,
+    block_m: int, invariant: bool = False, scoring: Scoring = SOFTMAX, router_bias: Tensor | None = None,
 ) -> tuple[Routing, Tensor, Tensor]:  # fmt: skip
     """Return the routing of x [num_tokens, hidden], its router logits, and normed x, the latter two in x's dtype.
 
-    `router` is # [num_experts or more, hidden]. `block_m` 0: no order and tiles. Up to ROUTER_TOKENS tokens take one
-    launch; more, and all tokens if `invariant`, take three, whose sums do not depend on the number of tokens.
+    `router` is # [num_experts or more, hidden], `router_bias` has as many. `block_m` 0: no order and tiles. Up to
+    ROUTER_TOKENS tokens take one launch; more, and all tokens if `invariant`, take three, whose sums do not depend on
+    the number of tokens.
     `norm_weight` None: x comes normed.
     """
     num_tokens, hidden = x.shape
@@ -213,7 +216,7 @@ def norm_and_route(
     arrived = _arrivals(x.device)  # even if not needed yet: it must not lie in a graph's memory
     if num_tokens > ROUTER_TOKENS or invariant or norm_weight is None:
         normed = x if norm_weight is None else rms_norm(x, norm_weight, eps)
-        logits = matmul(normed, router) if invariant else F.linear(normed, router)
+        logits = (matmul if invariant else F.linear)(normed, router, router_bias)
         return route(logits[:, :num_experts], top_k, renormalize, block_m, scoring), logits, normed
     routing = _empty_routing(num_tokens, num_experts, top_k, block_m, x.device)
     logits = torch.empty((num_tokens, num_rows), dtype=x.dtype, device=x.device)
@@ -223,7 +226,7 @@ def norm_and_route(
     warps = max(1 if num_tokens <= 4 else 4, block_h // 2048)
     rows = max(1, min(warps, warps * 2048 // block_h))
     _router_kernel[(-(-num_rows // rows), num_tokens)](
-        normed, logits, arrived, x, norm_weight, router, routing.ids, routing.weights,
+        normed, logits, arrived, x, norm_weight, router, router_bias, routing.ids, routing.weights,
         scoring.bias, num_experts, x.stride(0), eps, scoring.scaling,
         NUM_ROWS=num_rows, HIDDEN=hidden, ROWS=rows, BLOCK_H=block_h, BLOCK_E=next_power_of_2(num_experts),
         TOP_K=top_k, RENORMALIZE=renormalize, SIGMOID=scoring.sigmoid, WARPS=warps, num_warps=warps, **overlap(),

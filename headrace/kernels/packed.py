@@ -6,8 +6,8 @@ Such a weight meets activations of 16 or 32 bits: kernels widen it on the way to
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -63,6 +63,11 @@ class PackedWeight:
     def tensors(self) -> dict[str, Tensor]:
         """Return its tensors by the names of their fields."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    def expert(self, index: int) -> PackedWeight:
+        """Return one expert's weight [out, in], a view."""
+        own: dict[str, Any] = {name: tensor[index] for name, tensor in self.tensors().items()}
+        return replace(self, **own)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [..., out, in] in `dtype`, computed in fp32, its columns in the checkpoint's order."""

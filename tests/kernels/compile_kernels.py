@@ -32,6 +32,7 @@ from headrace.kernels.attention_config import plan_attention, plan_decode
 from headrace.kernels.gemm_config import CANDIDATES
 from headrace.kernels.paged import Sequences
 from tests.kernels.offline_target import TARGETS, compiled, spills, use_target
+from tests.kernels.packed_weights import KINDS, random_packed
 
 DTYPES = (torch.bfloat16, torch.float16)
 SWEEP = sys.argv[2:] == ["sweep"]
@@ -171,7 +172,7 @@ def compile_experts(target):
     known, moe.DEVICE_FAMILY = set(), family
     kernels = (
         moe_route._router_kernel, moe_route._route_kernel, moe_route._sort_kernel,
-        moe._up_one_by_one_kernel, moe._down_one_by_one_kernel, moe._tiles_kernel, moe._sum_kernel,
+        moe.up_one_by_one_kernel, moe.down_one_by_one_kernel, moe.tiles_kernel, moe.sum_kernel,
     )  # fmt: skip
     for num_experts, top_k, hidden, n, has_shared in (
         (128, 8, 2048, 768, False), (8, 2, 4096, 14336, False), (60, 4, 2048, 1408, True),
@@ -195,10 +196,29 @@ def compile_experts(target):
                 moe.fused_moe(x, replace(experts, router=router[:-1], scoring=scoring), x, x)
             moe.fused_moe(x, replace(experts, **in_fp8), x if has_shared else None, x)
             if num_experts == 8:
-                tiled = moe_config.pick_moe_config(40, 1, 1, 1, family)
+                tiled = moe_config.pick_moe_config(40, 1, 1, "fp8", family)
                 moe.fused_moe(x, replace(experts, **in_fp8), None, x, tiled)
             for kernel in kernels:
                 report(f"experts {kernel.__name__} {num_experts} {num_tokens}", kernel, known)
+    kinds = ("mxfp4", "int4 zeros", "int4 wide groups", "nvfp4", "int8 groups")
+    for kind, dtype, num_tokens in grid(kinds if SWEEP else kinds[:4], DTYPES, (1, 8, 2048)):
+        experts = packed_experts(kind, dtype)
+        moe.fused_moe(torch.zeros(num_tokens, 2880, dtype=dtype), experts, None)
+        for kernel in kernels:
+            report(f"experts {kernel.__name__} {kind} {dtype} {num_tokens}", kernel, known)
+
+
+def packed_experts(kind, dtype):
+    """Experts like gpt-oss's, with biases, in any packed form."""
+    num_experts, size, one = 32, 2880, torch.zeros(1, dtype=dtype)
+    row, weights = random_packed(1, 1, size, **KINDS[kind]), []
+    for rows in (2 * size, size):
+        tensors = {name: held.expand(num_experts, rows, *held.shape[2:]) for name, held in row.tensors().items()}
+        weights.append(replace(row, **tensors))
+    biases = {"w13_bias": one.expand(num_experts, 2 * size), "w2_bias": one.expand(num_experts, size)}
+    router = one.expand(num_experts, size)
+    clamp = moe.SwigluClamp(1.702, 7.0)
+    return moe.Experts(router[0], 1e-5, router, *weights, 4, True, router_bias=router[:, 0], clamp=clamp, **biases)
 
 
 def compile_rest():

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
-from headrace.kernels.moe_config import FEW, FEW_TOKENS, INVARIANT, MANY, pick_moe_config
+from headrace.kernels.moe_config import BYTES, FEW, FEW_TOKENS, INVARIANT, MANY, pick_moe_config
 
-KEYS = list(itertools.product(("cuda", "hip"), (1, 2, 4)))
+KEYS = list(itertools.product(("cuda", "hip"), BYTES))
 LARGEST_LDS = 65536
 
 
@@ -14,26 +14,27 @@ def is_power_of_2(n):
     return n & (n - 1) == 0
 
 
-@pytest.mark.parametrize(("family", "element_size"), KEYS, ids=str)
-def test_every_size_has_a_configuration_that_fits(family, element_size):
+@pytest.mark.parametrize(("family", "kind"), KEYS, ids=str)
+def test_every_size_has_a_configuration_that_fits(family, kind):
     for num_tokens, (num_experts, top_k) in itertools.product(
         (1, 2, 3, 8, 100, 5000, 1 << 17), ((128, 8), (8, 2), (60, 4), (1, 1))
     ):
-        for invariant in (False, element_size > 1):
-            config = pick_moe_config(num_tokens, top_k, num_experts, element_size, family, invariant)
+        for invariant in (False, kind != "fp8"):
+            config = pick_moe_config(num_tokens, top_k, num_experts, kind, family, invariant)
             assert config.block_m == 1 or (config.block_m >= 16 and is_power_of_2(config.block_m))
             for tile, rows in ((config.up, 2 * config.up.block_n), (config.down, config.down.block_n)):
                 assert is_power_of_2(tile.block_n)
                 assert is_power_of_2(tile.block_k)
                 assert config.block_m == 1 or tile.block_n >= 16
-                held = (rows + config.block_m) * tile.block_k * element_size * max(1, tile.num_stages - 1)
+                x_bytes = BYTES[kind] if kind in ("float", "fp8") else 2
+                held = (rows * BYTES[kind] + config.block_m * x_bytes) * tile.block_k * max(1, tile.num_stages - 1)
                 assert held <= (LARGEST_LDS if family == "hip" else 227 << 10)
 
 
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_tables_are_whole_and_rise(key):
     assert key in FEW
-    assert (key in INVARIANT) == (key[1] > 1)
+    assert (key in INVARIANT) == (key[1] != "fp8")
     assert FEW_TOKENS[key] >= 1
     assert FEW[key].block_m == 1
     bounds = [most for most, _ in MANY[key]]
@@ -42,4 +43,4 @@ def test_tables_are_whole_and_rise(key):
 
 
 def test_a_batch_that_is_invariant_has_one_configuration():
-    assert len({pick_moe_config(n, 8, 128, 2, "cuda", True) for n in (1, 2, 50, 5000)}) == 1
+    assert len({pick_moe_config(n, 8, 128, "half", "cuda", True) for n in (1, 2, 50, 5000)}) == 1

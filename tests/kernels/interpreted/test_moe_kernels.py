@@ -1,5 +1,6 @@
 """Routing, sorting and the experts' products against their references: odd sizes, ties, few and many tokens."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -8,10 +9,11 @@ from sampled import sampled
 
 from headrace.kernels import moe, moe_route
 from headrace.kernels.fp8 import quantize_per_token_reference
-from headrace.kernels.moe import Experts, fused_moe, fused_moe_reference
+from headrace.kernels.moe import Experts, SwigluClamp, fused_moe, fused_moe_reference
 from headrace.kernels.moe_config import MoeConfig, Tile
 from headrace.kernels.moe_route import Scoring, max_tiles, route, route_reference
 from headrace.kernels.norm import HalfNormed, half_norm_reference, rms_norm_reference
+from tests.kernels.packed_weights import KINDS, random_packed
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
 FEW = MoeConfig(1, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1, group=4))
@@ -120,8 +122,10 @@ def make_layer(num_tokens, hidden, num_experts, n, top_k, dtype, has_shared, **o
 
 
 def in_float32(experts):
-    tensors = {name: getattr(experts, name).float() for name in ("norm_weight", "router", "w13", "w2")}
-    return replace(experts, **tensors)
+    """The same with all tensors of 16 bits widened."""
+    wide = {name: tensor.float() for name, tensor in vars(experts).items()
+            if isinstance(tensor, torch.Tensor) and tensor.itemsize == 2}  # fmt: skip
+    return replace(experts, **wide)
 
 
 def run(num_tokens, hidden, num_experts, n, top_k, config, dtype=torch.float32, has_shared=False):
@@ -198,9 +202,47 @@ def test_weights_in_fp8(config, size, has_shared, dtype):
 def test_the_tables_choice_in_fp8(num_tokens):
     x, experts, _, _ = make_layer(num_tokens, 64, 4, 32, 2, torch.float32, False)
     experts = in_fp8(experts)
-    config = moe.pick_moe_config(num_tokens, 2, 4, 1, moe.DEVICE_FAMILY)
+    config = moe.pick_moe_config(num_tokens, 2, 4, "fp8", moe.DEVICE_FAMILY)
     out, expected = fused_moe(x, experts)[0], fused_moe_reference(x, experts, None, None, config)[0]
     assert (out - expected).norm() <= (2e-2 if num_tokens > 2 else 1e-5) * expected.norm()
+
+
+def packed(experts, kind):
+    """The same with other weights, packed, and what they are widened to."""
+    held = {name: random_packed(*getattr(experts, name).shape, **KINDS[kind]) for name in ("w13", "w2")}
+    wide = {name: weight.dequantize(torch.float32) for name, weight in held.items()}
+    return replace(experts, **held), replace(in_float32(experts), **wide)
+
+
+def with_biases(experts, dtype=torch.float32):
+    """The same with biases, and gated as gpt-oss gates; most gates and ups are beyond the limit now and then."""
+    num_experts, rows, hidden = *experts.w13.shape[:2], experts.w13.shape[2]
+    biases = {"router_bias": torch.randn(num_experts).to(dtype), "w13_bias": torch.randn(num_experts, rows).to(dtype),
+              "w2_bias": torch.randn(num_experts, hidden).to(dtype)}  # fmt: skip
+    return replace(experts, clamp=SwigluClamp(1.702, 0.8), **biases)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "int4 ordered"])
+@pytest.mark.parametrize("config", ["one by one", "tiles", "swapped"])
+def test_packed_weights(kind, config):
+    """Widened as they are multiplied, they give what widened weights give, also where groups end within a step or a
+    block, and beyond the last one."""
+    sizes = [(1, 32, 8, 32, 2), (3, 48, 5, 96, 3), (9, 80, 3, 48, 2), (17, 16, 4, 112, 1)]
+    (num_tokens, *rest), dtype = random.choice(sizes), random.choice([torch.float32, torch.float16, torch.bfloat16])
+    config = {"one by one": FEW, "tiles": MANY, "swapped": SWAPPED}[config]
+    up, down = (replace(tile, block_k=64) for tile in (config.up, config.down))
+    config = replace(config, up=up, down=down)
+    num_tokens = min(num_tokens, 4) if config.block_m == 1 else num_tokens
+    x, experts, _, _ = make_layer(num_tokens, *rest, dtype, False)
+    if random.random() < 0.5:
+        experts = with_biases(experts, dtype)
+    experts, wide = packed(experts, kind)
+    expected, expected_ids = fused_moe_reference(x.float(), wide)
+    out, ids = fused_moe(x, experts, None, None, config)
+    same = (ids == expected_ids).all(dim=1)
+    error = (out[same].double() - expected[same].double()).norm()
+    bound = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
+    assert error <= bound * expected[same].double().norm(), (num_tokens, rest, dtype, experts.clamp)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 17])
@@ -280,7 +322,7 @@ def test_grids_hold_more_tokens_than_their_second_dimension(monkeypatch):
             grids.append(grid)
             return lambda *arguments, **options: None
 
-    for name in ("_tiles_kernel", "_sum_kernel"):
+    for name in ("tiles_kernel", "sum_kernel"):
         monkeypatch.setattr(moe, name, Launches())
     num_tokens, one = 70_000, torch.zeros(1)
     x = one.expand(num_tokens, 16)
