@@ -136,6 +136,9 @@ class IntegerLayout:
                 held = weights[f"{index}.{one.name}"]
                 optional = one.fill is not None
                 yield part, one.name, Slot(one.shape, one.source, held, optional, stored=one.types, dummy=one.dummy)
+            if self.spelling.groups and not self.group_size:  # all zeros
+                types = ("I32", "I64")
+                yield part, self.spelling.groups, Slot(part.shape[1:], (part.columns,), None, True, stored=types)
             if self.spelling.shape:
                 yield part, self.spelling.shape, _checked_slot(part.shape, self.spelling.shape)
             yield from bias_slot(spec, part, weights)
@@ -243,14 +246,14 @@ class IntegerLayout:
             return Loaded(codes, scales, zeros, None)
         groups = weights[f"{index}.{spelling.groups}"].long()
         neighbours = torch.arange(part.columns.start, part.columns.stop, device=groups.device) // self.group_size
-        if bool((groups == UNKNOWN).any()):
-            groups = neighbours.expand_as(groups)
+        groups = torch.where((groups == UNKNOWN).any(-1, keepdim=True), neighbours, groups)
         if bool((groups < start).any() | (groups >= start + scales.shape[-1]).any()):
             raise CheckpointError(
                 f"{spelling.groups} names groups {int(groups.min())} to {int(groups.max())}; accepted here: {start} to "
                 f"{start + scales.shape[-1] - 1}, more only where config.json says act-order (desc_act)"
             )
-        if bool((groups == neighbours).all()) and part.columns.start % self.group_size == 0:
+        begins_with_group = part.columns.start % self.group_size == 0 or scales.shape[-1] == 1
+        if begins_with_group and bool((groups == neighbours).all()):
             mine = slice(int(neighbours[0]) - start, int(neighbours[-1]) - start + 1)
             return Loaded(codes, scales[..., mine], None if zeros is None else zeros[..., mine], None)
         return Loaded(codes, scales, zeros, groups - start)
@@ -259,7 +262,7 @@ class IntegerLayout:
         """Return the codes [..., n] of `held`, shifted to kept_bits, given the words that hold them; `plus_one`: one
         more than each."""
         per_unit, _ = self._unit
-        words = words.contiguous()
+        words = words.clone(memory_format=torch.contiguous_format)  # also where a side of size 1 has another stride
         if plus_one and WORD % self.bits == 0:  # in whole words, as GPTQ's tools do, so that a stored -1 is 0 again
             words = words + sum(1 << first for first in range(0, WORD, self.bits))
         codes = unpack_words(words, self.bits)

@@ -72,7 +72,9 @@ def load(fixture: Fixture, spec: LinearSpec, **changed: Tensor) -> Weights:
     """Fill the linear's tensors as models/loader.py does, each part with the same ones."""
     layout, tensors = fixture.scheme.layout, fixture.tensors | changed
     weights = layout.create_weights(spec, CPU)
-    for _, name, slot in layout.slots(spec, weights):
+    slots = list(layout.slots(spec, weights))
+    assert tensors.keys() - {name for _, name, _ in slots} == {"expected"}
+    for _, name, slot in slots:
         if name not in tensors:
             assert slot.optional, name
             continue
@@ -154,6 +156,18 @@ def test_experts_are_packed_together(fixture: Fixture) -> None:
 
 
 @each_linear
+def test_a_rank_may_hold_no_rows(fixture: Fixture) -> None:
+    """Of a small vocabulary's head."""
+    outputs, inputs = fixture.shape
+    part = replace(alone(fixture, torch.float32).parts[0], rows=slice(outputs, outputs))
+    spec = LinearSpec(inputs, 8, (part,), torch.float32)
+    weights = load(fixture, spec)
+    assert torch.equal(fixture.scheme.layout.dequantize(spec, weights)["weight"], torch.zeros(8, inputs))
+    packed = fixture.scheme.layout.packed(spec, weights)  # type: ignore[attr-defined]
+    assert torch.equal(packed.dequantize(torch.float32), torch.zeros(8, inputs))
+
+
+@each_linear
 def test_rows_beyond_the_vocabulary_are_zero(fixture: Fixture) -> None:
     spec = replace(alone(fixture, torch.float32), out_features=fixture.shape[0] + 3)
     weights = load(fixture, spec)
@@ -207,6 +221,29 @@ def test_groups_of_neighbours_need_no_order(layout: str, given: str) -> None:
         if inputs // ranks % size == 0:
             assert packed.order is None
             assert packed.scales.shape[-1] == inputs // ranks // size
+
+
+def test_experts_without_groups_leave_those_of_others_alone() -> None:
+    fixture = one_of("pack_quantized", act_order=True)
+    spec, layout = alone(fixture, torch.float32), fixture.scheme.layout
+    weights, one = layout.create_weights(spec, CPU, (2,)), load(fixture, spec)
+    for name, tensor in weights.items():
+        tensor.copy_(one[name])
+    weights["0.weight_g_idx"][1] = -1
+    neighbours = torch.arange(fixture.shape[1]) // fixture.settings["group_size"]
+    other = layout.dequantize(spec, load(fixture, spec, weight_g_idx=neighbours))["weight"]
+    assert torch.equal(
+        layout.dequantize(spec, weights)["weight"], torch.stack((fixture.tensors["expected"].float(), other))
+    )
+
+
+def test_one_group_for_all_inputs_needs_no_order_on_any_rank() -> None:
+    fixture = one_of("gptq", group_size=0, symmetric=True)
+    fixture = replace(fixture, settings=fixture.settings | {"group_size": 128})
+    spec = row_spec("y", fixture.shape[1], fixture.shape[0], Group(1, 2), torch.float32)
+    packed = fixture.scheme.layout.packed(spec, load(fixture, spec))  # type: ignore[attr-defined]
+    assert packed.order is None
+    assert packed.group_size == packed.in_features == fixture.shape[1] // 2
 
 
 def test_groups_that_are_none_of_the_linear_are_refused() -> None:
