@@ -25,7 +25,8 @@ Cases, each part under 3 minutes:
     unasked-cache     the KV cache has the model's type by default; --objective throughput takes fp8, and goes back
                       where it changes the model too much
 
-Weights are random (uniform +-1e-3, seeded), prompts token ids, decoding greedy to the full length, prefix caching off,
+Weights are random (uniform +-1e-3, seeded; normal embeddings and routers where there are experts, so that tokens
+spread over them), prompts token ids, decoding greedy to the full length, prefix caching off,
 max_model_len 8192, gpu_memory_utilization 0.9, max_num_seqs 1024. A step is (end-to-end - time to first token) /
 (output - 1). Steps, prefill and first tokens are medians of 3, all else is one run. Every run measures the chip's best
 rates itself; bounds are bytes and operations over those. Results are written after every part. What --batch-invariant

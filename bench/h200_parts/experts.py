@@ -1,6 +1,6 @@
-"""Counts how many distinct experts a layer of a mixture reads in a step.
+"""Spreads tokens over the experts of a mixture whose weights are random, and counts the experts that a layer reads.
 
-It does so in runs of their own, after the timed ones, since recording the choices costs time.
+It counts in runs of their own, after the timed ones, since recording the choices costs time.
 """
 
 from __future__ import annotations
@@ -14,6 +14,22 @@ EVERY = 8
 """One in so many decode steps is counted."""
 WHOLE = 0.9
 """Decode steps with a smaller share of the batch's requests are not counted."""
+
+
+def spread_tokens(llm: Any, seed: int) -> None:
+    """Draw embeddings and routers anew, normal and large. Of the loader's small numbers, the biases and the experts'
+    outputs, alike for all tokens, would outweigh the embeddings, and all tokens would go to the same experts."""
+    import torch
+
+    from headrace.layers.embedding import VocabParallelEmbedding
+    from headrace.layers.moe import SparseMoE
+
+    for layer in llm._core._executor._worker.runner.model.modules():
+        drawn = {VocabParallelEmbedding: "weight", SparseMoE: "router"}.get(type(layer))
+        if drawn is not None:
+            weight = getattr(layer, drawn)
+            seed += 1
+            weight.normal_(generator=torch.Generator(weight.device).manual_seed(seed))
 
 
 def mean_distinct_experts(

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from h200_parts.bounds import Ceilings, decode_floor, distinct_experts, enough_experts, prefill_floor, run_floor
-from h200_parts.experts import mean_distinct_experts
+from h200_parts.experts import mean_distinct_experts, spread_tokens
 from h200_parts.models import BenchModel
 from h200_parts.rows import SPECS, Result
 from h200_parts.run import Run
@@ -40,6 +40,8 @@ class Bench:
         self._uncounted: list[tuple[Result, list[list[int]], int]] = []
         start = time.perf_counter()
         self.llm: Any = LLM(**self.settings.engine_knobs(model), skip_tokenizer_init=True)
+        if self.cost.num_experts:
+            spread_tokens(self.llm, SEED)
         print(f"engine of {model.title} loaded in {time.perf_counter() - start:.1f} s", flush=True)
 
     @property
