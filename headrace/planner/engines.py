@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.attention.table import BACKENDS
 from headrace.config import EngineConfig
-from headrace.errors import UnsupportedModelError
+from headrace.errors import ConfigError, UnsupportedModelError
 from headrace.model_config import ModelConfig
 from headrace.model_spec import Mixer
 from headrace.models.registry import SERVED, resolve, served_entry
@@ -20,7 +20,7 @@ from headrace.planner.plan_request import PlanRequest
 from headrace.planner.record import Decision
 from headrace.planner.shapes import ModelShape
 from headrace.quantization.formats import MADE_AT_LOAD
-from headrace.quantization.table import served_formats
+from headrace.quantization.table import resolve_format, served_formats
 
 FULL_GRAPHS: dict[str, str] = {
     **{entry.name: entry.full_graphs for entry in BACKENDS},
@@ -31,18 +31,21 @@ AITER_HEAD_DIMS = (64, 128, 256)
 """Head sizes for which ROCM_AITER_FA has kernels."""
 
 
-def model_gaps(raw: dict[str, Any], quantization: str | None) -> list[str]:
-    """Say why headrace cannot serve the model of a raw config.json in the format `quantization`; empty: it can."""
+def model_gaps(raw: dict[str, Any], weight_format: str | None = None, asked: str | None = None) -> list[str]:
+    """Say why headrace cannot serve the model of a raw config.json, in another checkpoint's `weight_format` or with
+    --quantization `asked`; empty: it can."""
     names = raw.get("architectures") or ["unknown"]
     if served_entry(names[0]) is None:
         return [f"headrace has no {names[0]} yet; it has {', '.join(SERVED)}"]
     try:
-        resolve(ModelConfig.from_dict(raw))
-    except UnsupportedModelError as error:
+        config = ModelConfig.from_dict(raw)
+        resolve(config)
+        resolve_format(config, asked)
+    except (UnsupportedModelError, ConfigError) as error:
         return [f"headrace: {error}"]
-    if quantization is not None and quantization not in (*MADE_AT_LOAD, *served_formats()):
+    if weight_format is not None and weight_format not in (*MADE_AT_LOAD, *served_formats()):
         made = " or ".join(MADE_AT_LOAD)
-        return [f"headrace reads no {quantization} checkpoints yet; it rounds plain ones to {made} at load"]
+        return [f"headrace reads no {weight_format} checkpoints yet; it rounds plain ones to {made} at load"]
     return []
 
 

@@ -230,10 +230,9 @@ def test_flags_of_vllm_become_ours_or_are_left_out(capsys: pytest.CaptureFixture
         "--attention-backend ROCM_AITER_FA --trust-remote-code --speculative_config.method mtp -O3 --runner generate"
     )
     sizes = {"cudagraph_mode": "NONE", "cudagraph_capture_sizes": [1, 2, 4], "max_cudagraph_capture_size": 8}
-    assert values == {"model": "m", "compilation_config": sizes}
+    assert values == {"model": "m", "compilation_config": sizes, "quantization": "awq"}
     notes = [line.split(":")[0].strip() for line in capsys.readouterr().err.splitlines()[1:]]
     assert notes == [
-        "-q awq",
         "--attention-backend ROCM_AITER_FA",
         "--trust-remote-code",
         '--speculative-config.method {"method"',

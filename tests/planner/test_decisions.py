@@ -14,7 +14,6 @@ from headrace.errors import ConfigError, OutOfMemoryError
 from headrace.model_config import ModelConfig
 from headrace.planner.decisions import decide_before_load, decide_mixed_step, decide_num_pages
 from headrace.planner.record import Decision
-from headrace.quantization.checkpoint_format import holds_kv_scales
 from headrace.step import WorkerFacts
 
 MODEL = ModelConfig.from_dict(
@@ -151,19 +150,18 @@ def test_the_kv_cache_is_the_models_or_the_checkpoints_or_the_users(
     assert next(d for d in decisions if d.field == "kv_cache_dtype").source == source
 
 
-@pytest.mark.parametrize(
-    ("quantization", "holds"),
-    [
-        (None, False),
-        ({"kv_cache_scheme": {"type": "float", "num_bits": 8}}, True),
-        ({"kv_cache_scheme": {"type": "int", "num_bits": 8}}, False),
-        ({"kv_cache_scheme": None, "kv_cache_quant_algo": "FP8"}, True),
-        ({"export": {"kv_cache_group": ["*k_proj", "*v_proj"]}}, True),
-        ({"export": {"kv_cache_group": []}}, False),
-    ],
-)
-def test_which_checkpoints_were_calibrated_for_an_fp8_cache(quantization: dict | None, holds: bool) -> None:
-    assert holds_kv_scales(quantization) is holds
+@pytest.mark.parametrize("asked", [None, "gptq", "compressed-tensors"])
+def test_a_checkpoint_keeps_its_format_whatever_word_is_used_for_it(asked: str | None) -> None:
+    weights = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 128}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    quantization = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    model = dataclasses.replace(MODEL, quantization=quantization)
+    config, decisions = decide_before_load(EngineConfig(quantization=asked), model, "cpu")
+    assert config.quantization is None
+    (decision,) = [one for one in decisions if one.field == "quantization"]
+    assert (decision.value[:4], decision.reason) == ("int4", "the checkpoint's (compressed-tensors)")
+    with pytest.raises(ConfigError, match="does not go with batch_invariant on a GPU"):
+        decide_before_load(EngineConfig(quantization=asked, batch_invariant=True), model, "cuda")
 
 
 def test_the_attention_backend_is_a_decision() -> None:

@@ -20,7 +20,7 @@ from headrace.advice.explain.remarks_memory import MEMORY_RULES
 from headrace.advice.explain.remarks_variables import VARIABLE_RULES, aiter_part, for_other_vendor
 from headrace.advice.explain.setting import Setting
 from headrace.advice.flags.table import Note, flags_by_name, foreign_value, judge, notice
-from headrace.config import QUANTIZATIONS
+from headrace.config import CHECKPOINT_WORDS
 from headrace.errors import ConfigError
 from headrace.planner.catalogue import find_config
 from headrace.planner.chips import Chip
@@ -248,4 +248,4 @@ def _gaps(case: Case) -> list[str]:
     if case.shape is None or case.line.model is None:
         return []
     asked = case.asked.quantization
-    return model_gaps(find_config(case.line.model).config, asked if asked in QUANTIZATIONS else None)
+    return model_gaps(find_config(case.line.model).config, asked=asked if asked in CHECKPOINT_WORDS else None)

@@ -20,8 +20,8 @@ from headrace.advice.explain.remark import (
     wrong,
 )  # fmt: skip
 from headrace.advice.explain.setting import Setting
-from headrace.advice.flags.table import foreign_value, human_int
-from headrace.config import QUANTIZATIONS
+from headrace.advice.flags.table import human_int
+from headrace.config import CHECKPOINT_WORDS, QUANTIZATIONS
 from headrace.planner.catalogue import find_model
 from headrace.planner.chips import GIB
 
@@ -72,13 +72,15 @@ def _quantization(case: Case, setting: Setting) -> Remark | None:
     if value == "gptq" and "quantized.w" in (case.line.model or "").lower():
         text = "checkpoints named so hold compressed-tensors, not GPTQ; config.json says which, and decides"
         return wrong(text, claim=from_config)
+    if form not in ("bf16", "", *CHECKPOINT_WORDS.get(value, (form,))):
+        return wrong(f"the checkpoint holds {form} weights and keeps them: this is another format", better="drop")
     if form not in ("bf16", ""):
         rounds = value in QUANTIZATIONS
         what = f"{value} is for rounding plain weights" if rounds else "the flag adds nothing"
         text = f"the checkpoint holds {form} weights already and config.json says how; {what}"
         return not_needed(text, claim="fp8-flag-on-a-quantized-checkpoint" if rounds else from_config)
     if value not in QUANTIZATIONS:
-        make = not_needed if foreign_value("--quantization", value) else unknown
+        make = unknown if value not in CHECKPOINT_WORDS else wrong if form else not_needed
         return make("config.json says the format, and decides", better="drop")
     plain, small = case.weight_bytes("bf16"), case.weight_bytes("fp8")
     text = "rounds plain weights to fp8 as they load"

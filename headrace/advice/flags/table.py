@@ -150,13 +150,6 @@ FOREIGN_VALUES: dict[str, tuple[tuple[str, ...], str]] = {
         ATTENTION_OF_VLLM,
         "a kernel of vLLM's; ordinary attention is served by headrace's own, which the start-up log names",
     ),
-    "--quantization": (
-        (
-            "awq", "awq_marlin", "gptq", "gptq_marlin", "quark", "compressed-tensors", "mxfp4", "fbgemm_fp8",
-            "modelopt", "modelopt_fp4", "gguf", "auto-round",
-        ),
-        "the format of weights that are quantized already is taken from the checkpoint's config.json",
-    ),
     "--trust-remote-code": (("true",), "code from a model's repository is never run; every family here is native"),
 }  # fmt: skip
 """Values of headrace's own flags that mean something to vLLM alone, and why they are left out: (values, why)."""

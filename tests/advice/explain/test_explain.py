@@ -213,7 +213,9 @@ OPINIONS = [
     ("vllm serve m --load-format tensorizer", None, "--load-format", "fine", "", ""),
     ("headrace serve m --load-format tensorizer", None, "--load-format", "wrong", "auto, safetensors, dummy", ""),
     ("vllm serve m --uvicorn-log-level trace", None, "--uvicorn-log-level", "fine", "", ""),
-    ("headrace serve demo --quantization awq", None, "--quantization", "not needed", "", ""),
+    ("headrace serve demo --quantization awq", None, "--quantization", "wrong", "config.json says", ""),
+    ("vllm serve hugging-quants/Meta-Llama-3.1-70B-Instruct-AWQ-INT4 --quantization fp8", None, "--quantization",
+     "wrong", "holds int4 weights", ""),
     ("vllm serve m --mm-encoder-tp-mode both", None, "--mm-encoder-tp-mode", "wrong", "weights, data", ""),
 ]  # fmt: skip
 

@@ -230,6 +230,7 @@ def test_what_asks_for_nothing_or_is_read_below_is_accepted_without_a_word(name:
         ("--kv-cache-dtype", "fp8_inc", "must be one of auto, float16, bfloat16, float32, fp8,", None),
         ("--dtype", "BFLOAT16", "must be one of auto, half,", "must be one of auto, half,"),
         ("--quantization", "awq", None, None),
+        ("--quantization", "gptq_marlin", None, None),
         ("--quantization", "bitsandbytes", "must be one of fp8,", None),
     ],
 )
@@ -297,11 +298,6 @@ def test_ordinary_attention_of_others_is_ours(name: str) -> None:
 def test_other_backends_reach_the_table_of_backends(name: str) -> None:
     """Which knows its own, and refuses latent attention that a model does not have."""
     assert foreign_value("--attention-backend", name) is None
-
-
-def test_formats_of_checkpoints_follow_from_config_json() -> None:
-    assert all(foreign_value("--quantization", name) for name in ("awq", "gptq", "quark", "compressed-tensors"))
-    assert not any(foreign_value("--quantization", name) for name in ("fp8", "ptpc_fp8", "bitsandbytes"))
 
 
 def test_human_numbers() -> None:

@@ -29,6 +29,7 @@ TAKEN: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"enable_chunked_prefill": True, "max_num_batched_tokens": 64},
     ),
     ({"kv_cache_dtype": "fp8", "calculate_kv_scales": True}, {"kv_cache_dtype": "fp8", "calculate_kv_scales": True}),
+    ({"quantization": "awq"}, {"quantization": "awq"}),
     ({"quantization": "fp8", "load_format": "dummy"}, {"quantization": "fp8", "load_format": "dummy"}),
     ({"skip_tokenizer_init": True, "generation_config": "vllm"},) * 2,
     ({"served_model_name": "name"}, {"served_model_name": ["name"]}),
@@ -48,7 +49,6 @@ TAKEN: list[tuple[dict[str, Any], dict[str, Any]]] = [
 INERT: list[tuple[dict[str, Any], str]] = [
     ({"swap_space": 4}, "recomputed, not swapped"),
     ({"trust_remote_code": True}, "never run"),
-    ({"quantization": "AWQ"}, "taken from the checkpoint's config.json"),
     ({"attention_backend": "FLASH_ATTN"}, "a kernel of vLLM's"),
     ({"compilation_config": 3}, "nothing is compiled"),
     ({"disable_custom_all_reduce": True}, "added by NCCL"),
