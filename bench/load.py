@@ -140,7 +140,8 @@ def load(folder: Path, num_bytes: float, disk: float, options: argparse.Namespac
     context = context_for(config, device, options.ranks)
     seconds: list[float] = []
     peaks: list[float] = []
-    fill, before = loader.fill_from_checkpoint, peak_bytes(device, reset=True)
+    fill, before = loader.fill_from_checkpoint, held_bytes(device)
+    reset_peak(device)
 
     def timed(*slots: Any, **settings: Any) -> None:
         start = time.perf_counter()
@@ -158,25 +159,34 @@ def load(folder: Path, num_bytes: float, disk: float, options: argparse.Namespac
         loader.fill_from_checkpoint = fill
     whole = time.perf_counter() - start
     speed = num_bytes / seconds[0] / 1e9
-    peaks.append(peak_bytes(device) - before)
+    held, peak = held_bytes(device) - before, peak_bytes(device) - before
     return (
         f"read in {seconds[0]:.2f} s = {speed:.2f} GB/s = {speed / disk:.0%} of the disk; with all else {whole:.1f} s; "
-        f"weights {model.weight_bytes / 1e9:.2f} GB, peak {peaks[0] / model.weight_bytes:.2f} x while reading, "
-        f"{peaks[1] / model.weight_bytes:.2f} x in all; host {peak_bytes(torch.device('cpu')) / 1e9:.2f} GB"
+        f"weights {model.weight_bytes / 1e9:.2f} GB, while reading {peaks[0] / model.weight_bytes:.2f} x that; held "
+        f"{held / 1e9:.2f} GB, peak {peak / held:.2f} x that; host {held_bytes(torch.device('cpu')) / 1e9:.2f} GB"
     )
 
 
-def peak_bytes(device: torch.device, reset: bool = False) -> int:
-    """Return the most memory held since the last reset: of torch's tensors on a GPU, else of the process, whose reset
-    returns what it holds now."""
+def held_bytes(device: torch.device) -> int:
+    """Return the memory held now: by torch's tensors on a GPU, else by the process."""
+    return torch.cuda.memory_allocated() if device.type == "cuda" else _of_process("VmRSS")
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most memory held since `reset_peak`."""
+    return torch.cuda.max_memory_allocated() if device.type == "cuda" else _of_process("VmHWM")
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin to measure a new peak."""
     if device.type == "cuda":
-        if reset:
-            torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.max_memory_allocated()
-    if reset:
+        torch.cuda.reset_peak_memory_stats()
+    else:
         Path("/proc/self/clear_refs").write_text("5")
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+def _of_process(field: str) -> int:
+    return int(Path("/proc/self/status").read_text().partition(f"{field}:")[2].split()[0]) * 1024
 
 
 if __name__ == "__main__":

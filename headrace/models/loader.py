@@ -86,6 +86,7 @@ def load_model(
             fill_with_dummies(slots, seed)
         else:
             fill_from_checkpoint(slots, folder, tied=config.tie_word_embeddings)
+        del slots  # which hold all weights as they were loaded, while layers put other forms in their place
         model.notes.append(fuse(model, config.num_layers, context.device))
         model.weight_bytes = sum(map(weight_bytes, (layer for _, layer in layers)))
         for path, layer in layers:
@@ -196,7 +197,7 @@ def fill_from_checkpoint(slots: dict[str, Slot], folder: Path, tied: bool = Fals
         some = ", ".join(sorted(waiting)[:3]) + (f" and {len(waiting) - 3} more" if len(waiting) > 3 else "")
         raise CheckpointError(f"{folder} lacks {some} (read {', '.join(file.name for file in files[:3])})")
     wanted = (one for one in found.values() if one.slot.destination is not None)
-    with _progress(num_bytes) as advance, closing(read_slices(wanted)) as reading:
+    with _one_thread(), _progress(num_bytes) as advance, closing(read_slices(wanted)) as reading:
         for _, tensors in groupby(reading, lambda read: read[0].stored.file):
             check = FiniteCheck()
             for one, values in tensors:
@@ -204,6 +205,18 @@ def fill_from_checkpoint(slots: dict[str, Slot], folder: Path, tied: bool = Fals
                 del values  # before the next one's memory is made
                 advance(one.stored)
             check.finish()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keep torch on a CPU to the calling thread: readers use the other cores, and threads that share the work on
+    thousands of small tensors mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _take(one: Wanted, values: Tensor, check: FiniteCheck) -> None:

@@ -24,7 +24,7 @@ from headrace.errors import CheckpointError
 from headrace.models.checkpoint import StoredTensor
 from headrace.quantization.scheme import Slot
 
-RANGE_BYTES = 8 << 20
+RANGE_BYTES = 4 << 20
 """Most bytes that are read at once"""
 READERS = 8
 """Threads: enough requests under way for a disk behind a network, too"""
@@ -47,7 +47,7 @@ class Wanted:
     stored: StoredTensor
     slot: Slot
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """The type as which the file's bytes are taken."""
         return torch.uint8 if self.slot.e8m0 else self.stored.torch_dtype
@@ -64,7 +64,7 @@ class Wanted:
         """The slice's shape."""
         return tuple(len(range(*part.indices(size))) for part, size in zip(self.source, self.stored.shape, strict=True))
 
-    @property
+    @cached_property
     def into(self) -> Tensor | None:
         """The model's memory that takes the values one by one; None where the slot must store them (`Slot.put`)."""
         destination = self.slot.destination

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import weakref
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from headrace.distributed.mesh import Group, Mesh
 from headrace.errors import CheckpointError
+from headrace.layers.linear import Linear
 from headrace.model_config import ModelConfig
 from headrace.models import loader
 from headrace.models.checkpoint import checkpoint_files, stored_tensors
@@ -128,6 +130,25 @@ def test_one_tensor_at_a_time_is_in_memory_beside_the_model(tmp_path: Path) -> N
     slots = {f"t{number}": Slot((8, 8), whole, torch.empty(8, 8), store=store) for number in range(4)}
     fill_from_checkpoint(slots, tmp_path)
     assert len(seen) == 4
+
+
+def test_weights_as_loaded_are_free_once_a_layer_holds_another_form(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots refer to them."""
+    config = ModelConfig.from_folder(folder)
+    finalize, checked = Linear.finalize, []
+
+    def spy(linear: Linear) -> None:
+        if not checked:
+            gc.collect()
+            assert not any(type(one) is Slot for one in gc.get_objects())
+        checked.append(linear)
+        finalize(linear)
+
+    monkeypatch.setattr(Linear, "finalize", spy)
+    load_model(folder, config, make_context(config))
+    assert checked
 
 
 def test_unexpected_tensor_is_named(folder: Path) -> None:
