@@ -70,6 +70,12 @@ PREFILL: dict[tuple[str, int, int], AttentionConfig] = {
     ("hip", 4, 256): AttentionConfig(16, 16, 4, 1),
 }
 
+WINDOW_PREFILL: dict[tuple[str, int, int], AttentionConfig] = {
+    # like PREFILL, for windows of up to SMALL_WINDOW keys: in smaller tiles fewer of the products are masked
+    ("cuda", 2, 64): AttentionConfig(64, 32, 4, 3),
+}
+SMALL_WINDOW = 256
+
 COPY_ENGINE_PREFILL: dict[int, AttentionConfig] = {
     # head_dim (a cache of the queries' type, 16 bits)
     64: AttentionConfig(128, 128, 4, 2, copy_engine=True),
@@ -96,10 +102,15 @@ TILES_PER_SPLIT = 2
 """the fewest tiles of keys of a split, unless it is the only one"""
 
 
-def pick_config(decode: bool, head_dim: int, group: int, element_size: int, family: str) -> AttentionConfig:
+def pick_config(
+    decode: bool, head_dim: int, group: int, element_size: int, family: str, window: int | None = None
+) -> AttentionConfig:
     """Return the tables' choice; `group`: query heads of a KV head. Raises KeyError for heads over WIDEST_HEAD."""
     width = next(width for width in (64, 128, 256, head_dim) if head_dim <= width)
-    config = (DECODE if decode else PREFILL)[family, element_size, width]
+    key = family, element_size, width
+    config = (DECODE if decode else PREFILL)[key]
+    if not decode and window is not None and window <= SMALL_WINDOW:
+        config = WINDOW_PREFILL.get(key, config)
     block_m = max(config.block_m, 1 << (group - 1).bit_length())
     return replace(config, block_m=block_m)
 
@@ -161,10 +172,10 @@ def plan_attention(
     """
     group = num_heads // num_kv_heads
     if batch_invariant:
-        config = replace(pick_config(False, head_dim, group, element_size, family), fp_fusion=False)
+        config = replace(pick_config(False, head_dim, group, element_size, family, window), fp_fusion=False)
         return AttentionPlan(0, config, 1, config, 1, num_tokens // (config.block_m // group) + num_reqs)
     decode = pick_config(True, head_dim, group, element_size, family)
-    prefill = pick_config(False, head_dim, group, element_size, family)
+    prefill = pick_config(False, head_dim, group, element_size, family, window)
     decode_splits = prefill_splits = 1
     tiles, seen = 0, window or max_seq_len
     if num_decodes:
