@@ -19,6 +19,7 @@ from headrace.kernels.cases import EPS, ROUNDED, Case, Cases, Inputs, Kernel, as
 from headrace.kernels.fp8 import Rounding, quantize_per_token_reference
 from headrace.kernels.moe import Experts, fused_moe_reference
 from headrace.kernels.norm import HalfNormed, half_norm_reference
+from headrace.kernels.packed import pack
 from headrace.kernels.table import REFERENCE_KERNELS, TRITON_KERNELS
 
 EXACTLY_FP8 = {"cpu": 1e-6, "cuda": 1e-3}
@@ -145,6 +146,18 @@ def _experts_in_fp8(make: Inputs, tokens: int, plain: Experts) -> Cases:
         yield case._replace(bound=EXPERTS[make.dtype] + cases.ROUNDED_FP8)
 
 
+def _packed(make: Inputs, bits: int, n: int, k: int, group_size: int) -> Cases:
+    """Weights of integers with zeros, and of 4-bit floats."""
+    groups, codes = -(-k // group_size), make.integers(0, 1 << bits, n, k).byte()
+    zeros = make.integers(0, 1 << bits, n, groups).byte()
+    yield from cases.widen_packed(
+        make, pack(codes, make.uniform(n, groups).half(), zeros, make.uniform(n), bits=bits, group_size=group_size)
+    )
+    e8m0, e4m3 = make.integers(110, 140, n, groups).byte(), make.uniform(n, groups).to(torch.float8_e4m3fn)
+    for scales in (e8m0, e4m3) if bits == 4 else ():
+        yield from cases.widen_packed(make, pack(codes, scales, bits=4, values="e2m1", group_size=group_size))
+
+
 class Sweep(NamedTuple):
     """Holds the cases of one kernel, and the sizes that they are made of."""
 
@@ -200,6 +213,9 @@ SWEEPS: dict[str, Sweep] = {
     "fused_moe": Sweep(
         _layers_of_experts, [(tokens, 6, 2, 32, 16, tokens % 2 == 1) for tokens in (1, 2, 3, 17)],
         [(tokens, *sizes) for sizes in _LAYERS for tokens in (1, 2, 7, 16, 40, 129, 1100)],
+    ),
+    "widen_packed": Sweep(
+        _packed, [(4, 5, 40, 16), (8, 18, 300, 32)], [(4, 28672, 4096, 128), (8, 1000, 2880, 64), (4, 77, 1000, 16)]
     ),
 }  # fmt: skip
 """by kernel of the table"""

@@ -21,6 +21,7 @@ from headrace.kernels.fp8 import Quantized, Rounding, quantize_per_token_referen
 from headrace.kernels.moe import Experts, fused_moe_reference
 from headrace.kernels.moe_config import pick_moe_config
 from headrace.kernels.norm import HalfNormed, whole
+from headrace.kernels.packed import PackedWeight
 from headrace.kernels.rotary import rotary_and_cache_reference
 
 Kernel = Callable[..., Any]
@@ -154,6 +155,10 @@ def fp8_linear(make: Inputs, rows: int, weight: Tensor, scales: Tensor, bias: Te
     bounds = FP8_SUMS if make.device.type == "cuda" else ROUNDED
     x = quantize_per_token_reference(make.random(rows, weight.shape[1]), make.fp8)
     yield Case(lambda kernel: kernel(x, weight, scales, bias, make.dtype), bounds[make.dtype])
+
+
+def widen_packed(make: Inputs, weight: PackedWeight) -> Cases:
+    yield Case(lambda kernel: kernel(weight, make.dtype), ROUNDED[make.dtype])
 
 
 # ---- positions and the cache

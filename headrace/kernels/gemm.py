@@ -18,7 +18,6 @@ from headrace.kernels._triton import (
     after_inputs,
     next_power_of_2,
     overlap,
-    pairs_in_registers,
     tl,
     triton,
     wait_for_inputs,
@@ -27,7 +26,7 @@ from headrace.kernels.fp8 import Quantized
 from headrace.kernels.gemm_config import GemmConfig
 from headrace.kernels.norm import HalfNormed, half_norm_reference, half_norm_row, half_normed_over
 from headrace.kernels.packed import PackedWeight
-from headrace.kernels.packed_tile import packed_dots, packed_vector_sums
+from headrace.kernels.packed_gemm import packed_dots, packed_vector_sums, packing
 
 
 @triton.jit
@@ -296,23 +295,6 @@ def _gemv_kernel(
 
 UNPACKED = {"BITS": 0, "E2M1": False, "SCALES": "", "GROUP": 0, "PAIRS": 0}
 """launch options where the weight is not packed"""
-ONE_GROUP = 1 << 20
-"""inputs that share a scale where all of an output's do"""
-VARIANT = 1
-"""how the matrix units' tiles come by their zeros"""
-HELD_SCALES = {torch.uint8: "e8m0", torch.float8_e4m3fn: "e4m3"}
-
-
-def _packing(weight: PackedWeight) -> dict[str, Any]:
-    """Return the launch options for a packed weight."""
-    e2m1 = weight.values == "e2m1"
-    return {
-        "BITS": weight.bits,
-        "E2M1": e2m1,
-        "SCALES": HELD_SCALES.get(weight.scales.dtype, "float"),
-        "GROUP": ONE_GROUP if weight.scales.shape[-1] == 1 else weight.group_size,
-        "PAIRS": VARIANT if weight.bits == 4 and not e2m1 and pairs_in_registers() else 0,
-    }
 
 
 def skinny_linear(
@@ -336,12 +318,12 @@ def skinny_linear(
     residual and `next_norm` [N], the weight of the norm of the sum.
     """
     num_tokens, k = x.shape
-    codes, groups, packing = weight, 1, UNPACKED
+    codes, groups, held = weight, 1, UNPACKED
     group_scales: Tensor | None = None
     zeros: Tensor | None = None
     if isinstance(weight, PackedWeight):
         codes, group_scales, zeros, weight_scale = weight.codes, weight.plain_scales(), weight.zeros, weight.factors
-        groups, packing = group_scales.shape[-1], _packing(weight)
+        groups, held = group_scales.shape[-1], packing(weight)
     assert isinstance(codes, Tensor)
     n = codes.shape[0]
     squares: Tensor | None = None
@@ -368,7 +350,7 @@ def skinny_linear(
         "EVEN_K": k % config.block_k == 0,
         "GATED": gated,
         "PARTS": next_power_of_2(parts),
-        **packing,
+        **held,
         **overlap(),
     }
     if config.block_m == 1:

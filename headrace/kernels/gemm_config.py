@@ -26,8 +26,8 @@ class GemmConfig:
 BUCKETS = (1, 16, 32, 64, 128)
 """numbers of tokens: a linear gets the configuration of the first that is not smaller; beyond the last, the library"""
 
-CANDIDATES: dict[tuple[str, int, int], tuple[GemmConfig, ...]] = {
-    # (family, bytes an element, bucket); the first serves sizes that nobody has measured
+CANDIDATES: dict[tuple[str, int | str, int], tuple[GemmConfig, ...]] = {
+    # (family, bytes an element or bits of a packed weight, bucket); the first serves sizes that nobody has measured
     ("cuda", 2, 1): (
         GemmConfig(1, 4, 1024, 4),
         GemmConfig(1, 2, 4096, 4),
@@ -83,4 +83,45 @@ CANDIDATES: dict[tuple[str, int, int], tuple[GemmConfig, ...]] = {
     ("hip", 2, 32): (GemmConfig(32, 32, 256, 4, 2),),
     ("hip", 2, 64): (GemmConfig(64, 64, 128, 4, 2),),
     ("hip", 2, 128): (GemmConfig(128, 64, 64, 4, 2),),
+    ("cuda", "4 bits", 1): (
+        GemmConfig(1, 4, 4096, 4),
+        GemmConfig(1, 8, 1024, 2),
+        GemmConfig(16, 32, 128, 2, 6, swap=True),
+    ),
+    ("cuda", "4 bits", 16): (
+        GemmConfig(16, 64, 128, 4, 4),
+        GemmConfig(16, 32, 128, 2, 4, swap=True),
+        GemmConfig(16, 64, 128, 8, 6),
+        GemmConfig(16, 32, 128, 4, 6),
+    ),
+    ("cuda", "4 bits", 32): (
+        GemmConfig(32, 64, 128, 4, 3, swap=True),
+        GemmConfig(32, 128, 128, 8, 4, swap=True),
+    ),
+    ("cuda", "4 bits", 64): (
+        GemmConfig(64, 128, 128, 8, 4, swap=True),
+        GemmConfig(64, 64, 128, 4, 6, swap=True),
+    ),
+    ("cuda", "4 bits", 128): (GemmConfig(128, 64, 128, 4, 4, swap=True),),
+    ("cuda", "8 bits", 1): (
+        GemmConfig(1, 4, 1024, 2),
+        GemmConfig(1, 4, 2048, 4),
+    ),
+    ("cuda", "8 bits", 16): (
+        GemmConfig(16, 64, 128, 4, 4, swap=True),
+        GemmConfig(16, 32, 128, 2, 6, swap=True),
+    ),
+    ("cuda", "8 bits", 32): (GemmConfig(32, 64, 128, 4, 4, swap=True),),
+    ("cuda", "8 bits", 64): (GemmConfig(64, 64, 128, 4, 4, swap=True),),
+    ("cuda", "8 bits", 128): (GemmConfig(128, 64, 128, 4, 3, swap=True),),
+    ("hip", "4 bits", 1): (GemmConfig(1, 4, 2048, 4),),
+    ("hip", "4 bits", 16): (GemmConfig(16, 32, 128, 4, 2),),
+    ("hip", "4 bits", 32): (GemmConfig(32, 32, 128, 4, 2),),
+    ("hip", "4 bits", 64): (GemmConfig(64, 64, 128, 4, 2),),
+    ("hip", "4 bits", 128): (GemmConfig(128, 64, 64, 4, 2),),
+    ("hip", "8 bits", 1): (GemmConfig(1, 4, 1024, 4),),
+    ("hip", "8 bits", 16): (GemmConfig(16, 32, 128, 4, 2),),
+    ("hip", "8 bits", 32): (GemmConfig(32, 32, 128, 4, 2),),
+    ("hip", "8 bits", 64): (GemmConfig(64, 64, 64, 4, 2),),
+    ("hip", "8 bits", 128): (GemmConfig(128, 64, 64, 4, 2),),
 }

@@ -69,6 +69,11 @@ class PackedWeight:
         own: dict[str, Any] = {name: tensor[index] for name, tensor in self.tensors().items()}
         return replace(self, **own)
 
+    def clone(self) -> PackedWeight:
+        """Return the same weight in memory of its own."""
+        changes: dict[str, Any] = {name: tensor.clone() for name, tensor in self.tensors().items()}
+        return replace(self, **changes)
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [..., out, in] in `dtype`, computed in fp32, its columns in the checkpoint's order."""
         codes = unpack_codes(self.codes, self.bits)[..., : self.in_features]

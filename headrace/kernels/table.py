@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headrace.kernels import activation, batch, filter, fp8, logsumexp, moe, norm, rotary, sampling
+from headrace.kernels import activation, batch, filter, fp8, logsumexp, moe, norm, packed_widen, rotary, sampling
 from headrace.kernels._triton import HAS_TRITON
 from headrace.kernels.norm import HalfNormed
 
@@ -25,6 +25,7 @@ MODULES = {
     filter: ("filter_floor",),
     logsumexp: ("logsumexp",),
     moe: ("fused_moe",),
+    packed_widen: ("widen_packed",),
 }
 """module -> the operations it has"""
 
@@ -51,6 +52,7 @@ class KernelTable:
     filter_floor: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     logsumexp: Callable[[Tensor], Tensor]
     fused_moe: Callable[..., tuple[Tensor | HalfNormed, Tensor]]
+    widen_packed: Callable[..., Tensor]
 
 
 def _table(suffix: str) -> KernelTable:

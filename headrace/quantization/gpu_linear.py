@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from headrace.kernels.fp8 import Quantized, fp8_linear, quantize_per_token
 from headrace.kernels.gemm import skinny_linear
 from headrace.kernels.gemm_config import BUCKETS, CANDIDATES, GemmConfig
 from headrace.kernels.norm import HalfNormed
+from headrace.kernels.packed import PackedWeight
 from headrace.quantization.scheme import Compute, FusedOps, GemmTable, LinearSpec
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ Plan = tuple[GemmConfig | None, ...]
 """the kernel configuration for each of BUCKETS; None: the vendor's library"""
 Size = tuple[int, int, int]
 """(bytes an element, out_features, in_features)"""
+PackedSize = tuple[str, int, int]
+"""the same of a packed weight, which `kind_of` describes"""
 VERSION = 3
 """of the kernels and of the measurements' file: measurements of another version are not used"""
 SHIPPED = Path(__file__).with_name("gemm_tables.json")
@@ -64,8 +67,33 @@ def plan_all(specs: list[LinearSpec], device: torch.device, fp8: torch.dtype | N
     return {size: table_of(known[size]) for size in sizes}
 
 
+def kind_of(weight: PackedWeight) -> str:
+    """Return what a packed weight's kernels depend on besides its size."""
+    group = 0 if weight.scales.shape[-1] == 1 else weight.group_size
+    return f"{weight.values}{weight.bits}/{group}"
+
+
+def plan_packed(
+    weight: PackedWeight, x_dtype: torch.dtype, library: Callable[[Tensor, PackedWeight], Tensor]
+) -> GemmTable:
+    """Return the table for weights like this one, which are measured if they are new. `library`: the product of x with
+    a weight that is widened first."""
+    size = (kind_of(weight), weight.out_features, weight.in_features)
+    device = weight.codes.device
+    if (DEVICE_FAMILY, f"{weight.bits} bits", BUCKETS[0]) not in CANDIDATES or x_dtype.itemsize != 2:
+        return table_of((None,) * len(BUCKETS))
+    name = torch.cuda.get_device_name(device)
+    known = {**_read(_measured_file(name), name), **_read(SHIPPED, name)}
+    if size not in known:
+        logger.info("measuring linears of %s, %d x %d", *size)
+        known[size] = _measure_packed(weight, x_dtype, library)
+        torch.cuda.empty_cache()
+        _write(_measured_file(name), name, known)
+    return table_of(known[size])
+
+
 def by_table(
-    weight: Tensor,
+    weight: Tensor | PackedWeight,
     scales: Tensor | None,
     bias: Tensor | None,
     table: GemmTable,
@@ -73,10 +101,12 @@ def by_table(
     many: Compute,
     quantize: Callable[[Any], Quantized] | None = None,
     dtype: torch.dtype | None = None,
+    order: Tensor | None = None,
 ) -> Compute:
     """Return the function that applies weight [out, in] by our kernels as `table` says, and otherwise calls `many`. An
     fp8 weight has scales [out], outputs of `dtype`, and `quantize`, which makes the input fp8 (and norms it, where that
-    is fused). A token alone is quantized only for the matrix units: else that were no faster, and less exact."""
+    is fused). A token alone is quantized only for the matrix units: else that were no faster, and less exact. `order`:
+    which input each of the weight's columns belongs to; None: they are as they come."""
     most = len(table) - 1
     gated, norm, eps, next_norm = fused.activation is not None, fused.norm(), fused.norm_eps, fused.next_norm
 
@@ -89,12 +119,20 @@ def by_table(
             x = quantize(x)
         elif norm is not None and not isinstance(x, (HalfNormed, Quantized)):
             x = norm(x)
+        if order is not None:
+            x = _reordered(x, order)
         following = None if isinstance(x, Quantized) else next_norm  # who quantizes norms in the same pass
         return skinny_linear(
             x, weight, bias, config, scales, dtype, gated=gated, residual=residual, eps=eps, next_norm=following
         )
 
     return compute
+
+
+def _reordered(x: Tensor | HalfNormed, order: Tensor) -> Tensor | HalfNormed:
+    if isinstance(x, HalfNormed):
+        return x._replace(scaled=x.scaled.index_select(1, order))
+    return x.index_select(1, order)
 
 
 def by_library(weight: Tensor, bias: Tensor | None, fused: FusedOps) -> Compute:
@@ -128,20 +166,58 @@ def _measure(size: Size, dtype: torch.dtype, weight_dtype: torch.dtype, device: 
     plan: list[GemmConfig | None] = []
     for bucket in BUCKETS:
         plain = torch.empty(bucket, in_features, dtype=dtype, device=device).uniform_(-1, 1)
-        best, fastest = None, WORTH * _seconds(_library(plain, weight_dtype, scales), weights)
-        for config in CANDIDATES[DEVICE_FAMILY, itemsize, bucket]:
-            rounds = scales is not None and config.block_m > 1
-            x = quantize_per_token(plain, weight_dtype) if rounds else plain
-            run = partial(skinny_linear, x, bias=None, config=config, weight_scale=scales, dtype=dtype)
-            try:
-                seconds = _seconds(lambda weight, run=run: run(weight=weight), weights)  # type: ignore[misc]
-            except TritonError as error:  # it needs more shared memory than this GPU has
-                logger.debug("%s does not run here: %s", config, error)
-                continue
-            if seconds < fastest:
-                best, fastest = config, seconds
-        plan.append(best)
+        rounded = plain if scales is None else quantize_per_token(plain, weight_dtype)
+
+        def ours(config: GemmConfig, weight: Tensor, plain: Any = plain, rounded: Any = rounded) -> Tensor:
+            x = rounded if config.block_m > 1 else plain
+            out: Tensor = skinny_linear(x, weight, bias=None, config=config, weight_scale=scales, dtype=dtype)
+            return out
+
+        library = _library(plain, weight_dtype, scales)
+        plan.append(_fastest(CANDIDATES[DEVICE_FAMILY, itemsize, bucket], ours, library, weights))
     return tuple(plan)
+
+
+def _measure_packed(
+    weight: PackedWeight, dtype: torch.dtype, library: Callable[[Tensor, PackedWeight], Tensor]
+) -> Plan:
+    """Return the fastest at each bucket's number of tokens for weights like this one."""
+    copies = min(1000, max(2, -(-ROTATED_BYTES // weight.num_bytes)))
+    weights = [weight.clone() for _ in range(copies)]
+    plan: list[GemmConfig | None] = []
+    for bucket in BUCKETS:
+        x = torch.empty(bucket, weight.in_features, dtype=dtype, device=weight.codes.device).uniform_(-1, 1)
+
+        def ours(config: GemmConfig, weight: PackedWeight, x: Tensor = x) -> Tensor:
+            out: Tensor = skinny_linear(x, weight, None, config)
+            return out
+
+        plan.append(
+            _fastest(CANDIDATES[DEVICE_FAMILY, f"{weight.bits} bits", bucket], ours, partial(library, x), weights)
+        )
+    return tuple(plan)
+
+
+Held = TypeVar("Held", Tensor, PackedWeight)
+
+
+def _fastest(
+    configs: tuple[GemmConfig, ...],
+    ours: Callable[[GemmConfig, Held], Tensor],
+    library: Callable[[Held], Tensor],
+    weights: list[Held],
+) -> GemmConfig | None:
+    """Return the configuration that takes the least time; None: the library does."""
+    best, fastest = None, WORTH * _seconds(library, weights)
+    for config in configs:
+        try:
+            seconds = _seconds(partial(ours, config), weights)
+        except TritonError as error:  # it needs more shared memory than this GPU has
+            logger.debug("%s does not run here: %s", config, error)
+            continue
+        if seconds < fastest:
+            best, fastest = config, seconds
+    return best
 
 
 def _library(x: Tensor, weight_dtype: torch.dtype, scales: Tensor | None) -> Callable[[Tensor], Tensor]:
@@ -151,7 +227,7 @@ def _library(x: Tensor, weight_dtype: torch.dtype, scales: Tensor | None) -> Cal
     return lambda weight: fp8_linear(quantized, weight, scales, None, x.dtype)
 
 
-def _seconds(run: Callable[[Tensor], Tensor], weights: list[Tensor]) -> float:
+def _seconds(run: Callable[[Held], Tensor], weights: list[Held]) -> float:
     """Return the time of one run, inside a graph that takes the weights in turn: the median of three replays."""
     run(weights[0])
     torch.cuda.synchronize()
@@ -176,7 +252,7 @@ def _measured_file(name: str) -> Path:
     return cache_folder() / f"gemm-{key}.json"
 
 
-def _read(file: Path, name: str) -> dict[Size, Plan]:
+def _read(file: Path, name: str) -> dict[Size | PackedSize, Plan]:
     """Return what a file says of the device `name`; nothing if it is missing, of another version or damaged."""
     try:
         content = json.loads(file.read_text())
@@ -194,7 +270,7 @@ def _read(file: Path, name: str) -> dict[Size, Plan]:
         return {}
 
 
-def _write(file: Path, name: str, plans: dict[Size, Plan]) -> None:
+def _write(file: Path, name: str, plans: dict[Size | PackedSize, Plan]) -> None:
     """Write the file whole or not at all. If the folder cannot be written, the next start measures again."""
     entries = [{"size": size, "plan": [config and asdict(config) for config in plan]} for size, plan in plans.items()]
     content = json.dumps({"version": VERSION, "devices": {name: entries}}, indent=1)

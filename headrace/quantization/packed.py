@@ -1,11 +1,13 @@
 """Serves weights of 4 and 8 bits whose inputs share scales (kernels/packed.py) over activations of 16 or 32 bits.
 
-A CPU has no arithmetic for them: there each weight is widened once, at load, to the activations' type.
+A GPU multiplies few tokens by the packed weight; for many it widens the weight, in every step anew, and calls the
+vendor's library. A CPU has no arithmetic for packed weights: there each is widened once, at load.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -13,8 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels.fp8 import Rounding
+from headrace.kernels.matmul import matmul
 from headrace.kernels.packed import PackedWeight
-from headrace.kernels.table import KernelTable
+from headrace.kernels.table import KernelTable, select_kernels
+from headrace.quantization import gpu_linear
 from headrace.quantization.scheme import Compute, FusedOps, GemmTable, Layout, LinearSpec, Weights
 from headrace.quantization.unquantized import PlainProduct
 
@@ -38,9 +42,12 @@ class PackedProduct:
         """address of the codes -> the weight"""
         self.widened_for: Counter[str] = Counter()
         """why weights could not stay packed on a GPU -> how many"""
+        self.tables: dict[tuple[int, int], GemmTable] = {}
+        """(outputs, inputs) -> the kernels for few tokens"""
 
     def prepare(self, specs: list[LinearSpec], device: torch.device, kernels: KernelTable | None = None) -> None:
         self.widens = device.type == "cpu"
+        self.kernels = kernels or select_kernels(device.type)
         if self.widens:
             self.plain.prepare(specs, device)
 
@@ -51,7 +58,7 @@ class PackedProduct:
         return None
 
     def table(self, spec: LinearSpec) -> GemmTable | None:
-        return None
+        return self.tables.get((spec.out_features, spec.in_features))
 
     def finalize(self, spec: LinearSpec, weights: Weights, fused: FusedOps) -> Compute:
         if self.widens:
@@ -59,13 +66,36 @@ class PackedProduct:
         packed, bias = self._repack(spec, weights), weights.get("bias")
         if packed is None:
             return self.plain.finalize(spec, weights, fused)
-        return fused.wrap(lambda x: F.linear(x, packed.dequantize(spec.dtype), bias))
+        order, weight = packed.order, replace(packed, order=None)
+
+        def multiply(x: Tensor) -> Tensor:
+            x = x if order is None else x.index_select(1, order)
+            if spec.batch_invariant:
+                return matmul(x, self.kernels.widen_packed(weight, x.dtype), bias)
+            return self._of_widened(x, weight, bias)
+
+        many = fused.wrap(multiply)
+        if spec.batch_invariant:
+            return many
+        size = spec.out_features, spec.in_features
+        if size not in self.tables:
+            self.tables[size] = gpu_linear.plan_packed(weight, spec.dtype, self._of_widened)
+        return gpu_linear.by_table(weight, None, bias, self.tables[size], fused, many, order=order)
+
+    def _of_widened(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+        """Return x [num_tokens, in], in the weight's order, times the weight, which is widened for it."""
+        return F.linear(x, self.kernels.widen_packed(weight, x.dtype), bias)
 
     def widened(self, spec: LinearSpec, weights: Weights) -> Weights:
-        if "codes" not in weights:
+        packed = self.held_in(weights)
+        if packed is None:
             return weights
         bias = {"bias": weights["bias"]} if "bias" in weights else {}
-        return {"weight": self.held[weights["codes"].data_ptr()].dequantize(spec.dtype), **bias}
+        return {"weight": packed.dequantize(spec.dtype), **bias}
+
+    def held_in(self, weights: Weights) -> PackedWeight | None:
+        """Return the packed weight that `finalize` left in `weights`; None if it is not packed."""
+        return self.held[weights["codes"].data_ptr()] if "codes" in weights else None
 
     def experts(self, spec: LinearSpec, weights: Weights) -> tuple[Any, Tensor | None]:
         """Return the experts' PackedWeight; on a CPU, their weight widened."""

@@ -25,6 +25,7 @@ from headrace.layers.linear import Linear
 from headrace.layers.mlp import GatedMLP
 from headrace.layers.moe import SparseMoE
 from headrace.layers.norm import RMSNorm
+from headrace.quantization.packed import PackedProduct
 from headrace.runner.kv_cache import CacheShape, allocate_alone
 from headrace.runner.self_check import Check, Switch, switches
 
@@ -159,6 +160,12 @@ def _fp8_linear(subject: Subject) -> Cases:
                 yield from cases.fp8_linear(subject.inputs, tokens, *weights)
 
 
+def _widen_packed(subject: Subject) -> Cases:
+    for layer in subject.ends(Linear, lambda layer: (layer.spec.in_features, layer.spec.out_features, layer.scheme)):
+        if isinstance(product := layer.scheme.product, PackedProduct) and (held := product.held_in(layer.weights)):
+            yield from cases.widen_packed(subject.inputs, held)
+
+
 def head_norms(layer: Attention) -> tuple[Tensor | None, Tensor | None]:
     """Return the weights of the norms of queries and keys, if the layer has them."""
     return (layer.q_norm.weight, layer.k_norm.weight) if layer.qk_norm else (None, None)
@@ -225,5 +232,6 @@ KERNEL_CASES: dict[str, Callable[[Subject], Cases]] = {
     "filter_floor": lambda subject: cases.filter_floor(subject.inputs, 6, subject.vocab_size),
     "logsumexp": lambda subject: cases.logsumexp(subject.inputs, 4, subject.vocab_size),
     "fused_moe": _fused_moe,
+    "widen_packed": _widen_packed,
 }
 """The cases of every kernel of the table, in the order in which they are checked"""

@@ -11,9 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.kernels.gemm import skinny_linear_reference
+from headrace.kernels.gemm_config import GemmConfig
+from headrace.kernels.norm import half_norm_reference, rms_norm_reference
 from headrace.kernels.packed import PackedWeight
+from headrace.quantization import gpu_linear
 from headrace.quantization.packed import PackedProduct
-from headrace.quantization.scheme import FusedOps, LinearSpec, Part, Slot, Weights
+from headrace.quantization.scheme import FusedOps, GemmTable, LinearSpec, Part, Slot, Weights
 from tests.kernels.packed_weights import KINDS, random_packed
 
 CPU = torch.device("cpu")
@@ -59,16 +63,53 @@ def test_a_cpu_multiplies_what_it_widened(kind: str) -> None:
     assert product.experts(spec, {"raw": torch.zeros(1)})[0].shape == (24, 128)
 
 
-def test_a_gpu_holds_the_packed_form_alone() -> None:
-    weight = random_packed(24, 128, zeros=True)
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Kernels run as their references, up to 16 tokens by ours; returns what is called."""
+    called: list[str] = []
+
+    def skinny(*arguments: Any, **options: Any) -> Any:
+        called.append("ours")
+        return skinny_linear_reference(*arguments, **options)
+
+    def planned(weight: PackedWeight, dtype: torch.dtype, library: Any) -> GemmTable:
+        plan = (GemmConfig(1, 1, 1, 1), GemmConfig(16, 1, 1, 1), None, None, None)
+        return gpu_linear.table_of(plan)
+
+    monkeypatch.setattr(gpu_linear, "skinny_linear", skinny)
+    monkeypatch.setattr(gpu_linear, "plan_packed", planned)
+    return called
+
+
+@pytest.mark.parametrize("kind", ["int4 zeros", "int4 ordered", "nvfp4", "int8 per output"])
+def test_a_gpu_holds_the_packed_form_alone(kind: str, on_gpu: list[str]) -> None:
+    weight = random_packed(24, 128, **KINDS[kind])
     product, spec, weights = PackedProduct(Given(weight)), spec_of(weight), loaded(weight)
     bias = weights["bias"]
     product.prepare([spec], CPU)
     product.widens = False
     compute = product.finalize(spec, weights, FusedOps())
-    assert set(weights) == {"codes", "scales", "zeros", "bias"}
-    x = torch.randn(5, 128)
-    torch.testing.assert_close(compute(x, None), F.linear(x, weight.dequantize(torch.float32), bias))
+    assert set(weights) == {*weight.tensors(), "bias"}
+    for tokens, ours in ((1, ["ours"]), (5, ["ours"]), (17, [])):
+        x = torch.randn(tokens, 128)
+        expected = F.linear(x, weight.dequantize(torch.float32), bias)
+        torch.testing.assert_close(compute(x, None), expected, rtol=1e-4, atol=1e-4)
+        assert on_gpu == ours
+        on_gpu.clear()
     plain = product.widened(replace(spec, dtype=torch.float64), weights)
     assert torch.equal(plain["weight"], weight.dequantize(torch.float64))
     assert plain["bias"] is bias
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_a_half_norm_is_finished_in_the_weights_order() -> None:
+    weight = random_packed(24, 128, **KINDS["int4 ordered"])
+    product, spec = PackedProduct(Given(weight)), spec_of(weight)
+    product.prepare([spec], CPU)
+    product.widens = False
+    norm, x = torch.rand(128), torch.randn(3, 128)
+    fused = FusedOps(norm_weight=norm, norm_eps=1e-5, rms_norm=rms_norm_reference)
+    compute = product.finalize(spec, {"raw": torch.zeros(1)}, fused)
+    expected = F.linear(rms_norm_reference(x, norm, 1e-5), weight.dequantize(torch.float32))
+    torch.testing.assert_close(compute(x, None), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(compute(half_norm_reference(x, norm), None), expected, rtol=1e-4, atol=1e-4)

@@ -96,5 +96,7 @@ def test_a_norm_between_two_linears_is_made_by_both(config, dtype):
 
 
 def test_a_configuration_fits_its_bucket():
-    for (_, _, bucket), configs in CANDIDATES.items():
-        assert all(config.block_m == bucket or (bucket == 128 and config.block_m == 64) for config in configs)
+    for (_, kind, bucket), configs in CANDIDATES.items():
+        packed = isinstance(kind, str)  # whose codes may cost more to take apart than a token's products
+        others = {1: 16 if packed else 1, 128: 64}
+        assert all(config.block_m in (bucket, others.get(bucket)) for config in configs)

@@ -7,7 +7,30 @@ little is taken out of sums, once for the 16 inputs that lie together.
 
 from __future__ import annotations
 
-from headrace.kernels._triton import after_inputs, tl, triton
+from typing import Any
+
+import torch
+
+from headrace.kernels._triton import after_inputs, pairs_in_registers, tl, triton
+from headrace.kernels.packed import PackedWeight
+
+ONE_GROUP = 1 << 20
+"""inputs that share a scale where all of an output's do"""
+HELD_SCALES = {torch.uint8: "e8m0", torch.float8_e4m3fn: "e4m3"}
+VARIANT = 1
+"""how the matrix units' tiles come by their zeros"""
+
+
+def packing(weight: PackedWeight) -> dict[str, Any]:
+    """Return the launch options for a packed weight."""
+    e2m1 = weight.values == "e2m1"
+    return {
+        "BITS": weight.bits,
+        "E2M1": e2m1,
+        "SCALES": HELD_SCALES.get(weight.scales.dtype, "float"),
+        "GROUP": ONE_GROUP if weight.scales.shape[-1] == 1 else weight.group_size,
+        "PAIRS": VARIANT if weight.bits == 4 and not e2m1 and pairs_in_registers() else 0,
+    }
 
 
 @triton.jit
@@ -25,7 +48,7 @@ def _biased(codes, SHIFT: tl.constexpr, BITS: tl.constexpr, E2M1: tl.constexpr):
 
 
 @triton.jit
-def _value(codes, SHIFT: tl.constexpr, BITS: tl.constexpr, E2M1: tl.constexpr):
+def value_of(codes, SHIFT: tl.constexpr, BITS: tl.constexpr, E2M1: tl.constexpr):
     """Return what `_biased` does, with the power of two put right."""
     value = _biased(codes, SHIFT, BITS, E2M1)
     if E2M1:
@@ -34,7 +57,7 @@ def _value(codes, SHIFT: tl.constexpr, BITS: tl.constexpr, E2M1: tl.constexpr):
 
 
 @triton.jit
-def _scale_of(ptrs, SCALES: tl.constexpr):
+def scale_of(ptrs, SCALES: tl.constexpr):
     """Load scales as fp32. SCALES: how they are held."""
     return _as_scale(tl.load(ptrs), SCALES)
 
@@ -61,7 +84,7 @@ def _run_sums(values, RUNS: tl.constexpr):
 
 
 @triton.jit
-def _zero_of(zero_ptr, at, BITS: tl.constexpr, E2M1: tl.constexpr):
+def zero_of(zero_ptr, at, BITS: tl.constexpr, E2M1: tl.constexpr):
     """Load what `_biased` and the format's zero add to values, in fp32."""
     BIAS: tl.constexpr = 16 if BITS == 4 else 256
     if E2M1:
@@ -99,14 +122,14 @@ def packed_vector_sums(
         else:
             sums, plain = _run_sums(products, RUNS), _run_sums(x, RUNS)
     if not E2M1:
-        sums -= _zero_of(zero_ptr, at, BITS, E2M1) * plain
-    sums *= _scale_of(scale_ptr + at, SCALES)
+        sums -= zero_of(zero_ptr, at, BITS, E2M1) * plain
+    sums *= scale_of(scale_ptr + at, SCALES)
     if not ALIKE:
         at = row[:, None] * groups + tl.minimum((start + first + 16) // GROUP, groups - 1)[None, :]
         more = _run_sums(upper, RUNS)
         if not E2M1:
-            more -= _zero_of(zero_ptr, at, BITS, E2M1) * _run_sums(x_upper, RUNS)
-        sums += more * _scale_of(scale_ptr + at, SCALES)
+            more -= zero_of(zero_ptr, at, BITS, E2M1) * _run_sums(x_upper, RUNS)
+        sums += more * scale_of(scale_ptr + at, SCALES)
     return sums
 
 
@@ -169,7 +192,7 @@ def _pairs(codes, offset, BF16: tl.constexpr):
 
 
 @triton.jit
-def _scaled(values, offset, scale, dtype: tl.constexpr):
+def scaled(values, offset, scale, dtype: tl.constexpr):
     """Return (values [rows, bytes] - offset) * scale, both [rows, bytes / 16], in `dtype`."""
     rows: tl.constexpr = values.shape[0]
     runs: tl.constexpr = values.shape[1] // 16
@@ -245,23 +268,23 @@ def packed_dots(
                 lower, upper = _pairs(codes, offsets, dtype == tl.bfloat16)
                 part = _dot(upper, x_upper, _dot(lower, x, part, SWAP), SWAP)
             else:
-                lower = (_value(codes, 0, BITS, E2M1) - offset[:, None]).to(dtype)
+                lower = (value_of(codes, 0, BITS, E2M1) - offset[:, None]).to(dtype)
                 part = _dot(lower, x, part, SWAP)
                 if BITS == 4:
-                    upper = (_value(codes, 4, BITS, E2M1) - offset[:, None]).to(dtype)
+                    upper = (value_of(codes, 4, BITS, E2M1) - offset[:, None]).to(dtype)
                     part = _dot(upper, x_upper, part, SWAP)
             factor = _as_scale(scale, SCALES)
             acc += part * (factor[:, None] if SWAP else factor[None, :])
             scale = next_scale
         else:
             at = of_row[:, None] + tl.minimum((start + first) // GROUP, groups - 1)[None, :]
-            scale = _scale_of(scale_ptr + at, SCALES)
-            zero = _zero_of(zero_ptr, at, BITS, E2M1)
-            acc = _dot(_scaled(_value(codes, 0, BITS, E2M1), zero, scale, dtype), x, acc, SWAP)
+            scale = scale_of(scale_ptr + at, SCALES)
+            zero = zero_of(zero_ptr, at, BITS, E2M1)
+            acc = _dot(scaled(value_of(codes, 0, BITS, E2M1), zero, scale, dtype), x, acc, SWAP)
             if BITS == 4:
                 if GROUP % 32 != 0:
                     at = of_row[:, None] + tl.minimum((start + first + 16) // GROUP, groups - 1)[None, :]
-                    scale = _scale_of(scale_ptr + at, SCALES)
-                    zero = _zero_of(zero_ptr, at, BITS, E2M1)
-                acc = _dot(_scaled(_value(codes, 4, BITS, E2M1), zero, scale, dtype), x_upper, acc, SWAP)
+                    scale = scale_of(scale_ptr + at, SCALES)
+                    zero = zero_of(zero_ptr, at, BITS, E2M1)
+                acc = _dot(scaled(value_of(codes, 4, BITS, E2M1), zero, scale, dtype), x_upper, acc, SWAP)
     return acc
