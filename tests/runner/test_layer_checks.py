@@ -14,9 +14,12 @@ from headrace.distributed.mesh import Group, Mesh
 from headrace.graph_sizes import GraphSettings
 from headrace.kernels.gemm import skinny_linear_reference
 from headrace.kernels.gemm_config import BUCKETS, GemmConfig
+from headrace.kernels.moe import Experts, SwigluClamp
+from headrace.kernels.packed import PackedWeight
 from headrace.kernels.table import REFERENCE_KERNELS, KernelTable
 from headrace.layers.context import LayerContext
 from headrace.layers.linear import Linear
+from headrace.layers.moe import SparseMoE
 from headrace.model_config import ModelConfig
 from headrace.models import loader
 from headrace.models.registry import attention_specs, describe
@@ -30,6 +33,7 @@ from headrace.runner.kv_cache import cache_shape
 from headrace.runner.layer_checks import layer_checks
 from headrace.runner.self_check import SelfCheck, with_switches
 from headrace.runner.step_checks import scratch_limits, step_checks, without_graphs
+from tests.kernels import packed_weights
 from tests.runner.fakes import KERNELS, AttentionInGraphs, RecordedGraph, RecordingDevice
 from tests.runner.test_cuda_graph import LLAMA
 
@@ -174,6 +178,32 @@ def test_experts(factor: float) -> None:
 
     checked = run(subject(MOE, kernels=replace(REFERENCE_KERNELS, fused_moe=fused)))
     assert checked.demoted == ([] if factor == 1.0 else ["fused_moe"])
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "int4 zeros"])
+@pytest.mark.parametrize("fault", [None, "scale", "bias"])
+def test_experts_with_packed_weights_biases_and_a_clamp(kind: str, fault: str | None) -> None:
+    """A kernel that takes one group's scale, or one bias, for another is found."""
+
+    def fused(x: Tensor, experts: Experts, *rest: Any) -> tuple[Tensor, Tensor]:
+        if fault == "scale" and isinstance(experts.w13, PackedWeight):
+            shifted = replace(experts.w13, scales=experts.w13.scales.roll(1, 1))
+            experts = replace(experts, w13=shifted)
+        elif fault == "bias" and experts.w2_bias is not None:
+            experts = replace(experts, w2_bias=experts.w2_bias.roll(1, 1))
+        return REFERENCE_KERNELS.fused_moe(x, experts, *rest)
+
+    found = subject(MOE, kernels=replace(REFERENCE_KERNELS, fused_moe=fused))
+    for layer in found.layers(SparseMoE):
+        weights = {}
+        for name, inputs in (("w13", 32), ("w2", 16)):
+            held = packed_weights.random_packed(6, 32, inputs, **packed_weights.KINDS[kind])
+            if kind == "mxfp4":  # scales that differ, as they hardly do among random ones
+                held = replace(held, scales=torch.randint_like(held.scales, 120, 126))
+            weights[name] = held
+        biases = {"w13_bias": torch.randn(6, 32), "w2_bias": torch.randn(6, 32)}
+        layer.experts = replace(layer.experts, clamp=SwigluClamp(1.7, 2.0), **weights, **biases)
+    assert run(found).demoted == ([] if fault is None else ["fused_moe"])
 
 
 def other_experts(*arguments: Any) -> tuple[Tensor, Tensor]:
