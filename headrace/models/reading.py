@@ -24,7 +24,7 @@ from headrace.errors import CheckpointError
 from headrace.models.checkpoint import StoredTensor
 from headrace.quantization.scheme import Slot
 
-RANGE_BYTES = 4 << 20
+RANGE_BYTES = 8 << 20
 """Most bytes that are read at once"""
 READERS = 8
 """Threads: enough requests under way for a disk behind a network, too"""
