@@ -131,10 +131,13 @@ def modelopt(fields: Fields) -> CheckpointFormat:
     plain = left_alone(patterns(fields, "ignore", "exclude_modules"))
     if fields.values.get("quant_algo") is None and not fields.object("quantized_layers"):
         return CheckpointFormat("modelopt")  # it is about the KV cache alone
-    if fields.text("quant_algo", "MIXED_PRECISION").upper() != "MIXED_PRECISION":
-        return CheckpointFormat("modelopt", _algorithm(fields), plain)
-    layers = [(name, _algorithm(one)) for name, one in objects(fields, "quantized_layers").items()]
-    return CheckpointFormat("modelopt", UNQUANTIZED, (*plain, *layers))
+    layers = objects(fields, "quantized_layers")
+    algorithms = [one.text("quant_algo", "MIXED_PRECISION").upper() for one in (fields, *layers.values())]
+    notes = (KEEPS_16.format(4, 4),) if "NVFP4" in algorithms else ()
+    if algorithms[0] != "MIXED_PRECISION":
+        return CheckpointFormat("modelopt", _algorithm(fields), plain, notes)
+    named = [(name, _algorithm(one)) for name, one in layers.items()]
+    return CheckpointFormat("modelopt", UNQUANTIZED, (*plain, *named), notes)
 
 
 def _algorithm(fields: Fields) -> LinearFormat:
@@ -158,8 +161,10 @@ def quark(fields: Fields) -> CheckpointFormat:
     named = tuple((name, _quark(one)) for name, one in objects(fields, "layer_quant_config").items())
     types = objects(fields, "layer_type_quant_config")
     of_linears = next((one for name, one in types.items() if name.rpartition(".")[2] == "Linear"), None)
-    default = _quark(of_linears or fields.object("global_quant_config"))
-    return CheckpointFormat("quark", default, (*left_alone(patterns(fields, "exclude")), *named))
+    usual = of_linears or fields.object("global_quant_config")
+    default = _quark(usual)
+    notes = (KEEPS_16.format(4, 4),) if default.layout == "mxfp4" and usual.values.get("input_tensors") else ()
+    return CheckpointFormat("quark", default, (*left_alone(patterns(fields, "exclude")), *named), notes)
 
 
 def _quark(fields: Fields) -> LinearFormat:

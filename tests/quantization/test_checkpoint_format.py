@@ -262,6 +262,13 @@ def test_configs_as_tools_write_them(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "says"), [("nvfp4", True), ("modelopt's older file", True), ("modelopt mixed", True), ("mxfp4", False)]
+)
+def test_activations_that_keep_16_bits_are_a_note(name: str, says: bool) -> None:
+    assert any("they keep 16 bits here" in note for note in read_format(CASES[name][0]).notes) == says
+
+
+@pytest.mark.parametrize(
     ("name", "linear", "bits"),
     [
         ("w4a16", Q, 4 + 16 / 128), ("w8a16 with an order of inputs", Q, 8 + 16 / 128),
