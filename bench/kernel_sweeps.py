@@ -16,8 +16,9 @@ from torch import Tensor
 
 from headrace.kernels import cases
 from headrace.kernels.cases import EPS, ROUNDED, Case, Cases, Inputs, Kernel, as_chosen, relative_error
-from headrace.kernels.fp8 import Rounding, quantize_per_token_reference
+from headrace.kernels.fp8 import Rounding, quantize_per_token_reference, quantize_reference
 from headrace.kernels.moe import Experts, fused_moe_reference
+from headrace.kernels.narrow import NarrowWeight
 from headrace.kernels.norm import HalfNormed, half_norm_reference
 from headrace.kernels.packed import pack
 from headrace.kernels.table import REFERENCE_KERNELS, TRITON_KERNELS
@@ -86,6 +87,21 @@ def _fp8_linears(make: Inputs, rows: int, outputs: int, inputs: int) -> Cases:
     weight = quantize_per_token_reference(make.random(outputs, inputs), make.fp8)
     for bias, scales in product((None, make.random(outputs)), (outputs, 1)):
         yield from cases.fp8_linear(make, rows, weight.values, weight.scales[:scales, 0].contiguous(), bias)
+
+
+def _narrow_linears(make: Inputs, rows: int, outputs: int, inputs: int) -> Cases:
+    """fp8 with a scale an output and with scales of blocks; int8 around zero and not."""
+    plain, bias = make.random(outputs, inputs), make.random(outputs)
+    for dtype, zeros in ((make.fp8, False), (torch.int8, False), (torch.int8, True)):
+        values, scales, *_ = quantize_reference(plain, Rounding(dtype))
+        sums = values.sum(1, dtype=torch.int32).float() if zeros else None
+        weight = NarrowWeight(values, scales[:, 0].contiguous(), sums=sums)
+        yield from cases.narrow_linear(make, rows, weight, Rounding(dtype, zeros=zeros), bias)
+    for height, group in ((16, 32), (128, 128)):
+        values, _, *_ = quantize_reference(plain, Rounding(make.fp8))
+        scales = make.uniform(-(-outputs // height), -(-inputs // group)) + 0.1
+        weight = NarrowWeight(values, scales, height, group)
+        yield from cases.narrow_linear(make, rows, weight, Rounding(make.fp8, group), None)
 
 
 def _rope_table(make: Inputs, positions: int, rotary_dim: int) -> Tensor:
@@ -185,6 +201,10 @@ SWEEPS: dict[str, Sweep] = {
     "fp8_linear": Sweep(
         _fp8_linears, [(0, 32, 48), (1, 32, 48), (3, 32, 48), (17, 32, 48)],
         [(1, 4096, 4096), (17, 6144, 4096), (300, 4096, 14336), (5, 48, 16)],
+    ),
+    "narrow_linear": Sweep(
+        _narrow_linears, [(0, 32, 48), (1, 40, 130), (19, 33, 200)],
+        [(1, 4096, 4096), (17, 6144, 4096), (300, 4096, 14336), (5, 130, 1000)],
     ),
     "step_angles": Sweep(_angles, [(8,)], [(128,)]),
     "rotary_and_cache": Sweep(

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from headrace.kernels._triton import DEVICE_FAMILY, fp8_dtype
-from headrace.kernels.fp8 import Quantized, Rounding, quantize_per_token_reference
+from headrace.kernels.fp8 import Quantized, Rounding, quantize_per_token_reference, quantize_reference
 from headrace.kernels.moe import Experts, fused_moe_reference
 from headrace.kernels.moe_config import pick_moe_config
+from headrace.kernels.narrow import NarrowWeight
 from headrace.kernels.norm import HalfNormed, whole
 from headrace.kernels.packed import PackedWeight
 from headrace.kernels.rotary import rotary_and_cache_reference
@@ -159,6 +160,12 @@ def fp8_linear(make: Inputs, rows: int, weight: Tensor, scales: Tensor, bias: Te
 
 def widen_packed(make: Inputs, weight: PackedWeight) -> Cases:
     yield Case(lambda kernel: kernel(weight, make.dtype), ROUNDED[make.dtype])
+
+
+def narrow_linear(make: Inputs, rows: int, weight: NarrowWeight, to: Rounding, bias: Tensor | None) -> Cases:
+    bounds = FP8_SUMS if make.device.type == "cuda" else ROUNDED
+    x = quantize_reference(make.random(rows, weight.values.shape[1]), to)
+    yield Case(lambda kernel: kernel(x, weight, bias, make.dtype), bounds[make.dtype])
 
 
 # ---- positions and the cache

@@ -11,7 +11,19 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headrace.kernels import activation, batch, filter, fp8, logsumexp, moe, norm, packed_widen, rotary, sampling
+from headrace.kernels import (
+    activation,
+    batch,
+    filter,
+    fp8,
+    logsumexp,
+    moe,
+    narrow,
+    norm,
+    packed_widen,
+    rotary,
+    sampling,
+)
 from headrace.kernels._triton import HAS_TRITON
 from headrace.kernels.norm import HalfNormed
 
@@ -19,6 +31,7 @@ MODULES = {
     norm: ("rms_norm", "rms_norm_quantized"),
     activation: ("silu_and_mul", "silu_and_mul_quantized"),
     fp8: ("quantize", "fp8_linear"),
+    narrow: ("narrow_linear",),
     rotary: ("step_angles", "rotary_and_cache"),
     batch: ("copy_words", "scatter_words", "prepare_batch", "settle_lengths", "commit_tokens"),
     sampling: ("best_token", "gumbel_argmax"),
@@ -40,6 +53,7 @@ class KernelTable:
     silu_and_mul_quantized: Callable[..., fp8.Quantized]
     quantize: Callable[..., fp8.Quantized]
     fp8_linear: Callable[..., Tensor]
+    narrow_linear: Callable[..., Tensor]
     step_angles: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
     rotary_and_cache: Callable[..., Tensor]
     copy_words: Callable[[Tensor, Tensor], None]

@@ -23,6 +23,7 @@ from torch import Tensor
 from headrace.errors import ConfigError
 from headrace.kernels._triton import fp8_dtype
 from headrace.kernels.fp8 import Quantized, Rounding, quantize_per_token_reference
+from headrace.kernels.narrow import NarrowWeight
 from headrace.kernels.table import KernelTable, select_kernels
 from headrace.quantization import gpu_linear
 from headrace.quantization.formats import WeightFormat
@@ -39,6 +40,12 @@ class RoundedLayout:
 
     numbers: Numbers = "fp8"
     rounds = True
+
+    def held_block(self, spec: LinearSpec) -> tuple[int, int]:
+        return (0, 0)
+
+    def whole_groups(self, spec: LinearSpec) -> bool:
+        return True
 
     def __init__(self, per_channel: bool) -> None:
         """Take a scale an output if `per_channel`, else one a tensor of the checkpoint, repeated for its outputs."""
@@ -103,6 +110,8 @@ class RoundingProduct:
         """Say why weights are widened at load on this GPU; "" if they are not."""
         if not self.layout.rounds:
             return "activations are not quantized"
+        if self.layout.numbers == "int8":
+            return ""
         if not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 9):
             name = torch.cuda.get_device_name(device)
             if self.made_at_load:
@@ -110,7 +119,7 @@ class RoundingProduct:
                     f"quantization to fp8 needs a GPU of compute capability 8.9 or above, which {name} is not"
                 )
             return f"{name} has no fp8 arithmetic, which needs compute capability 8.9 or above"
-        return "" if self.layout.numbers == "fp8" else "a scale a block"
+        return ""
 
     def refusal(self, spec: LinearSpec) -> str:
         return _odd_sizes(spec) if self.made_at_load else ""
@@ -121,7 +130,7 @@ class RoundingProduct:
     def table(self, spec: LinearSpec) -> GemmTable | None:
         if self._is_plain(spec):
             return self.plain.table(spec)
-        return self.tables.get((1, spec.out_features, spec.in_features))
+        return None if _odd_sizes(spec) else self.tables.get((1, spec.out_features, spec.in_features))
 
     def finalize(self, spec: LinearSpec, weights: Weights, fused: FusedOps) -> Compute:
         if self._is_plain(spec):
@@ -153,7 +162,7 @@ class RoundingProduct:
         """Tell whether the linear's weights are widened at load, and its activations are not rounded."""
         if not self.layout.rounds or self.why_plain:
             return True
-        return not self.emulates and not self.made_at_load and bool(_odd_sizes(spec))
+        return not self.emulates and not self.layout.whole_groups(spec)
 
     def _quantize(self, fused: FusedOps, to: Rounding) -> Callable[[Any], Quantized]:
         """Return the function that quantizes the input, and norms it in the same pass if that is fused."""
@@ -165,8 +174,21 @@ class RoundingProduct:
         if self.emulates:
             multiply = self.plain.multiply(spec, self.layout.dequantize(spec, weights))
             return lambda x: multiply(x.dequantize(dtype))
-        linear, held = self.kernels.fp8_linear, (weights["weight"], weights["weight_scale"], weights.get("bias"))
+        narrow, bias = self.narrow_weight(spec, weights), weights.get("bias")
+        if narrow is not None:
+            narrow_linear = self.kernels.narrow_linear
+            return lambda x: narrow_linear(x, narrow, bias, dtype)
+        linear, held = self.kernels.fp8_linear, (weights["weight"], weights["weight_scale"], bias)
         return lambda x: linear(x, *held, dtype)
+
+    def narrow_weight(self, spec: LinearSpec, weights: Weights) -> NarrowWeight | None:
+        """Return what kernels/narrow.py takes; None where the vendor's library serves the linear."""
+        if self.layout.numbers == "fp8" and not _odd_sizes(spec):
+            return None
+        values, zeros = weights["weight"], self.layout.rounding(spec, weights).zeros
+        block = self.layout.held_block(spec) if self.layout.numbers == "fp8 blocks" else (0, 0)
+        sums = values.sum(1, dtype=torch.int32).float() if zeros else None
+        return NarrowWeight(values, weights["weight_scale"], *block, sums)
 
 
 def _odd_sizes(spec: LinearSpec) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 from headrace.errors import ConfigError
 from headrace.kernels._triton import fp8_dtype
 from headrace.kernels.fp8 import Rounding
+from headrace.kernels.narrow import LEAST_GROUP
 from headrace.quantization.scheme import FLOATS, Layout, LinearSpec, Part, Slot, Weights
 from headrace.quantization.unquantized import bias_slot, empty_bias, rows_of
 
@@ -41,6 +42,12 @@ class NarrowLayout(Layout, Protocol):
 
     def rounding(self, spec: LinearSpec, weights: Weights) -> Rounding:
         """Return how activations are rounded for a linear whose tensors are loaded."""
+
+    def held_block(self, spec: LinearSpec) -> tuple[int, int]:
+        """Return how many outputs and inputs share a scale where numbers are `fp8 blocks`."""
+
+    def whole_groups(self, spec: LinearSpec) -> bool:
+        """Tell whether kernels can take its groups of inputs: they begin where the rank's inputs do, and are large."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,6 +159,11 @@ class StoredLayout:
         begin anywhere in our weight: as many outputs as divide all of their places share one."""
         places = [place for part in spec.parts for place in (part.rows.start, part.offset)]
         return math.gcd(self.block[0], *places), self.block[1]
+
+    def whole_groups(self, spec: LinearSpec) -> bool:
+        if "block" not in (self.scale, self.activations):
+            return True
+        return self.scale == self.activations == "block" and self.block[1] >= LEAST_GROUP and not self.shift(spec)
 
     def shift(self, spec: LinearSpec) -> int:
         """Return how many inputs of the first block belong to another rank."""

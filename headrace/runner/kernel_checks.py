@@ -19,12 +19,14 @@ from headrace.attention.backend import Backend
 from headrace.kernels import cases
 from headrace.kernels.cases import ROUNDED, Case, Cases, Inputs, NewTokens, new_tokens
 from headrace.kernels.fp8 import Rounding
+from headrace.kernels.narrow import NarrowWeight
 from headrace.kernels.table import KernelTable
 from headrace.layers.attention import Attention
 from headrace.layers.linear import Linear
 from headrace.layers.mlp import GatedMLP
 from headrace.layers.moe import SparseMoE
 from headrace.layers.norm import RMSNorm
+from headrace.quantization.fp8 import RoundingProduct
 from headrace.quantization.packed import PackedProduct
 from headrace.runner.kv_cache import CacheShape, allocate_alone
 from headrace.runner.self_check import Check, Switch, switches
@@ -154,7 +156,7 @@ def _quantize(subject: Subject) -> Cases:
 
 def _fp8_linear(subject: Subject) -> Cases:
     for layer, _ in subject.rounding_linears():
-        if "weight_scale" in layer.weights:  # a CPU has no such arithmetic
+        if "weight_scale" in layer.weights and _narrow(layer) is None:  # a CPU has no such arithmetic
             weights = layer.weights["weight"], layer.weights["weight_scale"], layer.weights.get("bias")
             for tokens in TOKENS:
                 yield from cases.fp8_linear(subject.inputs, tokens, *weights)
@@ -164,6 +166,21 @@ def _widen_packed(subject: Subject) -> Cases:
     for layer in subject.ends(Linear, lambda layer: (layer.spec.in_features, layer.spec.out_features, layer.scheme)):
         if isinstance(product := layer.scheme.product, PackedProduct) and (held := product.held_in(layer.weights)):
             yield from cases.widen_packed(subject.inputs, held)
+
+
+def _narrow(layer: Linear) -> NarrowWeight | None:
+    """Return the layer's weight if kernels/narrow.py serves it."""
+    product = layer.scheme.product
+    if not isinstance(product, RoundingProduct) or "weight_scale" not in layer.weights:
+        return None
+    return product.narrow_weight(layer.spec, layer.weights)
+
+
+def _narrow_linear(subject: Subject) -> Cases:
+    for layer, to in subject.rounding_linears():
+        if (weight := _narrow(layer)) is not None:
+            for tokens in (*TOKENS, 100, 300):
+                yield from cases.narrow_linear(subject.inputs, tokens, weight, to, layer.weights.get("bias"))
 
 
 def head_norms(layer: Attention) -> tuple[Tensor | None, Tensor | None]:
@@ -220,6 +237,7 @@ KERNEL_CASES: dict[str, Callable[[Subject], Cases]] = {
     "silu_and_mul_quantized": _silu_and_mul_quantized,
     "quantize": _quantize,
     "fp8_linear": _fp8_linear,
+    "narrow_linear": _narrow_linear,
     "step_angles": _step_angles,
     "rotary_and_cache": _rotary_and_cache,
     "copy_words": lambda subject: cases.copy_words(subject.inputs, 6000),

@@ -24,6 +24,7 @@ from headrace.kernels import (
     moe,
     moe_config,
     moe_route,
+    narrow,
     norm,
     rotary,
     sampling,
@@ -267,6 +268,27 @@ def compile_batch_invariant(family):
         report(f"batch-invariant attention head_dim {head_dim} group {group}", attention._attention_kernel, known)
 
 
+def compile_narrow(target):
+    """Linears of 8 bits that the library does not serve, for few and for many tokens."""
+    narrow.DEVICE_FAMILY = family = TARGETS[target][0].backend
+    fp8_type = torch.float8_e4m3fnuz if target == "gfx942" else torch.float8_e4m3fn
+    known = set()
+    for most, _ in narrow.CONFIGS[family]:
+        tokens = 500 if most > 500 else most
+        for dtype, block, zeros in (
+            (fp8_type, (128, 128), False),
+            (torch.int8, (0, 0), True),
+            (fp8_type, (0, 0), False),
+        ):
+            codes = torch.zeros(256, 4096, dtype=torch.uint8).view(dtype)
+            scales = torch.zeros(2, 32) if block[0] else torch.zeros(256)
+            weight = narrow.NarrowWeight(codes, scales, *block, torch.zeros(256) if zeros else None)
+            to = fp8.Rounding(dtype, block[1], zeros=zeros)
+            x = fp8.empty_quantized(tokens, 4096, to, torch.device("cpu"))
+            narrow.narrow_linear(x, weight, None, torch.bfloat16)
+            report(f"narrow {dtype} {block} {tokens} tokens", narrow._narrow_kernel, known)
+
+
 def compile_fp8(target):
     """Quantization of rows as wide as those of models of 8B and 70B, alone and inside norm and activation."""
     fp8.DEVICE_FAMILY = TARGETS[target][0].backend
@@ -300,3 +322,4 @@ if __name__ == "__main__":
     compile_batch_invariant(TARGETS[sys.argv[1]][0].backend)
     compile_rest()
     compile_fp8(sys.argv[1])
+    compile_narrow(sys.argv[1])

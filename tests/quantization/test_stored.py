@@ -12,10 +12,12 @@ from torch import Tensor
 
 from headrace.distributed.mesh import Group
 from headrace.errors import ConfigError
-from headrace.kernels.fp8 import Quantized, quantize_per_token_reference
+from headrace.kernels.cases import Inputs, narrow_linear
+from headrace.kernels.fp8 import Quantized, Rounding, quantize_per_token_reference
+from headrace.kernels.narrow import NarrowWeight, narrow_linear_reference
 from headrace.layers.linear import Linear, MergedColumnParallelLinear, RowParallelLinear
 from headrace.quantization.formats import FORMATS
-from headrace.quantization.fp8 import stored
+from headrace.quantization.fp8 import RoundingProduct, stored
 from headrace.quantization.int8 import int8
 from headrace.quantization.scheme import Scheme
 
@@ -60,10 +62,12 @@ def int8_part(generator: torch.Generator, shape: tuple[int, int], scale: Tensor)
     return Part({"weight": codes, "weight_scale": scale}, codes.float() * scale.reshape(-1, 1))
 
 
-def made(layer: Linear, scheme: Scheme, parts: dict[str, Part]) -> Linear:
-    """`layer` filled from whole tensors, as the loader does."""
+def made(layer: Linear, scheme: Scheme, parts: dict[str, Part], emulates: bool = True) -> Linear:
+    """`layer` filled from whole tensors, as the loader does; not `emulates`: as on a GPU, with the kernels'
+    references."""
     layer.scheme = scheme
     scheme.product.prepare([layer.spec], CPU)
+    scheme.product.emulates = emulates  # type: ignore[attr-defined]
     layer.create_weights(CPU)
     for path, slot in layer.slots("x.y").items():
         name, tensor = path.removeprefix("x.").split(".")
@@ -208,6 +212,45 @@ def test_int8_with_a_scale_and_a_zero_point_a_token(generator: torch.Generator) 
     out = made(RowParallelLinear(70, 30, Group(0, 1), torch.float32, False), scheme, {"y": part})
     exact = x @ part.weight.T
     assert float((out(x) - exact).norm() / exact.norm()) < 0.005
+
+
+@pytest.mark.parametrize("kind", ["blocks", "int8", "int8 uneven", "odd sizes"])
+def test_what_a_gpu_holds_gives_what_a_cpu_emulates(kind: str, generator: torch.Generator) -> None:
+    """Weights stay in 8 bits there, and a kernel that errs is seen."""
+    shape, scale = (30, 140), torch.rand(30, 1, generator=generator) * 0.01
+    x, found = torch.randn(5, 140, generator=generator) + 0.2, []
+    for emulates in (True, False):
+        generator.manual_seed(3)
+        if kind == "blocks":
+            scheme, part = fp8_scheme("block", "block", (16, 64)), block_part(generator, shape, (16, 64))
+        elif kind == "odd sizes":
+            scheme, part = fp8_scheme("channel", "token"), fp8_part(generator, shape, scale)
+        else:
+            scheme, part = int8_scheme("channel", "token", kind == "int8"), int8_part(generator, shape, scale)
+        layer = RowParallelLinear(140, 30, Group(0, 1), torch.float32, False)
+        product = scheme.product
+        assert isinstance(product, RoundingProduct)
+        made(layer, scheme, {"y": part}, emulates)
+        found.append(layer(x))
+        if not emulates:
+            layer.create_weights(CPU)
+            weight = product.narrow_weight(layer.spec, layer.weights)
+            assert weight is not None
+            assert weight.values.itemsize == 1
+    close(found[1], found[0])
+
+
+def test_a_kernel_that_errs_is_seen(generator: torch.Generator) -> None:
+    part = block_part(generator, (48, 160), (16, 64))
+    weight = NarrowWeight(part.tensors["weight"], part.tensors["weight_scale_inv"], 16, 64)
+    make = Inputs(torch.float32, CPU)
+    for case in narrow_linear(make, 9, weight, Rounding(E4M3, 64), None):
+        assert case.error(narrow_linear_reference, narrow_linear_reference) <= case.bound
+
+        def wrong(*arguments: Any) -> Tensor:
+            return narrow_linear_reference(*arguments) * 1.01
+
+        assert case.error(wrong, narrow_linear_reference) > case.bound
 
 
 def test_weights_alone_are_plain_ones(generator: torch.Generator) -> None:
