@@ -36,6 +36,7 @@ from headrace.models.fusion import fuse
 from headrace.models.reading import Wanted, read_slices
 from headrace.models.registry import resolve
 from headrace.quantization.formats import UNQUANTIZED, LinearFormat
+from headrace.quantization.fp8 import RoundingProduct
 from headrace.quantization.linear_rules import CheckpointFormat
 from headrace.quantization.packed import PackedProduct
 from headrace.quantization.scheme import Scheme, Slot
@@ -93,7 +94,9 @@ def load_model(
             with _named(path):
                 layer.finalize()
         products = {layer.scheme.product: None for _, layer in layers if isinstance(layer, Linear | SparseMoE)}
-        model.notes += [note for one in products if isinstance(one, PackedProduct) for note in one.notes()]
+        model.notes += [
+            note for one in products if isinstance(one, PackedProduct | RoundingProduct) for note in one.notes()
+        ]
     return model
 
 

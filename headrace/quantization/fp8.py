@@ -12,6 +12,7 @@ with them, and gives each token a scale of its own even where the checkpoint bri
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ from headrace.errors import ConfigError
 from headrace.kernels._triton import fp8_dtype
 from headrace.kernels.fp8 import Quantized, Rounding, quantize_per_token_reference
 from headrace.kernels.narrow import NarrowWeight
+from headrace.kernels.packed import pack
 from headrace.kernels.table import KernelTable, select_kernels
 from headrace.quantization import gpu_linear
 from headrace.quantization.formats import WeightFormat
@@ -95,6 +97,8 @@ class RoundingProduct:
         self.plain = PlainProduct()
         """multiplies what is widened, on a CPU after rounding"""
         self.tables: dict[gpu_linear.Size, GemmTable] = {}
+        self.widened_for: Counter[str] = Counter()
+        """why weights could not stay in 8 bits on a GPU -> how many"""
 
     def prepare(self, specs: list[LinearSpec], device: torch.device, kernels: KernelTable | None = None) -> None:
         """Choose the kernels. Raises ConfigError on a GPU without fp8, unless the checkpoint is in fp8."""
@@ -134,6 +138,8 @@ class RoundingProduct:
 
     def finalize(self, spec: LinearSpec, weights: Weights, fused: FusedOps) -> Compute:
         if self._is_plain(spec):
+            if not self.emulates:
+                self.widened_for[self.why_plain or "a rank's inputs begin within a group, or groups are small"] += 1
             wide = self.layout.dequantize(spec, weights)
             weights.clear()
             weights.update(wide)
@@ -153,10 +159,20 @@ class RoundingProduct:
     def widened(self, spec: LinearSpec, weights: Weights) -> Weights:
         return weights if self._is_plain(spec) else self.layout.dequantize(spec, weights)
 
-    def experts(self, spec: LinearSpec, weights: Weights) -> tuple[Tensor, Tensor | None]:
+    def experts(self, spec: LinearSpec, weights: Weights) -> tuple[Any, Tensor | None]:
+        """Return what kernels/moe.py takes; of int8 on a GPU a PackedWeight, whose activations are not rounded."""
+        if self.layout.numbers == "int8" and self.layout.rounds and not self.emulates:
+            codes, scales = weights["weight"].view(torch.uint8) ^ 128, weights["weight_scale"][..., None]
+            return pack(codes, scales, bits=8, group_size=spec.in_features), None
         if self.why_plain or self.layout.numbers != "fp8":
+            if not self.emulates:
+                self.widened_for[self.why_plain or "experts have no kernels for them"] += 1
             return self.layout.dequantize(spec, weights)["weight"], None
         return weights["weight"], weights["weight_scale"]
+
+    def notes(self) -> list[str]:
+        """Say which weights take as much memory as unquantized ones, and why."""
+        return [f"{count} weights in 8 bits are widened at load: {why}" for why, count in self.widened_for.items()]
 
     def _is_plain(self, spec: LinearSpec) -> bool:
         """Tell whether the linear's weights are widened at load, and its activations are not rounded."""

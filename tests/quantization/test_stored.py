@@ -293,6 +293,23 @@ def test_experts_have_scales_an_output_or_are_widened(generator: torch.Generator
         assert torch.equal(held.view(3, 30, 70), torch.stack(wanted))
 
 
+def test_experts_in_int8_are_packed_on_a_gpu(generator: torch.Generator) -> None:
+    layer, scheme = RowParallelLinear(70, 30, Group(0, 1), torch.float32, False), int8_scheme("channel", "token")
+    scheme.product.prepare([], CPU)
+    weights, wanted = scheme.layout.create_weights(layer.spec, CPU, (3,)), []
+    for expert in range(3):
+        part = int8_part(generator, (30, 70), torch.rand(30, 1, generator=generator))
+        weights["weight"][expert] = part.tensors["weight"]
+        weights["weight_scale"][expert] = part.tensors["weight_scale"][:, 0]
+        wanted.append(part.weight)
+    for emulates in (True, False):
+        scheme.product.emulates = emulates  # type: ignore[attr-defined]
+        held, scales = scheme.product.experts(layer.spec, weights)
+        assert scales is None
+        wide = held if emulates else held.dequantize(torch.float32)
+        assert torch.equal(wide, torch.stack(wanted))
+
+
 def test_what_no_such_checkpoint_has_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"blocks of fp8 weights .* got \[128, 96\]"):
         fp8_scheme("block", "block", (128, 96))
