@@ -26,7 +26,7 @@ from headrace.kernels.fp8 import Quantized
 from headrace.kernels.gemm_config import GemmConfig
 from headrace.kernels.norm import HalfNormed, half_norm_reference, half_norm_row, half_normed_over
 from headrace.kernels.packed import PackedWeight
-from headrace.kernels.packed_gemm import packed_dots, packed_vector_sums, packing
+from headrace.kernels.packed_gemm import integer_vector_sums, packed_dots, packed_vector_sums, packing
 
 
 @triton.jit
@@ -187,6 +187,23 @@ def sums_of_vectors(weight, x, VECTOR: tl.constexpr):
     return tl.sum(tl.reshape(products, [rows, products.shape[1] // VECTOR, VECTOR]), axis=2)
 
 
+@triton.jit
+def _packed_sums(
+    codes, x_ptr, scale_ptr, zero_ptr, row, start, K, groups, BITS: tl.constexpr, E2M1: tl.constexpr,
+    SCALES: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, INTEGERS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Return what one of the two functions for packed weights does."""
+    if INTEGERS:
+        sums = integer_vector_sums(
+            codes, x_ptr, scale_ptr, zero_ptr, row, start, K, groups, BITS, SCALES, GROUP, BLOCK_K, ASM
+        )
+    else:
+        sums = packed_vector_sums(
+            codes, x_ptr, scale_ptr, zero_ptr, row, start, K, groups, BITS, E2M1, SCALES, GROUP, BLOCK_K
+        )
+    return sums
+
+
 def vector_of(weight: Tensor) -> int:
     """Return the number of elements that a thread loads at once."""
     return 16 // weight.element_size()
@@ -230,13 +247,17 @@ def _gemv_kernel(
     weight_row = _gated_row(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N // 2, GATED, BLOCK_N)
     held_row = tl.minimum(weight_row, N - 1)
     k = tl.arange(0, BLOCK_K)
-    width = K if BITS == 0 else (K + 31) // 32 * (4 * BITS)
-    place = tl.arange(0, BLOCK_K if BITS == 0 else BLOCK_K * BITS // 8)
+    INTEGERS: tl.constexpr = BITS != 0 and not E2M1 and GROUP % (128 // max(BITS, 1)) == 0
+    UNIT: tl.constexpr = 1 if BITS == 0 else 32 // BITS if INTEGERS else 8 // BITS  # inputs of an element
+    width = K if BITS == 0 else (K + 31) // 32 * (32 // UNIT)
+    place = tl.arange(0, BLOCK_K // UNIT)
+    if INTEGERS:
+        weight_ptr = weight_ptr.to(tl.pointer_type(tl.int32))
     weight_ptrs = weight_ptr + held_row.to(tl.int64)[:, None] * width + place[None, :]
     if EVEN_K:
         weight = tl.load(weight_ptrs, eviction_policy="evict_first")
     else:
-        weight = tl.load(weight_ptrs, mask=(place < width)[None, :], other=0.0, eviction_policy="evict_first")
+        weight = tl.load(weight_ptrs, mask=(place < width)[None, :], other=0, eviction_policy="evict_first")
     if GATED:
         column = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         column_in = column < N // 2
@@ -252,23 +273,25 @@ def _gemv_kernel(
     if BITS == 0:
         acc = sums_of_vectors(weight, tl.load(x_ptr + k, mask=k < K, other=0.0)[None, :], VECTOR)
     else:
-        acc = packed_vector_sums(
-            weight, x_ptr, group_scale_ptr, zero_ptr, held_row, 0, K, groups, BITS, E2M1, SCALES, GROUP, BLOCK_K
-        )
+        acc = _packed_sums(
+            weight, x_ptr, group_scale_ptr, zero_ptr, held_row, 0, K, groups, BITS, E2M1, SCALES, GROUP, BLOCK_K,
+            INTEGERS, PAIRS != 0,
+        )  # fmt: skip
     for start in range(BLOCK_K, K, BLOCK_K):
-        ahead = start if BITS == 0 else start // 8 * BITS
+        ahead = start // UNIT
         if EVEN_K:
             weight = tl.load(weight_ptrs + ahead, eviction_policy="evict_first")
         else:
             inside = (ahead + place < width)[None, :]
-            weight = tl.load(weight_ptrs + ahead, mask=inside, other=0.0, eviction_policy="evict_first")
+            weight = tl.load(weight_ptrs + ahead, mask=inside, other=0, eviction_policy="evict_first")
         if BITS == 0:
             x = tl.load(x_ptr + start + k, mask=None if EVEN_K else start + k < K)
             acc += sums_of_vectors(weight, x[None, :], VECTOR)
         else:
-            acc += packed_vector_sums(
-                weight, x_ptr, group_scale_ptr, zero_ptr, held_row, start, K, groups, BITS, E2M1, SCALES, GROUP, BLOCK_K
-            )
+            acc += _packed_sums(
+                weight, x_ptr, group_scale_ptr, zero_ptr, held_row, start, K, groups, BITS, E2M1, SCALES, GROUP,
+                BLOCK_K, INTEGERS, PAIRS != 0,
+            )  # fmt: skip
     total = tl.sum(acc, axis=1)
     if E2M1:
         total *= 9.223372036854775808e18  # what packed_vector_sums leaves out

@@ -84,8 +84,10 @@ CANDIDATES: dict[tuple[str, int | str, int], tuple[GemmConfig, ...]] = {
     ("hip", 2, 64): (GemmConfig(64, 64, 128, 4, 2),),
     ("hip", 2, 128): (GemmConfig(128, 64, 64, 4, 2),),
     ("cuda", "4 bits", 1): (
-        GemmConfig(1, 4, 4096, 4),
-        GemmConfig(1, 8, 1024, 2),
+        GemmConfig(1, 16, 4096, 4),
+        GemmConfig(1, 8, 4096, 4),
+        GemmConfig(1, 16, 2048, 4),
+        GemmConfig(1, 4, 1024, 2),
         GemmConfig(16, 32, 128, 2, 6, swap=True),
     ),
     ("cuda", "4 bits", 16): (
@@ -104,6 +106,7 @@ CANDIDATES: dict[tuple[str, int | str, int], tuple[GemmConfig, ...]] = {
     ),
     ("cuda", "4 bits", 128): (GemmConfig(128, 64, 128, 4, 4, swap=True),),
     ("cuda", "8 bits", 1): (
+        GemmConfig(1, 8, 2048, 4),
         GemmConfig(1, 4, 1024, 2),
         GemmConfig(1, 4, 2048, 4),
     ),

@@ -29,7 +29,7 @@ def packing(weight: PackedWeight) -> dict[str, Any]:
         "E2M1": e2m1,
         "SCALES": HELD_SCALES.get(weight.scales.dtype, "float"),
         "GROUP": ONE_GROUP if weight.scales.shape[-1] == 1 else weight.group_size,
-        "PAIRS": VARIANT if weight.bits == 4 and not e2m1 and pairs_in_registers() else 0,
+        "PAIRS": VARIANT if not e2m1 and pairs_in_registers() else 0,
     }
 
 
@@ -143,6 +143,75 @@ def _inputs(ptrs, inside, E2M1: tl.constexpr):
 
 
 @triton.jit
+def _dot_of_bytes(codes, x, acc, SIGNED: tl.constexpr, ASM: tl.constexpr):
+    """Return acc + the products of the four bytes of each int32 of `codes`, unsigned, with those of x, added up."""
+    if ASM and SIGNED:
+        acc = tl.inline_asm_elementwise("dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r", [codes, x, acc], tl.int32, True, 1)
+    elif ASM:
+        acc = tl.inline_asm_elementwise("dp4a.u32.u32 $0, $1, $2, $3;", "=r,r,r,r", [codes, x, acc], tl.int32, True, 1)
+    else:
+        for byte in tl.static_range(4):
+            value = (x >> (8 * byte)) & 255
+            if SIGNED:
+                value = (value ^ 128) - 128
+            acc += ((codes >> (8 * byte)) & 255) * value
+    return acc
+
+
+@triton.jit
+def _words(bits, SHIFT: tl.constexpr):
+    """Return the bytes from SHIFT on of bits [words, 4] int32, together in a word # [1, words]."""
+    return tl.sum(((bits >> SHIFT) & 255) << (tl.arange(0, 4) * 8)[None, :], axis=1)[None, :]
+
+
+@triton.jit
+def integer_vector_sums(
+    codes, x_ptr, scale_ptr, zero_ptr, row, start, K, groups,
+    BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Return codes [rows, words of BLOCK_K inputs] int32 times x [K] from `start` on, added up by four words
+    # [rows, BLOCK_K * BITS / 128] fp32.
+
+    The inputs that meet four words become integers of 16 bits that share a factor, and their upper and lower bytes are
+    multiplied by four codes in one instruction. Sums are exact; the inputs' rounding, 2 ** -16 of the largest of them,
+    is less than that of their own type but in float32.
+    """
+    WORDS: tl.constexpr = BLOCK_K * BITS // 32
+    RUNS: tl.constexpr = WORDS // 4
+    SPAN: tl.constexpr = 128 // BITS  # inputs of four words
+    MAGIC: tl.constexpr = 0x4B400000  # the bits of 1.5 * 2 ** 23, whose last ones are an integer that is added to it
+    word = tl.arange(0, WORDS)
+    k = start + (word // 4 * SPAN + word % 4 * 4)[:, None] + tl.arange(0, 4)[None, :]
+    x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+    largest = tl.max(tl.reshape(tl.abs(x), [RUNS, 16]), axis=1)
+    if BITS == 4:
+        x_upper = tl.load(x_ptr + k + 16, mask=k + 16 < K, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.max(tl.reshape(tl.abs(x_upper), [RUNS, 16]), axis=1))
+    largest = tl.maximum(largest, 1e-30)
+    inverse = tl.reshape(tl.broadcast_to((32767.0 / largest)[:, None], [RUNS, 16]), [WORDS, 4])
+    bits = (x * inverse + 12582912.0).to(tl.int32, bitcast=True)
+    total = tl.sum(tl.reshape(bits - MAGIC, [RUNS, 16]), axis=1)
+    lower = codes & 0x0F0F0F0F if BITS == 4 else codes
+    sums = _dot_of_bytes(lower, tl.broadcast_to(_words(bits, 8), codes.shape), tl.zeros_like(codes), True, ASM)
+    if BITS == 4:
+        upper = (codes >> 4) & 0x0F0F0F0F
+        bits_upper = (x_upper * inverse + 12582912.0).to(tl.int32, bitcast=True)
+        total += tl.sum(tl.reshape(bits_upper - MAGIC, [RUNS, 16]), axis=1)
+        sums = _dot_of_bytes(upper, tl.broadcast_to(_words(bits_upper, 8), codes.shape), sums, True, ASM)
+    sums = _dot_of_bytes(lower, tl.broadcast_to(_words(bits, 0), codes.shape), sums << 8, False, ASM)
+    if BITS == 4:
+        sums = _dot_of_bytes(upper, tl.broadcast_to(_words(bits_upper, 0), codes.shape), sums, False, ASM)
+    sums = tl.sum(tl.reshape(sums, [codes.shape[0], RUNS, 4]), axis=2)
+    first = start + tl.arange(0, RUNS) * SPAN
+    at = row[:, None] * groups + tl.minimum(first // GROUP, groups - 1)[None, :]
+    if zero_ptr is None:
+        sums -= total[None, :] * (1 << (BITS - 1))
+    else:
+        sums -= total[None, :] * tl.load(zero_ptr + at).to(tl.int32)
+    return sums.to(tl.float32) * (scale_of(scale_ptr + at, SCALES) * (largest * (1.0 / 32767.0))[None, :])
+
+
+@triton.jit
 def _pairs(codes, offset, BF16: tl.constexpr):
     """Return (lower, upper) four bits of uint8 `codes` [rows, bytes], less `offset` of their shape, in 16 bits.
 
@@ -224,7 +293,7 @@ def packed_dots(
     SPAN: tl.constexpr = 128 // BITS
     SCALES_SUMS: tl.constexpr = GROUP % BLOCK_K == 0
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    BIAS: tl.constexpr = (128 if dtype == tl.bfloat16 else 1024) if PAIRS else 16 if BITS == 4 else 256
+    BIAS: tl.constexpr = (128 if dtype == tl.bfloat16 else 1024) if PAIRS and BITS == 4 else 16 if BITS == 4 else 256
     width = (K + 31) // 32 * (4 * BITS)
     byte = tl.arange(0, BYTES)
     k = byte // 16 * SPAN + byte % 16
@@ -263,7 +332,7 @@ def packed_dots(
             else:
                 offset = tl.full([BLOCK_N], 0 if E2M1 else BIAS + (1 << (BITS - 1)), tl.float32)
             part = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
-            if PAIRS:
+            if PAIRS and BITS == 4:
                 offsets = tl.broadcast_to(offset.to(dtype)[:, None], [BLOCK_N, BYTES])
                 lower, upper = _pairs(codes, offsets, dtype == tl.bfloat16)
                 part = _dot(upper, x_upper, _dot(lower, x, part, SWAP), SWAP)

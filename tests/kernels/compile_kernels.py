@@ -26,6 +26,7 @@ from headrace.kernels import (
     moe_route,
     narrow,
     norm,
+    packed_widen,
     rotary,
     sampling,
 )
@@ -165,6 +166,22 @@ def compile_linears(family):
             if kind == family and itemsize == 2:
                 gemm.skinny_linear(torch.zeros(bucket, 4096).bfloat16(), torch.zeros(64, 4096).bfloat16(), None, config)
                 report(f"linear {config}", gemm._gemv_kernel if bucket == 1 else gemm._skinny_kernel, known)
+
+
+def compile_packed(family):
+    """Linears by packed weights of each format, and what widens them."""
+    known = set()
+    for kind, bits, bucket in (
+        ("int4 zeros", "4 bits", 1), ("nvfp4", "4 bits", 1), ("int8 groups", "8 bits", 1),
+        ("int4 wide groups", "4 bits", 16), ("mxfp4", "4 bits", 16), ("int8 per output", "8 bits", 64),
+    ):  # fmt: skip
+        weight = random_packed(64, 4096, **KINDS[kind])
+        for config in CANDIDATES[family, bits, bucket] if SWEEP else CANDIDATES[family, bits, bucket][:1]:
+            gemm.skinny_linear(torch.zeros(bucket, 4096).bfloat16(), weight, None, config)
+            kernel = gemm._gemv_kernel if config.block_m == 1 else gemm._skinny_kernel
+            report(f"packed linear {kind} {config}", kernel, known)
+        packed_widen.widen_packed(weight, torch.bfloat16)
+    report("widened", packed_widen._widen_kernel, known)
 
 
 def compile_experts(target):
@@ -318,6 +335,7 @@ if __name__ == "__main__":
     compile_decode(TARGETS[sys.argv[1]][0].backend)
     compile_fp8_cache(sys.argv[1])
     compile_linears(TARGETS[sys.argv[1]][0].backend)
+    compile_packed(TARGETS[sys.argv[1]][0].backend)
     compile_experts(sys.argv[1])
     compile_batch_invariant(TARGETS[sys.argv[1]][0].backend)
     compile_rest()
