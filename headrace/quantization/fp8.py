@@ -108,7 +108,8 @@ class RoundingProduct:
         if self.emulates or self.why_plain:
             self.plain.prepare(specs, device)
         elif not all(spec.batch_invariant for spec in specs) and self.layout.numbers == "fp8":
-            self.tables = gpu_linear.plan_all(specs, device, fp8_dtype(device))
+            even = [spec for spec in specs if not _odd_sizes(spec)]
+            self.tables = gpu_linear.plan_all(even, device, fp8_dtype(device))
 
     def _why_plain(self, device: torch.device) -> str:
         """Say why weights are widened at load on this GPU; "" if they are not."""
