@@ -38,6 +38,8 @@ HALF_NORMED_TOKENS = BUCKETS[-1]
 """the most tokens for which the next linear may be one of our kernels, which finish a norm"""
 LARGE_GROUP = 64
 """inputs that share a scale, beginning with which tiles are as long as a group"""
+MOST_SUMS = 1 << 13
+"""block_m * block_n from which on a tile's sums, and as many again, do not fit into registers"""
 
 
 class SwigluClamp(NamedTuple):
@@ -188,7 +190,7 @@ def _by_tiles(
         (inner, x, experts.w13, experts.w13_scale, experts.w13_bias, True, config.up),
         (outer, inner, experts.w2, experts.w2_scale, experts.w2_bias, False, config.down),
     ):
-        tile = _fit(tile, target.shape[1], source.shape[1], weight, scales_sums=True)
+        tile = _fit(tile, target.shape[1], source.shape[1], weight, config.block_m)
         held, options = operand(weight, scale, bias)
         values, x_scale, *_ = (source, None) if scale is None else quantize_per_token(source, held[0].dtype)
         tiles_kernel[(tiles * -(-target.shape[1] // tile.block_n),)](
@@ -207,15 +209,15 @@ def _by_tiles(
     return result
 
 
-def _fit(tile: Tile, n: int, k: int, weight: Tensor | PackedWeight, scales_sums: bool = False) -> Tile:
+def _fit(tile: Tile, n: int, k: int, weight: Tensor | PackedWeight, block_m: int = 1) -> Tile:
     """Return `tile` with blocks no larger than the weight. Matrix units take 16 numbers of a row or more, 32 in fp8 and
-    of packed ones. `scales_sums`: a step over packed inputs ends with their group if that is large, since it takes less
-    to scale sums than weights."""
+    of packed ones. Of tiles of `block_m` pairs, a step over packed inputs ends with their group if that is large, since
+    it takes less to scale sums than weights; then there are two sets of sums, for which large tiles have no room."""
     group = weight.group_size if isinstance(weight, PackedWeight) else 0
     least = 32 if isinstance(weight, PackedWeight) or weight.element_size() == 1 else 16
     block_n, block_k = min(tile.block_n, max(16, next_power_of_2(n))), min(tile.block_k, max(least, next_power_of_2(k)))
-    if scales_sums and group >= LARGE_GROUP and block_k % group == 0:
-        block_k = group
+    if block_m > 1 and group >= LARGE_GROUP and block_k % group == 0:
+        block_n, block_k = block_n // 2 if block_m * block_n > MOST_SUMS else block_n, group
     return replace(tile, block_n=block_n, block_k=block_k)
 
 
