@@ -69,7 +69,7 @@ def _deepseek_or_auto_fp8(fields: Fields) -> CheckpointFormat:
 
 
 def _fbgemm(fields: Fields) -> CheckpointFormat:
-    """Read FBGEMM's fields. Its bound of activations' scales, which trims outliers beyond 1200, is not needed here."""
+    """Read FBGEMM's fields. Its bound of activations' scales is a tensor of each linear too, which the layout reads."""
     return CheckpointFormat("fbgemm_fp8", fp8("channel", "token"), (*_unconverted(fields), *left_alone([HEAD])))
 
 
