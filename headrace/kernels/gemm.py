@@ -123,7 +123,7 @@ def _skinny_kernel(
     E2M1: tl.constexpr,
     SCALES: tl.constexpr,
     GROUP: tl.constexpr,
-    PAIRS: tl.constexpr,
+    ASM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Multiply by the matrix units; one program: BLOCK_N rows of the weight and up to BLOCK_M tokens. SWAP makes the
@@ -141,7 +141,7 @@ def _skinny_kernel(
     else:
         acc = packed_dots(
             weight_ptr, x_ptr, group_scale_ptr, zero_ptr, held_row, row, row_in, K, groups, x_stride, BLOCK_M, BLOCK_N,
-            BLOCK_K, SWAP, EVEN_K, BITS, E2M1, SCALES, GROUP, PAIRS, OVERLAP,
+            BLOCK_K, SWAP, EVEN_K, BITS, E2M1, SCALES, GROUP, ASM, OVERLAP,
         )  # fmt: skip
     wait_for_inputs(OVERLAP)
     if SWAP:
@@ -239,7 +239,7 @@ def _gemv_kernel(
     E2M1: tl.constexpr,
     SCALES: tl.constexpr,
     GROUP: tl.constexpr,
-    PAIRS: tl.constexpr,
+    ASM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Multiply by ordinary arithmetic; one program: BLOCK_N rows of the weight and one token. Weights are read once,
@@ -275,7 +275,7 @@ def _gemv_kernel(
     else:
         acc = _packed_sums(
             weight, x_ptr, group_scale_ptr, zero_ptr, held_row, 0, K, groups, BITS, E2M1, SCALES, GROUP, BLOCK_K,
-            INTEGERS, PAIRS != 0,
+            INTEGERS, ASM,
         )  # fmt: skip
     for start in range(BLOCK_K, K, BLOCK_K):
         ahead = start // UNIT
@@ -290,7 +290,7 @@ def _gemv_kernel(
         else:
             acc += _packed_sums(
                 weight, x_ptr, group_scale_ptr, zero_ptr, held_row, start, K, groups, BITS, E2M1, SCALES, GROUP,
-                BLOCK_K, INTEGERS, PAIRS != 0,
+                BLOCK_K, INTEGERS, ASM,
             )  # fmt: skip
     total = tl.sum(acc, axis=1)
     if E2M1:
@@ -316,7 +316,7 @@ def _gemv_kernel(
         half_norm_row(out, column, column_in, next_scaled_ptr, square_ptr, next_weight_ptr)
 
 
-UNPACKED = {"BITS": 0, "E2M1": False, "SCALES": "", "GROUP": 0, "PAIRS": 0}
+UNPACKED = {"BITS": 0, "E2M1": False, "SCALES": "", "GROUP": 0, "ASM": False}
 """launch options where the weight is not packed"""
 
 

@@ -17,8 +17,6 @@ from headrace.kernels.packed import PackedWeight
 ONE_GROUP = 1 << 20
 """inputs that share a scale where all of an output's do"""
 HELD_SCALES = {torch.uint8: "e8m0", torch.float8_e4m3fn: "e4m3"}
-VARIANT = 1
-"""how the matrix units' tiles come by their zeros"""
 
 
 def packing(weight: PackedWeight) -> dict[str, Any]:
@@ -29,7 +27,7 @@ def packing(weight: PackedWeight) -> dict[str, Any]:
         "E2M1": e2m1,
         "SCALES": HELD_SCALES.get(weight.scales.dtype, "float"),
         "GROUP": ONE_GROUP if weight.scales.shape[-1] == 1 else weight.group_size,
-        "PAIRS": VARIANT if not e2m1 and pairs_in_registers() else 0,
+        "ASM": pairs_in_registers(),
     }
 
 
@@ -282,7 +280,7 @@ def _dot(weight, x, acc, SWAP: tl.constexpr):
 def packed_dots(
     codes_ptr, x_ptr, scale_ptr, zero_ptr, weight_row, row, row_in, K, groups, x_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, EVEN_K: tl.constexpr,
-    BITS: tl.constexpr, E2M1: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr,
+    BITS: tl.constexpr, E2M1: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Return x [BLOCK_M, K] times the rows of codes # [BLOCK_N, BLOCK_M] if SWAP, else turned, fp32.
@@ -293,7 +291,8 @@ def packed_dots(
     SPAN: tl.constexpr = 128 // BITS
     SCALES_SUMS: tl.constexpr = GROUP % BLOCK_K == 0
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    BIAS: tl.constexpr = (128 if dtype == tl.bfloat16 else 1024) if PAIRS and BITS == 4 else 16 if BITS == 4 else 256
+    PAIRS: tl.constexpr = ASM and BITS == 4 and not E2M1 and dtype != tl.float32
+    BIAS: tl.constexpr = (128 if dtype == tl.bfloat16 else 1024) if PAIRS else 16 if BITS == 4 else 256
     width = (K + 31) // 32 * (4 * BITS)
     byte = tl.arange(0, BYTES)
     k = byte // 16 * SPAN + byte % 16
@@ -301,10 +300,8 @@ def packed_dots(
     codes_ptrs = codes_ptr + weight_row.to(tl.int64)[:, None] * width + byte[None, :]
     x_ptrs = x_ptr + row[:, None] * x_stride + k[None, :]
     of_row = weight_row * groups
-    if SCALES_SUMS:  # loaded a block ahead
+    if SCALES_SUMS:  # loaded a block ahead; were zeros too, codes would take a way through shared memory
         scale = tl.load(scale_ptr + of_row)
-        if zero_ptr is not None and PAIRS != 1:
-            zero = tl.load(zero_ptr + of_row)
     acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):
         waited = after_inputs(start, BLOCK_K, OVERLAP)
@@ -324,15 +321,11 @@ def packed_dots(
             after = of_row + tl.minimum((start + BLOCK_K) // GROUP, groups - 1)
             next_scale = tl.load(scale_ptr + after)
             if zero_ptr is not None:
-                if PAIRS == 1:
-                    zero = tl.load(zero_ptr + of_row + start // GROUP)
-                offset = zero.to(tl.float32) + BIAS
-                if PAIRS != 1:
-                    zero = tl.load(zero_ptr + after)
+                offset = tl.load(zero_ptr + of_row + start // GROUP).to(tl.float32) + BIAS
             else:
                 offset = tl.full([BLOCK_N], 0 if E2M1 else BIAS + (1 << (BITS - 1)), tl.float32)
             part = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
-            if PAIRS and BITS == 4:
+            if PAIRS:
                 offsets = tl.broadcast_to(offset.to(dtype)[:, None], [BLOCK_N, BYTES])
                 lower, upper = _pairs(codes, offsets, dtype == tl.bfloat16)
                 part = _dot(upper, x_upper, _dot(lower, x, part, SWAP), SWAP)

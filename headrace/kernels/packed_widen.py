@@ -16,7 +16,7 @@ from headrace.kernels.packed_gemm import packing, scale_of, scaled, value_of, ze
 def _widen_kernel(
     out_ptr, codes_ptr, scale_ptr, zero_ptr, factor_ptr, N, K, groups,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BITS: tl.constexpr, E2M1: tl.constexpr, SCALES: tl.constexpr,
-    GROUP: tl.constexpr, PAIRS: tl.constexpr, OVERLAP: tl.constexpr,
+    GROUP: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write BLOCK_N rows of BLOCK_K inputs; grid (blocks of inputs, blocks of rows)."""
     wait_for_inputs(OVERLAP)

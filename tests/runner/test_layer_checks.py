@@ -25,6 +25,7 @@ from headrace.models import loader
 from headrace.models.registry import attention_specs, describe
 from headrace.quantization import gpu_linear
 from headrace.quantization.fp8 import RoundingProduct
+from headrace.quantization.packed import PackedProduct
 from headrace.quantization.scheme import GemmTable
 from headrace.quantization.unquantized import PlainProduct
 from headrace.runner.cuda_graph import Shape, StepGraphs
@@ -167,6 +168,41 @@ def test_fp8_that_harms_activations_goes_to_plain_ones(monkeypatch: pytest.Monke
     found = subject(quantization="fp8")
     checked = run(found)
     assert set(checked.demoted) == {"fp8_linear_96x32"}
+    assert run(found).demoted == []
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True}
+
+
+@pytest.fixture
+def packed(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed weights stay packed, and have kernels of ours for few tokens."""
+    prepare = PackedProduct.prepare
+
+    def prepared(self: PackedProduct, *arguments: Any) -> None:
+        prepare(self, *arguments)
+        self.widens = False
+
+    monkeypatch.setattr(PackedProduct, "prepare", prepared)
+    monkeypatch.setattr(gpu_linear, "plan_packed", lambda *_: gpu_linear.table_of(CONFIGS))
+
+
+@pytest.mark.usefixtures("packed")
+@pytest.mark.parametrize("wrong", ["nothing", "ours", "widened"])
+def test_packed_linears(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def skinny(x: Any, weight: Any, bias: Any, config: GemmConfig, *rest: Any, **options: Any) -> Any:
+        out = skinny_linear_reference(x, weight, bias, config, *rest, **options)
+        lies = wrong == "ours" and config.block_m == 32 and isinstance(weight, PackedWeight)
+        return out.mul_(1.03) if lies and weight.out_features == 96 else out
+
+    def widened(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+        return REFERENCE_KERNELS.widen_packed(weight, dtype) * (1.01 if wrong == "widened" else 1.0)
+
+    monkeypatch.setattr(gpu_linear, "skinny_linear", skinny)
+    found = subject({**LLAMA, "quantization_config": AWQ}, kernels=replace(REFERENCE_KERNELS, widen_packed=widened))
+    assert all("codes" in layer.weights for layer in found.layers(Linear) if layer.spec.out_features == 96)
+    demoted = {"nothing": [], "ours": ["linear_96x32_up_to_32_tokens"], "widened": ["widen_packed"]}
+    assert run(found).demoted == demoted[wrong]
     assert run(found).demoted == []
 
 
