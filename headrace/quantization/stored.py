@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from headrace.errors import ConfigError
+from headrace.errors import CheckpointError, ConfigError
 from headrace.kernels._triton import fp8_dtype
 from headrace.kernels.fp8 import Rounding
 from headrace.kernels.narrow import LEAST_GROUP
@@ -134,7 +134,20 @@ class StoredLayout:
             for name in ("input_scale", "input_zero_point", "input_scale_ub"):
                 if name in weights:
                     yield part, name, self._number_slot(name, weights[name][number : number + 1])
+            if self.dtype == torch.int8:  # some tools write zero points that are all 0
+                zero_points = ("weight_zero_point", "input_zero_point")[: 2 if self.symmetric else 1]
+                for name in zero_points:
+                    yield part, name, self._zero_slot(name, part, weights["weight_scale"][rows_of(part)])
             yield from bias_slot(spec, part, weights)
+
+    def _zero_slot(self, name: str, part: Part, beside: Tensor) -> Slot:
+        """Return the slot of zero points that are not used, which must be 0; `beside` is on their device."""
+        outputs = part.shape[0]
+        shapes = ((outputs,), (), (1,), (1, 1))
+        return Slot(
+            (outputs, 1), (part.rows, slice(0, 1)), beside, True, partial(_must_be_zero, name), torch.float32,
+            stored=INTEGERS, shapes=shapes,
+        )  # fmt: skip
 
     def rounding(self, spec: LinearSpec, weights: Weights) -> Rounding:
         narrow = weights["weight"].dtype
@@ -239,6 +252,12 @@ def _store_as_fnuz(place: Tensor, values: Tensor) -> None:
     """Write the bits of e4m3fn, but for those of -0, which are NaN in e4m3fnuz."""
     bits = values.view(torch.uint8).to(place.device)
     place.view(torch.uint8).copy_(bits.masked_fill(bits == 128, 0))
+
+
+def _must_be_zero(name: str, values: Tensor) -> None:
+    if bool(values.count_nonzero()):
+        largest = float(values.abs().amax())
+        raise CheckpointError(f"{name} of int8 weights is up to {largest:g}; accepted: 0, or none")
 
 
 def _store_scales(place: Tensor, factor: float, values: Tensor) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.distributed.mesh import Group
-from headrace.errors import ConfigError
+from headrace.errors import CheckpointError, ConfigError
 from headrace.kernels.cases import Inputs, narrow_linear
 from headrace.kernels.fp8 import Quantized, Rounding, quantize_per_token_reference
 from headrace.kernels.narrow import NarrowWeight, narrow_linear_reference
@@ -308,6 +308,16 @@ def test_experts_in_int8_are_packed_on_a_gpu(generator: torch.Generator) -> None
         assert scales is None
         wide = held if emulates else held.dequantize(torch.float32)
         assert torch.equal(wide, torch.stack(wanted))
+
+
+def test_zero_points_of_int8_weights_must_be_zero(generator: torch.Generator) -> None:
+    part = int8_part(generator, (16, 32), torch.tensor(0.1))
+    part.tensors |= {"weight_zero_point": torch.zeros(16, 1, dtype=torch.int8), "input_zero_point": torch.tensor(0)}
+    layer, scheme = RowParallelLinear(32, 16, Group(0, 1), torch.float32, False), int8_scheme("tensor", "token")
+    made(layer, scheme, {"y": part})
+    part.tensors["weight_zero_point"][3] = 7
+    with pytest.raises(CheckpointError, match="weight_zero_point of int8 weights is up to 7; accepted: 0, or none"):
+        made(layer, scheme, {"y": part})
 
 
 def test_what_no_such_checkpoint_has_is_refused() -> None:
