@@ -1,4 +1,4 @@
-"""Rounds activations to fp8 or int8 with a scale a token, and computes linear layers over fp8 (W8A8).
+"""Quantizes activations to fp8 or int8 with a scale a token, and computes linear layers over fp8 (W8A8).
 
 The kernels that make a linear's input (norm.py, activation.py) round it in the same pass with `quantize_row`.
 """

@@ -34,11 +34,11 @@ class NarrowLayout(Layout, Protocol):
 
     @property
     def numbers(self) -> Numbers:
-        """What the weight's numbers are."""
+        """Say what the weight's numbers are."""
 
     @property
     def rounds(self) -> bool:
-        """Whether activations are rounded."""
+        """Tell whether activations are rounded."""
 
     def rounding(self, spec: LinearSpec, weights: Weights) -> Rounding:
         """Return how activations are rounded for a linear whose tensors are loaded."""
