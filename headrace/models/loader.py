@@ -147,6 +147,8 @@ def _scheme_of(
 ) -> tuple[Scheme, str]:
     """Return (the layer's scheme, why it is unquantized although its format is not). Raises UnsupportedModelError where
     the parts of a fused layer are in several formats."""
+    if isinstance(layer, ParallelLMHead) and layer.tied_to[0] is not None:  # it has the embedding's weights
+        return schemes.setdefault(UNQUANTIZED, schemes.get(UNQUANTIZED) or make_scheme(UNQUANTIZED)), ""
     names = layer.quantized_names(path)
     found, *others = {held.format_for(*each): each for each in names}
     if others:

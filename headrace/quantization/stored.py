@@ -133,7 +133,9 @@ class StoredLayout:
             yield part, self.scale_name, self._scale_slot(spec, part, weights)
             for name in ("input_scale", "input_zero_point", "input_scale_ub"):
                 if name in weights:
-                    yield part, name, self._number_slot(name, weights[name][number : number + 1])
+                    of_transformers = name == "input_scale" and self.scale_name == "weight_scale_inv"
+                    spelled = "activation_scale" if of_transformers else name
+                    yield part, spelled, self._number_slot(name, weights[name][number : number + 1])
             if self.dtype == torch.int8:  # some tools write zero points that are all 0
                 zero_points = ("weight_zero_point", "input_zero_point")[: 2 if self.symmetric else 1]
                 for name in zero_points:
@@ -205,7 +207,8 @@ class StoredLayout:
         mine = scales[first : first + count]
         store = partial(_store_block_scales, mine, factor, index)
         shape = -(-part.shape[0] // height), -(-part.shape[1] // width)
-        return Slot(shape, source, mine, store=store, dtype=torch.float32, stored=FLOATS, dummy=dummy)
+        types = (*FLOATS, "F8_E8M0")
+        return Slot(shape, source, mine, store=store, dtype=torch.float32, stored=types, dummy=dummy)
 
     def _number_slot(self, name: str, place: Tensor) -> Slot:
         stored = INTEGERS if name == "input_zero_point" else FLOATS

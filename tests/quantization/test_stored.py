@@ -325,3 +325,20 @@ def test_what_no_such_checkpoint_has_is_refused() -> None:
         fp8_scheme("block", "block", (128, 96))
     with pytest.raises(ConfigError, match="scale of 8-bit weights must be one of tensor, channel, block"):
         fp8_scheme("row", "token")
+
+
+def test_transformers_names_the_scale_of_activations_its_own_way(generator: torch.Generator) -> None:
+    part = fp8_part(generator, (30, 70), torch.tensor(0.3))
+    part.tensors["weight_scale_inv"] = part.tensors.pop("weight_scale")
+    part.tensors["activation_scale"] = torch.tensor(0.02)
+    scheme = stored(FORMATS["fp8"], "tensor", "weight_scale_inv", "tensor")
+    x = torch.randn(6, 70, generator=generator)
+    out = made(RowParallelLinear(70, 30, Group(0, 1), torch.float32, False), scheme, {"y": part})(x)
+    close(out, (x / 0.02).clamp(-448, 448).to(E4M3).float() * 0.02 @ part.weight.T)
+
+
+def test_scales_of_blocks_may_be_powers_of_two_in_a_byte(generator: torch.Generator) -> None:
+    spec = RowParallelLinear(200, 40, Group(0, 1), torch.float32, False).spec
+    layout = fp8_scheme("block", "block").layout
+    found = {name: slot for _, name, slot in layout.slots(spec, layout.create_weights(spec, CPU))}
+    assert "F8_E8M0" in found["weight_scale_inv"].stored
