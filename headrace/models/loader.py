@@ -147,10 +147,9 @@ def _scheme_of(
 ) -> tuple[Scheme, str]:
     """Return (the layer's scheme, why it is unquantized although its format is not). Raises UnsupportedModelError where
     the parts of a fused layer are in several formats."""
-    if isinstance(layer, ParallelLMHead) and layer.tied_to[0] is not None:  # it has the embedding's weights
-        return schemes.setdefault(UNQUANTIZED, schemes.get(UNQUANTIZED) or make_scheme(UNQUANTIZED)), ""
+    tied = isinstance(layer, ParallelLMHead) and layer.tied_to[0] is not None  # it has the embedding's weights
     names = layer.quantized_names(path)
-    found, *others = {held.format_for(*each): each for each in names}
+    found, *others = {UNQUANTIZED if tied else held.format_for(*each): each for each in names}
     if others:
         formats = ", ".join(f"{each[0]}: {held.format_for(*each)}" for each in names)
         raise UnsupportedModelError(f"config.json: {path} is computed as one, and in several formats ({formats})")

@@ -110,7 +110,7 @@ class StoredLayout:
         weights = {
             "weight": torch.zeros(shape, dtype=torch.uint8, device=device).view(narrow),
             "weight_scale": torch.zeros(*experts, *scales, device=device),
-            **empty_bias(spec, device),
+            **empty_bias(spec, device, experts),
         }
         if self.activations == "tensor":
             weights["input_scale"] = torch.ones(*experts, len(spec.parts), device=device)

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from headrace import LLM, SamplingParams
 from headrace.errors import CheckpointError, UserError
 from headrace.layers.linear import Linear
 from headrace.layers.moe import SparseMoE
@@ -210,3 +211,28 @@ def test_dummy_weights_are_small_in_every_layout(
         assert weight.abs().max() < 5e-3
     driver.start(1)
     assert driver.step([[5, 9, 13]]).isfinite().all()
+
+
+def test_a_tied_head_has_the_embeddings_weights_in_any_format(tmp_path: Path) -> None:
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 90,
+    }
+    linears = {"weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}}
+    config = {
+        "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-6, "max_position_embeddings": 64, **sizes,
+        "tie_word_embeddings": True, "torch_dtype": "float32", "quantization_config": {
+            "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": [],
+            "config_groups": {"group_0": {"targets": ["Linear"], **linears}},
+        },
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with LLM(str(tmp_path), load_format="dummy", skip_tokenizer_init=True, device="cpu") as llm:
+        model = llm._core._executor._worker.model  # type: ignore[union-attr, attr-defined]
+        assert model.lm_head.scheme.format.name == "bf16"
+        assert model.model.layers[0].mlp.down_proj.scheme.format.name == "int4"
+        (output,) = llm.generate([[5, 6]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 3
