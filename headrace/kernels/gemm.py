@@ -250,6 +250,7 @@ def _gemv_kernel(
     INTEGERS: tl.constexpr = BITS != 0 and not E2M1 and GROUP % (128 // max(BITS, 1)) == 0
     UNIT: tl.constexpr = 1 if BITS == 0 else 32 // BITS if INTEGERS else 8 // BITS  # inputs of an element
     width = K if BITS == 0 else (K + 31) // 32 * (32 // UNIT)
+    EMPTY: tl.constexpr = 0.0 if BITS == 0 else 0  # an integer cannot be made fp8, nor a float an integer
     place = tl.arange(0, BLOCK_K // UNIT)
     if INTEGERS:
         weight_ptr = weight_ptr.to(tl.pointer_type(tl.int32))
@@ -257,7 +258,7 @@ def _gemv_kernel(
     if EVEN_K:
         weight = tl.load(weight_ptrs, eviction_policy="evict_first")
     else:
-        weight = tl.load(weight_ptrs, mask=(place < width)[None, :], other=0, eviction_policy="evict_first")
+        weight = tl.load(weight_ptrs, mask=(place < width)[None, :], other=EMPTY, eviction_policy="evict_first")
     if GATED:
         column = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         column_in = column < N // 2
@@ -283,7 +284,7 @@ def _gemv_kernel(
             weight = tl.load(weight_ptrs + ahead, eviction_policy="evict_first")
         else:
             inside = (ahead + place < width)[None, :]
-            weight = tl.load(weight_ptrs + ahead, mask=inside, other=0, eviction_policy="evict_first")
+            weight = tl.load(weight_ptrs + ahead, mask=inside, other=EMPTY, eviction_policy="evict_first")
         if BITS == 0:
             x = tl.load(x_ptr + start + k, mask=None if EVEN_K else start + k < K)
             acc += sums_of_vectors(weight, x[None, :], VECTOR)

@@ -128,3 +128,15 @@ CANDIDATES: dict[tuple[str, int | str, int], tuple[GemmConfig, ...]] = {
     ("hip", "8 bits", 64): (GemmConfig(64, 64, 64, 4, 2),),
     ("hip", "8 bits", 128): (GemmConfig(128, 64, 64, 4, 2),),
 }
+
+
+LARGEST_FLOATS = 8192
+"""Most codes of e2m1 that a program for one token holds: each takes more registers than an integer does."""
+
+
+def packed_candidates(family: str, bits: int, values: str, bucket: int) -> tuple[GemmConfig, ...]:
+    """Return what is worth trying for a packed weight of `bits` and `values` (kernels/packed.py)."""
+    found = CANDIDATES[family, f"{bits} bits", bucket]
+    if values != "e2m1":
+        return found
+    return tuple(one for one in found if one.block_m > 1 or one.block_n * one.block_k <= LARGEST_FLOATS)

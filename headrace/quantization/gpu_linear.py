@@ -25,7 +25,7 @@ from headrace.config import cache_folder
 from headrace.kernels._triton import DEVICE_FAMILY, TritonError
 from headrace.kernels.fp8 import Quantized, fp8_linear, quantize_per_token
 from headrace.kernels.gemm import skinny_linear
-from headrace.kernels.gemm_config import BUCKETS, CANDIDATES, GemmConfig
+from headrace.kernels.gemm_config import BUCKETS, CANDIDATES, GemmConfig, packed_candidates
 from headrace.kernels.norm import HalfNormed
 from headrace.kernels.packed import PackedWeight
 from headrace.quantization.scheme import Compute, FusedOps, GemmTable, LinearSpec
@@ -192,9 +192,8 @@ def _measure_packed(
             out: Tensor = skinny_linear(x, weight, None, config)
             return out
 
-        plan.append(
-            _fastest(CANDIDATES[DEVICE_FAMILY, f"{weight.bits} bits", bucket], ours, partial(library, x), weights)
-        )
+        configs = packed_candidates(DEVICE_FAMILY, weight.bits, weight.values, bucket)
+        plan.append(_fastest(configs, ours, partial(library, x), weights))
     return tuple(plan)
 
 

@@ -13,11 +13,9 @@ from safetensors.torch import load_file
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "models"))
 from driver import Driver  # noqa: E402
-from mixed_format import ENTRY, LAYOUT, quantize  # noqa: E402
+from mixed_format import quantize  # noqa: E402
 from tiny_configs import save_tiny_model  # noqa: E402
 from tp_rank import run  # noqa: E402
-
-from headrace.quantization.table import SCHEMES  # noqa: E402
 
 CASES = [
     ("LlamaForCausalLM", "biases"),
@@ -65,7 +63,6 @@ def test_two_ranks_of_a_checkpoint_in_several_formats_equal_one(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And that one the plain model that it stands for."""
-    monkeypatch.setitem(SCHEMES, LAYOUT, ENTRY)
     folder = folders["formats that mix"]
     one, first = run(Driver(folder)), load_file(folder / "rank0")
     plain = run(Driver(folder.with_name("plain")))

@@ -10,10 +10,8 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from driver import Driver
-from mixed_format import ENTRY, LAYOUT
 
 from headrace.distributed.mesh import init_mesh
-from headrace.quantization.table import SCHEMES
 
 PROMPTS = [[5], [17, 3, 59], list(range(20, 45))]
 
@@ -26,7 +24,6 @@ def run(driver: Driver) -> dict[str, torch.Tensor]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    SCHEMES[LAYOUT] = ENTRY
     rank, rendezvous = int(sys.argv[1]), sys.argv[2]
     mesh = init_mesh(rank, 2, rendezvous, "cpu")
     for folder in map(Path, sys.argv[3:]):

@@ -1,48 +1,14 @@
-"""A made-up format, int8 with a scale an output, and checkpoints in which some linears are in it: what the seats for
-formats are tried with. Its tensors are those of compressed-tensors, which is not served."""
+"""Makes checkpoints in which some linears are in int8 with a scale an output, as compressed-tensors writes them."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-
-from headrace.quantization.formats import Setting, WeightFormat
-from headrace.quantization.scheme import Dequantized, LinearSpec, Part, Scheme, Slot, Weights
-from headrace.quantization.table import SchemeEntry
-from headrace.quantization.unquantized import PlainProduct, rows_of
-
-LAYOUT = "int8"
-ENTRY = SchemeEntry("mixed_format", "scheme")
-"""To be put into quantization/table.SCHEMES under LAYOUT"""
-
-
-class Int8Layout:
-    def create_weights(self, spec: LinearSpec, device: torch.device, experts: tuple[int, ...] = ()) -> Weights:
-        shape = (*experts, spec.out_features)
-        return {
-            "weight": torch.empty(*shape, spec.in_features, dtype=torch.int8, device=device),
-            "weight_scale": torch.empty(*shape, 1, device=device),
-        }
-
-    def slots(self, spec: LinearSpec, weights: Weights) -> Iterator[tuple[Part, str, Slot]]:
-        for part in spec.parts:
-            weight, scale = weights["weight"][rows_of(part)], weights["weight_scale"][rows_of(part)]
-            yield part, "weight", Slot(part.shape, (part.rows, part.columns), weight, stored=("I8",))
-            yield part, "weight_scale", Slot((part.shape[0], 1), (part.rows, slice(0, 1)), scale)
-
-    def dequantize(self, spec: LinearSpec, weights: Weights) -> Weights:
-        return {"weight": (weights["weight"].float() * weights["weight_scale"]).to(spec.dtype)}
-
-
-def scheme(format: WeightFormat, **settings: Setting) -> Scheme:
-    layout = Int8Layout()
-    return Scheme(format, layout, Dequantized(layout, PlainProduct()))
 
 
 def quantize(folder: Path, linears: str, plain: Path | None = None) -> dict[str, Tensor]:

@@ -9,21 +9,15 @@ from typing import Any
 import pytest
 import torch
 from driver import Driver
-from mixed_format import ENTRY, LAYOUT, quantize
+from mixed_format import quantize
 from tiny_configs import save_tiny_model
 
 from headrace.errors import CheckpointError, UnsupportedModelError
 from headrace.layers.linear import Linear
 from headrace.layers.moe import SparseMoE
-from headrace.quantization.table import SCHEMES
 
 PROMPTS = [[5], [17, 3, 99], list(range(20, 45))]
 SOME = r"layers\.1\.mlp\.experts\.\d+\.\w+|layers\.0\.self_attn\.o_proj"
-
-
-@pytest.fixture(autouse=True)
-def _served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SCHEMES, LAYOUT, ENTRY)
 
 
 @pytest.fixture

@@ -26,8 +26,6 @@ from headrace.layers.rotary import rope_table
 from headrace.model_config import Fields, ModelConfig
 from headrace.models.descriptions import Described
 from headrace.models.registry import ModelEntry
-from headrace.quantization.table import SCHEMES, SchemeEntry
-from tests.models import mixed_format
 
 ARCHITECTURE = "UnlikeForCausalLM"
 TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -171,4 +169,3 @@ class UnlikeForCausalLM(Layer):
 
 
 ENTRY = ModelEntry(ARCHITECTURE, describe, __name__, UnlikeForCausalLM.__name__)
-SCHEMES[mixed_format.LAYOUT] = SchemeEntry(mixed_format.__name__, "scheme")
