@@ -149,7 +149,7 @@ def test_streaming_aborting_and_refusing(folder: Path) -> None:
         finished: list[str] = []
 
         async def one(name: str, parent: str | None, max_tokens: int) -> None:
-            await collect(generate(engine, [5, 6, 7], params(max_tokens=max_tokens), name, parent=parent))
+            await collect(generate(engine, [SLOW_TOKEN, 6, 7], params(max_tokens=max_tokens), name, parent=parent))
             finished.append(name)
 
         large = [asyncio.create_task(one(f"large {i}", "large", 100)) for i in range(400)]
