@@ -18,12 +18,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from headrace.advice.flags.keywords import engine_keywords
 from headrace.advice.flags.table import flags_by_name, notice
 from headrace.config import EngineConfig, knobs_from_environment
-from headrace.engine.async_engine import load_tokenizer, make_metrics, model_folder
+from headrace.engine.async_engine import make_metrics, model_folder
 from headrace.engine.build import build_core
 from headrace.engine.core import EngineCore
 from headrace.engine.hf_tokenizer import Conversation, HFTokenizer
 from headrace.engine.input_processor import InputProcessor, ModelLimits, sampling_defaults
 from headrace.engine.output_processor import OpenRequest, OutputProcessor
+from headrace.engine.tokenizer import load_tokenizer
 from headrace.errors import HeadraceError, RequestError, SomeRequestsError
 from headrace.models.registry import read_served_config
 from headrace.request import RequestOutput, SchedulerStats
@@ -74,7 +75,7 @@ class LLM:
         model_config = read_served_config(folder)
         self._defaults = SamplingParams(**sampling_defaults(engine_config, model_config))
         self.tokenizer = load_tokenizer(engine_config, folder)
-        self._core = build_core(engine_config, folder, beside_server=False, executor=executor)
+        self._core = build_core(engine_config, folder, False, executor, self.tokenizer)
         self._finalizer = weakref.finalize(self, _shut_down, self._core)
         gc.collect()
         gc.freeze()  # what the start made is never garbage, and scanning it again and again costs 8% of the throughput

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -33,6 +33,8 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The client whose request it is, as a hash of the API key (never the key itself); clients take turns."""
     parent: str = ""
     """The HTTP request that it is part of; its choices take turns as one. Empty: it came alone."""
+    grammar: str = ""
+    """What holds its output, as structured_outputs/grammar.py writes it; empty: nothing does."""
 
 
 class FinishReason(enum.StrEnum):
@@ -75,6 +77,19 @@ class RequestStatus(enum.Enum):
     RUNNING = "running"
     PREEMPTED = "preempted"
     FINISHED = "finished"
+
+
+class Matcher(Protocol):
+    """Follows the output of one request through its grammar (structured_outputs/matcher.py)."""
+
+    finished: bool
+    """True once the output is complete and nothing may follow."""
+    error: str
+    """Why the grammar cannot be followed any further; empty while it can."""
+
+    def advance(self, token_ids: Sequence[int]) -> int:
+        """Take new tokens in, up to the one with which the output is complete; return how many were taken."""
+        ...
 
 
 class Snapshot(NamedTuple):
@@ -126,6 +141,10 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
+    matcher: Matcher | None = None
+    """None where no grammar holds the output, and once the request has ended."""
+    drafts: Sequence[int] = ()
+    """The drafts behind its newest token, where its masks depend on them."""
 
     def __post_init__(self) -> None:
         self.request_id = self.core_request.request_id
@@ -279,6 +298,10 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     """Kind of CUDA graph -> bytes that all of them take."""
     step_times: dict[str, StepTimes] = {}
     """Kind of step -> their times; empty where nothing is predicted."""
+    num_grammars: int = 0
+    """Grammars that were compiled."""
+    mask_seconds: float = 0.0
+    """Time in which a step's masks were made, while the device computed the step."""
     problem: str = ""
     """Why the engine is unhealthy although it steps: the last steps all failed. Empty while it is healthy."""
 

@@ -13,7 +13,7 @@ from headrace.cache_groups import CacheLayout
 from headrace.sampling_params import SamplingParams
 
 NO_TOKEN_ALLOWED = -1
-"""Stands in RunnerOutput.token_ids where the request forbade every token (allowed_token_ids, bad_words, ...)."""
+"""Stands in RunnerOutput.token_ids where the request forbade every token (allowed_token_ids, its grammar, ...)."""
 LOGITS_NOT_FINITE = -2
 """Stands there where the model gave the row NaN or Inf logits, whatever the request asked for."""
 
@@ -25,7 +25,8 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     prompt_token_ids: list[int]
     params: SamplingParams
     stop_token_ids: list[int]
-    """every token id that ends the request (eos included unless ignored), which min_tokens forbids"""
+    """every token id that ends the request (eos included unless ignored), which min_tokens forbids; empty where a
+    grammar decides when the request may end"""
     bad_words_token_ids: list[list[int]] = []
     seed: int = 0
     """always set: the user's seed, or a random one drawn by the input processor"""
@@ -79,6 +80,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     num_drafts: list[int] = []
     """how many of each request's tokens, the last of them, are drafts: guesses, in its row, of what follows the last
     known token. Empty: no request has any"""
+    masked: bool = False
+    """a request that samples has a grammar: the step stops before it samples, until its Masks come"""
 
     @property
     def num_tokens(self) -> int:
@@ -90,6 +93,20 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
             return self
         counts = [count - drafts for count, drafts in zip(self.num_scheduled_tokens, self.num_drafts, strict=True)]
         return msgspec.structs.replace(self, num_scheduled_tokens=counts, num_drafts=[])
+
+
+class Masks(msgspec.Struct, frozen=True, array_like=True):
+    """Says which tokens a step may sample for requests that have a grammar. It follows the step while that computes."""
+
+    step: int
+    first_lines: dict[int, int]
+    """row -> the line of `bits` for its first sample; the lines of samples behind its drafts follow. Any token may be
+    sampled for a row that has none"""
+    num_words: int
+    """words of 32 bits in a line"""
+    bits: bytes
+    """line by line, little-endian: bit t % 32 of word t // 32 says that token t may be sampled. Tokens beyond a line
+    may not"""
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -123,6 +140,8 @@ class RunnerOutput(msgspec.Struct, frozen=True, array_like=True):
     """kind of CUDA graph -> bytes that all graphs of it take; only where there are notes or warnings"""
     num_sampled: list[int] = []
     """parallel to `SchedulerOutput.rows`, for a step with drafts: how many of `token_ids` are each request's"""
+    drafts: dict[int, list[int]] = {}
+    """row -> the drafts behind its newest token, of rows that had masks: the next step's masks depend on them"""
 
 
 class WorkerFacts(msgspec.Struct, frozen=True):

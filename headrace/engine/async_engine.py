@@ -21,9 +21,9 @@ from headrace.engine.messages import Abort, CoreFacts
 from headrace.engine.metrics import EngineMetrics
 from headrace.engine.output_processor import OpenRequest, OutputKind, OutputProcessor
 from headrace.engine.queue_bound import QueueBound, Reservation
-from headrace.engine.tokenizer import Tokenizer
+from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import EngineDeadError
-from headrace.hub import resolve_model_folder, resolve_tokenizer_folder
+from headrace.hub import resolve_model_folder
 from headrace.model_config import ModelConfig
 from headrace.models.registry import read_served_config
 from headrace.planner.record import Decision
@@ -270,15 +270,6 @@ def _groups(prompts: Sequence[str | list[int]]) -> Iterator[tuple[list[str | lis
 def model_folder(config: EngineConfig) -> Path:
     """Return the folder of the config's model, downloading it if necessary."""
     return resolve_model_folder(config.model, config.revision, config.download_dir, config.load_format)
-
-
-def load_tokenizer(config: EngineConfig, folder: Path) -> Tokenizer | None:
-    """Return the tokenizer that the config asks for; None with `skip_tokenizer_init`. `folder`: the model's."""
-    if config.skip_tokenizer_init:
-        return None
-    if config.tokenizer is not None:
-        folder = resolve_tokenizer_folder(config.tokenizer, config.revision, config.download_dir)
-    return Tokenizer.from_folder(folder, config.chat_template)
 
 
 def make_metrics(facts: CoreFacts, limits: ModelLimits) -> EngineMetrics:

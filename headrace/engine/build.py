@@ -10,12 +10,15 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from llguidance import LLTokenizer
 from msgspec.structs import replace
 
 from headrace.config import EngineConfig
 from headrace.engine.core import EngineCore, log_decisions
+from headrace.engine.input_processor import eos_token_ids
 from headrace.engine.messages import CoreFacts
 from headrace.engine.step_watch import StepWatch
+from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import ConfigError
 from headrace.executor.base import Executor
 from headrace.executor.factory import detect_device, make_executor
@@ -33,16 +36,24 @@ from headrace.quantization.table import resolve_format
 from headrace.scheduler.config import SchedulerConfig
 from headrace.scheduler.scheduler import Scheduler
 from headrace.step import WorkerFacts
+from headrace.structured_outputs.matcher import GrammarCompiler
+from headrace.structured_outputs.vocabulary import vocabulary
 
 logger = logging.getLogger(__name__)
 
 ExecutorFactory = Callable[[EngineConfig, Path, ModelConfig], Executor]
 
 
-def build_core(config: EngineConfig, folder: Path, beside_server: bool, executor: str | None = None) -> EngineCore:
+def build_core(
+    config: EngineConfig,
+    folder: Path,
+    beside_server: bool,
+    executor: str | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> EngineCore:
     """Return a core that is ready to serve the model in `folder`. Raises UserError for whatever keeps it from starting.
     `beside_server`: an HTTP process shares the machine, and answers are streamed. `executor`: `module:attribute` of a
-    function to use in place of `make_executor`, for tests."""
+    function to use in place of `make_executor`, for tests. `tokenizer`: the model's, if it is loaded already."""
     model_config = read_served_config(folder)
     device, factory = _executor_factory(config, executor)
     measured = measured_here(config, model_config, device)
@@ -51,17 +62,36 @@ def build_core(config: EngineConfig, folder: Path, beside_server: bool, executor
         logger.info("%s", note)
     log_decisions(all_settings(resolved, decisions))
     asked_cache = config.kv_cache_dtype != "auto" or holds_kv_scales(model_config.quantization)
-    ranks, loaded = load(lambda plan: factory(plan, folder, model_config), resolved, config, asked_cache)
+    compiler = _grammar_compiler(config, folder, model_config, tokenizer)  # which gets ready while the weights load
+    ranks: Executor | None = None
     try:
+        ranks, loaded = load(lambda plan: factory(plan, folder, model_config), resolved, config, asked_cache)
         mixed_step, chunk = decide_mixed_step(loaded.config, loaded.workers, streamed=beside_server)
         scheduler = Scheduler(_scheduler_config(loaded, mixed_step))
     except BaseException:
-        ranks.shutdown()
+        for part in (ranks, compiler):
+            if part is not None:
+                part.shutdown()
         raise
     settled = all_settings(loaded.config, [*decisions, *loaded.decisions, *log_decisions(chunk)])
     prediction = predict_steps(loaded.config, model_config, loaded.workers)
     watch = None if prediction is None else StepWatch(prediction)
-    return EngineCore(replace(loaded, decisions=settled), scheduler, ranks, watch)
+    return EngineCore(replace(loaded, decisions=settled), scheduler, ranks, watch, compiler)
+
+
+def _grammar_compiler(
+    config: EngineConfig, folder: Path, model_config: ModelConfig, tokenizer: Tokenizer | None
+) -> GrammarCompiler | None:
+    """Return what compiles grammars for the model's vocabulary, which it reads on a thread; None without tokenizer."""
+    if config.skip_tokenizer_init:
+        return None
+
+    def read() -> LLTokenizer:
+        known = tokenizer or load_tokenizer(config, folder)
+        assert known is not None
+        return vocabulary(known, model_config.vocab_size, eos_token_ids(model_config, known))
+
+    return GrammarCompiler(read)
 
 
 def load(

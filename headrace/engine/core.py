@@ -1,7 +1,9 @@
 """Runs the engine's loop: the scheduler decides a step, the executor computes it, and the scheduler takes the result.
 
 The next step is scheduled and submitted while the current one still runs, so that the device never waits for the host.
-A server runs this loop in its own process, `LLM` in the caller's. It works on token ids alone, without text or sockets.
+A step with grammars is submitted in two parts: its masks depend on the results of the step before, so they are made
+while its forward runs, and it samples once they are there. A server runs this loop in its own process, `LLM` in the
+caller's. It works on token ids alone, without text or sockets.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from headrace.engine.grammars import Grammars
 from headrace.engine.messages import Abort, CoreFacts
 from headrace.engine.step_health import StepHealth
 from headrace.engine.step_watch import StepWatch, Watched
@@ -24,22 +27,27 @@ from headrace.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequ
 from headrace.scheduler.config import SchedulerConfig
 from headrace.scheduler.scheduler import Scheduler
 from headrace.step import RunnerOutput, SchedulerOutput
+from headrace.structured_outputs.matcher import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 
 PIPELINE_DEPTH = 2
 """Most steps submitted at once: the one that runs, and the next."""
+COMPILE_POLL_SECONDS = 0.001
+"""How long `step` waits for a grammar, if there is nothing else to do, before new requests are looked for."""
 WARMUP_STEP = -1
 """The number of every warm-up step. Its result goes to no request."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Inflight:
     """Holds a step that was submitted and whose result has not been taken."""
 
     plan: SchedulerOutput
     handle: StepHandle
     watched: Watched | None
+    masked: bool
+    """Its masks have not been made, so it has not sampled. It is the newest."""
 
 
 def warmup_step(num_reqs: int, num_tokens: int, freed_rows: list[int], config: SchedulerConfig) -> SchedulerOutput:
@@ -62,13 +70,15 @@ class EngineCore:
     calls."""
 
     def __init__(
-        self, facts: CoreFacts, scheduler: Scheduler, executor: Executor, watch: StepWatch | None = None
-    ) -> None:
-        """`watch` compares the times of steps with predicted ones."""
+        self, facts: CoreFacts, scheduler: Scheduler, executor: Executor, watch: StepWatch | None = None,
+        compiler: GrammarCompiler | None = None,
+    ) -> None:  # fmt: skip
+        """`watch` compares the times of steps with predicted ones; `compiler` is for requests with a grammar."""
         self.facts = facts
         self.scheduler = scheduler
         self._executor = executor
         self._watch = watch
+        self._grammars = Grammars(compiler)
         self._health = StepHealth(facts.config.dtype)
         self._warmup_sizes = collections.deque(facts.workers[0].warmup_sizes if facts.workers else [])
         """(requests, tokens) of the warm-up steps that have not run yet."""
@@ -84,9 +94,13 @@ class EngineCore:
         """Request id -> time.monotonic() of its first step, until its first output carries it."""
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Accept a request. If it is invalid, the next `step` returns an output for it with finish_reason `error`."""
+        """Accept a request. If it is invalid, the next `step` returns an output for it with finish_reason `error`. One
+        with a grammar reaches the scheduler when that is compiled."""
         try:
-            self.scheduler.add_request(request)
+            if request.grammar:
+                self._grammars.hold(request)
+            else:
+                self.scheduler.add_request(request)
         except HeadraceError as error:
             self._refused.append(EngineCoreOutput.failed(request.request_id, str(error)))
 
@@ -94,11 +108,13 @@ class EngineCore:
         """End requests without further output. Ids of requests that have ended already are ignored."""
         for abort in aborts:
             self._scheduled_at.pop(abort.request_id, None)
+            if len(self._grammars) and (held := self._grammars.drop(abort.request_id)) is not None:
+                self.scheduler.count_received(held)
             self.scheduler.abort(abort.request_id, abort.num_output_tokens_kept)
 
     def has_work(self) -> bool:
         """Return whether `step` has anything to do: a request, a step under way, or a refusal to report."""
-        return bool(self._refused) or bool(self._inflight) or self.scheduler.has_work()
+        return bool(self._refused or self._inflight or len(self._grammars)) or self.scheduler.has_work()
 
     @property
     def busy(self) -> bool:
@@ -110,13 +126,19 @@ class EngineCore:
         no step is done and no further one can be submitted. Returns None if there was nothing to collect. A step that
         fails ends its own requests with an error, and no others. Raises EngineDeadError when the executor is gone."""
         outputs, self._refused = self._refused, []
+        if len(self._grammars):
+            self._take_compiled(outputs)
         collected = self._collect_done(outputs)
         collected |= self._submit(outputs)
         if not collected and self._inflight:
             self._collect(outputs)
             collected = True
+        if self._inflight and self._inflight[0].masked:
+            self._sample(outputs)
         if not collected and not outputs:
-            return None
+            if not len(self._grammars):
+                return None
+            self._grammars.wait(COMPILE_POLL_SECONDS)
         return self.snapshot(outputs)
 
     @property
@@ -156,6 +178,7 @@ class EngineCore:
                 output.scheduled_time = scheduled
         stats = self.scheduler.stats()
         stats.num_short_steps, stats.graph_bytes = self._num_short_steps, self._graph_bytes
+        stats.num_grammars, stats.mask_seconds = self._grammars.num_compiled, self._grammars.mask_seconds
         if self._watch is not None:
             stats.step_times = self._watch.totals
         stats.problem = self._health.problem
@@ -168,13 +191,14 @@ class EngineCore:
     def shutdown(self) -> None:
         """Stop the executor. Steps under way are dropped."""
         self._inflight.clear()
+        self._grammars.shutdown()
         self._executor.shutdown()
 
     def _submit(self, outputs: list[EngineCoreOutput]) -> bool:
         """Schedule and submit steps until the pipeline is full. Returns True if a step was collected meanwhile. That
         happens with executors that compute within `execute`, and when `execute` raises."""
         collected = False
-        while len(self._inflight) < self._depth:
+        while len(self._inflight) < self._depth and not (self._inflight and self._inflight[-1].masked):
             plan = self.scheduler.schedule()
             if plan is None:
                 break
@@ -190,15 +214,46 @@ class EngineCore:
                 self._fail(plan, error, outputs)
                 collected = True
                 continue
-            self._inflight.append(_Inflight(plan, handle, None if watch is None else watch.submitted(plan, began)))
+            watched = None if watch is None else watch.submitted(plan, began)
+            self._inflight.append(_Inflight(plan, handle, watched, plan.masked))
+            if plan.masked and len(self._inflight) == 1:
+                self._sample(outputs)
             if self._collect_done(outputs):
                 return True
         return collected
 
+    def _sample(self, outputs: list[EngineCoreOutput]) -> None:
+        """Make the masks of the one step under way, whose forward runs meanwhile, and let it sample. A request whose
+        grammar fails now ends with an error; what the step samples for it is dropped."""
+        step = self._inflight[0]
+        masks = self._grammars.masks(step.plan.step, requests := self.scheduler.masked_requests(step.plan))
+        for request in (masked.request for masked in requests):
+            if request.matcher is not None and request.matcher.error:
+                outputs.append(self.scheduler.fail_request(request, request.matcher.error))
+        step.masked = False
+        try:
+            self._executor.sample(masks)
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            self._inflight.clear()
+            self._fail(step.plan, error, outputs)
+
+    def _take_compiled(self, outputs: list[EngineCoreOutput]) -> None:
+        """Pass on the requests whose grammars are compiled, and end those whose grammars cannot be."""
+        for request, outcome in self._grammars.released():
+            try:
+                if isinstance(outcome, HeadraceError):
+                    self.scheduler.count_received(request)
+                    raise outcome
+                self.scheduler.add_request(request, outcome)
+            except HeadraceError as error:
+                outputs.append(EngineCoreOutput.failed(request.request_id, str(error)))
+
     def _collect_done(self, outputs: list[EngineCoreOutput]) -> bool:
         """Take the results of all steps that are done; return whether there was any."""
         collected = False
-        while self._inflight and self._inflight[0].handle.done():
+        while self._inflight and not self._inflight[0].masked and self._inflight[0].handle.done():
             self._collect(outputs)
             collected = True
         return collected

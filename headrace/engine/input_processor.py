@@ -56,11 +56,15 @@ class ModelLimits:
         configured = config.max_model_len or model_config.max_position_embeddings
         room = layout.longest(num_pages, configured, config.max_num_batched_tokens or 1) + 1
         why = f" (the KV cache has room for no more than {room - 1} tokens)" if room < configured else ""
-        eos = list(model_config.eos_token_ids)
-        if tokenizer is not None and tokenizer.eos_token_id is not None:
-            eos.append(tokenizer.eos_token_id)
-        known = tuple(dict.fromkeys(token_id for token_id in eos if 0 <= token_id < model_config.vocab_size))
-        return cls(model_config.vocab_size, min(configured, room), known, why)
+        return cls(model_config.vocab_size, min(configured, room), eos_token_ids(model_config, tokenizer), why)
+
+
+def eos_token_ids(model_config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Return the tokens that end an output: those that the model names and the tokenizer's."""
+    eos = list(model_config.eos_token_ids)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        eos.append(tokenizer.eos_token_id)
+    return tuple(dict.fromkeys(token_id for token_id in eos if 0 <= token_id < model_config.vocab_size))
 
 
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -122,6 +122,10 @@ class EngineMetrics:
         self.graph_bytes = self._metric(
             Gauge, "headrace:cuda_graph_memory_bytes", "Memory of captured CUDA graphs.", "kind"
         )
+        self.grammars = self._counter("grammars_compiled", "Grammars that were compiled.", "headrace")
+        self.mask_seconds = self._counter(
+            "mask_seconds", "Time in which masks of grammars were made, while the device computed.", "headrace"
+        )
         self.http_connections = self._gauge("http_connections", "Open connections of clients.", "headrace")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
@@ -209,6 +213,9 @@ class EngineMetrics:
         self.hits.inc(stats.prefix_cache_hits - seen.prefix_cache_hits)
         if stats.num_short_steps != seen.num_short_steps:
             self.short_steps.inc(stats.num_short_steps - seen.num_short_steps)
+        if stats.mask_seconds != seen.mask_seconds or stats.num_grammars != seen.num_grammars:
+            self.grammars.inc(stats.num_grammars - seen.num_grammars)
+            self.mask_seconds.inc(stats.mask_seconds - seen.mask_seconds)
         if stats.graph_bytes != seen.graph_bytes:
             for kind in {*seen.graph_bytes, *stats.graph_bytes}:
                 self.graph_bytes.labels(**self._labels, kind=kind).set(stats.graph_bytes.get(kind, 0))

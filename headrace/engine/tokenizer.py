@@ -15,9 +15,11 @@ import msgspec
 import tokenizers
 from tokenizers import AddedToken, processors
 
+from headrace.config import EngineConfig
 from headrace.engine.chat_template import ChatTemplate
 from headrace.engine.pieces import PieceTable
 from headrace.errors import ConfigError, RequestError, TokenizerError
+from headrace.hub import resolve_tokenizer_folder
 
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 CLASS_DEFAULTS: dict[str, dict[str, str]] = {
@@ -281,3 +283,12 @@ def _read_template(given: str) -> str:
         return Path(given).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"chat_template {given!r} is neither a readable file nor a template: {error}") from None
+
+
+def load_tokenizer(config: EngineConfig, folder: Path) -> Tokenizer | None:
+    """Return the tokenizer that the config asks for; None with `skip_tokenizer_init`. `folder`: the model's."""
+    if config.skip_tokenizer_init:
+        return None
+    if config.tokenizer is not None:
+        folder = resolve_tokenizer_folder(config.tokenizer, config.revision, config.download_dir)
+    return Tokenizer.from_folder(folder, config.chat_template)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from headrace.config import EngineConfig
-from headrace.step import RunnerOutput, SchedulerOutput, WorkerFacts
+from headrace.step import Masks, RunnerOutput, SchedulerOutput, WorkerFacts
 
 
 class StepHandle(Protocol):
@@ -35,7 +35,12 @@ class Executor(Protocol):
         ...
 
     def execute(self, step: SchedulerOutput) -> StepHandle:
-        """Launch a step."""
+        """Launch a step. A masked one stops before it samples; it ends once `sample` has been called, and no other step
+        may be executed before that."""
+        ...
+
+    def sample(self, masks: Masks) -> None:
+        """Launch the rest of the step executed last, which was masked."""
         ...
 
     def check(self) -> None:

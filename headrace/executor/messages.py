@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from headrace.config import EngineConfig
-from headrace.step import RunnerOutput, SchedulerOutput, WorkerFacts
+from headrace.step import Masks, RunnerOutput, SchedulerOutput, WorkerFacts
 
 
 class RankConfig(msgspec.Struct, frozen=True):
@@ -44,11 +44,17 @@ class Execute(msgspec.Struct, frozen=True, tag=True):
     step: SchedulerOutput
 
 
+class Sample(msgspec.Struct, frozen=True, tag=True):
+    """Calls `Worker.sample`."""
+
+    masks: Masks
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Ends the rank's process."""
 
 
-Command = Load | Profile | InitializeCache | Execute | Stop
+Command = Load | Profile | InitializeCache | Execute | Sample | Stop
 
 
 class Facts(msgspec.Struct, frozen=True, tag=True):
@@ -59,7 +65,7 @@ class Facts(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):
-    """Answers Execute; rank 0 alone sends it."""
+    """Answers Execute, or Sample where the step was masked; rank 0 alone sends it."""
 
     output: RunnerOutput
 

@@ -22,11 +22,12 @@ from headrace.executor.messages import (
     Profile,
     RankConfig,
     Reply,
+    Sample,
     StepDone,
     Stop,
 )
 from headrace.process import Child, SocketFolder, spawn
-from headrace.step import RunnerOutput, SchedulerOutput, WorkerFacts
+from headrace.step import Masks, RunnerOutput, SchedulerOutput, WorkerFacts
 
 LOOPBACK = "lo"
 """The interface on which NCCL's ranks find each other; by itself NCCL would listen on a network that others reach."""
@@ -114,6 +115,9 @@ class MultiprocExecutor:
     def execute(self, step: SchedulerOutput) -> _Handle:
         self._send(Execute(step))
         return _Handle(self, step.step)
+
+    def sample(self, masks: Masks) -> None:
+        self._send(Sample(masks))
 
     def check(self) -> None:
         if self._dead is not None:

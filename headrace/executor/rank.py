@@ -15,10 +15,21 @@ import msgspec
 import zmq
 
 from headrace.errors import HeadraceError, crossing_name
-from headrace.executor.messages import Command, Execute, Facts, Failed, Load, Profile, RankConfig, StepDone, Stop
+from headrace.executor.messages import (
+    Command,
+    Execute,
+    Facts,
+    Failed,
+    Load,
+    Profile,
+    RankConfig,
+    Sample,
+    StepDone,
+    Stop,
+)
 from headrace.model_config import ModelConfig
 from headrace.process import read_config
-from headrace.runner.pending import FinishedStep, PendingStep
+from headrace.runner.pending import FinishedStep, MaskedStep, PendingStep
 from headrace.runner.worker import Worker
 
 
@@ -61,9 +72,9 @@ def main(argv: list[str]) -> int:
         model_config = ModelConfig.from_folder(folder)
         worker = Worker(config.config, folder, model_config, rank=config.rank, rendezvous=config.rendezvous)
         while not isinstance(command := decoder.decode(commands.recv()), Stop):
-            if isinstance(command, Execute):
-                step = worker.execute(command.step)
-                if config.rank == 0:
+            if isinstance(command, Execute | Sample):
+                step = worker.execute(command.step) if isinstance(command, Execute) else worker.sample(command.masks)
+                if config.rank == 0 and not isinstance(step, MaskedStep):
                     pending.put(step)
                 continue
             if isinstance(command, Load):

@@ -11,7 +11,7 @@ from headrace.errors import EngineDeadError
 from headrace.executor.base import StepHandle
 from headrace.model_config import ModelConfig
 from headrace.runner.worker import Worker
-from headrace.step import SchedulerOutput, WorkerFacts
+from headrace.step import Masks, SchedulerOutput, WorkerFacts
 
 
 class UniprocExecutor:
@@ -31,6 +31,9 @@ class UniprocExecutor:
 
     def execute(self, step: SchedulerOutput) -> StepHandle:
         return self._worker.execute(step)
+
+    def sample(self, masks: Masks) -> None:
+        self._worker.sample(masks)
 
     def check(self) -> None:
         """Raise EngineDeadError if the GPU's context is broken; the rank itself lives as long as this process."""

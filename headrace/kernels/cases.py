@@ -306,6 +306,24 @@ def _committed(make: Inputs, samples: tuple[Tensor, ...], offsets: Tensor | None
 # ---- sampling
 
 
+def mask_tokens(make: Inputs, rows: int, vocab: int) -> Cases:
+    """Make masks that cover the vocabulary, and shorter ones; a row without a mask, and a mask of two rows."""
+    scores = make.random(rows, vocab)
+    lines = make.integers(-1, 3, rows)
+    lines[0], lines[rows // 2 :] = -1, 2
+    for words in (-(-vocab // 32), max(1, vocab // 64)):
+        masks = make.integers(-(2**31), 2**31 - 1, 3, words, dtype=torch.int32)
+        masks[1] = 0
+        for dtype in {make.dtype, torch.float32}:
+            yield Case(partial(_masked, scores.to(dtype), masks, lines), 0.0)
+
+
+def _masked(scores: Tensor, masks: Tensor, lines: Tensor, kernel: Kernel) -> Tensor:
+    changed = scores.clone()
+    kernel(changed, masks, lines)
+    return bits(changed)
+
+
 def best_token(make: Inputs, rows: int, vocab: int) -> Cases:
     """Make rows with ties, then rows with NaN and infinities."""
     scores = make.random(rows, vocab)

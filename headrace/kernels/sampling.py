@@ -1,4 +1,5 @@
-"""Picks one token a row: greedily, or by Gumbel noise that depends on (seed, position, token id) alone.
+"""Forbids tokens by masks, and picks one token a row: greedily, or by Gumbel noise that depends on (seed, position,
+token id) alone.
 
 The noise comes from a counter-based hash in 32-bit integers, so that Triton and torch draw the same numbers, whatever
 batch a request is in.
@@ -20,6 +21,8 @@ _M1, _M2 = 0x7FEB352D, 0x846CA68B
 _GOLDEN = 0x9E3779B9
 _HIGHEST = 0xFFFFFF00
 """the largest hash whose fp32 value is below 2**32"""
+_MASKED_AT_ONCE = 1 << 23
+"""scores that the reference masks at once, which bounds its scratch memory"""
 
 
 @triton.jit
@@ -170,6 +173,49 @@ def best_token_reference(scores: Tensor) -> tuple[Tensor, Tensor]:
         return best, token_ids
     token_ids = torch.from_numpy(scores.float().numpy().argmax(axis=1))  # ten times as fast as torch's own
     return scores.gather(1, token_ids.unsqueeze(1)).squeeze(1), token_ids
+
+
+@triton.jit
+def _mask_kernel(
+    scores_ptr, masks_ptr, lines_ptr, scores_stride, masks_stride, vocab_size, num_words, BLOCK: tl.constexpr
+):
+    """Forbid tokens within one block of the vocabulary. Only what is forbidden is written, and no score is read."""
+    row = tl.program_id(0).to(tl.int64)
+    line = tl.load(lines_ptr + row)
+    if line >= 0:
+        token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        word = token // 32
+        bits = tl.load(masks_ptr + line * masks_stride + word, mask=word < num_words, other=0)
+        forbidden = ((bits >> (token % 32)) & 1) == 0
+        never = tl.full((BLOCK,), float("-inf"), scores_ptr.dtype.element_ty)
+        tl.store(scores_ptr + row * scores_stride + token, never, mask=forbidden & (token < vocab_size))
+
+
+def mask_tokens(scores: Tensor, masks: Tensor, lines: Tensor) -> None:
+    """Set scores [n, V] of forbidden tokens to -inf, in place; rows without a mask keep theirs bit for bit.
+
+    masks [m, words] int32: bit t % 32 of word t // 32 allows token t, and tokens beyond a line are forbidden. lines [n]
+    int64: each row's line of `masks`, or -1 where it has none.
+    """
+    rows, vocab_size = scores.shape
+    if rows:
+        block = 2048
+        numbers = (scores.stride(0), masks.stride(0), vocab_size, masks.shape[1])
+        constants = {"BLOCK": block, "num_warps": 4}
+        launch(_mask_kernel, (rows, -(-vocab_size // block), 1), (scores, masks, lines, *numbers), constants)
+
+
+def mask_tokens_reference(scores: Tensor, masks: Tensor, lines: Tensor) -> None:
+    (rows, vocab_size), width = scores.shape, 32 * masks.shape[1]
+    shifts = torch.arange(32, dtype=torch.int32, device=scores.device)
+    step = max(1, _MASKED_AT_ONCE // vocab_size)
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        masked = (lines[part] >= 0)[:, None]
+        words = masks.index_select(0, lines[part].clamp(min=0))
+        forbidden = ((words[:, :, None] >> shifts) & 1).view(words.shape[0], -1)[:, :vocab_size] == 0
+        scores[part, :width].masked_fill_(forbidden & masked, float("-inf"))
+        scores[part, width:].masked_fill_(masked, float("-inf"))
 
 
 def _mix_reference(x: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ MODULES = {
     narrow: ("narrow_linear",),
     rotary: ("step_angles", "rotary_and_cache"),
     batch: ("copy_words", "scatter_words", "prepare_batch", "settle_lengths", "commit_tokens"),
-    sampling: ("best_token", "gumbel_argmax"),
+    sampling: ("mask_tokens", "best_token", "gumbel_argmax"),
     filter: ("filter_floor",),
     logsumexp: ("logsumexp",),
     moe: ("fused_moe",),
@@ -61,6 +61,7 @@ class KernelTable:
     prepare_batch: Callable[..., tuple[Tensor, Tensor, Tensor]]
     settle_lengths: Callable[..., None]
     commit_tokens: Callable[..., None]
+    mask_tokens: Callable[[Tensor, Tensor, Tensor], None]
     best_token: Callable[[Tensor], tuple[Tensor, Tensor]]
     gumbel_argmax: Callable[..., Tensor]
     filter_floor: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]

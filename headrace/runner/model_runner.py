@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,11 +21,13 @@ from headrace.kernels.table import KernelTable
 from headrace.runner.cuda_graph import CudaDevice, GraphDevice, Shape, StepGraphs
 from headrace.runner.input_batch import Batch, InputBatch
 from headrace.runner.kv_cache import CacheShape, KVCache, allocate_kv_cache
-from headrace.runner.pending import REJECTED, HostLogprobs, Notes, PendingStep, TokenBuffers
+from headrace.runner.pending import REJECTED, HostLogprobs, Notes, PendingStep, TokenBuffers, to_host
 from headrace.runner.request_state import RequestState
 from headrace.sampling.logprobs import LogprobTensors, gather_logprobs
+from headrace.sampling.masks import StepMasks, step_masks
 from headrace.sampling.sampler import Sampler
-from headrace.step import LOGITS_NOT_FINITE, NO_TOKEN_ALLOWED, SchedulerOutput
+from headrace.sampling.transfer import to_device
+from headrace.step import LOGITS_NOT_FINITE, NO_TOKEN_ALLOWED, Masks, SchedulerOutput
 
 PROMPT_LOGPROBS_CHUNK = 256
 """Prompt positions whose logits over the whole vocabulary are held at once."""
@@ -67,6 +70,19 @@ class RunnerLimits:
     max_num_batched_tokens: int
     max_model_len: int
     vocab_size: int
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Holds what a step has computed before it samples. The next step's forward overwrites it."""
+
+    step: SchedulerOutput
+    batch: Batch
+    hidden: Tensor
+    """[num_tokens, hidden_size]"""
+    logits: Tensor | None
+    """[num_samples, vocab_size]; None: nothing is sampled"""
+    prompt_logprobs: dict[int, HostLogprobs]
 
 
 class ModelRunner:
@@ -132,22 +148,53 @@ class ModelRunner:
         self.sampler = Sampler(self.state.sampling, self.kernels)
 
     @torch.inference_mode()
-    def execute(self, step: SchedulerOutput) -> PendingStep:
+    def execute(self, step: SchedulerOutput, masks: Masks | None = None) -> PendingStep:
         """Launch a step on the device, without waiting for it."""
+        forward = self._forward_of(step)
+        return PendingStep(step.step) if forward is None else self._finish(forward, masks)
+
+    @torch.inference_mode()
+    def begin(self, step: SchedulerOutput) -> Forward | None:
+        """Launch all of a step that comes before sampling; `finish` launches the rest. Nothing else may run between. A
+        step without requests has nothing to finish."""
+        return self._forward_of(step)
+
+    @torch.inference_mode()
+    def finish(self, forward: Forward, masks: Masks) -> PendingStep:
+        """Launch the rest of the step that was begun last."""
+        return self._finish(forward, masks)
+
+    def _forward_of(self, step: SchedulerOutput) -> Forward | None:
         if step.cleared_pages or step.state_copies:
             self.cache.prepare(step)
         self.state.apply(step)
         if not step.rows:
-            return PendingStep(step.step)
+            return None
         graphs = self.graphs
         shape = None if graphs is None else graphs.shape_of(step)
         batch = self.batch_of(step, shape)
         hidden = self.forward(batch)[0] if graphs is None or shape is None else graphs.run(shape, batch)
         prompts = self._prompt_logprobs(step, hidden)
-        pending = self._sample(step, batch, self._logits(batch, hidden), prompts)
+        return Forward(step, batch, hidden, self._logits(batch, hidden), prompts)
+
+    def _finish(self, forward: Forward, masks: Masks | None) -> PendingStep:
+        batch = forward.batch
+        of_step = None if masks is None else step_masks(forward.step, masks, self.device)
+        pending = self._sample(forward, of_step)
         if self.drafter is not None and batch.num_samples:
-            self.drafter.propose(batch, self.state, hidden)
+            self.drafter.propose(batch, self.state, forward.hidden)
+            if masks is not None:
+                pending.drafts = self._proposed([row for row in forward.step.rows if row in masks.first_lines])
+                if pending.event is not None:
+                    pending.event.record()
         return pending
+
+    def _proposed(self, rows: list[int]) -> tuple[list[int], Tensor]:
+        """Return `rows`, and a copy for the host of the drafts behind their newest tokens."""
+        state, index = self.state, to_device(np.array(rows, dtype=np.int64), self.device)
+        assert state.num_known is not None
+        places = state.num_known[index, None].long() + torch.arange(self.num_drafts, device=self.device)
+        return rows, to_host(state.token_table[index[:, None], places])
 
     def batch_of(self, step: SchedulerOutput, shape: Shape | None = None) -> Batch:
         """Return the step's batch, padded to a graph's `shape`. Where the host knows only bounds of lengths, because
@@ -212,11 +259,9 @@ class ModelRunner:
         sampled = hidden[: batch.num_samples] if batch.decode_only else hidden.index_select(0, batch.sample_index)
         return self.model.compute_logits(sampled)
 
-    def _sample(
-        self, step: SchedulerOutput, batch: Batch, logits: Tensor | None, prompts: dict[int, HostLogprobs]
-    ) -> PendingStep:
+    def _sample(self, forward: Forward, masks: StepMasks | None) -> PendingStep:
         """Sample, write the tokens back to their rows, and queue what the host wants to see."""
-        state = self.state
+        state, step, batch, logits = self.state, forward.step, forward.batch, forward.logits
         token_ids = logprobs = samples = None
         if step.num_drafts:
             samples = [
@@ -225,7 +270,9 @@ class ModelRunner:
         if logits is not None:
             rows, positions = batch.sample_rows, batch.sample_positions
             offsets, most = batch.sample_offsets, 1 + self.num_drafts
-            result = self.sampler.sample(logits, rows, positions, state.token_table, batch.max_seq_len, offsets, most)
+            result = self.sampler.sample(
+                logits, rows, positions, state.token_table, batch.max_seq_len, offsets, most, masks
+            )
             token_ids = self._token_buffers.next(batch.num_samples)
             self.kernels.commit_tokens(
                 token_ids, state.token_table, result.token_ids, result.best, result.raw_best, rows, positions,
@@ -239,6 +286,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
+        prompts = forward.prompt_logprobs
         return PendingStep(step.step, token_ids, logprobs, prompts, event, self.notes.take(), samples)
 
     def _prompt_logprobs(self, step: SchedulerOutput, hidden: Tensor) -> dict[int, HostLogprobs]:

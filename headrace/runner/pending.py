@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headrace.errors import HeadraceError
 from headrace.sampling.logprobs import LogprobTensors
-from headrace.step import Logprobs, RunnerOutput
+from headrace.step import Logprobs, RunnerOutput, SchedulerOutput
 
 REJECTED = -3
 """Stands for a token that was sampled behind a wrong draft; see also step.NO_TOKEN_ALLOWED and LOGITS_NOT_FINITE."""
@@ -70,6 +70,22 @@ class FinishedStep:
 
 
 @dataclass(eq=False, slots=True)
+class MaskedStep:
+    """Stands for a step that stops before it samples. Once its masks have come it is what `sampled` is."""
+
+    step: SchedulerOutput
+    sampled: PendingStep | FinishedStep | None = None
+
+    def done(self) -> bool:
+        return self.sampled is not None and self.sampled.done()
+
+    def result(self) -> RunnerOutput:
+        if self.sampled is None:
+            raise HeadraceError(f"step {self.step.step} has no masks yet, so it never ends")
+        return self.sampled.result()
+
+
+@dataclass(eq=False, slots=True)
 class PendingStep:
     """Stands for a step whose work is queued on the device; `result` waits for it."""
 
@@ -84,6 +100,8 @@ class PendingStep:
     notes: Notes | None = None
     samples: list[int] | None = None
     """how many of `token_ids` are each request's, where some have drafts; those after a wrong draft are REJECTED"""
+    drafts: tuple[list[int], Tensor] | None = None
+    """rows that had masks, and the drafts behind their newest tokens # [rows, num_drafts] int32 on the host"""
 
     def done(self) -> bool:
         return self.event is None or self.event.query()
@@ -105,9 +123,10 @@ class PendingStep:
             row: [entry for entry in host.entries() if entry is not None] for row, host in self.prompt_logprobs.items()
         }
         notes = self.notes or Notes()
+        drafts = {} if self.drafts is None else dict(zip(self.drafts[0], self.drafts[1].tolist(), strict=True))
         return RunnerOutput(
             self.step, token_ids, logprobs, prompts, notes.lines, notes.warnings, graph_bytes=notes.graph_bytes,
-            num_sampled=num_sampled,
+            num_sampled=num_sampled, drafts=drafts,
         )  # fmt: skip
 
 

@@ -14,21 +14,21 @@ from headrace.errors import OutOfMemoryError
 from headrace.runner.memory import DeviceMemory, is_out_of_memory
 from headrace.runner.model_runner import ModelRunner
 from headrace.runner.pending import FinishedStep
-from headrace.step import Logprobs, RunnerOutput, SchedulerOutput
+from headrace.step import Logprobs, Masks, RunnerOutput, SchedulerOutput
 
 
-def execute_token_by_token(runner: ModelRunner, step: SchedulerOutput) -> FinishedStep:
+def execute_token_by_token(runner: ModelRunner, step: SchedulerOutput, masks: Masks | None = None) -> FinishedStep:
     """Compute what `runner.execute` would, one token at a time, so that no token's result depends on another's.
 
     Matrix libraries add up in another order for other numbers of rows; here every operation has one row. Prompts
     therefore run at the speed of decoding. Drafts are left out, since they would share a batch with their request.
     """
-    outputs = [runner.execute(token).result() for token in single_tokens(step.without_drafts())]
+    outputs = [runner.execute(token, masks).result() for token in single_tokens(step.without_drafts())]
     return FinishedStep(join(step, outputs))
 
 
 def execute_with_less_memory(
-    runner: ModelRunner, memory: DeviceMemory, step: SchedulerOutput, failure: str
+    runner: ModelRunner, memory: DeviceMemory, step: SchedulerOutput, failure: str, masks: Masks | None = None
 ) -> FinishedStep:
     """Compute a step that ran out of memory, as the message `failure` says, without its drafts.
 
@@ -40,13 +40,14 @@ def execute_with_less_memory(
     if any(group.is_state for group in runner.shape.layout.groups):
         raise OutOfMemoryError(f"no memory for a step of {step.num_tokens} tokens over recurrent states: {failure}")
     smaller = step.without_drafts()
-    whole = _attempt(runner, smaller)
+    whole = _attempt(runner, smaller, masks)
     if whole is not None:
         outputs, how = [whole], "computed once cached memory was freed"
     else:
         runner.renew_graphs()
         memory.empty_cache()
-        outputs, how = _in_parts(runner, memory, smaller, failure), "computed in parts, and CUDA graphs were freed"
+        outputs = _in_parts(runner, memory, smaller, failure, masks)
+        how = "computed in parts, and CUDA graphs were freed"
     output = join(step, outputs)
     note = f"step {step.step} of {step.num_tokens} tokens found no memory, and was {how}: {failure}"
     return FinishedStep(
@@ -111,26 +112,28 @@ def _without_updates(step: SchedulerOutput) -> SchedulerOutput:
     )
 
 
-def _attempt(runner: ModelRunner, step: SchedulerOutput) -> RunnerOutput | None:
+def _attempt(runner: ModelRunner, step: SchedulerOutput, masks: Masks | None) -> RunnerOutput | None:
     """Return the step's result; None if it ran out of memory."""
     try:
-        return runner.execute(step).result()
+        return runner.execute(step, masks).result()
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
     return None
 
 
-def _in_parts(runner: ModelRunner, memory: DeviceMemory, step: SchedulerOutput, failure: str) -> list[RunnerOutput]:
+def _in_parts(
+    runner: ModelRunner, memory: DeviceMemory, step: SchedulerOutput, failure: str, masks: Masks | None
+) -> list[RunnerOutput]:
     parts = halves(step)
     if parts is None:
         raise OutOfMemoryError(f"no memory for a step of one token: {failure}")
     outputs = []
     for part in parts:
-        output = _attempt(runner, part)
+        output = _attempt(runner, part, masks)
         if output is None:
             memory.empty_cache()
-            outputs += _in_parts(runner, memory, part, failure)
+            outputs += _in_parts(runner, memory, part, failure, masks)
         else:
             outputs.append(output)
     return outputs
@@ -152,4 +155,5 @@ def join(step: SchedulerOutput, outputs: list[RunnerOutput]) -> RunnerOutput:
         notes=[note for output in outputs for note in output.notes],
         warnings=[warning for output in outputs for warning in output.warnings],
         num_sampled=[int(samples) for samples in step.samples] if step.num_drafts else [],
+        drafts={row: drafts for output in outputs for row, drafts in output.drafts.items()},
     )

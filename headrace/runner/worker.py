@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -29,13 +31,13 @@ from headrace.runner.kv_cache import cache_dtype, cache_shape
 from headrace.runner.kv_scales import Calibration, SettledScales, settle_kv_scales
 from headrace.runner.layer_checks import layer_checks
 from headrace.runner.memory import device_memory, first_line, is_out_of_memory
-from headrace.runner.model_runner import ModelRunner, RunnerLimits
-from headrace.runner.pending import FinishedStep, PendingStep
+from headrace.runner.model_runner import Forward, ModelRunner, RunnerLimits
+from headrace.runner.pending import FinishedStep, MaskedStep, PendingStep
 from headrace.runner.profile import measure_memory, measure_step_times
 from headrace.runner.self_check import WAITS_FOR_THE_HOST, SelfCheck, with_switches
 from headrace.runner.step_checks import scratch_limits, step_checks, without_graphs
 from headrace.runner.step_parts import execute_token_by_token, execute_with_less_memory
-from headrace.step import SchedulerOutput, WorkerFacts
+from headrace.step import Masks, SchedulerOutput, WorkerFacts
 
 ONE_THREAD = 1e8
 """On a CPU a step of so many multiplications (tokens x weights of layers) runs on one thread: several wait for each
@@ -43,6 +45,9 @@ other in each of its some fifty operations a layer, for longer than they save, a
 TRIM_SECONDS = 30.0
 """How often the heap's free pages are given back on a CPU, where every step takes its tensors from the heap. It costs a
 few milliseconds; without it a server under load grows by some 100 MiB an hour."""
+
+
+T = TypeVar("T")
 
 
 class Worker:
@@ -70,6 +75,10 @@ class Worker:
         """attention.backend.Backend, once loaded"""
         self.kv_scales = SettledScales("", 0.0, "")
         self.runner: ModelRunner | None = None
+        self._masked: MaskedStep | None = None
+        """The step whose masks are awaited."""
+        self._forward: Forward | None = None
+        """What it has computed."""
         self._trimmed = time.monotonic()
 
     def load(self) -> WorkerFacts:
@@ -230,35 +239,81 @@ class Worker:
             left -= self.use.step + self.use.graphs
         return self._facts(left=left, shortfall=message)
 
-    def execute(self, step: SchedulerOutput) -> PendingStep | FinishedStep:
-        """Launch a step; on a CPU a small one runs on one thread."""
+    def execute(self, step: SchedulerOutput) -> PendingStep | FinishedStep | MaskedStep:
+        """Launch a step; a masked one stops before it samples, and `sample` launches the rest."""
         if self.device.type == "cpu" and time.monotonic() - self._trimmed > TRIM_SECONDS:
             trim_heap()
             self._trimmed = time.monotonic()
+        return self._on_threads(step, partial(self._begin if step.masked else self._execute, step))
+
+    def sample(self, masks: Masks) -> PendingStep | FinishedStep:
+        """Launch the rest of the step that was executed last, which was masked."""
+        masked, forward, runner = self._masked, self._forward, self.runner
+        assert masked is not None
+        assert runner is not None
+        self._masked = self._forward = None
+        step = masked.step
+        if forward is None:  # its forward found no memory, or waited to be computed with its sampling
+            launch = partial(self._execute, step, masks)
+        else:
+            launch = partial(self._in_parts_if_short, partial(runner.finish, forward, masks), step, masks)
+        masked.sampled = self._on_threads(step, launch)
+        return masked.sampled
+
+    def _on_threads(self, step: SchedulerOutput, launch: Callable[[], T]) -> T:
+        """Return what `launch` does; on a CPU a small step runs on one thread."""
         threads = torch.get_num_threads()
         tokens = 1 if self.config.batch_invariant else step.num_tokens  # then tokens are computed one by one, all alike
         if self.device.type != "cpu" or threads == 1 or tokens * self.num_weights > ONE_THREAD:
-            return self._execute(step)
+            return launch()
         torch.set_num_threads(1)
         try:
-            return self._execute(step)
+            return launch()
         finally:
             torch.set_num_threads(threads)
 
-    def _execute(self, step: SchedulerOutput) -> PendingStep | FinishedStep:
-        """Launch a step. One that runs out of memory is computed in parts, with a note; on several ranks it raises
-        instead, since the others wait inside a collective for what this one did not compute."""
+    @property
+    def _token_by_token(self) -> bool:
+        return self.config.batch_invariant and self.device.type == "cpu"
+
+    def _begin(self, step: SchedulerOutput) -> MaskedStep:
+        """Launch the forward of a masked step. If it finds no memory, all of the step is left to `sample`."""
+        assert self.runner is not None
+        self._masked = MaskedStep(step)
+        if not self._token_by_token:
+            try:
+                self._forward = self.runner.begin(step)
+            except RuntimeError as error:
+                if not self._may_try_again(error):
+                    raise
+        return self._masked
+
+    def _execute(self, step: SchedulerOutput, masks: Masks | None = None) -> PendingStep | FinishedStep:
+        """Launch a step. One that runs out of memory is computed in parts, with a note."""
         runner = self.runner
         assert runner is not None
-        if self.config.batch_invariant and self.device.type == "cpu":
-            return execute_token_by_token(runner, step)
+        if self._token_by_token:
+            return execute_token_by_token(runner, step, masks)
+        launch = partial(runner.execute, step) if masks is None else partial(runner.execute, step, masks)
+        return self._in_parts_if_short(launch, step, masks)
+
+    def _in_parts_if_short(
+        self, launch: Callable[[], PendingStep], step: SchedulerOutput, masks: Masks | None
+    ) -> PendingStep | FinishedStep:
+        """Return what `launch` does. If that runs out of memory, the whole step is computed in parts."""
+        assert self.runner is not None
         try:
-            return runner.execute(step)
+            return launch()
         except RuntimeError as error:
-            if not is_out_of_memory(error) or self.config.tensor_parallel_size > 1:
+            if not self._may_try_again(error):
                 raise
             message = first_line(error)
-        return execute_with_less_memory(runner, self.memory, step, message)
+        return execute_with_less_memory(self.runner, self.memory, step, message, masks)
+
+    def _may_try_again(self, error: RuntimeError) -> bool:
+        """Return whether a step that failed may be computed again: it found no memory, and no other rank waits inside
+        a collective for what this one did not compute."""
+        return is_out_of_memory(error) and self.config.tensor_parallel_size == 1
 
     def close(self) -> None:
         """Leave the group and free the device's memory."""

@@ -1,8 +1,5 @@
-"""Applies allowed_token_ids and penalties to batched logits.
-
-Each function works in place, and in chunks of rows, so that its scratch memory is bounded. A row that did not ask for
-it keeps its logits bit for bit.
-"""
+"""Applies penalties to batched logits, in place, and in chunks of rows, so that the scratch memory is bounded. A row
+that did not ask for them keeps its logits bit for bit."""
 
 from __future__ import annotations
 
@@ -11,23 +8,6 @@ from torch import Tensor
 
 CHUNK_ELEMENTS = 1 << 23
 """Elements of scratch memory used at once (at most 32 bytes each)"""
-
-
-def apply_allowed_mask_(logits: Tensor, masks: Tensor, has_mask: Tensor, rows: Tensor) -> None:
-    """Set the logits of tokens that a row's mask does not allow to -inf.
-
-    logits [n, vocab_size] float32; masks [max_rows, ceil(vocab_size / 32)] int32, bit t % 32 of word t // 32 for token
-    t; has_mask [n] int32: 0 where the row has none; rows [n] int64.
-    """
-    num_reqs, vocab_size = logits.shape
-    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
-    step = max(1, CHUNK_ELEMENTS // vocab_size)
-    for start in range(0, num_reqs, step):
-        part = slice(start, start + step)
-        words = masks.index_select(0, rows[part]) | (has_mask[part, None] - 1)  # no mask: 0 - 1 is all ones
-        bits = (words[:, :, None] >> shifts) & 1
-        forbidden = bits.view(words.shape[0], -1)[:, :vocab_size] == 0
-        logits[part].masked_fill_(forbidden, float("-inf"))
 
 
 def apply_penalties_(

@@ -3,8 +3,8 @@
 The stages come in the order that vLLM documents for its sampler:
 
 1. raw logits: logprobs, alternatives and ranks are of this distribution
-2. float32, if a stage below needs it
-3. allowed_token_ids
+2. float32, if stage 4 or 5 needs it or allowed_token_ids are given
+3. allowed_token_ids and the masks of grammars: what both allow is left
 4. logit_bias, bad_words and min_tokens: a sum and bans, whose order does not matter
 5. repetition, then frequency and presence penalty
 6. greedy rows: argmax, of equals the lowest id
@@ -24,7 +24,8 @@ from torch import Tensor
 
 from headrace.kernels.table import KernelTable
 from headrace.sampling.logprobs import LogprobTensors, gather_logprobs
-from headrace.sampling.processors import apply_allowed_mask_, apply_penalties_
+from headrace.sampling.masks import StepMasks
+from headrace.sampling.processors import apply_penalties_
 from headrace.sampling.state import BatchParams, Feature, SamplingState
 
 CHANGES_LOGITS = Feature.ALLOWED_MASK | Feature.RULES | Feature.PENALTIES
@@ -62,19 +63,25 @@ class Sampler:
         max_num_tokens: int | None = None,
         offsets: Tensor | None = None,
         most: int = 1,
+        masks: StepMasks | None = None,
     ) -> SampleResult:
         """Choose the next token of each row; `logits` is left as it is.
 
         logits [n, vocab_size] any float dtype; rows [n] int64; num_tokens [n] int64: tokens known before the one to be
         sampled, which is also its position; token_table [>= max_rows, width] int32 holds them. With drafts a row occurs
         up to `most` times, with `offsets` [n] int64, and each sample is drawn as if the drafts before it were known.
-        `max_num_tokens` is an upper bound of num_tokens that saves the penalties work; default: width.
+        `masks`: of the rows that have a grammar. `max_num_tokens` is an upper bound of num_tokens that saves the
+        penalties work; default: width.
         """
         state, features, scores = self.state, self.state.features, logits
         if features & ~Feature.LOGPROBS:
             params = state.gather(rows)
+        if features & CHANGES_LOGITS or masks is not None:
+            dtype = torch.float32 if features & CHANGES_LOGITS else logits.dtype
+            scores = logits.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        if masks is not None:
+            self.kernels.mask_tokens(scores, masks.bits, masks.lines)
         if features & CHANGES_LOGITS:
-            scores = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
             self._change_(scores, params, rows, num_tokens, token_table[:, :max_num_tokens], offsets, most)
         # The maximum of a row with NaN is NaN, so it also shows rows without any usable logit.
         best, token_ids = self.kernels.best_token(scores)
@@ -93,7 +100,8 @@ class Sampler:
         """Apply stages 3 to 5 in place."""
         state, features = self.state, self.state.features
         if Feature.ALLOWED_MASK in features and state.allowed_masks is not None:
-            apply_allowed_mask_(scores, state.allowed_masks, params.has_allowed_mask, rows)
+            lines = torch.where(params.has_allowed_mask > 0, rows, -1)
+            self.kernels.mask_tokens(scores, state.allowed_masks, lines)
         if Feature.RULES in features:
             num_outputs = num_tokens - params.num_prompt_tokens
             state.rules.apply_(scores, rows, num_tokens, num_outputs, tokens, offsets, most)

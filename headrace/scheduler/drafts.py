@@ -1,8 +1,10 @@
-"""Takes the result of a step with drafts: which of them were accepted, and what each request got."""
+"""Takes the result of a step with drafts: which of them were accepted, and what each request got. Takes new tokens
+through a request's grammar."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 from headrace.request import EngineCoreOutput, Request
@@ -35,6 +37,8 @@ def accept_drafts(requests: Sequence[Request], num_drafts: Sequence[int], result
         request.num_inflight -= drafts
         request.num_computed_tokens -= 1 + drafts - count  # meaningless, and not read, if it was preempted meanwhile
         new = [0] if request.finish_reason else _up_to_end(request, result.token_ids[first : first + count])
+        if request.matcher is not None:
+            new = new[: max(1, follow_grammar(request, new))]
         logprobs = [entry for entry in result.logprobs[first : first + len(new)] if entry is not None]
         accepted.append(Accepted(new, logprobs))
         request.token_ids += new[:-1]
@@ -46,5 +50,16 @@ def _up_to_end(request: Request, new: list[int]) -> list[int]:
     """Return the new tokens up to the first that ends the request: a stop token, or the last that its length allows."""
     new = new[: request.max_total_tokens - request.num_tokens]
     num_protected = request.core_request.params.min_tokens - request.num_output_tokens - 1
+    if request.matcher is not None:
+        num_protected = 0
     ends = (place + 1 for place, token in enumerate(new) if token in request.stop_set and place >= num_protected)
     return new[: next(ends, len(new))]
+
+
+def follow_grammar(request: Request, new: list[int]) -> int:
+    """Take new tokens of a request with a grammar through it; return how many there are up to the one that ends the
+    request. A stop token ends it and is no part of what the grammar describes; negative ids are no tokens."""
+    assert request.matcher is not None
+    text = list(takewhile(lambda token: token >= 0 and token not in request.stop_set, new))
+    taken = request.matcher.advance(text)
+    return len(new) if taken == len(text) and not request.matcher.finished else taken

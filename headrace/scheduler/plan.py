@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from headrace.request import Request, RequestStatus
 from headrace.scheduler.config import SchedulerConfig
 from headrace.step import BlockUpdate, NewRow, SchedulerOutput, StateCopy
+
+
+class MaskedRequest(NamedTuple):
+    """Names a request that a step samples for under a grammar."""
+
+    request: Request
+    row: int
+    drafts: Sequence[int]
+    """Those that the step computes. Each has a mask of its own behind it."""
 
 
 @dataclass(slots=True)
@@ -33,10 +44,10 @@ class StepPlan:
             request.own_tokens()
         core = request.core_request
         output = request.token_ids[request.num_prompt_tokens :]
+        stops = core.stop_token_ids if request.matcher is None else []
         self.new_rows.append(
-            NewRow(request.row, core.prompt_token_ids, core.params, core.stop_token_ids, core.bad_words_token_ids,
-                   core.seed, output)
-        )  # fmt: skip
+            NewRow(request.row, core.prompt_token_ids, core.params, stops, core.bad_words_token_ids, core.seed, output)
+        )
 
     def drop(self, victim: Request) -> None:
         """Take a request that is preempted out of the step."""
@@ -46,9 +57,11 @@ class StepPlan:
         self.block_updates = [update for update in self.block_updates if update.row != victim.row]
 
     def commit(
-        self, number: int, config: SchedulerConfig, freed_rows: list[int], cleared: list[int], copies: list[StateCopy]
-    ) -> SchedulerOutput:
-        """Count the planned tokens as computed and in flight, and return the plan as step `number`."""
+        self, number: int, config: SchedulerConfig, freed_rows: list[int], cleared: list[int], copies: list[StateCopy],
+        grammars: bool,
+    ) -> SchedulerOutput:  # fmt: skip
+        """Count the planned tokens as computed and in flight, and return the plan as step `number`. `grammars`: some
+        requests may have one."""
         decodes, num_drafts = self.decodes, []
         rows = [request.row for request in decodes]
         computed = [request.num_computed_tokens for request in decodes]
@@ -71,7 +84,10 @@ class StepPlan:
             reaches_end = request.num_computed_tokens == request.num_tokens
             samples.append(reaches_end)
             request.num_inflight += reaches_end
+        masked = grammars and any(
+            request.matcher is not None and sampled for request, sampled in zip(self.requests(), samples, strict=True)
+        )
         return SchedulerOutput(
             number, self.new_rows, freed_rows, self.block_updates, rows, computed, counts, samples, cleared, copies,
-            num_drafts,
+            num_drafts, masked,
         )  # fmt: skip

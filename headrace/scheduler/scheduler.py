@@ -16,21 +16,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.errors import RequestError
-from headrace.request import EngineCoreOutput, EngineCoreRequest, FinishReason, Request, RequestStatus, SchedulerStats
+from headrace.request import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    Matcher,
+    Request,
+    RequestStatus,
+    SchedulerStats,
+)
 from headrace.scheduler.config import SchedulerConfig
-from headrace.scheduler.drafts import Accepted, accept_drafts
+from headrace.scheduler.drafts import Accepted, accept_drafts, follow_grammar
 from headrace.scheduler.fair_queue import FairQueue
 from headrace.scheduler.forecast import LengthForecast
 from headrace.scheduler.kv_cache_manager import KVCacheManager
 from headrace.scheduler.look_ahead import LookAhead
 from headrace.scheduler.ordered_queue import OrderedQueue
-from headrace.scheduler.plan import StepPlan
+from headrace.scheduler.plan import MaskedRequest, StepPlan
 from headrace.step import LOGITS_NOT_FINITE, NO_TOKEN_ALLOWED, BlockUpdate, Logprobs, RunnerOutput, SchedulerOutput
 
 MAX_QUANTUM = 8
 """Most choices of one HTTP request that are admitted in one turn; fewer where there are few rows."""
 NO_TOKEN_REASONS = {
-    NO_TOKEN_ALLOWED: "no token may be sampled: allowed_token_ids, bad_words and min_tokens forbid them all",
+    NO_TOKEN_ALLOWED: "no token may be sampled: allowed_token_ids, bad_words, min_tokens and the grammar of "
+    "structured_outputs forbid them all",
     LOGITS_NOT_FINITE: "the model gave no usable logits: NaN or Inf",
 }
 
@@ -64,6 +73,8 @@ class Scheduler:
         self._exclusive: Request | None = None
         """A request that did not fit although no other was running. Blocks of several layer groups may have lain in
         its pages so that its own could not be packed. It runs without any other request beside it."""
+        self._num_matched = 0
+        """Unfinished requests with a grammar. While there is none, no step looks for any."""
         self._num_received = 0
         self._num_received_tokens = 0
         self._num_preemptions = 0
@@ -72,12 +83,17 @@ class Scheduler:
 
     # ---- requests come and go
 
-    def add_request(self, core_request: EngineCoreRequest) -> None:
-        """Accept a request. Raises RequestError if it could never run, or if its id is that of an unfinished one."""
+    def count_received(self, core_request: EngineCoreRequest) -> None:
+        """Count a request that came. `add_request` does it for those that get so far."""
+        self._num_received += 1
+        self._num_received_tokens += len(core_request.prompt_token_ids)
+
+    def add_request(self, core_request: EngineCoreRequest, matcher: Matcher | None = None) -> None:
+        """Accept a request, whose output `matcher` follows if it has a grammar. Raises RequestError if it could never
+        run, or if its id is that of an unfinished one."""
         config = self.config
         request = Request(core_request)
-        self._num_received += 1
-        self._num_received_tokens += request.num_prompt_tokens
+        self.count_received(core_request)
         if core_request.request_id in self.requests:
             raise RequestError(f"request_id {core_request.request_id!r} is in use by an unfinished request")
         if not 0 < request.num_prompt_tokens < config.max_model_len:
@@ -99,6 +115,8 @@ class Scheduler:
                 "max_tokens",
             )
         self.requests[request.request_id] = request
+        request.matcher = matcher
+        self._num_matched += matcher is not None
         if config.policy == "priority":  # requests say who runs first, so there is nothing to be fair about
             request.order = (core_request.priority, core_request.arrival_time, request.request_id)
             self.waiting.add(request, "", request.request_id)
@@ -127,11 +145,11 @@ class Scheduler:
         outputs = []
         for request in self._steps.pop(step.step):
             if request.finish_reason is None:
-                outputs.append(self._fail_request(request, message))
+                outputs.append(self.fail_request(request, message))
         self.kv_cache.pages.clear_again(step.cleared_pages)
         return outputs
 
-    def _fail_request(self, request: Request, message: str) -> EngineCoreOutput:
+    def fail_request(self, request: Request, message: str) -> EngineCoreOutput:
         """End a request with an error. Its blocks leave the prefix cache: what they hold may be the cause."""
         self._finish(request, FinishReason.ERROR)
         self.kv_cache.forget_after(request, 0)
@@ -150,6 +168,9 @@ class Scheduler:
             self._exclusive = None
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._lengths.learn(request.num_output_tokens)
+        if request.matcher is not None:
+            self._num_matched -= 1
+            request.matcher = None
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         del self.requests[request.request_id]
@@ -184,7 +205,20 @@ class Scheduler:
             self.kv_cache.take_snapshots(requests)
         number, self._next_step = self._next_step, self._next_step + 1
         self._steps[number] = requests
-        return plan.commit(number, self.config, self.take_freed_rows(), *self.kv_cache.take_clears_and_copies())
+        clears, copies = self.kv_cache.take_clears_and_copies()
+        return plan.commit(number, self.config, self.take_freed_rows(), clears, copies, self._num_matched > 0)
+
+    def masked_requests(self, step: SchedulerOutput) -> list[MaskedRequest]:
+        """Return the unfinished requests for which a step samples under a grammar. The results of all steps before it
+        must have been taken, since masks depend on them."""
+        num_drafts = step.num_drafts or [0] * len(step.rows)
+        return [
+            MaskedRequest(request, row, request.drafts[:drafts])
+            for request, row, samples, drafts in zip(
+                self._steps[step.step], step.rows, step.samples, num_drafts, strict=True
+            )
+            if samples and request.matcher is not None
+        ]
 
     def _preempt_for_first_waiting(self, plan: StepPlan) -> None:
         """Preempt one request for fairness, if the first waiting one lacks a row or blocks. The victim is the latest of
@@ -358,6 +392,7 @@ class Scheduler:
         if step.num_drafts:
             extras = accepted = accept_drafts(self._steps[step.step], step.num_drafts, result)
             token_ids = [new.token_ids[-1] for new in accepted]
+        matched = self._num_matched > 0
         outputs = []
         next_sample = 0
         for request, row, computed, count, samples in zip(
@@ -374,8 +409,17 @@ class Scheduler:
                 continue
             token = token_ids[sample] if samples else 0
             if token < 0:
-                outputs.append(self._fail_request(request, NO_TOKEN_REASONS[token]))
+                outputs.append(self.fail_request(request, NO_TOKEN_REASONS[token]))
                 continue
+            ends = False
+            if matched and samples and (matcher := request.matcher) is not None:
+                request.drafts = result.drafts.get(row, ())
+                if not step.num_drafts:  # else that is done
+                    follow_grammar(request, [token])
+                if matcher.error:
+                    outputs.append(self.fail_request(request, matcher.error))
+                    continue
+                ends = matcher.finished
             end = computed + count
             if count > 1 or end % block_size == 0 or (states and request.snapshots):
                 self._register(step.step, request, end)
@@ -395,7 +439,7 @@ class Scheduler:
                         extra.complete(output, request)
                 if row in prompt_logprobs:
                     output.new_prompt_logprobs = self._unsent(request, computed, prompt_logprobs[row])
-                if token in request.stop_set or num_tokens >= request.max_total_tokens:
+                if token in request.stop_set or num_tokens >= request.max_total_tokens or ends:
                     self._end(request, token, output)
             elif row in prompt_logprobs and (unsent := self._unsent(request, computed, prompt_logprobs[row])):
                 outputs.append(
@@ -417,11 +461,14 @@ class Scheduler:
         return unsent
 
     def _end(self, request: Request, token: int, output: EngineCoreOutput) -> None:
-        """End the request if its newest token is a stop token, once min_tokens is reached, or fills its length."""
-        params = request.core_request.params
-        if token in request.stop_set and request.num_output_tokens >= params.min_tokens:
+        """End the request if its newest token is a stop token, once min_tokens is reached, completes what its grammar
+        describes, or fills its length. A grammar that allows a stop token wants it, whatever min_tokens says."""
+        params, matcher = request.core_request.params, request.matcher
+        if token in request.stop_set and (matcher is not None or request.num_output_tokens >= params.min_tokens):
             output.finish_reason = FinishReason.STOP
             output.stop_token_id = token if token in params.stop_token_ids else None
+        elif matcher is not None and matcher.finished:
+            output.finish_reason = FinishReason.STOP
         elif request.num_tokens >= request.max_total_tokens:
             output.finish_reason = FinishReason.LENGTH
         if output.finish_reason is not None:

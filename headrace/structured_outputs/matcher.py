@@ -1,0 +1,170 @@
+"""Compiles grammars on threads, follows outputs through them, and makes the masks of a whole batch.
+
+A grammar is compiled once for all requests that bring it; each of them gets a copy of the matcher. Whatever takes long
+happens in llguidance, which needs no lock of Python's (GIL) for it. Knows nothing of requests, steps or devices.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+
+from headrace.errors import ConfigError, HeadraceError, RequestError, clip
+
+MAX_THREADS = 8
+MAX_CACHED = 256
+"""Compiled grammars that are kept for later requests, some of which take megabytes."""
+LIMITS = LLParserLimits(
+    max_items_in_row=2000,
+    initial_lexer_fuel=1_000_000,  # some 20 ms
+    step_lexer_fuel=200_000,  # some 15 ms
+    step_max_items=50_000,  # some 3 ms
+    max_lexer_states=50_000,  # of one to two kilobytes
+    max_grammar_size=500_000,
+    verbose_errors=False,
+)
+"""What a grammar may take to compile, and to make one mask; a request whose grammar takes more fails."""
+
+
+class Matcher:
+    """Follows one output through its grammar."""
+
+    __slots__ = ("__weakref__", "error", "finished", "inner")
+
+    def __init__(self, inner: LLMatcher) -> None:
+        self.inner = inner
+        self.finished = False
+        """True once the output is complete and nothing may follow."""
+        self.error = ""
+        """Why the grammar cannot be followed any further; empty while it can."""
+
+    def advance(self, token_ids: Sequence[int]) -> int:
+        """Take new tokens in, up to the one with which the output is complete; return how many were taken."""
+        inner = self.inner
+        for place, token in enumerate(token_ids):
+            if self.finished or not inner.consume_token(token):
+                self.note_error()
+                return place
+            self.finished = inner.is_stopped()
+        return len(token_ids)
+
+    def note_error(self) -> None:
+        """Set `error` if the grammar could not be followed."""
+        if self.inner.is_error():
+            self.error = f"the output cannot follow its grammar any further: {_first_line(self.inner)}"
+
+    def copy(self) -> Matcher:
+        """Return a matcher at the same place, which goes on by itself."""
+        other = Matcher(self.inner.deep_copy())
+        other.finished, other.error = self.finished, self.error
+        return other
+
+
+class Wanted(NamedTuple):
+    """Asks for the masks of one output: one for its next token, and one behind each of `drafts`."""
+
+    matcher: Matcher
+    drafts: Sequence[int] = ()
+    reluctant: Sequence[Collection[int]] = ()
+    """For each mask, tokens that it allows only if the grammar allows no others; empty: there are none."""
+
+
+class GrammarCompiler:
+    """Compiles grammars for one vocabulary, and makes masks of their matchers."""
+
+    def __init__(self, make_vocabulary: Callable[[], LLTokenizer], threads: int | None = None) -> None:
+        """Begin to make the vocabulary, on a thread; whatever is compiled waits for it."""
+        threads = threads or max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="grammars")
+        self._masks = LLExecutor(threads)
+        self._cache: OrderedDict[str, Future[Matcher]] = OrderedDict()
+        self._vocabulary = self._threads.submit(_prepared, make_vocabulary)
+        self.num_compiled = 0
+
+    def start(self, grammar: str) -> Future[Matcher]:
+        """Return a matcher to make copies of, once it is compiled. Its future raises RequestError for a grammar that
+        cannot be, and another error if none can. A caller may cancel it, if it alone has asked for it."""
+        found = self._cache.get(grammar)
+        if found is None or found.cancelled():
+            found = self._cache[grammar] = self._threads.submit(self._compile, grammar)
+        self._cache.move_to_end(grammar)
+        while len(self._cache) > MAX_CACHED:
+            self._cache.popitem(last=False)
+        return found
+
+    def fill(self, wanted: Sequence[Wanted]) -> tuple[int, bytes]:
+        """Make masks on several threads, line after line. Return the words of 32 bits in a line, and the lines: bit
+        t % 32 of word t // 32, little-endian, allows token t. A matcher that fails notes its error, and its lines mean
+        nothing."""
+        vocabulary = self._vocabulary.result()
+        words = -(-vocabulary.vocab_size // 32)
+        lines = np.full((sum(1 + len(one.drafts) for one in wanted), words), 0xFFFFFFFF, dtype=np.uint32)
+        plain, drafted, first = [], [], 0
+        for one in wanted:
+            if one.drafts:
+                drafted.append((one.matcher.inner, first, list(one.drafts)))
+            else:
+                plain.append((one.matcher.inner, first))
+            first += 1 + len(one.drafts)
+        where = lines.ctypes.data, 4 * words, len(lines)
+        if plain:
+            self._masks.unsafe_compute_mask_ptr(plain, *where)
+        if drafted:
+            self._masks.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
+        first = 0
+        for one in wanted:
+            one.matcher.note_error()
+            for line, tokens in zip(lines[first : first + 1 + len(one.drafts)], one.reluctant, strict=False):
+                _forbid_unless_alone(line, tokens)
+            first += 1 + len(one.drafts)
+        return words, lines.tobytes()
+
+    def eos_token_ids(self) -> frozenset[int]:
+        """Return the tokens that end a text of this vocabulary, once it is made."""
+        return frozenset(self._vocabulary.result().eos_tokens)
+
+    def shutdown(self) -> None:
+        """Stop the threads. What is being compiled is not waited for."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, grammar: str) -> Matcher:
+        try:
+            vocabulary = self._vocabulary.result()
+        except HeadraceError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"output cannot be held to a grammar: no vocabulary: {type(error).__name__}") from error
+        inner = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
+        if not inner.is_error():
+            inner.compute_bitmask()  # which makes the first parts of its automata; copies have them too
+        if inner.is_error():
+            raise RequestError(f"the grammar cannot be compiled: {_first_line(inner)}", "structured_outputs")
+        self.num_compiled += 1
+        return Matcher(inner)
+
+
+def _prepared(make_vocabulary: Callable[[], LLTokenizer]) -> LLTokenizer:
+    """Make the vocabulary, and a first mask with it, so that no request waits for what only the first one takes."""
+    vocabulary = make_vocabulary()
+    LLMatcher(vocabulary, LLMatcher.grammar_from_json_schema({"type": "object"}), log_level=0).compute_bitmask()
+    return vocabulary
+
+
+def _first_line(inner: LLMatcher) -> str:
+    return clip((inner.get_error() or "no reason is known").strip().splitlines()[0])
+
+
+def _forbid_unless_alone(line: np.ndarray, tokens: Collection[int]) -> None:
+    """Forbid tokens in a mask # [words] uint32, unless it allows no others."""
+    ids = np.array([token for token in tokens if token < 32 * len(line)], dtype=np.int64)
+    bits = np.zeros_like(line)
+    np.bitwise_or.at(bits, ids >> 5, np.uint32(1) << (ids & 31).astype(np.uint32))
+    kept = line & ~bits
+    if kept.any():
+        line[:] = kept
