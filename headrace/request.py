@@ -63,11 +63,14 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=Fals
     scheduled_time: float = 0.0
     """Seconds of time.monotonic() when its first step was submitted; set in the first output."""
     error: str | None = None
+    invalid: bool = False
+    """With an error: what the request asks for is why, not the engine."""
 
     @classmethod
-    def failed(cls, request_id: str, error: str) -> EngineCoreOutput:
+    def failed(cls, request_id: str, error: str, invalid: bool = False) -> EngineCoreOutput:
         """Return the last output of a request that fails."""
-        return cls(request_id=request_id, new_token_ids=[], finish_reason=FinishReason.ERROR, error=error)
+        reason = FinishReason.ERROR
+        return cls(request_id=request_id, new_token_ids=[], finish_reason=reason, error=error, invalid=invalid)
 
 
 class RequestStatus(enum.Enum):

@@ -19,7 +19,7 @@ from headrace.engine.grammars import Grammars
 from headrace.engine.messages import Abort, CoreFacts
 from headrace.engine.step_health import StepHealth
 from headrace.engine.step_watch import StepWatch, Watched
-from headrace.errors import EngineDeadError, HeadraceError, OutOfMemoryError
+from headrace.errors import EngineDeadError, HeadraceError, OutOfMemoryError, RequestError
 from headrace.executor.base import Executor, StepHandle
 from headrace.planner.record import Decision
 from headrace.planner.smaller import smaller_budget
@@ -102,7 +102,7 @@ class EngineCore:
             else:
                 self.scheduler.add_request(request)
         except HeadraceError as error:
-            self._refused.append(EngineCoreOutput.failed(request.request_id, str(error)))
+            self._refused.append(_failed(request, error))
 
     def abort(self, aborts: Iterable[Abort]) -> None:
         """End requests without further output. Ids of requests that have ended already are ignored."""
@@ -229,7 +229,7 @@ class EngineCore:
         masks = self._grammars.masks(step.plan.step, requests := self.scheduler.masked_requests(step.plan))
         for request in (masked.request for masked in requests):
             if request.matcher is not None and request.matcher.error:
-                outputs.append(self.scheduler.fail_request(request, request.matcher.error))
+                outputs.append(self.scheduler.fail_request(request, request.matcher.error, invalid=True))
         step.masked = False
         try:
             self._executor.sample(masks)
@@ -242,13 +242,14 @@ class EngineCore:
     def _take_compiled(self, outputs: list[EngineCoreOutput]) -> None:
         """Pass on the requests whose grammars are compiled, and end those whose grammars cannot be."""
         for request, outcome in self._grammars.released():
+            if isinstance(outcome, HeadraceError):
+                self.scheduler.count_received(request)
+                outputs.append(_failed(request, outcome))
+                continue
             try:
-                if isinstance(outcome, HeadraceError):
-                    self.scheduler.count_received(request)
-                    raise outcome
                 self.scheduler.add_request(request, outcome)
             except HeadraceError as error:
-                outputs.append(EngineCoreOutput.failed(request.request_id, str(error)))
+                outputs.append(_failed(request, error))
 
     def _collect_done(self, outputs: list[EngineCoreOutput]) -> bool:
         """Take the results of all steps that are done; return whether there was any."""
@@ -318,6 +319,10 @@ class EngineCore:
         for request in self.scheduler.running.items:
             if request.admitted_step == plan.step and not request.num_preemptions:
                 self._scheduled_at[request.request_id] = now
+
+
+def _failed(request: EngineCoreRequest, error: HeadraceError) -> EngineCoreOutput:
+    return EngineCoreOutput.failed(request.request_id, str(error), isinstance(error, RequestError))
 
 
 def log_decisions(decisions: list[Decision], level: int = logging.DEBUG) -> list[Decision]:

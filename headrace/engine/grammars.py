@@ -69,9 +69,8 @@ class Grammars:
                 yield held.request, _outcome(held.compiled)
             elif self._clock() > held.deadline:
                 self.drop(name)
-                late = (
-                    f"the grammar was not compiled within {COMPILE_SECONDS:g} seconds: it is too complex, or many are"
-                )
+                seconds = f"within {COMPILE_SECONDS:g} seconds"
+                late = f"the grammar was not compiled {seconds}: it is too complex, or many are compiled at once"
                 yield held.request, RequestError(late, "structured_outputs")
 
     def wait(self, seconds: float) -> None:

@@ -149,11 +149,12 @@ class Scheduler:
         self.kv_cache.pages.clear_again(step.cleared_pages)
         return outputs
 
-    def fail_request(self, request: Request, message: str) -> EngineCoreOutput:
-        """End a request with an error. Its blocks leave the prefix cache: what they hold may be the cause."""
+    def fail_request(self, request: Request, message: str, invalid: bool = False) -> EngineCoreOutput:
+        """End a request with an error. Its blocks leave the prefix cache: what they hold may be the cause. `invalid`:
+        what it asks for is the cause."""
         self._finish(request, FinishReason.ERROR)
         self.kv_cache.forget_after(request, 0)
-        return EngineCoreOutput.failed(request.request_id, message)
+        return EngineCoreOutput.failed(request.request_id, message, invalid)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         if request.status is RequestStatus.RUNNING:
@@ -409,7 +410,7 @@ class Scheduler:
                 continue
             token = token_ids[sample] if samples else 0
             if token < 0:
-                outputs.append(self.fail_request(request, NO_TOKEN_REASONS[token]))
+                outputs.append(self.fail_request(request, NO_TOKEN_REASONS[token], token == NO_TOKEN_ALLOWED))
                 continue
             ends = False
             if matched and samples and (matcher := request.matcher) is not None:
@@ -417,7 +418,7 @@ class Scheduler:
                 if not step.num_drafts:  # else that is done
                     follow_grammar(request, [token])
                 if matcher.error:
-                    outputs.append(self.fail_request(request, matcher.error))
+                    outputs.append(self.fail_request(request, matcher.error, invalid=True))
                     continue
                 ends = matcher.finished
             end = computed + count

@@ -20,7 +20,7 @@ from headrace.cache_groups import same_layout
 from headrace.config import EngineConfig
 from headrace.errors import CheckpointError, EngineDeadError, HeadraceError
 from headrace.model_config import ModelConfig
-from headrace.step import Logprobs, NewRow, RunnerOutput, SchedulerOutput, WorkerFacts
+from headrace.step import Logprobs, Masks, NewRow, RunnerOutput, SchedulerOutput, WorkerFacts
 
 VOCAB_SIZE = 512
 EOS = 2
@@ -101,6 +101,9 @@ class FakeExecutor:
         if DEAD_TOKEN in firsts:
             return FakeStep(EngineDeadError("scripted death of the executor"), self._free_at, self.late)
         return FakeStep(self._compute(step), self._free_at, self.late)
+
+    def sample(self, masks: Masks) -> None:
+        """The script says what is sampled, whatever is allowed."""
 
     def check(self) -> None:
         pass

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,11 +30,12 @@ from headrace.runner.cuda_graph import Shape, StepGraphs, _for_any_lengths
 from headrace.runner.input_batch import Batch, InputBatch
 from headrace.runner.kv_cache import cache_shape
 from headrace.runner.model_runner import Drafter, ModelRunner, RunnerLimits
-from headrace.runner.pending import PendingStep
+from headrace.runner.pending import MaskedStep
 from headrace.sampling_params import SamplingParams
 from headrace.scheduler.config import SchedulerConfig
 from headrace.scheduler.scheduler import Scheduler
-from headrace.step import SchedulerOutput, WorkerFacts
+from headrace.step import Masks, SchedulerOutput, WorkerFacts
+from headrace.structured_outputs.matcher import GrammarCompiler
 from tests.runner.fakes import KERNELS, AttentionInGraphs, RecordingDevice, shapes_of
 
 CPU = torch.device("cpu")
@@ -90,9 +92,17 @@ class InThisProcess:
         self.runner = runner
         self.steps: list[SchedulerOutput] = []
 
-    def execute(self, step: SchedulerOutput) -> PendingStep:
+    def execute(self, step: SchedulerOutput) -> Any:
         self.steps.append(step)
-        return self.runner.execute(step)
+        if not step.masked:
+            return self.runner.execute(step)
+        self.masked, self.forward = MaskedStep(step), self.runner.begin(step)
+        return self.masked
+
+    def sample(self, masks: Masks) -> None:
+        assert masks.step == self.steps[-1].step
+        assert self.forward is not None
+        self.masked.sampled = self.runner.finish(self.forward, masks)
 
     def check(self) -> None:
         pass
@@ -103,6 +113,7 @@ def make_core(
     num_blocks: int,
     warmup_sizes: Sequence[tuple[int, int]] = (),
     executor: Callable[[ModelRunner], InThisProcess] = InThisProcess,
+    compiler: GrammarCompiler | None = None,
 ) -> EngineCore:
     runner.allocate(num_blocks)
     sizes = (
@@ -121,7 +132,7 @@ def make_core(
     )
     worker = WorkerFacts("cpu", "recorded", 0, 0, same_layout(BLOCK_SIZE), 0, "", warmup_sizes=list(warmup_sizes))
     facts = CoreFacts(config, [], [worker], num_blocks)
-    return EngineCore(facts, Scheduler(scheduler), executor(runner))  # type: ignore[arg-type]
+    return EngineCore(facts, Scheduler(scheduler), executor(runner), compiler=compiler)  # type: ignore[arg-type]
 
 
 def traffic() -> list[EngineCoreRequest]:

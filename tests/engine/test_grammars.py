@@ -1,0 +1,462 @@
+"""Requests with grammars through the core: those whose grammars compile hold nobody up, steps sample under the masks
+that their outputs so far call for, and whatever fails takes only its own request along."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from llguidance import LLTokenizer
+
+from headrace.cache_groups import same_layout
+from headrace.config import EngineConfig
+from headrace.engine import grammars as grammars_module
+from headrace.engine.core import EngineCore
+from headrace.engine.messages import Abort, CoreFacts
+from headrace.errors import HeadraceError
+from headrace.request import EngineCoreOutput, EngineCoreRequest, FinishReason
+from headrace.sampling_params import SamplingParams
+from headrace.scheduler.config import SchedulerConfig
+from headrace.scheduler.scheduler import Scheduler
+from headrace.step import Masks, RunnerOutput, SchedulerOutput
+from headrace.structured_outputs.matcher import GrammarCompiler, Matcher
+from tests.structured_outputs.grammars import (
+    EOS,
+    VOCAB_SIZE,
+    byte_vocabulary,
+    choice,
+    decode,
+    encode,
+    regex,
+    schema,
+)
+
+OBJECT = schema(
+    {
+        "type": "object",
+        "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "boolean"}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+)
+TEXTS = {f'{{"a":"{a}","b":{b}}}' for a in ("x", "yy") for b in ("true", "false")}
+
+
+@dataclass(eq=False)
+class Sampled:
+    """A step that is done now and then; one that is masked cannot be before its masks came."""
+
+    is_done: Callable[[], bool]
+    output: RunnerOutput | Exception | None = None
+
+    def done(self) -> bool:
+        return self.output is not None and self.is_done()
+
+    def result(self) -> RunnerOutput:
+        assert self.output is not None, "waited for a step that has no masks yet"
+        if isinstance(self.output, Exception):
+            raise self.output
+        return self.output
+
+
+@dataclass
+class Device:
+    """Samples any token that is allowed. `done`: how often a result is there before it is waited for."""
+
+    done: float = 0.0
+    seed: int = 0
+    fails: dict[str, set[int]] = field(default_factory=dict)
+    """execute | sample | result -> numbers of the steps that fail there"""
+    steps: list[SchedulerOutput] = field(default_factory=list)
+    num_masked: int = 0
+    waiting: Sampled | None = None
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+
+    def execute(self, step: SchedulerOutput) -> Sampled:
+        assert self.waiting is None, "a step was executed before the one ahead of it had sampled"
+        self.steps.append(step)
+        if step.step in self.fails.get("execute", ()):
+            raise HeadraceError("out of luck")
+        handle = Sampled(lambda: self.rng.random() < self.done)
+        if step.masked:
+            self.waiting = handle
+        else:
+            handle.output = self._sample(step, Masks(step.step, {}, 0, b""))
+        return handle
+
+    def sample(self, masks: Masks) -> None:
+        step, handle = self.steps[-1], self.waiting
+        self.waiting = None
+        assert handle is not None
+        assert (step.masked, step.step) == (True, masks.step)
+        self.num_masked += 1
+        if step.step in self.fails.get("sample", ()):
+            raise HeadraceError("out of luck")
+        handle.output = self._sample(step, masks)
+
+    def _sample(self, step: SchedulerOutput, masks: Masks) -> RunnerOutput | Exception:
+        if step.step in self.fails.get("result", ()):
+            return HeadraceError("out of luck")
+        lines = np.frombuffer(masks.bits, np.uint8).reshape(-1, max(1, 4 * masks.num_words))
+        tokens = []
+        for row, samples in zip(step.rows, step.samples, strict=True):
+            if samples:
+                line = masks.first_lines.get(row)
+                may = [*range(VOCAB_SIZE)]
+                if line is not None:
+                    may = np.flatnonzero(np.unpackbits(lines[line], bitorder="little")).tolist()
+                tokens.append(self.rng.choice(may) if may else -1)
+        return RunnerOutput(step.step, tokens)
+
+    def check(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler(byte_vocabulary, threads=2)
+    yield made
+    made.shutdown()
+
+
+def make_core(
+    device: Device, compiler: GrammarCompiler | None, overlap: bool = True, num_pages: int = 64
+) -> EngineCore:
+    limits = SchedulerConfig(
+        max_num_seqs=6, max_num_batched_tokens=24, max_model_len=96, layout=same_layout(4), num_pages=num_pages,
+        look_ahead=False,
+    )  # fmt: skip
+    facts = CoreFacts(EngineConfig(async_scheduling=overlap), [], [], num_pages)
+    return EngineCore(facts, Scheduler(limits), device, compiler=compiler)  # type: ignore[arg-type]
+
+
+def request(name: str, grammar: str = "", max_tokens: int = 40, prompt: int = 3, **params: Any) -> EngineCoreRequest:
+    given = SamplingParams(max_tokens=max_tokens, **params)
+    stops = [] if given.ignore_eos else [EOS]
+    return EngineCoreRequest(
+        request_id=name, prompt_token_ids=[5] * prompt, params=given, max_tokens=max_tokens, seed=0,
+        stop_token_ids=[*stops, *given.stop_token_ids], grammar=grammar,
+    )  # fmt: skip
+
+
+@dataclass
+class Answer:
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    invalid: bool = False
+
+    @property
+    def text(self) -> str:
+        return decode(self.token_ids)
+
+    def add(self, output: EngineCoreOutput) -> None:
+        assert self.finish_reason is None
+        self.token_ids += output.new_token_ids
+        self.finish_reason, self.error, self.invalid = output.finish_reason, output.error, output.invalid
+
+
+def drain(core: EngineCore, answers: dict[str, Answer] | None = None) -> dict[str, Answer]:
+    found = {} if answers is None else answers
+    for _ in range(20_000):
+        if not core.has_work():
+            return found
+        stepped = core.step()
+        assert stepped is not None
+        for output in stepped.outputs:
+            found.setdefault(output.request_id, Answer()).add(output)
+    raise AssertionError("never done")
+
+
+def run(core: EngineCore, *requests: EngineCoreRequest) -> dict[str, Answer]:
+    for one in requests:
+        core.add_request(one)
+    return drain(core)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("done", [0.0, 0.5, 1.0])
+def test_outputs_follow_their_grammars_however_steps_overlap(
+    compiler: GrammarCompiler, overlap: bool, done: float
+) -> None:
+    device = Device(done, seed=random.randrange(10**6))
+    core = make_core(device, compiler, overlap)
+    answers = run(
+        core,
+        *(request(f"object {number}", OBJECT, prompt=1 + 9 * number) for number in range(5)),
+        *(request(f"digits {number}", regex("[0-9]{3}x"), ignore_eos=number > 1) for number in range(4)),
+        *(request(f"plain {number}", max_tokens=7, ignore_eos=True) for number in range(4)),
+    )
+    for name, answer in answers.items():
+        assert answer.error is None
+        if name.startswith("object"):
+            assert answer.text in TEXTS
+        elif name.startswith("digits"):
+            assert len(answer.text) == 4
+            assert answer.text.endswith("x")
+        assert answer.finish_reason == ("length" if name.startswith("plain") else "stop")
+    assert len(answers) == 13
+    assert device.num_masked > 0
+
+
+def test_plain_steps_are_executed_in_one_call(compiler: GrammarCompiler) -> None:
+    device = Device()
+    core = make_core(device, compiler)
+    run(core, request("a", OBJECT))
+    masked = device.num_masked
+    run(core, *(request(f"plain {number}", max_tokens=5) for number in range(3)))
+    assert device.num_masked == masked > 0
+    assert core.scheduler._num_matched == 0
+
+
+def test_masked_steps_run_ahead_too(compiler: GrammarCompiler) -> None:
+    """While step N is still computed, step N + 1 is executed up to where it samples."""
+    device = Device(done=0.0)
+    core = make_core(device, compiler)
+    core.add_request(request("a", regex("[0-9]{20}"), ignore_eos=True))
+    depths = Counter[int]()
+    while core.has_work():
+        core.step()
+        depths[len(core._inflight)] += 1
+    assert depths[1] > 15
+    assert len(device.steps) == 21  # one is thrown away: it ran while the last token was on its way
+
+
+def test_a_grammar_that_can_go_on_is_cut_by_max_tokens(compiler: GrammarCompiler) -> None:
+    answers = run(make_core(Device(), compiler), request("a", regex("[0-9]+"), max_tokens=9, ignore_eos=True))
+    assert (answers["a"].finish_reason, len(answers["a"].token_ids)) == ("length", 9)
+    assert answers["a"].text.isdigit()
+
+
+def test_a_complete_output_that_fills_max_tokens_says_stop(compiler: GrammarCompiler) -> None:
+    answers = run(make_core(Device(), compiler), request("a", choice(["abc"]), max_tokens=3))
+    assert (answers["a"].finish_reason, answers["a"].text) == ("stop", "abc")
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_min_tokens_holds_as_long_as_the_grammar_allows(compiler: GrammarCompiler, ignore_eos: bool) -> None:
+    core = make_core(Device(seed=random.randrange(10**6)), compiler)
+    params: dict[str, Any] = {"min_tokens": 12, "ignore_eos": ignore_eos, "max_tokens": 20}
+    answers = run(
+        core,
+        *(request(f"free {number}", regex("[0-9]+"), **params) for number in range(4)),
+        *(request(f"short {number}", choice(["ab", "abcd"]), **params) for number in range(4)),
+    )
+    for name, answer in answers.items():
+        if name.startswith("free"):
+            assert len(answer.text) >= 12
+        else:
+            assert (answer.text, answer.finish_reason) == ("abcd", "stop")
+
+
+def test_a_stop_token_of_the_users_ends_what_the_grammar_would_go_on_with(compiler: GrammarCompiler) -> None:
+    (stop,) = encode("7")
+    answers = run(
+        make_core(Device(seed=3), compiler),
+        request("a", regex("[0-9]+"), max_tokens=80, ignore_eos=True, stop_token_ids=[stop]),
+    )
+    assert answers["a"].token_ids[-1] == stop
+    assert answers["a"].finish_reason == "stop"
+
+
+class TestWhileGrammarsCompile:
+    """Here the vocabulary, and so every grammar, waits until the test says so."""
+
+    @pytest.fixture
+    def ready(self) -> Iterator[threading.Event]:
+        event = threading.Event()
+        yield event
+        event.set()
+
+    @pytest.fixture
+    def slow(self, ready: threading.Event) -> Iterator[GrammarCompiler]:
+        def read() -> LLTokenizer:
+            assert ready.wait(30)
+            return byte_vocabulary()
+
+        made = GrammarCompiler(read, threads=1)
+        yield made
+        ready.set()
+        made.shutdown()
+
+    def test_others_do_not_wait(self, slow: GrammarCompiler, ready: threading.Event) -> None:
+        core, answers = make_core(Device(), slow), {}
+        core.add_request(request("held", OBJECT))
+        core.add_request(request("plain", max_tokens=5, ignore_eos=True))
+        while "plain" not in answers or answers["plain"].finish_reason is None:
+            stepped = core.step()
+            assert stepped is not None
+            for output in stepped.outputs:
+                answers.setdefault(output.request_id, Answer()).add(output)
+        assert "held" not in answers
+        assert core.has_work()
+        assert not core.may_warm_up
+        ready.set()
+        assert drain(core)["held"].text in TEXTS
+
+    def test_one_that_takes_too_long_ends_its_request(
+        self, slow: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(grammars_module, "COMPILE_SECONDS", 0.05)
+        core = make_core(Device(), slow)
+        answers = run(core, request("held", OBJECT), request("plain", max_tokens=5))
+        assert answers["held"].error == (
+            "the grammar was not compiled within 0.05 seconds: it is too complex, or many are compiled at once"
+        )
+        assert answers["held"].invalid
+        assert answers["plain"].error is None
+        assert core.snapshot([]).stats.num_received == 2
+
+    def test_an_abort_leaves_nothing(self, slow: GrammarCompiler, ready: threading.Event) -> None:
+        core = make_core(Device(), slow)
+        for name in ("a", "b"):
+            core.add_request(request(name, OBJECT))
+        core.abort([Abort("a")])
+        ready.set()
+        answers = drain(core)
+        assert set(answers) == {"b"}
+        stats = core.snapshot([]).stats
+        assert (stats.num_received, stats.num_received_tokens, len(core._grammars)) == (2, 6, 0)
+
+    def test_an_id_in_use_is_refused(self, slow: GrammarCompiler, ready: threading.Event) -> None:
+        core = make_core(Device(), slow)
+        core.add_request(request("a", OBJECT))
+        core.add_request(request("a", choice(["b"])))
+        stepped = core.step()
+        assert stepped is not None
+        assert "is in use" in str(stepped.outputs[0].error)
+        ready.set()
+        assert drain(core)["a"].text in TEXTS
+
+
+def test_without_a_tokenizer_a_grammar_is_refused() -> None:
+    answers = run(make_core(Device(), None), request("a", OBJECT), request("b", max_tokens=4))
+    assert "needs a tokenizer" in str(answers["a"].error)
+    assert answers["b"].error is None
+
+
+def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(compiler: GrammarCompiler) -> None:
+    answers = run(make_core(Device(), compiler), request("bad", "start: ("), request("good", OBJECT))
+    assert "cannot be compiled" in str(answers["bad"].error)
+    assert answers["bad"].invalid
+    assert answers["good"].text in TEXTS
+
+
+def test_a_request_that_cannot_run_is_refused_once_its_grammar_is_there(compiler: GrammarCompiler) -> None:
+    answers = run(make_core(Device(), compiler, num_pages=2), request("big", OBJECT, prompt=90, max_tokens=2))
+    assert "pages of KV cache" in str(answers["big"].error)
+
+
+@pytest.mark.parametrize("when", ["mask", "advance"])
+def test_a_grammar_that_fails_midway_ends_its_request_alone(
+    compiler: GrammarCompiler, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = 4
+
+    def fails(self: Matcher) -> None:
+        if self.inner in broken:
+            self.error = "too complex"
+
+    broken: list[object] = []
+    core = make_core(Device(seed=5), compiler)
+    core.add_request(request("bad", regex("[0-9]+"), ignore_eos=True))
+    core.add_request(request("good", OBJECT))
+    advance = Matcher.advance
+
+    def advanced(self: Matcher, token_ids: list[int]) -> int:
+        taken = advance(self, token_ids)
+        bad = core.scheduler.requests.get("bad")
+        if bad is not None and bad.matcher is self and bad.num_output_tokens >= limit:
+            broken.append(self.inner)
+            if when == "advance":
+                self.error = "too complex"
+        return taken
+
+    monkeypatch.setattr(Matcher, "advance", advanced)
+    monkeypatch.setattr(Matcher, "note_error", fails)
+    answers = drain(core)
+    assert answers["bad"].error == "too complex"
+    assert len(answers["bad"].token_ids) in (limit, limit + 1)
+    assert answers["good"].text in TEXTS
+
+
+@pytest.mark.parametrize("where", ["execute", "sample", "result"])
+def test_a_masked_step_that_fails_ends_its_requests_alone(compiler: GrammarCompiler, where: str) -> None:
+    device = Device(fails={where: {2}})
+    core = make_core(device, compiler)
+    answers = run(core, *(request(f"first {number}", regex("[0-9]{9}")) for number in range(3)))
+    answers |= run(core, request("later", OBJECT))
+    assert answers.pop("later").text in TEXTS
+    assert {answer.error for answer in answers.values()} == {"the step failed: HeadraceError: out of luck"}
+    stats = core.snapshot([]).stats
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+def test_a_thousand_requests_under_aborts_are_neither_lost_nor_leaked(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of them with grammars, in a cache that is too small for them, while steps fail now and then."""
+    made: list[weakref.ref[Matcher]] = []
+    copy = Matcher.copy
+
+    def copied(self: Matcher) -> Matcher:
+        made.append(weakref.ref(other := copy(self)))
+        return other
+
+    monkeypatch.setattr(Matcher, "copy", copied)
+    rng = random.Random()
+    fails = {where: {rng.randrange(2500) for _ in range(3)} for where in ("execute", "sample", "result")}
+    core = make_core(Device(done=0.4, seed=rng.randrange(10**6), fails=fails), compiler, num_pages=40)
+    answers: dict[str, Answer] = {}
+    aborted: set[str] = set()
+    kinds = {"object": OBJECT, "digits": regex("[0-9]{2,6}x"), "plain": "", "bad": "start: ("}
+    for number in range(1000):
+        kind = rng.choices([*kinds], [10, 10, 20, 1])[0]
+        name = f"{kind} {number}"
+        answers[name] = Answer()
+        core.add_request(
+            request(name, kinds[kind], rng.randint(1, 40), rng.randint(1, 40), ignore_eos=rng.random() < 0.3)
+        )
+        for _ in range(rng.randint(0, 3)):
+            if (stepped := core.step()) is not None:
+                for output in stepped.outputs:
+                    answers[output.request_id].add(output)
+        if rng.random() < 0.2:
+            victim = rng.choice([*answers])
+            if answers[victim].finish_reason is None:
+                aborted.add(victim)
+                core.abort([Abort(victim)])
+    drain(core, answers)
+    for name, answer in answers.items():
+        if name in aborted:
+            continue
+        assert answer.finish_reason is not None, f"{name} is lost"
+        if answer.finish_reason == "stop" and name.startswith("object"):
+            assert answer.text in TEXTS
+        elif answer.finish_reason == "stop" and name.startswith("digits"):
+            assert answer.text[:-1].isdigit()
+            assert answer.text[-1] == "x"
+        if answer.finish_reason == "error":
+            assert (
+                ("cannot be compiled" in str(answer.error)) if name.startswith("bad") else "luck" in str(answer.error)
+            )
+    stats = core.snapshot([]).stats
+    assert stats.num_received == 1000
+    assert (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, stats.num_blocks)
+    assert core.scheduler._num_matched == 0
+    gc.collect()
+    assert made
+    assert [one for one in made if one() is not None] == []
