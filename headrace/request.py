@@ -147,7 +147,8 @@ class Request:
     matcher: Matcher | None = None
     """None where no grammar holds the output, and once the request has ended."""
     drafts: Sequence[int] = ()
-    """The drafts behind its newest token, where its masks depend on them."""
+    """The drafts behind its newest token, where its masks depend on them; empty if it has not sampled since it last
+    began to run."""
 
     def __post_init__(self) -> None:
         self.request_id = self.core_request.request_id
@@ -159,6 +160,11 @@ class Request:
     def own_tokens(self) -> None:
         """Copy the token ids, so that tokens may be appended from now on."""
         self.token_ids = list(self.token_ids)
+
+    @property
+    def drafts_are_known(self) -> bool:
+        """False if its masks depend on drafts, and there are none: it has not sampled since it last began to run."""
+        return self.matcher is None or self.num_inflight > 0 or len(self.drafts) > 0
 
     @property
     def num_tokens(self) -> int:

@@ -66,16 +66,22 @@ class StepPlan:
         rows = [request.row for request in decodes]
         computed = [request.num_computed_tokens for request in decodes]
         counts, samples = [1] * len(decodes), [True] * len(decodes)
-        for request in decodes:
-            request.num_computed_tokens += 1
-            request.num_inflight += 1
         if config.num_drafts:
             counts = [config.end_of_decode(done) - done for done in computed]
             num_drafts = [count - 1 for count in counts]
+            if grammars:
+                num_drafts = [
+                    drafts if request.drafts_are_known else 0
+                    for request, drafts in zip(decodes, num_drafts, strict=True)
+                ]
+                counts = [1 + drafts for drafts in num_drafts]
             for request, drafts in zip(decodes, num_drafts, strict=True):
                 request.num_computed_tokens += drafts
                 request.num_inflight += drafts
             num_drafts = num_drafts + [0] * len(self.chunks) if any(num_drafts) else []
+        for request in decodes:
+            request.num_computed_tokens += 1
+            request.num_inflight += 1
         for request, count in self.chunks:
             rows.append(request.row)
             computed.append(request.num_computed_tokens)

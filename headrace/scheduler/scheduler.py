@@ -369,6 +369,7 @@ class Scheduler:
             request.status = RequestStatus.RUNNING
             request.num_computed_tokens = computed
             request.admitted_step = self._next_step
+            request.drafts = ()
             self.running.add(request)
             for group, (block_ids, first) in enumerate(zip(request.block_ids, request.first_blocks, strict=True)):
                 if block_ids[first:]:

@@ -257,12 +257,15 @@ def compile_rest():
     for weight in (None, x[0, :128]):
         rotary.rotary_and_cache(q, k, v, angles, wide, cache, wide, weight, weight)
     sampling.gumbel_argmax(x, torch.zeros(16), wide, wide)
+    for scores in (x, x.float()):
+        sampling.mask_tokens(scores, torch.zeros(16, 128, dtype=torch.int32), wide)
     ones = torch.ones(16)
     filter.filter_floor(torch.zeros(16, 128256), ones, numbers, ones, ones)
     rest = (
         norm._rms_norm_kernel, activation._silu_and_mul_kernel, batch._prepare_batch_kernel, batch._copy_words_kernel,
         batch._scatter_words_kernel, batch._commit_tokens_kernel, batch._settle_lengths_kernel,
-        rotary._rotary_and_cache_kernel, sampling._gumbel_kernel, sampling._pick_kernel, attention._combine_kernel,
+        rotary._rotary_and_cache_kernel, sampling._gumbel_kernel, sampling._pick_kernel, sampling._mask_kernel,
+        attention._combine_kernel,
         filter._groups_kernel, filter._histogram_kernel, filter._limit_kernel,
     )  # fmt: skip
     for kernel in rest:

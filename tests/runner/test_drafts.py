@@ -1,10 +1,13 @@
 """Decodes with drafts give the tokens and scores of decodes without, through the real sampler, runner, scheduler and
-core: right, wrong and random drafts, steps that run ahead of results, preemption, prefix hits, stops, and graphs."""
+core: right, wrong and random drafts, steps that run ahead of results, preemption, prefix hits, stops, grammars, and
+graphs."""
 
 from __future__ import annotations
 
 import random
+import re
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,15 +18,20 @@ from headrace.engine.core import EngineCore
 from headrace.request import EngineCoreRequest
 from headrace.runner.input_batch import Batch
 from headrace.runner.model_runner import ModelRunner
-from headrace.runner.pending import PendingStep
+from headrace.runner.pending import FinishedStep, MaskedStep
 from headrace.runner.request_state import RequestState
 from headrace.runner.step_parts import execute_token_by_token, execute_with_less_memory
 from headrace.sampling_params import SamplingParams
-from headrace.step import RunnerOutput, SchedulerOutput
+from headrace.step import Masks, RunnerOutput, SchedulerOutput
+from headrace.structured_outputs.matcher import GrammarCompiler
 from tests.runner.fakes import shapes_of
 from tests.runner.test_cuda_graph import LIMITS, InThisProcess, make_core, make_runner
+from tests.structured_outputs.grammars import EOS, VOCAB_SIZE, byte_vocabulary, decode, regex
 
-VOCAB, STOP = 61, 60
+VOCAB, STOP = VOCAB_SIZE, EOS
+WORD = "[0-9a-p]{8,20}"
+MASKED = (2, 5, 9, 10, 14)
+"""Requests that write such a word"""
 Answers = dict[int, tuple[list[int], list[float]]]
 """seed -> (tokens, their log-probabilities)"""
 
@@ -50,7 +58,7 @@ class ScriptedDrafter:
 class Late:
     """A step whose result is not there before it is waited for, so that the next one is scheduled without it."""
 
-    def __init__(self, pending: PendingStep) -> None:
+    def __init__(self, pending: Any) -> None:
         self.pending = pending
 
     def done(self) -> bool:
@@ -100,6 +108,7 @@ def traffic() -> list[EngineCoreRequest]:
                 seed=number,
                 stop_token_ids=[STOP, 17] if number % 3 and number != 7 else [],
                 bad_words_token_ids=bad_words,
+                grammar=regex(WORD) if number in MASKED else "",
             )
         )
     return requests
@@ -124,13 +133,21 @@ def serve(core: EngineCore) -> Answers:
     raise AssertionError("never done")
 
 
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler(byte_vocabulary, threads=1)
+    yield made
+    made.shutdown()
+
+
 def make_drafting(
-    kind: str, num_drafts: int, answers: Answers, mode: str = "NONE", executor: type[InThisProcess] = RunsAhead
-) -> tuple[ModelRunner, EngineCore]:
+    kind: str, num_drafts: int, answers: Answers, compiler: GrammarCompiler, mode: str = "NONE",
+    executor: type[InThisProcess] = RunsAhead,
+) -> tuple[ModelRunner, EngineCore]:  # fmt: skip
     sequences = {r.seed: r.prompt_token_ids + answers[r.seed][0] for r in traffic()}
     drafter = ScriptedDrafter(kind, num_drafts, sequences)
     runner = make_runner("llama", mode, drafter=drafter)
-    return runner, make_core(runner, num_blocks=30, executor=executor)
+    return runner, make_core(runner, num_blocks=30, executor=executor, compiler=compiler)
 
 
 @pytest.fixture(autouse=True)
@@ -139,16 +156,17 @@ def weights_that_tell_tokens_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def expected() -> tuple[Answers, int]:
+def expected(compiler: GrammarCompiler) -> tuple[Answers, int]:
     """Without drafts, and in how many steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("headrace.models.loader.DUMMY_RANGE", 0.5)
-        core = make_core(make_runner("llama", "NONE"), num_blocks=30, executor=RunsAhead)
+        core = make_core(make_runner("llama", "NONE"), num_blocks=30, executor=RunsAhead, compiler=compiler)
         answers = serve(core)
     assert core.scheduler.stats().num_preemptions > 0
     assert core.scheduler.stats().prefix_cache_hits > 0
     assert any(tokens[-1] in (STOP, 17) for tokens, _ in answers.values()), "nothing stops"
     assert len(answers[7][0]) == LIMITS.max_model_len - 85
+    assert all(re.fullmatch(WORD, decode(answers[number][0])) for number in MASKED)
     return answers, len(core._executor.steps)  # type: ignore[attr-defined]
 
 
@@ -169,9 +187,11 @@ def check(got: Answers, answers: Answers) -> None:
         ("random", 4, "FULL_AND_PIECEWISE"),
     ],
 )
-def test_tokens_are_those_without_drafts(kind: str, num_drafts: int, mode: str, expected: tuple[Answers, int]) -> None:
+def test_tokens_are_those_without_drafts(
+    kind: str, num_drafts: int, mode: str, expected: tuple[Answers, int], compiler: GrammarCompiler
+) -> None:
     answers, num_steps = expected
-    runner, core = make_drafting(kind, num_drafts, answers, mode)
+    runner, core = make_drafting(kind, num_drafts, answers, compiler, mode)
     check(serve(core), answers)
     assert core.scheduler.stats().num_preemptions > 0
     assert core.scheduler.stats().prefix_cache_hits > 0
@@ -183,9 +203,26 @@ def test_tokens_are_those_without_drafts(kind: str, num_drafts: int, mode: str, 
         assert all(shape.num_tokens == shape.num_reqs * (1 + num_drafts) for shape in decodes)
 
 
-class TokenByToken(InThisProcess):
+class InParts(InThisProcess):
+    """As a worker does it where steps are computed in parts: a masked one waits for its masks as a whole."""
+
+    def parts(self, step: SchedulerOutput, masks: Masks | None) -> FinishedStep:
+        raise NotImplementedError
+
     def execute(self, step: SchedulerOutput) -> Any:
-        return execute_token_by_token(self.runner, step)
+        self.steps.append(step)
+        if not step.masked:
+            return self.parts(step, None)
+        self.masked = MaskedStep(step)
+        return self.masked
+
+    def sample(self, masks: Masks) -> None:
+        self.masked.sampled = self.parts(self.steps[-1], masks)
+
+
+class TokenByToken(InParts):
+    def parts(self, step: SchedulerOutput, masks: Masks | None) -> FinishedStep:
+        return execute_token_by_token(self.runner, step, masks)
 
 
 class NoMemory:
@@ -193,12 +230,12 @@ class NoMemory:
         pass
 
 
-class LessMemory(InThisProcess):
+class LessMemory(InParts):
     """Every third step finds no memory at first, and no more than three tokens at once after that."""
 
-    def execute(self, step: SchedulerOutput) -> Any:
+    def parts(self, step: SchedulerOutput, masks: Masks | None) -> FinishedStep:
         if step.step % 3:
-            return super().execute(step)
+            return FinishedStep(self.runner.execute(step, masks).result())
         forward = self.runner.forward
 
         def short(batch: Batch, cut: Any = None) -> Any:
@@ -208,15 +245,15 @@ class LessMemory(InThisProcess):
 
         self.runner.forward = short  # type: ignore[method-assign]
         try:
-            return execute_with_less_memory(self.runner, NoMemory(), step, "no memory")  # type: ignore[arg-type]
+            return execute_with_less_memory(self.runner, NoMemory(), step, "no memory", masks)  # type: ignore[arg-type]
         finally:
             self.runner.forward = forward  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("executor", [TokenByToken, LessMemory])
 def test_where_a_step_is_cut_into_parts_its_drafts_are_left_out(
-    executor: type[InThisProcess], expected: tuple[Answers, int]
+    executor: type[InThisProcess], expected: tuple[Answers, int], compiler: GrammarCompiler
 ) -> None:
     answers, _ = expected
-    _, core = make_drafting("random", 3, answers, executor=executor)
+    _, core = make_drafting("random", 3, answers, compiler, executor=executor)
     check(serve(core), answers)

@@ -7,6 +7,7 @@ prefix hit, a block given away too early or a stale block table shows up as a wr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +97,10 @@ class Script:
     outcome: int
     """Scripts of equal outcome sample equal tokens at equal positions."""
     max_model_len: int
+    complete_after: int = 0
+    """How many output tokens its grammar describes; 0: it has no grammar."""
+    broken_after: int = 0
+    """With how many output tokens its grammar fails; 0: it does not."""
 
     def __post_init__(self) -> None:
         prompt = self.request.prompt_token_ids
@@ -111,9 +116,35 @@ class Script:
         """Tokens and finish reason, had it run alone."""
         output = self.tokens[len(self.request.prompt_token_ids) :]
         for count, token in enumerate(output, start=1):
-            if token in self.request.stop_token_ids and count >= self.request.params.min_tokens:
+            if token in self.request.stop_token_ids:
+                if self.complete_after or count >= self.request.params.min_tokens:
+                    return output[:count], "stop"
+            elif count == self.broken_after:
+                return output[: count - 1], "error"
+            if count == self.complete_after:
                 return output[:count], "stop"
         return output, "length"
+
+
+class FakeMatcher:
+    """Is complete, or fails, after as many tokens as its script says."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.taken: list[int] = []
+        self.finished = False
+        self.error = ""
+
+    def advance(self, token_ids: Sequence[int]) -> int:
+        for place, token in enumerate(token_ids):
+            if self.finished or self.error:
+                return place
+            self.taken.append(token)
+            if len(self.taken) == self.script.broken_after:
+                self.error = "out of words"
+                return place
+            self.finished = len(self.taken) == self.script.complete_after
+        return len(token_ids)
 
 
 class FakeDevice:
@@ -167,8 +198,10 @@ class FakeDevice:
         return self._sample(step, batch)
 
     def _guessed(self, row: int, position: int) -> int:
+        return self.guess(self.owner[row], position)
+
+    def guess(self, script: Script, position: int) -> int:
         """The draft for a position: the token that will be sampled there, or another."""
-        script = self.owner[row]
         is_right = {"right": True, "wrong": False, "random": hash((position, script.outcome)) % 2 == 0}[self.drafts]
         return script.sampled(position) + (not is_right)
 
@@ -222,6 +255,7 @@ class FakeDevice:
         sampled: list[int] = []
         logprobs: list[Logprobs | None] = []
         num_sampled: list[int] = []
+        proposed: dict[int, list[int]] = {}
         prompt_logprobs: dict[int, list[Logprobs]] = {}
         for row, computed, count, samples, drafts in batch:
             script, tokens, end = self.owner[row], self.tokens[row], computed + count - drafts
@@ -237,9 +271,11 @@ class FakeDevice:
                     break
             tokens += new
             sampled += new
+            if samples and script.complete_after:
+                proposed[row] = [self._guessed(row, len(tokens) + place) for place in range(4)]
             num_sampled.append(len(new))
             logprobs += [Logprobs([token], [-2.0], 1) if params.logprobs is not None else None for token in new]
         return RunnerOutput(
             step.step, sampled, logprobs if any(logprobs) else [], prompt_logprobs,
-            num_sampled=num_sampled if step.num_drafts else [],
+            num_sampled=num_sampled if step.num_drafts else [], drafts=proposed,
         )  # fmt: skip

@@ -3,8 +3,9 @@
 Each history draws limits (tiny pools, odd block sizes, both policies, chunking and caching on and off, one to three
 steps in flight, up to four drafts a decode, all of them right, wrong or either), what layers keep (everything, windows,
 chunks, states, several of these over shared pages), who sends what (one by one, several together, by several clients)
-and a list of operations: add, schedule, take a result, abort, fail. After every operation the books must balance; at
-the end every request has exactly the tokens its script dictates.
+and a list of operations: add, schedule, take a result, abort, fail. A third of the requests has a grammar, which is
+complete or fails after some tokens. After every operation the books must balance; at the end every request has exactly
+the tokens its script dictates.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from headrace.scheduler.config import SchedulerConfig
 from headrace.scheduler.scheduler import Scheduler
 from headrace.step import RunnerOutput, SchedulerOutput
 
-from .support import FakeDevice, Script, make_request
+from .support import FakeDevice, FakeMatcher, Script, make_request
 
 MOST_STEPS = 3000
 """No history here needs as many: one that does is not getting anywhere."""
@@ -66,7 +67,7 @@ class Traffic:
             with pytest.raises(RequestError, match=f"needs {needed} pages of KV cache"):
                 self.scheduler.add_request(request)
             return
-        self.scheduler.add_request(request)
+        self.scheduler.add_request(request, FakeMatcher(script) if script.complete_after else None)
         self.received[request.request_id] = Received([], [], [])
 
     def schedule(self) -> bool:
@@ -82,6 +83,10 @@ class Traffic:
         self.num_steps += 1
         assert self.num_steps < MOST_STEPS, "no progress"
         self.check_step(step, due)
+        if step.masked:
+            while self.in_flight:  # its masks depend on their results
+                self.take_result()
+            self.check_masks(step)
         self.in_flight.append((step, self.device.execute(step)))
         for request in self.scheduler.running.items:
             owned = zip(self.device.block_tables[request.row], request.block_ids, request.first_blocks, strict=True)
@@ -103,6 +108,9 @@ class Traffic:
         assert known == sorted(known, key=lambda count: count > 1)
         assert set(step.num_drafts) <= {0, self.config.num_drafts}
         assert {update.row for update in step.block_updates} <= set(step.rows)
+        matched = {request.row for request in self.scheduler.running.items if request.matcher is not None}
+        sampling = {row for row, samples in zip(step.rows, step.samples, strict=True) if samples}
+        assert step.masked == bool(matched & sampling)
         for request in due:
             assert request.row in step.rows or request.status is RequestStatus.PREEMPTED
         owned = [request.row for request in self.scheduler.requests.values() if request.row >= 0]
@@ -110,6 +118,17 @@ class Traffic:
         self.note_admissions(step)
         if not self.config.enable_chunked_prefill:
             assert all(step.samples)
+
+    def check_masks(self, step: SchedulerOutput) -> None:
+        """A step is masked if it samples for a request with a grammar, whose matcher has seen all of the output, and
+        whose drafts are known."""
+        drafts = dict(zip(step.rows, step.num_drafts or [0] * len(step.rows), strict=True))
+        for request, row, known in self.scheduler.masked_requests(step):
+            script = self.script_of[request.request_id]
+            assert isinstance(request.matcher, FakeMatcher)
+            assert request.matcher.taken == request.token_ids[request.num_prompt_tokens :]
+            places = range(request.num_tokens, request.num_tokens + drafts[row])
+            assert list(known) == [self.device.guess(script, place) for place in places]
 
     def take_result(self) -> None:
         if self.in_flight:
@@ -125,6 +144,8 @@ class Traffic:
         seen.logprobs += [entry.token_ids[0] for entry in output.new_logprobs]
         seen.prompt_logprobs += [entry.token_ids[0] for entry in output.new_prompt_logprobs]
         seen.finish_reason = output.finish_reason
+        if output.error == "out of words":
+            assert self.script_of[output.request_id].expected_output()[1] == "error"
         assert output.num_cached_tokens < len(self.script_of[output.request_id].request.prompt_token_ids)
 
     def abort(self, choice: int) -> None:
@@ -208,12 +229,13 @@ class Traffic:
         assert all(pool.num_held == 0 for pool in self.scheduler.kv_cache.pages.pools)
         assert not self.scheduler.waiting._all.members, "somebody is remembered who has nothing any more"
         assert self.scheduler.stats().num_received == len(self.script_of)
+        assert self.scheduler._num_matched == 0
         for request_id, seen in self.received.items():
             script = self.script_of[request_id]
             tokens, reason = script.expected_output()
             prompt = script.request.prompt_token_ids
             if seen.cut_short or seen.finish_reason is FinishReason.ERROR:
-                assert seen.token_ids == tokens[: len(seen.token_ids)]
+                assert seen.token_ids == tokens[: len(seen.token_ids)]  # drafts before a grammar's failure go with it
                 continue
             assert (seen.token_ids, seen.finish_reason) == (tokens, reason)
             params = script.request.params
@@ -326,7 +348,8 @@ def script_lists(draw: st.DrawFn, max_model_len: int) -> list[Script]:
             client="ab"[draw(st.integers(0, 1))] if clients else "",
             parent=draw(st.sampled_from(["", "p", "q"])) if together else "",
         )
-        scripts.append(Script(request, outcome=family, max_model_len=max_model_len))
+        grammar = draw(st.sampled_from([(0, 0)] * 4 + [(1, 0), (5, 0), (30, 0), (30, 6)]))
+        scripts.append(Script(request, family, max_model_len, *grammar))
     return scripts
 
 

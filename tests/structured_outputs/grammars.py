@@ -11,7 +11,7 @@ from llguidance import LLTokenizer, TokenizerWrapper
 
 from headrace.structured_outputs.matcher import GrammarCompiler, Matcher, Wanted
 
-TEXT = b'0123456789abcdefghijklmnopqrstuvwxyz"{}[]:,. -ABCDEFGHIJKLM'
+TEXT = b'0123456789abcdefghijklmnopqrstuvwxyz"{}[]:,. -ABCDEFGHIJKLMN'
 """The bytes of token 0, 1, ...; the token behind them ends a text."""
 EOS = len(TEXT)
 VOCAB_SIZE = EOS + 1
