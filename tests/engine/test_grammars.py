@@ -28,6 +28,8 @@ from headrace.scheduler.config import SchedulerConfig
 from headrace.scheduler.scheduler import Scheduler
 from headrace.step import Masks, RunnerOutput, SchedulerOutput
 from headrace.structured_outputs.matcher import GrammarCompiler, Matcher
+from tests.runner.test_cuda_graph import make_core as make_real_core
+from tests.runner.test_cuda_graph import make_runner
 from tests.structured_outputs.grammars import (
     EOS,
     VOCAB_SIZE,
@@ -405,30 +407,33 @@ def test_a_masked_step_that_fails_ends_its_requests_alone(compiler: GrammarCompi
     assert stats.num_free_blocks == stats.num_blocks
 
 
-def test_a_thousand_requests_under_aborts_are_neither_lost_nor_leaked(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Half of them with grammars, in a cache that is too small for them, while steps fail now and then."""
-    made: list[weakref.ref[Matcher]] = []
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Matcher]]:
+    """Every matcher that a request got."""
+    found: list[weakref.ref[Matcher]] = []
     copy = Matcher.copy
 
     def copied(self: Matcher) -> Matcher:
-        made.append(weakref.ref(other := copy(self)))
+        found.append(weakref.ref(other := copy(self)))
         return other
 
     monkeypatch.setattr(Matcher, "copy", copied)
+    return found
+
+
+def serve_under_aborts(core: EngineCore, number: int, most: int) -> None:
+    """Half of the requests have grammars, one of five is aborted; none may be lost, and each answer be what its grammar
+    describes. `most`: prompt and output tokens of a request."""
     rng = random.Random()
-    fails = {where: {rng.randrange(2500) for _ in range(3)} for where in ("execute", "sample", "result")}
-    core = make_core(Device(done=0.4, seed=rng.randrange(10**6), fails=fails), compiler, num_pages=40)
     answers: dict[str, Answer] = {}
     aborted: set[str] = set()
     kinds = {"object": OBJECT, "digits": regex("[0-9]{2,6}x"), "plain": "", "bad": "start: ("}
-    for number in range(1000):
+    for place in range(number):
         kind = rng.choices([*kinds], [10, 10, 20, 1])[0]
-        name = f"{kind} {number}"
+        name = f"{kind} {place}"
         answers[name] = Answer()
         core.add_request(
-            request(name, kinds[kind], rng.randint(1, 40), rng.randint(1, 40), ignore_eos=rng.random() < 0.3)
+            request(name, kinds[kind], rng.randint(1, most), rng.randint(1, most), ignore_eos=rng.random() < 0.3)
         )
         for _ in range(rng.randint(0, 3)):
             if (stepped := core.step()) is not None:
@@ -450,13 +455,35 @@ def test_a_thousand_requests_under_aborts_are_neither_lost_nor_leaked(
             assert answer.text[:-1].isdigit()
             assert answer.text[-1] == "x"
         if answer.finish_reason == "error":
-            assert (
-                ("cannot be compiled" in str(answer.error)) if name.startswith("bad") else "luck" in str(answer.error)
-            )
+            said = "cannot be compiled" if name.startswith("bad") else "luck"
+            assert said in str(answer.error)
     stats = core.snapshot([]).stats
-    assert stats.num_received == 1000
+    assert stats.num_received == number
     assert (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, stats.num_blocks)
-    assert core.scheduler._num_matched == 0
+    assert stats.num_preemptions > 0
+    assert core.scheduler._num_matched == len(core._grammars) == 0
+
+
+def check_none_leaked(made: list[weakref.ref[Matcher]]) -> None:
     gc.collect()
     assert made
     assert [one for one in made if one() is not None] == []
+
+
+def test_requests_under_aborts_and_failing_steps_are_neither_lost_nor_leaked(
+    compiler: GrammarCompiler, made: list[weakref.ref[Matcher]]
+) -> None:
+    rng = random.Random()
+    fails = {where: {rng.randrange(2500) for _ in range(3)} for where in ("execute", "sample", "result")}
+    core = make_core(Device(done=0.4, seed=rng.randrange(10**6), fails=fails), compiler, num_pages=40)
+    serve_under_aborts(core, 1000, most=40)
+    check_none_leaked(made)
+
+
+def test_a_thousand_requests_of_a_real_model_are_neither_lost_nor_leaked(
+    compiler: GrammarCompiler, made: list[weakref.ref[Matcher]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.models.loader.DUMMY_RANGE", 0.5)
+    core = make_real_core(make_runner("llama", "NONE"), num_blocks=26, compiler=compiler)
+    serve_under_aborts(core, 1000, most=20)
+    check_none_leaked(made)
