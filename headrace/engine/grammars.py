@@ -16,6 +16,8 @@ from headrace.structured_outputs.matcher import GrammarCompiler, Matcher, Wanted
 COMPILE_SECONDS = 10.0
 """How long a request waits for its grammar, including the time in which those of others are compiled before it."""
 
+NO_TOKENS: frozenset[int] = frozenset()
+
 
 class _Held(NamedTuple):
     request: EngineCoreRequest
@@ -80,7 +82,8 @@ class Grammars:
     def masks(self, step: int, requests: Sequence[MaskedRequest]) -> Masks:
         """Return the masks of a step's requests. Those whose grammars fail now have a matcher with an error."""
         began = self._clock()
-        first_lines, wanted, line = {}, [], 0
+        first_lines: dict[int, int] = {}
+        wanted, line = [], 0
         for one in requests:
             first_lines[one.row] = line
             line += 1 + len(one.drafts)
@@ -104,9 +107,10 @@ class Grammars:
         request, matcher = one.request, one.request.matcher
         assert isinstance(matcher, Matcher)
         assert self._compiler is not None
-        params, reluctant = request.core_request.params, ()
+        params = request.core_request.params
+        reluctant: list[frozenset[int]] = []
         if params.ignore_eos or request.num_output_tokens < params.min_tokens:
-            eos = self._compiler.eos_token_ids() - request.stop_set if params.ignore_eos else frozenset()
+            eos = self._compiler.eos_token_ids() - request.stop_set if params.ignore_eos else NO_TOKENS
             outputs = range(request.num_output_tokens, request.num_output_tokens + 1 + len(one.drafts))
             reluctant = [eos | request.stop_set if count < params.min_tokens else eos for count in outputs]
         return Wanted(matcher, one.drafts, reluctant)

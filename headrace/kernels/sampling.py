@@ -1,4 +1,4 @@
-"""Forbids tokens by masks, and picks one token a row: greedily, or by Gumbel noise that depends on (seed, position,
+"""Picks one token a row, of those that masks allow: greedily, or by Gumbel noise that depends on (seed, position,
 token id) alone.
 
 The noise comes from a counter-based hash in 32-bit integers, so that Triton and torch draw the same numbers, whatever

@@ -77,8 +77,8 @@ class Worker:
         self.runner: ModelRunner | None = None
         self._masked: MaskedStep | None = None
         """The step whose masks are awaited."""
-        self._forward: Forward | None = None
-        """What it has computed."""
+        self._begun: Forward | str | None = None
+        """What it has computed, or the message of its failure if it found no memory."""
         self._trimmed = time.monotonic()
 
     def load(self) -> WorkerFacts:
@@ -244,19 +244,24 @@ class Worker:
         if self.device.type == "cpu" and time.monotonic() - self._trimmed > TRIM_SECONDS:
             trim_heap()
             self._trimmed = time.monotonic()
-        return self._on_threads(step, partial(self._begin if step.masked else self._execute, step))
+        if step.masked:
+            return self._on_threads(step, partial(self._begin, step))
+        return self._on_threads(step, partial(self._execute, step))
 
     def sample(self, masks: Masks) -> PendingStep | FinishedStep:
         """Launch the rest of the step that was executed last, which was masked."""
-        masked, forward, runner = self._masked, self._forward, self.runner
+        masked, begun, runner = self._masked, self._begun, self.runner
         assert masked is not None
         assert runner is not None
-        self._masked = self._forward = None
+        self._masked = self._begun = None
         step = masked.step
-        if forward is None:  # its forward found no memory, or waited to be computed with its sampling
+        launch: Callable[[], PendingStep | FinishedStep]
+        if begun is None:  # its tokens are computed one by one, each with its sampling
             launch = partial(self._execute, step, masks)
+        elif isinstance(begun, Forward):
+            launch = partial(self._in_parts_if_short, partial(runner.finish, begun, masks), step, masks)
         else:
-            launch = partial(self._in_parts_if_short, partial(runner.finish, forward, masks), step, masks)
+            launch = partial(execute_with_less_memory, runner, self.memory, step, begun, masks)
         masked.sampled = self._on_threads(step, launch)
         return masked.sampled
 
@@ -279,13 +284,14 @@ class Worker:
     def _begin(self, step: SchedulerOutput) -> MaskedStep:
         """Launch the forward of a masked step. If it finds no memory, all of the step is left to `sample`."""
         assert self.runner is not None
-        self._masked = MaskedStep(step)
+        self._masked, self._begun = MaskedStep(step), None
         if not self._token_by_token:
             try:
-                self._forward = self.runner.begin(step)
+                self._begun = self.runner.begin(step)
             except RuntimeError as error:
                 if not self._may_try_again(error):
                     raise
+                self._begun = first_line(error)
         return self._masked
 
     def _execute(self, step: SchedulerOutput, masks: Masks | None = None) -> PendingStep | FinishedStep:

@@ -105,7 +105,9 @@ class GrammarCompiler:
         vocabulary = self._vocabulary.result()
         words = -(-vocabulary.vocab_size // 32)
         lines = np.full((sum(1 + len(one.drafts) for one in wanted), words), 0xFFFFFFFF, dtype=np.uint32)
-        plain, drafted, first = [], [], 0
+        plain: list[tuple[LLMatcher, int]] = []
+        drafted: list[tuple[LLMatcher, int, list[int]]] = []
+        first = 0
         for one in wanted:
             if one.drafts:
                 drafted.append((one.matcher.inner, first, list(one.drafts)))
