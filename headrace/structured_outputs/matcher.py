@@ -67,7 +67,7 @@ class Matcher:
 
 
 class Wanted(NamedTuple):
-    """Asks for the masks of one output: one for its next token, and one behind each of `drafts`."""
+    """Names an output whose masks are wanted: one for its next token, and one behind each of `drafts`."""
 
     matcher: Matcher
     drafts: Sequence[int] = ()
