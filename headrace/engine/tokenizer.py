@@ -99,6 +99,11 @@ class Tokenizer:
         """Return the text of token ids. Ids beyond the vocabulary, which a padded model may sample, add nothing."""
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
+    @property
+    def works_by_token(self) -> bool:
+        """Return whether each token adds the same bytes wherever it stands."""
+        return self.pieces.rule is not None
+
     def token_text(self, token_id: int) -> str:
         """Return what a token adds to a running text, with its leading space; U+FFFD for a part of a character."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
