@@ -18,8 +18,8 @@ ROOT_MODULES = {
     "graph_sizes", "cache_groups",
 }  # fmt: skip
 ORDER = [
-    "cli", "llm", "advice", "server", "engine", "planner", "scheduler", "executor", "runner", "spec_decode",
-    "sampling", "models", "layers", "attention", "quantization", "distributed", "kernels",
+    "cli", "llm", "advice", "server", "engine", "parsers", "structured_outputs", "planner", "scheduler", "executor",
+    "runner", "spec_decode", "sampling", "models", "layers", "attention", "quantization", "distributed", "kernels",
 ]  # fmt: skip
 """Each may import only what stands below it, and the root modules."""
 FORBIDDEN = {("executor", "scheduler"), ("planner", "executor")}
