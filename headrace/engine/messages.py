@@ -38,27 +38,30 @@ class CoreFacts(msgspec.Struct, frozen=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """Adds all choices of one request. Their prompt and parameters are sent, and kept in the core's memory, only
-    once."""
+    """Adds all choices of one request. Their prompt, parameters and grammar are sent, and kept in the core's memory,
+    only once."""
 
     prompt_token_ids: list[int]
     params: SamplingParams
     """Those of the first choice. The others differ in one point: they do not score the prompt."""
     requests: list[EngineCoreRequest]
-    """The choices, without prompt and parameters."""
+    """The choices, without prompt, parameters and grammar."""
+    grammar: str
 
     @classmethod
     def of(cls, requests: list[EngineCoreRequest]) -> Add:
         """Return the message for the choices of one request."""
         first = requests[0]
-        bare = [structs.replace(request, prompt_token_ids=[], params=_NO_PARAMS) for request in requests]
-        return cls(first.prompt_token_ids, first.params, bare)
+        none = {"prompt_token_ids": [], "params": _NO_PARAMS, "grammar": ""}
+        bare = [structs.replace(request, **none) for request in requests]
+        return cls(first.prompt_token_ids, first.params, bare, first.grammar)
 
     def whole(self) -> list[EngineCoreRequest]:
         """Return the choices as they were given to `of`."""
         others = structs.replace(self.params, prompt_logprobs=None) if len(self.requests) > 1 else self.params
+        common = {"prompt_token_ids": self.prompt_token_ids, "grammar": self.grammar}
         return [
-            structs.replace(request, prompt_token_ids=self.prompt_token_ids, params=others if index else self.params)
+            structs.replace(request, params=others if index else self.params, **common)
             for index, request in enumerate(self.requests)
         ]
 
