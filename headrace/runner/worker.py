@@ -300,8 +300,7 @@ class Worker:
         assert runner is not None
         if self._token_by_token:
             return execute_token_by_token(runner, step, masks)
-        launch = partial(runner.execute, step) if masks is None else partial(runner.execute, step, masks)
-        return self._in_parts_if_short(launch, step, masks)
+        return self._in_parts_if_short(partial(runner.execute, step, masks), step, masks)
 
     def _in_parts_if_short(
         self, launch: Callable[[], PendingStep], step: SchedulerOutput, masks: Masks | None

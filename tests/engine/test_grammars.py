@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from llguidance import LLTokenizer
 
 from headrace.cache_groups import same_layout
@@ -484,6 +485,9 @@ def test_a_thousand_requests_of_a_real_model_are_neither_lost_nor_leaked(
     compiler: GrammarCompiler, made: list[weakref.ref[Matcher]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.models.loader.DUMMY_RANGE", 0.5)
-    core = make_real_core(make_runner("llama", "NONE"), num_blocks=26, compiler=compiler)
-    serve_under_aborts(core, 1000, most=20)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    core = make_real_core(make_runner("llama", "NONE"), num_blocks=12, compiler=compiler)
+    serve_under_aborts(core, 1000, most=12)
+    torch.set_num_threads(threads)
     check_none_leaked(made)

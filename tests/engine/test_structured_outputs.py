@@ -116,7 +116,7 @@ def test_answers_are_what_the_grammar_describes(core: EngineCore, kind: str) -> 
 def test_what_is_cut_says_length(core: EngineCore) -> None:
     (answer,) = run(core, ask(3, schema(SCHEMA), 7))
     assert (answer.finish_reason, len(answer.token_ids)) == ("length", 7)
-    assert answer.text.startswith('{"name":"')
+    assert answer.text.startswith('{"name":')
 
 
 def test_a_grammar_holds_with_all_that_sampling_offers(core: EngineCore) -> None:

@@ -23,7 +23,7 @@ def test_small_steps_run_on_one_thread(
     seen: list[tuple[int, int]] = []
     execute = ModelRunner.execute
 
-    def watched(runner: ModelRunner, step: SchedulerOutput) -> PendingStep:
+    def watched(runner: ModelRunner, step: SchedulerOutput, masks: None = None) -> PendingStep:
         if step.rows:
             seen.append((step.num_tokens, torch.get_num_threads()))
         return execute(runner, step)

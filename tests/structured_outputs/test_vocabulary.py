@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
-from tokenizers import AddedToken, Tokenizer as Backend, models
+from tokenizers import AddedToken, models
+from tokenizers import Tokenizer as Backend
 
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import ConfigError
