@@ -1,0 +1,41 @@
+"""The parts of an answer, in the order in which a client may see them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import NamedTuple, TypeVar
+
+
+class Reasoning(NamedTuple):
+    """A piece of the model's reasoning."""
+
+    text: str
+
+
+class Content(NamedTuple):
+    """A piece of what the model says to the user."""
+
+    text: str
+
+
+class CallStart(NamedTuple):
+    """A tool call begins; its arguments follow."""
+
+    index: int
+    name: str
+    id: str | None
+    """Only where the text itself names one, as Kimi's does; the server makes the others."""
+
+
+class Arguments(NamedTuple):
+    """A piece of the JSON text of a call's arguments."""
+
+    index: int
+    text: str
+
+
+Event = Reasoning | Content | CallStart | Arguments
+
+T = TypeVar("T")
+Steps = Generator[Event | None, None, T]
+"""A reading in progress: it yields events, and None where more text is needed before anything can be decided."""
