@@ -32,30 +32,31 @@ class JsonCalls:
     """Markup that ends the call or the list; the first is the one to write."""
     name_is_key: bool = False
     """An object is {NAME: ARGUMENTS}."""
-    bare: bool = False
-    """Nothing but its members tells a call from other JSON: it has a name, which is that of a tool where tools are
-    known, and arguments, and no other members than a call has."""
+    bare: tuple[str, ...] = ("{", "[")
+    """Openers that other JSON may follow too. A call behind one has a name, which is that of a tool where tools are
+    known, and arguments, and its first members are those of a call."""
 
     def read(self, reader: Reader, calls: Calls, opener: str) -> Steps[bool]:
         """Read calls until something else comes."""
-        begun = opener
-        if opener not in _OPEN.all:
+        begun = opener[-1:]
+        if begun not in _OPEN.all:
             yield from reader.space()
             while self.before and (yield from reader.accept(markers(*self.before))):
                 yield from reader.space()
             begun = yield from reader.accept(_OPEN)
         if not begun:
             return False
-        made = yield from (self._list(reader, calls) if begun == "[" else self._objects(reader, calls))
+        bare = opener in self.bare
+        made = yield from (self._list(reader, calls, bare) if begun == "[" else self._objects(reader, calls, bare))
         if made and self.closers:
             yield from reader.space()
             yield from reader.accept(markers(*self.closers))
         return made
 
-    def _objects(self, reader: Reader, calls: Calls) -> Steps[bool]:
+    def _objects(self, reader: Reader, calls: Calls, bare: bool) -> Steps[bool]:
         """Read objects after one another; "{" of the first was read."""
         made = False
-        while (yield from self._object(reader, calls)):
+        while (yield from self._object(reader, calls, bare)):
             made = True
             yield from reader.space()
             yield from reader.accept(_NEXT)
@@ -64,19 +65,19 @@ class JsonCalls:
                 break
         return made
 
-    def _list(self, reader: Reader, calls: Calls) -> Steps[bool]:
+    def _list(self, reader: Reader, calls: Calls, bare: bool) -> Steps[bool]:
         """Read the rest of a list."""
         made = False
         while True:
             yield from reader.space()
-            if not (yield from reader.accept(_OBJECT)) or not (yield from self._object(reader, calls)):
+            if not (yield from reader.accept(_OBJECT)) or not (yield from self._object(reader, calls, bare)):
                 return made
             made = True
             yield from reader.space()
             if (yield from reader.accept(_LIST)) != ",":
                 return made
 
-    def _object(self, reader: Reader, calls: Calls) -> Steps[bool]:
+    def _object(self, reader: Reader, calls: Calls, bare: bool) -> Steps[bool]:
         """Read the rest of one call's object; returns whether a call began.
 
         Arguments that come before the name wait for it. The call may lie in a member "function", as in OpenAI's form.
@@ -103,7 +104,7 @@ class JsonCalls:
                 levels += 1
             elif (key in self.name_keys or (key == "function" and follows == '"')) and not name:
                 name = as_string((yield from collect_json(reader))) or ""
-                if not self._is_name(name, calls):
+                if not self._is_name(name, calls, bare):
                     return False
                 if held:
                     yield calls.start(name)
@@ -116,9 +117,9 @@ class JsonCalls:
                     held = (yield from collect_arguments(reader)) or ""
                 if not (made or held):
                     return False
-            elif (self.bare and key not in ("type", "id")) or (yield from collect_json(reader)) is None:
+            elif (bare and key not in ("type", "id")) or (yield from collect_json(reader)) is None:
                 return made
-        if name and not made and not self.bare:
+        if name and not made and not bare:
             yield calls.start(name)
             yield calls.arguments("{}")
             made = True
@@ -135,6 +136,6 @@ class JsonCalls:
         yield from reader.space()
         return key
 
-    def _is_name(self, name: str, calls: Calls) -> bool:
+    def _is_name(self, name: str, calls: Calls, bare: bool) -> bool:
         """Whether this can be the name of a function here."""
-        return bool(name) and len(name) <= MAX_NAME and (not self.bare or not calls.tools or name in calls.tools)
+        return bool(name) and len(name) <= MAX_NAME and (not bare or not calls.tools or name in calls.tools)

@@ -33,7 +33,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable
 
-from headrace.parsers.events import Event, Steps
+from headrace.parsers.events import Event, Steps, T
 
 SPACE = " \t\r\n"
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -218,3 +218,13 @@ class Reader:
         while self._at == len(self._text) and not self.closed:
             yield None
         return self._take(match(self._text, self._at)) if self._at < len(self._text) else ""
+
+    def ahead(self, decide: Callable[[str, int, bool], T | None]) -> Steps[T]:
+        """What `decide` says of the text from the cursor on, none of which is read.
+
+        It is given the text, the cursor and `closed`; it says None while further text may change its answer, and must
+        look at a bounded piece.
+        """
+        while (answer := decide(self._text, self._at, self.closed)) is None:
+            yield None
+        return answer

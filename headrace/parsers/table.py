@@ -6,27 +6,111 @@ from headrace.parsers.formats import ReasoningFormat, ToolFormat, Written
 from headrace.parsers.json_calls import JsonCalls
 from headrace.parsers.named_calls import NamedCalls
 
-_OBJECT = Written(before='{"name": "', middle='", "arguments": ', after="}")
+_THINK, _END_THINK = ("<think>",), ("</think>",)
 
-TOOL_FORMATS: dict[str, ToolFormat] = {
-    format.name: format
-    for format in (
-        ToolFormat("hermes", JsonCalls(closers=("</tool_call>",)), openers=("<tool_call>",),
-                   written=Written('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", between="\n")),
-        ToolFormat("llama3_json", JsonCalls(argument_keys=("parameters", "arguments"), bare=True),
-                   openers=("<|python_tag|>",), at_start=("{",),
-                   written=Written('{"name": "', '", "parameters": ', "}", between="; ")),
-        ToolFormat("deepseek_v31", NamedCalls(separators=("<｜tool▁sep｜>",), begin=("<｜tool▁call▁begin｜>",),
-                                              end=("<｜tool▁call▁end｜>",), closers=("<｜tool▁calls▁end｜>",)),
-                   openers=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")),
-    )
-}  # fmt: skip
 
-REASONING_FORMATS: dict[str, ReasoningFormat] = {
-    format.name: format
-    for format in (
-        ReasoningFormat("deepseek_r1", ("<think>",), ("</think>",)),
-        ReasoningFormat("qwen3", ("<think>",), ("</think>",), unmarked="undecided", call_openers=("<tool_call>",),
-                        switch="enable_thinking"),
-    )
-}  # fmt: skip
+def _json(before: str, after: str, **around: str) -> Written:
+    """How a model writes {"name": NAME, "arguments": ARGUMENTS}."""
+    return Written(before + '{"name": "', '", "arguments": ', "}" + after, **around)
+
+
+_JSON = (
+    ToolFormat("hermes", JsonCalls(closers=("</tool_call>",)), ("<tool_call>",),
+               written=_json("<tool_call>\n", "\n</tool_call>", between="\n")),
+    ToolFormat("llama3_json", JsonCalls(argument_keys=("parameters", "arguments"),
+                                        closers=("<|eom_id|>", "<|eot_id|>")),
+               ("<|python_tag|>",), at_start=("{",),
+               written=Written('{"name": "', '", "parameters": ', "}", between="; ")),
+    ToolFormat("granite", JsonCalls(closers=("</tool_call>",)), ("<|tool_call|>", "<tool_call>"), at_start=("[",),
+               written=_json("", "", begin="<|tool_call|>[", between=", ", end="]")),
+    ToolFormat("granite-20b-fc", JsonCalls(), ("<function_call>",),
+               written=_json("<function_call> ", "", between="\n")),
+    ToolFormat("phi4_mini_json", JsonCalls(closers=("<|/tool_call|>",)), ("functools[", "<|tool_call|>"),
+               written=_json("", "", begin="functools[", between=", ", end="]")),
+    ToolFormat("internlm", JsonCalls(argument_keys=("parameters", "arguments"), before=("<|plugin|>",),
+                                     closers=("<|action_end|>",)), ("<|action_start|>",),
+               written=Written('<|action_start|><|plugin|>{"name": "', '", "parameters": ', "}<|action_end|>")),
+    ToolFormat("jamba", JsonCalls(closers=("</tool_calls>",)), ("<tool_calls>",),
+               written=_json("", "", begin="<tool_calls>[", between=",\n", end="]</tool_calls>")),
+    ToolFormat("minimax", JsonCalls(closers=("</tool_calls>",)), ("<tool_calls>",),
+               written=_json("", "\n", begin="<tool_calls>\n", end="</tool_calls>")),
+    ToolFormat("hunyuan_a13b", JsonCalls(closers=("</tool_calls>",)), ("<tool_calls>",), silent=("助手：",),
+               written=_json("", "", begin="<tool_calls>[", between=",", end="]</tool_calls>")),
+    ToolFormat("xlam", JsonCalls(before=("```json", "```"), closers=("</tool_call>", "```"),
+                                 bare=("[", "{", "```json", "```")),
+               ("[TOOL_CALLS]", "<tool_call>", "```json", "```"), at_start=("[", "{"),
+               written=_json("", "", begin="[", between=", ", end="]")),
+    ToolFormat("ernie45", JsonCalls(closers=("</tool_call>",)), ("<tool_call>",), silent=("<response>", "</response>"),
+               written=_json("<tool_call>\n", "\n</tool_call>\n")),
+    ToolFormat("longcat", JsonCalls(closers=("</longcat_tool_call>",)), ("<longcat_tool_call>",),
+               written=_json("<longcat_tool_call>\n", "\n</longcat_tool_call>", between="\n")),
+    ToolFormat("gigachat3", JsonCalls(closers=("</s>", "<|message_sep|>")),
+               ("<|function_call|>", "<|message_sep|>\n\nfunction call<|role_sep|>\n", "function call<|role_sep|>\n"),
+               silent=("</s>",), written=_json("<|function_call|>", "")),
+    ToolFormat("apertus", JsonCalls(name_is_key=True, closers=("<|tools_suffix|>",)), ("<|tools_prefix|>",),
+               written=Written('{"', '": ', "}", begin="<|tools_prefix|>[", between=", ", end="]<|tools_suffix|>")),
+    ToolFormat("cohere_command3", JsonCalls(name_keys=("tool_name", "name"), argument_keys=("parameters", "arguments"),
+                                            closers=("<|END_ACTION|>",)), ("<|START_ACTION|>",),
+               silent=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")),
+)  # fmt: skip
+
+_MISTRAL_LIST = JsonCalls()
+_NAMED = (
+    ToolFormat("mistral", NamedCalls(separators=("[ARGS]", "{"), id_separator="[CALL_ID]", or_json=_MISTRAL_LIST),
+               ("[TOOL_CALLS]",), ids="mistral", silent=("[/TOOL_CALLS]",),
+               written=Written("[TOOL_CALLS]", "[ARGS]", "")),
+    ToolFormat("deepseek_v3", NamedCalls(
+                   separators=("\n", "{"), begin=("<｜tool▁call▁begin｜>",), prefix=("function<｜tool▁sep｜>",),
+                   fences=("```json", "```"), end=("<｜tool▁call▁end｜>",), closers=("<｜tool▁calls▁end｜>",)),
+               ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+               written=Written("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n", "\n```<｜tool▁call▁end｜>",
+                               begin="<｜tool▁calls▁begin｜>", between="\n", end="<｜tool▁calls▁end｜>")),
+    ToolFormat("deepseek_v31", NamedCalls(
+                   separators=("<｜tool▁sep｜>",), begin=("<｜tool▁call▁begin｜>",), fences=("```json", "```"),
+                   end=("<｜tool▁call▁end｜>",), closers=("<｜tool▁calls▁end｜>",)),
+               ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+               written=Written("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+                               begin="<｜tool▁calls▁begin｜>", end="<｜tool▁calls▁end｜>")),
+    ToolFormat("kimi_k2", NamedCalls(
+                   separators=("<|tool_call_argument_begin|>",), begin=("<|tool_call_begin|>",),
+                   end=("<|tool_call_end|>",), closers=("<|tool_calls_section_end|>", "<|tool_call_section_end|>"),
+                   numbered=True),
+               ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>", "<|tool_call_begin|>"), ids="kimi"),
+)  # fmt: skip
+
+_REASONING = (
+    ReasoningFormat("deepseek_r1", _THINK, _END_THINK),
+    ReasoningFormat("deepseek_v3", _THINK, _END_THINK, unmarked="content"),
+    ReasoningFormat("qwen3", _THINK, _END_THINK, unmarked="undecided", call_openers=("<tool_call>",),
+                    switch="enable_thinking"),
+    ReasoningFormat("glm45", _THINK, _END_THINK, unmarked="undecided", call_openers=("<tool_call>",),
+                    switch="enable_thinking"),
+    ReasoningFormat("holo2", _THINK, _END_THINK),
+    ReasoningFormat("kimi_k2", _THINK, _END_THINK,
+                    call_openers=("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")),
+    ReasoningFormat("kimi", ("◁think▷",), ("◁/think▷",), unmarked="undecided"),
+    ReasoningFormat("minimax_m2", _THINK, _END_THINK),
+    ReasoningFormat("minimax_m2_append_think", _THINK, _END_THINK, as_content=True),
+    ReasoningFormat("granite", ("Here is my thought process:", "Here's my thought process:", "<think>"),
+                    ("Here is my response:", "Here's my response:", "</think>"), unmarked="content",
+                    silent=("<response>", "</response>")),
+    ReasoningFormat("mistral", ("[THINK]",), ("[/THINK]",), unmarked="content", anywhere=True),
+    ReasoningFormat("olmo3", _THINK, _END_THINK, unmarked="undecided"),
+    ReasoningFormat("seed_oss", ("<seed:think>",), ("</seed:think>",)),
+    ReasoningFormat("step3", _THINK, _END_THINK),
+    ReasoningFormat("step3p5", _THINK, ("</think>", "\n</think>", "</think>\n", "\n</think>\n")),
+    ReasoningFormat("hunyuan_a13b", ("<think>\n", "<think>"),
+                    ("\n</think>\n<answer>\n", "\n</think>\n", "</think>"), unmarked="content",
+                    silent=("<answer>\n", "<answer>", "\n</answer>", "</answer>")),
+    ReasoningFormat("ernie45", _THINK, ("\n</think>\n\n", "</think>", "\n</think>"),
+                    silent=("<response>\n", "<response>", "\n</response>\n", "</response>")),
+    ReasoningFormat("cohere_command3", ("<|START_THINKING|>",), ("<|END_THINKING|>",), unmarked="content",
+                    anywhere=True,
+                    silent=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")),
+    ReasoningFormat("nemotron_v3", _THINK, _END_THINK, unmarked="undecided", unclosed="content"),
+    ReasoningFormat("gemma4", ("<|channel>thought\n", "<|channel>"), ("<channel|>",), unmarked="undecided",
+                    anywhere=True),
+)  # fmt: skip
+
+TOOL_FORMATS: dict[str, ToolFormat] = {format.name: format for format in (*_JSON, *_NAMED)}
+REASONING_FORMATS: dict[str, ReasoningFormat] = {format.name: format for format in _REASONING}
