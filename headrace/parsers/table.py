@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from headrace.parsers.formats import ReasoningFormat, ToolFormat, Written
+from headrace.parsers.gemma import GemmaCalls
+from headrace.parsers.harmony import HarmonyCalls
 from headrace.parsers.json_calls import JsonCalls
 from headrace.parsers.named_calls import NamedCalls
+from headrace.parsers.pythonic import PythonicCalls
+from headrace.parsers.tagged import TaggedCalls
 
 _THINK, _END_THINK = ("<think>",), ("</think>",)
 
@@ -78,7 +84,55 @@ _NAMED = (
                ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>", "<|tool_call_begin|>"), ids="kimi"),
 )  # fmt: skip
 
+_QWEN_TAGS = TaggedCalls("<function=", "</function>", "<parameter=", "</parameter>", section_close="</tool_call>",
+                         newlines=True)
+_GLM_TAGS = TaggedCalls("<tool_call>", "</tool_call>", "<arg_key>", "</arg_value>",
+                        name_close=("\n", "\\n", "<arg_key>", "</tool_call>"), key_close="</arg_key>",
+                        value_open="<arg_value>", guess=True)
+_DSML = dict(name_open="<｜DSML｜invoke", close="</｜DSML｜invoke>", key_open="<｜DSML｜parameter",
+             value_close="</｜DSML｜parameter>", in_attribute=True)
+_TAGGED = (
+    ToolFormat("qwen3_coder", _QWEN_TAGS, ("<tool_call>", "<function=")),
+    ToolFormat("qwen3_xml", _QWEN_TAGS, ("<tool_call>", "<function=")),
+    ToolFormat("mimo", _QWEN_TAGS, ("<tool_call>", "<function=")),
+    ToolFormat("step3p5", _QWEN_TAGS, ("<tool_call>", "<function=")),
+    ToolFormat("seed_oss", replace(_QWEN_TAGS, section_close="</seed:tool_call>"),
+               ("<seed:tool_call>", "<function=")),
+    ToolFormat("glm45", _GLM_TAGS, ("<tool_call>",)),
+    ToolFormat("glm47", _GLM_TAGS, ("<tool_call>",)),
+    ToolFormat("minimax_m2", TaggedCalls("<invoke", "</invoke>", "<parameter", "</parameter>",
+                                         section_close="</minimax:tool_call>", in_attribute=True),
+               ("<minimax:tool_call>",)),
+    ToolFormat("deepseek_v32", TaggedCalls(section_close="</｜DSML｜function_calls>", **_DSML),
+               ("<｜DSML｜function_calls>",)),
+    ToolFormat("deepseek_v4", TaggedCalls(section_close="</｜DSML｜tool_calls>", **_DSML), ("<｜DSML｜tool_calls>",)),
+    ToolFormat("step3", TaggedCalls("<steptml:invoke", "</steptml:invoke>", "<steptml:parameter",
+                                    "</steptml:parameter>", section_close="<｜tool_calls_end｜>", in_attribute=True),
+               ("<｜tool_calls_begin｜>", "<｜tool_call_begin｜>")),
+    ToolFormat("minicpm5", TaggedCalls("<function", "</function>", "<param", "</param>", in_attribute=True, guess=True,
+                                       cdata=True, only_known=True), ("<function",)),
+)  # fmt: skip
+
+_PYTHONIC = (
+    ToolFormat("pythonic", PythonicCalls(), ("[",), keeps_text_after=True),
+    ToolFormat("llama4_pythonic", PythonicCalls(closers=("<|python_end|>",)), ("<|python_start|>", "["),
+               silent=("<|python_end|>", "<|eom|>", "<|eot|>")),
+    ToolFormat("olmo3", PythonicCalls(closers=("</function_calls>",), in_list=False), ("<function_calls>",)),
+    ToolFormat("lfm2", PythonicCalls(closers=("<|tool_call_end|>",),
+                                     or_json=JsonCalls(closers=("<|tool_call_end|>",))),
+               ("<|tool_call_start|>",), silent=("<|tool_call_end|>",), keeps_text_after=True),
+)  # fmt: skip
+
+_OTHER = (
+    ToolFormat("gemma4", GemmaCalls('<|"|>', ("<tool_call|>",), thought=("<|channel>", "<channel|>")),
+               ("<|tool_call>", "<|channel>")),
+    ToolFormat("functiongemma", GemmaCalls("<escape>", ("<end_function_call>",), typed=True),
+               ("<start_function_call>",)),
+    ToolFormat("openai", HarmonyCalls(), (), whole_answer=True),
+)  # fmt: skip
+
 _REASONING = (
+    ReasoningFormat("openai_gptoss", (), (), whole_answer=HarmonyCalls(calls=False)),
     ReasoningFormat("deepseek_r1", _THINK, _END_THINK),
     ReasoningFormat("deepseek_v3", _THINK, _END_THINK, unmarked="content"),
     ReasoningFormat("qwen3", _THINK, _END_THINK, unmarked="undecided", call_openers=("<tool_call>",),
@@ -112,5 +166,5 @@ _REASONING = (
                     anywhere=True),
 )  # fmt: skip
 
-TOOL_FORMATS: dict[str, ToolFormat] = {format.name: format for format in (*_JSON, *_NAMED)}
+TOOL_FORMATS: dict[str, ToolFormat] = {format.name: format for format in (*_JSON, *_NAMED, *_TAGGED, *_PYTHONIC, *_OTHER)}
 REASONING_FORMATS: dict[str, ReasoningFormat] = {format.name: format for format in _REASONING}

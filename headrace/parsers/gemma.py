@@ -1,0 +1,137 @@
+"""Calls as Gemma writes them: call:NAME{key:<|"|>text<|"|>,count:3,list:[1,2]}."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from headrace.parsers.calls import Calls
+from headrace.parsers.events import Steps
+from headrace.parsers.literals import MAX_DEPTH
+from headrace.parsers.reader import MAX_NAME, Reader, markers
+from headrace.parsers.scalars import json_escaped, json_scalar, json_string
+from headrace.parsers.tools import FunctionTool
+from headrace.parsers.typed_values import STRING, json_of, value_types
+
+_NAME = re.compile(r"[^\s{}\[\]()<>\"'`|:]+")
+_NULLS = ("null", "none", "nil")
+
+
+@dataclass(frozen=True)
+class GemmaCalls:
+    """A name and an object whose keys stand bare and whose strings stand between marks of their own."""
+
+    quote: str
+    """Stands before and behind a string."""
+    closers: tuple[str, ...]
+    """Markup that ends a call."""
+    thought: tuple[str, str] = ("", "")
+    """Markup around a thought, which is left out where no reasoning is read: its opening is an opener too."""
+    typed: bool = False
+    """Every value stands between quotes, so that the schema, or the look of it, tells a string from others."""
+
+    def read(self, reader: Reader, calls: Calls, opener: str) -> Steps[bool]:
+        """Read one call."""
+        if opener == self.thought[0]:
+            _, stop = yield from reader.until(markers(self.thought[1]))
+            return bool(stop)
+        yield from reader.space()
+        if not (yield from reader.accept(markers("call:"))):
+            return False
+        head, stop = yield from reader.until(markers("{", *self.closers), limit=MAX_NAME)
+        name = head.strip()
+        if stop != "{" or not _NAME.fullmatch(name):
+            return False
+        yield calls.start(name)
+        yield from self._object(reader, calls, calls.tools.get(name), 0)
+        yield from reader.space()
+        yield from reader.accept(markers(*self.closers))
+        return True
+
+    def _object(self, reader: Reader, calls: Calls, tool: FunctionTool | None, depth: int) -> Steps[None]:
+        """Hand on an object, whose opening brace was read. `tool`, if given, knows the types of its values."""
+        separator = "{"
+        while True:
+            yield from reader.space()
+            mark = yield from reader.accept(markers(",", "}", "]", *self.closers))
+            if mark == ",":
+                continue
+            if mark or reader.ended:
+                break
+            key, stop = yield from self._key(reader)
+            if stop != ":":
+                reader.back(stop)
+                continue
+            yield calls.arguments(f"{separator}{json_string(key)}: ")
+            separator = ", "
+            yield from self._value(reader, calls, tool, key, depth)
+        yield from _close(reader, calls, mark, "}", "{}" if separator == "{" else "}")
+
+    def _array(self, reader: Reader, calls: Calls, depth: int) -> Steps[None]:
+        """Hand on an array, whose opening bracket was read."""
+        separator = "["
+        while True:
+            yield from reader.space()
+            mark = yield from reader.accept(markers(",", "}", "]", *self.closers))
+            if mark == ",":
+                continue
+            if mark or reader.ended:
+                break
+            yield calls.arguments(separator)
+            separator = ", "
+            yield from self._value(reader, calls, None, "", depth)
+        yield from _close(reader, calls, mark, "]", "[]" if separator == "[" else "]")
+
+    def _key(self, reader: Reader) -> Steps[tuple[str, str]]:
+        """Read a key and what ends it."""
+        stops = markers(":", ",", "{", "}", "[", "]", *self.closers)
+        if (yield from reader.accept(markers(self.quote))):
+            key, _ = yield from reader.until(markers(self.quote, *self.closers))
+            _, stop = yield from reader.until(stops)
+            return key, stop
+        key, stop = yield from reader.until(stops)
+        if stop in ("{", "["):  # no key: over the bracket, so that reading goes on
+            return "", ""
+        return key.strip(), stop
+
+    def _value(self, reader: Reader, calls: Calls, tool: FunctionTool | None, key: str, depth: int) -> Steps[None]:
+        """Hand on a value."""
+        yield from reader.space()
+        nested = ("{", "[") if depth < MAX_DEPTH else ()
+        mark = yield from reader.accept(markers(self.quote, '"', *nested))
+        if mark == "{":
+            yield from self._object(reader, calls, None, depth + 1)
+        elif mark == "[":
+            yield from self._array(reader, calls, depth + 1)
+        elif mark:
+            yield from self._string(reader, calls, mark, tool, key)
+        else:
+            text, stop = yield from reader.until(markers(",", "}", "]", *self.closers))
+            reader.back(stop)
+            text = text.strip()
+            if stop or not reader.cut:
+                yield calls.arguments("null" if text.lower() in _NULLS else json_scalar(text) or json_string(text))
+
+    def _string(self, reader: Reader, calls: Calls, quote: str, tool: FunctionTool | None, key: str) -> Steps[None]:
+        """Hand on what stands in quotes, the first of which was read: a string, or what the schema says it is."""
+        ends = markers(quote, *self.closers)
+        types, values = value_types(tool, key) if self.typed else (STRING, ())
+        if types == STRING:
+            yield calls.arguments('"')
+            stop = yield from reader.pass_on(ends, lambda text: calls.arguments(json_escaped(text)))
+            written = '"'
+        else:
+            text, stop = yield from reader.until(ends)
+            written = json_of(text, types, values, guess=True)
+        if stop != quote:
+            reader.back(stop)
+        if stop or not reader.cut:
+            yield calls.arguments(written)
+
+
+def _close(reader: Reader, calls: Calls, mark: str, closer: str, text: str) -> Steps[None]:
+    """End an object or array at the mark that was read; one that ends something else is left for that."""
+    if mark != closer:
+        reader.back(mark)
+    if mark or not reader.cut:
+        yield calls.arguments(text)
