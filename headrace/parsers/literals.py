@@ -19,8 +19,8 @@ MAX_DEPTH = 64
 
 Emit = Callable[[str], Event]
 Ends = Callable[[str, int, bool], bool | None]
-"""Says whether a value may end at this place of the text (the last argument: whether the text ends there too), or None
-if more text must come to tell."""
+"""Whether a value may end at this place of a text, of which no more will come if the last argument says so; None if
+that takes more text to tell."""
 
 _SPACE = re.compile(r"\s*")
 _OPENING = re.compile(r"""[rubfRUBF]{0,2}(?:'''|\"\"\"|'|")""")

@@ -13,7 +13,7 @@ from headrace.parsers.reader import Reader, markers
 from headrace.parsers.scalars import json_string
 
 LOOK = 256
-"""Characters that are looked at ahead to tell a call from other text, and a string's closing quote from an inner one."""
+"""Characters that are looked at ahead, to tell a call from other text and a closing quote from an inner one."""
 
 _SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"[^\W\d][\w-]*(?:\.[^\W\d][\w-]*)*")
@@ -108,7 +108,7 @@ def _is_json(text: str, at: int, closed: bool) -> bool | None:
 def _head(text: str, at: int, closed: bool) -> str | None:
     """The name of the function that a call begins with, or "" if no call does."""
     found = _HEAD.match(text, at, at + LOOK)
-    if found and (not text[found.end() - 1] == "=" or closed or found.end() < len(text)):
+    if found and (text[found.end() - 1] != "=" or closed or found.end() < len(text)):
         return found.group(1)
     return None if _may_go_on(text, at, closed, "().=") else ""
 

@@ -182,15 +182,26 @@ class Reader:
         With a limit, the marker must begin within that many characters; otherwise just these are read, and the marker
         returned is "".
         """
+        if limit:
+            return (yield from self._near(markers, limit))
         parts = []
         while True:
             end, found = markers.find(self._text, self._at, self.closed)
-            if limit and end - self._at > limit:
-                return self._take(self._at + limit), ""
-            if found or self.closed or not limit:
-                parts.append(self._take(end))
+            parts.append(self._take(end))
             if found or self.closed:
                 return "".join(parts), self._take(end + len(found))
+            yield None
+
+    def _near(self, markers: Markers, limit: int) -> Steps[tuple[str, str]]:
+        """`until` with a limit: looks no further than that."""
+        while True:
+            text = self._text[self._at : self._at + limit + markers.longest]
+            closed = self.closed and self._at + len(text) == len(self._text)
+            end, found = markers.find(text, 0, closed)
+            if end > limit:
+                return self._take(self._at + limit), ""
+            if found or closed:
+                return self._take(self._at + end), self._take(self._at + len(found))
             yield None
 
     def pass_on(self, markers: Markers, event: Callable[[str], Event] | None) -> Steps[str]:

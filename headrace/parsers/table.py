@@ -57,6 +57,8 @@ _JSON = (
                written=Written('{"', '": ', "}", begin="<|tools_prefix|>[", between=", ", end="]<|tools_suffix|>")),
     ToolFormat("cohere_command3", JsonCalls(name_keys=("tool_name", "name"), argument_keys=("parameters", "arguments"),
                                             closers=("<|END_ACTION|>",)), ("<|START_ACTION|>",),
+               written=Written('{"tool_name": "', '", "parameters": ', "}", begin="<|START_ACTION|>[\n    ",
+                               between=",\n    ", end="\n]<|END_ACTION|>"),
                silent=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")),
 )  # fmt: skip
 
@@ -89,23 +91,18 @@ _QWEN_TAGS = TaggedCalls("<function=", "</function>", "<parameter=", "</paramete
 _GLM_TAGS = TaggedCalls("<tool_call>", "</tool_call>", "<arg_key>", "</arg_value>",
                         name_close=("\n", "\\n", "<arg_key>", "</tool_call>"), key_close="</arg_key>",
                         value_open="<arg_value>", guess=True)
-_DSML = dict(name_open="<｜DSML｜invoke", close="</｜DSML｜invoke>", key_open="<｜DSML｜parameter",
-             value_close="</｜DSML｜parameter>", in_attribute=True)
+_DSML_TAGS = TaggedCalls("<｜DSML｜invoke", "</｜DSML｜invoke>", "<｜DSML｜parameter", "</｜DSML｜parameter>",
+                         section_close="</｜DSML｜function_calls>", in_attribute=True)
 _TAGGED = (
     ToolFormat("qwen3_coder", _QWEN_TAGS, ("<tool_call>", "<function=")),
-    ToolFormat("qwen3_xml", _QWEN_TAGS, ("<tool_call>", "<function=")),
-    ToolFormat("mimo", _QWEN_TAGS, ("<tool_call>", "<function=")),
-    ToolFormat("step3p5", _QWEN_TAGS, ("<tool_call>", "<function=")),
     ToolFormat("seed_oss", replace(_QWEN_TAGS, section_close="</seed:tool_call>"),
                ("<seed:tool_call>", "<function=")),
     ToolFormat("glm45", _GLM_TAGS, ("<tool_call>",)),
-    ToolFormat("glm47", _GLM_TAGS, ("<tool_call>",)),
     ToolFormat("minimax_m2", TaggedCalls("<invoke", "</invoke>", "<parameter", "</parameter>",
                                          section_close="</minimax:tool_call>", in_attribute=True),
                ("<minimax:tool_call>",)),
-    ToolFormat("deepseek_v32", TaggedCalls(section_close="</｜DSML｜function_calls>", **_DSML),
-               ("<｜DSML｜function_calls>",)),
-    ToolFormat("deepseek_v4", TaggedCalls(section_close="</｜DSML｜tool_calls>", **_DSML), ("<｜DSML｜tool_calls>",)),
+    ToolFormat("deepseek_v32", _DSML_TAGS, ("<｜DSML｜function_calls>",)),
+    ToolFormat("deepseek_v4", replace(_DSML_TAGS, section_close="</｜DSML｜tool_calls>"), ("<｜DSML｜tool_calls>",)),
     ToolFormat("step3", TaggedCalls("<steptml:invoke", "</steptml:invoke>", "<steptml:parameter",
                                     "</steptml:parameter>", section_close="<｜tool_calls_end｜>", in_attribute=True),
                ("<｜tool_calls_begin｜>", "<｜tool_call_begin｜>")),
@@ -166,5 +163,25 @@ _REASONING = (
                     anywhere=True),
 )  # fmt: skip
 
-TOOL_FORMATS: dict[str, ToolFormat] = {format.name: format for format in (*_JSON, *_NAMED, *_TAGGED, *_PYTHONIC, *_OTHER)}
+_TOOL_ALIASES = {
+    "granite4": "hermes", "qwen": "hermes", "qwen25": "hermes", "qwen3": "hermes", "trinity": "hermes",
+    "llama4_json": "llama3_json", "llama3": "llama3_json", "deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31",
+    "deepseekv3.1": "deepseek_v31", "hunyuan": "hunyuan_a13b", "interns1": "internlm", "apertus2509": "apertus",
+    "deepseekv32": "deepseek_v32", "deepseekv4": "deepseek_v4", "glm": "glm45", "gpt-oss": "openai",
+    "mimo": "qwen3_coder", "minicpm5xml": "minicpm5", "minimax-m2": "minimax_m2", "qwen3_xml": "qwen3_coder",
+    "step3p5": "qwen3_coder", "glm47": "glm45",
+}  # fmt: skip
+_REASONING_ALIASES = {
+    "deepseek-r1": "deepseek_r1", "deepseek-v3": "deepseek_v3", "deepseek_v4": "deepseek_v3",
+    "deepseek-v4": "deepseek_v3", "hunyuan": "hunyuan_a13b", "interns1": "qwen3", "mimo": "qwen3",
+    "qwen3-thinking": "deepseek_r1", "minimax": "minimax_m2", "minimax-append-think": "minimax_m2_append_think",
+    "nemotron_3": "nemotron_v3", "gpt-oss": "openai_gptoss",
+}  # fmt: skip
+
+_TOOLS = (*_JSON, *_NAMED, *_TAGGED, *_PYTHONIC, *_OTHER)
+TOOL_FORMATS: dict[str, ToolFormat] = {format.name: format for format in _TOOLS}
+"""By every name that `--tool-call-parser` takes."""
+TOOL_FORMATS |= {alias: TOOL_FORMATS[name] for alias, name in _TOOL_ALIASES.items()}
 REASONING_FORMATS: dict[str, ReasoningFormat] = {format.name: format for format in _REASONING}
+"""By every name that `--reasoning-parser` takes."""
+REASONING_FORMATS |= {alias: REASONING_FORMATS[name] for alias, name in _REASONING_ALIASES.items()}
