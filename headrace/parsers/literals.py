@@ -42,7 +42,7 @@ class NotALiteralError(ValueError):
 
 
 def literal(reader: Reader, emit: Emit, ends: Ends, *, depth: int = 0, strict: bool = False) -> Steps[None]:
-    """Hand on the JSON of the literal at the cursor, which ends where `ends` says so. Strict: fails if there is none."""
+    """Hand on the JSON of the literal at the cursor, which ends where `ends` says so. Strict: fails if it is none."""
     yield from reader.space()
     opening = yield from reader.ahead(_opening)
     if opening and not set("bBfF") & set(opening):

@@ -1,4 +1,4 @@
-"""Calls written as tags with a name and parameters, as in <function=NAME><parameter=KEY>VALUE</parameter></function>."""
+"""Calls written as tags, as in <function=NAME><parameter=KEY>VALUE</parameter></function>."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class TaggedCalls:
     section_close: str = ""
     """Markup that ends a section of calls; "" where each call stands alone."""
     in_attribute: bool = False
-    """Names stand in an attribute, as in <parameter name="KEY" string="true">; `string` says whether the value is one."""
+    """Names stand in an attribute, as in <parameter name="KEY" string="true">; `string` says if the value is one."""
     newlines: bool = False
     """One line break after a value's opening and one before its closing belong to the markup."""
     guess: bool = False
-    """A value whose type no schema says is JSON, or a Python literal, if it looks like one. Otherwise it is a string."""
+    """A value whose type no schema says is JSON, or a Python literal, if it looks like one; otherwise a string."""
     cdata: bool = False
     """A value may stand in <![CDATA[ and ]]>."""
     only_known: bool = False
