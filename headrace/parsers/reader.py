@@ -168,12 +168,17 @@ class Reader:
             yield None
 
     def accept(self, markers: Markers) -> Steps[str]:
-        """Read the marker that the text goes on with, and return it; "" and nothing read if it goes on otherwise."""
+        """Read the marker that the text goes on with, and return it; "" and nothing read if it goes on otherwise.
+
+        The beginning of a marker within which an answer was cut is read too: it is no text.
+        """
         while not self.closed and (self._at == len(self._text) or markers.may_begin(self._text, self._at)):
             yield None
         for marker in markers.all:
             if self._text.startswith(marker, self._at):
                 return self._take(self._at + len(marker))
+        if self.cut and markers.may_begin(self._text, self._at):
+            self._take(len(self._text))
         return ""
 
     def until(self, markers: Markers, limit: int = 0) -> Steps[tuple[str, str]]:

@@ -1,0 +1,67 @@
+"""Helpers: answers read in pieces, and every way to cut a text."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from headrace.parsers.formats import ReasoningFormat, ToolFormat
+from headrace.parsers.output_parser import Answer, OutputParser, join
+from headrace.parsers.tools import FunctionTool
+
+
+def read(
+    pieces: Iterable[str],
+    tool: ToolFormat | None = None,
+    reasoning: ReasoningFormat | None = None,
+    tools: Sequence[FunctionTool] = (),
+    *,
+    reasoning_open: bool | None = None,
+    cut: bool = False,
+) -> Answer:
+    """The answer that comes in these pieces."""
+    parser = OutputParser(tool, reasoning, tools, reasoning_open)
+    events = [event for piece in pieces for event in parser.feed(piece)]
+    return join([*events, *parser.finish(cut=cut)])
+
+
+def in_two(text: str) -> Iterator[list[str]]:
+    """Every way to cut a text into two pieces."""
+    for at in range(len(text) + 1):
+        yield [text[:at], text[at:]]
+
+
+def in_three(text: str) -> Iterator[list[str]]:
+    """Every way to cut a text into three pieces."""
+    for first in range(len(text) + 1):
+        for second in range(first, len(text) + 1):
+            yield [text[:first], text[first:second], text[second:]]
+
+
+def at_random(text: str, rng: random.Random) -> list[str]:
+    """A text in pieces of random sizes, about as long as tokens."""
+    pieces = []
+    at = 0
+    while at < len(text):
+        size = rng.choice((1, 1, 2, 3, 4, 6, 9, 20))
+        pieces.append(text[at : at + size])
+        at += size
+    return pieces
+
+
+def some_cuts(text: str, rng: random.Random, threes: int = 40) -> Iterator[list[str]]:
+    """Every way into two pieces, the single characters, some ways into three and some into many."""
+    yield from in_two(text)
+    yield list(text)
+    for _ in range(threes):
+        first, second = sorted(rng.choices(range(len(text) + 1), k=2))
+        yield [text[:first], text[first:second], text[second:]]
+    for _ in range(4):
+        yield at_random(text, rng)
+
+
+def called(answer: Answer) -> list[tuple[str, Any]]:
+    """Names and decoded arguments of an answer's calls."""
+    return [(call.name, json.loads(call.arguments)) for call in answer.calls]

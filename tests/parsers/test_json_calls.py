@@ -1,0 +1,197 @@
+"""Calls written as JSON objects, by format: with text around, cut short, malformed, and with markup in strings."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from headrace.parsers.events import Arguments, CallStart
+from headrace.parsers.output_parser import Answer, OutputParser
+from headrace.parsers.table import TOOL_FORMATS
+from headrace.parsers.tools import FunctionTool
+from tests.parsers.reading import called, in_three, read, some_cuts
+
+WEATHER = ("get_weather", {"city": "Paris"})
+TIME = ("get_time", {"zone": {"name": "CET", "offsets": [1, -2.5e0, None, True]}})
+WEATHER_TEXT = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
+TIME_TEXT = '{"name": "get_time", "arguments": {"zone": {"name": "CET", "offsets": [1, -2.5e0, null, true]}}}'
+LLAMA_TEXT = WEATHER_TEXT.replace("arguments", "parameters")
+
+
+def answer(name: str, text: str, *, cut: bool = False, tools: list[FunctionTool] | None = None) -> Answer:
+    """The answer of a text, the same for many ways to cut it."""
+    whole = read([text], TOOL_FORMATS[name], None, tools or [], cut=cut)
+    for pieces in some_cuts(text, random.Random(text)):
+        assert read(pieces, TOOL_FORMATS[name], None, tools or [], cut=cut) == whole, pieces
+    return whole
+
+
+BOTH = {
+    "hermes": f"<tool_call>\n{WEATHER_TEXT}\n</tool_call>\n<tool_call>\n{TIME_TEXT}\n</tool_call>",
+    "granite": f"<|tool_call|> [{WEATHER_TEXT}, {TIME_TEXT}]",
+    "granite4": f"<tool_call>{WEATHER_TEXT}</tool_call><tool_call>{TIME_TEXT}</tool_call>",
+    "granite-20b-fc": f"<function_call> {WEATHER_TEXT}\n<function_call> {TIME_TEXT}",
+    "llama3_json": f"<|python_tag|>{WEATHER_TEXT}; {TIME_TEXT}",
+    "llama4_json": f"{WEATHER_TEXT}\n{TIME_TEXT}<|eom_id|>",
+    "phi4_mini_json": f"functools[{WEATHER_TEXT},\n {TIME_TEXT}]",
+    "internlm": f"<|action_start|> <|plugin|>\n{WEATHER_TEXT}<|action_end|>\n"
+    f"<|action_start|><|plugin|>{TIME_TEXT}<|action_end|>",
+    "jamba": f"<tool_calls>[\n    {WEATHER_TEXT},\n    {TIME_TEXT}\n]</tool_calls>",
+    "minimax": f"<tool_calls>\n{WEATHER_TEXT}\n{TIME_TEXT}\n</tool_calls>",
+    "hunyuan_a13b": f"<tool_calls>[{WEATHER_TEXT},{TIME_TEXT}]</tool_calls>",
+    "xlam": f"[{WEATHER_TEXT}, {TIME_TEXT}]",
+    "ernie45": f"<tool_call>\n{WEATHER_TEXT}\n</tool_call>\n<tool_call>\n{TIME_TEXT}\n</tool_call>\n",
+    "longcat": f"<longcat_tool_call>{WEATHER_TEXT}</longcat_tool_call>"
+    f"<longcat_tool_call>{TIME_TEXT}</longcat_tool_call>",
+    "gigachat3": f"<|function_call|>{WEATHER_TEXT}<|message_sep|>\n\nfunction call<|role_sep|>\n{TIME_TEXT}</s>",
+    "mistral": f"[TOOL_CALLS] [{WEATHER_TEXT}, {TIME_TEXT}]",
+    "apertus": '<|tools_prefix|>[{"get_weather": {"city": "Paris"}}, {"get_time": '
+    '{"zone": {"name": "CET", "offsets": [1, -2.5e0, null, true]}}}]<|tools_suffix|>',
+    "cohere_command3": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": '
+    '{"city": "Paris"}},\n    {"tool_call_id": "1", "tool_name": "get_time", "parameters": '
+    '{"zone": {"name": "CET", "offsets": [1, -2.5e0, null, true]}}}\n]<|END_ACTION|>',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_two_calls(name: str) -> None:
+    result = answer(name, BOTH[name])
+    assert called(result) == [WEATHER, TIME]
+    assert result.content is None
+
+
+@pytest.mark.parametrize("name", BOTH.keys() - {"llama4_json", "xlam"})
+def test_text_before_calls_is_content_and_text_behind_them_is_left_out(name: str) -> None:
+    result = answer(name, f"I'll look.{BOTH[name]} \nDone.")
+    assert (result.content, called(result)) == ("I'll look.", [WEATHER, TIME])
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_an_answer_without_calls_is_content_word_for_word(name: str) -> None:
+    for text in ("Plain words.", "  \n a < b && c[0] > {x}\n", "", " ", "1 <tool 2 [TOOL 3 <|tool"):
+        assert answer(name, text) == Answer(None, text or None)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_call_cut_by_max_tokens_leaks_no_markup(name: str) -> None:
+    """Wherever it is cut: content stays empty, and what came of arguments is the beginning of them."""
+    text = BOTH[name]
+    whole = read([text], TOOL_FORMATS[name]).calls
+    for at in range(len(text)):
+        result = read(list(text[:at]), TOOL_FORMATS[name], cut=True)
+        assert result.content is None or text[0] in "[{", text[:at]  # bare JSON may be what was asked for
+        for call, complete in zip(result.calls, whole, strict=False):
+            assert (call.name, complete.arguments.startswith(call.arguments)) == (complete.name, True)
+
+
+def test_arguments_come_before_the_text_ends() -> None:
+    parser = OutputParser(TOOL_FORMATS["hermes"], None)
+    assert parser.feed('<tool_call>{"name": "f", "arguments": {"te') == [
+        CallStart(0, "f", None), Arguments(0, "{"), Arguments(0, '"te')]  # fmt: skip
+    assert parser.feed('xt": "a}\\"</tool_') == [Arguments(0, 'xt": "a}\\"</tool_')]
+    assert parser.feed('call>"}}') == [Arguments(0, 'call>"}')]
+    assert parser.feed("</tool_call>") == []
+    assert parser.finish(cut=False) == []
+
+
+def test_strings_may_hold_closing_markup_escapes_and_any_letters() -> None:
+    for value in ("</tool_call>", '"}]</tool_call>', "a\\", '\\"{[', "héé 🎉 \u2028", "line\nline\ttab", "\\u0041"):
+        for dumped in (json.dumps(value), json.dumps(value, ensure_ascii=False)):
+            text = f'<tool_call>\n{{"name": "f", "arguments": {{"x": {dumped}, "y": [{dumped}]}}}}\n</tool_call>'
+            assert called(answer("hermes", text)) == [("f", {"x": value, "y": [value]})]
+
+
+def test_raw_control_characters_in_strings_are_escaped() -> None:
+    result = answer("hermes", '<tool_call>{"name": "f", "arguments": {"code": "a\n\tb",\n "n": 1}}</tool_call>')
+    assert result.calls[0].arguments == '{"code": "a\\n\\tb",\n "n": 1}'
+
+
+@pytest.mark.parametrize(
+    ("members", "arguments"),
+    [
+        ('"name": "f", "arguments": {}', {}),
+        ('"name": "f", "arguments": { }', {}),
+        ('"name": "f"', {}),
+        ('"name": "f", "arguments": null', {}),
+        ('"name": "f", "arguments": ""', {}),
+        ('"name": "f", "arguments": "{\\"a\\": 1}"', {"a": 1}),
+        ('"arguments": {"a": 1}, "name": "f"', {"a": 1}),
+        ('"arguments": "{\\"a\\": 1}", "name": "f"', {"a": 1}),
+        ('"name": "f", "parameters": {"a": 1}', {"a": 1}),
+        ('"type": "function", "function": {"name": "f", "arguments": {"a": 1}}, "id": 7', {"a": 1}),
+        ('"type": "function", "function": "f", "arguments": {"a": 1}', {"a": 1}),
+        ('"thought": {"name": "no"}, "name": "f", "arguments": {"name": "a", "arguments": {}}, "z": [1]',
+         {"name": "a", "arguments": {}}),
+    ],
+)  # fmt: skip
+def test_spellings_of_an_object(members: str, arguments: object) -> None:
+    for text in (f"{{{members}}}", f"[{{{members}}}]"):
+        assert called(answer("hermes", f"<tool_call>{text}</tool_call>")) == [("f", arguments)]
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["", "no JSON", "{}", "[]", "{]", "{'name': 'f'}", '{"name": 5, "arguments": {}}', '{"name": "", "arguments": {}}',
+     '{"name": "f", "arguments": [1]}', '{"name": "f", "arguments": "Paris"}', '{"name": "f", "arguments": {x: 1}}',
+     '{"arguments": {"a": 1}}', '{"name" "f"}', '["f"]', '{"name": "' + "f" * 300 + '", "arguments": {}}', "{{}}",
+     '{"name": "f", "arguments": {'],
+)  # fmt: skip
+def test_a_malformed_call_is_given_back_word_for_word(body: str) -> None:
+    for text in (f"Hm: <tool_call>{body}</tool_call> so", f"<tool_call>{body}"):
+        assert answer("hermes", text) == Answer(None, text)
+
+
+def test_a_call_behind_a_malformed_one_is_found() -> None:
+    result = answer("hermes", f"<tool_call>oops</tool_call><tool_call>{WEATHER_TEXT}</tool_call>")
+    assert (result.content, called(result)) == ("<tool_call>oops</tool_call>", [WEATHER])
+
+
+def test_braces_and_tags_that_are_missing_or_too_many() -> None:
+    for text in (f"<tool_call>{WEATHER_TEXT}}}</tool_call>", f"<tool_call>{WEATHER_TEXT[:-1]}</tool_call>",
+                 f"<tool_call>{WEATHER_TEXT}", f"<tool_call>\n{WEATHER_TEXT}\n<tool_call>"):  # fmt: skip
+        assert called(answer("hermes", text)) == [WEATHER]
+
+
+@pytest.mark.parametrize("name", ["llama3_json", "xlam", "granite"])
+def test_json_that_is_no_call_is_content(name: str) -> None:
+    texts = ['{"answer": 42, "name": "x"}', '{"name": "Bob", "age": 3}', "[1, 2]", '[{"name": "Bob"}]', "{", "[", "{}",
+             '{"name": "Bob"', '{hello world[A(A=\t)', '{"name": "Bob", "arguments": "none"}']  # fmt: skip
+    for text in texts:
+        assert answer(name, text) == Answer(None, text)
+
+
+def test_a_bare_object_that_names_an_unknown_tool_is_content() -> None:
+    tools = [FunctionTool("get_weather")]
+    other = '{"name": "Bob", "parameters": {"age": 3}}'
+    assert answer("llama3_json", other, tools=tools) == Answer(None, other)
+    assert called(answer("llama3_json", other)) == [("Bob", {"age": 3})]
+    assert called(answer("llama3_json", LLAMA_TEXT, tools=tools)) == [WEATHER]
+
+
+def test_code_behind_the_python_tag_is_content() -> None:
+    text = "<|python_tag|>print({'name': 1})"
+    assert answer("llama3_json", text) == Answer(None, text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [f"[{WEATHER_TEXT}]", f"```json\n[{WEATHER_TEXT}]\n```", f"```\n{WEATHER_TEXT}```", f" \n{WEATHER_TEXT}",
+     f"<tool_call>{WEATHER_TEXT}</tool_call>", f"[TOOL_CALLS][{WEATHER_TEXT}]"],
+)  # fmt: skip
+def test_spellings_of_xlam(text: str) -> None:
+    result = answer("xlam", text)
+    assert (result.content, called(result)) == (None, [WEATHER])
+
+
+def test_fenced_json_that_is_no_call_is_content() -> None:
+    text = 'Like so:\n```json\n{"port": 80}\n```\nThat is all.'
+    assert answer("xlam", text) == Answer(None, text)
+
+
+def test_every_cut_into_three() -> None:
+    text = f"A <tool_call>{WEATHER_TEXT}</tool_call>"
+    whole = read([text], TOOL_FORMATS["hermes"])
+    for pieces in in_three(text):
+        assert read(pieces, TOOL_FORMATS["hermes"]) == whole

@@ -1,0 +1,130 @@
+"""Calls written as a name and JSON arguments: DeepSeek, Kimi, Mistral."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from headrace.parsers.output_parser import Answer
+from headrace.parsers.table import TOOL_FORMATS
+from tests.parsers.reading import called, read, some_cuts
+
+F, G = ("f", {"a": 1}), ("g.h-i", {"b": {"c": ["}", "]"]}})
+G_TEXT = '{"b": {"c": ["}", "]"]}}'
+
+
+def v3(name: str, arguments: str) -> str:
+    return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
+
+
+def v31(name: str, arguments: str) -> str:
+    return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>"
+
+
+def kimi(head: str, arguments: str) -> str:
+    return f"<|tool_call_begin|>{head}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+
+
+def deepseek(calls: str) -> str:
+    return f"<｜tool▁calls▁begin｜>{calls}<｜tool▁calls▁end｜>"
+
+
+def section(calls: str) -> str:
+    return f"<|tool_calls_section_begin|>{calls}<|tool_calls_section_end|>"
+
+
+def answer(name: str, text: str, *, cut: bool = False) -> Answer:
+    """The answer of a text, the same for many ways to cut it."""
+    whole = read([text], TOOL_FORMATS[name], cut=cut)
+    for pieces in some_cuts(text, random.Random(text)):
+        assert read(pieces, TOOL_FORMATS[name], cut=cut) == whole, pieces
+    return whole
+
+
+BOTH = [
+    ("deepseek_v3", deepseek(v3("f", '{"a": 1}') + "\n" + v3("g.h-i", G_TEXT))),
+    ("deepseek_v3", v3("f", '{"a": 1}') + v3("g.h-i", G_TEXT)),
+    ("deepseek_v31", deepseek(v31("f", '{"a": 1}') + v31("g.h-i", G_TEXT))),
+    ("deepseek_v31", deepseek(v31(" f ", '\n{"a": 1}\n') + "\n" + v31("g.h-i", G_TEXT)) + "<｜end▁of▁sentence｜>"),
+    ("kimi_k2", section(kimi("functions.f:0", '{"a": 1}') + kimi("functions.g.h-i:1", G_TEXT))),
+    ("kimi_k2", kimi(" functions.f:0 ", ' {"a": 1} ') + "\n" + kimi("functions.g.h-i:1", G_TEXT)),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g.h-i[ARGS]' + G_TEXT),
+    ("mistral", '[TOOL_CALLS]f{"a": 1}[TOOL_CALLS] g.h-i ' + G_TEXT),
+    ("mistral", '[TOOL_CALLS]f[CALL_ID]abcdEF123[ARGS]{"a": 1}[TOOL_CALLS]g.h-i[CALL_ID]abcdEF124[ARGS]' + G_TEXT),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), BOTH)
+def test_two_calls(name: str, text: str) -> None:
+    result = answer(name, text)
+    assert (result.content, called(result)) == (None, [F, G])
+    around = answer(name, f"Let me see. {text}\nDone.")
+    assert ((around.content or "").strip(), called(around)) == ("Let me see.", [F, G])
+
+
+@pytest.mark.parametrize(("name", "text"), BOTH)
+def test_a_call_cut_by_max_tokens_leaks_no_markup(name: str, text: str) -> None:
+    opener = next(marker for marker in TOOL_FORMATS[name].openers if text.startswith(marker))
+    whole = read([text], TOOL_FORMATS[name]).calls
+    for at in range(len(opener), len(text)):
+        result = read(list(text[:at]), TOOL_FORMATS[name], cut=True)
+        assert result.content is None, text[:at]
+        for call, complete in zip(result.calls, whole, strict=False):
+            assert (call.name, complete.arguments.startswith(call.arguments)) == (complete.name, True)
+
+
+def test_ids_are_those_of_the_text() -> None:
+    heads = ["functions.f:0", "functions.f:11", "f:2", "functions.f", "f"]
+    calls = answer("kimi_k2", section("".join(kimi(head, "{}") for head in heads))).calls
+    assert [call.name for call in calls] == ["f"] * 5
+    assert [call.id for call in calls] == ["functions.f:0", "functions.f:11", None, None, None]
+    calls = answer("mistral", "[TOOL_CALLS]f[CALL_ID]abcdEF123[ARGS]{}").calls
+    assert [call.id for call in calls] == ["abcdEF123"]
+
+
+def test_calls_without_arguments() -> None:
+    for name, text in (
+        ("deepseek_v3", deepseek(v3("f", "{}"))),
+        ("deepseek_v31", deepseek(v31("f", ""))),
+        ("kimi_k2", section(kimi("functions.f:0", "") + kimi("functions.f:1", "{}"))),
+        ("mistral", "[TOOL_CALLS]f[ARGS]{}"),
+    ):
+        result = answer(name, text)
+        assert {(call.name, call.arguments) for call in result.calls} == {("f", "{}")}
+
+
+def test_strings_may_hold_any_markup() -> None:
+    value = '<｜tool▁call▁end｜>```</think><|tool_call_end|>[TOOL_CALLS]"\\'
+    arguments = json.dumps({"x": value}, ensure_ascii=False)
+    for name, text in (
+        ("deepseek_v3", deepseek(v3("f", arguments))),
+        ("deepseek_v31", deepseek(v31("f", arguments))),
+        ("kimi_k2", section(kimi("functions.f:0", arguments))),
+        ("mistral", f"[TOOL_CALLS]f[ARGS]{arguments}"),
+    ):
+        assert called(answer(name, text)) == [("f", {"x": value})]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mistral", "The token [TOOL_CALLS] begins a call."),
+        ("mistral", "[TOOL_CALLS]two words[ARGS]{}"),
+        ("mistral", "[TOOL_CALLS]" + "f" * 300 + "[ARGS]{}"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]none"),
+        ("mistral", "[TOOL_CALLS]"),
+        ("kimi_k2", section(kimi("functions.f:0", "Paris"))),
+        ("kimi_k2", "<|tool_call_begin|>functions.f:0"),
+        ("deepseek_v31", deepseek("words")),
+        ("deepseek_v3", deepseek(v3("f", "[1]"))),
+    ],
+)
+def test_a_malformed_call_is_given_back_word_for_word(name: str, text: str) -> None:
+    assert answer(name, text) == Answer(None, text)
+
+
+def test_an_empty_section_says_nothing() -> None:
+    assert answer("kimi_k2", "Hi" + section("")) == Answer(None, "Hi")
+    assert answer("deepseek_v31", deepseek(" ")) == Answer()
