@@ -1,4 +1,4 @@
-"""How families of models write tool calls and reasoning: descriptions that parsers read and grammars are made of.
+"""What families of models write as tool calls and as reasoning: all that a parser takes for them.
 
 A new format is a row in `table.py`. Most need no code: their calls are written in one of the syntaxes that are there,
 with settings. A syntax is a frozen dataclass with a method `read`, which is given control after an opener and keeps it
@@ -25,7 +25,7 @@ from headrace.parsers.reader import Reader
 
 
 class Syntax(Protocol):
-    """How calls are written. Implementations are frozen dataclasses, whose fields the grammars of calls use too."""
+    """How calls are written. Implementations are frozen dataclasses."""
 
     def read(self, reader: Reader, calls: Calls, opener: str) -> Steps[bool]:
         """Read what follows an opener, up to the end of the call or of the section of calls, closing markup included.
@@ -36,30 +36,16 @@ class Syntax(Protocol):
 
 
 @dataclass(frozen=True)
-class Written:
-    """What a model writes around the names and arguments of its calls, in its chat template's own way.
-
-    All calls: begin, calls joined by `between`, end. One call: before, NAME, middle, ARGUMENTS as JSON, after.
-    """
-
-    before: str
-    middle: str
-    after: str
-    begin: str = ""
-    between: str = ""
-    end: str = ""
-
-
-@dataclass(frozen=True)
 class ToolFormat:
     """How a family writes tool calls."""
 
     name: str
     syntax: Syntax
     openers: tuple[str, ...]
-    """Markup that begins a call or a section of calls, anywhere in content; the first is the one to write."""
-    at_start: tuple[str, ...] = ()
-    """Text that begins calls only where content begins, as a bare "{" does."""
+    """Markup that begins a call or a section of calls, anywhere in content."""
+    bare: tuple[str, ...] = ()
+    """Openers that are no markup, such as "{": what makes no call is content also in an answer that was cut short. They
+    count only where content begins, unless they are among `openers` too."""
     silent: tuple[str, ...] = ()
     """Markup in content that says nothing, such as the end of a section: left out."""
     keeps_text_after: bool = False
@@ -68,8 +54,6 @@ class ToolFormat:
     """The syntax reads all of an answer, reasoning and content included (harmony): no openers are looked for."""
     ids: Literal["chatcmpl-tool", "kimi", "mistral"] = "chatcmpl-tool"
     """The form of a call's id where the text has none: kimi: functions.NAME:INDEX, mistral: 9 letters or digits."""
-    written: Written | None = None
-    """How to write calls, where that is the same for all of the family; None where the syntax has rules of its own."""
 
 
 @dataclass(frozen=True)

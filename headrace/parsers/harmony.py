@@ -57,9 +57,7 @@ class HarmonyCalls:
         text, mark = yield from reader.until(markers("<|message|>", "<|start|>", *_ENDS), limit=_MAX_HEADER)
         return head + text, mark
 
-    def _message(
-        self, reader: Reader, calls: Calls, role: str, head: str, leads: dict[type[Event], str]
-    ) -> Steps[str]:
+    def _message(self, reader: Reader, calls: Calls, role: str, head: str, leads: dict[type[Event], str]) -> Steps[str]:
         """Read the body of a message; returns the marker that ends it."""
         recipient = _RECIPIENT.search(head)
         channel = _CHANNEL.search(head)

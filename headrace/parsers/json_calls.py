@@ -23,13 +23,13 @@ class JsonCalls:
     """One object for each call: a single one, several after one another, or a list of them."""
 
     name_keys: tuple[str, ...] = ("name",)
-    """Keys of the function's name; the first is the one to write."""
+    """Keys of the function's name."""
     argument_keys: tuple[str, ...] = ("arguments", "parameters")
-    """Keys of the arguments; the first is the one to write."""
+    """Keys of the arguments."""
     before: tuple[str, ...] = ()
     """Markup that may stand between opener and JSON."""
     closers: tuple[str, ...] = ()
-    """Markup that ends the call or the list; the first is the one to write."""
+    """Markup that ends the call or the list."""
     name_is_key: bool = False
     """An object is {NAME: ARGUMENTS}."""
     bare: tuple[str, ...] = ("{", "[")
@@ -78,52 +78,51 @@ class JsonCalls:
                 return made
 
     def _object(self, reader: Reader, calls: Calls, bare: bool) -> Steps[bool]:
-        """Read the rest of one call's object; returns whether a call began.
-
-        Arguments that come before the name wait for it. The call may lie in a member "function", as in OpenAI's form.
-        """
-        name, held, levels = "", "", 1
-        made = False
-        while levels:
+        """Read the rest of one call's object; returns whether a call began."""
+        call = _Object()
+        while call.levels:
             yield from reader.space()
             while (mark := (yield from reader.accept(_MEMBER))) == ",":
                 yield from reader.space()
             if mark:
-                levels -= 1
-                continue
-            key = yield from self._key(reader)
-            if key is None:
-                return made
-            follows = yield from reader.peek()
-            if self.name_is_key and not made:
-                made = yield from pass_arguments(reader, calls, key)
-                if not made:
-                    return False
-            elif key == "function" and follows == "{" and levels == 1:
-                yield from reader.accept(_OBJECT)
-                levels += 1
-            elif (key in self.name_keys or (key == "function" and follows == '"')) and not name:
-                name = as_string((yield from collect_json(reader))) or ""
-                if not self._is_name(name, calls, bare):
-                    return False
-                if held:
-                    yield calls.start(name)
-                    yield calls.arguments(held)
-                    made = True
-            elif key in self.argument_keys and not (made or held):
-                if name:
-                    made = yield from pass_arguments(reader, calls, name)
-                else:
-                    held = (yield from collect_arguments(reader)) or ""
-                if not (made or held):
-                    return False
-            elif (bare and key not in ("type", "id")) or (yield from collect_json(reader)) is None:
-                return made
-        if name and not made and not bare:
-            yield calls.start(name)
-            yield calls.arguments("{}")
-            made = True
-        return made
+                call.levels -= 1
+            elif not (yield from self._member(reader, calls, call, bare)):
+                cut_short = bare and call.name in calls.tools and reader.ended and reader.cut
+                return call.made or cut_short
+        if call.name and not call.made and not bare:
+            yield from call.begin(calls, "{}")
+        return call.made
+
+    def _member(self, reader: Reader, calls: Calls, call: _Object, bare: bool) -> Steps[bool]:
+        """Read one member; returns whether the object may still be a call's, or is one."""
+        key = yield from self._key(reader)
+        if key is None:
+            return False
+        follows = yield from reader.peek()
+        if self.name_is_key and not call.made:
+            call.made = yield from pass_arguments(reader, calls, key)
+            return call.made
+        if key == "function" and follows == "{" and call.levels == 1:
+            yield from reader.accept(_OBJECT)
+            call.levels += 1
+            return True
+        if (key in self.name_keys or (key == "function" and follows == '"')) and not call.name:
+            name = as_string((yield from collect_json(reader))) or ""
+            if not _is_name(name, calls, bare):
+                return False
+            call.name = name
+            if call.held:
+                yield from call.begin(calls, call.held)
+            return True
+        if key in self.argument_keys and not (call.made or call.held):
+            if call.name:
+                call.made = yield from pass_arguments(reader, calls, call.name)
+            else:
+                call.held = (yield from collect_arguments(reader)) or ""
+            return bool(call.made or call.held)
+        if bare and key not in ("type", "id"):
+            return False
+        return (yield from collect_json(reader)) is not None
 
     def _key(self, reader: Reader) -> Steps[str | None]:
         """Read a member's key, its colon and the white space around; None if there is none."""
@@ -136,6 +135,25 @@ class JsonCalls:
         yield from reader.space()
         return key
 
-    def _is_name(self, name: str, calls: Calls, bare: bool) -> bool:
-        """Whether this can be the name of a function here."""
-        return bool(name) and len(name) <= MAX_NAME and (not bare or not calls.tools or name in calls.tools)
+
+@dataclass
+class _Object:
+    """One call's object, as far as it was read. The call may lie in a member "function", as in OpenAI's form."""
+
+    name: str = ""
+    held: str = ""
+    """Arguments that came before the name."""
+    made: bool = False
+    """The call began."""
+    levels: int = 1
+
+    def begin(self, calls: Calls, arguments: str) -> Steps[None]:
+        """Begin the call with all of its arguments."""
+        self.made = True
+        yield calls.start(self.name)
+        yield calls.arguments(arguments)
+
+
+def _is_name(name: str, calls: Calls, bare: bool) -> bool:
+    """Whether this can be the name of a function here."""
+    return bool(name) and len(name) <= MAX_NAME and (not bare or not calls.tools or name in calls.tools)

@@ -20,7 +20,7 @@ class NamedCalls:
     """NAME, separator, {arguments}; each call between markup, several of them in a section or not."""
 
     separators: tuple[str, ...]
-    """What stands between name and arguments; the first is the one to write. "{" stands for none."""
+    """What stands between name and arguments; "{" stands for nothing."""
     begin: tuple[str, ...] = ()
     """Markup that begins each call of a section; such an opener begins a call without a section."""
     prefix: tuple[str, ...] = ()

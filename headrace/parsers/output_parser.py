@@ -128,7 +128,7 @@ def _content(
     openers = tool.openers if tool else ()
     thoughts = reasoning.open if reasoning and reasoning.anywhere else ()
     stops = markers(*openers, *thoughts, *(tool.silent if tool else ()), *(reasoning.silent if reasoning else ()))
-    starts = markers(*stops.all, *(tool.at_start if tool else ()))
+    starts = markers(*stops.all, *(tool.bare if tool else ()))
     while True:
         lead += yield from reader.space()
         found = yield from reader.accept(starts)
@@ -140,12 +140,12 @@ def _content(
             if lead and not left_out:
                 yield Content(lead)
             lead = ""
-            found = yield from reader.pass_on(stops, None if left_out else Content)
+            found = yield from reader.pass_on(stops, None if left_out else Content, strict=True)
         if not found:
             break
         if reasoning and found in thoughts:
             yield from read_open(reader, reasoning)
-        elif tool and (found in openers or found in tool.at_start):
+        elif tool and (found in openers or found in tool.bare):
             given_back = yield from _calls(reader, calls, tool, found)
             if given_back and not left_out:
                 starts = stops
@@ -164,6 +164,6 @@ def _calls(reader: Reader, calls: Calls, tool: ToolFormat, opener: str) -> Steps
     begun = calls.count
     made = yield from tool.syntax.read(reader, calls, opener)
     kept = reader.kept()
-    if made or calls.count > begun or (reader.ended and reader.cut and opener in tool.openers):
+    if made or calls.count > begun or (reader.ended and reader.cut and opener not in tool.bare):
         return ""
     return opener + kept

@@ -209,18 +209,20 @@ class Reader:
                 return self._take(self._at + end), self._take(self._at + len(found))
             yield None
 
-    def pass_on(self, markers: Markers, event: Callable[[str], Event] | None) -> Steps[str]:
+    def pass_on(self, markers: Markers, event: Callable[[str], Event] | None, *, strict: bool = False) -> Steps[str]:
         """Hand on text as it comes, up to a marker, which is read too and returned; "" at the end of the text.
 
-        Without an event the text is left out.
+        Without an event the text is left out. Strict: so is the beginning of a marker within which a text was cut.
         """
         while True:
-            end, found = markers.find(self._text, self._at, self.closed)
+            end, found = markers.find(self._text, self._at, self.closed and not (strict and self.cut))
             text = self._take(end)
             if text and event:
                 yield event(text)
+            if self.closed and not found:
+                self._take(len(self._text))
             if found or self.closed:
-                return self._take(end + len(found))
+                return self._take(self._at + len(found))
             if self._at == len(self._text):
                 self.passing = markers, event
             yield None

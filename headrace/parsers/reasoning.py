@@ -9,21 +9,24 @@ from headrace.parsers.events import Content, Reasoning, Steps
 from headrace.parsers.formats import ReasoningFormat
 from headrace.parsers.reader import Reader, markers
 
+_SWITCHES = ("enable_thinking", "thinking")
+"""Keywords by which chat templates turn thinking on and off."""
+
 
 def begins_open(format: ReasoningFormat, prompt: str, template: str, template_kwargs: Mapping[str, Any]) -> bool:
     """Whether the answer to this prompt begins inside reasoning.
 
-    The end of the prompt says so if the template opened a thought there, or closed it. If it did neither, text without
-    markup is what the family's `unmarked` says; where a switch decides, its value or else the template having it.
+    The end of the prompt says so if the template opened a thought there, or closed it. If it did neither, a keyword of
+    the template that turns thinking off says no; then the family: by its switch, or by what it takes unmarked text for.
     """
     tail = prompt[-256:].rstrip()
     if tail.endswith(tuple(marker.strip() for marker in format.open)):
         return True
     if tail.endswith(tuple(marker.strip() for marker in format.close)):
         return False
-    if format.switch:
-        return format.switch in template and bool(template_kwargs.get(format.switch, True))
-    return format.unmarked == "reasoning"
+    if any(name in template and not template_kwargs.get(name, True) for name in _SWITCHES):
+        return False
+    return format.switch in template if format.switch else format.unmarked == "reasoning"
 
 
 def read_first(reader: Reader, format: ReasoningFormat, is_open: bool | None) -> Steps[str]:
@@ -53,7 +56,7 @@ def read_first(reader: Reader, format: ReasoningFormat, is_open: bool | None) ->
 def read_open(reader: Reader, format: ReasoningFormat) -> Steps[None]:
     """Read the rest of reasoning, and over the markup that ends it."""
     close = markers(*format.close)
-    found = yield from reader.pass_on(markers(*format.close, *format.call_openers), Reasoning)
+    found = yield from reader.pass_on(markers(*format.close, *format.call_openers), Reasoning, strict=True)
     if found in format.call_openers:
         text, closed = yield from reader.until(close)
         if closed:

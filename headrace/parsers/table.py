@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headrace.parsers.formats import ReasoningFormat, ToolFormat, Written
+from headrace.parsers.formats import ReasoningFormat, ToolFormat
 from headrace.parsers.gemma import GemmaCalls
 from headrace.parsers.harmony import HarmonyCalls
 from headrace.parsers.json_calls import JsonCalls
@@ -14,71 +14,45 @@ from headrace.parsers.tagged import TaggedCalls
 
 _THINK, _END_THINK = ("<think>",), ("</think>",)
 
-
-def _json(before: str, after: str, **around: str) -> Written:
-    """How a model writes {"name": NAME, "arguments": ARGUMENTS}."""
-    return Written(before + '{"name": "', '", "arguments": ', "}" + after, **around)
-
-
 _JSON = (
-    ToolFormat("hermes", JsonCalls(closers=("</tool_call>",)), ("<tool_call>",),
-               written=_json("<tool_call>\n", "\n</tool_call>", between="\n")),
+    ToolFormat("hermes", JsonCalls(closers=("</tool_call>",)), ("<tool_call>",)),
     ToolFormat("llama3_json", JsonCalls(argument_keys=("parameters", "arguments"),
                                         closers=("<|eom_id|>", "<|eot_id|>")),
-               ("<|python_tag|>",), at_start=("{",),
-               written=Written('{"name": "', '", "parameters": ', "}", between="; ")),
-    ToolFormat("granite", JsonCalls(closers=("</tool_call>",)), ("<|tool_call|>", "<tool_call>"), at_start=("[",),
-               written=_json("", "", begin="<|tool_call|>[", between=", ", end="]")),
-    ToolFormat("granite-20b-fc", JsonCalls(), ("<function_call>",),
-               written=_json("<function_call> ", "", between="\n")),
-    ToolFormat("phi4_mini_json", JsonCalls(closers=("<|/tool_call|>",)), ("functools[", "<|tool_call|>"),
-               written=_json("", "", begin="functools[", between=", ", end="]")),
+               ("<|python_tag|>", "{"), bare=("{",)),
+    ToolFormat("granite", JsonCalls(closers=("</tool_call>",)), ("<|tool_call|>", "<tool_call>"), bare=("[",)),
+    ToolFormat("granite-20b-fc", JsonCalls(), ("<function_call>",)),
+    ToolFormat("phi4_mini_json", JsonCalls(closers=("<|/tool_call|>",)), ("functools[", "<|tool_call|>")),
     ToolFormat("internlm", JsonCalls(argument_keys=("parameters", "arguments"), before=("<|plugin|>",),
-                                     closers=("<|action_end|>",)), ("<|action_start|>",),
-               written=Written('<|action_start|><|plugin|>{"name": "', '", "parameters": ', "}<|action_end|>")),
-    ToolFormat("jamba", JsonCalls(closers=("</tool_calls>",)), ("<tool_calls>",),
-               written=_json("", "", begin="<tool_calls>[", between=",\n", end="]</tool_calls>")),
-    ToolFormat("minimax", JsonCalls(closers=("</tool_calls>",)), ("<tool_calls>",),
-               written=_json("", "\n", begin="<tool_calls>\n", end="</tool_calls>")),
-    ToolFormat("hunyuan_a13b", JsonCalls(closers=("</tool_calls>",)), ("<tool_calls>",), silent=("助手：",),
-               written=_json("", "", begin="<tool_calls>[", between=",", end="]</tool_calls>")),
+                                     closers=("<|action_end|>",)), ("<|action_start|>",)),
+    ToolFormat("jamba", JsonCalls(closers=("</tool_calls>",)), ("<tool_calls>",)),
+    ToolFormat("minimax", JsonCalls(closers=("</tool_calls>",)), ("<tool_calls>",)),
+    ToolFormat("hunyuan_a13b", JsonCalls(closers=("</tool_calls>",)), ("<tool_calls>",), silent=("助手：",)),
     ToolFormat("xlam", JsonCalls(before=("```json", "```"), closers=("</tool_call>", "```"),
                                  bare=("[", "{", "```json", "```")),
-               ("[TOOL_CALLS]", "<tool_call>", "```json", "```"), at_start=("[", "{"),
-               written=_json("", "", begin="[", between=", ", end="]")),
-    ToolFormat("ernie45", JsonCalls(closers=("</tool_call>",)), ("<tool_call>",), silent=("<response>", "</response>"),
-               written=_json("<tool_call>\n", "\n</tool_call>\n")),
-    ToolFormat("longcat", JsonCalls(closers=("</longcat_tool_call>",)), ("<longcat_tool_call>",),
-               written=_json("<longcat_tool_call>\n", "\n</longcat_tool_call>", between="\n")),
+               ("[TOOL_CALLS]", "<tool_call>", "```json", "```"), bare=("[", "{")),
+    ToolFormat("ernie45", JsonCalls(closers=("</tool_call>",)), ("<tool_call>",),
+               silent=("<response>\n", "<response>", "\n</response>\n", "</response>")),
+    ToolFormat("longcat", JsonCalls(closers=("</longcat_tool_call>",)), ("<longcat_tool_call>",)),
     ToolFormat("gigachat3", JsonCalls(closers=("</s>", "<|message_sep|>")),
                ("<|function_call|>", "<|message_sep|>\n\nfunction call<|role_sep|>\n", "function call<|role_sep|>\n"),
-               silent=("</s>",), written=_json("<|function_call|>", "")),
-    ToolFormat("apertus", JsonCalls(name_is_key=True, closers=("<|tools_suffix|>",)), ("<|tools_prefix|>",),
-               written=Written('{"', '": ', "}", begin="<|tools_prefix|>[", between=", ", end="]<|tools_suffix|>")),
+               silent=("</s>",)),
+    ToolFormat("apertus", JsonCalls(name_is_key=True, closers=("<|tools_suffix|>",)), ("<|tools_prefix|>",)),
     ToolFormat("cohere_command3", JsonCalls(name_keys=("tool_name", "name"), argument_keys=("parameters", "arguments"),
                                             closers=("<|END_ACTION|>",)), ("<|START_ACTION|>",),
-               written=Written('{"tool_name": "', '", "parameters": ', "}", begin="<|START_ACTION|>[\n    ",
-                               between=",\n    ", end="\n]<|END_ACTION|>"),
                silent=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")),
 )  # fmt: skip
 
-_MISTRAL_LIST = JsonCalls()
 _NAMED = (
-    ToolFormat("mistral", NamedCalls(separators=("[ARGS]", "{"), id_separator="[CALL_ID]", or_json=_MISTRAL_LIST),
-               ("[TOOL_CALLS]",), ids="mistral", silent=("[/TOOL_CALLS]",),
-               written=Written("[TOOL_CALLS]", "[ARGS]", "")),
+    ToolFormat("mistral", NamedCalls(separators=("[ARGS]", "{"), id_separator="[CALL_ID]", or_json=JsonCalls()),
+               ("[TOOL_CALLS]",), ids="mistral", silent=("[/TOOL_CALLS]",)),
     ToolFormat("deepseek_v3", NamedCalls(
                    separators=("\n", "{"), begin=("<｜tool▁call▁begin｜>",), prefix=("function<｜tool▁sep｜>",),
                    fences=("```json", "```"), end=("<｜tool▁call▁end｜>",), closers=("<｜tool▁calls▁end｜>",)),
-               ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
-               written=Written("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n", "\n```<｜tool▁call▁end｜>",
-                               begin="<｜tool▁calls▁begin｜>", between="\n", end="<｜tool▁calls▁end｜>")),
+               ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")),
     ToolFormat("deepseek_v31", NamedCalls(
                    separators=("<｜tool▁sep｜>",), begin=("<｜tool▁call▁begin｜>",), fences=("```json", "```"),
                    end=("<｜tool▁call▁end｜>",), closers=("<｜tool▁calls▁end｜>",)),
-               ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
-               written=Written("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
-                               begin="<｜tool▁calls▁begin｜>", end="<｜tool▁calls▁end｜>")),
+               ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")),
     ToolFormat("kimi_k2", NamedCalls(
                    separators=("<|tool_call_argument_begin|>",), begin=("<|tool_call_begin|>",),
                    end=("<|tool_call_end|>",), closers=("<|tool_calls_section_end|>", "<|tool_call_section_end|>"),
@@ -86,13 +60,27 @@ _NAMED = (
                ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>", "<|tool_call_begin|>"), ids="kimi"),
 )  # fmt: skip
 
-_QWEN_TAGS = TaggedCalls("<function=", "</function>", "<parameter=", "</parameter>", section_close="</tool_call>",
-                         newlines=True)
-_GLM_TAGS = TaggedCalls("<tool_call>", "</tool_call>", "<arg_key>", "</arg_value>",
-                        name_close=("\n", "\\n", "<arg_key>", "</tool_call>"), key_close="</arg_key>",
-                        value_open="<arg_value>", guess=True)
-_DSML_TAGS = TaggedCalls("<｜DSML｜invoke", "</｜DSML｜invoke>", "<｜DSML｜parameter", "</｜DSML｜parameter>",
-                         section_close="</｜DSML｜function_calls>", in_attribute=True)
+_QWEN_TAGS = TaggedCalls(
+    "<function=", "</function>", "<parameter=", "</parameter>", section_close="</tool_call>", newlines=True
+)
+_GLM_TAGS = TaggedCalls(
+    "<tool_call>",
+    "</tool_call>",
+    "<arg_key>",
+    "</arg_value>",
+    name_close=("\n", "\\n", "<arg_key>", "</tool_call>"),
+    key_close="</arg_key>",
+    value_open="<arg_value>",
+    guess=True,
+)
+_DSML_TAGS = TaggedCalls(
+    "<｜DSML｜invoke",
+    "</｜DSML｜invoke>",
+    "<｜DSML｜parameter",
+    "</｜DSML｜parameter>",
+    section_close="</｜DSML｜function_calls>",
+    in_attribute=True,
+)
 _TAGGED = (
     ToolFormat("qwen3_coder", _QWEN_TAGS, ("<tool_call>", "<function=")),
     ToolFormat("seed_oss", replace(_QWEN_TAGS, section_close="</seed:tool_call>"),

@@ -170,6 +170,18 @@ def test_a_bare_object_that_names_an_unknown_tool_is_content() -> None:
     assert called(answer("llama3_json", LLAMA_TEXT, tools=tools)) == [WEATHER]
 
 
+def test_bare_objects_may_stand_behind_text() -> None:
+    tools = [FunctionTool("get_weather")]
+    result = answer("llama3_json", f'In {{"x": 1}}: {LLAMA_TEXT} I hope.', tools=tools)
+    assert (result.content, called(result)) == ('In {"x": 1}: ', [WEATHER])
+
+
+def test_a_bare_object_cut_by_max_tokens_is_content_unless_it_names_a_tool() -> None:
+    tools = [FunctionTool("get_weather")]
+    assert answer("llama3_json", 'See {"name": "get_weather", "para', tools=tools, cut=True) == Answer(None, "See ")
+    assert answer("llama3_json", '{"name": "Bo', tools=tools, cut=True) == Answer(None, '{"name": "Bo')
+
+
 def test_code_behind_the_python_tag_is_content() -> None:
     text = "<|python_tag|>print({'name': 1})"
     assert answer("llama3_json", text) == Answer(None, text)

@@ -167,3 +167,13 @@ def test_no_format_reads_a_thought_again_and_again() -> None:
 def test_every_name_is_that_of_its_format_or_an_alias() -> None:
     for table in (TOOL_FORMATS, REASONING_FORMATS):
         assert {format.name for format in table.values()} <= table.keys()
+
+
+def test_the_beginning_of_markup_within_which_an_answer_was_cut_is_no_text() -> None:
+    hermes, deepseek = TOOL_FORMATS["hermes"], REASONING_FORMATS["deepseek_r1"]
+    for pieces in (["Hi <tool_ca"], list("Hi <tool_ca")):
+        assert read(pieces, hermes, cut=True).content == "Hi "
+        assert read(pieces, hermes).content == "Hi <tool_ca"
+    for pieces in (["Hm</thin"], list("Hm</thin")):
+        assert read(pieces, None, deepseek, cut=True).reasoning == "Hm"
+        assert read(pieces, None, deepseek).reasoning == "Hm</thin"
