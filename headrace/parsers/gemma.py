@@ -118,7 +118,7 @@ class GemmaCalls:
         types, values = value_types(tool, key) if self.typed else (STRING, ())
         if types == STRING:
             yield calls.arguments('"')
-            stop = yield from reader.pass_on(ends, lambda text: calls.arguments(json_escaped(text)))
+            stop = yield from reader.pass_on(ends, lambda text: calls.arguments(json_escaped(text)), strict=True)
             written = '"'
         else:
             text, stop = yield from reader.until(ends)

@@ -14,8 +14,10 @@ from headrace.parsers.reader import Reader, markers
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _NEXT = ("<|start|>", "<|channel|>")
 _HEADER_BEGINS = ("<|channel|>", "<|start|>", "<|message|>", "<|constrain|>", "to=", "assistant<|", "assistant to=")
+_ROLE = re.compile(r"\s*(?!to=)([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*([^\s<]*)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_LOOK = 64
 _MAX_HEADER = 1024
 """Characters of a message's header; what is longer is dropped."""
 
@@ -37,13 +39,14 @@ class HarmonyCalls:
     def read(self, reader: Reader, calls: Calls, opener: str) -> Steps[bool]:
         """Read a whole answer."""
         leads: dict[type[Event], str] = {Reasoning: "", Content: ""}
-        role, mark = "assistant", ""
+        mark = ""
         while True:
-            if mark in _NEXT or (yield from reader.ahead(_is_header)):
+            if mark in _NEXT or (yield from reader.ahead(lambda *place: _is_header(*place, reader.cut))):
                 head, mark = yield from self._header(reader, mark)
-                role = head.split("<|")[0].split(" to=")[0].strip() or "assistant"
                 if mark == "<|message|>":
-                    mark = yield from self._message(reader, calls, role, head, leads)
+                    role = _ROLE.match(head)
+                    is_assistant = not role or role.group(1) == "assistant"
+                    mark = yield from self._message(reader, calls, is_assistant, head, leads)
             elif reader.ended:
                 return True
             else:
@@ -57,12 +60,14 @@ class HarmonyCalls:
         text, mark = yield from reader.until(markers("<|message|>", "<|start|>", *_ENDS), limit=_MAX_HEADER)
         return head + text, mark
 
-    def _message(self, reader: Reader, calls: Calls, role: str, head: str, leads: dict[type[Event], str]) -> Steps[str]:
+    def _message(
+        self, reader: Reader, calls: Calls, is_assistant: bool, head: str, leads: dict[type[Event], str]
+    ) -> Steps[str]:
         """Read the body of a message; returns the marker that ends it."""
         recipient = _RECIPIENT.search(head)
         channel = _CHANNEL.search(head)
         name = recipient.group(1).removeprefix(self.namespace) if recipient else ""
-        if role != "assistant" or name in ("assistant", "user", "all"):
+        if not is_assistant or name in ("assistant", "user", "all"):
             return (yield from reader.pass_on(markers(*_ENDS, *_NEXT), None))
         if not name:
             thought = channel is not None and channel.group(1) == "analysis"
@@ -75,7 +80,7 @@ class HarmonyCalls:
         if mark:  # no arguments
             yield calls.arguments("{}")
             return mark
-        return (yield from reader.pass_on(markers(*_ENDS, *_NEXT), _escaping(calls)))
+        return (yield from reader.pass_on(markers(*_ENDS, *_NEXT), _escaping(calls), strict=True))
 
 
 def _text(reader: Reader, kind: Callable[[str], Event], leads: dict[type[Event], str]) -> Steps[str]:
@@ -85,7 +90,7 @@ def _text(reader: Reader, kind: Callable[[str], Event], leads: dict[type[Event],
         lead, leads[kind] = leads[kind], ""
         return kind(lead + text)
 
-    mark = yield from reader.pass_on(markers(*_ENDS, *_NEXT), event)
+    mark = yield from reader.pass_on(markers(*_ENDS, *_NEXT), event, strict=True)
     leads[kind] = "\n"
     return mark
 
@@ -101,11 +106,11 @@ def _escaping(calls: Calls) -> Callable[[str], Arguments]:
     return event
 
 
-def _is_header(text: str, at: int, closed: bool) -> bool | None:
+def _is_header(text: str, at: int, closed: bool, cut: bool) -> bool | None:
     """Whether what follows is a message's header, or the rest of one, rather than text."""
-    rest = text[at : at + 64].lstrip()
+    rest = text[at : at + _LOOK].lstrip()
     if rest.startswith(_HEADER_BEGINS):
         return True
-    if any(begin.startswith(rest) for begin in _HEADER_BEGINS) and not closed and len(text) - at < 64:
-        return None
+    if len(text) - at < _LOOK and any(begin.startswith(rest) for begin in _HEADER_BEGINS):
+        return (cut and bool(rest)) if closed else None
     return False

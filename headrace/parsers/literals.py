@@ -14,6 +14,8 @@ from headrace.parsers.events import Arguments, Event, Steps
 from headrace.parsers.reader import Reader, markers
 from headrace.parsers.scalars import json_escaped, json_scalar, json_string
 
+LOOK = 256
+"""How many characters are looked at ahead, to tell a closing quote from an inner one."""
 MAX_DEPTH = 64
 """How deep lists and dicts may nest. What is deeper is passed on as the text of an expression."""
 
@@ -48,7 +50,7 @@ def literal(reader: Reader, emit: Emit, ends: Ends, *, depth: int = 0, strict: b
     if opening and not set("bBfF") & set(opening):
         yield from reader.scan(lambda _, at: at + len(opening))
         quote = opening.lstrip("rRuU")
-        yield from _string(reader, emit, quote, ends, raw=len(opening) > len(quote) and opening[0] in "rR")
+        yield from _string(reader, emit, quote, ends, "r" in opening.lower(), strict)
         return
     bracket = "" if depth == MAX_DEPTH else (yield from reader.accept(_OPENERS))
     if bracket == "(":
@@ -58,7 +60,9 @@ def literal(reader: Reader, emit: Emit, ends: Ends, *, depth: int = 0, strict: b
     elif bracket:
         yield from _items(reader, emit, "]", depth + 1, strict)
     else:
-        text = yield from _expression(reader, key=ends is _after_key)
+        text, stop = yield from _expression(reader, key=ends is _after_key)
+        if not stop and reader.cut:
+            return
         known = json_scalar(text.strip())
         if strict and known is None:
             raise NotALiteralError(text)
@@ -68,7 +72,7 @@ def literal(reader: Reader, emit: Emit, ends: Ends, *, depth: int = 0, strict: b
 def whole_literal(text: str) -> str | None:
     """Return the JSON of a text that is a Python literal, or None if it is none."""
     reader = Reader()
-    reader.feed(text)
+    reader.feed(text.strip())
     reader.close(cut=False)
     try:
         pieces = [piece.text for piece in literal(reader, _first, _at_end, strict=True) if isinstance(piece, Arguments)]
@@ -88,16 +92,21 @@ def _at_end(text: str, at: int, closed: bool) -> bool | None:
 
 def _after_item(text: str, at: int, closed: bool) -> bool | None:
     """Whether an item of a list, or a value of a dict, may end here."""
-    rest = _SPACE.match(text, at)
-    at = rest.end() if rest else at
-    return (closed or None) if at == len(text) else text[at] in ",]})"
+    return _goes_on(text, at, closed, ",]})")
 
 
 def _after_key(text: str, at: int, closed: bool) -> bool | None:
     """Whether what stands first in braces, a key or the first item of a set, may end here."""
-    rest = _SPACE.match(text, at)
-    at = rest.end() if rest else at
-    return (closed or None) if at == len(text) else text[at] in ",}:"
+    return _goes_on(text, at, closed, ",}:")
+
+
+def _goes_on(text: str, at: int, closed: bool, marks: str) -> bool | None:
+    """Whether one of these marks follows, or nothing."""
+    seen = text[at : at + LOOK]
+    rest = seen.lstrip()
+    if rest or len(seen) == LOOK:
+        return rest[:1] in marks and bool(rest)
+    return closed or None
 
 
 def _opening(text: str, at: int, closed: bool) -> str | None:
@@ -112,7 +121,7 @@ def _opening(text: str, at: int, closed: bool) -> str | None:
     return found.group() if found else ""
 
 
-def _string(reader: Reader, emit: Emit, quote: str, ends: Ends, *, raw: bool) -> Steps[None]:
+def _string(reader: Reader, emit: Emit, quote: str, ends: Ends, raw: bool, strict: bool) -> Steps[None]:
     """Hand on a string, whose opening quote was read, as it comes."""
     yield emit('"')
     while True:
@@ -123,6 +132,8 @@ def _string(reader: Reader, emit: Emit, quote: str, ends: Ends, *, raw: bool) ->
             break
         else:
             yield emit(json_escaped(found))
+    if strict and not found:
+        raise NotALiteralError(quote)
     if found or not reader.cut:
         yield emit('"')
 
@@ -182,6 +193,8 @@ def _parentheses(reader: Reader, emit: Emit, depth: int, strict: bool) -> Steps[
         return
     first = yield from collected(reader, literal(reader, emit, _after_item, depth=depth, strict=strict))
     yield from reader.space()
+    if reader.ended and reader.cut:
+        return
     if (yield from reader.peek()) == ",":
         yield from _items(reader, emit, ")", depth, strict, first=first)
         return
@@ -202,6 +215,8 @@ def _braces(reader: Reader, emit: Emit, depth: int, strict: bool) -> Steps[None]
             continue
         key = yield from collected(reader, literal(reader, emit, _after_key, depth=depth, strict=strict))
         yield from reader.space()
+        if reader.ended and reader.cut:
+            return
         if (yield from reader.accept(_COLON)):
             name = key if key.startswith('"') else json_string(key)
             yield emit(f"{separator}{name}: ")
@@ -239,8 +254,11 @@ def collected(reader: Reader, steps: Steps[None]) -> Steps[str]:
     return "".join(parts)
 
 
-def _expression(reader: Reader, *, key: bool) -> Steps[str]:
-    """Read an expression up to the comma or bracket that ends it (of a key: the colon), over brackets and strings."""
+def _expression(reader: Reader, *, key: bool) -> Steps[tuple[str, str]]:
+    """Read an expression up to the comma or bracket that ends it (of a key: the colon), over brackets and strings.
+
+    Returns the expression and what ends it, which is left unread.
+    """
     parts = []
     depth = 0
     while True:
@@ -253,7 +271,7 @@ def _expression(reader: Reader, *, key: bool) -> Steps[str]:
             mark = yield from _skipped_string(reader, mark, parts)
         elif not mark or (not depth and (mark != ":" or key)):
             reader.back(mark)
-            return "".join(parts)
+            return "".join(parts), mark
         elif mark not in ",:":
             depth -= 1
         parts.append(mark)

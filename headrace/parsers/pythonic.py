@@ -8,14 +8,10 @@ from dataclasses import dataclass
 from headrace.parsers.calls import Calls
 from headrace.parsers.events import Steps
 from headrace.parsers.json_calls import JsonCalls
-from headrace.parsers.literals import collected, literal
+from headrace.parsers.literals import LOOK, collected, literal
 from headrace.parsers.reader import Reader, markers
 from headrace.parsers.scalars import json_string
 
-LOOK = 256
-"""Characters that are looked at ahead, to tell a call from other text and a closing quote from an inner one."""
-
-_SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"[^\W\d][\w-]*(?:\.[^\W\d][\w-]*)*")
 _HEAD = re.compile(rf"({_NAME.pattern})\s*\(\s*(?:\)|[^\W\d]\w*\s*=(?!=))")
 _KEY = re.compile(r"([^\W\d]\w*)\s*=(?!=)")
@@ -47,6 +43,8 @@ class PythonicCalls:
             yield from reader.space()
             name = yield from reader.ahead(_head)
             if not name or (opener == "[" and not made and calls.tools and name not in calls.tools):
+                if reader.cut:
+                    yield from reader.scan(_begun)
                 break
             yield from _skip(reader, len(name))
             yield calls.start(name)
@@ -99,62 +97,54 @@ def _skip(reader: Reader, length: int) -> Steps[str]:
 
 def _is_json(text: str, at: int, closed: bool) -> bool | None:
     """Whether an object, or a list of objects, follows."""
-    if _JSON.match(text, at, at + LOOK):
+    seen = text[at : at + LOOK]
+    if _JSON.match(seen):
         return True
-    undecided = text[at : at + 1] in ("", "[") and not text[at + 1 : at + LOOK].strip()
-    return None if undecided and not closed and len(text) - at < LOOK else False
+    undecided = seen[:1] in ("", "[") and not seen[1:].strip() and len(seen) < LOOK
+    return None if undecided and not closed else False
 
 
 def _head(text: str, at: int, closed: bool) -> str | None:
     """The name of the function that a call begins with, or "" if no call does."""
-    found = _HEAD.match(text, at, at + LOOK)
-    if found and (text[found.end() - 1] != "=" or closed or found.end() < len(text)):
-        return found.group(1)
-    return None if _may_go_on(text, at, closed, "().=") else ""
+    return _decided(_HEAD, "().=", text[at : at + LOOK], closed)
 
 
 def _key(text: str, at: int, closed: bool) -> str | None:
     """The name of the argument that begins here, or "" if none does."""
-    found = _KEY.match(text, at, at + LOOK)
-    if found and (closed or found.end() < len(text)):
+    return _decided(_KEY, "=", text[at : at + LOOK], closed)
+
+
+def _decided(pattern: re.Pattern[str], marks: str, seen: str, closed: bool) -> str | None:
+    """The name that a pattern finds, or "": None as long as more text may make it fit, or make "=" a comparison."""
+    found = pattern.match(seen)
+    if found and (found.group()[-1] != "=" or closed or found.end() < len(seen)):
         return found.group(1)
-    return None if _may_go_on(text, at, closed, "=") else ""
+    return None if not closed and _may_go_on(seen, marks) else ""
 
 
-def _may_go_on(text: str, at: int, closed: bool, marks: str) -> bool:
-    """Whether all that has come is made of names, white space and these marks, so that more may complete it."""
-    if closed or len(text) - at >= LOOK:
-        return False
-    return all(char.isalnum() or char in "_- \t\r\n" or char in marks for char in text[at:])
+def _may_go_on(seen: str, marks: str) -> bool:
+    """Whether all that has come is made of names, white space and these marks."""
+    return len(seen) < LOOK and all(char.isalnum() or char in "_- \t\r\n" or char in marks for char in seen)
+
+
+def _begun(text: str, at: int) -> int:
+    """Where a call that had only begun when its text was cut ends: no markup is content."""
+    return len(text) if _may_go_on(text[at : at + LOOK], "().=") else at
 
 
 def _after_argument(text: str, at: int, closed: bool) -> bool | None:
     """Whether an argument may end here: another one follows, or the call's end and behind it what may follow a call."""
-    limit = at + LOOK
-    at = _space(text, at)
-    undecided = None if not closed and at < limit else closed
-    if at >= len(text):
-        return undecided
-    if text[at] == ",":
-        at = _space(text, at + 1)
-        if at < len(text) and text[at] == ")":
-            return True
-        key = _key(text, at, closed)
-        return undecided if at >= len(text) else key if key is None else bool(key)
-    if text[at] != ")":
+    seen = text[at : at + LOOK]
+    undecided = False if len(seen) == LOOK else closed or None
+    rest = seen.lstrip()
+    if rest[:1] == ",":
+        rest = rest[1:].lstrip()
+        key = ")" if rest[:1] == ")" else _key(rest, 0, False)
+        return undecided if key is None else bool(key)
+    if rest[:1] not in ("", ")"):
         return False
-    begin = at + 1
-    at = _space(text, begin)
-    if at >= len(text):
-        return undecided
-    if text[at] == ",":
-        at = _space(text, at + 1)
-        head = _head(text, at, closed)
-        return undecided if at >= len(text) else head if head is None else bool(head)
-    return text[at] in "];<" or "\n" in text[begin:at]
-
-
-def _space(text: str, at: int) -> int:
-    """Where the white space from here on ends."""
-    found = _SPACE.match(text, at)
-    return found.end() if found else at
+    behind = rest[1:].lstrip()
+    if behind[:1] == ",":
+        head = _head(behind[1:].lstrip(), 0, False)
+        return undecided if head is None else bool(head)
+    return behind[0] in "];<" or "\n" in rest[: -len(behind)] if behind else undecided

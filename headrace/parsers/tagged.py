@@ -155,7 +155,7 @@ class TaggedCalls:
             return calls.arguments(json_escaped(text))
 
         while True:
-            mark = yield from reader.pass_on(ends, event)
+            mark = yield from reader.pass_on(ends, event, strict=True)
             if not mark or (yield from self._is_end(reader, tool, mark)):
                 return bool(mark)
             yield event(mark)

@@ -1,0 +1,136 @@
+"""Calls as Gemma 4 and FunctionGemma write them."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from headrace.parsers.events import Arguments, CallStart
+from headrace.parsers.output_parser import Answer, OutputParser
+from headrace.parsers.table import REASONING_FORMATS, TOOL_FORMATS
+from headrace.parsers.tools import FunctionTool
+from tests.parsers.reading import called, read, some_cuts
+from tests.parsers.test_tagged import random_value
+
+QUOTE = '<|"|>'
+
+
+def answer(name: str, text: str, *tools: FunctionTool, cut: bool = False) -> Answer:
+    """The answer of a text, the same for many ways to cut it."""
+    whole = read([text], TOOL_FORMATS[name], None, tools, cut=cut)
+    for pieces in some_cuts(text, random.Random(text), threes=20):
+        assert read(pieces, TOOL_FORMATS[name], None, tools, cut=cut) == whole, pieces
+    return whole
+
+
+def gemma(name: str, body: str) -> str:
+    return f"<|tool_call>call:{name}{{{body}}}<tool_call|>"
+
+
+def function(name: str, body: str) -> str:
+    return f"<start_function_call>call:{name}{{{body}}}<end_function_call>"
+
+
+def written(value: Any) -> str:
+    """A value as Gemma writes it."""
+    if isinstance(value, str):
+        return f"{QUOTE}{value}{QUOTE}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(written, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{written(item)}" for key, item in value.items()) + "}"
+    return json.dumps(value)
+
+
+def test_values_come_back_as_they_were_written() -> None:
+    rng = random.Random()
+    for _ in range(60):
+        values = {f"p{place}": random_value(rng) for place in range(rng.randrange(5))}
+        text = gemma("f", written(values)[1:-1])
+        for pieces in ([text], list(text)):
+            assert called(read(pieces, TOOL_FORMATS["gemma4"])) == [("f", values)], text
+
+
+@pytest.mark.parametrize(
+    ("body", "values"),
+    [
+        ("", {}),
+        (" ", {}),
+        ("a:1,b:2.5,c:-3", {"a": 1, "b": 2.5, "c": -3}),
+        ("a:true,b:none", {"a": True, "b": None}),
+        (f" a : {QUOTE}x, y}}{QUOTE} , b : [ ] ", {"a": "x, y}", "b": []}),
+        ("a:celsius", {"a": "celsius"}),
+        (f"m:{{{QUOTE}3{QUOTE}:{QUOTE}x{QUOTE}}}", {"m": {"3": "x"}}),
+        ("a:108.", {"a": 108}),
+        ("a:", {"a": ""}),
+        ('a:"x, y"', {"a": "x, y"}),
+        (f"a:[{QUOTE}]{QUOTE},[{QUOTE}b{QUOTE}]]", {"a": ["]", ["b"]]}),
+    ],
+)
+def test_arguments(body: str, values: dict[str, Any]) -> None:
+    assert called(answer("gemma4", gemma("a.f-g", body))) == [("a.f-g", values)]
+
+
+def test_text_and_several_calls() -> None:
+    text = f"I look. {gemma('f', 'a:1')} more {gemma('g', '')} text"
+    found = answer("gemma4", text)
+    assert called(found) == [("f", {"a": 1}), ("g", {})]
+    assert found.content == "I look. "
+
+
+def test_function_gemma_quotes_every_value() -> None:
+    """The schema says what is a string; without one, a value that looks like JSON is that."""
+    body = ",".join(f"{key}:<escape>{value}<escape>" for key, value in {"a": "42", "b": "true", "c": "x, y"}.items())
+    assert called(answer("functiongemma", function("f", body))) == [("f", {"a": 42, "b": True, "c": "x, y"})]
+    tool = FunctionTool("f", {"properties": {"a": {"type": "string"}, "b": {"type": "boolean"}}})
+    assert called(answer("functiongemma", function("f", body), tool)) == [("f", {"a": "42", "b": True, "c": "x, y"})]
+    assert called(answer("functiongemma", function("f", "a:5,b:[1]"))) == [("f", {"a": 5, "b": [1]})]
+
+
+def test_a_string_is_handed_on_as_it_comes() -> None:
+    parser = OutputParser(TOOL_FORMATS["gemma4"], None)
+    assert parser.feed(f"<|tool_call>call:f{{a:{QUOTE}Hello")[0] == CallStart(0, "f", None)
+    assert parser.feed(' "wor') == [Arguments(0, ' \\"wor')]
+    assert parser.feed(f"ld{QUOTE}}}") == [Arguments(0, "ld"), Arguments(0, '"'), Arguments(0, "}")]
+
+
+@pytest.mark.parametrize("name", ["gemma4", "functiongemma"])
+def test_a_call_that_was_cut_short(name: str) -> None:
+    quote = QUOTE if name == "gemma4" else "<escape>"
+    text = (gemma if name == "gemma4" else function)("f", f"a:{quote}x y{quote},b:[1,{{c:{quote}z{quote}}}],d:true")
+    complete = read([text], TOOL_FORMATS[name]).calls[0].arguments
+    for at in range(len(text)):
+        found = answer(name, text[:at], cut=True) if at % 9 == 0 else read([text[:at]], TOOL_FORMATS[name], cut=True)
+        assert found.content is None
+        assert all(complete.startswith(call.arguments) for call in found.calls)
+
+
+@pytest.mark.parametrize(
+    "body", [f"a:{QUOTE}x", f"a:{QUOTE}x{QUOTE}", f"a:{QUOTE}x{QUOTE}}}", f"a:{QUOTE}x<tool_call|>"]
+)
+def test_missing_markup_is_made_up_for(body: str) -> None:
+    assert called(answer("gemma4", "<|tool_call>call:f{" + body)) == [("f", {"a": "x"})]
+
+
+@pytest.mark.parametrize(
+    "text", ["<|tool_call>", "<|tool_call>f{}<tool_call|>", "<|tool_call>call:f<tool_call|>", "call:f{}"]
+)
+def test_what_is_no_call_is_content(text: str) -> None:
+    assert answer("gemma4", text) == Answer(content=text)
+
+
+def test_a_thought_beside_calls() -> None:
+    """A reasoning format reads it; where there is none, a thought that ended is left out."""
+    text = "<|channel>thought\nI think.<channel|>" + gemma("f", "a:1")
+    assert answer("gemma4", text).content is None
+    found = read([text], TOOL_FORMATS["gemma4"], REASONING_FORMATS["gemma4"])
+    assert found.reasoning == "I think."
+    assert called(found) == [("f", {"a": 1})]
+
+
+def test_nesting_is_bounded() -> None:
+    found = read([gemma("f", "a:" + "[" * 10_000 + "]" * 10_000)], TOOL_FORMATS["gemma4"])
+    assert called(found)[0][0] == "f"

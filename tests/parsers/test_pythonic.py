@@ -1,0 +1,197 @@
+"""Calls written as Python: Llama, OLMo, LFM."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from headrace.parsers.events import Arguments, CallStart
+from headrace.parsers.output_parser import Answer, OutputParser
+from headrace.parsers.table import TOOL_FORMATS
+from headrace.parsers.tools import FunctionTool
+from tests.parsers.reading import called, read, some_cuts
+from tests.parsers.test_tagged import random_value
+
+AROUND = {
+    "pythonic": ("[", "]"),
+    "llama4_pythonic": ("<|python_start|>[", "]<|python_end|>"),
+    "olmo3": ("<function_calls>", "</function_calls>"),
+    "lfm2": ("<|tool_call_start|>[", "]<|tool_call_end|>"),
+}
+formats = pytest.mark.parametrize("name", sorted(AROUND))
+
+
+def answer(name: str, text: str, *tools: FunctionTool, cut: bool = False) -> Answer:
+    """The answer of a text, the same for many ways to cut it."""
+    whole = read([text], TOOL_FORMATS[name], None, tools, cut=cut)
+    for pieces in some_cuts(text, random.Random(text), threes=20):
+        assert read(pieces, TOOL_FORMATS[name], None, tools, cut=cut) == whole, pieces
+    return whole
+
+
+def call(text: str) -> list[tuple[str, Any]]:
+    """The calls of a text, the same in each format."""
+    found = {name: called(answer(name, begin + text + end)) for name, (begin, end) in AROUND.items()}
+    assert len(set(map(str, found.values()))) == 1, found
+    return found["pythonic"]
+
+
+def test_arguments_come_back_as_python_writes_them() -> None:
+    rng = random.Random()
+    for _ in range(25):
+        values = {f"p{place}": random_value(rng) for place in range(rng.randrange(5))}
+        text = "f(" + ", ".join(f"{key}={value!r}" for key, value in values.items()) + ")"
+        for name, (begin, end) in AROUND.items():
+            for pieces in ([begin + text + end], list(begin + text + end)):
+                assert called(read(pieces, TOOL_FORMATS[name])) == [("f", values)], text
+
+
+@pytest.mark.parametrize("between", [", ", ",", ",\n  ", "\n", "; "])
+def test_several_calls(between: str) -> None:
+    text = f"f(){between}a.b-c.g(x='1, 2)', y=[]){between} h( z = {{'k': None}} )"
+    assert call(text) == [("f", {}), ("a.b-c.g", {"x": "1, 2)", "y": []}), ("h", {"z": {"k": None}})]
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        (r"'Martha\'s'", "Martha's"),
+        ('"It\'s \\"so\\""', 'It\'s "so"'),
+        ("'sed -n '1,5p' file'", "sed -n '1,5p' file"),
+        ("'python3 -c \"f(x='\\,'))\"'", "python3 -c \"f(x='\\,'))\""),
+        ("'a\nb'", "a\nb"),
+        ("'a\0b'", "a\0b"),
+        ("'grep \"]\" f'", 'grep "]" f'),
+        ("null", None),
+        ("true", True),
+        ("07", 7),
+        ("{'a', 'b'}", ["a", "b"]),
+        ("(1, 2)", [1, 2]),
+        ('{"k": [{"l": 1}]}', {"k": [{"l": 1}]}),
+        ("''", ""),
+        ("'''a'b'''", "a'b"),
+        (r"'\u00e9\x41'", "éA"),
+        (r"r'\d'", r"\d"),
+    ],
+)
+def test_values(written: str, value: Any) -> None:
+    """Also what Python would refuse: quotes and line breaks that are not escaped, leading zeros, JSON's words."""
+    assert call(f"f(a={written}, b=1), g(a={written})") == [("f", {"a": value, "b": 1}), ("g", {"a": value})]
+
+
+@pytest.mark.parametrize("written", ["x + 1", "b'z'", "g(1, [2])", "LA", "1e999", "-x", "open('/etc/passwd').read()"])
+def test_an_expression_is_not_evaluated(written: str) -> None:
+    """It is passed on as its text, and the other calls are as they are."""
+    assert call(f"f(a={written}), g(b=2)") == [("f", {"a": written}), ("g", {"b": 2})]
+
+
+@formats
+def test_text_before_and_after(name: str) -> None:
+    begin, end = AROUND[name]
+    found = answer(name, f"Let me look. {begin}f(a=1){end}\nDone.", FunctionTool("f"))
+    assert called(found) == [("f", {"a": 1})]
+    kept = name in ("pythonic", "lfm2")
+    assert (found.content or "").split() == ("Let me look. Done." if kept else "Let me look.").split()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Let's try this: [",
+        "[1, 2, 3]",
+        "[link](https://x.org)",
+        "[f]",
+        "[f(1)]",
+        "[f(a)]",
+        "[f(a==1)]",
+        "a[i](b=1)",
+        "[ ]",
+        "[not f(a=1)]",
+        "[f (",
+        "x = [" + "f" * 300 + "(a=1)]",
+    ],
+)
+@pytest.mark.parametrize("name", ["pythonic", "llama4_pythonic"])
+def test_brackets_in_ordinary_text(name: str, text: str) -> None:
+    assert answer(name, text) == Answer(content=text)
+
+
+def test_a_bare_list_calls_only_tools_that_there_are() -> None:
+    text = "x = [Point(x=1, y=2)]"
+    assert answer("pythonic", text, FunctionTool("f")) == Answer(content=text)
+    assert called(answer("llama4_pythonic", "<|python_start|>[g(a=1)]", FunctionTool("f"))) == [("g", {"a": 1})]
+
+
+@formats
+def test_a_call_that_was_cut_short(name: str) -> None:
+    """What came of its arguments stays, and no markup becomes content."""
+    begin, end = AROUND[name]
+    text = f"{begin}f(a='x, y', b=[1, {{'k': 'v'}}]){end}"
+    complete = read([text], TOOL_FORMATS[name]).calls[0].arguments
+    for at in range(len(text)):
+        found = answer(name, text[:at], cut=True) if at % 7 == 0 else read([text[:at]], TOOL_FORMATS[name], cut=True)
+        assert found.content is None
+        assert all(complete.startswith(call.arguments) for call in found.calls)
+
+
+@formats
+def test_missing_brackets_are_made_up_for(name: str) -> None:
+    begin, end = AROUND[name]
+    for text in (f"{begin}f(a=[1, 2", f"{begin}f(a=[1, 2)", f"{begin}f(a=[1, 2]{end}"):
+        assert called(answer(name, text)) == [("f", {"a": [1, 2]})]
+    assert called(answer(name, f"{begin}f(a={{'k': 'v")) == [("f", {"a": {"k": "v"}})]
+
+
+def test_a_string_is_handed_on_as_it_comes() -> None:
+    parser = OutputParser(TOOL_FORMATS["lfm2"], None)
+    assert parser.feed("<|tool_call_start|>[f(a='Hello")[0] == CallStart(0, "f", None)
+    assert parser.feed(" wor") == [Arguments(0, " wor")]
+    assert parser.feed("ld'") == [Arguments(0, "ld")]
+    assert parser.feed("s, b=2") == [Arguments(0, "'"), Arguments(0, "s, b=2")]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]', ' {"name": "f", "arguments": {"a": 1}}'],
+)
+def test_lfm_may_write_json(text: str) -> None:
+    found = called(answer("lfm2", f"<|tool_call_start|>{text}<|tool_call_end|> Done."))
+    assert found == [("f", {"a": 1}), ("g", {})][: len(found)]
+
+
+def test_arguments_without_a_name_are_left_out() -> None:
+    assert call("f(a=1, 'x', b=2, *y)") == [("f", {"a": 1, "b": 2})]
+
+
+def test_nesting_is_bounded() -> None:
+    depth = 10_000
+    found = read([f"[f(a={'[' * depth}{']' * depth})]"], TOOL_FORMATS["pythonic"])
+    ((name, arguments),) = called(found)
+    assert name == "f"
+    assert str(arguments).count("[") == depth
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "[f(a='x'@, b=1)]",
+        "[f(a='x',@b=1)]",
+        "[f(a='x'@)]",
+        "[f(a='x')@]",
+        "[f(@a=1)]",
+        "[f@(a='x')]",
+        "[f(a='x'),@g(b=1)]",
+        "[f(a=['x'@, 'y'])]",
+        "[f(a={'x'@: 1})]",
+        "[f(a@=1)]",
+    ],
+)
+def test_as_much_is_looked_at_however_the_text_is_cut(template: str) -> None:
+    """Very long white space is where a stream might decide otherwise than the whole text."""
+    for length in (*range(244, 260), 2000):
+        text = template.replace("@", " " * length)
+        whole = read([text], TOOL_FORMATS["pythonic"])
+        for pieces in (list(text), [text[:-3], text[-3:]], [text[:255], text[255:]], [text[:262], text[262:]]):
+            assert read(pieces, TOOL_FORMATS["pythonic"]) == whole

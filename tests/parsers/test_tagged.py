@@ -1,0 +1,303 @@
+"""Calls written as tags: Qwen, GLM, MiniMax, DeepSeek's DSML, Step, Seed, MiniCPM."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from headrace.parsers.events import Arguments, CallStart
+from headrace.parsers.output_parser import Answer, OutputParser
+from headrace.parsers.table import TOOL_FORMATS
+from headrace.parsers.tools import FunctionTool
+from tests.parsers.reading import called, read, some_cuts
+
+Written = dict[str, str]
+"""A call's parameters as the model writes them."""
+
+
+def qwen(name: str, values: Written, around: str = "") -> str:
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<{around}tool_call>\n<function={name}>\n{parameters}</function>\n</{around}tool_call>"
+
+
+def seed(name: str, values: Written) -> str:
+    return qwen(name, values, "seed:")
+
+
+def glm(name: str, values: Written) -> str:
+    pairs = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values.items())
+    return f"<tool_call>{name}\n{pairs}</tool_call>"
+
+
+def invoke(name: str, values: Written, mark: str = "", extra: str = "") -> str:
+    parameters = "".join(
+        f'<{mark}parameter name="{key}"{extra}>{value}</{mark}parameter>\n' for key, value in values.items()
+    )
+    return f'<{mark}invoke name="{name}">\n{parameters}</{mark}invoke>\n'
+
+
+def minimax(name: str, values: Written) -> str:
+    return f"<minimax:tool_call>\n{invoke(name, values)}</minimax:tool_call>"
+
+
+def dsml(name: str, values: Written) -> str:
+    body = invoke(name, values, "｜DSML｜", ' string="false"')
+    return f"<｜DSML｜function_calls>\n{body}</｜DSML｜function_calls>"
+
+
+def step(name: str, values: Written) -> str:
+    body = invoke(name, values, "steptml:")
+    call = f"<｜tool_call_begin｜>function<｜tool_sep｜>{body}<｜tool_call_end｜>\n"
+    return f"<｜tool_calls_begin｜>\n{call}<｜tool_calls_end｜>"
+
+
+def minicpm(name: str, values: Written) -> str:
+    parameters = "".join(f'<param name="{key}">{value}</param>' for key, value in values.items())
+    return f'<function name="{name}">{parameters}</function>'
+
+
+WRITERS: dict[str, Callable[[str, Written], str]] = {
+    "qwen3_coder": qwen,
+    "seed_oss": seed,
+    "glm45": glm,
+    "minimax_m2": minimax,
+    "deepseek_v32": dsml,
+    "step3": step,
+    "minicpm5": minicpm,
+}
+GUESSING = ("glm45", "deepseek_v32", "minicpm5")
+"""Formats in which a value without a schema is JSON if it looks like it."""
+
+
+def answer(name: str, text: str, *tools: FunctionTool, cut: bool = False) -> Answer:
+    """The answer of a text, the same for many ways to cut it."""
+    whole = read([text], TOOL_FORMATS[name], None, tools, cut=cut)
+    for pieces in some_cuts(text, random.Random(text), threes=20):
+        assert read(pieces, TOOL_FORMATS[name], None, tools, cut=cut) == whole, pieces
+    return whole
+
+
+def typed(**properties: Any) -> FunctionTool:
+    """The tool f, with the types of its parameters."""
+    return FunctionTool("f", {"type": "object", "properties": properties})
+
+
+formats = pytest.mark.parametrize("name", sorted(WRITERS))
+
+
+@formats
+def test_text_calls_and_text_after_them(name: str) -> None:
+    write = WRITERS[name]
+    text = "I look.\n" + write("f", {"a": "x y"}) + "\n" + write("g.h-i", {}) + "\nDone."
+    found = answer(name, text)
+    assert called(found) == [("f", {"a": "x y"}), ("g.h-i", {})]
+    assert found.content == "I look.\n"
+
+
+def random_value(rng: random.Random, depth: int = 0) -> Any:
+    """A JSON value."""
+    kind = rng.randrange(7 if depth < 3 else 5)
+    if kind == 0:
+        return rng.choice([True, False, None])
+    if kind == 1:
+        return rng.randint(-(10**20), 10**20)
+    if kind == 2:
+        return rng.uniform(-1e6, 1e6)
+    if kind in (3, 4):
+        return "".join(rng.choices("ab \n\t\"'\\{}[],:=|&é🎉1", k=rng.randrange(9)))
+    items = [random_value(rng, depth + 1) for _ in range(rng.randrange(4))]
+    return items if kind == 5 else {f"k{place}": item for place, item in enumerate(items)}
+
+
+def type_of(value: Any) -> str:
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    return names.get(type(value), "null")
+
+
+@formats
+def test_typed_values_come_back_as_they_were_written(name: str) -> None:
+    """Strings stand as they are, anything else as JSON; the schema tells them apart."""
+    rng = random.Random()
+    for _ in range(15):
+        values = {f"p{place}": random_value(rng) for place in range(rng.randrange(1, 5))}
+        written = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
+        tool = typed(**{key: {"type": type_of(value)} for key, value in values.items()})
+        text = WRITERS[name]("f", written)
+        for pieces in ([text], list(text)):
+            assert called(read(pieces, TOOL_FORMATS[name], None, [tool])) == [("f", values)], text
+
+
+@formats
+def test_a_string_is_handed_on_as_it_comes(name: str) -> None:
+    before, after = WRITERS[name]("f", {"a": "Hello @@"}).split("@@")
+    parser = OutputParser(TOOL_FORMATS[name], None, [typed(a={"type": "string"})])
+    events = [event for char in before for event in parser.feed(char)]
+    assert [event for event in events if isinstance(event, CallStart)] == [CallStart(0, "f", None)]
+    assert "".join(event.text for event in events if isinstance(event, Arguments)).rstrip() == '{"a": "Hello'
+    assert parser.feed("wor") == [Arguments(0, "wor")]
+    events = parser.feed(' "ld"' + after) + parser.finish(cut=False)
+    assert "".join(event.text for event in events if isinstance(event, Arguments)) == ' \\"ld\\""}'
+
+
+@formats
+@pytest.mark.parametrize(
+    "value",
+    [
+        "<div class='a'>a < b && c > d</div>",
+        "&lt;tag&gt; &#60;",
+        "a </ b",
+        "</",
+        "<parameter",
+        "use </tool_call> so",
+        "x </function> y",
+        "<think>no</think>",
+        '"quoted"',
+        "{not json",
+        "\\n is two characters",
+        "日本 🎉",
+    ],
+)
+def test_markup_and_entities_in_a_value_are_text(name: str, value: str) -> None:
+    found = answer(name, WRITERS[name]("f", {"a": value, "b": "2"}), typed(a={"type": "string"}, b={"type": "integer"}))
+    assert called(found) == [("f", {"a": value, "b": 2})]
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss"])
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [("x", "x"), ("\nx\n", "x"), ("\n\n x\n\n", "\n x\n"), ("", ""), ("\n", ""), ("\n\n", ""), ("  ", "  ")],
+)
+def test_one_line_break_on_each_side_of_a_value_is_markup(name: str, written: str, value: str) -> None:
+    text = WRITERS[name]("f", {"a": "@"}).replace("\n@\n", written)
+    assert called(answer(name, text)) == [("f", {"a": value})]
+
+
+@pytest.mark.parametrize("name", ["glm45", "minimax_m2", "deepseek_v32", "step3", "minicpm5"])
+def test_elsewhere_white_space_belongs_to_a_string(name: str) -> None:
+    found = answer(
+        name, WRITERS[name]("f", {"a": "\n  if x:\n", "n": " 4\n"}), typed(a={"type": "string"}, n={"type": "integer"})
+    )
+    assert called(found) == [("f", {"a": "\n  if x:\n", "n": 4})]
+
+
+@formats
+def test_a_value_without_a_schema(name: str) -> None:
+    """It is a string, or in some families JSON if it looks like it."""
+    values = {"a": "5", "b": '{"x": [1]}', "c": "plain", "d": "2025-01-02", "e": "true"}
+    expected = {"a": 5, "b": {"x": [1]}, "c": "plain", "d": "2025-01-02", "e": True}
+    found = answer(name, WRITERS[name]("f", values))
+    assert called(found) == [("f", expected if name in GUESSING else values)]
+
+
+def test_glm_may_escape_quotes_or_write_python() -> None:
+    values = {"a": '[{\\"k\\": \\"v\\"}]', "b": "{'k': None, 'l': (1, 2)}", "c": "(555) 123", "d": "None"}
+    assert called(answer("glm45", glm("f", values))) == [
+        ("f", {"a": [{"k": "v"}], "b": {"k": None, "l": [1, 2]}, "c": "(555) 123", "d": None})
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>f<arg_key>a</arg_key><arg_value>x</arg_value></tool_call>",
+        "<tool_call>f\\n<arg_key>a</arg_key>\\n<arg_value>x</arg_value>\\n</tool_call>",
+        "<tool_call>\n f \n\n<arg_key> a </arg_key> <arg_value>x</arg_value>",
+    ],
+)
+def test_white_space_of_glm(text: str) -> None:
+    assert called(answer("glm45", text)) == [("f", {"a": "x"})]
+
+
+def test_dsml_says_what_is_a_string() -> None:
+    call = dsml("f", {"a": "42", "b": "42", "c": "null", "d": "x"})
+    text = call.replace('"a" string="false"', '"a" string="true"')
+    tool = typed(a={"type": "integer"}, b={"type": "string"}, c={"type": ["integer", "null"]})
+    assert called(answer("deepseek_v32", text, tool)) == [("f", {"a": "42", "b": "42", "c": None, "d": "x"})]
+
+
+@formats
+def test_of_a_parameter_written_twice_the_last_counts(name: str) -> None:
+    text = WRITERS[name]("f", {"key": "one", "yek": "two"}).replace("yek", "key")
+    assert called(answer(name, text)) == [("f", {"key": "two"})]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\nx\n<parameter=b>\ny\n</function>\n</tool_call>"),
+        ("qwen3_coder", "<function=f><parameter=a>x</parameter><parameter=b>y</parameter></function>"),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>x</parameter><parameter=b>y"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n<parameter=b>\ny\n</function>"),
+        (
+            "seed_oss",
+            "<seed:tool_call><function=f><parameter=a>x</parameter><parameter=b>y</parameter></seed:tool_call>",
+        ),
+        (
+            "glm45",
+            "<tool_call>f\n<arg_key>a</arg_key><arg_value>x</arg_value><arg_key>b</arg_key><arg_value>y</tool_call>",
+        ),
+        ("minimax_m2", minimax("f", {"a": "x", "b": "y"}).replace("</invoke>\n", "")),
+        ("deepseek_v32", dsml("f", {"a": "x", "b": "y"}).replace("</｜DSML｜invoke>\n</｜DSML｜function_calls>", "")),
+    ],
+)
+def test_missing_markup_is_made_up_for(name: str, text: str) -> None:
+    """A model that ends without closing its tags still made its call; the next parameter ends an open value too."""
+    assert called(answer(name, text, typed(a={"type": "string"}, b={"type": "string"}))) == [
+        ("f", {"a": "x", "b": "y"})
+    ]
+
+
+@formats
+@pytest.mark.parametrize("kind", ["string", "integer"])
+def test_a_call_that_was_cut_short_keeps_what_came_and_leaks_no_markup(name: str, kind: str) -> None:
+    text = WRITERS[name]("f", {"a": "12", "b": "34"})
+    tool = typed(a={"type": kind}, b={"type": kind})
+    complete = read([text], TOOL_FORMATS[name], None, [tool]).calls[0].arguments
+    for end in range(len(text)):
+        found = read([text[:end]], TOOL_FORMATS[name], None, [tool], cut=True)
+        assert found.content is None
+        assert all(complete.startswith(call.arguments) for call in found.calls)
+
+
+@formats
+@pytest.mark.parametrize("inside", ["", "no call at all", "\n\n", "x" * 300])
+def test_an_opener_without_a_call_is_content(name: str, inside: str) -> None:
+    text = f"Write {TOOL_FORMATS[name].openers[0]} {inside}"
+    found = answer(name, text)
+    assert (found.content, found.calls) == (text, [])
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "minimax_m2", "deepseek_v32"])
+def test_arguments_may_be_json(name: str) -> None:
+    text = WRITERS[name]("f", {}).replace('f">', 'f">{"a": [1, "</x>"]}').replace("=f>", '=f>\n{"a": [1, "</x>"]}')
+    assert called(answer(name, text)) == [("f", {"a": [1, "</x>"]})]
+
+
+def test_minicpm_calls_only_tools_that_there_are_and_drops_parameters_that_they_have_not() -> None:
+    tool = typed(a={"type": "string"})
+    assert called(answer("minicpm5", minicpm("f", {"a": "x", "b": "y"}), tool)) == [("f", {"a": "x"})]
+    unknown = minicpm("g", {"a": "x"})
+    assert answer("minicpm5", unknown, tool) == Answer(content=unknown)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<functionname="f"><paramname="a">x\n<y></param></function>',
+        "<function name='f'><param name='a'><![CDATA[x\n<y>]]></param></function>",
+        '<function\u0120name="f"><param\u0120name="a">x\n<y></param></function>',
+    ],
+)
+def test_spellings_of_minicpm(text: str) -> None:
+    assert called(answer("minicpm5", text, typed(a={"type": "string"}))) == [("f", {"a": "x\n<y>"})]
+    assert called(answer("minicpm5", '<function name="f"/>')) == [("f", {})]
+
+
+def test_a_nullable_string_waits_until_it_cannot_be_null() -> None:
+    tool = typed(a={"anyOf": [{"type": "string"}, {"type": "null"}]})
+    for written, value in (("null", None), ("nullable", "nullable"), ("", ""), ("none", "none"), ("nul", "nul")):
+        assert called(answer("minimax_m2", minimax("f", {"a": written}), tool)) == [("f", {"a": value})]
