@@ -21,6 +21,9 @@ _LOOK = 64
 _MAX_HEADER = 1024
 """Characters of a message's header; what is longer is dropped."""
 
+Leads = dict[type[Reasoning | Content], str]
+"""What stands before the next text of a kind: a line break, if it is not the first."""
+
 
 @dataclass(frozen=True)
 class HarmonyCalls:
@@ -38,10 +41,10 @@ class HarmonyCalls:
 
     def read(self, reader: Reader, calls: Calls, opener: str) -> Steps[bool]:
         """Read a whole answer."""
-        leads: dict[type[Event], str] = {Reasoning: "", Content: ""}
+        leads: Leads = {Reasoning: "", Content: ""}
         mark = ""
         while True:
-            if mark in _NEXT or (yield from reader.ahead(lambda *place: _is_header(*place, reader.cut))):
+            if mark in _NEXT or (yield from reader.ahead(lambda *place: _is_header(reader, *place))):
                 head, mark = yield from self._header(reader, mark)
                 if mark == "<|message|>":
                     role = _ROLE.match(head)
@@ -60,9 +63,7 @@ class HarmonyCalls:
         text, mark = yield from reader.until(markers("<|message|>", "<|start|>", *_ENDS), limit=_MAX_HEADER)
         return head + text, mark
 
-    def _message(
-        self, reader: Reader, calls: Calls, is_assistant: bool, head: str, leads: dict[type[Event], str]
-    ) -> Steps[str]:
+    def _message(self, reader: Reader, calls: Calls, is_assistant: bool, head: str, leads: Leads) -> Steps[str]:
         """Read the body of a message; returns the marker that ends it."""
         recipient = _RECIPIENT.search(head)
         channel = _CHANNEL.search(head)
@@ -83,7 +84,7 @@ class HarmonyCalls:
         return (yield from reader.pass_on(markers(*_ENDS, *_NEXT), _escaping(calls), strict=True))
 
 
-def _text(reader: Reader, kind: Callable[[str], Event], leads: dict[type[Event], str]) -> Steps[str]:
+def _text(reader: Reader, kind: type[Reasoning | Content], leads: Leads) -> Steps[str]:
     """Hand on the text of a message as it comes; returns the marker that ends it."""
 
     def event(text: str) -> Event:
@@ -106,11 +107,11 @@ def _escaping(calls: Calls) -> Callable[[str], Arguments]:
     return event
 
 
-def _is_header(text: str, at: int, closed: bool, cut: bool) -> bool | None:
+def _is_header(reader: Reader, text: str, at: int, closed: bool) -> bool | None:
     """Whether what follows is a message's header, or the rest of one, rather than text."""
     rest = text[at : at + _LOOK].lstrip()
     if rest.startswith(_HEADER_BEGINS):
         return True
     if len(text) - at < _LOOK and any(begin.startswith(rest) for begin in _HEADER_BEGINS):
-        return (cut and bool(rest)) if closed else None
+        return (reader.cut and bool(rest)) if closed else None
     return False

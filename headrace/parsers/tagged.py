@@ -136,7 +136,7 @@ class TaggedCalls:
         if self.cdata and (yield from reader.accept(_CDATA)):
             ends = markers("]]>" + self.value_close)
         begun = f"{separator}{json_string(key)}: "
-        if types == STRING or (yield from reader.ahead(lambda *place: _decided(*place, types, guess))):
+        if types == STRING or (yield from reader.ahead(lambda *place: _decided(types, guess, *place))):
             yield calls.arguments(begun + '"')
             whole = yield from self._pass_text(reader, calls, tool, ends)
             if whole or not reader.cut:
@@ -228,7 +228,7 @@ class TaggedCalls:
         return markers(*ends, "\n" + self.key_open)
 
 
-def _decided(text: str, at: int, closed: bool, types: frozenset[str], guess: bool) -> bool | None:
+def _decided(types: frozenset[str], guess: bool, text: str, at: int, closed: bool) -> bool | None:
     """Whether the value that begins here is a string for certain."""
     found = _BEGINNING.match(text, at)
     beginning = found.group() if found else ""
