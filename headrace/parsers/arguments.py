@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 from headrace.parsers.calls import Calls
 from headrace.parsers.events import Steps
-from headrace.parsers.json_text import as_string, collect_json, is_object, json_value
+from headrace.parsers.json_text import collect_json, is_object, json_value
 from headrace.parsers.reader import Markers, Reader
 
 _OBJECT = Markers("{")
@@ -13,7 +15,7 @@ _OBJECT = Markers("{")
 def pass_arguments(reader: Reader, calls: Calls, name: str, id: str | None = None) -> Steps[bool]:
     """Begin a call and hand on its arguments as they come; white space before them must be read already.
 
-    Returns False, with nothing begun, if what follows is no JSON object. The call begins when its first key or its end
+    Returns False, with nothing begun, if what follows is no JSON. The call begins when its first key or its end
     is there, so that text which only looks like arguments can still be given back.
     """
     if (yield from reader.accept(_OBJECT)):
@@ -34,14 +36,17 @@ def pass_arguments(reader: Reader, calls: Calls, name: str, id: str | None = Non
 
 
 def collect_arguments(reader: Reader) -> Steps[str | None]:
-    """Read arguments and return their text; None if they are no object.
+    """Read arguments and return their text; None if they are no JSON.
 
     Some models write a string that holds the object, or null for no arguments: both become the object.
     """
     text = yield from collect_json(reader)
     if text is None or text.startswith("{"):
         return text
-    inner = as_string(text)
-    if text == "null" or (inner is not None and not inner.strip()):
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if value is None or (isinstance(value, str) and not value.strip()):
         return "{}"
-    return inner if inner is not None and is_object(inner) else None
+    return value if isinstance(value, str) and is_object(value) else text

@@ -115,6 +115,8 @@ class JsonCalls:
                 yield from call.begin(calls, call.held)
             return True
         if key in self.argument_keys and not (call.made or call.held):
+            if bare and follows != "{":
+                return False
             if call.name:
                 call.made = yield from pass_arguments(reader, calls, call.name)
             else:

@@ -117,6 +117,8 @@ def test_raw_control_characters_in_strings_are_escaped() -> None:
         ('"name": "f", "arguments": null', {}),
         ('"name": "f", "arguments": ""', {}),
         ('"name": "f", "arguments": "{\\"a\\": 1}"', {"a": 1}),
+        ('"name": "f", "arguments": "Paris"', "Paris"),
+        ('"name": "f", "arguments": [1, {"a": 2}]', [1, {"a": 2}]),
         ('"arguments": {"a": 1}, "name": "f"', {"a": 1}),
         ('"arguments": "{\\"a\\": 1}", "name": "f"', {"a": 1}),
         ('"name": "f", "parameters": {"a": 1}', {"a": 1}),
@@ -134,7 +136,7 @@ def test_spellings_of_an_object(members: str, arguments: object) -> None:
 @pytest.mark.parametrize(
     "body",
     ["", "no JSON", "{}", "[]", "{]", "{'name': 'f'}", '{"name": 5, "arguments": {}}', '{"name": "", "arguments": {}}',
-     '{"name": "f", "arguments": [1]}', '{"name": "f", "arguments": "Paris"}', '{"name": "f", "arguments": {x: 1}}',
+     '{"name": "f", "arguments": [x]}', '{"name": "f", "arguments": Paris}', '{"name": "f", "arguments": {x: 1}}',
      '{"arguments": {"a": 1}}', '{"name" "f"}', '["f"]', '{"name": "' + "f" * 300 + '", "arguments": {}}', "{{}}",
      '{"name": "f", "arguments": {'],
 )  # fmt: skip

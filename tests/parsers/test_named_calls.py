@@ -118,7 +118,7 @@ def test_strings_may_hold_any_markup() -> None:
         ("kimi_k2", section(kimi("functions.f:0", "Paris"))),
         ("kimi_k2", "<|tool_call_begin|>functions.f:0"),
         ("deepseek_v31", deepseek("words")),
-        ("deepseek_v3", deepseek(v3("f", "[1]"))),
+        ("deepseek_v3", deepseek(v3("f", "[x]"))),
     ],
 )
 def test_a_malformed_call_is_given_back_word_for_word(name: str, text: str) -> None:

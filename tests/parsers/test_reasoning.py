@@ -72,7 +72,7 @@ def test_only_the_first_closing_marker_counts() -> None:
 
 def test_content_may_speak_of_thinking() -> None:
     assert answer("qwen3", "<think>a</think>Write <think> first.") == Answer("a", "Write <think> first.")
-    assert answer("mistral", "A[THINK]b[/THINK]C[THINK]d[/THINK]E") == Answer("bd", "ACE")
+    assert answer("mistral", "A[THINK]b[/THINK]C[THINK]d[/THINK]E[/THINK]") == Answer("bd", "ACE")
 
 
 def test_granite_marks_reasoning_with_words() -> None:
