@@ -17,7 +17,7 @@ from headrace.parsers.typed_values import STRING, is_declared, is_text, json_of,
 _NAME = re.compile(r"[^\s{}\[\]()<>\"'`|=]+")
 _NAME_ATTRIBUTE = re.compile(r"""name\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'/]+))""")
 _STRING_ATTRIBUTE = re.compile(r"""string\s*=\s*["']?(true|false)""")
-_SPACE = re.compile(r"\s*")
+_SPACE = re.compile(r"(?:\s|\\n)*")
 _BEGINNING = re.compile(r"[^<\n]{0,5}")
 _NEWLINE = markers("\n")
 _CDATA = markers("<![CDATA[")
@@ -171,10 +171,13 @@ class TaggedCalls:
             parts.append(mark)
 
     def _is_end(self, reader: Reader, tool: FunctionTool | None, mark: str) -> Steps[bool]:
-        """Whether a marker within a value ends it. Where the closing tag is missing, the call's end or the next
-        parameter does, but only if these could not stand in a text: these are then unread."""
+        """Whether a marker within a value ends it.
+
+        A closing tag does if the text goes on as it must after a parameter: a value may speak of such tags. Where the
+        closing tag is missing, the call's end does, or the next parameter's name; these are then unread.
+        """
         if mark.endswith(self.value_close):
-            return True
+            return mark.startswith("]]>") or (yield from reader.ahead(self._ends_parameter))
         reader.back(mark)
         if mark.endswith(self.close):
             ends = yield from reader.ahead(lambda text, at, closed: self._ends_call(text, at + len(mark), closed))
@@ -186,16 +189,13 @@ class TaggedCalls:
             yield from reader.scan(lambda _, at: at + len(mark))
         return ends
 
+    def _ends_parameter(self, text: str, at: int, closed: bool) -> bool | None:
+        """Whether the text goes on as it must after a parameter."""
+        return _goes_on(text, at, closed, (*self._parts.all, self.value_close))
+
     def _ends_call(self, text: str, at: int, closed: bool) -> bool | None:
         """Whether the text goes on as it must after a call: with the section's end, another call, or not at all."""
-        rest = _SPACE.match(text, at, at + MAX_NAME)
-        at = rest.end() if rest else at
-        following = self.section_close or self.name_open
-        if text.startswith(following, at):
-            return True
-        if following.startswith(text[at:]):  # also where nothing has come yet
-            return (at == len(text)) if closed else None
-        return False
+        return _goes_on(text, at, closed, (self.section_close or self.name_open,))
 
     def _begins_parameter(self, text: str, at: int, closed: bool, tool: FunctionTool | None) -> bool | None:
         """Whether the name of a parameter that the tool has goes on from here, and its tag ends."""
@@ -226,6 +226,16 @@ class TaggedCalls:
         if self.newlines:
             ends += ["\n" + end for end in ends]
         return markers(*ends, "\n" + self.key_open)
+
+
+def _goes_on(text: str, at: int, closed: bool, following: tuple[str, ...]) -> bool | None:
+    """Whether one of these follows, behind white space (which some models escape), or nothing."""
+    found = _SPACE.match(text, at, at + MAX_NAME)
+    rest = text[found.end() if found else at :][:MAX_NAME]
+    if rest.startswith(following):
+        return True
+    begun = any(begin.startswith(rest) for begin in following) or "\\n".startswith(rest)
+    return begun and (closed or None)
 
 
 def _decided(types: frozenset[str], guess: bool, text: str, at: int, closed: bool) -> bool | None:

@@ -36,7 +36,7 @@ def test_reasoning_preamble_calls_and_content() -> None:
     text = (
         message("analysis", "We need the weather.")
         + "<|start|>assistant"
-        + message("commentary", "I look.")
+        + message("commentary", "I look. ")
         + "<|start|>assistant"
         + message("commentary", '{"a": 1}', "<|call|>", " to=functions.f <|constrain|>json")
         + "<|start|>assistant to=functions.g-h"
@@ -45,7 +45,7 @@ def test_reasoning_preamble_calls_and_content() -> None:
         + message("final", "It is warm.", "<|return|>")
     )
     found = answer(text)
-    assert (found.reasoning, found.content) == ("We need the weather.", "I look.\nIt is warm.")
+    assert (found.reasoning, found.content) == ("We need the weather.", "I look. It is warm.")
     assert called(found) == [("f", {"a": 1}), ("g-h", {})]
 
 
@@ -90,13 +90,15 @@ def test_recipients(recipient: str, name: str) -> None:
         ("<|channel|>analysis<|message|> x ", " x ", None),
         ("<|channel|>analysis<|message|>x<|start|>assistant<|channel|>final<|message|>y", "x", "y"),
         ("<|channel|>analysis<|message|>x<|channel|>final<|message|>y", "x", "y"),
-        ("<|channel|>analysis<|message|>x<|end|><|start|>assistant<|channel|>analysis<|message|>y", "x\ny", None),
+        ("<|channel|>analysis<|message|>x<|end|><|start|>assistant<|channel|>analysis<|message|>y", "xy", None),
         ("<|channel|>final<|message|>x<|end|><|start|>user<|message|>and?<|end|>", None, "x"),
         (
             "<|channel|>final<|message|>x<|end|><|start|>functions.f to=assistant<|channel|>commentary<|message|>r",
             None,
             "x",
         ),
+        ("Some text <|channel|>final<|message|>x<|return|> more", None, "Some text x more"),
+        ("commentary<|channel|>final<|message|>x<|call|>commentary<|channel|>final<|message|>y", None, "xy"),
         ("<|channel|>final", None, None),
         ("<|channel|>final<|mess", None, None),
     ],

@@ -166,6 +166,16 @@ def test_markup_and_entities_in_a_value_are_text(name: str, value: str) -> None:
     assert called(found) == [("f", {"a": value, "b": 2})]
 
 
+@formats
+def test_a_value_may_speak_of_its_own_closing_tag(name: str) -> None:
+    close = TOOL_FORMATS[name].syntax.value_close
+    for value in (f"use {close} in docs", f"{close} x", f"a {close}\n b {close} c"):
+        text = WRITERS[name]("f", {"a": value, "b": "y"})
+        assert called(answer(name, text, typed(a={"type": "string"}, b={"type": "string"}))) == [
+            ("f", {"a": value, "b": "y"})
+        ]
+
+
 @pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss"])
 @pytest.mark.parametrize(
     ("written", "value"),
