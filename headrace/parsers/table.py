@@ -158,7 +158,7 @@ _TOOL_ALIASES = {
     "deepseekv3.1": "deepseek_v31", "hunyuan": "hunyuan_a13b", "interns1": "internlm", "apertus2509": "apertus",
     "deepseekv32": "deepseek_v32", "deepseekv4": "deepseek_v4", "glm": "glm45", "gpt-oss": "openai",
     "mimo": "qwen3_coder", "minicpm5xml": "minicpm5", "minimax-m2": "minimax_m2", "qwen3_xml": "qwen3_coder",
-    "step3p5": "qwen3_coder", "glm47": "glm45",
+    "step3p5": "qwen3_coder", "glm47": "glm45", "poolside_v1": "glm45",
 }  # fmt: skip
 _REASONING_ALIASES = {
     "deepseek-r1": "deepseek_r1", "deepseek-v3": "deepseek_v3", "deepseek_v4": "deepseek_v3",
