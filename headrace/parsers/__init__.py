@@ -1,1 +1,1 @@
-"""What a model's text says: reasoning, content and tool calls, read while the text is still being written."""
+"""Tells reasoning, content and tool calls apart in a model's text, while the text is still being written."""

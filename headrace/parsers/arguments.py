@@ -1,4 +1,4 @@
-"""Arguments that the model writes as JSON."""
+"""Reads the arguments that a model writes as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The calls of one answer: numbers them and knows the tools they may name."""
+"""Makes the events of the calls of one answer, and knows the tools that they may name."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ class Calls:
         return CallStart(self.count - 1, name, id)
 
     def arguments(self, text: str) -> Arguments:
-        """A piece of the arguments of the call that began last."""
+        """Return the event of a piece of arguments, those of the call that began last."""
         return Arguments(self.count - 1, text)

@@ -1,4 +1,4 @@
-"""The parts of an answer, in the order in which a client may see them."""
+"""Defines the parts of an answer, which come in the order in which a client may see them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import NamedTuple, TypeVar
 
 
 class Reasoning(NamedTuple):
-    """A piece of the model's reasoning."""
+    """Holds a piece of the model's reasoning."""
 
     text: str
 
 
 class Content(NamedTuple):
-    """A piece of what the model says to the user."""
+    """Holds a piece of what the model says to the user."""
 
     text: str
 
@@ -28,7 +28,7 @@ class CallStart(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """A piece of the JSON text of a call's arguments."""
+    """Holds a piece of the JSON text of a call's arguments."""
 
     index: int
     text: str

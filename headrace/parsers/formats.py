@@ -1,4 +1,4 @@
-"""What families of models write as tool calls and as reasoning: all that a parser takes for them.
+"""Describes what families of models write as tool calls and as reasoning: all that a parser takes for them.
 
 A new format is a row in `table.py`. Most need no code: their calls are written in one of the syntaxes that are there,
 with settings. A syntax is a frozen dataclass with a method `read`, which is given control after an opener and keeps it
@@ -25,7 +25,7 @@ from headrace.parsers.reader import Reader
 
 
 class Syntax(Protocol):
-    """How calls are written. Implementations are frozen dataclasses."""
+    """Reads calls that are written in one way. Implementations are frozen dataclasses."""
 
     def read(self, reader: Reader, calls: Calls, opener: str) -> Steps[bool]:
         """Read what follows an opener, up to the end of the call or of the section of calls, closing markup included.
@@ -37,7 +37,7 @@ class Syntax(Protocol):
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family writes tool calls."""
+    """Describes how a family writes tool calls."""
 
     name: str
     syntax: Syntax
@@ -58,7 +58,7 @@ class ToolFormat:
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """How a family writes its reasoning."""
+    """Describes how a family writes its reasoning."""
 
     name: str
     open: tuple[str, ...]

@@ -19,7 +19,7 @@ _NULLS = ("null", "none", "nil")
 
 @dataclass(frozen=True)
 class GemmaCalls:
-    """A name and an object whose keys stand bare and whose strings stand between marks of their own."""
+    """Describes calls of a name and an object with bare keys, whose strings stand between marks of their own."""
 
     quote: str
     """Stands before and behind a string."""

@@ -26,7 +26,7 @@ _MAX_HEADER = 1024
 
 @dataclass(frozen=True)
 class HarmonyCalls:
-    """Messages, each with a header that names its channel and, if it is a call, its recipient.
+    """Describes messages, each with a header that names its channel and, if it is a call, its recipient.
 
     The prompt ends with <|start|>assistant, so an answer begins within a header. The channel analysis is reasoning; a
     message to a recipient is a call, in whatever channel and on either side of the channel's name the recipient stands;

@@ -1,4 +1,4 @@
-"""Calls written as JSON objects with a name and arguments."""
+"""Reads calls that are written as JSON objects with a name and arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LIST = Markers(",", "]")
 
 @dataclass(frozen=True)
 class JsonCalls:
-    """One object for each call: a single one, several after one another, or a list of them."""
+    """Describes calls of one object each: a single one, several after one another, or a list of them."""
 
     name_keys: tuple[str, ...] = ("name",)
     """Keys of the function's name."""

@@ -1,4 +1,4 @@
-"""JSON inside an answer: handed on as it comes, or collected."""
+"""Reads JSON inside an answer: hands it on as it comes, or collects it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Lexer:
         self._controls: list[int] = []
 
     def end(self, text: str, at: int) -> int:
-        """How far `text` from `at` belongs to the value; sets `done` or `broken` if that is not all."""
+        """Return how far `text` from `at` belongs to the value; set `done` or `broken` if that is not all."""
         self._start, self._controls = at, []
         while at < len(text) and not (self.done or self.broken):
             at = self._in(text, at) if self._in_string else self._outside(text, at)
@@ -89,7 +89,7 @@ class Lexer:
         return at + 1
 
     def escaped(self, text: str) -> str:
-        """The text that `end` just measured, with control characters in its strings escaped."""
+        """Return the text that `end` just measured, with control characters in its strings escaped."""
         if not self._controls:
             return text
         parts, at = [], 0
@@ -100,7 +100,7 @@ class Lexer:
 
     @property
     def complete(self) -> bool:
-        """Whether the value is whole if the text ends here."""
+        """Says whether the value is whole if the text ends here."""
         return self.done or (self._begun and not self._open and not self._in_string and not self.broken)
 
 
@@ -133,7 +133,7 @@ def collect_json(reader: Reader) -> Steps[str | None]:
 
 
 def as_string(text: str | None) -> str | None:
-    """The string that a JSON text says, or None if it says anything else."""
+    """Return the string that a JSON text says, or None if it says anything else."""
     try:
         value = json.loads(text or "")
     except (ValueError, RecursionError):
@@ -142,7 +142,7 @@ def as_string(text: str | None) -> str | None:
 
 
 def is_object(text: str) -> bool:
-    """Whether a text is a JSON object."""
+    """Return whether a text is a JSON object."""
     try:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Turns Python literals into JSON while they come: the arguments of pythonic calls, and values written as Python.
+"""Converts Python literals into JSON while they come, for pythonic calls and for values that are written as Python.
 
 Nothing is evaluated. Lists, tuples and sets become arrays, dicts become objects, and an expression that is no literal
 (`x + 1`, `b'z'`) becomes a string of its text. A string in quotes ends at the quote after which the text goes on as it

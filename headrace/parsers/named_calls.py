@@ -1,4 +1,4 @@
-"""Calls written as a name, a separator and arguments in JSON."""
+"""Reads calls that are written as a name, a separator and arguments in JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBERED = re.compile(r"(?:functions\.)?(.+?):\d+")
 
 @dataclass(frozen=True)
 class NamedCalls:
-    """NAME, separator, {arguments}; each call between markup, several of them in a section or not."""
+    """Describes calls of the form NAME, separator, {arguments}: each between markup, several in a section or not."""
 
     separators: tuple[str, ...]
     """What stands between name and arguments; "{" stands for nothing."""

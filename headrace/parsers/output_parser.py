@@ -15,7 +15,7 @@ from headrace.parsers.tools import FunctionTool
 
 @dataclass
 class Call:
-    """A tool call of a whole answer."""
+    """Holds a tool call of a whole answer."""
 
     name: str
     arguments: str
@@ -25,7 +25,7 @@ class Call:
 
 @dataclass
 class Answer:
-    """A whole answer. What is absent is None, never an empty string."""
+    """Holds a whole answer. What is absent is None, never an empty string."""
 
     reasoning: str | None = None
     content: str | None = None
@@ -50,7 +50,7 @@ class OutputParser:
         self._steps = _answer(self._reader, Calls(self._reader, tools), tool, reasoning, reasoning_open)
 
     def feed(self, text: str) -> list[Event]:
-        """The events that this piece of the answer brings."""
+        """Return the events that this piece of the answer brings."""
         passing = self._reader.passing
         if passing and not passing[0].first.search(text):
             return [passing[1](text)] if text and passing[1] else []
@@ -58,7 +58,7 @@ class OutputParser:
         return self._run()
 
     def finish(self, *, cut: bool) -> list[Event]:
-        """The last events; `cut` says that max_tokens or a stop string ended the answer, not the model."""
+        """Return the last events; `cut` says that max_tokens or a stop string ended the answer, not the model."""
         self._reader.close(cut=cut)
         return self._run()
 
@@ -87,7 +87,7 @@ def parse(
 
 
 def join(events: Sequence[Event]) -> Answer:
-    """The answer that a stream of events says."""
+    """Return the answer that a stream of events says."""
     thoughts, said, calls = [], [], []
     arguments: list[list[str]] = []
     for event in events:

@@ -20,7 +20,7 @@ _JSON = re.compile(r"\[?\s*\{")
 
 @dataclass(frozen=True)
 class PythonicCalls:
-    """Calls with named arguments, one after another or in a list. Values are literals of Python or of JSON."""
+    """Describes calls with named arguments, alone or in a list. Values are literals of Python or of JSON."""
 
     closers: tuple[str, ...] = ()
     """Markup that ends the section of calls; the first is the one to write."""

@@ -42,7 +42,7 @@ MAX_NAME = 256
 
 
 class Markers:
-    """Strings that a text is searched for, at the same time; of two at one place the longer is found."""
+    """Finds several strings in a text at the same time; of two at one place it finds the longer."""
 
     def __init__(self, *markers: str) -> None:
         if "" in markers:
@@ -57,7 +57,7 @@ class Markers:
         self._nested = any(inner in outer for outer in self.all for inner in self.all if inner is not outer)
 
     def find(self, text: str, at: int, closed: bool) -> tuple[int, str]:
-        """Where the first marker is and which; or, with "", how far the text certainly has none."""
+        """Return where the first marker is, and which; or, with "", how far the text certainly has none."""
         found = self._whole.search(text, at)
         if closed:
             return (found.start(), found.group()) if found else (len(text), "")
@@ -69,13 +69,13 @@ class Markers:
         return (begun.start() if begun else len(text)), ""
 
     def may_begin(self, text: str, at: int) -> bool:
-        """Whether all the text from `at` is the beginning of a marker, and not the whole of one."""
+        """Return whether all the text from `at` is the beginning of a marker, and not the whole of one."""
         return bool(self._begun.match(text, at))
 
 
 @functools.cache
 def markers(*texts: str) -> Markers:
-    """The Markers of these strings, made once: for those of a table's row."""
+    """Return the Markers of these strings, made once: for those of a table's row."""
     return Markers(*texts)
 
 
@@ -93,7 +93,7 @@ def _any(patterns: Iterable[str]) -> re.Pattern[str]:
 
 
 class Reader:
-    """The text of one answer with a cursor; each method that is a generator is a primitive for formats."""
+    """Holds the text of one answer with a cursor; each method that is a generator is a primitive for formats."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -122,7 +122,7 @@ class Reader:
         self._kept = []
 
     def kept(self) -> str:
-        """All that was read since `keep`, which ends."""
+        """Return all that was read since `keep`, and keep no more."""
         text = "".join(self._kept or ())
         self._kept = None
         return text
@@ -146,13 +146,13 @@ class Reader:
         self._at = 0
 
     def back(self, text: str) -> None:
-        """Unread `text`, a marker that was just read: only before anything else is read."""
+        """Put back `text`, a marker that was just read: only before anything else is read."""
         self._at -= len(text)
         if self._kept:
             self._kept[-1] = self._kept[-1].removesuffix(text)
 
     def peek(self) -> Steps[str]:
-        """The next character, which stays unread; "" at the end."""
+        """Return the next character, which stays unread; "" at the end."""
         while self._at == len(self._text) and not self.closed:
             yield None
         return self._text[self._at : self._at + 1]
@@ -238,7 +238,7 @@ class Reader:
         return self._take(match(self._text, self._at)) if self._at < len(self._text) else ""
 
     def ahead(self, decide: Callable[[str, int, bool], T | None]) -> Steps[T]:
-        """What `decide` says of the text from the cursor on, none of which is read.
+        """Return what `decide` says of the text from the cursor on, none of which is read.
 
         It is given the text, the cursor and `closed`; it says None while further text may change its answer, and must
         look at a bounded piece.

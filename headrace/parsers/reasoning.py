@@ -14,7 +14,7 @@ _SWITCHES = ("enable_thinking", "thinking")
 
 
 def begins_open(format: ReasoningFormat, prompt: str, template: str, template_kwargs: Mapping[str, Any]) -> bool:
-    """Whether the answer to this prompt begins inside reasoning.
+    """Return whether the answer to this prompt begins inside reasoning.
 
     The end of the prompt says so if the template opened a thought there, or closed it. If it did neither, a keyword of
     the template that turns thinking off says no; then the family: by its switch, or by what it takes unmarked text for.

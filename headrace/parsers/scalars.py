@@ -1,4 +1,4 @@
-"""Writes JSON's scalars from the spellings that models use for them: Python's and JSON's words, and loose numbers."""
+"""Makes scalars of JSON, which models spell in Python's words and in JSON's, and as loose numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every format by name: vLLM's names, and SGLang's where they differ."""
+"""Lists every format by name: vLLM's names, and SGLang's where they differ."""
 
 from __future__ import annotations
 

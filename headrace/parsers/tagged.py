@@ -1,4 +1,4 @@
-"""Calls written as tags, as in <function=NAME><parameter=KEY>VALUE</parameter></function>."""
+"""Reads calls that are written as tags, as in <function=NAME><parameter=KEY>VALUE</parameter></function>."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CDATA = markers("<![CDATA[")
 
 @dataclass(frozen=True)
 class TaggedCalls:
-    """A tag with the function's name, a tag for each parameter, and a value between this and its closing tag.
+    """Describes calls of a tag with the function's name, a tag for each parameter, and values up to closing tags.
 
     A value is taken as it stands: markup in it and entities are text. Its type comes from the tool's schema. A value
     that is a string for certain is handed on as it comes, any other when it is whole.

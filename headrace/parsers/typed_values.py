@@ -44,7 +44,7 @@ def parameter_schemas(tool: FunctionTool | None, name: str) -> list[dict[str, An
 
 
 def is_declared(tool: FunctionTool | None, name: str) -> bool:
-    """Whether a tool lets a parameter pass, which it does if it declares none at all."""
+    """Return whether a tool lets a parameter pass, which it does if it declares none at all."""
     root = tool.parameters if tool else {}
     declared = [schema["properties"] for schema in _alternatives(root, root) if schema.get("properties")]
     return not declared or any(name in properties for properties in declared)
@@ -97,7 +97,7 @@ def _referred(reference: str, root: dict[str, Any]) -> Any:
 
 
 def is_text(beginning: str, types: frozenset[str], *, guess: bool) -> bool:
-    """Whether a value that begins so (five characters, or all of it) is a string whatever follows.
+    """Return whether a value that begins so (five characters, or all of it) is a string whatever follows.
 
     `guess` is for formats in which a value whose type is unknown is JSON if it looks like it, and a string otherwise.
     """
