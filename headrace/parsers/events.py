@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
+
+import msgspec
 
 
-class Reasoning(NamedTuple):
+class Reasoning(msgspec.Struct, frozen=True):
     """Holds a piece of the model's reasoning."""
 
     text: str
 
 
-class Content(NamedTuple):
+class Content(msgspec.Struct, frozen=True):
     """Holds a piece of what the model says to the user."""
 
     text: str
 
 
-class CallStart(NamedTuple):
+class CallStart(msgspec.Struct, frozen=True):
     """A tool call begins; its arguments follow."""
 
     index: int
@@ -27,7 +29,7 @@ class CallStart(NamedTuple):
     """Only where the text itself names one, as Kimi's does; the server makes the others."""
 
 
-class Arguments(NamedTuple):
+class Arguments(msgspec.Struct, frozen=True):
     """Holds a piece of the JSON text of a call's arguments."""
 
     index: int

@@ -92,7 +92,8 @@ class Lexer:
         """Return the text that `end` just measured, with control characters in its strings escaped."""
         if not self._controls:
             return text
-        parts, at = [], 0
+        parts: list[str] = []
+        at = 0
         for place in self._controls:
             parts += text[at:place], json.dumps(text[place])[1:-1]
             at = place + 1
