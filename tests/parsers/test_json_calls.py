@@ -62,7 +62,7 @@ def test_two_calls(name: str) -> None:
     assert result.content is None
 
 
-@pytest.mark.parametrize("name", BOTH.keys() - {"llama4_json", "xlam"})
+@pytest.mark.parametrize("name", sorted(BOTH.keys() - {"llama4_json", "xlam"}))
 def test_text_before_calls_is_content_and_text_behind_them_is_left_out(name: str) -> None:
     result = answer(name, f"I'll look.{BOTH[name]} \nDone.")
     assert (result.content, called(result)) == ("I'll look.", [WEATHER, TIME])
