@@ -5,6 +5,7 @@ Results equal those of transformers' AutoTokenizer, without torch. Encoding rele
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from headrace.engine.chat_template import ChatTemplate
 from headrace.engine.pieces import PieceTable
 from headrace.errors import ConfigError, RequestError, TokenizerError
 from headrace.hub import resolve_tokenizer_folder
+from headrace.structured_outputs.vocabulary import marks
 
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 CLASS_DEFAULTS: dict[str, dict[str, str]] = {
@@ -98,6 +100,11 @@ class Tokenizer:
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids. Ids beyond the vocabulary, which a padded model may sample, add nothing."""
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    @functools.cached_property
+    def marks(self) -> dict[str, int]:
+        """Text -> id of the tokens that are marks, such as <|im_end|>, and never text to a grammar."""
+        return marks(self)
 
     @property
     def works_by_token(self) -> bool:

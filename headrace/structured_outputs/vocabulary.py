@@ -6,7 +6,7 @@ grammar matches it, and a grammar that wants it names its id (`literal` in gramm
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn, Protocol
 
 import tokenizers
@@ -16,7 +16,7 @@ from headrace.errors import ConfigError
 
 
 class TokenBytes(Protocol):
-    """Is what this module needs of the engine's Tokenizer."""
+    """Describes what this module needs of the engine's Tokenizer."""
 
     backend: tokenizers.Tokenizer
     vocab_size: int
@@ -56,8 +56,20 @@ def vocabulary(tokenizer: TokenBytes, vocab_size: int, eos_token_ids: Sequence[i
     return LLTokenizer(TokenizerWrapper(_Source(data, sorted(special), eos[0])), n_vocab=vocab_size, eos_token=eos)
 
 
+def byte_vocabulary(special: Mapping[str, int]) -> LLTokenizer:
+    """Return a vocabulary of single bytes, and of marks at their ids: grammars are tried on it before a model's is
+    there."""
+    size = max([*special.values(), 255]) + 258
+    marked = {token_id: text.encode() for text, token_id in special.items()}
+    free = (token_id for token_id in range(size) if token_id not in marked)
+    single = {next(free): bytes([value]) for value in range(256)}
+    end = next(free)
+    data = [marked.get(token_id) or single.get(token_id) or b"" for token_id in range(size)]
+    return LLTokenizer(TokenizerWrapper(_Source(data, sorted([*marked, end]), end)), n_vocab=size, eos_token=[end])
+
+
 class _Source:
-    """Is what llguidance asks of a tokenizer. It is never asked to encode: grammar.py turns forced tokens off."""
+    """Answers what llguidance asks of a tokenizer. It is never asked to encode: grammar.py turns forced tokens off."""
 
     bos_token_id = None
 

@@ -1,0 +1,47 @@
+"""Bounds on what a client may send as a constraint. Within them, making a grammar takes a fraction of a second."""
+
+from __future__ import annotations
+
+from headrace.errors import RequestError, quoted
+
+MAX_CHARS = 2**15
+"""Characters of a grammar, or of any other text that is not named below."""
+MAX_REGEX_CHARS = 2**13
+"""Characters of a regular expression, and of a line of Lark: the time grows with their square."""
+MAX_LINES = 1_500
+"""Lines of Lark, and rules of a grammar: llguidance's stack grows with rules that use rules."""
+MAX_SCHEMA_CHARS = 2**19
+"""Characters of a JSON schema, and of all choices together."""
+MAX_CHOICES = 10_000
+"""Texts in `choice`, and values of an `enum`."""
+MAX_NODES = 20_000
+"""Schemas within a schema, before and after it is rewritten."""
+MAX_ONE_OF = 128
+"""Options of a `oneOf`, unless each of them names its values: every two are compared."""
+MAX_PROPERTIES = 1_000
+"""Properties of one object: the time grows with their square."""
+MAX_LEVELS = 200
+"""Schemas within schemas after rewriting."""
+MAX_STACK = 1_000
+"""The same, where what a reference refers to counts as within: llguidance's stack grows with it, and ends at 1,500."""
+MAX_DEPTH = 96
+"""Nesting, as of braces and brackets in JSON; llguidance's own reader takes 128."""
+MAX_FORMATS = 1_000
+"""Formats in a structural tag."""
+MAX_REPEAT = 2**20
+"""Repetitions in a regex or grammar, and lengths in a schema."""
+
+
+def check_text(value: object, path: str, most: int = MAX_CHARS) -> str:
+    """Return a value that is text of at most so many characters, which UTF-8 can represent. Raises RequestError for
+    others."""
+    field = path.partition(".")[0]
+    if not isinstance(value, str):
+        raise RequestError(f"{path} must be a text, got {quoted(value)}", field)
+    if len(value) > most:
+        raise RequestError(f"{path} has {len(value)} characters; at most {most} are taken", field)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{path} has half a surrogate pair, which UTF-8 cannot represent", field) from None
+    return value

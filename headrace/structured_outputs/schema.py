@@ -1,0 +1,568 @@
+"""Turns a JSON schema into the grammar of what it accepts. A keyword that cannot be held is refused by name and path.
+
+llguidance compiles most of JSON Schema exactly and refuses some of it. Here a schema is rewritten so that it holds
+more: `not`, `if`, `oneOf`, `dependencies` and others become `anyOf` and `allOf`; references become one flat `$defs`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from headrace.errors import RequestError, quoted
+from headrace.structured_outputs.formats import FORMATS, NATIVE_FORMATS
+from headrace.structured_outputs.grammar import Grammar, of_schema
+from headrace.structured_outputs.limits import (
+    MAX_CHOICES,
+    MAX_DEPTH,
+    MAX_LEVELS,
+    MAX_NODES,
+    MAX_ONE_OF,
+    MAX_PROPERTIES,
+    MAX_REGEX_CHARS,
+    MAX_REPEAT,
+    MAX_SCHEMA_CHARS,
+    MAX_STACK,
+    check_text,
+)
+from headrace.structured_outputs.negation import NoComplement, differ, disjoint, negate
+from headrace.structured_outputs.references import References, identity_of
+
+WHITESPACE = r"[ \n\r\t]{1,100}"
+"""Whitespace between the tokens of JSON, where a request names none. It has an end, so that an answer has one too."""
+REFUSED = frozenset((
+    "uniqueItems", "contains", "minContains", "maxContains", "unevaluatedItems", "$dynamicRef", "$recursiveRef",
+    "extends", "disallow", "divisibleBy",
+))  # fmt: skip
+"""Keywords of JSON Schema that no grammar here can hold."""
+COPIED = frozenset((
+    "type", "const", "required", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
+    "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties",
+))  # fmt: skip
+"""Keywords that llguidance holds as they are."""
+COUNTS = frozenset(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"))
+NUMBERS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
+MAX_TRIED = 100
+"""Parts of a schema that are tried one by one to find which of them llguidance refuses."""
+
+
+@dataclass(frozen=True)
+class JsonOptions:
+    """Says how JSON may be written, beside what its schema says."""
+
+    whitespace: str | None = WHITESPACE
+    """A regular expression; None: none at all."""
+    additional_properties: bool = True
+    """False: objects whose schema names properties have no others, unless it says so."""
+
+
+def grammar_of_schema(schema: object, path: str, options: JsonOptions | None = None) -> Grammar:
+    """Return the grammar of a JSON schema, as an object or as its text. Raises RequestError naming keyword and path for
+    what it cannot hold."""
+    options = options or JsonOptions()
+    return grammar_of_checked(checked_schema(schema, path, options), options)
+
+
+def grammar_of_checked(schema: Mapping[str, Any], options: JsonOptions | None = None) -> Grammar:
+    """Return the grammar of a schema that `checked_schema` made."""
+    space = (options or JsonOptions()).whitespace
+    settings: dict[str, Any] = {"whitespace_flexible": False} if space is None else {"whitespace_pattern": space}
+    return of_schema({"x-guidance": settings, **schema})
+
+
+def checked_schema(
+    schema: object, path: str, options: JsonOptions, made: dict[int, tuple[str, dict[str, Any]]] | None = None
+) -> dict[str, Any]:
+    """Return a schema in the form that llguidance holds wholly. Raises RequestError as `grammar_of_schema` does.
+    `made` receives all of its parts, each with the path of what it is made of."""
+    field = path.partition(".")[0]
+    if isinstance(schema, str):
+        check_text(schema, path, MAX_SCHEMA_CHARS)
+        try:
+            schema = msgspec.json.decode(schema)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise RequestError(f"{path} is not JSON: {error}", field) from None
+    if isinstance(schema, bool):
+        schema = {} if schema else {"enum": []}
+    if not isinstance(schema, dict):
+        raise RequestError(f"{path} must be a JSON schema (an object), got {quoted(schema)}", field)
+    _check_size(schema, path)
+    return _Rewriter(schema, path, options, {} if made is None else made).whole()
+
+
+def _check_size(schema: dict[str, Any], path: str) -> None:
+    """Refuse a schema that is too deep or too long, or holds what JSON cannot."""
+    field = path.partition(".")[0]
+    waiting: list[tuple[Any, int]] = [(schema, 0)]
+    count = 0
+    while waiting:
+        value, depth = waiting.pop()
+        count += 1
+        if depth > MAX_DEPTH:
+            raise RequestError(f"{path} is nested more than {MAX_DEPTH} deep", field)
+        if count > MAX_SCHEMA_CHARS // 4:
+            raise RequestError(f"{path} has more than {MAX_SCHEMA_CHARS // 4} values", field)
+        if isinstance(value, dict):
+            waiting += [(item, depth + 1) for item in value.values()]
+        elif isinstance(value, list | tuple):
+            waiting += [(item, depth + 1) for item in value]
+        elif not isinstance(value, str | int | float | bool | None):
+            raise RequestError(f"{path} holds {quoted(value)}, which is not JSON", field)
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise RequestError(f"{path} holds {value}, which is no number of JSON", field)
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise RequestError(f"{path} holds {quoted(value)}; integers of 64 bits are taken", field)
+    try:
+        text = json.dumps(schema, ensure_ascii=False)
+        text.encode()
+    except (TypeError, UnicodeEncodeError):
+        raise RequestError(f"{path} has a key or a text that is not JSON in UTF-8", field) from None
+    check_text(text, path, MAX_SCHEMA_CHARS)
+
+
+def checked_regex(pattern: object, path: str) -> str:
+    """Return a regular expression that can be matched in linear time. Raises RequestError for look-around and
+    back-references, by name, and for what is too long."""
+    text = check_text(pattern, path, MAX_REGEX_CHARS)
+    inside = False  # a class in brackets, where no group opens and \\b is a character
+    for token in _REGEX_TOKEN.findall(text):
+        if token == "[":
+            inside = True
+        elif token == "]":
+            inside = False
+        elif not inside and token in _LOOK_AROUND:
+            raise _no_regex(path, "look-around", token)
+        elif token == "(?P=" or (not inside and _BACK_REFERENCE.fullmatch(token)):
+            raise _no_regex(path, "back-references", token)
+    return text
+
+
+_REGEX_TOKEN = re.compile(r"\\.|\(\?P?[=!]|\(\?<[=!]|[\[\]]", re.DOTALL)
+_LOOK_AROUND = ("(?=", "(?!", "(?<=", "(?<!", "\\b", "\\B")
+_BACK_REFERENCE = re.compile(r"\\[1-9k]")
+
+
+def _no_regex(path: str, kind: str, text: str) -> RequestError:
+    message = f"{path} has {text}: {kind} cannot be matched in linear time and is not supported"
+    return RequestError(message, path.partition(".")[0])
+
+
+class _Rewriter:
+    """Rewrites one schema. References become `#/$defs/dN`, each defined once and only if it is used."""
+
+    def __init__(
+        self, root: dict[str, Any], path: str, options: JsonOptions, made: dict[int, tuple[str, dict[str, Any]]]
+    ) -> None:
+        self._made = made
+        self._root = root
+        self._path = path
+        self._field = path.partition(".")[0]
+        self._options = options
+        self._references = References(root, path)
+        self._draft = _draft_of(root)
+        self._names: dict[int | str, str] = {}
+        """id of a schema that is referred to (a path, if it is true or false) -> its name in `$defs`."""
+        self._waiting: list[tuple[str, Any, str, str]] = []
+        self._current = "#"
+        """The definition that is being rewritten; "#" is the whole."""
+        self._uses: dict[str, set[str]] = {}
+        """Definition -> those it refers to."""
+        self._levels: dict[str, int] = {}
+        """Definition -> how deep schemas are nested in it."""
+        self._count = 0
+
+    def whole(self) -> dict[str, Any]:
+        """Return the schema, rewritten."""
+        base = self._references.base
+        found = self._node(self._root, base, self._path)
+        definitions: dict[str, Any] = {}
+        while self._waiting:
+            self._current, schema, base, path = self._waiting.pop()
+            definitions[self._current] = self._node(schema, base, path)
+        if _stack(self._uses, self._levels) > MAX_STACK:
+            raise RequestError(f"{self._path}: its references are nested more than {MAX_STACK} deep", self._field)
+        whole = found if isinstance(found, dict) else {"enum": []} if found is False else {}
+        return {**whole, "$defs": definitions} if definitions else whole
+
+    def _refuse(self, path: str, keyword: str, why: str = "is not supported") -> RequestError:
+        return RequestError(f"{path}.{keyword} {why}", self._field)
+
+    def _node(self, schema: Any, base: str, path: str, depth: int = 0) -> Any:
+        self._count += 1
+        self._levels[self._current] = max(depth + 1, self._levels.get(self._current, 0))
+        if self._count > MAX_NODES or depth > MAX_LEVELS:
+            raise RequestError(f"{self._path} has more than {MAX_NODES} parts, or some {MAX_LEVELS} deep", self._field)
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, Mapping):
+            raise RequestError(f"{path} must be a schema (an object), got {quoted(schema)}", self._field)
+        base = identity_of(schema, base)
+        found: dict[str, Any] = {}
+        also: list[Any] = []
+        """What else must hold."""
+        for keyword, value in schema.items():
+            where = f"{path}.{keyword}"
+            if keyword in COPIED:
+                self._copy(schema, keyword, value, path, found)
+            elif keyword == "enum":
+                found["enum"] = self._values(value, where)
+            elif keyword == "$ref":
+                also.append({"$ref": self._refer(value, base, where)})
+            elif keyword in ("properties", "patternProperties"):
+                found[keyword] = self._properties(keyword, value, base, where, depth)
+            elif keyword == "additionalProperties":
+                found[keyword] = self._node(value, base, where, depth + 1)
+            elif keyword in ("items", "prefixItems", "additionalItems"):
+                self._items(schema, keyword, value, base, where, depth, found)
+            elif keyword in ("allOf", "anyOf"):
+                parts = [
+                    self._node(one, base, f"{where}[{index}]", depth + 1)
+                    for index, one in enumerate(self._list(value, where))
+                ]
+                if keyword == "allOf":
+                    also += parts
+                else:
+                    also.append({"anyOf": parts})
+            elif keyword == "pattern":
+                found["pattern"] = checked_regex(value, where)
+            elif keyword == "format":
+                self._format(schema, value, where, found, also)
+            elif keyword in REWRITTEN:
+                also += self._rewritten(schema, keyword, value, base, where, depth)
+            elif keyword in REFUSED and _SINCE.get(keyword, 0) <= self._draft:
+                self._refused(schema, keyword, value, path)
+        if schema.get("minProperties") == 1 and "minProperties" not in found and found.get("properties"):
+            # llguidance counts properties only where none of them is optional; any one of those named will do
+            also.append({"anyOf": [{"required": [name]} for name in found["properties"]]})
+        if not self._options.additional_properties and "properties" in found:
+            found.setdefault("additionalProperties", False)
+        if also:
+            found = also[0] if not found and len(also) == 1 else {"allOf": [found, *also] if found else also}
+        if isinstance(found, dict):
+            self._made[id(found)] = (path, found)
+        return found
+
+    def _rewritten(
+        self, schema: Mapping[str, Any], keyword: str, value: Any, base: str, where: str, depth: int
+    ) -> list[Any]:
+        """Return what else must hold for a keyword in REWRITTEN. One that is newer than the schema's draft is held if
+        it can be, and is a note to the reader otherwise, as that draft has it."""
+        try:
+            made = REWRITTEN[keyword](self, schema, value, base, where)
+            return [self._node(one, base, where, depth + 1) for one in made]
+        except RequestError:
+            if _SINCE.get(keyword, 0) <= self._draft:
+                raise
+            return []
+
+    def _copy(self, schema: Mapping[str, Any], keyword: str, value: Any, path: str, found: dict[str, Any]) -> None:
+        where = f"{path}.{keyword}"
+        if keyword in ("exclusiveMinimum", "exclusiveMaximum") and isinstance(value, bool):  # as in draft 4
+            bound = "minimum" if keyword == "exclusiveMinimum" else "maximum"
+            if value and bound in schema:
+                found.pop(bound, None)
+                found[keyword] = schema[bound]
+            return
+        if keyword in ("minimum", "maximum") and schema.get("exclusive" + keyword.capitalize()) is True:
+            return
+        if keyword == "minProperties" and value == 1 and schema.get("properties") and not schema.get("required"):
+            return  # see _node
+        if keyword in COUNTS:
+            if isinstance(value, float) and value.is_integer():
+                value = int(value)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise self._refuse(path, keyword, f"must be an integer of at least 0, got {quoted(value)}")
+            if keyword.startswith("max"):
+                if value > MAX_REPEAT:
+                    return  # no answer is that long
+            elif value > MAX_REPEAT:
+                raise self._refuse(path, keyword, f"must be at most {MAX_REPEAT}, got {quoted(value)}")
+        elif keyword in NUMBERS:
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise self._refuse(path, keyword, f"must be a number, got {quoted(value)}")
+            if keyword == "multipleOf" and value <= 0:
+                raise self._refuse(path, keyword, f"must be above 0, got {quoted(value)}")
+        elif keyword == "required":
+            if isinstance(value, bool):
+                raise self._refuse(path, keyword, "must be a list of names, as since draft 4")
+            for name in self._list(value, where):
+                check_text(name, where)
+        elif keyword == "type":
+            known = ("null", "boolean", "integer", "number", "string", "array", "object")
+            named = [value] if isinstance(value, str) else value
+            if not isinstance(named, list) or not named or any(name not in known for name in named):
+                raise self._refuse(path, keyword, f"must be one or a list of {', '.join(known)}; got {quoted(value)}")
+        found[keyword] = value
+
+    def _values(self, value: Any, where: str) -> list[Any]:
+        values = self._list(value, where)
+        if len(values) > MAX_CHOICES:
+            raise RequestError(f"{where} has {len(values)} values; at most {MAX_CHOICES} are taken", self._field)
+        return values
+
+    def _list(self, value: Any, where: str) -> list[Any]:
+        if not isinstance(value, list):
+            raise RequestError(f"{where} must be a list, got {quoted(value)}", self._field)
+        return value
+
+    def _object(self, value: Any, where: str) -> Mapping[str, Any]:
+        if not isinstance(value, Mapping):
+            raise RequestError(f"{where} must be an object, got {quoted(value)}", self._field)
+        return value
+
+    def _refer(self, reference: Any, base: str, where: str) -> str:
+        target = self._references.resolve(reference, base, where)
+        uses = self._uses.setdefault(self._current, set())
+        if target.schema is self._root:
+            uses.add("#")
+            return "#"
+        key = target.path if isinstance(target.schema, bool) else id(target.schema)
+        name = self._names.get(key)
+        if name is None:
+            name = self._names[key] = f"d{len(self._names)}"
+            self._waiting.append((name, target.schema, target.base, target.path))
+        uses.add(name)
+        return f"#/$defs/{name}"
+
+    def _properties(self, keyword: str, value: Any, base: str, where: str, depth: int) -> dict[str, Any]:
+        properties = self._object(value, where)
+        if len(properties) > MAX_PROPERTIES:
+            raise RequestError(f"{where} has {len(properties)} names; at most {MAX_PROPERTIES} are taken", self._field)
+        if keyword == "patternProperties":
+            for pattern in properties:
+                checked_regex(pattern, where)
+        return {name: self._node(one, base, f"{where}.{name}", depth + 1) for name, one in properties.items()}
+
+    def _items(
+        self,
+        schema: Mapping[str, Any],
+        keyword: str,
+        value: Any,
+        base: str,
+        where: str,
+        depth: int,
+        found: dict[str, Any],
+    ) -> None:
+        if isinstance(value, list):  # a list in `items`, as before 2020-12, is what `prefixItems` is now
+            parts = [self._node(one, base, f"{where}[{index}]", depth + 1) for index, one in enumerate(value)]
+            found["prefixItems"] = parts
+        elif keyword == "items" or isinstance(schema.get("items"), list):
+            found["items"] = self._node(value, base, where, depth + 1)
+        elif keyword == "prefixItems":
+            raise RequestError(f"{where} must be a list, got {quoted(value)}", self._field)
+
+    def _format(
+        self, schema: Mapping[str, Any], value: Any, where: str, found: dict[str, Any], also: list[Any]
+    ) -> None:
+        """Hold the formats that JSON Schema defines. Others are notes to a reader, by its specification."""
+        if value in NATIVE_FORMATS:
+            found["format"] = value
+        elif value in FORMATS:
+            also.append({"pattern": FORMATS[value]})
+        elif value == "regex":
+            raise RequestError(f"{where} {quoted(value)} is not supported", self._field)
+
+    def _refused(self, schema: Mapping[str, Any], keyword: str, value: Any, path: str) -> None:
+        if keyword == "uniqueItems" and (value is False or schema.get("maxItems", 2) in (0, 1)):
+            return
+        if keyword in ("minContains", "maxContains") and "contains" not in schema:
+            return
+        if "contains" in keyword.lower() and schema.get("minContains") == 0 and "maxContains" not in schema:
+            return
+        if keyword == "unevaluatedItems" and value is True:
+            return
+        raise self._refuse(path, keyword)
+
+    def resolve(self, base: str, where: str, schema: Any) -> Any:
+        """Return a schema without a `$ref` at its top, for those who look into it."""
+        for _ in range(MAX_DEPTH):
+            if not isinstance(schema, Mapping) or "$ref" not in schema:
+                return schema
+            target = self._references.resolve(schema["$ref"], base, where)
+            schema, base = target.schema, target.base
+        raise RequestError(f"{where}: its references lead in a circle", self._field)
+
+    def negated(self, schema: Any, base: str, where: str, names: tuple[str, ...] = ()) -> Any:
+        """Return a schema of what another does not accept, or refuse the keyword at `where`."""
+        try:
+            return negate(schema, lambda one: self.resolve(base, where, one), names)
+        except NoComplement as error:
+            raise RequestError(
+                f"{where} is not supported here: what {error} does not accept cannot be described", self._field
+            ) from None
+
+
+_SINCE = {
+    "contains": 6, "propertyNames": 6, "if": 7, "minContains": 2019, "maxContains": 2019, "dependentRequired": 2019,
+    "dependentSchemas": 2019, "unevaluatedProperties": 2019, "unevaluatedItems": 2019, "$recursiveRef": 2019,
+    "$dynamicRef": 2020,
+}  # fmt: skip
+"""Keyword -> the draft that has brought it."""
+_DRAFT = re.compile(r"https?://json-schema\.org/(?:draft-0([3467])|draft/(2019|2020)-..)/schema#?")
+
+
+def _draft_of(root: Mapping[str, Any]) -> int:
+    """Return the draft that a schema says it is written in; the newest, if it says nothing that is known."""
+    match = _DRAFT.fullmatch(str(root.get("$schema", ""))[:100])
+    return 2020 if match is None else int(match[1] or match[2])
+
+
+def _not(self: _Rewriter, schema: Mapping[str, Any], value: Any, base: str, where: str) -> list[Any]:
+    return [self.negated(value, base, where)]
+
+
+def _if(self: _Rewriter, schema: Mapping[str, Any], value: Any, base: str, where: str) -> list[Any]:
+    found = []
+    if "then" in schema:
+        found.append({"anyOf": [schema["then"], self.negated(value, base, where)]})
+    if "else" in schema:
+        found.append({"anyOf": [value, schema["else"]]})
+    return found
+
+
+def _one_of(self: _Rewriter, schema: Mapping[str, Any], value: Any, base: str, where: str) -> list[Any]:
+    """`oneOf` is `anyOf` where no value fits two options; elsewhere each option excludes those it overlaps."""
+    options = self._list(value, where)
+    context = {key: schema[key] for key in ("type", "required", "properties") if key in schema}
+
+    def resolved(one: Any) -> Any:
+        return self.resolve(base, where, one)
+
+    if differ([resolved(one) for one in options]):
+        return [{"anyOf": options}]
+    if len(options) > MAX_ONE_OF:
+        raise RequestError(f"{where} has {len(options)} options; at most {MAX_ONE_OF} are told apart", self._field)
+    names = tuple(dict.fromkeys(name for one in options for name in _property_names(resolved(one))))
+    merged = [_merged(context, resolved(one)) for one in options]
+    parts = []
+    for index, one in enumerate(options):
+        overlapping = [
+            other
+            for place, other in enumerate(options)
+            if place != index and not disjoint(merged[index], merged[place], resolved)
+        ]
+        others = [self.negated(other, base, f"{where}[{index}]", names) for other in overlapping]
+        parts.append({"allOf": [one, *others]} if others else one)
+    return [{"anyOf": parts}]
+
+
+def _merged(context: Mapping[str, Any], schema: Any) -> Any:
+    """Return a schema with what is known from those around it, as far as it serves to tell it from others."""
+    if not isinstance(schema, Mapping):
+        return schema
+    properties = {**context.get("properties", {}), **schema.get("properties", {})}
+    if schema.get("additionalProperties") is False:
+        properties = schema.get("properties", {})
+    found = {**context, **schema, "properties": properties}
+    found["required"] = [*context.get("required", ()), *schema.get("required", ())]
+    return found
+
+
+def _property_names(schema: Any) -> list[str]:
+    return list(schema.get("properties", {})) if isinstance(schema, Mapping) else []
+
+
+def _dependencies(self: _Rewriter, schema: Mapping[str, Any], value: Any, base: str, where: str) -> list[Any]:
+    """A property that brings others, or a schema, with it is absent, or they are there."""
+    found = []
+    for name, needed in self._object(value, where).items():
+        names = [needed] if isinstance(needed, str) else needed
+        there = {"required": [name, *names]} if isinstance(names, list) else {"allOf": [{"required": [name]}, needed]}
+        found.append({"anyOf": [{"properties": {name: False}}, there]})
+    return found
+
+
+def _property_names_schema(self: _Rewriter, schema: Mapping[str, Any], value: Any, base: str, where: str) -> list[Any]:
+    """Names that must fit a schema become `patternProperties` and `properties` without others."""
+    names = self.resolve(base, where, value)
+    if names is True or names == {} or names == {"type": "string"}:
+        return []
+    if not isinstance(names, Mapping) or "patternProperties" in schema:
+        raise RequestError(f"{where} is not supported here", self._field)
+    given = {key for key in names if key in COPIED or key in REWRITTEN or key in ("pattern", "enum", "format")} - {
+        "type"
+    }
+    rest, known = schema.get("additionalProperties", True), schema.get("properties", {})
+    if given in ({"enum"}, {"const"}):
+        allowed = [name for name in names.get("enum", [names.get("const")]) if isinstance(name, str)]
+        return [{"properties": {name: known.get(name, rest) for name in allowed}, "additionalProperties": False}]
+    if given == {"pattern"} and not known:
+        return [{"patternProperties": {names["pattern"]: rest}, "additionalProperties": False}]
+    if given and given <= {"minLength", "maxLength"} and not known:
+        least, most = names.get("minLength", 0), names.get("maxLength", "")
+        pattern = f"^[\\s\\S]{{{least},{most}}}$"
+        return [{"patternProperties": {pattern: rest}, "additionalProperties": False}]
+    raise RequestError(f"{where} is not supported here", self._field)
+
+
+def _unevaluated(self: _Rewriter, schema: Mapping[str, Any], value: Any, base: str, where: str) -> list[Any]:
+    """Without other schemas beside it, `unevaluatedProperties` is `additionalProperties`."""
+    beside = {
+        "$ref",
+        "allOf",
+        "anyOf",
+        "oneOf",
+        "if",
+        "not",
+        "dependentSchemas",
+        "dependencies",
+        "additionalProperties",
+    }
+    if value is True:
+        return []
+    if beside & schema.keys():
+        raise RequestError(f"{where} is not supported beside {', '.join(sorted(beside & schema.keys()))}", self._field)
+    kept = {key: schema[key] for key in ("properties", "patternProperties") if key in schema}
+    return [{**kept, "additionalProperties": value}]
+
+
+REWRITTEN = {
+    "not": _not,
+    "if": _if,
+    "oneOf": _one_of,
+    "dependencies": _dependencies,
+    "dependentRequired": _dependencies,
+    "dependentSchemas": _dependencies,
+    "propertyNames": _property_names_schema,
+    "unevaluatedProperties": _unevaluated,
+}
+"""Keyword -> what makes schemas of it that must hold too."""
+
+
+def _stack(uses: Mapping[str, set[str]], levels: Mapping[str, int]) -> int:
+    """Return a bound on how deep llguidance recurses: a crash of its stack would be one of the process."""
+    used_by: dict[str, list[str]] = {name: [] for name in levels}
+    left = {name: len(uses.get(name, ())) for name in levels}
+    for name, used in uses.items():
+        for one in used:
+            used_by[one].append(name)
+    deep = dict.fromkeys(levels, 0)  # with all that a definition refers to, for those that lead to no circle
+    free = [name for name, count in left.items() if not count]
+    for name in free:
+        deep[name] = levels[name] + max((deep[one] for one in uses.get(name, ())), default=0)
+        for user in used_by[name]:
+            left[user] -= 1
+            if not left[user]:
+                free.append(user)
+    return max(deep.values()) + sum(levels[name] for name, count in left.items() if count)
+
+
+def culprit(schema: object, path: str, options: JsonOptions, error_of: Callable[[Grammar], str]) -> tuple[str, str]:
+    """Return the path of the smallest part of a schema that llguidance refuses, and its reason. `error_of` returns the
+    reason against a grammar, or nothing."""
+    made: dict[int, tuple[str, dict[str, Any]]] = {}
+    whole = checked_schema(schema, path, options, made)
+    worst = (path, error_of(grammar_of_checked(whole, options)))
+    definitions = whole.get("$defs", {})
+    parts = sorted(made.values(), key=lambda part: len(json.dumps(part[1])))
+    for where, part in parts[:MAX_TRIED]:
+        error = error_of(grammar_of_checked({**part, "$defs": definitions}, options))
+        if error:
+            return where, error
+    return worst

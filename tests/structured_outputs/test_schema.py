@@ -1,0 +1,246 @@
+"""Each keyword of JSON Schema: values that a grammar takes and refuses as jsonschema does, or a refusal by path."""
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from headrace.errors import RequestError
+from headrace.structured_outputs.conversion import of_params, of_response_format
+from headrace.structured_outputs.schema import checked_regex
+from headrace.structured_params import StructuredOutputsParams
+from tests.structured_outputs.support import accepts, matcher_of
+
+OPTIONAL = {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}}, "additionalProperties": False}
+ONE_FORMAT = {
+    "date": ("2024-02-29", "2024-13-01"), "time": ("10:11:12Z", "25:00:00Z"),
+    "date-time": ("2024-02-29T10:11:12.5+01:00", "2024-02-29"), "duration": ("P1DT2H", "1 day"),
+    "email": ("a.b@example.org", "a b"), "hostname": ("a-1.example", "-a.example"), "ipv4": ("127.0.0.1", "1.2.3"),
+    "ipv6": ("::1", ":::1"), "uuid": ("123e4567-e89b-12d3-a456-426614174000", "123e4567"),
+    "uri": ("https://a.example/b?c#d", "a b"), "uri-reference": ("../a?b#c", "a b"), "iri": ("http://a/b", "a b"),
+    "iri-reference": ("/a", "a b"), "idn-email": ("a@b.example", "a"), "idn-hostname": ("a.example", "a..b"),
+    "uri-template": ("/a/{b,c*}{?d:3}", "/a/{b"), "json-pointer": ("/a/~0b", "a"),
+    "relative-json-pointer": ("1/a", "/a"),
+}  # fmt: skip
+CASES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
+    ({}, [None, 1, "x", [1], {"a": []}], []),
+    *(({"type": name}, [value], [{"x": 1} if name != "object" else 5])
+      for name, value in (("null", None), ("boolean", True), ("integer", -3), ("number", 2.5), ("string", "é\n"),
+                          ("array", [1, "x"]), ("object", {"k": None}))),
+    ({"type": ["string", "null"]}, ["x", None], [1]),
+    ({"type": "integer"}, [0, 10], [1.5, "1"]),
+    ({"const": {"a": [1, "x"]}}, [{"a": [1, "x"]}], [{"a": [1]}, 1]),
+    ({"const": 5, "type": "integer"}, [5], [6]),
+    ({"enum": ["a", 1, None, True, [1]]}, ["a", 1, None, True, [1]], ["b", 2, False, []]),
+    ({"enum": ["a", 1, "long"], "type": "string", "maxLength": 2}, ["a"], [1, "long"]),
+    ({"type": "integer", "minimum": -2, "maximum": 5}, [-2, 5], [-3, 6]),
+    ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1.5}, [0.1, 1.25], [0, 1.5]),
+    ({"type": "integer", "multipleOf": 7}, [0, 14, -21], [1]),
+    ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "日本語"], ["a", "abcd"]),
+    ({"type": "string", "pattern": "^a[0-9]+$"}, ["a1"], ["a", "ba1"]),
+    ({"type": "string", "pattern": "b"}, ["abc"], ["ac"]),
+    ({"type": "string", "pattern": "a($|/)"}, ["a", "ba", "a/b"], ["ab"]),
+    ({"minLength": 2}, ["ab", 1, None], ["a"]),
+    ({"maximum": 2}, [1, "x"], [3]),
+    ({"required": ["a"]}, [{"a": 1}, 5], [{}]),
+    ({"items": {"type": "integer"}}, [[1], "x"], [["x"]]),
+    ({"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2}, [[1], [1, 2]],
+     [[], [1, 2, 3], ["x"]]),
+    ({"type": "array", "prefixItems": [{"type": "integer"}, {"type": "null"}], "items": False}, [[], [1, None]],
+     [["x"]]),
+    ({"type": "array", "uniqueItems": True, "maxItems": 1}, [[], [1]], [[1, 1]]),
+    ({"type": "array", "uniqueItems": False}, [[1, 1]], [{}]),
+    ({"type": "array", "contains": {"type": "integer"}, "minContains": 0}, [[], ["x"]], [5]),
+    ({"type": "object", **OPTIONAL}, [{}, {"a": 1}, {"b": "x"}, {"a": 1, "b": "x"}], [{"a": "x"}, {"c": 1}]),
+    ({"type": "object", **OPTIONAL, "required": ["b"]}, [{"b": "x"}], [{"a": 1}]),
+    ({"type": "object", "additionalProperties": {"type": "integer"}}, [{}, {"x": 1, "y": 2}], [{"x": "y"}]),
+    ({"type": "object", "patternProperties": {"^x": {"type": "null"}}, "additionalProperties": False},
+     [{}, {"xa": None}], [{"xa": 1}, {"a": None}]),
+    ({"type": "object", "minProperties": 1}, [{"a": 1}], [{}]),
+    ({"type": "object", "maxProperties": 1}, [{}, {"a": 1}], [{"a": 1, "b": 2}]),
+    ({"type": "object", **OPTIONAL, "minProperties": 1}, [{"a": 1}, {"b": "x"}], [{}]),
+    ({"type": "object", "propertyNames": {"pattern": "^[ab]+$"}}, [{"ab": 1}], [{"c": 1}]),
+    ({"type": "object", "propertyNames": {"enum": ["a", "b"]}}, [{"a": 1, "b": 2}], [{"c": 1}]),
+    ({"type": "object", "propertyNames": {"maxLength": 2}}, [{"ab": 1}], [{"abc": 1}]),
+    ({"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False}, [{}, {"a": 1}], [{"b": 1}]),
+    ({"type": "object", **OPTIONAL, "dependentRequired": {"a": ["b"]}}, [{}, {"b": "x"}, {"a": 1, "b": "x"}],
+     [{"a": 1}]),
+    ({"type": "object", **OPTIONAL, "dependentSchemas": {"a": {"properties": {"a": {"minimum": 5}}}}},
+     [{"b": "x"}, {"a": 6}], [{"a": 4}]),
+    ({"anyOf": [{"type": "integer"}, {"type": "string", "maxLength": 1}]}, [1, "x"], ["xy", None]),
+    ({"allOf": [{"type": "integer"}, {"minimum": 3}, {"maximum": 4}]}, [3, 4], [2, "x"]),
+    ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, [1, "x"], [None]),
+    ({"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 3}]}, [2], [4, "x"]),
+    ({"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+      "oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, [{"a": 1}, {"b": 1}], [{}, {"a": 1, "b": 1}]),
+    ({"type": "object", "properties": {"kind": {"enum": ["x", "y"]}}, "required": ["kind"],
+      "oneOf": [{"properties": {"kind": {"const": "x"}}},
+                {"properties": {"kind": {"const": "y"}, "n": {"type": "null"}}}]},
+     [{"kind": "x"}, {"kind": "y", "n": None}], [{"kind": "z"}, {"kind": "y", "n": 1}]),
+    ({"not": {"type": "string"}}, [1, None, []], ["x"]),
+    ({"type": "string", "not": {"enum": ["ab", "ac", ""]}}, ["a", "b", "abc", "ad"], ["ab", "ac", ""]),
+    ({"type": "integer", "not": {"enum": [3, 5]}}, [2, 4, 6], [3, 5]),
+    ({"type": "object", **OPTIONAL, "not": {"required": ["a", "b"]}}, [{}, {"a": 1}], [{"a": 1, "b": "x"}]),
+    ({"type": "integer", "not": {"minimum": 3}}, [2], [3]),
+    ({"type": "string", "not": {"minLength": 3}}, ["ab"], ["abc"]),
+    ({"type": "object", "properties": {"on": {"type": "boolean"}, "n": {"type": "integer"}}, "required": ["on"],
+      "if": {"properties": {"on": {"const": True}}}, "then": {"required": ["n"]}, "else": {"properties": {"n": False}}},
+     [{"on": True, "n": 1}, {"on": False}], [{"on": True}, {"on": False, "n": 1}]),
+    ({"$ref": "#/$defs/node", "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}}},
+     [{}, {"next": {"next": {}}}], [{"next": 1}]),
+    ({"$ref": "#/$defs/a~1b%25", "minimum": 3, "$defs": {"a/b%": {"type": "integer"}}}, [3], [2, "x"]),
+    ({"$ref": "#named", "$defs": {"x": {"$anchor": "named", "type": "null"}}}, [None], [1]),
+    ({"$id": "http://a.example/s", "$ref": "t#/$defs/y",
+      "$defs": {"t": {"$id": "t", "$defs": {"y": {"$ref": "#/$defs/z"}, "z": {"const": 1}}}}}, [1], [2]),
+    ({"items": {"$ref": "#"}, "type": "array"}, [[], [[], [[]]]], [[1]]),
+    ({"title": "t", "description": "d", "default": 5, "examples": [1], "$comment": "c", "readOnly": True, "x-note": 1,
+      "deprecated": True, "contentEncoding": "base64", "type": "integer"}, [1], ["x"]),
+    ({"type": "string", "format": "color-of-our-own"}, ["red"], [1]),
+]  # fmt: skip
+
+
+def text_of(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+@pytest.mark.parametrize(("schema", "fit", "unfit"), CASES, ids=lambda case: None)
+def test_keywords_are_held(schema: dict[str, Any], fit: list[Any], unfit: list[Any]) -> None:
+    """What is marked here is what the jsonschema library finds; the grammar is of the same opinion."""
+    judge = jsonschema.Draft202012Validator(schema)
+    assert [value for value in fit if not judge.is_valid(value)] == []
+    assert [value for value in unfit if judge.is_valid(value)] == []
+    matcher = matcher_of(of_params(StructuredOutputsParams(json=schema), {}))
+    assert [value for value in fit if not accepts(matcher, text_of(value))] == []
+    assert [value for value in unfit if accepts(matcher, text_of(value))] == []
+
+
+@pytest.mark.parametrize("name", ONE_FORMAT)
+def test_formats_are_held(name: str) -> None:
+    good, bad = ONE_FORMAT[name]
+    matcher = matcher_of(of_params(StructuredOutputsParams(json={"type": "string", "format": name}), {}))
+    assert accepts(matcher, text_of(good))
+    assert not accepts(matcher, text_of(bad))
+
+
+@pytest.mark.parametrize(
+    ("draft", "schema", "fit", "unfit"),
+    [
+        (4, {"type": "integer", "minimum": 3, "exclusiveMinimum": True}, [4], [3]),
+        (4, {"exclusiveMaximum": True, "maximum": 3, "type": "integer"}, [2], [3]),
+        (4, {"minimum": 3, "exclusiveMinimum": False, "type": "integer"}, [3], [2]),
+        (4, {"id": "http://a.example/s", "$ref": "#x", "definitions": {"x": {"id": "#x", "enum": [0]}}}, [0], [1]),
+        (7, {"type": "array", "items": [{"type": "null"}], "additionalItems": {"type": "integer"}}, [[None, 1]], [[1]]),
+        (7, {"type": "array", "items": {"type": "null"}, "additionalItems": False}, [[None]], [[1]]),
+        (7, {"type": "object", "dependencies": {"a": ["b"], "c": {"required": ["d"]}}}, [{"b": 1}, {}], [{"a": 1}]),
+        (7, {"$ref": "#/definitions/x", "definitions": {"x": {"type": "null"}}}, [None], [1]),
+    ],
+)
+def test_older_drafts_are_read_as_they_were_meant(
+    draft: int, schema: dict[str, Any], fit: list[Any], unfit: list[Any]
+) -> None:
+    whole = {"$schema": f"http://json-schema.org/draft-0{draft}/schema#", **schema}
+    judge = jsonschema.validators.validator_for(whole)(whole)
+    matcher = matcher_of(of_params(StructuredOutputsParams(json=whole), {}))
+    assert [value for value in fit if not judge.is_valid(value) or not accepts(matcher, text_of(value))] == []
+    assert [value for value in unfit if judge.is_valid(value) or accepts(matcher, text_of(value))] == []
+
+
+REFUSED: list[tuple[Any, str]] = [
+    ({"uniqueItems": True}, "uniqueItems is not supported"),
+    ({"items": {"contains": {}}}, "items.contains is not supported"),
+    ({"contains": {}, "minContains": 2}, "contains is not supported"),
+    ({"unevaluatedItems": False}, "unevaluatedItems is not supported"),
+    ({"$dynamicRef": "#x"}, r"\$dynamicRef is not supported"),
+    ({"properties": {"x": {"not": {"pattern": "a"}}}}, "properties.x.not is not supported"),
+    ({"allOf": [{}, {"not": {"items": {"type": "null"}}}]}, r"allOf\[1\].not is not supported"),
+    ({"oneOf": [{"pattern": "a"}, {"pattern": "b"}]}, r"oneOf\[0\] is not supported"),
+    ({"if": {"multipleOf": 3}, "then": {"minimum": 5}}, "if is not supported"),
+    ({"propertyNames": {"not": {"const": "a"}}}, "propertyNames is not supported"),
+    ({"$ref": "#/$defs/x", "unevaluatedProperties": False, "$defs": {"x": {}}}, "unevaluatedProperties is not"),
+    ({"format": "regex"}, "format 'regex' is not supported"),
+    ({"pattern": "^(?!x)"}, r"pattern has \(\?!: look-around"),
+    ({"pattern": r"(a)\1"}, "back-references"),
+    ({"patternProperties": {"(?<=a)b": {}}}, "patternProperties has .* look-around"),
+    ({"$ref": "http://elsewhere.example/schema"}, r"\$ref: .* refers to another document"),
+    ({"$ref": "file:///etc/passwd"}, "another document"),
+    ({"$ref": "#/$defs/none"}, "refers to nothing"),
+    ({"$ref": "#none"}, "anchor"),
+    ({"$ref": 5}, r"\$ref must be a text"),
+    ({"type": "strin"}, "type must be one or a list of"),
+    ({"type": []}, "type must be"),
+    ({"properties": []}, "properties must be an object"),
+    ({"properties": {"a": 5}}, "properties.a must be a schema"),
+    ({"anyOf": {}}, "anyOf must be a list"),
+    ({"minLength": -1}, "minLength must be an integer of at least 0"),
+    ({"minItems": 2**40}, "minItems must be at most"),
+    ({"minimum": "3"}, "minimum must be a number"),
+    ({"multipleOf": 0}, "multipleOf must be above 0"),
+    ({"required": True}, "required must be a list"),
+    ({"enum": []}, "nothing|empty"),
+    ({"type": "object", "properties": {"x": {"minimum": 5, "maximum": 3, "type": "integer"}}, "required": ["x"]}, "x"),
+    (
+        {"properties": {"x": {"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 2}}},
+        "properties.x: min",
+    ),
+    ({"$ref": "#"}, "nothing fits it"),
+    (5, "must be a JSON schema"),
+    ("{", "is not JSON"),
+    ([], "must be a JSON schema"),
+]
+
+
+@pytest.mark.parametrize(("schema", "why"), REFUSED, ids=range(len(REFUSED)))
+def test_what_cannot_be_held_is_refused_by_path(schema: Any, why: str) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with pytest.raises(RequestError, match=why) as caught:
+        of_response_format(form, {})
+    assert str(caught.value).startswith("response_format.json_schema.schema")
+    assert caught.value.param == "response_format"
+
+
+def test_only_what_is_referred_to_has_to_be_supported() -> None:
+    schema = {
+        "type": "null",
+        "$defs": {"unused": {"uniqueItems": True}},
+        "definitions": {"unused": {"$ref": "http://x"}},
+    }
+    assert accepts(matcher_of(of_params(StructuredOutputsParams(json=schema), {})), "null")
+
+
+def test_properties_come_in_the_schemas_order() -> None:
+    matcher = matcher_of(of_params(StructuredOutputsParams(json={"type": "object", **OPTIONAL}), {}))
+    assert accepts(matcher, '{"a": 1, "b": "x"}')
+    assert not accepts(matcher, '{"b": "x", "a": 1}')
+
+
+def test_whitespace_is_bounded_or_as_the_request_says() -> None:
+    schema = {"type": "array", "items": {"type": "integer"}}
+
+    def allows(text: str, **options: Any) -> bool:
+        return accepts(matcher_of(of_params(StructuredOutputsParams(json=schema, **options), {})), text)
+
+    assert allows("[1,2]")
+    assert allows(json.dumps([1, 2], indent=8))
+    assert not allows("[" + " " * 1000 + "1]")
+    assert allows("[1,2]", disable_any_whitespace=True)
+    assert not allows("[1, 2]", disable_any_whitespace=True)
+    assert allows("[1,  2]", whitespace_pattern=" {2}")
+    assert not allows("[1,\n2]", whitespace_pattern=" ?")
+
+
+def test_additional_properties_may_be_off() -> None:
+    schema = {"type": "object", "properties": {"a": {"properties": {"b": {}}}, "free": {"additionalProperties": True}}}
+    grammar = of_params(StructuredOutputsParams(json=schema, disable_additional_properties=True), {})
+    matcher = matcher_of(grammar)
+    assert accepts(matcher, '{"a": {"b": 1}, "free": {"x": 1}}')
+    assert not accepts(matcher, '{"c": 1}')
+    assert not accepts(matcher, '{"a": {"c": 1}}')
+
+
+def test_regexes_are_read_for_what_cannot_be_linear() -> None:
+    for pattern in ("a", r"[\b(?=]", r"\\1", r"\(?=", "(?:a)(?i)b(?P<n>c)", "[(?!]", r"\d{2}", ""):
+        assert checked_regex(pattern, "regex") == pattern
+    for pattern in ("(?=a)", "(?!a)", "(?<=a)", "(?<!a)", r"\bword", r"a\B", r"(a)\1", r"(?P<n>a)(?P=n)", r"\k<n>"):
+        with pytest.raises(RequestError, match="linear time"):
+            checked_regex(pattern, "structured_outputs.regex")
