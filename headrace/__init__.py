@@ -11,6 +11,7 @@ __all__ = [
     "CompletionOutput",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "__version__",
@@ -22,8 +23,14 @@ if TYPE_CHECKING:
     from headrace.llm import LLM, TextPrompt, TokensPrompt
     from headrace.request import CompletionOutput, RequestOutput
     from headrace.sampling_params import SamplingParams
+    from headrace.structured_params import StructuredOutputsParams
 
-_HOMES = {"SamplingParams": "sampling_params", "RequestOutput": "request", "CompletionOutput": "request"}
+_HOMES = {
+    "SamplingParams": "sampling_params",
+    "StructuredOutputsParams": "structured_params",
+    "RequestOutput": "request",
+    "CompletionOutput": "request",
+}
 """Name -> its module, of names that are not in llm.py."""
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import RequestError, quoted
+from headrace.structured_params import StructuredOutputsParams
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -27,7 +28,6 @@ MAX_SEED = 2**63 - 1
 SAMPLING_EPS = 1e-5
 """Temperatures below this are greedy."""
 NOT_HERE = {
-    **dict.fromkeys(("structured_outputs", "guided_decoding"), "headrace does not constrain output to a grammar yet"),
     **dict.fromkeys(("logits_processors", "extra_args"), "headrace runs no code of the user's while it samples"),
     "truncate_prompt_tokens": "shorten the prompt's token ids yourself",
     "flat_logprobs": "logprobs are dictionaries, one a token",
@@ -43,7 +43,7 @@ NOT_HERE = {
 NO_MATTER = ("output_kind", "stream_interval", "skip_clone")
 """Fields of vLLM's that may have any value, because they do not change the output."""
 
-COMPATIBLE_ONLY = frozenset(("best_of", *NOT_HERE, *NO_MATTER))
+COMPATIBLE_ONLY = frozenset(("best_of", "guided_decoding", *NOT_HERE, *NO_MATTER))
 """Fields that exist only so that programs written for vLLM run."""
 COPIED = ("stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids")
 """Fields whose values a clone must not share."""
@@ -108,8 +108,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, repr_omit
     allowed_token_ids: list[int] | None = None
     best_of: int | None = None
     """Of older vLLM. It must equal n, and becomes None."""
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the output must be; a dictionary of its fields is accepted too."""
     guided_decoding: Any = None
+    """Of older vLLM: another name of structured_outputs, and becomes None."""
     logits_processors: Any = None
     extra_args: Any = None
     truncate_prompt_tokens: Any = None
@@ -159,6 +161,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, repr_omit
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         self._check_token_constraints()
+        self._check_structured_outputs()
 
     def clone(self) -> SamplingParams:
         """Return a copy that shares no list with this one. Raises RequestError if a field was assigned a wrong
@@ -216,6 +219,23 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, repr_omit
             _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
             if not self.allowed_token_ids:
                 raise RequestError("allowed_token_ids must not be empty", "allowed_token_ids")
+
+    def _check_structured_outputs(self) -> None:
+        for name in ("structured_outputs", "guided_decoding"):
+            value = getattr(self, name)
+            if value is not None:
+                setattr(self, name, StructuredOutputsParams.of(value, name))
+        if self.guided_decoding is not None:
+            if self.structured_outputs is not None:
+                raise RequestError(
+                    "guided_decoding is the older name of structured_outputs: give one", "guided_decoding"
+                )
+            self.structured_outputs, self.guided_decoding = self.guided_decoding, None
+        if self.structured_outputs is not None and self.allowed_token_ids is not None:
+            raise RequestError(
+                "structured_outputs cannot be combined with allowed_token_ids: together they may allow nothing",
+                "structured_outputs",
+            )
 
     @property
     def is_greedy(self) -> bool:

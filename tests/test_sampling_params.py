@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace import SamplingParams
+from headrace import SamplingParams, StructuredOutputsParams
 from headrace.errors import RequestError
 
 
@@ -38,8 +38,6 @@ def test_what_is_assigned_is_checked_when_it_is_copied() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"structured_outputs": {"json": {}}}, "structured_outputs is not supported, .* to a grammar yet"),
-        ({"guided_decoding": object()}, "guided_decoding is not supported"),
         ({"logits_processors": [print]}, "logits_processors is not supported"),
         ({"extra_args": {"a": 1}}, "extra_args is not supported"),
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not supported, got 5"),
@@ -68,3 +66,42 @@ def test_fields_of_vllm_that_are_not_here_say_so(given: dict[str, Any], message:
 def test_fields_that_ask_for_nothing_are_taken(given: dict[str, Any]) -> None:
     assert SamplingParams(**given) == SamplingParams()
     assert SamplingParams(n=2, best_of=2) == SamplingParams(n=2)
+
+
+def test_structured_outputs_are_one_constraint_by_its_name_or_the_older_one() -> None:
+    wanted = StructuredOutputsParams(regex="[a-z]+")
+    for given in (
+        {"structured_outputs": wanted},
+        {"structured_outputs": {"regex": "[a-z]+", "json": None, "_backend": "xgrammar"}},
+        {"guided_decoding": {"regex": "[a-z]+", "backend": "outlines"}},
+    ):
+        params = SamplingParams(**given)
+        assert params.structured_outputs == wanted
+        assert params.guided_decoding is None
+        assert params.clone() == params
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({}, "needs exactly one of .*; got none"),
+        ({"json_object": False}, "got none"),
+        ({"json": {}, "regex": "a"}, "got json and regex"),
+        ({"choices": ["a"]}, "no field choices; the field is `choice`"),
+        ({"regexp": "a"}, "no field 'regexp'; its fields are json, regex"),
+        ({"json": 5}, "structured_outputs.json must be a JSON schema"),
+        ({"choice": "a"}, "structured_outputs.choice must be a list"),
+        ({"regex": "a", "disable_any_whitespace": 1}, "disable_any_whitespace must be true or false"),
+        (5, "structured_outputs must be an object, got 5"),
+    ],
+)
+def test_structured_outputs_that_make_no_sense_are_refused(given: Any, why: str) -> None:
+    with pytest.raises(RequestError, match=why) as caught:
+        SamplingParams(structured_outputs=given)
+    assert caught.value.param == "structured_outputs"
+
+
+def test_structured_outputs_go_with_neither_their_old_name_nor_allowed_tokens() -> None:
+    for others in ({"guided_decoding": {"regex": "b"}}, {"allowed_token_ids": [1]}):
+        with pytest.raises(RequestError, match="structured_outputs"):
+            SamplingParams(structured_outputs={"regex": "a"}, **others)

@@ -50,6 +50,7 @@ SAMPLING_HELP = {
     "spaces_between_special_tokens": "Accepted for compatibility; special tokens are written as they are.",
     "logit_bias": "JSON, e.g. '{\"42\": -100}': added to logits by token id.",
     "allowed_token_ids": "The only token ids that may be generated.",
+    "structured_outputs": 'JSON, e.g. \'{"regex": "[0-9]+"}\': what the output must be.',
 }
 
 
@@ -85,6 +86,7 @@ def build_parser() -> FlagParser:
         if field.name in COMPATIBLE_ONLY:
             continue
         kind, optional = kinds[field.name]
+        kind = dict if field.name == "structured_outputs" else kind
         element = int if field.name.endswith("token_ids") else str
         default = DEFAULT_MAX_TOKENS if field.name == "max_tokens" else field.default
         default = None if default is msgspec.NODEFAULT else default

@@ -112,13 +112,15 @@ class AsyncEngine:
         client: str = "",
         parent: str | None = None,
         reservation: Reservation | None = None,
+        grammar: str | None = None,
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         """Run the prompts of one HTTP request; yield batches of (prompt index, output) with all that has come.
 
         `output_kind`: with `delta` each output holds what came since the last one, of several steps if the reader was
         slow; with `final` each prompt has one output. `client` and `parent`: whose request it is, and the HTTP request
         that it is part of (None: it stands alone), among which the scheduler takes turns. `reservation`: the prompts'
-        place in the queue; without one they are sent whatever waits.
+        place in the queue; without one they are sent whatever waits. `grammar`: what holds the outputs (made off the
+        event loop); None: what `params` ask for.
 
         Raises RequestError for invalid input before the first output, EngineDeadError when the core dies, and
         HeadraceError if a prompt failed there. An error, or closing or cancelling the iterator, aborts all prompts.
@@ -134,7 +136,7 @@ class AsyncEngine:
                 name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
                 requests = self._inputs.process(
                     name, ids, params, arrival_time=time.monotonic(), priority=priority, cache_salt=cache_salt,
-                    client=client, parent=request_id if parent is None else parent,
+                    client=client, parent=request_id if parent is None else parent, grammar=grammar,
                 )  # fmt: skip
                 opened[index] = self._outputs.add(name, None, requests, params, output_kind, changed.set)
                 if not self.config.disable_log_requests:

@@ -17,6 +17,7 @@ from headrace.errors import ConfigError, RequestError, quoted
 from headrace.model_config import ModelConfig
 from headrace.request import EngineCoreRequest
 from headrace.sampling_params import MAX_SEED, SamplingParams
+from headrace.structured_outputs.conversion import of_params
 
 MAX_CHARS_PER_TOKEN = 256
 """Most characters that one token of a plausible vocabulary covers."""
@@ -145,21 +146,25 @@ class InputProcessor:
         cache_salt: str | None = None,
         client: str = "",
         parent: str = "",
+        grammar: str | None = None,
     ) -> list[EngineCoreRequest]:
         """Return `params.n` requests of one choice each, with ids `REQUEST_ID-i` and consecutive seeds. `client` and
-        `parent`: see EngineCoreRequest."""
+        `parent`: see EngineCoreRequest. `grammar`: what holds the output; None: what `params` ask for."""
         self._check_prompt(prompt_token_ids)
         self._check_params(params)
         self._check_envelope(request_id, priority, cache_salt)
         max_tokens = self._max_tokens(len(prompt_token_ids), params)
         stops = [*params.stop_token_ids, *(() if params.ignore_eos else self.limits.eos_token_ids)]
         bad_words = self._bad_words(params.bad_words)
+        grammar = self.grammar(params) if grammar is None else grammar
+        if grammar:
+            self._check_grammar()
         _check_something_is_left(params, stops, bad_words)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         # The core works without strings, and only the first of n needs to score the prompt. All has been checked, so
         # that these copies need not be.
         first = copy.copy(params)
-        first.n, first.stop, first.bad_words = 1, [], []
+        first.n, first.stop, first.bad_words, first.structured_outputs = 1, [], [], None
         others = copy.copy(first)
         others.prompt_logprobs = None
         return [
@@ -176,9 +181,26 @@ class InputProcessor:
                 cache_salt=cache_salt,
                 client=client,
                 parent=parent,
+                grammar=grammar,
             )
             for i in range(params.n)
         ]
+
+    def grammar(self, params: SamplingParams) -> str:
+        """Return the grammar that parameters ask for, as text; empty if they ask for none. Making one takes time."""
+        if params.structured_outputs is None:
+            return ""
+        self._check_grammar()
+        special = {} if self._tokenizer is None else self._tokenizer.marks
+        return of_params(params.structured_outputs, special).to_text()
+
+    def _check_grammar(self) -> None:
+        """Refuse a grammar where there is nothing to hold to it."""
+        why = "the server runs without a tokenizer" if self._tokenizer is None else ""
+        if not self.limits.eos_token_ids:
+            why = "the model has no token that ends an output"
+        if why:
+            raise RequestError(f"output cannot be held to a grammar: {why}", "structured_outputs")
 
     def _check_prompt(self, ids: list[int]) -> None:
         wrong_type = RequestError("prompt must be a text or a list of token ids (integers)", "prompt")

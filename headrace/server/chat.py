@@ -11,6 +11,7 @@ from headrace.errors import RequestError, quoted
 from headrace.request import CompletionOutput, RequestOutput
 from headrace.sampling_params import MAX_LOGPROBS, check_integer
 from headrace.server.chat_prompt import RENDERED_INLINE_BYTES, render_prompt, template_reads
+from headrace.server.constraints import constraint_of, is_constrained
 from headrace.server.generation import Generation, GenerationResponse, UsageCount
 from headrace.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from headrace.server.protocol import (
@@ -33,7 +34,7 @@ async def answer_chat(serving: Serving, http: Request) -> GenerationResponse:
     received = await receive(serving, http, ChatCompletionRequest)
     request = received.fields
     plain = not request.tools and not request.chat_template_kwargs  # these may make a template slow
-    most = RENDERED_INLINE_BYTES if plain else 0
+    most = RENDERED_INLINE_BYTES if plain and not is_constrained(request) else 0
     generation = await serving.work(received.size, lambda: _plan(serving, request), most)
     ignored = [*received.ignored, *_without_effect(serving, request)]
     headers = answer_headers(serving, http, request.request_id, generation, ignored)
@@ -61,6 +62,7 @@ def _plan(serving: Serving, request: ChatCompletionRequest) -> Generation:
         detokenize=True,
     )
     check_copies(params, params.n)
+    grammar = constraint_of(serving, request, params)
     text = render_prompt(serving, request, _tools_wanted(request))
     return Generation(
         response_id=new_id("chatcmpl"),
@@ -70,6 +72,7 @@ def _plan(serving: Serving, request: ChatCompletionRequest) -> Generation:
         add_special_tokens=bool(request.add_special_tokens),  # the template has written them
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
+        grammar="" if grammar is None else grammar.to_text(),
     )
 
 

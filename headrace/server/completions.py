@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from headrace.request import CompletionOutput, RequestOutput
 from headrace.sampling_params import SamplingParams
+from headrace.server.constraints import constraint_of, is_constrained
 from headrace.server.generation import Generation, GenerationResponse, UsageCount
 from headrace.server.logprobs import TokenNames, completion_logprobs, joined, prompt_logprobs
 from headrace.server.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
@@ -22,7 +23,7 @@ from headrace.server.requests import (
     receive,
     sampling_params,
 )
-from headrace.server.serving import Serving, new_id
+from headrace.server.serving import INLINE_BYTES, Serving, new_id
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -31,7 +32,8 @@ async def answer_completion(serving: Serving, http: Request) -> GenerationRespon
     """Read a request, and return the response that will run it. Raises RequestError for an invalid one."""
     received = await receive(serving, http, CompletionRequest)
     request = received.fields
-    generation = await serving.work(received.size, lambda: _plan(serving, request))
+    most = 0 if is_constrained(request) else INLINE_BYTES
+    generation = await serving.work(received.size, lambda: _plan(serving, request), most)
     headers = answer_headers(serving, http, request.request_id, generation, received.ignored)
     answer = CompletionAnswer(serving, request, generation)
     return GenerationResponse(serving, generation, answer, bool(request.stream), headers)
@@ -55,6 +57,7 @@ def _plan(serving: Serving, request: CompletionRequest) -> Generation:
         detokenize=serving.engine.tokenizer is not None,
     )
     check_copies(params, len(prompts) * params.n)
+    grammar = constraint_of(serving, request, params)
     return Generation(
         response_id=new_id("cmpl"),
         model=model,
@@ -63,6 +66,7 @@ def _plan(serving: Serving, request: CompletionRequest) -> Generation:
         add_special_tokens=request.add_special_tokens is not False,
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
+        grammar="" if grammar is None else grammar.to_text(),
     )
 
 

@@ -21,11 +21,11 @@ HARMLESS = frozenset((
     "user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",  # notes to the provider
     "prediction",  # saves time alone
     "parallel_tool_calls",  # says nothing without `tools`, which are named themselves
-    "guided_decoding_backend", "guided_whitespace_pattern", "mm_processor_kwargs",  # go with what is refused
+    "guided_decoding_backend",  # chooses a library, of which there is one
+    "mm_processor_kwargs",  # goes with what is refused
 ))  # fmt: skip
 REFUSED = frozenset((
-    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",  # vLLM
-    "regex", "ebnf", "json_schema", "structural_tag", "grammar", "stop_regex",  # SGLang, llama.cpp
+    "stop_regex",  # SGLang
     "suffix", "prompt_embeds", "truncate_prompt_tokens", "use_beam_search", "logits_processors", "documents",
     "lora_path", "modalities", "audio", "web_search_options", "function_call",
 ))  # fmt: skip

@@ -186,6 +186,7 @@ class GenerationResponse(Response):
                 output_kind=output_kind,
                 client=self.client,
                 reservation=reservation,
+                grammar=generation.grammar,
             )
             async with aclosing(outputs) as batches:
                 async for batch in batches:

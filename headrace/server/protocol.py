@@ -38,6 +38,24 @@ Prompt = Annotated[
 ReasoningEffort = Annotated[str, Meta(max_length=32, description="Passed to the chat template, if it reads it.")]
 
 
+ResponseFormat = Annotated[
+    Any,
+    Meta(
+        description="What the answer must be.",
+        extra_json_schema={
+            "type": "object",
+            "properties": {
+                "type": {"enum": ["text", "json_object", "json_schema", "structural_tag", "json", "regex", "ebnf"]}
+            },
+            "required": ["type"],
+        },
+    ),
+]
+JsonOrText = Annotated[
+    Any, Meta(description="An object, or its text.", extra_json_schema={"type": ["object", "string", "null"]})
+]
+
+
 class StreamOptions(Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -78,7 +96,19 @@ class GenerateRequest(Struct, kw_only=True):
     request_id: str | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
-    response_format: Any = None
+    response_format: ResponseFormat = None
+    structured_outputs: dict[str, Any] | None = None
+    structural_tag: JsonOrText = None
+    guided_json: JsonOrText = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+    guided_whitespace_pattern: str | None = None
+    json_schema: JsonOrText = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
 
 
 class CompletionRequest(GenerateRequest, kw_only=True):

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from headrace.errors import RequestError, quoted
+from headrace.errors import RequestError
 from headrace.sampling_params import MAX_N, SamplingParams, check_integer
 from headrace.server.body import convert, decode_object, read_body
 from headrace.server.fields import ignored_fields, ignored_header
@@ -30,7 +30,7 @@ IDS_PER_CHAR = 16
 PASSED_ON = tuple(
     name
     for name in SamplingParams.__struct_fields__
-    if name in GenerateRequest.__struct_fields__ and name not in ("max_tokens", "prompt_logprobs")
+    if name in GenerateRequest.__struct_fields__ and name not in ("max_tokens", "prompt_logprobs", "structured_outputs")
 )
 """Fields that mean the same in a request as in SamplingParams."""
 
@@ -46,6 +46,8 @@ class Generation:
     add_special_tokens: bool
     priority: int
     cache_salt: str | None
+    grammar: str = ""
+    """What holds the answers, as structured_outputs/grammar.py writes it; empty: nothing does."""
 
 
 @dataclass(frozen=True)
@@ -129,13 +131,6 @@ def check_copies(params: SamplingParams, choices: int) -> None:
 
 def check_common(request: GenerateRequest) -> None:
     """Raise RequestError for what neither completions nor chat completions take."""
-    form = request.response_format
-    if form is not None and form != {"type": "text"}:
-        kind = form.get("type") if isinstance(form, dict) else form
-        raise RequestError(
-            f"response_format must be {{'type': 'text'}}, got {quoted(kind)}: structured output is not yet supported",
-            "response_format",
-        )
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options is only allowed when stream is true", "stream_options")
     if request.stream and request.prompt_logprobs is not None:

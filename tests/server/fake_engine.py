@@ -99,6 +99,7 @@ class FakeEngine:
         output_kind: str = "delta",
         client: str = "",
         reservation: Reservation | None = None,
+        grammar: str | None = None,
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         """One increment of each prompt in turn."""
         if self.dead:
@@ -108,10 +109,10 @@ class FakeEngine:
             for index, ids in enumerate(prompts):
                 name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
                 max_tokens = self.inputs.process(name, ids, params, arrival_time=0.0, priority=priority,
-                                                 cache_salt=cache_salt)[0].max_tokens  # fmt: skip
+                                                 cache_salt=cache_salt, grammar=grammar)[0].max_tokens  # fmt: skip
                 self.requests.append({"id": name, "prompt": self.prompts[tuple(ids)], "ids": ids, "params": params,
                                       "salt": cache_salt, "priority": priority, "special": self.special,
-                                      "client": client, "parent": request_id})  # fmt: skip
+                                      "client": client, "parent": request_id, "grammar": grammar})  # fmt: skip
                 self.active.add(name)
                 self.queue.sent(params.n, params.n * len(ids), reservation)
                 self.metrics.stats.num_received += params.n  # and none of it waits

@@ -77,9 +77,7 @@ def test_a_forced_call_is_refused(field: str, value: Any) -> None:
         ("audio", {"voice": "alloy", "format": "wav"}),
         ("web_search_options", {}),
         ("documents", [{"text": "a"}]),
-        ("regex", "a+"),
         ("grammar", "root ::= x"),
-        ("json_schema", "{}"),
     ],
 )
 def test_what_would_give_a_wrong_answer_is_refused(field: str, value: Any) -> None:

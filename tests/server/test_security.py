@@ -136,9 +136,9 @@ def test_jinja_in_messages_is_text() -> None:
 @pytest.mark.parametrize(
     "field", ["guided_regex", "guided_grammar", "guided_json", "structured_outputs", "response_format"]
 )
-def test_patterns_are_never_compiled(field: str) -> None:
-    """CVE-2025-48942, -48943, -48887, CVE-2026-105757."""
-    for value in ("(" * 10_000, "(a+)+$", {"type": "object", "pattern": "["}):
+def test_broken_patterns_harm_nobody(field: str) -> None:
+    """CVE-2025-48942, -48943, -48887, CVE-2026-105757. More of this kind: tests/structured_outputs/test_bounds.py."""
+    for value in ("(" * 10_000, "(a+", {"type": "string", "pattern": "["}):
         for route in (complete, chat):
             assert error_of(route(make_app(), **{field: value}), 400)["param"] == field
 

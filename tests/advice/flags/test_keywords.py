@@ -59,7 +59,7 @@ INERT: list[tuple[dict[str, Any], str]] = [
     ({"speculative_config": {"model": "facebook/opt-125m", "num_speculative_tokens": 5}}, "not speculate yet"),
     ({"enable_expert_parallel": True}, "experts are split like other layers"),
     ({"enable_sleep_mode": True}, "no such mode"),
-    ({"guided_decoding_backend": "xgrammar"}, "does not constrain output to a grammar yet"),
+    ({"guided_decoding_backend": "xgrammar"}, "llguidance holds outputs to grammars"),
     ({"max_seq_len_to_capture": 8192}, "do not depend on sequence length"),
     ({"num_scheduler_steps": 8}, "every step is scheduled"),
     ({"max_loras": 1}, "does not serve adapters (LoRA) yet"),
