@@ -41,6 +41,9 @@ class PythonicCalls:
         made = False
         while True:
             yield from reader.space()
+            if (made or opener != "[") and (yield from reader.accept(markers("]"))):  # an empty list, or a last comma
+                listed, made = False, True
+                break
             name = yield from reader.ahead(_head)
             if not name or (opener == "[" and not made and calls.tools and name not in calls.tools):
                 if reader.cut:

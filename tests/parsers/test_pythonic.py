@@ -161,6 +161,12 @@ def test_lfm_may_write_json(text: str) -> None:
     assert found == [("f", {"a": 1}), ("g", {})][: len(found)]
 
 
+def test_a_list_of_no_calls_says_nothing() -> None:
+    assert answer("lfm2", "<|tool_call_start|>[ ]<|tool_call_end|>") == Answer()
+    assert call("f(),") == [("f", {})]
+    assert answer("pythonic", "[f(),]").content is None
+
+
 def test_arguments_without_a_name_are_left_out() -> None:
     assert call("f(a=1, 'x', b=2, *y)") == [("f", {"a": 1, "b": 2})]
 
