@@ -99,7 +99,8 @@ _TAGGED = (
 )  # fmt: skip
 
 _PYTHONIC = (
-    ToolFormat("pythonic", PythonicCalls(), ("[",), keeps_text_after=True),
+    ToolFormat("pythonic", PythonicCalls(closers=("<|python_end|>",)), ("[", "<|python_start|>"),
+               silent=("<|python_end|>",), keeps_text_after=True),
     ToolFormat("llama4_pythonic", PythonicCalls(closers=("<|python_end|>",)), ("<|python_start|>", "["),
                silent=("<|python_end|>", "<|eom|>", "<|eot|>")),
     ToolFormat("olmo3", PythonicCalls(closers=("</function_calls>",), in_list=False), ("<function_calls>",)),

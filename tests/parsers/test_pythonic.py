@@ -118,6 +118,12 @@ def test_brackets_in_ordinary_text(name: str, text: str) -> None:
     assert answer(name, text) == Answer(content=text)
 
 
+def test_llama_4_may_put_markup_around_a_list() -> None:
+    text = "I look. <|python_start|>[f(a=1)]<|python_end|> Done."
+    assert called(answer("pythonic", text)) == [("f", {"a": 1})]
+    assert answer("pythonic", text).content == "I look.  Done."
+
+
 def test_a_bare_list_calls_only_tools_that_there_are() -> None:
     text = "x = [Point(x=1, y=2)]"
     assert answer("pythonic", text, FunctionTool("f")) == Answer(content=text)
