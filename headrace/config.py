@@ -249,6 +249,19 @@ class ServerConfig:
         "common clients and proxies keep one, so that it is they who close.",
         minimum=0,
     )
+    tool_call_parser: str = server_knob(
+        "auto",
+        "How the model writes tool calls: `auto`, as its family and chat template say; `none`, calls stay text; or the "
+        "name of a format, vLLM's or SGLang's.",
+    )
+    reasoning_parser: str = server_knob(
+        "auto",
+        "How the model marks its reasoning: `auto`, as its family and chat template say; `none`, reasoning stays in "
+        "the content; or the name of a format, vLLM's or SGLang's.",
+    )
+    default_chat_template_kwargs: dict[str, Any] = server_knob(
+        {}, "JSON: variables of the chat template where a request sets none, e.g. '{\"enable_thinking\": false}'."
+    )
     allowed_origins: list[str] = server_knob([], "Origins whose pages browsers let use this server (CORS).")
     root_path: str = server_knob("", "Path prefix behind a proxy.")
     uvicorn_log_level: str = server_knob(

@@ -104,6 +104,11 @@ def test_serving_begins_with_a_server_and_a_request(server: Serve) -> None:
     assert '"text":' in run_shell(request, server)
 
 
+def test_tools_begins_with_a_call(server: Serve) -> None:
+    ((_, text),) = first_examples(ROOT / "docs/tools_and_reasoning.md")
+    assert '"calls":[{"name":"weather","parameters":"{' in run_shell(text, server)
+
+
 def test_operations_begins_with_health_and_load(server: Serve) -> None:
     ((_, text),) = first_examples(ROOT / "docs/operations.md")
     said = run_shell(text, server)

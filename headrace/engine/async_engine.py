@@ -9,7 +9,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -109,6 +109,7 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         output_kind: OutputKind = "delta",
+        kept: Set[int] = frozenset(),
         client: str = "",
         parent: str | None = None,
         reservation: Reservation | None = None,
@@ -117,10 +118,11 @@ class AsyncEngine:
         """Run the prompts of one HTTP request; yield batches of (prompt index, output) with all that has come.
 
         `output_kind`: with `delta` each output holds what came since the last one, of several steps if the reader was
-        slow; with `final` each prompt has one output. `client` and `parent`: whose request it is, and the HTTP request
-        that it is part of (None: it stands alone), among which the scheduler takes turns. `reservation`: the prompts'
-        place in the queue; without one they are sent whatever waits. `grammar`: what holds the outputs (made off the
-        event loop); None: what `params` ask for.
+        slow; with `final` each prompt has one output. `kept`: special tokens that stay in the text although `params`
+        skip them. `client` and `parent`: whose request it is, and the HTTP request that it is part of (None: it stands
+        alone), among which the scheduler takes turns. `reservation`: the prompts' place in the queue; without one they
+        are sent whatever waits. `grammar`: what holds the outputs (made off the event loop); None: what `params` ask
+        for.
 
         Raises RequestError for invalid input before the first output, EngineDeadError when the core dies, and
         HeadraceError if a prompt failed there. An error, or closing or cancelling the iterator, aborts all prompts.
@@ -138,7 +140,7 @@ class AsyncEngine:
                     name, ids, params, arrival_time=time.monotonic(), priority=priority, cache_salt=cache_salt,
                     client=client, parent=request_id if parent is None else parent, grammar=grammar,
                 )  # fmt: skip
-                opened[index] = self._outputs.add(name, None, requests, params, output_kind, changed.set)
+                opened[index] = self._outputs.add(name, None, requests, params, output_kind, changed.set, kept)
                 if not self.config.disable_log_requests:
                     logger.info("request %s: %d prompt tokens, %s", name, len(ids), params)
                 self._client.add(requests)

@@ -148,8 +148,17 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._template = environment.from_string(source)
-        self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+        tree = environment.parse(source)
+        self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
         """Names of all variables that the template reads."""
+        self.keys = _keys(tree)
+        """Names of all attributes and keys that it reads, whatever of."""
+        self.tells_null_content = any(
+            test.name == "none" and _key(test.node) == "content" for test in tree.find_all(jinja2.nodes.Test)
+        )
+        """Whether it asks if a message's content is null. Others may print null as a text, or fail at it."""
+        self.reads_bare_calls = any(_of_numbered_call(node) for node in tree.find_all(jinja2.nodes.Getattr))
+        """Whether it reads a call's name beside its `type`, where most have a `function` between."""
         self._environment = environment
 
     def render(
@@ -216,6 +225,33 @@ class ChatTemplate:
         if not text or not found:
             raise RequestError(f"{name}: the template does not show the last message's text", name)
         return before + space if after.startswith(space) else before
+
+
+def _key(node: jinja2.nodes.Node | None) -> str | None:
+    """Return the attribute or key that an expression reads: `content` of `message.content` and `message['content']`."""
+    if isinstance(node, jinja2.nodes.Getattr):
+        return node.attr
+    if isinstance(node, jinja2.nodes.Getitem) and isinstance(node.arg, jinja2.nodes.Const):
+        return node.arg.value if isinstance(node.arg.value, str) else None
+    return None
+
+
+def _keys(tree: jinja2.nodes.Template) -> frozenset[str]:
+    """Return what is read (`a.b`, `a['b']`, `a.get('b')`) or looked for (`'b' in a`)."""
+    found = {_key(node) for node in tree.find_all((jinja2.nodes.Getattr, jinja2.nodes.Getitem))}
+    for call in tree.find_all(jinja2.nodes.Call):
+        if _key(call.node) == "get" and call.args and isinstance(call.args[0], jinja2.nodes.Const):
+            found.add(call.args[0].value)
+    for compare in tree.find_all(jinja2.nodes.Compare):
+        if isinstance(compare.expr, jinja2.nodes.Const) and compare.ops[0].op in ("in", "notin"):
+            found.add(compare.expr.value)
+    return frozenset(name for name in found if isinstance(name, str))
+
+
+def _of_numbered_call(node: jinja2.nodes.Getattr) -> bool:
+    """Return whether an expression is `message.tool_calls[0].name`."""
+    call = node.node
+    return node.attr == "name" and isinstance(call, jinja2.nodes.Getitem) and _key(call.node) == "tool_calls"
 
 
 def _describe(error: Exception) -> str:

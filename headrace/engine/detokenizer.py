@@ -7,6 +7,7 @@ contains half a character, and what could still become a stop string is held bac
 from __future__ import annotations
 
 import codecs
+from collections.abc import Set
 from typing import NamedTuple, Protocol
 
 from headrace.engine.pieces import PieceTable, Rule
@@ -92,11 +93,10 @@ class ByteFallbackStream:
 
 class WindowStream:
     """Serves any other decoder. It decodes the tokens since the last certain text, and their context, again each
-    time."""
+    time. Tokens that are to be skipped are not fed."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, context: list[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
         self._context = context
         self._pending: list[int] = []
 
@@ -116,20 +116,19 @@ class WindowStream:
         return text
 
     def _added_text(self) -> str:
-        before = self._tokenizer.decode(self._context, self._skip) if self._context else ""
-        whole = self._tokenizer.decode(self._context + self._pending, self._skip)
+        before = self._tokenizer.decode(self._context, False) if self._context else ""
+        whole = self._tokenizer.decode(self._context + self._pending, False)
         if whole.startswith(before):
             return whole[len(before) :]
-        return self._tokenizer.decode(self._pending, self._skip)
+        return self._tokenizer.decode(self._pending, False)
 
 
-def text_stream(tokenizer: Tokenizer, prompt_token_ids: list[int], skip_special_tokens: bool) -> TextStream:
-    """Return a stream that continues the text of a prompt."""
+def text_stream(tokenizer: Tokenizer, prompt_token_ids: list[int], skipped: Set[int]) -> TextStream:
+    """Return a stream that continues the text of a prompt without its `skipped` tokens, which are not fed either."""
     rule = tokenizer.pieces.rule
-    skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
     context = [token_id for token_id in prompt_token_ids[-PRIMING_TOKENS:] if token_id not in skipped]
     if rule is None:
-        return WindowStream(tokenizer, skip_special_tokens, context)
+        return WindowStream(tokenizer, context)
     stream: TextStream
     if rule.byte_level:
         stream = ByteLevelStream(tokenizer.pieces)
@@ -211,9 +210,16 @@ class Detokenized(NamedTuple):
 class Detokenizer:
     """Makes the text of one request, up to a stop string."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], params: SamplingParams) -> None:
-        self._stream = text_stream(tokenizer, prompt_token_ids, params.skip_special_tokens)
-        self._skipped = tokenizer.special_ids if params.skip_special_tokens else frozenset[int]()
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        kept: Set[int] = frozenset(),
+    ) -> None:
+        """`kept`: special tokens that stay in the text although `params` skip special tokens."""
+        self._skipped = tokenizer.special_ids - kept if params.skip_special_tokens else frozenset[int]()
+        self._stream = text_stream(tokenizer, prompt_token_ids, self._skipped)
         self._matcher = StopMatcher(params.stop) if params.stop else None
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens

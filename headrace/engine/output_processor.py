@@ -7,7 +7,7 @@ the core is told how many tokens count. Knows nothing of sockets or event loops.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal, overload
 
@@ -187,8 +187,10 @@ class OutputProcessor:
         params: SamplingParams,
         kind: OutputKind,
         on_change: Callable[[], None],
+        kept: Set[int] = frozenset(),
     ) -> OpenRequest:
-        """Expect outputs for `choices`, the core's requests of one request. Raises RequestError if its id is in use."""
+        """Expect outputs for `choices`, the core's requests of one request. `kept`: see Detokenizer. Raises
+        RequestError if the id is in use."""
         if request_id in self._requests:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request", "request_id")
         first, tokenizer = choices[0], self._tokenizer if params.detokenize else None
@@ -199,7 +201,7 @@ class OutputProcessor:
             choice = _Choice(
                 index,
                 core_request.request_id,
-                None if tokenizer is None else Detokenizer(tokenizer, first.prompt_token_ids, params),
+                None if tokenizer is None else Detokenizer(tokenizer, first.prompt_token_ids, params, kept),
                 RequestTimes(core_request.arrival_time),
                 text_at_end=kind == "final" and not params.stop,
             )

@@ -37,6 +37,8 @@ class HarmonyCalls:
     """Hand on calls; otherwise they are left out."""
     namespace: str = "functions."
     """Stands before the name of a function of the request; any other recipient is a name as it is."""
+    markup: tuple[str, ...] = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", *_ENDS.all)
+    """Special tokens that a server must leave in the text."""
 
     def read(self, reader: Reader, calls: Calls, opener: str) -> Steps[bool]:
         """Read a whole answer."""

@@ -21,6 +21,8 @@ from headrace.server.auth import RequireApiKey
 from headrace.server.chat import answer_chat
 from headrace.server.completions import answer_completion
 from headrace.server.openapi import Handler, Operation, describe_api, page
+from headrace.server.output_formats import choose_formats
+from headrace.server.parse_text import parse_function_call, separate_reasoning
 from headrace.server.replies import error_response, json_response
 from headrace.server.serving import Serving
 
@@ -42,6 +44,10 @@ OPERATIONS = (
               protocol.TokenizeRequest),
     Operation("/detokenize", info.detokenize, "Token ids to text", protocol.DetokenizeAnswer, BODY_ERRORS,
               protocol.DetokenizeRequest),
+    Operation("/parse_function_call", parse_function_call, "The tool calls in a text",
+              protocol.ParseFunctionCallAnswer, BODY_ERRORS, protocol.ParseFunctionCallRequest),
+    Operation("/separate_reasoning", separate_reasoning, "The reasoning in a text", protocol.SeparateReasoningAnswer,
+              BODY_ERRORS, protocol.SeparateReasoningRequest),
     Operation("/health", info.health, "200 while the engine steps", None, (503,), needs_key=False),
     Operation("/ping", info.health, "The same as /health, behind the key", None, (401, 503)),
     Operation("/metrics", info.metrics, "Prometheus metrics", None, (401,)),
@@ -51,8 +57,10 @@ OPERATIONS = (
 
 def build_app(engine: AsyncEngine, server_config: ServerConfig, model_names: list[str]) -> Starlette:
     """Return the application; `app.state.serving` is what its routes share. `model_names`: the names that requests may
-    use; answers carry the first one."""
-    serving = Serving(engine, server_config, model_names)
+    use; answers carry the first one. Raises ConfigError for a parser that there is not."""
+    model_type = engine.model_config.fields.text("model_type", "")
+    formats = choose_formats(server_config, model_type, engine.tokenizer)
+    serving = Serving(engine, server_config, model_names, formats)
     root_path = server_config.root_path
     in_front = []  # the first sees a request first; CORS answers preflights, which carry no key
     if root_path:

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 
-from headrace.errors import RequestError, quoted
-from headrace.request import CompletionOutput, RequestOutput
-from headrace.sampling_params import MAX_LOGPROBS, check_integer
-from headrace.server.chat_prompt import RENDERED_INLINE_BYTES, render_prompt, template_reads
-from headrace.server.constraints import constraint_of, is_constrained
-from headrace.server.generation import Generation, GenerationResponse, UsageCount
+from headrace.errors import RequestError
+from headrace.request import CompletionOutput, Logprob, RequestOutput
+from headrace.sampling_params import MAX_LOGPROBS, SamplingParams, check_integer
+from headrace.server.chat_grammar import chat_grammar
+from headrace.server.chat_parsing import ChoiceParser, Parsing, deltas_of, message_of
+from headrace.server.chat_prompt import (
+    RENDERED_INLINE_BYTES,
+    content_text,
+    is_slow_to_render,
+    reasoning_open,
+    render_prompt,
+    unread_fields,
+)
+from headrace.server.constraints import is_constrained
+from headrace.server.generation import Generation, GenerationResponse, ReasoningCount, UsageCount
 from headrace.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from headrace.server.output_formats import WITHOUT_FORMAT
 from headrace.server.protocol import (
     AssistantMessage,
     ChatChoice,
@@ -27,24 +38,58 @@ from headrace.server.protocol import (
 )
 from headrace.server.requests import answer_headers, check_choices, check_common, check_copies, receive, sampling_params
 from headrace.server.serving import Serving, new_id
+from headrace.server.tool_use import ToolUse, read_tool_use
+
+
+@dataclass(frozen=True)
+class ChatPlan:
+    """Holds what a request asks of the engine, and how its answer is read."""
+
+    generation: Generation
+    parsing: Parsing | None
+    ignored: list[str]
+    """Fields that have no effect."""
 
 
 async def answer_chat(serving: Serving, http: Request) -> GenerationResponse:
     """Read a request, and return the response that will run it. Raises RequestError for an invalid one."""
     received = await receive(serving, http, ChatCompletionRequest)
     request = received.fields
-    plain = not request.tools and not request.chat_template_kwargs  # these may make a template slow
-    most = RENDERED_INLINE_BYTES if plain and not is_constrained(request) else 0
-    generation = await serving.work(received.size, lambda: _plan(serving, request), most)
-    ignored = [*received.ignored, *_without_effect(serving, request)]
-    headers = answer_headers(serving, http, request.request_id, generation, ignored)
-    answer = ChatAnswer(serving, request, generation)
-    return GenerationResponse(serving, generation, answer, bool(request.stream), headers)
+    slow = is_slow_to_render(request) or is_constrained(request)
+    plan = await serving.work(received.size, lambda: _plan(serving, request), 0 if slow else RENDERED_INLINE_BYTES)
+    headers = answer_headers(serving, http, request.request_id, plan.generation, [*received.ignored, *plan.ignored])
+    answer = ChatAnswer(serving, request, plan)
+    return GenerationResponse(serving, plan.generation, answer, bool(request.stream), headers)
 
 
-def _plan(serving: Serving, request: ChatCompletionRequest) -> Generation:
+def _plan(serving: Serving, request: ChatCompletionRequest) -> ChatPlan:
     model = serving.resolve_model(request.model)
     check_common(request)
+    params = _params(serving, request)
+    use = read_tool_use(request)
+    if use is not None and use.forced:
+        raise RequestError("tool_choice can be 'none' or 'auto': forcing a call is not yet supported", "tool_choice")
+    rendered = render_prompt(serving, request, None if use is None else use.shown)
+    form = serving.formats.reasoning
+    opened = form is not None and reasoning_open(rendered, form, request)
+    parsing = _parsing(serving, request, use, opened)
+    generation = Generation(
+        response_id=new_id("chatcmpl"),
+        model=model,
+        prompts=[rendered.text],
+        params=params,
+        add_special_tokens=bool(request.add_special_tokens),  # the template has written them
+        priority=request.priority or 0,
+        cache_salt=request.cache_salt,
+        grammar=chat_grammar(serving, request, params, rendered, opened),
+        kept=frozenset() if parsing is None else serving.formats.kept,
+    )
+    # Of a model whose calls nothing finds, they stay text.
+    unfound = ["tools"] if use is not None and (parsing is None or parsing.tool is None) else []
+    return ChatPlan(generation, parsing, [*unfound, *unread_fields(request, rendered.template)])
+
+
+def _params(serving: Serving, request: ChatCompletionRequest) -> SamplingParams:
     for name, low, high in (("max_tokens", 1, 2**31 - 1), ("max_completion_tokens", 1, 2**31 - 1),
                             ("top_logprobs", 0, MAX_LOGPROBS)):  # fmt: skip
         if (value := getattr(request, name)) is not None:
@@ -62,67 +107,75 @@ def _plan(serving: Serving, request: ChatCompletionRequest) -> Generation:
         detokenize=True,
     )
     check_copies(params, params.n)
-    grammar = constraint_of(serving, request, params)
-    text = render_prompt(serving, request, _tools_wanted(request))
-    return Generation(
-        response_id=new_id("chatcmpl"),
-        model=model,
-        prompts=[text],
-        params=params,
-        add_special_tokens=bool(request.add_special_tokens),  # the template has written them
-        priority=request.priority or 0,
-        cache_salt=request.cache_salt,
-        grammar="" if grammar is None else grammar.to_text(),
+    return params
+
+
+def _parsing(serving: Serving, request: ChatCompletionRequest, use: ToolUse | None, opened: bool) -> Parsing | None:
+    """Return how the answer is read; None if it is content and nothing else."""
+    formats = serving.formats
+    tool = None if use is None else formats.tool or (WITHOUT_FORMAT if use.forced else None)
+    reasoning = None if request.separate_reasoning is False else formats.reasoning
+    if tool is None and reasoning is None:
+        return None
+    return Parsing(
+        tool,
+        reasoning,
+        opened,
+        () if use is None else use.tools,
+        named=use is not None and use.named is not None,
+        parallel=use is None or use.parallel,
+        include_reasoning=request.include_reasoning is not False,
+        stream_reasoning=request.stream_reasoning is not False,
+        calls_before=sum(len(message.tool_calls or ()) for message in request.messages),
     )
 
 
-def _tools_wanted(request: ChatCompletionRequest) -> bool:
-    """Return whether the model is shown the tools: `none` hides them, `auto` leaves the choice to the model."""
-    choice = request.tool_choice
-    if choice is None or choice == "auto":
-        return True
-    if choice == "none":
-        return False
-    if choice == "required" or isinstance(choice, dict):
-        raise RequestError("tool_choice can be 'none' or 'auto': forcing a call is not yet supported", "tool_choice")
-    raise RequestError(f"tool_choice must be 'none' or 'auto', got {quoted(choice)}", "tool_choice")
+@dataclass
+class _OpenChoice:
+    """Holds a choice of a stream that is parsed, and what was not sent yet of tokens that have decided nothing."""
 
-
-def _without_effect(serving: Serving, request: ChatCompletionRequest) -> list[str]:
-    """Return the fields that have no effect. Tools are among them: a call that the model writes stays text."""
-    found = ["tools"] if request.tools and _tools_wanted(request) else []
-    if request.reasoning_effort is not None and not template_reads(serving, "reasoning_effort", bool(found)):
-        found.append("reasoning_effort")
-    return found
+    parser: ChoiceParser
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
 
 
 class ChatAnswer:
     """Implements generation.Answer for chat completions."""
 
-    def __init__(self, serving: Serving, request: ChatCompletionRequest, generation: Generation) -> None:
+    def __init__(self, serving: Serving, request: ChatCompletionRequest, plan: ChatPlan) -> None:
         tokenizer = serving.engine.tokenizer
         self.request = request
-        self.generation = generation
+        self.generation = plan.generation
+        self.parsing = plan.parsing
         self.names = TokenNames(
             bool(request.return_tokens_as_token_ids), None if tokenizer is None else tokenizer.token_bytes
         )
         self.created = int(time.time())
         self.count = UsageCount(request.stream_options)
+        if plan.parsing is not None and plan.parsing.reasoning is not None and tokenizer is not None:
+            self.count.reasoning = ReasoningCount.of(tokenizer, plan.parsing.reasoning, plan.parsing.reasoning_open)
         self.begun: set[int] = set()
+        self.open: dict[int, _OpenChoice] = {}
         self.echoed = _echoed(request)
         request.messages = []  # the prompt holds their text, so they need no memory while the answer is made
+
+    @property
+    def parses(self) -> bool:
+        """Return whether text is read for reasoning and calls."""
+        return self.parsing is not None
 
     def whole(self, outputs: list[RequestOutput]) -> ChatCompletion:
         output = outputs[0]
         self.count.add(0, output)
         choices = []
         for new in output.outputs:
-            self.count.completion_tokens[new.index] = len(new.token_ids)
+            self.count.add_tokens(new.index, new.token_ids)
+            message, finish_reason = self._message(new)
             choice = ChatChoice(
                 new.index,
-                AssistantMessage(self.echoed + new.text),
-                self._logprobs(new),
-                new.finish_reason,
+                message,
+                self._logprobs(new.token_ids, new.logprobs),
+                finish_reason,
                 new.stop_reason,
                 new.token_ids if self.request.return_token_ids else UNSET,
             )
@@ -145,20 +198,58 @@ class ChatAnswer:
                 opening = ChatChunkChoice(new.index, Delta(role="assistant", content=self.echoed))
                 ids = output.prompt_token_ids if self.request.return_token_ids else UNSET
                 events.append(self._event(opening, ids))
-            tokens = self.count.completion_tokens
-            tokens[new.index] = tokens.get(new.index, 0) + len(new.token_ids)
-            if new.token_ids or new.text:
-                part = ChatChunkChoice(new.index, Delta(content=new.text), self._logprobs(new))
-                if self.request.return_token_ids:
-                    part.token_ids = new.token_ids
-                events.append(self._event(part))
-            if new.finish_reason is not None:
-                end = ChatChunkChoice(new.index, Delta(), None, new.finish_reason, new.stop_reason)
-                events.append(self._event(end))
+            self.count.add_tokens(new.index, new.token_ids)
+            parts = self._plain(new) if self.parsing is None else self._parsed(new, self.parsing)
+            events += map(self._event, parts)
         return events
 
     def usage_event(self) -> ChatChunk:
         return self._chunk([], self.count.total())
+
+    def _message(self, new: CompletionOutput) -> tuple[AssistantMessage, str | None]:
+        """Return the message of a whole choice, and how it ended."""
+        if self.parsing is None:
+            return AssistantMessage(self.echoed + new.text), new.finish_reason
+        parser, reason = ChoiceParser(self.parsing), new.finish_reason or "stop"
+        found = [*parser.feed(new.text), *parser.finish(reason, new.stop_reason)]
+        message = message_of(found, self.parsing.reasoning is not None)
+        if self.echoed:
+            message.content = self.echoed + (message.content or "")
+        return message, parser.finish_reason(reason)
+
+    def _plain(self, new: CompletionOutput) -> list[ChatChunkChoice]:
+        """Return the chunks for an increment of a choice that is all content."""
+        parts = []
+        if new.token_ids or new.text:
+            part = ChatChunkChoice(new.index, Delta(content=new.text), self._logprobs(new.token_ids, new.logprobs))
+            if self.request.return_token_ids:
+                part.token_ids = new.token_ids
+            parts.append(part)
+        if new.finish_reason is not None:
+            parts.append(ChatChunkChoice(new.index, Delta(), None, new.finish_reason, new.stop_reason))
+        return parts
+
+    def _parsed(self, new: CompletionOutput, parsing: Parsing) -> list[ChatChunkChoice]:
+        """Return the chunks for an increment of a choice: one for each part of the answer, and one for its end. Token
+        ids and logprobs go with the first; those of tokens that decide nothing yet go with a later one."""
+        choice = self.open.get(new.index)
+        if choice is None:
+            choice = self.open[new.index] = _OpenChoice(ChoiceParser(parsing))
+        choice.token_ids += new.token_ids
+        choice.logprobs += new.logprobs or ()
+        found = choice.parser.feed(new.text)
+        if new.finish_reason is not None:
+            found += choice.parser.finish(new.finish_reason, new.stop_reason)
+        parts = [ChatChunkChoice(new.index, delta) for delta in deltas_of(found)]
+        if new.finish_reason is not None:
+            reason = choice.parser.finish_reason(new.finish_reason)
+            parts.append(ChatChunkChoice(new.index, Delta(), None, reason, new.stop_reason))
+        if parts:
+            parts[0].logprobs = self._logprobs(choice.token_ids, choice.logprobs)
+            if self.request.return_token_ids:
+                parts[0].token_ids = choice.token_ids
+            choice.token_ids, choice.logprobs = [], []
+        return parts
 
     def _event(self, choice: ChatChunkChoice, prompt_token_ids: list[int] | UnsetType = UNSET) -> ChatChunk:
         chunk = self._chunk([choice], self.count.in_event(0, choice.index))
@@ -168,16 +259,13 @@ class ChatAnswer:
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:
         return ChatChunk(self.generation.response_id, self.created, self.generation.model, choices, usage=usage)
 
-    def _logprobs(self, new: CompletionOutput) -> ChatLogprobs | None:
+    def _logprobs(self, token_ids: list[int], logprobs: list[dict[int, Logprob]] | None) -> ChatLogprobs | None:
         if not self.request.logprobs:
             return None
-        return chat_logprobs(new.token_ids, new.logprobs or [], self.request.top_logprobs or 0, self.names)
+        return chat_logprobs(token_ids, logprobs or [], self.request.top_logprobs or 0, self.names)
 
 
 def _echoed(request: ChatCompletionRequest) -> str:
     """Return the assistant's last message where `echo` (vLLM's) asks for it: the answer continues that message."""
     last = request.messages[-1]
-    if not request.echo or last.role != "assistant":
-        return ""
-    content = last.content or ""
-    return content if isinstance(content, str) else "\n".join(part.text or "" for part in content)
+    return content_text("", last.content) if request.echo and last.role == "assistant" else ""

@@ -81,6 +81,8 @@ class Echo:
 class CompletionAnswer:
     """Implements generation.Answer for completions."""
 
+    parses = False
+
     def __init__(self, serving: Serving, request: CompletionRequest, generation: Generation) -> None:
         tokenizer = serving.engine.tokenizer
         self.serving = serving
@@ -148,8 +150,7 @@ class CompletionAnswer:
         if self.echo_alone:
             reason = None if new.finish_reason is None else "length"
             new = dataclasses.replace(new, text="", token_ids=[], logprobs=[], finish_reason=reason, stop_reason=None)
-        tokens = self.count.completion_tokens
-        tokens[index] = tokens.get(index, 0) + len(new.token_ids)
+        self.count.add_tokens(index, new.token_ids)
         logprobs = None
         if self.request.logprobs is not None:
             logprobs = completion_logprobs(new.token_ids, new.logprobs or [], offset, self.names)

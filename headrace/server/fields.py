@@ -20,8 +20,8 @@ IGNORED_HEADER = "x-headrace-ignored"
 HARMLESS = frozenset((
     "user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",  # notes to the provider
     "prediction",  # saves time alone
-    "parallel_tool_calls",  # says nothing without `tools`, which are named themselves
     "guided_decoding_backend",  # chooses a library, of which there is one
+    "parallel_tool_calls", "include_reasoning", "separate_reasoning", "stream_reasoning",  # say nothing of completions
     "mm_processor_kwargs",  # goes with what is refused
 ))  # fmt: skip
 REFUSED = frozenset((
@@ -39,10 +39,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
     "verbosity": ("medium",),
-    "include_reasoning": (True,),
 }
 """Values beside null and "" with which a field asks for nothing."""
-WHY = {"function_call": "function_call can be 'none' or 'auto': forcing a call is not yet supported"}
+WHY = {"function_call": "function_call can be 'none' or 'auto'; to force a call, give tools and a tool_choice"}
 MAX_NAMED = 16
 """Most fields that the header names."""
 MAX_LOGGED = 64

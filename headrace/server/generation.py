@@ -17,10 +17,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headrace.engine.output_processor import OutputKind
+from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import HeadraceError, ServerStoppingError
+from headrace.parsers.formats import ReasoningFormat
 from headrace.request import RequestOutput
 from headrace.server.auth import CLIENT
-from headrace.server.protocol import PromptTokensDetails, StreamOptions, Usage
+from headrace.server.protocol import CompletionTokensDetails, PromptTokensDetails, StreamOptions, Usage
 from headrace.server.replies import encoder, error_body, error_headers
 from headrace.server.requests import Generation
 from headrace.server.serving import Serving
@@ -31,12 +33,18 @@ SSE_HEADERS = [
     (b"x-accel-buffering", b"no"),  # else nginx would hold events back
 ]
 DONE = b"data: [DONE]\n\n"
+PARSED_INLINE_CHARS = 2**14
+"""Longer whole answers are parsed in a thread, so that other streams go on."""
 
 
 class Answer(Protocol):
     """Converts the engine's outputs to the shapes of one API."""
 
     count: UsageCount
+
+    @property
+    def parses(self) -> bool:
+        """Return whether text is read for reasoning and calls, which takes time."""
 
     def whole(self, outputs: list[RequestOutput]) -> Struct:
         """Return the whole answer. `outputs`: one finished output for each prompt."""
@@ -46,6 +54,38 @@ class Answer(Protocol):
 
     def usage_event(self) -> Struct:
         """Return the event with the usage of the whole answer."""
+
+
+class ReasoningCount:
+    """Counts the tokens of reasoning, which stand between those that open and close it."""
+
+    def __init__(self, opens: frozenset[int], closes: frozenset[int], begins_open: bool) -> None:
+        self.tokens = 0
+        self._opens = opens
+        self._closes = closes
+        self._begins_open = begins_open
+        self._open: dict[int, bool] = {}
+        """Choice index -> whether it is within reasoning."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, form: ReasoningFormat, opened: bool) -> ReasoningCount | None:
+        """Return a count for a format; None if its end is no token of its own. `opened`: answers begin within it."""
+        find = tokenizer.backend.token_to_id
+        opens = frozenset(found for text in form.open if (found := find(text.strip())) is not None)
+        closes = frozenset(found for text in form.close if (found := find(text.strip())) is not None)
+        return cls(opens, closes, opened) if closes else None
+
+    def add(self, choice: int, token_ids: list[int]) -> None:
+        """Count further tokens of a choice."""
+        is_open = self._open.get(choice, self._begins_open)
+        for token_id in token_ids:
+            if token_id in self._closes:
+                is_open = False
+            elif token_id in self._opens:
+                is_open = True
+            elif is_open:
+                self.tokens += 1
+        self._open[choice] = is_open
 
 
 class UsageCount:
@@ -60,13 +100,21 @@ class UsageCount:
         self._continuous = self.wanted and options is not None and bool(options.continuous_usage_stats)
         self.prompt_tokens: dict[int, int] = {}
         self.cached_tokens: dict[int, int] = {}
+        self.reasoning: ReasoningCount | None = None
+        """Set by an answer whose reasoning can be counted."""
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
-        """Count the prompt of an output; the caller counts the tokens of choices."""
+        """Count the prompt of an output."""
         if prompt_index not in self.prompt_tokens:
             self.prompt_tokens[prompt_index] = len(output.prompt_token_ids)
         if output.num_cached_tokens:
             self.cached_tokens[prompt_index] = output.num_cached_tokens
+
+    def add_tokens(self, choice: int, token_ids: list[int]) -> None:
+        """Count further tokens of a choice."""
+        self.completion_tokens[choice] = self.completion_tokens.get(choice, 0) + len(token_ids)
+        if self.reasoning is not None:
+            self.reasoning.add(choice, token_ids)
 
     def in_event(self, prompt_index: int, choice: int) -> Usage | UnsetType | None:
         """Return the `usage` of an event: with continuous_usage_stats, what its choice has used so far."""
@@ -79,7 +127,10 @@ class UsageCount:
         """Return the usage of the whole answer."""
         prompt, completion = sum(self.prompt_tokens.values()), sum(self.completion_tokens.values())
         cached = PromptTokensDetails(sum(self.cached_tokens.values()))
-        return Usage(prompt, completion, prompt + completion, cached)
+        usage = Usage(prompt, completion, prompt + completion, cached)
+        if self.reasoning is not None:
+            usage.completion_tokens_details = CompletionTokensDetails(self.reasoning.tokens)
+        return usage
 
 
 class GenerationResponse(Response):
@@ -106,7 +157,8 @@ class GenerationResponse(Response):
     async def _whole(self, send: Send) -> None:
         try:
             outputs = await self._collect()
-            status, body = 200, await asyncio.to_thread(self._body, outputs) if self._scores else self._body(outputs)
+            slow = self._is_slow(outputs)
+            status, body = 200, await asyncio.to_thread(self._body, outputs) if slow else self._body(outputs)
         except (asyncio.CancelledError, Exception) as error:
             status, body = self._failure(error)
         await self._send_json(send, status, body)
@@ -146,11 +198,14 @@ class GenerationResponse(Response):
         self.extra_headers += _encoded(error_headers(error))
         return error_body(error)
 
-    @property
-    def _scores(self) -> bool:
-        """True if there are logprobs, maybe a million: a thread writes such an answer, so that other streams go on."""
+    def _is_slow(self, outputs: list[RequestOutput]) -> bool:
+        """Return whether there are logprobs, maybe a million, or a long text to parse: a thread writes such an answer,
+        so that other streams go on."""
         params = self.generation.params
-        return params.logprobs is not None or params.prompt_logprobs is not None
+        if params.logprobs is not None or params.prompt_logprobs is not None:
+            return True
+        chars = sum(len(choice.text) for output in outputs for choice in output.outputs)
+        return self.answer.parses and chars > PARSED_INLINE_CHARS
 
     def _events(self, batch: list[tuple[int, RequestOutput]]) -> bytes:
         return b"".join([_event(event) for index, output in batch for event in self.answer.events(index, output)])
@@ -184,6 +239,7 @@ class GenerationResponse(Response):
                 priority=generation.priority,
                 cache_salt=generation.cache_salt,
                 output_kind=output_kind,
+                kept=generation.kept,
                 client=self.client,
                 reservation=reservation,
                 grammar=generation.grammar,

@@ -12,7 +12,7 @@ from headrace import __version__
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import EngineDeadError, RequestError, StepsFailError, quoted
 from headrace.planner.decisions import USUAL_OBJECTIVE
-from headrace.server.chat_prompt import RENDERED_INLINE_BYTES, render_prompt
+from headrace.server.chat_prompt import RENDERED_INLINE_BYTES, is_slow_to_render, render_prompt
 from headrace.server.protocol import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -25,6 +25,7 @@ from headrace.server.protocol import (
 from headrace.server.replies import error_response, json_response
 from headrace.server.requests import receive
 from headrace.server.serving import Serving
+from headrace.server.tool_use import template_tools
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +69,11 @@ async def tokenize(serving: Serving, http: Request) -> Response:
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("give either prompt or messages", "prompt")
     if request.prompt is None:
-        most = 0 if request.tools or request.chat_template_kwargs else RENDERED_INLINE_BYTES
-        text = await serving.work(received.size, lambda: render_prompt(serving, request, True), most)
+        most = 0 if is_slow_to_render(request) else RENDERED_INLINE_BYTES
+        rendered = await serving.work(
+            received.size, lambda: render_prompt(serving, request, template_tools(request.tools)), most
+        )
+        text = rendered.text
         special = request.add_special_tokens is True
     else:
         text, special = request.prompt, request.add_special_tokens is not False

@@ -35,7 +35,13 @@ Prompt = Annotated[
     Any, Meta(description="Text, texts, token ids, or lists of token ids.", extra_json_schema=PROMPT_SCHEMA)
 ]
 
-ReasoningEffort = Annotated[str, Meta(max_length=32, description="Passed to the chat template, if it reads it.")]
+ReasoningEffort = Annotated[
+    str,
+    Meta(max_length=32, description="Passed to the chat template, if it reads it. `none` also turns thinking off."),
+]
+Thinking = Annotated[
+    Any, Meta(description="true, false, {'type': 'enabled'} or {'type': 'disabled'}: whether the model is to think.")
+]
 
 
 ResponseFormat = Annotated[
@@ -122,13 +128,15 @@ class ContentPart(Struct, omit_defaults=True):
     refusal: str | None = None
 
 
-class FunctionCall(Struct):
+class PastFunctionCall(Struct):
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(Struct):
-    function: FunctionCall
+class PastToolCall(Struct):
+    """Represents a call in the history that a request brings."""
+
+    function: PastFunctionCall
     id: str | None = None
     type: str = "function"
 
@@ -141,8 +149,10 @@ class ChatMessage(Struct):
     role: Role
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[PastToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 ToolType = Annotated[str, Meta(extra_json_schema={"enum": ("function",)})]
@@ -160,7 +170,13 @@ class ChatCompletionRequest(GenerateRequest, kw_only=True):
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
+    enable_thinking: bool | None = None
+    thinking: Thinking = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
@@ -175,12 +191,29 @@ class TokenizeRequest(Struct, kw_only=True):
     messages: list[ChatMessage] | None = None
     tools: list[Tool] | None = None
     reasoning_effort: ReasoningEffort | None = None
+    enable_thinking: bool | None = None
+    thinking: Thinking = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ParseFunctionCallRequest(Struct, kw_only=True):
+    """Requests what a parser makes of a text. Without the name of one it is the served model's."""
+
+    text: str
+    tools: list[Tool] | None = None
+    tool_call_parser: str | None = None
+
+
+class SeparateReasoningRequest(Struct, kw_only=True):
+    """Requests the reasoning and the rest of a text. Without the name of a parser it is the served model's."""
+
+    text: str
+    reasoning_parser: str | None = None
 
 
 class DetokenizeRequest(Struct, kw_only=True):
@@ -192,11 +225,16 @@ class PromptTokensDetails(Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Struct):
+    reasoning_tokens: int
+
+
 class Usage(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 PromptLogprobs = list[dict[int, Logprob] | None]
@@ -251,10 +289,27 @@ class ChatLogprobs(Struct):
     content: list[TokenLogprob]
 
 
+class FunctionCall(Struct):
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct):
+    id: str
+    function: FunctionCall
+    type: str = "function"
+
+
 class AssistantMessage(Struct):
-    content: str
+    """Holds an answer. Its reasoning has two names, of which clients read one; null where the model has not reasoned,
+    and absent where nothing looks for reasoning."""
+
+    content: str | None
     role: str = "assistant"
     refusal: str | None = None
+    reasoning: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType | None = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -277,9 +332,26 @@ class ChatCompletion(Struct):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class FunctionDelta(Struct):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Struct):
+    """Holds the beginning of a call, with id, type and name, or a piece of its arguments."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
 class Delta(Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):
@@ -299,6 +371,21 @@ class ChatChunk(Struct):
     object: str = "chat.completion.chunk"
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ParsedCall(Struct):
+    name: str
+    parameters: str
+
+
+class ParseFunctionCallAnswer(Struct):
+    normal_text: str
+    calls: list[ParsedCall]
+
+
+class SeparateReasoningAnswer(Struct):
+    reasoning_text: str
+    text: str
 
 
 class ModelCard(Struct):

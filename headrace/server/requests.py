@@ -48,6 +48,8 @@ class Generation:
     cache_salt: str | None
     grammar: str = ""
     """What holds the answers, as structured_outputs/grammar.py writes it; empty: nothing does."""
+    kept: frozenset[int] = frozenset()
+    """Special tokens that stay in the text, as a parser looks for them."""
 
 
 @dataclass(frozen=True)

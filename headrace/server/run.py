@@ -23,6 +23,7 @@ from headrace.errors import ConfigError, PortInUseError
 from headrace.process import configure_logging, exit_at_once
 from headrace.server.app import build_app
 from headrace.server.http_server import HttpServer, connection_bound
+from headrace.server.output_formats import check_parser_names
 from headrace.server.startup import startup_lines
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ def run_server(config: EngineConfig, server_config: ServerConfig, start_engine: 
     """Serve until a signal comes; return the exit code. Raises UserError for what the user can mend, such as a port in
     use or a missing model."""
     configure_logging(config.log_level)
+    check_parser_names(server_config)
     bound = connection_bound(server_config.max_connections)
     server_config = dataclasses.replace(server_config, max_connections=bound)
     listener = listen_on(server_config.host, server_config.port)
@@ -102,7 +104,7 @@ async def _serve(
             gc.collect()
             gc.freeze()  # what the start made is never garbage, and scanning it stalls all streams for 50 ms
             gc.set_threshold(GC_THRESHOLD)
-            for line in startup_lines(engine, time.monotonic() - began):
+            for line in startup_lines(engine, app.state.serving.formats, time.monotonic() - began):
                 say(line)
             await _serve_app(app, names, server_config, listener, stop)
         finally:

@@ -16,6 +16,7 @@ from starlette.types import Receive
 
 from headrace.config import ServerConfig
 from headrace.errors import ModelNotServedError, RequestError, ServerStoppingError, quoted
+from headrace.server.output_formats import OutputFormats
 
 if TYPE_CHECKING:
     from headrace.engine.async_engine import AsyncEngine
@@ -36,6 +37,8 @@ class Serving:
     config: ServerConfig
     model_names: list[str]
     """Names that requests may use; answers carry the first one."""
+    formats: OutputFormats
+    """How the model writes tool calls and reasoning."""
     created: int = field(default_factory=lambda: int(time.time()))
     stopping: bool = False
     logged: set[str] = field(default_factory=set)

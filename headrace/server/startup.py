@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from headrace.server.output_formats import OutputFormats
+
 if TYPE_CHECKING:
     from headrace.engine.async_engine import AsyncEngine
 
 
-def startup_lines(engine: AsyncEngine, seconds: float) -> list[str]:
-    """Return the lines to print once an engine has started, which took so many seconds."""
+def startup_lines(engine: AsyncEngine, formats: OutputFormats, seconds: float) -> list[str]:
+    """Return the lines to print once an engine has started, which took so many seconds. `formats`: how answers are
+    read."""
     config, decisions = engine.config, {entry.field: entry for entry in engine.decisions}
 
     def setting(field: str, unit: str = "") -> str:
@@ -32,6 +35,7 @@ def startup_lines(engine: AsyncEngine, seconds: float) -> list[str]:
         f"KV cache: {engine.kv_cache_tokens:,} tokens ({cache_size}) in {setting('kv_cache_dtype')}",
         f"attention: {setting('attention_backend')}",
         f"CUDA graphs: {setting('cudagraph_mode')}",
+        formats.line,
     ]
     lines += [str(line) for line in (engine.memory, engine.expected) if line is not None]
     if engine.default_sampling:

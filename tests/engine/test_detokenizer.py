@@ -69,7 +69,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 @pytest.mark.parametrize("text", TEXTS)
 def test_pieces_add_up_to_the_whole_and_hold_no_half_characters(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
-    stream = text_stream(tokenizer, [], skip_special_tokens=True)
+    stream = text_stream(tokenizer, [], tokenizer.special_ids)
     pieces = [stream.feed(token_id) for token_id in ids]
     assert not any("\ufffd" in piece for piece in pieces)
     assert "".join(pieces) + stream.finish() == tokenizer.decode(ids)
@@ -78,7 +78,7 @@ def test_pieces_add_up_to_the_whole_and_hold_no_half_characters(tokenizer: Token
 
 def test_an_incomplete_character_shows_only_at_the_end(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("🙂")[:-1]
-    stream = text_stream(tokenizer, [], skip_special_tokens=True)
+    stream = text_stream(tokenizer, [], tokenizer.special_ids)
     assert not any("\ufffd" in stream.feed(token_id) for token_id in ids)
     assert stream.finish().endswith("\ufffd")
 
@@ -86,7 +86,7 @@ def test_an_incomplete_character_shows_only_at_the_end(tokenizer: Tokenizer) -> 
 def test_output_continues_the_prompt(tokenizer: Tokenizer) -> None:
     """A leading space that `decode` takes off a whole text stays within one, so that prompt + output is the text."""
     prompt, output = tokenizer.encode("Hello,"), tokenizer.encode("Hello, world")[len(tokenizer.encode("Hello,")) :]
-    stream = text_stream(tokenizer, prompt, skip_special_tokens=True)
+    stream = text_stream(tokenizer, prompt, tokenizer.special_ids)
     text = "".join(stream.feed(token_id) for token_id in output) + stream.finish()
     assert text == " world"
     assert tokenizer.decode(prompt + output) == tokenizer.decode(prompt) + text
@@ -94,13 +94,13 @@ def test_output_continues_the_prompt(tokenizer: Tokenizer) -> None:
 
 def test_after_nothing_but_special_tokens_the_text_begins() -> None:
     tokenizer = TOKENIZERS["byte fallback"]
-    stream = text_stream(tokenizer, [1], skip_special_tokens=True)
+    stream = text_stream(tokenizer, [1], tokenizer.special_ids)
     assert "".join(stream.feed(token_id) for token_id in tokenizer.encode("Hello")) == "Hello"
 
 
 def test_a_prompt_may_end_within_a_character() -> None:
     ids = BYTES.encode("🙂")
-    stream = text_stream(BYTES, ids[:2], skip_special_tokens=True)
+    stream = text_stream(BYTES, ids[:2], BYTES.special_ids)
     assert "".join(stream.feed(token_id) for token_id in ids[2:]) == "🙂"
 
 
@@ -206,3 +206,13 @@ class TestEnds:
         ids = [*BYTES.encode("a"), EOS, *BYTES.encode("b")]
         assert Detokenizer(BYTES, [], SamplingParams()).append(ids).text == "ab"
         assert Detokenizer(BYTES, [], SamplingParams(skip_special_tokens=False)).append(ids).text == "a</s>b"
+
+    def test_some_special_tokens_may_be_kept(self, tokenizer: Tokenizer) -> None:
+        """As for a parser, whose markup consists of some of them."""
+        eos = tokenizer.eos_token_id
+        assert eos is not None
+        others = tokenizer.special_ids - {eos}
+        ids = [*others, *tokenizer.encode("a"), *others, eos, *tokenizer.encode("b"), *others]
+        detokenizer = Detokenizer(tokenizer, [], SamplingParams(), kept=frozenset((eos,)))
+        text = "".join(detokenizer.append([token_id]).text for token_id in ids) + detokenizer.finish()
+        assert [part.strip() for part in text.split("</s>")] == ["a", "b"]

@@ -1,30 +1,37 @@
 """An engine of scripted tokens behind AsyncEngine's interface, and what the server's tests share.
 
-Prompts are checked by the real input processor; every answer is TEXT, cut to max_tokens. No core, no executor.
+Prompts are checked by the real input processor, and tokens become text in the real detokenizer; every answer is the
+engine's `text`, cut to max_tokens. No core, no executor.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import random
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import Set as AbstractSet
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import httpx
+from llguidance import LLMatcher
 from starlette.applications import Starlette
 
 from headrace.config import EngineConfig, ServerConfig
+from headrace.engine.detokenizer import Detokenizer
 from headrace.engine.input_processor import InputProcessor, ModelLimits
 from headrace.engine.metrics import EngineMetrics
 from headrace.engine.queue_bound import QueueBound, Reservation
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import EngineDeadError, HeadraceError
+from headrace.model_config import ModelConfig
 from headrace.request import CompletionOutput, Logprob, RequestOutput
 from headrace.sampling_params import SamplingParams
 from headrace.server.app import build_app
+from headrace.structured_outputs.vocabulary import vocabulary
 from tests.engine import fakes
 
 TEXT = "Once upon a time there was a wheel."
@@ -36,20 +43,35 @@ EOS = 2
 @cache
 def byte_level_tokenizer() -> Tokenizer:
     """One token a byte."""
+    return make_tokenizer()
+
+
+def make_tokenizer(template: str | None = None, special: tuple[str, ...] = ()) -> Tokenizer:
+    """One token a byte, and one for each special text."""
     with tempfile.TemporaryDirectory() as folder:
-        return Tokenizer.from_folder(fakes.model_folder(Path(folder)))
+        path = fakes.model_folder(Path(folder))
+        backend = fakes.byte_tokenizer()
+        backend.add_special_tokens(list(special))
+        backend.save(str(path / "tokenizer.json"))
+        return Tokenizer.from_folder(path, template)
 
 
 class FakeEngine:
-    """`delay`: seconds before each token. `fail_at`: the token before which `error` is raised in every request."""
+    """`delay`: seconds before each token. `fail_at`: the token before which `error` is raised in every request. `text`:
+    what the model says."""
 
-    def __init__(self, *, with_tokenizer: bool = True, **config: Any) -> None:
+    def __init__(
+        self, *, with_tokenizer: bool = True, text: str = TEXT, tokenizer: Tokenizer | None = None,
+        max_model_len: int = MAX_MODEL_LEN, **config: Any,
+    ) -> None:  # fmt: skip
         self.config = EngineConfig(model=MODEL, **config)
-        self.tokenizer = byte_level_tokenizer() if with_tokenizer else None
-        self.max_model_len = MAX_MODEL_LEN
+        self.tokenizer = (tokenizer or byte_level_tokenizer()) if with_tokenizer else None
+        self.text = text
+        self.model_config = ModelConfig.from_dict(fakes.MODEL_CONFIG)
+        self.max_model_len = max_model_len
         self.vocab_size = fakes.VOCAB_SIZE
         self.default_sampling: dict[str, Any] = {}
-        self.metrics = EngineMetrics(MODEL, MAX_MODEL_LEN, {})
+        self.metrics = EngineMetrics(MODEL, max_model_len, {})
         self.queue = QueueBound(self.config, self.metrics)
         self.decisions: list[Any] = []
         self.expected: Any = None
@@ -58,6 +80,8 @@ class FakeEngine:
         self.delay = 0.0
         self.cached = 0
         self.tokens_a_step = 1
+        self.random_steps: random.Random | None = None
+        """Steps bring 1 to 16 tokens at random."""
         self.fail_at: int | None = None
         self.error: Exception = EngineDeadError("the engine core died")
         self.dead = False
@@ -67,7 +91,7 @@ class FakeEngine:
         self.requests: list[dict[str, Any]] = []
         self.active: set[str] = set()
         self.aborted: list[str] = []
-        limits = ModelLimits(self.vocab_size, MAX_MODEL_LEN, (EOS,))
+        limits = ModelLimits(self.vocab_size, max_model_len, (EOS,))
         self.inputs = InputProcessor(limits, self.config, self.tokenizer)
 
     def check_health(self) -> None:
@@ -97,6 +121,7 @@ class FakeEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         output_kind: str = "delta",
+        kept: AbstractSet[int] = frozenset(),
         client: str = "",
         reservation: Reservation | None = None,
         grammar: str | None = None,
@@ -112,12 +137,13 @@ class FakeEngine:
                                                  cache_salt=cache_salt, grammar=grammar)[0].max_tokens  # fmt: skip
                 self.requests.append({"id": name, "prompt": self.prompts[tuple(ids)], "ids": ids, "params": params,
                                       "salt": cache_salt, "priority": priority, "special": self.special,
-                                      "client": client, "parent": request_id, "grammar": grammar})  # fmt: skip
+                                      "client": client, "parent": request_id, "grammar": grammar,
+                                      "kept": kept})  # fmt: skip
                 self.active.add(name)
                 self.queue.sent(params.n, params.n * len(ids), reservation)
                 self.metrics.stats.num_received += params.n  # and none of it waits
                 self.metrics.stats.num_received_tokens += params.n * len(ids)
-                streams[index] = name, self._say(ids, params, max_tokens, output_kind)
+                streams[index] = name, self._say(ids, params, max_tokens, output_kind, kept)
             while streams:
                 batch = []
                 for index, (name, stream) in list(streams.items()):
@@ -135,28 +161,35 @@ class FakeEngine:
             self.aborted += left
 
     async def _say(
-        self, ids: list[int], params: SamplingParams, max_tokens: int, output_kind: str
+        self, ids: list[int], params: SamplingParams, max_tokens: int, output_kind: str, kept: AbstractSet[int]
     ) -> AsyncIterator[RequestOutput]:
-        script = [3 + sorted(fakes.tokenizers.pre_tokenizers.ByteLevel.alphabet()).index(c if c != " " else "Ġ")
-                  for c in TEXT]  # fmt: skip
+        script = byte_level_tokenizer().encode(self.text) if self.tokenizer is None else self.tokenizer.encode(
+            self.text, add_special_tokens=False)  # fmt: skip
         if params.ignore_eos:
             script = (script * (max_tokens // len(script) + 1))[:max_tokens]
         said, reason = script[:max_tokens], "length" if len(script) >= max_tokens else "stop"
-        step = len(said) if output_kind == "final" else self.tokens_a_step
-        for start in range(0, len(said), step):
+        detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, ids, params, kept)
+        start, stop = 0, None
+        while start < len(said) and stop is None:
+            step = self._step(output_kind, len(said))
             if self.delay:
                 await asyncio.sleep(self.delay * (1 if output_kind == "delta" else len(said)))
             if self.fail_at is not None and start + step > self.fail_at:
                 raise self.error
-            now = said[start : start + step]
+            now, text = said[start : start + step], ""
             last = start + step >= len(said)
+            if detokenizer is not None:
+                text, num_kept, stop = detokenizer.append(now)
+                now, last = now[:num_kept], last or stop is not None
+                text += detokenizer.finish() if last and stop is None else ""
             choices = [
                 CompletionOutput(
                     index=index,
-                    text="".join(map(self._text, now)),
+                    text=text,
                     token_ids=now,
                     logprobs=None if params.logprobs is None else [self._logprob(t, params.logprobs) for t in now],
-                    finish_reason=reason if last else None,
+                    finish_reason=("stop" if stop is not None else reason) if last else None,
+                    stop_reason=stop,
                 )
                 for index in range(params.n)
             ]
@@ -164,9 +197,12 @@ class FakeEngine:
             if params.prompt_logprobs is not None and start == 0:
                 scored = [None, *(self._logprob(t, params.prompt_logprobs) for t in ids[1:])]
             yield RequestOutput("", None, ids, choices, last, prompt_logprobs=scored, num_cached_tokens=self.cached)
+            start += step
 
-    def _text(self, token_id: int) -> str:
-        return "" if self.tokenizer is None else self.tokenizer.token_text(token_id)
+    def _step(self, output_kind: str, whole: int) -> int:
+        if output_kind == "final":
+            return whole
+        return self.tokens_a_step if self.random_steps is None else self.random_steps.randint(1, 16)
 
     def _logprob(self, token_id: int, k: int) -> dict[int, Logprob]:
         """The token itself is the second best of all: rank 2."""
@@ -176,6 +212,15 @@ class FakeEngine:
         for rank, other in enumerate(others, 1):
             entry.setdefault(other, Logprob(-0.5 if rank == 1 else -1.0 - rank, rank, text(other)))
         return entry
+
+
+def accepts(engine: FakeEngine, grammar: str, text: str) -> bool:
+    """Whether a whole answer may be this text."""
+    assert engine.tokenizer is not None
+    matcher = LLMatcher(vocabulary(engine.tokenizer, engine.vocab_size, (EOS,)), grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = engine.tokenizer.encode(text, add_special_tokens=False)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
 def make_app(engine: FakeEngine | None = None, **server: Any) -> Starlette:

@@ -96,19 +96,6 @@ def test_echo_repeats_the_assistants_last_message() -> None:
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in found[:-1]) == "Well, Once"
 
 
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-
-
-@pytest.mark.parametrize("choice", ["auto", "none", None])
-def test_tools_are_accepted(choice: str | None) -> None:
-    assert chat(make_app(), tools=TOOLS, tool_choice=choice, max_tokens=1).status_code == 200
-
-
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}, "always", 3])
-def test_forcing_a_tool_is_refused(choice: object) -> None:
-    assert error_of(chat(make_app(), tools=TOOLS, tool_choice=choice), 400)["param"] == "tool_choice"
-
-
 def test_logprobs() -> None:
     content = chat(make_app(), max_tokens=2, logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]["content"]
     assert [entry["token"] for entry in content] == ["O", "n"]

@@ -56,18 +56,10 @@ def test_header_of_completions() -> None:
     assert IGNORED_HEADER not in complete(make_app(), max_tokens=1).headers
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("tool_choice", "required"),
-        ("tool_choice", {"type": "function", "function": {"name": "look"}}),
-        ("function_call", {"name": "look"}),
-    ],
-)
-def test_a_forced_call_is_refused(field: str, value: Any) -> None:
-    error = error_of(chat(make_app(), tools=TOOLS, **{field: value}), 400)
-    assert error["param"] == field
-    assert "forcing a call is not yet supported" in error["message"]
+def test_the_older_form_of_a_forced_call_is_refused() -> None:
+    error = error_of(chat(make_app(), tools=TOOLS, function_call={"name": "look"}), 400)
+    assert error["param"] == "function_call"
+    assert "give tools and a tool_choice" in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +69,7 @@ def test_a_forced_call_is_refused(field: str, value: Any) -> None:
         ("audio", {"voice": "alloy", "format": "wav"}),
         ("web_search_options", {}),
         ("documents", [{"text": "a"}]),
-        ("grammar", "root ::= x"),
+        ("stop_regex", "a+"),
     ],
 )
 def test_what_would_give_a_wrong_answer_is_refused(field: str, value: Any) -> None:

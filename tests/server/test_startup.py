@@ -7,8 +7,10 @@ from typing import Any
 
 from headrace.config import EngineConfig
 from headrace.planner.record import Decision
+from headrace.server.output_formats import OutputFormats
 from headrace.server.startup import startup_lines
 
+FORMATS = OutputFormats(line="tool calls: hermes")
 REASONS = {
     "dtype": ("bfloat16", "the checkpoint's"),
     "max_num_seqs": (1024, "what a GPU serves before latency suffers"),
@@ -39,13 +41,14 @@ def engine(**changes: Any) -> Any:
 
 
 def test_values_have_reasons() -> None:
-    lines = startup_lines(engine(), 12.34)
+    lines = startup_lines(engine(), FORMATS, 12.34)
     assert lines[0].endswith("in 12.3 s on NVIDIA H200; computes in bfloat16 (the checkpoint's)")
     assert lines[1].startswith(
         "at most 1,024 requests at once (what a GPU serves before latency suffers), 8,192 tokens"
     )
     assert "KV cache: 800,000 tokens (what memory leaves) in bfloat16 (the model's)" in lines
     assert "attention: TRITON_ATTN (runs everywhere)" in lines
+    assert "tool calls: hermes" in lines
     assert "/v1/plan" in lines[-1]
     assert not any(line.startswith(("set by you", "sampling defaults", "not used")) for line in lines)
 
@@ -61,10 +64,11 @@ def test_what_the_user_should_know_is_added() -> None:
             memory="memory of NVIDIA H200 in GiB",
             expected="expected on NVIDIA H200",
         ),
+        FORMATS,
         1.0,
     )
     assert lines[0].endswith("on NVIDIA H200, 2 GPUs; computes in bfloat16 (the checkpoint's), weights in fp8")
     assert "set by you: block_size = 32" in lines
     assert any(line.startswith("sampling defaults: temperature=0.6") for line in lines)
     assert any("failed the self-check: rms_norm" in line for line in lines)
-    assert len(lines) <= 15 - 4, "loading, a warning, ready and the address come besides"
+    assert len(lines) <= 16 - 4, "loading, a warning, ready and the address come besides"
