@@ -26,7 +26,7 @@ from headrace.kernels.fp8 import Quantized
 from headrace.kernels.gemm_config import GemmConfig
 from headrace.kernels.norm import HalfNormed, half_norm_reference, half_norm_row, half_normed_over
 from headrace.kernels.packed import PackedWeight
-from headrace.kernels.packed_gemm import integer_vector_sums, packed_dots, packed_vector_sums, packing
+from headrace.kernels.packed_gemm import add_product, integer_vector_sums, packed_dots, packed_vector_sums, packing
 
 
 @triton.jit
@@ -82,11 +82,7 @@ def _dots(
             inside = (start + k < K)[None, :]
             weight = tl.load(weight_ptrs + start, mask=inside, other=0.0)
             x = tl.load(x_ptrs + after_inputs(start, BLOCK_K, OVERLAP), mask=row_in[:, None] & inside, other=0.0)
-        weight = weight.to(x.dtype)
-        if SWAP:
-            acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
-        else:
-            acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+        acc = add_product(weight.to(x.dtype), x, acc, SWAP)
     return acc
 
 

@@ -20,6 +20,7 @@ from headrace.kernels.packed_codes import (
     widen_8,
     widen_scale,
 )
+from headrace.kernels.packed_gemm import add_product
 
 
 @triton.jit
@@ -168,16 +169,6 @@ def down_one_by_one_kernel(
 
 
 @triton.jit
-def _add_product(weight, x, acc, SWAP: tl.constexpr):
-    """Return acc + x [pairs, inputs] @ weight [rows, inputs].T, transposed if SWAP."""
-    if SWAP:
-        acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
-    else:
-        acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
-    return acc
-
-
-@triton.jit
 def _centred(wide, zero, BITS: tl.constexpr, STEP: tl.constexpr):
     """Return code - zero given code - middle [rows, STEP] and zeros of runs, or one zero a row; exact."""
     less = ((1 << (BITS - 1)) - zero.to(tl.float32)).to(wide.dtype)
@@ -263,7 +254,7 @@ def tiles_kernel(
                 if BITS == 4:
                     x_upper = tl.load(x_ptrs + start + 16, mask=inside & (start + k + 16 < K)[None, :], other=0.0)
             if BITS == 0:
-                acc = _add_product(weight, x, acc, SWAP)
+                acc = add_product(weight, x, acc, SWAP)
             else:
                 if BITS == 4 and TOO_SMALL:
                     lower, upper = place_4(weight, x.dtype, E2M1, ASM)
@@ -278,16 +269,16 @@ def tiles_kernel(
                     zero = load_groups(zeros_ptr, at, start + BLOCK_K, RUNS, 0, K, BITS, GROUP)
                     zero_upper = load_groups(zeros_ptr, at, start + BLOCK_K, RUNS, 1, K, BITS, GROUP) if SPLIT else zero
                 if ONE_GROUP:
-                    sums = _add_product(lower, x, tl.zeros_like(acc), SWAP)
+                    sums = add_product(lower, x, tl.zeros_like(acc), SWAP)
                     if BITS == 4:
-                        sums = _add_product(upper, x_upper, sums, SWAP)
+                        sums = add_product(upper, x_upper, sums, SWAP)
                     factor = widen_scale(scale)
                     acc += sums * (factor if SWAP else tl.trans(factor))
                 else:
-                    acc = _add_product(_scaled(lower, scale, x.dtype, FACTOR, STEP), x, acc, SWAP)
+                    acc = add_product(_scaled(lower, scale, x.dtype, FACTOR, STEP), x, acc, SWAP)
                     if BITS == 4:
                         upper = _scaled(upper, scale_upper, x.dtype, FACTOR, STEP)
-                        acc = _add_product(upper, x_upper, acc, SWAP)
+                        acc = add_product(upper, x_upper, acc, SWAP)
                 scale = load_groups(groups_ptr, at, start + BLOCK_K, RUNS, 0, K, BITS, GROUP)
                 scale_upper = load_groups(groups_ptr, at, start + BLOCK_K, RUNS, 1, K, BITS, GROUP) if SPLIT else scale
         if SWAP:

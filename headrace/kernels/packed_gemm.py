@@ -13,6 +13,7 @@ import torch
 
 from headrace.kernels._triton import after_inputs, pairs_in_registers, tl, triton
 from headrace.kernels.packed import PackedWeight
+from headrace.kernels.packed_codes import widen_scale
 
 ONE_GROUP = 1 << 20
 """inputs that share a scale where all of an output's do"""
@@ -63,14 +64,11 @@ def scale_of(ptrs, SCALES: tl.constexpr):
 @triton.jit
 def _as_scale(held, SCALES: tl.constexpr):
     """Return loaded scales in fp32."""
-    if SCALES == "float":
-        scale = held.to(tl.float32)
-    elif SCALES == "e8m0":
-        bits = held.to(tl.int32)
-        scale = tl.where(bits == 0, 1 << 22, bits << 23).to(tl.float32, bitcast=True)
-    else:  # e4m3: a float's bits, 2 ** 120 times too small
+    if SCALES == "e4m3":  # a float's bits, 2 ** 120 times too small
         bits = held.to(tl.int32)
         scale = (((bits & 128) << 24) | ((bits & 127) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    else:
+        scale = widen_scale(held)
     return scale
 
 
@@ -209,52 +207,42 @@ def integer_vector_sums(
     return sums.to(tl.float32) * (scale_of(scale_ptr + at, SCALES) * (largest * (1.0 / 32767.0))[None, :])
 
 
+# Places codes of 4 bytes of one register ($4) behind the magic bits of two numbers, and takes offsets ($5, $6) away.
+_PAIRS = """{{
+.reg .b32 a, b, m, v;
+mov.b32 m, {magic};
+prmt.b32 a, $4, 0, 0x4140;
+prmt.b32 b, $4, 0, 0x4342;
+lop3.b32 v, a, 0x000f000f, m, 0xea;
+sub.{kind}x2 $0, v, $5;
+lop3.b32 v, b, 0x000f000f, m, 0xea;
+sub.{kind}x2 $1, v, $6;
+shr.u32 a, a, 4;
+shr.u32 b, b, 4;
+lop3.b32 v, a, 0x000f000f, m, 0xea;
+sub.{kind}x2 $2, v, $5;
+lop3.b32 v, b, 0x000f000f, m, 0xea;
+sub.{kind}x2 $3, v, $6;
+}}"""
+_PAIRS_BF16 = tl.constexpr(_PAIRS.format(kind="bf16", magic="0x43004300"))  # 128 + code
+_PAIRS_F16 = tl.constexpr(_PAIRS.format(kind="f16", magic="0x64006400"))  # 1024 + code
+_PAIRS_REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r")
+
+
 @triton.jit
 def _pairs(codes, offset, BF16: tl.constexpr):
     """Return (lower, upper) four bits of uint8 `codes` [rows, bytes], less `offset` of their shape, in 16 bits.
 
     The compiler would take every code out by itself; here two stay in a register all the way to the matrix units.
     """
-    if BF16:  # 128 + code
+    if BF16:
         pair = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, m, v;
-            mov.b32 m, 0x43004300;
-            prmt.b32 a, $4, 0, 0x4140;
-            prmt.b32 b, $4, 0, 0x4342;
-            lop3.b32 v, a, 0x000f000f, m, 0xea;
-            sub.bf16x2 $0, v, $5;
-            lop3.b32 v, b, 0x000f000f, m, 0xea;
-            sub.bf16x2 $1, v, $6;
-            shr.u32 a, a, 4;
-            shr.u32 b, b, 4;
-            lop3.b32 v, a, 0x000f000f, m, 0xea;
-            sub.bf16x2 $2, v, $5;
-            lop3.b32 v, b, 0x000f000f, m, 0xea;
-            sub.bf16x2 $3, v, $6;
-            }""",
-            "=&r,=&r,=&r,=&r,r,r,r", [codes, offset], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
-        )  # fmt: skip
-    else:  # 1024 + code
+            _PAIRS_BF16, _PAIRS_REGISTERS, [codes, offset], (tl.bfloat16, tl.bfloat16), True, 4
+        )
+    else:
         pair = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, m, v;
-            mov.b32 m, 0x64006400;
-            prmt.b32 a, $4, 0, 0x4140;
-            prmt.b32 b, $4, 0, 0x4342;
-            lop3.b32 v, a, 0x000f000f, m, 0xea;
-            sub.f16x2 $0, v, $5;
-            lop3.b32 v, b, 0x000f000f, m, 0xea;
-            sub.f16x2 $1, v, $6;
-            shr.u32 a, a, 4;
-            shr.u32 b, b, 4;
-            lop3.b32 v, a, 0x000f000f, m, 0xea;
-            sub.f16x2 $2, v, $5;
-            lop3.b32 v, b, 0x000f000f, m, 0xea;
-            sub.f16x2 $3, v, $6;
-            }""",
-            "=&r,=&r,=&r,=&r,r,r,r", [codes, offset], dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
-        )  # fmt: skip
+            _PAIRS_F16, _PAIRS_REGISTERS, [codes, offset], (tl.float16, tl.float16), True, 4
+        )
     return pair
 
 
@@ -268,7 +256,8 @@ def scaled(values, offset, scale, dtype: tl.constexpr):
 
 
 @triton.jit
-def _dot(weight, x, acc, SWAP: tl.constexpr):
+def add_product(weight, x, acc, SWAP: tl.constexpr):
+    """Return acc + x [rows, inputs] @ weight [outputs, inputs].T, transposed if SWAP."""
     if SWAP:
         acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
     else:
@@ -328,13 +317,13 @@ def packed_dots(
             if PAIRS:
                 offsets = tl.broadcast_to(offset.to(dtype)[:, None], [BLOCK_N, BYTES])
                 lower, upper = _pairs(codes, offsets, dtype == tl.bfloat16)
-                part = _dot(upper, x_upper, _dot(lower, x, part, SWAP), SWAP)
+                part = add_product(upper, x_upper, add_product(lower, x, part, SWAP), SWAP)
             else:
                 lower = (value_of(codes, 0, BITS, E2M1) - offset[:, None]).to(dtype)
-                part = _dot(lower, x, part, SWAP)
+                part = add_product(lower, x, part, SWAP)
                 if BITS == 4:
                     upper = (value_of(codes, 4, BITS, E2M1) - offset[:, None]).to(dtype)
-                    part = _dot(upper, x_upper, part, SWAP)
+                    part = add_product(upper, x_upper, part, SWAP)
             factor = _as_scale(scale, SCALES)
             acc += part * (factor[:, None] if SWAP else factor[None, :])
             scale = next_scale
@@ -342,11 +331,11 @@ def packed_dots(
             at = of_row[:, None] + tl.minimum((start + first) // GROUP, groups - 1)[None, :]
             scale = scale_of(scale_ptr + at, SCALES)
             zero = zero_of(zero_ptr, at, BITS, E2M1)
-            acc = _dot(scaled(value_of(codes, 0, BITS, E2M1), zero, scale, dtype), x, acc, SWAP)
+            acc = add_product(scaled(value_of(codes, 0, BITS, E2M1), zero, scale, dtype), x, acc, SWAP)
             if BITS == 4:
                 if GROUP % 32 != 0:
                     at = of_row[:, None] + tl.minimum((start + first + 16) // GROUP, groups - 1)[None, :]
                     scale = scale_of(scale_ptr + at, SCALES)
                     zero = zero_of(zero_ptr, at, BITS, E2M1)
-                acc = _dot(scaled(value_of(codes, 4, BITS, E2M1), zero, scale, dtype), x_upper, acc, SWAP)
+                acc = add_product(scaled(value_of(codes, 4, BITS, E2M1), zero, scale, dtype), x_upper, acc, SWAP)
     return acc
