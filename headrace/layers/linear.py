@@ -88,9 +88,9 @@ class Linear(Layer):
             for part, tensor, slot in self.scheme.layout.slots(self.spec, self.weights)
         }
 
-    def quantized_names(self, path: str) -> list[list[str]]:
+    def quantized_names(self, path: str) -> dict[str | None, list[str]]:
         """Return the names under which a checkpoint may list the format of each part: its own, and the layer's."""
-        return [[part.path(path), path] for part in self.spec.parts]
+        return {part.name: [part.path(path), path] for part in self.spec.parts}
 
     def fuse_norm(self, norm: RMSNorm) -> None:
         """Take over `norm`: x comes in without it. To be called before `finalize`."""

@@ -20,7 +20,7 @@ from headrace.kernels.moe_route import Scoring
 from headrace.kernels.norm import HALF_NORMED_DTYPE, HalfNormed, Unsummed, whole
 from headrace.layers.context import LayerContext
 from headrace.layers.layer import Layer, empty_parameter, whole_slot
-from headrace.layers.linear import divide
+from headrace.layers.linear import column_spec, divide
 from headrace.layers.mlp import GatedMLP
 from headrace.layers.norm import RMSNorm
 from headrace.layers.pending import Pending
@@ -63,6 +63,16 @@ def expert_specs(
     )
 
 
+def router_spec(spec: model_spec.Experts, dtype: torch.dtype) -> LinearSpec:
+    """Describe the router and, below its rows, the shared expert's gate if it has one; every rank holds both. Where the
+    checkpoint has them quantized, they are widened at load."""
+    hidden, rows = spec.hidden_size, {spec.names.router: spec.num_experts}
+    if spec.shared_gate:
+        rows["shared_expert_gate"] = 1
+    parts = [(name, count, count, 0) for name, count in rows.items()]
+    return column_spec(hidden, parts, dtype, spec.bias)
+
+
 class SparseMoE(Layer):
     """Computes experts and router, and a shared expert if there is one, as one rank holds them."""
 
@@ -76,10 +86,9 @@ class SparseMoE(Layer):
         self.w13: Weights = {}
         self.w2: Weights = {}
         has_shared = spec.intermediate_size > 0
-        self.router = empty_parameter(spec.num_experts + spec.shared_gate, hidden_size, dtype=dtype)
-        self.router_bias: Tensor | None = None
-        if spec.bias:
-            self.router_bias = empty_parameter(spec.num_experts, dtype=dtype)
+        self.router_spec = router_spec(spec, dtype)
+        self.router_scheme = unquantized()
+        self.router_weights: Weights = {}
         self.selection_bias: Tensor | None = None
         if spec.selection_bias:
             self.selection_bias = empty_parameter(spec.num_experts, dtype=torch.float32)
@@ -99,33 +108,38 @@ class SparseMoE(Layer):
         self.kept_ids: Tensor | None = None
 
     def attach(self, scheme: Scheme) -> None:
-        """Let the experts have `scheme`, which also decides where they may be cut; the router is unquantized."""
+        """Let the experts have `scheme`, which also decides where they may be cut."""
         self.scheme = scheme
         self.gate_up_spec, self.down_spec = self.specs_for(scheme.format.group_size)
 
     def create_weights(self, device: torch.device) -> None:
         super().create_weights(device)
         layout, experts = self.scheme.layout, (self.spec.num_experts,)
+        self.router_weights = self.router_scheme.layout.create_weights(self.router_spec, device)
         self.w13 = layout.create_weights(self.gate_up_spec, device, experts)
         self.w2 = layout.create_weights(self.down_spec, device, experts)
 
-    def quantized_names(self, path: str) -> list[list[str]]:
+    def quantized_names(self, path: str) -> dict[str | None, list[str]]:
         """Return the names under which a checkpoint may list the format of each part: expert 0's, which stands for all,
         and that of all experts together."""
-        experts = f"{path.rpartition('.')[0]}.{self.spec.names.block}.experts"
+        experts = f"{self._block(path)}.experts"
         parts = (*self.gate_up_spec.parts, *self.down_spec.parts)
-        return [[f"{experts}.0.{part.name}", experts] for part in parts]
+        return {part.name: [f"{experts}.0.{part.name}", experts] for part in parts}
+
+    def router_names(self, path: str) -> dict[str | None, list[str]]:
+        """Return the same of the router and of the shared expert's gate."""
+        return {part.name: [f"{self._block(path)}.{part.name}"] for part in self.router_spec.parts}
+
+    def _block(self, path: str) -> str:
+        """Return the layer's name in the checkpoint."""
+        return f"{path.rpartition('.')[0]}.{self.spec.names.block}"
 
     def slots(self, path: str) -> dict[str, Slot]:
-        spec, names = self.spec, self.spec.names
-        block = f"{path.rpartition('.')[0]}.{names.block}"
-        slots = {f"{block}.{names.router}.weight": whole_slot(self.router[: spec.num_experts])}
-        if self.router_bias is not None:
-            slots[f"{block}.{names.router}.bias"] = whole_slot(self.router_bias)
+        spec, names, block = self.spec, self.spec.names, self._block(path)
+        router = self.router_scheme.layout.slots(self.router_spec, self.router_weights)
+        slots = {f"{block}.{part.name}.{tensor}": slot for part, tensor, slot in router}
         if self.selection_bias is not None:
             slots[f"{block}.{names.router}.e_score_correction_bias"] = whole_slot(self.selection_bias)
-        if spec.shared_gate:
-            slots[f"{block}.shared_expert_gate.weight"] = whole_slot(self.router[spec.num_experts :])
         linears = ((self.gate_up_spec, self.w13, names.stacked), (self.down_spec, self.w2, names.down))
         if names.stacked:
             for linear, weights, name in linears:
@@ -152,16 +166,18 @@ class SparseMoE(Layer):
     def finalize(self) -> None:
         super().finalize()
         spec, fused = self.spec, self.fused
+        router = self.router_scheme.layout.dequantize(self.router_spec, self.router_weights)
+        self.router, self.router_weights = router["weight"], {}
         halves = self.alone and not self.batch_invariant and linears_take_halves(self.router)
         next_norm, product = fused.next_norm if halves else None, self.scheme.product
-        w13_bias, w2_bias = self.w13.get("bias"), self.w2.get("bias")
         w13, w13_scale = product.experts(self.gate_up_spec, self.w13)
         w2, w2_scale = product.experts(self.down_spec, self.w2)
+        w13_bias, w2_bias = self.w13.get("bias"), self.w2.get("bias")
         self.w13 = self.w2 = {}
         self.experts = Experts(
             fused.norm_weight, fused.norm_eps, self.router, w13, w2, spec.experts_per_token, spec.renormalize,
             self.batch_invariant, Scoring(spec.sigmoid, self.selection_bias, spec.scaling), next_norm,
-            w13_scale, w2_scale, self.router_bias, w13_bias, w2_bias,
+            w13_scale, w2_scale, router.get("bias"), w13_bias, w2_bias,
             None if spec.clamp is None else SwigluClamp(*spec.clamp),
         )  # fmt: skip
 

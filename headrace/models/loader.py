@@ -11,7 +11,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import groupby
@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from torch import Tensor, nn
 
-from headrace.errors import CheckpointError, ConfigError, UnsupportedModelError
+from headrace.errors import CheckpointError, ConfigError
 from headrace.layers.context import LayerContext
 from headrace.layers.embedding import ParallelLMHead
 from headrace.layers.layer import Layer
@@ -35,12 +35,9 @@ from headrace.models.finite import FiniteCheck
 from headrace.models.fusion import fuse
 from headrace.models.reading import Wanted, read_slices
 from headrace.models.registry import resolve
-from headrace.quantization.formats import UNQUANTIZED, LinearFormat
-from headrace.quantization.fp8 import RoundingProduct
-from headrace.quantization.linear_rules import CheckpointFormat
-from headrace.quantization.packed import PackedProduct
+from headrace.models.schemes import Schemes, plain_linears
 from headrace.quantization.scheme import Scheme, Slot
-from headrace.quantization.table import make_scheme, resolve_format
+from headrace.quantization.table import resolve_format
 
 DUMMY_RANGE = 1e-3
 """Largest absolute value of a dummy weight"""
@@ -77,7 +74,8 @@ def load_model(
         for _, layer in layers:
             if isinstance(layer, Linear):
                 layer.spec = replace(layer.spec, batch_invariant=context.batch_invariant)
-        model.notes = attach_schemes(config, layers, context, quantization)
+        plain = plain_linears(folder) if config.quantization and load_format != "dummy" else None
+        model.notes = attach_schemes(config, layers, context, quantization, plain)
         slots: dict[str, Slot] = {}
         for path, layer in layers:
             with _named(path):
@@ -94,9 +92,7 @@ def load_model(
             with _named(path):
                 layer.finalize()
         products = {layer.scheme.product: None for _, layer in layers if isinstance(layer, Linear | SparseMoE)}
-        model.notes += [
-            note for one in products if isinstance(one, PackedProduct | RoundingProduct) for note in one.notes()
-        ]
+        model.notes += [note for one in products for note in one.notes()]
     return model
 
 
@@ -110,54 +106,42 @@ def _named(path: str) -> Iterator[None]:
 
 
 def attach_schemes(
-    config: ModelConfig, layers: list[tuple[str, Layer]], context: LayerContext, quantization: str | None
+    config: ModelConfig,
+    layers: list[tuple[str, Layer]],
+    context: LayerContext,
+    quantization: str | None,
+    plain: Container[str] | None = None,
 ) -> list[str]:
     """Give every linear and every layer of experts the scheme of its format; those that the scheme refuses stay
-    unquantized. Return lines for the log, one for each format, which also name what is unquantized."""
-    held = resolve_format(config, quantization)
-    schemes: dict[LinearFormat, Scheme] = {}
+    unquantized, and so do those named by `plain`, whatever config.json says. Return lines for the log, one for each
+    format, which also name what is unquantized."""
+    schemes = Schemes(resolve_format(config, quantization), plain)
     served: dict[Scheme, list[Linear | SparseMoE]] = {}
     kept: Counter[str] = Counter()
     for path, layer in layers:
         if not isinstance(layer, Linear | SparseMoE):
             continue
-        scheme, why = _scheme_of(path, layer, held, schemes)
+        scheme, why = schemes.of(path, layer)
         layer.attach(scheme)
         served.setdefault(scheme, []).append(layer)
         name = re.sub(r"\.\d+\.", ".*.", path)
-        if scheme is schemes[UNQUANTIZED]:
+        if scheme is schemes.unquantized:
             kept[f"{name} ({why})" if why else name] += 1
         elif isinstance(layer, SparseMoE):
             kept[f"{name} (router)"] += 1
+        if isinstance(layer, SparseMoE):
+            layer.router_scheme = schemes.of_router(layer.router_names(path))
     for scheme, ones in served.items():
         linears = [layer.spec for layer in ones if isinstance(layer, Linear)]
         scheme.product.prepare(linears, context.device, context.kernels)
     names = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in kept.items())
     lines = []
     for scheme, ones in served.items():
-        if scheme is not schemes[UNQUANTIZED]:
+        if scheme is not schemes.unquantized:
             sparse = sum(isinstance(layer, SparseMoE) for layer in ones)
             experts = f" and the experts of {sparse} layers" if sparse else ""
             lines.append(f"Quantization {scheme.format.name}: {len(ones) - sparse} linears{experts}.")
     return lines and [*lines[:-1], f"{lines[-1]} Unquantized: {names}."]
-
-
-def _scheme_of(
-    path: str, layer: Linear | SparseMoE, held: CheckpointFormat, schemes: dict[LinearFormat, Scheme]
-) -> tuple[Scheme, str]:
-    """Return (the layer's scheme, why it is unquantized although its format is not). Raises UnsupportedModelError where
-    the parts of a fused layer are in several formats."""
-    tied = isinstance(layer, ParallelLMHead) and layer.tied_to[0] is not None  # it has the embedding's weights
-    names = layer.quantized_names(path)
-    found, *others = {UNQUANTIZED if tied else held.format_for(*each): each for each in names}
-    if others:
-        formats = ", ".join(f"{each[0]}: {held.format_for(*each)}" for each in names)
-        raise UnsupportedModelError(f"config.json: {path} is computed as one, and in several formats ({formats})")
-    for each in (UNQUANTIZED, found):
-        if each not in schemes:
-            schemes[each] = make_scheme(each)
-    why = schemes[found].product.refusal(layer.spec) if isinstance(layer, Linear) else ""
-    return schemes[UNQUANTIZED if why else found], why
 
 
 def weight_bytes(layer: Layer) -> int:
@@ -166,7 +150,7 @@ def weight_bytes(layer: Layer) -> int:
     if isinstance(layer, Linear):
         tensors += layer.weights.values()
     elif isinstance(layer, SparseMoE):
-        tensors += [*layer.w13.values(), *layer.w2.values()]
+        tensors += [*layer.router_weights.values(), *layer.w13.values(), *layer.w2.values()]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

@@ -172,7 +172,6 @@ class RoundingProduct:
         return weights["weight"], weights["weight_scale"]
 
     def notes(self) -> list[str]:
-        """Say which weights take as much memory as unquantized ones, and why."""
         return [f"{count} weights in 8 bits are widened at load: {why}" for why, count in self.widened_for.items()]
 
     def _is_plain(self, spec: LinearSpec) -> bool:

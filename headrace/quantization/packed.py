@@ -105,7 +105,6 @@ class PackedProduct:
         return (weights["weight"] if packed is None else packed), None
 
     def notes(self) -> list[str]:
-        """Say which weights take as much memory as unquantized ones, and why."""
         return [f"{count} linears are widened at load: {why}" for why, count in self.widened_for.items()]
 
     def _repack(self, spec: LinearSpec, weights: Weights) -> PackedWeight | None:

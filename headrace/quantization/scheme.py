@@ -208,6 +208,9 @@ class Product(Protocol):
     def experts(self, spec: LinearSpec, weights: Weights) -> tuple[Tensor, Tensor | None]:
         """Return what kernels/moe.py takes: weight [experts, out, in], and scales [experts, out] or None."""
 
+    def notes(self) -> list[str]:
+        """Say which weights take as much memory as unquantized ones, and why, once all are loaded."""
+
 
 @dataclass(frozen=True, eq=False)
 class Scheme:
@@ -216,36 +219,3 @@ class Scheme:
     format: WeightFormat
     layout: Layout
     product: Product
-
-
-@dataclass(frozen=True, eq=False)
-class Dequantized:
-    """Serves a layout that has no kernels yet: after loading it widens the weights and hands them to `plain`. The model
-    then takes as much memory as an unquantized one."""
-
-    layout: Layout
-    plain: Product
-
-    def prepare(self, specs: list[LinearSpec], device: torch.device, kernels: KernelTable | None = None) -> None:
-        self.plain.prepare(specs, device, kernels)
-
-    def refusal(self, spec: LinearSpec) -> str:
-        return ""
-
-    def rounding(self, spec: LinearSpec, weights: Weights) -> Rounding | None:
-        return None
-
-    def table(self, spec: LinearSpec) -> GemmTable | None:
-        return self.plain.table(spec)
-
-    def finalize(self, spec: LinearSpec, weights: Weights, fused: FusedOps) -> Compute:
-        plain = self.layout.dequantize(spec, weights)
-        weights.clear()
-        weights.update(plain)
-        return self.plain.finalize(spec, plain, fused)
-
-    def widened(self, spec: LinearSpec, weights: Weights) -> Weights:
-        return weights
-
-    def experts(self, spec: LinearSpec, weights: Weights) -> tuple[Tensor, Tensor | None]:
-        return self.plain.experts(spec, self.layout.dequantize(spec, weights))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -144,12 +144,8 @@ class StoredLayout:
 
     def _zero_slot(self, name: str, part: Part, beside: Tensor) -> Slot:
         """Return the slot of zero points that are not used, which must be 0; `beside` is on their device."""
-        outputs = part.shape[0]
-        shapes = ((outputs,), (), (1,), (1, 1))
-        return Slot(
-            (outputs, 1), (part.rows, slice(0, 1)), beside, True, partial(_must_be_zero, name), torch.float32,
-            stored=INTEGERS, shapes=shapes,
-        )  # fmt: skip
+        store = partial(_must_be_zero, name)
+        return _slot_of_outputs(part, beside, store, optional=True, stored=INTEGERS)
 
     def rounding(self, spec: LinearSpec, weights: Weights) -> Rounding:
         narrow = weights["weight"].dtype
@@ -192,13 +188,8 @@ class StoredLayout:
         scales, rows, columns = weights["weight_scale"], part.rows, part.columns
         factor, dummy = _factor(weights["weight"].dtype), DUMMY_SCALE[self.numbers]
         if self.scale != "block":
-            mine, outputs = scales[rows_of(part)], part.shape[0]
-            store = partial(_store_scales, mine, factor)
-            shapes = ((outputs,), (), (1,), (1, 1))
-            source = (rows, slice(0, 1))
-            return Slot(
-                (outputs, 1), source, mine, store=store, dtype=torch.float32, stored=FLOATS, shapes=shapes, dummy=dummy
-            )
+            mine = scales[rows_of(part)]
+            return _slot_of_outputs(part, mine, partial(_store_scales, mine, factor), dummy=dummy)
         height, width = self.block
         step = self.held_block(spec)[0]
         first, count = part.offset // step, -(-(rows.stop - rows.start) // step)
@@ -239,6 +230,13 @@ def widen(spec: LinearSpec, weights: Weights, block: tuple[int, int] | None = No
         weight[rows] = narrow[rows].float() * scale
     bias = {"bias": weights["bias"]} if "bias" in weights else {}
     return {"weight": weight.view(weights["weight"].shape), **bias}
+
+
+def _slot_of_outputs(part: Part, place: Tensor, store: Callable[[Tensor], None], **more: Any) -> Slot:
+    """Return the slot of a number for each output of `part`, or of one for all of them, in fp32."""
+    outputs = part.shape[0]
+    shapes = ((outputs,), (), (1,), (1, 1))
+    return Slot((outputs, 1), (part.rows, slice(0, 1)), place, store=store, dtype=torch.float32, shapes=shapes, **more)
 
 
 def _blocks(places: slice, size: int) -> slice:

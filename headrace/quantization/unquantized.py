@@ -73,6 +73,9 @@ class PlainProduct:
     def experts(self, spec: LinearSpec, weights: Weights) -> tuple[Tensor, Tensor | None]:
         return weights["weight"], None
 
+    def notes(self) -> list[str]:
+        return []
+
     def multiply(self, spec: LinearSpec, weights: Weights) -> Multiply:
         """Return the product with `weights`, without our kernels for few tokens and with nothing fused."""
         weight, bias = weights["weight"], weights.get("bias")

@@ -67,7 +67,7 @@ def test_a_rank_holds_its_slice_of_every_expert_gate_above_up() -> None:
         )
         assert torch.equal(layer.w13["weight"][expert], torch.cat((gate[6:], up[6:])))
         assert torch.equal(layer.w2["weight"][expert], down[:, 6:])
-    assert torch.equal(layer.router, checkpoint["model.layers.3.mlp.gate.weight"])
+    assert torch.equal(layer.router_weights["weight"], checkpoint["model.layers.3.mlp.gate.weight"])
     assert len(slots) == 1 + 3 * 4
 
 
@@ -126,7 +126,7 @@ def test_the_norm_that_is_left_half_done_is_the_next_layers(invariant: bool, mon
 
 def test_kept_ids_forget_the_step_before() -> None:
     layer = make_layer(SPEC)
-    for tensor in (layer.router, layer.w13["weight"], layer.w2["weight"]):
+    for tensor in (layer.router_weights["weight"], layer.w13["weight"], layer.w2["weight"]):
         torch.nn.init.normal_(tensor)
     layer.finalize()
     keep_expert_ids(layer, 6)

@@ -1,0 +1,87 @@
+"""Chooses the scheme of each layer's weights: that of the format which config.json states or, where the checkpoint's
+files hold a linear unquantized nonetheless, none."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from pathlib import Path
+
+from headrace.layers.embedding import ParallelLMHead
+from headrace.layers.linear import Linear
+from headrace.layers.moe import SparseMoE
+from headrace.models.checkpoint import checkpoint_files, stored_tensors, total_bytes
+from headrace.quantization.formats import UNQUANTIZED, LinearFormat
+from headrace.quantization.linear_rules import CheckpointFormat
+from headrace.quantization.mixed import mixed
+from headrace.quantization.scheme import FLOATS, Scheme
+from headrace.quantization.table import make_scheme
+
+Names = dict[str | None, list[str]]
+"""part of a layer -> the names under which a checkpoint may list its format"""
+PLAIN_IN_FILES = "unquantized in the checkpoint's files"
+
+
+class Schemes:
+    """Makes one scheme for each format, and for each combination of formats that one layer is in."""
+
+    def __init__(self, held: CheckpointFormat, plain: Container[str] | None) -> None:
+        """Take what config.json states, and the names of linears that are unquantized in the files; None: nobody has
+        looked."""
+        self.held, self.plain = held, plain if held.method else None
+        self.unquantized: Scheme = make_scheme(UNQUANTIZED)
+        self.made: dict[LinearFormat, Scheme] = {UNQUANTIZED: self.unquantized}
+        self.mixed: dict[tuple[tuple[str | None, LinearFormat], ...], Scheme] = {}
+
+    def of(self, path: str, layer: Linear | SparseMoE) -> tuple[Scheme, str]:
+        """Return (the layer's scheme, why it is unquantized although its format is not)."""
+        if isinstance(layer, ParallelLMHead) and layer.tied_to[0] is not None:  # it has the embedding's weights
+            return self.unquantized, ""
+        names = layer.quantized_names(path)
+        scheme = self.named(names)
+        if scheme is self.unquantized:
+            stated = any(self.held.format_for(*each) != UNQUANTIZED for each in names.values())
+            return scheme, PLAIN_IN_FILES if stated else ""
+        why = scheme.product.refusal(layer.spec) if isinstance(layer, Linear) else ""
+        return self.unquantized if why else scheme, why
+
+    def of_router(self, names: Names) -> Scheme:
+        """Return the scheme of a router whose parts have these names: unquantized unless the files have another, for
+        most tools leave routers alone without saying so."""
+        return self.unquantized if self.plain is None else self.named(names)
+
+    def named(self, names: Names) -> Scheme:
+        """Return the scheme of a layer whose parts have these names."""
+        formats = {part: self._format(each) for part, each in names.items()}
+        if len({*formats.values()}) == 1:
+            return self._made(next(iter(formats.values())))
+        key = tuple(formats.items())
+        if key not in self.mixed:
+            # of their own, since a scheme learns all its linears at once
+            own = {each: make_scheme(each) for each in dict.fromkeys(formats.values())}
+            self.mixed[key] = mixed({part: own[each] for part, each in formats.items()})
+        return self.mixed[key]
+
+    def _format(self, names: list[str]) -> LinearFormat:
+        in_files = self.plain is not None and names[0] in self.plain
+        return UNQUANTIZED if in_files else self.held.format_for(*names)
+
+    def _made(self, linear: LinearFormat) -> Scheme:
+        if linear not in self.made:
+            self.made[linear] = make_scheme(linear)
+        return self.made[linear]
+
+
+def plain_linears(folder: Path) -> set[str]:
+    """Return the names of linears that a checkpoint holds as a weight of 16 bits or more without scales. Tools leave
+    some so, of sizes that their blocks do not divide or of layers that they never quantize, and do not always say so
+    in config.json."""
+    plain, others, files = set(), set(), checkpoint_files(folder)
+    total_bytes(files)  # which names a file that is missing
+    for file in files:
+        for stored in stored_tensors(file):
+            owner, _, tensor = stored.name.rpartition(".")
+            if tensor == "weight" and stored.dtype in FLOATS:
+                plain |= {owner, f"model.{owner}"}
+            elif tensor != "bias":
+                others |= {owner, f"model.{owner}"}
+    return plain - others
