@@ -18,12 +18,17 @@ from headrace.layers.layer import Layer, empty_parameter
 from headrace.layers.linear import QKVParallelLinear, RowParallelLinear
 from headrace.layers.norm import RMSNorm
 from headrace.layers.pending import Pending
-from headrace.quantization.scheme import Slot
+from headrace.quantization.scheme import FLOATS, Slot
 
 Angles = tuple[Tensor | None, Tensor | None]
 """what the kernel table's `step_angles` made of the rope table and the step's positions"""
 NO_ANGLES: Angles = (None, None)
 """Nothing is rotated."""
+NOT_READ = (
+    "q_scale", "attn.q_scale", "q_proj.q_scale", "q_proj.output_scale", "prob_scale", "prob_output_scale",
+    "k_zero_point", "v_zero_point", "q_proj.output_zero_point", "k_proj.output_zero_point", "v_proj.output_zero_point",
+)  # fmt: skip
+"""scales of queries and probabilities, which are not quantized here, and zero points, which fp8 does not have"""
 KV_SCALE_NAMES = {
     "k_proj.k_scale": (0, 1),
     "v_proj.v_scale": (1, 2),
@@ -36,12 +41,11 @@ KV_SCALE_NAMES = {
     "k_scale": (0, 1),
     "v_scale": (1, 2),
     "kv_scale": (0, 2),
-    **dict.fromkeys(
-        ("q_scale", "attn.q_scale", "q_proj.q_scale", "q_proj.output_scale", "prob_scale", "prob_output_scale"), (0, 0)
-    ),
+    **dict.fromkeys(NOT_READ, (0, 0)),
 }
-"""names of an fp8 cache's scales in checkpoints, next to the layer's weights -> which of (K, V) they are for. (0, 0):
-queries or probabilities, which are not quantized here"""
+"""names of an fp8 cache's scales in checkpoints, next to the layer's weights -> which of (K, V) they are for"""
+INTEGERS = ("I8", "U8", "I32", "I64")
+"""further types of what is not read"""
 
 
 def _take_scale(name: str, place: Tensor, values: Tensor) -> None:
@@ -104,7 +108,8 @@ class Attention(Layer):
         for name, (first, last) in KV_SCALE_NAMES.items():
             place = None if self.kv_scale is None or first == last else self.kv_scale[first:last]
             store = None if place is None else partial(_take_scale, f"{path}.{name}", place)
-            found[f"{path}.{name}"] = Slot((1,), (slice(0, 1),), place, True, store, shapes=shapes)
+            types = (*FLOATS, *INTEGERS) if first == last else FLOATS
+            found[f"{path}.{name}"] = Slot((1,), (slice(0, 1),), place, True, store, stored=types, shapes=shapes)
         if self.sinks is not None:
             found[f"{path}.sinks"] = Slot(*self.sink_slot, self.sinks)
         return found

@@ -11,9 +11,6 @@ from dataclasses import replace
 from headrace.model_config import Fields
 from headrace.quantization.formats import FORMATS, LinearFormat, Setting, linear_format
 
-GROUP_MULTIPLE = 16
-"""Groups of inputs that share a scale must be multiples of this, for kernels read as many inputs at once."""
-
 
 def integers(layout: str, bits: int, group_size: int, zeros: bool, **settings: Setting) -> LinearFormat:
     """Return a format whose activations keep 16 bits, with a 16-bit scale for `group_size` inputs (0: for an output),
@@ -49,12 +46,9 @@ def fp4(name: str, tensors: str) -> LinearFormat:
     return linear_format(FORMATS[name], name, names=tensors)
 
 
-def checked_group(fields: Fields, name: str, default: int | None = None) -> int:
+def size_of_groups(fields: Fields, name: str, default: int | None = None) -> int:
     """Return the inputs that share a scale; 0, written as -1 or 0: those of an output."""
-    size = fields.integer(name, default, minimum=-1)
-    if size > 0 and size % GROUP_MULTIPLE:
-        raise fields.refusal(name, f"-1 or a multiple of {GROUP_MULTIPLE}")
-    return max(0, size)
+    return max(0, fields.integer(name, default, minimum=-1))
 
 
 def one_of(fields: Fields, name: str, accepted: tuple[str, ...], default: str | None = None) -> str:

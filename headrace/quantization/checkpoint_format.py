@@ -6,7 +6,8 @@ Knows the spellings of the tools that write it, not which of the formats are ser
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from headrace.errors import UnsupportedModelError
@@ -19,6 +20,10 @@ from headrace.quantization.linear_rules import CheckpointFormat, Rules, left_alo
 
 _REGULAR = re.compile(r"[\\^$(|+]")
 """what occurs in regular expressions, and neither in names nor in names with `*`"""
+
+OTHER_CACHE = (
+    "The checkpoint asks for a KV cache in {}, which is not served: it has the type that --kv-cache-dtype says."
+)
 
 
 def read_format(quantization: dict[str, Any] | None) -> CheckpointFormat:
@@ -33,25 +38,41 @@ def read_format(quantization: dict[str, Any] | None) -> CheckpointFormat:
             f"config.json: quantization_config.quant_method {method or 'unnamed'!r} is not served; served: "
             f"{', '.join(METHODS)}"
         )
-    found = METHODS[method](fields)
-    return found if found.main != UNQUANTIZED else CheckpointFormat()  # it is about the KV cache alone
+    found, cache = METHODS[method](fields), kv_cache_type(quantization)
+    if found.main == UNQUANTIZED:  # it is about the KV cache alone
+        found = CheckpointFormat()
+    return found if cache in ("", "fp8") else replace(found, notes=(*found.notes, OTHER_CACHE.format(cache)))
 
 
 def holds_kv_scales(quantization: dict[str, Any] | None) -> bool:
     """Tell whether the checkpoint brings scales for an fp8 KV cache (compressed-tensors, AutoFP8, ModelOpt, Quark)."""
-    quantization = quantization or {}
-    nested, export = quantization.get("quantization"), quantization.get("export")
+    return kv_cache_type(quantization or {}) == "fp8"
+
+
+def kv_cache_type(quantization: dict[str, Any]) -> str:
+    """Return the type of the KV cache that a quantization_config asks for: fp8, another, or "" for none."""
+    nested, scheme = quantization.get("quantization"), quantization.get("kv_cache_scheme")
     if isinstance(nested, dict):
-        return holds_kv_scales(nested)
-    scheme, algorithm = quantization.get("kv_cache_scheme"), quantization.get("kv_cache_quant_algo")
+        return kv_cache_type(nested)
     if isinstance(scheme, dict):
-        return bool(scheme.get("type") == "float" and scheme.get("num_bits") == 8)
-    if scheme in ("static", "FP8", "fp8") or str(algorithm).upper() == "FP8":
-        return True
-    named = quantization.get("kv_cache_quant_config")
-    return bool(isinstance(export, dict) and export.get("kv_cache_group")) or (
-        isinstance(named, dict) and "fp8_e4m3" in str(named)
-    )
+        kind, bits = scheme.get("type", "int"), scheme.get("num_bits", 8)
+        return "fp8" if (kind, bits) == ("float", 8) else f"{kind}{bits}"
+    word = str(scheme or quantization.get("kv_cache_quant_algo") or "none").lower()
+    if word != "none":
+        return "fp8" if word == "static" else word
+    named, export = quantization.get("kv_cache_quant_config"), quantization.get("export")
+    types = {*_output_types(named)} if isinstance(named, dict) else set()
+    grouped = isinstance(export, dict) and export.get("kv_cache_group")
+    return "fp8" if types == {"fp8_e4m3"} or (grouped and not types) else ", ".join(sorted(types))
+
+
+def _output_types(layers: dict[str, Any]) -> Iterator[str]:
+    """Yield the types of the outputs of layers that Quark describes."""
+    for layer in layers.values():
+        outputs = layer.get("output_tensors") if isinstance(layer, dict) else None
+        for each in outputs if isinstance(outputs, list) else [outputs]:
+            if isinstance(each, dict):
+                yield str(each.get("dtype"))
 
 
 def _deepseek_or_auto_fp8(fields: Fields) -> CheckpointFormat:

@@ -10,7 +10,6 @@ from headrace.errors import UnsupportedModelError
 from headrace.model_config import Fields
 from headrace.quantization.checkpoint_fields import (
     bits_among,
-    checked_group,
     checked_pattern,
     fp4,
     fp8,
@@ -20,6 +19,7 @@ from headrace.quantization.checkpoint_fields import (
     one_of,
     patterns,
     positive_pair,
+    size_of_groups,
 )
 from headrace.quantization.formats import UNQUANTIZED, LinearFormat
 from headrace.quantization.linear_rules import CheckpointFormat, left_alone
@@ -63,7 +63,7 @@ def _described(group: Fields, compression: str, notes: dict[str, None]) -> Linea
     """Return the format that a group describes by `weights` and `input_activations`; it may add to `notes`."""
     weights, inputs = group.object("weights"), group.object("input_activations")
     kind, bits = one_of(weights, "type", ("int", "float"), "int"), weights.integer("num_bits", 8)
-    size, symmetric = checked_group(weights, "group_size", 0), weights.flag("symmetric", True)
+    size, symmetric = size_of_groups(weights, "group_size", 0), weights.flag("symmetric", True)
     usual = "group" if size else "channel" if weights.values.get("group_size") == -1 else "tensor"
     strategy = weights.text("strategy", usual).lower().replace("tensor_group", "group")
     weights = weights.changed({"strategy": strategy})

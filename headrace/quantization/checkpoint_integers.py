@@ -10,11 +10,11 @@ from typing import Any
 from headrace.model_config import Fields
 from headrace.quantization.checkpoint_fields import (
     bits_among,
-    checked_group,
     checked_pattern,
     integers,
     objects,
     one_of,
+    size_of_groups,
 )
 from headrace.quantization.formats import UNQUANTIZED, LinearFormat
 from headrace.quantization.linear_rules import CheckpointFormat, Rules, containing, left_alone
@@ -32,7 +32,9 @@ def awq(fields: Fields) -> CheckpointFormat:
     bits = "bits" if "bits" in fields.values else "w_bit"
     group = "group_size" if "group_size" in fields.values else "q_group_size"
     plain = [containing(name) for name in fields.texts("modules_to_not_convert")]
-    linear = _awq(bits_among(fields, bits, (4,), 4), checked_group(fields, group, 128), fields.flag("zero_point", True))
+    linear = _awq(
+        bits_among(fields, bits, (4,), 4), size_of_groups(fields, group, 128), fields.flag("zero_point", True)
+    )
     return CheckpointFormat("awq", linear, left_alone((*plain, HEAD)))
 
 
@@ -62,7 +64,7 @@ def gptq(fields: Fields) -> CheckpointFormat:
 def _gptq(fields: Fields, values: dict[str, Any]) -> LinearFormat:
     """Return the format of the linears with these values of the fields."""
     own = Fields(values, fields.where, fields.inside)
-    bits, group_size = bits_among(own, "bits", (2, 3, 4, 8)), checked_group(own, "group_size", 128)
+    bits, group_size = bits_among(own, "bits", (2, 3, 4, 8)), size_of_groups(own, "group_size", 128)
     symmetric, act_order = own.flag("sym", True), own.flag("desc_act")
     return integers(
         "gptq", bits, group_size, not symmetric, act_order=act_order, symmetric=symmetric,
@@ -130,4 +132,4 @@ def _rounded(fields: Fields, values: dict[str, Any], packing: str) -> LinearForm
     if packing != "awq":
         return _gptq(fields, {**values, "checkpoint_format": packing, "desc_act": False})
     # its symmetric weights have zero points too, all of them the middle
-    return _awq(bits_among(own, "bits", (4,)), checked_group(own, "group_size"), zero_point=True)
+    return _awq(bits_among(own, "bits", (4,)), size_of_groups(own, "group_size"), zero_point=True)

@@ -34,6 +34,8 @@ MIDDLES = -0x77777778
 """a word of 4-bit zeros that are all 8"""
 DUMMY_REACH = 2e-3
 """the largest dummy weight"""
+LEAST_GROUP = 16
+"""inputs that kernels read at once, of which groups must be multiples"""
 UNKNOWN = -1
 """group of a column where a checkpoint names none: groups are then neighbouring columns"""
 
@@ -110,12 +112,7 @@ class IntegerLayout:
         zeros: Zeros,
         act_order: bool = False,
     ) -> None:
-        """Take group_size 0 for one group an output; `act_order`: columns may be in groups that are not neighbours.
-        Raises ConfigError for a group that kernels have no form for."""
-        if group_size % 16:
-            raise ConfigError(
-                f"config.json: quantization_config.group_size is {group_size}; accepted: multiples of 16, -1"
-            )
+        """Take group_size 0 for one group an output; `act_order`: columns may be in groups that are not neighbours."""
         self.spelling, self.bits, self.group_size = spelling, bits, group_size
         self.zeros, self.act_order = zeros, act_order
         self.kept_bits = 8 if bits == 8 else 4
@@ -146,8 +143,10 @@ class IntegerLayout:
                 yield part, "bias", _zeros_slot(part.shape[0])
 
     def packed(self, spec: LinearSpec, weights: Weights) -> PackedWeight | str:
-        """Return the weight as kernels read it, or why they cannot: an order of inputs that is not one for the whole
-        linear, or leaves groups in pieces."""
+        """Return the weight as kernels read it, or why they cannot: groups are small, or an order of inputs is not one
+        for the whole linear, or leaves groups in pieces."""
+        if self.group_size % LEAST_GROUP:
+            return f"kernels read {LEAST_GROUP} inputs at once, and groups are of {self.group_size}"
         parts = [self._unpack(index, part, weights) for index, part in enumerate(spec.parts)]
         order = self._common_order(parts)
         if isinstance(order, str):
