@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels._triton import DEVICE_FAMILY, next_power_of_2, overlap
-from headrace.kernels.fp8 import quantize_per_token, quantize_per_token_reference
+from headrace.kernels.fp8 import Rounding, quantize, quantize_reference
 from headrace.kernels.gemm import vector_of
 from headrace.kernels.gemm_config import BUCKETS
 from headrace.kernels.moe_config import Kind, MoeConfig, Tile, pick_moe_config
@@ -85,6 +85,9 @@ class Experts:
     """# [experts, hidden], added to an expert's output, which is then weighted; None: another rank adds it"""
     clamp: SwigluClamp | None = None
     """None: the activation is silu(gate) * up"""
+    w13_rounding: Rounding | None = None
+    """how tiles of fp8 weights have their input rounded; None: each token with a scale of its own"""
+    w2_rounding: Rounding | None = None
 
     @property
     def num_experts(self) -> int:
@@ -186,13 +189,15 @@ def _by_tiles(
     (num_tokens, hidden), pairs = x.shape, len(inner)
     outer = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
     tiles, gates = routing.tiles.shape[1], gate_options(experts.clamp)
-    for target, source, weight, scale, bias, gated, tile in (
-        (inner, x, experts.w13, experts.w13_scale, experts.w13_bias, True, config.up),
-        (outer, inner, experts.w2, experts.w2_scale, experts.w2_bias, False, config.down),
+    for target, source, weight, scale, bias, rounding, gated, tile in (
+        (inner, x, experts.w13, experts.w13_scale, experts.w13_bias, experts.w13_rounding, True, config.up),
+        (outer, inner, experts.w2, experts.w2_scale, experts.w2_bias, experts.w2_rounding, False, config.down),
     ):
         tile = _fit(tile, target.shape[1], source.shape[1], weight, config.block_m)
         held, options = operand(weight, scale, bias)
-        values, x_scale, *_ = (source, None) if scale is None else quantize_per_token(source, held[0].dtype)
+        values, x_scale = source, None
+        if scale is not None:
+            values, x_scale, *_ = quantize(source, rounding or Rounding(held[0].dtype))
         tiles_kernel[(tiles * -(-target.shape[1] // tile.block_n),)](
             target, values, x_scale, *held, routing.order, routing.tiles, tiles,
             N=target.shape[1], K=source.shape[1], TOP_K=experts.top_k, GATED=gated, BLOCK_M=config.block_m,
@@ -235,8 +240,8 @@ def fused_moe_reference(
     ids, weights, *_ = route_reference(chosen, experts.top_k, experts.renormalize, scoring=experts.scoring)
     out = torch.zeros_like(x)
     rounds = experts.w13_scale is not None and (config is None or config.block_m > 1)
-    up = (experts.w13, experts.w13_scale, experts.w13_bias)
-    down = (experts.w2, experts.w2_scale, experts.w2_bias)
+    up = (experts.w13, experts.w13_scale, experts.w13_bias, experts.w13_rounding)
+    down = (experts.w2, experts.w2_scale, experts.w2_bias, experts.w2_rounding)
     for expert in ids.unique().tolist():
         token, choice = (ids == expert).nonzero(as_tuple=True)
         both = _product_reference(normed[token], *up, expert, rounds)
@@ -262,14 +267,20 @@ def gated_reference(gate: Tensor, up: Tensor, clamp: SwigluClamp | None) -> Tens
 
 
 def _product_reference(
-    x: Tensor, weight: Tensor | PackedWeight, scale: Tensor | None, bias: Tensor | None, expert: int, rounds: bool
+    x: Tensor,
+    weight: Tensor | PackedWeight,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    rounding: Rounding | None,
+    expert: int,
+    rounds: bool,
 ) -> Tensor:
     """Return x [T, K] @ weight[expert].T + bias[expert]; `rounds`: of x rounded to the weight's type."""
     if isinstance(weight, PackedWeight):
         one = weight.expert(expert).dequantize(x.dtype)
     elif scale is not None:
         one = (weight[expert].float() * scale[expert, :, None]).to(x.dtype)
-        x = quantize_per_token_reference(x, weight.dtype).dequantize(x.dtype) if rounds else x
+        x = quantize_reference(x, rounding or Rounding(weight.dtype)).dequantize(x.dtype) if rounds else x
     else:
         one = weight[expert]
     return F.linear(x, one, None if bias is None else bias[expert])

@@ -170,15 +170,14 @@ class SparseMoE(Layer):
         self.router, self.router_weights = router["weight"], {}
         halves = self.alone and not self.batch_invariant and linears_take_halves(self.router)
         next_norm, product = fused.next_norm if halves else None, self.scheme.product
-        w13, w13_scale = product.experts(self.gate_up_spec, self.w13)
-        w2, w2_scale = product.experts(self.down_spec, self.w2)
+        w13, w2 = product.experts(self.gate_up_spec, self.w13), product.experts(self.down_spec, self.w2)
         w13_bias, w2_bias = self.w13.get("bias"), self.w2.get("bias")
         self.w13 = self.w2 = {}
         self.experts = Experts(
-            fused.norm_weight, fused.norm_eps, self.router, w13, w2, spec.experts_per_token, spec.renormalize,
-            self.batch_invariant, Scoring(spec.sigmoid, self.selection_bias, spec.scaling), next_norm,
-            w13_scale, w2_scale, router.get("bias"), w13_bias, w2_bias,
-            None if spec.clamp is None else SwigluClamp(*spec.clamp),
+            fused.norm_weight, fused.norm_eps, self.router, w13.weight, w2.weight, spec.experts_per_token,
+            spec.renormalize, self.batch_invariant, Scoring(spec.sigmoid, self.selection_bias, spec.scaling), next_norm,
+            w13.scales, w2.scales, router.get("bias"), w13_bias, w2_bias,
+            None if spec.clamp is None else SwigluClamp(*spec.clamp), w13.rounding, w2.rounding,
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor | Pending:

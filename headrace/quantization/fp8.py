@@ -7,7 +7,7 @@ activations have a scale a token, computed in every step.
 A CPU has no such arithmetic worth using: there weights and activations are rounded to 8 bits and back, which gives a
 GPU's results (but that a GPU does not round a lone token's activations), and is no faster. A rank knows its own slice
 alone, and so scales that are computed here are its own. Experts are stored in the same way; kernels/moe.py computes
-with them, and gives each token a scale of its own even where the checkpoint brings one for all.
+with them. Where the checkpoint brings a scale of activations for each expert, the largest counts, as in vLLM.
 """
 
 from __future__ import annotations
@@ -29,7 +29,18 @@ from headrace.kernels.packed import pack
 from headrace.kernels.table import KernelTable, select_kernels
 from headrace.quantization import gpu_linear
 from headrace.quantization.formats import WeightFormat
-from headrace.quantization.scheme import Compute, FusedOps, GemmTable, LinearSpec, Multiply, Part, Scheme, Slot, Weights
+from headrace.quantization.scheme import (
+    Compute,
+    FusedOps,
+    GemmTable,
+    HeldExperts,
+    LinearSpec,
+    Multiply,
+    Part,
+    Scheme,
+    Slot,
+    Weights,
+)
 from headrace.quantization.stored import AT_ONCE, NarrowLayout, Numbers, StoredLayout, widen
 from headrace.quantization.unquantized import PlainProduct, bias_slot, empty_bias, rows_of
 
@@ -160,16 +171,16 @@ class RoundingProduct:
     def widened(self, spec: LinearSpec, weights: Weights) -> Weights:
         return weights if self._is_plain(spec) else self.layout.dequantize(spec, weights)
 
-    def experts(self, spec: LinearSpec, weights: Weights) -> tuple[Any, Tensor | None]:
+    def experts(self, spec: LinearSpec, weights: Weights) -> HeldExperts:
         """Return what kernels/moe.py takes; of int8 on a GPU a PackedWeight, whose activations are not rounded."""
         if self.layout.numbers == "int8" and self.layout.rounds and not self.emulates:
             codes, scales = weights["weight"].view(torch.uint8) ^ 128, weights["weight_scale"][..., None]
-            return pack(codes, scales, bits=8, group_size=spec.in_features), None
+            return HeldExperts(pack(codes, scales, bits=8, group_size=spec.in_features))
         if self.why_plain or self.layout.numbers != "fp8":
             if not self.emulates:
                 self.widened_for[self.why_plain or "experts have no kernels for them"] += 1
-            return self.layout.dequantize(spec, weights)["weight"], None
-        return weights["weight"], weights["weight_scale"]
+            return HeldExperts(self.layout.dequantize(spec, weights)["weight"])
+        return HeldExperts(weights["weight"], weights["weight_scale"], self.layout.rounding(spec, weights))
 
     def notes(self) -> list[str]:
         return [f"{count} weights in 8 bits are widened at load: {why}" for why, count in self.widened_for.items()]

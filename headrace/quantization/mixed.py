@@ -9,15 +9,23 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from headrace.kernels.fp8 import Rounding
 from headrace.kernels.table import KernelTable
 from headrace.quantization.formats import WeightFormat
-from headrace.quantization.scheme import Compute, FusedOps, GemmTable, LinearSpec, Part, Scheme, Slot, Weights
+from headrace.quantization.scheme import (
+    Compute,
+    FusedOps,
+    GemmTable,
+    HeldExperts,
+    LinearSpec,
+    Part,
+    Scheme,
+    Slot,
+    Weights,
+)
 
 Schemes = Mapping[str | None, Scheme]
 """name of a part -> its scheme"""
@@ -114,7 +122,7 @@ class MixedProduct:
     def widened(self, spec: LinearSpec, weights: Weights) -> Weights:
         return _joined([run.scheme.product.widened(run.spec, run.own(weights)) for run in self.layout.runs(spec)])
 
-    def experts(self, spec: LinearSpec, weights: Weights) -> tuple[Any, Tensor | None]:
+    def experts(self, spec: LinearSpec, weights: Weights) -> HeldExperts:
         run, *others = self.layout.runs(spec)
         if not others:
             return run.scheme.product.experts(spec, weights)
@@ -122,7 +130,7 @@ class MixedProduct:
         wide = self.layout.dequantize(spec, weights)
         weights.clear()
         weights.update(wide)
-        return wide["weight"], None
+        return HeldExperts(wide["weight"])
 
     def notes(self) -> list[str]:
         own = f"{self.widened_experts} layers of experts are widened at load: gate and up are in different formats"

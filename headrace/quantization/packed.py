@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from headrace.kernels.matmul import matmul
 from headrace.kernels.packed import PackedWeight
 from headrace.kernels.table import KernelTable, select_kernels
 from headrace.quantization import gpu_linear
-from headrace.quantization.scheme import Compute, FusedOps, GemmTable, Layout, LinearSpec, Weights
+from headrace.quantization.scheme import Compute, FusedOps, GemmTable, HeldExperts, Layout, LinearSpec, Weights
 from headrace.quantization.unquantized import PlainProduct
 
 
@@ -97,12 +97,12 @@ class PackedProduct:
         """Return the packed weight that `finalize` left in `weights`; None if it is not packed."""
         return self.held[weights["codes"].data_ptr()] if "codes" in weights else None
 
-    def experts(self, spec: LinearSpec, weights: Weights) -> tuple[Any, Tensor | None]:
+    def experts(self, spec: LinearSpec, weights: Weights) -> HeldExperts:
         """Return the experts' PackedWeight; on a CPU, their weight widened."""
         if self.widens:
-            return self.layout.dequantize(spec, weights)["weight"], None
+            return HeldExperts(self.layout.dequantize(spec, weights)["weight"])
         packed = self._repack(spec, weights)
-        return (weights["weight"] if packed is None else packed), None
+        return HeldExperts(weights["weight"] if packed is None else packed)
 
     def notes(self) -> list[str]:
         return [f"{count} linears are widened at load: {why}" for why, count in self.widened_for.items()]

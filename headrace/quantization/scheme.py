@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -163,6 +163,17 @@ class LinearSpec:
     """A token's outputs must not depend on how many other tokens there are."""
 
 
+class HeldExperts(NamedTuple):
+    """Holds one linear of all experts as kernels/moe.py takes it."""
+
+    weight: Any
+    """[experts, out, in]: a tensor or a PackedWeight"""
+    scales: Tensor | None = None
+    """[experts, out] fp32 if the weight is fp8"""
+    rounding: Rounding | None = None
+    """how activations are rounded then"""
+
+
 Weights = dict[str, Tensor]
 """A linear's tensors on this rank, under names that its layout and its product agree on. An unquantized linear has
 `weight` [out, in] of the spec's dtype, and perhaps `bias` [out]."""
@@ -205,8 +216,8 @@ class Product(Protocol):
     def widened(self, spec: LinearSpec, weights: Weights) -> Weights:
         """Return the unquantized form of `weights` as `finalize` left them on a GPU."""
 
-    def experts(self, spec: LinearSpec, weights: Weights) -> tuple[Tensor, Tensor | None]:
-        """Return what kernels/moe.py takes: weight [experts, out, in], and scales [experts, out] or None."""
+    def experts(self, spec: LinearSpec, weights: Weights) -> HeldExperts:
+        """Return what kernels/moe.py takes, but for the bias, which stays in `weights`."""
 
     def notes(self) -> list[str]:
         """Say which weights take as much memory as unquantized ones, and why, once all are loaded."""

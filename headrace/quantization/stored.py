@@ -57,7 +57,7 @@ class StoredLayout:
     Its tensors of a linear: `weight` [out, in]; its scale, a tensor, an output or a block, in any shape of so many
     numbers; with static activations `input_scale` [1] and perhaps `input_zero_point` [1]; perhaps `input_scale_ub` [1].
     A scale a tensor becomes a scale for each of its outputs, so that the parts of a fused linear keep their own. Of the
-    parts' input scales the largest counts, as in vLLM: they see the same activations.
+    input scales of parts and of experts the largest counts, as in vLLM: parts see the same activations.
     """
 
     dtype: torch.dtype
@@ -154,9 +154,10 @@ class StoredLayout:
         if self.activations == "tensor":
             scale = weights["input_scale"] * _factor(narrow)
             zero = weights.get("input_zero_point")
-            given = torch.stack((scale.amax(), torch.zeros_like(scale[0]))) if zero is None else _common(scale, zero)
+            largest = scale.amax()
+            given = torch.stack((largest, torch.zeros_like(largest))) if zero is None else _common(scale, zero)
             return Rounding(narrow, given=given, zeros=zero is not None)
-        bound = weights["input_scale_ub"].amin(keepdim=True) if self._may_be_bounded else None
+        bound = weights["input_scale_ub"].amin().view(1) if self._may_be_bounded else None
         bounded = bound is not None and bool(bound.isfinite())
         return Rounding(narrow, bound=bound if bounded else None, zeros=not self.symmetric)
 

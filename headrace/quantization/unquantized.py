@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from headrace.kernels.fp8 import Rounding
 from headrace.kernels.matmul import matmul
@@ -13,7 +12,18 @@ from headrace.kernels.table import KernelTable
 from headrace.quantization import gpu_linear
 from headrace.quantization.cpu_linear import Choice, choose_all, hold_plain, spare_memory
 from headrace.quantization.formats import PLAIN, WeightFormat
-from headrace.quantization.scheme import Compute, FusedOps, GemmTable, LinearSpec, Multiply, Part, Scheme, Slot, Weights
+from headrace.quantization.scheme import (
+    Compute,
+    FusedOps,
+    GemmTable,
+    HeldExperts,
+    LinearSpec,
+    Multiply,
+    Part,
+    Scheme,
+    Slot,
+    Weights,
+)
 
 
 class PlainLayout:
@@ -70,8 +80,8 @@ class PlainProduct:
     def widened(self, spec: LinearSpec, weights: Weights) -> Weights:
         return weights
 
-    def experts(self, spec: LinearSpec, weights: Weights) -> tuple[Tensor, Tensor | None]:
-        return weights["weight"], None
+    def experts(self, spec: LinearSpec, weights: Weights) -> HeldExperts:
+        return HeldExperts(weights["weight"])
 
     def notes(self) -> list[str]:
         return []
