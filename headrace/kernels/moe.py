@@ -153,7 +153,7 @@ def operand(weight: Tensor | PackedWeight, scale: Tensor | None, bias: Tensor | 
     if isinstance(weight, PackedWeight):
         held = (weight.codes, weight.factors, weight.scales, weight.zeros, bias)
         return held, packed_options(weight)
-    return (weight, scale, None, None, bias), {"BITS": 0, "E2M1": False, "GROUP": 1, "ASM": False}
+    return (weight, scale, None, None, bias), {"BITS": 0, "FLOATS": False, "GROUP": 1, "ASM": False}
 
 
 def gate_options(clamp: SwigluClamp | None) -> dict[str, float]:

@@ -55,7 +55,7 @@ def _gated(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
 def up_one_by_one_kernel(
     out_ptr, x_ptr, weight_ptr, scale_ptr, groups_ptr, zeros_ptr, bias_ptr, ids_ptr,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    VECTOR: tl.constexpr, BITS: tl.constexpr, E2M1: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr,
+    VECTOR: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr,
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Compute out[pair] = silu(gate) * up; grid (blocks of N, pairs). `weight` is [experts, 2 * N, K]."""
@@ -89,7 +89,7 @@ def up_one_by_one_kernel(
         else:
             at = (expert * (2 * N) + row) * ((K + GROUP - 1) // GROUP)
             acc += sums_of_runs(
-                weight, x[None, :], x_upper[None, :], groups_ptr, zeros_ptr, at, start, K, BITS, E2M1, GROUP, ASM
+                weight, x[None, :], x_upper[None, :], groups_ptr, zeros_ptr, at, start, K, BITS, FLOATS, GROUP, ASM
             )
     total = tl.sum(acc, axis=1)
     if scale_ptr is not None:
@@ -107,7 +107,7 @@ def down_one_by_one_kernel(
     out_ptr, x_ptr, weight_ptr, scale_ptr, groups_ptr, zeros_ptr, bias_ptr, ids_ptr, weights_ptr,
     residual_ptr, shared_ptr, gate_ptr, gate_stride, next_scaled_ptr, next_squares_ptr, next_weight_ptr,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    MEMBERS: tl.constexpr, VECTOR: tl.constexpr, BITS: tl.constexpr, E2M1: tl.constexpr, GROUP: tl.constexpr,
+    MEMBERS: tl.constexpr, VECTOR: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr, GROUP: tl.constexpr,
     ASM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Compute out[token] = residual and shared expert + the weighted sum of its experts' weight [experts, N, K] @ x,
@@ -154,7 +154,7 @@ def down_one_by_one_kernel(
                     x_upper = tl.load(x_ptrs + start + 16, mask=inside, other=0.0)
                 at = (expert * N + row) * ((K + GROUP - 1) // GROUP)
                 sums = sums_of_runs(
-                    weight, x, x_upper, groups_ptr, zeros_ptr, at, start, K, BITS, E2M1, GROUP, ASM
+                    weight, x, x_upper, groups_ptr, zeros_ptr, at, start, K, BITS, FLOATS, GROUP, ASM
                 )  # fmt: skip
             acc += sums * share[:, None]
     total = tl.sum(tl.reshape(tl.sum(acc, axis=1) + biases, [MEMBERS, BLOCK_N]), axis=0)
@@ -189,7 +189,7 @@ def tiles_kernel(
     out_ptr, x_ptr, x_scale_ptr, weight_ptr, scale_ptr, groups_ptr, zeros_ptr, bias_ptr, order_ptr, tiles_ptr,
     max_tiles,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, BITS: tl.constexpr, E2M1: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr,
     GROUP: tl.constexpr, ASM: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Compute out [pairs, N]; one program: BLOCK_N outputs of one tile's pairs.
@@ -210,7 +210,7 @@ def tiles_kernel(
     SPLIT: tl.constexpr = BITS == 4 and not ONE_GROUP and GROUP % 32 != 0  # upper codes have their own scales
     # e2m1 in bfloat16 needs 2 ** 126 (place_4): 2 ** 62 with scales, so that those up to 2 ** 65 stay finite, the rest
     # with the sums
-    TOO_SMALL: tl.constexpr = E2M1 and not ONE_GROUP and x_ptr.dtype.element_ty != tl.float16
+    TOO_SMALL: tl.constexpr = FLOATS and BITS == 4 and not ONE_GROUP and x_ptr.dtype.element_ty != tl.float16
     FACTOR: tl.constexpr = 2.0**62 if TOO_SMALL else 1.0
     tile, first = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BLOCK_N
     lane = tl.arange(0, ROWS)
@@ -257,11 +257,11 @@ def tiles_kernel(
                 acc = add_product(weight, x, acc, SWAP)
             else:
                 if BITS == 4 and TOO_SMALL:
-                    lower, upper = place_4(weight, x.dtype, E2M1, ASM)
+                    lower, upper = place_4(weight, x.dtype, FLOATS, ASM)
                 elif BITS == 4:
-                    lower, upper = widen_4(weight, x.dtype, E2M1, ASM)
+                    lower, upper = widen_4(weight, x.dtype, FLOATS, ASM)
                 else:
-                    lower = widen_8(weight, x.dtype)
+                    lower = widen_8(weight, x.dtype, FLOATS)
                 if zeros_ptr is not None:
                     lower = _centred(lower, zero, BITS, STEP)
                     if BITS == 4:

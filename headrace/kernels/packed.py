@@ -12,8 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-Values = Literal["integer", "e2m1"]
-"""What a code stands for. integer: code - zero. e2m1: a float with two bits of exponent and one of mantissa."""
+Values = Literal["integer", "e2m1", "e4m3"]
+"""What a code stands for. integer: code - zero. e2m1: a float with two bits of exponent and one of mantissa. e4m3: a
+float of 8 bits, torch's float8_e4m3fn, which only experts have here."""
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """the value of each code of e2m1 (OCP Microscaling Formats, 5.3.3)"""
@@ -34,7 +35,7 @@ class PackedWeight:
     scales: Tensor
     """[..., out, groups]: a floating type, or float8_e4m3fn, or uint8, which is e8m0: 2 ** (scale - 127)"""
     zeros: Tensor | None
-    """[..., out, groups] uint8; None: 2 ** (bits - 1) for integers, none for e2m1"""
+    """[..., out, groups] uint8; None: 2 ** (bits - 1) for integers, none for floats"""
     factors: Tensor | None
     """[..., out] fp32; None: 1"""
     bits: int
@@ -79,6 +80,8 @@ class PackedWeight:
         codes = unpack_codes(self.codes, self.bits)[..., : self.in_features]
         if self.values == "e2m1":
             wide = torch.tensor(E2M1, device=codes.device)[codes.int()]
+        elif self.values == "e4m3":
+            wide = codes.view(torch.float8_e4m3fn).float()
         elif self.zeros is None:
             wide = codes.float() - (1 << (self.bits - 1))
         else:

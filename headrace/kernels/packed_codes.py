@@ -2,7 +2,7 @@
 
 A tile is of bytes # [rows, bytes]. Of 4-bit codes, a byte's lower one belongs to input `column_of(byte)` and its upper
 one to the input 16 further on: a tile becomes two, and each run of 16 bytes has one scale in either. Of 8-bit codes a
-byte is an input.
+byte is an input. FLOATS: codes are e2m1 or, of 8 bits, e4m3.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def packed_options(weight: PackedWeight) -> dict[str, int | bool]:
     """Return the compile-time arguments by which kernels read `weight`."""
     return {
         "BITS": weight.bits,
-        "E2M1": weight.values == "e2m1",
+        "FLOATS": weight.values != "integer",
         "GROUP": weight.group_size,
         "ASM": has_asm(),
     }
@@ -95,12 +95,12 @@ def column_of(byte, BITS: tl.constexpr):
 
 
 @triton.jit
-def _place_half(code, DTYPE: tl.constexpr, E2M1: tl.constexpr):
+def _place_half(code, DTYPE: tl.constexpr, FLOATS: tl.constexpr):
     """Return what the assembly makes of codes of 4 bits, one a byte, by plain operations."""
     bits = code.to(tl.int16)
-    if E2M1 and DTYPE.is_fp16():
+    if FLOATS and DTYPE.is_fp16():
         wide = (((bits & 8) << 12) | ((bits & 7) << 9)).to(tl.float16, bitcast=True)
-    elif E2M1:
+    elif FLOATS:
         wide = (((bits & 8) << 12) | ((bits & 7) << 6)).to(tl.bfloat16, bitcast=True)
     elif DTYPE.is_fp16():
         wide = (bits | 0x6400).to(tl.float16, bitcast=True) - 1032.0
@@ -110,39 +110,49 @@ def _place_half(code, DTYPE: tl.constexpr, E2M1: tl.constexpr):
 
 
 @triton.jit
-def place_4(codes, DTYPE: tl.constexpr, E2M1: tl.constexpr, ASM: tl.constexpr):
+def place_4(codes, DTYPE: tl.constexpr, FLOATS: tl.constexpr, ASM: tl.constexpr):
     """Return the values (of lower codes, of upper codes) of bytes, exactly, in float16 if that is DTYPE, otherwise in
     bfloat16. Those of integers are the codes less 8; those of e2m1 are 2 ** 14 or 2 ** 126 times too small,
     which a caller may undo together with a scale."""
     if ASM and DTYPE.is_fp16():
         lower, upper = tl.inline_asm_elementwise(
-            _E2M1_F16 if E2M1 else _INTEGERS_F16, _REGISTERS, [codes], (tl.float16, tl.float16), True, 4
+            _E2M1_F16 if FLOATS else _INTEGERS_F16, _REGISTERS, [codes], (tl.float16, tl.float16), True, 4
         )
     elif ASM:
         lower, upper = tl.inline_asm_elementwise(
-            _E2M1_BF16 if E2M1 else _INTEGERS_BF16, _REGISTERS, [codes], (tl.bfloat16, tl.bfloat16), True, 4
+            _E2M1_BF16 if FLOATS else _INTEGERS_BF16, _REGISTERS, [codes], (tl.bfloat16, tl.bfloat16), True, 4
         )
     else:
-        lower, upper = _place_half(codes & 15, DTYPE, E2M1), _place_half(codes >> 4, DTYPE, E2M1)
+        lower, upper = _place_half(codes & 15, DTYPE, FLOATS), _place_half(codes >> 4, DTYPE, FLOATS)
     return lower, upper
 
 
 @triton.jit
-def widen_4(codes, DTYPE: tl.constexpr, E2M1: tl.constexpr, ASM: tl.constexpr):
+def widen_4(codes, DTYPE: tl.constexpr, FLOATS: tl.constexpr, ASM: tl.constexpr):
     """Return the values (of lower codes, of upper codes) of bytes, exactly, in DTYPE. Those of integers are the codes
     less 8."""
-    lower, upper = place_4(codes, DTYPE, E2M1, ASM)
-    if E2M1:
+    lower, upper = place_4(codes, DTYPE, FLOATS, ASM)
+    if FLOATS:
         factor: tl.constexpr = 2.0**14 if DTYPE.is_fp16() else 2.0**126
         lower, upper = lower * factor, upper * factor
     return lower.to(DTYPE), upper.to(DTYPE)
 
 
 @triton.jit
-def widen_8(codes, DTYPE: tl.constexpr):
-    """Return the values of integers of 8 bits, which are the codes less 128, exactly, in DTYPE."""
-    # a code becomes the last bits of 2 ** 23, since conversions of integers are slow
-    return ((codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + 128.0)).to(DTYPE)
+def widen_8(codes, DTYPE: tl.constexpr, FLOATS: tl.constexpr):
+    """Return the values of codes of 8 bits, exactly, in DTYPE. Those of integers are the codes less 128."""
+    if FLOATS:
+        wide = e4m3_to_float(codes)
+    else:  # a code becomes the last bits of 2 ** 23, since conversions of integers are slow
+        wide = (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + 128.0)
+    return wide.to(DTYPE)
+
+
+@triton.jit
+def e4m3_to_float(codes):
+    """Return numbers of e4m3, given as bytes, in fp32; NaN becomes 480."""
+    bits = codes.to(tl.int32)  # moved to the places of a float's, which makes a number 2 ** 120 times too small
+    return (((bits & 128) << 24) | ((bits & 127) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
 
 
 @triton.jit
@@ -178,17 +188,17 @@ def over_runs(of_runs, STEP: tl.constexpr):
 @triton.jit
 def sums_of_runs(
     codes, x, x_upper, scales_ptr, zeros_ptr, at, start,
-    K: tl.constexpr, BITS: tl.constexpr, E2M1: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr,
+    K: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Return the products of the weight in codes [rows, bytes] with x [rows or 1, bytes], of its lower codes, and with
     `x_upper`, added up by run # [rows, bytes / 16] fp32, without factors of outputs. `at` and `start` as in
     `load_groups`."""
     RUNS: tl.constexpr = codes.shape[1] // 16
     if BITS == 8:
-        total = _sums(widen_8(codes, x.dtype), x, scales_ptr, zeros_ptr, at, start, 0, RUNS, K, BITS, GROUP)
+        total = _sums(widen_8(codes, x.dtype, FLOATS), x, scales_ptr, zeros_ptr, at, start, 0, RUNS, K, BITS, GROUP)
     else:
-        lower, upper = place_4(codes, x.dtype, E2M1, ASM)
-        if E2M1:  # its factor, split so that no product is too small for fp32
+        lower, upper = place_4(codes, x.dtype, FLOATS, ASM)
+        if FLOATS:  # its factor, split so that no product is too small for fp32
             FACTOR: tl.constexpr = 2.0**7 if x.dtype.is_fp16() else 2.0**63
             x, x_upper = x.to(tl.float32) * FACTOR, x_upper.to(tl.float32) * FACTOR
         if GROUP % 32 == 0 and zeros_ptr is None:  # one scale for both
@@ -197,7 +207,7 @@ def sums_of_runs(
         else:
             total = _sums(lower, x, scales_ptr, zeros_ptr, at, start, 0, RUNS, K, BITS, GROUP)
             total += _sums(upper, x_upper, scales_ptr, zeros_ptr, at, start, 1, RUNS, K, BITS, GROUP)
-        if E2M1:
+        if FLOATS:
             total *= FACTOR
     return total
 

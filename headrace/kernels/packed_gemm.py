@@ -13,7 +13,7 @@ import torch
 
 from headrace.kernels._triton import after_inputs, pairs_in_registers, tl, triton
 from headrace.kernels.packed import PackedWeight
-from headrace.kernels.packed_codes import widen_scale
+from headrace.kernels.packed_codes import e4m3_to_float, widen_scale
 
 ONE_GROUP = 1 << 20
 """inputs that share a scale where all of an output's do"""
@@ -21,7 +21,9 @@ HELD_SCALES = {torch.uint8: "e8m0", torch.float8_e4m3fn: "e4m3"}
 
 
 def packing(weight: PackedWeight) -> dict[str, Any]:
-    """Return the launch options for a packed weight."""
+    """Return the launch options for a packed weight. Raises ValueError for values that only experts have."""
+    if weight.values == "e4m3":
+        raise ValueError("linears of e4m3 values are not packed: kernels/narrow.py serves them")
     e2m1 = weight.values == "e2m1"
     return {
         "BITS": weight.bits,
@@ -64,12 +66,7 @@ def scale_of(ptrs, SCALES: tl.constexpr):
 @triton.jit
 def _as_scale(held, SCALES: tl.constexpr):
     """Return loaded scales in fp32."""
-    if SCALES == "e4m3":  # a float's bits, 2 ** 120 times too small
-        bits = held.to(tl.int32)
-        scale = (((bits & 128) << 24) | ((bits & 127) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
-    else:
-        scale = widen_scale(held)
-    return scale
+    return e4m3_to_float(held) if SCALES == "e4m3" else widen_scale(held)
 
 
 @triton.jit

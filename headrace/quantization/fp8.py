@@ -25,7 +25,7 @@ from headrace.errors import ConfigError
 from headrace.kernels._triton import fp8_dtype
 from headrace.kernels.fp8 import Quantized, Rounding, quantize_per_token_reference
 from headrace.kernels.narrow import NarrowWeight
-from headrace.kernels.packed import pack
+from headrace.kernels.packed import PackedWeight, pack
 from headrace.kernels.table import KernelTable, select_kernels
 from headrace.quantization import gpu_linear
 from headrace.quantization.formats import WeightFormat
@@ -41,7 +41,7 @@ from headrace.quantization.scheme import (
     Slot,
     Weights,
 )
-from headrace.quantization.stored import AT_ONCE, NarrowLayout, Numbers, StoredLayout, widen
+from headrace.quantization.stored import AT_ONCE, NarrowLayout, Numbers, StoredLayout, of_e4m3fn, widen
 from headrace.quantization.unquantized import PlainProduct, bias_slot, empty_bias, rows_of
 
 MULTIPLE = 16
@@ -172,15 +172,24 @@ class RoundingProduct:
         return weights if self._is_plain(spec) else self.layout.dequantize(spec, weights)
 
     def experts(self, spec: LinearSpec, weights: Weights) -> HeldExperts:
-        """Return what kernels/moe.py takes; of int8 on a GPU a PackedWeight, whose activations are not rounded."""
-        if self.layout.numbers == "int8" and self.layout.rounds and not self.emulates:
-            codes, scales = weights["weight"].view(torch.uint8) ^ 128, weights["weight_scale"][..., None]
-            return HeldExperts(pack(codes, scales, bits=8, group_size=spec.in_features))
+        """Return what kernels/moe.py takes; of int8 and of blocks on a GPU a PackedWeight, whose activations are not
+        rounded."""
+        if self.layout.numbers != "fp8" and not self.emulates and self.layout.whole_groups(spec):
+            return HeldExperts(self._packed(spec, weights))
         if self.why_plain or self.layout.numbers != "fp8":
             if not self.emulates:
                 self.widened_for[self.why_plain or "experts have no kernels for them"] += 1
             return HeldExperts(self.layout.dequantize(spec, weights)["weight"])
         return HeldExperts(weights["weight"], weights["weight_scale"], self.layout.rounding(spec, weights))
+
+    def _packed(self, spec: LinearSpec, weights: Weights) -> PackedWeight:
+        """Return experts in int8, or in fp8 with a scale a block, as kernels read them beside 16-bit activations."""
+        codes, scales = weights["weight"].view(torch.uint8), weights["weight_scale"]
+        if self.layout.numbers == "int8":
+            return pack(codes ^ 128, scales[..., None], bits=8, group_size=spec.in_features)
+        rows, size = self.layout.held_block(spec)
+        of_outputs = scales.repeat_interleave(rows, -2)[:, : spec.out_features] / of_e4m3fn(weights["weight"].dtype)
+        return pack(codes, of_outputs, bits=8, values="e4m3", group_size=size)
 
     def notes(self) -> list[str]:
         return [f"{count} weights in 8 bits are widened at load: {why}" for why, count in self.widened_for.items()]

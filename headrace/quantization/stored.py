@@ -152,7 +152,7 @@ class StoredLayout:
         if self.activations == "block":
             return Rounding(narrow, self.block[1], self.shift(spec))
         if self.activations == "tensor":
-            scale = weights["input_scale"] * _factor(narrow)
+            scale = weights["input_scale"] * of_e4m3fn(narrow)
             zero = weights.get("input_zero_point")
             largest = scale.amax()
             given = torch.stack((largest, torch.zeros_like(largest))) if zero is None else _common(scale, zero)
@@ -187,7 +187,7 @@ class StoredLayout:
 
     def _scale_slot(self, spec: LinearSpec, part: Part, weights: Weights) -> Slot:
         scales, rows, columns = weights["weight_scale"], part.rows, part.columns
-        factor, dummy = _factor(weights["weight"].dtype), DUMMY_SCALE[self.numbers]
+        factor, dummy = of_e4m3fn(weights["weight"].dtype), DUMMY_SCALE[self.numbers]
         if self.scale != "block":
             mine = scales[rows_of(part)]
             return _slot_of_outputs(part, mine, partial(_store_scales, mine, factor), dummy=dummy)
@@ -245,8 +245,8 @@ def _blocks(places: slice, size: int) -> slice:
     return slice(places.start // size, -(-places.stop // size))
 
 
-def _factor(narrow: torch.dtype) -> float:
-    """Return by how much scales grow, because e4m3fnuz reads the bits of e4m3fn as half as much."""
+def of_e4m3fn(narrow: torch.dtype) -> float:
+    """Return by how much scales grow beside the bits of e4m3fn in type `narrow`, for e4m3fnuz reads half as much."""
     return 2.0 if narrow == torch.float8_e4m3fnuz else 1.0
 
 

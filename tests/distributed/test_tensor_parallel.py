@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 HERE = Path(__file__).parent
@@ -15,7 +13,7 @@ sys.path.insert(0, str(HERE.parent / "models"))
 from driver import Driver  # noqa: E402
 from mixed_format import quantize  # noqa: E402
 from tiny_configs import save_tiny_model  # noqa: E402
-from tp_rank import run  # noqa: E402
+from tp_rank import check_two, run, run_two  # noqa: E402
 
 CASES = [
     ("LlamaForCausalLM", "biases"),
@@ -38,25 +36,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         save_tiny_model(architecture, variant, folder)
     folders["formats that mix"] = root / "mixed"
     save_tiny_model("Qwen3MoeForCausalLM", "full", root / "mixed")
-    quantize(root / "mixed", r"layers\.1\.mlp\.experts\.\d+\.\w+|layers\.0\.self_attn\.o_proj", root / "plain")
-    command = [sys.executable, str(HERE / "tp_rank.py")]
-    rest = [str(root / "rendezvous"), *map(str, folders.values())]
-    ranks = [subprocess.Popen([*command, str(rank), *rest]) for rank in (0, 1)]
-    try:
-        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    some = r"layers\.1\.mlp\.experts\.\d+\.(gate|down)_proj|layers\.0\.self_attn\.[ko]_proj"  # of fused ones, too
+    quantize(root / "mixed", some, root / "plain")
+    run_two(root / "rendezvous", folders.values())
     return folders
 
 
 @pytest.mark.parametrize("case", [f"{architecture}-{variant}" for architecture, variant in CASES])
 def test_two_ranks_equal_one(folders: dict[str, Path], case: str) -> None:
-    expected = run(Driver(folders[case]))
-    first, second = load_file(folders[case] / "rank0"), load_file(folders[case] / "rank1")
-    for step, logits in expected.items():
-        assert torch.equal(first[step], second[step])
-        assert (first[step] - logits).abs().max() <= 1e-5 * logits.abs().max()
+    check_two(folders[case])
 
 
 def test_two_ranks_of_a_checkpoint_in_several_formats_equal_one(

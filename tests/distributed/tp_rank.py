@@ -1,12 +1,15 @@
-"""One rank of a tensor-parallel test: `tp_rank.py RANK RENDEZVOUS FOLDER...` writes its logits to FOLDER/rank{RANK}."""
+"""Two ranks of a tensor-parallel test, each a process of its own: `tp_rank.py RANK RENDEZVOUS FOLDER...` writes its
+logits to FOLDER/rank{RANK}."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from driver import Driver
@@ -20,6 +23,27 @@ def run(driver: Driver) -> dict[str, torch.Tensor]:
     """Logits of a ragged prefill and of one decode step."""
     driver.start(len(PROMPTS))
     return {"prefill": driver.step(PROMPTS).contiguous(), "decode": driver.step([[7], [8], [9]]).contiguous()}
+
+
+def run_two(rendezvous: Path, folders: Iterable[Path]) -> None:
+    """Let two ranks compute each folder's model."""
+    command = [sys.executable, __file__]
+    rest = [str(rendezvous), *map(str, folders)]
+    ranks = [subprocess.Popen([*command, str(rank), *rest]) for rank in (0, 1)]
+    try:
+        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def check_two(folder: Path) -> None:
+    """Compare what two ranks computed of a model with what one does: both have the same bits."""
+    expected = run(Driver(folder))
+    first, second = load_file(folder / "rank0"), load_file(folder / "rank1")
+    for step, logits in expected.items():
+        assert torch.equal(first[step], second[step])
+        assert (first[step] - logits).abs().max() <= 1e-5 * logits.abs().max()
 
 
 def main() -> None:

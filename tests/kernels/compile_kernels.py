@@ -34,7 +34,7 @@ from headrace.kernels.attention_config import plan_attention, plan_decode
 from headrace.kernels.gemm_config import CANDIDATES, packed_candidates
 from headrace.kernels.paged import Sequences
 from tests.kernels.offline_target import TARGETS, compiled, spills, use_target
-from tests.kernels.packed_weights import KINDS, random_packed
+from tests.kernels.packed_weights import KINDS, OF_EXPERTS, random_packed
 
 DTYPES = (torch.bfloat16, torch.float16)
 SWEEP = sys.argv[2:] == ["sweep"]
@@ -219,8 +219,8 @@ def compile_experts(target):
                 moe.fused_moe(x, replace(experts, **in_fp8), None, x, tiled)
             for kernel in kernels:
                 report(f"experts {kernel.__name__} {num_experts} {num_tokens}", kernel, known)
-    kinds = ("mxfp4", "int4 zeros", "int4 wide groups", "nvfp4", "int8 groups")
-    for kind, dtype, num_tokens in grid(kinds if SWEEP else kinds[:4], DTYPES, (1, 8, 2048)):
+    kinds = ("mxfp4", "int4 zeros", "int4 wide groups", "nvfp4", "fp8 blocks", "int8 groups")
+    for kind, dtype, num_tokens in grid(kinds if SWEEP else kinds[:5], DTYPES, (1, 8, 2048)):
         experts = packed_experts(kind, dtype)
         moe.fused_moe(torch.zeros(num_tokens, 2880, dtype=dtype), experts, None)
         for kernel in kernels:
@@ -230,7 +230,7 @@ def compile_experts(target):
 def packed_experts(kind, dtype):
     """Experts like gpt-oss's, with biases, in any packed form."""
     num_experts, size, one = 32, 2880, torch.zeros(1, dtype=dtype)
-    row, weights = random_packed(1, 1, size, **KINDS[kind]), []
+    row, weights = random_packed(1, 1, size, **OF_EXPERTS[kind]), []
     for rows in (2 * size, size):
         tensors = {name: held.expand(num_experts, rows, *held.shape[2:]) for name, held in row.tensors().items()}
         weights.append(replace(row, **tensors))

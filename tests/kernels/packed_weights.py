@@ -21,6 +21,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "nvfp4": {"bits": 4, "values": "e2m1", "scales": torch.float8_e4m3fn, "factors": True, "group_size": 16},
 }
 """name -> what `random_packed` takes"""
+OF_EXPERTS: dict[str, dict[str, Any]] = {
+    **{name: kind for name, kind in KINDS.items() if "order" not in kind},
+    "fp8 blocks": {"bits": 8, "values": "e4m3", "scales": torch.float32, "group_size": 32},
+}
+"""those that experts may have"""
 
 
 def random_packed(
@@ -39,6 +44,9 @@ def random_packed(
     of_groups = (*shape[:-1], -(-size // (group_size or size)))
     codes = torch.randint(0, 1 << bits, shape, dtype=torch.uint8, device=device)
     spread = 3.0 if values == "e2m1" else 0.3 * (1 << bits)
+    if values == "e4m3":
+        spread = 100.0
+        codes = (torch.randn(shape, device=device) * spread).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     wide = (torch.rand(of_groups, device=device) + 0.5) * 0.05 / spread
     rows: Tensor | None = None
     if factors:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from headrace.kernels.packed import BLOCK, E2M1, pack, pack_codes, unpack_codes
-from tests.kernels.packed_weights import KINDS, random_packed
+from tests.kernels.packed_weights import OF_EXPERTS, random_packed
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -38,9 +38,15 @@ def test_e2m1_with_powers_of_two():
     assert weight.dequantize(torch.float32)[0].tolist() == [value * 8 for value in E2M1] * 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def test_e4m3_is_torchs():
+    codes = torch.tensor([[0, 1, 0x7E, 0x80, 0xB9] + [0] * 27], dtype=torch.uint8)
+    weight = pack(codes, torch.tensor([[0.5]]), bits=8, values="e4m3", group_size=32)
+    assert weight.dequantize(torch.float32)[0, :5].tolist() == [0.0, 2.0**-10, 224.0, 0.0, -0.5625]
+
+
+@pytest.mark.parametrize("kind", OF_EXPERTS)
 def test_experts_are_linears_of_one_size(kind):
-    experts = random_packed(3, 10, 128, **KINDS[kind])
+    experts = random_packed(3, 10, 128, **OF_EXPERTS[kind])
     assert experts.num_bytes == sum(tensor.nbytes for tensor in experts.tensors().values())
     out = experts.dequantize(torch.float32)
     assert out.shape == (3, 10, 128)

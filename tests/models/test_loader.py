@@ -13,7 +13,7 @@ import torch
 from driver import Driver, make_context
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_configs import save_tiny_model
+from tiny_configs import save_tiny_model, shard
 from torch import Tensor
 
 from headrace.distributed.mesh import Group, Mesh
@@ -51,19 +51,6 @@ def edit(folder: Path, **changes: Tensor | None) -> None:
         else:
             tensors[name] = tensor
     save_file(tensors, folder / "model.safetensors")
-
-
-def shard(folder: Path) -> None:
-    """Split model.safetensors into two files and an index."""
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    names = sorted(tensors)
-    weight_map = {}
-    for number, part in enumerate((names[::2], names[1::2]), 1):
-        file = f"model-{number:05}-of-00002.safetensors"
-        save_file({name: tensors[name] for name in part}, folder / file)
-        weight_map |= dict.fromkeys(part, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
 def test_sharded_equals_single_file(folder: Path) -> None:

@@ -12,11 +12,12 @@ from driver import Driver
 from mixed_format import quantize
 from tiny_configs import save_tiny_model
 
-from headrace.errors import CheckpointError, UnsupportedModelError
+from headrace.errors import CheckpointError
 from headrace.layers.linear import Linear
 from headrace.layers.moe import SparseMoE
 
 PROMPTS = [[5], [17, 3, 99], list(range(20, 45))]
+LAYERS = (Linear, SparseMoE)
 SOME = r"layers\.1\.mlp\.experts\.\d+\.\w+|layers\.0\.self_attn\.o_proj"
 
 
@@ -29,11 +30,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_mixed_checkpoint_gives_the_tokens_of_the_widened_one(folder: Path, tmp_path: Path) -> None:
     quantize(folder, SOME, tmp_path / "plain")
     mixed, plain = Driver(folder), Driver(tmp_path / "plain")
-    held = {
-        path: layer.scheme.format.name
-        for path, layer in mixed.model.named_modules()
-        if isinstance(layer, Linear | SparseMoE)
-    }
+    held = {path: layer.scheme.format.name for path, layer in mixed.model.named_modules() if isinstance(layer, LAYERS)}
     assert {path for path, name in held.items() if name == "int8"} == {
         "model.layers.1.mlp",
         "model.layers.0.self_attn.o_proj",
@@ -50,10 +47,40 @@ def test_what_is_left_alone_may_be_named_as_it_is_fused_here(folder: Path, tmp_p
     assert Driver(folder).greedy(PROMPTS, 4) == Driver(tmp_path / "plain").greedy(PROMPTS, 4)
 
 
-def test_parts_of_one_linear_in_several_formats_are_refused(folder: Path) -> None:
-    quantize(folder, r"layers\.0\.self_attn\.q_proj")
-    with pytest.raises(UnsupportedModelError, match=r"qkv_proj is computed as one.*q_proj: int8.*k_proj: bf16"):
-        Driver(folder)
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "Qwen2ForCausalLM"])
+def test_parts_of_one_linear_may_be_in_several_formats(architecture: str, tmp_path: Path) -> None:
+    """Attention's, with biases or not; those of experts, of which gate and up are then widened; the shared ones'."""
+    save_tiny_model(architecture, "full", tmp_path / "mixed")
+    some = r"self_attn\.[qv]_proj|\d\.mlp\.gate_proj|layers\.1\.mlp\.experts\.\d+\.(gate|down)_proj"
+    quantize(tmp_path / "mixed", some, tmp_path / "plain")
+    mixed, plain = Driver(tmp_path / "mixed"), Driver(tmp_path / "plain")
+    held = {path: one.scheme.format.name for path, one in mixed.model.named_modules() if isinstance(one, LAYERS)}
+    assert held["model.layers.1.self_attn.qkv_proj"] == held["model.layers.0.self_attn.qkv_proj"] == "int8 and bf16"
+    assert held["model.layers.1.self_attn.o_proj"] == "bf16"
+    widened = [note for note in mixed.model.notes if "widened" in note]
+    if architecture == "Qwen3MoeForCausalLM":
+        assert held["model.layers.1.mlp"] == "int8 and bf16"
+        assert widened == ["1 layers of experts are widened at load: gate and up are in different formats"]
+    assert mixed.model.weight_bytes < plain.model.weight_bytes
+    assert mixed.greedy(PROMPTS, 12) == plain.greedy(PROMPTS, 12)
+
+
+def test_a_linear_that_the_files_hold_unquantized_is_so_whatever_config_says(folder: Path, tmp_path: Path) -> None:
+    """Some tools leave sizes alone that their blocks do not divide, and say nothing."""
+    quantize(folder, SOME, tmp_path / "plain")
+    edit(folder, ignore=[])
+    mixed = Driver(folder)
+    (note, _) = mixed.model.notes
+    assert "model.layers.*.self_attn.qkv_proj (unquantized in the checkpoint's files) x 2" in note
+    assert mixed.greedy(PROMPTS, 12) == Driver(tmp_path / "plain").greedy(PROMPTS, 12)
+
+
+def test_routers_may_be_quantized(tmp_path: Path) -> None:
+    """And the shared expert's gate, which is read with the router; they are widened at load."""
+    save_tiny_model("Qwen2MoeForCausalLM", "dense-layers", tmp_path / "model")
+    some = r"layers\.1\.mlp\.(gate|experts\.\d+\.\w+)|mlp\.shared_expert_gate"
+    quantize(tmp_path / "model", some, tmp_path / "plain")
+    assert Driver(tmp_path / "model").greedy(PROMPTS, 12) == Driver(tmp_path / "plain").greedy(PROMPTS, 12)
 
 
 def test_a_tensor_of_another_type_is_refused(folder: Path) -> None:

@@ -4,7 +4,6 @@ the weights that the tools widen (tests/quantization/make_fixtures.py)."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,20 +14,21 @@ import torch
 from driver import Driver
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tiny_configs import shard
 from torch import Tensor
 
 from headrace import LLM, SamplingParams
-from headrace.errors import CheckpointError, UserError
+from headrace.errors import CheckpointError
 from headrace.layers.linear import Linear
 from headrace.layers.moe import SparseMoE
 from headrace.quantization.packed import PackedProduct
-from headrace.quantization.scheme import Compute, FusedOps, LinearSpec, Multiply, Weights
+from headrace.quantization.scheme import Compute, FusedOps, HeldExperts, LinearSpec, Multiply, Weights
 from headrace.quantization.unquantized import PlainProduct
 
 HERE = Path(__file__).parent
 FIXTURES = HERE.parent / "quantization" / "fixtures"
 sys.path.insert(0, str(HERE.parent / "distributed"))
-from tp_rank import run  # noqa: E402
+from tp_rank import check_two, run, run_two  # noqa: E402
 
 
 def about(tool: str) -> dict[str, Any]:
@@ -60,14 +60,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("stored")
     for tool, name in CASES:
         write(tool, name, root / tool / name)
-    command = [sys.executable, str(HERE.parent / "distributed" / "tp_rank.py")]
-    rest = [str(root / "rendezvous"), *(str(root / tool / name) for tool, name in CASES)]
-    ranks = [subprocess.Popen([*command, str(rank), *rest]) for rank in (0, 1)]
-    try:
-        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_two(root / "rendezvous", (root / tool / name for tool, name in CASES))
     return root
 
 
@@ -83,12 +76,7 @@ def test_tokens_are_those_of_the_widened_model(tool: str, name: str, tmp_path: P
 
 @each_model
 def test_two_ranks_compute_what_one_does(two_ranks: Path, tool: str, name: str) -> None:
-    folder = two_ranks / tool / name
-    expected = run(Driver(folder))
-    first, second = load_file(folder / "rank0"), load_file(folder / "rank1")
-    for step, logits in expected.items():
-        assert torch.equal(first[step], second[step])
-        assert (first[step] - logits).abs().max() <= 1e-5 * logits.abs().max()
+    check_two(two_ranks / tool / name)
 
 
 @each_model
@@ -108,7 +96,7 @@ def test_what_a_gpu_holds_computes_the_same(
         return self.plain.finalize(spec, plain(self, spec, weights), fused)
 
     monkeypatch.setattr(PackedProduct, "finalize", finalize)
-    monkeypatch.setattr(PackedProduct, "experts", lambda *given: (plain(*given)["weight"], None))
+    monkeypatch.setattr(PackedProduct, "experts", lambda *given: HeldExperts(plain(*given)["weight"]))
     driver = Driver(tmp_path / "model")
     for step, logits in run(driver).items():
         assert (logits - expected[step]).norm() < 0.01 * logits.norm()
@@ -178,14 +166,20 @@ def test_an_extra_scale_is_refused_by_name(tmp_path: Path) -> None:
         Driver(folder)
 
 
-def test_a_group_that_does_not_fit_is_refused_by_the_linears_name(tmp_path: Path) -> None:
+def test_groups_that_the_scales_are_not_of_are_refused_by_the_tensors_name(tmp_path: Path) -> None:
     write("autoawq", "dense", tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     config = json.loads(file.read_text())
     config["quantization_config"]["group_size"] = 24
     file.write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"group_size.* is 24"):
+    with pytest.raises(CheckpointError, match=r"scales' .* has shape \[2, 64\], config.json asks for \[3, 64\]"):
         Driver(file.parent)
+
+
+def test_a_quantized_checkpoint_in_several_files(tmp_path: Path) -> None:
+    tokens = write("quark", "moe", tmp_path / "model")
+    shard(tmp_path / "model")
+    assert Driver(tmp_path / "model").greedy(about("quark")["prompts"], len(tokens[0])) == tokens
 
 
 @pytest.mark.parametrize(

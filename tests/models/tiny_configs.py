@@ -5,11 +5,13 @@ A new line in the registry needs an entry here; the conformance tests then cover
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 BASE: dict[str, Any] = {
     "vocab_size": 128,
@@ -143,3 +145,16 @@ def save_tiny_model(architecture: str, variant: str, folder: Path) -> torch.nn.M
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
     model.save_pretrained(folder)
     return model
+
+
+def shard(folder: Path) -> None:
+    """Split model.safetensors into two files and an index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {}
+    for number, part in enumerate((names[::2], names[1::2]), 1):
+        file = f"model-{number:05}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))

@@ -311,8 +311,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (compressed("pack-quantized", group(W4), sparsity_config={"format": "sparse-24-bitmask"}),
      '`quantization_config.sparsity_config.format` is "sparse-24-bitmask"; must be dense'),
     (compressed("pack-quantized", group({**W4, "num_bits": 3})), r"weights.num_bits` is 3; must be one of 4, 8"),
-    (compressed("pack-quantized", group({**W4, "group_size": 40})),
-     r"group_size` is 40; must be -1 or a multiple of 16"),
+    (compressed("pack-quantized", group({**W4, "group_size": -2})), r"group_size` is -2; must be an integer from -1"),
     (compressed("pack-quantized", group({"num_bits": 8, "strategy": "tensor"})),
      '"tensor"; must be one of channel, gro'),
     (compressed("pack-quantized", group(W4, None, "LlamaMLP")), r'targets` is \["LlamaMLP"\]; must be Linear, names'),
@@ -373,6 +372,24 @@ def test_what_no_layout_holds_is_refused_by_name(quantization: dict[str, Any], m
 )  # fmt: skip
 def test_scales_of_the_kv_cache(quantization: dict[str, Any] | None, holds: bool) -> None:
     assert holds_kv_scales(quantization) is holds
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"}, "nvfp4"),
+        ({"quant_method": "modelopt", "quant_algo": None, "kv_cache_scheme": {"type": "int", "num_bits": 8}}, "int8"),
+        (compressed("pack-quantized", group(W4), kv_cache_scheme={"type": "float", "num_bits": 4}), "float4"),
+        ({"quant_method": "quark", "global_quant_config": QUARK_FP8,
+          "kv_cache_quant_config": {"*k_proj": {"output_tensors": {"dtype": "int8"}}}}, "int8"),
+        (CASES["quark fp8"][0], ""), (CASES["autofp8"][0], ""), (CASES["w4a16"][0], ""),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": None}, ""),
+    ],
+)  # fmt: skip
+def test_a_kv_cache_that_is_not_served_is_a_note(fields: dict[str, Any], kind: str) -> None:
+    notes = [note for note in read_format(fields).notes if "KV cache" in note]
+    assert len(notes) == bool(kind)
+    assert not kind or f"asks for a KV cache in {kind}, which is not served" in notes[0]
 
 
 def test_a_config_about_the_kv_cache_alone_leaves_the_weights_plain() -> None:

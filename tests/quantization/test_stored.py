@@ -285,7 +285,7 @@ def test_experts_have_scales_an_output_or_are_widened(generator: torch.Generator
             for _, name, slot in scheme.layout.slots(layer.spec, one):
                 slot.put(part.tensors[name])
             wanted.append(part.weight)
-        weight, scales = scheme.product.experts(layer.spec, weights)
+        weight, scales, _ = scheme.product.experts(layer.spec, weights)
         assert (weight.dtype == E4M3) == narrow
         held = (
             weight if scales is None else Quantized(weight.flatten(0, 1), scales.view(-1, 1)).dequantize(torch.float32)
@@ -304,7 +304,7 @@ def test_experts_in_int8_are_packed_on_a_gpu(generator: torch.Generator) -> None
         wanted.append(part.weight)
     for emulates in (True, False):
         scheme.product.emulates = emulates  # type: ignore[attr-defined]
-        held, scales = scheme.product.experts(layer.spec, weights)
+        held, scales, _ = scheme.product.experts(layer.spec, weights)
         assert scales is None
         wide = held if emulates else held.dequantize(torch.float32)
         assert torch.equal(wide, torch.stack(wanted))

@@ -262,12 +262,23 @@ GPTQ = {"bits": 4, "group_size": 32, "act_order": False, "symmetric": True, "zer
     [
         ("awq", {"bits": 8, "group_size": 32, "zero_point": True}, "bits is 8; accepted here: 4"),
         ("gptq", GPTQ | {"bits": 5}, "bits is 5; accepted here: 2, 3, 4, 8"),
-        ("pack_quantized", {"bits": 4, "group_size": 24, "symmetric": True, "act_order": False}, "group_size is 24"),
     ],
 )
 def test_what_has_no_kernel_form_is_refused(layout: str, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         make_scheme(linear_format(FORMATS["int4"], layout, **settings))
+
+
+def test_small_groups_are_widened() -> None:
+    """Since kernels read more inputs at once."""
+    fixture = one_of("pack_quantized", group_size=32, act_order=False)
+    scales = fixture.tensors["weight_scale"].repeat_interleave(4, 1)
+    fixture = replace(fixture, settings=fixture.settings | {"group_size": 8})
+    spec = alone(fixture, torch.float32)
+    weights = load(fixture, spec, weight_scale=scales)
+    assert torch.equal(fixture.scheme.layout.dequantize(spec, weights)["weight"], fixture.tensors["expected"].float())
+    packed = fixture.scheme.layout.packed(spec, weights)  # type: ignore[attr-defined]
+    assert packed == "kernels read 16 inputs at once, and groups are of 8"
 
 
 def test_a_shape_that_contradicts_itself_and_a_bias_too_many_are_refused() -> None:

@@ -13,7 +13,7 @@ from headrace.kernels.moe import Experts, SwigluClamp, fused_moe, fused_moe_refe
 from headrace.kernels.moe_config import MoeConfig, Tile
 from headrace.kernels.moe_route import Scoring, max_tiles, route, route_reference
 from headrace.kernels.norm import HalfNormed, half_norm_reference, rms_norm_reference
-from tests.kernels.packed_weights import KINDS, random_packed
+from tests.kernels.packed_weights import OF_EXPERTS, random_packed
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
 FEW = MoeConfig(1, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1, group=4))
@@ -209,7 +209,7 @@ def test_the_tables_choice_in_fp8(num_tokens):
 
 def packed(experts, kind):
     """The same with other weights, packed, and what they are widened to."""
-    held = {name: random_packed(*getattr(experts, name).shape, **KINDS[kind]) for name in ("w13", "w2")}
+    held = {name: random_packed(*getattr(experts, name).shape, **OF_EXPERTS[kind]) for name in ("w13", "w2")}
     wide = {name: weight.dequantize(torch.float32) for name, weight in held.items()}
     return replace(experts, **held), replace(in_float32(experts), **wide)
 
@@ -222,7 +222,7 @@ def with_biases(experts, dtype=torch.float32):
     return replace(experts, clamp=SwigluClamp(1.702, 0.8), **biases)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "int4 ordered"])
+@pytest.mark.parametrize("kind", OF_EXPERTS)
 @pytest.mark.parametrize("config", ["one by one", "tiles", "swapped"])
 def test_packed_weights(kind, config):
     """Widened as they are multiplied, they give what widened weights give, also where groups end within a step or a
