@@ -27,6 +27,7 @@ from __future__ import annotations
 import ast
 import json
 import math
+import re
 import sys
 import tempfile
 import types
@@ -59,6 +60,8 @@ BASE: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 DENSE = transformers.LlamaConfig(**BASE, architectures=["LlamaForCausalLM"])
+UNTIED = transformers.LlamaConfig(**BASE | {"tie_word_embeddings": False}, architectures=["LlamaForCausalLM"])
+BIASED = transformers.Qwen2Config(**BASE | {"tie_word_embeddings": False}, architectures=["Qwen2ForCausalLM"])
 MOE = transformers.Qwen3MoeConfig(
     **BASE,
     num_experts=3,
@@ -85,8 +88,12 @@ class Fixtures:
         self.linears[name] = {"layout": layout, "settings": settings, "shape": shape}
         self._add(name, tensors | {"expected": expected})
 
-    def model(self, name: str, config: Any, pack: Pack, quantization: dict[str, Any], dtype: torch.dtype) -> None:
-        """Add a model, whose linears are packed and whose other tensors are of `dtype`."""
+    def model(
+        self, name: str, config: Any, pack: Pack | dict[str, Pack], quantization: dict[str, Any], dtype: torch.dtype
+    ) -> None:
+        """Add a model, whose linears are packed, each by the first whose pattern matches its name, and whose other
+        tensors are of `dtype`. Without patterns, all linears but the head are packed."""
+        packs = pack if isinstance(pack, dict) else {r".*_proj$": pack}
         torch.manual_seed(len(self.models))
         model = getattr(transformers, config.architectures[0])(config).eval()
         for parameter in model.parameters():
@@ -96,12 +103,14 @@ class Fixtures:
             model.save_pretrained(folder)
             plain, stored = load_file(f"{folder}/model.safetensors"), {}
             for path, tensor in list(plain.items()):
-                if not path.endswith("_proj.weight"):
+                owner, _, kind = path.rpartition(".")
+                own = next((one for pattern, one in packs.items() if re.match(pattern, owner)), None)
+                if own is None or kind != "weight":
                     stored[path] = tensor.to(dtype)
                     continue
-                tensors, widened = pack(tensor)
+                tensors, widened = own(tensor)
                 assert widened.shape == tensor.shape
-                stored |= {f"{path.removesuffix('weight')}{tensor}": value for tensor, value in tensors.items()}
+                stored |= {f"{owner}.{one}": value for one, value in tensors.items()}
                 plain[path] = widened.float().contiguous()
             save_file(plain, f"{folder}/model.safetensors", {"format": "pt"})
             model = type(model).from_pretrained(folder, dtype=torch.float32).eval()
@@ -207,6 +216,12 @@ def compressed(fixtures: Fixtures) -> None:
     fixtures.model("w4a16-moe", MOE, *w4, bf16)
     fixtures.model("w8a16-dense", DENSE, *w8, fp32)
     fixtures.model("nvfp4-dense", DENSE, *nv, bf16)
+    groups = {r".*(q|gate|down)_proj$": w4, r".*(k_proj|lm_head)$": w8}  # others are plain: of each fused linear, one
+    fields = w4[1] | {"format": "mixed-precision", "ignore": [], "config_groups": {}}
+    for number, (pattern, (_, own)) in enumerate(groups.items()):
+        group = own["config_groups"]["group_0"] | {"targets": [f"re:{pattern}"], "format": integers}
+        fields["config_groups"][f"group_{number}"] = group
+    fixtures.model("mixed-dense", UNTIED, {pattern: pack for pattern, (pack, _) in groups.items()}, fields, fp32)
 
 
 def act_order(fixtures: Fixtures) -> None:
@@ -319,6 +334,8 @@ def auto_gptq(fixtures: Fixtures) -> None:
     ):
         fields = {"quant_method": "gptq", "bits": bits, "group_size": 32, "desc_act": ordered, "sym": False}
         fixtures.model(name, config, packer(bits, 32, False, ordered), fields, torch.float16)
+    fields = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False, "lm_head": True}
+    fixtures.model("biases-and-head", BIASED, {r".*(_proj|lm_head)$": packer(4, 32, False)}, fields, torch.float16)
 
 
 def gptqmodel(fixtures: Fixtures) -> None:
