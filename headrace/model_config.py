@@ -21,6 +21,10 @@ LARGEST = sys.float_info.max
 MOST_LAYERS = 10_000
 """Bounds the loops over layers, which a wild number must not reach"""
 
+BESIDE = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files beside a config.json that says nothing of quantization -> the `quant_method` of their tool (ModelOpt,
+AutoGPTQ, AutoAWQ)"""
+
 
 @dataclass(frozen=True)
 class Fields:
@@ -149,11 +153,14 @@ def read_object(path: Path, error_class: type[UserError] = ModelNotFoundError) -
 
 
 def read_config(path: Path, error_class: type[UserError] = ModelNotFoundError) -> dict[str, Any]:
-    """Return config.json. Older exports of ModelOpt keep the quantization in a file beside it, hf_quant_config.json,
-    which is then its `quantization_config`. Raises `error_class` as `read_object` does."""
-    raw, beside = read_object(path, error_class), path.with_name("hf_quant_config.json")
-    if raw.get("quantization_config") is None and os.path.lexists(beside):
-        return {**raw, "quantization_config": {"quant_method": "modelopt", **read_object(beside, error_class)}}
+    """Return config.json. Older exports keep the quantization in a file beside it, one of BESIDE, which is then its
+    `quantization_config`. Raises `error_class` as `read_object` does."""
+    raw = read_object(path, error_class)
+    if quantization_of(Fields(raw, "config.json")):
+        return raw
+    for name, method in BESIDE.items():
+        if os.path.lexists(beside := path.with_name(name)):
+            return {**raw, "quantization_config": {"quant_method": method, **read_object(beside, error_class)}}
     return raw
 
 

@@ -22,10 +22,15 @@ def integers(layout: str, bits: int, group_size: int, zeros: bool, **settings: S
 
 
 def fp8(
-    scale: str, activations: str, scale_name: str = "weight_scale", block: tuple[int, int] | None = None
+    scale: str,
+    activations: str,
+    scale_name: str = "weight_scale",
+    block: tuple[int, int] | None = None,
+    bound: float | None = None,
 ) -> LinearFormat:
     """Return fp8 as a checkpoint stores it, with a scale a tensor, a channel or a block [rows, columns]; `activations`
-    are rounded with a scale a token, a tensor (that the checkpoint brings) or a block of a token, or not: none."""
+    are rounded with a scale a token, a tensor (that the checkpoint brings) or a block of a token, or not: none.
+    `bound`: of a token's largest activation."""
     facts = FORMATS["fp8"]
     if activations == "none":
         facts = replace(facts, units="", launched_as=1.0)
@@ -33,6 +38,8 @@ def fp8(
     if block is not None:
         facts = replace(facts, group_size=block[1], outputs_per_scale=block[0])
         settings["block"] = block
+    if bound is not None:
+        settings["bound"] = bound
     return linear_format(facts, "fp8_stored", **settings)
 
 

@@ -90,8 +90,9 @@ def _deepseek_or_auto_fp8(fields: Fields) -> CheckpointFormat:
 
 
 def _fbgemm(fields: Fields) -> CheckpointFormat:
-    """Read FBGEMM's fields. Its bound of activations' scales is a tensor of each linear too, which the layout reads."""
-    return CheckpointFormat("fbgemm_fp8", fp8("channel", "token"), (*_unconverted(fields), *left_alone([HEAD])))
+    """Read FBGEMM's fields. Its bound of activations may also be a tensor of each linear, which then counts."""
+    linear = fp8("channel", "token", bound=fields.number("activation_scale_ub", 1200.0, above=0))
+    return CheckpointFormat("fbgemm_fp8", linear, (*_unconverted(fields), *left_alone([HEAD])))
 
 
 def _mxfp4(fields: Fields) -> CheckpointFormat:

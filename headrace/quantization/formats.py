@@ -73,7 +73,7 @@ PLAIN = FORMATS["bf16"]
 MADE_AT_LOAD = tuple(one.name for one in FORMATS.values() if one.made_at_load)
 
 
-Setting = str | int | bool | tuple[int, ...]
+Setting = str | int | float | bool | tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ with them. Where the checkpoint brings a scale of activations for each expert, t
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -246,7 +247,8 @@ def stored(
     scale_name: str = "weight_scale",
     activations: str = "token",
     block: tuple[int, int] = (128, 128),
+    bound: float = math.inf,
 ) -> Scheme:
     """Return a new scheme for weights that the checkpoint holds in e4m3, with tensors named as StoredLayout says."""
-    layout = StoredLayout(torch.float8_e4m3fn, scale, scale_name, activations, block)
+    layout = StoredLayout(torch.float8_e4m3fn, scale, scale_name, activations, block, bound=bound)
     return Scheme(format, layout, RoundingProduct(layout))

@@ -72,6 +72,8 @@ class StoredLayout:
     """outputs and inputs that share a scale"""
     symmetric: bool = True
     """False: activations have zero points"""
+    bound: float = math.inf
+    """A token's largest activation counts as at most this, where the checkpoint has no `input_scale_ub`."""
 
     def __post_init__(self) -> None:
         known = {"scale": ("tensor", "channel", "block"), "activations": ("token", "block", "tensor", "none")}
@@ -117,7 +119,7 @@ class StoredLayout:
             if not self.symmetric:
                 weights["input_zero_point"] = torch.zeros(*experts, len(spec.parts), device=device)
         if self._may_be_bounded:
-            weights["input_scale_ub"] = torch.full((*experts, len(spec.parts)), math.inf, device=device)
+            weights["input_scale_ub"] = torch.full((*experts, len(spec.parts)), self.bound, device=device)
         return weights
 
     def slots(self, spec: LinearSpec, weights: Weights) -> Iterator[tuple[Part, str, Slot]]:

@@ -55,6 +55,8 @@ WHOLE_GROUPS = transformers.LlamaConfig(
 MOE = transformers.MixtralConfig(
     **BASE, num_local_experts=3, num_experts_per_tok=2, architectures=["MixtralForCausalLM"]
 )
+SOME_BLOCKS = transformers.LlamaConfig(**BASE | {"intermediate_size": 160}, architectures=["LlamaForCausalLM"])
+"""k, v and o have sizes that blocks of 16 x 32 do not divide, and are left alone"""
 WHOLE_EXPERTS = transformers.MixtralConfig(
     **MOE.to_diff_dict() | {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
 )
@@ -281,10 +283,11 @@ def by_hand(
     widen: Callable[[dict[str, Tensor]], Tensor],
     rounded: Rows,
     quantization: dict[str, Any],
+    config: Any = DENSE,
 ) -> None:
     """Save a model whose linears, but for the head, are what `pack` makes of a weight; the logits are those of products
     of the widened weights with rounded activations. A weight that `pack` returns as it was is left alone."""
-    model = seeded(DENSE)
+    model = seeded(config)
     with tempfile.TemporaryDirectory() as folder:
         tensors = exported(model, folder)
         fields = json.loads(Path(folder, "config.json").read_text()) | {"quantization_config": quantization}
@@ -318,7 +321,7 @@ def fbgemm() -> None:
 def of_transformers() -> None:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
-    for name, block in (("transformers-fp8-block", (8, 32)), ("transformers-fp8", None)):
+    for name, block in (("transformers-fp8-block", (16, 32)), ("transformers-fp8", None)):
         config = transformers.FineGrainedFP8Config(weight_block_size=block, modules_to_not_convert=["lm_head"])
         owner = SimpleNamespace(quantization_config=config)
         quantize, dequantize = Fp8Quantize(owner), Fp8Dequantize(owner)
@@ -342,7 +345,7 @@ def of_transformers() -> None:
                 1,
             )
 
-        by_hand(name, pack, widen, rounded, config.to_dict())
+        by_hand(name, pack, widen, rounded, config.to_dict(), SOME_BLOCKS)
 
 
 TOOLS = {

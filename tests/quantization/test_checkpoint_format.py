@@ -159,7 +159,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, dict[str, Any]]]]] =
             "quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0,
             "modules_to_not_convert": [HEAD, "model.layers.0.self_attn", f"{LAYER}.self_attn"],
         },
-        {DOWN: ("fp8_stored", {**STORED, "scale": "channel"}), Q: PLAIN, HEAD: PLAIN},
+        {DOWN: ("fp8_stored", {**STORED, "scale": "channel", "bound": 1200.0}), Q: PLAIN, HEAD: PLAIN},
     ),
     "awq": (
         {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True,
@@ -469,6 +469,21 @@ def test_every_method_is_tried() -> None:
     tried = {case["quant_method"] for case, _ in CASES.values()}
     assert {*METHODS} - tried == {"gptq_v2", "modelopt_fp4", "modelopt_mixed"}, "words for others' fields"
     assert LinearFormat() == UNQUANTIZED
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "layout"),
+    [
+        ("quantize_config.json", {"bits": 4, "group_size": 64, "desc_act": True, "sym": True}, "gptq"),
+        ("quant_config.json", {"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"}, "awq"),
+    ],
+)
+def test_files_beside_that_old_tools_write(name: str, fields: dict[str, Any], layout: str, tmp_path: Path) -> None:
+    raw = {name: value for name, value in model(None).raw.items() if name != "quantization_config"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / name).write_text(json.dumps(fields))
+    found = read_format(ModelConfig.from_folder(tmp_path).quantization).default
+    assert (found.layout, dict(found.settings)["group_size"]) == (layout, 64)
 
 
 def test_modelopts_older_exports_keep_it_in_a_file_beside(tmp_path: Path) -> None:
