@@ -280,17 +280,22 @@ def test_experts_have_scales_an_output_or_are_widened(generator: torch.Generator
         wanted = []
         for expert in range(3):
             part = block_part(generator, (30, 70), (128, 128))
-            part.tensors |= {"weight_scale": part.tensors["weight_scale_inv"], "input_scale": torch.tensor(0.1)}
+            part.tensors |= {
+                "weight_scale": part.tensors["weight_scale_inv"],
+                "input_scale": torch.tensor(0.1 * (expert + 1)),
+            }
             one = {name: tensor[expert] for name, tensor in weights.items()}
             for _, name, slot in scheme.layout.slots(layer.spec, one):
                 slot.put(part.tensors[name])
             wanted.append(part.weight)
-        weight, scales, _ = scheme.product.experts(layer.spec, weights)
+        weight, scales, rounding = scheme.product.experts(layer.spec, weights)
         assert (weight.dtype == E4M3) == narrow
         held = (
             weight if scales is None else Quantized(weight.flatten(0, 1), scales.view(-1, 1)).dequantize(torch.float32)
         )
         assert torch.equal(held.view(3, 30, 70), torch.stack(wanted))
+        if narrow:  # of all experts' scales of activations the largest
+            assert rounding.given.tolist() == pytest.approx([0.3, 0.0])
 
 
 def test_experts_in_int8_are_packed_on_a_gpu(generator: torch.Generator) -> None:
@@ -308,6 +313,27 @@ def test_experts_in_int8_are_packed_on_a_gpu(generator: torch.Generator) -> None
         assert scales is None
         wide = held if emulates else held.dequantize(torch.float32)
         assert torch.equal(wide, torch.stack(wanted))
+
+
+def test_experts_in_blocks_are_packed_on_a_gpu(generator: torch.Generator) -> None:
+    """They stay in 8 bits, also where a rank's rows begin within a block."""
+    scheme = fp8_scheme("block", "block", (16, 32))
+    scheme.product.prepare([], CPU)
+    layer = MergedColumnParallelLinear(70, {"a": 40, "b": 40}, Group(1, 2), torch.float32, False)
+    weights, wanted = scheme.layout.create_weights(layer.spec, CPU, (3,)), []
+    for expert in range(3):
+        parts = {name: block_part(generator, (40, 70), (16, 32)) for name in "ab"}
+        one = {name: tensor[expert] for name, tensor in weights.items()}
+        for part, name, slot in scheme.layout.slots(layer.spec, one):
+            slot.put(parts[str(part.name)].tensors[name][slot.source])
+        wanted.append(torch.cat([part.weight[20:] for part in parts.values()]))
+    for emulates in (True, False):
+        scheme.product.emulates = emulates  # type: ignore[attr-defined]
+        held, scales, _ = scheme.product.experts(layer.spec, weights)
+        assert scales is None
+        assert emulates or held.codes.nbytes == 3 * 40 * 96
+        assert torch.equal(held if emulates else held.dequantize(torch.float32), torch.stack(wanted))
+    assert scheme.product.notes() == []
 
 
 def test_zero_points_of_int8_weights_must_be_zero(generator: torch.Generator) -> None:

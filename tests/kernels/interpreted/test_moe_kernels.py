@@ -8,7 +8,7 @@ import torch
 from sampled import sampled
 
 from headrace.kernels import moe, moe_route
-from headrace.kernels.fp8 import quantize_per_token_reference
+from headrace.kernels.fp8 import Rounding, quantize_per_token_reference
 from headrace.kernels.moe import Experts, SwigluClamp, fused_moe, fused_moe_reference
 from headrace.kernels.moe_config import MoeConfig, Tile
 from headrace.kernels.moe_route import Scoring, max_tiles, route, route_reference
@@ -180,13 +180,17 @@ def in_fp8(experts):
     [torch.float32, torch.bfloat16],
 )
 def test_weights_in_fp8(config, size, has_shared, dtype):
-    """Tiles round what comes in, a token by itself does not: so it is with the reference."""
+    """Tiles round what comes in, with scales of tokens or given ones; a token by itself does not: so it is with the
+    reference."""
     num_tokens, *rest = size
     if config == "one by one":
         num_tokens = min(num_tokens, 4)
     config = {"one by one": FEW, "tiles": MANY, "swapped": SWAPPED}[config]
     x, plain, shared, residual = make_layer(num_tokens, *rest, dtype, has_shared)
     experts = in_fp8(plain)
+    if random.random() < 0.5:  # large numbers are cut off
+        given = [Rounding(torch.float8_e4m3fn, given=torch.tensor([scale, 0.0])) for scale in (0.004, 0.01)]
+        experts = replace(experts, w13_rounding=given[0], w2_rounding=given[1])
     expected, expected_ids = fused_moe_reference(x, experts, shared, residual.clone(), config)
     out, ids = fused_moe(x, experts, shared, residual.clone(), config)
     same = (ids == expected_ids).all(dim=1)
