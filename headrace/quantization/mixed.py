@@ -110,7 +110,8 @@ class MixedProduct:
         return None
 
     def finalize(self, spec: LinearSpec, weights: Weights, fused: FusedOps) -> Compute:
-        computes, held = [], {}
+        computes: list[Compute] = []
+        held: Weights = {}
         for run in self.layout.runs(spec):
             own = run.own(weights)
             computes.append(run.scheme.product.finalize(run.spec, own, FusedOps()))

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 import transformers
+from make_fixtures import without_init
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -79,8 +80,9 @@ class Unfused(torch.nn.Module):
         out = torch.zeros_like(x)
         for number, expert in enumerate(self.children()):
             token, choice = (ids == number).nonzero(as_tuple=True)
-            inner = torch.nn.functional.silu(expert.w1(x[token])) * expert.w3(x[token])
-            out.index_add_(0, token, expert.w2(inner) * weights[token, choice, None])
+            mine = x[token][None]  # scales of tokens are of the second of three dimensions
+            inner = torch.nn.functional.silu(expert.w1(mine)) * expert.w3(mine)
+            out.index_add_(0, token, expert.w2(inner)[0] * weights[token, choice, None])
         return out
 
 
@@ -228,6 +230,7 @@ def compressed_tensors() -> None:
     compressed("int8-dynamic-uneven", DENSE, INT8 | {"strategy": "channel"}, uneven | by_token)
     compressed("fp8-dynamic-experts", MOE, FLOAT8 | {"strategy": "channel"}, FLOAT8 | by_token)
     compressed("autofp8-static-experts", MOE, FLOAT8 | {"strategy": "tensor"}, FLOAT8 | static, rename=as_auto_fp8)
+    blocks, groups = blocks | {"block_structure": [64, 64]}, groups | {"group_size": 64}
     compressed("fp8-block-experts", WHOLE_EXPERTS, FLOAT8 | blocks, FLOAT8 | groups, rounds_experts=False)
     compressed("int8-dynamic-experts", MOE, INT8 | {"strategy": "channel"}, INT8 | by_token, rounds_experts=False)
 
@@ -302,6 +305,8 @@ def by_hand(
 
 
 def fbgemm() -> None:
+    parts = ("experimental", "gemm", "triton_gemm")
+    without_init("fbgemm_gpu", *(".".join(("fbgemm_gpu", *parts[:end])) for end in (1, 2, 3)))  # which loads a GPU's
     from fbgemm_gpu.experimental.gemm.triton_gemm.fp8_gemm import quantize_fp8_row
 
     bound = torch.tensor([3.0])  # cuts a few activations off; 1200 is usual

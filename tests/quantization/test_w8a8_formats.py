@@ -52,7 +52,9 @@ def test_weights_are_widened_to_the_bit_on_each_of_two_ranks(name: str, tmp_path
     """Codes and scales of a rank are slices of the file's."""
     tensors, _, _ = unpack(name, tmp_path)
     config = ModelConfig.from_folder(tmp_path)
-    block = (config.quantization or {}).get("weight_block_size") or (128, 128)
+    stated = config.quantization or {}
+    of_group = stated.get("config_groups", {}).get("group_0", {}).get("weights", {})
+    block = stated.get("weight_block_size") or of_group.get("block_structure") or (1, 1)
     linears = [path.removesuffix(".weight") for path in tensors if path.endswith("_proj.weight")]
     wide = {path: widened(tensors, path, block) for path in linears}
     for rank in (0, 1):

@@ -188,7 +188,7 @@ def test_weights_in_fp8(config, size, has_shared, dtype):
     config = {"one by one": FEW, "tiles": MANY, "swapped": SWAPPED}[config]
     x, plain, shared, residual = make_layer(num_tokens, *rest, dtype, has_shared)
     experts = in_fp8(plain)
-    if random.random() < 0.5:  # large numbers are cut off
+    if dtype == torch.float32 and random.random() < 0.5:  # large numbers are cut off
         given = [Rounding(torch.float8_e4m3fn, given=torch.tensor([scale, 0.0])) for scale in (0.004, 0.01)]
         experts = replace(experts, w13_rounding=given[0], w2_rounding=given[1])
     expected, expected_ids = fused_moe_reference(x, experts, shared, residual.clone(), config)
