@@ -33,7 +33,7 @@ class Schemes:
         self.mixed: dict[tuple[tuple[str | None, LinearFormat], ...], Scheme] = {}
 
     def of(self, path: str, layer: Linear | SparseMoE) -> tuple[Scheme, str]:
-        """Return (the layer's scheme, why it is unquantized although its format is not)."""
+        """Return two things: the layer's scheme, and why it is unquantized although its format is not."""
         if isinstance(layer, ParallelLMHead) and layer.tied_to[0] is not None:  # it has the embedding's weights
             return self.unquantized, ""
         names = layer.quantized_names(path)
