@@ -45,6 +45,8 @@ def collect_arguments(reader: Reader) -> Steps[str | None]:
         return text
     try:
         value = json.loads(text)
+        if isinstance(value, str):
+            value.encode()  # half of a surrogate pair is an escape that says no text
     except (ValueError, RecursionError):
         return None
     if value is None or (isinstance(value, str) and not value.strip()):

@@ -158,4 +158,5 @@ class _Object:
 
 def _is_name(name: str, calls: Calls, bare: bool) -> bool:
     """Whether this can be the name of a function here."""
-    return bool(name) and len(name) <= MAX_NAME and (not bare or not calls.tools or name in calls.tools)
+    known = not bare or not calls.tools or name in calls.tools
+    return known and 0 < len(name) <= MAX_NAME and name.isprintable()

@@ -138,7 +138,7 @@ def test_spellings_of_an_object(members: str, arguments: object) -> None:
     ["", "no JSON", "{}", "[]", "{]", "{'name': 'f'}", '{"name": 5, "arguments": {}}', '{"name": "", "arguments": {}}',
      '{"name": "f", "arguments": [x]}', '{"name": "f", "arguments": Paris}', '{"name": "f", "arguments": {x: 1}}',
      '{"arguments": {"a": 1}}', '{"name" "f"}', '["f"]', '{"name": "' + "f" * 300 + '", "arguments": {}}', "{{}}",
-     '{"name": "f", "arguments": {'],
+     '{"name": "f", "arguments": {', '{"name": "\\ud800", "arguments": {}}', '{"name": "f", "arguments": "\\ud800"}'],
 )  # fmt: skip
 def test_a_malformed_call_is_given_back_word_for_word(body: str) -> None:
     for text in (f"Hm: <tool_call>{body}</tool_call> so", f"<tool_call>{body}"):
