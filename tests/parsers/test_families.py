@@ -71,3 +71,11 @@ def test_the_templates_of_real_models() -> None:
     )
     phi = json.loads((TOKENIZERS / "phi3-mini" / "tokenizer_config.json").read_text())["chat_template"]
     assert choose("phi3", phi) == (None, None)
+
+
+def test_the_docs_name_every_parser() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tools_and_reasoning.md").read_text()
+    tools, _, reasoning = page.partition("## Parsers")[2].partition("`--reasoning-parser` |")
+    for table, text in ((TOOL_FORMATS, tools), (REASONING_FORMATS, reasoning)):
+        missing = [name for name in table if f"`{name}`" not in text]
+        assert not missing
