@@ -24,6 +24,7 @@ _TOOL_MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<tool_call>{function-name}\n<arg_key>",), "glm45"),
     (("<arg_key>",), "glm47"),
     (("<function=",), "qwen3_coder"),
+    (('<function name="', '<param name="'), "minicpm5"),
     (("[TOOL_CALLS]",), "mistral"),
     (("<|function_call|>",), "gigachat3"),
     (("function call<|role_sep|>",), "gigachat3"),

@@ -23,9 +23,7 @@ class PythonicCalls:
     """Describes calls with named arguments, alone or in a list. Values are literals of Python or of JSON."""
 
     closers: tuple[str, ...] = ()
-    """Markup that ends the section of calls; the first is the one to write."""
-    in_list: bool = True
-    """Brackets stand around the calls; both forms are read."""
+    """Markup that ends the section of calls."""
     or_json: JsonCalls | None = None
     """How calls are written where JSON follows the opener."""
 

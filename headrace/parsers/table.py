@@ -103,7 +103,7 @@ _PYTHONIC = (
                silent=("<|python_end|>",), keeps_text_after=True),
     ToolFormat("llama4_pythonic", PythonicCalls(closers=("<|python_end|>",)), ("<|python_start|>", "["),
                silent=("<|python_end|>", "<|eom|>", "<|eot|>")),
-    ToolFormat("olmo3", PythonicCalls(closers=("</function_calls>",), in_list=False), ("<function_calls>",)),
+    ToolFormat("olmo3", PythonicCalls(closers=("</function_calls>",)), ("<function_calls>",)),
     ToolFormat("lfm2", PythonicCalls(closers=("<|tool_call_end|>",),
                                      or_json=JsonCalls(closers=("<|tool_call_end|>",))),
                ("<|tool_call_start|>",), silent=("<|tool_call_end|>",), keeps_text_after=True),

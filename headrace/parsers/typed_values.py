@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,10 +74,10 @@ def value_types(tool: FunctionTool | None, name: str) -> tuple[frozenset[str], t
 
 def _alternatives(schema: dict[str, Any], root: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The schema and all that it is made of: anyOf, oneOf, allOf and references within the tool's parameters."""
-    waiting: list[Any] = [schema]
+    waiting: deque[Any] = deque([schema])
     seen: set[int] = set()
     while waiting and len(seen) < MAX_SCHEMAS:
-        current = waiting.pop(0)
+        current = waiting.popleft()
         if not isinstance(current, dict) or id(current) in seen:
             continue
         seen.add(id(current))

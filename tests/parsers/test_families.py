@@ -37,6 +37,7 @@ THINK = "{% if '</think>' in content %}{% endif %}"
         ("glm4_moe", "<tool_call>{function-name}\n<arg_key>" + THINK, ("glm45", "glm45")),
         ("glm4_moe", "<tool_call>{function-name}<arg_key>" + THINK, ("glm47", "glm45")),
         ("minimax_m2", "<minimax:tool_call>" + THINK, ("minimax_m2", "minimax_m2")),
+        ("minicpm", '<function name="f"><param name="a">x</param></function>', ("minicpm5", None)),
         ("mistral", "[TOOL_CALLS][THINK]", ("mistral", "mistral")),
         ("granitemoehybrid", HERMES, ("granite4", None)),
         ("ernie4_5_moe", HERMES + THINK, ("ernie45", "ernie45")),

@@ -176,6 +176,7 @@ def test_a_schema_of_any_size_is_read_in_bounded_time() -> None:
     for _ in range(100_000):
         deep = {"anyOf": [deep]}
     assert value_types(tool(a=deep), "a")[0] == frozenset()
+    assert value_types(tool(a={"anyOf": [{"type": "integer"} for _ in range(100_000)]}), "a")[0] == {"integer"}
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{'a':" * 50_000, "(" * 100_000, '"' + "\\" * 100_001, "-" * 100_000])
