@@ -20,7 +20,7 @@ _ROLE = re.compile(r"<\|start\|>\s*(?!to=)([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*([^\s<]*)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _LOOK = 64
-_MAX_HEADER = 1024
+_MAX_HEADER = 320
 """Characters of a message's header; what is longer is dropped."""
 
 
