@@ -1,0 +1,248 @@
+"""How each model family writes its tool calls: the data from which grammars of calls are made.
+
+A parser takes all that a model may write; a syntax is the one way in which its family's chat template writes it. Of the
+strings here, white space is optional (and may be any other white space) in the grammar, except before a letter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+
+class Pattern(NamedTuple):
+    """A part of a call that the model makes up, such as the number in Kimi's ids."""
+
+    regex: str
+
+
+class Maybe(NamedTuple):
+    """A part of a call that may be left out."""
+
+    parts: tuple[str | Pattern, ...]
+
+
+Markup = str | tuple[str | Pattern | Maybe, ...]
+"""Text, or text with parts that the model makes up."""
+
+
+@dataclass(frozen=True)
+class Json:
+    """The arguments are a JSON object."""
+
+
+@dataclass(frozen=True)
+class Tagged:
+    """Each argument has a tag; strings are written as they are, other values as JSON."""
+
+    before: str
+    middle: str
+    """What stands between the key and a string."""
+    after: str
+    middle_json: str | None = None
+    """What stands between the key and a value that is not a string, where it tells the two apart."""
+    stops: tuple[str, ...] = ()
+    """What else, besides the tag that follows it, ends a value or the call for the parser: no string may hold it."""
+
+
+@dataclass(frozen=True)
+class Literals:
+    """Arguments as `key=value`, in a syntax of their own for objects, lists and strings."""
+
+    equals: str
+    quote: str | None = None
+    """What stands on both sides of a string, which has no escapes; None: strings and all else as in Python."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """One way of writing calls: `begin`, calls joined by `between`, `end`."""
+
+    before: Markup
+    middle: Markup
+    after: Markup
+    arguments: Json | Tagged | Literals = Json()
+    begin: str = ""
+    between: Markup = ""
+    end: Markup = ""
+    single: bool = False
+    """A turn has one call at most."""
+    mark: str = ""
+    """May stand before the calls: with it they may stand anywhere, without it only where the answer begins."""
+    needs: tuple[str, ...] = ()
+    """Special tokens without which the model writes calls as `instead` says."""
+    instead: Written | None = None
+    """Another way, for a tokenizer without these tokens; of answers in channels, another one that models use too."""
+
+
+def _json_call(name: str = "name", arguments: str = "arguments") -> tuple[str, str, str]:
+    return f'{{"{name}": "', f'", "{arguments}": ', "}"
+
+
+def _in_list(open: str, close: str, name: str = "name", arguments: str = "arguments") -> Written:
+    """Calls as objects of one JSON list."""
+    return Written(*_json_call(name, arguments), begin=open, between=", ", end=close)
+
+
+def _each_in(open: str, close: str, arguments: str = "arguments") -> Written:
+    """Each call as a JSON object within tags of its own."""
+    before, middle, after = _json_call(arguments=arguments)
+    return Written(open + before, middle, after + close, between="\n")
+
+
+_QWEN_CODER = Written(
+    before="<tool_call>\n<function=",
+    middle=">\n",
+    after="</function>\n</tool_call>",
+    arguments=Tagged(
+        "<parameter=", ">\n", "\n</parameter>\n", stops=("</parameter>", "<parameter=", "</function>", "</tool_call>")
+    ),
+    between="\n",
+)
+_GLM = Written(
+    before="<tool_call>",
+    middle="\n",
+    after="</tool_call>",
+    arguments=Tagged("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", stops=("<arg_key>", "</tool_call>")),
+    between="\n",
+)
+
+
+def _dsml(section: str) -> Written:
+    return Written(
+        before='<｜DSML｜invoke name="',
+        middle='">\n',
+        after="</｜DSML｜invoke>\n",
+        arguments=Tagged(
+            '<｜DSML｜parameter name="',
+            '" string="true">',
+            "</｜DSML｜parameter>\n",
+            middle_json='" string="false">',
+            stops=("</｜DSML｜invoke>", f"</｜DSML｜{section}>"),
+        ),
+        begin=f"<｜DSML｜{section}>\n",
+        end=f"</｜DSML｜{section}>",
+    )
+
+
+SYNTAX: dict[str, Written] = {
+    "hermes": _each_in("<tool_call>\n", "\n</tool_call>"),
+    "llama3_json": Written(*_json_call(arguments="parameters"), between="; ", mark="<|python_tag|>"),
+    "pythonic": Written("", "(", ")", Literals("="), begin="[", between=", ", end="]"),
+    "olmo3": Written(
+        "", "(", ")", Literals("="), begin="<function_calls>", between=(Pattern("[ ]{0,4}\\n"),), end="</function_calls>"
+    ),
+    "lfm2": Written("", "(", ")", Literals("="), begin="<|tool_call_start|>[", between=", ", end="]<|tool_call_end|>"),
+    "mistral": Written(
+        "[TOOL_CALLS]",
+        (Maybe(("[CALL_ID]", Pattern("[A-Za-z0-9]{9}"))), "[ARGS]"),
+        "",
+        needs=("[TOOL_CALLS]", "[ARGS]"),
+        instead=_in_list("[TOOL_CALLS] [", "]"),
+    ),
+    "qwen3_coder": _QWEN_CODER,
+    "deepseek_v3": Written(
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        "\n```json\n",
+        "\n```<｜tool▁call▁end｜>",
+        begin="<｜tool▁calls▁begin｜>",
+        between="\n",
+        end="<｜tool▁calls▁end｜>",
+    ),
+    "deepseek_v31": Written(
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        begin="<｜tool▁calls▁begin｜>",
+        end="<｜tool▁calls▁end｜>",
+    ),
+    "deepseek_v32": _dsml("function_calls"),
+    "deepseek_v4": _dsml("tool_calls"),
+    "kimi_k2": Written(
+        "<|tool_call_begin|>functions.",
+        (":", Pattern("0|[1-9][0-9]{0,3}"), " <|tool_call_argument_begin|>"),
+        "<|tool_call_end|>",
+        begin="<|tool_calls_section_begin|>",
+        end="<|tool_calls_section_end|>",
+    ),
+    "glm45": _GLM,
+    "minimax_m2": Written(
+        before='<invoke name="',
+        middle='">\n',
+        after="</invoke>\n",
+        arguments=Tagged('<parameter name="', '">', "</parameter>\n", stops=("</invoke>", "</minimax:tool_call>")),
+        begin="<minimax:tool_call>\n",
+        end="</minimax:tool_call>",
+    ),
+    "seed_oss": Written(
+        before="<seed:tool_call>\n<function=",
+        middle=">\n",
+        after="</function>\n</seed:tool_call>",
+        arguments=Tagged("<parameter=", ">", "</parameter>\n", stops=("</function>", "</seed:tool_call>")),
+        between="\n",
+    ),
+    "step3": Written(
+        before='<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="',
+        middle='">',
+        after="</steptml:invoke><｜tool_call_end｜>",
+        arguments=Tagged('<steptml:parameter name="', '">', "</steptml:parameter>", stops=("</steptml:invoke>",)),
+        begin="<｜tool_calls_begin｜>",
+        end="<｜tool_calls_end｜>",
+    ),
+    "openai": Written(
+        "<|channel|>commentary to=functions.",
+        " <|constrain|>json<|message|>",
+        "<|call|>",
+        between="<|start|>assistant",
+        instead=Written(
+            " to=functions.",
+            ("<|channel|>commentary", Pattern(" "), Maybe(("<|constrain|>",)), "json<|message|>"),
+            "<|call|>",
+            between="<|start|>assistant",
+        ),
+    ),
+    "granite": _in_list("<|tool_call|> [", "]"),
+    "granite-20b-fc": _each_in("<function_call> ", ""),
+    "phi4_mini_json": Written(
+        *_json_call(),
+        begin="<|tool_call|>[",
+        between=", ",
+        end="]<|/tool_call|>",
+        needs=("<|tool_call|>", "<|/tool_call|>"),
+        instead=_in_list("functools[", "]"),
+    ),
+    "internlm": Written('<|action_start|><|plugin|>\n{"name": "', '", "parameters": ', "}<|action_end|>", single=True),
+    "jamba": _in_list("<tool_calls>[\n", "\n]</tool_calls>"),
+    "xlam": _in_list("[", "]"),
+    "ernie45": _each_in("<tool_call>\n", "\n</tool_call>\n"),
+    "hunyuan_a13b": _in_list("<tool_calls>[", "]</tool_calls>"),
+    "gemma4": Written("<|tool_call>call:", "{", "}<tool_call|>", Literals(":", '<|"|>')),
+    "functiongemma": Written("<start_function_call>call:", "{", "}<end_function_call>", Literals(":", "<escape>")),
+    "cohere_command3": Written(
+        ('{"tool_call_id": "', Pattern("0|[1-9][0-9]{0,3}"), '", "tool_name": "'),
+        '", "parameters": ',
+        "}",
+        begin="<|START_ACTION|>[\n",
+        between=",\n",
+        end="\n]<|END_ACTION|>",
+    ),
+    "longcat": _each_in("<longcat_tool_call>\n", "\n</longcat_tool_call>"),
+    "gigachat3": Written(
+        *_json_call(),
+        begin="<|function_call|>",
+        single=True,
+        needs=("<|function_call|>",),
+        instead=Written(*_json_call(), begin="<|message_sep|>\n\nfunction call<|role_sep|>\n", single=True),
+    ),
+    "minimax": Written(*_json_call(), begin="<tool_calls>\n", between="\n", end="\n</tool_calls>"),
+    "apertus": Written('{"', '": ', "}", begin="<|tools_prefix|>[", between=", ", end="]<|tools_suffix|>"),
+}
+"""By vLLM's name of the parser; of several the first whose special tokens the tokenizer has."""
+
+SYNTAX |= {
+    "granite4": SYNTAX["hermes"],
+    "llama4_pythonic": replace(SYNTAX["pythonic"], mark="<|python_start|>", end=("]", Maybe(("<|python_end|>",)))),
+    "qwen3_xml": SYNTAX["qwen3_coder"],
+    "glm47": SYNTAX["glm45"],
+    "step3p5": SYNTAX["qwen3_coder"],
+}

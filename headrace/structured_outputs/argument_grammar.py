@@ -1,0 +1,294 @@
+"""Grammars of arguments that are not written as one JSON object: tags with a value each, and literals."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from headrace.parsers.written import Literals, Tagged
+from headrace.structured_outputs.alternatives import LIMITS, Schema, Schemas, properties, types, values
+from headrace.structured_outputs.lark import Rules, escaped, without
+from headrace.structured_outputs.text_pattern import is_free, string_pattern
+
+_KEY = r"/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
+_PYTHON_KEY = r"/[A-Za-z_][A-Za-z0-9_]{0,63}/"
+_PYTHON_STRING = r"""/"([^"\\\x00-\x1f]|\\[nrtbf\\"'])*"|'([^'\\\x00-\x1f]|\\[nrtbf\\"'])*'/"""
+_NUMBER = r"-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,2})?"
+"""Numbers that are finite as floats."""
+_ESCAPES = {"json_allowed_escapes": 'nrtbf\\"'}
+"""The escapes that mean the same in JSON's strings and Python's."""
+_NUMBER_OR_WORD = r"/[ \t\r\n]*(-?[0-9][0-9.eE+-]*|(?i:true|false|null|none)|[\[{(\"'](?s:.*))[ \t\r\n]*/"
+"""Text that is read as another type where a value may be a string or something else."""
+
+
+class TaggedArguments:
+    """Grammar of arguments that have a tag each."""
+
+    def __init__(self, rules: Rules, tags: Tagged, stops: Iterable[str]) -> None:
+        self._rules = rules
+        self._tags = tags
+        self._stops = tuple(dict.fromkeys([tags.after.strip(), *tags.stops, *stops]))
+
+    def of(self, schemas: Schemas) -> str:
+        """Return what matches arguments that a tool's parameters allow."""
+        return self._rules.one_of(self._sequence(one, schemas) for one in schemas.alternatives(schemas.root))
+
+    def any(self) -> str:
+        """Return what matches any arguments."""
+        key = self._rules.terminal(_KEY)
+        middles = [self._tags.middle] + ([] if self._tags.middle_json is None else [self._tags.middle_json])
+        texts = self._rules.one_of(self._text(without(self._stops), middle) for middle in middles)
+        return self._rules.rule(f"{self._rules.loose(self._tags.before)} {key} {texts}") + "*"
+
+    def _sequence(self, schema: Schema, schemas: Schemas) -> str:
+        """A tag for each property, in order."""
+        if not schema.get("properties") and not schema.get("required"):
+            return '""' if schema.get("additionalProperties") is False or schema.get("type") else self.any()
+        return self._rules.rule(" ".join(self._parts(schema, schemas)) or '""')
+
+    def _parts(self, schema: Schema, schemas: Schemas) -> Iterable[str]:
+        for name, said, required in properties(schema):
+            values = self._values(said, schemas) if re.fullmatch(r"[^\s<>\"'=][^<>\"'=\n]*", name) else []
+            if values:
+                yield self._rules.rule(
+                    f"{self._rules.loose(self._tags.before)} {self._rules.literal(name)} {self._rules.one_of(values)}"
+                ) + ("" if required else "?")
+            elif required:
+                raise schemas.refused({name: said}, f"a required property {name!r} that has no value that could be written")
+
+    def _values(self, schema: Any, schemas: Schemas) -> list[str]:
+        """The ways of writing a value, each with what stands before and behind it."""
+        tags, rules, found = self._tags, self._rules, []
+        options = schemas.alternatives(schema)
+        kinds = {kind for option in options for kind in types(option) or ["string"]}
+        kinds |= {"string" for option in options for value in values(option) or () if isinstance(value, str)}
+        mixed = tags.middle_json is None and "string" in kinds and len(kinds) > 1
+        for option in options:
+            allowed = values(option)
+            if allowed is not None:
+                found += [self._exactly(value) for value in allowed if isinstance(value, str) and self._is_plain(value)]
+                rest = [value for value in allowed if not isinstance(value, str)]
+                found += [self._json(rules.json({"enum": rest}), exact=mixed)] if rest else []
+                continue
+            others = [kind for kind in types(option) or ["string"] if kind != "string"]
+            if len(others) < len(types(option) or ["string"]):
+                pattern = string_pattern(option, self._stops, _NUMBER_OR_WORD if mixed else "")
+                found.append(self._text(pattern, tags.middle, exact=mixed or not is_free(option)))
+            if "number" in others and not option.keys() & LIMITS:
+                others.remove("number")
+                found.append(self._json(rules.terminal(f"/{_NUMBER}/"), exact=mixed))
+            if "boolean" in others and tags.middle_json is None:
+                found.append(self._json(rules.terminal("/True|False/"), exact=mixed))
+            if others:
+                found.append(self._json(rules.json(schemas.alone({**option, "type": others})), exact=mixed))
+        return found
+
+    def _is_plain(self, text: str) -> bool:
+        return text == text.strip() and not any(stop in text for stop in self._stops)
+
+    def _text(self, pattern: str, before: str, *, exact: bool = False) -> str:
+        """Text as it is. The white space that the tags have around it is part of a text only where any text will do."""
+        rules, head, tail = self._rules, before.rstrip(), self._tags.after.lstrip()
+        opening, closing = before[len(head) :], self._tags.after[: len(self._tags.after) - len(tail)]
+        if not exact:
+            return rules.joined(rules.loose(head), rules.until(pattern, tail.rstrip()), rules.space)
+        opening = rules.joined(rules.loose(head), rules.literal(opening))
+        if tail.rstrip() in rules.special:
+            text = rules.joined(rules.terminal(pattern), rules.literal(closing + tail.rstrip()))
+        else:
+            text = rules.until(pattern, closing + tail.rstrip())
+        return rules.joined(opening, text, rules.space)
+
+    def _exactly(self, text: str) -> str:
+        return self._text(f"/{escaped(text)}/", self._tags.middle, exact=True)
+
+    def _json(self, value: str, *, exact: bool) -> str:
+        """A value that is not a string; exact: without white space that would make it one."""
+        rules, after = self._rules, self._tags.after
+        before = self._tags.middle if self._tags.middle_json is None else self._tags.middle_json
+        if not exact:
+            return rules.joined(rules.loose(before), value, rules.loose(after))
+        opening, closing = before[len(before.rstrip()) :], after.rstrip()
+        return rules.joined(rules.loose(before.rstrip()), rules.literal(opening), value, rules.literal(closing), rules.space)
+
+
+class LiteralArguments:
+    """Grammar of arguments as `key=value`, values as literals of Python or of a syntax with quotes of its own."""
+
+    def __init__(self, rules: Rules, syntax: Literals, stops: Iterable[str]) -> None:
+        self._rules = rules
+        self._syntax = syntax
+        self._stops = (syntax.quote, *stops) if syntax.quote else ()
+        self._words = {True: "true", False: "false", None: "null"}
+        if syntax.quote is None:
+            self._words = {True: "True", False: "False", None: "None"}
+
+    def of(self, schemas: Schemas) -> str:
+        """Return what matches arguments that a tool's parameters allow."""
+        options = [self._members(one, schemas, top=True) for one in schemas.alternatives(schemas.root)]
+        return self._rules.one_of(options)
+
+    def any(self) -> str:
+        """Return what matches any arguments."""
+        return self._map(self._anything(), top=True)
+
+    def _value(self, schema: Any, schemas: Schemas) -> str:
+        """What matches a value. A schema that refers to itself becomes a rule that does."""
+        key = f"{schemas.field} {json.dumps(schema)}"
+        if (known := self._rules.known(key)) is not None:
+            return known
+        name = self._rules.reserve(key)
+        options = [one for option in schemas.alternatives(schema) for one in self._options(option, schemas)]
+        if not options:
+            raise schemas.refused(schema, "a value of which none could be written")
+        self._rules.define(name, " | ".join(dict.fromkeys(options)))
+        return name
+
+    def _options(self, schema: Schema, schemas: Schemas) -> list[str]:
+        allowed = values(schema)
+        if allowed is not None:
+            return [self._written(value) for value in allowed if self._writable(value)]
+        kinds = types(schema)
+        return [self._of_type(kind, schema, schemas) for kind in kinds] if kinds else [self._anything()]
+
+    def _of_type(self, kind: str, schema: Schema, schemas: Schemas) -> str:
+        match kind:
+            case "string":
+                return self._string(schema)
+            case "boolean":
+                return self._rules.one_of([self._written(True), self._written(False)])
+            case "null":
+                return self._written(None)
+            case "array":
+                return self._array(schema, schemas)
+            case "object":
+                return f"{self._rules.literal('{')} {self._members(schema, schemas)} {self._rules.literal('}')}"
+            case _:
+                limits = {key: schema[key] for key in schema if key in LIMITS}
+                if kind == "number" and not limits:
+                    return self._rules.terminal(f"/{_NUMBER}/")
+                return self._rules.json({"type": kind, **limits})
+
+    def _string(self, schema: Schema) -> str:
+        if self._syntax.quote is not None:
+            quote = self._rules.literal(self._syntax.quote)
+            return f"{quote} {self._rules.until(string_pattern(schema, self._stops), self._syntax.quote)}"
+        if is_free(schema):
+            return self._rules.terminal(_PYTHON_STRING)
+        limits = {key: schema[key] for key in ("pattern", "format", "minLength", "maxLength") if key in schema}
+        return self._rules.json({"type": "string", **limits, "x-guidance": _ESCAPES})
+
+    def _array(self, schema: Schema, schemas: Schemas) -> str:
+        first = [self._value(item, schemas) for item in schema.get("prefixItems", [])]
+        rest = schema.get("items", True)
+        least, most = int(schema.get("minItems", 0)), schema.get("maxItems")
+        if first:
+            rest, least, most = False, len(first), len(first)
+        comma = self._comma
+        if rest is False:
+            inner = f" {comma} ".join(first)
+        else:
+            item = self._value(rest, schemas)
+            more = f"{{{max(least - 1, 0)},{'' if most is None else int(most) - 1}}}"
+            inner = f"{item} ({comma} {item}){more}" if most != 0 else ""
+            inner = f"({inner})?" if not least and inner else inner
+        return self._rules.rule(f"{self._rules.literal('[')} {inner} {self._rules.literal(']')}")
+
+    @property
+    def _comma(self) -> str:
+        return f"{self._rules.literal(',')} {self._rules.space}"
+
+    def _members(self, schema: Schema, schemas: Schemas, *, top: bool = False) -> str:
+        """The properties that are named, in order; of an object that names none, any."""
+        extra = schema.get("additionalProperties", True)
+        if not schema.get("properties") and not schema.get("required"):
+            if extra is False or (top and schema.get("type")):
+                return '""'
+            return self._map(self._value(extra, schemas), top=top)
+        members = []
+        for name, said, required in properties(schema):
+            if self._is_key(name, top):
+                key = name if top or self._syntax.quote is not None else json.dumps(name)
+                colon = self._syntax.equals if top else ":"
+                value = self._value(said, schemas)
+                members.append((f"{self._rules.literal(key + colon)} {self._rules.space} {value}", required))
+            elif required:
+                raise schemas.refused(name, "a required property with a name that could not be written")
+        return self._in_order(members)
+
+    def _in_order(self, members: list[tuple[str, bool]]) -> str:
+        """Members with commas between them, of which some may be left out."""
+        rest = [""]
+        for body, required in reversed(members):
+            one = f"{self._comma} {body}"
+            rest.append(self._rules.rule(f"{one if required else f'({one})?'} {rest[-1]}".strip()))
+        starts = []
+        for place, (body, required) in enumerate(members):
+            starts.append(f"{body} {rest[len(members) - place - 1]}".strip())
+            if required:
+                return self._rules.rule(" | ".join(starts))
+        return self._rules.rule(" | ".join([*starts, '""']))
+
+    def _map(self, value: str, *, top: bool = False) -> str:
+        """Any members."""
+        key = self._rules.terminal(_PYTHON_KEY if top else _KEY)
+        if self._syntax.quote is None and not top:
+            key = self._rules.terminal(_PYTHON_STRING)
+        member = f"{key} {self._rules.literal(self._syntax.equals if top else ':')} {self._rules.space} {value}"
+        return self._rules.rule(f'({member} ({self._comma} {member})*)?')
+
+    def _anything(self) -> str:
+        """Any value."""
+        known = self._rules.known("any literal")
+        if known is not None:
+            return known
+        name = self._rules.reserve("any literal")
+        items = f"{name} ({self._comma} {name})*"
+        options = [self._string({}), self._rules.terminal(f"/{_NUMBER}/"), *map(self._written, self._words)]
+        options += [f"{self._rules.literal('[')} ({items})? {self._rules.literal(']')}"]
+        options += [f"{self._rules.literal('{')} {self._map(name)} {self._rules.literal('}')}"]
+        if self._syntax.quote is None:
+            options += [self._rules.literal(word) for word in ("true", "false", "null")]
+        self._rules.define(name, " | ".join(options))
+        return name
+
+    def _is_key(self, name: str, top: bool) -> bool:
+        """Whether a property's name can be written."""
+        if self._syntax.quote is None:
+            return not top or name.isidentifier()
+        return re.fullmatch(r"[^\s<>\"'{}\[\],:|]+", name) is not None
+
+    def _writable(self, value: object) -> bool:
+        """Whether a value of an enum can be written."""
+        if isinstance(value, dict):
+            return all(self._is_key(key, False) and self._writable(item) for key, item in value.items())
+        if isinstance(value, list):
+            return all(map(self._writable, value))
+        return not isinstance(value, str) or self._syntax.quote is None or not any(stop in value for stop in self._stops)
+
+    def _written(self, value: Any) -> str:
+        """What matches just this value."""
+        if value is None or isinstance(value, bool):
+            return self._rules.literal(self._words[value])
+        if isinstance(value, str):
+            if self._syntax.quote is not None:
+                return self._rules.literal(self._syntax.quote + value + self._syntax.quote)
+            return self._rules.literal(_python_string(value))
+        if isinstance(value, list):
+            inner = f" {self._comma} ".join(map(self._written, value))
+            return f"{self._rules.literal('[')} {inner} {self._rules.literal(']')}"
+        if isinstance(value, dict):
+            keys = {key: key if self._syntax.quote is not None else _python_string(key) for key in value}
+            inner = f" {self._comma} ".join(
+                f"{self._rules.literal(keys[key] + ':')} {self._rules.space} {self._written(item)}"
+                for key, item in value.items()
+            )
+            return f"{self._rules.literal('{')} {inner} {self._rules.literal('}')}"
+        return self._rules.literal(json.dumps(value))
+
+
+def _python_string(text: str) -> str:
+    """A string that Python and JSON read alike, but for a slash and marks of control."""
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,118 @@
+"""Collects the rules of a large grammar, so that each is written once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from headrace.structured_outputs.grammar import TEXT, Grammar, literal, of_schema
+
+MAX_SPACE = 64
+"""Characters of white space that a model may write where a format takes any."""
+_SPACE = f"/[ \\t\\r\\n]{{1,{MAX_SPACE}}}/"
+_OPTIONAL_SPACE = re.compile(r"\s+(?![a-z`])|(?<=\{)(?=\")")
+_META = re.compile(r"[\\.+*?()|\[\]{}^$/#&~-]")
+
+
+def escaped(text: str) -> str:
+    """Return a pattern, for use between slashes, that matches exactly this text."""
+    return _META.sub(r"\\\g<0>", text).replace("\n", r"\n").replace("\r", r"\r")
+
+
+def without(stops: Sequence[str]) -> str:
+    """Return a pattern of all text that has none of these in it."""
+    if not stops:
+        return TEXT
+    return f"({TEXT} & ~/(?s:.*)(?:{'|'.join(map(escaped, stops))})(?s:.*)/)"
+
+
+class Rules:
+    """The rules of one grammar in the making.
+
+    Its methods return what stands for a thing in the body of a rule; "" stands for no text.
+    """
+
+    def __init__(self, special: Mapping[str, int]) -> None:
+        self.special = special
+        """Text -> id of the tokens that are marks, which no string or pattern matches."""
+        self._names: dict[str, str] = {}
+        self._lines: list[str] = []
+        self._parts: dict[str, None] = {}
+
+    def literal(self, text: str) -> str:
+        """Just this text, marks as the tokens that they are."""
+        return literal(text, self.special).start if text else ""
+
+    def loose(self, text: str) -> str:
+        """This text with any white space where it has some, except before a letter or a backquote, and within braces."""
+        first, *rest = map(self.literal, _OPTIONAL_SPACE.split(text))
+        return self.joined(first, *(part for piece in rest for part in (self.space, piece)))
+
+    def joined(self, *parts: str) -> str:
+        """One after the other; optional white space next to optional white space is one."""
+        found: list[str] = []
+        for part in filter(None, parts):
+            if not (found and found[-1].endswith(self.space) and part.startswith(self.space)):
+                found.append(part)
+            elif part != self.space:
+                found.append(part[len(self.space) :].strip())
+        return " ".join(found)
+
+    @property
+    def space(self) -> str:
+        """Optional white space."""
+        return self.terminal(_SPACE) + "?"
+
+    def terminal(self, pattern: str) -> str:
+        """The name of a terminal with this pattern."""
+        return self._named("T_", pattern, "")
+
+    def rule(self, body: str) -> str:
+        """The name of a rule with this body."""
+        return self._named("r_", body or '""', "")
+
+    def until(self, pattern: str, end: str, *, spelled: bool = False) -> str:
+        """Text of a pattern, and `end` where it first is. The pattern must itself keep out an `end` that is a mark.
+        `spelled`: its characters are meant even then."""
+        if end in self.special and not spelled:
+            return f"{self.terminal(pattern)} {self.literal(end)}"
+        return self._named("r_", f"{pattern} {json.dumps(end)}", "[lazy]")
+
+    def _named(self, prefix: str, body: str, options: str) -> str:
+        key = options + body
+        if key not in self._names:
+            self.define(self.reserve(key, prefix), body, options)
+        return self._names[key]
+
+    def known(self, key: str) -> str | None:
+        """The name that was reserved for this key."""
+        return self._names.get(key)
+
+    def reserve(self, key: str, prefix: str = "r_") -> str:
+        """A name for a rule that is defined later, so that it may refer to itself."""
+        # By content, so that grammars with equal names may be put together: they mean the same.
+        name = prefix + hashlib.blake2b(key.encode(errors="replace"), digest_size=6).hexdigest()
+        self._names[key] = name.upper() if prefix.isupper() else name
+        return self._names[key]
+
+    def define(self, name: str, body: str, options: str = "") -> None:
+        """Give a reserved name its body."""
+        self._lines.append(f"{name}{options}: {body}")
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """JSON of this schema."""
+        grammar = of_schema(schema)
+        self._parts.update(dict.fromkeys(grammar.parts))
+        return grammar.start
+
+    def one_of(self, bodies: Iterable[str]) -> str:
+        """Any of these."""
+        found = list(dict.fromkeys(bodies))
+        return found[0] if len(found) == 1 else self.rule(" | ".join(body or '""' for body in found))
+
+    def grammar(self, start: str) -> Grammar:
+        """The whole."""
+        return Grammar(start or '""', tuple(self._lines), tuple(self._parts))
