@@ -130,7 +130,13 @@ SYNTAX: dict[str, Written] = {
     "llama3_json": Written(*_json_call(arguments="parameters"), between="; ", mark="<|python_tag|>"),
     "pythonic": Written("", "(", ")", Literals("="), begin="[", between=", ", end="]"),
     "olmo3": Written(
-        "", "(", ")", Literals("="), begin="<function_calls>", between=(Pattern("[ ]{0,4}\\n"),), end="</function_calls>"
+        "",
+        "(",
+        ")",
+        Literals("="),
+        begin="<function_calls>",
+        between=(Pattern("[ ]{0,4}\\n"),),
+        end="</function_calls>",
     ),
     "lfm2": Written("", "(", ")", Literals("="), begin="<|tool_call_start|>[", between=", ", end="]<|tool_call_end|>"),
     "mistral": Written(
@@ -173,6 +179,13 @@ SYNTAX: dict[str, Written] = {
         arguments=Tagged('<parameter name="', '">', "</parameter>\n", stops=("</invoke>", "</minimax:tool_call>")),
         begin="<minimax:tool_call>\n",
         end="</minimax:tool_call>",
+    ),
+    "minicpm5": Written(
+        before='<function name="',
+        middle='">',
+        after="</function>",
+        arguments=Tagged('<param name="', '">', "</param>"),
+        between="\n",
     ),
     "seed_oss": Written(
         before="<seed:tool_call>\n<function=",

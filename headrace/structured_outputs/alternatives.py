@@ -1,80 +1,58 @@
-"""What a schema says once references, allOf, anyOf and oneOf are written out."""
+"""What a checked schema says once references, allOf and anyOf are written out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from headrace.errors import RequestError, quoted
+from headrace.structured_outputs.schema import NUMBERS, JsonOptions, checked_schema
 
 Schema = dict[str, Any]
 MAX_ALTERNATIVES = 64
 """How many alternatives a schema may be written out as."""
 MAX_DEPTH = 32
 """How deep references and combinations may lie within each other before there is a value."""
-_OF_KEYWORD = {
-    "properties": "object", "additionalProperties": "object", "required": "object", "items": "array",
-    "prefixItems": "array", "minItems": "array", "maxItems": "array", "pattern": "string", "minLength": "string",
-    "maxLength": "string", "format": "string", "minimum": "number", "maximum": "number", "multipleOf": "number",
-    "exclusiveMinimum": "number", "exclusiveMaximum": "number",
+_TYPE_OF_KEYWORD = {
+    "properties": "object", "patternProperties": "object", "additionalProperties": "object", "required": "object",
+    "minProperties": "object", "maxProperties": "object", "items": "array", "prefixItems": "array",
+    "minItems": "array", "maxItems": "array", "pattern": "string", "minLength": "string", "maxLength": "string",
+    "format": "string", **dict.fromkeys(sorted(NUMBERS), "number"),
 }  # fmt: skip
-LIMITS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-"""Keywords of numbers."""
-_ANNOTATIONS = {"title", "description", "default", "examples", "$schema", "$id", "$comment", "$defs", "definitions",
-                "deprecated", "readOnly", "writeOnly"}  # fmt: skip
 
 
 class Schemas:
     """The parameters of one tool; `field` names them in messages."""
 
-    def __init__(self, root: Schema, field: str) -> None:
-        self.root = root
+    def __init__(self, parameters: Mapping[str, Any], field: str) -> None:
         self.field = field
+        self.root = checked_schema(parameters, field, JsonOptions())
 
     def refused(self, schema: object, reason: str) -> RequestError:
         """An error for a schema that cannot be written in this family's format."""
-        return RequestError(
-            f"{self.field}: {reason}, which this model's format of tool calls cannot hold to under tool_choice required,"
-            f" a named tool or strict: {quoted(schema)}"
-        )
+        message = f"{self.field} has {reason}, which cannot be written as this model writes calls: {quoted(schema)}"
+        return RequestError(message, "tools")
+
+    def alone(self, schema: Schema) -> Schema:
+        """A part of the parameters as a whole schema."""
+        return {**schema, "$defs": self.root["$defs"]} if "$defs" in self.root else schema
 
     def alternatives(self, schema: Any, depth: int = 0) -> list[Schema]:
-        """Return schemas without $ref, allOf, anyOf and oneOf; what any of them allows is allowed."""
-        if schema is True:
-            return [{}]
-        if schema is False:
-            return []
+        """Schemas without $ref, allOf and anyOf; what any of them allows is allowed."""
+        if isinstance(schema, bool):
+            return [{}] if schema else []
         if depth > MAX_DEPTH:
             raise self.refused(schema, f"references that lie more than {MAX_DEPTH} deep")
-        found = [{key: value for key, value in schema.items() if key not in _ANNOTATIONS}]
-        for keyword in ("$ref", "allOf", "anyOf", "oneOf"):
-            if keyword not in schema:
-                continue
-            found = [{key: value for key, value in one.items() if key != keyword} for one in found]
-            said = schema[keyword]
-            for group in [[self.target(said)]] if keyword == "$ref" else [[s] for s in said] if keyword == "allOf" else [said]:
-                options = [option for one in group for option in self.alternatives(one, depth + 1)]
-                found = [self._both(one, option) for one in found for option in options]
-                if len(found) > MAX_ALTERNATIVES:
-                    raise self.refused(schema, f"more than {MAX_ALTERNATIVES} alternatives")
+        found = [{key: value for key, value in schema.items() if key not in ("$ref", "allOf", "anyOf", "$defs")}]
+        groups = [schema["anyOf"]] if "anyOf" in schema else []
+        groups += [[part] for part in schema.get("allOf", ())]
+        groups += [[self.root["$defs"][schema["$ref"].removeprefix("#/$defs/")]]] if "$ref" in schema else []
+        for group in groups:
+            options = [option for part in group for option in self.alternatives(part, depth + 1)]
+            found = [self._both(one, option) for one in found for option in options]
+            if len(found) > MAX_ALTERNATIVES:
+                raise self.refused(schema, f"more than {MAX_ALTERNATIVES} alternatives at one place")
         return found
-
-    def target(self, reference: str) -> Any:
-        """Return what a reference within the parameters names."""
-        found: Any = self.root if reference.startswith("#") else None
-        for key in reference[1:].split("/")[1:]:
-            key = key.replace("~1", "/").replace("~0", "~")
-            found = found.get(key) if isinstance(found, dict) else found[int(key)] if isinstance(found, list) else None
-        if not isinstance(found, dict | bool):
-            raise self.refused(reference, "a reference that names no schema within it")
-        return found
-
-    def alone(self, schema: Any) -> Any:
-        """Return a schema that means the same with nothing around it."""
-        inside = _with_references(schema)
-        if inside == schema:
-            return schema
-        return {**inside, "$defs": {"parameters": _with_references(self.root)}}
 
     def _both(self, one: Schema, other: Schema) -> Schema:
         """What allows what both allow."""
@@ -82,21 +60,21 @@ class Schemas:
         for key, value in other.items():
             if key not in merged or merged[key] == value:
                 merged[key] = value
-            elif key == "properties":
+            elif key in ("properties", "patternProperties"):
                 merged[key] = {**merged[key], **value}
-                for name in merged[key].keys() & one[key].keys() & value.keys():
+                for name in one[key].keys() & value.keys():
                     merged[key][name] = {"allOf": [one[key][name], value[name]]}
             elif key == "required":
                 merged[key] = list(dict.fromkeys([*merged[key], *value]))
-            elif key in ("minimum", "minLength", "minItems", "exclusiveMinimum"):
+            elif key.startswith(("min", "exclusiveMin")):
                 merged[key] = max(merged[key], value)
-            elif key in ("maximum", "maxLength", "maxItems", "exclusiveMaximum"):
+            elif key.startswith(("max", "exclusiveMax")):
                 merged[key] = min(merged[key], value)
             elif key == "enum":
                 merged[key] = [item for item in merged[key] if item in value]
             elif key == "type":
                 merged[key] = [kind for kind in types(one) or [] if kind in (types(other) or [])]
-            elif key == "additionalProperties":
+            elif key in ("additionalProperties", "items"):
                 merged[key] = {"allOf": [merged[key], value]}
             else:
                 raise self.refused(other, f"two different values of {key} at one place")
@@ -106,12 +84,9 @@ class Schemas:
 def types(schema: Schema) -> list[str] | None:
     """Return the types that a schema without combinations allows; None if it says nothing of them."""
     said = schema.get("type")
-    kinds = list(said) if isinstance(said, list) else [said] if said else []
-    if not kinds:
-        kinds = list({_OF_KEYWORD[key]: None for key in schema if key in _OF_KEYWORD})
-    if kinds and schema.get("nullable") is True and "null" not in kinds:
-        kinds.append("null")
-    return kinds or None
+    if said is None:
+        return list({_TYPE_OF_KEYWORD[key]: None for key in schema if key in _TYPE_OF_KEYWORD}) or None
+    return list(said) if isinstance(said, list) else [said]
 
 
 def values(schema: Schema) -> list[Any] | None:
@@ -119,21 +94,6 @@ def values(schema: Schema) -> list[Any] | None:
     if "const" in schema:
         return [schema["const"]] if schema["const"] in schema.get("enum", [schema["const"]]) else []
     return schema.get("enum")
-
-
-def _with_references(schema: Any) -> Any:
-    """A copy in which references name a place within $defs/parameters."""
-    if isinstance(schema, list):
-        return [_with_references(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    copy = {}
-    for key, value in schema.items():
-        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            copy[key] = "#/$defs/parameters" + value[1:]
-        else:
-            copy[key] = value if key in ("enum", "const", "default", "examples") else _with_references(value)
-    return copy
 
 
 def properties(schema: Schema) -> Iterator[tuple[str, Any, bool]]:

@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from headrace.parsers.written import Literals, Tagged
-from headrace.structured_outputs.alternatives import LIMITS, Schema, Schemas, properties, types, values
+from headrace.structured_outputs.alternatives import Schema, Schemas, properties, types, values
 from headrace.structured_outputs.lark import Rules, escaped, without
+from headrace.structured_outputs.schema import NUMBERS
 from headrace.structured_outputs.text_pattern import is_free, string_pattern
 
 _KEY = r"/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
@@ -56,7 +57,9 @@ class TaggedArguments:
                     f"{self._rules.loose(self._tags.before)} {self._rules.literal(name)} {self._rules.one_of(values)}"
                 ) + ("" if required else "?")
             elif required:
-                raise schemas.refused({name: said}, f"a required property {name!r} that has no value that could be written")
+                raise schemas.refused(
+                    {name: said}, f"a required property {name!r} that has no value that could be written"
+                )
 
     def _values(self, schema: Any, schemas: Schemas) -> list[str]:
         """The ways of writing a value, each with what stands before and behind it."""
@@ -76,7 +79,7 @@ class TaggedArguments:
             if len(others) < len(types(option) or ["string"]):
                 pattern = string_pattern(option, self._stops, _NUMBER_OR_WORD if mixed else "")
                 found.append(self._text(pattern, tags.middle, exact=mixed or not is_free(option)))
-            if "number" in others and not option.keys() & LIMITS:
+            if "number" in others and not option.keys() & NUMBERS:
                 others.remove("number")
                 found.append(self._json(rules.terminal(f"/{_NUMBER}/"), exact=mixed))
             if "boolean" in others and tags.middle_json is None:
@@ -111,7 +114,9 @@ class TaggedArguments:
         if not exact:
             return rules.joined(rules.loose(before), value, rules.loose(after))
         opening, closing = before[len(before.rstrip()) :], after.rstrip()
-        return rules.joined(rules.loose(before.rstrip()), rules.literal(opening), value, rules.literal(closing), rules.space)
+        return rules.joined(
+            rules.loose(before.rstrip()), rules.literal(opening), value, rules.literal(closing), rules.space
+        )
 
 
 class LiteralArguments:
@@ -166,7 +171,7 @@ class LiteralArguments:
             case "object":
                 return f"{self._rules.literal('{')} {self._members(schema, schemas)} {self._rules.literal('}')}"
             case _:
-                limits = {key: schema[key] for key in schema if key in LIMITS}
+                limits = {key: schema[key] for key in schema if key in NUMBERS}
                 if kind == "number" and not limits:
                     return self._rules.terminal(f"/{_NUMBER}/")
                 return self._rules.json({"type": kind, **limits})
@@ -237,7 +242,7 @@ class LiteralArguments:
         if self._syntax.quote is None and not top:
             key = self._rules.terminal(_PYTHON_STRING)
         member = f"{key} {self._rules.literal(self._syntax.equals if top else ':')} {self._rules.space} {value}"
-        return self._rules.rule(f'({member} ({self._comma} {member})*)?')
+        return self._rules.rule(f"({member} ({self._comma} {member})*)?")
 
     def _anything(self) -> str:
         """Any value."""
@@ -266,7 +271,9 @@ class LiteralArguments:
             return all(self._is_key(key, False) and self._writable(item) for key, item in value.items())
         if isinstance(value, list):
             return all(map(self._writable, value))
-        return not isinstance(value, str) or self._syntax.quote is None or not any(stop in value for stop in self._stops)
+        return (
+            not isinstance(value, str) or self._syntax.quote is None or not any(stop in value for stop in self._stops)
+        )
 
     def _written(self, value: Any) -> str:
         """What matches just this value."""

@@ -12,9 +12,14 @@ from headrace.parsers.tools import FunctionTool
 from headrace.parsers.written import SYNTAX, Json, Literals, Markup, Maybe, Pattern, Tagged, Written
 from headrace.structured_outputs.alternatives import Schemas
 from headrace.structured_outputs.argument_grammar import LiteralArguments, TaggedArguments
+from headrace.structured_outputs.conversion import ANY_OBJECT, check
 from headrace.structured_outputs.grammar import Grammar, either
 from headrace.structured_outputs.harmony import in_channels
 from headrace.structured_outputs.lark import Rules, escaped, without
+from headrace.structured_outputs.limits import MAX_SCHEMA_CHARS
+from headrace.structured_outputs.schema import grammar_of_schema
+
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def calls_grammar(
@@ -29,13 +34,20 @@ def calls_grammar(
 ) -> Grammar:
     """Return the grammar of an answer that calls tools.
 
-    With `at_least` 0, calls stand in free text; otherwise nothing stands around them. `at_most` may be 1 or None. `only`
-    names the one tool that may be called. With `strict`, arguments follow the schema of every tool; otherwise only
-    those of tools that are strict, and those of others are what the format takes. `special`: the vocabulary's marks.
+    With `at_least` 0, calls stand in free text; otherwise nothing stands around them. `at_most` may be 1 or None.
+    `only` names the one tool that may be called. With `strict`, arguments follow the schema of every tool; otherwise
+    those of strict tools do, and others are what the format takes. `special`: the vocabulary's marks.
     """
     chosen = [tool for tool in tools if only in (None, tool.name)]
     if not chosen:
         raise RequestError(f"tool_choice names the function {quoted(only)}, which is not in tools", "tool_choice")
+    size = sum(len(json.dumps(tool.parameters)) for tool in chosen if strict or tool.strict)
+    if size > MAX_SCHEMA_CHARS:
+        raise RequestError(
+            f"tools have schemas of {size} characters; at most {MAX_SCHEMA_CHARS} can be held by a grammar, as"
+            f" tool_choice or strict wants it",
+            "tools",
+        )
     found = []
     for written in _ways(format, special):
         writer = _Writer(Rules(special), written, format)
@@ -45,9 +57,21 @@ def calls_grammar(
         single = at_most == 1 or written.single
         free = not at_least and not format.whole_answer
         found.append(writer.rules.grammar(writer.free_text(single) if free else writer.calls(single)))
-    if format.whole_answer:
-        return in_channels(either(*found), special, or_final=not at_least)
-    return found[0]
+    whole = in_channels(either(*found), special, or_final=not at_least) if format.whole_answer else found[0]
+    _check(whole, tools, special)
+    return whole
+
+
+def _check(grammar: Grammar, tools: Sequence[FunctionTool], special: Mapping[str, int]) -> None:
+    """Refuse what llguidance does not take, naming the tool whose parameters it does not take alone."""
+    try:
+        check(grammar, special, "tools")
+    except RequestError as error:
+        for place, tool in enumerate(tools):
+            path = f"tools[{place}].function.parameters"
+            check(grammar_of_schema(tool.parameters, path), {}, path)
+        message = f"the schemas of {len(tools)} tools can be held by a grammar one by one, but not all of them together"
+        raise RequestError(f"tools: {message} ({error})", "tools") from None
 
 
 def _ways(format: ToolFormat, special: Mapping[str, int]) -> list[Written]:
@@ -93,7 +117,7 @@ class _Writer:
         return self.rules.one_of(named)
 
     def _arguments(self, tool: FunctionTool, field: str, strict: bool) -> str:
-        schemas = Schemas(tool.parameters or {"type": "object", "properties": {}, "additionalProperties": False}, field)
+        schemas = Schemas(tool.parameters if strict and tool.parameters else NO_PARAMETERS, field)
         match self._written.arguments:
             case Tagged() as tags:
                 tagged = TaggedArguments(self.rules, tags, self._stops)
@@ -102,14 +126,16 @@ class _Writer:
                 literal = LiteralArguments(self.rules, literals, self._stops)
                 return literal.of(schemas) if strict else literal.any()
             case Json():
-                return self.rules.json({"type": "object", **schemas.root} if strict else {"type": "object"})
+                return self.rules.json({"type": "object", **schemas.root} if strict else ANY_OBJECT)
 
     def calls(self, single: bool) -> str:
         """Calls with nothing around them but the markup of a section, and white space, as there is behind reasoning."""
         if self._whole_answer:
             return self._section(self._written.begin, self._written.before, single)
         mark = f"({self.rules.literal(self._written.mark)})?" if self._written.mark else ""
-        return self.rules.joined(self.rules.space, mark, self.rules.space, self._section(self._written.begin, self._written.before, single))
+        return self.rules.joined(
+            self.rules.space, mark, self.rules.space, self._section(self._written.begin, self._written.before, single)
+        )
 
     def free_text(self, single: bool) -> str:
         """Free text in which what follows the markup that begins calls is held to them.
@@ -148,7 +174,7 @@ class _Writer:
         return self.rules.one_of(heads)
 
     def _section(self, begin: Markup, before: Markup, single: bool) -> str:
-        """A section of calls: `begin`, and `before` the name of the first call, are what is still to be written of them."""
+        """A section of calls, of which `begin`, and `before` the first call's name, are still to be written."""
         opening = self.rules.joined(self._markup(begin), self.rules.space if self._written.begin else "")
         return self.rules.joined(opening, self._markup(before), self._call, self._rest(single))
 

@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from headrace.structured_outputs.grammar import TEXT, Grammar, literal, of_schema
+from headrace.structured_outputs.grammar import TEXT, Grammar, literal
+from headrace.structured_outputs.schema import grammar_of_checked
 
 MAX_SPACE = 64
 """Characters of white space that a model may write where a format takes any."""
@@ -47,7 +48,7 @@ class Rules:
         return literal(text, self.special).start if text else ""
 
     def loose(self, text: str) -> str:
-        """This text with any white space where it has some, except before a letter or a backquote, and within braces."""
+        """This text; white space is any or none, except before a letter or a backquote, and may be within braces."""
         first, *rest = map(self.literal, _OPTIONAL_SPACE.split(text))
         return self.joined(first, *(part for piece in rest for part in (self.space, piece)))
 
@@ -104,7 +105,7 @@ class Rules:
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """JSON of this schema."""
-        grammar = of_schema(schema)
+        grammar = grammar_of_checked(schema)
         self._parts.update(dict.fromkeys(grammar.parts))
         return grammar.start
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from llguidance import regex_to_lark
 
-from headrace.structured_outputs.lark import escaped, without
+from headrace.structured_outputs.lark import without
 
 _WORD_ALTERNATIVES = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()|]|[^\\\[()|]+", re.DOTALL)
 _HOST = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?(?:\.[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*"
