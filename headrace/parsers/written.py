@@ -6,7 +6,7 @@ strings here, white space is optional (and may be any other white space) in the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -62,13 +62,13 @@ class Written:
     middle: Markup
     after: Markup
     arguments: Json | Tagged | Literals = Json()
-    begin: str = ""
+    begin: Markup = ""
     between: Markup = ""
     end: Markup = ""
     single: bool = False
     """A turn has one call at most."""
     mark: str = ""
-    """May stand before the calls: with it they may stand anywhere, without it only where the answer begins."""
+    """May stand before the calls."""
     needs: tuple[str, ...] = ()
     """Special tokens without which the model writes calls as `instead` says."""
     instead: Written | None = None
@@ -125,10 +125,20 @@ def _dsml(section: str) -> Written:
     )
 
 
-SYNTAX: dict[str, Written] = {
+WRITTEN: dict[str, Written] = {
     "hermes": _each_in("<tool_call>\n", "\n</tool_call>"),
     "llama3_json": Written(*_json_call(arguments="parameters"), between="; ", mark="<|python_tag|>"),
     "pythonic": Written("", "(", ")", Literals("="), begin="[", between=", ", end="]"),
+    "llama4_pythonic": Written(
+        "",
+        "(",
+        ")",
+        Literals("="),
+        begin="[",
+        between=", ",
+        end=("]", Maybe(("<|python_end|>",))),
+        mark="<|python_start|>",
+    ),
     "olmo3": Written(
         "",
         "(",
@@ -250,12 +260,4 @@ SYNTAX: dict[str, Written] = {
     "minimax": Written(*_json_call(), begin="<tool_calls>\n", between="\n", end="\n</tool_calls>"),
     "apertus": Written('{"', '": ', "}", begin="<|tools_prefix|>[", between=", ", end="]<|tools_suffix|>"),
 }
-"""By vLLM's name of the parser; of several the first whose special tokens the tokenizer has."""
-
-SYNTAX |= {
-    "granite4": SYNTAX["hermes"],
-    "llama4_pythonic": replace(SYNTAX["pythonic"], mark="<|python_start|>", end=("]", Maybe(("<|python_end|>",)))),
-    "qwen3_xml": SYNTAX["qwen3_coder"],
-    "glm47": SYNTAX["glm45"],
-    "step3p5": SYNTAX["qwen3_coder"],
-}
+"""By the name of the format."""

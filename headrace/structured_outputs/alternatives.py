@@ -54,6 +54,14 @@ class Schemas:
                 raise self.refused(schema, f"more than {MAX_ALTERNATIVES} alternatives at one place")
         return found
 
+    def check_count(self, schema: Schema) -> None:
+        """Refuse limits on properties that do not hold for whatever of the named ones is written."""
+        named, required = schema.get("properties", {}), schema.get("required", [])
+        if schema.get("minProperties", 0) > len(required) or schema.get("maxProperties", len(named)) < len(named):
+            raise self.refused(schema, "minProperties or maxProperties")
+        if "patternProperties" in schema and (not named or set(required) - set(named)):
+            raise self.refused(schema, "patternProperties")
+
     def _both(self, one: Schema, other: Schema) -> Schema:
         """What allows what both allow."""
         merged = dict(one)

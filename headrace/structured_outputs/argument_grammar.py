@@ -45,6 +45,7 @@ class TaggedArguments:
 
     def _sequence(self, schema: Schema, schemas: Schemas) -> str:
         """A tag for each property, in order."""
+        schemas.check_count(schema)
         if not schema.get("properties") and not schema.get("required"):
             return '""' if schema.get("additionalProperties") is False or schema.get("type") else self.any()
         return self._rules.rule(" ".join(self._parts(schema, schemas)) or '""')
@@ -132,12 +133,15 @@ class LiteralArguments:
 
     def of(self, schemas: Schemas) -> str:
         """Return what matches arguments that a tool's parameters allow."""
-        options = [self._members(one, schemas, top=True) for one in schemas.alternatives(schemas.root)]
-        return self._rules.one_of(options)
+        return self._rules.one_of(self._arguments(one, schemas) for one in schemas.alternatives(schemas.root))
 
     def any(self) -> str:
         """Return what matches any arguments."""
         return self._map(self._anything(), top=True)
+
+    def _arguments(self, schema: Schema, schemas: Schemas) -> str:
+        schemas.check_count(schema)
+        return self._members(schema, schemas, top=True)
 
     def _value(self, schema: Any, schemas: Schemas) -> str:
         """What matches a value. A schema that refers to itself becomes a rule that does."""
@@ -156,6 +160,12 @@ class LiteralArguments:
         if allowed is not None:
             return [self._written(value) for value in allowed if self._writable(value)]
         kinds = types(schema)
+        if schema.keys() & {"patternProperties", "minProperties", "maxProperties"} or (
+            "prefixItems" in schema and schema.get("minItems", 0) > len(schema["prefixItems"])
+        ):
+            if self._syntax.quote is not None:
+                raise schemas.refused(schema, "patternProperties, minProperties, maxProperties or minItems")
+            return [self._rules.json(schemas.alone({**schema, "x-guidance": _ESCAPES}))]
         return [self._of_type(kind, schema, schemas) for kind in kinds] if kinds else [self._anything()]
 
     def _of_type(self, kind: str, schema: Schema, schemas: Schemas) -> str:
@@ -182,13 +192,13 @@ class LiteralArguments:
             return f"{quote} {self._rules.until(string_pattern(schema, self._stops), self._syntax.quote)}"
         if is_free(schema):
             return self._rules.terminal(_PYTHON_STRING)
-        limits = {key: schema[key] for key in ("pattern", "format", "minLength", "maxLength") if key in schema}
+        limits: Schema = {key: schema[key] for key in ("pattern", "format", "minLength", "maxLength") if key in schema}
         return self._rules.json({"type": "string", **limits, "x-guidance": _ESCAPES})
 
     def _array(self, schema: Schema, schemas: Schemas) -> str:
         first = [self._value(item, schemas) for item in schema.get("prefixItems", [])]
         rest = schema.get("items", True)
-        least, most = int(schema.get("minItems", 0)), schema.get("maxItems")
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
         if first:
             rest, least, most = False, len(first), len(first)
         comma = self._comma
@@ -196,8 +206,8 @@ class LiteralArguments:
             inner = f" {comma} ".join(first)
         else:
             item = self._value(rest, schemas)
-            more = f"{{{max(least - 1, 0)},{'' if most is None else int(most) - 1}}}"
-            inner = f"{item} ({comma} {item}){more}" if most != 0 else ""
+            more = f"({comma} {item}){{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
+            inner = "" if most == 0 else item if most == 1 else f"{item} {more}"
             inner = f"({inner})?" if not least and inner else inner
         return self._rules.rule(f"{self._rules.literal('[')} {inner} {self._rules.literal(']')}")
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from headrace.errors import RequestError, quoted
 from headrace.parsers.formats import ToolFormat
 from headrace.parsers.tools import FunctionTool
-from headrace.parsers.written import SYNTAX, Json, Literals, Markup, Maybe, Pattern, Tagged, Written
+from headrace.parsers.written import WRITTEN, Json, Literals, Markup, Maybe, Pattern, Tagged, Written
 from headrace.structured_outputs.alternatives import Schemas
 from headrace.structured_outputs.argument_grammar import LiteralArguments, TaggedArguments
 from headrace.structured_outputs.conversion import ANY_OBJECT, check
@@ -41,49 +41,48 @@ def calls_grammar(
     chosen = [tool for tool in tools if only in (None, tool.name)]
     if not chosen:
         raise RequestError(f"tool_choice names the function {quoted(only)}, which is not in tools", "tool_choice")
-    size = sum(len(json.dumps(tool.parameters)) for tool in chosen if strict or tool.strict)
+    held = [tool for tool in chosen if strict or tool.strict]
+    size = sum(len(json.dumps(tool.parameters)) for tool in held)
     if size > MAX_SCHEMA_CHARS:
         raise RequestError(
             f"tools have schemas of {size} characters; at most {MAX_SCHEMA_CHARS} can be held by a grammar, as"
             f" tool_choice or strict wants it",
             "tools",
         )
+    paths = {tool.name: f"tools[{place}].function.parameters" for place, tool in enumerate(tools)}
     found = []
     for written in _ways(format, special):
         writer = _Writer(Rules(special), written, format)
-        for place, tool in enumerate(tools):
-            if tool in chosen:
-                writer.add(tool, f"tools[{place}].function.parameters", strict or tool.strict)
+        for tool in chosen:
+            writer.add(tool, paths[tool.name], tool in held)
         single = at_most == 1 or written.single
         free = not at_least and not format.whole_answer
         found.append(writer.rules.grammar(writer.free_text(single) if free else writer.calls(single)))
     whole = in_channels(either(*found), special, or_final=not at_least) if format.whole_answer else found[0]
-    _check(whole, tools, special)
-    return whole
-
-
-def _check(grammar: Grammar, tools: Sequence[FunctionTool], special: Mapping[str, int]) -> None:
-    """Refuse what llguidance does not take, naming the tool whose parameters it does not take alone."""
     try:
-        check(grammar, special, "tools")
+        check(whole, special, "tools")
     except RequestError as error:
-        for place, tool in enumerate(tools):
-            path = f"tools[{place}].function.parameters"
-            check(grammar_of_schema(tool.parameters, path), {}, path)
-        message = f"the schemas of {len(tools)} tools can be held by a grammar one by one, but not all of them together"
-        raise RequestError(f"tools: {message} ({error})", "tools") from None
+        for tool in held:  # the one that llguidance does not take alone, if there is one
+            check(grammar_of_schema(tool.parameters, paths[tool.name]), {}, paths[tool.name])
+        message = f"the schemas of {len(held)} tools cannot be held by one grammar all together ({error})"
+        raise RequestError(f"tools: {message}", "tools") from None
+    return whole
 
 
 def _ways(format: ToolFormat, special: Mapping[str, int]) -> list[Written]:
     """The ways of writing calls that a tokenizer has the marks for."""
     found = []
-    written: Written | None = SYNTAX.get(format.name)
+    written: Written | None = WRITTEN.get(format.name)
     while written:
         found += [written] if all(mark in special for mark in written.needs) else []
         written = written.instead
     if not found:
         raise RequestError(f"tool_choice: calls of the format {format.name} cannot be held by a grammar", "tool_choice")
     return found
+
+
+_BRACKETS = ("[", "{")
+"""Openers that other text has in it too."""
 
 
 class _Writer:
@@ -96,7 +95,7 @@ class _Writer:
         self._written = written
         self._openers = format.openers
         self._whole_answer = format.whole_answer
-        self._starts = format.at_start
+        self._bare = format.bare
         self._silent = [mark for mark in format.silent if mark in rules.special]
         # What ends a call or the section: no argument that stands there as it is may hold it.
         self._stops = [*_tags(written.after), *_tags(written.end)]
@@ -140,21 +139,15 @@ class _Writer:
     def free_text(self, single: bool) -> str:
         """Free text in which what follows the markup that begins calls is held to them.
 
-        All markup that would begin calls in another way is kept out. Where nothing but the answer's first character
-        tells calls from text, text does not begin so.
+        All markup that would begin calls in another way is kept out.
         """
         written, rules = self._written, self.rules
-        begin = written.mark or _lead(written.begin) or _lead(written.before)
-        opener = max((one for one in self._openers if begin.startswith(one)), key=len, default="")
-        if isinstance(written.arguments, Literals) and written.begin == "[":
-            return self._bracketed(single)
-        if not opener or written.mark:
-            text = self._no_start()
-            bare = f"{rules.terminal(text)} | {self._section(written.begin, written.before, single)}"
-            if not opener:
-                return bare
-            section = self._section(written.begin, written.before, single)
-            return f"{bare} | {rules.joined(rules.until(text, opener), section)}"
+        begin = _lead(written.begin) or _lead(written.before)
+        opener = self._opener_of(begin)
+        if opener in _BRACKETS:
+            return self._among_brackets(single)
+        if not opener:
+            return f"{rules.terminal(self._no_start())} | {self._section(written.begin, written.before, single)}"
         section = self._section(
             _cut(written.begin, opener),
             written.before if written.begin else _cut(written.before, opener),
@@ -185,26 +178,31 @@ class _Writer:
         end = rules.joined(rules.space, self._markup(written.end)) if written.end else ""
         return rules.joined("" if single else f"({again})*", end)
 
-    def _bracketed(self, single: bool) -> str:
-        """Free text in which a bracket begins calls if a tool's name and a parenthesis follow it."""
-        rules, mark = self.rules, self._written.mark
-        names = "|".join(map(escaped, self.bodies))
-        text = f"({without([mark] if mark else [])} & ~/(?s:.*)\\[\\s*({names})\\s*\\((?s:.*)/)"
-        again = self._rest(single)
-        found = [
-            rules.joined(rules.until(text, f"[{name}("), body.removeprefix(rules.literal("(")).strip(), again)
-            for name, body in self.bodies.items()
-        ]
+    def _among_brackets(self, single: bool) -> str:
+        """Free text in which a bracket begins calls only with what must follow it there: a tool's name and a
+        parenthesis, or a key that calls have."""
+        rules, rest = self.rules, self._rest(single)
+        if isinstance(self._written.arguments, Literals):
+            names = "|".join(map(escaped, self.bodies))
+            kept_out = rf"\[\s*({names})\s*\("
+            found = [
+                (rf"\[\s*{escaped(name)}\s*\(", body.removeprefix(rules.literal("(")))
+                for name, body in self.bodies.items()
+            ]
+        else:
+            kept_out = r"\{\s*\"(name|parameters|arguments|type|id|function)\"\s*:"
+            found = [(r"\{\s*\"name\"\s*:\s*\"", self._call)]
+        mark = self._written.mark
+        text = f"({without([one for one in self._openers if one not in _BRACKETS])} & ~/(?s:.*){kept_out}(?s:.*)/)"
+        calls = [rules.joined(rules.until_pattern(text, head), call.strip(), rest) for head, call in found]
         if mark:
             section = self._section(self._written.begin, self._written.before, single)
-            found.append(rules.joined(rules.until(text, mark), rules.space, section))
-        return f"{rules.one_of(found)}{'?' if single else '*'} {rules.terminal(text)}"
+            calls.append(rules.joined(rules.until(text, mark), rules.space, section))
+        return f"{rules.rule(rules.one_of(calls))}{'?' if single else '*'} {rules.terminal(text)}"
 
     def _no_start(self) -> str:
-        """Text that neither begins as a call does nor has markup of calls in it."""
-        begin = _lead(self._written.begin) or _lead(self._written.before)
-        first = {one[0] for one in (*self._starts, begin) if one}
-        start = "".join("\\" + char for char in sorted(first))
+        """Text that neither begins with a bracket, as calls do there, nor has markup of calls in it."""
+        start = "".join("\\" + one for one in self._bare)
         return f"(/[ \\t\\r\\n]*([^ \\t\\r\\n{start}](?s:.*))?/ & {without(self._openers)})"
 
     def _markup(self, markup: Markup) -> str:
@@ -216,8 +214,13 @@ class _Writer:
             elif isinstance(part, Maybe):
                 found.append(f"({self._markup(part.parts)})?")
             else:
-                found.append(self.rules.loose(part))
+                opener = self._opener_of(part)
+                found += [self.rules.literal(opener), self.rules.loose(part[len(opener) :])]
         return self.rules.joined(*found)
+
+    def _opener_of(self, text: str) -> str:
+        """The opener that a text begins with, or "". It is written as it is, white space too."""
+        return max((one for one in self._openers if text.startswith(one)), key=len, default="")
 
 
 def _tags(markup: Markup) -> list[str]:

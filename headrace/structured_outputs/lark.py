@@ -14,7 +14,7 @@ from headrace.structured_outputs.schema import grammar_of_checked
 MAX_SPACE = 64
 """Characters of white space that a model may write where a format takes any."""
 _SPACE = f"/[ \\t\\r\\n]{{1,{MAX_SPACE}}}/"
-_OPTIONAL_SPACE = re.compile(r"\s+(?![a-z`])|(?<=\{)(?=\")")
+_OPTIONAL_SPACE = re.compile(r"\s+(?![a-z`\s])|(?<=\{)(?=\")")
 _META = re.compile(r"[\\.+*?()|\[\]{}^$/#&~-]")
 
 
@@ -81,6 +81,10 @@ class Rules:
         if end in self.special and not spelled:
             return f"{self.terminal(pattern)} {self.literal(end)}"
         return self._named("r_", f"{pattern} {json.dumps(end)}", "[lazy]")
+
+    def until_pattern(self, pattern: str, end: str) -> str:
+        """Text of a pattern, and what is first matched by another."""
+        return self._named("r_", f"{pattern} /{end}/", "[lazy]")
 
     def _named(self, prefix: str, body: str, options: str) -> str:
         key = options + body

@@ -19,7 +19,7 @@ from headrace.parsers.formats import ToolFormat
 from headrace.parsers.output_parser import Answer, OutputParser, join, parse
 from headrace.parsers.table import TOOL_FORMATS
 from headrace.parsers.tools import FunctionTool
-from headrace.parsers.written import SYNTAX, Literals, Markup, Maybe, Tagged, Written
+from headrace.parsers.written import WRITTEN, Literals, Markup, Maybe, Tagged, Written
 from headrace.structured_outputs.call_grammar import calls_grammar
 from headrace.structured_outputs.vocabulary import marks, vocabulary
 from tests.speed import PATIENCE
@@ -37,7 +37,7 @@ WEATHER = FunctionTool(
     strict=True,
 )
 CLOCK = FunctionTool("clock", {"type": "object", "properties": {}}, strict=True)
-WRITTEN = {
+EXAMPLES = {
     "hermes": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>',
     "llama3_json": '{"name": "get_weather", "parameters": {"city": "Rome", "days": 2}}',
     "pythonic": "[get_weather(city='Rome', days=2)]",
@@ -87,7 +87,7 @@ WRITTEN = {
 def markup_of(format: ToolFormat) -> list[str]:
     """The pieces of markup of a format."""
     found: list[Markup | None] = [*format.openers, *format.silent]
-    written: Written | None = SYNTAX[format.name]
+    written: Written | None = WRITTEN[format.name]
     while written:
         found += [
             written.mark,
@@ -116,6 +116,11 @@ def texts(markup: Markup) -> list[str]:
         for text in texts(part.parts if isinstance(part, Maybe) else part)
         if isinstance(text, str)
     ]
+
+
+def in_quotes(format: ToolFormat) -> bool:
+    """Whether markup within a string of JSON is surely text, as where only the end of JSON ends the arguments."""
+    return not format.whole_answer and not isinstance(WRITTEN[format.name].arguments, Tagged)
 
 
 def with_marks(format: ToolFormat) -> Vocabulary:
@@ -152,7 +157,7 @@ def test_what_may_be_written_are_calls_of_the_tools(name: str, as_marks: bool) -
         only = rng.choice([None, None, rng.choice(tools).name])
         at_most = rng.choice([1, None])
         grammar = calls_grammar(format, tools, at_least=1, at_most=at_most, only=only, special=words.marks)
-        ids = walk(grammar, words, markup_of(format), rng)
+        ids = walk(grammar, words, markup_of(format), rng, in_strings=in_quotes(format))
         if ids is None:
             continue
         text = words.tokenizer.decode_str(ids)
@@ -172,7 +177,8 @@ def test_in_free_text_calls_of_strict_tools_fit(name: str) -> None:
         rng = random.Random(f"{seed} {place}")
         tools, words = random_tools(rng), rng.choice([of_bytes(), with_marks(format)])
         grammar = calls_grammar(format, tools, at_least=0, at_most=None, strict=False, special=words.marks)
-        ids = walk(grammar, words, [*markup_of(format), *(tool.name for tool in tools)], rng)
+        words_and_names = [*markup_of(format), *(tool.name for tool in tools)]
+        ids = walk(grammar, words, words_and_names, rng, in_strings=in_quotes(format))
         if ids is None:
             continue
         text = words.tokenizer.decode_str(ids)
@@ -181,10 +187,10 @@ def test_in_free_text_calls_of_strict_tools_fit(name: str) -> None:
         assert read_in_pieces(text, format, tools, rng) == answer, (seed, text)
 
 
-@pytest.mark.parametrize("name", sorted(WRITTEN))
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
 def test_a_call_as_the_family_writes_it(name: str) -> None:
-    format, call = TOOL_FORMATS[name], WRITTEN[name]
-    words = of_bytes([mark for mark in SYNTAX[name].needs if mark in call])
+    format, call = TOOL_FORMATS[name], EXAMPLES[name]
+    words = of_bytes([mark for mark in WRITTEN[name].needs if mark in call])
     required = calls_grammar(format, [CLOCK, WEATHER], at_least=1, at_most=None, special=words.marks)
     named = calls_grammar(format, [CLOCK, WEATHER], at_least=1, at_most=1, only="clock", special=words.marks)
     free = calls_grammar(format, [CLOCK, WEATHER], at_least=0, at_most=None, strict=False, special=words.marks)
@@ -203,9 +209,9 @@ def test_a_call_as_the_family_writes_it(name: str) -> None:
 
 
 def test_every_format_has_an_example_or_writes_as_another_does() -> None:
-    examples = [SYNTAX[name] for name in WRITTEN]
+    examples = [WRITTEN[name] for name in EXAMPLES]
     alike = {"granite-20b-fc", "ernie45", "gigachat3", "minimax", "apertus", "deepseek_v4", "minicpm5"}
-    assert {name for name in FORMATS if SYNTAX[name] not in examples} <= alike
+    assert {name for name in FORMATS if WRITTEN[name] not in examples} <= alike
 
 
 def test_free_text_stays_free() -> None:
@@ -222,14 +228,14 @@ def test_free_text_stays_free() -> None:
 def test_one_call_where_calls_may_not_be_parallel() -> None:
     for at_least in (0, 1):
         one = calls_grammar(TOOL_FORMATS["hermes"], [WEATHER], at_least=at_least, at_most=1, special={})
-        assert fits(one, WRITTEN["hermes"])
-        assert not fits(one, WRITTEN["hermes"] + "\n" + WRITTEN["hermes"])
+        assert fits(one, EXAMPLES["hermes"])
+        assert not fits(one, EXAMPLES["hermes"] + "\n" + EXAMPLES["hermes"])
 
 
 def test_reasoning_and_words_to_the_user_are_messages_of_their_own_in_channels() -> None:
     grammar = calls_grammar(TOOL_FORMATS["openai"], [WEATHER], at_least=1, at_most=1, special={})
     thought = "<|channel|>analysis<|message|>Weather.<|end|><|start|>assistant"
-    assert fits(grammar, thought + WRITTEN["openai"])
+    assert fits(grammar, thought + EXAMPLES["openai"])
     assert fits(
         grammar, thought + ' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Rome"}<|call|>'
     )
@@ -276,6 +282,15 @@ def test_what_cannot_be_held_is_refused_by_name_and_path() -> None:
     for name in ("qwen3_coder", "pythonic", "gemma4"):
         with pytest.raises(RequestError, match=r"tools\[0\].*a\\nb"):
             calls_grammar(TOOL_FORMATS[name], [odd], at_least=1, at_most=None, special={})
+    few = FunctionTool("f", {"type": "object", "properties": {"a": {}, "b": {}, "c": {}}, "minProperties": 2})
+    nested = FunctionTool("f", {"type": "object", "properties": {"a": {"type": "object", "maxProperties": 3}}})
+    for name in ("qwen3_coder", "pythonic", "gemma4"):
+        with pytest.raises(RequestError, match=r"tools\[0\].*minProperties"):
+            calls_grammar(TOOL_FORMATS[name], [few], at_least=1, at_most=None, special={})
+    with pytest.raises(RequestError, match=r"tools\[0\].*maxProperties"):
+        calls_grammar(TOOL_FORMATS["gemma4"], [nested], at_least=1, at_most=None, special={})
+    for name in ("qwen3_coder", "pythonic"):
+        calls_grammar(TOOL_FORMATS[name], [nested], at_least=1, at_most=None, special={})
     with pytest.raises(RequestError, match="nothing"):
         calls_grammar(TOOL_FORMATS["hermes"], [WEATHER], at_least=1, at_most=1, only="nothing", special={})
 
@@ -309,7 +324,7 @@ def test_with_the_tokens_of_a_model(name: str, folder: str) -> None:
         rng = random.Random(f"{seed} {place}")
         tools = random_tools(rng)
         grammar = calls_grammar(format, tools, at_least=1, at_most=None, special=words.marks)
-        ids = walk(grammar, words, markup_of(format), rng)
+        ids = walk(grammar, words, markup_of(format), rng, in_strings=in_quotes(format))
         if ids is not None:
             text = tokenizer.backend.decode(ids, skip_special_tokens=False)
             answer = parse(text, format, None, tools)
@@ -357,7 +372,7 @@ def test_documented_calls_are_taken() -> None:
         functions = [tool.get("function", tool) for tool in row["tools"]]
         tools = {one["name"]: one.get("parameters") or {} for one in functions}
         tools |= {call["name"]: {} for call in row["expected"]["tool_calls"] if call["name"] not in tools}
-        words = of_bytes(mark for mark in SYNTAX[format.name].needs if mark in text)
+        words = of_bytes(mark for mark in WRITTEN[format.name].needs if mark in text)
         held = [FunctionTool(name, schema, strict=bool(schema.get("properties"))) for name, schema in tools.items()]
         try:
             grammar = calls_grammar(format, held, at_least=0, at_most=None, strict=False, special=words.marks)

@@ -17,7 +17,7 @@ from headrace.structured_outputs.grammar import Grammar
 from headrace.structured_outputs.vocabulary import byte_vocabulary
 
 TEXT = "abc xyzé\"'\\<>&{}[]():=,\n\t|/.-0123456789eEtrufalsn日"
-MAX_TOKENS = 2000
+MAX_TOKENS = 1500
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,14 @@ def fits(grammar: Grammar, text: str, vocabulary: Vocabulary | None = None) -> b
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
-def walk(grammar: Grammar, vocabulary: Vocabulary, markup: Sequence[str], rng: random.Random) -> list[int] | None:
-    """The tokens of a random answer, with pieces of markup wherever they may stand; None if it does not end."""
+def walk(
+    grammar: Grammar, vocabulary: Vocabulary, markup: Sequence[str], rng: random.Random, *, in_strings: bool = True
+) -> list[int] | None:
+    """The tokens of a random answer, with pieces of markup wherever they may stand; None if it does not end.
+    `in_strings`: they may stand in strings between quotes too."""
     matcher = matcher_of(grammar, vocabulary)
     wanted = [vocabulary.encode(text) for text in (*markup, *"\"}])',: \n")]
+    control, text = vocabulary.encode("\1"), vocabulary.encode("<é")
     ids: list[int] = []
     length = rng.randint(0, 100)
     while len(ids) < MAX_TOKENS:
@@ -67,25 +71,36 @@ def walk(grammar: Grammar, vocabulary: Vocabulary, markup: Sequence[str], rng: r
             return ids
         if rng.random() < (0.1 if len(ids) < length else 0.6):
             piece = rng.choice(wanted)
+            in_string = matcher.validate_tokens(text) == len(text) and not matcher.validate_tokens(control)
+            if len(piece) > 1 and in_string and not in_strings:
+                continue
         elif len(ids) < length and rng.random() < 0.7:
             piece = vocabulary.encode(rng.choice(TEXT))
         else:
-            piece = [_any_token(matcher, vocabulary, rng)]
+            token = _any_token(matcher, vocabulary, rng)
+            if token is None:
+                assert matcher.is_accepting(), "nothing may follow, and the answer is no whole one"
+                return ids
+            piece = [token]
         if matcher.validate_tokens(piece) == len(piece):
             assert matcher.consume_tokens(piece), matcher.get_error()
             ids += piece
     return ids if matcher.is_accepting() else None
 
 
-def _any_token(matcher: LLMatcher, vocabulary: Vocabulary, rng: random.Random) -> int:
-    """A token that may come, marks and ASCII rather than others."""
+def _any_token(matcher: LLMatcher, vocabulary: Vocabulary, rng: random.Random) -> int | None:
+    """A token that may come, marks and ASCII rather than others; None if the answer can only end."""
     bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
     assert not matcher.is_error(), matcher.get_error()
-    allowed = [int(one) for one in np.flatnonzero(bits) if one not in vocabulary.tokenizer.eos_tokens]
-    assert allowed, "nothing may follow, and the answer is no whole one"
-    marks = [one for one in allowed if one in vocabulary.marks.values()]
-    plain = [one for one in allowed[:500] if vocabulary.tokenizer.decode_bytes([one]).isascii()]
-    return rng.choice(marks if marks and rng.random() < 0.5 else plain or allowed)
+    bits[vocabulary.tokenizer.eos_tokens] = 0
+    allowed = np.flatnonzero(bits)
+    if not len(allowed):
+        return None
+    marks = [one for one in vocabulary.marks.values() if bits[one]]
+    if marks and rng.random() < 0.5:
+        return rng.choice(marks)
+    some = [int(allowed[rng.randrange(len(allowed))]) for _ in range(8)]
+    return next((one for one in some if vocabulary.tokenizer.decode_bytes([one]).isascii()), some[0])
 
 
 def random_tools(rng: random.Random) -> list[FunctionTool]:
