@@ -12,7 +12,8 @@ from headrace.parsers.literals import LOOK, collected, literal
 from headrace.parsers.reader import Reader, markers
 from headrace.parsers.scalars import json_string
 
-_NAME = re.compile(r"[^\W\d][\w-]*(?:\.[^\W\d][\w-]*)*")
+_NAME = re.compile(r"[\w-]+(?:\.[\w-]+)*")
+"""A function's name, which may begin with a digit or a dash."""
 _HEAD = re.compile(rf"({_NAME.pattern})\s*\(\s*(?:\)|[^\W\d]\w*\s*=(?!=))")
 _KEY = re.compile(r"([^\W\d]\w*)\s*=(?!=)")
 _JSON = re.compile(r"\[?\s*\{")

@@ -180,7 +180,7 @@ _OF_KIND = {
 def _json_text(text: str) -> str | None:
     """The text itself if it is JSON, which knows no NaN and no Infinity."""
     try:
-        json.loads(text, parse_constant=_refused, parse_float=_finite, parse_int=str)
+        json.loads(text, parse_constant=_refused, parse_float=str, parse_int=str)
     except (ValueError, RecursionError):
         return None
     return text
@@ -188,11 +188,6 @@ def _json_text(text: str) -> str | None:
 
 def _refused(constant: str) -> None:
     raise ValueError(constant)
-
-
-def _finite(number: str) -> None:
-    if json_number(number) is None:
-        raise ValueError(number)
 
 
 _ESCAPED_QUOTE = re.compile(r'[{\[][\s{\[]*\\"')

@@ -88,6 +88,13 @@ def test_an_expression_is_not_evaluated(written: str) -> None:
 
 
 @formats
+def test_names_may_begin_as_openai_allows(name: str) -> None:
+    begin, end = AROUND[name]
+    for function in ("3d", "-f", "_f", "a-b.c"):
+        assert called(answer(name, f"{begin}{function}(a=1){end}", FunctionTool(function))) == [(function, {"a": 1})]
+
+
+@formats
 def test_text_before_and_after(name: str) -> None:
     begin, end = AROUND[name]
     found = answer(name, f"Let me look. {begin}f(a=1){end}\nDone.", FunctionTool("f"))
