@@ -44,7 +44,7 @@ def read(text: str, schema: dict[str, Any], *, guess: bool = False) -> Any:
         ("number", "-1e-3", -0.001),
         ("number", "nan", "nan"),
         ("number", "Infinity", "Infinity"),
-        ("number", "1e999", "1e999"),
+        ("number", "1e999", float("inf")),
         ("boolean", "true", True),
         ("boolean", "False", False),
         ("boolean", "TRUE", True),
