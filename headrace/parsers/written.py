@@ -1,4 +1,4 @@
-"""How each model family writes its tool calls: the data from which grammars of calls are made.
+"""Says how each model family writes its tool calls, for the grammars of calls.
 
 A parser takes all that a model may write; a syntax is the one way in which its family's chat template writes it. Of the
 strings here, white space is optional (and may be any other white space) in the grammar, except before a letter.
@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 
 class Pattern(NamedTuple):
-    """A part of a call that the model makes up, such as the number in Kimi's ids."""
+    """Is a part of a call that the model makes up, such as the number in Kimi's ids."""
 
     regex: str
 
 
 class Maybe(NamedTuple):
-    """A part of a call that may be left out."""
+    """Is a part of a call that may be left out."""
 
     parts: tuple[str | Pattern, ...]
 
@@ -47,7 +47,7 @@ class Tagged:
 
 @dataclass(frozen=True)
 class Literals:
-    """Arguments as `key=value`, in a syntax of their own for objects, lists and strings."""
+    """Arguments are written as `key=value`, in a syntax of their own for objects, lists and strings."""
 
     equals: str
     quote: str | None = None
@@ -56,7 +56,7 @@ class Literals:
 
 @dataclass(frozen=True)
 class Written:
-    """One way of writing calls: `begin`, calls joined by `between`, `end`."""
+    """Is one way of writing calls: `begin`, calls joined by `between`, `end`."""
 
     before: Markup
     middle: Markup

@@ -1,4 +1,4 @@
-"""What a checked schema says once references, allOf and anyOf are written out."""
+"""Makes schemas without references, allOf and anyOf of one that has them."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _TYPE_OF_KEYWORD = {
 
 
 class Schemas:
-    """The parameters of one tool; `field` names them in messages."""
+    """Holds the parameters of one tool; `field` names them in messages."""
 
     def __init__(self, parameters: Mapping[str, Any], field: str) -> None:
         self.field = field
         self.root = checked_schema(parameters, field, JsonOptions())
 
     def refused(self, schema: object, reason: str) -> RequestError:
-        """An error for a schema that cannot be written in this family's format."""
+        """Return the error for a schema that cannot be written in this family's format."""
         message = f"{self.field} has {reason}, which cannot be written as this model writes calls: {quoted(schema)}"
         return RequestError(message, "tools")
 
     def alone(self, schema: Schema) -> Schema:
-        """A part of the parameters as a whole schema."""
+        """Return a part of the parameters as a whole schema."""
         return {**schema, "$defs": self.root["$defs"]} if "$defs" in self.root else schema
 
     def alternatives(self, schema: Any, depth: int = 0) -> list[Schema]:
-        """Schemas without $ref, allOf and anyOf; what any of them allows is allowed."""
+        """Return schemas without $ref, allOf and anyOf; what any of them allows is allowed."""
         if isinstance(schema, bool):
             return [{}] if schema else []
         if depth > MAX_DEPTH:

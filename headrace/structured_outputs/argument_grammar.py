@@ -1,4 +1,4 @@
-"""Grammars of arguments that are not written as one JSON object: tags with a value each, and literals."""
+"""Makes grammars of arguments that are not written as one JSON object: tags with a value each, and literals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NUMBER_OR_WORD = r"/[ \t\r\n]*(-?[0-9][0-9.eE+-]*|(?i:true|false|null|none)|[\[
 
 
 class TaggedArguments:
-    """Grammar of arguments that have a tag each."""
+    """Makes the grammar of arguments that have a tag each."""
 
     def __init__(self, rules: Rules, tags: Tagged, stops: Iterable[str]) -> None:
         self._rules = rules
@@ -121,7 +121,7 @@ class TaggedArguments:
 
 
 class LiteralArguments:
-    """Grammar of arguments as `key=value`, values as literals of Python or of a syntax with quotes of its own."""
+    """Makes the grammar of arguments as `key=value`, with literals of Python or of a syntax with its own quotes."""
 
     def __init__(self, rules: Rules, syntax: Literals, stops: Iterable[str]) -> None:
         self._rules = rules

@@ -1,4 +1,4 @@
-"""Grammars of tool calls, in each model family's own way of writing them."""
+"""Makes grammars of tool calls, in each model family's own way of writing them."""
 
 from __future__ import annotations
 

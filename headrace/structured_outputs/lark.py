@@ -31,9 +31,9 @@ def without(stops: Sequence[str]) -> str:
 
 
 class Rules:
-    """The rules of one grammar in the making.
+    """Collects the rules of one grammar.
 
-    Its methods return what stands for a thing in the body of a rule; "" stands for no text.
+    Its methods return what stands for something in the body of a rule; "" stands for no text.
     """
 
     def __init__(self, special: Mapping[str, int]) -> None:
@@ -44,16 +44,17 @@ class Rules:
         self._parts: dict[str, None] = {}
 
     def literal(self, text: str) -> str:
-        """Just this text, marks as the tokens that they are."""
+        """Return what matches just this text, marks as the tokens that they are."""
         return literal(text, self.special).start if text else ""
 
     def loose(self, text: str) -> str:
-        """This text; white space is any or none, except before a letter or a backquote, and may be within braces."""
+        """Return what matches this text; white space is any or none but before a letter or backquote, and may be
+        within braces."""
         first, *rest = map(self.literal, _OPTIONAL_SPACE.split(text))
         return self.joined(first, *(part for piece in rest for part in (self.space, piece)))
 
     def joined(self, *parts: str) -> str:
-        """One after the other; optional white space next to optional white space is one."""
+        """Put one after the other; optional white space next to optional white space is one."""
         found: list[str] = []
         for part in filter(None, parts):
             if not (found and found[-1].endswith(self.space) and part.startswith(self.space)):
@@ -68,22 +69,23 @@ class Rules:
         return self.terminal(_SPACE) + "?"
 
     def terminal(self, pattern: str) -> str:
-        """The name of a terminal with this pattern."""
+        """Return the name of a terminal with this pattern."""
         return self._named("T_", pattern, "")
 
     def rule(self, body: str) -> str:
-        """The name of a rule with this body."""
+        """Return the name of a rule with this body."""
         return self._named("r_", body or '""', "")
 
     def until(self, pattern: str, end: str, *, spelled: bool = False) -> str:
-        """Text of a pattern, and `end` where it first is. The pattern must itself keep out an `end` that is a mark.
+        """Return what matches text of a pattern, and `end` where it first is. The pattern must keep out an `end`
+        that is a mark.
         `spelled`: its characters are meant even then."""
         if end in self.special and not spelled:
             return f"{self.terminal(pattern)} {self.literal(end)}"
         return self._named("r_", f"{pattern} {json.dumps(end)}", "[lazy]")
 
     def until_pattern(self, pattern: str, end: str) -> str:
-        """Text of a pattern, and what is first matched by another."""
+        """Return what matches text of a pattern, and after it the first match of another."""
         return self._named("r_", f"{pattern} /{end}/", "[lazy]")
 
     def _named(self, prefix: str, body: str, options: str) -> str:
@@ -93,11 +95,11 @@ class Rules:
         return self._names[key]
 
     def known(self, key: str) -> str | None:
-        """The name that was reserved for this key."""
+        """Return the name that was reserved for this key."""
         return self._names.get(key)
 
     def reserve(self, key: str, prefix: str = "r_") -> str:
-        """A name for a rule that is defined later, so that it may refer to itself."""
+        """Return a name for a rule that is defined later, so that it may refer to itself."""
         # By content, so that grammars with equal names may be put together: they mean the same.
         name = prefix + hashlib.blake2b(key.encode(errors="replace"), digest_size=6).hexdigest()
         self._names[key] = name.upper() if prefix.isupper() else name
@@ -108,16 +110,16 @@ class Rules:
         self._lines.append(f"{name}{options}: {body}")
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """JSON of this schema."""
+        """Return what matches JSON of this schema."""
         grammar = grammar_of_checked(schema)
         self._parts.update(dict.fromkeys(grammar.parts))
         return grammar.start
 
     def one_of(self, bodies: Iterable[str]) -> str:
-        """Any of these."""
+        """Return what matches any of these."""
         found = list(dict.fromkeys(bodies))
         return found[0] if len(found) == 1 else self.rule(" | ".join(body or '""' for body in found))
 
     def grammar(self, start: str) -> Grammar:
-        """The whole."""
+        """Return the whole."""
         return Grammar(start or '""', tuple(self._lines), tuple(self._parts))

@@ -1,4 +1,4 @@
-"""Patterns of text that is written without quotes, from the keywords that a JSON schema has for strings."""
+"""Makes patterns of text that is written without quotes, from the keywords that a JSON schema has for strings."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def string_pattern(schema: dict[str, Any], stops: tuple[str, ...], taken: str = 
 
 
 def is_free(schema: dict[str, Any]) -> bool:
-    """Whether a schema allows any string."""
+    """Return whether a schema allows any string."""
     return not schema.keys() & {"pattern", "format", "minLength", "maxLength"}
 
 
