@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 
 class Pattern(NamedTuple):
-    """Is a part of a call that the model makes up, such as the number in Kimi's ids."""
+    """Stands for a part of a call that the model makes up, such as the number in Kimi's ids."""
 
     regex: str
 
 
 class Maybe(NamedTuple):
-    """Is a part of a call that may be left out."""
+    """Stands for a part of a call that may be left out."""
 
     parts: tuple[str | Pattern, ...]
 
@@ -56,7 +56,7 @@ class Literals:
 
 @dataclass(frozen=True)
 class Written:
-    """Is one way of writing calls: `begin`, calls joined by `between`, `end`."""
+    """Describes one way of writing calls: `begin`, calls joined by `between`, `end`."""
 
     before: Markup
     middle: Markup

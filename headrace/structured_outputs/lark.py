@@ -77,9 +77,10 @@ class Rules:
         return self._named("r_", body or '""', "")
 
     def until(self, pattern: str, end: str, *, spelled: bool = False) -> str:
-        """Return what matches text of a pattern, and `end` where it first is. The pattern must keep out an `end`
-        that is a mark.
-        `spelled`: its characters are meant even then."""
+        """Return what matches text of a pattern, and `end` where it first is.
+
+        A pattern must itself keep out an `end` that is a mark. `spelled`: its characters are meant even then.
+        """
         if end in self.special and not spelled:
             return f"{self.terminal(pattern)} {self.literal(end)}"
         return self._named("r_", f"{pattern} {json.dumps(end)}", "[lazy]")
