@@ -54,6 +54,8 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=Fals
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     """The stop_token_ids entry that ended it; None for eos and length."""
+    completes_grammar: bool = False
+    """It ended because its grammar allows nothing more: the last token is no stop token but part of the text."""
     new_logprobs: list[Logprobs] = []
     """Parallel to new_token_ids when asked for, else empty."""
     new_prompt_logprobs: list[Logprobs] = []

@@ -308,7 +308,7 @@ class OutputProcessor:
         """Add what a step brought to a choice. Returns True if a stop string ended it, which the core must be told."""
         token_ids = output.new_token_ids
         stop: str | None = None
-        by_token = output.finish_reason is FinishReason.STOP
+        by_token = output.finish_reason is FinishReason.STOP and not output.completes_grammar
         if choice.detokenizer is not None and not choice.text_at_end:
             text, num_kept, stop = choice.detokenizer.append(token_ids, last_is_stop_token=by_token)
             choice.texts.append(text)

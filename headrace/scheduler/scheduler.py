@@ -470,7 +470,7 @@ class Scheduler:
             output.finish_reason = FinishReason.STOP
             output.stop_token_id = token if token in params.stop_token_ids else None
         elif matcher is not None and matcher.finished:
-            output.finish_reason = FinishReason.STOP
+            output.finish_reason, output.completes_grammar = FinishReason.STOP, True
         elif request.num_tokens >= request.max_total_tokens:
             output.finish_reason = FinishReason.LENGTH
         if output.finish_reason is not None:

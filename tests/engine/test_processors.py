@@ -305,6 +305,12 @@ class TestOutput:
         choice = front.outputs[1].outputs[0]
         assert (choice.text, choice.stop_reason) == ("xy", 36)
 
+    def test_the_last_token_of_a_grammar_is_text(self) -> None:
+        front = Front()
+        front.text("ab}", finish_reason=FinishReason.STOP, completes_grammar=True)
+        choice = front.outputs[0].outputs[0]
+        assert (choice.text, choice.finish_reason, choice.stop_reason) == ("ab}", "stop", None)
+
     def test_logprobs(self) -> None:
         front = Front(logprobs=2)
         entry = Logprobs([70, 71, 70], [-2.0, -0.1, -2.0], 5)

@@ -1,0 +1,105 @@
+"""The demo model, which knows no JSON, held to schemas and grammars: whatever it finishes fits."""
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from headrace import LLM, CompletionOutput, SamplingParams, StructuredOutputsParams
+from headrace.errors import RequestError
+
+SHORT = {"type": "string", "maxLength": 8}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "object": {
+        "type": "object",
+        "properties": {"name": SHORT, "age": {"type": "integer", "minimum": 0, "maximum": 150}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
+    "array": {"type": "array", "items": {"enum": ["red", "green", 3, None]}, "minItems": 1, "maxItems": 3},
+    "any of": {"anyOf": [{"type": "boolean"}, {"type": "string", "format": "date"}]},
+    "one of": {
+        "type": "object",
+        "properties": {"a": SHORT, "b": {"type": "boolean"}},
+        "additionalProperties": False,
+        "oneOf": [{"required": ["a"]}, {"required": ["b"]}],
+    },
+    "reference": {
+        "$ref": "#/$defs/p",
+        "$defs": {"p": {"type": "array", "prefixItems": [SHORT, SHORT], "items": False}},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("demo", device="cpu", cpu_threads=1) as llm:
+        yield llm
+
+
+def generate(llm: LLM, wanted: dict[str, Any], **params: Any) -> list[CompletionOutput]:
+    given = {"max_tokens": 200, "seed": random.randrange(2**31), "n": 3} | params
+    held = StructuredOutputsParams(**wanted)
+    (output,) = llm.generate(["Once upon a time"], SamplingParams(structured_outputs=held, **given), use_tqdm=False)
+    return output.outputs
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_finished_answers_are_valid(llm: LLM, name: str) -> None:
+    answers = generate(llm, {"json": SCHEMAS[name], "disable_any_whitespace": True}, logprobs=1)
+    finished = [answer for answer in answers if answer.finish_reason == "stop"]
+    assert finished, answers
+    for answer in finished:
+        jsonschema.validate(json.loads(answer.text), SCHEMAS[name])
+        assert answer.logprobs is not None
+        assert len(answer.logprobs) == len(answer.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fits"),
+    [
+        ({"choice": ["blue", "a kind of red"]}, "blue|a kind of red"),
+        ({"regex": "[a-c]{3} [0-9]+\\."}, "[a-c]{3} [0-9]+\\."),
+        ({"grammar": 'root ::= "x"{2,4} ("y" | "z")'}, "x{2,4}[yz]"),
+        ({"grammar": 'start: "a" B\nB: /[0-9]{2}/'}, "a[0-9]{2}"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+@pytest.mark.parametrize("others", [{}, {"ignore_eos": True}, {"min_tokens": 30}, {"repetition_penalty": 1.5}], ids=str)
+def test_an_answer_ends_where_its_grammar_does(
+    llm: LLM, wanted: dict[str, Any], fits: str, others: dict[str, Any]
+) -> None:
+    for answer in generate(llm, wanted, max_tokens=100, **others):
+        assert answer.finish_reason == "stop"
+        assert answer.stop_reason is None
+        assert re.fullmatch(fits, answer.text)
+
+
+def test_an_answer_that_is_cut_says_so(llm: LLM) -> None:
+    for answer in generate(llm, {"regex": "[0-9]{50}"}, max_tokens=10):
+        assert answer.finish_reason == "length"
+        assert re.fullmatch("[0-9]{10,}", answer.text)
+
+
+def test_a_stop_string_may_come_first(llm: LLM) -> None:
+    for answer in generate(llm, {"regex": "abc-def"}, stop=["-"]):
+        assert (answer.text, answer.stop_reason) == ("abc", "-")
+
+
+def test_requests_with_and_without_grammar_run_together(llm: LLM) -> None:
+    held = SamplingParams(max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
+    free = SamplingParams(max_tokens=20, temperature=0.0)
+    alone = llm.generate(["Once upon a time"], free, use_tqdm=False)[0].outputs[0].text
+    outputs = llm.generate(["Once upon a time"] * 6, [held, free] * 3, use_tqdm=False)
+    assert {output.outputs[0].text for output in outputs[::2]} <= {"yes", "no"}
+    assert {output.outputs[0].text for output in outputs[1::2]} == {alone}
+
+
+def test_a_wrong_grammar_is_an_error_before_anything_runs(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="uniqueItems is not supported"):
+        generate(llm, {"json": {"uniqueItems": True}})
+    assert generate(llm, {"choice": ["fine"]})[0].text == "fine"
