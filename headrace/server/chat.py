@@ -67,8 +67,6 @@ def _plan(serving: Serving, request: ChatCompletionRequest) -> ChatPlan:
     check_common(request)
     params = _params(serving, request)
     use = read_tool_use(request)
-    if use is not None and use.forced:
-        raise RequestError("tool_choice can be 'none' or 'auto': forcing a call is not yet supported", "tool_choice")
     rendered = render_prompt(serving, request, None if use is None else use.shown)
     form = serving.formats.reasoning
     opened = form is not None and reasoning_open(rendered, form, request)
@@ -81,7 +79,7 @@ def _plan(serving: Serving, request: ChatCompletionRequest) -> ChatPlan:
         add_special_tokens=bool(request.add_special_tokens),  # the template has written them
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
-        grammar=chat_grammar(serving, request, params, rendered, opened),
+        grammar=chat_grammar(serving, request, params, use, rendered, opened),
         kept=frozenset() if parsing is None else serving.formats.kept,
     )
     # Of a model whose calls nothing finds, they stay text.

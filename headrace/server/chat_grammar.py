@@ -1,31 +1,78 @@
-"""Makes the one grammar that the answer to a chat request is held to: of its format and its reasoning."""
+"""Makes the one grammar that the answer to a chat request is held to: of its tools, its format and its reasoning."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from headrace.errors import RequestError
 from headrace.parsers.formats import ReasoningFormat
 from headrace.sampling_params import SamplingParams
 from headrace.server.chat_prompt import Rendered
 from headrace.server.constraints import constraint_of
+from headrace.server.output_formats import WITHOUT_FORMAT, OutputFormats
 from headrace.server.protocol import ChatCompletionRequest
 from headrace.server.serving import Serving
+from headrace.server.tool_use import ToolUse
+from headrace.structured_outputs.call_grammar import calls_grammar
 from headrace.structured_outputs.grammar import Grammar, after_reasoning, either, literal, sequence
+from headrace.structured_outputs.harmony import in_final
 
 
 def chat_grammar(
-    serving: Serving, request: ChatCompletionRequest, params: SamplingParams, rendered: Rendered, opened: bool
+    serving: Serving,
+    request: ChatCompletionRequest,
+    params: SamplingParams,
+    use: ToolUse | None,
+    rendered: Rendered,
+    opened: bool,
 ) -> str:
     """Return the grammar as the engine takes it; "" if the answer is free. `opened`: the answer begins within
     reasoning. Raises RequestError for what no answer can be held to."""
-    tokenizer, reasoning = serving.engine.tokenizer, serving.formats.reasoning
-    grammar = constraint_of(serving, request, params)
-    if grammar is None or tokenizer is None:
+    formats, tokenizer = serving.formats, serving.engine.tokenizer
+    special: Mapping[str, int] = {} if tokenizer is None else tokenizer.marks
+    reasoning = formats.reasoning
+    in_channels = any(form is not None and form.whole_answer for form in (formats.tool, reasoning))
+    asked = constraint_of(serving, request, params)
+    if asked is not None and in_channels:
+        asked = in_final(asked, special)
+    calls = None if use is None else _calls(use, formats, special, beside=asked is not None)
+    if calls is not None and params.allowed_token_ids is not None:
+        raise RequestError(
+            "allowed_token_ids cannot be combined with calls that are held to a grammar: they may allow nothing",
+            "allowed_token_ids",
+        )
+    if calls is None:
+        grammar = asked
+    elif asked is None or (use is not None and use.forced):
+        grammar = calls
+    else:
+        grammar = either(asked, calls)
+    if grammar is None:
         return ""
-    if reasoning is not None and not reasoning.whole_answer:
+    if reasoning is not None and not in_channels:  # channels have their reasoning in them
         state = _state(reasoning, rendered, opened, bool(request.continue_final_message))
-        grammar = _behind(reasoning, grammar, rendered, state, tokenizer.marks)
+        grammar = _behind(reasoning, grammar, rendered, state, special)
     return grammar.to_text()
+
+
+def _calls(use: ToolUse, formats: OutputFormats, special: Mapping[str, int], beside: bool) -> Grammar | None:
+    """Return the grammar of calls; None where the model may write what it likes. `beside`: calls are what the answer
+    may be in place of the format that is asked for."""
+    must = use.forced or beside
+    if not must and not any(tool.strict for tool in use.tools):
+        return None
+    form = formats.tool or (WITHOUT_FORMAT if use.forced else None)
+    if form is None:
+        return None
+    return calls_grammar(
+        form,
+        use.tools,
+        at_least=1 if must else 0,
+        at_most=None if use.parallel and use.named is None else 1,
+        only=use.named,
+        strict=use.forced,
+        special=special,
+    )
 
 
 def _state(form: ReasoningFormat, rendered: Rendered, opened: bool, continued: bool) -> bool | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -177,3 +178,35 @@ def test_async(server: Serve, story: str) -> None:
             return await asyncio.gather(*(one(sdk) for _ in range(24)))
 
     assert set(asyncio.run(go())) == {story}
+
+
+CITIES = ["Bonn", "Köln"]
+FORECAST: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": CITIES}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "forecast", "parameters": FORECAST}}]
+
+
+@pytest.mark.parametrize(
+    ("choice", "finish"),
+    [("required", "tool_calls"), ({"type": "function", "function": {"name": "forecast"}}, "stop")],
+    ids=["required", "named"],
+)
+def test_forced_calls_fit_their_schema_whatever_the_model_would_say(
+    client: openai.OpenAI, choice: Any, finish: str
+) -> None:
+    for seed in range(3):
+        answer = client.chat.completions.create(
+            model="demo", messages=USER, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, seed=seed
+        )
+        (call,) = answer.choices[0].message.tool_calls or ()
+        assert answer.choices[0].finish_reason == finish
+        assert answer.choices[0].message.content is None
+        assert call.type == "function"
+        arguments = json.loads(call.function.arguments)
+        assert (call.function.name, set(arguments)) == ("forecast", {"city", "days"})
+        assert arguments["city"] in CITIES
+        assert 1 <= arguments["days"] <= 9

@@ -39,7 +39,11 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
     [
         (None, "[look][go][stay]Hello"),
         ("auto", "[look][go][stay]Hello"),
+        ("required", "[look][go][stay]Hello"),
         ("none", "Hello"),
+        ({"type": "function", "function": {"name": "go"}}, "[look][go][stay]Hello"),
+        ({"type": "function", "name": "go"}, "[look][go][stay]Hello"),
+        (allowed("required", "look"), "[look]Hello"),
         (allowed("auto", "go", "stay"), "[go][stay]Hello"),
         ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "go"}]}, "[go]Hello"),
     ],
