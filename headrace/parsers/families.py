@@ -74,6 +74,7 @@ def choose(model_type: str, template: str) -> tuple[str | None, str | None]:
     reasoning = next((name for mark, name in _REASONING_MARKS if mark in template), None)
     if not reasoning and "</think>" in template:
         reasoning = _THINKERS.get(model_type, "qwen3")
-        if reasoning == "deepseek_r1" and "thinking" in template.replace("</think>", "").replace("<think>", ""):
-            reasoning = "deepseek_v3"  # V3.1 and later: the template's keyword `thinking` is off by default
+        # R1's template opens the thought. V3.1's does so by its keyword `thinking`, off by default, and V3's never.
+        if reasoning == "deepseek_r1" and ("<think>" not in template or "thinking" in template):
+            reasoning = "deepseek_v3"
     return tool, reasoning

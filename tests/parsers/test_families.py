@@ -13,6 +13,7 @@ from headrace.parsers.table import REASONING_FORMATS, TOOL_FORMATS
 
 TOKENIZERS = Path(__file__).parents[2].parent / "shared" / "data" / "tokenizers"
 HERMES = 'Return a json object:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+DEEPSEEK = "<｜tool▁calls▁begin｜>"
 THINK = "{% if '</think>' in content %}{% endif %}"
 
 
@@ -23,16 +24,9 @@ THINK = "{% if '</think>' in content %}{% endif %}"
         ("qwen2", HERMES, ("hermes", None)),
         ("qwen3", HERMES + THINK + "enable_thinking", ("hermes", "qwen3")),
         ("qwen3_moe", "<tool_call>\n<function=example>\n<parameter=a>", ("qwen3_coder", None)),
-        (
-            "deepseek_v3",
-            "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + '\\n' + '```json'" + THINK,
-            ("deepseek_v3", "deepseek_r1"),
-        ),
-        (
-            "deepseek_v3",
-            "<｜tool▁calls▁begin｜>{% if thinking %}<think>{% else %}</think>",
-            ("deepseek_v31", "deepseek_v3"),
-        ),
+        ("deepseek_v3", DEEPSEEK + "```json" + THINK, ("deepseek_v3", "deepseek_v3")),
+        ("deepseek_v3", DEEPSEEK + "```json" + THINK + "<｜Assistant｜><think>", ("deepseek_v3", "deepseek_r1")),
+        ("deepseek_v3", DEEPSEEK + "{% if thinking %}<think>{% else %}</think>", ("deepseek_v31", "deepseek_v3")),
         ("kimi_k2", "<|tool_calls_section_begin|>" + THINK, ("kimi_k2", "kimi_k2")),
         ("glm4_moe", "<tool_call>{function-name}\n<arg_key>" + THINK, ("glm45", "glm45")),
         ("glm4_moe", "<tool_call>{function-name}<arg_key>" + THINK, ("glm47", "glm45")),
