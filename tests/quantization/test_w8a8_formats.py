@@ -1,5 +1,5 @@
 """Models in 8-bit formats as the formats' own tools write them: weights are widened to the bit, and logits are those of
-the tools, but for numbers that fall between two of 8 bits. make_w8a8_fixtures.py makes the fixtures."""
+the tools, rounded activations included. make_w8a8_fixtures.py makes the fixtures."""
 
 from __future__ import annotations
 
@@ -39,12 +39,15 @@ def unpack(name: str, folder: Path) -> tuple[dict[str, Tensor], list[int], Tenso
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_the_tool(name: str, tmp_path: Path) -> None:
+    """The same tokens, and the same numbers in float32; in int8 with a scale a token, whose largest number is half-way
+    between two integers, a last bit decides to which it goes."""
     _, prompt, expected = unpack(name, tmp_path)
     driver = Driver(tmp_path)
     driver.start(1)
     logits = driver.step([prompt])
     error = float((logits - expected).norm() / expected.norm())
-    assert error < 0.02, error
+    assert error < (0.02 if name.startswith("int8-dynamic") else 1e-3), error
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 
 
 @pytest.mark.parametrize("name", NAMES)
