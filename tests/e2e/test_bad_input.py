@@ -138,7 +138,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any], int, str | None, list[str]]] = {
     "type": ("completions", TEXT | {"max_tokens": "many"}, 400, "max_tokens", ["many"]),
     "unknown model": ("completions", TEXT | {"model": "gpt-4"}, 404, "model", ["gpt-4", "demo"]),
     "stream options": ("completions", TEXT | {"stream_options": {}}, 400, "stream_options", ["stream"]),
-    "structured": ("completions", TEXT | {"guided_json": {}}, 400, "guided_json", ["not yet supported"]),
+    "structured": ("completions", TEXT | {"guided_json": "{"}, 400, "guided_json", ["guided_json"]),
     "NaN": ("completions", {"content": b'{"prompt": "a", "temperature": NaN}'}, 400, None, ["JSON"]),
     "overflow": ("completions", {"content": b'{"prompt": "a", "temperature": 1e999}'}, 400, "temperature", ["range"]),
     "no JSON": ("completions", {"content": b'{"prompt": "a"'}, 400, None, ["JSON"]),
