@@ -27,7 +27,8 @@ from headrace.structured_outputs.limits import (
     MAX_SCHEMA_CHARS,
     check_text,
 )
-from headrace.structured_outputs.schema import JsonOptions, checked_regex, grammar_of_schema
+from headrace.structured_outputs.regex import checked_regex
+from headrace.structured_outputs.schema import JsonOptions, grammar_of_schema
 from headrace.structured_outputs.structural_tag import of_structural_tag
 from headrace.structured_outputs.vocabulary import byte_vocabulary
 from headrace.structured_params import StructuredOutputsParams

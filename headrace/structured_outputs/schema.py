@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,16 +22,16 @@ from headrace.structured_outputs.limits import (
     MAX_DEPTH,
     MAX_LEVELS,
     MAX_NODES,
-    MAX_ONE_OF,
     MAX_PROPERTIES,
-    MAX_REGEX_CHARS,
     MAX_REPEAT,
     MAX_SCHEMA_CHARS,
     MAX_STACK,
     check_text,
 )
-from headrace.structured_outputs.negation import NoComplement, differ, disjoint, negate
+from headrace.structured_outputs.negation import NoComplement, negate
 from headrace.structured_outputs.references import References, identity_of
+from headrace.structured_outputs.regex import checked_regex
+from headrace.structured_outputs.rewriting import REWRITTEN, SINCE, Placed, draft_of
 
 WHITESPACE = r"[ \n\r\t]{1,100}"
 """Whitespace between the tokens of JSON, where a request names none. It has an end, so that an answer has one too."""
@@ -93,7 +92,7 @@ def checked_schema(
     if not isinstance(schema, dict):
         raise RequestError(f"{path} must be a JSON schema (an object), got {quoted(schema)}", field)
     _check_size(schema, path)
-    return _Rewriter(schema, path, options, {} if made is None else made).whole()
+    return Rewriter(schema, path, options, {} if made is None else made).whole()
 
 
 def _check_size(schema: dict[str, Any], path: str) -> None:
@@ -126,34 +125,7 @@ def _check_size(schema: dict[str, Any], path: str) -> None:
     check_text(text, path, MAX_SCHEMA_CHARS)
 
 
-def checked_regex(pattern: object, path: str) -> str:
-    """Return a regular expression that can be matched in linear time. Raises RequestError for look-around and
-    back-references, by name, and for what is too long."""
-    text = check_text(pattern, path, MAX_REGEX_CHARS)
-    inside = False  # a class in brackets, where no group opens and \\b is a character
-    for token in _REGEX_TOKEN.findall(text):
-        if token == "[":
-            inside = True
-        elif token == "]":
-            inside = False
-        elif not inside and token in _LOOK_AROUND:
-            raise _no_regex(path, "look-around", token)
-        elif token == "(?P=" or (not inside and _BACK_REFERENCE.fullmatch(token)):
-            raise _no_regex(path, "back-references", token)
-    return text
-
-
-_REGEX_TOKEN = re.compile(r"\\.|\(\?P?[=!]|\(\?<[=!]|[\[\]]", re.DOTALL)
-_LOOK_AROUND = ("(?=", "(?!", "(?<=", "(?<!", "\\b", "\\B")
-_BACK_REFERENCE = re.compile(r"\\[1-9k]")
-
-
-def _no_regex(path: str, kind: str, text: str) -> RequestError:
-    message = f"{path} has {text}: {kind} cannot be matched in linear time and is not supported"
-    return RequestError(message, path.partition(".")[0])
-
-
-class _Rewriter:
+class Rewriter:
     """Rewrites one schema. References become `#/$defs/dN`, each defined once and only if it is used."""
 
     def __init__(
@@ -162,10 +134,10 @@ class _Rewriter:
         self._made = made
         self._root = root
         self._path = path
-        self._field = path.partition(".")[0]
+        self.field = path.partition(".")[0]
         self._options = options
         self._references = References(root, path)
-        self._draft = _draft_of(root)
+        self._draft = draft_of(root)
         self._names: dict[int | str, str] = {}
         """id of a schema that is referred to (a path, if it is true or false) -> its name in `$defs`."""
         self._waiting: list[tuple[str, Any, str, str]] = []
@@ -186,22 +158,24 @@ class _Rewriter:
             self._current, schema, base, path = self._waiting.pop()
             definitions[self._current] = self._node(schema, base, path)
         if _stack(self._uses, self._levels) > MAX_STACK:
-            raise RequestError(f"{self._path}: its references are nested more than {MAX_STACK} deep", self._field)
+            raise RequestError(f"{self._path}: its references are nested more than {MAX_STACK} deep", self.field)
         whole = found if isinstance(found, dict) else {"enum": []} if found is False else {}
         return {**whole, "$defs": definitions} if definitions else whole
 
     def _refuse(self, path: str, keyword: str, why: str = "is not supported") -> RequestError:
-        return RequestError(f"{path}.{keyword} {why}", self._field)
+        return RequestError(f"{path}.{keyword} {why}", self.field)
 
     def _node(self, schema: Any, base: str, path: str, depth: int = 0) -> Any:
         self._count += 1
         self._levels[self._current] = max(depth + 1, self._levels.get(self._current, 0))
         if self._count > MAX_NODES or depth > MAX_LEVELS:
-            raise RequestError(f"{self._path} has more than {MAX_NODES} parts, or some {MAX_LEVELS} deep", self._field)
+            raise RequestError(f"{self._path} has more than {MAX_NODES} parts, or some {MAX_LEVELS} deep", self.field)
+        if isinstance(schema, Placed):
+            schema, path = schema
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, Mapping):
-            raise RequestError(f"{path} must be a schema (an object), got {quoted(schema)}", self._field)
+            raise RequestError(f"{path} must be a schema (an object), got {quoted(schema)}", self.field)
         base = identity_of(schema, base)
         found: dict[str, Any] = {}
         also: list[Any] = []
@@ -223,7 +197,7 @@ class _Rewriter:
             elif keyword in ("allOf", "anyOf"):
                 parts = [
                     self._node(one, base, f"{where}[{index}]", depth + 1)
-                    for index, one in enumerate(self._list(value, where))
+                    for index, one in enumerate(self.list_of(value, where))
                 ]
                 if keyword == "allOf":
                     also += parts
@@ -235,7 +209,7 @@ class _Rewriter:
                 self._format(schema, value, where, found, also)
             elif keyword in REWRITTEN:
                 also += self._rewritten(schema, keyword, value, base, where, depth)
-            elif keyword in REFUSED and _SINCE.get(keyword, 0) <= self._draft:
+            elif keyword in REFUSED and SINCE.get(keyword, 0) <= self._draft:
                 self._refused(schema, keyword, value, path)
         if schema.get("minProperties") == 1 and "minProperties" not in found and found.get("properties"):
             # llguidance counts properties only where none of them is optional; any one of those named will do
@@ -257,7 +231,7 @@ class _Rewriter:
             made = REWRITTEN[keyword](self, schema, value, base, where)
             return [self._node(one, base, where, depth + 1) for one in made]
         except RequestError:
-            if _SINCE.get(keyword, 0) <= self._draft:
+            if SINCE.get(keyword, 0) <= self._draft:
                 raise
             return []
 
@@ -291,7 +265,7 @@ class _Rewriter:
         elif keyword == "required":
             if isinstance(value, bool):
                 raise self._refuse(path, keyword, "must be a list of names, as since draft 4")
-            for name in self._list(value, where):
+            for name in self.list_of(value, where):
                 check_text(name, where)
         elif keyword == "type":
             known = ("null", "boolean", "integer", "number", "string", "array", "object")
@@ -301,19 +275,19 @@ class _Rewriter:
         found[keyword] = value
 
     def _values(self, value: Any, where: str) -> list[Any]:
-        values = self._list(value, where)
+        values = self.list_of(value, where)
         if len(values) > MAX_CHOICES:
-            raise RequestError(f"{where} has {len(values)} values; at most {MAX_CHOICES} are taken", self._field)
+            raise RequestError(f"{where} has {len(values)} values; at most {MAX_CHOICES} are taken", self.field)
         return values
 
-    def _list(self, value: Any, where: str) -> list[Any]:
+    def list_of(self, value: Any, where: str) -> list[Any]:
         if not isinstance(value, list):
-            raise RequestError(f"{where} must be a list, got {quoted(value)}", self._field)
+            raise RequestError(f"{where} must be a list, got {quoted(value)}", self.field)
         return value
 
-    def _object(self, value: Any, where: str) -> Mapping[str, Any]:
+    def object_of(self, value: Any, where: str) -> Mapping[str, Any]:
         if not isinstance(value, Mapping):
-            raise RequestError(f"{where} must be an object, got {quoted(value)}", self._field)
+            raise RequestError(f"{where} must be an object, got {quoted(value)}", self.field)
         return value
 
     def _refer(self, reference: Any, base: str, where: str) -> str:
@@ -331,9 +305,9 @@ class _Rewriter:
         return f"#/$defs/{name}"
 
     def _properties(self, keyword: str, value: Any, base: str, where: str, depth: int) -> dict[str, Any]:
-        properties = self._object(value, where)
+        properties = self.object_of(value, where)
         if len(properties) > MAX_PROPERTIES:
-            raise RequestError(f"{where} has {len(properties)} names; at most {MAX_PROPERTIES} are taken", self._field)
+            raise RequestError(f"{where} has {len(properties)} names; at most {MAX_PROPERTIES} are taken", self.field)
         if keyword == "patternProperties":
             for pattern in properties:
                 checked_regex(pattern, where)
@@ -355,7 +329,7 @@ class _Rewriter:
         elif keyword == "items" or isinstance(schema.get("items"), list):
             found["items"] = self._node(value, base, where, depth + 1)
         elif keyword == "prefixItems":
-            raise RequestError(f"{where} must be a list, got {quoted(value)}", self._field)
+            raise RequestError(f"{where} must be a list, got {quoted(value)}", self.field)
 
     def _format(
         self, schema: Mapping[str, Any], value: Any, where: str, found: dict[str, Any], also: list[Any]
@@ -366,7 +340,7 @@ class _Rewriter:
         elif value in FORMATS:
             also.append({"pattern": FORMATS[value]})
         elif value == "regex":
-            raise RequestError(f"{where} {quoted(value)} is not supported", self._field)
+            raise RequestError(f"{where} {quoted(value)} is not supported", self.field)
 
     def _refused(self, schema: Mapping[str, Any], keyword: str, value: Any, path: str) -> None:
         if keyword == "uniqueItems" and (value is False or schema.get("maxItems", 2) in (0, 1)):
@@ -386,7 +360,7 @@ class _Rewriter:
                 return schema
             target = self._references.resolve(schema["$ref"], base, where)
             schema, base = target.schema, target.base
-        raise RequestError(f"{where}: its references lead in a circle", self._field)
+        raise RequestError(f"{where}: its references lead in a circle", self.field)
 
     def negated(self, schema: Any, base: str, where: str, names: tuple[str, ...] = ()) -> Any:
         """Return a schema of what another does not accept, or refuse the keyword at `where`."""
@@ -394,145 +368,8 @@ class _Rewriter:
             return negate(schema, lambda one: self.resolve(base, where, one), names)
         except NoComplement as error:
             raise RequestError(
-                f"{where} is not supported here: what {error} does not accept cannot be described", self._field
+                f"{where} is not supported here: what {error} does not accept cannot be described", self.field
             ) from None
-
-
-_SINCE = {
-    "contains": 6, "propertyNames": 6, "if": 7, "minContains": 2019, "maxContains": 2019, "dependentRequired": 2019,
-    "dependentSchemas": 2019, "unevaluatedProperties": 2019, "unevaluatedItems": 2019, "$recursiveRef": 2019,
-    "$dynamicRef": 2020,
-}  # fmt: skip
-"""Keyword -> the draft that has brought it."""
-_DRAFT = re.compile(r"https?://json-schema\.org/(?:draft-0([3467])|draft/(2019|2020)-..)/schema#?")
-
-
-def _draft_of(root: Mapping[str, Any]) -> int:
-    """Return the draft that a schema says it is written in; the newest, if it says nothing that is known."""
-    match = _DRAFT.fullmatch(str(root.get("$schema", ""))[:100])
-    return 2020 if match is None else int(match[1] or match[2])
-
-
-def _not(self: _Rewriter, schema: Mapping[str, Any], value: Any, base: str, where: str) -> list[Any]:
-    return [self.negated(value, base, where)]
-
-
-def _if(self: _Rewriter, schema: Mapping[str, Any], value: Any, base: str, where: str) -> list[Any]:
-    found = []
-    if "then" in schema:
-        found.append({"anyOf": [schema["then"], self.negated(value, base, where)]})
-    if "else" in schema:
-        found.append({"anyOf": [value, schema["else"]]})
-    return found
-
-
-def _one_of(self: _Rewriter, schema: Mapping[str, Any], value: Any, base: str, where: str) -> list[Any]:
-    """`oneOf` is `anyOf` where no value fits two options; elsewhere each option excludes those it overlaps."""
-    options = self._list(value, where)
-    context = {key: schema[key] for key in ("type", "required", "properties") if key in schema}
-
-    def resolved(one: Any) -> Any:
-        return self.resolve(base, where, one)
-
-    if differ([resolved(one) for one in options]):
-        return [{"anyOf": options}]
-    if len(options) > MAX_ONE_OF:
-        raise RequestError(f"{where} has {len(options)} options; at most {MAX_ONE_OF} are told apart", self._field)
-    names = tuple(dict.fromkeys(name for one in options for name in _property_names(resolved(one))))
-    merged = [_merged(context, resolved(one)) for one in options]
-    parts = []
-    for index, one in enumerate(options):
-        overlapping = [
-            other
-            for place, other in enumerate(options)
-            if place != index and not disjoint(merged[index], merged[place], resolved)
-        ]
-        others = [self.negated(other, base, f"{where}[{index}]", names) for other in overlapping]
-        parts.append({"allOf": [one, *others]} if others else one)
-    return [{"anyOf": parts}]
-
-
-def _merged(context: Mapping[str, Any], schema: Any) -> Any:
-    """Return a schema with what is known from those around it, as far as it serves to tell it from others."""
-    if not isinstance(schema, Mapping):
-        return schema
-    properties = {**context.get("properties", {}), **schema.get("properties", {})}
-    if schema.get("additionalProperties") is False:
-        properties = schema.get("properties", {})
-    found = {**context, **schema, "properties": properties}
-    found["required"] = [*context.get("required", ()), *schema.get("required", ())]
-    return found
-
-
-def _property_names(schema: Any) -> list[str]:
-    return list(schema.get("properties", {})) if isinstance(schema, Mapping) else []
-
-
-def _dependencies(self: _Rewriter, schema: Mapping[str, Any], value: Any, base: str, where: str) -> list[Any]:
-    """A property that brings others, or a schema, with it is absent, or they are there."""
-    found = []
-    for name, needed in self._object(value, where).items():
-        names = [needed] if isinstance(needed, str) else needed
-        there = {"required": [name, *names]} if isinstance(names, list) else {"allOf": [{"required": [name]}, needed]}
-        found.append({"anyOf": [{"properties": {name: False}}, there]})
-    return found
-
-
-def _property_names_schema(self: _Rewriter, schema: Mapping[str, Any], value: Any, base: str, where: str) -> list[Any]:
-    """Names that must fit a schema become `patternProperties` and `properties` without others."""
-    names = self.resolve(base, where, value)
-    if names is True or names == {} or names == {"type": "string"}:
-        return []
-    if not isinstance(names, Mapping) or "patternProperties" in schema:
-        raise RequestError(f"{where} is not supported here", self._field)
-    given = {key for key in names if key in COPIED or key in REWRITTEN or key in ("pattern", "enum", "format")} - {
-        "type"
-    }
-    rest, known = schema.get("additionalProperties", True), schema.get("properties", {})
-    if given in ({"enum"}, {"const"}):
-        allowed = [name for name in names.get("enum", [names.get("const")]) if isinstance(name, str)]
-        return [{"properties": {name: known.get(name, rest) for name in allowed}, "additionalProperties": False}]
-    if given == {"pattern"} and not known:
-        return [{"patternProperties": {names["pattern"]: rest}, "additionalProperties": False}]
-    if given and given <= {"minLength", "maxLength"} and not known:
-        least, most = names.get("minLength", 0), names.get("maxLength", "")
-        pattern = f"^[\\s\\S]{{{least},{most}}}$"
-        return [{"patternProperties": {pattern: rest}, "additionalProperties": False}]
-    raise RequestError(f"{where} is not supported here", self._field)
-
-
-def _unevaluated(self: _Rewriter, schema: Mapping[str, Any], value: Any, base: str, where: str) -> list[Any]:
-    """Without other schemas beside it, `unevaluatedProperties` is `additionalProperties`."""
-    beside = {
-        "$ref",
-        "allOf",
-        "anyOf",
-        "oneOf",
-        "if",
-        "not",
-        "dependentSchemas",
-        "dependencies",
-        "additionalProperties",
-    }
-    if value is True:
-        return []
-    if beside & schema.keys():
-        raise RequestError(f"{where} is not supported beside {', '.join(sorted(beside & schema.keys()))}", self._field)
-    kept = {key: schema[key] for key in ("properties", "patternProperties") if key in schema}
-    return [{**kept, "additionalProperties": value}]
-
-
-REWRITTEN = {
-    "not": _not,
-    "if": _if,
-    "oneOf": _one_of,
-    "dependencies": _dependencies,
-    "dependentRequired": _dependencies,
-    "dependentSchemas": _dependencies,
-    "propertyNames": _property_names_schema,
-    "unevaluatedProperties": _unevaluated,
-}
-"""Keyword -> what makes schemas of it that must hold too."""
 
 
 def _stack(uses: Mapping[str, set[str]], levels: Mapping[str, int]) -> int:

@@ -24,6 +24,7 @@ from headrace.structured_outputs.grammar import (
     up_to,
 )
 from headrace.structured_outputs.limits import MAX_DEPTH, MAX_FORMATS, check_text
+from headrace.structured_outputs.regex import checked_regex
 
 Form = Mapping[str, Any]
 
@@ -133,7 +134,7 @@ class _Reader:
         return self._ended(sequence(*found), ends)
 
     def _regex(self, form: Form, ends: tuple[str, ...], path: str) -> Grammar:
-        return self._ended(of_regex(schemas.checked_regex(_text(form, "pattern", path), path + ".pattern")), ends)
+        return self._ended(of_regex(checked_regex(_text(form, "pattern", path), path + ".pattern")), ends)
 
     def _any_text(self, form: Form, ends: tuple[str, ...], path: str) -> Grammar:
         excluded = _texts(form.get("excludes") or [], path + ".excludes")

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.errors import RequestError
 from headrace.structured_outputs.conversion import of_params, of_response_format
-from headrace.structured_outputs.schema import checked_regex
+from headrace.structured_outputs.regex import checked_regex
 from headrace.structured_params import StructuredOutputsParams
 from tests.structured_outputs.support import accepts, matcher_of
 
@@ -155,6 +155,10 @@ REFUSED: list[tuple[Any, str]] = [
     ({"properties": {"x": {"not": {"pattern": "a"}}}}, "properties.x.not is not supported"),
     ({"allOf": [{}, {"not": {"items": {"type": "null"}}}]}, r"allOf\[1\].not is not supported"),
     ({"oneOf": [{"pattern": "a"}, {"pattern": "b"}]}, r"oneOf\[0\] is not supported"),
+    ({"oneOf": [{"type": "null"}, {"type": "array", "uniqueItems": True}]}, r"schema.oneOf\[1\].uniqueItems is not"),
+    ({"if": {"type": "array"}, "then": {"uniqueItems": True}}, "schema.then.uniqueItems is not"),
+    ({"if": {"type": "array"}, "else": {"items": {"contains": {}}}}, "schema.else.items.contains is not"),
+    ({"dependentSchemas": {"a": {"not": {"pattern": "b"}}}}, "schema.dependentSchemas.a.not is not"),
     ({"if": {"multipleOf": 3}, "then": {"minimum": 5}}, "if is not supported"),
     ({"propertyNames": {"not": {"const": "a"}}}, "propertyNames is not supported"),
     ({"$ref": "#/$defs/x", "unevaluatedProperties": False, "$defs": {"x": {}}}, "unevaluatedProperties is not"),
