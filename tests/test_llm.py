@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace import LLM, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
+from headrace import LLM, RequestOutput, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
 from headrace.errors import ConfigError, HeadraceError, RequestError, SomeRequestsError
 from tests.e2e.serving import demo_copy
 from tests.engine.fakes import FAIL_TOKEN, model_folder
@@ -198,6 +198,16 @@ def test_chat_with_another_template_and_with_a_message_to_continue(llm: LLM) -> 
     assert output.prompt == "<|user|>hi</s><|assistant|>Well, "
     with pytest.raises(RequestError, match="continue_final_message needs add_generation_prompt to be false"):
         llm.chat(conversation, params, False, continue_final_message=True)
+
+
+def test_an_answer_that_its_grammar_completes_has_its_last_token() -> None:
+    constraint = StructuredOutputsParams(choice=["yes", "no", "maybe"])
+    with LLM("demo", max_model_len=64, max_num_seqs=4) as llm:
+        for stop in ([], ["never"]):  # with stop strings text is made as it comes, else at the end
+            params = SamplingParams(temperature=5, n=16, structured_outputs=constraint, stop=stop)
+            choices = llm.generate(["Is it?"], params)[0].outputs
+            assert {choice.text for choice in choices} <= {"yes", "no", "maybe"}
+            assert {choice.finish_reason for choice in choices} == {"stop"}
 
 
 def test_an_invalid_prompt_stops_all_before_any_runs(llm: LLM) -> None:

@@ -1,4 +1,4 @@
-"""Refuses regular expressions that cannot be matched in linear time."""
+"""Reads regular expressions for what cannot be matched in linear time, and for what JSON schemas mean by it."""
 
 from __future__ import annotations
 
@@ -9,24 +9,31 @@ from headrace.structured_outputs.limits import MAX_REGEX_CHARS, check_text
 
 
 def checked_regex(pattern: object, path: str) -> str:
-    """Return a regular expression that can be matched in linear time. Raises RequestError for look-around and
-    back-references, by name, and for what is too long."""
-    text = check_text(pattern, path, MAX_REGEX_CHARS)
-    inside = False  # a class in brackets, where no group opens and \\b is a character
-    for token in _REGEX_TOKEN.findall(text):
-        if token == "[":
-            inside = True
+    """Return a regular expression that can be matched in linear time, whose `\\d` and `\\w` are ASCII's, as in JSON
+    schemas. Raises RequestError for look-around and back-references, by name, and for what is too long."""
+    inside = ""  # what opened a class, where no group opens and \\b is a character
+
+    def checked(match: re.Match[str]) -> str:
+        nonlocal inside
+        token = match[0]
+        if token in ("[", "[^"):
+            inside = inside or token
         elif token == "]":
-            inside = False
+            inside = ""
         elif not inside and token in _LOOK_AROUND:
             raise _no_regex(path, "look-around", token)
         elif token == "(?P=" or (not inside and _BACK_REFERENCE.fullmatch(token)):
             raise _no_regex(path, "back-references", token)
-    return text
+        elif token in _ASCII_CLASSES and inside != "[^":  # what it excludes may be more, and is then right anywhere
+            return _ASCII_CLASSES[token] if inside else f"[{_ASCII_CLASSES[token]}]"
+        return token
+
+    return _REGEX_TOKEN.sub(checked, check_text(pattern, path, MAX_REGEX_CHARS))
 
 
-_REGEX_TOKEN = re.compile(r"\\.|\(\?P?[=!]|\(\?<[=!]|[\[\]]", re.DOTALL)
+_REGEX_TOKEN = re.compile(r"\\.|\(\?P?[=!]|\(\?<[=!]|\[\^?|\]", re.DOTALL)
 _LOOK_AROUND = ("(?=", "(?!", "(?<=", "(?<!", "\\b", "\\B")
+_ASCII_CLASSES = {"\\d": "0-9", "\\w": "0-9A-Za-z_"}
 _BACK_REFERENCE = re.compile(r"\\[1-9k]")
 
 

@@ -33,8 +33,9 @@ from headrace.structured_outputs.references import References, identity_of
 from headrace.structured_outputs.regex import checked_regex
 from headrace.structured_outputs.rewriting import REWRITTEN, SINCE, Placed, draft_of
 
-WHITESPACE = r"[ \n\r\t]{1,100}"
-"""Whitespace between the tokens of JSON, where a request names none. It has an end, so that an answer has one too."""
+WHITESPACE = r"([ \t]{1,2}|[ \t]{0,2}\r?\n[ \t]{0,40})"
+"""Whitespace between the tokens of JSON, where a request names none: one or two spaces, or the end of a line and
+the next line's indentation. It has an end, so that an answer has one too."""
 REFUSED = frozenset((
     "uniqueItems", "contains", "minContains", "maxContains", "unevaluatedItems", "$dynamicRef", "$recursiveRef",
     "extends", "disallow", "divisibleBy",

@@ -243,8 +243,30 @@ def test_additional_properties_may_be_off() -> None:
 
 
 def test_regexes_are_read_for_what_cannot_be_linear() -> None:
-    for pattern in ("a", r"[\b(?=]", r"\\1", r"\(?=", "(?:a)(?i)b(?P<n>c)", "[(?!]", r"\d{2}", ""):
+    for pattern in ("a", r"[\b(?=]", r"\\1", r"\(?=", "(?:a)(?i)b(?P<n>c)", "[(?!]", r"\s{2}", ""):
         assert checked_regex(pattern, "regex") == pattern
     for pattern in ("(?=a)", "(?!a)", "(?<=a)", "(?<!a)", r"\bword", r"a\B", r"(a)\1", r"(?P<n>a)(?P=n)", r"\k<n>"):
         with pytest.raises(RequestError, match="linear time"):
             checked_regex(pattern, "structured_outputs.regex")
+
+
+def test_digits_and_letters_of_a_regex_are_asciis() -> None:
+    for pattern, taken, refused in (
+        (r"\d+", "12", "١٢"),
+        (r"[\w.]+", "a_1.", "é"),
+        (r"\[\d\]", "[1]", "[٣]"),
+        (r"[^\d]", "a", "1"),
+    ):
+        grammar = of_params(StructuredOutputsParams(regex=pattern), {})
+        assert accepts(matcher_of(grammar), taken)
+        assert not accepts(matcher_of(grammar), refused)
+
+
+@pytest.mark.parametrize("indent", [None, 1, 2, 8, "\t"])
+def test_json_may_be_written_in_lines_but_not_be_whitespace_for_ever(indent: int | str | None) -> None:
+    value = {"a": [1, {"b": []}], "c": {}}
+    grammar = of_params(StructuredOutputsParams(json_object=True), {})
+    assert accepts(matcher_of(grammar), json.dumps(value, indent=indent))
+    assert accepts(matcher_of(grammar), json.dumps(value, separators=(",", ":")))
+    for space in (" " * 3, "\n" * 2, "\n" + " " * 41):
+        assert not accepts(matcher_of(grammar), "{" + space + '"a": 1}')
