@@ -57,6 +57,7 @@ class Transcript:
     tokenizer: Tokenizer
     turns: list[Turn] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
+    executor: FakeExecutor = field(init=False)
     _chosen: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
     def __call__(self, prompt: list[int], index: int) -> int:
@@ -94,7 +95,9 @@ TRANSCRIPTS: dict[Path, Transcript] = {}
 
 
 def make_scripted(config: EngineConfig, folder: Path, model_config: ModelConfig) -> FakeExecutor:
-    return FakeExecutor(script=TRANSCRIPTS[folder])
+    transcript = TRANSCRIPTS[folder]
+    transcript.executor = FakeExecutor(script=transcript)
+    return transcript.executor
 
 
 class _CoreThread:
@@ -166,6 +169,13 @@ class Scripted:
     def say(self, content: str = "", *calls: Call, reasoning: str | None = None) -> None:
         """Let the model say the same whatever it is asked."""
         self.play(("", Said(content, calls, reasoning)))
+
+    @contextlib.contextmanager
+    def pace(self, seconds: float) -> Iterator[None]:
+        """Meanwhile each token takes so long; else the model says all it has to say in one breath."""
+        self.transcript.executor.delay = seconds
+        yield
+        self.transcript.executor.delay = 0.0
 
     @property
     def prompts(self) -> list[str]:

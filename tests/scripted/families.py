@@ -38,7 +38,7 @@ class Said:
 
 @dataclass(frozen=True)
 class Family:
-    """`special`: tokens that are dropped from text, the ones that end a turn included; `markers`: tokens that are not."""
+    """`special`: tokens that are dropped from text, those that end a turn included; `markers`: tokens that are not."""
 
     name: str
     template: str
@@ -171,7 +171,8 @@ def _deepseek_v31(said: Said, before: int) -> str:
     """With reasoning, for prompts that opened it."""
     thought = "" if said.reasoning is None else f"{said.reasoning}</think>"
     calls = "".join(
-        f"<｜tool▁call▁begin｜>{call.name}<｜tool▁sep｜>{_json(call.arguments)}<｜tool▁call▁end｜>" for call in said.calls
+        f"<｜tool▁call▁begin｜>{call.name}<｜tool▁sep｜>{_json(call.arguments)}<｜tool▁call▁end｜>"
+        for call in said.calls
     )
     section = f"<｜tool▁calls▁begin｜>{calls}<｜tool▁calls▁end｜>" if calls else ""
     return thought + said.content + section + "<｜end▁of▁sentence｜>"

@@ -1,0 +1,50 @@
+"""What the tests of clients share: one event loop with a scripted server for each family, and no calls home."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.clients.tasks import Task
+from tests.scripted.engine import Scripted, ScriptedServers, scripted_servers
+from tests.scripted.families import FAMILIES
+
+QUIET = {
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # or it is downloaded at import
+    "LITELLM_MODE": "PRODUCTION",  # reads no .env file
+    "LANGSMITH_TRACING": "false",
+    "LANGCHAIN_TRACING_V2": "false",
+    "OTEL_SDK_DISABLED": "true",
+    "PYDANTIC_AI_DISABLE_INSTRUMENTATION": "1",
+}
+os.environ.update(QUIET)
+for proxy in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+    os.environ.pop(proxy, None)
+    os.environ.pop(proxy.lower(), None)
+
+
+@pytest.fixture(scope="session")
+def servers() -> Iterator[ScriptedServers]:
+    with scripted_servers() as found:
+        yield found
+
+
+@pytest.fixture(params=FAMILIES)
+def scripted(servers: ScriptedServers, request: pytest.FixtureRequest) -> Scripted:
+    """The server of each family in turn."""
+    return servers(FAMILIES[request.param])
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "streamed"])
+def stream(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture
+def task(scripted: Scripted) -> Task:
+    """A fresh task, whose transcript the server of this test plays."""
+    fresh = Task.fresh(scripted.family)
+    scripted.play(*fresh.turns())
+    return fresh

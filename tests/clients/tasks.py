@@ -1,0 +1,123 @@
+"""The task that every client's agent works on: it asks two tools, one after the other, and answers.
+
+Names and numbers are fresh each time, with characters that formats of calls quote or escape.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.scripted.engine import Scripted
+from tests.scripted.families import Call, Family, Said
+
+CITIES = ["Paris", "Zürich", "São Paulo", "北京", 'the "Old" Town', "Back\\slash", "O'Fallon", "A, B & C", "x < y > z"]
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The temperature in a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "description": "Its name"},
+                "days": {"type": "integer", "description": "Days ahead"},
+                "exact": {"type": "boolean"},
+            },
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+SUM: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "numbers": {"type": "array", "items": {"type": "number"}},
+                "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            },
+            "required": ["numbers"],
+        },
+    },
+}
+TOOLS = [WEATHER, SUM]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Two calls and an answer. `done`: the calls that a client's tools have received."""
+
+    family: Family
+    city: str
+    temperature: int
+    days: int
+    done: list[Call] = field(default_factory=list)
+
+    @classmethod
+    def fresh(cls, family: Family) -> Task:
+        draw = random.Random()
+        return cls(family, draw.choice(CITIES), draw.randrange(-30, 45), draw.randrange(1, 10))
+
+    @property
+    def question(self) -> str:
+        return f"What is the temperature of {self.city} in {self.days} days, plus one?"
+
+    @property
+    def calls(self) -> list[Call]:
+        return [
+            Call("get_weather", {"city": self.city, "days": self.days, "exact": True}),
+            Call("add", {"numbers": [self.temperature, 1], "note": None}),
+        ]
+
+    @property
+    def results(self) -> list[str]:
+        return [f"it is {self.temperature} degrees", f"the sum is {self.temperature + 1}"]
+
+    @property
+    def answer(self) -> str:
+        return f"{self.temperature + 1} degrees <b>in</b> {self.city}."
+
+    @property
+    def thoughts(self) -> list[str]:
+        """What the model thinks in each turn, if its family does."""
+        return ["First the weather of that city.", f"{self.temperature} and 1.", "That is it."]
+
+    def turns(self) -> list[tuple[str, Said]]:
+        """The transcript: each turn comes once the result before it is in the prompt."""
+        thoughts = [*self.thoughts] if self.family.thinks else [None] * 3
+        first, second = self.calls
+        return [
+            ("", Said(calls=(first,), reasoning=thoughts[0])),
+            (self.results[0], Said(calls=(second,), reasoning=thoughts[1])),
+            (self.results[1], Said(content=self.answer, reasoning=thoughts[2])),
+        ]
+
+    def run(self, name: str, arguments: dict[str, Any]) -> str:
+        """Run a tool. Raises AssertionError if the call is not the one that the model wrote next."""
+        number = len(self.done)
+        call = Call(name, arguments)
+        assert call == self.calls[number]
+        self.done.append(call)
+        return self.results[number]
+
+    def run_json(self, name: str, arguments: str) -> str:
+        return self.run(name, json.loads(arguments))
+
+    def check(self, scripted: Scripted, answer: str | None) -> None:
+        """The agent got its answer, and the model saw each of its calls, with the result, as it had written it."""
+        assert answer == self.answer
+        assert self.done == self.calls
+        assert len(scripted.prompts) == 3
+        for number, call in enumerate(self.calls):
+            written = self.family.write(Said(calls=(call,)), number)
+            for end in (*self.family.ends, "\n"):  # templates end a turn in their own way
+                written = written.removesuffix(end)
+            for prompt in scripted.prompts[number + 1 :]:
+                assert written.strip("\n") in prompt
+                assert self.results[number] in prompt

@@ -1,0 +1,313 @@
+"""What goes over the wire: every chunk of a stream, its order and shape, and the whole answer that it adds up to."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.clients.tasks import TOOLS, Task
+from tests.scripted.engine import Scripted, ScriptedServers
+from tests.scripted.families import FAMILIES, Call, Said
+from tests.speed import PATIENCE
+
+IDS = {"kimi-k2": r"functions\.\w+:\d+", "mistral": r"[A-Za-z0-9]{9}"}
+"""How ids of tool calls look where the family has a way of its own."""
+
+
+@pytest.fixture(scope="module")
+def http() -> Iterator[httpx.Client]:
+    with httpx.Client(timeout=PATIENCE, trust_env=False) as client:
+        yield client
+
+
+def whole(http: httpx.Client, scripted: Scripted, **fields: Any) -> dict[str, Any]:
+    """The first choice of an answer that is not streamed, its shape checked."""
+    answer = http.post(f"{scripted.url}/v1/chat/completions", json=fields)
+    assert answer.status_code == 200, answer.text
+    body = answer.json()
+    assert body["object"] == "chat.completion"
+    (choice,) = body["choices"]
+    message = choice["message"]
+    assert message["role"] == "assistant"
+    assert message.get("reasoning") == message.get("reasoning_content")
+    assert message.get("tool_calls") != []
+    return choice
+
+
+def streamed(http: httpx.Client, scripted: Scripted, **fields: Any) -> dict[str, Any]:
+    """The choice that a stream's chunks add up to, in the shape of a whole one. Every chunk is checked."""
+    fields = {**fields, "stream": True, "stream_options": {"include_usage": True}}
+    chunks: list[dict[str, Any]] = []
+    with http.stream("POST", f"{scripted.url}/v1/chat/completions", json=fields) as answer:
+        assert answer.status_code == 200, answer.read()
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        parts = "".join(answer.iter_text()).split("\n\n")
+    assert parts[-2:] == ["data: [DONE]", ""]
+    for part in parts[:-2]:
+        assert part.startswith("data: ")
+        assert "\n" not in part
+        chunks.append(json.loads(part.removeprefix("data: ")))
+    *deltas, usage = chunks
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] > 0
+    assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in chunks}) == 1
+    assert chunks[0]["object"] == "chat.completion.chunk"
+    return _joined([chunk["choices"] for chunk in deltas])
+
+
+def _joined(lists: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": None, "content": None, "reasoning": None, "tool_calls": []}
+    finish = None
+    for number, choices in enumerate(lists):
+        (choice,) = choices
+        assert choice["index"] == 0
+        assert finish is None, "something follows the finish reason"
+        delta, finish = choice["delta"], choice["finish_reason"]
+        assert (delta.get("role") == "assistant") == (number == 0), "the role comes first, and once"
+        message["role"] = message["role"] or delta.get("role")
+        assert delta.get("reasoning") == delta.get("reasoning_content")
+        for name in ("content", "reasoning"):
+            if delta.get(name):
+                message[name] = (message[name] or "") + delta[name]
+        assert delta.get("tool_calls") != []
+        for part in delta.get("tool_calls") or []:
+            _add_call(message["tool_calls"], part)
+    if not message["tool_calls"]:
+        del message["tool_calls"]
+    return {"index": 0, "message": message, "finish_reason": finish}
+
+
+def _add_call(calls: list[dict[str, Any]], part: dict[str, Any]) -> None:
+    """Add a part of a call: id, type and name come first, once, and then only arguments."""
+    index, function = part["index"], part["function"]
+    if index == len(calls):
+        assert part["type"] == "function"
+        assert part["id"]
+        assert function["name"]
+        calls.append({"id": part["id"], "type": "function", "function": {"name": function["name"], "arguments": ""}})
+    else:
+        assert index == len(calls) - 1, "calls come one after the other"
+        assert not part.get("id")
+        assert not function.get("name")
+    calls[index]["function"]["arguments"] += function.get("arguments") or ""
+
+
+def ask(http: httpx.Client, scripted: Scripted, stream: bool, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "Well?"}]
+    return (streamed if stream else whole)(http, scripted, **{"messages": messages, **fields})
+
+
+def calls_of(choice: dict[str, Any]) -> list[Call]:
+    return [
+        Call(call["function"]["name"], json.loads(call["function"]["arguments"]))
+        for call in choice["message"].get("tool_calls") or []
+    ]
+
+
+def test_an_agent_by_hand(http: httpx.Client, scripted: Scripted, task: Task, stream: bool) -> None:
+    """Messages go back as they came, reasoning included."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": task.question}]
+    finish, turn = "", 0
+    while finish != "stop":
+        choice = ask(http, scripted, stream, messages=messages, tools=TOOLS)
+        message, finish = choice["message"], choice["finish_reason"]
+        if scripted.family.thinks:
+            assert message["reasoning"].strip() == task.thoughts[turn]
+        else:
+            assert not message.get("reasoning")
+        turn += 1
+        messages.append(message)
+        for call in message.get("tool_calls") or []:
+            assert finish == "tool_calls"
+            assert not message["content"]
+            assert re.fullmatch(IDS.get(scripted.name, r"chatcmpl-tool-[0-9a-f]+"), call["id"])
+            result = task.run_json(**call["function"])
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+    task.check(scripted, messages[-1]["content"].strip())
+
+
+def test_stream_and_answer_are_the_same(http: httpx.Client, scripted: Scripted) -> None:
+    """Of a turn with all that the family can say in one: a thought, an answer and several calls."""
+    first, second = Task.fresh(scripted.family).calls
+    family = scripted.family
+    said = Said(
+        "" if family.name == "pythonic" else "Let me see.",
+        (first, second) if family.parallel else (first,),
+        "Both tools." if family.thinks else None,
+    )
+    scripted.play(("", said))
+    one, other = (ask(http, scripted, stream, tools=TOOLS) for stream in (False, True))
+    for choice in (one, other):
+        for call in choice["message"]["tool_calls"]:
+            assert call.pop("id")
+        assert choice["finish_reason"] == "tool_calls"
+        assert (choice["message"]["content"] or "").strip() == said.content
+        assert (choice["message"].get("reasoning") or "").strip() == (said.reasoning or "")
+        assert calls_of(choice) == [*said.calls]
+    assert one["message"]["tool_calls"] == other["message"]["tool_calls"]
+    assert (one["message"]["content"] or "") == (other["message"]["content"] or "")
+
+
+def test_arguments_stream_as_they_come(http: httpx.Client, scripted: Scripted) -> None:
+    """A long argument does not arrive in one lump at the end."""
+    scripted.play(("", Said(calls=(Call("get_weather", {"city": "far away " * 100, "days": 1}),))))
+    lines = []
+    fields = {"messages": [{"role": "user", "content": "Well?"}], "tools": TOOLS, "stream": True}
+    with scripted.pace(0.001), http.stream("POST", f"{scripted.url}/v1/chat/completions", json=fields) as answer:
+        lines = [line for line in answer.iter_lines() if '"tool_calls":[' in line]
+    assert len(lines) > 20
+
+
+def test_a_cut_call_leaks_no_markup(http: httpx.Client, scripted: Scripted, stream: bool) -> None:
+    """Wherever max_tokens cuts: the reason is `length`, and what is there of the call is no text of the answer."""
+    call = Task.fresh(scripted.family).calls[0]
+    said = Said(calls=(call,))
+    scripted.play(("", said))
+    written = json.dumps(call.arguments, ensure_ascii=False)
+    text = scripted.family.write(said, 0)
+    total = len(scripted.transcript.tokenizer.encode(text, add_special_tokens=False))
+    for max_tokens in range(1, total - 1, 5):
+        choice = ask(http, scripted, stream, tools=TOOLS, max_tokens=max_tokens)
+        assert choice["finish_reason"] == "length"
+        assert not (choice["message"]["content"] or "").strip("[\n <get_wahr>")
+        for found in choice["message"].get("tool_calls") or []:
+            assert found["function"]["name"] == call.name
+            assert written.startswith(found["function"]["arguments"]) or scripted.name in ("pythonic",)
+
+
+@pytest.mark.parametrize("fields", [{"enable_thinking": False}, {"reasoning_effort": "none"}], ids=str)
+def test_thinking_off(http: httpx.Client, servers: ScriptedServers, fields: dict[str, Any], stream: bool) -> None:
+    """The prompt closes the thought, and all that comes is the answer."""
+    for name in ("qwen3", "glm45"):
+        scripted = servers(FAMILIES[name])
+        scripted.say("Just this.")
+        choice = ask(http, scripted, stream, **fields)
+        assert choice["message"]["content"].strip() == "Just this."
+        assert not choice["message"].get("reasoning")
+        assert "</think>" in scripted.prompts[0].rpartition("Well?")[2]
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_the_prompt_opens_the_thought(
+    http: httpx.Client, servers: ScriptedServers, thinking: bool, stream: bool
+) -> None:
+    scripted = servers(FAMILIES["deepseek-v31"])
+    scripted.say("The answer.", reasoning="Thinking it over." if thinking else None)
+    choice = ask(http, scripted, stream, chat_template_kwargs={"thinking": thinking})
+    assert choice["message"]["content"].strip() == "The answer."
+    assert (choice["message"].get("reasoning") or "").strip() == ("Thinking it over." if thinking else "")
+
+
+def test_a_thought_cut_short_is_no_answer(http: httpx.Client, servers: ScriptedServers, stream: bool) -> None:
+    scripted = servers(FAMILIES["qwen3"])
+    scripted.say("never reached", reasoning="thinking " * 50)
+    choice = ask(http, scripted, stream, max_tokens=20)
+    assert choice["finish_reason"] == "length"
+    assert not choice["message"]["content"]
+    assert choice["message"]["reasoning"].strip().startswith("thinking thinking")
+
+
+def test_reasoning_can_be_left_out(http: httpx.Client, servers: ScriptedServers, stream: bool) -> None:
+    scripted = servers(FAMILIES["qwen3"])
+    scripted.say("Yes.", reasoning="Hm.")
+    choice = ask(http, scripted, stream, include_reasoning=False)
+    assert not choice["message"].get("reasoning")
+    assert choice["message"]["content"].strip() == "Yes."
+
+
+def test_a_call_within_a_thought_is_a_thought(http: httpx.Client, servers: ScriptedServers, stream: bool) -> None:
+    """Calls are parsed from the answer alone."""
+    scripted = servers(FAMILIES["gpt-oss"])
+    scripted.say("No call.", reasoning='I could write {"name": "get_weather", "arguments": {}} to=functions.add')
+    choice = ask(http, scripted, stream, tools=TOOLS)
+    assert not choice["message"].get("tool_calls")
+    assert choice["finish_reason"] == "stop"
+    assert "to=functions.add" in choice["message"]["reasoning"]
+
+
+def forced(scripted: Scripted, *calls: Call) -> None:
+    """The model calls at once, without a thought."""
+    scripted.play(("", Said(calls=calls)))
+
+
+@pytest.mark.parametrize("strict", [None, True])
+def test_required(http: httpx.Client, scripted: Scripted, stream: bool, strict: bool | None) -> None:
+    """What the model writes in its own format, the grammar allows."""
+    call = Task.fresh(scripted.family).calls[0]
+    forced(scripted, call)
+    tools = [{**tool, "function": {**tool["function"], "strict": strict}} for tool in TOOLS]
+    choice = ask(http, scripted, stream, tools=tools, tool_choice="required")
+    assert calls_of(choice) == [call]
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def test_named(http: httpx.Client, scripted: Scripted, stream: bool) -> None:
+    call = Task.fresh(scripted.family).calls[0]
+    forced(scripted, call)
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    choice = ask(http, scripted, stream, tools=TOOLS, tool_choice=named)
+    assert calls_of(choice) == [call]
+    assert choice["finish_reason"] == "stop"
+
+
+def test_required_after_a_thought(http: httpx.Client, servers: ScriptedServers, stream: bool) -> None:
+    for name in ("qwen3", "gpt-oss", "glm45"):
+        scripted = servers(FAMILIES[name])
+        call = Task.fresh(scripted.family).calls[0]
+        scripted.play(("", Said(calls=(call,), reasoning="I must call one.")))
+        choice = ask(http, scripted, stream, tools=TOOLS, tool_choice="required")
+        assert calls_of(choice) == [call]
+        assert choice["message"]["reasoning"].strip() == "I must call one."
+
+
+def test_what_the_grammar_forbids_the_model_cannot_say(http: httpx.Client, servers: ScriptedServers) -> None:
+    """The transcript breaks the grammar, so it is no answer of a model: the request fails, and no other one."""
+    scripted = servers(FAMILIES["qwen3-coder"])
+    scripted.say("I would rather not call.")
+    fields = {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS, "tool_choice": "required"}
+    assert http.post(f"{scripted.url}/v1/chat/completions", json=fields).status_code == 500
+    fields["tool_choice"] = "auto"
+    assert http.post(f"{scripted.url}/v1/chat/completions", json=fields).status_code == 200
+
+
+def test_one_call_where_parallel_calls_are_off(http: httpx.Client, servers: ScriptedServers, stream: bool) -> None:
+    scripted = servers(FAMILIES["qwen3"])
+    calls = Task.fresh(scripted.family).calls
+    forced(scripted, *calls)
+    choice = ask(http, scripted, stream, tools=TOOLS, parallel_tool_calls=False)
+    assert calls_of(choice) == calls[:1]
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def test_no_tools_no_parsing(http: httpx.Client, servers: ScriptedServers, stream: bool) -> None:
+    """With tool_choice none, what looks like a call is text."""
+    scripted = servers(FAMILIES["qwen3-coder"])
+    call = Task.fresh(scripted.family).calls[0]
+    forced(scripted, call)
+    choice = ask(http, scripted, stream, tools=TOOLS, tool_choice="none")
+    assert not choice["message"].get("tool_calls")
+    assert "<function=get_weather>" in choice["message"]["content"]
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "structured_outputs", "guided_json", "json_object"])
+def test_schema(http: httpx.Client, scripted: Scripted, stream: bool, kind: str) -> None:
+    """The grammar begins where the thought ends, in every family's way."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    asked: dict[str, Any] = {
+        "json_schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+        "json_object": {"response_format": {"type": "json_object"}},
+        "structured_outputs": {"structured_outputs": {"json": schema}},
+        "guided_json": {"guided_json": schema},
+    }[kind]
+    for reasoning in [None, "A number."] if scripted.family.thinks else [None]:
+        scripted.say('{"a": 21}', reasoning=reasoning)
+        choice = ask(http, scripted, stream, **asked)
+        assert json.loads(choice["message"]["content"]) == {"a": 21}
+        assert (choice["message"].get("reasoning") or "").strip() == (reasoning or "")
+        assert choice["finish_reason"] == "stop"

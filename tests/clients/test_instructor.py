@@ -1,0 +1,69 @@
+"""Structured answers with instructor: its modes, and its loop, which gives a model that fails a check another try."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from tests.scripted.engine import Scripted
+from tests.scripted.families import Call, Said
+from tests.speed import PATIENCE
+
+instructor = pytest.importorskip("instructor")
+pydantic = pytest.importorskip("pydantic")
+
+FOUR = pytest.mark.parametrize("scripted", ["qwen3", "gpt-oss", "qwen3-coder", "pythonic"], indirect=True)
+MODES = pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA"])
+ASK: list[Any] = [{"role": "user", "content": "Who is it?"}]
+
+
+class Person(pydantic.BaseModel):
+    """A person."""
+
+    name: str
+    age: int
+    nicknames: list[str]
+
+    @pydantic.field_validator("age")
+    @classmethod
+    def is_grown(cls, age: int) -> int:
+        if age < 18:
+            raise ValueError("must be of age")
+        return age
+
+
+def client_of(scripted: Scripted, mode: str) -> Any:
+    sdk = openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+    return instructor.from_openai(sdk, mode=instructor.Mode[mode])
+
+
+def said(mode: str, **fields: Any) -> Said:
+    text = Person.model_construct(**fields).model_dump_json()
+    return Said(calls=(Call("Person", fields),)) if mode == "TOOLS" else Said(text)
+
+
+@FOUR
+@MODES
+def test_a_second_try(scripted: Scripted, mode: str) -> None:
+    """Call, the check's complaint as its result, second call, answer."""
+    wrong, right = ({"name": "Zoë", "age": age, "nicknames": ["Z", "O'Z"]} for age in (7, 41))
+    scripted.play(("", said(mode, **wrong)), ("must be of age", said(mode, **right)))
+    found = client_of(scripted, mode).create(
+        model=scripted.name, messages=ASK, response_model=Person, max_retries=2
+    )  # fmt: skip
+    assert found == Person(**right)
+    assert len(scripted.prompts) == 2
+
+
+@FOUR
+@MODES
+def test_partial(scripted: Scripted, mode: str) -> None:
+    """The object grows while it is streamed."""
+    right = {"name": "Zoë " * 10, "age": 41, "nicknames": ["Z"] * 5}
+    scripted.play(("", said(mode, **right)))
+    with scripted.pace(0.001):
+        seen = [*client_of(scripted, mode).create_partial(model=scripted.name, messages=ASK, response_model=Person)]
+    assert seen[-1].model_dump() == right
+    assert len({one.model_dump_json() for one in seen}) > 3

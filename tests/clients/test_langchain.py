@@ -1,0 +1,74 @@
+"""Agents written with langchain-openai: bound tools, its messages, and structured output by each of its methods."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.clients.tasks import Task
+from tests.scripted.engine import Scripted
+from tests.scripted.families import Call
+from tests.speed import PATIENCE
+
+chat_models = pytest.importorskip("langchain_openai")
+messages = pytest.importorskip("langchain_core.messages")
+tools = pytest.importorskip("langchain_core.tools")
+pydantic = pytest.importorskip("pydantic")
+
+FOUR = pytest.mark.parametrize("scripted", ["qwen3", "gpt-oss", "qwen3-coder", "pythonic"], indirect=True)
+
+
+class Person(pydantic.BaseModel):
+    """A person."""
+
+    name: str
+    age: int
+
+
+def model_of(scripted: Scripted) -> Any:
+    return chat_models.ChatOpenAI(
+        model=scripted.name, base_url=f"{scripted.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE
+    )
+
+
+@FOUR
+def test_agent(scripted: Scripted, task: Task, stream: bool) -> None:
+    @tools.tool
+    def get_weather(city: str, days: int, exact: bool = False) -> str:
+        """The temperature in a city."""
+        return task.run("get_weather", {"city": city, "days": days, "exact": exact})
+
+    @tools.tool
+    def add(numbers: list[float], note: str | None = None) -> str:
+        """Adds numbers."""
+        return task.run("add", {"numbers": numbers, "note": note})
+
+    by_name = {"get_weather": get_weather, "add": add}
+    model = model_of(scripted).bind_tools([get_weather, add])
+    history: list[Any] = [messages.HumanMessage(task.question)]
+    while isinstance(history[-1], (messages.HumanMessage, messages.ToolMessage)):
+        if stream:
+            answer = None
+            for chunk in model.stream(history):
+                answer = chunk if answer is None else answer + chunk
+        else:
+            answer = model.invoke(history)
+        assert not answer.invalid_tool_calls
+        history.append(answer)
+        history += [by_name[call["name"]].invoke(call) for call in answer.tool_calls]
+    task.check(scripted, history[-1].content.strip())
+    assert history[-1].usage_metadata["output_tokens"] > 0
+
+
+@FOUR
+@pytest.mark.parametrize("method", ["json_schema", "json_mode", "function_calling"])
+def test_structured_output(scripted: Scripted, stream: bool, method: str) -> None:
+    """By response_format, or by a call that tool_choice names."""
+    if method == "function_calling":
+        scripted.say("", Call("Person", {"name": "Zoë", "age": 41}))
+    else:
+        scripted.say('{"name": "Zoë", "age": 41}')
+    model = model_of(scripted).with_structured_output(Person, method=method)
+    found = [*model.stream("Who?")][-1] if stream else model.invoke("Who? Answer in JSON.")
+    assert found == Person(name="Zoë", age=41)

@@ -1,0 +1,87 @@
+"""Agents of pydantic-ai over its vLLM provider: tools, typed output by each of its ways, thoughts sent back."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.clients.tasks import Task
+from tests.scripted.engine import Scripted
+from tests.scripted.families import Call, Said
+
+pydantic_ai = pytest.importorskip("pydantic_ai")
+pydantic = pytest.importorskip("pydantic")
+openai_models = pytest.importorskip("pydantic_ai.models.openai")
+vllm = pytest.importorskip("pydantic_ai.providers.vllm")
+
+FOUR = pytest.mark.parametrize("scripted", ["qwen3", "gpt-oss", "qwen3-coder", "pythonic"], indirect=True)
+
+
+class Forecast(pydantic.BaseModel):
+    city: str
+    degrees: int
+
+
+def model_of(scripted: Scripted) -> Any:
+    provider = vllm.VLLMProvider(base_url=f"{scripted.url}/v1", api_key="none")
+    return openai_models.OpenAIChatModel(scripted.name, provider=provider)
+
+
+def run(agent: Any, question: str, stream: bool) -> tuple[Any, list[Any]]:
+    """The agent's output, and all messages of the run."""
+
+    async def go() -> tuple[Any, list[Any]]:
+        if not stream:
+            result = await agent.run(question)
+            return result.output, result.all_messages()
+        async with agent.run_stream(question) as streamed:
+            return await streamed.get_output(), streamed.all_messages()
+
+    return asyncio.run(go())
+
+
+def agent_of(scripted: Scripted, task: Task, **fields: Any) -> Any:
+    agent = pydantic_ai.Agent(model_of(scripted), retries=0, **fields)
+
+    @agent.tool_plain
+    def get_weather(city: str, days: int, exact: bool = False) -> str:
+        """The temperature in a city."""
+        return task.run("get_weather", {"city": city, "days": days, "exact": exact})
+
+    @agent.tool_plain
+    def add(numbers: list[float], note: str | None = None) -> str:
+        """Adds numbers."""
+        return task.run("add", {"numbers": numbers, "note": note})
+
+    return agent
+
+
+@FOUR
+def test_agent(scripted: Scripted, task: Task, stream: bool) -> None:
+    output, history = run(agent_of(scripted, task), task.question, stream)
+    task.check(scripted, output.strip())
+    thoughts = [part.content.strip() for message in history for part in message.parts if part.part_kind == "thinking"]
+    assert thoughts == (task.thoughts if scripted.family.thinks else [])
+    for thought in thoughts[:-1]:  # the model sees what it thought before its calls
+        assert thought in scripted.prompts[-1]
+
+
+@FOUR
+def test_agent_with_typed_output(scripted: Scripted, task: Task, stream: bool) -> None:
+    """The answer is itself a call, and tool_choice is `required` throughout."""
+    first, second, _ = task.turns()
+    last = Said(calls=(Call("final_result", {"city": task.city, "degrees": task.temperature + 1}),))
+    scripted.play(first, second, (task.results[1], last))
+    output, _ = run(agent_of(scripted, task, output_type=Forecast), task.question, stream)
+    assert output == Forecast(city=task.city, degrees=task.temperature + 1)
+    assert task.done == task.calls
+
+
+@FOUR
+@pytest.mark.parametrize("way", ["NativeOutput", "PromptedOutput"])
+def test_output_by_response_format(scripted: Scripted, stream: bool, way: str) -> None:
+    scripted.say('{"city": "Zürich", "degrees": -4}', reasoning="Cold." if scripted.family.thinks else None)
+    agent = pydantic_ai.Agent(model_of(scripted), output_type=getattr(pydantic_ai, way)(Forecast), retries=0)
+    assert run(agent, "How cold?", stream)[0] == Forecast(city="Zürich", degrees=-4)
