@@ -231,8 +231,8 @@ def test_a_call_within_a_thought_is_a_thought(http: httpx.Client, servers: Scrip
 
 
 def forced(scripted: Scripted, *calls: Call) -> None:
-    """The model calls at once, without a thought."""
-    scripted.play(("", Said(calls=calls)))
+    """The model calls at once, after a thought if it has them."""
+    scripted.play(("", Said(calls=calls, reasoning="I must call." if scripted.family.thinks else None)))
 
 
 @pytest.mark.parametrize("strict", [None, True])
@@ -255,14 +255,18 @@ def test_named(http: httpx.Client, scripted: Scripted, stream: bool) -> None:
     assert choice["finish_reason"] == "stop"
 
 
-def test_required_after_a_thought(http: httpx.Client, servers: ScriptedServers, stream: bool) -> None:
-    for name in ("qwen3", "gpt-oss", "glm45"):
+@pytest.mark.parametrize("fields", [{}, {"enable_thinking": False}], ids=str)
+def test_required_with_and_without_a_thought(
+    http: httpx.Client, servers: ScriptedServers, fields: dict[str, Any], stream: bool
+) -> None:
+    for name in ("qwen3", "glm45"):
         scripted = servers(FAMILIES[name])
         call = Task.fresh(scripted.family).calls[0]
-        scripted.play(("", Said(calls=(call,), reasoning="I must call one.")))
-        choice = ask(http, scripted, stream, tools=TOOLS, tool_choice="required")
+        reasoning = None if fields else "Which one?"
+        scripted.play(("", Said(calls=(call,), reasoning=reasoning)))
+        choice = ask(http, scripted, stream, tools=TOOLS, tool_choice="required", **fields)
         assert calls_of(choice) == [call]
-        assert choice["message"]["reasoning"].strip() == "I must call one."
+        assert (choice["message"].get("reasoning") or "").strip() == (reasoning or "")
 
 
 def test_what_the_grammar_forbids_the_model_cannot_say(http: httpx.Client, servers: ScriptedServers) -> None:
@@ -305,9 +309,10 @@ def test_schema(http: httpx.Client, scripted: Scripted, stream: bool, kind: str)
         "structured_outputs": {"structured_outputs": {"json": schema}},
         "guided_json": {"guided_json": schema},
     }[kind]
-    for reasoning in [None, "A number."] if scripted.family.thinks else [None]:
+    off = {"enable_thinking": False}
+    for reasoning, fields in [("A number.", {}), (None, off)] if scripted.family.thinks else [(None, {})]:
         scripted.say('{"a": 21}', reasoning=reasoning)
-        choice = ask(http, scripted, stream, **asked)
+        choice = ask(http, scripted, stream, **asked, **fields)
         assert json.loads(choice["message"]["content"]) == {"a": 21}
         assert (choice["message"].get("reasoning") or "").strip() == (reasoning or "")
         assert choice["finish_reason"] == "stop"

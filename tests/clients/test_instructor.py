@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 
 from tests.scripted.engine import Scripted
@@ -12,7 +13,6 @@ from tests.scripted.families import Call, Said
 from tests.speed import PATIENCE
 
 instructor = pytest.importorskip("instructor")
-pydantic = pytest.importorskip("pydantic")
 
 FOUR = pytest.mark.parametrize("scripted", ["qwen3", "gpt-oss", "qwen3-coder", "pythonic"], indirect=True)
 MODES = pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA"])

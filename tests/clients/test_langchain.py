@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pydantic
 import pytest
 
 from tests.clients.tasks import Task
@@ -14,7 +15,6 @@ from tests.speed import PATIENCE
 chat_models = pytest.importorskip("langchain_openai")
 messages = pytest.importorskip("langchain_core.messages")
 tools = pytest.importorskip("langchain_core.tools")
-pydantic = pytest.importorskip("pydantic")
 
 FOUR = pytest.mark.parametrize("scripted", ["qwen3", "gpt-oss", "qwen3-coder", "pythonic"], indirect=True)
 

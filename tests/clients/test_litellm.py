@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pydantic
 import pytest
 
 from tests.clients.tasks import TOOLS, Task
@@ -11,7 +12,6 @@ from tests.scripted.engine import Scripted
 from tests.speed import PATIENCE
 
 litellm = pytest.importorskip("litellm")
-pydantic = pytest.importorskip("pydantic")
 
 FOUR = pytest.mark.parametrize("scripted", ["qwen3", "gpt-oss", "qwen3-coder", "pythonic"], indirect=True)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
@@ -16,10 +17,8 @@ from tests.scripted.engine import Scripted, ScriptedServers
 from tests.scripted.families import FAMILIES, Call, Said
 from tests.speed import PATIENCE
 
-pydantic = pytest.importorskip("pydantic")
 
-
-class get_weather(pydantic.BaseModel):  # noqa: N801
+class get_weather(pydantic.BaseModel):
     """The temperature in a city."""
 
     city: str
@@ -27,7 +26,7 @@ class get_weather(pydantic.BaseModel):  # noqa: N801
     exact: bool
 
 
-class add(pydantic.BaseModel):  # noqa: N801
+class add(pydantic.BaseModel):
     """Adds numbers."""
 
     numbers: list[float]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pydantic
 import pytest
 
 from tests.clients.tasks import Task
@@ -12,7 +13,6 @@ from tests.scripted.engine import Scripted
 from tests.scripted.families import Call, Said
 
 pydantic_ai = pytest.importorskip("pydantic_ai")
-pydantic = pytest.importorskip("pydantic")
 openai_models = pytest.importorskip("pydantic_ai.models.openai")
 vllm = pytest.importorskip("pydantic_ai.providers.vllm")
 

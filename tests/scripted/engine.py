@@ -57,6 +57,8 @@ class Transcript:
     tokenizer: Tokenizer
     turns: list[Turn] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
+    obeys: bool = False
+    """Where a grammar forbids what comes next: whether the model says something allowed, or the request fails."""
     executor: FakeExecutor = field(init=False)
     _chosen: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
@@ -158,6 +160,7 @@ class Scripted:
     engine: AsyncEngine
     app: Any
     transcript: Transcript
+    servers: ScriptedServers
 
     @property
     def name(self) -> str:
@@ -229,7 +232,7 @@ class ScriptedServers:
         while not server.started:
             await asyncio.sleep(0.002)
         port = listener.getsockname()[1]
-        return Scripted(family, f"http://127.0.0.1:{port}", engine, app, transcript)
+        return Scripted(family, f"http://127.0.0.1:{port}", engine, app, transcript, self)
 
     async def _serve(self, server: HttpServer, listener: Any, engine: AsyncEngine, stop: asyncio.Event) -> None:
         serving = asyncio.create_task(server.serve(sockets=[listener]))

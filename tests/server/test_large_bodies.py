@@ -10,7 +10,6 @@ import asyncio
 import gc
 import json
 import random
-import time
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -26,14 +25,11 @@ from headrace.server import json_pieces
 from headrace.server.json_pieces import decode_json
 from headrace.server.run import GC_THRESHOLD
 from tests.server.fake_engine import FakeEngine, make_app
+from tests.server.loop_watch import GAP, TRIES, watching
 from tests.speed import PATIENCE, slowness
 
 SIZE = 12 * 2**20
 """Bytes of each body. What takes longer than GAP at this size in one piece is what these tests are about."""
-GAP = 0.05
-"""Seconds for which the event loop may stand still on a machine that is fast enough."""
-TRIES = 4
-"""A busy machine stops a process for longer than that: of several tries one must be short."""
 CHUNK = 2**16
 MESSAGE_BYTES = 1200
 
@@ -53,22 +49,12 @@ async def _chunks(body: bytes) -> AsyncIterator[bytes]:
 
 
 async def _watched(app: Starlette, path: str, body: bytes) -> Watched:
-    gap, last = 0.0, time.perf_counter()
-
-    async def tick() -> None:
-        nonlocal gap, last
-        while True:
-            await asyncio.sleep(0.001)
-            now = time.perf_counter()
-            gap, last = max(gap, now - last), now
-
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     headers = {"content-type": "application/json"}
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=PATIENCE) as client:
-        ticking = asyncio.create_task(tick())
+    client = httpx.AsyncClient(transport=transport, base_url="http://test", timeout=PATIENCE)
+    async with client, watching() as watch:
         answer = await client.post(path, content=_chunks(body), headers=headers)
-        await asyncio.sleep(0.002)
-        ticking.cancel()
+        gap = await watch.end()
     return Watched(answer.status_code, answer.content, gap)
 
 

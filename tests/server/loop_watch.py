@@ -1,0 +1,46 @@
+"""Measures for how long an event loop stands still, and with it everybody's tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+GAP = 0.05
+"""Seconds for which the event loop may stand still on a machine that is fast enough."""
+TRIES = 4
+"""A busy machine stops a process for longer than that: of several tries one must be short."""
+TICK = 0.001
+
+
+class LoopWatch:
+    """`gap`: the longest time between two turns of the loop since `begin`."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        self.gap, self._last = 0.0, time.perf_counter()
+
+    async def end(self) -> float:
+        """Return the gap, with what is left of the last turn."""
+        await asyncio.sleep(2 * TICK)
+        return self.gap
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(TICK)
+            now = time.perf_counter()
+            self.gap, self._last = max(self.gap, now - self._last), now
+
+
+@contextlib.asynccontextmanager
+async def watching() -> AsyncIterator[LoopWatch]:
+    """Watch the running loop."""
+    watch = LoopWatch()
+    ticking = asyncio.create_task(watch.run())
+    try:
+        yield watch
+    finally:
+        ticking.cancel()
