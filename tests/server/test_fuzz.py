@@ -100,9 +100,7 @@ def test_the_document_of_the_api_holds(scripted: Scripted) -> None:
     for found in api.get_all_operations():
         operation = found.ok()
 
-        @hypothesis.settings(
-            max_examples=20, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
-        )
+        @hypothesis.settings(max_examples=20, deadline=None, database=None, suppress_health_check=every_check)
         @hypothesis.given(case=operation.as_strategy())
         def sends(case: Any) -> None:
             case.call_and_validate(checks=wanted, timeout=PATIENCE)

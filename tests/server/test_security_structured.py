@@ -6,6 +6,7 @@ All of them go through the whole server over a scripted model, which says what a
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from tests.speed import PATIENCE, slowness
 SECONDS = 3.0
 """Most that a hostile request may take on a machine that is fast enough, grammar and answer together."""
 USER = [{"role": "user", "content": "a"}]
+BODY = '{"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "guided_json": SCHEMA}'
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +46,11 @@ def chat(scripted: Scripted, **fields: Any) -> httpx.Response:
         assert time.monotonic() - started < SECONDS * slowness()
         assert client.post(url, json={"messages": USER, "max_tokens": 1}).status_code == 200
     return answer
+
+
+def post(scripted: Scripted, body: str) -> httpx.Response:
+    headers = {"content-type": "application/json"}
+    return httpx.post(f"{scripted.url}/v1/chat/completions", content=body, headers=headers, timeout=PATIENCE)
 
 
 def refusal(answer: httpx.Response) -> str:
@@ -67,7 +74,7 @@ RECURSIVE = {
 
 @pytest.mark.parametrize("schema", RECURSIVE.values(), ids=RECURSIVE)
 def test_recursive_schemas_end(scripted: Scripted, schema: Any) -> None:
-    """CVE-2025-48944 and its like: a reference that leads to itself took stack, memory or the process."""
+    """CVE-2025-48944's class: a schema that took the process with it, here by references to itself."""
     assert chat(scripted, **schema_form(schema)).status_code in (200, 400)
     tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
     assert chat(scripted, tools=[tool], tool_choice="required").status_code in (200, 400)
@@ -76,10 +83,7 @@ def test_recursive_schemas_end(scripted: Scripted, schema: Any) -> None:
 @pytest.mark.parametrize("levels", [40, 200, 3000])
 @pytest.mark.parametrize("key", ["items", "not", "properties"])
 def test_deep_schemas(scripted: Scripted, levels: int, key: str) -> None:
-    body = '{"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "guided_json": %s}'
-    nested = '{"%s": ' % key * levels + "{}" + "}" * levels
-    headers = {"content-type": "application/json"}
-    answer = httpx.post(f"{scripted.url}/v1/chat/completions", content=body % nested, headers=headers, timeout=PATIENCE)
+    answer = post(scripted, BODY.replace("SCHEMA", f'{{"{key}": ' * levels + "{}" + "}" * levels))
     assert answer.status_code in (200, 400)
     if levels == 3000:
         refusal(answer)
@@ -99,7 +103,7 @@ def test_no_reference_is_fetched(scripted: Scripted, url: str) -> None:
 
 @pytest.mark.parametrize("regex", REGEXES, ids=lambda regex: ascii(regex)[:24])
 def test_no_regex_takes_long(scripted: Scripted, regex: str) -> None:
-    """CVE-2025-48887, CVE-2025-71176 and their like: catastrophic backtracking, repetition of repetition."""
+    """CVE-2025-48887's class: catastrophic backtracking, and repetition of repetition."""
     for fields in ({"guided_regex": regex}, schema_form({"type": "string", "pattern": regex})):
         answer = chat(scripted, **fields)
         assert answer.status_code in (200, 400), answer.text
@@ -109,7 +113,7 @@ def test_no_regex_takes_long(scripted: Scripted, regex: str) -> None:
 
 @pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: ascii(grammar)[:24])
 def test_no_grammar_takes_long(scripted: Scripted, grammar: str) -> None:
-    """CVE-2025-57809 and its like: left recursion, rules that double at each level, rules that are not there."""
+    """CVE-2025-57809's class: left recursion, rules that double at each level, rules that are not there."""
     answer = chat(scripted, structured_outputs={"grammar": grammar})
     assert answer.status_code in (200, 400), answer.text
 
@@ -127,7 +131,7 @@ BIG: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("fields", BIG.values(), ids=BIG)
 def test_size_is_bounded(scripted: Scripted, fields: dict[str, Any]) -> None:
-    """CVE-2025-6242's class: a body of megabytes that becomes gigabytes, or minutes."""
+    """A body of megabytes becomes neither gigabytes nor minutes."""
     answer = chat(scripted, **fields)
     assert answer.status_code in (200, 400), answer.text
 
@@ -148,7 +152,7 @@ with scripted_servers() as servers:
     found.transcript.obeys = True
     found.say("x")
     before = set(Path(sys.argv[1]).rglob("*"))
-    for fields in (schema_form({"const": 5}), {"guided_regex": "a+"}, {"guided_choice": ["x"]}, {"guided_grammar": 'start: "a"'}):
+    for fields in (schema_form({"const": 5}), {"guided_regex": "a+"}, {"guided_grammar": 'start: "a"'}):
         assert chat(found, **fields).status_code == 200
     new = {path.name for path in set(Path(sys.argv[1]).rglob("*")) - before}
     print(sorted(new))
@@ -158,8 +162,6 @@ with scripted_servers() as servers:
 def test_nothing_is_written_to_disk(tmp_path: Path) -> None:
     """CVE-2025-29770: outlines' cache of schemas filled the disk."""
     names = ("HOME", "TMPDIR", "XDG_CACHE_HOME", "XDG_DATA_HOME", "OUTLINES_CACHE_DIR")
-    import os
-
     environment = {**os.environ, **dict.fromkeys(names, str(tmp_path))}
     argv = [sys.executable, "-c", ON_DISK, str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE, env=environment, check=True)
@@ -214,7 +216,8 @@ def test_names_of_tools_are_data(scripted: Scripted, name: str, choice: str) -> 
 CODE = [
     "[__import__('os').system('touch {path}')(a=1)]", "[f(a=__import__('os').system('touch {path}'))]",
     "[f(a=open('{path}', 'w'))]", "[f(a=(lambda: open('{path}', 'w'))())]", "[f(a=[x for x in ()])]",
-    "[f(a=10**10**10)]", "[f(a='x' * 10**10)]", "[f(**{{'a': 1}})]", "[f(a=f'{{1}}')]", "[f(a=" + "[" * 2000 + "]" * 2000 + ")]",
+    "[f(a=10**10**10)]", "[f(a='x' * 10**10)]", "[f(**{{'a': 1}})]", "[f(a=f'{{1}}')]",
+    "[f(a=" + "[" * 2000 + "]" * 2000 + ")]",
     "[f(a=" + "-" * 3000 + "1)]", "[f(a=" + "9" * 5000 + ")]", "[f(a=" + "(" * 3000 + ")]", "[f(a=1e999999999)]",
 ]  # fmt: skip
 
@@ -248,8 +251,7 @@ DUPLICATES = {
 @pytest.mark.parametrize("body", DUPLICATES.values(), ids=DUPLICATES)
 def test_duplicate_keys_mean_the_last(scripted: Scripted, body: str) -> None:
     """One reading throughout: what was checked is what is used."""
-    headers = {"content-type": "application/json"}
-    answer = httpx.post(f"{scripted.url}/v1/chat/completions", content=body, headers=headers, timeout=PATIENCE)
+    answer = post(scripted, body)
     assert answer.status_code == 200, answer.text
     if "null" in body:
         assert answer.json()["choices"][0]["message"]["content"] == "null"
@@ -257,10 +259,7 @@ def test_duplicate_keys_mean_the_last(scripted: Scripted, body: str) -> None:
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "01", "+1", ".5", "0x10"])
 def test_what_is_no_json_number(scripted: Scripted, number: str) -> None:
-    body = '{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "guided_json": {"const": %s}}' % number
-    headers = {"content-type": "application/json"}
-    answer = httpx.post(f"{scripted.url}/v1/chat/completions", content=body, headers=headers, timeout=PATIENCE)
-    refusal(answer)
+    refusal(post(scripted, BODY.replace("SCHEMA", f'{{"const": {number}}}')))
 
 
 def test_arguments_that_are_no_json_stay_with_their_request(scripted: Scripted) -> None:
