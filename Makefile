@@ -11,6 +11,8 @@ PYTEST_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+# Clients that cap what others need at lower versions than they run with (pyproject.toml).
+CAPPED := 'instructor>=1.17,<2' 'litellm>=1.109,<2'
 # A stamp's name holds the choice of torch, so that another choice installs again.
 CHOICE := $(shell printf '%s' '$(TORCH_SPEC) $(PIP_ARGS)' | cksum | cut -d' ' -f1)
 INSTALLED := $(VENV)/.installed-$(CHOICE)
@@ -37,8 +39,9 @@ $(INSTALLED): pyproject.toml
 	@echo 'Installed. The command is $(BIN)/headrace; `. $(BIN)/activate` makes it plain `headrace` in this shell.'
 
 $(TESTABLE): $(INSTALLED)
-	@echo 'Installing what tests and checks need too: some 300 MB to download, 1.4 GB on disk.'
-	$(BIN)/pip install $(PIP_ARGS) '$(TORCH_SPEC)' -e '.[test]'
+	@echo 'Installing what tests and checks need too: some 400 MB to download, 1.7 GB on disk.'
+	$(BIN)/pip install $(PIP_ARGS) '$(TORCH_SPEC)' -e '.[test,clients]'
+	$(BIN)/pip install $(PIP_ARGS) --no-deps $(CAPPED)
 	@touch $@
 
 install: $(INSTALLED)

@@ -212,19 +212,18 @@ FAMILIES = {
             "gpt-oss", "gpt_oss", _harmony,
             ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>",
              "<|endoftext|>"),
-            ("<|return|>", "<|endoftext|>", "<|call|>"), thinks=True, parallel=False,
+            ("<|return|>", "<|endoftext|>", "<|call|>"), model_type="gpt_oss", thinks=True, parallel=False,
         ),
         Family(
             "pythonic", "pythonic", _pythonic,
             ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), ("<|eot_id|>",),
-            flags={},
         ),
         Family(
             "kimi-k2", "kimi_k2", _kimi_k2,
             ("<|im_end|>", "<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>",
              "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
              "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
-            ("<|im_end|>",),
+            ("<|im_end|>",), model_type="kimi_k2",
         ),
         Family(
             "deepseek-v31", "deepseek_v31", _deepseek_v31,
@@ -232,12 +231,13 @@ FAMILIES = {
             ("<｜end▁of▁sentence｜>",),
             ("<think>", "</think>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>",
              "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
+            "deepseek_v3",
         ),
         Family(
             "mistral", "mistral", _mistral,
             ("<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[ARGS]",
              "[TOOL_RESULTS]", "[TOOL_CONTENT]", "[/TOOL_RESULTS]"),
-            ("</s>",),
+            ("</s>",), model_type="mistral",
         ),
         Family(
             "glm45", "glm45", _glm45,
@@ -245,7 +245,7 @@ FAMILIES = {
             ("<|endoftext|>", "<|user|>", "<|observation|>"),
             ("<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>",
              "</arg_value>", "<tool_response>", "</tool_response>"),
-            thinks=True,
+            "glm4_moe", thinks=True,
         ),
     )
 }  # fmt: skip
