@@ -10,8 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
+import random
 import tempfile
 import threading
+import time
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +22,7 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import msgspec
+import numpy as np
 import uvloop
 import zmq
 
@@ -33,7 +37,8 @@ from headrace.model_config import ModelConfig
 from headrace.server.app import build_app
 from headrace.server.http_server import HttpServer
 from headrace.server.run import listen_on
-from tests.engine.fakes import FakeExecutor
+from headrace.step import NO_TOKEN_ALLOWED, Masks, SchedulerOutput
+from tests.engine.fakes import FakeExecutor, FakeStep
 from tests.scripted.families import Call, Family, Said
 from tests.speed import PATIENCE
 
@@ -59,7 +64,7 @@ class Transcript:
     prompts: list[str] = field(default_factory=list)
     obeys: bool = False
     """Where a grammar forbids what comes next: whether the model says something allowed, or the request fails."""
-    executor: FakeExecutor = field(init=False)
+    executor: ScriptedExecutor = field(init=False)
     _chosen: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
     def __call__(self, prompt: list[int], index: int) -> int:
@@ -96,9 +101,50 @@ TRANSCRIPTS: dict[Path, Transcript] = {}
 """Model folder -> what its model says."""
 
 
-def make_scripted(config: EngineConfig, folder: Path, model_config: ModelConfig) -> FakeExecutor:
+class ScriptedExecutor(FakeExecutor):
+    """Samples a masked step when its masks have come, and heeds them."""
+
+    def __init__(self, transcript: Transcript) -> None:
+        super().__init__(script=transcript)
+        self._transcript = transcript
+        self._waiting: tuple[SchedulerOutput, FakeStep] | None = None
+        self._draw = random.Random(0)
+
+    def execute(self, step: SchedulerOutput) -> FakeStep:
+        assert self._waiting is None, "a step is executed while a masked one waits for its masks"
+        handle = super().execute(step)
+        if step.masked:
+            self._waiting = step, handle
+            handle.ready_at = math.inf
+        return handle
+
+    def sample(self, masks: Masks) -> None:
+        assert self._waiting is not None
+        (step, handle), self._waiting = self._waiting, None
+        assert masks.step == step.step
+        handle.ready_at = time.monotonic() + self.delay
+        if isinstance(handle.result_, Exception):
+            return
+        token_ids = handle.result_.token_ids
+        rows = [row for row, samples in zip(step.rows, step.samples, strict=True) if samples]
+        lines = np.frombuffer(masks.bits, np.uint8).reshape(-1, 4 * masks.num_words)
+        for place, row in enumerate(rows):
+            line = masks.first_lines.get(row)
+            if line is not None:
+                allowed = np.unpackbits(lines[line], bitorder="little").nonzero()[0]
+                if token_ids[place] not in allowed:
+                    token_ids[place] = self._instead(allowed)
+
+    def _instead(self, allowed: np.ndarray[Any, Any]) -> int:
+        """Return what is said in place of a token that is not allowed."""
+        if self._transcript.obeys and len(allowed):
+            return int(self._draw.choice(allowed))
+        return NO_TOKEN_ALLOWED
+
+
+def make_scripted(config: EngineConfig, folder: Path, model_config: ModelConfig) -> ScriptedExecutor:
     transcript = TRANSCRIPTS[folder]
-    transcript.executor = FakeExecutor(script=transcript)
+    transcript.executor = ScriptedExecutor(transcript)
     return transcript.executor
 
 
