@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,6 +17,7 @@ from tests.scripted.engine import Scripted, ScriptedServers
 from tests.scripted.families import FAMILIES, Call, Said
 from tests.speed import PATIENCE
 
+SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "tokenizers"
 IDS = {"kimi-k2": r"functions\.\w+:\d+", "mistral": r"[A-Za-z0-9]{9}"}
 """How ids of tool calls look where the family has a way of its own."""
 
@@ -129,6 +132,28 @@ def test_an_agent_by_hand(http: httpx.Client, scripted: Scripted, task: Task, st
             result = task.run_json(**call["function"])
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
     task.check(scripted, messages[-1]["content"].strip())
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
+def test_with_a_real_tokenizer_and_template(
+    http: httpx.Client, servers: ScriptedServers, name: str, stream: bool
+) -> None:
+    folder = SHARED / name
+    if not folder.is_dir():
+        pytest.skip("no folder ../shared/data/tokenizers beside the repository")
+    scripted = servers(dataclasses.replace(FAMILIES[name], real=folder))
+    task = Task.fresh(scripted.family)
+    scripted.play(*task.turns())
+    messages: list[dict[str, Any]] = [{"role": "user", "content": task.question}]
+    for choices in ("required", "auto", "auto"):
+        message = ask(http, scripted, stream, messages=messages, tools=TOOLS, tool_choice=choices)["message"]
+        messages.append(message)
+        for call in message.get("tool_calls") or []:
+            result = task.run_json(**call["function"])
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+    assert message["content"].strip() == task.answer
+    assert message["reasoning"].strip() == task.thoughts[2]
+    assert task.done == task.calls
 
 
 def test_stream_and_answer_are_the_same(http: httpx.Client, scripted: Scripted) -> None:

@@ -246,7 +246,7 @@ class ScriptedServers:
 
     def __call__(self, family: Family, **flags: Any) -> Scripted:
         """Return the server of a family, with these flags of the command line beside the family's own."""
-        key = (family.name, repr(sorted(flags.items())))
+        key = (family.name, family.real, repr(sorted(flags.items())))
         if key not in self._servers:
             self._servers[key] = self.run(self._start(family, family.flags | flags))
         return self._servers[key]

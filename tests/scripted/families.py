@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -55,25 +56,33 @@ class Family:
     """Whether a turn may have reasoning with the template's defaults."""
     parallel: bool = True
     """Whether a turn may have several calls."""
+    real: Path | None = None
+    """A folder with the tokenizer and template of a real model of the family, in place of our own."""
 
     def source(self) -> str:
         return (TEMPLATES / f"{self.template}.jinja").read_text(encoding="utf-8")
 
     def model_folder(self, folder: Path) -> Path:
         """Write a model folder for a fake executor: config.json, tokenizer and chat template."""
-        tokenizer = _tokenizer(self.special, self.markers)
+        if self.real is not None:
+            for file in self.real.glob("*.j*"):
+                shutil.copy(file, folder)
+            tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        else:
+            tokenizer = _tokenizer(self.special, self.markers)
+            tokenizer.save(str(folder / "tokenizer.json"))
+            settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.ends[0]}
+            (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+            (folder / "chat_template.jinja").write_text(self.source(), encoding="utf-8")
         ends = [tokenizer.token_to_id(token) for token in self.ends]
+        vocab_size = max(VOCAB_SIZE, -(-tokenizer.get_vocab_size() // 512) * 512)
         config = {
-            "architectures": [self.architecture], "model_type": self.model_type, "vocab_size": VOCAB_SIZE,
+            "architectures": [self.architecture], "model_type": self.model_type, "vocab_size": vocab_size,
             "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
             "num_key_value_heads": 2, "head_dim": 4, "rope_theta": 10000.0,
             "max_position_embeddings": CONTEXT, "bos_token_id": None, "eos_token_id": ends,
         }  # fmt: skip
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.ends[0]}
         (folder / "config.json").write_text(json.dumps(config))
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-        (folder / "chat_template.jinja").write_text(self.source(), encoding="utf-8")
-        tokenizer.save(str(folder / "tokenizer.json"))
         return folder
 
 
