@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -23,6 +26,23 @@ os.environ.update(QUIET)
 for proxy in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
     os.environ.pop(proxy, None)
     os.environ.pop(proxy.lower(), None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_calls_home() -> Iterator[None]:
+    """No client looks up the address of anything but the server."""
+    asked: list[str] = []
+    real = socket.getaddrinfo
+
+    def only_here(host: Any, *args: Any, **kwargs: Any) -> Any:
+        if host not in (None, "127.0.0.1", b"127.0.0.1"):
+            asked.append(str(host))
+            raise OSError(f"{host} is not this machine")
+        return real(host, *args, **kwargs)
+
+    with mock.patch.object(socket, "getaddrinfo", only_here):
+        yield
+    assert asked == []
 
 
 @pytest.fixture(scope="session")
