@@ -23,8 +23,8 @@ class Person(pydantic.BaseModel):
 
 @pytest.fixture(autouse=True)
 def _stay_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(litellm, "telemetry", False)
-    monkeypatch.setattr(litellm, "suppress_debug_info", True)
+    monkeypatch.setattr(litellm, "telemetry", False, raising=False)
+    monkeypatch.setattr(litellm, "suppress_debug_info", True, raising=False)
 
 
 def ask(scripted: Scripted, stream: bool, **fields: Any) -> Any:
