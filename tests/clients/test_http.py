@@ -180,7 +180,7 @@ def test_stream_and_answer_are_the_same(http: httpx.Client, scripted: Scripted) 
 
 def test_arguments_stream_as_they_come(http: httpx.Client, scripted: Scripted) -> None:
     """A long argument does not arrive in one lump at the end."""
-    forced(scripted, Call("get_weather", {"city": "far away " * 100, "days": 1}))
+    forced(scripted, Call("get_weather", {"city": "far away " * 40, "days": 1}))
     lines = []
     fields = {"messages": [{"role": "user", "content": "Well?"}], "tools": TOOLS, "stream": True}
     with scripted.pace(0.001), http.stream("POST", f"{scripted.url}/v1/chat/completions", json=fields) as answer:

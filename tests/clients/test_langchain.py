@@ -28,7 +28,12 @@ class Person(pydantic.BaseModel):
 
 def model_of(scripted: Scripted) -> Any:
     return chat_models.ChatOpenAI(
-        model=scripted.name, base_url=f"{scripted.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE
+        model=scripted.name,
+        base_url=f"{scripted.url}/v1",
+        api_key="none",
+        max_retries=0,
+        timeout=PATIENCE,
+        stream_usage=True,
     )
 
 
