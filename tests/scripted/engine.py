@@ -123,7 +123,7 @@ class ScriptedExecutor(FakeExecutor):
         (step, handle), self._waiting = self._waiting, None
         assert masks.step == step.step
         handle.ready_at = time.monotonic() + self.delay
-        if isinstance(handle.result_, Exception):
+        if isinstance(handle.result_, Exception) or not masks.first_lines:
             return
         token_ids = handle.result_.token_ids
         rows = [row for row, samples in zip(step.rows, step.samples, strict=True) if samples]
@@ -187,11 +187,14 @@ class _CoreThread:
         self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
 
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
     def wait(self) -> None:
         self._thread.join()
 
     def poll(self) -> int | None:
-        return None if self._thread.is_alive() else 0
+        return None if self.is_alive() else 0
 
     def kill(self) -> None:
         self.asked = True

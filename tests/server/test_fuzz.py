@@ -99,8 +99,9 @@ def test_the_document_of_the_api_holds(scripted: Scripted) -> None:
     seen: Counter[str] = Counter()
     for found in api.get_all_operations():
         operation = found.ok()
+        examples = 12 if operation.method == "post" else 3
 
-        @hypothesis.settings(max_examples=20, deadline=None, database=None, suppress_health_check=every_check)
+        @hypothesis.settings(max_examples=examples, deadline=None, database=None, suppress_health_check=every_check)
         @hypothesis.given(case=operation.as_strategy())
         def sends(case: Any) -> None:
             case.call_and_validate(checks=wanted, timeout=PATIENCE)
