@@ -263,7 +263,7 @@ def test_a_call_within_a_thought_is_a_thought(http: httpx.Client, servers: Scrip
 
 def forced(scripted: Scripted, *calls: Call) -> None:
     """The model calls at once, after a thought if it has them."""
-    scripted.play(("", Said(calls=calls, reasoning="I must call." if scripted.family.thinks else None)))
+    scripted.answer("", *calls)
 
 
 @pytest.mark.parametrize("strict", [None, True])
@@ -294,7 +294,7 @@ def test_required_with_and_without_a_thought(
         scripted = servers(FAMILIES[name])
         call = Task.fresh(scripted.family).calls[0]
         reasoning = None if fields else "Which one?"
-        scripted.play(("", Said(calls=(call,), reasoning=reasoning)))
+        scripted.say("", call, reasoning=reasoning, held=True)
         choice = ask(http, scripted, stream, tools=TOOLS, tool_choice="required", **fields)
         assert calls_of(choice) == [call]
         assert (choice["message"].get("reasoning") or "").strip() == (reasoning or "")
@@ -342,7 +342,7 @@ def test_schema(http: httpx.Client, scripted: Scripted, stream: bool, kind: str)
     }[kind]
     off = {"enable_thinking": False}
     for reasoning, fields in [("A number.", {}), (None, off)] if scripted.family.thinks else [(None, {})]:
-        scripted.say('{"a": 21}', reasoning=reasoning)
+        scripted.say('{"a": 21}', reasoning=reasoning, held=True)
         choice = ask(http, scripted, stream, **asked, **fields)
         assert json.loads(choice["message"]["content"]) == {"a": 21}
         assert (choice["message"].get("reasoning") or "").strip() == (reasoning or "")

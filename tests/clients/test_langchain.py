@@ -71,9 +71,9 @@ def test_agent(scripted: Scripted, task: Task, stream: bool) -> None:
 def test_structured_output(scripted: Scripted, stream: bool, method: str) -> None:
     """By response_format, or by a call that tool_choice names."""
     if method == "function_calling":
-        scripted.say("", Call("Person", {"name": "Zoë", "age": 41}))
+        scripted.answer("", Call("Person", {"name": "Zoë", "age": 41}))
     else:
-        scripted.say('{"name": "Zoë", "age": 41}')
+        scripted.answer('{"name": "Zoë", "age": 41}')
     model = model_of(scripted).with_structured_output(Person, method=method)
     found = [*model.stream("Who?")][-1] if stream else model.invoke("Who? Answer in JSON.")
     assert found == Person(name="Zoë", age=41)

@@ -56,7 +56,7 @@ def test_agent(scripted: Scripted, task: Task, stream: bool) -> None:
 
 @FOUR
 def test_response_format(scripted: Scripted, stream: bool) -> None:
-    scripted.say('{"name": "Zoë", "age": 41}')
+    scripted.answer('{"name": "Zoë", "age": 41}')
     asked = [{"role": "user", "content": "Who?"}]
     choice = ask(scripted, stream, messages=asked, response_format=Person)
     assert Person.model_validate_json(choice.message.content) == Person(name="Zoë", age=41)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import pydantic
@@ -10,7 +11,7 @@ import pytest
 
 from tests.clients.tasks import Task
 from tests.scripted.engine import Scripted
-from tests.scripted.families import Call, Said
+from tests.scripted.families import Call
 
 pydantic_ai = pytest.importorskip("pydantic_ai")
 openai_models = pytest.importorskip("pydantic_ai.models.openai")
@@ -71,9 +72,12 @@ def test_agent(scripted: Scripted, task: Task, stream: bool) -> None:
 @FOUR
 def test_agent_with_typed_output(scripted: Scripted, task: Task, stream: bool) -> None:
     """The answer is itself a call, and tool_choice is `required` throughout."""
-    first, second, _ = task.turns()
-    last = Said(calls=(Call("final_result", {"city": task.city, "degrees": task.temperature + 1}),))
-    scripted.play(first, second, (task.results[1], last))
+    final = Call("final_result", {"city": task.city, "degrees": task.temperature + 1})
+    turns = task.turns()
+    for number, call in enumerate([*task.calls, final]):
+        after, said = turns[number]
+        turns[number] = after, dataclasses.replace(said, content="", calls=(call,), held=True)
+    scripted.play(*turns)
     output, _ = run(agent_of(scripted, task, output_type=Forecast), task.question, stream)
     assert output == Forecast(city=task.city, degrees=task.temperature + 1)
     assert task.done == task.calls
@@ -82,6 +86,6 @@ def test_agent_with_typed_output(scripted: Scripted, task: Task, stream: bool) -
 @FOUR
 @pytest.mark.parametrize("way", ["NativeOutput", "PromptedOutput"])
 def test_output_by_response_format(scripted: Scripted, stream: bool, way: str) -> None:
-    scripted.say('{"city": "Zürich", "degrees": -4}', reasoning="Cold." if scripted.family.thinks else None)
+    scripted.answer('{"city": "Zürich", "degrees": -4}')
     agent = pydantic_ai.Agent(model_of(scripted), output_type=getattr(pydantic_ai, way)(Forecast), retries=0)
     assert run(agent, "How cold?", stream)[0] == Forecast(city="Zürich", degrees=-4)

@@ -218,9 +218,13 @@ class Scripted:
     def play(self, *turns: tuple[str, Said] | Turn) -> None:
         self.transcript.play(*turns)
 
-    def say(self, content: str = "", *calls: Call, reasoning: str | None = None) -> None:
+    def say(self, content: str = "", *calls: Call, reasoning: str | None = None, held: bool = False) -> None:
         """Let the model say the same whatever it is asked."""
-        self.play(("", Said(content, calls, reasoning)))
+        self.play(("", Said(content, calls, reasoning, held)))
+
+    def answer(self, content: str = "", *calls: Call) -> None:
+        """The same for what is held to a grammar, behind a thought if the family has them."""
+        self.say(content, *calls, reasoning="A thought." if self.family.thinks else None, held=True)
 
     @contextlib.contextmanager
     def pace(self, seconds: float) -> Iterator[None]:

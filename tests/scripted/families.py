@@ -30,11 +30,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Said:
-    """What the model says in one turn. `reasoning`: None where it does not think."""
+    """What the model says in one turn. `reasoning`: None where it does not think. `held`: what follows the reasoning is
+    held to a grammar, which begins at once, without the white space that the model would like to write there."""
 
     content: str = ""
     calls: tuple[Call, ...] = ()
     reasoning: str | None = None
+    held: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,8 @@ def _python(value: Any) -> str:
 
 
 def _qwen3(said: Said, before: int) -> str:
-    thought = "" if said.reasoning is None else f"<think>\n{said.reasoning}\n</think>\n\n"
+    gap = "" if said.held else "\n\n"
+    thought = "" if said.reasoning is None else f"<think>\n{said.reasoning}\n</think>{gap}"
     calls = [
         f'<tool_call>\n{{"name": "{call.name}", "arguments": {_json(call.arguments)}}}\n</tool_call>'
         for call in said.calls
@@ -201,6 +204,8 @@ def _glm45(said: Said, before: int) -> str:
 
     thought = "" if said.reasoning is None else f"\n<think>{said.reasoning}</think>"
     text = thought + "".join("\n" + part for part in filter(None, [said.content, *map(body, said.calls)]))
+    if said.held:
+        text = text.removeprefix("\n").replace("</think>\n", "</think>")
     return text + ("<|observation|>" if said.calls else "<|user|>")
 
 
