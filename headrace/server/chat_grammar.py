@@ -17,6 +17,9 @@ from headrace.structured_outputs.call_grammar import calls_grammar
 from headrace.structured_outputs.grammar import Grammar, after_reasoning, either, literal, sequence
 from headrace.structured_outputs.harmony import in_final
 
+_SPACE = Grammar(r"(/[ \r\n]{1,4}/)?")
+"""What some models write before they open a thought, as GLM does."""
+
 
 def chat_grammar(
     serving: Serving,
@@ -92,7 +95,7 @@ def _behind(
     whole = after_reasoning(grammar, opener=opener, closers=form.close, is_open=state, special=special)
     if not state or _ends_with(rendered, form.open):
         return whole
-    return either(sequence(literal(opener, special), whole), whole)
+    return either(sequence(_SPACE, literal(opener, special), whole), whole)
 
 
 def _ends_with(rendered: Rendered, markup: tuple[str, ...]) -> bool:

@@ -21,12 +21,32 @@ _TYPE_OF_KEYWORD = {
 }  # fmt: skip
 
 
+def _with_named_root(schema: Schema) -> Schema:
+    """Return a schema that does not refer to itself as "#": its parts, standing alone, would mean themselves by that."""
+    name = "#/$defs/whole"
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, list):
+            return [renamed(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if value.get("$ref") == "#":
+            value = {**value, "$ref": name}
+        return {key: item if key in ("const", "enum") else renamed(item) for key, item in value.items()}
+
+    found: Schema = renamed(schema)
+    if found == schema:
+        return schema
+    whole = {key: value for key, value in found.items() if key != "$defs"}
+    return {**found, "$defs": {**found.get("$defs", {}), "whole": whole}}
+
+
 class Schemas:
     """Holds the parameters of one tool; `field` names them in messages."""
 
     def __init__(self, parameters: Mapping[str, Any], field: str) -> None:
         self.field = field
-        self.root = checked_schema(parameters, field, JsonOptions())
+        self.root = _with_named_root(checked_schema(parameters, field, JsonOptions()))
 
     def refused(self, schema: object, reason: str) -> RequestError:
         """Return the error for a schema that cannot be written in this family's format."""

@@ -18,6 +18,10 @@ _PYTHON_KEY = r"/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _PYTHON_STRING = r"""/"([^"\\\x00-\x1f]|\\[nrtbf\\"'])*"|'([^'\\\x00-\x1f]|\\[nrtbf\\"'])*'/"""
 _NUMBER = r"-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,2})?"
 """Numbers that are finite as floats."""
+_SCALARS = {
+    "null": "null", "boolean": "true|false|True|False", "integer": "-?(0|[1-9][0-9]{0,17})", "number": _NUMBER,
+}  # fmt: skip
+"""Values that are read as no string although a string begins like them."""
 _ESCAPES = {"json_allowed_escapes": 'nrtbf\\"'}
 """The escapes that mean the same in JSON's strings and Python's."""
 _NUMBER_OR_WORD = r"/[ \t\r\n]*(-?[0-9][0-9.eE+-]*|(?i:true|false|null|none)|[\[{(\"'](?s:.*))[ \t\r\n]*/"
@@ -85,6 +89,8 @@ class TaggedArguments:
                 found.append(self._json(rules.terminal(f"/{_NUMBER}/"), exact=mixed))
             if "boolean" in others and tags.middle_json is None:
                 found.append(self._json(rules.terminal("/True|False/"), exact=mixed))
+            if mixed and not option.keys() & NUMBERS:
+                found += [self._scalar(_SCALARS[kind]) for kind in others if kind in _SCALARS]
             if others:
                 found.append(self._json(rules.json(schemas.alone({**option, "type": others})), exact=mixed))
         return found
@@ -107,6 +113,15 @@ class TaggedArguments:
 
     def _exactly(self, text: str) -> str:
         return self._text(f"/{escaped(text)}/", self._tags.middle, exact=True)
+
+    def _scalar(self, pattern: str) -> str:
+        """A scalar where a string may stand too: one terminal with its closing tag, since the lexer, which goes on with
+        a text for as long as it can, would never find the end of the scalar alone."""
+        rules, head, closing = self._rules, self._tags.middle.rstrip(), self._tags.after.rstrip()
+        opening = rules.joined(rules.loose(head), rules.literal(self._tags.middle[len(head) :]))
+        if closing.lstrip() in rules.special:
+            return rules.joined(opening, rules.terminal(f"/{pattern}/"), rules.literal(closing), rules.space)
+        return rules.joined(opening, rules.terminal(f"/({pattern}){escaped(closing)}/"), rules.space)
 
     def _json(self, value: str, *, exact: bool) -> str:
         """A value that is not a string; exact: without white space that would make it one."""

@@ -24,7 +24,7 @@ WEATHER: dict[str, Any] = {
             "properties": {
                 "city": {"type": "string", "description": "Its name"},
                 "days": {"type": "integer", "description": "Days ahead"},
-                "exact": {"type": "boolean"},
+                "exact": {"type": "boolean", "description": "To a tenth"},
             },
             "required": ["city", "days"],
             "additionalProperties": False,
@@ -39,8 +39,8 @@ SUM: dict[str, Any] = {
         "parameters": {
             "type": "object",
             "properties": {
-                "numbers": {"type": "array", "items": {"type": "number"}},
-                "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                "numbers": {"type": "array", "items": {"type": "number"}, "description": "Any"},
+                "note": {"anyOf": [{"type": "string"}, {"type": "null"}], "description": "Or null"},
             },
             "required": ["numbers"],
         },

@@ -305,7 +305,7 @@ def test_what_the_grammar_forbids_the_model_cannot_say(http: httpx.Client, serve
     scripted = servers(FAMILIES["qwen3-coder"])
     scripted.say("I would rather not call.")
     fields = {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS, "tool_choice": "required"}
-    assert http.post(f"{scripted.url}/v1/chat/completions", json=fields).status_code == 500
+    assert http.post(f"{scripted.url}/v1/chat/completions", json=fields).status_code == 400
     fields["tool_choice"] = "auto"
     assert http.post(f"{scripted.url}/v1/chat/completions", json=fields).status_code == 200
 
