@@ -22,7 +22,7 @@ _TYPE_OF_KEYWORD = {
 
 
 def _with_named_root(schema: Schema) -> Schema:
-    """Return a schema that does not refer to itself as "#": its parts, standing alone, would mean themselves by that."""
+    """Return a schema that does not refer to itself as "#": parts of it that stand alone would mean themselves."""
     name = "#/$defs/whole"
 
     def renamed(value: Any) -> Any:

@@ -39,10 +39,10 @@ def client_of(scripted: Scripted, mode: str) -> Any:
     return instructor.from_openai(sdk, mode=instructor.Mode[mode])
 
 
-def said(scripted: Scripted, mode: str, **fields: Any) -> Said:
+def said(scripted: Scripted, mode: str, function: str, **fields: Any) -> Said:
     thought = "A thought." if scripted.family.thinks else None
     if mode == "TOOLS":
-        return Said("", (Call("Person", fields),), thought, held=True)
+        return Said("", (Call(function, fields),), thought, held=True)
     return Said(Person.model_construct(**fields).model_dump_json(), (), thought, held=True)
 
 
@@ -51,7 +51,9 @@ def said(scripted: Scripted, mode: str, **fields: Any) -> Said:
 def test_a_second_try(scripted: Scripted, mode: str) -> None:
     """Call, the check's complaint as its result, second call, answer."""
     wrong, right = ({"name": "Zoë", "age": age, "nicknames": ["Z", "O'Z"]} for age in (7, 41))
-    scripted.play(("", said(scripted, mode, **wrong)), ("must be of age", said(scripted, mode, **right)))
+    scripted.play(
+        ("", said(scripted, mode, "Person", **wrong)), ("must be of age", said(scripted, mode, "Person", **right))
+    )
     found = client_of(scripted, mode).create(
         model=scripted.name, messages=ASK, response_model=Person, max_retries=2
     )  # fmt: skip
@@ -64,7 +66,7 @@ def test_a_second_try(scripted: Scripted, mode: str) -> None:
 def test_partial(scripted: Scripted, mode: str) -> None:
     """The object grows while it is streamed."""
     right = {"name": "Zoë " * 10, "age": 41, "nicknames": ["Z"] * 5}
-    scripted.play(("", said(scripted, mode, **right)))
+    scripted.play(("", said(scripted, mode, "PartialPerson", **right)))
     with scripted.pace(0.001):
         seen = [*client_of(scripted, mode).create_partial(model=scripted.name, messages=ASK, response_model=Person)]
     assert seen[-1].model_dump() == right
