@@ -49,7 +49,10 @@ def of_params(params: StructuredOutputsParams, special: Marks, name: str = "stru
 
 @functools.lru_cache(maxsize=MAX_KEPT)
 def _of_params(encoded: bytes, marks: tuple[tuple[str, int], ...], name: str) -> Grammar:
-    params, special = msgspec.json.decode(encoded, type=StructuredOutputsParams), dict(marks)
+    try:
+        params, special = msgspec.json.decode(encoded, type=StructuredOutputsParams), dict(marks)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"{name} has a value of the wrong type: {clip(str(error))}", name) from None
     options = _json_options(params, name)
     if params.json is not None:
         return _of_json(params.json, f"{name}.json", options)

@@ -37,8 +37,8 @@ from headrace.model_config import ModelConfig
 from headrace.server.app import build_app
 from headrace.server.http_server import HttpServer
 from headrace.server.run import listen_on
-from headrace.step import NO_TOKEN_ALLOWED, Masks, SchedulerOutput
-from tests.engine.fakes import FakeExecutor, FakeStep
+from headrace.step import NO_TOKEN_ALLOWED, Masks, RunnerOutput, SchedulerOutput
+from tests.engine.fakes import FakeExecutor, FakeStep, fake_logprobs
 from tests.scripted.families import Call, Family, Said
 from tests.speed import PATIENCE
 
@@ -134,6 +134,12 @@ class ScriptedExecutor(FakeExecutor):
                 allowed = np.unpackbits(lines[line], bitorder="little").nonzero()[0]
                 if token_ids[place] not in allowed:
                     token_ids[place] = self._instead(allowed)
+                    self._score(handle.result_, place)
+
+    def _score(self, result: RunnerOutput, place: int) -> None:
+        """Let logprobs be those of the token that is said."""
+        if result.logprobs and (entry := result.logprobs[place]) is not None and result.token_ids[place] >= 0:
+            result.logprobs[place] = fake_logprobs(result.token_ids[place], len(entry.token_ids) - 1)
 
     def _instead(self, allowed: np.ndarray[Any, Any]) -> int:
         """Return what is said in place of a token that is not allowed."""

@@ -116,6 +116,11 @@ def test_no_grammar_takes_long(scripted: Scripted, grammar: str) -> None:
     assert answer.status_code in (200, 400), answer.text
 
 
+@pytest.mark.parametrize("value", [{"choice": [1]}, {"choice": [None]}, {"json": True}, {"regex": 5}, {"grammar": []}])
+def test_constraints_of_the_wrong_type_are_refused(scripted: Scripted, value: dict[str, Any]) -> None:
+    assert "structured_outputs" in refusal(chat(scripted, structured_outputs=value))
+
+
 BIG: dict[str, dict[str, Any]] = {
     "choices": {"guided_choice": [f"choice {i}" for i in range(100_000)]},
     "enum": schema_form({"enum": [f"value {i}" for i in range(100_000)]}),
