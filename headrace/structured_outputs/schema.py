@@ -29,6 +29,7 @@ from headrace.structured_outputs.limits import (
     check_text,
 )
 from headrace.structured_outputs.negation import NoComplement, negate
+from headrace.structured_outputs.pattern import anchored
 from headrace.structured_outputs.references import References, identity_of
 from headrace.structured_outputs.regex import checked_regex
 from headrace.structured_outputs.rewriting import REWRITTEN, SINCE, Placed, draft_of
@@ -205,7 +206,7 @@ class Rewriter:
                 else:
                     also.append({"anyOf": parts})
             elif keyword == "pattern":
-                found["pattern"] = checked_regex(value, where)
+                found["pattern"] = anchored(checked_regex(value, where))
             elif keyword == "format":
                 self._format(schema, value, where, found, also)
             elif keyword in REWRITTEN:

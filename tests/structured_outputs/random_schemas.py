@@ -9,7 +9,9 @@ NAMES = ("a", "b", "c")
 TYPES: tuple[Any, ...] = (
     "null", "boolean", "integer", "number", "string", "array", "object", ["string", "null"], ["integer", "object"],
 )  # fmt: skip
-PATTERNS = ("^a", "b$", "^[a-c]{1,3}$", "x", "^\\d+$", "a|^b", "[^a]", "^$", "\\w")
+PATTERNS = (
+    "^a", "b$", "^[a-c]{1,3}$", "x", "^\\d+$", "a|^b", "[^a]", "^$", "\\w", "(^a$|^b$)", "a($|b)", "(^|x)(a|b$)*",
+)  # fmt: skip
 FORMATS = ("date", "email", "ipv4", "uuid", "uri-reference", "json-pointer", "time", "nonsense")
 
 
