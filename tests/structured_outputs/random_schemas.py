@@ -37,7 +37,12 @@ class SchemaMaker:
     def whole(self) -> dict[str, Any]:
         made = self.schema(0)
         found = made if isinstance(made, dict) else {}
-        return {**found, "$defs": {"x": self.schema(2), "y": self.schema(2)}}
+        x, y = self.schema(2), self.schema(2)
+        if isinstance(x, dict) and "$ref" in x:
+            x["$ref"] = "#/$defs/y"  # not to itself: jsonschema would follow it for ever
+        if isinstance(y, dict):
+            y.pop("$ref", None)
+        return {**found, "$defs": {"x": x, "y": y}}
 
     def schema(self, depth: int) -> Any:
         if self.rng.random() < 0.04:
