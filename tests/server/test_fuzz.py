@@ -27,7 +27,7 @@ REFUSALS = (400, 404, 413, 415, 422)
 def scripted() -> Iterator[Scripted]:
     """A model that says any tokens that a request's grammar allows, and its own otherwise."""
     with scripted_servers() as servers:
-        found = servers(FAMILIES["qwen3"], max_model_len=8192)
+        found = servers(FAMILIES["qwen3"], max_model_len=2048)
         found.transcript.obeys = True
         found.say("A word.", reasoning="A thought.")
         gc.collect()
