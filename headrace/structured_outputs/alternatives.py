@@ -47,6 +47,8 @@ class Schemas:
     def __init__(self, parameters: Mapping[str, Any], field: str) -> None:
         self.field = field
         self.root = _with_named_root(checked_schema(parameters, field, JsonOptions()))
+        if "object" not in (given := parameters.get("type", "object")):
+            raise RequestError(f"{field}.type must be 'object', as arguments have names; got {quoted(given)}", "tools")
 
     def refused(self, schema: object, reason: str) -> RequestError:
         """Return the error for a schema that cannot be written in this family's format."""

@@ -131,10 +131,9 @@ class _Writer:
         """Calls with nothing around them but the markup of a section, and white space, as there is behind reasoning."""
         if self._whole_answer:
             return self._section(self._written.begin, self._written.before, single)
-        mark = f"({self.rules.literal(self._written.mark)})?" if self._written.mark else ""
-        return self.rules.joined(
-            self.rules.space, mark, self.rules.space, self._section(self._written.begin, self._written.before, single)
-        )
+        space, mark = self.rules.space, self._written.mark
+        marked = f"({self.rules.literal(mark)} {space})?" if mark else ""
+        return self.rules.joined(space, marked, self._section(self._written.begin, self._written.before, single))
 
     def free_text(self, single: bool) -> str:
         """Free text in which what follows the markup that begins calls is held to them.

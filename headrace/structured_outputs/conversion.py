@@ -54,19 +54,22 @@ def _of_params(encoded: bytes, marks: tuple[tuple[str, int], ...], name: str) ->
     except msgspec.ValidationError as error:
         raise RequestError(f"{name} has a value of the wrong type: {clip(str(error))}", name) from None
     options = _json_options(params, name)
+
+    def path(field: str) -> str:  # older fields are the value itself
+        return f"{name}.{field}" if name == "structured_outputs" else name
+
     if params.json is not None:
-        return _of_json(params.json, f"{name}.json", options)
+        return _of_json(params.json, path("json"), options)
     if params.json_object:
         return grammar_of_schema(ANY_OBJECT, name, options)
     if params.regex is not None:
-        return _checked(of_regex(checked_regex(params.regex, f"{name}.regex")), special, f"{name}.regex")
+        return _of_regex(params.regex, special, path("regex"))
     if params.choice is not None:
-        return _of_choice(params.choice, f"{name}.choice")
+        return _of_choice(params.choice, path("choice"))
     if params.grammar is not None:
-        return of_grammar(params.grammar, special, f"{name}.grammar")
-    path = f"{name}.structural_tag"
-    tag = _decoded(params.structural_tag, path)
-    return _checked(of_structural_tag(tag, special, options, path), special, path)
+        return of_grammar(params.grammar, special, path("grammar"))
+    tag = _decoded(params.structural_tag, path("structural_tag"))
+    return _checked(of_structural_tag(tag, special, options, path("structural_tag")), special, path("structural_tag"))
 
 
 def of_response_format(form: object, special: Marks, name: str = "response_format") -> Grammar | None:
@@ -99,8 +102,7 @@ def _of_response_format(encoded: bytes, marks: tuple[tuple[str, int], ...], name
     if kind == "json" and "schema" in form:
         return _of_json(form["schema"], f"{name}.schema", JsonOptions())
     if kind == "regex":
-        pattern = form.get("regex", form.get("pattern"))
-        return _checked(of_regex(checked_regex(pattern, f"{name}.regex")), special, f"{name}.regex")
+        return _of_regex(form.get("regex", form.get("pattern")), special, f"{name}.regex")
     if kind in ("ebnf", "grammar"):
         return of_grammar(form.get(kind), special, f"{name}.{kind}")
     known = "text, json_object, json_schema, structural_tag, regex or ebnf"
@@ -148,8 +150,10 @@ def _error_of(grammar: Grammar, special: tuple[tuple[str, int], ...] = ()) -> st
         matcher.compute_bitmask()
     if not matcher.is_error():
         return ""
-    reason = next((line.strip() for line in matcher.get_error().splitlines() if line.strip()), "")
-    return "nothing fits it" if reason in _EMPTY else clip(reason) or "it is not valid"
+    lines = [line.strip() for line in matcher.get_error().splitlines() if line.strip()]
+    # Of a regular expression the first line says that it is none, and a later one why.
+    reason = next((line for line in lines if line.startswith("error: ")), lines[0] if lines else "it is not valid")
+    return "nothing fits it" if reason in _EMPTY else clip(reason.removeprefix("error: "))
 
 
 _EMPTY = ("NoExtension", "NoExtensionBias")
@@ -169,6 +173,10 @@ def _of_json(schema: object, path: str, options: JsonOptions) -> Grammar:
     return grammar
 
 
+def _of_regex(pattern: object, special: Marks, path: str) -> Grammar:
+    return _checked(of_regex(checked_regex(pattern, path)), special, path)
+
+
 def _of_choice(choices: object, path: str) -> Grammar:
     field = path.partition(".")[0]
     if not isinstance(choices, list | tuple) or not 0 < len(choices) <= MAX_CHOICES:
@@ -185,7 +193,9 @@ def _json_options(params: StructuredOutputsParams, name: str) -> JsonOptions:
     if params.disable_any_whitespace:
         space = None
     elif params.whitespace_pattern is not None:
-        space = checked_regex(params.whitespace_pattern, f"{name}.whitespace_pattern")
+        path = "structured_outputs.whitespace_pattern" if name == "structured_outputs" else "guided_whitespace_pattern"
+        space = checked_regex(params.whitespace_pattern, path)
+        _checked(of_regex(space), {}, path)
     return JsonOptions(space, not params.disable_additional_properties)
 
 

@@ -11,9 +11,9 @@ from typing import Any
 from headrace.structured_outputs.grammar import TEXT, Grammar, literal
 from headrace.structured_outputs.schema import grammar_of_checked
 
-MAX_SPACE = 64
-"""Characters of white space that a model may write where a format takes any."""
-_SPACE = f"/[ \\t\\r\\n]{{1,{MAX_SPACE}}}/"
+_SPACE = r"/[ \t]{1,2}|(\r?\n){1,2}[ \t]{0,20}/"
+"""White space that a model may write where a format takes any: a space or two, or one or two ends of lines with
+indentation behind. More would let a model that is unwilling to call write nothing else until `max_tokens`."""
 _OPTIONAL_SPACE = re.compile(r"\s+(?![a-z`\s])|(?<=\{)(?=\")")
 _META = re.compile(r"[\\.+*?()|\[\]{}^$/#&~-]")
 

@@ -10,7 +10,8 @@ from headrace.structured_outputs.limits import MAX_REGEX_CHARS, check_text
 
 def checked_regex(pattern: object, path: str) -> str:
     """Return a regular expression that can be matched in linear time, whose `\\d` and `\\w` are ASCII's, as in JSON
-    schemas. Raises RequestError for look-around and back-references, by name, and for what is too long."""
+    schemas. Raises RequestError for look-around and back-references, by name, for what is too long, and for a backslash
+    at its end."""
     inside = ""  # what opened a class, where no group opens and \\b is a character
 
     def checked(match: re.Match[str]) -> str:
@@ -24,6 +25,8 @@ def checked_regex(pattern: object, path: str) -> str:
             raise _no_regex(path, "look-around", token)
         elif token == "(?P=" or (not inside and _BACK_REFERENCE.fullmatch(token)):
             raise _no_regex(path, "back-references", token)
+        elif token == "\\":
+            raise RequestError(f"{path} ends in a backslash that nothing follows", path.partition(".")[0])
         elif token in _ASCII_CLASSES and inside != "[^":  # what it excludes may be more, and is then right anywhere
             return _ASCII_CLASSES[token] if inside else f"[{_ASCII_CLASSES[token]}]"
         return token
@@ -31,7 +34,7 @@ def checked_regex(pattern: object, path: str) -> str:
     return _REGEX_TOKEN.sub(checked, check_text(pattern, path, MAX_REGEX_CHARS))
 
 
-_REGEX_TOKEN = re.compile(r"\\.|\(\?P?[=!]|\(\?<[=!]|\[\^?|\]", re.DOTALL)
+_REGEX_TOKEN = re.compile(r"\\.|\\\Z|\(\?P?[=!]|\(\?<[=!]|\[\^?|\]", re.DOTALL)
 _LOOK_AROUND = ("(?=", "(?!", "(?<=", "(?<!", "\\b", "\\B")
 _ASCII_CLASSES = {"\\d": "0-9", "\\w": "0-9A-Za-z_"}
 _BACK_REFERENCE = re.compile(r"\\[1-9k]")

@@ -96,6 +96,28 @@ def test_a_keyword_that_cannot_be_held_is_named_with_its_path() -> None:
     assert "response_format.json_schema.schema.properties.x.uniqueItems is not supported" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"guided_choice": []}, "guided_choice must be a list of 1 to"),
+        ({"regex": "("}, "regex: unclosed group"),
+        ({"structured_outputs": {"regex": "a{3,2}"}}, "structured_outputs.regex: invalid repetition count"),
+        ({"guided_regex": "ab\\"}, "guided_regex ends in a backslash"),
+        ({"ebnf": 'rot ::= "x"'}, "ebnf has no rule `root`"),
+        ({"guided_json": {"type": "strin"}}, "guided_json.type must be"),
+        ({"guided_json": SCHEMA, "guided_whitespace_pattern": "("}, "guided_whitespace_pattern: unclosed group"),
+        (
+            {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": "["}},
+            "structured_outputs.whitespace_pattern: unclosed",
+        ),
+    ],
+)
+def test_errors_begin_with_the_field_as_the_client_wrote_it_and_say_why(fields: dict[str, Any], message: str) -> None:
+    error = error_of(complete(make_app(), **fields), 400)
+    assert error["message"].startswith(message)
+    assert error["param"] == message.split(" ")[0].split(".")[0].rstrip(":")
+
+
 def test_without_tokenizer_a_grammar_is_refused() -> None:
     engine = FakeEngine(with_tokenizer=False)
     error = error_of(complete(make_app(engine), prompt=[5, 6], regex="a"), 400)

@@ -196,6 +196,7 @@ def test_a_call_as_the_family_writes_it(name: str) -> None:
     free = calls_grammar(format, [CLOCK, WEATHER], at_least=0, at_most=None, strict=False, special=words.marks)
     assert fits(required, call, words)
     assert fits(required, "\n\n" + call, words) == (name != "openai")
+    assert not fits(required, "\n\n\n" + call, words)  # a model could go on so until max_tokens
     assert fits(free, call, words)
     assert not fits(required, "Hello", words)
     assert not fits(named, call, words)
@@ -291,6 +292,10 @@ def test_what_cannot_be_held_is_refused_by_name_and_path() -> None:
         calls_grammar(TOOL_FORMATS["gemma4"], [nested], at_least=1, at_most=None, special={})
     for name in ("qwen3_coder", "pythonic"):
         calls_grammar(TOOL_FORMATS[name], [nested], at_least=1, at_most=None, special={})
+    listed = FunctionTool("f", {"type": ["array", "null"]})
+    for name in ("hermes", "qwen3_coder", "pythonic"):
+        with pytest.raises(RequestError, match=r"tools\[0\]\.function\.parameters\.type must be 'object'"):
+            calls_grammar(TOOL_FORMATS[name], [listed], at_least=1, at_most=None, special={})
     with pytest.raises(RequestError, match="nothing"):
         calls_grammar(TOOL_FORMATS["hermes"], [WEATHER], at_least=1, at_most=1, only="nothing", special={})
 
