@@ -147,24 +147,15 @@ class ModelRunner:
         )  # fmt: skip
         self.sampler = Sampler(self.state.sampling, self.kernels)
 
-    @torch.inference_mode()
     def execute(self, step: SchedulerOutput, masks: Masks | None = None) -> PendingStep:
         """Launch a step on the device, without waiting for it."""
-        forward = self._forward_of(step)
-        return PendingStep(step.step) if forward is None else self._finish(forward, masks)
+        forward = self.begin(step)
+        return PendingStep(step.step) if forward is None else self.finish(forward, masks)
 
     @torch.inference_mode()
     def begin(self, step: SchedulerOutput) -> Forward | None:
         """Launch all of a step that comes before sampling; `finish` launches the rest. Nothing else may run between. A
         step without requests has nothing to finish."""
-        return self._forward_of(step)
-
-    @torch.inference_mode()
-    def finish(self, forward: Forward, masks: Masks) -> PendingStep:
-        """Launch the rest of the step that was begun last."""
-        return self._finish(forward, masks)
-
-    def _forward_of(self, step: SchedulerOutput) -> Forward | None:
         if step.cleared_pages or step.state_copies:
             self.cache.prepare(step)
         self.state.apply(step)
@@ -177,7 +168,9 @@ class ModelRunner:
         prompts = self._prompt_logprobs(step, hidden)
         return Forward(step, batch, hidden, self._logits(batch, hidden), prompts)
 
-    def _finish(self, forward: Forward, masks: Masks | None) -> PendingStep:
+    @torch.inference_mode()
+    def finish(self, forward: Forward, masks: Masks | None) -> PendingStep:
+        """Launch the rest of the step that was begun last."""
         batch = forward.batch
         of_step = None if masks is None else step_masks(forward.step, masks, self.device)
         pending = self._sample(forward, of_step)

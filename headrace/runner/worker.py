@@ -250,18 +250,17 @@ class Worker:
 
     def sample(self, masks: Masks) -> PendingStep | FinishedStep:
         """Launch the rest of the step that was executed last, which was masked."""
-        masked, begun, runner = self._masked, self._begun, self.runner
+        masked, self._masked = self._masked, None
         assert masked is not None
-        assert runner is not None
-        self._masked = self._begun = None
+        assert self.runner is not None
         step = masked.step
         launch: Callable[[], PendingStep | FinishedStep]
-        if begun is None:  # its tokens are computed one by one, each with its sampling
+        if self._begun is None:  # its tokens are computed one by one, each with its sampling
             launch = partial(self._execute, step, masks)
-        elif isinstance(begun, Forward):
-            launch = partial(self._in_parts_if_short, partial(runner.finish, begun, masks), step, masks)
+        elif isinstance(self._begun, str):
+            launch = partial(execute_with_less_memory, self.runner, self.memory, step, self._begun, masks)
         else:
-            launch = partial(execute_with_less_memory, runner, self.memory, step, begun, masks)
+            launch = partial(self._in_parts_if_short, partial(self._finish, masks), step, masks)
         masked.sampled = self._on_threads(step, launch)
         return masked.sampled
 
@@ -293,6 +292,14 @@ class Worker:
                     raise
                 self._begun = first_line(error)
         return self._masked
+
+    def _finish(self, masks: Masks) -> PendingStep:
+        """Launch the rest of the step whose forward was begun. Nobody holds that any longer, so that its logits leave
+        room if this finds no memory."""
+        begun, self._begun = self._begun, None
+        assert isinstance(begun, Forward)
+        assert self.runner is not None
+        return self.runner.finish(begun, masks)
 
     def _execute(self, step: SchedulerOutput, masks: Masks | None = None) -> PendingStep | FinishedStep:
         """Launch a step. One that runs out of memory is computed in parts, with a note."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,10 +22,11 @@ from headrace.planner.decisions import decide_before_load
 from headrace.runner import model_runner
 from headrace.runner import worker as worker_module
 from headrace.runner.kv_cache import KVCache
-from headrace.runner.model_runner import ModelRunner
+from headrace.runner.model_runner import Forward, ModelRunner
+from headrace.runner.pending import PendingStep
 from headrace.runner.profile import MARGIN, MOST_OUTSIDE, measure_memory
 from headrace.runner.worker import Worker
-from headrace.step import BlockUpdate, NewRow, SchedulerOutput
+from headrace.step import BlockUpdate, Masks, NewRow, SchedulerOutput
 from tests.runner.test_cuda_graph import make_runner
 
 DEMO = Path(headrace.__file__).parent / "demo_model"
@@ -178,6 +181,34 @@ def test_a_step_that_does_not_fit_is_a_fact_and_a_smaller_one_is_tried(
     assert facts.shortfall == ""
     assert facts.available_kv_memory > 0
     assert worker.runner is not None
+
+
+def test_what_a_masked_step_has_computed_is_freed_before_it_is_computed_again(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its logits would take the memory that is missing."""
+    worker.load()
+    worker.initialize_cache(8)
+    begun: list[weakref.ref[Forward]] = []
+
+    class Short(ModelRunner):
+        def finish(self, forward: Forward, masks: Masks | None) -> PendingStep:
+            if not begun:
+                begun.append(weakref.ref(forward))
+                fail()
+            assert begun[0]() is None
+            return super().finish(forward, masks)
+
+    assert worker.runner is not None
+    worker.runner.__class__ = Short
+    row = NewRow(0, [1, 2, 3], SamplingParams(), [])
+    step = SchedulerOutput(0, [row], [], [BlockUpdate(0, 0, [3])], [0], [0], [3], [True], masked=True)
+    handle = worker.execute(step)
+    only_seven = np.zeros(-(-worker.model_config.vocab_size // 32), dtype="<u4")
+    only_seven[0] = 1 << 7
+    worker.sample(Masks(0, {0: 0}, len(only_seven), only_seven.tobytes()))
+    assert handle.result().token_ids == [7]
+    assert handle.result().short_of_memory
 
 
 def test_a_cache_that_does_not_fit_is_a_fact_and_a_smaller_one_works(
