@@ -287,7 +287,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
 
     num_running: int = 0
     num_waiting: int = 0
-    """Waiting requests, preempted ones included."""
+    """Waiting requests; those that are preempted, or whose grammars are being compiled, included."""
     num_waiting_tokens: int = 0
     """Prompt tokens of the waiting requests."""
     num_received: int = 0

@@ -90,12 +90,16 @@ class EngineCore:
         self._config = facts.config
         self._graph_bytes: dict[str, int] = {}
         self._num_short_steps = 0
+        self._num_received = 0
+        self._num_received_tokens = 0
         self._scheduled_at: dict[str, float] = {}
         """Request id -> time.monotonic() of its first step, until its first output carries it."""
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Accept a request. If it is invalid, the next `step` returns an output for it with finish_reason `error`. One
         with a grammar reaches the scheduler when that is compiled."""
+        self._num_received += 1
+        self._num_received_tokens += len(request.prompt_token_ids)
         try:
             if request.grammar:
                 self._grammars.hold(request)
@@ -108,8 +112,7 @@ class EngineCore:
         """End requests without further output. Ids of requests that have ended already are ignored."""
         for abort in aborts:
             self._scheduled_at.pop(abort.request_id, None)
-            if len(self._grammars) and (held := self._grammars.drop(abort.request_id)) is not None:
-                self.scheduler.count_received(held)
+            self._grammars.drop(abort.request_id)
             self.scheduler.abort(abort.request_id, abort.num_output_tokens_kept)
 
     def has_work(self) -> bool:
@@ -177,6 +180,10 @@ class EngineCore:
             if (scheduled := self._scheduled_at.pop(output.request_id, None)) is not None:
                 output.scheduled_time = scheduled
         stats = self.scheduler.stats()
+        stats.num_received, stats.num_received_tokens = self._num_received, self._num_received_tokens
+        if len(self._grammars):
+            stats.num_waiting += len(self._grammars)
+            stats.num_waiting_tokens += self._grammars.num_prompt_tokens
         stats.num_short_steps, stats.graph_bytes = self._num_short_steps, self._graph_bytes
         stats.num_grammars, stats.mask_seconds = self._grammars.num_compiled, self._grammars.mask_seconds
         if self._watch is not None:
@@ -243,7 +250,6 @@ class EngineCore:
         """Pass on the requests whose grammars are compiled, and end those whose grammars cannot be."""
         for request, outcome in self._grammars.released():
             if isinstance(outcome, HeadraceError):
-                self.scheduler.count_received(request)
                 outputs.append(_failed(request, outcome))
                 continue
             try:

@@ -41,6 +41,11 @@ class Grammars:
         return len(self._held)
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Return how many prompt tokens those requests have."""
+        return sum(len(held.request.prompt_token_ids) for held in self._held.values())
+
+    @property
     def num_compiled(self) -> int:
         return 0 if self._compiler is None else self._compiler.num_compiled
 
@@ -54,14 +59,11 @@ class Grammars:
         held = _Held(request, self._compiler.start(request.grammar), self._clock() + COMPILE_SECONDS)
         self._held[request.request_id] = held
 
-    def drop(self, request_id: str) -> EngineCoreRequest | None:
-        """Forget a request that is held back, and return it; None if it is not."""
+    def drop(self, request_id: str) -> None:
+        """Forget a request, if it is held back."""
         held = self._held.pop(request_id, None)
-        if held is None:
-            return None
-        if not any(other.compiled is held.compiled for other in self._held.values()):
+        if held is not None and not any(other.compiled is held.compiled for other in self._held.values()):
             held.compiled.cancel()
-        return held.request
 
     def released(self) -> Iterator[tuple[EngineCoreRequest, Matcher | HeadraceError]]:
         """Yield the requests that wait no longer, each with its matcher or the error with which it ends."""

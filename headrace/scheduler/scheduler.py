@@ -75,25 +75,17 @@ class Scheduler:
         its pages so that its own could not be packed. It runs without any other request beside it."""
         self._num_matched = 0
         """Unfinished requests with a grammar. While there is none, no step looks for any."""
-        self._num_received = 0
-        self._num_received_tokens = 0
         self._num_preemptions = 0
         self._cache_queries = 0
         self._cache_hits = 0
 
     # ---- requests come and go
 
-    def count_received(self, core_request: EngineCoreRequest) -> None:
-        """Count a request that came. `add_request` does it for those that get so far."""
-        self._num_received += 1
-        self._num_received_tokens += len(core_request.prompt_token_ids)
-
     def add_request(self, core_request: EngineCoreRequest, matcher: Matcher | None = None) -> None:
         """Accept a request, whose output `matcher` follows if it has a grammar. Raises RequestError if it could never
         run, or if its id is that of an unfinished one."""
         config = self.config
         request = Request(core_request)
-        self.count_received(core_request)
         if core_request.request_id in self.requests:
             raise RequestError(f"request_id {core_request.request_id!r} is in use by an unfinished request")
         if not 0 < request.num_prompt_tokens < config.max_model_len:
@@ -493,8 +485,6 @@ class Scheduler:
             num_running=len(self.running),
             num_waiting=len(self.waiting),
             num_waiting_tokens=self.waiting.num_prompt_tokens,
-            num_received=self._num_received,
-            num_received_tokens=self._num_received_tokens,
             num_blocks=self.config.num_pages,
             num_free_blocks=self.kv_cache.num_available_pages,
             num_preemptions=self._num_preemptions,

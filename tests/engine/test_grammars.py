@@ -327,12 +327,16 @@ class TestWhileGrammarsCompile:
         core = make_core(Device(), slow)
         for name in ("a", "b"):
             core.add_request(request(name, OBJECT))
+        stats = core.snapshot([]).stats
+        assert (stats.num_waiting, stats.num_waiting_tokens) == (2, 6)
         core.abort([Abort("a")])
+        assert core.snapshot([]).stats.num_waiting == 1
         ready.set()
         answers = drain(core)
         assert set(answers) == {"b"}
         stats = core.snapshot([]).stats
-        assert (stats.num_received, stats.num_received_tokens, len(core._grammars)) == (2, 6, 0)
+        assert (stats.num_received, stats.num_received_tokens, stats.num_waiting) == (2, 6, 0)
+        assert not len(core._grammars)
 
     def test_an_id_in_use_is_refused(self, slow: GrammarCompiler, ready: threading.Event) -> None:
         core = make_core(Device(), slow)
@@ -346,7 +350,9 @@ class TestWhileGrammarsCompile:
 
 
 def test_without_a_tokenizer_a_grammar_is_refused() -> None:
-    answers = run(make_core(Device(), None), request("a", OBJECT), request("b", max_tokens=4))
+    core = make_core(Device(), None)
+    answers = run(core, request("a", OBJECT), request("b", max_tokens=4))
+    assert core.snapshot([]).stats.num_received == 2  # else the front would take one for queued, for ever
     assert "needs a tokenizer" in str(answers["a"].error)
     assert answers["b"].error is None
 
