@@ -11,6 +11,10 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from headrace.structured_outputs.difference import difference
+from headrace.structured_outputs.limits import MAX_REGEX_CHARS
+from headrace.structured_outputs.pattern import Unreadable
+
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 Resolve = Callable[[Any], Any]
 """Returns a schema without `$ref` at its top."""
@@ -52,6 +56,8 @@ def negate(schema: Any, resolve: Resolve, names: Collection[str] = (), level: in
         elif keyword == "additionalProperties" and value is False and not schema.get("patternProperties"):
             known = schema.get("properties", {})
             options += [{"type": "object", "required": [name]} for name in names if name not in known]
+        elif keyword == "pattern":
+            options.append(_other_texts(value))
         elif keyword in _SIMPLE:
             options += _SIMPLE[keyword](value)
         elif keyword in CONSTRAINING:
@@ -65,7 +71,7 @@ def negate(schema: Any, resolve: Resolve, names: Collection[str] = (), level: in
 CONSTRAINING = frozenset((
     "oneOf", "if", "additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties",
     "dependencies", "dependentRequired", "dependentSchemas", "items", "additionalItems", "prefixItems", "contains",
-    "uniqueItems", "unevaluatedItems", "minContains", "maxContains", "pattern", "format", "multipleOf", "$dynamicRef",
+    "uniqueItems", "unevaluatedItems", "minContains", "maxContains", "format", "multipleOf", "$dynamicRef",
     "$recursiveRef",
 ))  # fmt: skip
 """Keywords without a complement here; all that are not named at all are annotations."""
@@ -91,6 +97,17 @@ _SIMPLE: dict[str, Callable[[Any], list[Any]]] = {
     "minProperties": lambda value: [{"type": "object", "maxProperties": value - 1}] if value else [],
     "maxProperties": lambda value: [{"type": "object", "minProperties": value + 1}],
 }
+
+
+def _other_texts(pattern: Any) -> Any:
+    """Return a schema of the texts in which a pattern is not found."""
+    if not isinstance(pattern, str) or len(pattern) > MAX_REGEX_CHARS:
+        raise NoComplement("pattern")
+    try:
+        others = difference("", pattern)
+    except Unreadable:
+        raise NoComplement("pattern") from None
+    return False if others is None else {"type": "string", "pattern": others}
 
 
 def _other_values(values: Sequence[Any]) -> Any:

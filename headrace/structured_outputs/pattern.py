@@ -54,7 +54,7 @@ class Repeat:
 
 
 Tree = Chars | Anchor | Row | Choice | Repeat
-_TOKEN = re.compile(
+TOKEN = re.compile(
     r"\\(?:[pPxuU]\{[^}]*\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[^0-9])"
     r"|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?:|\?P?<\w+>)?|[*+?]\??|\{\d+(?:,\d*)?\}\??|.",
     re.DOTALL,
@@ -68,7 +68,7 @@ def tree_of(pattern: str) -> Tree:
     """Return the tree of a pattern. Raises Unreadable."""
     open_groups: list[list[list[Tree]]] = []
     ways: list[list[Tree]] = [[]]
-    for token in _TOKEN.findall(pattern):
+    for token in TOKEN.findall(pattern):
         row = ways[-1]
         if token[0] == "(":
             open_groups.append(ways)
@@ -122,22 +122,31 @@ _PLACES = [(begins, ends) for begins in (False, True) for ends in (False, True)]
 def anchored(pattern: str) -> str:
     """Return a pattern that is found in the same texts, and has `^` and `$` only as its first and last character. One
     that no text can have, or that is not read here, is returned as it is."""
-    if not {"^", "$"} & {*_TOKEN.findall(pattern.removeprefix("^").removesuffix("$"))}:
+    if not {"^", "$"} & {*TOKEN.findall(pattern.removeprefix("^").removesuffix("$"))}:
         return pattern
     try:
-        found = _matches(tree_of(pattern))
-        free, begun, ended, both = (
-            found[place] for place in ((False, False), (True, False), (False, True), (True, True))
-        )
-        whole = _either(
-            both if both not in (begun, ended) else _NONE,
-            _after(begun, _ANY) if begun != free else _NONE,
-            _after(_ANY, ended) if ended != free else _NONE,
-            _after(_ANY, _after(free, _ANY)),
-        )
+        whole = _whole(pattern)
     except Unreadable:
         return pattern
     return pattern if whole.pattern is None else f"^{whole.pattern}$"
+
+
+def whole_text(pattern: str) -> Tree | None:
+    """Return the tree, without anchors, of the whole texts in which a pattern is found; None if there are none. Raises
+    Unreadable."""
+    whole = _whole(pattern)
+    return None if whole.pattern is None else tree_of(whole.pattern)
+
+
+def _whole(pattern: str) -> Texts:
+    found = _matches(tree_of(pattern))
+    free, begun, ended, both = (found[place] for place in ((False, False), (True, False), (False, True), (True, True)))
+    return _either(
+        both if both not in (begun, ended) else _NONE,
+        _after(begun, _ANY) if begun != free else _NONE,
+        _after(_ANY, ended) if ended != free else _NONE,
+        _after(_ANY, _after(free, _ANY)),
+    )
 
 
 def _matches(tree: Tree) -> Matches:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import re
 
 from headrace.errors import RequestError
+from headrace.structured_outputs.difference import without_look_ahead
 from headrace.structured_outputs.limits import MAX_REGEX_CHARS, check_text
+from headrace.structured_outputs.pattern import anchored
+
+
+def checked_pattern(pattern: object, path: str) -> str:
+    """Return a pattern of a JSON schema in a form that can be held, as `checked_regex` does; anchors within it, and
+    negative look-ahead where it begins, are rewritten."""
+    return anchored(checked_regex(without_look_ahead(check_text(pattern, path, MAX_REGEX_CHARS)), path))
 
 
 def checked_regex(pattern: object, path: str) -> str:

@@ -29,9 +29,8 @@ from headrace.structured_outputs.limits import (
     check_text,
 )
 from headrace.structured_outputs.negation import NoComplement, negate
-from headrace.structured_outputs.pattern import anchored
 from headrace.structured_outputs.references import References, identity_of
-from headrace.structured_outputs.regex import checked_regex
+from headrace.structured_outputs.regex import checked_pattern
 from headrace.structured_outputs.rewriting import REWRITTEN, SINCE, Placed, draft_of
 
 WHITESPACE = r"([ \t]{1,2}|[ \t]{0,2}\r?\n[ \t]{0,40})"
@@ -49,6 +48,8 @@ COPIED = frozenset((
 """Keywords that llguidance holds as they are."""
 COUNTS = frozenset(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"))
 NUMBERS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
+PATTERN_CHARS = 20
+"""Characters of a pattern that count as one part of a schema: what `not` makes of a pattern may be long."""
 MAX_TRIED = 100
 """Parts of a schema that are tried one by one to find which of them llguidance refuses."""
 
@@ -206,7 +207,8 @@ class Rewriter:
                 else:
                     also.append({"anyOf": parts})
             elif keyword == "pattern":
-                found["pattern"] = anchored(checked_regex(value, where))
+                found["pattern"] = checked_pattern(value, where)
+                self._count += len(found["pattern"]) // PATTERN_CHARS
             elif keyword == "format":
                 self._format(schema, value, where, found, also)
             elif keyword in REWRITTEN:
@@ -311,8 +313,12 @@ class Rewriter:
         if len(properties) > MAX_PROPERTIES:
             raise RequestError(f"{where} has {len(properties)} names; at most {MAX_PROPERTIES} are taken", self.field)
         if keyword == "patternProperties":
-            for pattern in properties:
-                checked_regex(pattern, where)
+            patterns = {name: checked_pattern(name, where) for name in properties}
+            if len({*patterns.values()}) == len(patterns):
+                return {
+                    patterns[name]: self._node(one, base, f"{where}.{name}", depth + 1)
+                    for name, one in properties.items()
+                }
         return {name: self._node(one, base, f"{where}.{name}", depth + 1) for name, one in properties.items()}
 
     def _items(

@@ -11,6 +11,7 @@ TYPES: tuple[Any, ...] = (
 )  # fmt: skip
 PATTERNS = (
     "^a", "b$", "^[a-c]{1,3}$", "x", "^\\d+$", "a|^b", "[^a]", "^$", "\\w", "(^a$|^b$)", "a($|b)", "(^|x)(a|b$)*",
+    "^(?!a)", "^(?!b$)[ab]", "\\s", "\\W",
 )  # fmt: skip
 FORMATS = ("date", "email", "ipv4", "uuid", "uri-reference", "json-pointer", "time", "nonsense")
 
@@ -111,5 +112,7 @@ class SchemaMaker:
         for name, chance in (("not", 0.1), ("if", 0.1), ("then", 0.08), ("else", 0.06)):
             if self.some(chance):
                 found[name] = self.schema(depth + 1)
+        if self.some(0.06):
+            found["not"] = {"pattern": self.rng.choice(PATTERNS)}
         if self.some(0.07):
             found["$ref"] = self.rng.choice(["#/$defs/x", "#/$defs/y"])
