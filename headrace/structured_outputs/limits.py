@@ -18,6 +18,8 @@ MAX_NODES = 20_000
 """Schemas within a schema, before and after it is rewritten."""
 MAX_ONE_OF = 128
 """Options of a `oneOf`, unless each of them names its values: every two are compared."""
+MAX_ARRANGED = 400
+"""Arrays that `uniqueItems` may leave: those of five values, and some of more where `maxItems` is small."""
 MAX_PROPERTIES = 1_000
 """Properties of one object: the time grows with their square."""
 MAX_LEVELS = 200

@@ -155,6 +155,18 @@ def type_of(value: Any) -> str:
     return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
 
 
+def few_values(schema: Any) -> list[Any] | None:
+    """Return the values, none twice, of a schema that names them, or is boolean or null; None for others."""
+    if not isinstance(schema, Mapping):
+        return None
+    named = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if named is None:
+        named = [True, False] if schema.get("type") == "boolean" else [None] if schema.get("type") == "null" else None
+    if not isinstance(named, list) or any(isinstance(value, list | dict) for value in named):
+        return None
+    return [*{json.dumps(_plain(value)): value for value in named}.values()]
+
+
 def differ(schemas: Sequence[Any]) -> bool:
     """Return whether all of several schemas name their values, and none of these twice."""
     named = [_values(schema) if isinstance(schema, Mapping) else None for schema in schemas]

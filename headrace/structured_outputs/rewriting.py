@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace.errors import RequestError
-from headrace.structured_outputs.limits import MAX_ONE_OF
-from headrace.structured_outputs.negation import differ, disjoint
+from headrace.structured_outputs.limits import MAX_ARRANGED, MAX_ONE_OF
+from headrace.structured_outputs.negation import TYPES, differ, disjoint, few_values
 
 if TYPE_CHECKING:
     from headrace.structured_outputs.schema import Rewriter
@@ -149,6 +151,23 @@ def _unevaluated(self: Rewriter, schema: Mapping[str, Any], value: Any, base: st
     return [{**kept, "additionalProperties": value}]
 
 
+def _unique_items(self: Rewriter, schema: Mapping[str, Any], value: Any, base: str, where: str) -> list[Any]:
+    """Items that differ from each other, of a few values, are any arrangement of these."""
+    if value is False or schema.get("maxItems", 2) in (0, 1):
+        return []
+    values = few_values(self.resolve(base, where, schema.get("items", True)))
+    least, most = schema.get("minItems", 0), schema.get("maxItems", MAX_ARRANGED)
+    numbers = isinstance(least, int | float) and isinstance(most, int | float)
+    if value is True and numbers and values is not None and len(values) <= MAX_ARRANGED and "prefixItems" not in schema:
+        lengths = [length for length in range(len(values) + 1) if least <= length <= most]
+        if sum(math.perm(len(values), length) for length in lengths) <= MAX_ARRANGED:
+            arranged = {"enum": [list(some) for length in lengths for some in itertools.permutations(values, length)]}
+            others = [name for name in TYPES if name != "array"]
+            return [arranged if schema.get("type") == "array" else {"anyOf": [arranged, {"type": others}]}]
+    why = f"is not supported but for items of an enum with at most {MAX_ARRANGED} arrangements"
+    raise RequestError(f"{where} {why}", self.field)
+
+
 REWRITTEN = {
     "not": _not,
     "if": _if,
@@ -158,5 +177,6 @@ REWRITTEN = {
     "dependentSchemas": _dependencies,
     "propertyNames": _property_names_schema,
     "unevaluatedProperties": _unevaluated,
+    "uniqueItems": _unique_items,
 }
 """Keyword -> what makes schemas of it that must hold too."""

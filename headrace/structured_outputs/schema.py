@@ -37,7 +37,7 @@ WHITESPACE = r"([ \t]{1,2}|[ \t]{0,2}\r?\n[ \t]{0,40})"
 """Whitespace between the tokens of JSON, where a request names none: one or two spaces, or the end of a line and
 the next line's indentation. It has an end, so that an answer has one too."""
 REFUSED = frozenset((
-    "uniqueItems", "contains", "minContains", "maxContains", "unevaluatedItems", "$dynamicRef", "$recursiveRef",
+    "contains", "minContains", "maxContains", "unevaluatedItems", "$dynamicRef", "$recursiveRef",
     "extends", "disallow", "divisibleBy",
 ))  # fmt: skip
 """Keywords of JSON Schema that no grammar here can hold."""
@@ -351,8 +351,6 @@ class Rewriter:
             raise RequestError(f"{where} {quoted(value)} is not supported", self.field)
 
     def _refused(self, schema: Mapping[str, Any], keyword: str, value: Any, path: str) -> None:
-        if keyword == "uniqueItems" and (value is False or schema.get("maxItems", 2) in (0, 1)):
-            return
         if keyword in ("minContains", "maxContains") and "contains" not in schema:
             return
         if "contains" in keyword.lower() and schema.get("minContains") == 0 and "maxContains" not in schema:

@@ -106,6 +106,8 @@ class SchemaMaker:
                 found[name] = make()
 
     def combined(self, found: dict[str, Any], depth: int) -> None:
+        if self.some(0.05):
+            found |= {"uniqueItems": True, "items": {"enum": [random_value(self.rng, 2) for _ in range(3)]}}
         for name in ("anyOf", "oneOf", "allOf"):
             if self.some(0.1):
                 found[name] = [self.schema(depth + 1) for _ in range(self.rng.randint(1, 3))]

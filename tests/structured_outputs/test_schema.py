@@ -53,6 +53,11 @@ CASES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     ({"type": "array", "prefixItems": [{"type": "integer"}, {"type": "null"}], "items": False}, [[], [1, None]],
      [["x"]]),
     ({"type": "array", "uniqueItems": True, "maxItems": 1}, [[], [1]], [[1, 1]]),
+    ({"type": "array", "items": {"enum": ["a", 1, None]}, "uniqueItems": True, "minItems": 1},
+     [["a"], [1, "a"], [None, "a", 1]], [[], ["a", "a"], [1, 2], ["a", 1, None, 1], {}]),
+    ({"items": {"type": "boolean"}, "uniqueItems": True}, [[], [True], [False, True], 5], [[True, True], [1]]),
+    ({"type": "array", "items": {"enum": list("abcdefghij")}, "uniqueItems": True, "maxItems": 2},
+     [[], ["j"], ["b", "a"]], [["a", "a"], ["a", "b", "c"], ["k"]]),
     ({"type": "array", "uniqueItems": False}, [[1, 1]], [{}]),
     ({"type": "array", "contains": {"type": "integer"}, "minContains": 0}, [[], ["x"]], [5]),
     ({"type": "object", **OPTIONAL}, [{}, {"a": 1}, {"b": "x"}, {"a": 1, "b": "x"}], [{"a": "x"}, {"c": 1}]),
@@ -161,6 +166,7 @@ def test_older_drafts_are_read_as_they_were_meant(
 
 REFUSED: list[tuple[Any, str]] = [
     ({"uniqueItems": True}, "uniqueItems is not supported"),
+    ({"uniqueItems": True, "items": {"enum": list("abcdefghij")}}, "uniqueItems is not supported but for"),
     ({"items": {"contains": {}}}, "items.contains is not supported"),
     ({"contains": {}, "minContains": 2}, "contains is not supported"),
     ({"unevaluatedItems": False}, "unevaluatedItems is not supported"),
