@@ -190,6 +190,7 @@ def _template_call(where: str, call: PastToolCall, template: ChatTemplate) -> di
 
 def _arguments(where: str, given: str | dict[str, Any] | None) -> dict[str, Any]:
     """Return the arguments of a tool call as an object. OpenAI's clients send them as JSON text."""
+    sent = given
     if isinstance(given, str):
         try:
             given = decode_json(given.encode()) if given.strip() else {}
@@ -198,6 +199,8 @@ def _arguments(where: str, given: str | dict[str, Any] | None) -> dict[str, Any]
         except (msgspec.DecodeError, RecursionError, UnicodeError):
             given = None
         if not isinstance(given, dict):
-            raise RequestError(f"{where}.tool_calls: arguments must be a JSON object as text", "messages")
+            raise RequestError(
+                f"{where}.tool_calls: arguments must be a JSON object as text, got {quoted(sent)}", "messages"
+            )
     check_depth(f"{where}.tool_calls", given)
     return given or {}

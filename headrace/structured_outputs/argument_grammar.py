@@ -71,7 +71,8 @@ class TaggedArguments:
         tags, rules, found = self._tags, self._rules, []
         options = schemas.alternatives(schema)
         kinds = {kind for option in options for kind in types(option) or ["string"]}
-        kinds |= {"string" for option in options for value in values(option) or () if isinstance(value, str)}
+        listed = [value for option in options for value in values(option) or ()]
+        kinds |= {"string" if isinstance(value, str) else "null" if value is None else "number" for value in listed}
         mixed = tags.middle_json is None and "string" in kinds and len(kinds) > 1
         for option in options:
             allowed = values(option)

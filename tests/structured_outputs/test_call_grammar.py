@@ -274,6 +274,20 @@ def test_tools_too_large_for_a_grammar_are_refused_by_name() -> None:
         calls_grammar(TOOL_FORMATS["hermes"], tools, at_least=1, at_most=None, special={})
 
 
+def test_null_among_strings_is_null_only_without_white_space() -> None:
+    """With white space around it a parser reads the text "null " there, which is none of the values."""
+    tool = FunctionTool("f", {"type": "object", "properties": {"x": {"enum": ["12", None]}}, "required": ["x"]})
+    format, words = TOOL_FORMATS["qwen3_coder"], of_bytes(WRITTEN["qwen3_coder"].needs)
+    grammar = calls_grammar(format, [tool], at_least=1, at_most=1, special=words.marks)
+    call = "<tool_call>\n<function=f>\n<parameter=x>\n{}\n</parameter>\n</function>\n</tool_call>"
+    for value in ("null", "12"):
+        assert fits(grammar, call.format(value), words)
+        [found] = parse(call.format(value), format, None, [tool]).calls
+        assert json.loads(found.arguments) == {"x": None if value == "null" else value}
+    assert not fits(grammar, call.format("null "), words)
+    assert not fits(grammar, call.format("\tnull"), words)
+
+
 def test_what_cannot_be_held_is_refused_by_name_and_path() -> None:
     unique = FunctionTool("f", {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}})
     odd = FunctionTool("f", {"type": "object", "properties": {"a\nb": {"type": "string"}}, "required": ["a\nb"]})
