@@ -71,7 +71,7 @@ class Wanted(NamedTuple):
 
     matcher: Matcher
     drafts: Sequence[int] = ()
-    reluctant: Sequence[Collection[int]] = ()
+    reluctant: Sequence[frozenset[int]] = ()
     """For each mask, tokens that it allows only if the grammar allows no others; empty: there are none."""
 
 
@@ -85,6 +85,7 @@ class GrammarCompiler:
         self._masks = LLExecutor(threads)
         self._cache: OrderedDict[str, Future[Matcher]] = OrderedDict()
         self._vocabulary = self._threads.submit(_prepared, make_vocabulary)
+        self._eos: frozenset[int] | None = None
         self.num_compiled = 0
 
     def start(self, grammar: str) -> Future[Matcher]:
@@ -119,17 +120,21 @@ class GrammarCompiler:
             self._masks.unsafe_compute_mask_ptr(plain, *where)
         if drafted:
             self._masks.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
-        first = 0
+        first, reluctant = 0, dict[frozenset[int], list[int]]()
         for one in wanted:
             one.matcher.note_error()
-            for line, tokens in zip(lines[first : first + 1 + len(one.drafts)], one.reluctant, strict=False):
-                _forbid_unless_alone(line, tokens)
+            for place, tokens in enumerate(one.reluctant, first):
+                reluctant.setdefault(tokens, []).append(place)
             first += 1 + len(one.drafts)
+        for tokens, places in reluctant.items():
+            _forbid_unless_alone(lines, np.array(places), tokens)
         return words, lines.tobytes()
 
     def eos_token_ids(self) -> frozenset[int]:
         """Return the tokens that end a text of this vocabulary, once it is made."""
-        return frozenset(self._vocabulary.result().eos_tokens)
+        if self._eos is None:
+            self._eos = frozenset(self._vocabulary.result().eos_tokens)
+        return self._eos
 
     def shutdown(self) -> None:
         """Stop the threads. What is being compiled is not waited for."""
@@ -162,11 +167,15 @@ def _first_line(inner: LLMatcher) -> str:
     return clip((inner.get_error() or "no reason is known").strip().splitlines()[0])
 
 
-def _forbid_unless_alone(line: np.ndarray, tokens: Collection[int]) -> None:
-    """Forbid tokens in a mask # [words] uint32, unless it allows no others."""
-    ids = np.array([token for token in tokens if token < 32 * len(line)], dtype=np.int64)
-    bits = np.zeros_like(line)
-    np.bitwise_or.at(bits, ids >> 5, np.uint32(1) << (ids & 31).astype(np.uint32))
-    kept = line & ~bits
-    if kept.any():
-        line[:] = kept
+def _forbid_unless_alone(lines: np.ndarray, places: np.ndarray, tokens: Collection[int]) -> None:
+    """Forbid tokens in the masks at `places` of lines # [num_lines, words] uint32, but not where a mask allows no
+    others. Most masks allow none of the tokens, so only the words that have them are looked at first."""
+    ids = np.array([token for token in tokens if token < 32 * lines.shape[1]], dtype=np.int64)
+    words, first = np.unique(ids >> 5, return_inverse=True)
+    bits = np.zeros(len(words), dtype=np.uint32)
+    np.bitwise_or.at(bits, first, np.uint32(1) << (ids & 31).astype(np.uint32))
+    places = places[(lines[places[:, None], words] & bits).any(axis=1)]
+    kept = lines[places]
+    kept[:, words] &= ~bits
+    others = kept.any(axis=1)
+    lines[places[others]] = kept[others]

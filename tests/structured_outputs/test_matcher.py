@@ -112,7 +112,7 @@ def test_reluctant_tokens_are_allowed_only_where_nothing_else_is(compiler: Gramm
     matcher, (zero, *_) = compiled(compiler, regex("[0-9]{1,2}")), encode("0")
     digits = set(range(zero, zero + 10))
     drafts = encode("12")
-    masks = allowed(compiler, Wanted(matcher, drafts, [{EOS, 10**6}] * 3))
+    masks = allowed(compiler, Wanted(matcher, drafts, [frozenset((EOS, 10**6))] * 3))
     assert masks == [digits, digits, {EOS}]
     assert allowed(compiler, Wanted(matcher, drafts)) == [digits, digits | {EOS}, {EOS}]
 
