@@ -17,7 +17,8 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from headrace.errors import ConfigError, HeadraceError, RequestError, clip
 
-MAX_THREADS = 8
+MAX_THREADS = 16
+"""Masks of a batch must be there before the device has computed a step; three of four cores make them, at most these."""
 MAX_CACHED = 256
 """Compiled grammars that are kept for later requests, some of which take megabytes."""
 LIMITS = LLParserLimits(
@@ -80,7 +81,7 @@ class GrammarCompiler:
 
     def __init__(self, make_vocabulary: Callable[[], LLTokenizer], threads: int | None = None) -> None:
         """Begin to make the vocabulary, on a thread; whatever is compiled waits for it."""
-        threads = threads or max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
+        threads = threads or max(1, min(MAX_THREADS, (os.cpu_count() or 1) * 3 // 4))
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="grammars")
         self._masks = LLExecutor(threads)
         self._cache: OrderedDict[str, Future[Matcher]] = OrderedDict()
