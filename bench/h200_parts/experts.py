@@ -47,9 +47,9 @@ def mean_distinct_experts(
     decoding = False
     execute = runner.execute
 
-    def counting(step: Any) -> Any:
+    def counting(step: Any, masks: Any = None) -> Any:
         nonlocal steps
-        pending = execute(step)
+        pending = execute(step, masks)
         requests = len(step.rows)
         if not requests or (decoding and not WHOLE * size <= requests == step.num_tokens):
             return pending

@@ -18,7 +18,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from headrace.errors import ConfigError, HeadraceError, RequestError, clip
 
 MAX_THREADS = 16
-"""Masks of a batch must be there before the device has computed a step; three of four cores make them, at most these."""
+"""Of three cores in four, which make masks while the device computes a step."""
 MAX_CACHED = 256
 """Compiled grammars that are kept for later requests, some of which take megabytes."""
 LIMITS = LLParserLimits(

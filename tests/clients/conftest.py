@@ -28,7 +28,7 @@ for proxy in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
     os.environ.pop(proxy.lower(), None)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def _no_calls_home() -> Iterator[None]:
     """No client looks up the address of anything but the server."""
     asked: list[str] = []
