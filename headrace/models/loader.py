@@ -5,13 +5,14 @@ Layers say which tensors they take (`slots`); the loader gives them what the che
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import groupby
@@ -74,7 +75,8 @@ def load_model(
         for _, layer in layers:
             if isinstance(layer, Linear):
                 layer.spec = replace(layer.spec, batch_invariant=context.batch_invariant)
-        plain = plain_linears(folder) if config.quantization and load_format != "dummy" else None
+        tensors_of = functools.cache(stored_tensors)  # a file's header is read once
+        plain = plain_linears(folder, tensors_of) if config.quantization and load_format != "dummy" else None
         model.notes = attach_schemes(config, layers, context, quantization, plain)
         slots: dict[str, Slot] = {}
         for path, layer in layers:
@@ -84,8 +86,8 @@ def load_model(
         if load_format == "dummy":
             fill_with_dummies(slots, seed)
         else:
-            fill_from_checkpoint(slots, folder, tied=config.tie_word_embeddings)
-        del slots  # which hold all weights as they were loaded, while layers put other forms in their place
+            fill_from_checkpoint(slots, folder, config.tie_word_embeddings, tensors_of)
+        del slots, tensors_of  # which hold all weights as they were loaded, while layers put other forms in their place
         model.notes.append(fuse(model, config.num_layers, context.device))
         model.weight_bytes = sum(map(weight_bytes, (layer for _, layer in layers)))
         for path, layer in layers:
@@ -174,12 +176,17 @@ def multiplied_weights(model: nn.Module, as_launched: bool = True) -> float:
     return total
 
 
-def fill_from_checkpoint(slots: dict[str, Slot], folder: Path, tied: bool = False) -> None:
+def fill_from_checkpoint(
+    slots: dict[str, Slot],
+    folder: Path,
+    tied: bool = False,
+    tensors_of: Callable[[Path], list[StoredTensor]] = stored_tensors,
+) -> None:
     """Copy every tensor's slice into its slot. Names may have the prefix `model.` or not. What the files' headers tell
-    is checked before anything else is read."""
+    is checked before anything else is read; `tensors_of` reads them."""
     files = checkpoint_files(folder)
     num_bytes = total_bytes(files)
-    found = _match(slots, files, tied)
+    found = _match(slots, ((file, tensors_of(file)) for file in files), tied)
     waiting = [name for name, slot in slots.items() if not slot.optional and name not in found]
     if waiting:
         some = ", ".join(sorted(waiting)[:3]) + (f" and {len(waiting) - 3} more" if len(waiting) > 3 else "")
@@ -217,11 +224,11 @@ def _take(one: Wanted, values: Tensor, check: FiniteCheck) -> None:
         check.add(one.stored, one.source, values)  # what `put` made may hide it: an fp8 weight cannot be Inf
 
 
-def _match(slots: dict[str, Slot], files: list[Path], tied: bool) -> dict[str, Wanted]:
+def _match(slots: dict[str, Slot], files: Iterable[tuple[Path, list[StoredTensor]]], tied: bool) -> dict[str, Wanted]:
     """Return for each slot's name the tensor that goes into it, in the files' order."""
     found: dict[str, Wanted] = {}
-    for file in files:
-        for stored in stored_tensors(file):
+    for file, tensors in files:
+        for stored in tensors:
             name = stored.name if stored.name in slots else f"model.{stored.name}"
             if name in slots:
                 _check(stored, slots[name])

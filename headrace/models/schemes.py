@@ -3,13 +3,13 @@ files hold a linear unquantized nonetheless, none."""
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from pathlib import Path
 
 from headrace.layers.embedding import ParallelLMHead
 from headrace.layers.linear import Linear
 from headrace.layers.moe import SparseMoE
-from headrace.models.checkpoint import checkpoint_files, stored_tensors, total_bytes
+from headrace.models.checkpoint import StoredTensor, checkpoint_files, total_bytes
 from headrace.quantization.formats import UNQUANTIZED, LinearFormat
 from headrace.quantization.linear_rules import CheckpointFormat
 from headrace.quantization.mixed import mixed
@@ -71,14 +71,14 @@ class Schemes:
         return self.made[linear]
 
 
-def plain_linears(folder: Path) -> set[str]:
+def plain_linears(folder: Path, tensors_of: Callable[[Path], list[StoredTensor]]) -> set[str]:
     """Return the names of linears that a checkpoint holds as a weight of 16 bits or more without scales. Tools leave
     some so, of sizes that their blocks do not divide or of layers that they never quantize, and do not always say so
-    in config.json."""
+    in config.json. `tensors_of`: checkpoint.stored_tensors, or a cache of it."""
     plain, others, files = set(), set(), checkpoint_files(folder)
     total_bytes(files)  # which names a file that is missing
     for file in files:
-        for stored in stored_tensors(file):
+        for stored in tensors_of(file):
             owner, _, tensor = stored.name.rpartition(".")
             if tensor == "weight" and stored.dtype in FLOATS:
                 plain |= {owner, f"model.{owner}"}
