@@ -156,9 +156,10 @@ class InputProcessor:
         max_tokens = self._max_tokens(len(prompt_token_ids), params)
         stops = [*params.stop_token_ids, *(() if params.ignore_eos else self.limits.eos_token_ids)]
         bad_words = self._bad_words(params.bad_words)
-        grammar = self.grammar(params) if grammar is None else grammar
-        if grammar:
-            self._check_grammar()
+        if grammar is None:
+            grammar = self._grammar(params)
+        elif grammar:
+            self._vocabulary_marks()
         _check_something_is_left(params, stops, bad_words)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         # The core works without strings, and only the first of n needs to score the prompt. All has been checked, so
@@ -186,21 +187,19 @@ class InputProcessor:
             for i in range(params.n)
         ]
 
-    def grammar(self, params: SamplingParams) -> str:
+    def _grammar(self, params: SamplingParams) -> str:
         """Return the grammar that parameters ask for, as text; empty if they ask for none. Making one takes time."""
         if params.structured_outputs is None:
             return ""
-        self._check_grammar()
-        special = {} if self._tokenizer is None else self._tokenizer.marks
-        return of_params(params.structured_outputs, special).to_text()
+        return of_params(params.structured_outputs, self._vocabulary_marks()).to_text()
 
-    def _check_grammar(self) -> None:
-        """Refuse a grammar where there is nothing to hold to it."""
-        why = "the server runs without a tokenizer" if self._tokenizer is None else ""
-        if not self.limits.eos_token_ids:
-            why = "the model has no token that ends an output"
-        if why:
-            raise RequestError(f"output cannot be held to a grammar: {why}", "structured_outputs")
+    def _vocabulary_marks(self) -> dict[str, int]:
+        """Return the tokens that are marks to a grammar. Raises RequestError where nothing can be held to one."""
+        if self._tokenizer is not None and self.limits.eos_token_ids:
+            return self._tokenizer.marks
+        has_end = bool(self.limits.eos_token_ids)
+        why = "the server runs without a tokenizer" if has_end else "the model has no token that ends an output"
+        raise RequestError(f"output cannot be held to a grammar: {why}", "structured_outputs")
 
     def _check_prompt(self, ids: list[int]) -> None:
         wrong_type = RequestError("prompt must be a text or a list of token ids (integers)", "prompt")

@@ -52,10 +52,7 @@ class GemmaCalls:
         """Hand on an object, whose opening brace was read. `tool`, if given, knows the types of its values."""
         separator = "{"
         while True:
-            yield from reader.space()
-            mark = yield from reader.accept(markers(",", "}", "]", *self.closers))
-            if mark == ",":
-                continue
+            mark = yield from self._end(reader)
             if mark or reader.ended:
                 break
             key, stop = yield from self._key(reader)
@@ -71,16 +68,21 @@ class GemmaCalls:
         """Hand on an array, whose opening bracket was read."""
         separator = "["
         while True:
-            yield from reader.space()
-            mark = yield from reader.accept(markers(",", "}", "]", *self.closers))
-            if mark == ",":
-                continue
+            mark = yield from self._end(reader)
             if mark or reader.ended:
                 break
             yield calls.arguments(separator)
             separator = ", "
             yield from self._value(reader, calls, None, "", depth)
         yield from _close(reader, calls, mark, "]", "[]" if separator == "[" else "]")
+
+    def _end(self, reader: Reader) -> Steps[str]:
+        """Read over commas and white space, and what ends an object or array, if it is there; return that."""
+        mark = ","
+        while mark == ",":
+            yield from reader.space()
+            mark = yield from reader.accept(markers(",", "}", "]", *self.closers))
+        return mark
 
     def _key(self, reader: Reader) -> Steps[tuple[str, str]]:
         """Read a key and what ends it."""

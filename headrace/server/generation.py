@@ -34,7 +34,7 @@ SSE_HEADERS = [
 ]
 DONE = b"data: [DONE]\n\n"
 PARSED_INLINE_CHARS = 2**14
-"""Longer whole answers are parsed in a thread, so that other streams go on."""
+"""Longer texts are parsed in a thread, so that other streams go on."""
 
 
 class Answer(Protocol):

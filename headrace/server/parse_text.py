@@ -10,6 +10,7 @@ from starlette.responses import Response
 from headrace.errors import RequestError
 from headrace.parsers.output_parser import Answer, parse
 from headrace.parsers.table import REASONING_FORMATS, TOOL_FORMATS
+from headrace.server.generation import PARSED_INLINE_CHARS
 from headrace.server.output_formats import named_format
 from headrace.server.protocol import (
     ParsedCall,
@@ -25,8 +26,6 @@ from headrace.server.tool_use import function_tools
 
 MAX_TEXT_CHARS = 2**20
 """Longest text. An answer of a model is much shorter."""
-INLINE_CHARS = 2**14
-"""Longer texts are parsed in a thread, so that they do not hold up streams."""
 
 
 async def parse_function_call(serving: Serving, http: Request) -> Response:
@@ -50,4 +49,4 @@ async def separate_reasoning(serving: Serving, http: Request) -> Response:
 async def _parsed(serving: Serving, text: str, work: Callable[[], Answer]) -> Answer:
     if len(text) > MAX_TEXT_CHARS:
         raise RequestError(f"text may have at most {MAX_TEXT_CHARS} characters, got {len(text)}", "text")
-    return await serving.work(len(text), work, INLINE_CHARS)
+    return await serving.work(len(text), work, PARSED_INLINE_CHARS)

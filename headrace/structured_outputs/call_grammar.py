@@ -12,7 +12,7 @@ from headrace.parsers.tools import FunctionTool
 from headrace.parsers.written import WRITTEN, Json, Literals, Markup, Maybe, Pattern, Tagged, Written
 from headrace.structured_outputs.alternatives import Schemas
 from headrace.structured_outputs.argument_grammar import LiteralArguments, TaggedArguments
-from headrace.structured_outputs.conversion import ANY_OBJECT, check
+from headrace.structured_outputs.conversion import ANY_OBJECT, checked
 from headrace.structured_outputs.grammar import Grammar, either
 from headrace.structured_outputs.harmony import in_channels
 from headrace.structured_outputs.lark import Rules, escaped, without
@@ -60,13 +60,12 @@ def calls_grammar(
         found.append(writer.rules.grammar(writer.free_text(single) if free else writer.calls(single)))
     whole = in_channels(either(*found), special, or_final=not at_least) if format.whole_answer else found[0]
     try:
-        check(whole, special, "tools")
+        return checked(whole, special, "tools")
     except RequestError as error:
         for tool in held:  # the one that llguidance does not take alone, if there is one
-            check(grammar_of_schema(tool.parameters, paths[tool.name]), {}, paths[tool.name])
+            checked(grammar_of_schema(tool.parameters, paths[tool.name]), {}, paths[tool.name])
         message = f"the schemas of {len(held)} tools cannot be held by one grammar all together ({error})"
         raise RequestError(f"tools: {message}", "tools") from None
-    return whole
 
 
 def _ways(format: ToolFormat, special: Mapping[str, int]) -> list[Written]:

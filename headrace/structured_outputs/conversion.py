@@ -26,6 +26,7 @@ from headrace.structured_outputs.limits import (
     MAX_REGEX_CHARS,
     MAX_SCHEMA_CHARS,
     check_text,
+    decoded,
 )
 from headrace.structured_outputs.regex import checked_regex
 from headrace.structured_outputs.schema import JsonOptions, grammar_of_schema
@@ -68,8 +69,11 @@ def _of_params(encoded: bytes, marks: tuple[tuple[str, int], ...], name: str) ->
         return _of_choice(params.choice, path("choice"))
     if params.grammar is not None:
         return of_grammar(params.grammar, special, path("grammar"))
-    tag = _decoded(params.structural_tag, path("structural_tag"))
-    return _checked(of_structural_tag(tag, special, options, path("structural_tag")), special, path("structural_tag"))
+    where = path("structural_tag")
+    tag = decoded(params.structural_tag, where)
+    if not isinstance(tag, Mapping):
+        raise RequestError(f"{where} must be an object, got {quoted(tag)}", name)
+    return checked(of_structural_tag(tag, special, options, where), special, where)
 
 
 def of_response_format(form: object, special: Marks, name: str = "response_format") -> Grammar | None:
@@ -98,7 +102,7 @@ def _of_response_format(encoded: bytes, marks: tuple[tuple[str, int], ...], name
             raise RequestError(f"{name} needs json_schema.schema, an object; got {quoted(inner)}", name)
         return _of_json(inner["schema"], path, JsonOptions())
     if kind == "structural_tag":
-        return _checked(of_structural_tag(form, special, JsonOptions(), name), special, name)
+        return checked(of_structural_tag(form, special, JsonOptions(), name), special, name)
     if kind == "json" and "schema" in form:
         return _of_json(form["schema"], f"{name}.schema", JsonOptions())
     if kind == "regex":
@@ -111,14 +115,14 @@ def _of_response_format(encoded: bytes, marks: tuple[tuple[str, int], ...], name
 
 def of_grammar(text: object, special: Marks, path: str) -> Grammar:
     """Return the grammar in a text: GBNF or EBNF if it defines rules with `::=`, else Lark."""
-    checked = check_text(text, path)
-    if is_ebnf(checked):
-        return _checked(of_lark(lark_of_ebnf(checked, path)), special, path)
-    lines = checked.splitlines()
+    given = check_text(text, path)
+    if is_ebnf(given):
+        return checked(of_lark(lark_of_ebnf(given, path)), special, path)
+    lines = given.splitlines()
     if len(lines) > MAX_LINES or any(len(line) > MAX_REGEX_CHARS for line in lines):
         field = path.partition(".")[0]
         raise RequestError(f"{path} may have {MAX_LINES} lines of {MAX_REGEX_CHARS} characters", field)
-    return _checked(of_lark(re.sub(r"(?m)^(\s*)[?!](?=[a-z])", r"\1", checked)), special, path)
+    return checked(of_lark(re.sub(r"(?m)^(\s*)[?!](?=[a-z])", r"\1", given)), special, path)
 
 
 def _encoded(value: object, name: str) -> bytes:
@@ -131,12 +135,8 @@ def _encoded(value: object, name: str) -> bytes:
         raise RequestError(f"{name} is not JSON: {error}", name) from None
 
 
-def check(grammar: Grammar, special: Marks, path: str) -> None:
-    """Raise RequestError, naming `path`, for a grammar that llguidance does not take."""
-    _checked(grammar, special, path)
-
-
-def _checked(grammar: Grammar, special: Marks, path: str) -> Grammar:
+def checked(grammar: Grammar, special: Marks, path: str) -> Grammar:
+    """Return a grammar. Raises RequestError, naming `path`, for one that llguidance does not take."""
     error = _error_of(grammar, tuple(special.items()))
     if error:
         raise RequestError(f"{path}: {error}", path.partition(".")[0])
@@ -174,7 +174,7 @@ def _of_json(schema: object, path: str, options: JsonOptions) -> Grammar:
 
 
 def _of_regex(pattern: object, special: Marks, path: str) -> Grammar:
-    return _checked(of_regex(checked_regex(pattern, path)), special, path)
+    return checked(of_regex(checked_regex(pattern, path)), special, path)
 
 
 def _of_choice(choices: object, path: str) -> Grammar:
@@ -195,19 +195,5 @@ def _json_options(params: StructuredOutputsParams, name: str) -> JsonOptions:
     elif params.whitespace_pattern is not None:
         path = "structured_outputs.whitespace_pattern" if name == "structured_outputs" else "guided_whitespace_pattern"
         space = checked_regex(params.whitespace_pattern, path)
-        _checked(of_regex(space), {}, path)
+        checked(of_regex(space), {}, path)
     return JsonOptions(space, not params.disable_additional_properties)
-
-
-def _decoded(value: object, path: str) -> Mapping[str, Any]:
-    """Return an object that may have come as its text."""
-    field = path.partition(".")[0]
-    if isinstance(value, str):
-        check_text(value, path, MAX_SCHEMA_CHARS)
-        try:
-            value = msgspec.json.decode(value)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise RequestError(f"{path} is not JSON: {error}", field) from None
-    if not isinstance(value, Mapping):
-        raise RequestError(f"{path} must be an object, got {quoted(value)}", field)
-    return value

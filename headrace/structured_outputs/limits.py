@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from headrace.errors import RequestError, quoted
 
 MAX_CHARS = 2**15
@@ -47,3 +49,14 @@ def check_text(value: object, path: str, most: int = MAX_CHARS) -> str:
     except UnicodeEncodeError:
         raise RequestError(f"{path} has half a surrogate pair, which UTF-8 cannot represent", field) from None
     return value
+
+
+def decoded(value: object, path: str) -> object:
+    """Return JSON that may have come as its text. Raises RequestError for a text that is none, or is too long."""
+    if not isinstance(value, str):
+        return value
+    check_text(value, path, MAX_SCHEMA_CHARS)
+    try:
+        return msgspec.json.decode(value)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RequestError(f"{path} is not JSON: {error}", path.partition(".")[0]) from None

@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from headrace.errors import RequestError, quoted
 from headrace.structured_outputs.formats import FORMATS, NATIVE_FORMATS
 from headrace.structured_outputs.grammar import Grammar, of_schema
@@ -27,6 +25,7 @@ from headrace.structured_outputs.limits import (
     MAX_SCHEMA_CHARS,
     MAX_STACK,
     check_text,
+    decoded,
 )
 from headrace.structured_outputs.negation import NoComplement, negate
 from headrace.structured_outputs.references import References, identity_of
@@ -84,12 +83,7 @@ def checked_schema(
     """Return a schema in the form that llguidance holds wholly. Raises RequestError as `grammar_of_schema` does.
     `made` receives all of its parts, each with the path of what it is made of."""
     field = path.partition(".")[0]
-    if isinstance(schema, str):
-        check_text(schema, path, MAX_SCHEMA_CHARS)
-        try:
-            schema = msgspec.json.decode(schema)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise RequestError(f"{path} is not JSON: {error}", field) from None
+    schema = decoded(schema, path)
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
     if not isinstance(schema, dict):
