@@ -99,14 +99,14 @@ class Masks(msgspec.Struct, frozen=True, array_like=True):
     """Says which tokens a step may sample for requests that have a grammar. It follows the step while that computes."""
 
     step: int
-    first_lines: dict[int, int]
+    first_lines: dict[int, int] = {}
     """row -> the line of `bits` for its first sample; the lines of samples behind its drafts follow. Any token may be
     sampled for a row that has none"""
-    num_words: int
+    num_words: int = 0
     """words of 32 bits in a line"""
-    bits: bytes
+    bits: memoryview = memoryview(b"")
     """line by line, little-endian: bit t % 32 of word t // 32 says that token t may be sampled. Tokens beyond a line
-    may not"""
+    may not. Whoever samples copies them at once: the masks of the next step take their place"""
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):

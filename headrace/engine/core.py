@@ -26,7 +26,7 @@ from headrace.planner.smaller import smaller_budget
 from headrace.request import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from headrace.scheduler.config import SchedulerConfig
 from headrace.scheduler.scheduler import Scheduler
-from headrace.step import RunnerOutput, SchedulerOutput
+from headrace.step import Masks, RunnerOutput, SchedulerOutput
 from headrace.structured_outputs.matcher import GrammarCompiler
 
 logger = logging.getLogger(__name__)
@@ -231,12 +231,20 @@ class EngineCore:
 
     def _sample(self, outputs: list[EngineCoreOutput]) -> None:
         """Make the masks of the one step under way, whose forward runs meanwhile, and let it sample. A request whose
-        grammar fails now ends with an error; what the step samples for it is dropped."""
+        grammar fails now ends with an error; what the step samples for it is dropped. If none can be made, all with a
+        grammar do, and the step samples for the others."""
         step = self._inflight[0]
-        masks = self._grammars.masks(step.plan.step, requests := self.scheduler.masked_requests(step.plan))
+        requests = self.scheduler.masked_requests(step.plan)
+        failure = ""
+        try:
+            masks = self._grammars.masks(step.plan.step, requests)
+        except Exception as error:
+            logger.error("the masks of step %d failed", step.plan.step, exc_info=error)
+            masks, failure = Masks(step.plan.step), f"its masks failed: {type(error).__name__}"
         for request in (masked.request for masked in requests):
-            if request.matcher is not None and request.matcher.error:
-                outputs.append(self.scheduler.fail_request(request, request.matcher.error, invalid=True))
+            assert request.matcher is not None
+            if reason := failure or request.matcher.error:
+                outputs.append(self.scheduler.fail_request(request, reason, invalid=not failure))
         step.masked = False
         try:
             self._executor.sample(masks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import lru_cache
 from typing import NamedTuple
 
 from headrace.errors import HeadraceError, RequestError
@@ -90,10 +91,10 @@ class Grammars:
             first_lines[one.row] = line
             line += 1 + len(one.drafts)
             wanted.append(self._wanted(one))
-        num_words, bits = 0, b""
-        if wanted:
-            assert self._compiler is not None
-            num_words, bits = self._compiler.fill(wanted)
+        if not wanted:
+            return Masks(step)
+        assert self._compiler is not None
+        num_words, bits = self._compiler.fill(wanted)
         self.mask_seconds += self._clock() - began
         return Masks(step, first_lines, num_words, bits)
 
@@ -110,12 +111,18 @@ class Grammars:
         assert isinstance(matcher, Matcher)
         assert self._compiler is not None
         params = request.core_request.params
-        reluctant: list[frozenset[int]] = []
-        if params.ignore_eos or request.num_output_tokens < params.min_tokens:
-            eos = self._compiler.eos_token_ids() - request.stop_set if params.ignore_eos else NO_TOKENS
-            outputs = range(request.num_output_tokens, request.num_output_tokens + 1 + len(one.drafts))
-            reluctant = [eos | request.stop_set if count < params.min_tokens else eos for count in outputs]
+        first, reluctant = request.num_output_tokens, list[frozenset[int]]()
+        if params.ignore_eos or first < params.min_tokens:
+            eos, stops = _ends(self._compiler.eos_token_ids() if params.ignore_eos else NO_TOKENS, request.stop_set)
+            outputs = range(first, first + 1 + len(one.drafts))
+            reluctant = [stops if count < params.min_tokens else eos for count in outputs]
         return Wanted(matcher, one.drafts, reluctant)
+
+
+@lru_cache
+def _ends(eos: frozenset[int], stop_set: frozenset[int]) -> tuple[frozenset[int], frozenset[int]]:
+    """Return what no output shall end with: tokens of `eos` that are no stop tokens, and, before min_tokens, all."""
+    return eos - stop_set, eos | stop_set
 
 
 def _outcome(compiled: Future[Matcher]) -> Matcher | HeadraceError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +45,23 @@ def step_masks(step: SchedulerOutput, masks: Masks, device: torch.device) -> Ste
     staged = packed.numpy()
     staged[: 2 * len(lines)].view(np.int64)[:] = lines
     staged[where:] = bits
-    on_device = packed.to(device, non_blocking=True)
+    on_device = _copied(packed, device)
     numbers = on_device[: 2 * len(lines)].view(torch.int64)
     return StepMasks(on_device[where:].view(-1, masks.num_words), numbers)
+
+
+def _copied(packed: Tensor, device: torch.device) -> Tensor:
+    """Return a copy on the device, made while that computes what is queued already."""
+    if device.type == "cpu":
+        return packed
+    stream, copies = torch.cuda.current_stream(device), _copy_stream(device)
+    with torch.cuda.stream(copies):
+        on_device = packed.to(device, non_blocking=True)
+    stream.wait_stream(copies)
+    on_device.record_stream(stream)
+    return on_device
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

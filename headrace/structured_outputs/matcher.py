@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -18,9 +18,10 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from headrace.errors import ConfigError, HeadraceError, RequestError, clip
 
 MAX_THREADS = 16
-"""Of three cores in four, which make masks while the device computes a step."""
+"""Masks are made on all cores, since the engine waits for them; grammars are compiled on three of four."""
 MAX_CACHED = 256
 """Compiled grammars that are kept for later requests, some of which take megabytes."""
+ANY_TOKEN = 0xFFFFFFFF
 LIMITS = LLParserLimits(
     max_items_in_row=2000,
     initial_lexer_fuel=1_000_000,  # some 20 ms
@@ -81,9 +82,11 @@ class GrammarCompiler:
 
     def __init__(self, make_vocabulary: Callable[[], LLTokenizer], threads: int | None = None) -> None:
         """Begin to make the vocabulary, on a thread; whatever is compiled waits for it."""
-        threads = threads or max(1, min(MAX_THREADS, (os.cpu_count() or 1) * 3 // 4))
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="grammars")
+        threads = threads or min(MAX_THREADS, os.cpu_count() or 1)
+        self._threads = ThreadPoolExecutor(max(1, threads * 3 // 4), thread_name_prefix="grammars")
         self._masks = LLExecutor(threads)
+        self._lines = np.empty((0, 0), dtype=np.uint32)
+        """Where masks are made, again and again: to touch fresh memory for them takes half a millisecond."""
         self._cache: OrderedDict[str, Future[Matcher]] = OrderedDict()
         self._vocabulary = self._threads.submit(_prepared, make_vocabulary)
         self._eos: frozenset[int] | None = None
@@ -100,36 +103,39 @@ class GrammarCompiler:
             self._cache.popitem(last=False)
         return found
 
-    def fill(self, wanted: Sequence[Wanted]) -> tuple[int, bytes]:
-        """Make masks on several threads, line after line. Return the words of 32 bits in a line, and the lines: bit
-        t % 32 of word t // 32, little-endian, allows token t. A matcher that fails notes its error, and its lines mean
-        nothing."""
-        vocabulary = self._vocabulary.result()
-        words = -(-vocabulary.vocab_size // 32)
-        lines = np.full((sum(1 + len(one.drafts) for one in wanted), words), 0xFFFFFFFF, dtype=np.uint32)
+    def fill(self, wanted: Sequence[Wanted]) -> tuple[int, memoryview]:
+        """Make masks on several threads, line after line. Return the words of 32 bits in a line, and the bytes of the
+        lines, which are overwritten by the next call: bit t % 32 of word t // 32, little-endian, allows token t. A
+        matcher that fails notes its error, and its lines mean nothing."""
+        words = -(-self._vocabulary.result().vocab_size // 32)
+        lines = self._room_for(sum(1 + len(one.drafts) for one in wanted), words)
         plain: list[tuple[LLMatcher, int]] = []
         drafted: list[tuple[LLMatcher, int, list[int]]] = []
-        first = 0
-        for one in wanted:
+        for first, one in _placed(wanted):
             if one.drafts:
                 drafted.append((one.matcher.inner, first, list(one.drafts)))
+                lines[first : first + 1 + len(one.drafts)] = ANY_TOKEN  # none is made behind a draft that is forbidden
             else:
                 plain.append((one.matcher.inner, first))
-            first += 1 + len(one.drafts)
         where = lines.ctypes.data, 4 * words, len(lines)
         if plain:
             self._masks.unsafe_compute_mask_ptr(plain, *where)
         if drafted:
             self._masks.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
-        first, reluctant = 0, dict[frozenset[int], list[int]]()
-        for one in wanted:
+        reluctant = dict[frozenset[int], list[int]]()
+        for first, one in _placed(wanted):
             one.matcher.note_error()
             for place, tokens in enumerate(one.reluctant, first):
                 reluctant.setdefault(tokens, []).append(place)
-            first += 1 + len(one.drafts)
         for tokens, places in reluctant.items():
             _forbid_unless_alone(lines, np.array(places), tokens)
-        return words, lines.tobytes()
+        return words, memoryview(lines).cast("B")
+
+    def _room_for(self, num_lines: int, words: int) -> np.ndarray:
+        """Return memory for so many lines # [num_lines, words] uint32, as a rule that of the call before."""
+        if len(self._lines) < num_lines:
+            self._lines = np.empty((1 << (num_lines - 1).bit_length(), words), dtype=np.uint32)
+        return self._lines[:num_lines]
 
     def eos_token_ids(self) -> frozenset[int]:
         """Return the tokens that end a text of this vocabulary, once it is made."""
@@ -155,6 +161,14 @@ class GrammarCompiler:
             raise RequestError(f"the grammar cannot be compiled: {_first_line(inner)}", "structured_outputs")
         self.num_compiled += 1
         return Matcher(inner)
+
+
+def _placed(wanted: Sequence[Wanted]) -> Iterator[tuple[int, Wanted]]:
+    """Yield each output with its first line."""
+    first = 0
+    for one in wanted:
+        yield first, one
+        first += 1 + len(one.drafts)
 
 
 def _prepared(make_vocabulary: Callable[[], LLTokenizer]) -> LLTokenizer:

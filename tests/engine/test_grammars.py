@@ -94,7 +94,7 @@ class Device:
         if step.masked:
             self.waiting = handle
         else:
-            handle.output = self._sample(step, Masks(step.step, {}, 0, b""))
+            handle.output = self._sample(step, Masks(step.step))
         return handle
 
     def sample(self, masks: Masks) -> None:

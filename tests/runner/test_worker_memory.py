@@ -206,7 +206,7 @@ def test_what_a_masked_step_has_computed_is_freed_before_it_is_computed_again(
     handle = worker.execute(step)
     only_seven = np.zeros(-(-worker.model_config.vocab_size // 32), dtype="<u4")
     only_seven[0] = 1 << 7
-    worker.sample(Masks(0, {0: 0}, len(only_seven), only_seven.tobytes()))
+    worker.sample(Masks(0, {0: 0}, len(only_seven), memoryview(only_seven.tobytes())))
     assert handle.result().token_ids == [7]
     assert handle.result().short_of_memory
 

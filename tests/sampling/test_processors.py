@@ -118,7 +118,7 @@ def test_lines_of_a_step_and_of_its_parts() -> None:
         3, rows=[4, 7, 2, 9], num_computed_tokens=[5, 6, 0, 0], num_scheduled_tokens=[3, 3, 4, 1],
         samples=[True, True, False, True], num_drafts=[2, 2, 0, 0], masked=True,
     )  # fmt: skip
-    masks = Masks(3, {7: 0, 9: 3}, 2, bytes(range(32)))
+    masks = Masks(3, {7: 0, 9: 3}, 2, memoryview(bytes(range(32))))
     found = step_masks(step, masks, torch.device("cpu"))
     assert found is not None
     assert found.lines.tolist() == [-1, -1, -1, 0, 1, 2, 3]
@@ -131,7 +131,7 @@ def test_lines_of_a_step_and_of_its_parts() -> None:
         of_part = step_masks(part, masks, torch.device("cpu"))
         lines += [-1] * sum(part.samples) if of_part is None else of_part.lines.tolist()
     assert lines == [-1, 0, 3]
-    assert step_masks(step, Masks(3, {}, 0, b""), torch.device("cpu")) is None
+    assert step_masks(step, Masks(3), torch.device("cpu")) is None
 
 
 def test_masks_take_no_memory_until_one_is_asked_for() -> None:
