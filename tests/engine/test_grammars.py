@@ -4,6 +4,7 @@ that their outputs so far call for, and whatever fails takes only its own reques
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import threading
 import weakref
@@ -28,7 +29,7 @@ from headrace.sampling_params import SamplingParams
 from headrace.scheduler.config import SchedulerConfig
 from headrace.scheduler.scheduler import Scheduler
 from headrace.step import Masks, RunnerOutput, SchedulerOutput
-from headrace.structured_outputs.matcher import GrammarCompiler, Matcher
+from headrace.structured_outputs.matcher import GrammarCompiler, Matcher, Wanted
 from tests.runner.test_cuda_graph import make_core as make_real_core
 from tests.runner.test_cuda_graph import make_runner
 from tests.structured_outputs.grammars import (
@@ -410,6 +411,33 @@ def test_a_masked_step_that_fails_ends_its_requests_alone(compiler: GrammarCompi
     answers |= run(core, request("later", OBJECT))
     assert answers.pop("later").text in TEXTS
     assert {answer.error for answer in answers.values()} == {"the step failed: HeadraceError: out of luck"}
+    stats = core.snapshot([]).stats
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+def test_masks_that_cannot_be_made_end_the_requests_with_grammars_alone(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill, count = compiler.fill, itertools.count()
+
+    def fails_once(wanted: list[Wanted]) -> tuple[int, memoryview]:
+        if next(count) == 3:
+            raise RuntimeError("a secret path")
+        return fill(wanted)
+
+    monkeypatch.setattr(compiler, "fill", fails_once)
+    core = make_core(Device(), compiler)
+    answers = run(
+        core,
+        *(request(f"held {number}", regex("[0-9]{9}")) for number in range(2)),
+        request("plain", max_tokens=9, ignore_eos=True),
+    )
+    assert (answers["plain"].error, len(answers["plain"].token_ids)) == (None, 9)
+    for number in range(2):
+        held = answers[f"held {number}"]
+        assert (held.error, held.invalid) == ("its masks failed: RuntimeError", False)
+        assert 0 < len(held.token_ids) < 9
+    assert run(core, request("later", OBJECT))["later"].text in TEXTS
     stats = core.snapshot([]).stats
     assert stats.num_free_blocks == stats.num_blocks
 

@@ -82,6 +82,17 @@ def test_behind_a_draft_that_the_grammar_forbids_anything_goes(compiler: Grammar
     assert not matcher.error
 
 
+def test_a_batch_finds_nothing_of_those_before_it(compiler: GrammarCompiler) -> None:
+    """All are made in the same memory, which grows with the largest."""
+    (a, b), large = encode("ab"), [compiled(compiler, choice(["b"])) for _ in range(9)]
+    assert allowed(compiler, *(Wanted(matcher) for matcher in large)) == [{b}] * 9
+    first, second, third, last = allowed(
+        compiler, Wanted(compiled(compiler, choice(["ab"])), encode("xb")), Wanted(large[0])
+    )
+    assert (first, last) == ({a}, {b})
+    assert min(len(second), len(third)) >= EOS
+
+
 def test_advance_stops_where_the_output_is_complete(compiler: GrammarCompiler) -> None:
     matcher = compiled(compiler, choice(["ab"]))
     assert matcher.advance(encode("abab")) == 2

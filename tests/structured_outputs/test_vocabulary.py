@@ -1,7 +1,10 @@
 """The bytes of tokens as llguidance sees them equal those of its own reader, and marks are not text."""
 
+import json
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, models
@@ -40,6 +43,25 @@ def test_bytes_equal_those_of_llguidances_own_reader(folder: Path) -> None:
     for token_id in range(tokenizer.vocab_size):
         assert ours.decode_bytes([token_id]) == theirs.decode_bytes([token_id])
         assert ours.is_special_token(token_id) == theirs.is_special_token(token_id)
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_kinds_of_tokens_allowed_as_a_whole_are_those_that_a_walk_through_each_allows(bounded: bool) -> None:
+    tokenizer, rng = Tokenizer.from_folder(DEMO_FOLDER), random.Random()
+    tokens = vocabulary(tokenizer, tokenizer.vocab_size, [tokenizer.eos_token_id])
+    text = {"type": "string"} | ({"maxLength": rng.randint(1, 40)} if bounded else {})
+    grammar = f"{NO_FORCING}start: %json {json.dumps(text)}"
+    by_kind, by_walk = (LLMatcher(each, grammar, log_level=0) for each in (tokens, tokens.with_slices([])))
+    for _ in range(60):
+        mask = by_kind.compute_bitmask()
+        assert mask == by_walk.compute_bitmask()
+        allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))
+        token = int(rng.choice(allowed))
+        assert by_kind.consume_token(token)
+        assert by_walk.consume_token(token)
+        if by_kind.is_stopped():
+            return
+    assert not bounded
 
 
 def with_added(*tokens: AddedToken) -> Tokenizer:
