@@ -80,6 +80,9 @@ class Measured:
     step_p50: float
     step_p99: float
     step_p999: float
+    masks_p50: float
+    """Making the masks of a step, while the device computes its forward."""
+    masks_p99: float
     first_token: float
 
 
@@ -105,12 +108,12 @@ class Bench:
                 seed=self._number, grammar=grammar,
             )  # fmt: skip
             self.core.add_request(request)
-        times, first, tokens, last = [], 0.0, 0, time.perf_counter()
-        begun = set[str]()
+        times, masks, first, tokens, last = list[float](), list[float](), 0.0, 0, time.perf_counter()
+        masked, begun = self.core.snapshot([]).stats.mask_seconds, set[str]()
         while self.core.has_work():
-            stepped = self.core.step()
-            now = time.perf_counter()
-            outputs = stepped.outputs if stepped else []
+            if (stepped := self.core.step()) is None:
+                continue
+            now, outputs = time.perf_counter(), stepped.outputs
             if failed := [output.error for output in outputs if output.error]:
                 raise RuntimeError(f"a request failed: {failed[0]}")
             if outputs:
@@ -118,11 +121,17 @@ class Bench:
                 first = first or now - began
                 if len(outputs) == len(grammars) == len(begun):
                     times.append(now - last)
+                    masks.append(stepped.stats.mask_seconds - masked)
+                masked = stepped.stats.mask_seconds
                 begun |= {output.request_id for output in outputs}
                 last = now
-        times = sorted(times) or [0.0]
-        p50, p99, p999 = (1e3 * times[min(len(times) - 1, int(share * len(times)))] for share in (0.5, 0.99, 0.999))
-        return Measured(tokens / (last - began), p50, p99, p999, 1e3 * first)
+        steps = (share_of(times, share) for share in (0.5, 0.99, 0.999))
+        return Measured(tokens / (last - began), *steps, share_of(masks, 0.5), share_of(masks, 0.99), 1e3 * first)
+
+
+def share_of(times: list[float], share: float) -> float:
+    """Return the time in milliseconds that no more than such a share of them stay below; 0 of none."""
+    return 1e3 * sorted(times)[min(len(times) - 1, int(share * len(times)))] if times else 0.0
 
 
 def middle(runs: list[Measured]) -> Measured:
@@ -152,17 +161,19 @@ def measure(bench: Bench, in_flight: int, schemas: int, repeats: int) -> dict[st
 
 def table(found: dict[str, Measured]) -> str:
     """Return the figures as Markdown, each second line with its ratio to the line before it."""
-    lines = ["| traffic | output tok/s | step p50 | p99 | p99.9 | first token |", "|---|--:|--:|--:|--:|--:|"]
+    lines = ["| traffic | output tok/s | step p50 | p99 | p99.9 | masks p50 | p99 | first token |"]
+    lines.append("|---|" + "--:|" * 7)
     plain: Measured | None = None
     for name, now in found.items():
         cells = [f"{now.tokens_per_second:.0f}", f"{now.step_p50:.2f} ms", f"{now.step_p99:.2f} ms"]
-        cells += [f"{now.step_p999:.2f} ms", f"{now.first_token:.2f} ms"]
+        cells += [f"{now.step_p999:.2f} ms", f"{now.masks_p50:.2f} ms", f"{now.masks_p99:.2f} ms"]
+        cells.append(f"{now.first_token:.2f} ms")
         if name.startswith("plain"):
             plain = now
         elif plain is not None:
             cells[0] += f" ({now.tokens_per_second / plain.tokens_per_second:.1%})"
             cells[3] += f" ({now.step_p999 / (plain.step_p999 or 1.0):.2f} x)"
-            cells[4] += f" ({now.first_token - plain.first_token:+.2f})"
+            cells[6] += f" ({now.first_token - plain.first_token:+.2f})"
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

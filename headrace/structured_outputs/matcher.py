@@ -17,7 +17,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from headrace.errors import ConfigError, HeadraceError, RequestError, clip
 
-MAX_THREADS = 16
+MAX_THREADS = 32
 """Masks are made on all cores, since the engine waits for them; grammars are compiled on three of four."""
 MAX_CACHED = 256
 """Compiled grammars that are kept for later requests, some of which take megabytes."""
