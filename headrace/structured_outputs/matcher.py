@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -182,15 +183,23 @@ def _first_line(inner: LLMatcher) -> str:
     return clip((inner.get_error() or "no reason is known").strip().splitlines()[0])
 
 
-def _forbid_unless_alone(lines: np.ndarray, places: np.ndarray, tokens: Collection[int]) -> None:
+def _forbid_unless_alone(lines: np.ndarray, places: np.ndarray, tokens: frozenset[int]) -> None:
     """Forbid tokens in the masks at `places` of lines # [num_lines, words] uint32, but not where a mask allows no
     others. Most masks allow none of the tokens, so only the words that have them are looked at first."""
-    ids = np.array([token for token in tokens if token < 32 * lines.shape[1]], dtype=np.int64)
+    words, bits = _words_of(tokens, lines.shape[1])
+    places = places[(lines[places[:, None], words] & bits).any(axis=1)]
+    if len(places):
+        kept = lines[places]
+        kept[:, words] &= ~bits
+        others = kept.any(axis=1)
+        lines[places[others]] = kept[others]
+
+
+@lru_cache
+def _words_of(tokens: frozenset[int], num_words: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return which words of a line have tokens, and the bits of those in each # [words] int64, uint32."""
+    ids = np.array([token for token in tokens if token < 32 * num_words], dtype=np.int64)
     words, first = np.unique(ids >> 5, return_inverse=True)
     bits = np.zeros(len(words), dtype=np.uint32)
     np.bitwise_or.at(bits, first, np.uint32(1) << (ids & 31).astype(np.uint32))
-    places = places[(lines[places[:, None], words] & bits).any(axis=1)]
-    kept = lines[places]
-    kept[:, words] &= ~bits
-    others = kept.any(axis=1)
-    lines[places[others]] = kept[others]
+    return words, bits
