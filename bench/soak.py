@@ -197,7 +197,7 @@ async def flood(target: Target, rate: float, seconds: float, seed: int, tally: T
 
 
 def ask_health(url: str, stop: Any, found: Any) -> None:
-    """Ask /health once a second until `stop`; send the SLOWEST answers, (seconds, when), and the first problem to `found`.
+    """Ask /health once a second until `stop`; send the SLOWEST answers (seconds, when) and a first problem to `found`.
 
     It runs in a process of its own, so that nothing but the server can make an answer late.
     """
