@@ -130,7 +130,7 @@ class GrammarCompiler:
                 reluctant.setdefault(tokens, []).append(place)
         for tokens, places in reluctant.items():
             _forbid_unless_alone(lines, np.array(places), tokens)
-        return words, memoryview(lines).cast("B")
+        return words, lines.data.cast("B")
 
     def _room_for(self, num_lines: int, words: int) -> np.ndarray:
         """Return memory for so many lines # [num_lines, words] uint32, as a rule that of the call before."""
