@@ -179,7 +179,7 @@ class UnsupportedMediaTypeError(RequestError):
 
 
 class QueueFullError(HeadraceError):
-    """More requests or prompt tokens wait than are allowed to."""
+    """More waits than is allowed to, or a request has waited for longer than that."""
 
     http_status = 429
     error_type = "rate_limit_error"

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from headrace.errors import HeadraceError, QueueFullError, RequestError
 from headrace.sampling_params import SamplingParams
 from headrace.step import Logprobs
 
@@ -67,12 +68,24 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=Fals
     error: str | None = None
     invalid: bool = False
     """With an error: what the request asks for is why, not the engine."""
+    retry_after: int = 0
+    """With an error: too much was asked of the engine at once, and after so many seconds to ask again; 0: another
+    error."""
 
     @classmethod
-    def failed(cls, request_id: str, error: str, invalid: bool = False) -> EngineCoreOutput:
+    def failed(cls, request_id: str, error: str, invalid: bool = False, retry_after: int = 0) -> EngineCoreOutput:
         """Return the last output of a request that fails."""
-        reason = FinishReason.ERROR
-        return cls(request_id=request_id, new_token_ids=[], finish_reason=reason, error=error, invalid=invalid)
+        return cls(
+            request_id=request_id, new_token_ids=[], finish_reason=FinishReason.ERROR, error=error, invalid=invalid,
+            retry_after=retry_after,
+        )  # fmt: skip
+
+    def exception(self) -> HeadraceError:
+        """Return the error of the last output of a request that has failed."""
+        message = self.error or "the request failed in the engine"
+        if self.retry_after:
+            return QueueFullError(message, self.retry_after)
+        return RequestError(message) if self.invalid else HeadraceError(message)
 
 
 class RequestStatus(enum.Enum):

@@ -231,11 +231,6 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, repr_omit
                     "guided_decoding is the older name of structured_outputs: give one", "guided_decoding"
                 )
             self.structured_outputs, self.guided_decoding = self.guided_decoding, None
-        if self.structured_outputs is not None and self.allowed_token_ids is not None:
-            raise RequestError(
-                "structured_outputs cannot be combined with allowed_token_ids: together they may allow nothing",
-                "structured_outputs",
-            )
 
     @property
     def is_greedy(self) -> bool:

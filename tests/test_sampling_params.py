@@ -101,7 +101,8 @@ def test_structured_outputs_that_make_no_sense_are_refused(given: Any, why: str)
     assert caught.value.param == "structured_outputs"
 
 
-def test_structured_outputs_go_with_neither_their_old_name_nor_allowed_tokens() -> None:
-    for others in ({"guided_decoding": {"regex": "b"}}, {"allowed_token_ids": [1]}):
-        with pytest.raises(RequestError, match="structured_outputs"):
-            SamplingParams(structured_outputs={"regex": "a"}, **others)
+def test_structured_outputs_go_with_allowed_tokens_but_not_with_their_old_name() -> None:
+    given = SamplingParams(structured_outputs={"regex": "a"}, allowed_token_ids=[1])
+    assert (given.structured_outputs, given.allowed_token_ids) == (StructuredOutputsParams(regex="a"), [1])
+    with pytest.raises(RequestError, match="structured_outputs"):
+        SamplingParams(structured_outputs={"regex": "a"}, guided_decoding={"regex": "b"})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from msgspec.structs import replace
 
 from headrace.config import EngineConfig
 from headrace.engine.core import EngineCore, log_decisions
+from headrace.engine.grammars import TURN_SECONDS
 from headrace.engine.input_processor import eos_token_ids
 from headrace.engine.messages import CoreFacts
 from headrace.engine.step_watch import StepWatch
@@ -76,7 +78,8 @@ def build_core(
     settled = all_settings(loaded.config, [*decisions, *loaded.decisions, *log_decisions(chunk)])
     prediction = predict_steps(loaded.config, model_config, loaded.workers)
     watch = None if prediction is None else StepWatch(prediction)
-    return EngineCore(replace(loaded, decisions=settled), scheduler, ranks, watch, compiler)
+    patience = TURN_SECONDS if beside_server else math.inf  # offline nobody else waits who could come back later
+    return EngineCore(replace(loaded, decisions=settled), scheduler, ranks, watch, compiler, patience)
 
 
 def _grammar_compiler(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from headrace.engine.grammars import Grammars
 from headrace.engine.messages import Abort, CoreFacts
 from headrace.engine.step_health import StepHealth
 from headrace.engine.step_watch import StepWatch, Watched
-from headrace.errors import EngineDeadError, HeadraceError, OutOfMemoryError, RequestError
+from headrace.errors import EngineDeadError, HeadraceError, OutOfMemoryError, QueueFullError, RequestError
 from headrace.executor.base import Executor, StepHandle
 from headrace.planner.record import Decision
 from headrace.planner.smaller import smaller_budget
@@ -71,14 +72,15 @@ class EngineCore:
 
     def __init__(
         self, facts: CoreFacts, scheduler: Scheduler, executor: Executor, watch: StepWatch | None = None,
-        compiler: GrammarCompiler | None = None,
+        compiler: GrammarCompiler | None = None, turn_seconds: float = math.inf,
     ) -> None:  # fmt: skip
-        """`watch` compares the times of steps with predicted ones; `compiler` is for requests with a grammar."""
+        """`watch` compares the times of steps with predicted ones; `compiler` is for requests with a grammar, and
+        `turn_seconds` how long one may wait until the compiler begins with it."""
         self.facts = facts
         self.scheduler = scheduler
         self._executor = executor
         self._watch = watch
-        self._grammars = Grammars(compiler)
+        self._grammars = Grammars(compiler, turn_seconds)
         self._health = StepHealth(facts.config.dtype)
         self._warmup_sizes = collections.deque(facts.workers[0].warmup_sizes if facts.workers else [])
         """(requests, tokens) of the warm-up steps that have not run yet."""
@@ -336,7 +338,8 @@ class EngineCore:
 
 
 def _failed(request: EngineCoreRequest, error: HeadraceError) -> EngineCoreOutput:
-    return EngineCoreOutput.failed(request.request_id, str(error), isinstance(error, RequestError))
+    retry_after = error.retry_after if isinstance(error, QueueFullError) else 0
+    return EngineCoreOutput.failed(request.request_id, str(error), isinstance(error, RequestError), retry_after)
 
 
 def log_decisions(decisions: list[Decision], level: int = logging.DEBUG) -> list[Decision]:

@@ -1,39 +1,80 @@
-"""Holds requests back while their grammars are compiled, and makes the masks of a step. Others never wait for it."""
+"""Holds requests back while their grammars are compiled, and makes the masks of a step. Others never wait for it.
+
+Clients take turns at the compiler, by the rule by which they take turns at the device.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from headrace.errors import HeadraceError, RequestError
+from headrace.errors import HeadraceError, QueueFullError, RequestError
 from headrace.request import EngineCoreRequest
+from headrace.scheduler.fair_queue import FairQueue, Turn
 from headrace.scheduler.plan import MaskedRequest
 from headrace.step import Masks
 from headrace.structured_outputs.matcher import GrammarCompiler, Matcher, Wanted
 
+TURN_SECONDS = 10.0
+"""How long a request of a server may wait until the compiler begins with its grammar."""
 COMPILE_SECONDS = 10.0
-"""How long a request waits for its grammar, including the time in which those of others are compiled before it."""
+"""How long it may wait for its grammar from then on."""
 
 NO_TOKENS: frozenset[int] = frozenset()
 
 
-class _Held(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A request that waits for its grammar; what a FairQueue needs of it stands first."""
+
+    request_id: str
+    """Not the request's own: that may come again while the grammar of one that was aborted is still being compiled."""
+    order: Turn
+    num_prompt_tokens: int
     request: EngineCoreRequest
-    compiled: Future[Matcher]
     deadline: float
+    compiled: Future[Matcher] | None
+    """None until the compiler begins with it."""
+
+
+class _Compiling(NamedTuple):
+    """A grammar that the compiler has begun with."""
+
+    compiled: Future[Matcher]
+    whose_turn: _Held
+    """Others may wait for the same grammar."""
+    began: float
 
 
 class Grammars:
     """Compiles the grammars of requests, and makes masks for those that run."""
 
-    def __init__(self, compiler: GrammarCompiler | None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`compiler`: None where there is no tokenizer, and therefore no grammar."""
+    def __init__(
+        self,
+        compiler: GrammarCompiler | None,
+        turn_seconds: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`compiler`: None where there is no tokenizer, and therefore no grammar. `turn_seconds`: how long a request may
+        wait until the compiler begins with its grammar."""
         self._compiler = compiler
+        self._turn_seconds = turn_seconds
         self._clock = clock
         self._held: dict[str, _Held] = {}
+        self._turns: FairQueue[_Held] = FairQueue()
+        """Those of the held requests that wait for their turn; those whose turn it was count as running."""
+        self._waiting: dict[str, list[_Held]] = {}
+        """Grammar -> the requests that wait until the compiler begins with it."""
+        self._compiling: dict[str, _Compiling] = {}
+        """By the grammar; no more than the compiler has threads."""
+        self._num_ended = 0
+        self._seconds = 0.0
+        """In which grammars were compiled, of those that came to an end."""
         self.mask_seconds = 0.0
         """Time in which masks were made."""
 
@@ -44,7 +85,7 @@ class Grammars:
     @property
     def num_prompt_tokens(self) -> int:
         """Return how many prompt tokens those requests have."""
-        return sum(len(held.request.prompt_token_ids) for held in self._held.values())
+        return sum(held.num_prompt_tokens for held in self._held.values())
 
     @property
     def num_compiled(self) -> int:
@@ -57,30 +98,43 @@ class Grammars:
             raise RequestError("structured_outputs needs a tokenizer, but the server runs without one")
         if request.request_id in self._held:
             raise RequestError(f"request_id {request.request_id!r} is in use by an unfinished request")
-        held = _Held(request, self._compiler.start(request.grammar), self._clock() + COMPILE_SECONDS)
+        under_way = self._compiling.get(request.grammar)
+        compiled = self._compiler.found(request.grammar) if under_way is None else under_way.compiled
+        deadline = self._clock() + (self._turn_seconds if compiled is None else COMPILE_SECONDS)
+        moment = self._turns.tick()
+        held = _Held(str(moment), (0, moment, ""), len(request.prompt_token_ids), request, deadline, compiled)
+        if compiled is None:
+            self._turns.add(held, request.client, request.parent or request.request_id)
+            self._waiting.setdefault(request.grammar, []).append(held)
         self._held[request.request_id] = held
 
     def drop(self, request_id: str) -> None:
-        """Forget a request, if it is held back."""
+        """Forget a request, if it is held back. A grammar that is being compiled is compiled to its end."""
         held = self._held.pop(request_id, None)
-        if held is not None and not any(other.compiled is held.compiled for other in self._held.values()):
-            held.compiled.cancel()
+        if held is not None and held.compiled is None:
+            self._turns.remove(held)
+            same = self._waiting[held.request.grammar]
+            same.remove(held)
+            if not same:
+                del self._waiting[held.request.grammar]
 
     def released(self) -> Iterator[tuple[EngineCoreRequest, Matcher | HeadraceError]]:
         """Yield the requests that wait no longer, each with its matcher or the error with which it ends."""
+        self._begin()
+        now = self._clock()
         for name, held in list(self._held.items()):
-            if held.compiled.done():
+            if held.compiled is not None and held.compiled.done():
                 del self._held[name]
                 yield held.request, _outcome(held.compiled)
-            elif self._clock() > held.deadline:
+            elif now > held.deadline:
                 self.drop(name)
-                seconds = f"within {COMPILE_SECONDS:g} seconds"
-                late = f"the grammar was not compiled {seconds}: it is too complex, or many are compiled at once"
-                yield held.request, RequestError(late, "structured_outputs")
+                yield held.request, self._late(held)
 
     def wait(self, seconds: float) -> None:
         """Return when a grammar is compiled, or so many seconds have passed."""
-        wait([held.compiled for held in self._held.values()], seconds, return_when=FIRST_COMPLETED)
+        assert self._compiler is not None
+        under_way: list[Future[Any]] = [one.compiled for one in self._compiling.values()]
+        wait(under_way or [self._compiler.vocabulary], seconds, return_when=FIRST_COMPLETED)
 
     def masks(self, step: int, requests: Sequence[MaskedRequest]) -> Masks:
         """Return the masks of a step's requests. Those whose grammars fail now have a matcher with an error."""
@@ -99,10 +153,48 @@ class Grammars:
         return Masks(step, first_lines, num_words, bits)
 
     def shutdown(self) -> None:
-        """Stop compiling; requests that wait are dropped."""
+        """Stop compiling. Requests that wait get no answer."""
         self._held.clear()
         if self._compiler is not None:
             self._compiler.shutdown()
+
+    def _begin(self) -> None:
+        """Let the compiler begin with as many grammars as it has threads, of those whose turn it is."""
+        assert self._compiler is not None
+        now = self._clock()
+        for grammar, ended in [(name, one) for name, one in self._compiling.items() if one.compiled.done()]:
+            del self._compiling[grammar]
+            self._turns.release(ended.whose_turn)
+            self._num_ended += 1
+            self._seconds += min(now - ended.began, COMPILE_SECONDS)
+        while len(self._compiling) < self._compiler.num_threads and self._compiler.vocabulary.done():
+            first = self._turns.first
+            if first is None:
+                break
+            self._turns.take(first)
+            grammar = first.request.grammar
+            compiled = self._compiler.start(grammar)
+            self._compiling[grammar] = _Compiling(compiled, first, now)
+            for held in self._waiting.pop(grammar):
+                held.compiled, held.deadline = compiled, now + COMPILE_SECONDS
+                if held is not first:
+                    self._turns.remove(held)
+
+    def _late(self, held: _Held) -> HeadraceError:
+        """Return the error of a request that has waited for too long: for its turn, or for the grammar itself."""
+        assert self._compiler is not None
+        if held.compiled is not None:
+            return RequestError(
+                f"the grammar was not compiled within {COMPILE_SECONDS:g} seconds, which is the limit: it is too complex",
+                "structured_outputs",
+            )
+        others = 1 + len(self._waiting)
+        ahead = others * self._seconds / max(1, self._num_ended) / self._compiler.num_threads
+        return QueueFullError(
+            f"the engine did not come to the request's grammar within {self._turn_seconds:g} seconds: {others} wait to "
+            "be compiled; please try again later",
+            max(1, math.ceil(ahead)),
+        )
 
     def _wanted(self, one: MaskedRequest) -> Wanted:
         """Ask for a request's masks. A stop token before min_tokens, and eos with ignore_eos, are allowed only where
@@ -127,8 +219,6 @@ def _ends(eos: frozenset[int], stop_set: frozenset[int]) -> tuple[frozenset[int]
 
 def _outcome(compiled: Future[Matcher]) -> Matcher | HeadraceError:
     """Return a copy of what was compiled, or why there is none."""
-    if compiled.cancelled():
-        return RequestError("the grammar was not compiled: the engine is stopping", "structured_outputs")
     error = compiled.exception()
     if error is None:
         return compiled.result().copy()

@@ -227,8 +227,7 @@ class OutputProcessor:
                 changed.pop(request.request_id, None)
                 self._count_ended(request, FinishReason.ERROR)
                 aborts.extend(Abort(core_id) for core_id in self._forget(request) if core_id != output.request_id)
-                kind = RequestError if output.invalid else HeadraceError
-                self._fail(request, kind(output.error or "the request failed in the engine"))
+                self._fail(request, output.exception())
                 continue
             num_before = choice.num_tokens
             if self._add_output(request, choice, output):

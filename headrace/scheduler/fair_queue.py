@@ -13,15 +13,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
-from headrace.request import Request
 from headrace.scheduler.ordered_queue import OrderedQueue
 
 Turn = tuple[int, float, str]
-"""A moment, comparable with `Request.order`."""
+"""A moment, comparable with `Waiter.order`."""
 PREEMPT_RATIO = 2
 """A client or parent is preempted for another if it runs at least this many times what that would run with one more."""
+
+
+class Waiter(Protocol):
+    """Represents what waits for its turn: a request, or what has to be done before it can run."""
+
+    request_id: str
+    order: Turn
+    """Unique among those that wait, and from `FairQueue.tick` if they take turns as they come."""
+    num_prompt_tokens: int
+
+
+T = TypeVar("T", bound=Waiter)
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +66,7 @@ class Share:
         return self.members[name]
 
 
-class FairQueue:
+class FairQueue(Generic[T]):
     """Holds the waiting requests, and counts the running ones to know whose turn it is.
 
     `add` a request, then `take` it when it is admitted or `remove` it while it waits. One that was taken is `put_back`
@@ -79,7 +90,7 @@ class FairQueue:
         return self._size
 
     @property
-    def first(self) -> Request | None:
+    def first(self) -> T | None:
         """The request whose turn it is."""
         client = self._all.waiting.first
         return None if client is None else client.waiting.first.waiting.first
@@ -89,7 +100,7 @@ class FairQueue:
         self._clock += 1
         return self._clock
 
-    def add(self, request: Request, client_name: str, parent_name: str) -> None:
+    def add(self, request: T, client_name: str, parent_name: str) -> None:
         """Add a new request of a client's HTTP request."""
         client = self._all.member(client_name, 1)
         parent = client.member(parent_name, self._quantum)
@@ -97,31 +108,31 @@ class FairQueue:
         self._shares_of[request.request_id] = parent, client
         self._update(request, waiting=1, running=0)
 
-    def take(self, request: Request) -> None:
+    def take(self, request: T) -> None:
         """Count a waiting request as running."""
         self._update(request, waiting=-1, running=1)
 
-    def put_back(self, request: Request) -> None:
+    def put_back(self, request: T) -> None:
         """Let a running request wait again, first among equals."""
         self._update(request, waiting=1, running=-1)
 
-    def release(self, request: Request) -> None:
+    def release(self, request: T) -> None:
         """Remove a running request that has ended."""
         self._update(request, waiting=0, running=-1)
         del self._shares_of[request.request_id]
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: T) -> None:
         """Remove a waiting request."""
         self._update(request, waiting=-1, running=0)
         del self._shares_of[request.request_id]
 
-    def shares_steps(self, under_way: Request, waiting: Request) -> bool:
+    def shares_steps(self, under_way: T, waiting: T) -> bool:
         """Return whether a prompt that is partly computed leaves part of each step to a waiting one. It does not where
         both came one by one from one client: those are served one after the other."""
         (one, client), (other, others_client) = (self._shares_of[item.request_id] for item in (under_way, waiting))
         return client is not others_client or (one is not other and one.num_requests > 1)
 
-    def victim(self, running: list[Request]) -> Request:
+    def victim(self, running: list[T]) -> T:
         """Return the request to preempt when blocks are short. `running` is in order. It is the last in order of the
         parent that runs most, of the client that runs most."""
         clients = self._all.members
@@ -129,7 +140,7 @@ class FairQueue:
             return running[-1]  # nobody runs more than another
         return max(running, key=self._load)
 
-    def victim_for(self, waiting: Request, running: list[Request]) -> Request | None:
+    def victim_for(self, waiting: T, running: list[T]) -> T | None:
         """Return the request to preempt so that a waiting one can run, if its client or parent has too small a share.
         It belongs to a client, or to another parent of the same client, that runs far more. It is never the only one of
         that, so the first of all requests in order always goes on."""
@@ -140,11 +151,11 @@ class FairQueue:
                 return max((one for one in running if largest in self._shares_of[one.request_id]), key=self._load)
         return None
 
-    def _load(self, request: Request) -> tuple[int, int, Turn]:
+    def _load(self, request: T) -> tuple[int, int, Turn]:
         parent, client = self._shares_of[request.request_id]
         return client.num_running, parent.num_running // self._quantum, request.order
 
-    def _update(self, request: Request, waiting: int, running: int) -> None:
+    def _update(self, request: T, waiting: int, running: int) -> None:
         """Change the counts of a request's parent and client by -1, 0 or 1, and sort both into the queues anew."""
         parent, client = self._shares_of[request.request_id]
         levels = ((parent, client), (client, self._all))

@@ -55,7 +55,7 @@ class Scheduler:
         )
         self.requests: dict[str, Request] = {}
         """Unfinished requests by id; each is either waiting or running."""
-        self.waiting = FairQueue(max(1, min(MAX_QUANTUM, config.max_num_seqs // 8)))
+        self.waiting: FairQueue[Request] = FairQueue(max(1, min(MAX_QUANTUM, config.max_num_seqs // 8)))
         """New and preempted requests."""
         self.running: OrderedQueue[Request] = OrderedQueue()
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))

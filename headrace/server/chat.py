@@ -79,7 +79,7 @@ def _plan(serving: Serving, request: ChatCompletionRequest) -> ChatPlan:
         add_special_tokens=bool(request.add_special_tokens),  # the template has written them
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
-        grammar=chat_grammar(serving, request, params, use, rendered, opened),
+        grammar=chat_grammar(serving, request, use, rendered, opened),
         kept=frozenset() if parsing is None else serving.formats.kept,
     )
     # Of a model whose calls nothing finds, they stay text.

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from headrace.errors import RequestError
 from headrace.parsers.formats import ReasoningFormat
-from headrace.sampling_params import SamplingParams
 from headrace.server.chat_prompt import Rendered
 from headrace.server.constraints import constraint_of
 from headrace.server.output_formats import WITHOUT_FORMAT, OutputFormats
@@ -24,7 +22,6 @@ _SPACE = Grammar(r"(/[ \r\n]{1,4}/)?")
 def chat_grammar(
     serving: Serving,
     request: ChatCompletionRequest,
-    params: SamplingParams,
     use: ToolUse | None,
     rendered: Rendered,
     opened: bool,
@@ -35,15 +32,10 @@ def chat_grammar(
     special: Mapping[str, int] = {} if tokenizer is None else tokenizer.marks
     reasoning = formats.reasoning
     in_channels = any(form is not None and form.whole_answer for form in (formats.tool, reasoning))
-    asked = constraint_of(serving, request, params)
+    asked = constraint_of(serving, request)
     if asked is not None and in_channels:
         asked = in_final(asked, special)
     calls = None if use is None else _calls(use, formats, special, beside=asked is not None)
-    if calls is not None and params.allowed_token_ids is not None:
-        raise RequestError(
-            "allowed_token_ids cannot be combined with calls that are held to a grammar: they may allow nothing",
-            "allowed_token_ids",
-        )
     if calls is None:
         grammar = asked
     elif asked is None or (use is not None and use.forced):

@@ -57,7 +57,7 @@ def _plan(serving: Serving, request: CompletionRequest) -> Generation:
         detokenize=serving.engine.tokenizer is not None,
     )
     check_copies(params, len(prompts) * params.n)
-    grammar = constraint_of(serving, request, params)
+    grammar = constraint_of(serving, request)
     return Generation(
         response_id=new_id("cmpl"),
         model=model,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.errors import RequestError
-from headrace.sampling_params import SamplingParams
 from headrace.server.protocol import GenerateRequest
 from headrace.server.serving import Serving
 from headrace.structured_outputs.conversion import of_params, of_response_format
@@ -26,17 +25,15 @@ def is_constrained(request: GenerateRequest) -> bool:
     return bool(_given(request))
 
 
-def constraint_of(serving: Serving, request: GenerateRequest, params: SamplingParams) -> Grammar | None:
+def constraint_of(serving: Serving, request: GenerateRequest) -> Grammar | None:
     """Return the grammar that a request asks for; None if it asks for none. Raises RequestError for one that is not
-    valid or does not go with `params`, for several at once, and where the server has no tokenizer."""
+    valid, for several at once, and where the server has no tokenizer."""
     given = _given(request)
     if not given:
         return None
     name, value = next(iter(given.items()))
     if len(given) > 1:
         raise RequestError(f"a request can have one of {' and '.join(given)}, not several", name)
-    if params.allowed_token_ids is not None:
-        raise RequestError(f"{name} cannot be combined with allowed_token_ids: together they may allow nothing", name)
     if serving.engine.tokenizer is None:
         raise RequestError(f"{name} needs a tokenizer, but the server runs without one", name)
     special = serving.engine.tokenizer.marks

@@ -84,7 +84,9 @@ class GrammarCompiler:
     def __init__(self, make_vocabulary: Callable[[], LLTokenizer], threads: int | None = None) -> None:
         """Begin to make the vocabulary, on a thread; whatever is compiled waits for it."""
         threads = threads or min(MAX_THREADS, os.cpu_count() or 1)
-        self._threads = ThreadPoolExecutor(max(1, threads * 3 // 4), thread_name_prefix="grammars")
+        self.num_threads = max(1, threads * 3 // 4)
+        """Of those that compile."""
+        self._threads = ThreadPoolExecutor(self.num_threads, thread_name_prefix="grammars")
         self._masks = LLExecutor(threads)
         self._lines = np.empty((0, 0), dtype=np.uint32)
         """Where masks are made, again and again: to touch fresh memory for them takes half a millisecond."""
@@ -93,13 +95,24 @@ class GrammarCompiler:
         self._eos: frozenset[int] | None = None
         self.num_compiled = 0
 
+    @property
+    def vocabulary(self) -> Future[LLTokenizer]:
+        """Return what every grammar waits for."""
+        return self._vocabulary
+
+    def found(self, grammar: str) -> Future[Matcher] | None:
+        """Return what `start` has returned for a grammar, if it is still there."""
+        found = self._cache.get(grammar)
+        if found is not None:
+            self._cache.move_to_end(grammar)
+        return found
+
     def start(self, grammar: str) -> Future[Matcher]:
         """Return a matcher to make copies of, once it is compiled. Its future raises RequestError for a grammar that
-        cannot be, and another error if none can. A caller may cancel it, if it alone has asked for it."""
-        found = self._cache.get(grammar)
-        if found is None or found.cancelled():
+        cannot be, and another error if none can."""
+        found = self.found(grammar)
+        if found is None:
             found = self._cache[grammar] = self._threads.submit(self._compile, grammar)
-        self._cache.move_to_end(grammar)
         while len(self._cache) > MAX_CACHED:
             self._cache.popitem(last=False)
         return found

@@ -137,22 +137,24 @@ def compiler() -> Iterator[GrammarCompiler]:
 
 
 def make_core(
-    device: Device, compiler: GrammarCompiler | None, overlap: bool = True, num_pages: int = 64
+    device: Device, compiler: GrammarCompiler | None, overlap: bool = True, num_pages: int = 64, **more: Any
 ) -> EngineCore:
     limits = SchedulerConfig(
         max_num_seqs=6, max_num_batched_tokens=24, max_model_len=96, layout=same_layout(4), num_pages=num_pages,
         look_ahead=False,
     )  # fmt: skip
     facts = CoreFacts(EngineConfig(async_scheduling=overlap), [], [], num_pages)
-    return EngineCore(facts, Scheduler(limits), device, compiler=compiler)  # type: ignore[arg-type]
+    return EngineCore(facts, Scheduler(limits), device, compiler=compiler, **more)  # type: ignore[arg-type]
 
 
-def request(name: str, grammar: str = "", max_tokens: int = 40, prompt: int = 3, **params: Any) -> EngineCoreRequest:
+def request(
+    name: str, grammar: str = "", max_tokens: int = 40, prompt: int = 3, client: str = "", **params: Any
+) -> EngineCoreRequest:
     given = SamplingParams(max_tokens=max_tokens, **params)
     stops = [] if given.ignore_eos else [EOS]
     return EngineCoreRequest(
         request_id=name, prompt_token_ids=[5] * prompt, params=given, max_tokens=max_tokens, seed=0,
-        stop_token_ids=[*stops, *given.stop_token_ids], grammar=grammar,
+        stop_token_ids=[*stops, *given.stop_token_ids], grammar=grammar, client=client,
     )  # fmt: skip
 
 
@@ -162,6 +164,7 @@ class Answer:
     finish_reason: FinishReason | None = None
     error: str | None = None
     invalid: bool = False
+    retry_after: int = 0
 
     @property
     def text(self) -> str:
@@ -171,6 +174,7 @@ class Answer:
         assert self.finish_reason is None
         self.token_ids += output.new_token_ids
         self.finish_reason, self.error, self.invalid = output.finish_reason, output.error, output.invalid
+        self.retry_after = output.retry_after
 
 
 def drain(core: EngineCore, answers: dict[str, Answer] | None = None) -> dict[str, Answer]:
@@ -311,16 +315,14 @@ class TestWhileGrammarsCompile:
         ready.set()
         assert drain(core)["held"].text in TEXTS
 
-    def test_one_that_takes_too_long_ends_its_request(
-        self, slow: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(grammars_module, "COMPILE_SECONDS", 0.05)
-        core = make_core(Device(), slow)
+    def test_one_whose_turn_does_not_come_is_told_when_to_come_back(self, slow: GrammarCompiler) -> None:
+        core = make_core(Device(), slow, turn_seconds=0.05)
         answers = run(core, request("held", OBJECT), request("plain", max_tokens=5))
         assert answers["held"].error == (
-            "the grammar was not compiled within 0.05 seconds: it is too complex, or many are compiled at once"
+            "the engine did not come to the request's grammar within 0.05 seconds: 1 wait to be compiled; please try "
+            "again later"
         )
-        assert answers["held"].invalid
+        assert (answers["held"].invalid, answers["held"].retry_after) == (False, 1)
         assert answers["plain"].error is None
         assert core.snapshot([]).stats.num_received == 2
 
@@ -348,6 +350,84 @@ class TestWhileGrammarsCompile:
         assert "is in use" in str(stepped.outputs[0].error)
         ready.set()
         assert drain(core)["a"].text in TEXTS
+
+
+class TestTurnsAtTheCompiler:
+    """One thread compiles, and the test sees in which order."""
+
+    @pytest.fixture
+    def compiled(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        found: list[str] = []
+        compile = GrammarCompiler._compile
+
+        def noted(self: GrammarCompiler, grammar: str) -> Matcher:
+            found.append(grammar)
+            return compile(self, grammar)
+
+        monkeypatch.setattr(GrammarCompiler, "_compile", noted)
+        return found
+
+    @pytest.fixture
+    def one_thread(self) -> Iterator[GrammarCompiler]:
+        made = GrammarCompiler(byte_vocabulary, threads=1)
+        yield made
+        made.shutdown()
+
+    def test_many_grammars_of_one_client_hardly_delay_anothers(
+        self, one_thread: GrammarCompiler, compiled: list[str]
+    ) -> None:
+        many = [request(f"many {number}", choice([f"{number}"]), client="greedy") for number in range(9)]
+        answers = run(make_core(Device(), one_thread), *many, request("one", choice(["x"]), client="modest"))
+        assert compiled.index(choice(["x"])) <= 1
+        assert [answers[f"many {number}"].text for number in range(9)] == [*map(str, range(9))]
+        assert [grammar for grammar in compiled if grammar != choice(["x"])] == [one.grammar for one in many]
+
+    def test_a_grammar_is_compiled_once_for_all_who_want_it(
+        self, one_thread: GrammarCompiler, compiled: list[str]
+    ) -> None:
+        core = make_core(Device(), one_thread)
+        answers = run(core, *(request(f"{client} {n}", OBJECT, client=client) for n in range(4) for client in "ab"))
+        assert {answer.text for answer in answers.values()} <= TEXTS
+        assert run(core, request("later", OBJECT))["later"].text in TEXTS
+        assert compiled == [OBJECT]
+
+    def test_one_that_is_aborted_takes_nobodys_turn(self, one_thread: GrammarCompiler, compiled: list[str]) -> None:
+        core = make_core(Device(), one_thread)
+        for name in ("first", "left", "last"):
+            core.add_request(request(name, choice([name])))
+        core.abort([Abort("left")])
+        core.add_request(request("left", choice(["again"])))
+        assert {name: answer.text for name, answer in drain(core).items()} == {
+            "first": "first", "last": "last", "left": "again",
+        }  # fmt: skip
+        assert choice(["left"]) not in compiled
+
+    def test_one_that_takes_too_long_ends_its_own_request(
+        self, one_thread: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its thread is busy until it ends; then it is the next one's turn."""
+        done = threading.Event()
+        compile = GrammarCompiler._compile
+
+        def slow(self: GrammarCompiler, grammar: str) -> Matcher:
+            assert grammar != OBJECT or done.wait(30)
+            return compile(self, grammar)
+
+        monkeypatch.setattr(GrammarCompiler, "_compile", slow)
+        monkeypatch.setattr(grammars_module, "COMPILE_SECONDS", 0.05)
+        core, answers = make_core(Device(), one_thread), {}
+        core.add_request(request("slow", OBJECT))
+        core.add_request(request("next", choice(["x"])))
+        while not answers:
+            for output in core.step().outputs:  # type: ignore[union-attr]
+                answers.setdefault(output.request_id, Answer()).add(output)
+        monkeypatch.setattr(grammars_module, "COMPILE_SECONDS", 30)
+        assert answers["slow"].error == (
+            "the grammar was not compiled within 0.05 seconds, which is the limit: it is too complex"
+        )
+        assert answers["slow"].invalid
+        done.set()
+        assert drain(core, answers)["next"].text == "x"
 
 
 def test_without_a_tokenizer_a_grammar_is_refused() -> None:

@@ -82,10 +82,18 @@ def test_a_request_without_constraint_has_no_grammar(fields: dict[str, Any]) -> 
     assert engine.requests[0]["grammar"] == ""
 
 
+@pytest.mark.parametrize("route", [complete, chat])
+def test_a_constraint_and_allowed_tokens_hold_together(route: Any) -> None:
+    """The engine samples what both allow; a request for which that is nothing fails alone."""
+    engine = FakeEngine()
+    assert route(make_app(engine), regex="[0-9]+", allowed_token_ids=[5, 6], max_tokens=2).status_code == 200
+    asked = engine.requests[0]
+    assert (asked["grammar"], asked["params"].allowed_token_ids) == (of(regex="[0-9]+").to_text(), [5, 6])
+
+
 def test_two_constraints_are_one_too_many() -> None:
     error = error_of(complete(make_app(), regex="a", guided_choice=["b"]), 400)
     assert "one of" in error["message"]
-    assert error_of(complete(make_app(), regex="a", allowed_token_ids=[5]), 400)["param"] == "regex"
 
 
 def test_a_keyword_that_cannot_be_held_is_named_with_its_path() -> None:
