@@ -38,7 +38,7 @@ from headrace.server.protocol import (
 )
 from headrace.server.requests import answer_headers, check_choices, check_common, check_copies, receive, sampling_params
 from headrace.server.serving import Serving, new_id
-from headrace.server.tool_use import ToolUse, read_tool_use
+from headrace.server.tool_use import ToolUse, may_hold_calls, read_tool_use
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,9 @@ async def answer_chat(serving: Serving, http: Request) -> GenerationResponse:
     """Read a request, and return the response that will run it. Raises RequestError for an invalid one."""
     received = await receive(serving, http, ChatCompletionRequest)
     request = received.fields
-    slow = is_slow_to_render(request) or is_constrained(request)
-    plan = await serving.work(received.size, lambda: _plan(serving, request), 0 if slow else RENDERED_INLINE_BYTES)
+    most = 0 if is_slow_to_render(request) else RENDERED_INLINE_BYTES
+    makes_grammar = is_constrained(request) or may_hold_calls(request)
+    plan = await serving.work(http, received.size, lambda: _plan(serving, request), most, makes_grammar)
     headers = answer_headers(serving, http, request.request_id, plan.generation, [*received.ignored, *plan.ignored])
     answer = ChatAnswer(serving, request, plan)
     return GenerationResponse(serving, plan.generation, answer, bool(request.stream), headers)

@@ -23,7 +23,7 @@ from headrace.server.requests import (
     receive,
     sampling_params,
 )
-from headrace.server.serving import INLINE_BYTES, Serving, new_id
+from headrace.server.serving import Serving, new_id
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -32,8 +32,9 @@ async def answer_completion(serving: Serving, http: Request) -> GenerationRespon
     """Read a request, and return the response that will run it. Raises RequestError for an invalid one."""
     received = await receive(serving, http, CompletionRequest)
     request = received.fields
-    most = 0 if is_constrained(request) else INLINE_BYTES
-    generation = await serving.work(received.size, lambda: _plan(serving, request), most)
+    generation = await serving.work(
+        http, received.size, lambda: _plan(serving, request), makes_grammar=is_constrained(request)
+    )
     headers = answer_headers(serving, http, request.request_id, generation, received.ignored)
     answer = CompletionAnswer(serving, request, generation)
     return GenerationResponse(serving, generation, answer, bool(request.stream), headers)

@@ -71,7 +71,7 @@ async def tokenize(serving: Serving, http: Request) -> Response:
     if request.prompt is None:
         most = 0 if is_slow_to_render(request) else RENDERED_INLINE_BYTES
         rendered = await serving.work(
-            received.size, lambda: render_prompt(serving, request, template_tools(request.tools)), most
+            http, received.size, lambda: render_prompt(serving, request, template_tools(request.tools)), most
         )
         text = rendered.text
         special = request.add_special_tokens is True

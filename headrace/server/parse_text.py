@@ -33,7 +33,7 @@ async def parse_function_call(serving: Serving, http: Request) -> Response:
     request = (await receive(serving, http, ParseFunctionCallRequest)).fields
     form = named_format("tool_call_parser", request.tool_call_parser, TOOL_FORMATS, serving.formats.tool)
     tools = function_tools(request.tools)
-    answer = await _parsed(serving, request.text, lambda: parse(request.text, form, None, tools))
+    answer = await _parsed(serving, http, request.text, lambda: parse(request.text, form, None, tools))
     calls = [ParsedCall(call.name, call.arguments) for call in answer.calls]
     return json_response(ParseFunctionCallAnswer(answer.content or "", calls))
 
@@ -42,11 +42,11 @@ async def separate_reasoning(serving: Serving, http: Request) -> Response:
     """Answer with the reasoning in a text, and the rest."""
     request = (await receive(serving, http, SeparateReasoningRequest)).fields
     form = named_format("reasoning_parser", request.reasoning_parser, REASONING_FORMATS, serving.formats.reasoning)
-    answer = await _parsed(serving, request.text, lambda: parse(request.text, None, form))
+    answer = await _parsed(serving, http, request.text, lambda: parse(request.text, None, form))
     return json_response(SeparateReasoningAnswer(answer.reasoning or "", answer.content or ""))
 
 
-async def _parsed(serving: Serving, text: str, work: Callable[[], Answer]) -> Answer:
+async def _parsed(serving: Serving, http: Request, text: str, work: Callable[[], Answer]) -> Answer:
     if len(text) > MAX_TEXT_CHARS:
         raise RequestError(f"text may have at most {MAX_TEXT_CHARS} characters, got {len(text)}", "text")
-    return await serving.work(len(text), work, PARSED_INLINE_CHARS)
+    return await serving.work(http, len(text), work, PARSED_INLINE_CHARS)

@@ -73,7 +73,7 @@ async def receive(serving: Serving, http: Request, shape: type[T]) -> Received[T
         ignored = ignored_fields({name: fields[name] for name in fields.keys() - set(names)})
         return Received(convert(fields, shape), ignored, len(body))
 
-    return await serving.work(len(body), work)
+    return await serving.work(http, len(body), work)
 
 
 def answer_headers(

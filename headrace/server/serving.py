@@ -7,7 +7,6 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,8 +14,10 @@ from starlette.requests import Request
 from starlette.types import Receive
 
 from headrace.config import ServerConfig
-from headrace.errors import ModelNotServedError, RequestError, ServerStoppingError, quoted
+from headrace.errors import ModelNotServedError, ServerStoppingError, quoted
+from headrace.server.auth import CLIENT
 from headrace.server.output_formats import OutputFormats
+from headrace.server.workers import Workers
 
 if TYPE_CHECKING:
     from headrace.engine.async_engine import AsyncEngine
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 INLINE_BYTES = 2**16
 """Bodies up to this are decoded and checked in the event loop, which takes a millisecond at most."""
-THREADS = 2
-"""Threads for longer bodies. Each busy one may keep Python's lock (GIL) from the event loop for up to 5 ms."""
 _PLAIN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 
 
@@ -44,7 +43,7 @@ class Serving:
     logged: set[str] = field(default_factory=set)
     """Ignored fields of requests that the log has named."""
     _running: set[asyncio.Task[Any]] = field(default_factory=set)
-    _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(THREADS, "requests"))
+    _workers: Workers = field(default_factory=Workers)
 
     def resolve_model(self, name: str | None) -> str:
         """Return the model name to answer with: the requested one, or without one the first. Raises
@@ -58,21 +57,21 @@ class Serving:
             raise ModelNotServedError(f"the model {quoted(name)} does not exist; served here: {served}", "model")
         return name
 
-    async def work(self, size: int, function: Callable[[], T], most: int = INLINE_BYTES) -> T:
-        """Return `function()`, called here if it handles at most `most` bytes of a body, else in a thread."""
-        if size <= most:
+    async def work(
+        self, http: Request, size: int, function: Callable[[], T], most: int = INLINE_BYTES, makes_grammar: bool = False
+    ) -> T:
+        """Return `function()`, called here if it handles at most `most` bytes of a body, else in a thread when it is
+        the turn of the request's client. Raises QueueFullError if that does not come."""
+        if size <= most and not makes_grammar:
             return function()
         if self.stopping:
             raise ServerStoppingError
-        done = await asyncio.get_running_loop().run_in_executor(self._threads, _error_as_value, function)
-        if isinstance(done, RequestError):
-            raise done
-        return done
+        return await self._workers.run(function, http.scope.get(CLIENT, ""), makes_grammar)
 
     def stop(self) -> None:
         """End every open request: with status 503 if nothing was sent, else with an error event."""
         self.stopping = True
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._workers.stop()
         for task in self._running:
             task.cancel()
 
@@ -105,16 +104,6 @@ class Serving:
             task.cancel()
             watcher.cancel()
             await asyncio.gather(task, watcher, return_exceptions=True)
-
-
-def _error_as_value(function: Callable[[], T]) -> T | RequestError:
-    """Call a function, and return a RequestError instead of raising it. A traceback would keep a large body's objects
-    alive until the event loop frees them; so the thread does."""
-    try:
-        return function()
-    except RequestError as error:
-        error.__context__ = error.__cause__ = None
-        return error.with_traceback(None)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -52,6 +52,12 @@ def read_tool_use(request: ChatCompletionRequest) -> ToolUse | None:
     return ToolUse(tools, shown, forced or named is not None, named, request.parallel_tool_calls is not False)
 
 
+def may_hold_calls(request: ChatCompletionRequest) -> bool:
+    """Return whether a grammar may have to hold a request's calls, which takes time to make."""
+    forced = request.tool_choice not in (None, "auto", "none")
+    return forced or any(tool.function.get("strict") is True for tool in request.tools or ())
+
+
 def template_tools(tools: list[Tool] | None) -> list[dict[str, Any]]:
     """Return the tools of a request as chat templates take them. Raises RequestError for one that is no function."""
     given = tools or []
