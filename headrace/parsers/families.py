@@ -50,6 +50,7 @@ _REASONING_MARKS: tuple[tuple[str, str], ...] = (
     ("[THINK]", "mistral"),
     ("<seed:think>", "seed_oss"),
     ("◁think▷", "kimi"),
+    ("<|START_TEXT|>", "cohere_command4"),
     ("<|START_THINKING|>", "cohere_command3"),
     ("<|channel>", "gemma4"),
     ("Here is my thought process", "granite"),

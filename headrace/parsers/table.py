@@ -117,6 +117,14 @@ _OTHER = (
     ToolFormat("openai", HarmonyCalls(), (), whole_answer=True),
 )  # fmt: skip
 
+_COHERE = ReasoningFormat(
+    "cohere_command3",
+    ("<|START_THINKING|>",),
+    ("<|END_THINKING|>",),
+    unmarked="content",
+    anywhere=True,
+    silent=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+)
 _REASONING = (
     ReasoningFormat("openai_gptoss", (), (), whole_answer=HarmonyCalls(calls=False)),
     ReasoningFormat("deepseek_r1", _THINK, _END_THINK),
@@ -145,9 +153,8 @@ _REASONING = (
                     silent=("<answer>\n", "<answer>", "\n</answer>", "</answer>")),
     ReasoningFormat("ernie45", _THINK, ("\n</think>\n\n", "</think>", "\n</think>"),
                     silent=("<response>\n", "<response>", "\n</response>\n", "</response>")),
-    ReasoningFormat("cohere_command3", ("<|START_THINKING|>",), ("<|END_THINKING|>",), unmarked="content",
-                    anywhere=True,
-                    silent=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")),
+    _COHERE,
+    replace(_COHERE, name="cohere_command4", unmarked="undecided"),
     ReasoningFormat("nemotron_v3", _THINK, _END_THINK, unmarked="undecided", unclosed="content"),
     ReasoningFormat("gemma4", ("<|channel>thought\n", "<|channel>"), ("<channel|>",), unmarked="undecided",
                     anywhere=True),
@@ -159,7 +166,7 @@ _TOOL_ALIASES = {
     "deepseekv3.1": "deepseek_v31", "hunyuan": "hunyuan_a13b", "interns1": "internlm", "apertus2509": "apertus",
     "deepseekv32": "deepseek_v32", "deepseekv4": "deepseek_v4", "glm": "glm45", "gpt-oss": "openai",
     "mimo": "qwen3_coder", "minicpm5xml": "minicpm5", "minimax-m2": "minimax_m2", "qwen3_xml": "qwen3_coder",
-    "step3p5": "qwen3_coder", "glm47": "glm45", "poolside_v1": "glm45",
+    "step3p5": "qwen3_coder", "glm47": "glm45", "poolside_v1": "glm45", "cohere_command4": "cohere_command3",
 }  # fmt: skip
 _REASONING_ALIASES = {
     "deepseek-r1": "deepseek_r1", "deepseek-v3": "deepseek_v3", "deepseek_v4": "deepseek_v3",

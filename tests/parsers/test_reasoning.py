@@ -75,6 +75,16 @@ def test_content_may_speak_of_thinking() -> None:
     assert answer("mistral", "A[THINK]b[/THINK]C[THINK]d[/THINK]E[/THINK]") == Answer("bd", "ACE")
 
 
+def test_coheres_fourth_commands_end_a_thought_that_the_prompt_began() -> None:
+    """Behind it stands an answer between marks of its own, or an action."""
+    said = "plan<|END_THINKING|><|START_TEXT|>answer<|END_TEXT|>"
+    assert answer("cohere_command4", said) == answer("cohere_command4", said, True) == Answer("plan", "answer")
+    assert answer("cohere_command4", "<|START_TEXT|>direct<|END_TEXT|>") == Answer(None, "direct")
+    action = 'plan<|END_THINKING|><|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}}]'
+    found = answer("cohere_command4", action + "<|END_ACTION|>", tool="cohere_command4")
+    assert (found.reasoning, found.content, called(found)) == ("plan", None, [("f", {"a": 1})])
+
+
 def test_granite_marks_reasoning_with_words() -> None:
     text = "Here is my thought process: one\ntwo Here is my response: three"
     assert answer("granite", text) == Answer(" one\ntwo ", " three")
