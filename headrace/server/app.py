@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace.config import ServerConfig
 from headrace.errors import HeadraceError, MethodNotAllowedError, NotFoundError, RequestError
-from headrace.server import info, protocol
+from headrace.server import answers, info, protocol
 from headrace.server.auth import RequireApiKey
 from headrace.server.chat import answer_chat
 from headrace.server.completions import answer_completion
@@ -33,20 +33,20 @@ CLIENT_CLOSED_REQUEST = 499
 GENERATION_ERRORS = (400, 401, 404, 413, 415, 429, 503)
 BODY_ERRORS = (400, 401, 404, 413, 415)
 OPERATIONS = (
-    Operation("/v1/completions", answer_completion, "Complete prompts", protocol.Completion, GENERATION_ERRORS,
-              protocol.CompletionRequest, event=protocol.Completion),
-    Operation("/v1/chat/completions", answer_chat, "Answer a conversation", protocol.ChatCompletion, GENERATION_ERRORS,
-              protocol.ChatCompletionRequest, event=protocol.ChatChunk),
-    Operation("/v1/models", info.list_models, "List the served models", protocol.ModelList, (401,)),
-    Operation("/v1/models/{model_id:path}", info.show_model, "Show a served model", protocol.ModelCard, (401, 404)),
-    Operation("/v1/plan", info.show_plan, "How this server runs, and why", protocol.PlanAnswer, (401,)),
-    Operation("/tokenize", info.tokenize, "Text or messages to token ids", protocol.TokenizeAnswer, BODY_ERRORS,
+    Operation("/v1/completions", answer_completion, "Complete prompts", answers.Completion, GENERATION_ERRORS,
+              protocol.CompletionRequest, event=answers.Completion),
+    Operation("/v1/chat/completions", answer_chat, "Answer a conversation", answers.ChatCompletion, GENERATION_ERRORS,
+              protocol.ChatCompletionRequest, event=answers.ChatChunk),
+    Operation("/v1/models", info.list_models, "List the served models", answers.ModelList, (401,)),
+    Operation("/v1/models/{model_id:path}", info.show_model, "Show a served model", answers.ModelCard, (401, 404)),
+    Operation("/v1/plan", info.show_plan, "How this server runs, and why", answers.PlanAnswer, (401,)),
+    Operation("/tokenize", info.tokenize, "Text or messages to token ids", answers.TokenizeAnswer, BODY_ERRORS,
               protocol.TokenizeRequest),
-    Operation("/detokenize", info.detokenize, "Token ids to text", protocol.DetokenizeAnswer, BODY_ERRORS,
+    Operation("/detokenize", info.detokenize, "Token ids to text", answers.DetokenizeAnswer, BODY_ERRORS,
               protocol.DetokenizeRequest),
     Operation("/parse_function_call", parse_function_call, "The tool calls in a text",
-              protocol.ParseFunctionCallAnswer, BODY_ERRORS, protocol.ParseFunctionCallRequest),
-    Operation("/separate_reasoning", separate_reasoning, "The reasoning in a text", protocol.SeparateReasoningAnswer,
+              answers.ParseFunctionCallAnswer, BODY_ERRORS, protocol.ParseFunctionCallRequest),
+    Operation("/separate_reasoning", separate_reasoning, "The reasoning in a text", answers.SeparateReasoningAnswer,
               BODY_ERRORS, protocol.SeparateReasoningRequest),
     Operation("/health", info.health, "200 while the engine steps", None, (503,), needs_key=False),
     Operation("/ping", info.health, "The same as /health, behind the key", None, (401, 503)),

@@ -11,6 +11,16 @@ from starlette.requests import Request
 from headrace.errors import RequestError
 from headrace.request import CompletionOutput, Logprob, RequestOutput
 from headrace.sampling_params import MAX_LOGPROBS, SamplingParams, check_integer
+from headrace.server.answers import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    Delta,
+    Usage,
+)
 from headrace.server.chat_grammar import chat_grammar
 from headrace.server.chat_parsing import ChoiceParser, Parsing, deltas_of, message_of
 from headrace.server.chat_prompt import (
@@ -25,17 +35,7 @@ from headrace.server.constraints import is_constrained
 from headrace.server.generation import Generation, GenerationResponse, ReasoningCount, UsageCount
 from headrace.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from headrace.server.output_formats import WITHOUT_FORMAT
-from headrace.server.protocol import (
-    AssistantMessage,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatCompletionRequest,
-    ChatLogprobs,
-    Delta,
-    Usage,
-)
+from headrace.server.protocol import ChatCompletionRequest
 from headrace.server.requests import answer_headers, check_choices, check_common, check_copies, receive, sampling_params
 from headrace.server.serving import Serving, new_id
 from headrace.server.tool_use import ToolUse, may_hold_calls, read_tool_use

@@ -12,7 +12,7 @@ from headrace.parsers.events import Arguments, CallStart, Content, Event, Reason
 from headrace.parsers.formats import ReasoningFormat, ToolFormat
 from headrace.parsers.output_parser import OutputParser, join
 from headrace.parsers.tools import FunctionTool
-from headrace.server.protocol import AssistantMessage, Delta, FunctionCall, FunctionDelta, ToolCall, ToolCallDelta
+from headrace.server.answers import AssistantMessage, Delta, FunctionCall, FunctionDelta, ToolCall, ToolCallDelta
 
 MISTRAL_ID_CHARS = 9
 

@@ -10,10 +10,11 @@ from starlette.requests import Request
 
 from headrace.request import CompletionOutput, RequestOutput
 from headrace.sampling_params import SamplingParams
+from headrace.server.answers import Completion, CompletionChoice, CompletionLogprobs, Usage
 from headrace.server.constraints import constraint_of, is_constrained
 from headrace.server.generation import Generation, GenerationResponse, UsageCount
 from headrace.server.logprobs import TokenNames, completion_logprobs, joined, prompt_logprobs
-from headrace.server.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
+from headrace.server.protocol import CompletionRequest
 from headrace.server.requests import (
     answer_headers,
     check_choices,

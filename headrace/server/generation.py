@@ -21,8 +21,9 @@ from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import HeadraceError, ServerStoppingError
 from headrace.parsers.formats import ReasoningFormat
 from headrace.request import RequestOutput
+from headrace.server.answers import CompletionTokensDetails, PromptTokensDetails, Usage
 from headrace.server.auth import CLIENT
-from headrace.server.protocol import CompletionTokensDetails, PromptTokensDetails, StreamOptions, Usage
+from headrace.server.protocol import StreamOptions
 from headrace.server.replies import encoder, error_body, error_headers
 from headrace.server.requests import Generation
 from headrace.server.serving import Serving

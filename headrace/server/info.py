@@ -12,16 +12,9 @@ from headrace import __version__
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import EngineDeadError, RequestError, StepsFailError, quoted
 from headrace.planner.decisions import USUAL_OBJECTIVE
+from headrace.server.answers import DetokenizeAnswer, ModelCard, ModelList, PlanAnswer, TokenizeAnswer
 from headrace.server.chat_prompt import RENDERED_INLINE_BYTES, is_slow_to_render, render_prompt
-from headrace.server.protocol import (
-    DetokenizeAnswer,
-    DetokenizeRequest,
-    ModelCard,
-    ModelList,
-    PlanAnswer,
-    TokenizeAnswer,
-    TokenizeRequest,
-)
+from headrace.server.protocol import DetokenizeRequest, TokenizeRequest
 from headrace.server.replies import error_response, json_response
 from headrace.server.requests import receive
 from headrace.server.serving import Serving

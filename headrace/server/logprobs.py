@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.request import Logprob
-from headrace.server.protocol import ChatLogprobs, CompletionLogprobs, PromptLogprobs, TokenLogprob, TopLogprob
+from headrace.server.answers import ChatLogprobs, CompletionLogprobs, PromptLogprobs, TokenLogprob, TopLogprob
 
 LOWEST = -9999.0
 """Logprob shown for a token that cannot be sampled, since JSON has no infinity."""

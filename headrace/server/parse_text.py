@@ -10,15 +10,10 @@ from starlette.responses import Response
 from headrace.errors import RequestError
 from headrace.parsers.output_parser import Answer, parse
 from headrace.parsers.table import REASONING_FORMATS, TOOL_FORMATS
+from headrace.server.answers import ParsedCall, ParseFunctionCallAnswer, SeparateReasoningAnswer
 from headrace.server.generation import PARSED_INLINE_CHARS
 from headrace.server.output_formats import named_format
-from headrace.server.protocol import (
-    ParsedCall,
-    ParseFunctionCallAnswer,
-    ParseFunctionCallRequest,
-    SeparateReasoningAnswer,
-    SeparateReasoningRequest,
-)
+from headrace.server.protocol import ParseFunctionCallRequest, SeparateReasoningRequest
 from headrace.server.replies import json_response
 from headrace.server.requests import receive
 from headrace.server.serving import Serving

@@ -106,8 +106,8 @@ class Workers:
     def _late(self, queue: FairQueue[_Job]) -> QueueFullError:
         ahead = (len(queue) + 1) * self._seconds / max(1, self._num_ended) / THREADS
         return QueueFullError(
-            f"the server did not come to this request within {TURN_SECONDS:g} seconds: {len(queue) + 1} wait to be read "
-            "and checked; please try again later",
+            f"the server did not come to this request within {TURN_SECONDS:g} seconds: {len(queue) + 1} wait to be "
+            "read and checked; please try again later",
             max(1, math.ceil(ahead)),
         )
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from headrace.request import Logprob
+from headrace.server.answers import Usage
 from headrace.server.generation import UsageCount
-from headrace.server.protocol import StreamOptions, Usage
+from headrace.server.protocol import StreamOptions
 from tests.server.fake_engine import MODEL, TEXT, FakeEngine, chat, complete, error_of, events, make_app
 
 

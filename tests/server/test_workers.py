@@ -86,7 +86,7 @@ def test_one_whose_turn_does_not_come_is_told_when_to_come_back(monkeypatch: pyt
     *_, error = asyncio.run(go())
     assert isinstance(error, QueueFullError)
     assert error.retry_after == 1
-    assert "within 0.05 seconds: 1 wait to be read" in str(error)
+    assert "within 0.05 seconds: 1 wait to be read and checked" in str(error)
 
 
 def test_one_that_leaves_neither_runs_nor_keeps_a_thread() -> None:
