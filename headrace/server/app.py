@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 CLIENT_CLOSED_REQUEST = 499
 GENERATION_ERRORS = (400, 401, 404, 413, 415, 429, 503)
-BODY_ERRORS = (400, 401, 404, 413, 415)
+BODY_ERRORS = (400, 401, 404, 413, 415, 429)
 OPERATIONS = (
     Operation("/v1/completions", answer_completion, "Complete prompts", answers.Completion, GENERATION_ERRORS,
               protocol.CompletionRequest, event=answers.Completion),

@@ -155,7 +155,8 @@ ToolType = Annotated[str, Meta(extra_json_schema={"enum": ("function",)})]
 
 
 class Tool(Struct):
-    function: dict[str, Any]
+    function: dict[str, Any] | None = None
+    """Required; tool_use.py says so, as a tool of another type has none."""
     type: ToolType = "function"
 
 

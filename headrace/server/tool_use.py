@@ -12,6 +12,11 @@ from headrace.server.protocol import ChatCompletionRequest, Tool
 
 MAX_TOOLS = 1024
 MAX_TOOL_NAME_CHARS = 256
+INSTEAD_OF_CUSTOM = (
+    ": models write calls of functions; give one with a string parameter (its `pattern` holds it to a regular "
+    "expression, with strict: true)"
+)
+"""What may be done without a tool of type `custom`, whose input is free text or follows a grammar."""
 CHOICES = "'auto', 'required', 'none', or {'type': 'function', 'function': {'name': ...}}"
 
 
@@ -54,8 +59,9 @@ def read_tool_use(request: ChatCompletionRequest) -> ToolUse | None:
 
 def may_hold_calls(request: ChatCompletionRequest) -> bool:
     """Return whether a grammar may have to hold a request's calls, which takes time to make."""
-    forced = request.tool_choice not in (None, "auto", "none")
-    return forced or any(tool.function.get("strict") is True for tool in request.tools or ())
+    if request.tool_choice not in (None, "auto", "none"):
+        return True
+    return any(tool.function is not None and tool.function.get("strict") is True for tool in request.tools or ())
 
 
 def template_tools(tools: list[Tool] | None) -> list[dict[str, Any]]:
@@ -63,25 +69,30 @@ def template_tools(tools: list[Tool] | None) -> list[dict[str, Any]]:
     given = tools or []
     if len(given) > MAX_TOOLS:
         raise RequestError(f"tools may hold at most {MAX_TOOLS} entries, got {len(given)}", "tools")
-    for index, tool in enumerate(given):
-        where = f"tools[{index}]"
-        if tool.type != "function":
-            raise RequestError(f"{where}.type must be 'function', got {quoted(tool.type)}", "tools")
-        name, parameters = tool.function.get("name"), tool.function.get("parameters")
-        if not isinstance(name, str) or not name:
-            raise RequestError(f"{where}.function.name is required", "tools")
-        if len(name) > MAX_TOOL_NAME_CHARS:
-            raise RequestError(f"{where}.function.name may have at most {MAX_TOOL_NAME_CHARS} characters", "tools")
-        if parameters is not None and not isinstance(parameters, dict):
-            raise RequestError(
-                f"{where}.function.parameters must be a JSON Schema (an object), got {quoted(parameters)}", "tools"
-            )
-        if not isinstance(tool.function.get("strict"), bool | None):
-            raise RequestError(
-                f"{where}.function.strict must be true or false, got {quoted(tool.function['strict'])}", "tools"
-            )
-        check_depth("tools", tool.function)
-    return [{"type": tool.type, "function": tool.function} for tool in given]
+    return [{"type": "function", "function": _checked(tool, f"tools[{index}]")} for index, tool in enumerate(given)]
+
+
+def _checked(tool: Tool, where: str) -> dict[str, Any]:
+    """Return the function that a tool is. Raises RequestError for one that is none, or not as it must be."""
+    if tool.type != "function":
+        hint = INSTEAD_OF_CUSTOM if tool.type == "custom" else ""
+        raise RequestError(f"{where}.type must be 'function', got {quoted(tool.type)}{hint}", "tools")
+    function = tool.function
+    if function is None:
+        raise RequestError(f"{where}.function is required, with the function's name and parameters in it", "tools")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"{where}.function.name is required", "tools")
+    if len(name) > MAX_TOOL_NAME_CHARS:
+        raise RequestError(f"{where}.function.name may have at most {MAX_TOOL_NAME_CHARS} characters", "tools")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise RequestError(
+            f"{where}.function.parameters must be a JSON Schema (an object), got {quoted(parameters)}", "tools"
+        )
+    if not isinstance(function.get("strict"), bool | None):
+        raise RequestError(f"{where}.function.strict must be true or false, got {quoted(function['strict'])}", "tools")
+    check_depth("tools", function)
+    return function
 
 
 def function_tools(tools: list[Tool] | None) -> tuple[FunctionTool, ...]:

@@ -95,6 +95,8 @@ def test_a_choice_needs_tools(choice: Any, tools: Any) -> None:
     ("tool", "words"),
     [
         ({"type": "web_search", "function": {"name": "f"}}, "tools[0].type must be 'function'"),
+        ({"type": "custom", "custom": {"name": "f"}}, "got 'custom': models write calls of functions; give one with a "),
+        ({"type": "function", "name": "f"}, "tools[0].function is required, with the function's name"),
         ({"type": "function", "function": {}}, "tools[0].function.name is required"),
         ({"type": "function", "function": {"name": ""}}, "tools[0].function.name is required"),
         (function("f" * 300), "tools[0].function.name may have at most 256 characters"),
