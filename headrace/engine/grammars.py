@@ -60,8 +60,8 @@ class Grammars:
         turn_seconds: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`compiler`: None where there is no tokenizer, and therefore no grammar. `turn_seconds`: how long a request may
-        wait until the compiler begins with its grammar."""
+        """`compiler`: None where there is no tokenizer, and therefore no grammar. `turn_seconds`: how long a request
+        may wait until the compiler begins with its grammar."""
         self._compiler = compiler
         self._turn_seconds = turn_seconds
         self._clock = clock
@@ -184,10 +184,8 @@ class Grammars:
         """Return the error of a request that has waited for too long: for its turn, or for the grammar itself."""
         assert self._compiler is not None
         if held.compiled is not None:
-            return RequestError(
-                f"the grammar was not compiled within {COMPILE_SECONDS:g} seconds, which is the limit: it is too complex",
-                "structured_outputs",
-            )
+            limit = f"{COMPILE_SECONDS:g} seconds, which is the limit"
+            return RequestError(f"the grammar was not compiled within {limit}: it is too complex", "structured_outputs")
         others = 1 + len(self._waiting)
         ahead = others * self._seconds / max(1, self._num_ended) / self._compiler.num_threads
         return QueueFullError(

@@ -37,7 +37,7 @@ class _Job:
 
 
 class Workers:
-    """Runs functions on threads. All methods are for one event loop."""
+    """Holds the threads, and who waits for one. To be used from one event loop."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, "requests")

@@ -161,7 +161,7 @@ def test_flags_of_older_editions_are_accepted_with_a_notice(capsys: pytest.Captu
 
 @pytest.mark.parametrize(
     "flag",
-    ["--guided-decoding-backend xgrammar", "--structured-outputs-config.backend outlines", "--grammar-backend xgrammar"],
+    ["--guided-decoding-backend auto", "--structured-outputs-config.backend outlines", "--grammar-backend xgrammar"],
 )
 def test_what_holds_output_to_a_grammar_is_said_of_every_flag_that_would_choose_it(
     flag: str, capsys: pytest.CaptureFixture[str]

@@ -95,7 +95,7 @@ def test_a_choice_needs_tools(choice: Any, tools: Any) -> None:
     ("tool", "words"),
     [
         ({"type": "web_search", "function": {"name": "f"}}, "tools[0].type must be 'function'"),
-        ({"type": "custom", "custom": {"name": "f"}}, "got 'custom': models write calls of functions; give one with a "),
+        ({"type": "custom", "custom": {"name": "f"}}, "got 'custom': models write calls of functions; give one"),
         ({"type": "function", "name": "f"}, "tools[0].function is required, with the function's name"),
         ({"type": "function", "function": {}}, "tools[0].function.name is required"),
         ({"type": "function", "function": {"name": ""}}, "tools[0].function.name is required"),
