@@ -64,7 +64,12 @@ def render_prompt(
     if not request.messages:
         raise RequestError("messages must not be empty", "messages")
     messages = [_template_message(index, message, template) for index, message in enumerate(request.messages)]
-    text = template.render(messages, tools or None, add_generation_prompt, kwargs, bool(request.continue_final_message))
+    continues = bool(request.continue_final_message)
+    try:
+        text = template.render(messages, tools or None, add_generation_prompt, kwargs, continues)
+    except RequestError:
+        _check_arguments(messages)
+        raise
     return Rendered(text, template, kwargs)
 
 
@@ -188,19 +193,31 @@ def _template_call(where: str, call: PastToolCall, template: ChatTemplate) -> di
     return found | function if template.reads_bare_calls else found
 
 
-def _arguments(where: str, given: str | dict[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments of a tool call as an object. OpenAI's clients send them as JSON text."""
-    sent = given
+def _arguments(where: str, given: str | dict[str, Any] | None) -> dict[str, Any] | str:
+    """Return the arguments of a tool call as an object. OpenAI's clients send them as JSON text; what is none, such as
+    those of a call that was cut short, stays text, as an agent shows the model its own mistakes."""
+    found: Any = given
     if isinstance(given, str):
         try:
-            given = decode_json(given.encode()) if given.strip() else {}
+            found = decode_json(given.encode()) if given.strip() else {}
         except RequestError as error:
             raise RequestError(f"{where}.tool_calls: {error}", "messages") from None
         except (msgspec.DecodeError, RecursionError, UnicodeError):
-            given = None
-        if not isinstance(given, dict):
-            raise RequestError(
-                f"{where}.tool_calls: arguments must be a JSON object as text, got {quoted(sent)}", "messages"
-            )
-    check_depth(f"{where}.tool_calls", given)
-    return given or {}
+            return given
+        if not isinstance(found, dict):
+            return given
+    check_depth(f"{where}.tool_calls", found)
+    return found or {}
+
+
+def _check_arguments(messages: list[dict[str, Any]]) -> None:
+    """Raise RequestError for a call whose arguments are no object: most templates show them as they are, and this one
+    has failed."""
+    for index, message in enumerate(messages):
+        for call in message.get("tool_calls", ()):
+            if isinstance(arguments := call["function"]["arguments"], str):
+                raise RequestError(
+                    f"messages[{index}].tool_calls: arguments must be a JSON object as text for this model's chat "
+                    f"template, got {quoted(arguments)}",
+                    "messages",
+                )
