@@ -12,7 +12,7 @@ from headrace.engine.messages import Abort
 from headrace.engine.metrics import EngineMetrics
 from headrace.engine.output_processor import OutputKind, OutputProcessor
 from headrace.engine.tokenizer import Tokenizer
-from headrace.errors import EngineDeadError, HeadraceError, RequestError
+from headrace.errors import EngineDeadError, HeadraceError, QueueFullError, RequestError
 from headrace.model_config import ModelConfig
 from headrace.request import (
     EngineCoreOutput,
@@ -336,6 +336,14 @@ class TestOutput:
         assert found[1][0] is None
         assert list(found[1][1] or ()) == [70]
         assert found[2] is None
+
+    @pytest.mark.parametrize(
+        ("how", "kind"), [({"retry_after": 7}, QueueFullError), ({"invalid": True}, RequestError), ({}, HeadraceError)]
+    )
+    def test_an_error_is_what_the_core_says_it_is(self, how: dict[str, Any], kind: type[HeadraceError]) -> None:
+        error = EngineCoreOutput.failed("r-0", "no", **how).exception()
+        assert (type(error), str(error)) == (kind, "no")
+        assert getattr(error, "retry_after", 0) == how.get("retry_after", 0)
 
     def test_an_error_ends_the_request_and_its_other_choices(self) -> None:
         front = Front(n=3)

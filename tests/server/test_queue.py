@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from headrace.errors import QueueFullError
 from tests.server.fake_engine import MODEL, FakeEngine, chat, complete, error_of, make_app, post, send
 
 
@@ -48,6 +49,15 @@ def test_a_chat_is_bounded_too() -> None:
 def test_what_could_never_be_taken_is_a_bad_request(fields: dict[str, Any]) -> None:
     error = error_of(complete(make_app(nearly_full()), **fields), 400)
     assert "in parts" in error["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_turn_that_does_not_come_in_the_core_is_a_429_too(stream: bool) -> None:
+    engine = FakeEngine()
+    engine.fail_at, engine.error = 0, QueueFullError("late", 7)
+    answer = complete(make_app(engine), regex="a", stream=stream)
+    assert error_of(answer, 429)["code"] == "queue_full"
+    assert answer.headers["retry-after"] == "7"
 
 
 def test_metrics_show_bounds_queue_and_refusals() -> None:
