@@ -340,7 +340,7 @@ class TestOutput:
     @pytest.mark.parametrize(
         ("how", "kind"), [({"retry_after": 7}, QueueFullError), ({"invalid": True}, RequestError), ({}, HeadraceError)]
     )
-    def test_an_error_is_what_the_core_says_it_is(self, how: dict[str, Any], kind: type[HeadraceError]) -> None:
+    def test_an_error_is_what_the_core_says_it_is(self, how: dict[str, int], kind: type[HeadraceError]) -> None:
         error = EngineCoreOutput.failed("r-0", "no", **how).exception()
         assert (type(error), str(error)) == (kind, "no")
         assert getattr(error, "retry_after", 0) == how.get("retry_after", 0)
