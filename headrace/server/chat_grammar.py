@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Mapping
 
-from headrace.parsers.formats import ReasoningFormat
+from headrace.parsers.formats import ReasoningFormat, ToolFormat
+from headrace.parsers.tools import FunctionTool
 from headrace.server.chat_prompt import Rendered
 from headrace.server.constraints import constraint_of
 from headrace.server.output_formats import WITHOUT_FORMAT, OutputFormats
@@ -17,6 +20,8 @@ from headrace.structured_outputs.harmony import in_final
 
 _SPACE = Grammar(r"(/[ \r\n]{1,4}/)?")
 """What some models write before they open a thought, as GLM does."""
+MAX_KEPT = 64
+"""Sets of tools whose grammars are kept: an agent sends the same ones in every turn, and twenty take 20 ms."""
 
 
 def chat_grammar(
@@ -59,14 +64,25 @@ def _calls(use: ToolUse, formats: OutputFormats, special: Mapping[str, int], bes
     form = formats.tool or (WITHOUT_FORMAT if use.forced else None)
     if form is None:
         return None
+    tools = json.dumps([(tool.name, tool.parameters, tool.strict) for tool in use.tools])
+    single = not use.parallel or use.named is not None
+    return _calls_grammar(form, tools, must, single, use.named, use.forced, tuple(special.items()))
+
+
+@functools.lru_cache(maxsize=MAX_KEPT)
+def _calls_grammar(
+    form: ToolFormat, tools: str, must: bool, single: bool, only: str | None, strict: bool,
+    marks: tuple[tuple[str, int], ...],
+) -> Grammar:  # fmt: skip
+    """Return the grammar of calls. `tools`: their names, parameters and whether they are strict, as JSON."""
     return calls_grammar(
         form,
-        use.tools,
+        [FunctionTool(*fields) for fields in json.loads(tools)],
         at_least=1 if must else 0,
-        at_most=None if use.parallel and use.named is None else 1,
-        only=use.named,
-        strict=use.forced,
-        special=special,
+        at_most=1 if single else None,
+        only=only,
+        strict=strict,
+        special=dict(marks),
     )
 
 

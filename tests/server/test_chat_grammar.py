@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from headrace.server import chat_grammar as chat_grammar_module
 from tests.server.fake_engine import FakeEngine, accepts, chat, error_of, make_app, make_tokenizer
 
 COUNT = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
@@ -53,6 +54,19 @@ def test_required_is_calls_and_nothing_else() -> None:
     assert not asked.takes("Hello")
     assert not asked.takes(call("look", "one"))
     assert not asked.takes(call("fly"))
+
+
+def test_the_grammar_of_tools_that_come_again_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the same name another function is another grammar."""
+    Asked(tools=TOOLS, tool_choice="required")
+    other = function("look", parameters={"type": "object", "properties": {"n": {"type": "boolean"}}})
+    assert Asked(tools=[other], tool_choice="required").takes(call("look", True))
+    assert not Asked(tools=[other], tool_choice="required", parallel_tool_calls=False).takes(
+        call("look") + call("look")
+    )
+    monkeypatch.delattr(chat_grammar_module, "calls_grammar")
+    assert Asked(tools=TOOLS, tool_choice="required").takes(call("look"))
+    assert not Asked(tools=[other], tool_choice="required").takes(call("look"))
 
 
 def test_a_named_function_is_called_once() -> None:
