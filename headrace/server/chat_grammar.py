@@ -64,7 +64,8 @@ def _calls(use: ToolUse, formats: OutputFormats, special: Mapping[str, int], bes
     form = formats.tool or (WITHOUT_FORMAT if use.forced else None)
     if form is None:
         return None
-    tools = json.dumps([(tool.name, tool.parameters, tool.strict) for tool in use.tools])
+    held = ((tool, use.forced or tool.strict) for tool in use.tools)
+    tools = json.dumps([(tool.name, tool.parameters if is_held else {}, tool.strict) for tool, is_held in held])
     single = not use.parallel or use.named is not None
     return _calls_grammar(form, tools, must, single, use.named, use.forced, tuple(special.items()))
 
@@ -74,7 +75,8 @@ def _calls_grammar(
     form: ToolFormat, tools: str, must: bool, single: bool, only: str | None, strict: bool,
     marks: tuple[tuple[str, int], ...],
 ) -> Grammar:  # fmt: skip
-    """Return the grammar of calls. `tools`: their names, parameters and whether they are strict, as JSON."""
+    """Return the grammar of calls. `tools`: their names, the parameters that are held, and whether they are strict, as
+    JSON."""
     return calls_grammar(
         form,
         [FunctionTool(*fields) for fields in json.loads(tools)],
