@@ -64,8 +64,11 @@ def _calls(use: ToolUse, formats: OutputFormats, special: Mapping[str, int], bes
     form = formats.tool or (WITHOUT_FORMAT if use.forced else None)
     if form is None:
         return None
-    held = ((tool, use.forced or tool.strict) for tool in use.tools)
-    tools = json.dumps([(tool.name, tool.parameters if is_held else {}, tool.strict) for tool, is_held in held])
+    # Of a tool that no grammar holds, or that may not be called, the parameters do not matter.
+    held = [(use.forced or tool.strict) and use.named in (None, tool.name) for tool in use.tools]
+    tools = json.dumps(
+        [(tool.name, tool.parameters if own else {}, tool.strict) for tool, own in zip(use.tools, held, strict=True)]
+    )
     single = not use.parallel or use.named is not None
     return _calls_grammar(form, tools, must, single, use.named, use.forced, tuple(special.items()))
 
