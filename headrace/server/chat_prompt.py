@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -64,12 +65,15 @@ def render_prompt(
     if not request.messages:
         raise RequestError("messages must not be empty", "messages")
     messages = [_template_message(index, message, template) for index, message in enumerate(request.messages)]
-    continues = bool(request.continue_final_message)
+    render = functools.partial(
+        template.render, messages, tools or None, add_generation_prompt, kwargs, bool(request.continue_final_message)
+    )
     try:
-        text = template.render(messages, tools or None, add_generation_prompt, kwargs, continues)
+        text = render()
     except RequestError:
-        _check_arguments(messages)
-        raise
+        if not _wrap_arguments(messages):
+            raise
+        text = render()
     return Rendered(text, template, kwargs)
 
 
@@ -210,14 +214,11 @@ def _arguments(where: str, given: str | dict[str, Any] | None) -> dict[str, Any]
     return found or {}
 
 
-def _check_arguments(messages: list[dict[str, Any]]) -> None:
-    """Raise RequestError for a call whose arguments are no object: most templates show them as they are, and this one
-    has failed."""
-    for index, message in enumerate(messages):
-        for call in message.get("tool_calls", ()):
-            if isinstance(arguments := call["function"]["arguments"], str):
-                raise RequestError(
-                    f"messages[{index}].tool_calls: arguments must be a JSON object as text for this model's chat "
-                    f"template, got {quoted(arguments)}",
-                    "messages",
-                )
+def _wrap_arguments(messages: list[dict[str, Any]]) -> bool:
+    """Make objects of arguments that are text, for a template that goes through their keys; return whether there are
+    any."""
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    found = [one for call in calls for one in (call, call["function"]) if isinstance(one.get("arguments"), str)]
+    for one in found:
+        one["arguments"] = {"arguments": one["arguments"]}
+    return bool(found)
