@@ -4,7 +4,6 @@ caller's thread."""
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -186,20 +185,4 @@ def test_without_a_vocabulary_every_grammar_says_why(error: Exception) -> None:
     found = compiler.start(choice(["a"])).exception(timeout=20)
     assert isinstance(found, ConfigError)
     assert "secret" not in str(found)
-    compiler.shutdown()
-
-
-def test_a_cancelled_grammar_can_be_asked_for_again() -> None:
-    ready = threading.Event()
-
-    def slow() -> LLTokenizer:
-        ready.wait(20)
-        return byte_vocabulary()
-
-    compiler = GrammarCompiler(slow, threads=1)
-    waiting = compiler.start(choice(["ab"]))
-    assert waiting.cancel()
-    again = compiler.start(choice(["ab"]))
-    ready.set()
-    assert again.result(timeout=20).copy().advance(encode("ab")) == 2
     compiler.shutdown()
