@@ -10,6 +10,7 @@ from typing import Any
 from headrace.parsers.written import Literals, Tagged
 from headrace.structured_outputs.alternatives import Schema, Schemas, properties, types, values
 from headrace.structured_outputs.lark import Rules, escaped, without
+from headrace.structured_outputs.pattern import Unreadable
 from headrace.structured_outputs.schema import NUMBERS
 from headrace.structured_outputs.text_pattern import is_free, string_pattern
 
@@ -26,6 +27,14 @@ _ESCAPES = {"json_allowed_escapes": 'nrtbf\\"'}
 """The escapes that mean the same in JSON's strings and Python's."""
 _NUMBER_OR_WORD = r"/[ \t\r\n]*(-?[0-9][0-9.eE+-]*|(?i:true|false|null|none)|[\[{(\"'](?s:.*))[ \t\r\n]*/"
 """Text that is read as another type where a value may be a string or something else."""
+
+
+def _written_pattern(schema: Schema, schemas: Schemas, stops: tuple[str, ...], taken: str = "") -> str:
+    """Return the pattern of the strings that a schema allows, as `string_pattern` does."""
+    try:
+        return string_pattern(schema, stops, taken)
+    except Unreadable:
+        raise schemas.refused(schema, "a pattern") from None
 
 
 class TaggedArguments:
@@ -83,7 +92,7 @@ class TaggedArguments:
                 continue
             others = [kind for kind in types(option) or ["string"] if kind != "string"]
             if len(others) < len(types(option) or ["string"]):
-                pattern = string_pattern(option, self._stops, _NUMBER_OR_WORD if mixed else "")
+                pattern = _written_pattern(option, schemas, self._stops, _NUMBER_OR_WORD if mixed else "")
                 found.append(self._text(pattern, tags.middle, exact=mixed or not is_free(option)))
             if "number" in others and not option.keys() & NUMBERS:
                 others.remove("number")
@@ -187,7 +196,7 @@ class LiteralArguments:
     def _of_type(self, kind: str, schema: Schema, schemas: Schemas) -> str:
         match kind:
             case "string":
-                return self._string(schema)
+                return self._string(schema, schemas)
             case "boolean":
                 return self._rules.one_of([self._written(True), self._written(False)])
             case "null":
@@ -202,10 +211,11 @@ class LiteralArguments:
                     return self._rules.terminal(f"/{_NUMBER}/")
                 return self._rules.json({"type": kind, **limits})
 
-    def _string(self, schema: Schema) -> str:
+    def _string(self, schema: Schema, schemas: Schemas) -> str:
         if self._syntax.quote is not None:
             quote = self._rules.literal(self._syntax.quote)
-            return f"{quote} {self._rules.until(string_pattern(schema, self._stops), self._syntax.quote)}"
+            pattern = _written_pattern(schema, schemas, self._stops)
+            return f"{quote} {self._rules.until(pattern, self._syntax.quote)}"
         if is_free(schema):
             return self._rules.terminal(_PYTHON_STRING)
         limits: Schema = {key: schema[key] for key in ("pattern", "format", "minLength", "maxLength") if key in schema}

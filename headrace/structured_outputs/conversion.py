@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from msgspec import structs
 
 from headrace.errors import RequestError, clip, quoted
@@ -21,6 +21,7 @@ from headrace.structured_outputs import schema as schemas
 from headrace.structured_outputs.ebnf import is_ebnf, lark_of_ebnf
 from headrace.structured_outputs.grammar import Grammar, of_choice, of_lark, of_regex
 from headrace.structured_outputs.limits import (
+    LIMITS,
     MAX_CHOICES,
     MAX_LINES,
     MAX_REGEX_CHARS,
@@ -34,8 +35,6 @@ from headrace.structured_outputs.structural_tag import of_structural_tag
 from headrace.structured_outputs.vocabulary import byte_vocabulary
 from headrace.structured_params import StructuredOutputsParams
 
-LIMITS = LLParserLimits(verbose_errors=False)
-"""Limits of llguidance on a grammar's size and on the work of a step: its defaults, some tens of milliseconds."""
 MAX_KEPT = 64
 """Constraints whose grammars are kept, for requests that bring the same again."""
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -189,7 +188,7 @@ def _of_choice(choices: object, path: str) -> Grammar:
 
 
 def _json_options(params: StructuredOutputsParams, name: str) -> JsonOptions:
-    space: str | None = schemas.WHITESPACE
+    space = JsonOptions.whitespace
     if params.disable_any_whitespace:
         space = None
     elif params.whitespace_pattern is not None:

@@ -1,4 +1,5 @@
-"""Writes the texts in which one pattern is found and another is not as a pattern, which knows no complement itself.
+"""Writes the texts in which one pattern is found and another is not, or is too, as a pattern, which knows no complement
+itself.
 
 Both are followed at once through the characters of a text; the states they reach are then eliminated one by one. Where
 dialects disagree on a class (is `é` a word's letter?), the pattern that must not be found takes the larger one.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from headrace.structured_outputs.limits import MAX_REGEX_CHARS
 from headrace.structured_outputs.pattern import TOKEN, Chars, Choice, Repeat, Row, Tree, Unreadable, whole_text
@@ -36,10 +37,53 @@ _ITEM = re.compile(r"\\(?:[xu]\{([0-9a-fA-F]+)\}|u([0-9a-fA-F]{4})|x([0-9a-fA-F]
 def difference(found: str, unfound: str) -> str | None:
     """Return a pattern of whole texts in which `found` is found and `unfound` is not; None: there are none. Raises
     Unreadable for what is not read, or would become too long."""
-    yes, no = whole_text(found), whole_text(unfound)
-    if yes is None:
+    return _combined(found, unfound, in_both=False)
+
+
+def intersection(found: str, other: str) -> str | None:
+    """Return a pattern of whole texts in which both patterns are found, `other` by any dialect; None: there are none.
+    With `difference` of the same two it has all texts of `found`. Raises Unreadable."""
+    return _combined(found, other, in_both=True)
+
+
+def common(patterns: Sequence[str]) -> str:
+    """Return a pattern of texts in which all of several are found. Raises Unreadable, also where there are none."""
+    found = patterns[0]
+    for pattern in patterns[1:]:
+        both = intersection(found, pattern)
+        if both is None:
+            raise Unreadable
+        found = both
+    return found
+
+
+def regions(patterns: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:
+    """Return patterns of which no text fits two, each with the places of those of `patterns` that find its texts.
+    Raises Unreadable."""
+    known: list[tuple[str, tuple[int, ...]]] = []
+    for place, pattern in enumerate(patterns):
+        apart: list[tuple[str, tuple[int, ...]]] = []
+        left: str | None = pattern
+        for region, places in known:
+            both, only = intersection(region, pattern), difference(region, pattern)
+            apart += [] if only is None else [(only if both else region, places)]
+            apart += [] if both is None else [(both, (*places, place))]
+            if both is not None and left is not None:
+                left = difference(left, region)
+        known = apart if left is None else [*apart, (left, (place,))]
+    return known
+
+
+def as_python(pattern: str) -> str:
+    """Return a pattern as Python's `re` reads it, whose characters have numbers of another form."""
+    return re.sub(r"\\u\{(\w+)\}", lambda match: f"\\U{int(match[1], 16):08x}", pattern)
+
+
+def _combined(found: str, other: str, *, in_both: bool) -> str | None:
+    yes, no = whole_text(found), whole_text(other)
+    if yes is None or (no is None and in_both):
         return None
-    newline = (Repeat(Chars("\\n"), 0, 1),) if "$" in unfound else ()  # some find `$` before a last one too
+    newline = (Repeat(Chars("\\n"), 0, 1),) if "$" in other else ()  # some find `$` before a last one too
     start: State = (frozenset([(yes,)]), frozenset([(no, *newline)]) if no is not None else frozenset())
     letters = _letters({*_chars(yes)}, {*_chars(no), *_chars(Row(newline))} if no is not None else set())
     moves: dict[State, dict[State, Ranges]] = {}
@@ -53,35 +97,40 @@ def difference(found: str, unfound: str) -> str | None:
         steps += (len(first) + len(second)) * len(letters)
         if len(moves) > MAX_STATES or steps > MAX_STEPS:
             raise Unreadable
-        for (taken, excluded), ranges in letters.items():
+        for (taken, also), ranges in letters.items():
             target = (
                 frozenset(way for char, way in first if char in taken),
-                frozenset(way for char, way in second if char in excluded),
+                frozenset(way for char, way in second if char in also),
             )
-            if target[0]:
+            if target[0] and (target[1] or not in_both):
                 moves[state].setdefault(target, []).extend(ranges)
                 waiting.append(target)
-    ends = {state for state in moves if any(map(_may_end, state[0])) and not any(map(_may_end, state[1]))}
+    ends = {state for state in moves if any(map(_may_end, state[0])) and any(map(_may_end, state[1])) == in_both}
     pattern = _eliminated(start, ends, moves)
     return None if pattern is None else f"^{pattern}$"
 
 
-def without_look_ahead(pattern: str) -> str:
-    """Return what `^(?!x)y` is without look-ahead; what has another form, or is not read, is returned as it is."""
+def without_look_ahead(pattern: str) -> list[str]:
+    """Return patterns that are all found where `^(?=x)(?!y)z` is, without look-ahead. What has another form, or is not
+    read, is returned as it is."""
     parts, depth = [""], 0
     for token in TOKEN.findall(pattern.removeprefix("^")):
         if token == "|" and not depth:
-            return pattern
+            return [pattern]
         depth += (token[0] == "(") - (token == ")")
         parts[-1] += token
-        if token == ")" and not depth and parts[-1].startswith("(?!"):
+        if token == ")" and not depth and parts[-1].startswith(("(?!", "(?=")):
             parts.append("")
     if len(parts) == 1 or not pattern.startswith("^"):
-        return pattern
+        return [pattern]
+    wanted = [f"^(?:{part[3:-1]})" for part in parts[:-1] if part.startswith("(?=")]
+    unwanted = [f"^(?:{part[3:-1]})" for part in parts[:-1] if part.startswith("(?!")]
+    rest = f"^{parts[-1]}"
     try:
-        return difference(f"^{parts[-1]}", "|".join(f"^(?:{part[3:-1]})" for part in parts[:-1])) or pattern
+        left = difference(rest, "|".join(unwanted)) if unwanted else rest
     except Unreadable:
-        return pattern
+        return [pattern]
+    return [pattern] if left is None else [left, *wanted]
 
 
 def _next(ways: Iterable[Way]) -> set[tuple[Chars, Way]]:

@@ -9,11 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from headrace.structured_outputs.grammar import TEXT, Grammar, literal
+from headrace.structured_outputs.limits import SPACE
 from headrace.structured_outputs.schema import grammar_of_checked
 
-_SPACE = r"/[ \t]{1,2}|(\r?\n){1,2}[ \t]{0,20}/"
-"""White space that a model may write where a format takes any: a space or two, or one or two ends of lines with
-indentation behind. More would let a model that is unwilling to call write nothing else until `max_tokens`."""
 _OPTIONAL_SPACE = re.compile(r"\s+(?![a-z`\s])|(?<=\{)(?=\")")
 _META = re.compile(r"[\\.+*?()|\[\]{}^$/#&~-]")
 
@@ -66,7 +64,7 @@ class Rules:
     @property
     def space(self) -> str:
         """Optional white space."""
-        return self.terminal(_SPACE) + "?"
+        return self.terminal(f"/{SPACE}/") + "?"
 
     def terminal(self, pattern: str) -> str:
         """Return the name of a terminal with this pattern."""

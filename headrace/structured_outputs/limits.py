@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
+from llguidance import LLParserLimits
 
 from headrace.errors import RequestError, quoted
 
@@ -30,10 +37,27 @@ MAX_STACK = 1_000
 """The same, where what a reference refers to counts as within: llguidance's stack grows with it, and ends at 1,500."""
 MAX_DEPTH = 96
 """Nesting, as of braces and brackets in JSON; llguidance's own reader takes 128."""
+MAX_BOUND = 2**62
+"""Bounds of numbers: llguidance fails at those of 64 bits."""
+MAX_INTEGER = int(sys.float_info.max)
+"""The largest integer in a schema."""
 MAX_FORMATS = 1_000
 """Formats in a structural tag."""
 MAX_REPEAT = 2**20
 """Repetitions in a regex or grammar, and lengths in a schema."""
+LIMITS = LLParserLimits(
+    max_items_in_row=2000,
+    initial_lexer_fuel=5_000_000,  # some 100 ms, over all answers of a grammar: they share its lexer
+    step_lexer_fuel=200_000,  # some 15 ms
+    step_max_items=50_000,  # some 3 ms
+    max_lexer_states=50_000,  # of one to two kilobytes
+    max_grammar_size=500_000,
+    verbose_errors=False,
+)
+"""What a grammar may take to compile, and to make one mask, where it is checked and where it is used."""
+SPACE = r"[ \t]{1,2}|[ \t]{0,2}(\r?\n){1,2}[ \t]{0,40}"
+"""White space where an answer may have any: one or two spaces, or one or two ends of lines with the next line's
+indentation. It has an end, so that an answer has one too."""
 
 
 def check_text(value: object, path: str, most: int = MAX_CHARS) -> str:
@@ -60,3 +84,33 @@ def decoded(value: object, path: str) -> object:
         return msgspec.json.decode(value)
     except (msgspec.DecodeError, RecursionError) as error:
         raise RequestError(f"{path} is not JSON: {error}", path.partition(".")[0]) from None
+
+
+def check_size(schema: Mapping[str, Any], path: str) -> None:
+    """Refuse a schema that is too deep or too long, or holds what JSON cannot."""
+    field = path.partition(".")[0]
+    waiting: list[tuple[Any, int]] = [(schema, 0)]
+    count = 0
+    while waiting:
+        value, depth = waiting.pop()
+        count += 1
+        if depth > MAX_DEPTH:
+            raise RequestError(f"{path} is nested more than {MAX_DEPTH} deep", field)
+        if count > MAX_SCHEMA_CHARS // 4:
+            raise RequestError(f"{path} has more than {MAX_SCHEMA_CHARS // 4} values", field)
+        if isinstance(value, dict):
+            waiting += [(item, depth + 1) for item in value.values()]
+        elif isinstance(value, list | tuple):
+            waiting += [(item, depth + 1) for item in value]
+        elif not isinstance(value, str | int | float | bool | None):
+            raise RequestError(f"{path} holds {quoted(value)}, which is not JSON", field)
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise RequestError(f"{path} holds {value}, which is no number of JSON", field)
+        elif isinstance(value, int) and abs(value) > MAX_INTEGER:
+            raise RequestError(f"{path} holds {quoted(value)}, which is further from 0 than any float", field)
+    try:
+        text = json.dumps(schema, ensure_ascii=False)
+        text.encode()
+    except (TypeError, UnicodeEncodeError):
+        raise RequestError(f"{path} has a key or a text that is not JSON in UTF-8", field) from None
+    check_text(text, path, MAX_SCHEMA_CHARS)

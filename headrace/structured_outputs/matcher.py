@@ -14,25 +14,16 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from headrace.errors import ConfigError, HeadraceError, RequestError, clip
+from headrace.structured_outputs.limits import LIMITS
 
 MAX_THREADS = 32
 """Masks are made on all cores, since the engine waits for them; grammars are compiled on three of four."""
 MAX_CACHED = 256
 """Compiled grammars that are kept for later requests, some of which take megabytes."""
 ANY_TOKEN = 0xFFFFFFFF
-LIMITS = LLParserLimits(
-    max_items_in_row=2000,
-    initial_lexer_fuel=1_000_000,  # some 20 ms
-    step_lexer_fuel=200_000,  # some 15 ms
-    step_max_items=50_000,  # some 3 ms
-    max_lexer_states=50_000,  # of one to two kilobytes
-    max_grammar_size=500_000,
-    verbose_errors=False,
-)
-"""What a grammar may take to compile, and to make one mask; a request whose grammar takes more fails."""
 
 
 class Matcher:

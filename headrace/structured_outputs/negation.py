@@ -1,7 +1,6 @@
-"""Writes what a JSON schema does not accept as another schema, and tells schemas apart that share no value.
+"""Writes what a JSON schema does not accept as another schema, for `not`, `if` and `oneOf`, which llguidance lacks.
 
-Both serve `not`, `if` and `oneOf`, which llguidance lacks. A complement may leave out some values (never add one): then
-fewer answers are possible, and all of them are right.
+A complement may leave out some values (never add one): then fewer answers are possible, and all of them are right.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from headrace.structured_outputs.difference import difference
+from headrace.structured_outputs.drafts import SINCE
+from headrace.structured_outputs.formats import FORMATS, NATIVE_FORMATS
 from headrace.structured_outputs.limits import MAX_REGEX_CHARS
 from headrace.structured_outputs.pattern import Unreadable
 
@@ -20,6 +21,8 @@ Resolve = Callable[[Any], Any]
 """Returns a schema without `$ref` at its top."""
 MAX_LEVELS = 12
 """Schemas within schemas that are looked into."""
+MAX_PLACES = 8
+"""Places in an array, from the first, at which an item is that does not fit."""
 MAX_TEXT = 128
 """Characters of a text that must not be the value."""
 
@@ -28,31 +31,47 @@ class NoComplement(Exception):
     """Names the keyword whose complement cannot be written."""
 
 
-def negate(schema: Any, resolve: Resolve, names: Collection[str] = (), level: int = 0) -> Any:
-    """Return a schema of values that `schema` does not accept. `names`: property names that matter: of the objects with
-    a property that `additionalProperties` forbids, those with one of these names are found. Raises NoComplement."""
+def negate(schema: Any, resolve: Resolve, draft: int, names: Collection[str] = (), level: int = 0) -> Any:
+    """Return a schema of values that `schema`, of a draft, does not accept. `names`: property names that matter: of the
+    objects with a property that `additionalProperties` forbids, those with one of these names are found. Raises
+    NoComplement."""
     if isinstance(schema, bool):
         return not schema
     if level > MAX_LEVELS:
         raise NoComplement("$ref")
+
+    def other(one: Any) -> Any:
+        return negate(one, resolve, draft, names, level + 1)
+
     options: list[Any] = []
     for keyword, value in schema.items():
+        if SINCE.get(keyword, 0) > draft or (keyword == "dependencies" and draft > 7):
+            raise NoComplement(keyword)  # for its draft, it is a note to the reader
         if keyword == "$ref":
-            options.append(negate(resolve(schema), resolve, names, level + 1))
+            options.append(other(resolve(schema)))
         elif keyword == "allOf":
-            options += [negate(one, resolve, names, level + 1) for one in value]
-        elif keyword == "anyOf":
-            options.append({"allOf": [negate(one, resolve, names, level + 1) for one in value]})
+            options += [other(one) for one in value]
+        elif keyword in ("anyOf", "oneOf"):  # of what fits several options of `oneOf`, nothing is said
+            options.append({"allOf": [other(one) for one in value]})
         elif keyword == "not":
             options.append(value)
+        elif keyword == "if":
+            options += [{"allOf": [value, other(schema["then"])]}] if "then" in schema else []
+            options += [{"allOf": [other(value), other(schema["else"])]}] if "else" in schema else []
         elif keyword in ("enum", "const"):
             options.append(_other_values(value if keyword == "enum" else [value]))
         elif keyword == "properties":
             options += [
-                {"type": "object", "properties": {name: other}, "required": [name]}
+                {"type": "object", "properties": {name: unlike}, "required": [name]}
                 for name, one in value.items()
-                if (other := negate(one, resolve, names, level + 1)) is not False
+                if (unlike := other(one)) is not False
             ]
+        elif keyword in ("dependencies", "dependentRequired", "dependentSchemas"):
+            options += [_unmet(name, needed, other) for name, needed in value.items()]
+        elif keyword == "prefixItems" or (keyword == "items" and not isinstance(value, list)):
+            options += _unlike_items(schema, keyword, other)
+        elif keyword == "contains" and not schema.keys() & {"minContains", "maxContains"}:
+            options.append({"type": "array", "items": other(value)})
         elif keyword == "additionalProperties" and value is False and not schema.get("patternProperties"):
             known = schema.get("properties", {})
             options += [{"type": "object", "required": [name]} for name in names if name not in known]
@@ -60,7 +79,9 @@ def negate(schema: Any, resolve: Resolve, names: Collection[str] = (), level: in
             options.append(_other_texts(value))
         elif keyword in _SIMPLE:
             options += _SIMPLE[keyword](value)
-        elif keyword in CONSTRAINING:
+        elif keyword == "format" and value not in NATIVE_FORMATS and value not in FORMATS:
+            continue  # a note to the reader
+        elif keyword in CONSTRAINING and value is not _SAYS_NOTHING.get(keyword):
             raise NoComplement(keyword)
     options = [option for option in options if option is not False]
     if not options:
@@ -69,12 +90,30 @@ def negate(schema: Any, resolve: Resolve, names: Collection[str] = (), level: in
 
 
 CONSTRAINING = frozenset((
-    "oneOf", "if", "additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties",
-    "dependencies", "dependentRequired", "dependentSchemas", "items", "additionalItems", "prefixItems", "contains",
-    "uniqueItems", "unevaluatedItems", "minContains", "maxContains", "format", "multipleOf", "$dynamicRef",
-    "$recursiveRef",
+    "additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties", "items", "additionalItems",
+    "contains", "uniqueItems", "unevaluatedItems", "format", "multipleOf", "$dynamicRef", "$recursiveRef",
 ))  # fmt: skip
 """Keywords without a complement here; all that are not named at all are annotations."""
+_SAYS_NOTHING = {"uniqueItems": False, "additionalProperties": True, "additionalItems": True, "items": True}
+
+
+def _unlike_items(schema: Mapping[str, Any], keyword: str, other: Callable[[Any], Any]) -> list[Any]:
+    """Return schemas of arrays with an item that does not fit; `items` describes those behind `prefixItems`."""
+    first = schema.get("prefixItems", [])
+    items = enumerate(first) if keyword == "prefixItems" else enumerate([schema["items"]] * MAX_PLACES, len(first))
+    return [
+        {"type": "array", "prefixItems": [*[True] * place, unlike], "minItems": place + 1}
+        for place, one in items
+        if (unlike := other(one)) is not False
+    ]
+
+
+def _unmet(name: str, needed: Any, other: Callable[[Any], Any]) -> Any:
+    """Return a schema of objects with a property, but not with what it brings with it."""
+    if isinstance(needed, str | list):
+        names = [needed] if isinstance(needed, str) else needed
+        return {"type": "object", "required": [name], "anyOf": [{"properties": {one: False}} for one in names]}
+    return {"allOf": [{"type": "object", "required": [name]}, other(needed)]}
 
 
 def _other_types(value: str | list[str]) -> list[Any]:
@@ -164,70 +203,13 @@ def few_values(schema: Any) -> list[Any] | None:
         named = [True, False] if schema.get("type") == "boolean" else [None] if schema.get("type") == "null" else None
     if not isinstance(named, list) or any(isinstance(value, list | dict) for value in named):
         return None
-    return [*{json.dumps(_plain(value)): value for value in named}.values()]
+    return [*{json.dumps(plain(value)): value for value in named}.values()]
 
 
-def differ(schemas: Sequence[Any]) -> bool:
-    """Return whether all of several schemas name their values, and none of these twice."""
-    named = [_values(schema) if isinstance(schema, Mapping) else None for schema in schemas]
-    values = [value for one in named if one is not None for value in one]
-    return None not in named and len(values) == len({*values})
-
-
-def disjoint(one: Any, other: Any, resolve: Resolve, level: int = 0) -> bool:
-    """Return whether it is certain that no value fits both schemas."""
-    if one is False or other is False:
-        return True
-    if isinstance(one, bool) or isinstance(other, bool) or level > MAX_LEVELS:
-        return False
-    for first, second in ((one, other), (other, one)):
-        if "$ref" in first and disjoint(resolve(first), second, resolve, level + 1):
-            return True
-        for keyword in ("anyOf", "oneOf"):
-            if keyword in first and all(disjoint(part, second, resolve, level + 1) for part in first[keyword]):
-                return True
-        if any(disjoint(part, second, resolve, level + 1) for part in first.get("allOf", ())):
-            return True
-    if not _types(one) & _types(other):
-        return True
-    values, others = _values(one), _values(other)
-    if values is not None and others is not None and not values & others:
-        return True
-    return _types(one) & _types(other) == {"object"} and _objects_differ(one, other, resolve, level)
-
-
-def _objects_differ(one: Mapping[str, Any], other: Mapping[str, Any], resolve: Resolve, level: int) -> bool:
-    needed = {*one.get("required", ()), *other.get("required", ())}
-    return any(disjoint(_property(one, name), _property(other, name), resolve, level + 1) for name in needed)
-
-
-def _property(schema: Mapping[str, Any], name: str) -> Any:
-    properties = schema.get("properties", {})
-    if name in properties:
-        return properties[name]
-    return schema.get("additionalProperties", True) if not schema.get("patternProperties") else True
-
-
-def _types(schema: Mapping[str, Any]) -> set[str]:
-    """Return the types that a schema may accept, where integers are apart from other numbers."""
-    named = schema.get("type", TYPES)
-    found = {named} if isinstance(named, str) else {*named}
-    if "integer" in found:
-        found = (found - {"integer"}) | {"number"}
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    return found if values is None else found & {type_of(value) for value in values}
-
-
-def _values(schema: Mapping[str, Any]) -> set[str] | None:
-    """Return the values that a schema names, as texts that are equal where the values are; None: it names none."""
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    return None if values is None else {json.dumps(_plain(value), sort_keys=True) for value in values}
-
-
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return a value in which equal numbers are written alike."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+        return [plain(item) for item in value]
+    return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else value

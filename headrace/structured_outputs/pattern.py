@@ -79,7 +79,7 @@ def tree_of(pattern: str) -> Tree:
             if not open_groups:
                 raise Unreadable
             group, ways = _choice(ways), open_groups.pop()
-            ways[-1].append(group)
+            ways[-1].append(Row((group,)) if isinstance(group, Repeat) else group)  # which may be repeated too
         elif token == "|":
             ways.append([])
         elif counts := _QUANTIFIER.fullmatch(token):
@@ -129,6 +129,15 @@ def anchored(pattern: str) -> str:
     except Unreadable:
         return pattern
     return pattern if whole.pattern is None else f"^{whole.pattern}$"
+
+
+def whole_pattern(pattern: str) -> str:
+    """Return a pattern, without anchors, of the whole texts in which another is found. Raises Unreadable, also where
+    there are none."""
+    whole = _whole(pattern)
+    if whole.pattern is None:
+        raise Unreadable
+    return whole.pattern
 
 
 def whole_text(pattern: str) -> Tree | None:

@@ -22,6 +22,13 @@ class Target(NamedTuple):
     """Where it stands in the whole schema."""
 
 
+class Placed(NamedTuple):
+    """Holds a schema that stands at a path of its own, within one that a keyword was rewritten to."""
+
+    schema: Any
+    path: str
+
+
 class References:
     """Knows the resources (`$id`) and anchors of one schema."""
 
@@ -35,6 +42,12 @@ class References:
         if identity is not None:
             self.base = urldefrag(identity)[0]
         self._resources.setdefault(self.base, Target(root, self.base, path))
+
+    @property
+    def is_one_resource(self) -> bool:
+        """Return whether the schema has no other schema with an address of its own in it: a reference by
+        `$dynamicRef` or `$recursiveRef` then refers to what one by `$ref` does."""
+        return len(self._resources) <= 1 + (self.base != "")
 
     def resolve(self, reference: object, base: str, path: str) -> Target:
         """Return what a reference in a schema with this base refers to. Raises RequestError, naming `path`, if that is

@@ -5,15 +5,25 @@ from __future__ import annotations
 import re
 
 from headrace.errors import RequestError
-from headrace.structured_outputs.difference import without_look_ahead
+from headrace.structured_outputs.difference import common, without_look_ahead
 from headrace.structured_outputs.limits import MAX_REGEX_CHARS, check_text
-from headrace.structured_outputs.pattern import anchored
+from headrace.structured_outputs.pattern import Unreadable, anchored
+
+
+def checked_patterns(pattern: object, path: str) -> list[str]:
+    """Return patterns that are all found where a pattern of a JSON schema is, in a form that can be held, as
+    `checked_regex` does; anchors within it, and look-ahead where it begins, are rewritten."""
+    parts = without_look_ahead(check_text(pattern, path, MAX_REGEX_CHARS))
+    return [anchored(checked_regex(part, path)) for part in parts]
 
 
 def checked_pattern(pattern: object, path: str) -> str:
-    """Return a pattern of a JSON schema in a form that can be held, as `checked_regex` does; anchors within it, and
-    negative look-ahead where it begins, are rewritten."""
-    return anchored(checked_regex(without_look_ahead(check_text(pattern, path, MAX_REGEX_CHARS)), path))
+    """Return one such pattern. Raises RequestError also where there would have to be several."""
+    parts = checked_patterns(pattern, path)
+    try:
+        return common(parts)
+    except Unreadable:
+        raise _no_regex(path, "look-around", "(?=") from None
 
 
 def checked_regex(pattern: object, path: str) -> str:

@@ -7,15 +7,16 @@ more: `not`, `if`, `oneOf`, `dependencies` and others become `anyOf` and `allOf`
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from headrace.errors import RequestError, quoted
+from headrace.structured_outputs.drafts import SINCE, as_newest, draft_of
 from headrace.structured_outputs.formats import FORMATS, NATIVE_FORMATS
 from headrace.structured_outputs.grammar import Grammar, of_schema
 from headrace.structured_outputs.limits import (
+    MAX_BOUND,
     MAX_CHOICES,
     MAX_DEPTH,
     MAX_LEVELS,
@@ -24,27 +25,26 @@ from headrace.structured_outputs.limits import (
     MAX_REPEAT,
     MAX_SCHEMA_CHARS,
     MAX_STACK,
+    SPACE,
+    check_size,
     check_text,
     decoded,
 )
 from headrace.structured_outputs.negation import NoComplement, negate
-from headrace.structured_outputs.references import References, identity_of
-from headrace.structured_outputs.regex import checked_pattern
-from headrace.structured_outputs.rewriting import REWRITTEN, SINCE, Placed, draft_of
+from headrace.structured_outputs.object_keywords import apart, by_names, with_patterns_of_names
+from headrace.structured_outputs.references import Placed, References, identity_of
+from headrace.structured_outputs.regex import checked_pattern, checked_patterns
+from headrace.structured_outputs.rewriting import REWRITTEN
 
-WHITESPACE = r"([ \t]{1,2}|[ \t]{0,2}\r?\n[ \t]{0,40})"
-"""Whitespace between the tokens of JSON, where a request names none: one or two spaces, or the end of a line and
-the next line's indentation. It has an end, so that an answer has one too."""
-REFUSED = frozenset((
-    "contains", "minContains", "maxContains", "unevaluatedItems", "$dynamicRef", "$recursiveRef",
-    "extends", "disallow", "divisibleBy",
-))  # fmt: skip
-"""Keywords of JSON Schema that no grammar here can hold."""
+REFUSED = frozenset(("extends", "disallow", "divisibleBy"))
+"""Keywords of draft 3."""
 COPIED = frozenset((
     "type", "const", "required", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
     "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties",
 ))  # fmt: skip
 """Keywords that llguidance holds as they are."""
+SAME_AS_REF = frozenset(("$dynamicRef", "$recursiveRef"))
+"""Keywords that mean `$ref` in a schema that is one resource."""
 COUNTS = frozenset(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"))
 NUMBERS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
 PATTERN_CHARS = 20
@@ -57,8 +57,8 @@ MAX_TRIED = 100
 class JsonOptions:
     """Says how JSON may be written, beside what its schema says."""
 
-    whitespace: str | None = WHITESPACE
-    """A regular expression; None: none at all."""
+    whitespace: str | None = f"({SPACE})"
+    """A regular expression of what may stand between the tokens of JSON; None: nothing."""
     additional_properties: bool = True
     """False: objects whose schema names properties have no others, unless it says so."""
 
@@ -88,38 +88,8 @@ def checked_schema(
         schema = {} if schema else {"enum": []}
     if not isinstance(schema, dict):
         raise RequestError(f"{path} must be a JSON schema (an object), got {quoted(schema)}", field)
-    _check_size(schema, path)
+    check_size(schema, path)
     return Rewriter(schema, path, options, {} if made is None else made).whole()
-
-
-def _check_size(schema: dict[str, Any], path: str) -> None:
-    """Refuse a schema that is too deep or too long, or holds what JSON cannot."""
-    field = path.partition(".")[0]
-    waiting: list[tuple[Any, int]] = [(schema, 0)]
-    count = 0
-    while waiting:
-        value, depth = waiting.pop()
-        count += 1
-        if depth > MAX_DEPTH:
-            raise RequestError(f"{path} is nested more than {MAX_DEPTH} deep", field)
-        if count > MAX_SCHEMA_CHARS // 4:
-            raise RequestError(f"{path} has more than {MAX_SCHEMA_CHARS // 4} values", field)
-        if isinstance(value, dict):
-            waiting += [(item, depth + 1) for item in value.values()]
-        elif isinstance(value, list | tuple):
-            waiting += [(item, depth + 1) for item in value]
-        elif not isinstance(value, str | int | float | bool | None):
-            raise RequestError(f"{path} holds {quoted(value)}, which is not JSON", field)
-        elif isinstance(value, float) and not math.isfinite(value):
-            raise RequestError(f"{path} holds {value}, which is no number of JSON", field)
-        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise RequestError(f"{path} holds {quoted(value)}; integers of 64 bits are taken", field)
-    try:
-        text = json.dumps(schema, ensure_ascii=False)
-        text.encode()
-    except (TypeError, UnicodeEncodeError):
-        raise RequestError(f"{path} has a key or a text that is not JSON in UTF-8", field) from None
-    check_text(text, path, MAX_SCHEMA_CHARS)
 
 
 class Rewriter:
@@ -129,12 +99,12 @@ class Rewriter:
         self, root: dict[str, Any], path: str, options: JsonOptions, made: dict[int, tuple[str, dict[str, Any]]]
     ) -> None:
         self._made = made
-        self._root = root
+        self.draft = draft_of(root)
+        self._root: dict[str, Any] = as_newest(root, self.draft)
         self._path = path
         self.field = path.partition(".")[0]
         self._options = options
-        self._references = References(root, path)
-        self._draft = draft_of(root)
+        self._references = References(self._root, path)
         self._names: dict[int | str, str] = {}
         """id of a schema that is referred to (a path, if it is true or false) -> its name in `$defs`."""
         self._waiting: list[tuple[str, Any, str, str]] = []
@@ -174,17 +144,25 @@ class Rewriter:
         if not isinstance(schema, Mapping):
             raise RequestError(f"{path} must be a schema (an object), got {quoted(schema)}", self.field)
         base = identity_of(schema, base)
+        if schema.get("patternProperties") and "propertyNames" in schema and self.draft >= SINCE["propertyNames"]:
+            schema = with_patterns_of_names(self, schema, base, path)
         found: dict[str, Any] = {}
         also: list[Any] = []
         """What else must hold."""
+        bases: list[Any] = []
+        """What stands before `properties` by reference: its properties come first."""
         for keyword, value in schema.items():
             where = f"{path}.{keyword}"
             if keyword in COPIED:
                 self._copy(schema, keyword, value, path, found)
+                if keyword in found and (ways := by_names(schema, keyword, found[keyword])) is not None:
+                    del found[keyword]
+                    also += [{"anyOf": ways}] if ways else []
             elif keyword == "enum":
                 found["enum"] = self._values(value, where)
-            elif keyword == "$ref":
-                also.append({"$ref": self._refer(value, base, where)})
+            elif keyword == "$ref" or (keyword in SAME_AS_REF and self._references.is_one_resource):
+                before = bases if _comes_first(schema, keyword) else also
+                before.append({"$ref": self._refer(value, base, where)})
             elif keyword in ("properties", "patternProperties"):
                 found[keyword] = self._properties(keyword, value, base, where, depth)
             elif keyword == "additionalProperties":
@@ -196,26 +174,28 @@ class Rewriter:
                     self._node(one, base, f"{where}[{index}]", depth + 1)
                     for index, one in enumerate(self.list_of(value, where))
                 ]
-                if keyword == "allOf":
-                    also += parts
-                else:
+                if keyword == "anyOf":
                     also.append({"anyOf": parts})
+                elif _comes_first(schema, keyword):
+                    bases += [part for one, part in zip(value, parts, strict=True) if _refers(one)]
+                    also += [part for one, part in zip(value, parts, strict=True) if not _refers(one)]
+                else:
+                    also += parts
             elif keyword == "pattern":
-                found["pattern"] = checked_pattern(value, where)
-                self._count += len(found["pattern"]) // PATTERN_CHARS
+                found["pattern"], *others = checked_patterns(value, where)
+                also += [{"pattern": pattern} for pattern in others]
+                self._count += sum(map(len, [found["pattern"], *others])) // PATTERN_CHARS
             elif keyword == "format":
                 self._format(schema, value, where, found, also)
             elif keyword in REWRITTEN:
                 also += self._rewritten(schema, keyword, value, base, where, depth)
-            elif keyword in REFUSED and SINCE.get(keyword, 0) <= self._draft:
-                self._refused(schema, keyword, value, path)
-        if schema.get("minProperties") == 1 and "minProperties" not in found and found.get("properties"):
-            # llguidance counts properties only where none of them is optional; any one of those named will do
-            also.append({"anyOf": [{"required": [name]} for name in found["properties"]]})
+            elif keyword in REFUSED or (keyword in SAME_AS_REF and SINCE[keyword] <= self.draft):
+                raise self._refuse(path, keyword)
         if not self._options.additional_properties and "properties" in found:
             found.setdefault("additionalProperties", False)
-        if also:
-            found = also[0] if not found and len(also) == 1 else {"allOf": [found, *also] if found else also}
+        if bases or also:
+            parts = [*bases, *([found] if found else []), *also]
+            found = parts[0] if len(parts) == 1 else {"allOf": parts}
         if isinstance(found, dict):
             self._made[id(found)] = (path, found)
         return found
@@ -226,10 +206,13 @@ class Rewriter:
         """Return what else must hold for a keyword in REWRITTEN. One that is newer than the schema's draft is held if
         it can be, and is a note to the reader otherwise, as that draft has it."""
         try:
-            made = REWRITTEN[keyword](self, schema, value, base, where)
+            try:
+                made = REWRITTEN[keyword](self, schema, value, base, where)
+            except (AttributeError, TypeError):  # what is within has not been looked at yet
+                raise RequestError(f"{where} has a keyword with a value that it cannot have", self.field) from None
             return [self._node(one, base, where, depth + 1) for one in made]
         except RequestError:
-            if SINCE.get(keyword, 0) <= self._draft:
+            if SINCE.get(keyword, 0) <= self.draft:
                 raise
             return []
 
@@ -243,8 +226,6 @@ class Rewriter:
             return
         if keyword in ("minimum", "maximum") and schema.get("exclusive" + keyword.capitalize()) is True:
             return
-        if keyword == "minProperties" and value == 1 and schema.get("properties") and not schema.get("required"):
-            return  # see _node
         if keyword in COUNTS:
             if isinstance(value, float) and value.is_integer():
                 value = int(value)
@@ -258,6 +239,7 @@ class Rewriter:
         elif keyword in NUMBERS:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise self._refuse(path, keyword, f"must be a number, got {quoted(value)}")
+            value = self._bound(keyword, value, path)
             if keyword == "multipleOf" and value <= 0:
                 raise self._refuse(path, keyword, f"must be above 0, got {quoted(value)}")
         elif keyword == "required":
@@ -270,13 +252,31 @@ class Rewriter:
             named = [value] if isinstance(value, str) else value
             if not isinstance(named, list) or not named or any(name not in known for name in named):
                 raise self._refuse(path, keyword, f"must be one or a list of {', '.join(known)}; got {quoted(value)}")
+        elif keyword == "const":
+            self._check_integers(value, where)
         found[keyword] = value
+
+    def _bound(self, keyword: str, value: int | float, path: str) -> int | float:
+        """Return a bound that llguidance can hold: of those that it cannot, as of 64 bits, a nearer one."""
+        if abs(value) <= MAX_BOUND:
+            return value
+        if (value > 0) != (keyword in ("maximum", "exclusiveMaximum")):
+            raise self._refuse(path, keyword, f"is supported up to {MAX_BOUND} from 0, got {quoted(value)}")
+        return MAX_BOUND if value > 0 else -MAX_BOUND
 
     def _values(self, value: Any, where: str) -> list[Any]:
         values = self.list_of(value, where)
+        self._check_integers(values, where)
         if len(values) > MAX_CHOICES:
             raise RequestError(f"{where} has {len(values)} values; at most {MAX_CHOICES} are taken", self.field)
         return values
+
+    def _check_integers(self, value: Any, where: str) -> None:
+        """Refuse values with integers that llguidance would round."""
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise RequestError(f"{where} holds {quoted(value)}; integers of 64 bits are taken", self.field)
+        for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            self._check_integers(item, where)
 
     def list_of(self, value: Any, where: str) -> list[Any]:
         if not isinstance(value, list):
@@ -307,12 +307,12 @@ class Rewriter:
         if len(properties) > MAX_PROPERTIES:
             raise RequestError(f"{where} has {len(properties)} names; at most {MAX_PROPERTIES} are taken", self.field)
         if keyword == "patternProperties":
-            patterns = {name: checked_pattern(name, where) for name in properties}
-            if len({*patterns.values()}) == len(patterns):
-                return {
-                    patterns[name]: self._node(one, base, f"{where}.{name}", depth + 1)
-                    for name, one in properties.items()
-                }
+            patterns = [checked_pattern(name, where) for name in properties]
+            nodes = [self._node(one, base, f"{where}.{name}", depth + 1) for name, one in properties.items()]
+            return {
+                pattern: nodes[places[0]] if len(places) == 1 else {"allOf": [nodes[place] for place in places]}
+                for pattern, places in apart(patterns)
+            }
         return {name: self._node(one, base, f"{where}.{name}", depth + 1) for name, one in properties.items()}
 
     def _items(
@@ -341,17 +341,6 @@ class Rewriter:
             found["format"] = value
         elif value in FORMATS:
             also.append({"pattern": FORMATS[value]})
-        elif value == "regex":
-            raise RequestError(f"{where} {quoted(value)} is not supported", self.field)
-
-    def _refused(self, schema: Mapping[str, Any], keyword: str, value: Any, path: str) -> None:
-        if keyword in ("minContains", "maxContains") and "contains" not in schema:
-            return
-        if "contains" in keyword.lower() and schema.get("minContains") == 0 and "maxContains" not in schema:
-            return
-        if keyword == "unevaluatedItems" and value is True:
-            return
-        raise self._refuse(path, keyword)
 
     def resolve(self, base: str, where: str, schema: Any) -> Any:
         """Return a schema without a `$ref` at its top, for those who look into it."""
@@ -365,11 +354,21 @@ class Rewriter:
     def negated(self, schema: Any, base: str, where: str, names: tuple[str, ...] = ()) -> Any:
         """Return a schema of what another does not accept, or refuse the keyword at `where`."""
         try:
-            return negate(schema, lambda one: self.resolve(base, where, one), names)
+            return negate(schema, lambda one: self.resolve(base, where, one), self.draft, names)
         except NoComplement as error:
             raise RequestError(
                 f"{where} is not supported here: what {error} does not accept cannot be described", self.field
             ) from None
+
+
+def _comes_first(schema: Mapping[str, Any], keyword: str) -> bool:
+    """Return whether a keyword stands before `properties`, whose names follow those that it brings."""
+    keywords = [*schema]
+    return "properties" in schema and keywords.index(keyword) < keywords.index("properties")
+
+
+def _refers(schema: Any) -> bool:
+    return isinstance(schema, Mapping) and "$ref" in schema
 
 
 def _stack(uses: Mapping[str, set[str]], levels: Mapping[str, int]) -> int:

@@ -11,7 +11,7 @@ TYPES: tuple[Any, ...] = (
 )  # fmt: skip
 PATTERNS = (
     "^a", "b$", "^[a-c]{1,3}$", "x", "^\\d+$", "a|^b", "[^a]", "^$", "\\w", "(^a$|^b$)", "a($|b)", "(^|x)(a|b$)*",
-    "^(?!a)", "^(?!b$)[ab]", "\\s", "\\W",
+    "^(?!a)", "^(?!b$)[ab]", "^(?=.*b)[ab]", "\\s", "\\W",
 )  # fmt: skip
 FORMATS = ("date", "email", "ipv4", "uuid", "uri-reference", "json-pointer", "time", "nonsense")
 
@@ -91,6 +91,10 @@ class SchemaMaker:
             ("minItems", 0.3 if array else 0.03, lambda: rng.randint(0, 2)),
             ("maxItems", 0.3 if array else 0.03, lambda: rng.randint(0, 3)),
             ("uniqueItems", 0.05 if array else 0.0, lambda: rng.choice([True, False])),
+            ("contains", 0.1 if array else 0.02, inner),
+            ("minContains", 0.1 if array else 0.01, lambda: rng.randint(0, 2)),
+            ("maxContains", 0.1 if array else 0.01, lambda: rng.randint(0, 2)),
+            ("unevaluatedItems", 0.05 if array else 0.01, inner),
             ("properties", 0.7 if mapping else 0.1, lambda: {n: inner() for n in rng.sample(NAMES, rng.randint(1, 3))}),
             ("required", 0.5 if mapping else 0.06, lambda: rng.sample(NAMES, rng.randint(0, 3))),
             ("additionalProperties", 0.4 if mapping else 0.04, lambda: rng.choice([True, False, inner()])),
@@ -100,7 +104,7 @@ class SchemaMaker:
             ("dependentRequired", 0.1 if mapping else 0.02, lambda: {rng.choice(NAMES): [rng.choice(NAMES)]}),
             ("dependentSchemas", 0.08 if mapping else 0.01, lambda: {rng.choice(NAMES): inner()}),
             ("propertyNames", 0.08 if mapping else 0.0, lambda: rng.choice([{"pattern": "^[ab]"}, {"maxLength": 2}])),
-            ("unevaluatedProperties", 0.05 if mapping else 0.0, lambda: rng.choice([True, False])),
+            ("unevaluatedProperties", 0.1 if mapping else 0.02, lambda: rng.choice([True, False, inner()])),
         ):
             if self.some(chance):
                 found[name] = make()

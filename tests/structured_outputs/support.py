@@ -6,8 +6,8 @@ import random
 
 from llguidance import LLMatcher, LLTokenizer
 
-from headrace.structured_outputs.conversion import LIMITS
 from headrace.structured_outputs.grammar import Grammar
+from headrace.structured_outputs.limits import LIMITS
 from headrace.structured_outputs.vocabulary import byte_vocabulary
 
 BYTES = byte_vocabulary({})

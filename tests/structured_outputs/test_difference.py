@@ -5,31 +5,40 @@ import re
 
 import pytest
 
-from headrace.structured_outputs.difference import difference, without_look_ahead
+from headrace.structured_outputs.difference import as_python, difference, intersection, regions, without_look_ahead
 from headrace.structured_outputs.pattern import Unreadable
 from tests.structured_outputs.test_pattern import TEXTS, random_pattern
 
 
 def finds(pattern: str, text: str) -> bool:
     """Whether a pattern of whole texts, with characters as `\\u{61}`, takes a text."""
-    written = re.sub(r"\\u\{(\w+)\}", lambda match: f"\\U{int(match[1], 16):08x}", pattern)
-    return re.fullmatch(written.removeprefix("^").removesuffix("$"), text) is not None
+    return re.fullmatch(as_python(pattern).removeprefix("^").removesuffix("$"), text) is not None
 
 
-def test_differences_are_exact() -> None:
+def test_differences_and_intersections_are_exact() -> None:
     seed = random.randrange(2**32)
     rng, read = random.Random(seed), 0
-    for _ in range(400):
-        found, unfound = random_pattern(rng), random_pattern(rng, 3)
+    for _ in range(250):
+        found, other = random_pattern(rng), random_pattern(rng, 3)
         try:
-            pattern = difference(found, unfound)
+            pattern, both = difference(found, other), intersection(found, other)
         except Unreadable:
             continue
         read += 1
         for text in TEXTS:
-            wanted = re.search(found, text) is not None and re.search(unfound, text) is None
-            assert wanted == (pattern is not None and finds(pattern, text)), (found, unfound, pattern, text, seed)
-    assert read > 80, seed
+            taken, shared = re.search(found, text) is not None, re.search(other, text) is not None
+            told = (found, other, pattern, both, text, seed)
+            assert (taken and not shared) == (pattern is not None and finds(pattern, text)), told
+            assert (taken and shared) == (both is not None and finds(both, text)), told
+    assert read > 50, seed
+
+
+def test_each_text_is_in_the_region_of_the_patterns_that_find_it() -> None:
+    patterns = ["^a", "b$", "^[ab]{2}$"]
+    found = regions(patterns)
+    for text in TEXTS:
+        wanted = tuple(place for place, pattern in enumerate(patterns) if re.search(pattern, text))
+        assert [places for region, places in found if re.search(as_python(region), text)] == [wanted] * bool(wanted)
 
 
 @pytest.mark.parametrize("unfound", [r"\d", r"\w", r"\W", r"\s", r"\S", r"[^\d]", r"[^\W_]", ".", "^a$", r"[\s,]", "é"])
@@ -41,9 +50,9 @@ def test_what_dialects_read_in_two_ways_is_left_out(unfound: str) -> None:
             assert not (finds(pattern, text) and re.search(unfound, text, flags)), (text, pattern)
 
 
-@pytest.mark.parametrize("pattern", ["(?!x)y", "^(?!x)y|z", "^(?=x)y", "^a(?!x)y", r"^(?!(a)\1)y", "^(?!x", "^(?!)y"])
+@pytest.mark.parametrize("pattern", ["(?!x)y", "^(?!x)y|z", "^a(?=x)y", "^a(?!x)y", r"^(?!(a)\1)y", "^(?!x", "^(?!)y"])
 def test_other_look_ahead_stays(pattern: str) -> None:
-    assert without_look_ahead(pattern) == pattern
+    assert without_look_ahead(pattern) == [pattern]
 
 
 @pytest.mark.parametrize("unfound", [r"\b", "(?i)a", "[a&&b]", "a{500}", "(a|b)*a(a|b){9}", "(", "[z-a]"])

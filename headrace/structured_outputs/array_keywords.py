@@ -1,0 +1,103 @@
+"""Rewrites keywords of arrays that llguidance lacks: each becomes schemas that must hold beside the rest."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from headrace.errors import RequestError, quoted
+from headrace.structured_outputs.drafts import SINCE
+from headrace.structured_outputs.limits import MAX_ARRANGED
+from headrace.structured_outputs.negation import TYPES, few_values
+from headrace.structured_outputs.references import Placed
+
+if TYPE_CHECKING:
+    from headrace.structured_outputs.schema import Rewriter
+
+MAX_PLACES = 8
+"""Places, from the first, at which the items are that `contains` asks for."""
+MAX_WAYS = 64
+"""Ways in which they may stand there."""
+_OTHERS = [name for name in TYPES if name != "array"]
+
+
+def unique_items(self: Rewriter, schema: Mapping[str, Any], value: Any, base: str, where: str) -> list[Any]:
+    """Items that differ from each other, of a few values, are any arrangement of these; of some more, any of them in
+    the order in which the schema names them."""
+    if value is False or schema.get("maxItems", 2) in (0, 1):
+        return []
+    values = few_values(self.resolve(base, where, schema.get("items", True)))
+    least, most = schema.get("minItems", 0), schema.get("maxItems", MAX_ARRANGED)
+    numbers = isinstance(least, int | float) and isinstance(most, int | float)
+    if value is True and numbers and values is not None and len(values) <= MAX_ARRANGED and "prefixItems" not in schema:
+        lengths = [length for length in range(len(values) + 1) if least <= length <= most]
+        for count, choose in ((math.perm, itertools.permutations), (math.comb, itertools.combinations)):
+            if sum(count(len(values), length) for length in lengths) <= MAX_ARRANGED:
+                arranged: Iterable[tuple[Any, ...]] = (some for length in lengths for some in choose(values, length))
+                return _arrays(schema, [{"enum": [list(some) for some in arranged]}])
+    why = f"is not supported but for items of an enum of which at most {MAX_ARRANGED} arrays can be made"
+    raise RequestError(f"{where} {why}", self.field)
+
+
+def contains(self: Rewriter, schema: Mapping[str, Any], value: Any, base: str, where: str) -> list[Any]:
+    """Items that must be there are among the first few; where there may be but so many, no others fit the schema."""
+    least, most = 1, None
+    if self.draft >= SINCE["minContains"]:
+        least, most = schema.get("minContains", 1), schema.get("maxContains")
+    for name, count in (("minContains", least), ("maxContains", 0 if most is None else most)):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            around = where.removesuffix("contains")
+            raise RequestError(f"{around}{name} must be an integer of at least 0, got {quoted(count)}", self.field)
+    if not least and most is None:
+        return []
+    if least > MAX_WAYS:
+        raise RequestError(f"{where} is not supported with minContains above {MAX_WAYS}, got {least}", self.field)
+    wanted, other = Placed(value, where), True if most is None else self.negated(value, base, where)
+    for places in range(max(MAX_PLACES, least), least - 1, -1):
+        counts = range(least, least + 1 if most is None else min(most, places) + 1)
+        if sum(math.comb(places, count) for count in counts) <= MAX_WAYS:
+            break
+    ways = []
+    for count in counts:
+        for chosen in itertools.combinations(range(places), count):
+            length = chosen[-1] + 1 if chosen else 0
+            items = [wanted if place in chosen else other for place in range(length)]
+            ways.append({"type": "array", "prefixItems": items, "items": other, "minItems": length})
+    return _arrays(schema, ways)
+
+
+def unevaluated_items(self: Rewriter, schema: Mapping[str, Any], value: Any, base: str, where: str) -> list[Any]:
+    """`unevaluatedItems` is `items` behind the items that schemas beside it describe."""
+    beside = sorted({"anyOf", "oneOf", "if", "contains"} & schema.keys())
+    if beside:
+        raise RequestError(f"{where} is not supported beside {', '.join(beside)}", self.field)
+    known = _num_described(self, schema, base, where)
+    return [] if value is True or known is None else [{"prefixItems": [True] * known, "items": value}]
+
+
+def _num_described(self: Rewriter, schema: Any, base: str, where: str, depth: int = 0) -> int | None:
+    """Return how many items, from the first, a schema describes; None: all."""
+    if not isinstance(schema, Mapping) or depth > MAX_PLACES:
+        return 0
+    items = schema.get("items", schema.get("prefixItems", []))
+    if "additionalItems" in schema or ("items" in schema and not isinstance(items, list)):
+        return None
+    parts = [*self.list_of(schema.get("allOf", []), where)]
+    if "$ref" in schema:
+        parts.append(self.resolve(base, where, {"$ref": schema["$ref"]}))
+    counts = [len(self.list_of(items, where))]
+    for part in parts:
+        count = _num_described(self, part, base, where, depth + 1)
+        if count is None:
+            return None
+        counts.append(count)
+    return max(counts)
+
+
+def _arrays(schema: Mapping[str, Any], ways: list[Any]) -> list[Any]:
+    """Return that an array is one of several; what is none need not be."""
+    if schema.get("type") != "array":
+        ways = [*ways, {"type": _OTHERS}]
+    return ways if len(ways) == 1 else [{"anyOf": ways}]

@@ -1,0 +1,45 @@
+"""Knows what the drafts of JSON Schema read in different ways."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.structured_outputs.references import NOT_SCHEMAS
+
+SINCE = {
+    "contains": 6, "propertyNames": 6, "if": 7, "minContains": 2019, "maxContains": 2019, "dependentRequired": 2019,
+    "dependentSchemas": 2019, "unevaluatedProperties": 2019, "unevaluatedItems": 2019, "$recursiveRef": 2019,
+    "prefixItems": 2020, "$dynamicRef": 2020,
+}  # fmt: skip
+"""Keyword -> the draft that has brought it."""
+_DRAFT = re.compile(r"https?://json-schema\.org/(?:draft-0([3467])|draft/(2019|2020)-..)/schema#?")
+_IGNORED_BESIDE_REF = frozenset((
+    "type", "enum", "const", "properties", "required", "additionalProperties", "patternProperties", "propertyNames",
+    "minProperties", "maxProperties", "dependencies", "items", "additionalItems", "contains", "minItems", "maxItems",
+    "uniqueItems", "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum",
+    "exclusiveMaximum", "multipleOf", "allOf", "anyOf", "oneOf", "not", "if", "then", "else",
+))  # fmt: skip
+
+
+def draft_of(root: Mapping[str, Any]) -> int:
+    """Return the draft that a schema says it is written in; the newest, if it says nothing that is known."""
+    match = _DRAFT.fullmatch(str(root.get("$schema", ""))[:100])
+    return 2020 if match is None else int(match[1] or match[2])
+
+
+def as_newest(schema: Any, draft: int) -> Any:
+    """Return a schema without what its draft ignores and the newest does not: keywords beside `$ref`, up to draft 7."""
+    if draft > 7:
+        return schema
+    if isinstance(schema, list):
+        return [as_newest(item, draft) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    ignored = _IGNORED_BESIDE_REF if isinstance(schema.get("$ref"), str) else frozenset[str]()
+    return {
+        key: value if key in NOT_SCHEMAS else as_newest(value, draft)
+        for key, value in schema.items()
+        if key not in ignored
+    }

@@ -1,0 +1,132 @@
+"""Schemas as users' tools write them: the grammar takes the values that the jsonschema library finds valid, and refuses
+others that differ from these in one place."""
+
+import datetime
+import decimal
+import enum
+import json
+import uuid
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import jsonschema
+import pytest
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from headrace.structured_outputs.conversion import of_params
+from headrace.structured_params import StructuredOutputsParams
+from tests.structured_outputs.support import accepts, matcher_of
+
+UUID = "123e4567-e89b-12d3-a456-426614174000"
+
+
+class Color(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"]
+    lives: int = 9
+
+
+class Dog(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    kind: Literal["dog"]
+    age: Annotated[float, Field(gt=0, lt=40)]
+    friends: list["Cat | Dog"] = []
+
+
+class Order(BaseModel):
+    pet: Annotated[Cat | Dog, Field(discriminator="kind")]
+    amount: Annotated[int, Field(multiple_of=5, ge=5, le=100)]
+    price: decimal.Decimal
+    color: Color | None = None
+    days: set[Literal["mo", "tu", "we", "th", "fr", "sa", "su"]] = set()
+    pair: tuple[int, str] | None = None
+    by_day: dict[datetime.date, float] = {}
+    by_id: dict[uuid.UUID, Color] = {}
+    codes: dict[Annotated[str, Field(pattern="^[A-Z]+$", max_length=3)], int] = {}
+
+
+def of_type(kind: Any) -> dict[str, Any]:
+    return TypeAdapter(kind).json_schema()
+
+
+ZOD = {"$schema": "http://json-schema.org/draft-07/schema#", "type": "object", "additionalProperties": False}
+NAMED = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+USERS: dict[str, tuple[dict[str, Any], list[Any]]] = {
+    "pydantic": (of_type(Order), [
+        {"pet": {"kind": "cat", "lives": 3}, "amount": 5, "price": "1.50", "color": "red", "days": ["mo", "su"],
+         "pair": [1, "x"], "by_day": {"2024-02-28": 1.5}, "by_id": {UUID: "blue"}, "codes": {"AB": 1}},
+        {"pet": {"kind": "dog", "age": 0.5, "friends": [{"kind": "cat"}]}, "amount": 100, "price": 2, "pair": None},
+    ]),
+    "pydantic, recursive": (of_type(list[Dog]), [[{"kind": "dog", "age": 1, "friends": [{"kind": "dog", "age": 2.5}]}]]),
+    "zod": ({**ZOD, "properties": {
+        "email": {"type": "string", "format": "email", "pattern": "^(?!\\.)(?!.*\\.\\.)[a-z.]*[a-z]@([a-z]+\\.)+[a-z]{2,}$"},
+        "age": {"type": "integer", "exclusiveMinimum": 0, "maximum": 9007199254740991},
+        "role": {"anyOf": [{"type": "string", "const": "admin"}, {"type": "null"}]},
+        "scores": {"type": "object", "propertyNames": {"pattern": "^[a-z]+$"}, "additionalProperties": {"type": "number"}},
+        "at": {"type": "array", "minItems": 2, "maxItems": 2, "items": [{"type": "number"}, {"type": "number"}]},
+    }, "required": ["email"]}, [{"email": "a.b@c.org", "age": 3, "role": None, "scores": {"x": 1}, "at": [1, 2.5]}]),
+    "zod, one of": ({"$schema": ZOD["$schema"], "oneOf": [
+        {**ZOD, "properties": {"type": {"const": name}, name: {"type": "integer"}}, "required": ["type"]} for name in "ab"
+    ]}, [{"type": "a", "a": 1}, {"type": "b"}]),
+    "TypeBox": ({"allOf": [{"$ref": "#/$defs/N"}], "properties": {"n": {"type": "integer"}}, "required": ["n"],
+                 "unevaluatedProperties": False, "$defs": {"N": NAMED}}, [{"name": "x", "n": 1}]),
+    "OpenAPI 3.0": ({"allOf": [{"$ref": "#/components/schemas/N"}, {"type": "object", "properties": {
+        "id": {"type": "integer", "format": "int64", "minimum": -(2**63), "maximum": 2**63 - 1},
+        "tag": {"type": "string", "nullable": True, "example": "x"}}, "required": ["id"]}],
+        "components": {"schemas": {"N": NAMED}}}, [{"name": "x", "id": 1, "tag": "y"}]),
+    "draft 4": ({"$schema": "http://json-schema.org/draft-04/schema#", "type": "object", "properties": {
+        "n": {"type": "number", "minimum": 0, "exclusiveMinimum": True}, "e": {"enum": ["x", None]}},
+        "required": ["n"], "dependencies": {"e": ["f"]}}, [{"n": 0.5}, {"n": 1, "e": "x", "f": 1}]),
+    "conditions": ({"type": "object", "properties": {
+        "country": {"enum": ["US", "CA", "NL"]}, "zip": {"type": "string"}}, "required": ["country", "zip"], "allOf": [
+            {"if": {"properties": {"country": {"const": "US"}}}, "then": {"properties": {"zip": {"pattern": "^\\d{5}$"}}}},
+            {"if": {"properties": {"country": {"const": "CA"}}}, "then": {"properties": {"zip": {"minLength": 7}}}},
+        ]}, [{"country": "US", "zip": "12345"}, {"country": "CA", "zip": "A1B 2C3"}, {"country": "NL", "zip": "1"}]),
+    "one of several": ({"type": "object", "properties": {"mail": {"type": "string"}, "phone": {"type": "string"}},
+                        "additionalProperties": False, "minProperties": 1, "maxProperties": 1}, [{"mail": "x"}, {"phone": "y"}]),
+    "password": ({"type": "string", "pattern": "^(?=.*[A-Z])(?=.*[a-z])(?=.*\\d)[A-Za-z\\d]{8,32}$"}, ["Abcdefg1", "1aB45678"]),
+    "an admin among users": ({"type": "array", "items": {"type": "object", "properties": {"role": {"enum": ["admin", "user"]}},
+        "required": ["role"]}, "contains": {"properties": {"role": {"const": "admin"}}}, "maxItems": 4},
+        [[{"role": "admin"}], [{"role": "user"}, {"role": "admin"}, {"role": "admin"}]]),
+    "words": ({"type": "string", "maxLength": 300, "pattern": "^(?:\\S+\\s+){0,49}\\S+$"}, ["A summary of the service. " * 9 + "End"]),
+}  # fmt: skip
+
+
+def changed(value: Any) -> Iterator[Any]:
+    """Values that differ from one in one place."""
+    yield from (None, "zz", -1, 1.25, True, [], {})
+    if isinstance(value, dict):
+        yield {**value, "other": 1}
+        for name in value:
+            yield {other: value[other] for other in value if other != name}
+            yield from ({**value, name: one} for one in changed(value[name]))
+    elif isinstance(value, list):
+        yield from (value + value[-1:], value[:-1])
+        for place, item in enumerate(value):
+            yield from ([*value[:place], one, *value[place + 1 :]] for one in changed(item))
+    elif isinstance(value, str):
+        yield from (value + " !", value[1:], value * 40)
+    elif isinstance(value, int | float):
+        yield from (value + 1, value - 1000)
+
+
+@pytest.mark.parametrize("name", USERS)
+def test_values_are_taken_and_refused_as_jsonschema_does(name: str) -> None:
+    schema, valid = USERS[name]
+    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    plain, strict = kind(schema), kind(schema, format_checker=kind.FORMAT_CHECKER)
+    matcher = matcher_of(of_params(StructuredOutputsParams(json=schema), {}))
+    for value in valid:
+        assert strict.is_valid(value), value
+        assert accepts(matcher, json.dumps(value, ensure_ascii=False)), value
+    verdicts = set()
+    for value in (other for one in valid for other in changed(one)):
+        taken = accepts(matcher, json.dumps(value, ensure_ascii=False))
+        assert plain.is_valid(value) or not taken, value
+        assert taken or not strict.is_valid(value) or any(key in json.dumps(schema) for key in ('"format"',)), value
+        verdicts.add(taken)
+    assert False in verdicts
