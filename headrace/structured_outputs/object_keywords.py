@@ -221,5 +221,7 @@ def _named(self: Rewriter, schema: Any, base: str, where: str, depth: int = 0) -
     for group in groups:
         found = [one + way for one in found for way in group]
         if len(found) > MAX_WAYS:
-            raise RequestError(f"{where} is not supported beside more than {MAX_WAYS} ways to name properties", self.field)
+            raise RequestError(
+                f"{where} is not supported beside more than {MAX_WAYS} ways to name properties", self.field
+            )
     return found

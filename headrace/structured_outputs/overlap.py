@@ -60,7 +60,9 @@ def share_only_empty(one: Any, other: Any, resolve: Resolve, level: int = 0) -> 
     shared = types_of(one) & types_of(other)
     if shared == {"array"}:
         return disjoint(_first_item(one), _first_item(other), resolve, level + 1)
-    return shared == {"object"} and _names_differ(one, other, resolve, level) and _names_differ(other, one, resolve, level)
+    return (
+        shared == {"object"} and _names_differ(one, other, resolve, level) and _names_differ(other, one, resolve, level)
+    )
 
 
 def not_empty(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,7 +88,6 @@ def named_values(schema: Mapping[str, Any]) -> set[str] | None:
     """Return the values that a schema names, as texts that are equal where the values are; None: it names none."""
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     return None if values is None else {json.dumps(plain(value), sort_keys=True) for value in values}
-
 
 
 def _property(schema: Mapping[str, Any], name: str) -> Any:

@@ -28,8 +28,8 @@ def checked_pattern(pattern: object, path: str) -> str:
 
 def checked_regex(pattern: object, path: str) -> str:
     """Return a regular expression that can be matched in linear time, whose `\\d` and `\\w` are ASCII's, as in JSON
-    schemas. Raises RequestError for look-around and back-references, by name, for what is too long, and for a backslash
-    at its end."""
+    schemas, and whose `\\D` and `\\W` are no letters or digits of any language. Raises RequestError for look-around and
+    back-references, by name, for what is too long, and for a backslash at its end."""
     inside = ""  # what opened a class, where no group opens and \\b is a character
 
     def checked(match: re.Match[str]) -> str:
@@ -47,7 +47,7 @@ def checked_regex(pattern: object, path: str) -> str:
             raise RequestError(f"{path} ends in a backslash that nothing follows", path.partition(".")[0])
         elif token in _ASCII_CLASSES and inside != "[^":  # what it excludes may be more, and is then right anywhere
             return _ASCII_CLASSES[token] if inside else f"[{_ASCII_CLASSES[token]}]"
-        return token
+        return token if inside else _OTHERS.get(token, token)
 
     return _REGEX_TOKEN.sub(checked, check_text(pattern, path, MAX_REGEX_CHARS))
 
@@ -55,6 +55,8 @@ def checked_regex(pattern: object, path: str) -> str:
 _REGEX_TOKEN = re.compile(r"\\.|\\\Z|\(\?P?[=!]|\(\?<[=!]|\[\^?|\]", re.DOTALL)
 _LOOK_AROUND = ("(?=", "(?!", "(?<=", "(?<!", "\\b", "\\B")
 _ASCII_CLASSES = {"\\d": "0-9", "\\w": "0-9A-Za-z_"}
+_OTHERS = {"\\D": r"[^\p{Nd}]", "\\W": r"[^\p{L}\p{M}\p{N}\p{Pc}]"}
+"""What no dialect takes for a digit or a word's letter."""
 _BACK_REFERENCE = re.compile(r"\\[1-9k]")
 
 

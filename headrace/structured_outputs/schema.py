@@ -23,7 +23,6 @@ from headrace.structured_outputs.limits import (
     MAX_NODES,
     MAX_PROPERTIES,
     MAX_REPEAT,
-    MAX_SCHEMA_CHARS,
     MAX_STACK,
     SPACE,
     check_size,

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from headrace import LLM, CompletionOutput, SamplingParams, StructuredOutputsParams
 from headrace.errors import RequestError
+from tests.structured_outputs.test_shared_data import rows
 
 SHORT = {"type": "string", "maxLength": 8}
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -57,6 +59,28 @@ def test_finished_answers_are_valid(llm: LLM, name: str) -> None:
         jsonschema.validate(json.loads(answer.text), SCHEMAS[name])
         assert answer.logprobs is not None
         assert len(answer.logprobs) == len(answer.token_ids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_finished_answers_to_real_schemas_are_valid(llm: LLM, seed: int) -> None:
+    """An answer that `max_tokens` cuts short is one that does not count: this model cannot know when to end one."""
+    counts, wrong = Counter[str](), list[tuple[str, str]]()
+    for row in rows("json-schemas/schemas.jsonl"):
+        try:
+            (answer,) = generate(llm, {"json": row["schema"]}, seed=seed, n=1, max_tokens=400, temperature=0.6)
+        except RequestError:
+            counts["refused"] += 1
+            continue
+        counts[answer.finish_reason or ""] += 1
+        if answer.finish_reason == "stop":
+            judge = jsonschema.validators.validator_for(row["schema"], default=jsonschema.Draft202012Validator)
+            found = judge(row["schema"]).iter_errors(json.loads(answer.text))
+            # the library divides floats: it finds 2.3 no multiple of 0.01
+            wrong += [(row["id"], error.message) for error in found if error.validator != "multipleOf"]
+    assert wrong == [], counts
+    assert counts["stop"] > 60, counts
+    assert counts["refused"] <= 3, counts
 
 
 @pytest.mark.parametrize(

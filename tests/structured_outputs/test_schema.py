@@ -90,7 +90,8 @@ CASES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
      [{"a": 1}, {"xb": "x"}, {"ab": 7}], [{"ab": 3}, {"ab": "x"}, {"x": 1}]),
     ({"type": "object", "propertyNames": {"pattern": "^[ab]+$"}}, [{"ab": 1}], [{"c": 1}]),
     ({"type": "object", "properties": {"a": {"type": "null"}, "c": {}}, "propertyNames": {"pattern": "^[ab]+$"},
-      "additionalProperties": {"type": "integer"}}, [{"a": None}, {"a": None, "b": 1}], [{"b": "x"}, {"c": 1}, {"a": 1}]),
+      "additionalProperties": {"type": "integer"}}, [{"a": None}, {"a": None, "b": 1}],
+     [{"b": "x"}, {"c": 1}, {"a": 1}]),
     ({"type": "object", "propertyNames": {"pattern": "^a", "maxLength": 2}}, [{"ab": 1}], [{"abc": 1}, {"b": 1}]),
     ({"type": "object", "propertyNames": {"enum": ["a", "b"]}}, [{"a": 1, "b": 2}], [{"c": 1}]),
     ({"type": "object", "propertyNames": {"maxLength": 2}}, [{"ab": 1}], [{"abc": 1}]),
@@ -122,7 +123,8 @@ CASES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
      [[None], [1, 2]], [[], [1, None], 5]),
     ({"oneOf": [{"type": "array", "items": {"const": name}, "minItems": 1} for name in "ab"]}, [["a"], ["b"]], [[]]),
     ({"oneOf": [{"type": "object", "patternProperties": {f"^{name} ": {}}, "additionalProperties": False}
-                for name in ("db", "table")]}, [{"db x": 1}, {"table y": 1}], [{}, {"x": 1}, {"db x": 1, "table y": 1}]),
+                for name in ("db", "table")]},
+     [{"db x": 1}, {"table y": 1}], [{}, {"x": 1}, {"db x": 1, "table y": 1}]),
     ({"oneOf": [{"type": "object", "properties": {name: {}}, "additionalProperties": False} for name in "ab"]},
      [{"a": 1}, {"b": 1}], [{}, {"a": 1, "b": 1}]),
     ({"not": {"oneOf": [{"type": "string"}, {"type": "null"}]}}, [1, []], ["x", None]),
@@ -137,7 +139,8 @@ CASES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     ({"if": {"pattern": "^x"}, "then": {"minLength": 3}, "type": "string"}, ["a", "xab"], ["x"]),
     ({"type": "string", "pattern": "^(?!ab|c$)[a-c]+$"}, ["a", "cc", "ba"], ["ab", "abc", "c", "x", ""]),
     ({"type": "string", "pattern": "^(?!a)(?!.*b$)"}, ["", "bc"], ["a", "cb"]),
-    ({"type": "string", "pattern": "^(?=.*[A-Z])(?=.*\\d)(?!.*x)\\w{4,6}$"}, ["Abc1", "a2Bcd_"], ["abc1", "Ab1", "Abx1"]),
+    ({"type": "string", "pattern": "^(?=.*[A-Z])(?=.*\\d)(?!.*x)\\w{4,6}$"}, ["Abc1", "a2Bcd_"],
+     ["abc1", "Ab1", "Abx1"]),
     ({"patternProperties": {"^(?=.*b)[ab]+$": {"type": "null"}}, "additionalProperties": False}, [{"ab": None}],
      [{"aa": None}, {"b": 1}]),
     ({"type": "object", "patternProperties": {"^(?!@@)[\\w@]+$": {"type": "null"}}, "additionalProperties": False},
@@ -257,8 +260,10 @@ REFUSED: list[tuple[Any, str]] = [
     ({"required": True}, "required must be a list"),
     ({"enum": []}, "nothing|empty"),
     ({"type": "object", "properties": {"x": {"minimum": 5, "maximum": 3, "type": "integer"}}, "required": ["x"]}, "x"),
-    ({"properties": {"x": {"properties": {name: {} for name in "abcdefghijklmnopqrst"}, "maxProperties": 9}}},
-     "properties.x: min"),
+    (
+        {"properties": {"x": {"properties": {name: {} for name in "abcdefghijklmnopqrst"}, "maxProperties": 9}}},
+        "properties.x: min",
+    ),
     ({"$ref": "#"}, "nothing fits it"),
     (5, "must be a JSON schema"),
     ("{", "is not JSON"),
@@ -338,6 +343,8 @@ def test_digits_and_letters_of_a_regex_are_asciis() -> None:
         (r"[\w.]+", "a_1.", "é"),
         (r"\[\d\]", "[1]", "[٣]"),
         (r"[^\d]", "a", "1"),
+        (r"\D\W", "a-", "-é"),
+        (r"\D\W", "é ", "٣-"),
     ):
         grammar = of_params(StructuredOutputsParams(regex=pattern), {})
         assert accepts(matcher_of(grammar), taken)

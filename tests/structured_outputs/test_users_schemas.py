@@ -53,47 +53,144 @@ def of_type(kind: Any) -> dict[str, Any]:
     return TypeAdapter(kind).json_schema()
 
 
+EMAIL = "^(?!\\.)(?!.*\\.\\.)[a-z.]*[a-z]@([a-z]+\\.)+[a-z]{2,}$"
 ZOD = {"$schema": "http://json-schema.org/draft-07/schema#", "type": "object", "additionalProperties": False}
 NAMED = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 USERS: dict[str, tuple[dict[str, Any], list[Any]]] = {
-    "pydantic": (of_type(Order), [
-        {"pet": {"kind": "cat", "lives": 3}, "amount": 5, "price": "1.50", "color": "red", "days": ["mo", "su"],
-         "pair": [1, "x"], "by_day": {"2024-02-28": 1.5}, "by_id": {UUID: "blue"}, "codes": {"AB": 1}},
-        {"pet": {"kind": "dog", "age": 0.5, "friends": [{"kind": "cat"}]}, "amount": 100, "price": 2, "pair": None},
-    ]),
-    "pydantic, recursive": (of_type(list[Dog]), [[{"kind": "dog", "age": 1, "friends": [{"kind": "dog", "age": 2.5}]}]]),
-    "zod": ({**ZOD, "properties": {
-        "email": {"type": "string", "format": "email", "pattern": "^(?!\\.)(?!.*\\.\\.)[a-z.]*[a-z]@([a-z]+\\.)+[a-z]{2,}$"},
-        "age": {"type": "integer", "exclusiveMinimum": 0, "maximum": 9007199254740991},
-        "role": {"anyOf": [{"type": "string", "const": "admin"}, {"type": "null"}]},
-        "scores": {"type": "object", "propertyNames": {"pattern": "^[a-z]+$"}, "additionalProperties": {"type": "number"}},
-        "at": {"type": "array", "minItems": 2, "maxItems": 2, "items": [{"type": "number"}, {"type": "number"}]},
-    }, "required": ["email"]}, [{"email": "a.b@c.org", "age": 3, "role": None, "scores": {"x": 1}, "at": [1, 2.5]}]),
-    "zod, one of": ({"$schema": ZOD["$schema"], "oneOf": [
-        {**ZOD, "properties": {"type": {"const": name}, name: {"type": "integer"}}, "required": ["type"]} for name in "ab"
-    ]}, [{"type": "a", "a": 1}, {"type": "b"}]),
-    "TypeBox": ({"allOf": [{"$ref": "#/$defs/N"}], "properties": {"n": {"type": "integer"}}, "required": ["n"],
-                 "unevaluatedProperties": False, "$defs": {"N": NAMED}}, [{"name": "x", "n": 1}]),
-    "OpenAPI 3.0": ({"allOf": [{"$ref": "#/components/schemas/N"}, {"type": "object", "properties": {
-        "id": {"type": "integer", "format": "int64", "minimum": -(2**63), "maximum": 2**63 - 1},
-        "tag": {"type": "string", "nullable": True, "example": "x"}}, "required": ["id"]}],
-        "components": {"schemas": {"N": NAMED}}}, [{"name": "x", "id": 1, "tag": "y"}]),
-    "draft 4": ({"$schema": "http://json-schema.org/draft-04/schema#", "type": "object", "properties": {
-        "n": {"type": "number", "minimum": 0, "exclusiveMinimum": True}, "e": {"enum": ["x", None]}},
-        "required": ["n"], "dependencies": {"e": ["f"]}}, [{"n": 0.5}, {"n": 1, "e": "x", "f": 1}]),
-    "conditions": ({"type": "object", "properties": {
-        "country": {"enum": ["US", "CA", "NL"]}, "zip": {"type": "string"}}, "required": ["country", "zip"], "allOf": [
-            {"if": {"properties": {"country": {"const": "US"}}}, "then": {"properties": {"zip": {"pattern": "^\\d{5}$"}}}},
-            {"if": {"properties": {"country": {"const": "CA"}}}, "then": {"properties": {"zip": {"minLength": 7}}}},
-        ]}, [{"country": "US", "zip": "12345"}, {"country": "CA", "zip": "A1B 2C3"}, {"country": "NL", "zip": "1"}]),
-    "one of several": ({"type": "object", "properties": {"mail": {"type": "string"}, "phone": {"type": "string"}},
-                        "additionalProperties": False, "minProperties": 1, "maxProperties": 1}, [{"mail": "x"}, {"phone": "y"}]),
-    "password": ({"type": "string", "pattern": "^(?=.*[A-Z])(?=.*[a-z])(?=.*\\d)[A-Za-z\\d]{8,32}$"}, ["Abcdefg1", "1aB45678"]),
-    "an admin among users": ({"type": "array", "items": {"type": "object", "properties": {"role": {"enum": ["admin", "user"]}},
-        "required": ["role"]}, "contains": {"properties": {"role": {"const": "admin"}}}, "maxItems": 4},
-        [[{"role": "admin"}], [{"role": "user"}, {"role": "admin"}, {"role": "admin"}]]),
-    "words": ({"type": "string", "maxLength": 300, "pattern": "^(?:\\S+\\s+){0,49}\\S+$"}, ["A summary of the service. " * 9 + "End"]),
-}  # fmt: skip
+    "pydantic": (
+        of_type(Order),
+        [
+            {
+                "pet": {"kind": "cat", "lives": 3},
+                "amount": 5,
+                "price": "1.50",
+                "color": "red",
+                "days": ["mo", "su"],
+                "pair": [1, "x"],
+                "by_day": {"2024-02-28": 1.5},
+                "by_id": {UUID: "blue"},
+                "codes": {"AB": 1},
+            },
+            {"pet": {"kind": "dog", "age": 0.5, "friends": [{"kind": "cat"}]}, "amount": 100, "price": 2, "pair": None},
+        ],
+    ),
+    "pydantic, recursive": (
+        of_type(list[Dog]),
+        [[{"kind": "dog", "age": 1, "friends": [{"kind": "dog", "age": 2.5}]}]],
+    ),
+    "zod": (
+        {
+            **ZOD,
+            "properties": {
+                "email": {"type": "string", "format": "email", "pattern": EMAIL},
+                "age": {"type": "integer", "exclusiveMinimum": 0, "maximum": 9007199254740991},
+                "role": {"anyOf": [{"type": "string", "const": "admin"}, {"type": "null"}]},
+                "scores": {
+                    "type": "object",
+                    "propertyNames": {"pattern": "^[a-z]+$"},
+                    "additionalProperties": {"type": "number"},
+                },
+                "at": {
+                    "type": "array",
+                    "minItems": 2,
+                    "maxItems": 2,
+                    "items": [{"type": "number"}, {"type": "number"}],
+                },
+            },
+            "required": ["email"],
+        },
+        [{"email": "a.b@c.org", "age": 3, "role": None, "scores": {"x": 1}, "at": [1, 2.5]}],
+    ),
+    "zod, one of": (
+        {
+            "$schema": ZOD["$schema"],
+            "oneOf": [
+                {**ZOD, "properties": {"type": {"const": name}, name: {"type": "integer"}}, "required": ["type"]}
+                for name in "ab"
+            ],
+        },
+        [{"type": "a", "a": 1}, {"type": "b"}],
+    ),
+    "TypeBox": (
+        {
+            "allOf": [{"$ref": "#/$defs/N"}],
+            "properties": {"n": {"type": "integer"}},
+            "required": ["n"],
+            "unevaluatedProperties": False,
+            "$defs": {"N": NAMED},
+        },
+        [{"name": "x", "n": 1}],
+    ),
+    "OpenAPI 3.0": (
+        {
+            "allOf": [
+                {"$ref": "#/components/schemas/N"},
+                {
+                    "type": "object",
+                    "properties": {
+                        "id": {"type": "integer", "format": "int64", "minimum": -(2**63), "maximum": 2**63 - 1},
+                        "tag": {"type": "string", "nullable": True, "example": "x"},
+                    },
+                    "required": ["id"],
+                },
+            ],
+            "components": {"schemas": {"N": NAMED}},
+        },
+        [{"name": "x", "id": 1, "tag": "y"}],
+    ),
+    "draft 4": (
+        {
+            "$schema": "http://json-schema.org/draft-04/schema#",
+            "type": "object",
+            "properties": {"n": {"type": "number", "minimum": 0, "exclusiveMinimum": True}, "e": {"enum": ["x", None]}},
+            "required": ["n"],
+            "dependencies": {"e": ["f"]},
+        },
+        [{"n": 0.5}, {"n": 1, "e": "x", "f": 1}],
+    ),
+    "conditions": (
+        {
+            "type": "object",
+            "properties": {"country": {"enum": ["US", "CA", "NL"]}, "zip": {"type": "string"}},
+            "required": ["country", "zip"],
+            "allOf": [
+                {
+                    "if": {"properties": {"country": {"const": "US"}}},
+                    "then": {"properties": {"zip": {"pattern": "^\\d{5}$"}}},
+                },
+                {"if": {"properties": {"country": {"const": "CA"}}}, "then": {"properties": {"zip": {"minLength": 7}}}},
+            ],
+        },
+        [{"country": "US", "zip": "12345"}, {"country": "CA", "zip": "A1B 2C3"}, {"country": "NL", "zip": "1"}],
+    ),
+    "one of several": (
+        {
+            "type": "object",
+            "properties": {"mail": {"type": "string"}, "phone": {"type": "string"}},
+            "additionalProperties": False,
+            "minProperties": 1,
+            "maxProperties": 1,
+        },
+        [{"mail": "x"}, {"phone": "y"}],
+    ),
+    "password": (
+        {"type": "string", "pattern": "^(?=.*[A-Z])(?=.*[a-z])(?=.*\\d)[A-Za-z\\d]{8,32}$"},
+        ["Abcdefg1", "1aB45678"],
+    ),
+    "an admin among users": (
+        {
+            "type": "array",
+            "items": {"type": "object", "properties": {"role": {"enum": ["admin", "user"]}}, "required": ["role"]},
+            "contains": {"properties": {"role": {"const": "admin"}}},
+            "maxItems": 4,
+        },
+        [[{"role": "admin"}], [{"role": "user"}, {"role": "admin"}, {"role": "admin"}]],
+    ),
+    "words": (
+        {"type": "string", "maxLength": 300, "pattern": "^(?:\\S+\\s+){0,49}\\S+$"},
+        ["A summary of the service. " * 9 + "End"],
+    ),
+}
 
 
 def changed(value: Any) -> Iterator[Any]:
@@ -127,6 +224,8 @@ def test_values_are_taken_and_refused_as_jsonschema_does(name: str) -> None:
     for value in (other for one in valid for other in changed(one)):
         taken = accepts(matcher, json.dumps(value, ensure_ascii=False))
         assert plain.is_valid(value) or not taken, value
-        assert taken or not strict.is_valid(value) or any(key in json.dumps(schema) for key in ('"format"',)), value
+        assert taken or not strict.is_valid(value) or '"format"' in json.dumps(schema), (
+            value
+        )  # it knows not all of these
         verdicts.add(taken)
     assert False in verdicts
