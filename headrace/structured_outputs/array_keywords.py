@@ -33,17 +33,21 @@ def unique_items(self: Rewriter, schema: Mapping[str, Any], value: Any, base: st
     numbers = isinstance(least, int | float) and isinstance(most, int | float)
     if value is True and numbers and values is not None and len(values) <= MAX_ARRANGED and "prefixItems" not in schema:
         lengths = [length for length in range(len(values) + 1) if least <= length <= most]
-        for count, choose in ((math.perm, itertools.permutations), (math.comb, itertools.combinations)):
-            if sum(count(len(values), length) for length in lengths) <= MAX_ARRANGED:
-                arranged: Iterable[tuple[Any, ...]] = (some for length in lengths for some in choose(values, length))
-                return _arrays(schema, [{"enum": [list(some) for some in arranged]}])
+        arranged: Iterable[tuple[Any, ...]] | None = None
+        if sum(math.perm(len(values), length) for length in lengths) <= MAX_ARRANGED:
+            arranged = (some for length in lengths for some in itertools.permutations(values, length))
+        elif sum(math.comb(len(values), length) for length in lengths) <= MAX_ARRANGED:
+            arranged = (some for length in lengths for some in itertools.combinations(values, length))
+        if arranged is not None:
+            return _arrays(schema, [{"enum": [list(some) for some in arranged]}])
     why = f"is not supported but for items of an enum of which at most {MAX_ARRANGED} arrays can be made"
     raise RequestError(f"{where} {why}", self.field)
 
 
 def contains(self: Rewriter, schema: Mapping[str, Any], value: Any, base: str, where: str) -> list[Any]:
     """Items that must be there are among the first few; where there may be but so many, no others fit the schema."""
-    least, most = 1, None
+    least: Any = 1
+    most: Any = None
     if self.draft >= SINCE["minContains"]:
         least, most = schema.get("minContains", 1), schema.get("maxContains")
     for name, count in (("minContains", least), ("maxContains", 0 if most is None else most)):
@@ -59,7 +63,7 @@ def contains(self: Rewriter, schema: Mapping[str, Any], value: Any, base: str, w
         counts = range(least, least + 1 if most is None else min(most, places) + 1)
         if sum(math.comb(places, count) for count in counts) <= MAX_WAYS:
             break
-    ways = []
+    ways: list[Any] = []
     for count in counts:
         for chosen in itertools.combinations(range(places), count):
             length = chosen[-1] + 1 if chosen else 0

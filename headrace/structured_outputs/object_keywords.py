@@ -120,14 +120,15 @@ def with_patterns_of_names(self: Rewriter, schema: Mapping[str, Any], base: str,
     described = [*self.object_of(schema["patternProperties"], where).items()]
     if not isinstance(rest, bool):
         raise RequestError(f"{where} is not supported beside patternProperties and additionalProperties", self.field)
+    patterns = [pattern, *(checked_pattern(one, where) for one, _ in described)]
     try:
-        known_regions = regions([pattern, *(checked_pattern(one, where) for one, _ in described[:MAX_APART])])
+        if len(patterns) > MAX_APART:
+            raise Unreadable
+        cut = regions(patterns)
     except Unreadable:
-        known_regions = []
-    if len(described) > MAX_APART or not known_regions:
-        raise RequestError(f"{where} is not supported beside these patternProperties", self.field)
-    found = {}
-    for region, (first, *places) in known_regions:
+        raise RequestError(f"{where} is not supported beside these patternProperties", self.field) from None
+    found: dict[str, Any] = {}
+    for region, (first, *places) in cut:
         if first == 0:
             schemas = [Placed(described[place - 1][1], f"{path}.patternProperties") for place in places]
             found[region] = {"allOf": schemas} if schemas else rest
@@ -183,7 +184,7 @@ def unevaluated_properties(self: Rewriter, schema: Mapping[str, Any], value: Any
     if value is True:
         return []
     own = {key: item for key, item in schema.items() if key != "unevaluatedProperties"}
-    ways = []
+    ways: list[Any] = []
     for way in _named(self, own, base, where):
         closed = {"properties": way.names, "patternProperties": way.patterns, "additionalProperties": value}
         ways.append({"allOf": [*way.conditions, *([] if way.all_of_them else [closed])]} if way.conditions else closed)

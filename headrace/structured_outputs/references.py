@@ -127,3 +127,21 @@ def _identity(schema: Any) -> str | None:
                 continue
             return value
     return None
+
+
+def stack_of(uses: Mapping[str, set[str]], levels: Mapping[str, int]) -> int:
+    """Return a bound on how deep llguidance recurses: a crash of its stack would be one of the process."""
+    used_by: dict[str, list[str]] = {name: [] for name in levels}
+    left = {name: len(uses.get(name, ())) for name in levels}
+    for name, used in uses.items():
+        for one in used:
+            used_by[one].append(name)
+    deep = dict.fromkeys(levels, 0)  # with all that a definition refers to, for those that lead to no circle
+    free = [name for name, count in left.items() if not count]
+    for name in free:
+        deep[name] = levels[name] + max((deep[one] for one in uses.get(name, ())), default=0)
+        for user in used_by[name]:
+            left[user] -= 1
+            if not left[user]:
+                free.append(user)
+    return max(deep.values()) + sum(levels[name] for name, count in left.items() if count)

@@ -23,6 +23,7 @@ from headrace.structured_outputs.limits import (
     MAX_NODES,
     MAX_PROPERTIES,
     MAX_REPEAT,
+    MAX_RESOLVED,
     MAX_STACK,
     SPACE,
     check_size,
@@ -31,7 +32,7 @@ from headrace.structured_outputs.limits import (
 )
 from headrace.structured_outputs.negation import NoComplement, negate
 from headrace.structured_outputs.object_keywords import apart, by_names, with_patterns_of_names
-from headrace.structured_outputs.references import Placed, References, identity_of
+from headrace.structured_outputs.references import Placed, References, identity_of, stack_of
 from headrace.structured_outputs.regex import checked_pattern, checked_patterns
 from headrace.structured_outputs.rewriting import REWRITTEN
 
@@ -114,6 +115,7 @@ class Rewriter:
         self._levels: dict[str, int] = {}
         """Definition -> how deep schemas are nested in it."""
         self._count = 0
+        self._num_resolved = 0
 
     def whole(self) -> dict[str, Any]:
         """Return the schema, rewritten."""
@@ -123,7 +125,7 @@ class Rewriter:
         while self._waiting:
             self._current, schema, base, path = self._waiting.pop()
             definitions[self._current] = self._node(schema, base, path)
-        if _stack(self._uses, self._levels) > MAX_STACK:
+        if stack_of(self._uses, self._levels) > MAX_STACK:
             raise RequestError(f"{self._path}: its references are nested more than {MAX_STACK} deep", self.field)
         whole = found if isinstance(found, dict) else {"enum": []} if found is False else {}
         return {**whole, "$defs": definitions} if definitions else whole
@@ -343,6 +345,9 @@ class Rewriter:
 
     def resolve(self, base: str, where: str, schema: Any) -> Any:
         """Return a schema without a `$ref` at its top, for those who look into it."""
+        self._num_resolved += 1
+        if self._num_resolved > MAX_RESOLVED:
+            raise RequestError(f"{self._path}: its references make it too large to be compared in parts", self.field)
         for _ in range(MAX_DEPTH):
             if not isinstance(schema, Mapping) or "$ref" not in schema:
                 return schema
@@ -368,24 +373,6 @@ def _comes_first(schema: Mapping[str, Any], keyword: str) -> bool:
 
 def _refers(schema: Any) -> bool:
     return isinstance(schema, Mapping) and "$ref" in schema
-
-
-def _stack(uses: Mapping[str, set[str]], levels: Mapping[str, int]) -> int:
-    """Return a bound on how deep llguidance recurses: a crash of its stack would be one of the process."""
-    used_by: dict[str, list[str]] = {name: [] for name in levels}
-    left = {name: len(uses.get(name, ())) for name in levels}
-    for name, used in uses.items():
-        for one in used:
-            used_by[one].append(name)
-    deep = dict.fromkeys(levels, 0)  # with all that a definition refers to, for those that lead to no circle
-    free = [name for name, count in left.items() if not count]
-    for name in free:
-        deep[name] = levels[name] + max((deep[one] for one in uses.get(name, ())), default=0)
-        for user in used_by[name]:
-            left[user] -= 1
-            if not left[user]:
-                free.append(user)
-    return max(deep.values()) + sum(levels[name] for name, count in left.items() if count)
 
 
 def culprit(schema: object, path: str, options: JsonOptions, error_of: Callable[[Grammar], str]) -> tuple[str, str]:

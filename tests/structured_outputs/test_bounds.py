@@ -37,6 +37,20 @@ def chain(count: int, link: str) -> dict[str, Any]:
     return {"$ref": "#/$defs/d0", "$defs": definitions}
 
 
+def alike(count: int) -> dict[str, Any]:
+    """Two definitions that refer to each other by many names."""
+    definitions = {
+        name: {
+            "type": "object",
+            "properties": {f"p{index}": {"$ref": f"#/$defs/{other}"} for index in range(count)},
+            "required": [f"p{index}" for index in range(count)],
+            "additionalProperties": False,
+        }
+        for name, other in ("ab", "ba")
+    }
+    return {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": definitions}
+
+
 BOMBS: dict[str, Any] = {
     "deep": nested(5_000),
     **{f"chain of 5000, {link}": chain(5_000, link) for link in ("plain", "object", "twice", "all", "one", "not")},
@@ -52,6 +66,8 @@ BOMBS: dict[str, Any] = {
     "half a surrogate in a name": {"properties": {"\ud800": {}}},
     "long regex": {"pattern": "a?" * 100_000},
     "many oneOf": {"oneOf": [{"type": "object", "properties": {f"p{i}": {}}} for i in range(300)]},
+    "many that are alike": alike(100),
+    "contains many": {"type": "array", "contains": {}, "minContains": 10**9},
     "circle": {"allOf": [{"$ref": "#"}, {"$ref": "#"}], "type": "object"},
     "circle of two": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
     "circle of not": {"$ref": "#/$defs/a", "$defs": {"a": {"not": {"$ref": "#/$defs/a"}}}},
