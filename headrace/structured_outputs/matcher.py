@@ -29,10 +29,14 @@ ANY_TOKEN = 0xFFFFFFFF
 class Matcher:
     """Follows one output through its grammar."""
 
-    __slots__ = ("__weakref__", "error", "finished", "inner")
+    __slots__ = ("__weakref__", "compiled", "error", "finished", "inner", "spent")
 
-    def __init__(self, inner: LLMatcher) -> None:
+    def __init__(self, inner: LLMatcher, compiled: Matcher | None = None) -> None:
         self.inner = inner
+        self.compiled = compiled or self
+        """What this is a copy of, at first hand or not. All of them share one lexer."""
+        self.spent = False
+        """True once that lexer has taken all that LIMITS allow: no copy can go on."""
         self.finished = False
         """True once the output is complete and nothing may follow."""
         self.error = ""
@@ -50,12 +54,15 @@ class Matcher:
 
     def note_error(self) -> None:
         """Set `error` if the grammar could not be followed."""
-        if self.inner.is_error():
+        if self.inner.is_error() and not self.error:
+            again = self.compiled.inner.deep_copy()
+            again.compute_bitmask()
+            self.compiled.spent = again.is_error()
             self.error = f"the output cannot follow its grammar any further: {_first_line(self.inner)}"
 
     def copy(self) -> Matcher:
         """Return a matcher at the same place, which goes on by itself."""
-        other = Matcher(self.inner.deep_copy())
+        other = Matcher(self.inner.deep_copy(), self.compiled)
         other.finished, other.error = self.finished, self.error
         return other
 
@@ -94,8 +101,9 @@ class GrammarCompiler:
     def found(self, grammar: str) -> Future[Matcher] | None:
         """Return what `start` has returned for a grammar, if it is still there."""
         found = self._cache.get(grammar)
-        if found is not None:
-            self._cache.move_to_end(grammar)
+        if found is None or _is_spent(found):
+            return None
+        self._cache.move_to_end(grammar)
         return found
 
     def start(self, grammar: str) -> Future[Matcher]:
@@ -174,6 +182,10 @@ def _placed(wanted: Sequence[Wanted]) -> Iterator[tuple[int, Wanted]]:
     for one in wanted:
         yield first, one
         first += 1 + len(one.drafts)
+
+
+def _is_spent(found: Future[Matcher]) -> bool:
+    return found.done() and found.exception() is None and found.result().spent
 
 
 def _prepared(make_vocabulary: Callable[[], LLTokenizer]) -> LLTokenizer:

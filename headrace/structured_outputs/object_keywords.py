@@ -49,7 +49,7 @@ def by_names(schema: Mapping[str, Any], keyword: str, count: Any) -> list[dict[s
     named, required = schema.get("properties"), schema.get("required")
     if keyword not in ("minProperties", "maxProperties") or not isinstance(named, Mapping) or not named:
         return None
-    needed = {*required} if isinstance(required, list) else set()
+    needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set[str]()
     optional = [name for name in named if name not in needed]
     left = min(count - len(needed), len(optional) + 1)
     closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
@@ -149,7 +149,7 @@ def _pattern_of_names(self: Rewriter, names: Any, where: str) -> str | None:
             patterns += checked_patterns(names["pattern"], f"{where}.pattern")
         elif keyword in ("minLength", "maxLength") and isinstance(names[keyword], int):
             patterns.append(f"^[\\s\\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$")
-        elif keyword != "format":
+        elif keyword != "format" or not isinstance(names["format"], str):
             raise refused
         elif text := NATIVE_FORMATS.get(names["format"]) or FORMATS.get(names["format"]):
             patterns.append(f"^(?:{text.removeprefix('^').removesuffix('$')})$")

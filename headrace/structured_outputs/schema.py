@@ -338,6 +338,7 @@ class Rewriter:
         self, schema: Mapping[str, Any], value: Any, where: str, found: dict[str, Any], also: list[Any]
     ) -> None:
         """Hold the formats that JSON Schema defines. Others are notes to a reader, by its specification."""
+        check_text(value, where)
         if value in NATIVE_FORMATS:
             found["format"] = value
         elif value in FORMATS:

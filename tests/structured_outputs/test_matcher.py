@@ -176,6 +176,20 @@ def test_a_grammar_beyond_the_limits_is_an_error(compiler: GrammarCompiler, monk
     assert "size" in str(compiler.start(grammar).exception(timeout=20))
 
 
+def test_a_grammar_whose_lexer_has_ended_is_compiled_again(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matcher_module, "LIMITS", LLParserLimits(initial_lexer_fuel=20_000, step_lexer_fuel=20_000))
+    grammar = lark("W\nW: /([a-f]+ +){0,49}[a-f]+/ & /(?s:.{1,500})/")
+    first, matcher = compiler.start(grammar), compiled(compiler, grammar)
+    for _ in range(100):
+        matcher.advance(encode("ab "))
+        compiler.fill([Wanted(matcher)])
+    assert matcher.error
+    assert compiler.start(grammar) is not first
+    assert compiled(compiler, grammar).advance(encode("a")) == 1
+
+
 @pytest.mark.parametrize("error", [ConfigError("it names no eos"), OSError("a secret path")])
 def test_without_a_vocabulary_every_grammar_says_why(error: Exception) -> None:
     def broken() -> LLTokenizer:

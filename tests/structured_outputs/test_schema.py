@@ -226,6 +226,8 @@ REFUSED: list[tuple[Any, str]] = [
     ({"unevaluatedItems": False, "anyOf": [{}]}, "unevaluatedItems is not supported beside anyOf"),
     ({"$dynamicRef": "#x", "$defs": {"y": {"$id": "http://a.example/"}}}, r"\$dynamicRef is not supported"),
     ({"not": {"allOf": 5}}, "not has a keyword with a value that it cannot have"),
+    ({"format": ["date"]}, "format must be a text"),
+    ({"minProperties": 1, "properties": {"a": {}}, "required": [{}]}, "required must be a text"),
     ({"minimum": 2**63}, "minimum is supported up to"),
     ({"enum": [[2**63]]}, "enum holds .* integers of 64 bits"),
     ({"properties": {"x": {"not": {"pattern": r"(a)\1"}}}}, "properties.x.not is not supported"),
