@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -184,6 +185,8 @@ class LiteralArguments:
         allowed = values(schema)
         if allowed is not None:
             return [self._written(value) for value in allowed if self._writable(value)]
+        if schema.get("minItems", 0) > schema.get("maxItems", math.inf):
+            return []
         kinds = types(schema)
         if schema.keys() & {"patternProperties", "minProperties", "maxProperties"} or (
             "prefixItems" in schema and schema.get("minItems", 0) > len(schema["prefixItems"])
@@ -212,19 +215,21 @@ class LiteralArguments:
                 return self._rules.json({"type": kind, **limits})
 
     def _string(self, schema: Schema, schemas: Schemas) -> str:
-        if self._syntax.quote is not None:
-            quote = self._rules.literal(self._syntax.quote)
-            pattern = _written_pattern(schema, schemas, self._stops)
-            return f"{quote} {self._rules.until(pattern, self._syntax.quote)}"
-        if is_free(schema):
-            return self._rules.terminal(_PYTHON_STRING)
+        if is_free(schema) or self._syntax.quote is not None:
+            return self._quoted(_written_pattern(schema, schemas, self._stops))
         limits: Schema = {key: schema[key] for key in ("pattern", "format", "minLength", "maxLength") if key in schema}
         return self._rules.json({"type": "string", **limits, "x-guidance": _ESCAPES})
 
+    def _quoted(self, pattern: str) -> str:
+        """What matches a string of a pattern; Python's may be any."""
+        if self._syntax.quote is None:
+            return self._rules.terminal(_PYTHON_STRING)
+        return f"{self._rules.literal(self._syntax.quote)} {self._rules.until(pattern, self._syntax.quote)}"
+
     def _array(self, schema: Schema, schemas: Schemas) -> str:
-        first = [self._value(item, schemas) for item in schema.get("prefixItems", [])]
-        rest = schema.get("items", True)
         least, most = schema.get("minItems", 0), schema.get("maxItems")
+        first = [self._value(item, schemas) for item in schema.get("prefixItems", [])[:most]]
+        rest = schema.get("items", True)
         if first:
             rest, least, most = False, len(first), len(first)
         comma = self._comma
@@ -287,7 +292,7 @@ class LiteralArguments:
             return known
         name = self._rules.reserve("any literal")
         items = f"{name} ({self._comma} {name})*"
-        options = [self._string({}), self._rules.terminal(f"/{_NUMBER}/"), *map(self._written, self._words)]
+        options = [self._quoted(without(self._stops)), self._rules.terminal(f"/{_NUMBER}/"), *map(self._written, self._words)]
         options += [f"{self._rules.literal('[')} ({items})? {self._rules.literal(']')}"]
         options += [f"{self._rules.literal('{')} {self._map(name)} {self._rules.literal('}')}"]
         if self._syntax.quote is None:

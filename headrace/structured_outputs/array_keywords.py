@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.errors import RequestError, quoted
 from headrace.structured_outputs.drafts import SINCE
-from headrace.structured_outputs.limits import MAX_ARRANGED
+from headrace.structured_outputs.limits import MAX_ARRANGED, MAX_ORDERED
 from headrace.structured_outputs.negation import TYPES, few_values
 from headrace.structured_outputs.references import Placed
 
@@ -36,7 +36,7 @@ def unique_items(self: Rewriter, schema: Mapping[str, Any], value: Any, base: st
         arranged: Iterable[tuple[Any, ...]] | None = None
         if sum(math.perm(len(values), length) for length in lengths) <= MAX_ARRANGED:
             arranged = (some for length in lengths for some in itertools.permutations(values, length))
-        elif sum(math.comb(len(values), length) for length in lengths) <= MAX_ARRANGED:
+        elif sum(math.comb(len(values), length) for length in lengths) <= MAX_ORDERED:
             arranged = (some for length in lengths for some in itertools.combinations(values, length))
         if arranged is not None:
             return _arrays(schema, [{"enum": [list(some) for some in arranged]}])
