@@ -292,7 +292,8 @@ class LiteralArguments:
             return known
         name = self._rules.reserve("any literal")
         items = f"{name} ({self._comma} {name})*"
-        options = [self._quoted(without(self._stops)), self._rules.terminal(f"/{_NUMBER}/"), *map(self._written, self._words)]
+        options = [self._quoted(without(self._stops)), self._rules.terminal(f"/{_NUMBER}/")]
+        options += map(self._written, self._words)
         options += [f"{self._rules.literal('[')} ({items})? {self._rules.literal(']')}"]
         options += [f"{self._rules.literal('{')} {self._map(name)} {self._rules.literal('}')}"]
         if self._syntax.quote is None:

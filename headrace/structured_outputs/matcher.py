@@ -100,10 +100,10 @@ class GrammarCompiler:
 
     def found(self, grammar: str) -> Future[Matcher] | None:
         """Return what `start` has returned for a grammar, if it is still there."""
-        found = self._cache.get(grammar)
+        found = self._cache.pop(grammar, None)
         if found is None or _is_spent(found):
             return None
-        self._cache.move_to_end(grammar)
+        self._cache[grammar] = found
         return found
 
     def start(self, grammar: str) -> Future[Matcher]:
