@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from headrace.errors import RequestError, quoted
 from headrace.structured_outputs.drafts import SINCE
 from headrace.structured_outputs.limits import MAX_ARRANGED, MAX_ORDERED
-from headrace.structured_outputs.negation import TYPES, few_values
+from headrace.structured_outputs.negation import TYPES, few_values, type_of
+from headrace.structured_outputs.object_keywords import NOTES
 from headrace.structured_outputs.references import Placed
 
 if TYPE_CHECKING:
@@ -42,6 +43,18 @@ def unique_items(self: Rewriter, schema: Mapping[str, Any], value: Any, base: st
             return _arrays(schema, [{"enum": [list(some) for some in arranged]}])
     why = f"is not supported but for items of an enum of which at most {MAX_ARRANGED} arrays can be made"
     raise RequestError(f"{where} {why}", self.field)
+
+
+def are_arranged(self: Rewriter, schema: Mapping[str, Any], base: str, path: str) -> bool:
+    """Return whether the arrays that `unique_items` makes are all that fit the array's other keywords: llguidance takes
+    a second to find that."""
+    items = schema.get("items")
+    if schema.get("uniqueItems") is not True or schema.get("maxItems") in (0, 1) or not isinstance(items, Mapping):
+        return False
+    named = self.resolve(base, f"{path}.items", items)
+    kinds = [*{type_of(value) for value in few_values(named) or ()}]
+    others = (items.keys() | named.keys()) - NOTES - {"$ref", "enum"}
+    return len(kinds) == 1 and not others and named.get("type", kinds[0]) == kinds[0]
 
 
 def contains(self: Rewriter, schema: Mapping[str, Any], value: Any, base: str, where: str) -> list[Any]:

@@ -21,7 +21,7 @@ from headrace.structured_outputs import schema as schemas
 from headrace.structured_outputs.ebnf import is_ebnf, lark_of_ebnf
 from headrace.structured_outputs.grammar import Grammar, of_choice, of_lark, of_regex
 from headrace.structured_outputs.limits import (
-    LIMITS,
+    LIMITS_OF_CHECK,
     MAX_CHOICES,
     MAX_LINES,
     MAX_REGEX_CHARS,
@@ -144,7 +144,7 @@ def checked(grammar: Grammar, special: Marks, path: str) -> Grammar:
 
 def _error_of(grammar: Grammar, special: tuple[tuple[str, int], ...] = ()) -> str:
     """Return llguidance's reason against a grammar, in one line; nothing if it takes it."""
-    matcher = LLMatcher(_small_vocabulary(special), grammar.to_text(), log_level=0, limits=LIMITS)
+    matcher = LLMatcher(_small_vocabulary(special), grammar.to_text(), log_level=0, limits=LIMITS_OF_CHECK)
     if not matcher.is_error():
         matcher.compute_bitmask()
     if not matcher.is_error():

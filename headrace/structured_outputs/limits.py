@@ -49,16 +49,24 @@ MAX_FORMATS = 1_000
 """Formats in a structural tag."""
 MAX_REPEAT = 2**20
 """Repetitions in a regex or grammar, and lengths in a schema."""
-LIMITS = LLParserLimits(
-    max_items_in_row=2000,
-    initial_lexer_fuel=5_000_000,  # some 100 ms, over all answers of a grammar: they share its lexer
-    step_lexer_fuel=200_000,  # some 15 ms
-    step_max_items=50_000,  # some 3 ms
-    max_lexer_states=50_000,  # of one to two kilobytes
-    max_grammar_size=500_000,
-    verbose_errors=False,
-)
-"""What a grammar may take to compile, and to make one mask, where it is checked and where it is used."""
+
+
+def _limits(initial_lexer_fuel: int) -> LLParserLimits:
+    return LLParserLimits(
+        max_items_in_row=2000,
+        initial_lexer_fuel=initial_lexer_fuel,
+        step_lexer_fuel=200_000,  # some 15 ms
+        step_max_items=50_000,  # some 3 ms
+        max_lexer_states=50_000,  # of one to two kilobytes
+        max_grammar_size=500_000,
+        verbose_errors=False,
+    )
+
+
+LIMITS = _limits(3_000_000)
+"""What a grammar may take to compile, to make one mask, and of its lexer in all answers, which share it."""
+LIMITS_OF_CHECK = _limits(1_000_000)
+"""The same where a grammar is checked before it is used: what passes here, some 0.5 s at most, does so there."""
 SPACE = r"[ \t]{1,2}|[ \t]{0,2}(\r?\n){1,2}[ \t]{0,40}"
 """White space where an answer may have any: one or two spaces, or one or two ends of lines with the next line's
 indentation. It has an end, so that an answer has one too."""

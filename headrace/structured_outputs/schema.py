@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.errors import RequestError, quoted
+from headrace.structured_outputs.array_keywords import are_arranged
 from headrace.structured_outputs.drafts import SINCE, as_newest, draft_of
 from headrace.structured_outputs.formats import FORMATS, NATIVE_FORMATS
 from headrace.structured_outputs.grammar import Grammar, of_schema
@@ -192,6 +193,9 @@ class Rewriter:
                 also += self._rewritten(schema, keyword, value, base, where, depth)
             elif keyword in REFUSED or (keyword in SAME_AS_REF and SINCE[keyword] <= self.draft):
                 raise self._refuse(path, keyword)
+        if are_arranged(self, schema, base, path):
+            for keyword in ("items", "minItems", "maxItems"):
+                found.pop(keyword, None)
         if not self._options.additional_properties and "properties" in found:
             found.setdefault("additionalProperties", False)
         if bases or also:
