@@ -23,13 +23,14 @@ from headrace.kernels.attention import paged_attention_reference
 from headrace.kernels.attention_config import AttentionPlan, by_copy_engine, plan_attention
 from headrace.kernels.cases import relative_error, written
 from headrace.kernels.decode import decode_attention_reference
-from headrace.kernels.fp8 import Quantized, quantize_reference
+from headrace.kernels.fp8 import Quantized, Rounding, quantize_reference
 from headrace.kernels.gemm_config import BUCKETS
 from headrace.kernels.norm import HalfNormed, summed
 from headrace.kernels.rotary import quantize_reference as quantize_cache
 from headrace.kernels.table import REFERENCE_KERNELS
 from headrace.layers.attention import Attention
 from headrace.layers.linear import Linear, RowParallelLinear
+from headrace.layers.mlp import GatedMLP
 from headrace.quantization.scheme import GemmTable
 from headrace.quantization.unquantized import unquantized
 from headrace.runner.kernel_checks import TOKENS, WIDE, Subject, cache_bound, cache_scale, head_norms
@@ -240,21 +241,23 @@ def _by_library(table: GemmTable, low: int, bucket: int) -> str:
 def _linear_error(subject: Subject, layers: list[Linear], tokens: int, table: GemmTable) -> float:
     """Compare the layers themselves with plain products of the same weights in float32; 0 where `table` leaves the
     products to the library. The input of a linear that rounds it is rounded already, hence normed too."""
-    worst = 0.0
-    for layer in layers if table[tokens] is not None else ():
+    worst, config = 0.0, table[tokens]
+    for layer in layers if config is not None else ():
         x: Any = subject.inputs.random(tokens, layer.spec.in_features)
-        if layer.rounding is not None:
+        if layer.rounding is not None and config is not None and config.block_m > 1:
             x = quantize_reference(x, layer.rounding)
         worst = max(worst, _error_of(subject, layer, x))
     return worst
 
 
 def _error_of(subject: Subject, layer: Linear, x: Any) -> float:
-    expected, residual = _reference(layer, x), None
+    expected, residual = _reference(layer, x, _given_rounding(layer, x)), None
     if isinstance(layer, RowParallelLinear):
         residual = expected.to(subject.dtype).flip(-1).contiguous()
         expected += residual
     out = layer.compute(x, residual)
+    if isinstance(out, Quantized) and (to := _output_rounding(subject, layer)) is not None and to.given is not None:
+        expected = quantize_reference(expected.to(subject.dtype), to).dequantize(torch.float32)
     error = relative_error(_tensor(out, subject.dtype), expected.to(subject.dtype))
     if isinstance(out, HalfNormed) and (weight := layer.fused.next_norm) is not None:
         normed = REFERENCE_KERNELS.rms_norm(out.x, weight, EPS)
@@ -285,13 +288,31 @@ def _half_normed(subject: Subject, layer: Linear, tokens: int) -> HalfNormed | N
     return None
 
 
-def _reference(layer: Linear, x: Any) -> Tensor:
-    """Return the layer's output in plain float32 # [num_tokens, outputs]."""
+def _given_rounding(layer: Linear, x: Any) -> Rounding | None:
+    """Return how the layer rounds plain x if its scales are static: what they make of made-up numbers, which may be far
+    smaller or larger than a model's, is not for a kernel to answer for."""
+    table = _table(layer)
+    config = table[x.shape[0]] if table is not None and x.shape[0] < len(table) else None
+    if isinstance(x, Quantized) or layer.rounding is None or (config is not None and config.block_m == 1):
+        return None
+    return layer.rounding if layer.rounding.given is not None else None
+
+
+def _output_rounding(subject: Subject, layer: Linear) -> Rounding | None:
+    """Return how the layer's outputs are rounded for the one that reads them."""
+    readers = [mlp.down_proj for mlp in subject.layers(GatedMLP) if mlp.gate_up_proj is layer]
+    return readers[0].rounding if readers else None
+
+
+def _reference(layer: Linear, x: Any, to: Rounding | None = None) -> Tensor:
+    """Return the layer's output in plain float32 # [num_tokens, outputs], its (normed) input rounded as `to` says."""
     fused = layer.fused
     if isinstance(x, Quantized):
         x = x.dequantize(torch.float32)
     elif fused.norm_weight is not None:
         x = REFERENCE_KERNELS.rms_norm(x, fused.norm_weight, fused.norm_eps)
+    if to is not None:
+        x = quantize_reference(x, to).dequantize(torch.float32)
     plain, wide = layer.scheme.product.widened(replace(layer.spec, dtype=torch.float32), layer.weights), x.float()
     weight = plain["weight"]
     step = max(1, ROWS_AT_ONCE // weight.shape[1])
