@@ -16,9 +16,8 @@ from torch import Tensor
 
 from headrace.kernels import cases
 from headrace.kernels.cases import EPS, ROUNDED, Case, Cases, Inputs, Kernel, as_chosen, relative_error
-from headrace.kernels.fp8 import Rounding, quantize_per_token_reference, quantize_reference
+from headrace.kernels.fp8 import NarrowWeight, Rounding, quantize_per_token_reference, quantize_reference
 from headrace.kernels.moe import Experts, fused_moe_reference
-from headrace.kernels.narrow import NarrowWeight
 from headrace.kernels.norm import HalfNormed, half_norm_reference
 from headrace.kernels.packed import pack
 from headrace.kernels.table import REFERENCE_KERNELS, TRITON_KERNELS

@@ -31,7 +31,7 @@ from timing import graph_seconds, relative_error
 from torch import Tensor
 from tuning import FP8, INEXACT, SHARED_MEMORY, add_common_flags, compile_all, plain_dtype
 
-from headrace.kernels.fp8 import fp8_linear, quantize_per_token
+from headrace.kernels.fp8 import NarrowWeight, fp8_linear, quantize_per_token
 from headrace.kernels.gemm import skinny_linear
 from headrace.kernels.gemm_config import BUCKETS, GemmConfig
 from headrace.kernels.norm import rms_norm
@@ -109,20 +109,21 @@ class Inputs:
         self.dtype = plain_dtype(device.type)
         self.size, self.weights = size, weights
         self.x = torch.randn(tokens, size.in_features, device=device).to(self.dtype)
-        self.scales = torch.rand(size.out_features, device=device) + 0.5 if size.itemsize == 1 else None
+        self.scales = torch.rand(size.out_features, device=device) + 0.5
         self.quantized = quantize_per_token(self.x, FP8) if size.itemsize == 1 else None
         self.ones = torch.ones(size.in_features, device=device, dtype=self.dtype)
 
     def ours(self, config: GemmConfig, weight: Tensor, x: Tensor | None = None) -> Tensor:
         """Run our kernel, on `x` in place of the batch where it is not fp8."""
+        held = weight if self.quantized is None else NarrowWeight(weight, self.scales)
+        given: Any = self.x if x is None else x
         if self.quantized is not None and config.block_m > 1:
-            return skinny_linear(self.quantized, weight, None, config, self.scales, self.dtype)
-        x = self.x if x is None else x
-        return skinny_linear(x, weight, None, config, self.scales, self.dtype)
+            given = self.quantized
+        out: Tensor = skinny_linear(given, held, None, config, self.dtype)
+        return out
 
     def library(self, weight: Tensor, x: Tensor | None = None) -> Tensor:
         if self.quantized is not None:
-            assert self.scales is not None
             return fp8_linear(self.quantized, weight, self.scales, None, self.dtype)
         return F.linear(self.x if x is None else x, weight)
 
@@ -136,7 +137,7 @@ class Inputs:
         if self.quantized is not None and config.block_m > 1:
             x = self.quantized.dequantize(torch.float32)
         exact = F.linear(x, weight.float())
-        exact = exact if self.scales is None else exact * self.scales
+        exact = exact if self.quantized is None else exact * self.scales
         return relative_error(self.ours(config, weight), exact)
 
 

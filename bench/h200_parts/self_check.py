@@ -160,13 +160,11 @@ def inject_kernels(starts: Starts, big: str) -> None:
 def inject_linears(starts: Starts, big: str) -> None:
     skinny = gpu_linear.skinny_linear
 
-    def one_size(x: Any, weight: Any, bias: Any, config: Any, scale: Any = None, *rest: Any, **options: Any) -> Any:
+    def one_size(x: Any, weight: Any, bias: Any, config: Any, *rest: Any, **options: Any) -> Any:
         if weight.shape == (4096, 14336) and config.block_m in (1, 16):
-            if scale is None:
-                weight = weight * 1.03
-            else:
-                scale = scale * 1.03
-        return skinny(x, weight, bias, config, scale, *rest, **options)
+            plain = isinstance(weight, torch.Tensor)
+            weight = weight * 1.03 if plain else weight._replace(scales=weight.scales * 1.03)
+        return skinny(x, weight, bias, config, *rest, **options)
 
     def of_that_size(demoted: list[str]) -> bool:
         return bool(demoted) and all(name.startswith("linear_4096x14336_up_to_") for name in demoted)

@@ -17,10 +17,15 @@ import torch
 from torch import Tensor
 
 from headrace.kernels._triton import DEVICE_FAMILY, fp8_dtype
-from headrace.kernels.fp8 import Quantized, Rounding, quantize_per_token_reference, quantize_reference
+from headrace.kernels.fp8 import (
+    NarrowWeight,
+    Quantized,
+    Rounding,
+    quantize_per_token_reference,
+    quantize_reference,
+)
 from headrace.kernels.moe import Experts, fused_moe_reference
 from headrace.kernels.moe_config import pick_moe_config
-from headrace.kernels.narrow import NarrowWeight
 from headrace.kernels.norm import HalfNormed, whole
 from headrace.kernels.packed import PackedWeight
 from headrace.kernels.rotary import rotary_and_cache_reference

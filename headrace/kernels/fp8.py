@@ -1,4 +1,5 @@
-"""Quantizes activations to fp8 or int8 with a scale a token, and computes linear layers over fp8 (W8A8).
+"""Quantizes activations to fp8 or int8, holds weights of 8 bits, and computes linear layers over fp8 by the vendor's
+library (W8A8).
 
 The kernels that make a linear's input (norm.py, activation.py) round it in the same pass with `quantize_row`.
 """
@@ -18,6 +19,8 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0, torch.int8:
 """what a row's largest number becomes. The same bits mean half as much in e4m3fnuz as in e4m3fn: with scales twice as
 large both hold the same numbers, so a model gives the same results; the range from 224 to 240 stays unused. Integers
 go from -128 to 127: 127.5 is in the middle, as compressed-tensors has it."""
+LEAST_GROUP = 32
+"""inputs that the matrix units take at once: fewer cannot share a scale"""
 SMALLEST = tl.constexpr(1e-12)
 """Rows whose largest number is smaller, like rows of zeros, are scaled as if it were this."""
 FAST_ACCUM = True
@@ -74,6 +77,33 @@ class Quantized(NamedTuple):
         if self.group:
             scales = scales.repeat_interleave(self.group, 1)[:, self.shift : self.shift + wide.shape[1]]
         return (wide * scales).to(dtype)
+
+
+class NarrowWeight(NamedTuple):
+    """Holds a weight as values * scales, for activations of the same type or of 16 bits."""
+
+    values: Tensor
+    """[out, in] fp8 or int8, contiguous"""
+    scales: Tensor
+    """fp32: [out]; or [row blocks, groups], where `group` inputs of `rows` outputs share a scale"""
+    rows: int = 0
+    """0: a scale an output"""
+    group: int = 0
+    """a power of two from LEAST_GROUP on"""
+    sums: Tensor | None = None
+    """[out] fp32: each output's values added up, for activations with zero points"""
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    def dequantize(self) -> Tensor:
+        """Return the weight in fp32."""
+        wide = self.values.float()
+        if not self.rows:
+            return wide * self.scales[:, None]
+        scales = self.scales.repeat_interleave(self.rows, 0)[: wide.shape[0]]
+        return wide * scales.repeat_interleave(self.group, 1)[:, : wide.shape[1]]
 
 
 def empty_quantized(num_tokens: int, size: int, to: Rounding, device: torch.device) -> Quantized:

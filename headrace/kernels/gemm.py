@@ -1,4 +1,4 @@
-"""Computes linear layers over few tokens, in 16 bits or fp8, where reading the weight is all that costs.
+"""Computes linear layers over few tokens, in 16 bits, fp8 or int8, where reading the weight is all that costs.
 
 No kernel writes weights, so a program loads its first ones before it waits for the kernel in front of it (programmatic
 dependent launch), and memory stays busy across kernel boundaries. A norm between two linears needs no pass of its own:
@@ -18,12 +18,13 @@ from headrace.kernels._triton import (
     after_inputs,
     next_power_of_2,
     overlap,
+    pairs_in_registers,
     tl,
     triton,
     wait_for_inputs,
 )
-from headrace.kernels.fp8 import Quantized
-from headrace.kernels.gemm_config import GemmConfig
+from headrace.kernels.fp8 import NarrowWeight, Quantized
+from headrace.kernels.gemm_config import BUCKETS, GemmConfig
 from headrace.kernels.norm import HalfNormed, half_norm_reference, half_norm_row, half_normed_over
 from headrace.kernels.packed import PackedWeight
 from headrace.kernels.packed_gemm import add_product, integer_vector_sums, packed_dots, packed_vector_sums, packing
@@ -41,6 +42,23 @@ def _gated_row(row, half, GATED: tl.constexpr, BLOCK: tl.constexpr):
 def silu(x):
     """Return x * sigmoid(x)."""
     return x / (1.0 + tl.exp(-x))
+
+
+BAND = 8
+"""blocks of many tokens that are computed side by side, so that the L2 cache holds their inputs and weights"""
+
+
+@triton.jit
+def _place(num_tokens, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr):
+    """Return which block of outputs and which block of tokens a program computes. BAND 0: they are the grid's."""
+    if BAND == 0:
+        across, down = tl.program_id(0), tl.program_id(1)
+    else:
+        height, width = tl.cdiv(num_tokens, BLOCK_M), tl.cdiv(N, BLOCK_N)
+        band, place = tl.program_id(0) // (BAND * width), tl.program_id(0) % (BAND * width)
+        height = tl.minimum(height - band * BAND, BAND)
+        across, down = place // height, (band * BAND + place % height).to(tl.int64)
+    return across, down
 
 
 @triton.jit
@@ -62,28 +80,53 @@ def _row_scale(squares_ptr, row, row_in, parts, K, eps, PARTS: tl.constexpr):
 
 
 @triton.jit
+def _outer(of_weight, of_x, SWAP: tl.constexpr):
+    """Return the products of scales of a block's outputs and tokens, in the form of `_dots`."""
+    if SWAP:
+        scale = of_weight[:, None] * of_x[None, :]
+    else:
+        scale = of_x[:, None] * of_weight[None, :]
+    return scale
+
+
+@triton.jit
 def _dots(
-    weight_ptr, x_ptr, weight_row, row, row_in, K, x_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, SWAP: tl.constexpr, EVEN_K: tl.constexpr, OVERLAP: tl.constexpr,
+    weight_ptr, x_ptr, scale_ptr, x_scale_ptr, weight_row, row, row_in, K, groups, x_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, EVEN_K: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Return x [BLOCK_M, K] times the rows of the weight # [BLOCK_N, BLOCK_M] if SWAP, else turned, fp32."""
-    k = tl.arange(0, BLOCK_K)
+    """Return x [BLOCK_M, K] times the rows of the weight # [BLOCK_N, BLOCK_M] if SWAP, else turned, fp32. Scales of
+    blocks multiply the sums of each, while the matrix units work on the next; they are the caller's to apply if there
+    are none (SCALE_ROWS 0)."""
+    WIDTH: tl.constexpr = BLOCK_K if SCALE_ROWS == 0 else min(BLOCK_K, GROUP)
+    k = tl.arange(0, WIDTH)
     weight_ptrs = weight_ptr + weight_row.to(tl.int64)[:, None] * K + k[None, :]
     x_ptrs = x_ptr + row[:, None] * x_stride + k[None, :]
-    if SWAP:
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    else:
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        if EVEN_K:
-            weight = tl.load(weight_ptrs + start)
-            x = tl.load(x_ptrs + after_inputs(start, BLOCK_K, OVERLAP), mask=row_in[:, None], other=0.0)
-        else:
-            inside = (start + k < K)[None, :]
-            weight = tl.load(weight_ptrs + start, mask=inside, other=0.0)
-            x = tl.load(x_ptrs + after_inputs(start, BLOCK_K, OVERLAP), mask=row_in[:, None] & inside, other=0.0)
-        acc = add_product(weight.to(x.dtype), x, acc, SWAP)
-    return acc
+    dtype: tl.constexpr = tl.int32 if weight_ptr.dtype.element_ty == tl.int8 else tl.float32
+    acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], dtype)
+    part, scale, x_scale = tl.zeros_like(acc), tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    for block in range(0, K, BLOCK_K):
+        waited = after_inputs(block, BLOCK_K, OVERLAP)
+        for ahead in tl.static_range(0, BLOCK_K, WIDTH):
+            if EVEN_K:
+                weight = tl.load(weight_ptrs + block + ahead)
+                x = tl.load(x_ptrs + waited + ahead, mask=row_in[:, None], other=0.0)
+            else:
+                inside = (block + ahead + k < K)[None, :]
+                weight = tl.load(weight_ptrs + block + ahead, mask=inside, other=0.0)
+                x = tl.load(x_ptrs + waited + ahead, mask=row_in[:, None] & inside, other=0.0)
+            if SCALE_ROWS == 0:
+                acc = add_product(weight.to(x.dtype), x, acc, SWAP)
+            else:
+                acc += part * _outer(scale, x_scale, SWAP)
+                part = add_product(weight, x, tl.zeros_like(acc), SWAP)
+                group = tl.minimum((block + ahead) // GROUP, groups - 1)
+                scale = tl.load(scale_ptr + weight_row // SCALE_ROWS * groups + group)
+                group = tl.minimum((waited + ahead) // GROUP, groups - 1)
+                x_scale = tl.load(x_scale_ptr + row * groups + group, mask=row_in, other=0.0)
+    if SCALE_ROWS > 0:
+        acc += part * _outer(scale, x_scale, SWAP)
+    return acc.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -92,7 +135,6 @@ def _skinny_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
-    x_scale_ptr,
     weight_scale_ptr,
     group_scale_ptr,
     zero_ptr,
@@ -106,12 +148,17 @@ def _skinny_kernel(
     groups,
     parts,
     eps,
+    x_scale_ptr,
+    x_group_scale_ptr,
+    x_zero_ptr,
+    weight_sums_ptr,
     num_tokens,
     x_stride,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
+    BAND: tl.constexpr,
     EVEN_K: tl.constexpr,
     GATED: tl.constexpr,
     PARTS: tl.constexpr,
@@ -119,6 +166,7 @@ def _skinny_kernel(
     E2M1: tl.constexpr,
     SCALES: tl.constexpr,
     GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
     ASM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -126,14 +174,16 @@ def _skinny_kernel(
     weight the left operand, whose side of the matrix units is the wide one."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    weight_row = _gated_row(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N // 2, GATED, BLOCK_N)
-    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    across, down = _place(num_tokens, N, BLOCK_M, BLOCK_N, BAND)
+    weight_row = _gated_row(across * BLOCK_N + tl.arange(0, BLOCK_N), N // 2, GATED, BLOCK_N)
+    row = down * BLOCK_M + tl.arange(0, BLOCK_M)
     row_in = row < num_tokens
     held_row = tl.minimum(weight_row, N - 1)
     if BITS == 0:
         acc = _dots(
-            weight_ptr, x_ptr, held_row, row, row_in, K, x_stride, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, EVEN_K, OVERLAP
-        )
+            weight_ptr, x_ptr, group_scale_ptr, x_group_scale_ptr, held_row, row, row_in, K, groups, x_stride, BLOCK_M,
+            BLOCK_N, BLOCK_K, SWAP, EVEN_K, SCALE_ROWS, GROUP, OVERLAP,
+        )  # fmt: skip
     else:
         acc = packed_dots(
             weight_ptr, x_ptr, group_scale_ptr, zero_ptr, held_row, row, row_in, K, groups, x_stride, BLOCK_M, BLOCK_N,
@@ -143,6 +193,9 @@ def _skinny_kernel(
     if SWAP:
         acc = tl.trans(acc)
     weight_row_in = weight_row < N
+    if x_zero_ptr is not None:
+        sums = tl.load(weight_sums_ptr + weight_row, mask=weight_row_in, other=0.0)
+        acc -= tl.load(x_zero_ptr + row, mask=row_in, other=0.0)[:, None] * sums[None, :]
     if weight_scale_ptr is not None:
         acc *= tl.load(weight_scale_ptr + weight_row, mask=weight_row_in, other=0.0)[None, :]
     if x_scale_ptr is not None:
@@ -154,7 +207,7 @@ def _skinny_kernel(
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, BLOCK_N // 2]), [0, 2, 1]))
         out = silu(gate) * up
-        column = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        column = across * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         width = N // 2
     else:
         out = acc
@@ -181,6 +234,38 @@ def sums_of_vectors(weight, x, VECTOR: tl.constexpr):
     products = weight.to(tl.float32) * x.to(tl.float32)
     rows: tl.constexpr = products.shape[0]
     return tl.sum(tl.reshape(products, [rows, products.shape[1] // VECTOR, VECTOR]), axis=2)
+
+
+# Four signed bytes ($4), plus 128 each, as the last bits of 2 ** 23; what is too much is taken away.
+_BYTES_TO_FLOATS = tl.constexpr("""{
+.reg .b32 bytes;
+xor.b32 bytes, $4, 0x80808080;
+prmt.b32 $0, bytes, 0x4b000000, 0x7650;
+prmt.b32 $1, bytes, 0x4b000000, 0x7651;
+prmt.b32 $2, bytes, 0x4b000000, 0x7652;
+prmt.b32 $3, bytes, 0x4b000000, 0x7653;
+add.rn.f32 $0, $0, 0fcb000080;
+add.rn.f32 $1, $1, 0fcb000080;
+add.rn.f32 $2, $2, 0fcb000080;
+add.rn.f32 $3, $3, 0fcb000080;
+}""")
+
+
+@triton.jit
+def _scaled_sums(
+    weight, x, scale_ptr, row, start, groups,
+    VECTOR: tl.constexpr, SCALE_ROWS: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Return what `sums_of_vectors` does for inputs from `start` on, times the scales of blocks if there are any."""
+    if ASM and weight.dtype == tl.int8:  # its conversions are four times as slow as loading the bytes
+        weight = tl.inline_asm_elementwise(
+            _BYTES_TO_FLOATS, "=&f,=&f,=&f,=&f,r", [weight], dtype=tl.float32, is_pure=True, pack=4
+        )
+    sums = sums_of_vectors(weight, x, VECTOR)
+    if SCALE_ROWS > 0:
+        group = tl.minimum((start + tl.arange(0, sums.shape[1]) * VECTOR) // GROUP, groups - 1)
+        sums *= tl.load(scale_ptr + (row // SCALE_ROWS * groups)[:, None] + group[None, :])
+    return sums
 
 
 @triton.jit
@@ -211,7 +296,6 @@ def _gemv_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
-    x_scale_ptr,
     weight_scale_ptr,
     group_scale_ptr,
     zero_ptr,
@@ -235,6 +319,7 @@ def _gemv_kernel(
     E2M1: tl.constexpr,
     SCALES: tl.constexpr,
     GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
     ASM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -268,7 +353,8 @@ def _gemv_kernel(
         part = tl.arange(0, PARTS)
         squares = tl.load(squares_ptr + part, mask=part < parts, other=0.0)
     if BITS == 0:
-        acc = sums_of_vectors(weight, tl.load(x_ptr + k, mask=k < K, other=0.0)[None, :], VECTOR)
+        x = tl.load(x_ptr + k, mask=k < K, other=0.0)
+        acc = _scaled_sums(weight, x[None, :], group_scale_ptr, held_row, 0, groups, VECTOR, SCALE_ROWS, GROUP, ASM)
     else:
         acc = _packed_sums(
             weight, x_ptr, group_scale_ptr, zero_ptr, held_row, 0, K, groups, BITS, E2M1, SCALES, GROUP, BLOCK_K,
@@ -283,7 +369,9 @@ def _gemv_kernel(
             weight = tl.load(weight_ptrs + ahead, mask=inside, other=EMPTY, eviction_policy="evict_first")
         if BITS == 0:
             x = tl.load(x_ptr + start + k, mask=None if EVEN_K else start + k < K)
-            acc += sums_of_vectors(weight, x[None, :], VECTOR)
+            acc += _scaled_sums(
+                weight, x[None, :], group_scale_ptr, held_row, start, groups, VECTOR, SCALE_ROWS, GROUP, ASM
+            )
         else:
             acc += _packed_sums(
                 weight, x_ptr, group_scale_ptr, zero_ptr, held_row, start, K, groups, BITS, E2M1, SCALES, GROUP,
@@ -295,8 +383,6 @@ def _gemv_kernel(
     weight_row_in = weight_row < N
     if weight_scale_ptr is not None:
         total *= tl.load(weight_scale_ptr + weight_row, mask=weight_row_in, other=0.0)
-    if x_scale_ptr is not None:
-        total *= tl.load(x_scale_ptr)
     if squares_ptr is not None:
         total *= tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
     if bias_ptr is not None:
@@ -313,16 +399,15 @@ def _gemv_kernel(
         half_norm_row(out, column, column_in, next_scaled_ptr, square_ptr, next_weight_ptr)
 
 
-UNPACKED = {"BITS": 0, "E2M1": False, "SCALES": "", "GROUP": 0, "ASM": False}
-"""launch options where the weight is not packed"""
+UNPACKED = {"BITS": 0, "E2M1": False, "SCALES": "", "GROUP": 0, "SCALE_ROWS": 0, "ASM": False}
+"""launch options where the weight is neither packed nor scaled by blocks"""
 
 
 def skinny_linear(
     x: Tensor | HalfNormed | Quantized,
-    weight: Tensor | PackedWeight,
+    weight: Tensor | PackedWeight | NarrowWeight,
     bias: Tensor | None,
     config: GemmConfig,
-    weight_scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
     *,
     gated: bool = False,
@@ -330,28 +415,38 @@ def skinny_linear(
     eps: float = 0.0,
     next_norm: Tensor | None = None,
 ) -> Any:
-    """Return x [T, K] @ weight [N, K].T + bias [N]: [T, N] in `dtype` (default: x's), with sums in fp32.
+    """Return x [T, K] @ weight [N, K].T + bias [N]: [T, N] in `dtype` (default: x's), with sums in fp32 or int32.
 
-    The weight is contiguous, and so are x's rows. The weight may be fp8, with weight_scale [N] fp32, and then x may be
-    Quantized. `gated`: the result is silu(first half) * second half [T, N / 2]. `residual` [T, N], contiguous: the
+    The weight is contiguous, and so are x's rows. If the weight is a NarrowWeight, x is Quantized to the same type, and
+    to groups if the weight has them, but for one token by ordinary arithmetic (config.block_m 1), which is not
+    quantized. `gated`: the result is silu(first half) * second half [T, N / 2]. `residual` [T, N], contiguous: the
     result is added to it, in place. x may be HalfNormed, by a norm with `eps`; the result is HalfNormed if there are a
-    residual and `next_norm` [N], the weight of the norm of the sum.
+    residual and `next_norm` [N], the weight of the norm of the sum. Many tokens are computed in bands, without a half
+    norm.
     """
     num_tokens, k = x.shape
     codes, groups, held = weight, 1, UNPACKED
+    weight_scales: Tensor | None = None
     group_scales: Tensor | None = None
     zeros: Tensor | None = None
+    squares: Tensor | None = None
+    of_tokens: tuple[Tensor | None, ...] = (None, None, None, None)  # scales; of groups; zeros, what they multiply
     if isinstance(weight, PackedWeight):
-        codes, group_scales, zeros, weight_scale = weight.codes, weight.plain_scales(), weight.zeros, weight.factors
-        groups, held = group_scales.shape[-1], packing(weight)
+        codes, group_scales, zeros, weight_scales = weight.codes, weight.plain_scales(), weight.zeros, weight.factors
+        groups, held = group_scales.shape[-1], UNPACKED | packing(weight)
+    elif isinstance(weight, NarrowWeight):
+        codes, weight_scales = weight.values, weight.scales
+        held = UNPACKED | {"ASM": codes.dtype == torch.int8 and pairs_in_registers()}
+        if weight.rows:
+            weight_scales, group_scales, groups = None, weight.scales, weight.scales.shape[1]
+            held |= {"SCALE_ROWS": weight.rows, "GROUP": weight.group}
     assert isinstance(codes, Tensor)
     n = codes.shape[0]
-    squares: Tensor | None = None
-    x_scale: Tensor | None = None
     if isinstance(x, HalfNormed):
         squares, x = x.squares, x.scaled
     elif isinstance(x, Quantized):
-        x_scale = x.scales
+        sums = weight.sums if isinstance(weight, NarrowWeight) else None
+        of_tokens = (*((None, x.scales) if x.group else (x.scales, None)), x.zeros, sums)
         x = x.values
     parts = 1 if squares is None else squares.shape[1]
     if residual is None:
@@ -364,7 +459,7 @@ def skinny_linear(
     result, following = half_normed_over(out, None if residual is None else next_norm, programs)
     if not num_tokens:
         return result
-    scales = (x_scale, weight_scale, group_scales, zeros)
+    scales = (weight_scales, group_scales, zeros)
     arguments = (out, x, codes, bias, *scales, residual, squares, *following, n, k, groups, parts, eps)
     options = {
         "EVEN_K": k % config.block_k == 0,
@@ -375,24 +470,29 @@ def skinny_linear(
     }
     if config.block_m == 1:
         _gemv_kernel[(programs,)](
-            *arguments, BLOCK_N=rows, BLOCK_K=config.block_k, VECTOR=vector_of(codes),
-            num_warps=config.num_warps, **options,
-        )  # fmt: skip
+            *arguments,
+            BLOCK_N=rows,
+            BLOCK_K=config.block_k,
+            VECTOR=vector_of(codes),
+            num_warps=config.num_warps,
+            **options,
+        )
         return result
-    _skinny_kernel[(programs, -(-num_tokens // config.block_m))](
-        *arguments, num_tokens, x.stride(0),
+    down = -(-num_tokens // config.block_m)
+    grid = (programs, down) if num_tokens <= BUCKETS[-1] else (programs * down,)
+    _skinny_kernel[grid](
+        *arguments, *of_tokens, num_tokens, x.stride(0),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SWAP=config.swap,
-        num_warps=config.num_warps, num_stages=config.num_stages, **options,
+        BAND=0 if len(grid) == 2 else BAND, num_warps=config.num_warps, num_stages=config.num_stages, **options,
     )  # fmt: skip
     return result
 
 
 def skinny_linear_reference(
     x: Tensor | HalfNormed | Quantized,
-    weight: Tensor | PackedWeight,
+    weight: Tensor | PackedWeight | NarrowWeight,
     bias: Tensor | None,
     config: GemmConfig | None = None,
-    weight_scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
     *,
     gated: bool = False,
@@ -405,8 +505,11 @@ def skinny_linear_reference(
         x = x.normed(eps)
     elif isinstance(x, Quantized):
         x = x.dequantize(torch.float32)
-    out = F.linear(x.float(), weight.dequantize(torch.float32) if isinstance(weight, PackedWeight) else weight.float())
-    out = out if weight_scale is None else out * weight_scale
+    if isinstance(weight, Tensor):
+        wide = weight.float()
+    else:
+        wide = weight.dequantize() if isinstance(weight, NarrowWeight) else weight.dequantize(torch.float32)
+    out = F.linear(x.float(), wide)
     out = out if bias is None else out + bias.float()
     if gated:
         gate, up = out.chunk(2, dim=-1)

@@ -27,7 +27,7 @@ BUCKETS = (1, 16, 32, 64, 128)
 """numbers of tokens: a linear gets the configuration of the first that is not smaller; beyond the last, the library"""
 
 CANDIDATES: dict[tuple[str, int | str, int], tuple[GemmConfig, ...]] = {
-    # (family, bytes an element or bits of a packed weight, bucket); the first serves sizes that nobody has measured
+    # (family, what a weight is of, bucket): bytes of a number that has a scale an output, if any, or a name
     ("cuda", 2, 1): (
         GemmConfig(1, 4, 1024, 4),
         GemmConfig(1, 2, 4096, 4),
@@ -78,6 +78,60 @@ CANDIDATES: dict[tuple[str, int | str, int], tuple[GemmConfig, ...]] = {
         GemmConfig(128, 64, 256, 4, 4, swap=True),
         GemmConfig(64, 64, 256, 8, 5),
     ),
+    ("cuda", "int8", 1): (
+        GemmConfig(1, 8, 2048, 4),
+        GemmConfig(1, 4, 2048, 2),
+        GemmConfig(1, 16, 2048, 8),
+    ),
+    ("cuda", "int8", 16): (
+        GemmConfig(16, 64, 256, 4, 6, swap=True),
+        GemmConfig(16, 64, 256, 4, 4, swap=True),
+        GemmConfig(16, 16, 1024, 2, 4),
+    ),
+    ("cuda", "int8", 32): (
+        GemmConfig(32, 64, 256, 4, 6, swap=True),
+        GemmConfig(32, 64, 256, 4, 4, swap=True),
+    ),
+    ("cuda", "int8", 64): (
+        GemmConfig(64, 64, 256, 4, 5, swap=True),
+        GemmConfig(64, 32, 256, 4, 6),
+        GemmConfig(64, 64, 128, 4, 6),
+    ),
+    ("cuda", "int8", 128): (
+        GemmConfig(64, 64, 256, 4, 5, swap=True),
+        GemmConfig(128, 128, 128, 8, 3, swap=True),
+    ),
+    ("cuda", "fp8 blocks", 1): (
+        GemmConfig(1, 8, 2048, 2),
+        GemmConfig(1, 4, 2048, 4),
+        GemmConfig(1, 16, 2048, 8),
+    ),
+    ("cuda", "fp8 blocks", 16): (
+        GemmConfig(16, 64, 256, 4, 6, swap=True),
+        GemmConfig(16, 128, 256, 4, 3, swap=True),
+    ),
+    ("cuda", "fp8 blocks", 32): (
+        GemmConfig(32, 64, 256, 4, 6, swap=True),
+        GemmConfig(32, 128, 128, 4, 4, swap=True),
+    ),
+    ("cuda", "fp8 blocks", 64): (
+        GemmConfig(64, 64, 256, 4, 4),
+        GemmConfig(64, 32, 256, 4, 6),
+    ),
+    ("cuda", "fp8 blocks", 128): (
+        GemmConfig(64, 64, 256, 4, 4),
+        GemmConfig(128, 64, 128, 4, 4, swap=True),
+    ),
+    ("hip", "int8", 1): (GemmConfig(1, 4, 2048, 4),),
+    ("hip", "int8", 16): (GemmConfig(16, 32, 128, 4, 2),),
+    ("hip", "int8", 32): (GemmConfig(32, 32, 128, 4, 2),),
+    ("hip", "int8", 64): (GemmConfig(64, 64, 128, 4, 2),),
+    ("hip", "int8", 128): (GemmConfig(128, 64, 128, 4, 2),),
+    ("hip", "fp8 blocks", 1): (GemmConfig(1, 4, 2048, 4),),
+    ("hip", "fp8 blocks", 16): (GemmConfig(16, 32, 128, 4, 2),),
+    ("hip", "fp8 blocks", 32): (GemmConfig(32, 32, 128, 4, 2),),
+    ("hip", "fp8 blocks", 64): (GemmConfig(64, 64, 128, 4, 2),),
+    ("hip", "fp8 blocks", 128): (GemmConfig(128, 64, 128, 4, 2),),
     ("hip", 2, 1): (GemmConfig(1, 4, 1024, 4),),
     ("hip", 2, 16): (GemmConfig(16, 32, 256, 4, 2),),
     ("hip", 2, 32): (GemmConfig(32, 32, 256, 4, 2),),
@@ -129,6 +183,16 @@ CANDIDATES: dict[tuple[str, int | str, int], tuple[GemmConfig, ...]] = {
     ("hip", "8 bits", 128): (GemmConfig(128, 64, 64, 4, 2),),
 }
 
+
+MANY_TOKENS: dict[tuple[str, str], GemmConfig] = {
+    # (family, what a weight is of): beyond the last bucket, of weights that no library serves
+    ("cuda", "int8"): GemmConfig(128, 128, 128, 8, 3),
+    ("cuda", "fp8 blocks"): GemmConfig(64, 128, 128, 4, 4),
+    ("cuda", "fp8"): GemmConfig(64, 128, 128, 4, 4),
+    ("hip", "int8"): GemmConfig(128, 128, 128, 8, 2),
+    ("hip", "fp8 blocks"): GemmConfig(128, 128, 128, 8, 2),
+    ("hip", "fp8"): GemmConfig(128, 128, 128, 8, 2),
+}
 
 LARGEST_FLOATS = 8192
 """Most codes of e2m1 that a program for one token holds: each takes more registers than an integer does."""

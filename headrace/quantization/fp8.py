@@ -24,8 +24,7 @@ from torch import Tensor
 
 from headrace.errors import ConfigError
 from headrace.kernels._triton import fp8_dtype
-from headrace.kernels.fp8 import Quantized, Rounding, quantize_per_token_reference
-from headrace.kernels.narrow import NarrowWeight
+from headrace.kernels.fp8 import NarrowWeight, Quantized, Rounding, quantize_per_token_reference
 from headrace.kernels.packed import PackedWeight, pack
 from headrace.kernels.table import KernelTable, select_kernels
 from headrace.quantization import gpu_linear
@@ -44,9 +43,6 @@ from headrace.quantization.scheme import (
 )
 from headrace.quantization.stored import AT_ONCE, NarrowLayout, Numbers, StoredLayout, of_e4m3fn, widen
 from headrace.quantization.unquantized import PlainProduct, bias_slot, empty_bias, rows_of
-
-MULTIPLE = 16
-"""Numbers of inputs and of outputs must be multiples of this, for the matrix units."""
 
 
 class RoundedLayout:
@@ -116,12 +112,13 @@ class RoundingProduct:
         """Choose the kernels. Raises ConfigError on a GPU without fp8, unless the checkpoint is in fp8."""
         self.emulates = device.type == "cpu"
         self.kernels = kernels or select_kernels(device.type)
+        self.fp8 = fp8_dtype(device)
         self.why_plain = "" if self.emulates else self._why_plain(device)
         if self.emulates or self.why_plain:
             self.plain.prepare(specs, device)
-        elif not all(spec.batch_invariant for spec in specs) and self.layout.numbers == "fp8":
-            even = [spec for spec in specs if not _odd_sizes(spec)]
-            self.tables = gpu_linear.plan_all(even, device, fp8_dtype(device))
+        elif not all(spec.batch_invariant for spec in specs):
+            held = [spec for spec in specs if not self._is_plain(spec)]
+            self.tables = gpu_linear.plan_all(held, device, self.planned_rounding)
 
     def _why_plain(self, device: torch.device) -> str:
         """Say why weights are widened at load on this GPU; "" if they are not."""
@@ -147,7 +144,13 @@ class RoundingProduct:
     def table(self, spec: LinearSpec) -> GemmTable | None:
         if self._is_plain(spec):
             return self.plain.table(spec)
-        return None if _odd_sizes(spec) else self.tables.get((1, spec.out_features, spec.in_features))
+        return self.tables.get(gpu_linear.size_of(spec, self.planned_rounding(spec)))
+
+    def planned_rounding(self, spec: LinearSpec) -> Rounding:
+        """Return how activations are rounded, but for what the speed of products does not depend on."""
+        if self.layout.numbers == "int8":
+            return Rounding(torch.int8)
+        return Rounding(self.fp8, self.layout.held_block(spec)[1])
 
     def finalize(self, spec: LinearSpec, weights: Weights, fused: FusedOps) -> Compute:
         if self._is_plain(spec):
@@ -166,8 +169,8 @@ class RoundingProduct:
         many = replace(fused, norm_weight=None).wrap(rounding)  # which norms while it quantizes
         if table is None:
             return many
-        held = (weights["weight"], weights["weight_scale"], weights.get("bias"))
-        return gpu_linear.by_table(*held, table, fused, many, quantize, spec.dtype)
+        narrow, bias = self.narrow_weight(spec, weights), weights.get("bias")
+        return gpu_linear.by_table(narrow, bias, table, fused, many, quantize, spec.dtype)
 
     def widened(self, spec: LinearSpec, weights: Weights) -> Weights:
         return weights if self._is_plain(spec) else self.layout.dequantize(spec, weights)
@@ -212,27 +215,25 @@ class RoundingProduct:
             multiply = self.plain.multiply(spec, self.layout.dequantize(spec, weights))
             return lambda x: multiply(x.dequantize(dtype))
         narrow, bias = self.narrow_weight(spec, weights), weights.get("bias")
-        if narrow is not None:
-            narrow_linear = self.kernels.narrow_linear
-            return lambda x: narrow_linear(x, narrow, bias, dtype)
-        linear, held = self.kernels.fp8_linear, (weights["weight"], weights["weight_scale"], bias)
-        return lambda x: linear(x, *held, dtype)
+        if gpu_linear.has_library(narrow):
+            linear = self.kernels.fp8_linear
+            return lambda x: linear(x, narrow.values, narrow.scales, bias, dtype)
+        narrow_linear = self.kernels.narrow_linear
+        return lambda x: narrow_linear(x, narrow, bias, dtype)
 
-    def narrow_weight(self, spec: LinearSpec, weights: Weights) -> NarrowWeight | None:
-        """Return what kernels/narrow.py takes; None where the vendor's library serves the linear."""
-        if self.layout.numbers == "fp8" and not _odd_sizes(spec):
-            return None
+    def narrow_weight(self, spec: LinearSpec, weights: Weights) -> NarrowWeight:
+        """Return the weight as kernels take it."""
         values, zeros = weights["weight"], self.layout.rounding(spec, weights).zeros
-        block = self.layout.held_block(spec) if self.layout.numbers == "fp8 blocks" else (0, 0)
         sums = values.sum(1, dtype=torch.int32).float() if zeros else None
-        return NarrowWeight(values, weights["weight_scale"], *block, sums)
+        return NarrowWeight(values, weights["weight_scale"], *self.layout.held_block(spec), sums)
 
 
 def _odd_sizes(spec: LinearSpec) -> str:
     """Say which sizes the matrix units cannot take; "" if they can take both."""
     sizes = {"inputs": spec.in_features, "outputs": spec.out_features}
-    odd = [f"{size} {name}" for name, size in sizes.items() if size % MULTIPLE]
-    return f"{' and '.join(odd)}, not a multiple of {MULTIPLE}" if odd else ""
+    multiple = gpu_linear.MULTIPLE
+    odd = [f"{size} {name}" for name, size in sizes.items() if size % multiple]
+    return f"{' and '.join(odd)}, not a multiple of {multiple}" if odd else ""
 
 
 def fp8(format: WeightFormat, per_channel: bool) -> Scheme:

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from headrace.config import cache_folder
 from headrace.kernels._triton import DEVICE_FAMILY, TritonError
-from headrace.kernels.fp8 import Quantized, fp8_linear, quantize_per_token
+from headrace.kernels.fp8 import NarrowWeight, Quantized, Rounding, fp8_linear, quantize
 from headrace.kernels.gemm import skinny_linear
 from headrace.kernels.gemm_config import BUCKETS, CANDIDATES, GemmConfig, packed_candidates
+from headrace.kernels.narrow import narrow_linear
 from headrace.kernels.norm import HalfNormed
 from headrace.kernels.packed import PackedWeight
 from headrace.quantization.scheme import Compute, FusedOps, GemmTable, LinearSpec
@@ -34,10 +35,13 @@ logger = logging.getLogger(__name__)
 
 Plan = tuple[GemmConfig | None, ...]
 """the kernel configuration for each of BUCKETS; None: the vendor's library"""
-Size = tuple[int, int, int]
-"""(bytes an element, out_features, in_features)"""
+Size = tuple[int | str, int, int]
+"""(what the weight is of, out_features, in_features): bytes an element, where those of fp8 have a scale an output;
+`int8`; `fp8/128`, where blocks of 128 inputs have a scale"""
 PackedSize = tuple[str, int, int]
 """the same of a packed weight, which `kind_of` describes"""
+MULTIPLE = 16
+"""The vendor's library takes fp8 whose numbers of inputs and of outputs are multiples of this."""
 VERSION = 3
 """of the kernels and of the measurements' file: measurements of another version are not used"""
 SHIPPED = Path(__file__).with_name("gemm_tables.json")
@@ -48,23 +52,40 @@ WORTH = 1.02
 beside the kernel in front of it, which this measurement does not show."""
 
 
-def plan_all(specs: list[LinearSpec], device: torch.device, fp8: torch.dtype | None = None) -> dict[Size, GemmTable]:
-    """Return a table for each size among `specs` that our kernels can serve, measuring sizes that are new. `fp8`: the
-    type of the weights if they are quantized; None: they have the type of the activations."""
-    sizes = {
-        ((fp8 or spec.dtype).itemsize, spec.out_features, spec.in_features): (spec.dtype, fp8 or spec.dtype)
-        for spec in specs
-    }
-    sizes = {size: dtypes for size, dtypes in sizes.items() if (DEVICE_FAMILY, size[0], BUCKETS[0]) in CANDIDATES}
+def size_of(spec: LinearSpec, rounding: Rounding | None = None) -> Size:
+    """Return the key of a linear's table. `rounding`: how its activations are rounded; None: the weight has their
+    type."""
+    kind: int | str = 1
+    if rounding is None:
+        kind = spec.dtype.itemsize
+    elif rounding.dtype == torch.int8:
+        kind = "int8"
+    elif rounding.group:
+        kind = f"fp8/{rounding.group}"
+    return kind, spec.out_features, spec.in_features
+
+
+def plan_all(
+    specs: list[LinearSpec], device: torch.device, rounding: Callable[[LinearSpec], Rounding] | None = None
+) -> dict[Size, GemmTable]:
+    """Return a table for each size among `specs` that our kernels can serve, measuring sizes that are new. `rounding`:
+    of each linear's activations; None: weights have their type."""
+    roundings = [None if rounding is None else rounding(spec) for spec in specs]
+    sizes = {size_of(spec, to): (spec.dtype, to) for spec, to in zip(specs, roundings, strict=True)}
+    sizes = {size: types for size, types in sizes.items() if _candidates(size[0], BUCKETS[0])}
     name = torch.cuda.get_device_name(device)
     known = {**_read(_measured_file(name), name), **_read(SHIPPED, name)}
-    missing = {size: dtypes for size, dtypes in sizes.items() if size not in known}
+    missing = {size: types for size, types in sizes.items() if size not in known}
     if missing:
         logger.info("measuring linears of %d sizes that are new on %s", len(missing), name)
-        known.update({size: _measure(size, *dtypes, device) for size, dtypes in missing.items()})
+        known.update({size: _measure(size, *types, device) for size, types in missing.items()})
         torch.cuda.empty_cache()
         _write(_measured_file(name), name, known)
     return {size: table_of(known[size]) for size in sizes}
+
+
+def _candidates(kind: int | str, bucket: int) -> tuple[GemmConfig, ...]:
+    return CANDIDATES.get((DEVICE_FAMILY, "fp8 blocks" if str(kind).startswith("fp8/") else kind, bucket), ())
 
 
 def kind_of(weight: PackedWeight) -> str:
@@ -93,8 +114,7 @@ def plan_packed(
 
 
 def by_table(
-    weight: Tensor | PackedWeight,
-    scales: Tensor | None,
+    weight: Tensor | PackedWeight | NarrowWeight,
     bias: Tensor | None,
     table: GemmTable,
     fused: FusedOps,
@@ -103,17 +123,18 @@ def by_table(
     dtype: torch.dtype | None = None,
     order: Tensor | None = None,
 ) -> Compute:
-    """Return the function that applies weight [out, in] by our kernels as `table` says, and otherwise calls `many`. An
-    fp8 weight has scales [out], outputs of `dtype`, and `quantize`, which makes the input fp8 (and norms it, where that
-    is fused). A token alone is quantized only for the matrix units: else that were no faster, and less exact. `order`:
-    which input each of the weight's columns belongs to; None: they are as they come."""
+    """Return the function that applies weight [out, in] by our kernels as `table` says, and otherwise calls `many`. A
+    NarrowWeight has outputs of `dtype`, and `quantize`, which makes the input of its type (and norms it, where that is
+    fused). A token alone is quantized only for the matrix units: else that were no faster, and less exact, also with
+    static scales, which cut off what lay outside of what a tool saw. `order`: which input each of the weight's columns
+    belongs to; None: they are as they come."""
     most = len(table) - 1
     gated, norm, eps, next_norm = fused.activation is not None, fused.norm(), fused.norm_eps, fused.next_norm
 
     def compute(x: Any, residual: Tensor | None) -> Any:
         tokens = x.shape[0]
         config = table[tokens] if tokens <= most else None
-        if config is None:
+        if config is None or (config.block_m == 1 and isinstance(x, Quantized)):
             return many(x, residual)
         if quantize is not None and config.block_m > 1 and not isinstance(x, Quantized):
             x = quantize(x)
@@ -123,7 +144,7 @@ def by_table(
             x = _reordered(x, order)
         following = None if isinstance(x, Quantized) else next_norm  # who quantizes norms in the same pass
         return skinny_linear(
-            x, weight, bias, config, scales, dtype, gated=gated, residual=residual, eps=eps, next_norm=following
+            x, weight, bias, config, dtype, gated=gated, residual=residual, eps=eps, next_norm=following
         )
 
     return compute
@@ -156,26 +177,48 @@ def table_of(plan: Plan) -> GemmTable:
     return table
 
 
-def _measure(size: Size, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device) -> Plan:
+def _measure(size: Size, dtype: torch.dtype, to: Rounding | None, device: torch.device) -> Plan:
     """Return the fastest at each bucket's number of tokens, the library among them."""
-    itemsize, out_features, in_features = size
-    copies = max(2, -(-ROTATED_BYTES // (itemsize * out_features * in_features)))
-    sizes = (out_features, in_features)
-    weights = [torch.empty(sizes, device=device).uniform_(-0.1, 0.1).to(weight_dtype) for _ in range(copies)]
-    scales = torch.ones(out_features, device=device) if itemsize == 1 else None
+    copies = max(2, -(-ROTATED_BYTES // (size[1] * size[2] * (dtype if to is None else to.dtype).itemsize)))
+    weights: list[Any] = [_random_weight(size, dtype, to, device) for _ in range(copies)]
     plan: list[GemmConfig | None] = []
     for bucket in BUCKETS:
-        plain = torch.empty(bucket, in_features, dtype=dtype, device=device).uniform_(-1, 1)
-        rounded = plain if scales is None else quantize_per_token(plain, weight_dtype)
+        plain = torch.empty(bucket, size[2], dtype=dtype, device=device).uniform_(-1, 1)
+        rounded = plain if to is None else quantize(plain, to)
 
-        def ours(config: GemmConfig, weight: Tensor, plain: Any = plain, rounded: Any = rounded) -> Tensor:
-            x = rounded if config.block_m > 1 else plain
-            out: Tensor = skinny_linear(x, weight, bias=None, config=config, weight_scale=scales, dtype=dtype)
+        def ours(config: GemmConfig, weight: Any, plain: Any = plain, rounded: Any = rounded) -> Tensor:
+            out: Tensor = skinny_linear(rounded if config.block_m > 1 else plain, weight, None, config, dtype)
             return out
 
-        library = _library(plain, weight_dtype, scales)
-        plan.append(_fastest(CANDIDATES[DEVICE_FAMILY, itemsize, bucket], ours, library, weights))
+        plan.append(_fastest(_candidates(size[0], bucket), ours, partial(_library, rounded, dtype), weights))
     return tuple(plan)
+
+
+def _random_weight(size: Size, dtype: torch.dtype, to: Rounding | None, device: torch.device) -> Tensor | NarrowWeight:
+    _, outputs, inputs = size
+    wide = torch.empty(outputs, inputs, device=device).uniform_(-0.1, 0.1)
+    if to is None:
+        return wide.to(dtype)
+    values = wide.mul_(1000).to(torch.int8) if to.dtype == torch.int8 else wide.to(to.dtype)
+    if to.group:
+        blocks = -(-outputs // to.group), to.num_groups(inputs)
+        return NarrowWeight(values, torch.ones(blocks, device=device), to.group, to.group)
+    return NarrowWeight(values, torch.ones(outputs, device=device))
+
+
+def _library(x: Any, dtype: torch.dtype, weight: Any) -> Tensor:
+    """Return the product by what serves many tokens."""
+    if isinstance(weight, Tensor):
+        return F.linear(x, weight)
+    if has_library(weight):
+        return fp8_linear(x, weight.values, weight.scales, None, dtype)
+    return narrow_linear(x, weight, None, dtype)
+
+
+def has_library(weight: NarrowWeight) -> bool:
+    """Tell whether the vendor's library multiplies by the weight."""
+    even = all(size % MULTIPLE == 0 for size in weight.shape)
+    return weight.values.dtype != torch.int8 and not weight.rows and even
 
 
 def _measure_packed(
@@ -197,7 +240,7 @@ def _measure_packed(
     return tuple(plan)
 
 
-Held = TypeVar("Held", Tensor, PackedWeight)
+Held = TypeVar("Held", Tensor, PackedWeight, NarrowWeight)
 
 
 def _fastest(
@@ -217,13 +260,6 @@ def _fastest(
         if seconds < fastest:
             best, fastest = config, seconds
     return best
-
-
-def _library(x: Tensor, weight_dtype: torch.dtype, scales: Tensor | None) -> Callable[[Tensor], Tensor]:
-    if scales is None:
-        return lambda weight: F.linear(x, weight)
-    quantized = quantize_per_token(x, weight_dtype)
-    return lambda weight: fp8_linear(quantized, weight, scales, None, x.dtype)
 
 
 def _seconds(run: Callable[[Held], Tensor], weights: list[Held]) -> float:

@@ -80,7 +80,7 @@ class PackedProduct:
         size = spec.out_features, spec.in_features
         if size not in self.tables:
             self.tables[size] = gpu_linear.plan_packed(weight, spec.dtype, self._of_widened)
-        return gpu_linear.by_table(weight, None, bias, self.tables[size], fused, many, order=order)
+        return gpu_linear.by_table(weight, bias, self.tables[size], fused, many, order=order)
 
     def _of_widened(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         """Return x [num_tokens, in], in the weight's order, times the weight, which is widened for it."""

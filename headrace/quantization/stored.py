@@ -13,8 +13,7 @@ from torch import Tensor
 
 from headrace.errors import CheckpointError, ConfigError
 from headrace.kernels._triton import fp8_dtype
-from headrace.kernels.fp8 import Rounding
-from headrace.kernels.narrow import LEAST_GROUP
+from headrace.kernels.fp8 import LEAST_GROUP, Rounding
 from headrace.quantization.scheme import FLOATS, Layout, LinearSpec, Part, Slot, Weights
 from headrace.quantization.unquantized import bias_slot, empty_bias, rows_of
 
@@ -44,7 +43,7 @@ class NarrowLayout(Layout, Protocol):
         """Return how activations are rounded for a linear whose tensors are loaded."""
 
     def held_block(self, spec: LinearSpec) -> tuple[int, int]:
-        """Return how many outputs and inputs share a scale where numbers are `fp8 blocks`."""
+        """Return how many outputs and inputs share a scale; (0, 0) unless numbers are `fp8 blocks`."""
 
     def whole_groups(self, spec: LinearSpec) -> bool:
         """Tell whether kernels can take its groups of inputs: they begin where the rank's inputs do, and are large."""
@@ -171,6 +170,8 @@ class StoredLayout:
     def held_block(self, spec: LinearSpec) -> tuple[int, int]:
         """Return how many outputs and inputs share a scale here. Blocks of parts, and of a rank's slice of them, may
         begin anywhere in our weight: as many outputs as divide all of their places share one."""
+        if self.scale != "block":
+            return 0, 0
         places = [place for part in spec.parts for place in (part.rows.start, part.offset)]
         return math.gcd(self.block[0], *places), self.block[1]
 

@@ -75,7 +75,7 @@ class PlainProduct:
         if table is None:
             return fused.wrap(self.multiply(spec, weights))
         weight, bias = weights["weight"], weights.get("bias")
-        return gpu_linear.by_table(weight, None, bias, table, fused, gpu_linear.by_library(weight, bias, fused))
+        return gpu_linear.by_table(weight, bias, table, fused, gpu_linear.by_library(weight, bias, fused))
 
     def widened(self, spec: LinearSpec, weights: Weights) -> Weights:
         return weights

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from headrace.attention.backend import Backend
 from headrace.kernels import cases
 from headrace.kernels.cases import ROUNDED, Case, Cases, Inputs, NewTokens, new_tokens
-from headrace.kernels.fp8 import Rounding
-from headrace.kernels.narrow import NarrowWeight
+from headrace.kernels.fp8 import NarrowWeight, Rounding
 from headrace.kernels.table import KernelTable
 from headrace.layers.attention import Attention
 from headrace.layers.linear import Linear
@@ -27,6 +26,7 @@ from headrace.layers.mlp import GatedMLP
 from headrace.layers.moe import SparseMoE
 from headrace.layers.norm import RMSNorm
 from headrace.quantization.fp8 import RoundingProduct
+from headrace.quantization.gpu_linear import has_library
 from headrace.quantization.packed import PackedProduct
 from headrace.runner.kv_cache import CacheShape, allocate_alone
 from headrace.runner.self_check import Check, Switch, switches
@@ -156,10 +156,10 @@ def _quantize(subject: Subject) -> Cases:
 
 def _fp8_linear(subject: Subject) -> Cases:
     for layer, _ in subject.rounding_linears():
-        if "weight_scale" in layer.weights and _narrow(layer) is None:  # a CPU has no such arithmetic
-            weights = layer.weights["weight"], layer.weights["weight_scale"], layer.weights.get("bias")
+        if (weight := _narrow(layer)) is not None and has_library(weight):
             for tokens in TOKENS:
-                yield from cases.fp8_linear(subject.inputs, tokens, *weights)
+                held = weight.values, weight.scales, layer.weights.get("bias")
+                yield from cases.fp8_linear(subject.inputs, tokens, *held)
 
 
 def _widen_packed(subject: Subject) -> Cases:
@@ -169,7 +169,7 @@ def _widen_packed(subject: Subject) -> Cases:
 
 
 def _narrow(layer: Linear) -> NarrowWeight | None:
-    """Return the layer's weight if kernels/narrow.py serves it."""
+    """Return the layer's weight of 8 bits; None on a CPU, which has no such arithmetic."""
     product = layer.scheme.product
     if not isinstance(product, RoundingProduct) or "weight_scale" not in layer.weights:
         return None
@@ -178,7 +178,7 @@ def _narrow(layer: Linear) -> NarrowWeight | None:
 
 def _narrow_linear(subject: Subject) -> Cases:
     for layer, to in subject.rounding_linears():
-        if (weight := _narrow(layer)) is not None:
+        if (weight := _narrow(layer)) is not None and not has_library(weight):
             for tokens in (*TOKENS, 100, 300):
                 yield from cases.narrow_linear(subject.inputs, tokens, weight, to, layer.weights.get("bias"))
 

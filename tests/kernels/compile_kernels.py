@@ -31,7 +31,7 @@ from headrace.kernels import (
     sampling,
 )
 from headrace.kernels.attention_config import plan_attention, plan_decode
-from headrace.kernels.gemm_config import CANDIDATES, packed_candidates
+from headrace.kernels.gemm_config import BUCKETS, CANDIDATES, packed_candidates
 from headrace.kernels.paged import Sequences
 from tests.kernels.offline_target import TARGETS, compiled, spills, use_target
 from tests.kernels.packed_weights import KINDS, OF_EXPERTS, random_packed
@@ -290,24 +290,28 @@ def compile_batch_invariant(family):
 
 
 def compile_narrow(target):
-    """Linears of 8 bits that the library does not serve, for few and for many tokens."""
+    """Linears of 8 bits for few tokens, and for many where the library serves none."""
     narrow.DEVICE_FAMILY = family = TARGETS[target][0].backend
     fp8_type = torch.float8_e4m3fnuz if target == "gfx942" else torch.float8_e4m3fn
-    known = set()
-    for most, _ in narrow.CONFIGS[family]:
-        tokens = 500 if most > 500 else most
-        for dtype, block, zeros in (
-            (fp8_type, (128, 128), False),
-            (torch.int8, (0, 0), True),
-            (fp8_type, (0, 0), False),
-        ):
-            codes = torch.zeros(256, 4096, dtype=torch.uint8).view(dtype)
-            scales = torch.zeros(2, 32) if block[0] else torch.zeros(256)
-            weight = narrow.NarrowWeight(codes, scales, *block, torch.zeros(256) if zeros else None)
-            to = fp8.Rounding(dtype, block[1], zeros=zeros)
-            x = fp8.empty_quantized(tokens, 4096, to, torch.device("cpu"))
-            narrow.narrow_linear(x, weight, None, torch.bfloat16)
-            report(f"narrow {dtype} {block} {tokens} tokens", narrow._narrow_kernel, known)
+    known = {id(found) for kernel in (gemm._gemv_kernel, gemm._skinny_kernel) for found in compiled(kernel)}
+    for kind, dtype, block, zeros in (
+        ("fp8 blocks", fp8_type, (128, 128), False),
+        ("int8", torch.int8, (0, 0), True),
+        ("fp8", fp8_type, (0, 0), False),
+    ):
+        codes = torch.zeros(256, 4096, dtype=torch.uint8).view(dtype)
+        scales = torch.zeros(2, 32) if block[0] else torch.zeros(256)
+        weight = fp8.NarrowWeight(codes, scales, *block, torch.zeros(256) if zeros else None)
+        to = fp8.Rounding(dtype, block[1], zeros=zeros)
+        for bucket in BUCKETS if SWEEP else (1, 16, 128):
+            for config in CANDIDATES.get((family, kind, bucket), ())[: None if SWEEP else 1]:
+                plain = torch.zeros(bucket, 4096, dtype=torch.bfloat16)
+                x = plain if bucket == 1 else fp8.empty_quantized(bucket, 4096, to, torch.device("cpu"))
+                gemm.skinny_linear(x, weight, None, config, torch.bfloat16)
+                report(f"narrow {kind} {config}", gemm._gemv_kernel if bucket == 1 else gemm._skinny_kernel, known)
+        many = fp8.empty_quantized(500, 4096, to, torch.device("cpu"))
+        narrow.narrow_linear(many, weight, None, torch.bfloat16)
+        report(f"narrow {kind} 500 tokens", gemm._skinny_kernel, known)
 
 
 def compile_fp8(target):

@@ -13,9 +13,12 @@ from torch import Tensor
 from headrace.distributed.mesh import Group
 from headrace.errors import CheckpointError, ConfigError
 from headrace.kernels.cases import Inputs, narrow_linear
-from headrace.kernels.fp8 import Quantized, Rounding, quantize_per_token_reference
-from headrace.kernels.narrow import NarrowWeight, narrow_linear_reference
+from headrace.kernels.fp8 import NarrowWeight, Quantized, Rounding, quantize_per_token_reference
+from headrace.kernels.gemm import skinny_linear_reference
+from headrace.kernels.gemm_config import BUCKETS, GemmConfig
+from headrace.kernels.narrow import narrow_linear_reference
 from headrace.layers.linear import Linear, MergedColumnParallelLinear, RowParallelLinear
+from headrace.quantization import gpu_linear
 from headrace.quantization.formats import FORMATS
 from headrace.quantization.fp8 import RoundingProduct, stored
 from headrace.quantization.int8 import int8
@@ -235,9 +238,33 @@ def test_what_a_gpu_holds_gives_what_a_cpu_emulates(kind: str, generator: torch.
         if not emulates:
             layer.create_weights(CPU)
             weight = product.narrow_weight(layer.spec, layer.weights)
-            assert weight is not None
             assert weight.values.itemsize == 1
     close(found[1], found[0])
+
+
+@pytest.mark.parametrize("kind", ["static", "blocks", "int8 uneven"])
+def test_our_kernels_round_all_but_a_token_alone(
+    kind: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is multiplied by ordinary arithmetic, which takes it as it is; more are given to the matrix units."""
+    monkeypatch.setattr(gpu_linear, "skinny_linear", skinny_linear_reference)
+    plan = gpu_linear.table_of((GemmConfig(1, 1, 1, 1), *(GemmConfig(bucket, 1, 1, 1) for bucket in BUCKETS[1:])))
+    if kind == "blocks":
+        scheme, part = fp8_scheme("block", "block", (16, 64)), block_part(generator, (30, 140), (16, 64))
+    elif kind == "static":
+        scheme, part = fp8_scheme("tensor", "tensor"), fp8_part(generator, (30, 140), torch.tensor(0.01))
+        part.tensors["input_scale"] = torch.tensor(0.004)
+    else:
+        scheme, part = int8_scheme("channel", "token", False), int8_part(generator, (30, 140), torch.rand(30))
+    x = torch.randn(5, 140, generator=generator)
+    emulated = made(RowParallelLinear(140, 30, Group(0, 1), torch.float32, False), scheme, {"y": part})(x)
+    layer, product = RowParallelLinear(140, 30, Group(0, 1), torch.float32, False), scheme.product
+    assert isinstance(product, RoundingProduct)
+    product.tables = {gpu_linear.size_of(layer.spec, product.planned_rounding(layer.spec)): plan}
+    made(layer, scheme, {"y": part}, emulates=False)
+    close(layer(x), emulated)
+    close(layer(x[:1]), x[:1] @ part.weight.T)
+    assert float((emulated[:1] - x[:1] @ part.weight.T).norm() / emulated[:1].norm()) > 1e-3
 
 
 def test_a_kernel_that_errs_is_seen(generator: torch.Generator) -> None:

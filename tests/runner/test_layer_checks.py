@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headrace.distributed.mesh import Group, Mesh
 from headrace.graph_sizes import GraphSettings
+from headrace.kernels.fp8 import NarrowWeight
 from headrace.kernels.gemm import skinny_linear_reference
 from headrace.kernels.gemm_config import BUCKETS, GemmConfig
 from headrace.kernels.moe import Experts, SwigluClamp
@@ -88,7 +89,9 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def planned_fp8(self: RoundingProduct, specs: Any, device: torch.device, kernels: Any = None) -> None:
         prepare(self, specs, device, kernels)
-        self.emulates, self.tables = False, tables(specs, 1)
+        self.emulates = False
+        sizes = {gpu_linear.size_of(spec, self.planned_rounding(spec)) for spec in specs}
+        self.tables = {size: gpu_linear.table_of(CONFIGS) for size in sizes}
 
     monkeypatch.setattr(Linear, "finalize", keeping)
     monkeypatch.setattr(PlainProduct, "prepare", planned)
@@ -156,19 +159,55 @@ def test_a_wrong_product_in_fp8_is_demoted() -> None:
 def test_fp8_that_harms_activations_goes_to_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     by_table = gpu_linear.by_table
 
-    def coarse(weight: Tensor, *arguments: Any) -> Any:
+    def coarse(weight: Any, *arguments: Any) -> Any:
         compute = by_table(weight, *arguments)
-        wrong = weight.shape == (96, 32) and weight.itemsize == 1
-        return lambda x, residual: (
-            compute(x * 1.5 if wrong and isinstance(x, Tensor) else x, residual)
-            * (1.2 if wrong and isinstance(x, Tensor) else 1.0)
-        )
+        of_size = weight.shape == (96, 32) and isinstance(weight, NarrowWeight)
+
+        def harmed(x: Any, residual: Any) -> Any:  # a token alone is not rounded
+            wrong = of_size and isinstance(x, Tensor) and len(x) > 1
+            return compute(x * 1.5, residual) * 1.2 if wrong else compute(x, residual)
+
+        return harmed
 
     monkeypatch.setattr(gpu_linear, "by_table", coarse)
     found = subject(quantization="fp8")
     checked = run(found)
     assert set(checked.demoted) == {"fp8_linear_96x32"}
     assert run(found).demoted == []
+
+
+STATIC = {"num_bits": 8, "symmetric": True, "strategy": "tensor", "dynamic": False}
+
+
+def of_8_bits(kind: str) -> dict[str, Any]:
+    """What config.json says of a checkpoint whose weights and activations have 8 bits."""
+    if kind == "fp8 blocks":
+        return {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+    number = STATIC | {"type": "float" if "fp8" in kind else "int"}
+    dynamic = {} if "static" in kind else {"strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": number, "input_activations": number | dynamic}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized" if "fp8" in kind else "int-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("kind", ["fp8 static", "fp8 blocks", "int8", "int8 static"])
+def test_checkpoints_of_8_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Static scales may be far from what made-up numbers need; a wrong kernel is found nonetheless."""
+    config = {**LLAMA, "quantization_config": of_8_bits(kind)}
+    assert run(subject(config)).demoted == []
+
+    def skinny(x: Any, weight: Any, bias: Any, config: GemmConfig, *rest: Any, **options: Any) -> Any:
+        out = skinny_linear_reference(x, weight, bias, config, *rest, **options)
+        lies = config.block_m == 32 and isinstance(weight, NarrowWeight) and weight.shape == (96, 32)
+        return out.mul_(1.03) if lies else out
+
+    monkeypatch.setattr(gpu_linear, "skinny_linear", skinny)
+    assert run(subject(config)).demoted == ["linear_96x32_up_to_32_tokens"]
 
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True}

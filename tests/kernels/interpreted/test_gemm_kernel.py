@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from headrace.kernels.fp8 import Quantized
-from headrace.kernels.gemm import skinny_linear, skinny_linear_reference
-from headrace.kernels.gemm_config import CANDIDATES, GemmConfig
+from headrace.kernels.fp8 import NarrowWeight, Rounding, quantize_reference
+from headrace.kernels.gemm import BAND, skinny_linear, skinny_linear_reference
+from headrace.kernels.gemm_config import BUCKETS, CANDIDATES, GemmConfig
 from headrace.kernels.norm import HalfNormed, half_norm_reference, rms_norm_reference
 
 CONFIGS = [
@@ -43,13 +43,65 @@ def test_equals_torch(config, tokens, outputs, inputs, dtype):
         assert error(out, skinny_linear_reference(x, weight, given)) <= TOLERANCE[dtype]
 
 
+KINDS = {
+    "fp8": Rounding(torch.float8_e4m3fn),
+    "fp8 blocks": Rounding(torch.float8_e4m3fn, group=32),
+    "int8": Rounding(torch.int8),
+    "int8 uneven": Rounding(torch.int8, zeros=True),
+}
+"""weights of 8 bits by how activations are rounded beside them"""
+
+
+def narrow(kind, outputs, inputs):
+    """A random weight whose activations are rounded as KINDS says."""
+    to = KINDS[kind]
+    held = quantize_reference(torch.randn(outputs, inputs), Rounding(to.dtype))
+    if to.group:
+        scales = torch.rand(-(-outputs // 8), -(-inputs // to.group)) + 0.1
+        return NarrowWeight(held.values, scales, rows=8, group=to.group)
+    sums = held.values.sum(1, dtype=torch.int32).float() if to.zeros else None
+    return NarrowWeight(held.values, held.scales[:, 0].contiguous(), sums=sums)
+
+
+def given_to(config, x, kind):
+    """What a launch takes: a token alone as it is, more of them rounded."""
+    return x if config.block_m == 1 else quantize_reference(x, KINDS[kind])
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_scales_multiply_the_sums(config):
-    tokens = 1 if config.block_m == 1 else 5
-    x, weight = torch.randn(tokens, 64).half(), torch.randn(19, 64).half()
-    scales = (torch.rand(tokens, 1) + 0.5, torch.rand(19) + 0.5)
-    out = skinny_linear(Quantized(x, scales[0]), weight, None, config, scales[1], torch.float32)
-    assert error(out, (x.float() @ weight.float().T) * scales[0] * scales[1]) <= 1e-6
+def test_weights_of_8_bits(config, kind):
+    """Of sizes that nothing divides; with a gate, with a sum, and half a norm on either side."""
+    for tokens, outputs, inputs in ((1, 37, 100), (7, 67, 96), (33, 6, 200)):
+        if config.block_m == 1 and tokens > 1:
+            continue
+        weight, bias = narrow(kind, outputs, inputs), torch.randn(outputs).half()
+        x = given_to(config, torch.randn(tokens, inputs).half(), kind)
+        for given in (None, bias):
+            out = skinny_linear(x, weight, given, config, torch.float32)
+            assert error(out, skinny_linear_reference(x, weight, given, dtype=torch.float32)) <= 1e-6
+    tokens = 1 if config.block_m == 1 else 9
+    weight, norm, residual = narrow(kind, 48, 64), torch.randn(48).half(), torch.randn(tokens, 48).half()
+    x = given_to(config, torch.randn(tokens, 64).half(), kind)
+    gated = skinny_linear(x, weight, None, config, torch.float32, gated=True)
+    assert error(gated, skinny_linear_reference(x, weight, None, dtype=torch.float32, gated=True)) <= 1e-6
+    expected = skinny_linear_reference(x, weight, None, residual=residual.float())
+    half = skinny_linear(x, weight, None, config, torch.float16, residual=residual, next_norm=norm)
+    assert error(half.x, expected) <= TOLERANCE[torch.float16]
+    if config.block_m == 1:  # what is rounded is normed by who rounds it
+        weight = narrow(kind, 21, 48)
+        out = skinny_linear(half, weight, None, config, torch.float32, eps=1e-3)
+        normed = rms_norm_reference(half.x.float(), norm.float(), 1e-3)
+        assert error(out, normed @ weight.dequantize().T) <= TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize("kind", ["fp8 blocks", "int8 uneven"])
+def test_many_tokens_are_computed_in_bands(kind):
+    config, tokens, outputs, inputs = GemmConfig(16, 32, 64, 4, 2), BUCKETS[-1] + 30, 70, 96
+    weight, x = narrow(kind, outputs, inputs), quantize_reference(torch.randn(tokens, inputs), KINDS[kind])
+    assert -(-tokens // config.block_m) > BAND
+    out = skinny_linear(x, weight, None, config, torch.float32)
+    assert error(out, skinny_linear_reference(x, weight, None, dtype=torch.float32)) <= 1e-6
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -84,11 +136,11 @@ def test_a_norm_between_two_linears_is_made_by_both(config, dtype):
         exact = half_norm_reference(half.x, norm)
         assert error(half.scaled, exact.scaled) <= TOLERANCE[dtype]
         assert error(half.squares.sum(1, keepdim=True), exact.squares) <= 1e-5
-        after, scales = torch.randn(38, outputs).to(dtype), torch.rand(38) + 0.5
+        after = torch.randn(38, outputs).to(dtype)
         normed = rms_norm_reference(half.x.float(), norm.float(), eps)
         for gated in (False, True):
-            out = skinny_linear(half, after, None, config, scales, gated=gated, eps=eps)
-            wanted = skinny_linear_reference(normed, after, None, None, scales, gated=gated)
+            out = skinny_linear(half, after, None, config, gated=gated, eps=eps)
+            wanted = skinny_linear_reference(normed, after, None, gated=gated)
             assert out.dtype == dtype
             assert error(out, wanted) <= 2 * TOLERANCE[dtype]
     empty = HalfNormed(*(torch.empty(0, 32, dtype=dtype) for _ in range(2)), torch.empty(0, 3))
@@ -97,6 +149,6 @@ def test_a_norm_between_two_linears_is_made_by_both(config, dtype):
 
 def test_a_configuration_fits_its_bucket():
     for (_, kind, bucket), configs in CANDIDATES.items():
-        packed = isinstance(kind, str)  # whose codes may cost more to take apart than a token's products
+        packed = str(kind).endswith(" bits")  # whose codes may cost more to take apart than a token's products
         others = {1: 16 if packed else 1, 128: 64}
         assert all(config.block_m in (bucket, others.get(bucket)) for config in configs)
