@@ -17,11 +17,11 @@ from headrace.errors import ConfigError
 _IN_STRING = r'[^"\\\x00-\x1F\x7F]'
 SLICES = [
     r"[\x20\x0A\x0D\x09]+",
-    *(f"{_IN_STRING}{{1,{most}}}" for most in (4, 6, 8, 10, 12, 16, 30)),
+    *(f"{_IN_STRING}{{1,{most}}}" for most in (4, 6, 8, 11, 16)),
     f"{_IN_STRING}+",
 ]
 """Kinds of tokens that llguidance allows as a whole where it can, without a walk through each. Those of up to so many
-characters are for strings of bounded length: with llguidance's own (10 and 30), a mask with less left takes 2 ms."""
+characters are for strings of bounded length: with llguidance's own (10 and 30), a mask with fewer left takes 2 ms."""
 
 
 class TokenBytes(Protocol):
