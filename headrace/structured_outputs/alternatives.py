@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from headrace.errors import RequestError, quoted
+from headrace.structured_outputs.difference import as_python, intersection
+from headrace.structured_outputs.negation import TYPES, type_of
+from headrace.structured_outputs.pattern import Unreadable
 from headrace.structured_outputs.schema import NUMBERS, JsonOptions, checked_schema
 
 Schema = dict[str, Any]
@@ -41,6 +46,10 @@ def _with_named_root(schema: Schema) -> Schema:
     return {**found, "$defs": {**found.get("$defs", {}), "whole": whole}}
 
 
+class Impossible(Exception):
+    """Tells of a schema that no value fits."""
+
+
 class Schemas:
     """Holds the parameters of one tool; `field` names them in messages."""
 
@@ -71,7 +80,11 @@ class Schemas:
         groups += [[self.root["$defs"][schema["$ref"].removeprefix("#/$defs/")]]] if "$ref" in schema else []
         for group in groups:
             options = [option for part in group for option in self.alternatives(part, depth + 1)]
-            found = [self._both(one, option) for one in found for option in options]
+            try:
+                pairs = [self._both(one, option) for one in found for option in options]
+            except re.error:
+                raise self.refused(schema, "a pattern beside others") from None
+            found = [pair for pair in pairs if pair is not None]
             if len(found) > MAX_ALTERNATIVES:
                 raise self.refused(schema, f"more than {MAX_ALTERNATIVES} alternatives at one place")
         return found
@@ -84,13 +97,15 @@ class Schemas:
         if "patternProperties" in schema and (not named or set(required) - set(named)):
             raise self.refused(schema, "patternProperties")
 
-    def _both(self, one: Schema, other: Schema) -> Schema:
-        """What allows what both allow."""
+    def _both(self, one: Schema, other: Schema) -> Schema | None:
+        """What allows what both allow; None, if that is nothing."""
         merged = dict(one)
         for key, value in other.items():
+            if key in ("properties", "prefixItems"):
+                continue  # see below: what one schema says of others applies to those that the other names too
             if key not in merged or merged[key] == value:
                 merged[key] = value
-            elif key in ("properties", "patternProperties"):
+            elif key == "patternProperties":
                 merged[key] = {**merged[key], **value}
                 for name in one[key].keys() & value.keys():
                     merged[key][name] = {"allOf": [one[key][name], value[name]]}
@@ -103,12 +118,61 @@ class Schemas:
             elif key == "enum":
                 merged[key] = [item for item in merged[key] if item in value]
             elif key == "type":
-                merged[key] = [kind for kind in types(one) or [] if kind in (types(other) or [])]
+                merged[key] = _shared_types(types(one) or [], types(other) or [])
+            elif key == "const":
+                return None
+            elif key == "pattern":
+                try:
+                    merged[key] = intersection(merged[key], value)
+                except Unreadable:
+                    raise self.refused(other, "two patterns at one place") from None
             elif key in ("additionalProperties", "items"):
                 merged[key] = {"allOf": [merged[key], value]}
             else:
                 raise self.refused(other, f"two different values of {key} at one place")
-        return merged
+        names = dict.fromkeys([*one.get("properties", ()), *other.get("properties", ())])
+        if names:
+            merged["properties"] = {name: {"allOf": [*_of_name(one, name), *_of_name(other, name)]} for name in names}
+        places = range(max(len(side.get("prefixItems", ())) for side in (one, other)))
+        if places:
+            merged["prefixItems"] = [{"allOf": [_of_place(one, place), _of_place(other, place)]} for place in places]
+        return None if _is_empty(merged) else merged
+
+
+def _of_name(schema: Schema, name: str) -> list[Any]:
+    """Return what a schema says of a property, whether it names it or not."""
+    named, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+    found = [named[name]] if name in named else []
+    found += [value for pattern, value in patterns.items() if re.search(as_python(pattern), name)]
+    return found or [schema.get("additionalProperties", True)]
+
+
+def _of_place(schema: Schema, place: int) -> Any:
+    """Return what a schema says of the item at a place."""
+    first = schema.get("prefixItems", ())
+    return first[place] if place < len(first) else schema.get("items", True)
+
+
+def _is_empty(merged: Schema) -> bool:
+    """Return whether it is certain, after two schemas have been merged, that nothing fits."""
+    if [] in (merged.get("type"), merged.get("enum")) or merged.get("pattern", "") is None:
+        return True
+    kinds = {*(types(merged) or TYPES)}
+    if kinds == {"array"}:
+        return bool(merged.get("minItems", 0) > merged.get("maxItems", math.inf))
+    if not kinds <= {"integer", "number"}:
+        return False
+    low, above = merged.get("minimum", -math.inf), merged.get("exclusiveMinimum", -math.inf)
+    high, below = merged.get("maximum", math.inf), merged.get("exclusiveMaximum", math.inf)
+    return bool(low > high or low >= below or above >= min(high, below))
+
+
+def _shared_types(some: list[str], others: list[str]) -> list[str]:
+    """Return the types that two lists share; an integer is a number."""
+    shared = [kind for kind in some if kind in others]
+    if "integer" not in shared and {"integer", "number"} <= {*some, *others} and "number" not in shared:
+        shared.append("integer")
+    return shared
 
 
 def types(schema: Schema) -> list[str] | None:
@@ -120,10 +184,38 @@ def types(schema: Schema) -> list[str] | None:
 
 
 def values(schema: Schema) -> list[Any] | None:
-    """Return the values that enum and const leave; None if they leave all."""
+    """Return the values that enum and const leave, and other keywords of scalars; None if they leave all."""
+    found = schema.get("enum")
     if "const" in schema:
-        return [schema["const"]] if schema["const"] in schema.get("enum", [schema["const"]]) else []
-    return schema.get("enum")
+        found = [schema["const"]] if schema["const"] in schema.get("enum", [schema["const"]]) else []
+    return None if found is None else [value for value in found if _fits(value, schema)]
+
+
+def _fits(value: Any, schema: Schema) -> bool:
+    """Return whether a value fits what a schema says of types, numbers and texts."""
+    kind = type_of(value)
+    kinds = [kind, "integer"] if kind == "number" and value == int(value) else [kind]
+    if "type" in schema and not {*kinds} & {*(types(schema) or ())}:
+        return False
+    if kind == "number":
+        return bool(
+            schema.get("minimum", value) <= value <= schema.get("maximum", value)
+            and schema.get("exclusiveMinimum", -math.inf) < value < schema.get("exclusiveMaximum", math.inf)
+            and value % schema.get("multipleOf", value or 1) == 0
+        )
+    if kind == "string":
+        return schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value)) and _finds(
+            schema.get("pattern", ""), value
+        )
+    return True
+
+
+def _finds(pattern: str, text: str) -> bool:
+    """Return whether it is certain that a pattern is found in a text: not if Python does not read it."""
+    try:
+        return re.search(as_python(pattern), text) is not None
+    except re.error:
+        return False
 
 
 def properties(schema: Schema) -> Iterator[tuple[str, Any, bool]]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from headrace.parsers.written import Literals, Tagged
-from headrace.structured_outputs.alternatives import Schema, Schemas, properties, types, values
+from headrace.structured_outputs.alternatives import Impossible, Schema, Schemas, properties, types, values
 from headrace.structured_outputs.lark import Rules, escaped, without
 from headrace.structured_outputs.pattern import Unreadable
 from headrace.structured_outputs.schema import NUMBERS
@@ -30,6 +31,17 @@ _NUMBER_OR_WORD = r"/[ \t\r\n]*(-?[0-9][0-9.eE+-]*|(?i:true|false|null|none)|[\[
 """Text that is read as another type where a value may be a string or something else."""
 
 
+def _possible(write: Callable[[Schema, Schemas], str], schemas: Schemas) -> list[str]:
+    """Return what matches each of the alternatives that some arguments fit."""
+    found = []
+    for one in schemas.alternatives(schemas.root):
+        with contextlib.suppress(Impossible):
+            found.append(write(one, schemas))
+    if not found:
+        raise schemas.refused(schemas.root, "arguments of which none could be written")
+    return found
+
+
 def _written_pattern(schema: Schema, schemas: Schemas, stops: tuple[str, ...], taken: str = "") -> str:
     """Return the pattern of the strings that a schema allows, as `string_pattern` does."""
     try:
@@ -48,7 +60,7 @@ class TaggedArguments:
 
     def of(self, schemas: Schemas) -> str:
         """Return what matches arguments that a tool's parameters allow."""
-        return self._rules.one_of(self._sequence(one, schemas) for one in schemas.alternatives(schemas.root))
+        return self._rules.one_of(_possible(self._sequence, schemas))
 
     def any(self) -> str:
         """Return what matches any arguments."""
@@ -66,15 +78,16 @@ class TaggedArguments:
 
     def _parts(self, schema: Schema, schemas: Schemas) -> Iterable[str]:
         for name, said, required in properties(schema):
-            values = self._values(said, schemas) if re.fullmatch(r"[^\s<>\"'=][^<>\"'=\n]*", name) else []
+            can_be_named = re.fullmatch(r"[^\s<>\"'=][^<>\"'=\n]*", name) is not None
+            values = self._values(said, schemas) if can_be_named else []
             if values:
                 yield self._rules.rule(
                     f"{self._rules.loose(self._tags.before)} {self._rules.literal(name)} {self._rules.one_of(values)}"
                 ) + ("" if required else "?")
+            elif required and can_be_named:
+                raise Impossible
             elif required:
-                raise schemas.refused(
-                    {name: said}, f"a required property {name!r} that has no value that could be written"
-                )
+                raise schemas.refused(name, "a required property with a name that could not be written")
 
     def _values(self, schema: Any, schemas: Schemas) -> list[str]:
         """The ways of writing a value, each with what stands before and behind it."""
@@ -153,13 +166,17 @@ class LiteralArguments:
         self._rules = rules
         self._syntax = syntax
         self._stops = (syntax.quote, *stops) if syntax.quote else ()
+        self._impossible: set[str] = set()
+        """Schemas that no value fits."""
+        self._used: set[str] = set()
+        """Schemas whose rules others use."""
         self._words = {True: "true", False: "false", None: "null"}
         if syntax.quote is None:
             self._words = {True: "True", False: "False", None: "None"}
 
     def of(self, schemas: Schemas) -> str:
         """Return what matches arguments that a tool's parameters allow."""
-        return self._rules.one_of(self._arguments(one, schemas) for one in schemas.alternatives(schemas.root))
+        return self._rules.one_of(_possible(self._arguments, schemas))
 
     def any(self) -> str:
         """Return what matches any arguments."""
@@ -172,12 +189,20 @@ class LiteralArguments:
     def _value(self, schema: Any, schemas: Schemas) -> str:
         """What matches a value. A schema that refers to itself becomes a rule that does."""
         key = f"{schemas.field} {json.dumps(schema)}"
+        if key in self._impossible:
+            raise Impossible
         if (known := self._rules.known(key)) is not None:
+            self._used.add(key)
             return known
-        name = self._rules.reserve(key)
-        options = [one for option in schemas.alternatives(schema) for one in self._options(option, schemas)]
+        name, options = self._rules.reserve(key), list[str]()
+        for option in schemas.alternatives(schema):
+            with contextlib.suppress(Impossible):
+                options += self._options(option, schemas)
+        if not options and key in self._used:
+            raise schemas.refused(schema, "a value within itself of which none could be written")
         if not options:
-            raise schemas.refused(schema, "a value of which none could be written")
+            self._impossible.add(key)
+            raise Impossible
         self._rules.define(name, " | ".join(dict.fromkeys(options)))
         return name
 
@@ -228,15 +253,22 @@ class LiteralArguments:
 
     def _array(self, schema: Schema, schemas: Schemas) -> str:
         least, most = schema.get("minItems", 0), schema.get("maxItems")
-        first = [self._value(item, schemas) for item in schema.get("prefixItems", [])[:most]]
+        first: list[str] = []
         rest = schema.get("items", True)
+        try:
+            for item in schema.get("prefixItems", [])[:most]:
+                first.append(self._value(item, schemas))
+            item = "" if first or rest is False else self._value(rest, schemas)
+        except Impossible:
+            if len(first) < least:
+                raise
+            rest = False
         if first:
             rest, least, most = False, len(first), len(first)
         comma = self._comma
         if rest is False:
             inner = f" {comma} ".join(first)
         else:
-            item = self._value(rest, schemas)
             more = f"({comma} {item}){{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
             inner = "" if most == 0 else item if most == 1 else f"{item} {more}"
             inner = f"({inner})?" if not least and inner else inner
@@ -252,13 +284,21 @@ class LiteralArguments:
         if not schema.get("properties") and not schema.get("required"):
             if extra is False or (top and schema.get("type")):
                 return '""'
-            return self._map(self._value(extra, schemas), top=top)
+            try:
+                return self._map(self._value(extra, schemas), top=top)
+            except Impossible:
+                return '""'
         members = []
         for name, said, required in properties(schema):
             if self._is_key(name, top):
                 key = name if top or self._syntax.quote is not None else json.dumps(name)
                 colon = self._syntax.equals if top else ":"
-                value = self._value(said, schemas)
+                try:
+                    value = self._value(said, schemas)
+                except Impossible:
+                    if required:
+                        raise
+                    continue
                 members.append((f"{self._rules.literal(key + colon)} {self._rules.space} {value}", required))
             elif required:
                 raise schemas.refused(name, "a required property with a name that could not be written")
