@@ -101,14 +101,10 @@ class Schemas:
         """What allows what both allow; None, if that is nothing."""
         merged = dict(one)
         for key, value in other.items():
-            if key in ("properties", "prefixItems"):
+            if key in ("properties", "patternProperties", "prefixItems"):
                 continue  # see below: what one schema says of others applies to those that the other names too
             if key not in merged or merged[key] == value:
                 merged[key] = value
-            elif key == "patternProperties":
-                merged[key] = {**merged[key], **value}
-                for name in one[key].keys() & value.keys():
-                    merged[key][name] = {"allOf": [one[key][name], value[name]]}
             elif key == "required":
                 merged[key] = list(dict.fromkeys([*merged[key], *value]))
             elif key.startswith(("min", "exclusiveMin")):
@@ -132,11 +128,30 @@ class Schemas:
                 raise self.refused(other, f"two different values of {key} at one place")
         names = dict.fromkeys([*one.get("properties", ()), *other.get("properties", ())])
         if names:
-            merged["properties"] = {name: {"allOf": [*_of_name(one, name), *_of_name(other, name)]} for name in names}
+            merged["properties"] = {name: _all_of(*_of_name(one, name), *_of_name(other, name)) for name in names}
+        patterns = dict.fromkeys([*one.get("patternProperties", ()), *other.get("patternProperties", ())])
+        if patterns:
+            merged["patternProperties"] = {
+                pattern: _all_of(self._of_pattern(one, pattern), self._of_pattern(other, pattern))
+                for pattern in patterns
+            }
         places = range(max(len(side.get("prefixItems", ())) for side in (one, other)))
         if places:
-            merged["prefixItems"] = [{"allOf": [_of_place(one, place), _of_place(other, place)]} for place in places]
+            merged["prefixItems"] = [_all_of(_of_place(one, place), _of_place(other, place)) for place in places]
         return None if _is_empty(merged) else merged
+
+    def _of_pattern(self, schema: Schema, pattern: str) -> Any:
+        """What a schema says of the properties that a pattern finds."""
+        described = schema.get("patternProperties", {})
+        if described and pattern not in described:
+            raise self.refused(schema, "patternProperties beside others")
+        return described.get(pattern, schema.get("additionalProperties", True))
+
+
+def _all_of(*schemas: Any) -> Any:
+    """Return a schema of what all of several allow."""
+    said = [schema for schema in schemas if schema is not True]
+    return {"allOf": said} if len(said) > 1 else said[0] if said else True
 
 
 def _of_name(schema: Schema, name: str) -> list[Any]:
