@@ -25,8 +25,8 @@ _OTHERS = [name for name in TYPES if name != "array"]
 
 
 def unique_items(self: Rewriter, schema: Mapping[str, Any], value: Any, base: str, where: str) -> list[Any]:
-    """Items that differ from each other, of a few values, are any arrangement of these; of some more, any of them in
-    the order in which the schema names them."""
+    """Return the arrays of a few values of which none comes twice, in any order; of some more values, in the order in
+    which the schema names them."""
     if value is False or schema.get("maxItems", 2) in (0, 1):
         return []
     values = few_values(self.resolve(base, where, schema.get("items", True)))
@@ -58,7 +58,8 @@ def are_arranged(self: Rewriter, schema: Mapping[str, Any], base: str, path: str
 
 
 def contains(self: Rewriter, schema: Mapping[str, Any], value: Any, base: str, where: str) -> list[Any]:
-    """Items that must be there are among the first few; where there may be but so many, no others fit the schema."""
+    """Return arrays whose first few items have those that must be there; where there may be but so many, no others fit
+    the schema."""
     least: Any = 1
     most: Any = None
     if self.draft >= SINCE["minContains"]:
@@ -86,7 +87,7 @@ def contains(self: Rewriter, schema: Mapping[str, Any], value: Any, base: str, w
 
 
 def unevaluated_items(self: Rewriter, schema: Mapping[str, Any], value: Any, base: str, where: str) -> list[Any]:
-    """`unevaluatedItems` is `items` behind the items that schemas beside it describe."""
+    """Return `unevaluatedItems` as `items` behind the items that schemas beside it describe."""
     beside = sorted({"anyOf", "oneOf", "if", "contains"} & schema.keys())
     if beside:
         raise RequestError(f"{where} is not supported beside {', '.join(beside)}", self.field)

@@ -33,7 +33,7 @@ MAX_DEPTH = 12
 
 
 def dependencies(self: Rewriter, schema: Mapping[str, Any], value: Any, base: str, where: str) -> list[Any]:
-    """A property that brings others, or a schema, with it is absent, or they are there."""
+    """Return that a property which brings others, or a schema, with it is absent, or they are there."""
     found = []
     for name, needed in self.object_of(value, where).items():
         names = [needed] if isinstance(needed, str) else needed
@@ -95,7 +95,7 @@ def apart(patterns: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def property_names(self: Rewriter, schema: Mapping[str, Any], value: Any, base: str, where: str) -> list[Any]:
-    """Names that must fit a schema become `patternProperties` and `properties` without others."""
+    """Return `patternProperties` and `properties`, without others, of the names that a schema allows."""
     names = self.resolve(base, where, value)
     rest, known = schema.get("additionalProperties", True), self.object_of(schema.get("properties", {}), where)
     if isinstance(names, Mapping) and names.keys() - NOTES in ({"enum"}, {"const"}):
@@ -180,7 +180,7 @@ class Named:
 
 
 def unevaluated_properties(self: Rewriter, schema: Mapping[str, Any], value: Any, base: str, where: str) -> list[Any]:
-    """`unevaluatedProperties` is `additionalProperties` with the names of all schemas beside it that hold."""
+    """Return `unevaluatedProperties` as `additionalProperties` with the names of all schemas beside it that hold."""
     if value is True:
         return []
     own = {key: item for key, item in schema.items() if key != "unevaluatedProperties"}
