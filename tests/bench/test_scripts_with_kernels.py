@@ -27,7 +27,7 @@ def test_a_toy_run_launches_every_kind_of_kernel(
     script: str, flags: list[str], for_one_token: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("triton", reason="kernels need Triton")
-    command = [sys.executable, str(BENCH / script), "--smoke", *flags]
+    command = [sys.executable, "-m", "tests.kernels.interpreter", str(BENCH / script), "--smoke", *flags]
     environment = {**child_environment(), "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr

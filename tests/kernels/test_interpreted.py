@@ -9,14 +9,18 @@ import pytest
 from headrace.config import child_environment
 
 FOLDER = Path(__file__).parent / "interpreted"
+FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
+PROCESSES = 4
+"""Each takes seconds to start."""
 
 
 @pytest.mark.timeout(3600)  # each test in there has the usual limit
-@pytest.mark.parametrize("file", sorted(path.name for path in FOLDER.glob("test_*.py")))
-def test_triton_kernels_equal_their_references(file, pytestconfig):
+@pytest.mark.parametrize("files", [FILES[place::PROCESSES] for place in range(PROCESSES)], ids=" ".join)
+def test_triton_kernels_equal_their_references(files, pytestconfig):
     pytest.importorskip("triton", reason="kernels need Triton; the references are tested without it")
     plugins = ("-p", "no:cacheprovider", "-p", "no:xdist")
-    command = [sys.executable, "-m", "pytest", *plugins, "-m", pytestconfig.getoption("markexpr"), str(FOLDER / file)]
+    marks = ("-m", pytestconfig.getoption("markexpr"))
+    command = [sys.executable, "-m", "pytest", *plugins, *marks, *(str(FOLDER / file) for file in files)]
     environment = {**child_environment(), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
