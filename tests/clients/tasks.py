@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
+
+import pytest
 
 from tests.scripted.engine import Scripted
 from tests.scripted.families import Call, Family, Said
@@ -47,6 +50,13 @@ SUM: dict[str, Any] = {
     },
 }
 TOOLS = [WEATHER, SUM]
+
+
+def imported_where_used(client: str) -> None:
+    """Skip a file of tests if its client is not installed. Tests import clients themselves: each takes seconds, and
+    every process that shares the suite imports every file."""
+    if find_spec(client) is None:
+        pytest.skip(f"{client} is not installed", allow_module_level=True)
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ import openai
 import pydantic
 import pytest
 
+from tests.clients.tasks import imported_where_used
 from tests.scripted.engine import Scripted
 from tests.scripted.families import Call, Said
 from tests.speed import PATIENCE
 
-instructor = pytest.importorskip("instructor")
+imported_where_used("instructor")
 
 FOUR = pytest.mark.parametrize("scripted", ["qwen3", "gpt-oss", "qwen3-coder", "pythonic"], indirect=True)
 MODES = pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA"])
@@ -35,6 +36,8 @@ class Person(pydantic.BaseModel):
 
 
 def client_of(scripted: Scripted, mode: str) -> Any:
+    import instructor
+
     sdk = openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
     return instructor.from_openai(sdk, mode=instructor.Mode[mode])
 

@@ -7,14 +7,12 @@ from typing import Any
 import pydantic
 import pytest
 
-from tests.clients.tasks import Task
+from tests.clients.tasks import Task, imported_where_used
 from tests.scripted.engine import Scripted
 from tests.scripted.families import Call
 from tests.speed import PATIENCE
 
-chat_models = pytest.importorskip("langchain_openai")
-messages = pytest.importorskip("langchain_core.messages")
-tools = pytest.importorskip("langchain_core.tools")
+imported_where_used("langchain_openai")
 
 FOUR = pytest.mark.parametrize("scripted", ["qwen3", "gpt-oss", "qwen3-coder", "pythonic"], indirect=True)
 
@@ -27,7 +25,9 @@ class Person(pydantic.BaseModel):
 
 
 def model_of(scripted: Scripted) -> Any:
-    return chat_models.ChatOpenAI(
+    from langchain_openai import ChatOpenAI
+
+    return ChatOpenAI(
         model=scripted.name,
         base_url=f"{scripted.url}/v1",
         api_key="none",
@@ -39,20 +39,23 @@ def model_of(scripted: Scripted) -> Any:
 
 @FOUR
 def test_agent(scripted: Scripted, task: Task, stream: bool) -> None:
-    @tools.tool
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_core.tools import tool
+
+    @tool
     def get_weather(city: str, days: int, exact: bool = False) -> str:
         """The temperature in a city."""
         return task.run("get_weather", {"city": city, "days": days, "exact": exact})
 
-    @tools.tool
+    @tool
     def add(numbers: list[float], note: str | None = None) -> str:
         """Adds numbers."""
         return task.run("add", {"numbers": numbers, "note": note})
 
     by_name = {"get_weather": get_weather, "add": add}
     model = model_of(scripted).bind_tools([get_weather, add])
-    history: list[Any] = [messages.HumanMessage(task.question)]
-    while isinstance(history[-1], (messages.HumanMessage, messages.ToolMessage)):
+    history: list[Any] = [HumanMessage(task.question)]
+    while isinstance(history[-1], (HumanMessage, ToolMessage)):
         if stream:
             answer = None
             for chunk in model.stream(history):

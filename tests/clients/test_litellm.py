@@ -7,11 +7,11 @@ from typing import Any
 import pydantic
 import pytest
 
-from tests.clients.tasks import TOOLS, Task
+from tests.clients.tasks import TOOLS, Task, imported_where_used
 from tests.scripted.engine import Scripted
 from tests.speed import PATIENCE
 
-litellm = pytest.importorskip("litellm")
+imported_where_used("litellm")
 
 FOUR = pytest.mark.parametrize("scripted", ["qwen3", "gpt-oss", "qwen3-coder", "pythonic"], indirect=True)
 
@@ -23,12 +23,16 @@ class Person(pydantic.BaseModel):
 
 @pytest.fixture(autouse=True)
 def _stay_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    import litellm
+
     monkeypatch.setattr(litellm, "telemetry", False, raising=False)
     monkeypatch.setattr(litellm, "suppress_debug_info", True, raising=False)
 
 
 def ask(scripted: Scripted, stream: bool, **fields: Any) -> Any:
     """The first choice, its chunks joined by litellm if they came as a stream."""
+    import litellm
+
     answer = litellm.completion(
         model=f"hosted_vllm/{scripted.name}", api_base=f"{scripted.url}/v1", api_key="none", stream=stream,
         num_retries=0, timeout=PATIENCE, **fields,

@@ -9,13 +9,11 @@ from typing import Any
 import pydantic
 import pytest
 
-from tests.clients.tasks import Task
+from tests.clients.tasks import Task, imported_where_used
 from tests.scripted.engine import Scripted
 from tests.scripted.families import Call
 
-pydantic_ai = pytest.importorskip("pydantic_ai")
-openai_models = pytest.importorskip("pydantic_ai.models.openai")
-vllm = pytest.importorskip("pydantic_ai.providers.vllm")
+imported_where_used("pydantic_ai")
 
 FOUR = pytest.mark.parametrize("scripted", ["qwen3", "gpt-oss", "qwen3-coder", "pythonic"], indirect=True)
 
@@ -26,8 +24,11 @@ class Forecast(pydantic.BaseModel):
 
 
 def model_of(scripted: Scripted) -> Any:
-    provider = vllm.VLLMProvider(base_url=f"{scripted.url}/v1", api_key="none")
-    return openai_models.OpenAIChatModel(scripted.name, provider=provider)
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.vllm import VLLMProvider
+
+    provider = VLLMProvider(base_url=f"{scripted.url}/v1", api_key="none")
+    return OpenAIChatModel(scripted.name, provider=provider)
 
 
 def run(agent: Any, question: str, stream: bool) -> tuple[Any, list[Any]]:
@@ -44,7 +45,9 @@ def run(agent: Any, question: str, stream: bool) -> tuple[Any, list[Any]]:
 
 
 def agent_of(scripted: Scripted, task: Task, **fields: Any) -> Any:
-    agent = pydantic_ai.Agent(model_of(scripted), retries=0, **fields)
+    from pydantic_ai import Agent
+
+    agent = Agent(model_of(scripted), retries=0, **fields)
 
     @agent.tool_plain
     def get_weather(city: str, days: int, exact: bool = False) -> str:
@@ -86,6 +89,8 @@ def test_agent_with_typed_output(scripted: Scripted, task: Task, stream: bool) -
 @FOUR
 @pytest.mark.parametrize("way", ["NativeOutput", "PromptedOutput"])
 def test_output_by_response_format(scripted: Scripted, stream: bool, way: str) -> None:
+    import pydantic_ai
+
     scripted.answer('{"city": "Zürich", "degrees": -4}')
     agent = pydantic_ai.Agent(model_of(scripted), output_type=getattr(pydantic_ai, way)(Forecast), retries=0)
     assert run(agent, "How cold?", stream)[0] == Forecast(city="Zürich", degrees=-4)
