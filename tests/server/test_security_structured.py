@@ -5,6 +5,7 @@ All of them go through the whole server over a scripted model, which says what a
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -48,7 +49,13 @@ def chat(scripted: Scripted, **fields: Any) -> httpx.Response:
 
 def post(scripted: Scripted, body: str) -> httpx.Response:
     headers = {"content-type": "application/json"}
-    return httpx.post(f"{scripted.url}/v1/chat/completions", content=body, headers=headers, timeout=PATIENCE)
+    return client().post(f"{scripted.url}/v1/chat/completions", content=body, headers=headers)
+
+
+@functools.cache
+def client() -> httpx.Client:
+    """One for all requests: to read the certificates of the world takes longer than most of them."""
+    return httpx.Client(timeout=PATIENCE, trust_env=False)
 
 
 def refusal(answer: httpx.Response) -> str:
@@ -235,7 +242,7 @@ def test_what_a_model_writes_is_never_run(scripted: Scripted, tmp_path: Path, pa
     for written in (text, f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"):
         body = {"text": written, "tools": tools, "tool_call_parser": parser}
         started = time.monotonic()
-        answer = httpx.post(f"{scripted.url}/parse_function_call", json=body, timeout=PATIENCE)
+        answer = client().post(f"{scripted.url}/parse_function_call", json=body)
         assert time.monotonic() - started < slowness()
         assert answer.status_code == 200, answer.text
         for call in answer.json()["calls"]:
@@ -270,7 +277,7 @@ def test_arguments_that_are_no_json_stay_with_their_request(scripted: Scripted) 
     for arguments in ('{"a": NaN}', '{"a": 1, "a": 2}', '{"a": 1e999}', '{"a": "\\ud800"}'):
         body = {"text": f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>', "tools": [],
                 "tool_call_parser": "hermes"}  # fmt: skip
-        answer = httpx.post(f"{scripted.url}/parse_function_call", json=body, timeout=PATIENCE)
+        answer = client().post(f"{scripted.url}/parse_function_call", json=body)
         assert answer.status_code == 200
         assert answer.json()
 
