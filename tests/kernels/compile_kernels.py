@@ -1,6 +1,7 @@
 """`python -m tests.kernels.compile_kernels TARGET [sweep]`: compile, through the very functions that launch them, every
 kernel at configurations that the tables pick for TARGET: at all of them in a sweep, otherwise at so few that every
-dtype, head size and so on comes up. One JSON line a kernel: what it is, spills, shared memory."""
+dtype, head size and so on comes up for its vendor: AMD's two targets, for which the tables pick the same, take turns.
+One JSON line a kernel: what it is, spills, shared memory."""
 
 import itertools
 import json
@@ -41,11 +42,14 @@ SWEEP = sys.argv[2:] == ["sweep"]
 SEQUENCES = Sequences(torch.zeros(4, 16, dtype=torch.int32), *torch.zeros(3, 16, dtype=torch.int32))
 
 
+TURN = {"sm_90": slice(None), "gfx942": slice(0, None, 2), "gfx950": slice(1, None, 2)}[sys.argv[1]]
+
+
 def grid(*axes):
-    """All combinations in a sweep, otherwise as many as the longest axis has values."""
+    """All combinations in a sweep, otherwise this target's share of as many as the longest axis has values."""
     if SWEEP:
         return list(itertools.product(*axes))
-    return [tuple(axis[place % len(axis)] for axis in axes) for place in range(max(map(len, axes)))]
+    return [tuple(axis[place % len(axis)] for axis in axes) for place in range(max(map(len, axes)))][TURN]
 
 
 def report(label, kernel, known):
@@ -132,7 +136,7 @@ def compile_fp8_cache(target):
     e4m3 = torch.float8_e4m3fnuz if target == "gfx942" else torch.float8_e4m3fn
     known = {id(found) for kernel in (attention._attention_kernel, decode._decode_kernel) for found in compiled(kernel)}
     numbers, scale = torch.zeros(64, dtype=torch.int32), torch.ones(2)
-    for dtype, head_dim, group in grid((e4m3, torch.float8_e5m2), (64, 128, 256), (1, 8)):
+    for dtype, head_dim, group, requests in grid((e4m3, torch.float8_e5m2), (64, 128, 256), (1, 8), (64, 1)):
         label = f"fp8 cache {dtype} head_dim {head_dim} group {group}"
         q = torch.zeros(64, group * 2, head_dim, dtype=torch.bfloat16)
         cache, angles = torch.zeros(2, 4, 16, 2, head_dim).to(dtype), torch.zeros(8, head_dim)
@@ -141,14 +145,13 @@ def compile_fp8_cache(target):
             attention.paged_attention(q[:counts], cache, SEQUENCES, 1.0, None, scale, plan=plan)
             report(f"{label} attention", attention._attention_kernel, known)
         wide = torch.zeros(64, dtype=torch.int64)
-        for requests in (1, 64):
-            config, splits = plan_decode(requests, group * 2, 2, head_dim, 1, family, 132)
-            config = replace(config, early_keys=requests == 1)  # which no table says of fp8 yet
-            decode.decode_attention(
-                q[:requests], q[:requests, :2], q[:requests, :2], angles, cache, SEQUENCES, numbers, 1.0, config,
-                splits, kv_scale=scale,
-            )  # fmt: skip
-            report(f"{label} decode of {requests}", decode._decode_kernel, known)
+        config, splits = plan_decode(requests, group * 2, 2, head_dim, 1, family, 132)
+        config = replace(config, early_keys=requests == 1)  # which no table says of fp8 yet
+        decode.decode_attention(
+            q[:requests], q[:requests, :2], q[:requests, :2], angles, cache, SEQUENCES, numbers, 1.0, config, splits,
+            kv_scale=scale,
+        )  # fmt: skip
+        report(f"{label} decode of {requests}", decode._decode_kernel, known)
         if target == "sm_90":
             room = torch.zeros(2, 4, attention_config.UNPACKED_BLOCK, 2, head_dim, dtype=q.dtype)
             plan = replace(plan, unpacked_blocks=1)
