@@ -35,10 +35,13 @@ def make_context(
 
 
 class Driver:
-    def __init__(self, folder: Path, mesh: Mesh | None = None, load_format: str = "auto", max_len: int = 128) -> None:
+    def __init__(
+        self, folder: Path, mesh: Mesh | None = None, load_format: str = "auto", max_len: int = 128,
+        quantization: str | None = None,
+    ) -> None:  # fmt: skip
         self.config = ModelConfig.from_folder(folder)
         self.context = make_context(self.config, mesh)
-        self.model: Any = load_model(folder, self.config, self.context, load_format)
+        self.model: Any = load_model(folder, self.config, self.context, load_format, 0, quantization)
         self.max_len = max_len
 
     def start(self, num_requests: int) -> None:

@@ -26,24 +26,14 @@ def test_logits_and_greedy_tokens_equal_transformers(architecture: str, variant:
     driver = Driver(tmp_path)
 
     generated = driver.greedy(PROMPTS, NEW_TOKENS)
-    for prompt, ours in zip(PROMPTS, generated, strict=True):
-        assert ours == reference_greedy(reference, prompt, NEW_TOKENS)
     assert len({tuple(tokens) for tokens in generated}) > 1, "a model that ignores its prompt would pass"
-
     sequences = [prompt + ours for prompt, ours in zip(PROMPTS, generated, strict=True)]
-    driver.start(len(sequences))
-    ours = driver.step(sequences)
     with torch.inference_mode():
-        theirs = torch.cat([reference(torch.tensor([sequence])).logits[0] for sequence in sequences])
-    assert ours.shape == theirs.shape
-    assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+        theirs = [reference(torch.tensor([sequence])).logits[0] for sequence in sequences]
+    for prompt, ours, logits in zip(PROMPTS, generated, theirs, strict=True):
+        assert ours == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
-
-@torch.inference_mode()
-def reference_greedy(model: torch.nn.Module, prompt: list[int], new_tokens: int) -> list[int]:
-    tokens, cache, inputs = [], None, torch.tensor([prompt])
-    for _ in range(new_tokens):
-        output = model(inputs, past_key_values=cache, use_cache=True)
-        cache, inputs = output.past_key_values, output.logits[:, -1:].argmax(-1)
-        tokens.append(int(inputs))
-    return tokens
+    driver.start(len(sequences))
+    whole, expected = driver.step(sequences), torch.cat(theirs)
+    assert whole.shape == expected.shape
+    assert (whole - expected).abs().max() <= 1e-4 * expected.abs().max()

@@ -12,7 +12,6 @@ import torch
 from driver import make_context
 from mxfp4_experts import to_mxfp4
 from safetensors.torch import load_file, save_file
-from test_conformance import reference_greedy
 from tiny_configs import VARIANTS, save_tiny_model
 from torch import Tensor
 
@@ -42,6 +41,16 @@ def prompts() -> list[list[int]]:
     return [[5, 9], shared[:20], shared, [*shared[:33], 7, 8], [*shared, *range(20, 50)]]
 
 
+@torch.inference_mode()
+def reference_greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
+    tokens, cache, inputs = [], None, torch.tensor([prompt])
+    for _ in range(NEW_TOKENS):
+        output = model(inputs, past_key_values=cache, use_cache=True)
+        cache, inputs = output.past_key_values, output.logits[:, -1:].argmax(-1)
+        tokens.append(int(inputs))
+    return tokens
+
+
 Checkpoint = tuple[Path, list[list[int]]]
 """(a folder, the greedy tokens that transformers gives for its model)"""
 
@@ -56,7 +65,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
             reference = save_tiny_model(ARCHITECTURE, "odd", folder)
         if plain_layers is not None:
             to_mxfp4(reference, folder, plain_layers)
-        made[name] = folder, [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts()]
+        made[name] = folder, [reference_greedy(reference, prompt) for prompt in prompts()]
     return made
 
 

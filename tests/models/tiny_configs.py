@@ -147,6 +147,17 @@ def save_tiny_model(architecture: str, variant: str, folder: Path) -> torch.nn.M
     return model
 
 
+@torch.inference_mode()
+def best_tokens(model: torch.nn.Module, prompt: list[int], answer: list[int], never: int | None = None) -> list[int]:
+    """What transformers' model likes best after `prompt` and after each token of an answer but the last: the answer
+    itself, if that is the greedy one. `never`: a token that is not to be chosen."""
+    logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+    if never is not None:
+        logits[:, never] = -torch.inf
+    found: list[int] = logits.argmax(-1).tolist()
+    return found
+
+
 def shard(folder: Path) -> None:
     """Split model.safetensors into two files and an index."""
     tensors = load_file(folder / "model.safetensors")
