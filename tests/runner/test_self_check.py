@@ -123,18 +123,27 @@ def test_kernels_that_agree_stay(settings: dict[str, Any], monkeypatch: pytest.M
 @pytest.mark.parametrize(
     "name", sorted(set(KERNEL_CASES) - {"fused_moe", "fp8_linear", "narrow_linear", "widen_packed"})
 )
-def test_a_broken_kernel_is_demoted_and_it_alone(
+def test_a_broken_kernel_is_demoted_and_it_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, **{name: broken(name)})
+    worker = loaded(quantization="ptpc_fp8" if name in FP8_KERNELS else None)
+    assert worker.demoted == [name]
+    said = [note for note in worker.notes if note.startswith(f"Self-check: {name} ")]
+    assert len(said) == 1
+    assert "disagrees with its reference" in said[0]
+    assert "is replaced by it" in said[0]
+    replaced = {one for one, switch in switches(worker.kernels).items() if switch.call is switch.reference}
+    reads_its_angles = {"rotary_and_cache"} if name == "step_angles" else set()
+    assert replaced == {name} | reads_its_angles
+
+
+@pytest.mark.parametrize("name", ["rotary_and_cache", "filter_floor", "rms_norm_quantized"])
+def test_tokens_are_right_where_a_kernel_is_replaced(
     name: str, expected: dict[str | None, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheme = "ptpc_fp8" if name in FP8_KERNELS else None
     plant(monkeypatch, **{name: broken(name)})
     found, llm = tokens(quantization=scheme)
-    facts = llm._core.facts.workers[0]
-    assert facts.demoted == [name]
-    said = [note for note in facts.notes if note.startswith(f"Self-check: {name} ")]
-    assert len(said) == 1
-    assert "disagrees with its reference" in said[0]
-    assert "is replaced by it" in said[0]
+    assert llm._core.facts.workers[0].demoted == [name]
     assert found == expected[scheme]
     assert f'headrace:kernel_demoted{{engine="0",kernel="{name}"' in llm.metrics.render().decode()
 
