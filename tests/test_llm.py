@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def llm(folder: Path) -> Iterator[LLM]:
     with LLM(str(folder), executor=ECHO, max_num_seqs=4) as llm:
         yield llm
