@@ -352,12 +352,23 @@ def script_lists(draw: st.DrawFn, max_model_len: int) -> list[Script]:
     return scripts
 
 
-@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_random_traffic(data: st.DataObject) -> None:
+def random_traffic(data: st.DataObject) -> None:
     config = data.draw(configs())
     scripts = data.draw(script_lists(config.max_model_len))
     depth = data.draw(st.integers(1, 3))
     operations = data.draw(st.lists(st.integers(0, 255), max_size=50))
     drafts = data.draw(st.sampled_from(["right", "wrong", "random"])) if config.num_drafts else "right"
     Traffic(config, scripts, depth, drafts).run(operations)
+
+
+@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_random_traffic(data: st.DataObject) -> None:
+    random_traffic(data)
+
+
+@pytest.mark.slow
+@settings(max_examples=10_000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_more_random_traffic(data: st.DataObject) -> None:
+    random_traffic(data)

@@ -146,12 +146,16 @@ def check_calls(answer: Answer, tools: list[FunctionTool], *, all_strict: bool) 
             jsonschema.validate(arguments, tool.parameters or {"type": "object", "maxProperties": 0})
 
 
+walks = pytest.mark.parametrize("walks", [1, pytest.param(20, marks=pytest.mark.slow)])
+
+
+@walks
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("as_marks", [False, True], ids=["text", "marks"])
-def test_what_may_be_written_are_calls_of_the_tools(name: str, as_marks: bool) -> None:
+def test_what_may_be_written_are_calls_of_the_tools(name: str, as_marks: bool, walks: int) -> None:
     format, seed = TOOL_FORMATS[name], random.randrange(10**9)
     words = with_marks(format) if as_marks else of_bytes()
-    for place in range(3):
+    for place in range(walks):
         rng = random.Random(f"{seed} {place}")
         tools = random_tools(rng)
         only = rng.choice([None, None, rng.choice(tools).name])
@@ -170,10 +174,11 @@ def test_what_may_be_written_are_calls_of_the_tools(name: str, as_marks: bool) -
         assert read_in_pieces(text, format, tools, rng) == answer, (seed, text)
 
 
+@walks
 @pytest.mark.parametrize("name", FORMATS)
-def test_in_free_text_calls_of_strict_tools_fit(name: str) -> None:
+def test_in_free_text_calls_of_strict_tools_fit(name: str, walks: int) -> None:
     format, seed = TOOL_FORMATS[name], random.randrange(10**9)
-    for place in range(3):
+    for place in range(walks):
         rng = random.Random(f"{seed} {place}")
         tools, words = random_tools(rng), rng.choice([of_bytes(), with_marks(format)])
         grammar = calls_grammar(format, tools, at_least=0, at_most=None, strict=False, special=words.marks)

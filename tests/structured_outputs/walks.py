@@ -7,6 +7,7 @@ import re
 import string
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -38,13 +39,24 @@ class Vocabulary:
 
 def of_bytes(marks: Iterable[str] = ()) -> Vocabulary:
     """Single bytes, and marks."""
-    numbered = {mark: 256 + place for place, mark in enumerate(dict.fromkeys(marks))}
+    return _of_bytes(tuple(dict.fromkeys(marks)))
+
+
+@cache
+def _of_bytes(marks: tuple[str, ...]) -> Vocabulary:
+    numbered = {mark: 256 + place for place, mark in enumerate(marks)}
     return Vocabulary(byte_vocabulary(numbered), numbered)
 
 
 def matcher_of(grammar: Grammar, vocabulary: Vocabulary) -> LLMatcher:
     """A matcher at its start."""
-    matcher = LLMatcher(vocabulary.tokenizer, grammar.to_text(), log_level=0)
+    return _compiled(grammar.to_text(), vocabulary.tokenizer).deep_copy()
+
+
+@lru_cache(maxsize=8)
+def _compiled(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
+    """Held against several texts, one after the other."""
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     return matcher
 
