@@ -125,19 +125,21 @@ def signalled(number: int, moment: str, *argv: str, before: str = "default") -> 
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 @pytest.mark.parametrize(
-    ("moment", "argv"),
+    ("moment", "number", "argv"),
     [
-        ("headrace.errors", ["--help"]),
-        ("headrace.cli.serve", ["serve", "demo"]),
-        ("uvicorn", ["serve", "demo"]),
-        ("torch._utils", ["generate", "demo", "--device", "cpu"]),
-        ("work", ["generate", "demo"]),
+        *(("headrace.errors", number, ["--help"]) for number in SIGNALS),
+        *(("headrace.cli.serve", number, ["serve", "demo"]) for number in SIGNALS),
+        ("uvicorn", signal.SIGHUP, ["serve", "demo"]),
+        ("torch._utils", signal.SIGTERM, ["generate", "demo", "--device", "cpu"]),
+        *(("work", number, ["generate", "demo"]) for number in SIGNALS[:2]),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=lambda value: "" if isinstance(value, list) else str(value),
 )
-def test_a_signal_ends_a_command_quietly_also_while_it_imports(number: int, moment: str, argv: list[str]) -> None:
+def test_a_signal_ends_a_command_quietly_also_while_it_imports(moment: str, number: int, argv: list[str]) -> None:
     assert signalled(number, moment, *argv) == (128 + number, "", "")
 
 
