@@ -21,6 +21,7 @@ from headrace.kernels.moe import Experts, fused_moe_reference
 from headrace.kernels.norm import HalfNormed, half_norm_reference
 from headrace.kernels.packed import pack
 from headrace.kernels.table import REFERENCE_KERNELS, TRITON_KERNELS
+from headrace.kernels.tiled import tile
 
 EXACTLY_FP8 = {"cpu": 1e-6, "cuda": 1e-3}
 """of values that were the same before; scales may differ in their last bit, and a GPU divides in its own way"""
@@ -161,16 +162,16 @@ def _experts_in_fp8(make: Inputs, tokens: int, plain: Experts) -> Cases:
         yield case._replace(bound=EXPERTS[make.dtype] + cases.ROUNDED_FP8)
 
 
-def _packed(make: Inputs, bits: int, n: int, k: int, group_size: int) -> Cases:
+def _tiled(make: Inputs, bits: int, n: int, k: int, group_size: int) -> Cases:
     """Weights of integers with zeros, and of 4-bit floats."""
     groups, codes = -(-k // group_size), make.integers(0, 1 << bits, n, k).byte()
     zeros = make.integers(0, 1 << bits, n, groups).byte()
-    yield from cases.widen_packed(
-        make, pack(codes, make.uniform(n, groups).half(), zeros, make.uniform(n), bits=bits, group_size=group_size)
-    )
+    integers = pack(codes, make.uniform(n, groups).half(), zeros, make.uniform(n), bits=bits, group_size=group_size)
+    yield from cases.widen_tiled(make, tile(integers, make.dtype, gated=n % 2 == 0))
     e8m0, e4m3 = make.integers(110, 140, n, groups).byte(), make.uniform(n, groups).to(torch.float8_e4m3fn)
     for scales in (e8m0, e4m3) if bits == 4 else ():
-        yield from cases.widen_packed(make, pack(codes, scales, bits=4, values="e2m1", group_size=group_size))
+        floats = pack(codes, scales, bits=4, values="e2m1", group_size=group_size)
+        yield from cases.widen_tiled(make, tile(floats, make.dtype))
 
 
 class Sweep(NamedTuple):
@@ -234,8 +235,8 @@ SWEEPS: dict[str, Sweep] = {
         _layers_of_experts, [(tokens, 6, 2, 32, 16, tokens % 2 == 1) for tokens in (1, 2, 3, 17)],
         [(tokens, *sizes) for sizes in _LAYERS for tokens in (1, 2, 7, 16, 40, 129, 1100)],
     ),
-    "widen_packed": Sweep(
-        _packed, [(4, 5, 40, 16), (8, 18, 300, 32)], [(4, 28672, 4096, 128), (8, 1000, 2880, 64), (4, 77, 1000, 16)]
+    "widen_tiled": Sweep(
+        _tiled, [(4, 5, 40, 16), (8, 18, 300, 32)], [(4, 28672, 4096, 128), (8, 1000, 2880, 64), (4, 77, 1000, 16)]
     ),
 }  # fmt: skip
 """by kernel of the table"""

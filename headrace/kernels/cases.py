@@ -27,8 +27,8 @@ from headrace.kernels.fp8 import (
 from headrace.kernels.moe import Experts, fused_moe_reference
 from headrace.kernels.moe_config import pick_moe_config
 from headrace.kernels.norm import HalfNormed, whole
-from headrace.kernels.packed import PackedWeight
 from headrace.kernels.rotary import rotary_and_cache_reference
+from headrace.kernels.tiled import TiledWeight
 
 Kernel = Callable[..., Any]
 ROUNDED = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 2e-6}
@@ -163,7 +163,7 @@ def fp8_linear(make: Inputs, rows: int, weight: Tensor, scales: Tensor, bias: Te
     yield Case(lambda kernel: kernel(x, weight, scales, bias, make.dtype), bounds[make.dtype])
 
 
-def widen_packed(make: Inputs, weight: PackedWeight) -> Cases:
+def widen_tiled(make: Inputs, weight: TiledWeight) -> Cases:
     yield Case(lambda kernel: kernel(weight, make.dtype), ROUNDED[make.dtype])
 
 

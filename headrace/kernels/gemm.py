@@ -1,4 +1,4 @@
-"""Computes linear layers over few tokens, in 16 bits, fp8 or int8, where reading the weight is all that costs.
+"""Computes linear layers over few tokens, in any format, where reading the weight is all that costs.
 
 No kernel writes weights, so a program loads its first ones before it waits for the kernel in front of it (programmatic
 dependent launch), and memory stays busy across kernel boundaries. A norm between two linears needs no pass of its own:
@@ -25,24 +25,10 @@ from headrace.kernels._triton import (
 )
 from headrace.kernels.fp8 import NarrowWeight, Quantized
 from headrace.kernels.gemm_config import BUCKETS, GemmConfig
+from headrace.kernels.gemm_epilogue import add_product, finish, gated_row, silu
 from headrace.kernels.norm import HalfNormed, half_norm_reference, half_norm_row, half_normed_over
-from headrace.kernels.packed import PackedWeight
-from headrace.kernels.packed_gemm import add_product, integer_vector_sums, packed_dots, packed_vector_sums, packing
-
-
-@triton.jit
-def _gated_row(row, half, GATED: tl.constexpr, BLOCK: tl.constexpr):
-    """Return a tile's rows of the weight: consecutive ones or, if GATED, half of the gate and half of what it gates."""
-    if GATED:
-        return tl.where(row % BLOCK < BLOCK // 2, 0, half - BLOCK // 2) + row // BLOCK * (BLOCK // 2) + row % BLOCK
-    return row
-
-
-@triton.jit
-def silu(x):
-    """Return x * sigmoid(x)."""
-    return x / (1.0 + tl.exp(-x))
-
+from headrace.kernels.tiled import ROWS, TiledWeight
+from headrace.kernels.tiled_gemm import launch_tiled
 
 BAND = 8
 """blocks of many tokens that are computed side by side, so that the L2 cache holds their inputs and weights"""
@@ -59,24 +45,6 @@ def _place(num_tokens, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl
         height = tl.minimum(height - band * BAND, BAND)
         across, down = place // height, (band * BAND + place % height).to(tl.int64)
     return across, down
-
-
-@triton.jit
-def _half_norm(out, row, row_in, column, offset, stored, scaled_ptr, squares_ptr, next_weight_ptr, width):
-    """Store what the next norm needs of `out` [rows, columns], which are this program's columns."""
-    weight = tl.load(next_weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
-    tl.store(scaled_ptr + offset, (out * weight[None, :]).to(scaled_ptr.dtype.element_ty), mask=stored)
-    squares = tl.sum(tl.where(stored, out * out, 0.0), axis=1)
-    tl.store(squares_ptr + row * tl.num_programs(0) + tl.program_id(0), squares, mask=row_in)
-
-
-@triton.jit
-def _row_scale(squares_ptr, row, row_in, parts, K, eps, PARTS: tl.constexpr):
-    """Return the factor that finishes a row's norm, from the parts of its sum of squares."""
-    part = tl.arange(0, PARTS)
-    mask = row_in[:, None] & (part < parts)[None, :]
-    squares = tl.load(squares_ptr + row[:, None] * parts + part[None, :], mask=mask, other=0.0)
-    return tl.rsqrt(tl.sum(squares, axis=1) / K + eps)
 
 
 @triton.jit
@@ -137,7 +105,6 @@ def _skinny_kernel(
     bias_ptr,
     weight_scale_ptr,
     group_scale_ptr,
-    zero_ptr,
     residual_ptr,
     squares_ptr,
     next_scaled_ptr,
@@ -162,12 +129,8 @@ def _skinny_kernel(
     EVEN_K: tl.constexpr,
     GATED: tl.constexpr,
     PARTS: tl.constexpr,
-    BITS: tl.constexpr,
-    E2M1: tl.constexpr,
-    SCALES: tl.constexpr,
     GROUP: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
-    ASM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Multiply by the matrix units; one program: BLOCK_N rows of the weight and up to BLOCK_M tokens. SWAP makes the
@@ -175,53 +138,22 @@ def _skinny_kernel(
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     across, down = _place(num_tokens, N, BLOCK_M, BLOCK_N, BAND)
-    weight_row = _gated_row(across * BLOCK_N + tl.arange(0, BLOCK_N), N // 2, GATED, BLOCK_N)
+    weight_row = gated_row(across * BLOCK_N + tl.arange(0, BLOCK_N), N // 2, GATED, BLOCK_N)
     row = down * BLOCK_M + tl.arange(0, BLOCK_M)
     row_in = row < num_tokens
     held_row = tl.minimum(weight_row, N - 1)
-    if BITS == 0:
-        acc = _dots(
-            weight_ptr, x_ptr, group_scale_ptr, x_group_scale_ptr, held_row, row, row_in, K, groups, x_stride, BLOCK_M,
-            BLOCK_N, BLOCK_K, SWAP, EVEN_K, SCALE_ROWS, GROUP, OVERLAP,
-        )  # fmt: skip
-    else:
-        acc = packed_dots(
-            weight_ptr, x_ptr, group_scale_ptr, zero_ptr, held_row, row, row_in, K, groups, x_stride, BLOCK_M, BLOCK_N,
-            BLOCK_K, SWAP, EVEN_K, BITS, E2M1, SCALES, GROUP, ASM, OVERLAP,
-        )  # fmt: skip
+    acc = _dots(
+        weight_ptr, x_ptr, group_scale_ptr, x_group_scale_ptr, held_row, row, row_in, K, groups, x_stride, BLOCK_M,
+        BLOCK_N, BLOCK_K, SWAP, EVEN_K, SCALE_ROWS, GROUP, OVERLAP,
+    )  # fmt: skip
     wait_for_inputs(OVERLAP)
     if SWAP:
         acc = tl.trans(acc)
-    weight_row_in = weight_row < N
-    if x_zero_ptr is not None:
-        sums = tl.load(weight_sums_ptr + weight_row, mask=weight_row_in, other=0.0)
-        acc -= tl.load(x_zero_ptr + row, mask=row_in, other=0.0)[:, None] * sums[None, :]
-    if weight_scale_ptr is not None:
-        acc *= tl.load(weight_scale_ptr + weight_row, mask=weight_row_in, other=0.0)[None, :]
-    if x_scale_ptr is not None:
-        acc *= tl.load(x_scale_ptr + row, mask=row_in, other=0.0)[:, None]
-    if squares_ptr is not None:
-        acc *= _row_scale(squares_ptr, row, row_in, parts, K, eps, PARTS)[:, None]
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + weight_row, mask=weight_row_in, other=0.0).to(tl.float32)[None, :]
-    if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, BLOCK_N // 2]), [0, 2, 1]))
-        out = silu(gate) * up
-        column = across * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        width = N // 2
-    else:
-        out = acc
-        column = weight_row
-        width = N
-    offset = row[:, None] * width + column[None, :]
-    stored = row_in[:, None] & (column < width)[None, :]
-    if residual_ptr is not None:
-        out += tl.load(residual_ptr + offset, mask=stored, other=0.0).to(tl.float32)
-    rounded = out.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + offset, rounded, mask=stored)
-    if next_scaled_ptr is not None:
-        out = rounded.to(tl.float32)
-        _half_norm(out, row, row_in, column, offset, stored, next_scaled_ptr, next_squares_ptr, next_weight_ptr, width)
+    finish(
+        acc, across, row, row_in, weight_row, out_ptr, bias_ptr, x_scale_ptr, x_zero_ptr, weight_sums_ptr,
+        weight_scale_ptr, residual_ptr, squares_ptr, next_scaled_ptr, next_squares_ptr, next_weight_ptr, N, K, parts,
+        eps, GATED, BLOCK_N, PARTS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -268,23 +200,6 @@ def _scaled_sums(
     return sums
 
 
-@triton.jit
-def _packed_sums(
-    codes, x_ptr, scale_ptr, zero_ptr, row, start, K, groups, BITS: tl.constexpr, E2M1: tl.constexpr,
-    SCALES: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, INTEGERS: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """Return what one of the two functions for packed weights does."""
-    if INTEGERS:
-        sums = integer_vector_sums(
-            codes, x_ptr, scale_ptr, zero_ptr, row, start, K, groups, BITS, SCALES, GROUP, BLOCK_K, ASM
-        )
-    else:
-        sums = packed_vector_sums(
-            codes, x_ptr, scale_ptr, zero_ptr, row, start, K, groups, BITS, E2M1, SCALES, GROUP, BLOCK_K
-        )
-    return sums
-
-
 def vector_of(weight: Tensor) -> int:
     """Return the number of elements that a thread loads at once."""
     return 16 // weight.element_size()
@@ -298,7 +213,6 @@ def _gemv_kernel(
     bias_ptr,
     weight_scale_ptr,
     group_scale_ptr,
-    zero_ptr,
     residual_ptr,
     squares_ptr,
     next_scaled_ptr,
@@ -315,9 +229,6 @@ def _gemv_kernel(
     EVEN_K: tl.constexpr,
     GATED: tl.constexpr,
     PARTS: tl.constexpr,
-    BITS: tl.constexpr,
-    E2M1: tl.constexpr,
-    SCALES: tl.constexpr,
     GROUP: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     ASM: tl.constexpr,
@@ -325,21 +236,14 @@ def _gemv_kernel(
 ):
     """Multiply by ordinary arithmetic; one program: BLOCK_N rows of the weight and one token. Weights are read once,
     and so are the first to be evicted from the L2 cache."""
-    weight_row = _gated_row(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N // 2, GATED, BLOCK_N)
+    weight_row = gated_row(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N // 2, GATED, BLOCK_N)
     held_row = tl.minimum(weight_row, N - 1)
     k = tl.arange(0, BLOCK_K)
-    INTEGERS: tl.constexpr = BITS != 0 and not E2M1 and GROUP % (128 // max(BITS, 1)) == 0
-    UNIT: tl.constexpr = 1 if BITS == 0 else 32 // BITS if INTEGERS else 8 // BITS  # inputs of an element
-    width = K if BITS == 0 else (K + 31) // 32 * (32 // UNIT)
-    EMPTY: tl.constexpr = 0.0 if BITS == 0 else 0  # an integer cannot be made fp8, nor a float an integer
-    place = tl.arange(0, BLOCK_K // UNIT)
-    if INTEGERS:
-        weight_ptr = weight_ptr.to(tl.pointer_type(tl.int32))
-    weight_ptrs = weight_ptr + held_row.to(tl.int64)[:, None] * width + place[None, :]
+    weight_ptrs = weight_ptr + held_row.to(tl.int64)[:, None] * K + k[None, :]
     if EVEN_K:
         weight = tl.load(weight_ptrs, eviction_policy="evict_first")
     else:
-        weight = tl.load(weight_ptrs, mask=(place < width)[None, :], other=EMPTY, eviction_policy="evict_first")
+        weight = tl.load(weight_ptrs, mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
     if GATED:
         column = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         column_in = column < N // 2
@@ -352,34 +256,19 @@ def _gemv_kernel(
     if squares_ptr is not None:
         part = tl.arange(0, PARTS)
         squares = tl.load(squares_ptr + part, mask=part < parts, other=0.0)
-    if BITS == 0:
-        x = tl.load(x_ptr + k, mask=k < K, other=0.0)
-        acc = _scaled_sums(weight, x[None, :], group_scale_ptr, held_row, 0, groups, VECTOR, SCALE_ROWS, GROUP, ASM)
-    else:
-        acc = _packed_sums(
-            weight, x_ptr, group_scale_ptr, zero_ptr, held_row, 0, K, groups, BITS, E2M1, SCALES, GROUP, BLOCK_K,
-            INTEGERS, ASM,
-        )  # fmt: skip
+    x = tl.load(x_ptr + k, mask=k < K, other=0.0)
+    acc = _scaled_sums(weight, x[None, :], group_scale_ptr, held_row, 0, groups, VECTOR, SCALE_ROWS, GROUP, ASM)
     for start in range(BLOCK_K, K, BLOCK_K):
-        ahead = start // UNIT
         if EVEN_K:
-            weight = tl.load(weight_ptrs + ahead, eviction_policy="evict_first")
+            weight = tl.load(weight_ptrs + start, eviction_policy="evict_first")
         else:
-            inside = (ahead + place < width)[None, :]
-            weight = tl.load(weight_ptrs + ahead, mask=inside, other=EMPTY, eviction_policy="evict_first")
-        if BITS == 0:
-            x = tl.load(x_ptr + start + k, mask=None if EVEN_K else start + k < K)
-            acc += _scaled_sums(
-                weight, x[None, :], group_scale_ptr, held_row, start, groups, VECTOR, SCALE_ROWS, GROUP, ASM
-            )
-        else:
-            acc += _packed_sums(
-                weight, x_ptr, group_scale_ptr, zero_ptr, held_row, start, K, groups, BITS, E2M1, SCALES, GROUP,
-                BLOCK_K, INTEGERS, ASM,
-            )  # fmt: skip
+            inside = (start + k < K)[None, :]
+            weight = tl.load(weight_ptrs + start, mask=inside, other=0.0, eviction_policy="evict_first")
+        x = tl.load(x_ptr + start + k, mask=None if EVEN_K else start + k < K)
+        acc += _scaled_sums(
+            weight, x[None, :], group_scale_ptr, held_row, start, groups, VECTOR, SCALE_ROWS, GROUP, ASM
+        )
     total = tl.sum(acc, axis=1)
-    if E2M1:
-        total *= 9.223372036854775808e18  # what packed_vector_sums leaves out
     weight_row_in = weight_row < N
     if weight_scale_ptr is not None:
         total *= tl.load(weight_scale_ptr + weight_row, mask=weight_row_in, other=0.0)
@@ -399,13 +288,9 @@ def _gemv_kernel(
         half_norm_row(out, column, column_in, next_scaled_ptr, square_ptr, next_weight_ptr)
 
 
-UNPACKED = {"BITS": 0, "E2M1": False, "SCALES": "", "GROUP": 0, "SCALE_ROWS": 0, "ASM": False}
-"""launch options where the weight is neither packed nor scaled by blocks"""
-
-
 def skinny_linear(
     x: Tensor | HalfNormed | Quantized,
-    weight: Tensor | PackedWeight | NarrowWeight,
+    weight: Tensor | TiledWeight | NarrowWeight,
     bias: Tensor | None,
     config: GemmConfig,
     dtype: torch.dtype | None = None,
@@ -421,27 +306,13 @@ def skinny_linear(
     to groups if the weight has them, but for one token by ordinary arithmetic (config.block_m 1), which is not
     quantized. `gated`: the result is silu(first half) * second half [T, N / 2]. `residual` [T, N], contiguous: the
     result is added to it, in place. x may be HalfNormed, by a norm with `eps`; the result is HalfNormed if there are a
-    residual and `next_norm` [N], the weight of the norm of the sum. Many tokens are computed in bands, without a half
+    residual and `next_norm` [N], the weight of the norm of the sum. To a TiledWeight x is of 16 bits. Many tokens are computed in bands, without a half
     norm.
     """
     num_tokens, k = x.shape
-    codes, groups, held = weight, 1, UNPACKED
-    weight_scales: Tensor | None = None
-    group_scales: Tensor | None = None
-    zeros: Tensor | None = None
+    n = weight.out_features if isinstance(weight, TiledWeight) else weight.shape[0]
     squares: Tensor | None = None
     of_tokens: tuple[Tensor | None, ...] = (None, None, None, None)  # scales; of groups; zeros, what they multiply
-    if isinstance(weight, PackedWeight):
-        codes, group_scales, zeros, weight_scales = weight.codes, weight.plain_scales(), weight.zeros, weight.factors
-        groups, held = group_scales.shape[-1], UNPACKED | packing(weight)
-    elif isinstance(weight, NarrowWeight):
-        codes, weight_scales = weight.values, weight.scales
-        held = UNPACKED | {"ASM": codes.dtype == torch.int8 and pairs_in_registers()}
-        if weight.rows:
-            weight_scales, group_scales, groups = None, weight.scales, weight.scales.shape[1]
-            held |= {"SCALE_ROWS": weight.rows, "GROUP": weight.group}
-    assert isinstance(codes, Tensor)
-    n = codes.shape[0]
     if isinstance(x, HalfNormed):
         squares, x = x.squares, x.scaled
     elif isinstance(x, Quantized):
@@ -455,28 +326,30 @@ def skinny_linear(
     else:
         out = residual
     rows = max(2, config.block_n) if gated and config.block_m == 1 else config.block_n
-    programs = -(-n // rows)
+    programs = -(-(len(weight.codes) * ROWS if isinstance(weight, TiledWeight) else n) // rows)
     result, following = half_normed_over(out, None if residual is None else next_norm, programs)
     if not num_tokens:
         return result
-    scales = (weight_scales, group_scales, zeros)
-    arguments = (out, x, codes, bias, *scales, residual, squares, *following, n, k, groups, parts, eps)
-    options = {
-        "EVEN_K": k % config.block_k == 0,
-        "GATED": gated,
-        "PARTS": next_power_of_2(parts),
-        **held,
-        **overlap(),
-    }
+    options: dict[str, Any] = {"GATED": gated, "PARTS": next_power_of_2(parts), **overlap()}
+    if isinstance(weight, TiledWeight):
+        launch_tiled(programs, out, x, weight, bias, residual, squares, following, parts, eps, config, options)
+        return result
+    values, scales, group_scales, groups = weight, None, None, 1
+    options |= {"EVEN_K": k % config.block_k == 0, "GROUP": 0, "SCALE_ROWS": 0}
+    if isinstance(weight, NarrowWeight):
+        values, scales = weight.values, weight.scales
+        if weight.rows:
+            scales, group_scales, groups = None, weight.scales, weight.scales.shape[1]
+            options |= {"SCALE_ROWS": weight.rows, "GROUP": weight.group}
+    assert isinstance(values, Tensor)
+    arguments = (
+        out, x, values, bias, scales, group_scales, residual, squares, *following, n, k, groups, parts, eps
+    )  # fmt: skip
     if config.block_m == 1:
         _gemv_kernel[(programs,)](
-            *arguments,
-            BLOCK_N=rows,
-            BLOCK_K=config.block_k,
-            VECTOR=vector_of(codes),
-            num_warps=config.num_warps,
-            **options,
-        )
+            *arguments, BLOCK_N=rows, BLOCK_K=config.block_k, VECTOR=vector_of(values),
+            ASM=values.dtype == torch.int8 and pairs_in_registers(), num_warps=config.num_warps, **options,
+        )  # fmt: skip
         return result
     down = -(-num_tokens // config.block_m)
     grid = (programs, down) if num_tokens <= BUCKETS[-1] else (programs * down,)
@@ -490,7 +363,7 @@ def skinny_linear(
 
 def skinny_linear_reference(
     x: Tensor | HalfNormed | Quantized,
-    weight: Tensor | PackedWeight | NarrowWeight,
+    weight: Tensor | TiledWeight | NarrowWeight,
     bias: Tensor | None,
     config: GemmConfig | None = None,
     dtype: torch.dtype | None = None,

@@ -21,6 +21,8 @@ class GemmConfig:
     num_stages: int = 1
     swap: bool = False
     """The weight is the left operand of the product."""
+    split: int = 1
+    """programs that share an output's inputs; of a TiledWeight"""
 
 
 BUCKETS = (1, 16, 32, 64, 128)
@@ -137,50 +139,6 @@ CANDIDATES: dict[tuple[str, int | str, int], tuple[GemmConfig, ...]] = {
     ("hip", 2, 32): (GemmConfig(32, 32, 256, 4, 2),),
     ("hip", 2, 64): (GemmConfig(64, 64, 128, 4, 2),),
     ("hip", 2, 128): (GemmConfig(128, 64, 64, 4, 2),),
-    ("cuda", "4 bits", 1): (
-        GemmConfig(1, 16, 4096, 4),
-        GemmConfig(1, 8, 4096, 4),
-        GemmConfig(1, 16, 2048, 4),
-        GemmConfig(1, 4, 1024, 2),
-        GemmConfig(16, 32, 128, 2, 6, swap=True),
-    ),
-    ("cuda", "4 bits", 16): (
-        GemmConfig(16, 64, 128, 4, 4),
-        GemmConfig(16, 32, 128, 2, 4, swap=True),
-        GemmConfig(16, 64, 128, 8, 6),
-        GemmConfig(16, 32, 128, 4, 6),
-    ),
-    ("cuda", "4 bits", 32): (
-        GemmConfig(32, 64, 128, 4, 3, swap=True),
-        GemmConfig(32, 128, 128, 8, 4, swap=True),
-    ),
-    ("cuda", "4 bits", 64): (
-        GemmConfig(64, 128, 128, 8, 4, swap=True),
-        GemmConfig(64, 64, 128, 4, 6, swap=True),
-    ),
-    ("cuda", "4 bits", 128): (GemmConfig(128, 64, 128, 4, 4, swap=True),),
-    ("cuda", "8 bits", 1): (
-        GemmConfig(1, 8, 2048, 4),
-        GemmConfig(1, 4, 1024, 2),
-        GemmConfig(1, 4, 2048, 4),
-    ),
-    ("cuda", "8 bits", 16): (
-        GemmConfig(16, 64, 128, 4, 4, swap=True),
-        GemmConfig(16, 32, 128, 2, 6, swap=True),
-    ),
-    ("cuda", "8 bits", 32): (GemmConfig(32, 64, 128, 4, 4, swap=True),),
-    ("cuda", "8 bits", 64): (GemmConfig(64, 64, 128, 4, 4, swap=True),),
-    ("cuda", "8 bits", 128): (GemmConfig(128, 64, 128, 4, 3, swap=True),),
-    ("hip", "4 bits", 1): (GemmConfig(1, 4, 2048, 4),),
-    ("hip", "4 bits", 16): (GemmConfig(16, 32, 128, 4, 2),),
-    ("hip", "4 bits", 32): (GemmConfig(32, 32, 128, 4, 2),),
-    ("hip", "4 bits", 64): (GemmConfig(64, 64, 128, 4, 2),),
-    ("hip", "4 bits", 128): (GemmConfig(128, 64, 64, 4, 2),),
-    ("hip", "8 bits", 1): (GemmConfig(1, 4, 1024, 4),),
-    ("hip", "8 bits", 16): (GemmConfig(16, 32, 128, 4, 2),),
-    ("hip", "8 bits", 32): (GemmConfig(32, 32, 128, 4, 2),),
-    ("hip", "8 bits", 64): (GemmConfig(64, 64, 64, 4, 2),),
-    ("hip", "8 bits", 128): (GemmConfig(128, 64, 64, 4, 2),),
 }
 
 
@@ -194,13 +152,28 @@ MANY_TOKENS: dict[tuple[str, str], GemmConfig] = {
     ("hip", "fp8"): GemmConfig(128, 128, 128, 8, 2),
 }
 
-LARGEST_FLOATS = 8192
-"""Most codes of e2m1 that a program for one token holds: each takes more registers than an integer does."""
+
+def _tiles(block_m: int, *shapes: tuple[int, int, int, int, int]) -> tuple[GemmConfig, ...]:
+    """Return configurations for a TiledWeight, given (outputs, inputs, programs, stages, warps) of each."""
+    return tuple(
+        GemmConfig(block_m, outputs, inputs, warps, stages, True, split)
+        for outputs, inputs, split, stages, warps in shapes
+    )
 
 
-def packed_candidates(family: str, bits: int, values: str, bucket: int) -> tuple[GemmConfig, ...]:
-    """Return what is worth trying for a packed weight of `bits` and `values` (kernels/packed.py)."""
-    found = CANDIDATES[family, f"{bits} bits", bucket]
-    if values != "e2m1":
-        return found
-    return tuple(one for one in found if one.block_m > 1 or one.block_n * one.block_k <= LARGEST_FLOATS)
+_FEW = ((64, 128, 8, 6, 4), (64, 256, 4, 4, 4), (64, 256, 2, 2, 4), (64, 128, 8, 3, 4))
+TILED: dict[tuple[str, int], tuple[GemmConfig, ...]] = {
+    # (family, bucket)
+    ("cuda", 1): _tiles(16, *_FEW) + _tiles(8, (128, 128, 4, 3, 4)),
+    ("cuda", 16): _tiles(16, *_FEW),
+    ("cuda", 32): _tiles(32, (64, 256, 4, 3, 4), (64, 128, 8, 4, 4), (128, 128, 2, 3, 4)),
+    ("cuda", 64): _tiles(64, (64, 128, 2, 4, 4), (64, 128, 4, 4, 4), (128, 128, 1, 3, 4)),
+    ("cuda", 128): _tiles(128, (128, 128, 1, 3, 8), (128, 128, 4, 4, 8))
+    + _tiles(64, (64, 128, 1, 4, 4), (64, 128, 2, 4, 4)),
+    ("hip", 1): _tiles(16, (64, 128, 4, 2, 4)),
+    ("hip", 16): _tiles(16, (64, 128, 4, 2, 4)),
+    ("hip", 32): _tiles(32, (64, 128, 4, 2, 8)),
+    ("hip", 64): _tiles(64, (64, 128, 2, 2, 8)),
+    ("hip", 128): _tiles(64, (64, 128, 1, 2, 8)),
+}
+"""what is worth trying for a TiledWeight (kernels/tiled.py)"""

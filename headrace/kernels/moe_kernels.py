@@ -8,7 +8,8 @@ are not packed; a row then has K elements, else as many bytes as its codes take.
 from __future__ import annotations
 
 from headrace.kernels._triton import tl, triton, wait_before_next, wait_for_inputs
-from headrace.kernels.gemm import silu, sums_of_vectors
+from headrace.kernels.gemm import sums_of_vectors
+from headrace.kernels.gemm_epilogue import add_product, silu
 from headrace.kernels.norm import half_norm_row
 from headrace.kernels.packed_codes import (
     column_of,
@@ -20,7 +21,6 @@ from headrace.kernels.packed_codes import (
     widen_8,
     widen_scale,
 )
-from headrace.kernels.packed_gemm import add_product
 
 
 @triton.jit

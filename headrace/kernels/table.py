@@ -20,9 +20,9 @@ from headrace.kernels import (
     moe,
     narrow,
     norm,
-    packed_widen,
     rotary,
     sampling,
+    tiled_widen,
 )
 from headrace.kernels._triton import HAS_TRITON
 from headrace.kernels.norm import HalfNormed
@@ -38,7 +38,7 @@ MODULES = {
     filter: ("filter_floor",),
     logsumexp: ("logsumexp",),
     moe: ("fused_moe",),
-    packed_widen: ("widen_packed",),
+    tiled_widen: ("widen_tiled",),
 }
 """module -> the operations it has"""
 
@@ -67,7 +67,7 @@ class KernelTable:
     filter_floor: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     logsumexp: Callable[[Tensor], Tensor]
     fused_moe: Callable[..., tuple[Tensor | HalfNormed, Tensor]]
-    widen_packed: Callable[..., Tensor]
+    widen_tiled: Callable[..., Tensor]
 
 
 def _table(suffix: str) -> KernelTable:

@@ -25,10 +25,10 @@ from headrace.config import cache_folder
 from headrace.kernels._triton import DEVICE_FAMILY, TritonError
 from headrace.kernels.fp8 import NarrowWeight, Quantized, Rounding, fp8_linear, quantize
 from headrace.kernels.gemm import skinny_linear
-from headrace.kernels.gemm_config import BUCKETS, CANDIDATES, GemmConfig, packed_candidates
+from headrace.kernels.gemm_config import BUCKETS, CANDIDATES, TILED, GemmConfig
 from headrace.kernels.narrow import narrow_linear
 from headrace.kernels.norm import HalfNormed
-from headrace.kernels.packed import PackedWeight
+from headrace.kernels.tiled import LARGEST_GROUP, TiledWeight
 from headrace.quantization.scheme import Compute, FusedOps, GemmTable, LinearSpec
 
 logger = logging.getLogger(__name__)
@@ -38,8 +38,8 @@ Plan = tuple[GemmConfig | None, ...]
 Size = tuple[int | str, int, int]
 """(what the weight is of, out_features, in_features): bytes an element, where those of fp8 have a scale an output;
 `int8`; `fp8/128`, where blocks of 128 inputs have a scale"""
-PackedSize = tuple[str, int, int]
-"""the same of a packed weight, which `kind_of` describes"""
+TiledSize = tuple[str, int, int]
+"""the same of a TiledWeight, which `kind_of` describes"""
 MULTIPLE = 16
 """The vendor's library takes fp8 whose numbers of inputs and of outputs are multiples of this."""
 VERSION = 3
@@ -88,33 +88,33 @@ def _candidates(kind: int | str, bucket: int) -> tuple[GemmConfig, ...]:
     return CANDIDATES.get((DEVICE_FAMILY, "fp8 blocks" if str(kind).startswith("fp8/") else kind, bucket), ())
 
 
-def kind_of(weight: PackedWeight) -> str:
-    """Return what a packed weight's kernels depend on besides its size."""
-    group = 0 if weight.scales.shape[-1] == 1 else weight.group_size
-    return f"{weight.values}{weight.bits}/{group}"
+def kind_of(weight: TiledWeight) -> str:
+    """Return what a weight's kernels depend on besides its size."""
+    group = 0 if weight.group_size == LARGEST_GROUP else weight.group_size
+    return f"{'e2m1' if weight.e2m1 else 'integer'}{weight.bits}/{group}"
 
 
-def plan_packed(
-    weight: PackedWeight, x_dtype: torch.dtype, library: Callable[[Tensor, PackedWeight], Tensor]
+def plan_tiled(
+    weight: TiledWeight, x_dtype: torch.dtype, library: Callable[[Tensor, TiledWeight], Tensor]
 ) -> GemmTable:
     """Return the table for weights like this one, which are measured if they are new. `library`: the product of x with
     a weight that is widened first."""
     size = (kind_of(weight), weight.out_features, weight.in_features)
     device = weight.codes.device
-    if (DEVICE_FAMILY, f"{weight.bits} bits", BUCKETS[0]) not in CANDIDATES or x_dtype.itemsize != 2:
+    if x_dtype.itemsize != 2:
         return table_of((None,) * len(BUCKETS))
     name = torch.cuda.get_device_name(device)
     known = {**_read(_measured_file(name), name), **_read(SHIPPED, name)}
     if size not in known:
         logger.info("measuring linears of %s, %d x %d", *size)
-        known[size] = _measure_packed(weight, x_dtype, library)
+        known[size] = _measure_tiled(weight, x_dtype, library)
         torch.cuda.empty_cache()
         _write(_measured_file(name), name, known)
     return table_of(known[size])
 
 
 def by_table(
-    weight: Tensor | PackedWeight | NarrowWeight,
+    weight: Tensor | TiledWeight | NarrowWeight,
     bias: Tensor | None,
     table: GemmTable,
     fused: FusedOps,
@@ -221,9 +221,7 @@ def has_library(weight: NarrowWeight) -> bool:
     return weight.values.dtype != torch.int8 and not weight.rows and even
 
 
-def _measure_packed(
-    weight: PackedWeight, dtype: torch.dtype, library: Callable[[Tensor, PackedWeight], Tensor]
-) -> Plan:
+def _measure_tiled(weight: TiledWeight, dtype: torch.dtype, library: Callable[[Tensor, TiledWeight], Tensor]) -> Plan:
     """Return the fastest at each bucket's number of tokens for weights like this one."""
     copies = min(1000, max(2, -(-ROTATED_BYTES // weight.num_bytes)))
     weights = [weight.clone() for _ in range(copies)]
@@ -231,16 +229,15 @@ def _measure_packed(
     for bucket in BUCKETS:
         x = torch.empty(bucket, weight.in_features, dtype=dtype, device=weight.codes.device).uniform_(-1, 1)
 
-        def ours(config: GemmConfig, weight: PackedWeight, x: Tensor = x) -> Tensor:
-            out: Tensor = skinny_linear(x, weight, None, config)
+        def ours(config: GemmConfig, weight: TiledWeight, x: Tensor = x) -> Tensor:
+            out: Tensor = skinny_linear(x, weight, None, config, gated=weight.gated)
             return out
 
-        configs = packed_candidates(DEVICE_FAMILY, weight.bits, weight.values, bucket)
-        plan.append(_fastest(configs, ours, partial(library, x), weights))
+        plan.append(_fastest(TILED[DEVICE_FAMILY, bucket], ours, partial(library, x), weights))
     return tuple(plan)
 
 
-Held = TypeVar("Held", Tensor, PackedWeight, NarrowWeight)
+Held = TypeVar("Held", Tensor, TiledWeight, NarrowWeight)
 
 
 def _fastest(
@@ -287,7 +284,7 @@ def _measured_file(name: str) -> Path:
     return cache_folder() / f"gemm-{key}.json"
 
 
-def _read(file: Path, name: str) -> dict[Size | PackedSize, Plan]:
+def _read(file: Path, name: str) -> dict[Size | TiledSize, Plan]:
     """Return what a file says of the device `name`; nothing if it is missing, of another version or damaged."""
     try:
         content = json.loads(file.read_text())
@@ -305,7 +302,7 @@ def _read(file: Path, name: str) -> dict[Size | PackedSize, Plan]:
         return {}
 
 
-def _write(file: Path, name: str, plans: dict[Size | PackedSize, Plan]) -> None:
+def _write(file: Path, name: str, plans: dict[Size | TiledSize, Plan]) -> None:
     """Write the file whole or not at all. If the folder cannot be written, the next start measures again."""
     entries = [{"size": size, "plan": [config and asdict(config) for config in plan]} for size, plan in plans.items()]
     content = json.dumps({"version": VERSION, "devices": {name: entries}}, indent=1)

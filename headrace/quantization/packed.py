@@ -18,6 +18,7 @@ from headrace.kernels.fp8 import Rounding
 from headrace.kernels.matmul import matmul
 from headrace.kernels.packed import PackedWeight
 from headrace.kernels.table import KernelTable, select_kernels
+from headrace.kernels.tiled import TiledWeight, tile, why_not_tiled
 from headrace.quantization import gpu_linear
 from headrace.quantization.scheme import Compute, FusedOps, GemmTable, HeldExperts, Layout, LinearSpec, Weights
 from headrace.quantization.unquantized import PlainProduct
@@ -38,7 +39,7 @@ class PackedProduct:
         self.layout = layout
         self.plain = PlainProduct()
         """multiplies what is widened at load, on a CPU"""
-        self.held: dict[int, PackedWeight] = {}
+        self.held: dict[int, TiledWeight] = {}
         """address of the codes -> the weight"""
         self.widened_for: Counter[str] = Counter()
         """why weights could not stay packed on a GPU -> how many"""
@@ -63,15 +64,15 @@ class PackedProduct:
     def finalize(self, spec: LinearSpec, weights: Weights, fused: FusedOps) -> Compute:
         if self.widens:
             return self.plain.finalize(spec, self.layout.dequantize(spec, weights), fused)
-        packed, bias = self._repack(spec, weights), weights.get("bias")
-        if packed is None:
+        tiled, bias = self._tile(spec, weights, fused.activation is not None), weights.get("bias")
+        if tiled is None:
             return self.plain.finalize(spec, weights, fused)
-        order, weight = packed.order, replace(packed, order=None)
+        order, weight = tiled.order, replace(tiled, order=None)
 
         def multiply(x: Tensor) -> Tensor:
             x = x if order is None else x.index_select(1, order)
             if spec.batch_invariant:
-                return matmul(x, self.kernels.widen_packed(weight, x.dtype), bias)
+                return matmul(x, self.kernels.widen_tiled(weight, x.dtype), bias)
             return self._of_widened(x, weight, bias)
 
         many = fused.wrap(multiply)
@@ -79,47 +80,61 @@ class PackedProduct:
             return many
         size = spec.out_features, spec.in_features
         if size not in self.tables:
-            self.tables[size] = gpu_linear.plan_packed(weight, spec.dtype, self._of_widened)
+            self.tables[size] = gpu_linear.plan_tiled(weight, spec.dtype, self._of_widened)
         return gpu_linear.by_table(weight, bias, self.tables[size], fused, many, order=order)
 
-    def _of_widened(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    def _of_widened(self, x: Tensor, weight: TiledWeight, bias: Tensor | None = None) -> Tensor:
         """Return x [num_tokens, in], in the weight's order, times the weight, which is widened for it."""
-        return F.linear(x, self.kernels.widen_packed(weight, x.dtype), bias)
+        return F.linear(x, self.kernels.widen_tiled(weight, x.dtype), bias)
 
     def widened(self, spec: LinearSpec, weights: Weights) -> Weights:
-        packed = self.held_in(weights)
-        if packed is None:
+        tiled = self.held_in(weights)
+        if tiled is None:
             return weights
         bias = {"bias": weights["bias"]} if "bias" in weights else {}
-        return {"weight": packed.dequantize(spec.dtype), **bias}
+        return {"weight": tiled.dequantize(spec.dtype), **bias}
 
-    def held_in(self, weights: Weights) -> PackedWeight | None:
-        """Return the packed weight that `finalize` left in `weights`; None if it is not packed."""
+    def held_in(self, weights: Weights) -> TiledWeight | None:
+        """Return what `finalize` left in `weights`; None if the weight is plain there."""
         return self.held[weights["codes"].data_ptr()] if "codes" in weights else None
 
     def experts(self, spec: LinearSpec, weights: Weights) -> HeldExperts:
         """Return the experts' PackedWeight; on a CPU, their weight widened."""
         if self.widens:
             return HeldExperts(self.layout.dequantize(spec, weights)["weight"])
-        packed = self._repack(spec, weights)
-        return HeldExperts(weights["weight"] if packed is None else packed)
+        packed = self.layout.packed(spec, weights)
+        if isinstance(packed, str):
+            return HeldExperts(self._widen(spec, weights, packed)["weight"])
+        _take_place(weights, packed.tensors())
+        return HeldExperts(packed)
 
     def notes(self) -> list[str]:
         return [f"{count} linears are widened at load: {why}" for why, count in self.widened_for.items()]
 
-    def _repack(self, spec: LinearSpec, weights: Weights) -> PackedWeight | None:
-        """Return `weights` packed, or None if they are widened; in either form they take the place of the checkpoint's
+    def _tile(self, spec: LinearSpec, weights: Weights, gated: bool) -> TiledWeight | None:
+        """Return `weights` tiled, or None if they are widened; in either form they take the place of the checkpoint's
         in `weights`."""
-        packed, bias = self.layout.packed(spec, weights), weights.get("bias")
-        if isinstance(packed, str):
-            self.widened_for[packed] += 1
-            plain = self.layout.dequantize(spec, weights)
-            weights.clear()
-            weights.update(plain)
+        packed = self.layout.packed(spec, weights)
+        why = packed if isinstance(packed, str) else why_not_tiled(packed)
+        if why or isinstance(packed, str):
+            self._widen(spec, weights, why)
             return None
+        tiled = tile(packed, spec.dtype, gated)
+        _take_place(weights, tiled.tensors())
+        self.held[tiled.codes.data_ptr()] = tiled
+        return tiled
+
+    def _widen(self, spec: LinearSpec, weights: Weights, why: str) -> Weights:
+        """Put the plain weight in the place of the checkpoint's, and return it."""
+        self.widened_for[why] += 1
+        plain = self.layout.dequantize(spec, weights)
         weights.clear()
-        weights.update(packed.tensors())
-        if bias is not None:
-            weights["bias"] = bias
-        self.held[packed.codes.data_ptr()] = packed
-        return packed
+        weights.update(plain)
+        return weights
+
+
+def _take_place(weights: Weights, tensors: Weights) -> None:
+    """Replace all tensors in `weights` but the bias."""
+    bias = {"bias": weights["bias"]} if "bias" in weights else {}
+    weights.clear()
+    weights.update({**tensors, **bias})

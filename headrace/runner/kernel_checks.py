@@ -162,10 +162,10 @@ def _fp8_linear(subject: Subject) -> Cases:
                 yield from cases.fp8_linear(subject.inputs, tokens, *held)
 
 
-def _widen_packed(subject: Subject) -> Cases:
+def _widen_tiled(subject: Subject) -> Cases:
     for layer in subject.ends(Linear, lambda layer: (layer.spec.in_features, layer.spec.out_features, layer.scheme)):
         if isinstance(product := layer.scheme.product, PackedProduct) and (held := product.held_in(layer.weights)):
-            yield from cases.widen_packed(subject.inputs, held)
+            yield from cases.widen_tiled(subject.inputs, held)
 
 
 def _narrow(layer: Linear) -> NarrowWeight | None:
@@ -251,6 +251,6 @@ KERNEL_CASES: dict[str, Callable[[Subject], Cases]] = {
     "filter_floor": lambda subject: cases.filter_floor(subject.inputs, 6, subject.vocab_size),
     "logsumexp": lambda subject: cases.logsumexp(subject.inputs, 4, subject.vocab_size),
     "fused_moe": _fused_moe,
-    "widen_packed": _widen_packed,
+    "widen_tiled": _widen_tiled,
 }
 """The cases of every kernel of the table, in the order in which they are checked"""

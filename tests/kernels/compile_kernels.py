@@ -27,12 +27,14 @@ from headrace.kernels import (
     moe_route,
     narrow,
     norm,
-    packed_widen,
     rotary,
     sampling,
+    tiled,
+    tiled_gemm,
+    tiled_widen,
 )
 from headrace.kernels.attention_config import plan_attention, plan_decode
-from headrace.kernels.gemm_config import BUCKETS, CANDIDATES, packed_candidates
+from headrace.kernels.gemm_config import BUCKETS, CANDIDATES, TILED
 from headrace.kernels.paged import Sequences
 from tests.kernels.offline_target import TARGETS, compiled, spills, use_target
 from tests.kernels.packed_weights import KINDS, OF_EXPERTS, random_packed
@@ -171,21 +173,21 @@ def compile_linears(family):
                 report(f"linear {config}", gemm._gemv_kernel if bucket == 1 else gemm._skinny_kernel, known)
 
 
-def compile_packed(family):
-    """Linears by packed weights of each format, and what widens them."""
+def compile_tiled(family):
+    """Linears by tiled weights of each format, and what widens them."""
     known = set()
-    for kind, bucket in (
-        ("int4 zeros", 1), ("nvfp4", 1), ("int8 groups", 1), ("int4 wide groups", 16), ("mxfp4", 16),
-        ("int8 per output", 64),
+    for kind, bucket, dtype in (
+        ("int4 wide groups", 16, torch.bfloat16), ("mxfp4", 16, torch.bfloat16), ("nvfp4", 1, torch.float16),
+        ("int8 groups", 32, torch.bfloat16), ("int8 per output", 64, torch.float16),
+        ("int4 zeros", 128, torch.bfloat16),
     ):  # fmt: skip
-        weight = random_packed(64, 4096, **KINDS[kind])
-        configs = packed_candidates(family, weight.bits, weight.values, bucket)
+        weight = tiled.tile(random_packed(64, 4096, **KINDS[kind]), dtype)
+        configs = TILED[family, bucket]
         for config in configs if SWEEP else configs[:1]:
-            gemm.skinny_linear(torch.zeros(bucket, 4096).bfloat16(), weight, None, config)
-            kernel = gemm._gemv_kernel if config.block_m == 1 else gemm._skinny_kernel
-            report(f"packed linear {kind} {config}", kernel, known)
-        packed_widen.widen_packed(weight, torch.bfloat16)
-    report("widened", packed_widen._widen_kernel, known)
+            gemm.skinny_linear(torch.zeros(bucket, 4096, dtype=dtype), weight, None, config)
+            report(f"tiled linear {kind} {config}", tiled_gemm._tiled_kernel, known)
+        tiled_widen.widen_tiled(weight, dtype)
+        report(f"widened {kind}", tiled_widen._widen_kernel, known)
 
 
 def compile_experts(target):
@@ -347,7 +349,7 @@ if __name__ == "__main__":
     compile_decode(TARGETS[sys.argv[1]][0].backend)
     compile_fp8_cache(sys.argv[1])
     compile_linears(TARGETS[sys.argv[1]][0].backend)
-    compile_packed(TARGETS[sys.argv[1]][0].backend)
+    compile_tiled(TARGETS[sys.argv[1]][0].backend)
     compile_experts(sys.argv[1])
     compile_batch_invariant(TARGETS[sys.argv[1]][0].backend)
     compile_rest()

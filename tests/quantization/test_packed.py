@@ -15,6 +15,7 @@ from headrace.kernels.gemm import skinny_linear_reference
 from headrace.kernels.gemm_config import GemmConfig
 from headrace.kernels.norm import half_norm_reference, rms_norm_reference
 from headrace.kernels.packed import PackedWeight
+from headrace.kernels.tiled import TiledWeight, tile
 from headrace.quantization import gpu_linear
 from headrace.quantization.packed import PackedProduct
 from headrace.quantization.scheme import FusedOps, GemmTable, LinearSpec, Part, Slot, Weights
@@ -72,24 +73,24 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         called.append("ours")
         return skinny_linear_reference(*arguments, **options)
 
-    def planned(weight: PackedWeight, dtype: torch.dtype, library: Any) -> GemmTable:
+    def planned(weight: TiledWeight, dtype: torch.dtype, library: Any) -> GemmTable:
         plan = (GemmConfig(1, 1, 1, 1), GemmConfig(16, 1, 1, 1), None, None, None)
         return gpu_linear.table_of(plan)
 
     monkeypatch.setattr(gpu_linear, "skinny_linear", skinny)
-    monkeypatch.setattr(gpu_linear, "plan_packed", planned)
+    monkeypatch.setattr(gpu_linear, "plan_tiled", planned)
     return called
 
 
 @pytest.mark.parametrize("kind", ["int4 zeros", "int4 ordered", "nvfp4", "int8 per output"])
-def test_a_gpu_holds_the_packed_form_alone(kind: str, on_gpu: list[str]) -> None:
+def test_a_gpu_holds_the_tiled_form_alone(kind: str, on_gpu: list[str]) -> None:
     weight = random_packed(24, 128, **KINDS[kind])
     product, spec, weights = PackedProduct(Given(weight)), spec_of(weight), loaded(weight)
     bias = weights["bias"]
     product.prepare([spec], CPU)
     product.widens = False
     compute = product.finalize(spec, weights, FusedOps())
-    assert set(weights) == {*weight.tensors(), "bias"}
+    assert set(weights) == {*tile(weight, spec.dtype).tensors(), "bias"}
     for tokens, ours in ((1, ["ours"]), (5, ["ours"]), (17, [])):
         x = torch.randn(tokens, 128)
         expected = F.linear(x, weight.dequantize(torch.float32), bias)

@@ -18,6 +18,7 @@ from headrace.kernels.gemm_config import BUCKETS, GemmConfig
 from headrace.kernels.moe import Experts, SwigluClamp
 from headrace.kernels.packed import PackedWeight
 from headrace.kernels.table import REFERENCE_KERNELS, KernelTable
+from headrace.kernels.tiled import TiledWeight
 from headrace.layers.context import LayerContext
 from headrace.layers.linear import Linear
 from headrace.layers.moe import SparseMoE
@@ -223,7 +224,7 @@ def packed(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
         self.widens = False
 
     monkeypatch.setattr(PackedProduct, "prepare", prepared)
-    monkeypatch.setattr(gpu_linear, "plan_packed", lambda *_: gpu_linear.table_of(CONFIGS))
+    monkeypatch.setattr(gpu_linear, "plan_tiled", lambda *_: gpu_linear.table_of(CONFIGS))
 
 
 @pytest.mark.usefixtures("packed")
@@ -231,16 +232,16 @@ def packed(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_packed_linears(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def skinny(x: Any, weight: Any, bias: Any, config: GemmConfig, *rest: Any, **options: Any) -> Any:
         out = skinny_linear_reference(x, weight, bias, config, *rest, **options)
-        lies = wrong == "ours" and config.block_m == 32 and isinstance(weight, PackedWeight)
+        lies = wrong == "ours" and config.block_m == 32 and isinstance(weight, TiledWeight)
         return out.mul_(1.03) if lies and weight.out_features == 96 else out
 
-    def widened(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-        return REFERENCE_KERNELS.widen_packed(weight, dtype) * (1.01 if wrong == "widened" else 1.0)
+    def widened(weight: TiledWeight, dtype: torch.dtype) -> Tensor:
+        return REFERENCE_KERNELS.widen_tiled(weight, dtype) * (1.01 if wrong == "widened" else 1.0)
 
     monkeypatch.setattr(gpu_linear, "skinny_linear", skinny)
-    found = subject({**LLAMA, "quantization_config": AWQ}, kernels=replace(REFERENCE_KERNELS, widen_packed=widened))
+    found = subject({**LLAMA, "quantization_config": AWQ}, kernels=replace(REFERENCE_KERNELS, widen_tiled=widened))
     assert all("codes" in layer.weights for layer in found.layers(Linear) if layer.spec.out_features == 96)
-    demoted = {"nothing": [], "ours": ["linear_96x32_up_to_32_tokens"], "widened": ["widen_packed"]}
+    demoted = {"nothing": [], "ours": ["linear_96x32_up_to_32_tokens"], "widened": ["widen_tiled"]}
     assert run(found).demoted == demoted[wrong]
     assert run(found).demoted == []
 

@@ -1,0 +1,84 @@
+"""Holds what linears over few tokens do with their sums: scales, bias, activation, residual, half a norm."""
+
+from __future__ import annotations
+
+from headrace.kernels._triton import tl, triton
+
+
+@triton.jit
+def gated_row(row, half, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    """Return a tile's rows of the weight: consecutive ones or, if GATED, half of the gate and half of what it gates."""
+    if GATED:
+        return tl.where(row % BLOCK < BLOCK // 2, 0, half - BLOCK // 2) + row // BLOCK * (BLOCK // 2) + row % BLOCK
+    return row
+
+
+@triton.jit
+def silu(x):
+    """Return x * sigmoid(x)."""
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def add_product(weight, x, acc, SWAP: tl.constexpr):
+    """Return acc + x [rows, inputs] @ weight [outputs, inputs].T, transposed if SWAP."""
+    if SWAP:
+        acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _row_scale(squares_ptr, row, row_in, parts, K, eps, PARTS: tl.constexpr):
+    """Return the factor that finishes a row's norm, from the parts of its sum of squares."""
+    part = tl.arange(0, PARTS)
+    mask = row_in[:, None] & (part < parts)[None, :]
+    squares = tl.load(squares_ptr + row[:, None] * parts + part[None, :], mask=mask, other=0.0)
+    return tl.rsqrt(tl.sum(squares, axis=1) / K + eps)
+
+
+@triton.jit
+def finish(
+    acc, across, row, row_in, weight_row, out_ptr, bias_ptr, x_scale_ptr, x_zero_ptr, weight_sums_ptr,
+    weight_scale_ptr, residual_ptr, squares_ptr, next_scaled_ptr, next_squares_ptr, next_weight_ptr, N, K, parts, eps,
+    GATED: tl.constexpr, PAIRED: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Store the outputs of tokens `row` and the weight's rows `weight_row`, given their sums # [tokens, rows] fp32. They
+    are those of block `across`. GATED: the first half of each PAIRED rows gates the second."""
+    ROWS: tl.constexpr = acc.shape[0]
+    COLUMNS: tl.constexpr = acc.shape[1]
+    weight_row_in = weight_row < N
+    if x_zero_ptr is not None:
+        sums = tl.load(weight_sums_ptr + weight_row, mask=weight_row_in, other=0.0)
+        acc -= tl.load(x_zero_ptr + row, mask=row_in, other=0.0)[:, None] * sums[None, :]
+    if weight_scale_ptr is not None:
+        acc *= tl.load(weight_scale_ptr + weight_row, mask=weight_row_in, other=0.0)[None, :]
+    if x_scale_ptr is not None:
+        acc *= tl.load(x_scale_ptr + row, mask=row_in, other=0.0)[:, None]
+    if squares_ptr is not None:
+        acc *= _row_scale(squares_ptr, row, row_in, parts, K, eps, PARTS)[:, None]
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + weight_row, mask=weight_row_in, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        apart = tl.reshape(acc, [ROWS, COLUMNS // PAIRED, 2, PAIRED // 2])
+        gate, up = tl.split(tl.permute(apart, [0, 1, 3, 2]))
+        out = tl.reshape(silu(gate) * up, [ROWS, COLUMNS // 2])
+        column = across * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+        width = N // 2
+    else:
+        out = acc
+        column = weight_row
+        width = N
+    offset = row[:, None] * width + column[None, :]
+    stored = row_in[:, None] & (column < width)[None, :]
+    if residual_ptr is not None:
+        out += tl.load(residual_ptr + offset, mask=stored, other=0.0).to(tl.float32)
+    rounded = out.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + offset, rounded, mask=stored)
+    if next_scaled_ptr is not None:
+        weight = tl.load(next_weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+        out = rounded.to(tl.float32)
+        tl.store(next_scaled_ptr + offset, (out * weight[None, :]).to(next_scaled_ptr.dtype.element_ty), mask=stored)
+        squares = tl.sum(tl.where(stored, out * out, 0.0), axis=1)
+        tl.store(next_squares_ptr + row * tl.num_programs(0) + across, squares, mask=row_in)

@@ -1,0 +1,371 @@
+"""Multiplies few tokens by a TiledWeight (tiled.py) on the matrix units.
+
+A code becomes a float without a conversion, by its bits: an integer is placed in the mantissa of 128 (bfloat16) or of
+1024 (float16), and both are subtracted; those of e2m1 are a float's already, 2 ** 126 or 2 ** 14 times too small.
+Groups of a block or more scale their sums, smaller ones the weight, rounded to the activations' type.
+
+Several programs share an output's inputs, since one would leave most of the GPU's memory idle: each adds up its part,
+and the last to be done adds up the parts, always in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.kernels._triton import after_inputs, pairs_in_registers, tl, triton, wait_for_inputs
+from headrace.kernels.gemm_config import GemmConfig
+from headrace.kernels.gemm_epilogue import finish
+from headrace.kernels.tiled import BLOCK, BYTES, LANES, ROWS, TiledWeight, runs_of
+
+_ROWS, _BLOCK, _LANES = tl.constexpr(ROWS), tl.constexpr(BLOCK), tl.constexpr(LANES)
+
+# Each takes the codes out of the words of two neighbouring columns ($N, the last) and makes pairs of floats of them.
+_INTEGERS_4 = """{{
+.reg .b32 t;
+lop3.b32 $0, $4, 0x000f000f, {magic}, 0xea;
+shr.u32 t, $4, 4;
+lop3.b32 $1, t, 0x000f000f, {magic}, 0xea;
+shr.u32 t, $4, 8;
+lop3.b32 $2, t, 0x000f000f, {magic}, 0xea;
+shr.u32 t, $4, 12;
+lop3.b32 $3, t, 0x000f000f, {magic}, 0xea;
+}}"""
+# Of 8 bits, bfloat16's mantissa holds half: 16 * upper + lower.
+_INTEGERS_8_BF16 = tl.constexpr("""{
+.reg .b32 t, h, m, f;
+mov.b32 m, 0x43004300;
+mov.b32 f, 0x41804180;
+lop3.b32 $0, $2, 0x000f000f, m, 0xea;
+sub.bf16x2 $0, $0, m;
+shr.u32 t, $2, 4;
+lop3.b32 h, t, 0x000f000f, m, 0xea;
+sub.bf16x2 h, h, m;
+fma.rn.bf16x2 $0, h, f, $0;
+shr.u32 t, $2, 8;
+lop3.b32 $1, t, 0x000f000f, m, 0xea;
+sub.bf16x2 $1, $1, m;
+shr.u32 t, $2, 12;
+lop3.b32 h, t, 0x000f000f, m, 0xea;
+sub.bf16x2 h, h, m;
+fma.rn.bf16x2 $1, h, f, $1;
+}""")
+_INTEGERS_8_F16 = tl.constexpr("""{
+.reg .b32 t;
+lop3.b32 $0, $2, 0x00ff00ff, 0x64006400, 0xea;
+shr.u32 t, $2, 8;
+lop3.b32 $1, t, 0x00ff00ff, 0x64006400, 0xea;
+}""")
+_INTEGERS_4_BF16 = tl.constexpr(_INTEGERS_4.format(magic="0x43004300"))
+_INTEGERS_4_F16 = tl.constexpr(_INTEGERS_4.format(magic="0x64006400"))
+# One multiplication by the sum of two powers of 2 moves the sign and the rest by as many places as each has to go.
+_E2M1_BF16 = tl.constexpr("""{
+.reg .b32 t, u;
+and.b32 t, $4, 0x000f000f;
+mul.lo.u32 t, t, 0x1040;
+and.b32 $0, t, 0x81c081c0;
+and.b32 t, $4, 0x00f000f0;
+mul.lo.u32 t, t, 0x0104;
+and.b32 $1, t, 0x81c081c0;
+shr.u32 u, $4, 8;
+and.b32 t, u, 0x000f000f;
+mul.lo.u32 t, t, 0x1040;
+and.b32 $2, t, 0x81c081c0;
+and.b32 t, u, 0x00f000f0;
+mul.lo.u32 t, t, 0x0104;
+and.b32 $3, t, 0x81c081c0;
+}""")
+_TO_FOUR, _TO_TWO = tl.constexpr("=&r,=&r,=&r,=&r,r"), tl.constexpr("=&r,=&r,r")
+
+
+@triton.jit
+def placed(words, SHIFT: tl.constexpr, BITS: tl.constexpr, E2M1: tl.constexpr, dtype: tl.constexpr):
+    """Return what the assembly makes of the codes at SHIFT of int16 words."""
+    code = (words >> SHIFT) & ((1 << BITS) - 1)
+    if E2M1:
+        bits = ((code & 8) << 12) | ((code & 7) << (9 if dtype == tl.float16 else 6))
+    elif dtype == tl.float16:
+        bits = code | 0x6400
+    elif BITS == 4:
+        bits = code | 0x4300
+    if dtype == tl.bfloat16 and BITS == 8:
+        value = code.to(tl.float32).to(dtype)
+    else:
+        value = bits.to(dtype, bitcast=True)
+    return value
+
+
+@triton.jit
+def run_of(flat):
+    """Return codes # [tiles, LANES], of 16 inputs, by output and input # [outputs, 16], where they are."""
+    apart = tl.reshape(flat, [flat.shape[0], 4, 8, 4, 2, 2, 2])  # tile, warp, row, pair, 8 columns, 8 rows, column
+    return tl.reshape(tl.permute(apart, [0, 1, 5, 2, 4, 3, 6]), [flat.shape[0] * _ROWS, 16])
+
+
+@triton.jit
+def _less(values, offset, ASM: tl.constexpr):
+    """Return values [outputs, inputs] - offset [outputs]."""
+    offset = tl.broadcast_to(offset[:, None], values.shape)
+    if ASM and values.dtype == tl.bfloat16:
+        values = tl.inline_asm_elementwise("sub.bf16x2 $0, $1, $2;", "=r,r,r", [values, offset], tl.bfloat16, True, 2)
+    else:
+        values = values - offset
+    return values
+
+
+@triton.jit
+def _times(values, scale, ASM: tl.constexpr):
+    """Return values [outputs, inputs] * scale [outputs]."""
+    scale = tl.broadcast_to(scale[:, None], values.shape)
+    if ASM and values.dtype == tl.bfloat16:
+        values = tl.inline_asm_elementwise("mul.bf16x2 $0, $1, $2;", "=r,r,r", [values, scale], tl.bfloat16, True, 2)
+    else:
+        values = values * scale
+    return values
+
+
+@triton.jit
+def _joined(first, second):
+    """Return two runs of as many inputs beside each other."""
+    together = tl.permute(tl.join(first, second), [0, 2, 1])
+    return tl.reshape(together, [first.shape[0], 2 * first.shape[1]])
+
+
+@triton.jit
+def field(words_ptr, at, BYTE: tl.constexpr, WIDTH: tl.constexpr):
+    """Load the unsigned number of WIDTH bytes from BYTE on of each output's words."""
+    word = tl.load(words_ptr + at + BYTE // 4 * _ROWS)
+    return (word >> (BYTE % 4 * 8)) & ((1 << (8 * WIDTH)) - 1)
+
+
+@triton.jit
+def scale_of(words_ptr, at, RUN: tl.constexpr, SCALES: tl.constexpr, dtype: tl.constexpr):
+    """Load a group's scales in `dtype`. Bytes are made for the activations' type: they undo the smallness of e2m1."""
+    if SCALES == "float16":
+        held = field(words_ptr, at, 2 * RUN, 2).to(tl.int16).to(tl.float16, bitcast=True).to(dtype)
+    elif SCALES == "bfloat16":
+        held = field(words_ptr, at, 2 * RUN, 2).to(tl.int16).to(tl.bfloat16, bitcast=True).to(dtype)
+    else:
+        MANTISSA: tl.constexpr = 10 if dtype == tl.float16 else 7
+        if SCALES == "e8m0":
+            LEAST: tl.constexpr = -99 if dtype == tl.float16 else 125
+            bits = (field(words_ptr, at, RUN, 1) + LEAST) << MANTISSA
+        else:
+            FIRST: tl.constexpr = -1 if dtype == tl.float16 else 222
+            bits = (field(words_ptr, at, RUN, 1) << (MANTISSA - 3)) + (FIRST << MANTISSA)
+        if dtype == tl.float16:  # the zeros behind a weight, which meet no input, are not to be infinite
+            bits = tl.maximum(bits, 0)
+        held = bits.to(tl.int16).to(dtype, bitcast=True)
+    return held
+
+
+@triton.jit
+def _zero(words_ptr, at, BYTE: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr, dtype: tl.constexpr):
+    """Return what is to be taken from placed integers # [outputs] in `dtype`. BYTE: where the zeros are."""
+    if dtype == tl.float16:
+        placed = 1024
+    else:
+        placed = 128 if BITS == 4 else 0
+    if ZEROS:
+        zero = (field(words_ptr, at, BYTE, 1) + placed).to(tl.float32).to(dtype)
+    else:
+        zero = tl.full(at.shape, placed + (1 << (BITS - 1)), tl.float32).to(dtype)
+    return zero
+
+
+@triton.jit
+def _small(
+    run, words_ptr, at, RUN: tl.constexpr, BITS: tl.constexpr, E2M1: tl.constexpr, GROUP: tl.constexpr,
+    SCALES: tl.constexpr, ZEROS: tl.constexpr, ZEROS_AT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Return the block's run RUN of 16 inputs, placed, as weights: of groups smaller than a block, scaled."""
+    OF_GROUP: tl.constexpr = RUN * 16 // GROUP if GROUP < _BLOCK else 0
+    if not E2M1:
+        run = _less(run, _zero(words_ptr, at, ZEROS_AT + OF_GROUP, BITS, ZEROS, run.dtype), ASM)
+    if GROUP < _BLOCK:
+        run = _times(run, scale_of(words_ptr, at, OF_GROUP, SCALES, run.dtype), ASM)
+    return run
+
+
+@triton.jit
+def _chunk(
+    words, words_ptr, at, CHUNK: tl.constexpr, BITS: tl.constexpr, E2M1: tl.constexpr, GROUP: tl.constexpr,
+    SCALES: tl.constexpr, ZEROS: tl.constexpr, ZEROS_AT: tl.constexpr, ASM: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Return the weights of the block's chunk CHUNK # [outputs, 64 or 32] in `dtype`, given its codes."""
+    if BITS == 8:
+        if ASM and dtype == tl.float16:
+            a, b = tl.inline_asm_elementwise(_INTEGERS_8_F16, _TO_TWO, [words], (tl.float16,) * 2, True, 2)
+        elif ASM:
+            a, b = tl.inline_asm_elementwise(_INTEGERS_8_BF16, _TO_TWO, [words], (tl.bfloat16,) * 2, True, 2)
+        else:
+            a, b = placed(words, 0, 8, E2M1, dtype), placed(words, 8, 8, E2M1, dtype)
+        a = _small(run_of(a), words_ptr, at, 2 * CHUNK, BITS, E2M1, GROUP, SCALES, ZEROS, ZEROS_AT, ASM)
+        b = _small(run_of(b), words_ptr, at, 2 * CHUNK + 1, BITS, E2M1, GROUP, SCALES, ZEROS, ZEROS_AT, ASM)
+        weights = _joined(a, b)
+    else:
+        if ASM and dtype == tl.bfloat16:
+            a, b, c, d = tl.inline_asm_elementwise(
+                _E2M1_BF16 if E2M1 else _INTEGERS_4_BF16, _TO_FOUR, [words], (tl.bfloat16,) * 4, True, 2
+            )
+        elif ASM and not E2M1:
+            a, b, c, d = tl.inline_asm_elementwise(_INTEGERS_4_F16, _TO_FOUR, [words], (tl.float16,) * 4, True, 2)
+        else:
+            a, b = placed(words, 0, 4, E2M1, dtype), placed(words, 4, 4, E2M1, dtype)
+            c, d = placed(words, 8, 4, E2M1, dtype), placed(words, 12, 4, E2M1, dtype)
+        a = _small(run_of(a), words_ptr, at, 4 * CHUNK, BITS, E2M1, GROUP, SCALES, ZEROS, ZEROS_AT, ASM)
+        b = _small(run_of(b), words_ptr, at, 4 * CHUNK + 1, BITS, E2M1, GROUP, SCALES, ZEROS, ZEROS_AT, ASM)
+        c = _small(run_of(c), words_ptr, at, 4 * CHUNK + 2, BITS, E2M1, GROUP, SCALES, ZEROS, ZEROS_AT, ASM)
+        d = _small(run_of(d), words_ptr, at, 4 * CHUNK + 3, BITS, E2M1, GROUP, SCALES, ZEROS, ZEROS_AT, ASM)
+        weights = _joined(_joined(a, b), _joined(c, d))
+    return weights
+
+
+@triton.jit
+def row_of(place, N, GATED: tl.constexpr):
+    """Return the weight's row that tiles hold at each place; N or more if there is none."""
+    if GATED:
+        row = place // _ROWS * (_ROWS // 2) + place % (_ROWS // 2)
+        row = tl.where(row < N // 2, row, N)
+        row += tl.where(place % _ROWS < _ROWS // 2, 0, N // 2)
+    else:
+        row = place
+    return row
+
+
+@triton.jit
+def tiled_dots(
+    codes_ptr, words_ptr, x_ptr, tile, last_tile, first, last, blocks, words_step, row, row_in, K, x_stride,
+    OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr, BITS: tl.constexpr, E2M1: tl.constexpr, GROUP: tl.constexpr,
+    SCALES: tl.constexpr, ZEROS: tl.constexpr, ZEROS_AT: tl.constexpr, WORDS: tl.constexpr, EVEN_K: tl.constexpr,
+    ASM: tl.constexpr, OVERLAP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Return the weights of OUTPUTS from `tile` on times x [row, K], over the blocks from `first` up to `last`
+    # [OUTPUTS, rows] fp32. BLOCKS of them are multiplied in turn."""
+    CHUNKS: tl.constexpr = BITS // 2
+    WIDTH: tl.constexpr = _BLOCK // CHUNKS
+    SUMS: tl.constexpr = GROUP >= _BLOCK and SCALES != "none"
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    output = tl.arange(0, OUTPUTS)
+    tiles = tl.minimum(tile + tl.arange(0, OUTPUTS // _ROWS), last_tile)
+    codes_ptrs = codes_ptr + tiles.to(tl.int64)[:, None] * (blocks * (CHUNKS * _LANES)) + tl.arange(0, _LANES)[None, :]
+    held = tl.minimum(tile + output // _ROWS, last_tile)
+    at = held * (words_step * blocks + (1 - words_step)) * (WORDS * _ROWS) + output % _ROWS
+    k = tl.arange(0, WIDTH)
+    x_ptrs = x_ptr + row[:, None] * x_stride + k[None, :]
+    acc = tl.zeros([OUTPUTS, row.shape[0]], tl.float32)
+    for start in tl.range(first, last, BLOCKS, num_stages=STAGES):
+        waited = after_inputs(start * _BLOCK, _BLOCK, OVERLAP)
+        for ahead in tl.static_range(BLOCKS):
+            here = at + (start + ahead) * words_step * (WORDS * _ROWS)
+            part = tl.zeros_like(acc) if SUMS else acc
+            for chunk in tl.static_range(CHUNKS):
+                codes = tl.load(codes_ptrs + ((start + ahead) * CHUNKS + chunk) * _LANES)
+                column = ahead * _BLOCK + chunk * WIDTH
+                if EVEN_K:
+                    x = tl.load(x_ptrs + waited + column, mask=row_in[:, None], other=0.0)
+                else:
+                    inside = row_in[:, None] & (waited + column + k < K)[None, :]
+                    x = tl.load(x_ptrs + waited + column, mask=inside, other=0.0)
+                weights = _chunk(codes, words_ptr, here, chunk, BITS, E2M1, GROUP, SCALES, ZEROS, ZEROS_AT, ASM, dtype)
+                part = tl.dot(weights, tl.trans(x), part)
+            if SUMS:
+                acc += part * scale_of(words_ptr, here, 0, SCALES, tl.float32)[:, None]
+            else:
+                acc = part
+    if SCALES == "e5m3":
+        acc *= 256.0 if dtype == tl.float16 else 512.0
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _tiled_kernel(
+    out_ptr, x_ptr, codes_ptr, words_ptr, bias_ptr, weight_scale_ptr, residual_ptr, squares_ptr, next_scaled_ptr,
+    next_squares_ptr, next_weight_ptr, parts_ptr, arrived_ptr, N, K, tiles, words_step, parts, eps, num_tokens,
+    x_stride,
+    BLOCK_M: tl.constexpr, OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    BITS: tl.constexpr, E2M1: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
+    ZEROS_AT: tl.constexpr, WORDS: tl.constexpr, EVEN_K: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr,
+    ASM: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Compute OUTPUTS by BLOCK_M tokens; grid (outputs, parts of the inputs, tokens)."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    tile = tl.program_id(0) * (OUTPUTS // _ROWS)
+    row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_in = row < num_tokens
+    blocks = tl.cdiv(K, _BLOCK)
+    each = tl.cdiv(tl.cdiv(blocks, BLOCKS), SPLIT) * BLOCKS
+    first = tl.program_id(1) * each
+    acc = tiled_dots(
+        codes_ptr, words_ptr, x_ptr, tile, tiles - 1, first, tl.minimum(first + each, blocks), blocks, words_step, row,
+        row_in, K, x_stride, OUTPUTS, BLOCKS, BITS, E2M1, GROUP, SCALES, ZEROS, ZEROS_AT, WORDS, EVEN_K, ASM, OVERLAP,
+        STAGES,
+    )  # fmt: skip
+    wait_for_inputs(OVERLAP)
+    weight_row = row_of(tile * _ROWS + tl.arange(0, OUTPUTS), N, GATED)
+    acc = tl.trans(acc)
+    done = True
+    if SPLIT > 1:
+        sharers = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        cell = tl.arange(0, BLOCK_M)[:, None] * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
+        mine = parts_ptr + (sharers * SPLIT).to(tl.int64) * (BLOCK_M * OUTPUTS) + cell
+        tl.store(mine + tl.program_id(1) * (BLOCK_M * OUTPUTS), acc, mask=row_in[:, None])
+        tl.debug_barrier()  # all of the program's stores come before its arrival
+        done = tl.atomic_add(arrived_ptr + sharers, 1, sem="acq_rel") == SPLIT - 1
+        if done:
+            acc = tl.load(mine, mask=row_in[:, None], other=0.0, cache_modifier=".cg")
+            for other in tl.static_range(1, SPLIT):
+                part = mine + other * (BLOCK_M * OUTPUTS)
+                acc += tl.load(part, mask=row_in[:, None], other=0.0, cache_modifier=".cg")
+            tl.store(arrived_ptr + sharers, 0)
+    if done:
+        finish(
+            acc, tl.program_id(0), row, row_in, weight_row, out_ptr, bias_ptr, None, None, None, weight_scale_ptr,
+            residual_ptr, squares_ptr, next_scaled_ptr, next_squares_ptr, next_weight_ptr, N, K, parts, eps, GATED,
+            _ROWS, PARTS,
+        )  # fmt: skip
+
+
+def describe(weight: TiledWeight) -> dict[str, Any]:
+    """Return the launch options for a weight."""
+    return {
+        "BITS": weight.bits,
+        "E2M1": weight.e2m1,
+        "GROUP": weight.group_size,
+        "SCALES": weight.scales,
+        "ZEROS": weight.zeros,
+        "ZEROS_AT": BYTES[weight.scales] * runs_of(weight.group_size),
+        "WORDS": 0 if weight.words is None else weight.words.shape[2],
+    }
+
+
+def launch_tiled(
+    programs: int,
+    out: Tensor,
+    x: Tensor,
+    weight: TiledWeight,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    squares: Tensor | None,
+    following: tuple[Tensor | None, Tensor | None, Tensor | None],
+    parts: int,
+    eps: float,
+    config: GemmConfig,
+    options: dict[str, Any],
+) -> None:
+    """Write x times the weight to `out`, as gemm.py's skinny_linear describes, by `programs` for all outputs."""
+    num_tokens, k = x.shape
+    tokens = -(-num_tokens // config.block_m)
+    sums: Tensor | None = None
+    if config.split > 1:
+        sums = x.new_empty((programs * tokens, config.split, config.block_m, config.block_n), dtype=torch.float32)
+    _tiled_kernel[(programs, config.split, tokens)](
+        out, x, weight.codes, weight.words, bias, weight.factors, residual, squares, *following, sums, weight.arrived,
+        weight.out_features, k, len(weight.codes), weight.words_step, parts, eps, num_tokens, x.stride(0),
+        BLOCK_M=config.block_m, OUTPUTS=config.block_n, BLOCKS=config.block_k // BLOCK, SPLIT=config.split,
+        STAGES=config.num_stages, **describe(weight),
+        EVEN_K=k % config.block_k == 0, ASM=pairs_in_registers(), num_warps=config.num_warps, **options,
+    )  # fmt: skip

@@ -1,0 +1,61 @@
+"""Linears over few tokens by tiled weights, what is fused with them, and what widens them, against their references."""
+
+import pytest
+import torch
+
+from headrace.kernels.gemm import skinny_linear, skinny_linear_reference
+from headrace.kernels.gemm_config import GemmConfig
+from headrace.kernels.tiled import tile
+from headrace.kernels.tiled_widen import widen_tiled, widen_tiled_reference
+from tests.kernels.packed_weights import KINDS, random_packed
+
+WHOLE = GemmConfig(16, 64, 256, 4, 2, True)
+SHARED = GemmConfig(16, 128, 128, 4, 2, True, split=3)
+TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def made(kind, dtype, *shape, gated=False):
+    """A random weight without an order, in which activations come already."""
+    return tile(random_packed(*shape, **{**KINDS[kind], "order": False}), dtype, gated)
+
+
+def error(out, expected):
+    return float((out.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_linear(kind):
+    """Numbers of tokens, inputs and outputs that tiles and blocks do not divide."""
+    for dtype, config, (n, k) in ((torch.bfloat16, SHARED, (70, 416)), (torch.float16, WHOLE, (40, 160))):
+        weight, bias = made(kind, dtype, n, k), torch.randn(n).to(dtype)
+        x = torch.randn(18, k).to(dtype)
+        expected = skinny_linear_reference(x, weight, bias, dtype=torch.float32)
+        assert error(skinny_linear(x, weight, bias, config), expected) <= TOLERANCE[dtype]
+        assert not weight.arrived.any()
+
+
+@pytest.mark.parametrize("config", [WHOLE, SHARED], ids=["whole", "shared"])
+@pytest.mark.parametrize("kind", ["int4 zeros", "nvfp4"])
+def test_fused(kind, config):
+    """The norm before and after, the gate and the residual are those of plain weights."""
+    tokens, hidden, inner = 3, 96, 160
+    down = made(kind, torch.bfloat16, hidden, inner)
+    up = made(kind, torch.bfloat16, 2 * inner, hidden, gated=True)
+    x, residual = torch.randn(tokens, inner).bfloat16(), torch.randn(tokens, hidden).bfloat16()
+    norm, plain = torch.rand(hidden).bfloat16() + 0.5, residual.clone()
+    half = skinny_linear(x, down, None, config, residual=residual, next_norm=norm)
+    assert half.x is residual
+    assert error(half.x, skinny_linear_reference(x, down, None, residual=plain)) <= 8e-3
+    gated = skinny_linear(half, up, None, config, gated=True, eps=1e-5)
+    wanted = skinny_linear_reference(half, up, None, gated=True, eps=1e-5, dtype=torch.float32)
+    assert error(gated, wanted) <= 1e-2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_widened(kind):
+    for dtype, (n, k), gated in ((torch.bfloat16, (70, 160), True), (torch.float32, (40, 288), False)):
+        weight = made(kind, dtype, n, k, gated=gated)
+        expected = widen_tiled_reference(weight, dtype)
+        torch.testing.assert_close(
+            widen_tiled(weight, dtype), expected, rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=0.0
+        )
