@@ -306,8 +306,8 @@ def skinny_linear(
     to groups if the weight has them, but for one token by ordinary arithmetic (config.block_m 1), which is not
     quantized. `gated`: the result is silu(first half) * second half [T, N / 2]. `residual` [T, N], contiguous: the
     result is added to it, in place. x may be HalfNormed, by a norm with `eps`; the result is HalfNormed if there are a
-    residual and `next_norm` [N], the weight of the norm of the sum. To a TiledWeight x is of 16 bits. Many tokens are computed in bands, without a half
-    norm.
+    residual and `next_norm` [N], the weight of the norm of the sum. To a TiledWeight x is of 16 bits. Many tokens are
+    computed in bands, without a half norm.
     """
     num_tokens, k = x.shape
     n = weight.out_features if isinstance(weight, TiledWeight) else weight.shape[0]

@@ -44,8 +44,8 @@ def finish(
     weight_scale_ptr, residual_ptr, squares_ptr, next_scaled_ptr, next_squares_ptr, next_weight_ptr, N, K, parts, eps,
     GATED: tl.constexpr, PAIRED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Store the outputs of tokens `row` and the weight's rows `weight_row`, given their sums # [tokens, rows] fp32. They
-    are those of block `across`. GATED: the first half of each PAIRED rows gates the second."""
+    """Store the outputs of tokens `row` and the weight's rows `weight_row`, given their sums # [tokens, rows] fp32,
+    which are those of block `across`. GATED: the first half of each PAIRED rows gates the second."""
     ROWS: tl.constexpr = acc.shape[0]
     COLUMNS: tl.constexpr = acc.shape[1]
     weight_row_in = weight_row < N
