@@ -96,6 +96,8 @@ def apart(patterns: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:
 
 def property_names(self: Rewriter, schema: Mapping[str, Any], value: Any, base: str, where: str) -> list[Any]:
     """Return `patternProperties` and `properties`, without others, of the names that a schema allows."""
+    if schema.get("patternProperties"):  # of a draft that does not know the keyword: see `with_patterns_of_names`
+        raise RequestError(f"{where} is not supported beside patternProperties", self.field)
     names = self.resolve(base, where, value)
     rest, known = schema.get("additionalProperties", True), self.object_of(schema.get("properties", {}), where)
     if isinstance(names, Mapping) and names.keys() - NOTES in ({"enum"}, {"const"}):

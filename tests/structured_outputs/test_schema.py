@@ -205,6 +205,12 @@ def test_formats_are_held(name: str) -> None:
         (7, {"type": "array", "items": {"type": "null"}, "additionalItems": False}, [[None]], [[1]]),
         (7, {"type": "object", "dependencies": {"a": ["b"], "c": {"required": ["d"]}}}, [{"b": 1}, {}], [{"a": 1}]),
         (7, {"$ref": "#/definitions/x", "definitions": {"x": {"type": "null"}}}, [None], [1]),
+        (
+            4,
+            {"propertyNames": {"pattern": "^a"}, "patternProperties": {".*": {"type": "null"}}},
+            [{"b": None}],
+            [{"a": 1}],
+        ),
         (7, {"$ref": "#/definitions/x", "minimum": 5, "definitions": {"x": {"type": "integer"}}}, [3], ["x"]),
     ],
 )
