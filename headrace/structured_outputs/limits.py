@@ -27,7 +27,7 @@ MAX_NODES = 20_000
 """Schemas within a schema, before and after it is rewritten."""
 MAX_ONE_OF = 128
 """Options of a `oneOf`, unless each of them names its values: every two are compared."""
-MAX_RESOLVED = 10_000
+MAX_RESOLVED = 3_000
 """References that are followed to tell schemas apart: what lies behind them is compared again and again."""
 MAX_ARRANGED = 400
 """Arrays that `uniqueItems` may leave: those of five values, and some of more where `maxItems` is small."""
