@@ -195,26 +195,25 @@ def fits(sizes: Sizes, product: Product) -> bool:
 def launch(sizes: Sizes, product: Product, x: Tensor, weight: Weight, routing: moe_route.Routing, out: Tensor) -> None:
     """Run one product, with the rounding of x before it. Down one by one adds to `out`; all else overwrites it."""
     (block_m, up, tile), (values, scale) = product, weight
-    held, options = moe.operand(values, scale, None)
     n, k = (sizes.wide, sizes.hidden) if up else (sizes.hidden, sizes.wide)
     blocks = -(-n // tile.block_n)
     common: dict[str, Any] = {"N": n, "K": k, "TOP_K": sizes.top_k, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
-    common |= {"num_warps": tile.num_warps, **options, **overlap()}
+    common |= {"num_warps": tile.num_warps, **overlap()}
     gates = moe.gate_options(None)
     if block_m > 1:
         count = routing.tiles.shape[1]
         rounded, x_scale, *_ = (x, None) if scale is None else quantize_per_token(x, values.dtype)
         moe_kernels.tiles_kernel[(count * blocks,)](
-            out, rounded, x_scale, *held, routing.order, routing.tiles, count,
+            out, rounded, x_scale, values, scale, None, routing.order, routing.tiles, count,
             GATED=up, BLOCK_M=block_m, SWAP=tile.swap, num_stages=tile.num_stages, **gates, **common,
         )  # fmt: skip
     elif up:
         moe_kernels.up_one_by_one_kernel[(blocks, out.shape[0])](
-            out, x, *held, routing.ids, VECTOR=vector_of(values), **gates, **common
+            out, x, values, scale, None, routing.ids, VECTOR=vector_of(values), **gates, **common
         )
     else:
         moe_kernels.down_one_by_one_kernel[(blocks, routing.ids.shape[0])](
-            out, x, *held, routing.ids, routing.weights, out, None, None, 0, None, None, None,
+            out, x, values, scale, None, routing.ids, routing.weights, out, None, None, 0, None, None, None,
             MEMBERS=tile.group, VECTOR=vector_of(values), **common,
         )  # fmt: skip
 

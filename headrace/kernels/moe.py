@@ -6,7 +6,8 @@ experts in the order in which it chose them. Either way no sum depends on which 
 in moe_kernels.py.
 
 Weights may be fp8 with a scale an output: tiles are then rounded to fp8 too, since matrix units take that without
-unpacking, while a token by itself is not rounded. Packed weights (packed.py) are widened on the way.
+unpacking, while a token by itself is not rounded. Weights of 4 and 8 bits beside activations of 16 (tiled.py) have a
+kernel of their own in moe_tiled.py, for few tokens too.
 """
 
 from __future__ import annotations
@@ -25,21 +26,17 @@ from headrace.kernels.gemm_config import BUCKETS
 from headrace.kernels.moe_config import Kind, MoeConfig, Tile, pick_moe_config
 from headrace.kernels.moe_kernels import down_one_by_one_kernel, sum_kernel, tiles_kernel, up_one_by_one_kernel
 from headrace.kernels.moe_route import SOFTMAX, Routing, Scoring, norm_and_route, route_reference
+from headrace.kernels.moe_tiled import launch_tiled_experts
 from headrace.kernels.norm import (
     HalfNormed,
     half_norm_reference,
     half_normed_over,
     rms_norm_reference,
 )
-from headrace.kernels.packed import PackedWeight
-from headrace.kernels.packed_codes import packed_options
+from headrace.kernels.tiled import TiledWeight
 
 HALF_NORMED_TOKENS = BUCKETS[-1]
 """the most tokens for which the next linear may be one of our kernels, which finish a norm"""
-LARGE_GROUP = 64
-"""inputs that share a scale, beginning with which tiles are as long as a group"""
-MOST_SUMS = 1 << 13
-"""block_m * block_n from which on a tile's sums, and as many again, do not fit into registers"""
 
 
 class SwigluClamp(NamedTuple):
@@ -53,16 +50,16 @@ class SwigluClamp(NamedTuple):
 @dataclass(frozen=True)
 class Experts:
     """Holds one sparse layer's weights on this rank, contiguous, and how tokens are routed. The experts' weights have
-    the router's dtype, or are fp8 with scales, or packed. Biases have the router's dtype."""
+    the router's dtype, or are fp8 with scales, or both are tiled. Biases have the router's dtype."""
 
     norm_weight: Tensor | None
     """# [hidden]: the input goes through an RMS norm first; None: it comes normed"""
     eps: float
     router: Tensor
     """# [experts, hidden], and one more row if the shared expert has a gate"""
-    w13: Tensor | PackedWeight
-    """# [experts, 2 * n, hidden], gate above up"""
-    w2: Tensor | PackedWeight
+    w13: Tensor | TiledWeight
+    """# [experts, 2 * n, hidden], gate above up; tiled as `gated`"""
+    w2: Tensor | TiledWeight
     """# [experts, hidden, n]"""
     top_k: int
     renormalize: bool
@@ -91,18 +88,18 @@ class Experts:
 
     @property
     def num_experts(self) -> int:
-        return len(self.w13.codes if isinstance(self.w13, PackedWeight) else self.w13)
+        return len(self.w13.codes if isinstance(self.w13, TiledWeight) else self.w13)
 
     @property
     def inner_size(self) -> int:
         """The n of one expert on this rank."""
-        return (self.w13.out_features if isinstance(self.w13, PackedWeight) else self.w13.shape[1]) // 2
+        return (self.w13.out_features if isinstance(self.w13, TiledWeight) else self.w13.shape[1]) // 2
 
     @property
     def kind(self) -> Kind:
         """Tells how the experts' weights are held."""
-        if isinstance(self.w13, PackedWeight):
-            return "packed4" if self.w13.bits == 4 else "packed8"
+        if isinstance(self.w13, TiledWeight):
+            return "tiled4" if self.w13.bits == 4 else "tiled8"
         return "fp8" if self.w13_scale is not None else "float" if self.w13.element_size() == 4 else "half"
 
 
@@ -127,10 +124,11 @@ def fused_moe(
         return out, torch.empty((0, experts.top_k), dtype=torch.int32, device=x.device)
     if config is None:
         config = pick_moe_config(num_tokens, experts.top_k, num_experts, experts.kind, DEVICE_FAMILY, experts.invariant)
-    one_by_one = config.block_m == 1
+    alone = config.block_m == 1
+    one_by_one = alone and not isinstance(experts.w13, TiledWeight)
     routing, logits, normed = norm_and_route(
         x, experts.norm_weight, experts.eps, experts.router, num_experts, experts.top_k, experts.renormalize,
-        0 if one_by_one else config.block_m, experts.invariant, experts.scoring, experts.router_bias,
+        0 if alone else config.block_m, experts.invariant, experts.scoring, experts.router_bias,
     )  # fmt: skip
     inner = torch.empty((num_tokens * experts.top_k, n), dtype=x.dtype, device=x.device)
     gated = logits.shape[1] > num_experts
@@ -148,14 +146,6 @@ def _next_norm(experts: Experts, residual: Tensor | None, num_tokens: int) -> Te
     return experts.next_norm if residual is not None and num_tokens <= HALF_NORMED_TOKENS else None
 
 
-def operand(weight: Tensor | PackedWeight, scale: Tensor | None, bias: Tensor | None) -> tuple[Any, dict[str, Any]]:
-    """Return what kernels take of a weight: (weight, scales of outputs, scales and zeros of groups, bias), options."""
-    if isinstance(weight, PackedWeight):
-        held = (weight.codes, weight.factors, weight.scales, weight.zeros, bias)
-        return held, packed_options(weight)
-    return (weight, scale, None, None, bias), {"BITS": 0, "FLOATS": False, "GROUP": 1, "ASM": False}
-
-
 def gate_options(clamp: SwigluClamp | None) -> dict[str, float]:
     """Return the options by which kernels gate."""
     return {"LIMIT": 0.0, "ALPHA": 1.0} if clamp is None else {"LIMIT": clamp.limit, "ALPHA": clamp.alpha}
@@ -165,20 +155,20 @@ def _one_by_one(
     out: Tensor, x: Tensor, inner: Tensor, experts: Experts, routing: Routing, extras: Extras, config: MoeConfig
 ) -> Tensor | HalfNormed:
     (num_tokens, hidden), (pairs, n), top_k = x.shape, inner.shape, experts.top_k
-    up, down = _fit(config.up, n, hidden, experts.w13), _fit(config.down, hidden, n, experts.w2)
-    w13, w13_options = operand(experts.w13, experts.w13_scale, experts.w13_bias)
-    w2, w2_options = operand(experts.w2, experts.w2_scale, experts.w2_bias)
-    vector, blocks = vector_of(w2[0]), -(-hidden // down.block_n)
+    w13: Any = experts.w13
+    w2: Any = experts.w2
+    up, down = _fit(config.up, n, hidden, w13), _fit(config.down, hidden, n, w2)
+    vector, blocks = vector_of(w2), -(-hidden // down.block_n)
     result, following = half_normed_over(out, _next_norm(experts, extras[0], num_tokens), blocks)
     up_one_by_one_kernel[(-(-n // up.block_n), pairs)](
-        inner, x, *w13, routing.ids,
+        inner, x, w13, experts.w13_scale, experts.w13_bias, routing.ids,
         N=n, K=hidden, TOP_K=top_k, BLOCK_N=up.block_n, BLOCK_K=up.block_k, VECTOR=vector,
-        num_warps=up.num_warps, **w13_options, **gate_options(experts.clamp), **overlap(),
+        num_warps=up.num_warps, **gate_options(experts.clamp), **overlap(),
     )  # fmt: skip
     down_one_by_one_kernel[(blocks, num_tokens)](
-        out, inner, *w2, routing.ids, routing.weights, *extras, *following,
+        out, inner, w2, experts.w2_scale, experts.w2_bias, routing.ids, routing.weights, *extras, *following,
         N=hidden, K=n, TOP_K=top_k, BLOCK_N=down.block_n, BLOCK_K=down.block_k, VECTOR=vector,
-        MEMBERS=min(down.group, next_power_of_2(top_k)), num_warps=down.num_warps, **w2_options, **overlap(),
+        MEMBERS=min(down.group, next_power_of_2(top_k)), num_warps=down.num_warps, **overlap(),
     )  # fmt: skip
     return result
 
@@ -193,16 +183,18 @@ def _by_tiles(
         (inner, x, experts.w13, experts.w13_scale, experts.w13_bias, experts.w13_rounding, True, config.up),
         (outer, inner, experts.w2, experts.w2_scale, experts.w2_bias, experts.w2_rounding, False, config.down),
     ):
-        tile = _fit(tile, target.shape[1], source.shape[1], weight, config.block_m)
-        held, options = operand(weight, scale, bias)
+        if isinstance(weight, TiledWeight):
+            launch_tiled_experts(target, source, weight, bias, routing, experts.top_k, config.block_m, tile, gates)
+            continue
+        tile = _fit(tile, target.shape[1], source.shape[1], weight)
         values, x_scale = source, None
         if scale is not None:
-            values, x_scale, *_ = quantize(source, rounding or Rounding(held[0].dtype))
+            values, x_scale, *_ = quantize(source, rounding or Rounding(weight.dtype))
         tiles_kernel[(tiles * -(-target.shape[1] // tile.block_n),)](
-            target, values, x_scale, *held, routing.order, routing.tiles, tiles,
+            target, values, x_scale, weight, scale, bias, routing.order, routing.tiles, tiles,
             N=target.shape[1], K=source.shape[1], TOP_K=experts.top_k, GATED=gated, BLOCK_M=config.block_m,
             BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SWAP=tile.swap,
-            num_warps=tile.num_warps, num_stages=tile.num_stages, **options, **gates, **overlap(),
+            num_warps=tile.num_warps, num_stages=tile.num_stages, **gates, **overlap(),
         )  # fmt: skip
     block = min(1024 if num_tokens > 64 else 256, next_power_of_2(hidden))
     blocks = -(-hidden // block)
@@ -214,15 +206,10 @@ def _by_tiles(
     return result
 
 
-def _fit(tile: Tile, n: int, k: int, weight: Tensor | PackedWeight, block_m: int = 1) -> Tile:
-    """Return `tile` with blocks no larger than the weight. Matrix units take 16 numbers of a row or more, 32 in fp8 and
-    of packed ones. Of tiles of `block_m` pairs, a step over packed inputs ends with their group if that is large, since
-    it takes less to scale sums than weights; then there are two sets of sums, for which large tiles have no room."""
-    group = weight.group_size if isinstance(weight, PackedWeight) else 0
-    least = 32 if isinstance(weight, PackedWeight) or weight.element_size() == 1 else 16
+def _fit(tile: Tile, n: int, k: int, weight: Tensor) -> Tile:
+    """Return `tile` with blocks no larger than the weight. Matrix units take 16 numbers of a row or more, 32 in fp8."""
+    least = 32 if weight.element_size() == 1 else 16
     block_n, block_k = min(tile.block_n, max(16, next_power_of_2(n))), min(tile.block_k, max(least, next_power_of_2(k)))
-    if block_m > 1 and group >= LARGE_GROUP and block_k % group == 0:
-        block_n, block_k = block_n // 2 if block_m * block_n > MOST_SUMS else block_n, group
     return replace(tile, block_n=block_n, block_k=block_k)
 
 
@@ -268,7 +255,7 @@ def gated_reference(gate: Tensor, up: Tensor, clamp: SwigluClamp | None) -> Tens
 
 def _product_reference(
     x: Tensor,
-    weight: Tensor | PackedWeight,
+    weight: Tensor | TiledWeight,
     scale: Tensor | None,
     bias: Tensor | None,
     rounding: Rounding | None,
@@ -276,7 +263,7 @@ def _product_reference(
     rounds: bool,
 ) -> Tensor:
     """Return x [T, K] @ weight[expert].T + bias[expert]; `rounds`: of x rounded to the weight's type."""
-    if isinstance(weight, PackedWeight):
+    if isinstance(weight, TiledWeight):
         one = weight.expert(expert).dequantize(x.dtype)
     elif scale is not None:
         one = (weight[expert].float() * scale[expert, :, None]).to(x.dtype)

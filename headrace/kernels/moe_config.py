@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Kind = Literal["float", "half", "fp8", "packed8", "packed4"]
-"""How experts' weights are held: in 32 or 16 bits, in fp8 with activations in fp8, or packed (packed.py) in 8 or 4 bits
-with activations of 16 or 32"""
-BYTES: dict[Kind, float] = {"float": 4, "half": 2, "fp8": 1, "packed8": 1, "packed4": 0.5}
+Kind = Literal["float", "half", "fp8", "tiled8", "tiled4"]
+"""How experts' weights are held: in 32 or 16 bits, in fp8 with activations in fp8, or tiled (tiled.py) in 8 or 4 bits
+with activations of 16"""
+BYTES: dict[Kind, float] = {"float": 4, "half": 2, "fp8": 1, "tiled8": 1, "tiled4": 0.5}
 """of a weight"""
 
 
@@ -27,6 +27,9 @@ class Tile:
     """The weight is the left operand of the matrix units."""
     group: int = 1
     """in the second product of a token by itself: experts whose weights are loaded at once"""
+    split: int = 1
+    """programs that share an output's inputs; of tiled weights, whose block_k is a multiple of 128, and of which a
+    program has a multiple of 64 rows"""
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,8 @@ class MoeConfig:
     """Describes how a layer's experts are computed."""
 
     block_m: int
-    """(token, expert) pairs of a tile; 1: no tiles, each token is computed by itself, by ordinary arithmetic"""
+    """(token, expert) pairs of a tile; 1: each token is computed by itself, by ordinary arithmetic unless weights are
+    tiled"""
     up: Tile
     """of the first product, to gate and up"""
     down: Tile
@@ -44,16 +48,15 @@ class MoeConfig:
 FEW_TOKENS: dict[tuple[str, Kind], int] = {(family, kind): 2 for family in ("cuda", "hip") for kind in BYTES}
 """(family, kind of weights) -> most tokens that are computed one by one: so few hardly share an expert, so nothing is
 read twice, and neither sorting nor a third kernel is needed"""
-FEW_TOKENS["cuda", "packed4"] = 3
 
 FEW: dict[tuple[str, Kind], MoeConfig] = {
-    ("cuda", "packed4"): MoeConfig(1, Tile(4, 1024, 2, 1), Tile(2, 1024, 4, 1, group=4)),
-    ("cuda", "packed8"): MoeConfig(1, Tile(4, 2048, 8, 1), Tile(1, 1024, 2, 1, group=8)),
+    ("cuda", "tiled4"): MoeConfig(1, Tile(32, 256, 4, 3, split=2), Tile(64, 256, 4, 3, split=4)),
+    ("cuda", "tiled8"): MoeConfig(1, Tile(32, 128, 4, 4, split=2), Tile(64, 128, 4, 4, split=4)),
     ("cuda", "fp8"): MoeConfig(1, Tile(4, 2048, 8, 1), Tile(1, 1024, 2, 1, group=8)),
     ("cuda", "half"): MoeConfig(1, Tile(2, 2048, 8, 1), Tile(1, 1024, 1, 1, group=4)),
     ("cuda", "float"): MoeConfig(1, Tile(4, 512, 4, 1), Tile(4, 512, 4, 1, group=2)),
-    ("hip", "packed4"): MoeConfig(1, Tile(4, 2048, 4, 1), Tile(4, 1024, 4, 1, group=4)),
-    ("hip", "packed8"): MoeConfig(1, Tile(8, 1024, 4, 1), Tile(4, 512, 2, 1, group=4)),
+    ("hip", "tiled4"): MoeConfig(1, Tile(32, 128, 4, 2, split=2), Tile(64, 128, 4, 2, split=4)),
+    ("hip", "tiled8"): MoeConfig(1, Tile(32, 128, 4, 2, split=2), Tile(64, 128, 4, 2, split=4)),
     ("hip", "fp8"): MoeConfig(1, Tile(8, 1024, 4, 1), Tile(4, 512, 2, 1, group=4)),
     ("hip", "half"): MoeConfig(1, Tile(4, 1024, 4, 1), Tile(4, 256, 2, 1, group=4)),
     ("hip", "float"): MoeConfig(1, Tile(4, 512, 4, 1), Tile(4, 256, 2, 1, group=4)),
@@ -61,12 +64,19 @@ FEW: dict[tuple[str, Kind], MoeConfig] = {
 
 MANY: dict[tuple[str, Kind], tuple[tuple[float, MoeConfig], ...]] = {
     # (most pairs per expert, what serves them); up to about 16, reading weights is all that costs. On NVIDIA, rows of
-    # 16 bits and fp8 were measured on an H200 at the sizes of Qwen3-30B-A3B, those of 4 bits at gpt-oss-20b's.
-    ("cuda", "packed4"): (
-        (12, MoeConfig(16, Tile(32, 256, 4, 3, swap=True), Tile(64, 256, 4, 3, swap=True))),
-        (32, MoeConfig(32, Tile(32, 256, 4, 3, swap=True), Tile(64, 256, 4, 3, swap=True))),
-        (96, MoeConfig(64, Tile(64, 64, 4, 4, swap=True), Tile(128, 64, 4, 4, swap=True))),
-        (float("inf"), MoeConfig(128, Tile(128, 128, 8, 3, swap=True), Tile(256, 128, 8, 3, swap=True))),
+    # 16 bits and fp8 were measured on an H200 at the sizes of Qwen3-30B-A3B, tiled ones at gpt-oss-20b's at 1 and 8
+    # tokens alone.
+    ("cuda", "tiled4"): (
+        (12, MoeConfig(16, Tile(64, 128, 4, 4), Tile(128, 128, 4, 4))),
+        (24, MoeConfig(32, Tile(64, 128, 4, 4), Tile(128, 128, 4, 4))),
+        (96, MoeConfig(64, Tile(64, 128, 8, 3), Tile(128, 128, 8, 3))),
+        (float("inf"), MoeConfig(128, Tile(64, 128, 8, 3), Tile(128, 128, 8, 3))),
+    ),
+    ("cuda", "tiled8"): (
+        (12, MoeConfig(16, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3))),
+        (24, MoeConfig(32, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3))),
+        (96, MoeConfig(64, Tile(64, 128, 8, 3), Tile(128, 128, 8, 3))),
+        (float("inf"), MoeConfig(128, Tile(64, 128, 8, 3), Tile(128, 128, 8, 3))),
     ),
     ("cuda", "half"): (
         (4, MoeConfig(16, Tile(32, 128, 4, 4, swap=True), Tile(128, 128, 4, 3, swap=True))),
@@ -78,11 +88,6 @@ MANY: dict[tuple[str, Kind], tuple[tuple[float, MoeConfig], ...]] = {
     ("cuda", "float"): (
         (16, MoeConfig(16, Tile(16, 64, 4, 3), Tile(32, 64, 4, 3))),
         (float("inf"), MoeConfig(32, Tile(16, 32, 4, 3), Tile(32, 32, 4, 3))),
-    ),
-    ("hip", "packed4"): (
-        (8, MoeConfig(16, Tile(32, 128, 4, 2), Tile(64, 128, 4, 2))),
-        (64, MoeConfig(64, Tile(32, 128, 4, 2), Tile(64, 128, 4, 2))),
-        (float("inf"), MoeConfig(128, Tile(64, 64, 8, 2), Tile(128, 64, 8, 2))),
     ),
     ("hip", "half"): (
         (8, MoeConfig(16, Tile(32, 128, 4, 2), Tile(64, 128, 4, 2))),
@@ -104,18 +109,23 @@ def _as_many_bytes(config: MoeConfig) -> MoeConfig:
 
 for _family in ("cuda", "hip"):  # not measured beyond 12 pairs an expert
     MANY[_family, "fp8"] = tuple((most, _as_many_bytes(config)) for most, config in MANY[_family, "half"])
-    MANY[_family, "packed8"] = MANY[_family, "half"]
 _FEW_IN_FP8 = MoeConfig(16, Tile(32, 256, 4, 3, swap=True), Tile(64, 128, 4, 3, swap=True))
 MANY["cuda", "fp8"] = ((12, _FEW_IN_FP8), *MANY["cuda", "fp8"][2:])
+MANY["hip", "tiled4"] = MANY["hip", "tiled8"] = (
+    (12, MoeConfig(16, Tile(32, 128, 4, 2), Tile(64, 128, 4, 2))),
+    (24, MoeConfig(32, Tile(32, 128, 4, 2), Tile(64, 128, 4, 2))),
+    (96, MoeConfig(64, Tile(32, 128, 4, 2), Tile(64, 128, 4, 2))),
+    (float("inf"), MoeConfig(128, Tile(64, 128, 8, 2), Tile(128, 128, 8, 2))),
+)
 
 
 INVARIANT: dict[tuple[str, Kind], MoeConfig] = {
-    ("cuda", "packed4"): MoeConfig(64, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
-    ("cuda", "packed8"): MoeConfig(64, Tile(64, 64, 4, 3), Tile(128, 64, 4, 3)),
+    ("cuda", "tiled4"): MoeConfig(64, Tile(32, 128, 4, 3), Tile(64, 128, 4, 3)),
+    ("cuda", "tiled8"): MoeConfig(64, Tile(32, 128, 4, 3), Tile(64, 128, 4, 3)),
     ("cuda", "half"): MoeConfig(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
     ("cuda", "float"): MoeConfig(16, Tile(16, 64, 4, 3), Tile(32, 64, 4, 3)),
-    ("hip", "packed4"): MoeConfig(64, Tile(32, 64, 4, 2), Tile(64, 64, 4, 2)),
-    ("hip", "packed8"): MoeConfig(64, Tile(32, 64, 4, 2), Tile(64, 64, 4, 2)),
+    ("hip", "tiled4"): MoeConfig(64, Tile(32, 128, 4, 2), Tile(64, 128, 4, 2)),
+    ("hip", "tiled8"): MoeConfig(64, Tile(32, 128, 4, 2), Tile(64, 128, 4, 2)),
     ("hip", "half"): MoeConfig(64, Tile(32, 64, 4, 2), Tile(64, 64, 4, 2)),
     ("hip", "float"): MoeConfig(16, Tile(16, 64, 4, 2), Tile(32, 64, 4, 2)),
 }

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from headrace.kernels.packed import E2M1, PackedWeight, unpack_codes
+from headrace.kernels.packed import E2M1, PackedWeight, Values, unpack_codes
 
 ROWS = 64
 """outputs of a tile"""
@@ -32,19 +32,22 @@ whose lower three are a mantissa that follows a 1, without a sign."""
 
 @dataclass(frozen=True, eq=False)
 class TiledWeight:
-    """Holds a weight [out, in]; its value at (row, column) is value(code) * scale of the group * the row's factor."""
+    """Holds a weight [out, in] or, with one more dimension in front, those of experts.
+
+    Its value at (row, column) is value(code) * scale of the group * the row's factor.
+    """
 
     codes: Tensor
-    """[tiles, blocks, chunks, LANES] int16"""
+    """[..., tiles, blocks, chunks, LANES] int16"""
     words: Tensor | None
-    """[tiles, blocks or 1, words, ROWS] int32: for each output the block's scales, then its zeros, byte by byte"""
+    """[..., tiles, blocks or 1, words, ROWS] int32: for each output the block's scales, then its zeros, byte by byte"""
     factors: Tensor | None
-    """[out] fp32; None: 1"""
+    """[..., out] fp32; None: 1"""
     arrived: Tensor
     """[programs] int32 zeros: how many of the programs that share a tile are done; kernels leave zeros behind"""
     bits: int
-    e2m1: bool
-    """codes are floats; otherwise integers less a zero, 2 ** (bits - 1) where there are no zeros"""
+    values: Values
+    """what codes stand for; of integers the zero is 2 ** (bits - 1) where there are no zeros"""
     group_size: int
     """inputs that share a scale: 16, 32, 64, a multiple of BLOCK, or LARGEST_GROUP"""
     scales: Scales
@@ -64,11 +67,16 @@ class TiledWeight:
     @property
     def words_step(self) -> int:
         """Return 1 if each block has words of its own, 0 if all share them."""
-        return int(self.words is not None and self.words.shape[1] > 1)
+        return int(self.words is not None and self.words.shape[-3] > 1)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return its tensors by the names of their fields."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    def expert(self, index: int) -> TiledWeight:
+        """Return one expert's weight [out, in], a view; kernels do not take it, who read beyond a weight's end."""
+        own: dict[str, Any] = {name: one[index] for name, one in self.tensors().items() if name != "arrived"}
+        return replace(self, **own)
 
     def clone(self) -> TiledWeight:
         """Return the same weight in memory of its own."""
@@ -76,10 +84,17 @@ class TiledWeight:
         return replace(self, **changes)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight [out, in] in `dtype`, computed in fp32, its columns in the checkpoint's order."""
+        """Return the weight [..., out, in] in `dtype`, computed in fp32, its columns in the checkpoint's order."""
+        if self.codes.dim() > 4:
+            return torch.stack([self.expert(index).dequantize(dtype) for index in range(len(self.codes))])
         codes = _untiled(self.codes, self.bits)
         scale, zero = self._of_columns()
-        values = torch.tensor(E2M1, device=codes.device)[codes.int()] if self.e2m1 else codes.float() - zero
+        if self.values == "e2m1":
+            values = torch.tensor(E2M1, device=codes.device)[codes.int()]
+        elif self.values == "e4m3":
+            values = codes.view(torch.float8_e4m3fn).float()
+        else:
+            values = codes.float() - zero
         rows = _places(self.out_features, self.gated, codes.device)
         values, scale = values[rows, : self.in_features], scale[rows, : self.in_features]
         wide = (values * (scale if self.factors is None else scale * self.factors[:, None])).to(dtype)
@@ -115,8 +130,8 @@ def runs_of(group_size: int) -> int:
 def why_not_tiled(weight: PackedWeight) -> str:
     """Say why `tile` cannot take a weight; nothing if it can."""
     size = weight.group_size
-    if weight.values == "e4m3":
-        return "its values are e4m3"
+    if weight.values == "e4m3" and weight.scales.dtype == torch.uint8:
+        return "values of e4m3 have scales of e8m0"
     if weight.scales.shape[-1] > 1 and BLOCK % size and size % BLOCK:
         return f"groups of {size} inputs neither divide {BLOCK} nor are multiples of it"
     return ""
@@ -125,8 +140,10 @@ def why_not_tiled(weight: PackedWeight) -> str:
 def tile(weight: PackedWeight, dtype: torch.dtype, gated: bool = False) -> TiledWeight:
     """Return the weight for activations of `dtype`. `gated`: outputs are
     multiplied pairwise, those of the first half with those of the second."""
+    if weight.codes.dim() > 2:
+        return _tile_experts(weight, dtype, gated)
     n, k = weight.out_features, weight.in_features
-    one_group = weight.scales.shape[-1] == 1 and weight.values == "integer"
+    one_group = weight.scales.shape[-1] == 1 and weight.values != "e2m1"
     places = _places(n, gated, weight.codes.device)
     rows = int(places.max()) + 1
     rows += -rows % ROWS
@@ -153,9 +170,29 @@ def tile(weight: PackedWeight, dtype: torch.dtype, gated: bool = False) -> Tiled
     codes = _with_tail(_tiled(weight, places, rows, blocks))
     arrived = torch.zeros(len(codes) * 8, dtype=torch.int32, device=codes.device)
     return TiledWeight(
-        codes, words, factors, arrived, weight.bits, weight.values == "e2m1", group, held,
+        codes, words, factors, arrived, weight.bits, weight.values, group, held,
         weight.zeros is not None, n, k, gated, weight.order,
     )  # fmt: skip
+
+
+def _tile_experts(weight: PackedWeight, dtype: torch.dtype, gated: bool) -> TiledWeight:
+    """Do the same of experts, one at a time."""
+    count, stacked = len(weight.codes), dict[str, Any]()
+    for index in range(count):
+        one = tile(weight.expert(index), dtype, gated)
+        for name, tensor in one.tensors().items():
+            if not index:
+                stacked[name] = _with_room(tensor, count)
+            stacked[name][index] = tensor
+    stacked["arrived"] = stacked["arrived"].flatten()
+    return replace(one, **stacked)
+
+
+def _with_room(tensor: Tensor, count: int) -> Tensor:
+    """Return zeros for so many like it; behind them as many as `_with_tail` has."""
+    size = count * tensor.numel()
+    tail = MOST_BLOCKS * tensor[0, 0].numel() if tensor.dim() > 1 else 0
+    return tensor.new_zeros(size + tail)[:size].view(count, *tensor.shape)
 
 
 def _with_tail(tensor: Tensor) -> Tensor:

@@ -52,6 +52,22 @@ lop3.b32 h, t, 0x000f000f, m, 0xea;
 sub.bf16x2 h, h, m;
 fma.rn.bf16x2 $1, h, f, $1;
 }""")
+# The upper bit of e4m3 goes to a float's, the rest to where its exponent's and mantissa's bits meet: a number that is
+# 2 ** 120 or 2 ** 8 times too small.
+_E4M3 = """{{
+.reg .b32 t, u;
+shl.b32 t, $2, {left};
+and.b32 t, t, {rest};
+shl.b32 u, $2, 8;
+and.b32 u, u, 0x80008000;
+or.b32 $0, t, u;
+shr.u32 t, $2, {right};
+and.b32 t, t, {rest};
+and.b32 u, $2, 0x80008000;
+or.b32 $1, t, u;
+}}"""
+_E4M3_BF16 = tl.constexpr(_E4M3.format(left=4, right=4, rest="0x07f007f0"))
+_E4M3_F16 = tl.constexpr(_E4M3.format(left=7, right=1, rest="0x3f803f80"))
 _INTEGERS_8_F16 = tl.constexpr("""{
 .reg .b32 t;
 lop3.b32 $0, $2, 0x00ff00ff, 0x64006400, 0xea;
@@ -81,16 +97,18 @@ _TO_FOUR, _TO_TWO = tl.constexpr("=&r,=&r,=&r,=&r,r"), tl.constexpr("=&r,=&r,r")
 
 
 @triton.jit
-def placed(words, SHIFT: tl.constexpr, BITS: tl.constexpr, E2M1: tl.constexpr, dtype: tl.constexpr):
+def placed(words, SHIFT: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr, dtype: tl.constexpr):
     """Return what the assembly makes of the codes at SHIFT of int16 words."""
     code = (words >> SHIFT) & ((1 << BITS) - 1)
-    if E2M1:
+    if VALUES == "e2m1":
         bits = ((code & 8) << 12) | ((code & 7) << (9 if dtype == tl.float16 else 6))
+    elif VALUES == "e4m3":
+        bits = ((code & 128) << 8) | ((code & 127) << (7 if dtype == tl.float16 else 4))
     elif dtype == tl.float16:
         bits = code | 0x6400
     elif BITS == 4:
         bits = code | 0x4300
-    if dtype == tl.bfloat16 and BITS == 8:
+    if dtype == tl.bfloat16 and BITS == 8 and VALUES == "integer":
         value = code.to(tl.float32).to(dtype)
     else:
         value = bits.to(dtype, bitcast=True)
@@ -177,13 +195,16 @@ def _zero(words_ptr, at, BYTE: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.const
 
 @triton.jit
 def _small(
-    run, words_ptr, at, RUN: tl.constexpr, BITS: tl.constexpr, E2M1: tl.constexpr, GROUP: tl.constexpr,
+    run, words_ptr, at, RUN: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr, GROUP: tl.constexpr,
     SCALES: tl.constexpr, ZEROS: tl.constexpr, ZEROS_AT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Return the block's run RUN of 16 inputs, placed, as weights: of groups smaller than a block, scaled."""
     OF_GROUP: tl.constexpr = RUN * 16 // GROUP if GROUP < _BLOCK else 0
-    if not E2M1:
+    if VALUES == "integer":
         run = _less(run, _zero(words_ptr, at, ZEROS_AT + OF_GROUP, BITS, ZEROS, run.dtype), ASM)
+    elif VALUES == "e4m3":
+        factor = tl.full(at.shape, 256.0 if run.dtype == tl.float16 else 2.0**120, tl.float32)
+        run = _times(run, factor.to(run.dtype), ASM)
     if GROUP < _BLOCK:
         run = _times(run, scale_of(words_ptr, at, OF_GROUP, SCALES, run.dtype), ASM)
     return run
@@ -191,34 +212,38 @@ def _small(
 
 @triton.jit
 def _chunk(
-    words, words_ptr, at, CHUNK: tl.constexpr, BITS: tl.constexpr, E2M1: tl.constexpr, GROUP: tl.constexpr,
+    words, words_ptr, at, CHUNK: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr, GROUP: tl.constexpr,
     SCALES: tl.constexpr, ZEROS: tl.constexpr, ZEROS_AT: tl.constexpr, ASM: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Return the weights of the block's chunk CHUNK # [outputs, 64 or 32] in `dtype`, given its codes."""
     if BITS == 8:
         if ASM and dtype == tl.float16:
-            a, b = tl.inline_asm_elementwise(_INTEGERS_8_F16, _TO_TWO, [words], (tl.float16,) * 2, True, 2)
+            a, b = tl.inline_asm_elementwise(
+                _E4M3_F16 if VALUES == "e4m3" else _INTEGERS_8_F16, _TO_TWO, [words], (tl.float16,) * 2, True, 2
+            )
         elif ASM:
-            a, b = tl.inline_asm_elementwise(_INTEGERS_8_BF16, _TO_TWO, [words], (tl.bfloat16,) * 2, True, 2)
+            a, b = tl.inline_asm_elementwise(
+                _E4M3_BF16 if VALUES == "e4m3" else _INTEGERS_8_BF16, _TO_TWO, [words], (tl.bfloat16,) * 2, True, 2
+            )
         else:
-            a, b = placed(words, 0, 8, E2M1, dtype), placed(words, 8, 8, E2M1, dtype)
-        a = _small(run_of(a), words_ptr, at, 2 * CHUNK, BITS, E2M1, GROUP, SCALES, ZEROS, ZEROS_AT, ASM)
-        b = _small(run_of(b), words_ptr, at, 2 * CHUNK + 1, BITS, E2M1, GROUP, SCALES, ZEROS, ZEROS_AT, ASM)
+            a, b = placed(words, 0, 8, VALUES, dtype), placed(words, 8, 8, VALUES, dtype)
+        a = _small(run_of(a), words_ptr, at, 2 * CHUNK, BITS, VALUES, GROUP, SCALES, ZEROS, ZEROS_AT, ASM)
+        b = _small(run_of(b), words_ptr, at, 2 * CHUNK + 1, BITS, VALUES, GROUP, SCALES, ZEROS, ZEROS_AT, ASM)
         weights = _joined(a, b)
     else:
         if ASM and dtype == tl.bfloat16:
             a, b, c, d = tl.inline_asm_elementwise(
-                _E2M1_BF16 if E2M1 else _INTEGERS_4_BF16, _TO_FOUR, [words], (tl.bfloat16,) * 4, True, 2
+                _E2M1_BF16 if VALUES == "e2m1" else _INTEGERS_4_BF16, _TO_FOUR, [words], (tl.bfloat16,) * 4, True, 2
             )
-        elif ASM and not E2M1:
+        elif ASM and VALUES != "e2m1":
             a, b, c, d = tl.inline_asm_elementwise(_INTEGERS_4_F16, _TO_FOUR, [words], (tl.float16,) * 4, True, 2)
         else:
-            a, b = placed(words, 0, 4, E2M1, dtype), placed(words, 4, 4, E2M1, dtype)
-            c, d = placed(words, 8, 4, E2M1, dtype), placed(words, 12, 4, E2M1, dtype)
-        a = _small(run_of(a), words_ptr, at, 4 * CHUNK, BITS, E2M1, GROUP, SCALES, ZEROS, ZEROS_AT, ASM)
-        b = _small(run_of(b), words_ptr, at, 4 * CHUNK + 1, BITS, E2M1, GROUP, SCALES, ZEROS, ZEROS_AT, ASM)
-        c = _small(run_of(c), words_ptr, at, 4 * CHUNK + 2, BITS, E2M1, GROUP, SCALES, ZEROS, ZEROS_AT, ASM)
-        d = _small(run_of(d), words_ptr, at, 4 * CHUNK + 3, BITS, E2M1, GROUP, SCALES, ZEROS, ZEROS_AT, ASM)
+            a, b = placed(words, 0, 4, VALUES, dtype), placed(words, 4, 4, VALUES, dtype)
+            c, d = placed(words, 8, 4, VALUES, dtype), placed(words, 12, 4, VALUES, dtype)
+        a = _small(run_of(a), words_ptr, at, 4 * CHUNK, BITS, VALUES, GROUP, SCALES, ZEROS, ZEROS_AT, ASM)
+        b = _small(run_of(b), words_ptr, at, 4 * CHUNK + 1, BITS, VALUES, GROUP, SCALES, ZEROS, ZEROS_AT, ASM)
+        c = _small(run_of(c), words_ptr, at, 4 * CHUNK + 2, BITS, VALUES, GROUP, SCALES, ZEROS, ZEROS_AT, ASM)
+        d = _small(run_of(d), words_ptr, at, 4 * CHUNK + 3, BITS, VALUES, GROUP, SCALES, ZEROS, ZEROS_AT, ASM)
         weights = _joined(_joined(a, b), _joined(c, d))
     return weights
 
@@ -238,7 +263,7 @@ def row_of(place, N, GATED: tl.constexpr):
 @triton.jit
 def tiled_dots(
     codes_ptr, words_ptr, x_ptr, tile, last_tile, first, last, blocks, words_step, row, row_in, K, x_stride,
-    OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr, BITS: tl.constexpr, E2M1: tl.constexpr, GROUP: tl.constexpr,
+    OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr, GROUP: tl.constexpr,
     SCALES: tl.constexpr, ZEROS: tl.constexpr, ZEROS_AT: tl.constexpr, WORDS: tl.constexpr, EVEN_K: tl.constexpr,
     ASM: tl.constexpr, OVERLAP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -269,7 +294,9 @@ def tiled_dots(
                 else:
                     inside = row_in[:, None] & (waited + column + k < K)[None, :]
                     x = tl.load(x_ptrs + waited + column, mask=inside, other=0.0)
-                weights = _chunk(codes, words_ptr, here, chunk, BITS, E2M1, GROUP, SCALES, ZEROS, ZEROS_AT, ASM, dtype)
+                weights = _chunk(
+                    codes, words_ptr, here, chunk, BITS, VALUES, GROUP, SCALES, ZEROS, ZEROS_AT, ASM, dtype
+                )
                 part = tl.dot(weights, tl.trans(x), part)
             if SUMS:
                 acc += part * scale_of(words_ptr, here, 0, SCALES, tl.float32)[:, None]
@@ -280,13 +307,35 @@ def tiled_dots(
     return acc
 
 
+@triton.jit
+def sum_of_parts(acc, row_in, part, sharers, parts_ptr, arrived_ptr, SPLIT: tl.constexpr):
+    """Return the sum of what SPLIT programs computed # [rows, outputs] fp32, and whether this program is to store it.
+    `part` is which of them this is, and `sharers` is a number that they alone have in common."""
+    done = True
+    if SPLIT > 1:
+        ROWS: tl.constexpr = acc.shape[0]
+        OUTPUTS: tl.constexpr = acc.shape[1]
+        cell = tl.arange(0, ROWS)[:, None] * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
+        all_parts = parts_ptr + (sharers * SPLIT).to(tl.int64) * (ROWS * OUTPUTS) + cell
+        tl.store(all_parts + part * (ROWS * OUTPUTS), acc, mask=row_in[:, None])
+        tl.debug_barrier()  # all of the program's stores come before its arrival
+        done = tl.atomic_add(arrived_ptr + sharers, 1, sem="acq_rel") == SPLIT - 1
+        if done:
+            acc = tl.load(all_parts, mask=row_in[:, None], other=0.0, cache_modifier=".cg")
+            for other in tl.static_range(1, SPLIT):
+                one = all_parts + other * (ROWS * OUTPUTS)
+                acc += tl.load(one, mask=row_in[:, None], other=0.0, cache_modifier=".cg")
+            tl.store(arrived_ptr + sharers, 0)
+    return acc, done
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _tiled_kernel(
     out_ptr, x_ptr, codes_ptr, words_ptr, bias_ptr, weight_scale_ptr, residual_ptr, squares_ptr, next_scaled_ptr,
     next_squares_ptr, next_weight_ptr, parts_ptr, arrived_ptr, N, K, tiles, words_step, parts, eps, num_tokens,
     x_stride,
     BLOCK_M: tl.constexpr, OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    BITS: tl.constexpr, E2M1: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
+    BITS: tl.constexpr, VALUES: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
     ZEROS_AT: tl.constexpr, WORDS: tl.constexpr, EVEN_K: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr,
     ASM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -301,26 +350,14 @@ def _tiled_kernel(
     first = tl.program_id(1) * each
     acc = tiled_dots(
         codes_ptr, words_ptr, x_ptr, tile, tiles - 1, first, tl.minimum(first + each, blocks), blocks, words_step, row,
-        row_in, K, x_stride, OUTPUTS, BLOCKS, BITS, E2M1, GROUP, SCALES, ZEROS, ZEROS_AT, WORDS, EVEN_K, ASM, OVERLAP,
+        row_in, K, x_stride, OUTPUTS, BLOCKS, BITS, VALUES, GROUP, SCALES, ZEROS, ZEROS_AT, WORDS, EVEN_K, ASM, OVERLAP,
         STAGES,
     )  # fmt: skip
     wait_for_inputs(OVERLAP)
     weight_row = row_of(tile * _ROWS + tl.arange(0, OUTPUTS), N, GATED)
     acc = tl.trans(acc)
-    done = True
-    if SPLIT > 1:
-        sharers = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-        cell = tl.arange(0, BLOCK_M)[:, None] * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
-        mine = parts_ptr + (sharers * SPLIT).to(tl.int64) * (BLOCK_M * OUTPUTS) + cell
-        tl.store(mine + tl.program_id(1) * (BLOCK_M * OUTPUTS), acc, mask=row_in[:, None])
-        tl.debug_barrier()  # all of the program's stores come before its arrival
-        done = tl.atomic_add(arrived_ptr + sharers, 1, sem="acq_rel") == SPLIT - 1
-        if done:
-            acc = tl.load(mine, mask=row_in[:, None], other=0.0, cache_modifier=".cg")
-            for other in tl.static_range(1, SPLIT):
-                part = mine + other * (BLOCK_M * OUTPUTS)
-                acc += tl.load(part, mask=row_in[:, None], other=0.0, cache_modifier=".cg")
-            tl.store(arrived_ptr + sharers, 0)
+    sharers = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+    acc, done = sum_of_parts(acc, row_in, tl.program_id(1), sharers, parts_ptr, arrived_ptr, SPLIT)
     if done:
         finish(
             acc, tl.program_id(0), row, row_in, weight_row, out_ptr, bias_ptr, None, None, None, weight_scale_ptr,
@@ -333,12 +370,12 @@ def describe(weight: TiledWeight) -> dict[str, Any]:
     """Return the launch options for a weight."""
     return {
         "BITS": weight.bits,
-        "E2M1": weight.e2m1,
+        "VALUES": weight.values,
         "GROUP": weight.group_size,
         "SCALES": weight.scales,
         "ZEROS": weight.zeros,
         "ZEROS_AT": BYTES[weight.scales] * runs_of(weight.group_size),
-        "WORDS": 0 if weight.words is None else weight.words.shape[2],
+        "WORDS": 0 if weight.words is None else weight.words.shape[-2],
     }
 
 

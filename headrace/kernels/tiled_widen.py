@@ -16,21 +16,23 @@ _ROWS, _BLOCK = tl.constexpr(ROWS), tl.constexpr(BLOCK)
 
 @triton.jit
 def _wide(
-    words, words_ptr, at, RUN: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr, E2M1: tl.constexpr,
+    words, words_ptr, at, RUN: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr,
     GROUP: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, ZEROS_AT: tl.constexpr,
 ):  # fmt: skip
     """Return the block's run RUN of 16 inputs # [ROWS, 16] fp32, the codes at SHIFT of words."""
     OF_GROUP: tl.constexpr = RUN * 16 // GROUP if GROUP < _BLOCK else 0
     BIAS: tl.constexpr = 128 if BITS == 4 else 0  # of integers in bfloat16
-    values = run_of(placed(words, SHIFT, BITS, E2M1, tl.bfloat16))
-    if E2M1:  # exact in bfloat16
+    values = run_of(placed(words, SHIFT, BITS, VALUES, tl.bfloat16))
+    if VALUES == "e2m1":  # exact in bfloat16
         wide = (values * scale_of(words_ptr, at, OF_GROUP, SCALES, tl.bfloat16)[:, None]).to(tl.float32)
     else:
-        if ZEROS:
-            zero = field(words_ptr, at, ZEROS_AT + OF_GROUP, 1).to(tl.float32) + BIAS
+        wide = values.to(tl.float32)
+        if VALUES == "e4m3":
+            wide *= 2.0**120
+        elif ZEROS:
+            wide -= (field(words_ptr, at, ZEROS_AT + OF_GROUP, 1).to(tl.float32) + BIAS)[:, None]
         else:
-            zero = tl.full(at.shape, BIAS + (1 << (BITS - 1)), tl.float32)
-        wide = values.to(tl.float32) - zero[:, None]
+            wide -= BIAS + (1 << (BITS - 1))
         if SCALES != "none":
             wide *= scale_of(words_ptr, at, OF_GROUP, SCALES, tl.float32)[:, None]
     return wide
@@ -39,7 +41,7 @@ def _wide(
 @triton.jit
 def _widen_kernel(
     out_ptr, codes_ptr, words_ptr, factor_ptr, N, K, words_step, GATED: tl.constexpr, BITS: tl.constexpr,
-    E2M1: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, ZEROS_AT: tl.constexpr,
+    VALUES: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, ZEROS_AT: tl.constexpr,
     WORDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write a tile's block; grid (blocks, tiles)."""
@@ -61,7 +63,7 @@ def _widen_kernel(
         words = tl.load(codes_ptr + held + chunk * 1024 + tl.arange(0, 1024))[None, :]
         for code in tl.static_range(PER_WORD):
             wide = _wide(
-                words, words_ptr, at, chunk * PER_WORD + code, code * BITS, BITS, E2M1, GROUP, SCALES, ZEROS, ZEROS_AT
+                words, words_ptr, at, chunk * PER_WORD + code, code * BITS, BITS, VALUES, GROUP, SCALES, ZEROS, ZEROS_AT
             )
             column = block * _BLOCK + (chunk * PER_WORD + code) * 16 + tl.arange(0, 16)
             inside = (row < N)[:, None] & (column < K)[None, :]

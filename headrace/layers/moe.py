@@ -18,6 +18,7 @@ from headrace.errors import ConfigError
 from headrace.kernels.moe import Experts, SwigluClamp
 from headrace.kernels.moe_route import Scoring
 from headrace.kernels.norm import HALF_NORMED_DTYPE, HalfNormed, Unsummed, whole
+from headrace.kernels.tiled import TiledWeight
 from headrace.layers.context import LayerContext
 from headrace.layers.layer import Layer, empty_parameter, whole_slot
 from headrace.layers.linear import column_spec, divide
@@ -25,7 +26,7 @@ from headrace.layers.mlp import GatedMLP
 from headrace.layers.norm import RMSNorm
 from headrace.layers.pending import Pending
 from headrace.layers.stacked import stacked_slots
-from headrace.quantization.scheme import FusedOps, LinearSpec, Part, Scheme, Slot, Weights
+from headrace.quantization.scheme import FusedOps, HeldExperts, LinearSpec, Part, Scheme, Slot, Weights
 from headrace.quantization.unquantized import unquantized
 
 
@@ -171,6 +172,7 @@ class SparseMoE(Layer):
         halves = self.alone and not self.batch_invariant and linears_take_halves(self.router)
         next_norm, product = fused.next_norm if halves else None, self.scheme.product
         w13, w2 = product.experts(self.gate_up_spec, self.w13), product.experts(self.down_spec, self.w2)
+        w13, w2 = _both_tiled(w13, w2, dtype=self.gate_up_spec.dtype)
         w13_bias, w2_bias = self.w13.get("bias"), self.w2.get("bias")
         self.w13 = self.w2 = {}
         self.experts = Experts(
@@ -201,6 +203,15 @@ class SparseMoE(Layer):
         if self.kept_ids is not None:
             self.kept_ids.fill_(-1)[: ids.shape[0]] = ids
         return out
+
+
+def _both_tiled(w13: HeldExperts, w2: HeldExperts, dtype: torch.dtype) -> tuple[HeldExperts, HeldExperts]:
+    """Return both as they are if both or none are tiled, else the tiled one widened: a layer has one kind of kernel."""
+    wide: list[HeldExperts] = []
+    for held, other in ((w13, w2), (w2, w13)):
+        alone = isinstance(held.weight, TiledWeight) and not isinstance(other.weight, TiledWeight)
+        wide.append(HeldExperts(held.weight.dequantize(dtype)) if alone else held)
+    return wide[0], wide[1]
 
 
 def keep_expert_ids(model: nn.Module, max_tokens: int) -> None:

@@ -27,6 +27,7 @@ from headrace.kernels._triton import fp8_dtype
 from headrace.kernels.fp8 import NarrowWeight, Quantized, Rounding, quantize_per_token_reference
 from headrace.kernels.packed import PackedWeight, pack
 from headrace.kernels.table import KernelTable, select_kernels
+from headrace.kernels.tiled import tile, why_not_tiled
 from headrace.quantization import gpu_linear
 from headrace.quantization.formats import WeightFormat
 from headrace.quantization.scheme import (
@@ -176,10 +177,16 @@ class RoundingProduct:
         return weights if self._is_plain(spec) else self.layout.dequantize(spec, weights)
 
     def experts(self, spec: LinearSpec, weights: Weights) -> HeldExperts:
-        """Return what kernels/moe.py takes; of int8 and of blocks on a GPU a PackedWeight, whose activations are not
-        rounded."""
-        if self.layout.numbers != "fp8" and not self.emulates and self.layout.whole_groups(spec):
-            return HeldExperts(self._packed(spec, weights))
+        """Return what kernels/moe.py takes; of int8 and of blocks on a GPU a TiledWeight, gated if it has gate and up,
+        whose activations are not rounded."""
+        held = self.layout.numbers != "fp8" and not self.emulates and spec.dtype.itemsize == 2
+        if held and self.layout.whole_groups(spec):
+            packed = self._packed(spec, weights)
+            why = why_not_tiled(packed)
+            if not why:
+                return HeldExperts(tile(packed, spec.dtype, gated=len(spec.parts) > 1))
+            self.widened_for[why] += 1
+            return HeldExperts(self.layout.dequantize(spec, weights)["weight"])
         if self.why_plain or self.layout.numbers != "fp8":
             if not self.emulates:
                 self.widened_for[self.why_plain or "experts have no kernels for them"] += 1
@@ -187,7 +194,7 @@ class RoundingProduct:
         return HeldExperts(weights["weight"], weights["weight_scale"], self.layout.rounding(spec, weights))
 
     def _packed(self, spec: LinearSpec, weights: Weights) -> PackedWeight:
-        """Return experts in int8, or in fp8 with a scale a block, as kernels read them beside 16-bit activations."""
+        """Return experts in int8, or in fp8 with a scale a block, row by row."""
         codes, scales = weights["weight"].view(torch.uint8), weights["weight_scale"]
         if self.layout.numbers == "int8":
             return pack(codes ^ 128, scales[..., None], bits=8, group_size=spec.in_features)

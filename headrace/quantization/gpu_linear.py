@@ -91,7 +91,7 @@ def _candidates(kind: int | str, bucket: int) -> tuple[GemmConfig, ...]:
 def kind_of(weight: TiledWeight) -> str:
     """Return what a weight's kernels depend on besides its size."""
     group = 0 if weight.group_size == LARGEST_GROUP else weight.group_size
-    return f"{'e2m1' if weight.e2m1 else 'integer'}{weight.bits}/{group}"
+    return f"{weight.values}{weight.bits}/{group}"
 
 
 def plan_tiled(

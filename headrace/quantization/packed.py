@@ -1,7 +1,8 @@
-"""Serves weights of 4 and 8 bits whose inputs share scales (kernels/packed.py) over activations of 16 or 32 bits.
+"""Serves weights of 4 and 8 bits whose inputs share scales (kernels/packed.py) over activations of 16 bits.
 
 A GPU multiplies few tokens by the packed weight; for many it widens the weight, in every step anew, and calls the
-vendor's library. A CPU has no arithmetic for packed weights: there each is widened once, at load.
+vendor's library. A CPU has no arithmetic for packed weights, nor has a GPU beside activations of 32 bits: there each is
+widened once, at load.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class PackedProduct:
         """(outputs, inputs) -> the kernels for few tokens"""
 
     def prepare(self, specs: list[LinearSpec], device: torch.device, kernels: KernelTable | None = None) -> None:
-        self.widens = device.type == "cpu"
+        self.widens = device.type == "cpu" or any(spec.dtype.itemsize != 2 for spec in specs)
         self.kernels = kernels or select_kernels(device.type)
         if self.widens:
             self.plain.prepare(specs, device)
@@ -99,14 +100,11 @@ class PackedProduct:
         return self.held[weights["codes"].data_ptr()] if "codes" in weights else None
 
     def experts(self, spec: LinearSpec, weights: Weights) -> HeldExperts:
-        """Return the experts' PackedWeight; on a CPU, their weight widened."""
+        """Return the experts' TiledWeight, gated if it has gate and up; on a CPU, their weight widened."""
         if self.widens:
             return HeldExperts(self.layout.dequantize(spec, weights)["weight"])
-        packed = self.layout.packed(spec, weights)
-        if isinstance(packed, str):
-            return HeldExperts(self._widen(spec, weights, packed)["weight"])
-        _take_place(weights, packed.tensors())
-        return HeldExperts(packed)
+        tiled = self._tile(spec, weights, gated=len(spec.parts) > 1)
+        return HeldExperts(weights["weight"] if tiled is None else tiled)
 
     def notes(self) -> list[str]:
         return [f"{count} linears are widened at load: {why}" for why, count in self.widened_for.items()]

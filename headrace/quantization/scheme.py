@@ -167,7 +167,7 @@ class HeldExperts(NamedTuple):
     """Holds one linear of all experts as kernels/moe.py takes it."""
 
     weight: Any
-    """[experts, out, in]: a tensor or a PackedWeight"""
+    """[experts, out, in]: a tensor or a TiledWeight"""
     scales: Tensor | None = None
     """[experts, out] fp32 if the weight is fp8"""
     rounding: Rounding | None = None

@@ -25,6 +25,7 @@ from headrace.kernels import (
     moe,
     moe_config,
     moe_route,
+    moe_tiled,
     narrow,
     norm,
     rotary,
@@ -197,6 +198,7 @@ def compile_experts(target):
     kernels = (
         moe_route._router_kernel, moe_route._route_kernel, moe_route._sort_kernel,
         moe.up_one_by_one_kernel, moe.down_one_by_one_kernel, moe.tiles_kernel, moe.sum_kernel,
+        moe_tiled.tiled_experts_kernel,
     )  # fmt: skip
     for num_experts, top_k, hidden, n, has_shared in (
         (128, 8, 2048, 768, False), (8, 2, 4096, 14336, False), (60, 4, 2048, 1408, True),
@@ -220,25 +222,31 @@ def compile_experts(target):
                 moe.fused_moe(x, replace(experts, router=router[:-1], scoring=scoring), x, x)
             moe.fused_moe(x, replace(experts, **in_fp8), x if has_shared else None, x)
             if num_experts == 8:
-                tiled = moe_config.pick_moe_config(40, 1, 1, "fp8", family)
-                moe.fused_moe(x, replace(experts, **in_fp8), None, x, tiled)
+                sorted_pairs = moe_config.pick_moe_config(40, 1, 1, "fp8", family)
+                moe.fused_moe(x, replace(experts, **in_fp8), None, x, sorted_pairs)
             for kernel in kernels:
                 report(f"experts {kernel.__name__} {num_experts} {num_tokens}", kernel, known)
     kinds = ("mxfp4", "int4 zeros", "int4 wide groups", "nvfp4", "fp8 blocks", "int8 groups")
     for kind, dtype, num_tokens in grid(kinds if SWEEP else kinds[:5], DTYPES, (1, 8, 2048)):
-        experts = packed_experts(kind, dtype)
+        experts = tiled_experts(kind, dtype)
         moe.fused_moe(torch.zeros(num_tokens, 2880, dtype=dtype), experts, None)
         for kernel in kernels:
             report(f"experts {kernel.__name__} {kind} {dtype} {num_tokens}", kernel, known)
 
 
-def packed_experts(kind, dtype):
-    """Experts like gpt-oss's, with biases, in any packed form."""
+def tiled_experts(kind, dtype):
+    """Experts like gpt-oss's, with biases, in any tiled form."""
     num_experts, size, one = 32, 2880, torch.zeros(1, dtype=dtype)
-    row, weights = random_packed(1, 1, size, **OF_EXPERTS[kind]), []
-    for rows in (2 * size, size):
-        tensors = {name: held.expand(num_experts, rows, *held.shape[2:]) for name, held in row.tensors().items()}
-        weights.append(replace(row, **tensors))
+    rows, weights = random_packed(1, 64, size, **OF_EXPERTS[kind]), []
+    for outputs in (2 * size, size):
+        row = tiled.tile(rows, dtype, gated=outputs > size)
+        tensors = {"codes": row.codes.expand(num_experts, outputs // 64, *row.codes.shape[2:])}
+        if row.words is not None:
+            tensors["words"] = row.words.expand(num_experts, outputs // 64, *row.words.shape[2:])
+        if row.factors is not None:
+            tensors["factors"] = row.factors[:, :1].expand(num_experts, outputs)
+        arrived = torch.zeros(num_experts * outputs // 8, dtype=torch.int32)
+        weights.append(replace(row, out_features=outputs, arrived=arrived, **tensors))
     biases = {"w13_bias": one.expand(num_experts, 2 * size), "w2_bias": one.expand(num_experts, size)}
     router = one.expand(num_experts, size)
     clamp = moe.SwigluClamp(1.702, 7.0)

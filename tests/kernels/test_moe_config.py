@@ -26,6 +26,9 @@ def test_every_size_has_a_configuration_that_fits(family, kind):
                 assert is_power_of_2(tile.block_n)
                 assert is_power_of_2(tile.block_k)
                 assert config.block_m == 1 or tile.block_n >= 16
+                if kind.startswith("tiled"):  # whole tiles and blocks
+                    assert rows % 64 == 0
+                    assert tile.block_k % 128 == 0
                 x_bytes = BYTES[kind] if kind in ("float", "fp8") else 2
                 held = (rows * BYTES[kind] + config.block_m * x_bytes) * tile.block_k * max(1, tile.num_stages - 1)
                 assert held <= (LARGEST_LDS if family == "hip" else 227 << 10)

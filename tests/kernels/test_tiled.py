@@ -21,6 +21,20 @@ def test_nothing_is_lost(kind, dtype):
         assert tiled.codes.shape[:2] == (-(-tiled.codes.shape[0] * ROWS // ROWS), -(-k // BLOCK))
 
 
+@pytest.mark.parametrize("kind", OF_EXPERTS)
+def test_experts_are_tiled_one_by_one(kind):
+    weight = random_packed(3, 70, 160, **OF_EXPERTS[kind])
+    held = tile(weight, torch.bfloat16, gated=True)
+    wide = held.dequantize(torch.float32)
+    for index in range(3):
+        alone = tile(weight.expert(index), torch.bfloat16, gated=True).dequantize(torch.float32)
+        assert torch.equal(held.expert(index).dequantize(torch.float32), alone)
+        assert torch.equal(wide[index], alone)
+    torch.testing.assert_close(wide, weight.dequantize(torch.float32), rtol=2**-11, atol=0.0)
+    room = held.codes.untyped_storage().nbytes() // held.codes.element_size()
+    assert room == held.codes.numel() + MOST_BLOCKS * held.codes[0, 0, 0].numel()
+
+
 def test_codes_take_the_bytes_of_their_format():
     """And scales: whole tiles and blocks hold at most a byte more an output and block."""
     for kind, bits in (
@@ -58,6 +72,5 @@ def test_a_group_whose_scale_is_0_is_0():
 
 
 def test_what_has_no_tiles():
-    assert "e4m3" in why_not_tiled(random_packed(64, 128, **OF_EXPERTS["fp8 blocks"]))
     assert "48" in why_not_tiled(random_packed(64, 144, bits=4, group_size=48))
     assert not why_not_tiled(random_packed(64, 48, bits=4, group_size=48))

@@ -16,9 +16,8 @@ from headrace.kernels.fp8 import NarrowWeight
 from headrace.kernels.gemm import skinny_linear_reference
 from headrace.kernels.gemm_config import BUCKETS, GemmConfig
 from headrace.kernels.moe import Experts, SwigluClamp
-from headrace.kernels.packed import PackedWeight
 from headrace.kernels.table import REFERENCE_KERNELS, KernelTable
-from headrace.kernels.tiled import TiledWeight
+from headrace.kernels.tiled import TiledWeight, tile
 from headrace.layers.context import LayerContext
 from headrace.layers.linear import Linear
 from headrace.layers.moe import SparseMoE
@@ -262,9 +261,10 @@ def test_experts_with_packed_weights_biases_and_a_clamp(kind: str, fault: str | 
     """A kernel that takes one group's scale, or one bias, for another is found."""
 
     def fused(x: Tensor, experts: Experts, *rest: Any) -> tuple[Tensor, Tensor]:
-        if fault == "scale" and isinstance(experts.w13, PackedWeight):
-            shifted = replace(experts.w13, scales=experts.w13.scales.roll(1, 1))
-            experts = replace(experts, w13=shifted)
+        if fault == "scale" and isinstance(experts.w13, TiledWeight):
+            held = {"words": experts.w13.words, "factors": experts.w13.factors}
+            shifted: Any = {name: one.roll(1, -1) for name, one in held.items() if one is not None}
+            experts = replace(experts, w13=replace(experts.w13, **shifted))
         elif fault == "bias" and experts.w2_bias is not None:
             experts = replace(experts, w2_bias=experts.w2_bias.roll(1, 1))
         return REFERENCE_KERNELS.fused_moe(x, experts, *rest)
@@ -276,7 +276,7 @@ def test_experts_with_packed_weights_biases_and_a_clamp(kind: str, fault: str | 
             held = packed_weights.random_packed(6, 32, inputs, **packed_weights.KINDS[kind])
             if kind == "mxfp4":  # scales that differ, as they hardly do among random ones
                 held = replace(held, scales=torch.randint_like(held.scales, 120, 126))
-            weights[name] = held
+            weights[name] = tile(held, torch.bfloat16, gated=name == "w13")
         biases = {"w13_bias": torch.randn(6, 32), "w2_bias": torch.randn(6, 32)}
         layer.experts = replace(layer.experts, clamp=SwigluClamp(1.7, 2.0), **weights, **biases)
     assert run(found).demoted == ([] if fault is None else ["fused_moe"])

@@ -13,12 +13,16 @@ from headrace.kernels.moe import Experts, SwigluClamp, fused_moe, fused_moe_refe
 from headrace.kernels.moe_config import MoeConfig, Tile
 from headrace.kernels.moe_route import Scoring, max_tiles, route, route_reference
 from headrace.kernels.norm import HalfNormed, half_norm_reference, rms_norm_reference
+from headrace.kernels.tiled import tile
 from tests.kernels.packed_weights import OF_EXPERTS, random_packed
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
 FEW = MoeConfig(1, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1, group=4))
 MANY = MoeConfig(16, Tile(16, 16, 4, 1), Tile(16, 32, 4, 1))
 SWAPPED = MoeConfig(16, Tile(16, 32, 4, 1, swap=True), Tile(16, 16, 4, 1, swap=True))
+# for tiled weights
+ALONE = MoeConfig(1, Tile(32, 128, 4, 1, split=2), Tile(64, 128, 4, 1))
+SORTED = MoeConfig(16, Tile(32, 256, 4, 1), Tile(128, 128, 4, 1, split=2))
 
 
 @pytest.fixture(autouse=True)
@@ -211,13 +215,6 @@ def test_the_tables_choice_in_fp8(num_tokens):
     assert (out - expected).norm() <= (2e-2 if num_tokens > 2 else 1e-5) * expected.norm()
 
 
-def packed(experts, kind):
-    """The same with other weights, packed, and what they are widened to."""
-    held = {name: random_packed(*getattr(experts, name).shape, **OF_EXPERTS[kind]) for name in ("w13", "w2")}
-    wide = {name: weight.dequantize(torch.float32) for name, weight in held.items()}
-    return replace(experts, **held), replace(in_float32(experts), **wide)
-
-
 def with_biases(experts, dtype=torch.float32):
     """The same with biases, and gated as gpt-oss gates; most gates and ups are beyond the limit now and then."""
     num_experts, rows, hidden = *experts.w13.shape[:2], experts.w13.shape[2]
@@ -226,27 +223,41 @@ def with_biases(experts, dtype=torch.float32):
     return replace(experts, clamp=SwigluClamp(1.702, 0.8), **biases)
 
 
+def tiled(experts, kind):
+    """The same with other weights, tiled, and what they are widened to."""
+    held = {name: random_packed(*getattr(experts, name).shape, **OF_EXPERTS[kind]) for name in ("w13", "w2")}
+    wide = {name: weight.dequantize(torch.float32) for name, weight in held.items()}
+    own = {name: tile(weight, experts.router.dtype, gated=name == "w13") for name, weight in held.items()}
+    return replace(experts, **own), replace(in_float32(experts), **wide)
+
+
 @pytest.mark.parametrize("kind", OF_EXPERTS)
-@pytest.mark.parametrize("config", ["one by one", "tiles", "swapped"])
-def test_packed_weights(kind, config):
-    """Widened as they are multiplied, they give what widened weights give, also where groups end within a step or a
-    block, and beyond the last one."""
-    sizes = [(1, 32, 8, 32, 2), (3, 48, 5, 96, 3), (9, 80, 3, 48, 2), (17, 16, 4, 112, 1)]
-    (num_tokens, *rest), dtype = random.choice(sizes), random.choice([torch.float32, torch.float16, torch.bfloat16])
-    config = {"one by one": FEW, "tiles": MANY, "swapped": SWAPPED}[config]
-    up, down = (replace(tile, block_k=64) for tile in (config.up, config.down))
-    config = replace(config, up=up, down=down)
-    num_tokens = min(num_tokens, 4) if config.block_m == 1 else num_tokens
-    x, experts, _, _ = make_layer(num_tokens, *rest, dtype, False)
-    if random.random() < 0.5:
-        experts = with_biases(experts, dtype)
-    experts, wide = packed(experts, kind)
-    expected, expected_ids = fused_moe_reference(x.float(), wide)
-    out, ids = fused_moe(x, experts, None, None, config)
+def test_tiled_weights(kind):
+    """They give what widened weights give, also where blocks and tiles end beyond the weight, where programs share an
+    output's inputs, and whether pairs are sorted or each is by itself."""
+    sorted_or_not = (ALONE, (1, 160, 4, 40, 2), torch.bfloat16), (SORTED, (5, 96, 3, 144, 1), torch.float16)
+    config, (num_tokens, *rest), dtype = random.choice(sorted_or_not)
+    biased = random.random() < 0.5
+    x, experts, shared, residual = make_layer(num_tokens, *rest, dtype, not biased)
+    experts, wide = tiled(with_biases(experts, dtype) if biased else experts, kind)
+    plain = [None if tensor is None else tensor.float() for tensor in (x, shared, residual)]
+    expected, expected_ids = fused_moe_reference(plain[0], wide, *plain[1:])
+    out, ids = fused_moe(x, experts, shared, residual, config)
+    assert out is residual
+    assert not experts.w13.arrived.any()
     same = (ids == expected_ids).all(dim=1)
     error = (out[same].double() - expected[same].double()).norm()
-    bound = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
-    assert error <= bound * expected[same].double().norm(), (num_tokens, rest, dtype, experts.clamp)
+    assert error <= TOLERANCE[dtype] * expected[same].double().norm(), (config, dtype, experts.clamp)
+
+
+def test_tiled_weights_of_an_expert_that_all_tokens_or_none_choose():
+    """It is the last, whose steps end beyond the weight."""
+    x, experts, _, _ = make_layer(19, 64, 3, 32, 1, torch.float16, False)
+    bias = torch.tensor([-9.0, -99.0, 99.0]).half()
+    experts, wide = tiled(replace(experts, router_bias=bias), "nvfp4")
+    out, ids = fused_moe(x, experts, config=SORTED)
+    assert (ids == 2).all()
+    torch.testing.assert_close(out.float(), fused_moe_reference(x.float(), wide)[0], rtol=3e-3, atol=3e-3)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 17])
