@@ -1,17 +1,24 @@
-"""Long sweeps, of which `make test` runs a third."""
+"""Long sweeps, of which `make test` runs a few cases."""
 
 import itertools
+import os
+import random
 
 import pytest
 
+RNG = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID"))
+"""Processes that share the tests make the same choice."""
+
 
 def sampled(names, *axes):
-    """All combinations of `axes` as cases, of which those are slow whose places do not add up to a multiple of 3: every
-    value comes up, and with three long axes every pair of values does."""
+    """All combinations of `axes` as cases, of which as many run as the longest axis has values: every value comes up,
+    in other company each time. The others are slow."""
+    drawn = [RNG.sample(range(len(axis)), len(axis)) for axis in axes]
+    chosen = {tuple(order[place % len(order)] for order in drawn) for place in range(max(map(len, axes)))}
 
     def case(combination):
         places, values = zip(*combination, strict=True)
-        marks = [pytest.mark.slow] if sum(places) % 3 else []
+        marks = [] if places in chosen else [pytest.mark.slow]
         return pytest.param(*values, id="-".join(str(value).removeprefix("torch.") for value in values), marks=marks)
 
     return pytest.mark.parametrize(names, [case(one) for one in itertools.product(*map(enumerate, axes))])
