@@ -36,7 +36,6 @@ def scripted() -> Iterator[Scripted]:
         gc.set_threshold(GC_THRESHOLD)
         yield found
         gc.set_threshold(*threshold)
-        gc.unfreeze()
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])

@@ -184,7 +184,6 @@ def app() -> Iterator[Starlette]:
     gc.set_threshold(GC_THRESHOLD)
     yield make_app(FakeEngine())
     gc.set_threshold(*threshold)
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize(("path", "name", "made"), CASES)
