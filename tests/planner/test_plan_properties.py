@@ -52,7 +52,9 @@ def test_the_grid_is_large() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "gpu", "count", "objective", "load", "engine"), CASES, ids=lambda value: str(value).replace(" ", "")[:30]
+    ("model", "gpu", "count", "objective", "load", "engine"),
+    [pytest.param(*case, marks=[pytest.mark.slow] if place % 3 else []) for place, case in enumerate(CASES)],
+    ids=lambda value: str(value).replace(" ", "")[:30],
 )
 def test_a_plan(model: str, gpu: str, count: int, objective: str, load: dict[str, Any], engine: str) -> None:
     request = PlanRequest(**{"engine": engine, "model": model, "gpu": gpu, "num_gpus": count, **load})
