@@ -62,6 +62,10 @@ def pytest_collection_finish() -> None:
     llm.gc = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # what ends with the process ends as usual
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     return max(1, min(CORES, MOST_WORKERS, psutil.virtual_memory().available // WORKER_BYTES))
