@@ -70,7 +70,12 @@ class ParallelLMHead(Linear):
         self.vocab_size = vocab_size
         self.soft_cap = soft_cap
         self.all_gather = group.all_gather
-        self.tied_to = (tied_to,)  # in a tuple, so that it does not become a child
+        # in a tuple, so that it does not become a child
+        self.tied_to: tuple[VocabParallelEmbedding | None] = (tied_to,)
+
+    def untie(self) -> None:
+        """Give the head weights of its own, which a quantized checkpoint may bring though its config.json says tied."""
+        self.tied_to = (None,)
 
     def create_weights(self, device: torch.device) -> None:
         if self.tied_to[0] is None:

@@ -5,6 +5,7 @@ Every rank holds a slice of every expert's intermediate size. kernels/moe.py bri
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -141,18 +142,25 @@ class SparseMoE(Layer):
         slots = {f"{block}.{part.name}.{tensor}": slot for part, tensor, slot in router}
         if self.selection_bias is not None:
             slots[f"{block}.{names.router}.e_score_correction_bias"] = whole_slot(self.selection_bias)
-        linears = ((self.gate_up_spec, self.w13, names.stacked), (self.down_spec, self.w2, names.down))
         if names.stacked:
+            linears = ((self.gate_up_spec, self.w13, names.stacked), (self.down_spec, self.w2, names.down))
             for linear, weights, name in linears:
                 stacked = f"{block}.experts.{name}"
                 slots.update(stacked_slots(self.scheme.layout, linear, weights, spec.num_experts, stacked))
             return slots
+        nowhere = any(tensor.is_meta for tensor in self.w13.values())  # nobody writes there: one stands for all
+        first = list(self._expert_slots(0)) if nowhere else []
         for expert in range(spec.num_experts):
-            for linear, weights, _ in linears:
-                one = {name: tensor[expert] for name, tensor in weights.items()}
-                for part, tensor, slot in self.scheme.layout.slots(linear, one):
-                    slots[f"{block}.experts.{expert}.{part.name}.{tensor}"] = slot
+            for name, slot in first or self._expert_slots(expert):
+                slots[f"{block}.experts.{expert}.{name}"] = slot
         return slots
+
+    def _expert_slots(self, expert: int) -> Iterator[tuple[str, Slot]]:
+        """Yield (name of one expert's tensor behind its number, where it goes)."""
+        for linear, weights in ((self.gate_up_spec, self.w13), (self.down_spec, self.w2)):
+            own = {name: tensor[expert] for name, tensor in weights.items()}
+            for part, tensor, slot in self.scheme.layout.slots(linear, own):
+                yield f"{part.name}.{tensor}", slot
 
     def fuse_norm(self, norm: RMSNorm) -> None:
         """Take over `norm`, for the shared expert too: x comes in without it. To be called before `finalize`."""

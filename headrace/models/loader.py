@@ -12,7 +12,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import groupby
@@ -25,6 +25,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from torch import Tensor, nn
 
 from headrace.errors import CheckpointError, ConfigError
+from headrace.layers.attention import Attention
 from headrace.layers.context import LayerContext
 from headrace.layers.embedding import ParallelLMHead
 from headrace.layers.layer import Layer
@@ -36,7 +37,8 @@ from headrace.models.finite import FiniteCheck
 from headrace.models.fusion import fuse
 from headrace.models.reading import Wanted, read_slices
 from headrace.models.registry import resolve
-from headrace.models.schemes import Schemes, plain_linears
+from headrace.models.schemes import LinearsInFiles, Schemes, linears_in_files
+from headrace.quantization.checkpoint_format import kv_cache_type
 from headrace.quantization.scheme import Scheme, Slot
 from headrace.quantization.table import resolve_format
 
@@ -76,17 +78,17 @@ def load_model(
             if isinstance(layer, Linear):
                 layer.spec = replace(layer.spec, batch_invariant=context.batch_invariant)
         tensors_of = functools.cache(stored_tensors)  # a file's header is read once
-        plain = plain_linears(folder, tensors_of) if config.quantization and load_format != "dummy" else None
-        model.notes = attach_schemes(config, layers, context, quantization, plain)
-        slots: dict[str, Slot] = {}
-        for path, layer in layers:
-            with _named(path):
-                layer.create_weights(context.device)
-                slots.update(layer.slots(path))
+        in_files = linears_in_files(folder, tensors_of) if config.quantization and load_format != "dummy" else None
+        model.notes = attach_schemes(config, layers, context, quantization, in_files)
+        slots = slots_of(layers, torch.device("meta"))  # so that errors come before large memory is taken
         if load_format == "dummy":
+            slots = slots_of(layers, context.device)
             fill_with_dummies(slots, seed)
         else:
+            match_checkpoint(slots, folder, config.tie_word_embeddings, tensors_of)
+            slots = slots_of(layers, context.device)
             fill_from_checkpoint(slots, folder, config.tie_word_embeddings, tensors_of)
+            _leave_scales_of_other_caches(config, layers)
         del slots, tensors_of  # which hold all weights as they were loaded, while layers put other forms in their place
         model.notes.append(fuse(model, config.num_layers, context.device))
         model.weight_bytes = sum(map(weight_bytes, (layer for _, layer in layers)))
@@ -96,6 +98,26 @@ def load_model(
         products = {layer.scheme.product: None for _, layer in layers if isinstance(layer, Linear | SparseMoE)}
         model.notes += [note for one in products for note in one.notes()]
     return model
+
+
+def slots_of(layers: list[tuple[str, Layer]], device: torch.device) -> dict[str, Slot]:
+    """Allocate the layers' weights on `device`, and return where the checkpoint's tensors go."""
+    slots: dict[str, Slot] = {}
+    for path, layer in layers:
+        with _named(path):
+            layer.create_weights(device)
+            slots.update(layer.slots(path))
+    return slots
+
+
+def _leave_scales_of_other_caches(config: ModelConfig, layers: list[tuple[str, Layer]]) -> None:
+    """Forget scales that the checkpoint brings for a KV cache that is not in fp8: with those of NVFP4 or int8, numbers
+    would be beyond fp8's range or small in it."""
+    if kv_cache_type(config.quantization or {}) in ("", "fp8"):
+        return
+    for _, layer in layers:
+        if isinstance(layer, Attention) and layer.kv_scale is not None:
+            layer.kv_scale.fill_(math.nan)
 
 
 @contextmanager
@@ -112,17 +134,19 @@ def attach_schemes(
     layers: list[tuple[str, Layer]],
     context: LayerContext,
     quantization: str | None,
-    plain: Container[str] | None = None,
+    in_files: LinearsInFiles | None = None,
 ) -> list[str]:
     """Give every linear and every layer of experts the scheme of its format; those that the scheme refuses stay
-    unquantized, and so do those named by `plain`, whatever config.json says. Return lines for the log, one for each
+    unquantized. What the files hold counts more than what config.json says. Return lines for the log, one for each
     format, which also name what is unquantized."""
-    schemes = Schemes(resolve_format(config, quantization), plain)
+    schemes = Schemes(resolve_format(config, quantization), in_files)
     served: dict[Scheme, list[Linear | SparseMoE]] = {}
     kept: Counter[str] = Counter()
     for path, layer in layers:
         if not isinstance(layer, Linear | SparseMoE):
             continue
+        if isinstance(layer, ParallelLMHead) and in_files is not None and path in in_files.quantized:
+            layer.untie()
         scheme, why = schemes.of(path, layer)
         layer.attach(scheme)
         served.setdefault(scheme, []).append(layer)
@@ -184,13 +208,8 @@ def fill_from_checkpoint(
 ) -> None:
     """Copy every tensor's slice into its slot. Names may have the prefix `model.` or not. What the files' headers tell
     is checked before anything else is read; `tensors_of` reads them."""
-    files = checkpoint_files(folder)
-    num_bytes = total_bytes(files)
-    found = _match(slots, ((file, tensors_of(file)) for file in files), tied)
-    waiting = [name for name, slot in slots.items() if not slot.optional and name not in found]
-    if waiting:
-        some = ", ".join(sorted(waiting)[:3]) + (f" and {len(waiting) - 3} more" if len(waiting) > 3 else "")
-        raise CheckpointError(f"{folder} lacks {some} (read {', '.join(file.name for file in files[:3])})")
+    found = match_checkpoint(slots, folder, tied, tensors_of)
+    num_bytes = total_bytes(checkpoint_files(folder))
     wanted = (one for one in found.values() if one.slot.destination is not None)
     with _one_thread(), _progress(num_bytes) as advance, closing(read_slices(wanted)) as reading:
         for _, tensors in groupby(reading, lambda read: read[0].stored.file):
@@ -224,8 +243,22 @@ def _take(one: Wanted, values: Tensor, check: FiniteCheck) -> None:
         check.add(one.stored, one.source, values)  # what `put` made may hide it: an fp8 weight cannot be Inf
 
 
+def match_checkpoint(
+    slots: dict[str, Slot], folder: Path, tied: bool, tensors_of: Callable[[Path], list[StoredTensor]]
+) -> dict[str, Wanted]:
+    """Return for each slot's name the tensor that goes into it, in the files' order. Raises CheckpointError naming the
+    tensor that is missing, has no slot, or is of another shape or type than its slot takes."""
+    files = checkpoint_files(folder)
+    total_bytes(files)  # which names a file that is missing
+    found = _match(slots, ((file, tensors_of(file)) for file in files), tied)
+    waiting = [name for name, slot in slots.items() if not slot.optional and name not in found]
+    if waiting:
+        some = ", ".join(sorted(waiting)[:3]) + (f" and {len(waiting) - 3} more" if len(waiting) > 3 else "")
+        raise CheckpointError(f"{folder} lacks {some} (read {', '.join(file.name for file in files[:3])})")
+    return found
+
+
 def _match(slots: dict[str, Slot], files: Iterable[tuple[Path, list[StoredTensor]]], tied: bool) -> dict[str, Wanted]:
-    """Return for each slot's name the tensor that goes into it, in the files' order."""
     found: dict[str, Wanted] = {}
     for file, tensors in files:
         for stored in tensors:

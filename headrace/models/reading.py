@@ -22,7 +22,7 @@ from torch import Tensor
 
 from headrace.errors import CheckpointError
 from headrace.models.checkpoint import StoredTensor
-from headrace.quantization.scheme import Slot
+from headrace.quantization.scheme import E8M0, Slot
 
 RANGE_BYTES = 8 << 20
 """Most bytes that are read at once"""
@@ -50,7 +50,10 @@ class Wanted:
     @cached_property
     def dtype(self) -> torch.dtype:
         """The type as which the file's bytes are taken."""
-        return torch.uint8 if self.slot.e8m0 else self.stored.torch_dtype
+        if self.slot.e8m0:
+            return torch.uint8
+        is_scale = self.stored.dtype in E8M0 and {*E8M0} <= {*self.slot.stored}
+        return torch.float8_e8m0fnu if is_scale else self.stored.torch_dtype
 
     @cached_property
     def source(self) -> tuple[slice, ...]:

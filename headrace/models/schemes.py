@@ -1,9 +1,10 @@
-"""Chooses the scheme of each layer's weights: that of the format which config.json states or, where the checkpoint's
-files hold a linear unquantized nonetheless, none."""
+"""Chooses the scheme of each layer's weights: that of the format which config.json states unless the checkpoint's files
+say otherwise: they may hold a linear unquantized, or quantized though config.json leaves it alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.layers.embedding import ParallelLMHead
@@ -21,13 +22,21 @@ Names = dict[str | None, list[str]]
 PLAIN_IN_FILES = "unquantized in the checkpoint's files"
 
 
+@dataclass(frozen=True)
+class LinearsInFiles:
+    """Names the linears that a checkpoint's files hold, by what their headers say."""
+
+    plain: frozenset[str]
+    """as a weight of 16 bits or more without scales"""
+    quantized: frozenset[str]
+
+
 class Schemes:
     """Makes one scheme for each format, and for each combination of formats that one layer is in."""
 
-    def __init__(self, held: CheckpointFormat, plain: Container[str] | None) -> None:
-        """Take what config.json states, and the names of linears that are unquantized in the files; None: nobody has
-        looked."""
-        self.held, self.plain = held, plain if held.method else None
+    def __init__(self, held: CheckpointFormat, in_files: LinearsInFiles | None) -> None:
+        """Take what config.json states, and what the files hold; None: nobody has looked."""
+        self.held, self.in_files = held, in_files if held.method else None
         self.unquantized: Scheme = make_scheme(UNQUANTIZED)
         self.made: dict[LinearFormat, Scheme] = {UNQUANTIZED: self.unquantized}
         self.mixed: dict[tuple[tuple[str | None, LinearFormat], ...], Scheme] = {}
@@ -47,7 +56,7 @@ class Schemes:
     def of_router(self, names: Names) -> Scheme:
         """Return the scheme of a router whose parts have these names: unquantized unless the files have another, for
         most tools leave routers alone without saying so."""
-        return self.unquantized if self.plain is None else self.named(names)
+        return self.unquantized if self.in_files is None else self.named(names)
 
     def named(self, names: Names) -> Scheme:
         """Return the scheme of a layer whose parts have these names."""
@@ -62,8 +71,12 @@ class Schemes:
         return self.mixed[key]
 
     def _format(self, names: list[str]) -> LinearFormat:
-        in_files = self.plain is not None and names[0] in self.plain
-        return UNQUANTIZED if in_files else self.held.format_for(*names)
+        stated, in_files = self.held.format_for(*names), self.in_files
+        if in_files is None:
+            return stated
+        if names[0] in in_files.plain:
+            return UNQUANTIZED
+        return self.held.main if stated == UNQUANTIZED and names[0] in in_files.quantized else stated
 
     def _made(self, linear: LinearFormat) -> Scheme:
         if linear not in self.made:
@@ -71,17 +84,21 @@ class Schemes:
         return self.made[linear]
 
 
-def plain_linears(folder: Path, tensors_of: Callable[[Path], list[StoredTensor]]) -> set[str]:
-    """Return the names of linears that a checkpoint holds as a weight of 16 bits or more without scales. Tools leave
-    some so, of sizes that their blocks do not divide or of layers that they never quantize, and do not always say so
-    in config.json. `tensors_of`: checkpoint.stored_tensors, or a cache of it."""
-    plain, others, files = set(), set(), checkpoint_files(folder)
+def linears_in_files(folder: Path, tensors_of: Callable[[Path], list[StoredTensor]]) -> LinearsInFiles:
+    """Return which linears are quantized in a checkpoint's files. Tools leave some unquantized, of sizes that their
+    blocks do not divide or of layers that they never quantize, and leave names out that they quantize, and do not
+    always say so in config.json. `tensors_of`: checkpoint.stored_tensors, or a cache of it."""
+    plain, scaled, quantized = set(), set(), set()
+    files = checkpoint_files(folder)
     total_bytes(files)  # which names a file that is missing
     for file in files:
         for stored in tensors_of(file):
             owner, _, tensor = stored.name.rpartition(".")
+            names = {owner, f"model.{owner}"}
             if tensor == "weight" and stored.dtype in FLOATS:
-                plain |= {owner, f"model.{owner}"}
-            elif tensor != "bias":
-                others |= {owner, f"model.{owner}"}
-    return plain - others
+                plain |= names
+            elif tensor in ("weight", "weight_packed", "qweight"):
+                quantized |= names
+            elif tensor.startswith("weight_"):
+                scaled |= names
+    return LinearsInFiles(frozenset(plain - scaled), frozenset(quantized))

@@ -60,8 +60,10 @@ def kv_cache_type(quantization: dict[str, Any]) -> str:
     word = str(scheme or quantization.get("kv_cache_quant_algo") or "none").lower()
     if word != "none":
         return "fp8" if word == "static" else word
-    named, export = quantization.get("kv_cache_quant_config"), quantization.get("export")
+    named, layers, export = (quantization.get(key) for key in ("kv_cache_quant_config", "layer_quant_config", "export"))
     types = {*_output_types(named)} if isinstance(named, dict) else set()
+    if isinstance(layers, dict):  # where Quark once said it
+        types |= {*_output_types({name: one for name, one in layers.items() if name.endswith(("k_proj", "v_proj"))})}
     grouped = isinstance(export, dict) and export.get("kv_cache_group")
     return "fp8" if types == {"fp8_e4m3"} or (grouped and not types) else ", ".join(sorted(types))
 
@@ -78,6 +80,7 @@ def _output_types(layers: dict[str, Any]) -> Iterator[str]:
 def _deepseek_or_auto_fp8(fields: Fields) -> CheckpointFormat:
     """Read DeepSeek's blocks and AutoFP8's scales a tensor. transformers writes both with the names of DeepSeek's."""
     one_of(fields, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    one_of(fields, "expert_dtype", ("fp8",), "fp8")
     scheme = one_of(fields, "activation_scheme", ("dynamic", "static"), "dynamic")
     if fields.values.get("weight_block_size") is not None:
         one_of(fields, "activation_scheme", ("dynamic",), scheme)
@@ -87,6 +90,13 @@ def _deepseek_or_auto_fp8(fields: Fields) -> CheckpointFormat:
         name = "weight_scale_inv" if of_transformers else "weight_scale"
         linear = fp8("tensor", "tensor" if scheme == "static" else "token", name)
     return CheckpointFormat("fp8", linear, (*_unconverted(fields), *left_alone([HEAD])))
+
+
+def _mxfp8(fields: Fields) -> CheckpointFormat:
+    """Read what transformers says of blocks of 32 inputs, whose scales are powers of two."""
+    block = (1, 32) if fields.values.get("weight_block_size") is None else positive_pair(fields, "weight_block_size")
+    linear = fp8("block", "block", "weight_scale_inv", block)
+    return CheckpointFormat("mxfp8", linear, (*_unconverted(fields), *left_alone([HEAD])))
 
 
 def _fbgemm(fields: Fields) -> CheckpointFormat:
@@ -110,6 +120,7 @@ def _unconverted(fields: Fields) -> Rules:
 METHODS: dict[str, Callable[[Fields], CheckpointFormat]] = {
     "compressed-tensors": compressed_tensors,
     "fp8": _deepseek_or_auto_fp8,
+    "mxfp8": _mxfp8,
     "fbgemm_fp8": _fbgemm,
     "awq": awq,
     "gptq": gptq,
@@ -120,6 +131,7 @@ METHODS: dict[str, Callable[[Fields], CheckpointFormat]] = {
     "modelopt": modelopt,
     "modelopt_fp4": modelopt,
     "modelopt_mixed": modelopt,
+    "modelopt_mxfp8": modelopt,
     "mxfp4": _mxfp4,
 }
 """`quant_method` -> what reads the other fields"""

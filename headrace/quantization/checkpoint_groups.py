@@ -26,9 +26,9 @@ from headrace.quantization.linear_rules import CheckpointFormat, left_alone
 
 _COMPRESSED = (
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
-    "mxfp4-pack-quantized", "mixed-precision",
+    "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision",
 )  # fmt: skip
-"""compressed-tensors' formats that are served; the others (sparse ones, 6 bits, mxfp8) are refused by name"""
+"""compressed-tensors' formats that are served; the others (sparse ones, 6 bits) are refused by name"""
 _CLASS = re.compile(r"[A-Z]\w*$")
 """A target that names a class of modules: there, names of modules are in lower case."""
 KEEPS_16 = (
@@ -45,14 +45,16 @@ def compressed_tensors(fields: Fields) -> CheckpointFormat:
     default, exact, regular = UNQUANTIZED, [*left_alone(patterns(fields, "ignore"))], [*left_alone(())]
     notes: dict[str, None] = {}
     for group in objects(fields, "config_groups").values():
-        name = one_of(group, "format", _COMPRESSED, fields.text("format", "mixed-precision"))
-        linear = _described(group, name, notes) if group.object("weights") else UNQUANTIZED  # the KV cache's
+        linear = UNQUANTIZED  # of attention or the KV cache
+        if group.object("weights"):
+            name = one_of(group, "format", _COMPRESSED, fields.text("format", "mixed-precision"))
+            linear = _described(group, name, notes)
         for target in group.texts("targets") or ["Linear"]:
-            if target == "Linear":
-                default = linear
-            elif not _CLASS.match(target):
+            if not _CLASS.match(target):
                 rules = regular if target.startswith("re:") else exact
                 rules.append((checked_pattern(group, "targets", target), linear))
+            elif target == "Linear" and linear != UNQUANTIZED:
+                default = linear
             elif linear != UNQUANTIZED:
                 raise group.refusal("targets", "Linear, names of linears, or regular expressions after `re:`")
     regular.sort(key=lambda rule: rule[0])
@@ -80,7 +82,7 @@ def _described(group: Fields, compression: str, notes: dict[str, None]) -> Linea
     if compression == "pack-quantized" or (compression == "mixed-precision" and not inputs):
         bits_among(weights, "num_bits", (4, 8), 8)
         one_of(weights, "strategy", ("channel", "group"))
-        act_order = weights.values.get("actorder") in (True, "group", "dynamic")
+        act_order = str(weights.values.get("actorder")).lower() in ("true", "group", "dynamic")
         return integers("pack_quantized", bits, size, not symmetric, symmetric=symmetric, act_order=act_order)
     bits_among(weights, "num_bits", (8,), 8)
     one_of(weights, "strategy", ("tensor", "channel"))
@@ -91,7 +93,9 @@ def _described(group: Fields, compression: str, notes: dict[str, None]) -> Linea
 
 def _floats(weights: Fields, inputs: Fields, strategy: str) -> LinearFormat:
     """Return the fp8 format of these weights and activations."""
-    one_of(weights, "strategy", ("tensor", "channel", "block"))
+    one_of(weights, "strategy", ("tensor", "channel", "block", "group"))
+    if strategy == "group":  # MXFP8, whose scales are powers of two
+        return fp8("block", "block" if inputs else "none", block=(1, weights.integer("group_size", 32)))
     if strategy != "block":
         return fp8(strategy, _rounding(inputs))
     structure = weights.values.get("block_structure")
@@ -117,10 +121,19 @@ def _rounding(inputs: Fields) -> str:
 _ALGORITHMS = {
     "FP8": fp8("tensor", "tensor"),
     "FP8_PER_CHANNEL_PER_TOKEN": fp8("channel", "token"),
+    "FP8_PB_WO": fp8("block", "none", block=(128, 128)),
+    "MXFP8": fp8("block", "block", block=(1, 32)),
     "NVFP4": fp4("nvfp4", "modelopt"),
     "W4A16_NVFP4": fp4("nvfp4", "modelopt"),
+    "W4A8_NVFP4_FP8": fp4("nvfp4", "modelopt"),
+    "MXFP4": fp4("mxfp4", "quark"),  # whose tensors have the same names
+    "W4A8_MXFP4_FP8": fp4("mxfp4", "quark"),
 }
 """`quant_algo` -> how it is stored"""
+_GROUPS = {"NVFP4": 16, "MXFP4": 32, "MXFP8": 32}
+"""part of a `quant_algo` -> the inputs that share a scale"""
+_ACTIVATION_BITS = {"NVFP4": 4, "MXFP4": 4, "W4A8_NVFP4_FP8": 8, "W4A8_MXFP4_FP8": 8}
+"""`quant_algo` of weights of 4 bits -> the bits of activations beside them"""
 
 
 def modelopt(fields: Fields) -> CheckpointFormat:
@@ -133,7 +146,8 @@ def modelopt(fields: Fields) -> CheckpointFormat:
         return CheckpointFormat("modelopt")  # it is about the KV cache alone
     layers = objects(fields, "quantized_layers")
     algorithms = [one.text("quant_algo", "MIXED_PRECISION").upper() for one in (fields, *layers.values())]
-    notes = (KEEPS_16.format(4, 4),) if "NVFP4" in algorithms else ()
+    bits = sorted({_ACTIVATION_BITS[name] for name in algorithms if name in _ACTIVATION_BITS})
+    notes = tuple(KEEPS_16.format(each, 4) for each in bits)
     if algorithms[0] != "MIXED_PRECISION":
         return CheckpointFormat("modelopt", _algorithm(fields), plain, notes)
     named = [(name, _algorithm(one)) for name, one in layers.items()]
@@ -144,8 +158,9 @@ def _algorithm(fields: Fields) -> LinearFormat:
     name = fields.text("quant_algo").upper()
     if name not in _ALGORITHMS:
         raise fields.refusal("quant_algo", f"one of {', '.join(_ALGORITHMS)}, MIXED_PRECISION")
-    if name.endswith("NVFP4") and fields.integer("group_size", 16) != 16:
-        raise fields.refusal("group_size", "16")
+    size = next((size for part, size in _GROUPS.items() if part in name), None)
+    if size is not None and fields.integer("group_size", size) != size:
+        raise fields.refusal("group_size", str(size))
     return _ALGORITHMS[name]
 
 
@@ -163,7 +178,9 @@ def quark(fields: Fields) -> CheckpointFormat:
     of_linears = next((one for name, one in types.items() if name.rpartition(".")[2] == "Linear"), None)
     usual = of_linears or fields.object("global_quant_config")
     default = _quark(usual)
-    notes = (KEEPS_16.format(4, 4),) if default.layout == "mxfp4" and usual.values.get("input_tensors") else ()
+    inputs = _only(usual, "input_tensors")
+    bits = 8 if inputs.text("dtype", "").startswith("fp8") else 4
+    notes = (KEEPS_16.format(bits, 4),) if default.layout == "mxfp4" and inputs else ()
     return CheckpointFormat("quark", default, (*left_alone(patterns(fields, "exclude")), *named), notes)
 
 
@@ -177,6 +194,8 @@ def _quark(fields: Fields) -> LinearFormat:
         if weight.integer("group_size", 32) != 32:
             raise weight.refusal("group_size", "32")
         return fp4("mxfp4", "quark")
+    if dtype == "fp8_e4m3" and scheme in ("per_group", "per_block"):
+        return _quark_blocks(weight, inputs, scheme)
     scale = one_of(weight, "qscheme", ("per_tensor", "per_channel"), scheme).removeprefix("per_")
     activations = "none"
     if inputs:
@@ -189,6 +208,17 @@ def _quark(fields: Fields) -> LinearFormat:
     if not weight.flag("symmetric", True):
         raise weight.refusal("symmetric", "true for int8")
     return int8(scale, activations, inputs.flag("symmetric", True))
+
+
+def _quark_blocks(weight: Fields, inputs: Fields, scheme: str) -> LinearFormat:
+    """Return the fp8 format of weights with a scale a group (MXFP8) or a block, beside activations with one a group."""
+    block = (1, weight.integer("group_size")) if scheme == "per_group" else positive_pair(weight, "block_size")
+    if inputs:
+        one_of(inputs, "dtype", ("fp8_e4m3",))
+        one_of(inputs, "qscheme", ("per_group",))
+        if not inputs.flag("is_dynamic"):
+            raise inputs.refusal("is_dynamic", "true where groups have scales of their own")
+    return fp8("block", "block" if inputs else "none", block=block)
 
 
 def _only(fields: Fields, name: str) -> Fields:

@@ -5,7 +5,7 @@ Imports no torch.
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Callable
 
 from headrace.model_config import Fields
 from headrace.quantization.checkpoint_fields import (
@@ -22,36 +22,43 @@ from headrace.quantization.linear_rules import CheckpointFormat, Rules, containi
 HEAD = "lm_head"
 _SPECIAL = re.compile(r"[*+?^$()\[\]{}|\\]")
 """what AutoRound tells patterns from names by"""
+_TOOLS = {"auto_gptq": "gptq", "gptq": "gptq", "auto_awq": "awq", "awq": "awq", "gptqmodel": "gptq_v2"}
+_KERNELS = ("exllamav2", "tritonv2", "gemm")
+"""what AutoRound's `packing_format` may hold behind a colon: whose packing it is, and what says nothing of it"""
 
 
 def awq(fields: Fields) -> CheckpointFormat:
-    """Read AutoAWQ's fields. A name that is left alone may occur anywhere in a linear's."""
-    one_of(fields, "version", ("gemm",), "gemm")
-    one_of(fields, "backend", ("autoawq", "auto"), "autoawq")
-    one_of(fields, "checkpoint_format", ("gemm",), "gemm")
-    bits = "bits" if "bits" in fields.values else "w_bit"
-    group = "group_size" if "group_size" in fields.values else "q_group_size"
+    """Read the fields of AutoAWQ or GPTQModel. A name that is left alone may occur anywhere in a linear's."""
+    for name in ("version", "checkpoint_format", "format"):
+        one_of(fields, name, ("gemm",), "gemm")
+    one_of(fields, "pack_method", ("reorder",), "reorder")  # Quark's word for AutoAWQ's order of codes
+    if fields.text("backend", "autoawq").lower() == "llm-awq":
+        raise fields.refusal("backend", "autoawq: llm-awq packs weights in an order of its own")
     plain = [containing(name) for name in fields.texts("modules_to_not_convert")]
-    linear = _awq(
-        bits_among(fields, bits, (4,), 4), size_of_groups(fields, group, 128), fields.flag("zero_point", True)
+    plain += [] if fields.flag("lm_head") else [HEAD]
+    return CheckpointFormat("awq", _awq(fields), (*left_alone(plain), *_dynamic(fields, _awq)))
+
+
+def _awq(own: Fields) -> LinearFormat:
+    """Return the format of the linears with these fields."""
+    bits = "bits" if "bits" in own.values else "w_bit"
+    group = "group_size" if "group_size" in own.values else "q_group_size"
+    zero_point = own.flag("zero_point", True)
+    return integers(
+        "awq", bits_among(own, bits, (4,), 4), size_of_groups(own, group, 128), zero_point, zero_point=zero_point
     )
-    return CheckpointFormat("awq", linear, left_alone((*plain, HEAD)))
-
-
-def _awq(bits: int, group_size: int, zero_point: bool) -> LinearFormat:
-    return integers("awq", bits, group_size, zero_point, zero_point=zero_point)
 
 
 def gptq(fields: Fields) -> CheckpointFormat:
     """Read GPTQ's fields, of AutoGPTQ, GPTQModel or optimum. `dynamic` has patterns of linears: those behind `-:` are
     left alone, the others have fields of their own."""
-    method = fields.text("quant_method").lower()
-    stored = one_of(fields, "checkpoint_format", ("gptq", "gptq_v2"), "gptq_v2" if method == "gptq_v2" else "gptq")
+    said = "format" if fields.values.get("checkpoint_format") is None else "checkpoint_format"
+    usual = "gptq_v2" if fields.text("quant_method").lower() == "gptq_v2" else "gptq"
+    fields = fields.changed({"checkpoint_format": one_of(fields, said, ("gptq", "gptq_v2"), usual)})
     one_of(fields, "pack_dtype", ("int32",), "int32")
     if fields.flag("is_marlin_format"):
         raise fields.refusal("is_marlin_format", "false: weights that are packed for one kernel are not served")
-    base = {**fields.values, "checkpoint_format": stored}
-    default, rules = _gptq(fields, base), _dynamic(fields, base)
+    default, rules = _gptq(fields), _dynamic(fields, _gptq)
     blocks = [name for names in _blocks(fields) for name in names]
     if blocks:
         rules = (*rules, *((name, default) for name in blocks))
@@ -61,29 +68,32 @@ def gptq(fields: Fields) -> CheckpointFormat:
     return CheckpointFormat("gptq", default, rules)
 
 
-def _gptq(fields: Fields, values: dict[str, Any]) -> LinearFormat:
-    """Return the format of the linears with these values of the fields."""
-    own = Fields(values, fields.where, fields.inside)
+def _gptq(own: Fields) -> LinearFormat:
+    """Return the format of the linears with these fields."""
     bits, group_size = bits_among(own, "bits", (2, 3, 4, 8)), size_of_groups(own, "group_size", 128)
     symmetric, act_order = own.flag("sym", True), own.flag("desc_act")
     return integers(
         "gptq", bits, group_size, not symmetric, act_order=act_order, symmetric=symmetric,
-        zeros_plus_one=values["checkpoint_format"] == "gptq",
+        zeros_plus_one=own.values["checkpoint_format"] == "gptq",
     )  # fmt: skip
 
 
-def _dynamic(fields: Fields, base: dict[str, Any]) -> Rules:
-    """Return the rules that `dynamic` states."""
+def _dynamic(fields: Fields, format_of: Callable[[Fields], LinearFormat]) -> Rules:
+    """Return the rules that `dynamic` states; `format_of`: the format of the linears with these fields."""
     rules = []
     for pattern in fields.object("dynamic").values:
         expression = f"re:{pattern.removeprefix('+:').removeprefix('-:')}"
         checked_pattern(fields, "dynamic", expression)
-        if pattern.startswith("-:"):
-            rules.append((expression, UNQUANTIZED))
-        else:
-            own = fields.object("dynamic").object(pattern)
-            rules.append((expression, _gptq(own, {**base, **own.values})))
+        linear = UNQUANTIZED
+        if not pattern.startswith("-:"):
+            linear = format_of(_beside(fields, fields.object("dynamic").object(pattern)))
+        rules.append((expression, linear))
     return tuple(rules)
+
+
+def _beside(fields: Fields, own: Fields) -> Fields:
+    """Return the fields of some linears: `own` and, for those that they lack, those of all."""
+    return Fields({**fields.values, **own.values}, own.where, own.inside)
 
 
 def _blocks(fields: Fields) -> list[list[str]]:
@@ -98,15 +108,10 @@ def auto_round(fields: Fields) -> CheckpointFormat:
     """Read AutoRound's fields: packed as GPTQ's or AWQ's, in the blocks that `block_name_to_quantize` names, with
     exceptions by name or pattern in `extra_config`."""
     one_of(fields, "data_type", ("int",), "int")
-    formats = {
-        "auto_gptq": "gptq", "auto_round:auto_gptq": "gptq", "auto_round:gptq": "gptq",
-        "auto_round": "gptq_v2", "auto_round:gptqmodel": "gptq_v2",
-        "auto_awq": "awq", "auto_round:auto_awq": "awq", "auto_round:awq": "awq",
-    }  # fmt: skip
-    packing = formats[one_of(fields, "packing_format", tuple(formats), "auto_round:auto_gptq")]
-    base = {"group_size": 128, "sym": True, **fields.values}
-    extra = tuple(_exception(fields, name, one, base, packing) for name, one in objects(fields, "extra_config").items())
-    default = _rounded(fields, base, packing)
+    packing = _packing(fields)
+    fields = Fields({"group_size": 128, "sym": True, **fields.values}, fields.where, fields.inside)
+    extra = tuple(_exception(fields, name, one, packing) for name, one in objects(fields, "extra_config").items())
+    default = _rounded(fields, packing)
     blocks = fields.values.get("block_name_to_quantize") or fields.values.get("to_quant_block_names") or []
     blocks = blocks.split(",") if isinstance(blocks, str) else blocks
     if isinstance(blocks, list) and all(isinstance(block, list) for block in blocks):
@@ -118,18 +123,27 @@ def auto_round(fields: Fields) -> CheckpointFormat:
     return CheckpointFormat("auto-round", default, (*extra, (HEAD, UNQUANTIZED)))
 
 
-def _exception(fields: Fields, name: str, own: Fields, base: dict[str, Any], packing: str) -> tuple[str, LinearFormat]:
+def _packing(fields: Fields) -> str:
+    """Return gptq, gptq_v2 or awq: how AutoRound packed. It writes its own name, and behind colons a tool's and that of
+    the kernels it had in mind: auto_round:auto_gptq, auto_round:auto_awq:gemm. Without a tool's, zero points are those
+    of version 2."""
+    first, *rest = fields.text("packing_format", "auto_round:auto_gptq").lower().split(":")
+    if first not in ("auto_round", "auto_gptq", "auto_awq") or {*rest} - {*_TOOLS, *_KERNELS}:
+        names = "auto_gptq, auto_awq, auto_round, or auto_round: and one of "
+        raise fields.refusal("packing_format", f"one of {names}{', '.join(_TOOLS)}")
+    return next((_TOOLS[word] for word in (first, *rest) if word in _TOOLS), "gptq_v2")
+
+
+def _exception(fields: Fields, name: str, own: Fields, packing: str) -> tuple[str, LinearFormat]:
     """Return the rule of an entry of `extra_config`."""
     pattern = checked_pattern(fields, "extra_config", f"re:.*(?:{name})") if _SPECIAL.search(name) else name
-    return pattern, _rounded(own, {**base, **own.values}, packing)
+    return pattern, _rounded(_beside(fields, own), packing)
 
 
-def _rounded(fields: Fields, values: dict[str, Any], packing: str) -> LinearFormat:
-    """Return the format of the linears with these values of AutoRound's fields."""
-    own = Fields(values, fields.where, fields.inside)
+def _rounded(own: Fields, packing: str) -> LinearFormat:
+    """Return the format of the linears with these fields."""
     if own.integer("bits") >= 16:
         return UNQUANTIZED
-    if packing != "awq":
-        return _gptq(fields, {**values, "checkpoint_format": packing, "desc_act": False})
-    # its symmetric weights have zero points too, all of them the middle
-    return _awq(bits_among(own, "bits", (4,)), size_of_groups(own, "group_size"), zero_point=True)
+    if packing == "awq":  # symmetric weights have zero points too, all of them the middle
+        return _awq(own.changed({"zero_point": True}))
+    return _gptq(own.changed({"checkpoint_format": packing, "desc_act": False}))

@@ -17,7 +17,7 @@ from headrace.errors import ConfigError
 from headrace.kernels.packed import BLOCK, PackedWeight, pack_codes
 from headrace.quantization.formats import WeightFormat
 from headrace.quantization.packed import PackedProduct
-from headrace.quantization.scheme import LinearSpec, Part, Scheme, Slot, Weights
+from headrace.quantization.scheme import E8M0, LinearSpec, Part, Scheme, Slot, Weights
 from headrace.quantization.unquantized import bias_slot, empty_bias, rows_of
 
 
@@ -32,7 +32,7 @@ class Spelling:
     divides: bool = False
     """Scales are divided by the factor, and the weight is rounded to bfloat16."""
     unused: str = ""
-    """a scale for activations of 4 bits, which stay in 16 here"""
+    """a scale for activations of 4 or 8 bits, which stay in 16 here"""
     in_groups: bool = False
     """Codes are [out, groups, 16] where the others' are [out, in / 2]."""
 
@@ -40,7 +40,7 @@ class Spelling:
 MX_GROUP, NV_GROUP = 32, 16
 """inputs that share a scale"""
 MX_SPELLINGS = {
-    "quark": Spelling("weight", "weight_scale"),
+    "quark": Spelling("weight", "weight_scale", unused="input_scale"),
     "compressed-tensors": Spelling("weight_packed", "weight_scale"),
     "blocks": Spelling("blocks", "scales", in_groups=True),
 }
@@ -91,7 +91,7 @@ class Fp4Layout:
                 columns = slice(part.columns.start // 2, part.columns.stop // 2)
                 taken = Slot((outputs, part.shape[1] // 2), (part.rows, columns), codes, stored=("U8",))
             yield part, names.codes, taken
-            types = ("U8", "F8_E8M0") if self.e8m0 else ("F8_E4M3",)
+            types = E8M0 if self.e8m0 else ("F8_E4M3",)
             dummy = None if self.e8m0 else 1.0
             scaled = Slot((outputs, groups), (part.rows, own), scales, stored=types, e8m0=self.e8m0, dummy=dummy)
             yield part, names.scales, scaled

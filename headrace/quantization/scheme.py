@@ -85,6 +85,8 @@ class FusedOps:
 
 
 FLOATS = ("F16", "BF16", "F32", "F64")
+E8M0 = ("U8", "F8_E8M0")
+"""types of scales 2 ** (byte - 127), of which 255 is NaN (OCP Microscaling Formats 1.0, 5.4.1)"""
 
 
 @dataclass(frozen=True)
@@ -104,9 +106,9 @@ class Slot:
     dtype: torch.dtype | None = None
     """of the slice that `store` takes; None: that of `destination`"""
     stored: tuple[str, ...] = FLOATS
-    """types that the tensor may have in the checkpoint, by their names in safetensors"""
+    """types that the tensor may have in the checkpoint, by their names in safetensors; those of E8M0 come together"""
     e8m0: bool = False
-    """The bytes are scales 2 ** (byte - 127), of which 255 is NaN (OCP Microscaling Formats 1.0, 5.4.1)."""
+    """Of scales of E8M0 the bytes are kept; else they are converted."""
     shapes: tuple[tuple[int, ...], ...] = ()
     """further shapes that the whole tensor may have in the checkpoint; `store` is then given what `slices` says"""
     dummy: float | None = None

@@ -14,7 +14,7 @@ from torch import Tensor
 from headrace.errors import CheckpointError, ConfigError
 from headrace.kernels._triton import fp8_dtype
 from headrace.kernels.fp8 import LEAST_GROUP, Rounding
-from headrace.quantization.scheme import FLOATS, Layout, LinearSpec, Part, Slot, Weights
+from headrace.quantization.scheme import E8M0, FLOATS, Layout, LinearSpec, Part, Slot, Weights
 from headrace.quantization.unquantized import bias_slot, empty_bias, rows_of
 
 Numbers = Literal["fp8", "fp8 blocks", "int8"]
@@ -198,12 +198,14 @@ class StoredLayout:
         step = self.held_block(spec)[0]
         first, count = part.offset // step, -(-(rows.stop - rows.start) // step)
         source = _blocks(rows, height), _blocks(columns, width)
-        index = (rows.start + step * torch.arange(count, device=scales.device)) // height - source[0].start
-        mine = scales[first : first + count]
-        store = partial(_store_block_scales, mine, factor, index)
-        shape = -(-part.shape[0] // height), -(-part.shape[1] // width)
-        types = (*FLOATS, "F8_E8M0")
-        return Slot(shape, source, mine, store=store, dtype=torch.float32, stored=types, dummy=dummy)
+        mine, places = scales[first : first + count], range(rows.start, rows.start + step * count, step)
+        store = partial(_store_block_scales, mine, factor, places, height, source[1])
+        high, wide = -(-part.shape[0] // height), -(-part.shape[1] // width)
+        shapes = ((high, 1, wide, 1),)  # ModelOpt's
+        types = (*FLOATS, *E8M0)
+        return Slot(
+            (high, wide), source, mine, store=store, dtype=torch.float32, stored=types, shapes=shapes, dummy=dummy
+        )
 
     def _number_slot(self, name: str, place: Tensor) -> Slot:
         stored = INTEGERS if name == "input_zero_point" else FLOATS
@@ -269,8 +271,12 @@ def _store_scales(place: Tensor, factor: float, values: Tensor) -> None:
     place.copy_(values.flatten().to(place.device)).mul_(factor)
 
 
-def _store_block_scales(place: Tensor, factor: float, index: Tensor, values: Tensor) -> None:
-    place.copy_(values.to(place.device)[index]).mul_(factor)
+def _store_block_scales(place: Tensor, factor: float, rows: range, height: int, columns: slice, values: Tensor) -> None:
+    """Write the scales of `rows`, given those of the blocks of `height` rows that they are in."""
+    if values.dim() == 4:  # of which all columns are read
+        values = values[:, 0, columns, 0]
+    blocks = torch.arange(rows.start, rows.stop, rows.step, device=place.device) // height - rows.start // height
+    place.copy_(values.to(place.device)[blocks]).mul_(factor)
 
 
 def _common(scales: Tensor, zeros: Tensor) -> Tensor:
