@@ -159,6 +159,8 @@ class StoredLayout:
             given = torch.stack((largest, torch.zeros_like(largest))) if zero is None else _common(scale, zero)
             return Rounding(narrow, given=given, zeros=zero is not None)
         bound = weights["input_scale_ub"].amin().view(1) if self._may_be_bounded else None
+        if bound is not None and not bool(bound > 0):
+            raise CheckpointError(f"input_scale_ub is {float(bound)}; accepted: a positive number")
         bounded = bound is not None and bool(bound.isfinite())
         return Rounding(narrow, bound=bound if bounded else None, zeros=not self.symmetric)
 

@@ -9,11 +9,13 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from driver import make_context
 from safetensors.torch import load_file, save_file
+from stored_fixtures import write
 from tiny_configs import save_tiny_model
 from torch import Tensor
 
@@ -24,6 +26,7 @@ from headrace.errors import CheckpointError, ConfigError
 from headrace.model_config import ModelConfig
 from headrace.models.loader import load_model
 from headrace.models.registry import describe
+from headrace.quantization.checkpoint_format import holds_kv_scales
 from headrace.runner.kv_cache import cache_dtype, cache_shape
 from headrace.runner.kv_scales import BOUND, HEADROOM, Calibration, settle_kv_scales
 
@@ -93,6 +96,56 @@ def test_scales_of_the_checkpoint(names: tuple[str, str], folder: Path, tmp_path
     doubled = replace(calibration(model, "fp8_e4m3"), shape=replace(found.shape, dtype=torch.float8_e4m3fnuz))
     settle_kv_scales(doubled, calculate=True)  # this type reaches 240, not 448
     torch.testing.assert_close(torch.stack(doubled.scales()), 2 * expected, rtol=0.01, atol=0)
+
+
+SCHEME = {"num_bits": 8, "type": "float", "dynamic": False}
+NVFP4 = [
+    ("modelopt", {"kv_cache_scheme": SCHEME}, ("k_proj.k_scale", "v_proj.v_scale")),
+    ("modelopt", {"kv_cache_scheme": "FP8"}, ("k_proj.k_scale", "v_proj.v_scale")),
+    ("modelopt, a file beside", {}, ("k_proj.k_scale", "v_proj.v_scale")),
+    ("compressed-tensors", {"kv_cache_scheme": {**SCHEME, "strategy": "tensor"}}, ("k_scale", "v_scale")),
+    ("compressed-tensors", {"kv_cache_scheme": {**SCHEME, "strategy": "attn_head"}}, ("k_scale", "v_scale")),
+]
+
+
+def nvfp4_with_scales(tool: str, folder: Path, names: tuple[str, str], **fields: Any) -> Path:
+    """A model in NVFP4 that a tool made, with scales of the cache under such names; 0.07 and 0.03."""
+    tool, _, beside = tool.partition(", ")
+    write(tool, {"modelopt": "dense"}.get(tool, "nvfp4-dense"), folder, **fields)
+    tensors = load_file(folder / "model.safetensors")
+    heads = fields.get("kv_cache_scheme") and "attn_head" in str(fields)
+    for name, scale in zip(names, (0.07, 0.03), strict=True):
+        held = torch.tensor([scale / 2, scale]).view(2, 1, 1) if heads else torch.tensor(scale)
+        tensors[f"model.layers.0.self_attn.{name}"] = held
+    save_file(tensors, folder / "model.safetensors")
+    if beside:
+        raw = json.loads((folder / "config.json").read_text())
+        del raw["quantization_config"]
+        (folder / "config.json").write_text(json.dumps(raw))
+        said = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]}
+        about = {"producer": {"name": "modelopt", "version": "0.33.0"}, "quantization": said}
+        (folder / "hf_quant_config.json").write_text(json.dumps(about))
+    return folder
+
+
+@pytest.mark.parametrize(("tool", "fields", "names"), NVFP4)
+def test_scales_beside_weights_in_nvfp4(
+    tool: str, fields: dict[str, Any], names: tuple[str, str], tmp_path: Path
+) -> None:
+    model = nvfp4_with_scales(tool, tmp_path / "model", names, **fields)
+    assert holds_kv_scales(ModelConfig.from_folder(model).quantization)
+    found = calibration(model, "fp8_e4m3")
+    assert "scales the checkpoint's" in settle_kv_scales(found, calculate=True).note
+    torch.testing.assert_close(torch.stack(found.scales()), torch.tensor([[0.07, 0.03]]))
+
+
+def test_scales_of_a_cache_in_another_type_are_not_used(tmp_path: Path) -> None:
+    """Those of NVFP4 make numbers up to 2688, six times what fp8 reaches."""
+    names = ("k_proj.k_scale", "v_proj.v_scale")
+    model = nvfp4_with_scales("modelopt", tmp_path / "model", names, kv_cache_scheme="NVFP4")
+    found = calibration(model, "fp8_e4m3")
+    assert torch.stack(found.scales()).isnan().all()
+    assert "calculated from 512 made-up tokens" in settle_kv_scales(found, calculate=True).note
 
 
 def test_a_checkpoint_of_which_only_the_cache_is_quantized(folder: Path, tmp_path: Path) -> None:

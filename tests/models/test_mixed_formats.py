@@ -83,9 +83,15 @@ def test_routers_may_be_quantized(tmp_path: Path) -> None:
     assert Driver(tmp_path / "model").greedy(PROMPTS, 12) == Driver(tmp_path / "plain").greedy(PROMPTS, 12)
 
 
+def test_a_linear_that_the_files_hold_quantized_is_so_whatever_config_says(folder: Path, tmp_path: Path) -> None:
+    quantize(folder, SOME, tmp_path / "plain")
+    edit(folder, ignore=["lm_head", "re:.*(self_attn|mlp).*"])
+    assert Driver(folder).greedy(PROMPTS, 12) == Driver(tmp_path / "plain").greedy(PROMPTS, 12)
+
+
 def test_a_tensor_of_another_type_is_refused(folder: Path) -> None:
     quantize(folder, SOME)
-    edit(folder, ignore=["lm_head", "re:.*(self_attn|mlp).*"])
+    edit(folder, config_groups={})
     with pytest.raises(CheckpointError, match=r"is of type I8; accepted: F16, BF16, F32, F64|does not have"):
         Driver(folder)
 

@@ -7,13 +7,12 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from driver import Driver
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from stored_fixtures import CASES, about, write
 from tiny_configs import shard
 from torch import Tensor
 
@@ -25,33 +24,10 @@ from headrace.quantization.packed import PackedProduct
 from headrace.quantization.scheme import Compute, FusedOps, HeldExperts, LinearSpec, Multiply, Weights
 from headrace.quantization.unquantized import PlainProduct
 
-HERE = Path(__file__).parent
-FIXTURES = HERE.parent / "quantization" / "fixtures"
-sys.path.insert(0, str(HERE.parent / "distributed"))
-from tp_rank import check_two, run, run_two  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+from tp_rank import check_two, run, run_two
 
-
-def about(tool: str) -> dict[str, Any]:
-    with safe_open(FIXTURES / f"{tool}.safetensors", "pt") as file:
-        found: dict[str, Any] = json.loads(file.metadata()["about"])
-        return found
-
-
-CASES = [(path.stem, name) for path in sorted(FIXTURES.glob("*.safetensors")) for name in about(path.stem)["models"]]
 each_model = pytest.mark.parametrize(("tool", "name"), CASES, ids=lambda one: one)
-
-
-def write(tool: str, name: str, folder: Path) -> list[list[int]]:
-    """Write a model's folder as the tool's export has it; returns the tokens that it should give."""
-    with safe_open(FIXTURES / f"{tool}.safetensors", "pt") as file:
-        paths = [path for path in file.keys() if path.startswith(f"{name}/")]  # noqa: SIM118
-        tensors = {path.removeprefix(f"{name}/"): file.get_tensor(path) for path in paths}
-    model = about(tool)["models"][name]
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(model["config"]))
-    save_file(tensors, folder / "model.safetensors")
-    tokens: list[list[int]] = model["tokens"]
-    return tokens
 
 
 @pytest.fixture(scope="module")
@@ -167,13 +143,31 @@ def test_an_extra_scale_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_groups_that_the_scales_are_not_of_are_refused_by_the_tensors_name(tmp_path: Path) -> None:
-    write("autoawq", "dense", tmp_path / "model")
-    file = tmp_path / "model" / "config.json"
-    config = json.loads(file.read_text())
-    config["quantization_config"]["group_size"] = 24
-    file.write_text(json.dumps(config))
+    write("autoawq", "dense", tmp_path / "model", group_size=24)
     with pytest.raises(CheckpointError, match=r"qzeros' .* has shape \[4, 8\], config.json asks for \[6, 8\]"):
-        Driver(file.parent)
+        Driver(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("tool", "name", "fields"),
+    [
+        ("autoawq", "moe", {"modules_to_not_convert": ["gate"]}),  # part of gate_proj, which some tools do not mean
+        ("auto-gptq", "biases-and-head", {"lm_head": False}),
+        ("compressed-tensors", "w4a16-dense", {"ignore": ["lm_head", "re:.*down_proj"]}),
+    ],
+)
+def test_a_linear_that_the_files_hold_quantized_is_so_whatever_config_says(
+    tool: str, name: str, fields: dict[str, object], tmp_path: Path
+) -> None:
+    tokens = write(tool, name, tmp_path / "model", **fields)
+    assert Driver(tmp_path / "model").greedy(about(tool)["prompts"], len(tokens[0])) == tokens
+
+
+def test_a_quantized_head_is_not_the_embedding_though_config_says_tied(tmp_path: Path) -> None:
+    tokens = write("auto-gptq", "biases-and-head", tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
+    assert Driver(tmp_path / "model").greedy(about("auto-gptq")["prompts"], len(tokens[0])) == tokens
 
 
 def test_a_quantized_checkpoint_in_several_files(tmp_path: Path) -> None:

@@ -53,6 +53,10 @@ WHOLE_GROUPS = transformers.LlamaConfig(
     **BASE | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}, architectures=["LlamaForCausalLM"]
 )
 """the tool divides inputs by 128 without a rest"""
+WHOLE_BLOCKS = transformers.LlamaConfig(
+    **BASE | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}, architectures=["LlamaForCausalLM"]
+)
+"""the tool divides inputs and outputs by 128 without a rest"""
 MOE = transformers.MixtralConfig(
     **BASE, num_local_experts=3, num_experts_per_tok=2, architectures=["MixtralForCausalLM"]
 )
@@ -130,6 +134,9 @@ def weight_scale(weight: Tensor, args: Any) -> Tensor:
         parts = [[part.abs().amax() for part in rows.split(width, 1)] for rows in weight.split(height, 0)]
         largest = torch.stack([torch.stack(row) for row in parts])
         low, high = -largest, largest
+    elif args.strategy == "group":
+        groups = weight.unflatten(1, (-1, args.group_size))
+        low, high = groups.amin(-1), groups.amax(-1)
     elif args.strategy == "channel":
         low, high = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
     else:
@@ -225,6 +232,8 @@ def compressed_tensors() -> None:
     compressed("fp8-block", WHOLE_GROUPS, FLOAT8 | blocks, FLOAT8 | groups)
     compressed("int8-dynamic", DENSE, INT8 | {"strategy": "channel"}, INT8 | by_token)
     compressed("int8-static", DENSE, INT8 | {"strategy": "tensor"}, INT8 | static)
+    mx = FLOAT8 | {"strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}
+    compressed("mxfp8", WHOLE_GROUPS, mx, mx | {"dynamic": True})
     uneven = INT8 | {"symmetric": False}
     compressed("int8-static-uneven", DENSE, INT8 | {"strategy": "channel"}, uneven | static)
     compressed("int8-dynamic-uneven", DENSE, INT8 | {"strategy": "channel"}, uneven | by_token)
@@ -261,17 +270,19 @@ def modelopt() -> None:
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint
 
-    def quantized(*configs: dict[str, Any]) -> Any:
+    def quantized(sizes: Any, *configs: dict[str, Any]) -> Any:
         rules = [copy.deepcopy(rule) for config in configs for rule in config["quant_cfg"]]
-        return mtq.quantize(seeded(DENSE), {**configs[0], "quant_cfg": rules}, logits_of)
+        return mtq.quantize(seeded(sizes), {**configs[0], "quant_cfg": rules}, logits_of)
 
-    for name, config, cache in (
-        ("modelopt-fp8", mtq.FP8_DEFAULT_CFG, [mtq.FP8_KV_CFG]),
-        ("modelopt-fp8-dynamic", mtq.FP8_PER_CHANNEL_PER_TOKEN_CFG, []),
+    for name, sizes, config, cache in (
+        ("modelopt-fp8", DENSE, mtq.FP8_DEFAULT_CFG, [mtq.FP8_KV_CFG]),
+        ("modelopt-fp8-dynamic", DENSE, mtq.FP8_PER_CHANNEL_PER_TOKEN_CFG, []),
+        ("modelopt-fp8-block", WHOLE_BLOCKS, mtq.FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG, []),
+        ("modelopt-mxfp8", WHOLE_GROUPS, mtq.MXFP8_DEFAULT_CFG, []),
     ):
-        logits = logits_of(quantized(config))
+        logits = logits_of(quantized(sizes, config))
         with tempfile.TemporaryDirectory() as folder:
-            export_hf_checkpoint(quantized(config, *cache), dtype=torch.float32, export_dir=folder)
+            export_hf_checkpoint(quantized(sizes, config, *cache), dtype=torch.float32, export_dir=folder)
             fields = json.loads(Path(folder, "config.json").read_text())
             save(name, load_file(f"{folder}/model.safetensors"), fields, logits)
 

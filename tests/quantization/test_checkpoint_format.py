@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,10 @@ QUARK_FP8 = {
     "output_tensors": None,
     "bias": None,
 }
+MX8 = {"activations": "block", "block": (1, 32), "scale": "block"}
 QUARK_MX = {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}}
 
+W4A8 = ("W4A8_NVFP4_FP8", "W4A8_MXFP4_FP8")
 CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, dict[str, Any]]]]] = {
     "w4a16": (compressed("pack-quantized", group(W4)), {Q: ("pack_quantized", PACKED), HEAD: PLAIN}),
     "w4a16 a channel, asymmetric": (
@@ -125,6 +128,27 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, dict[str, Any]]]]] =
         ),
         {Q: ("mxfp4", {"names": "compressed-tensors"})},
     ),
+    "mxfp8": (
+        compressed(
+            "mxfp8-quantized",
+            group(
+                floats("group", group_size=32, scale_dtype="torch.uint8"),
+                floats("group", group_size=32, scale_dtype="torch.uint8", dynamic=True),
+                format="mxfp8-quantized",
+            ),
+        ),
+        {Q: ("fp8_stored", {**MX8, "scale_name": "weight_scale"})},
+    ),
+    "attention with scales of its own": (
+        compressed(
+            "mixed-precision",
+            {"targets": ["LlamaAttention"], "weights": None, "input_activations": STATIC, "format": "dense"},
+            group(W4, format="pack-quantized"),
+            {"targets": ["Linear"], "weights": None, "output_activations": STATIC, "format": "dense"},
+            kv_cache_scheme=STATIC,
+        ),
+        {Q: ("pack_quantized", PACKED), HEAD: PLAIN},
+    ),
     "several groups": (
         compressed(
             "mixed-precision",
@@ -154,6 +178,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, dict[str, Any]]]]] =
         },
         {Q: ("fp8_stored", {**STORED, "activations": "tensor", "scale_name": "weight_scale_inv"}), DOWN: PLAIN},
     ),
+    "transformers' mxfp8": (
+        {"quant_method": "mxfp8", "modules_to_not_convert": ["gate", HEAD], "weight_block_size": [1, 32]},
+        {EXPERT: ("fp8_stored", {**MX8, "scale_name": "weight_scale_inv"}), ROUTER: PLAIN},
+    ),
     "fbgemm": (
         {
             "quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0,
@@ -171,6 +199,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, dict[str, Any]]]]] =
          "modules_to_not_convert": ["self_attn.k", "mlp.gate."]},
         {Q: ("awq", {**AWQ, "group_size": 0}), K: PLAIN, GATE: ("awq", {**AWQ, "group_size": 0})},
     ),
+    "awq in GPTQModel's words": (
+        {"quant_method": "awq", "method": "awq", "bits": 4, "group_size": 32, "format": "gemm", "version": "gemm",
+         "checkpoint_format": "gemm", "zero_point": False, "desc_act": False, "lm_head": True, "pack_dtype": "int32",
+         "dynamic": {r"-:.*\.o_proj": {}, r"+:.*down_proj": {"group_size": 64}}},
+        {Q: ("awq", {**AWQ, "group_size": 32, "zero_point": False}), OUT: PLAIN,
+         DOWN: ("awq", {**AWQ, "group_size": 64, "zero_point": False}),
+         HEAD: ("awq", {**AWQ, "group_size": 32, "zero_point": False})},
+    ),
     "gptq": (
         {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True, "lm_head": False},
         {Q: ("gptq", {**GPTQ, "act_order": True}), HEAD: PLAIN},
@@ -180,6 +216,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, dict[str, Any]]]]] =
          "checkpoint_format": "gptq_v2"},
         {name: ("gptq", {**GPTQ, "bits": 3, "group_size": 32, "symmetric": False, "zeros_plus_one": False})
          for name in (Q, HEAD)},
+    ),
+    "gptq v2 under the other name": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "format": "gptq_v2", "meta": {}},
+        {Q: ("gptq", {**GPTQ, "zeros_plus_one": False})},
     ),
     "gptq's rules": (
         {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False,
@@ -220,6 +260,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, dict[str, Any]]]]] =
              "weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"},
              "input_tensors": {"dtype": "fp8_e4m3", "qscheme": "per_token", "is_dynamic": True}}}},
         {Q: ("fp8_stored", {**STORED, "scale": "channel"}), EXPERT: ("mxfp4", {"names": "quark"}), ROUTER: PLAIN},
+    ),
+    "quark mxfp8": (
+        {"quant_method": "quark", "global_quant_config": {
+            "weight": {"dtype": "fp8_e4m3", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"},
+            "input_tensors": {"dtype": "fp8_e4m3", "qscheme": "per_group", "group_size": 32, "is_dynamic": True}}},
+        {Q: ("fp8_stored", {**MX8, "scale_name": "weight_scale"})},
+    ),
+    "quark fp8 in blocks": (
+        {"quant_method": "quark", "global_quant_config": {
+            "weight": {"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": [128, 64]}, "input_tensors": None}},
+        {Q: ("fp8_stored", {**BLOCKS, "block": (128, 64), "activations": "none", "scale_name": "weight_scale"})},
     ),
     "quark int8 by type": (
         {"quant_method": "quark", "global_quant_config": {"weight": None}, "layer_type_quant_config": {"nn.Linear": {
@@ -262,10 +313,52 @@ def test_configs_as_tools_write_them(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("nvfp4", True), ("modelopt's older file", True), ("modelopt mixed", True), ("mxfp4", False)]
+    ("name", "says"),
+    [
+        ("nvfp4", True),
+        ("modelopt's older file", True),
+        ("modelopt mixed", True),
+        ("mxfp4", False),
+        ("mxfp8", False),
+    ],
 )
 def test_activations_that_keep_16_bits_are_a_note(name: str, says: bool) -> None:
     assert any("they keep 16 bits here" in note for note in read_format(CASES[name][0]).notes) == says
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_activations_of_quarks_mxfp4(bits: int) -> None:
+    inputs = {"dtype": "fp4" if bits == 4 else "fp8_e4m3", "is_dynamic": bits == 4}
+    (note,) = read_format({"quant_method": "quark", "global_quant_config": {**QUARK_MX, "input_tensors": inputs}}).notes
+    assert f"asks for activations of {bits} bits beside weights of 4" in note
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "layout", "settings"),
+    [
+        ("fp8_pb_wo", "fp8_stored", {**BLOCKS, "activations": "none", "scale_name": "weight_scale"}),
+        ("MXFP8", "fp8_stored", {**MX8, "scale_name": "weight_scale"}),
+        ("W4A16_NVFP4", "nvfp4", {"names": "modelopt"}), ("W4A8_NVFP4_FP8", "nvfp4", {"names": "modelopt"}),
+        ("MXFP4", "mxfp4", {"names": "quark"}), ("W4A8_MXFP4_FP8", "mxfp4", {"names": "quark"}),
+    ],
+)  # fmt: skip
+def test_modelopts_further_algorithms(algorithm: str, layout: str, settings: dict[str, Any]) -> None:
+    found = read_format({"quant_method": "modelopt", "quant_algo": algorithm, "ignore": [HEAD]})
+    assert (found.default.layout, dict(found.default.settings)) == (layout, settings)
+    assert any("they keep 16 bits here" in note for note in found.notes) == (algorithm in ("MXFP4", *W4A8))
+
+
+@pytest.mark.parametrize(
+    ("packing", "layout", "plus_one"),
+    [
+        ("auto_round:auto_gptq", "gptq", True), ("auto_round:gptq:exllamav2", "gptq", True),
+        ("auto_gptq", "gptq", True), ("auto_round", "gptq", False), ("auto_round:gptqmodel", "gptq", False), ("auto_round:exllamav2", "gptq", False),
+        ("auto_round:auto_awq", "awq", None), ("auto_round:awq:gemm", "awq", None), (None, "gptq", True),
+    ],
+)  # fmt: skip
+def test_whose_packing_autoround_took(packing: str | None, layout: str, plus_one: bool | None) -> None:
+    found = read_format({"quant_method": "auto-round", "bits": 4, "packing_format": packing}).default
+    assert (found.layout, dict(found.settings).get("zeros_plus_one")) == (layout, plus_one)
 
 
 @pytest.mark.parametrize(
@@ -331,6 +424,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, '"lm_head"; must be a list of texts'),
     ({"quant_method": "awq", "bits": 4, "version": "gemv"},
      '`quantization_config.version` is "gemv"; must be one of gemm'),
+    ({"quant_method": "awq", "bits": 4, "format": "gemv_fast"}, '`quantization_config.format` is "gemv_fast"; must be'),
+    ({"quant_method": "awq", "bits": 4, "pack_method": "order"}, 'pack_method` is "order"; must be one of reorder'),
+    ({"quant_method": "awq", "bits": 4, "backend": "llm-awq"}, 'backend` is "llm-awq"; must be autoawq: llm-awq packs'),
+    ({"quant_method": "gptq", "bits": 4, "format": "gptq_p"}, 'format` is "gptq_p"; must be one of gptq, gptq_v2'),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp4"}, '"fp4"; must be one of fp8'),
+    ({"quant_method": "modelopt", "quant_algo": "MXFP8", "group_size": 16}, "group_size` is 16; must be 32"),
+    ({"quant_method": "quark", "global_quant_config": {
+        "weight": {"dtype": "fp8_e4m3", "qscheme": "per_group", "group_size": 32},
+        "input_tensors": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}}, '"per_tensor"; must be one of per_group'),
     ({"quant_method": "awq", "bits": "4"}, '`quantization_config.bits` is "4"; must be an integer'),
     ({"quant_method": "awq", "bits": 4, "group_size": []}, r"group_size` is \[\]; must be an integer"),
     ({"quant_method": "gptq", "bits": 5, "group_size": 128},
@@ -357,6 +459,35 @@ def test_what_no_layout_holds_is_refused_by_name(quantization: dict[str, Any], m
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_any_value_of_any_field_is_read_or_refused_in_one_line(name: str) -> None:
+    said = []
+    for changed in spoiled(CASES[name][0]):
+        if not isinstance(changed, dict):
+            continue
+        assert holds_kv_scales(changed) in (True, False)
+        try:
+            found = read_format(changed)
+        except UnsupportedModelError as error:
+            said.append(str(error))
+        else:
+            assert found.format_for(Q).format.bits in (4, 8, 16)
+    assert said
+    assert not [line for line in said if "\n" in line or len(line) > 400]
+
+
+def spoiled(fields: Any) -> Iterator[Any]:
+    """Yield the fields with another value in one place, for every place."""
+    yield from (0, -7, 3, 1e300, True, None, "", "x", "re:(", [], [[]], ["re:("], {}, {"x": 1})
+    for key, value in (
+        fields.items() if isinstance(fields, dict) else enumerate(fields) if isinstance(fields, list) else ()
+    ):
+        for other in spoiled(value):
+            copied = fields.copy()
+            copied[key] = other
+            yield copied
+
+
 @pytest.mark.parametrize(
     ("quantization", "holds"),
     [
@@ -367,7 +498,10 @@ def test_what_no_layout_holds_is_refused_by_name(quantization: dict[str, Any], m
         (compressed("pack-quantized", group(W4), kv_cache_scheme={"type": "int", "num_bits": 8}), False),
         ({"quant_method": "quark", "kv_cache_quant_config": {"*k_proj": {"output_tensors": {"dtype": "fp8_e4m3"}}}},
          True),
+        ({"quant_method": "quark", "layer_quant_config": {"*v_proj": {"output_tensors": {"dtype": "fp8_e4m3"}}}}, True),
         ({"quant_method": "modelopt", "kv_cache_scheme": "NVFP4"}, False),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_scheme": "FP8"}, True),
+        (CASES["attention with scales of its own"][0], True),
     ],
 )  # fmt: skip
 def test_scales_of_the_kv_cache(quantization: dict[str, Any] | None, holds: bool) -> None:
@@ -467,7 +601,8 @@ def test_a_format_that_is_read_and_not_served_is_named(monkeypatch: pytest.Monke
 
 def test_every_method_is_tried() -> None:
     tried = {case["quant_method"] for case, _ in CASES.values()}
-    assert {*METHODS} - tried == {"gptq_v2", "modelopt_fp4", "modelopt_mixed"}, "words for others' fields"
+    words = {"gptq_v2", "modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8"}
+    assert {*METHODS} - tried == words, "for others' fields"
     assert LinearFormat() == UNQUANTIZED
 
 

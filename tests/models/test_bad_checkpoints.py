@@ -1,0 +1,146 @@
+"""Quantized checkpoints of every format in which one tensor is not as it should be: missing, one too many, of another
+shape or type, or with scales that are no numbers. One line names the tensor, and what headers tell is told before any
+memory is taken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from driver import make_context
+from safetensors.torch import load_file, save_file
+from stored_fixtures import CASES, W8A8, unpack, write
+from tiny_configs import save_tiny_model
+from torch import Tensor
+
+from headrace.errors import CheckpointError
+from headrace.layers.layer import Layer
+from headrace.layers.linear import Linear
+from headrace.model_config import ModelConfig
+from headrace.models.checkpoint import StoredTensor, stored_tensors
+from headrace.models.loader import attach_schemes, build_model, load_model, match_checkpoint, slots_of
+from headrace.models.schemes import linears_in_files
+from headrace.quantization.scheme import Slot
+
+MODELS = [*(f"{tool}/{name}" for tool, name in CASES), *W8A8]
+each_model = pytest.mark.parametrize("model", MODELS)
+CACHES = ("k_scale", "v_scale", "output_scale")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model's folder, what its file's header says, and where the tensors go."""
+
+    folder: Path
+    tensors: list[StoredTensor]
+    slots: dict[str, Slot]
+    tied: bool
+
+    def match(self, tensors: list[StoredTensor]) -> None:
+        match_checkpoint(self.slots, self.folder, self.tied, lambda _: tensors)
+
+    def of_each_kind(self) -> Iterator[StoredTensor]:
+        """Yield a tensor of each name that linears have, of one linear each."""
+        kinds = {one.name.rpartition(".")[2]: one for one in self.tensors if "layers.0" in one.name}
+        yield from kinds.values()
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
+    @cache
+    def one(model: str) -> Checkpoint:
+        folder = written(model, tmp_path_factory.mktemp("bad"))
+        config, tensors = ModelConfig.from_folder(folder), stored_tensors(folder / "model.safetensors")
+        built = build_model(config, context := make_context(config))
+        layers = [(path, layer) for path, layer in built.named_modules() if isinstance(layer, Layer)]
+        attach_schemes(config, layers, context, None, linears_in_files(folder, stored_tensors))
+        slots = slots_of(layers, torch.device("meta"))
+        return Checkpoint(folder, tensors, slots, config.tie_word_embeddings)
+
+    return one
+
+
+def written(model: str, folder: Path) -> Path:
+    tool, _, name = model.rpartition("/")
+    if tool:
+        write(tool, name, folder / "model")
+        return folder / "model"
+    unpack(name, folder)
+    return folder
+
+
+def refusal(checkpoint: Checkpoint, tensors: list[StoredTensor]) -> str:
+    with pytest.raises(CheckpointError) as raised:
+        checkpoint.match(tensors)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+@each_model
+def test_a_header_that_is_not_as_it_should_be(model: str, opened: Callable[[str], Checkpoint]) -> None:
+    checkpoint = opened(model)
+    checkpoint.match(checkpoint.tensors)
+    for one in checkpoint.of_each_kind():
+        others = [other for other in checkpoint.tensors if other is not one]
+        if checkpoint.slots[one.name].optional:
+            checkpoint.match(others)
+        else:
+            assert f"lacks {one.name} (read model.safetensors)" in refusal(checkpoint, others)
+        longer = (*one.shape[:-1], one.shape[-1] + 1) if one.shape else (3,)
+        said = refusal(checkpoint, [*others, replace(one, shape=longer)])
+        assert f"tensor {one.name!r} in model.safetensors has shape {list(longer)}, config.json asks for [" in said
+        said = refusal(checkpoint, [*others, replace(one, dtype="BOOL")])
+        assert f"tensor {one.name!r} in model.safetensors is of type BOOL; accepted: " in said
+        extra = replace(one, name=f"{one.name}_of_nothing")
+        assert f"holds tensor {extra.name!r}, which this model does not have" in refusal(
+            checkpoint, [*checkpoint.tensors, extra]
+        )
+
+
+@each_model
+def test_scales_that_are_no_numbers(model: str, opened: Callable[[str], Checkpoint], tmp_path: Path) -> None:
+    checkpoint = opened(model)
+    for one in checkpoint.of_each_kind():
+        kind = one.name.rpartition(".")[2]
+        if "scale" not in kind or kind in CACHES or checkpoint.slots[one.name].destination is None:
+            continue
+        tensors = load_file(checkpoint.folder / "model.safetensors")
+        spoil(tensors[one.name])
+        save_file(tensors, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text((checkpoint.folder / "config.json").read_text())
+        config = ModelConfig.from_folder(tmp_path)
+        with pytest.raises(CheckpointError, match=rf"{kind}.* (NaN|nan)") as raised:
+            load_model(tmp_path, config, make_context(config))
+        assert "\n" not in str(raised.value)
+
+
+def spoil(scale: Tensor) -> None:
+    """Make the last number NaN."""
+    if scale.itemsize == 1:
+        scale.view(torch.uint8).view(-1)[-1] = 255 if scale.dtype == torch.uint8 else 127
+    else:
+        scale.view(-1)[-1] = torch.nan
+
+
+def test_headers_are_checked_before_memory_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes of config.json may be beyond any memory."""
+    save_tiny_model("LlamaForCausalLM", "gqa", tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text()) | {"intermediate_size": 1 << 30}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    devices: set[str] = set()
+    create = Linear.create_weights
+
+    def spy(layer: Linear, device: torch.device) -> None:
+        devices.add(device.type)
+        create(layer, device)
+
+    monkeypatch.setattr(Linear, "create_weights", spy)
+    config = ModelConfig.from_folder(tmp_path)
+    with pytest.raises(CheckpointError, match=r"gate_proj.weight' .* has shape .* asks for \[1073741824, 64\]"):
+        load_model(tmp_path, config, make_context(config))
+    assert devices == {"meta"}
