@@ -352,7 +352,8 @@ def test_modelopts_further_algorithms(algorithm: str, layout: str, settings: dic
     ("packing", "layout", "plus_one"),
     [
         ("auto_round:auto_gptq", "gptq", True), ("auto_round:gptq:exllamav2", "gptq", True),
-        ("auto_gptq", "gptq", True), ("auto_round", "gptq", False), ("auto_round:gptqmodel", "gptq", False), ("auto_round:exllamav2", "gptq", False),
+        ("auto_gptq", "gptq", True), ("auto_round", "gptq", False), ("auto_round:gptqmodel", "gptq", False),
+        ("auto_round:exllamav2", "gptq", False),
         ("auto_round:auto_awq", "awq", None), ("auto_round:awq:gemm", "awq", None), (None, "gptq", True),
     ],
 )  # fmt: skip
