@@ -44,7 +44,7 @@ KV_SCALE_NAMES = {
     **dict.fromkeys(NOT_READ, (0, 0)),
 }
 """names of an fp8 cache's scales in checkpoints, next to the layer's weights -> which of (K, V) they are for"""
-INTEGERS = ("I8", "U8", "I32", "I64")
+OTHER_TYPES = ("I8", "U8", "I32", "I64", "F8_E4M3")
 """further types of what is not read"""
 
 
@@ -86,8 +86,8 @@ class Attention(Layer):
             self.sink_slot = (mixer.num_heads,), (slice(first, first + spec.num_heads),)
         self.eps = eps
         self.spec = spec
-        self.kv_heads = mixer.num_kv_heads
-        """on all ranks"""
+        self.scaled_heads = mixer.num_kv_heads, mixer.num_heads
+        """those of K and V, and those of queries, on all ranks: a checkpoint may have a scale for each"""
         self.heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         self.rotary_and_cache = context.kernels.rotary_and_cache
         self.attend = context.backend.forward
@@ -103,12 +103,13 @@ class Attention(Layer):
 
     def slots(self, path: str) -> dict[str, Slot]:
         found = super().slots(path)
-        heads = self.kv_heads
-        shapes = ((heads,), (heads, 1), (heads, 1, 1))
         for name, (first, last) in KV_SCALE_NAMES.items():
             place = None if self.kv_scale is None or first == last else self.kv_scale[first:last]
             store = None if place is None else partial(_take_scale, f"{path}.{name}", place)
-            types = (*FLOATS, *INTEGERS) if first == last else FLOATS
+            types, heads = FLOATS, self.scaled_heads[:1]
+            if name in NOT_READ:
+                types, heads = (*FLOATS, *OTHER_TYPES), self.scaled_heads
+            shapes = tuple(shape for count in heads for shape in ((count,), (count, 1), (count, 1, 1)))
             found[f"{path}.{name}"] = Slot((1,), (slice(0, 1),), place, True, store, stored=types, shapes=shapes)
         if self.sinks is not None:
             found[f"{path}.sinks"] = Slot(*self.sink_slot, self.sinks)

@@ -59,7 +59,7 @@ def kv_cache_type(quantization: dict[str, Any]) -> str:
         return "fp8" if (kind, bits) == ("float", 8) else f"{kind}{bits}"
     word = str(scheme or quantization.get("kv_cache_quant_algo") or "none").lower()
     if word != "none":
-        return "fp8" if word == "static" else word
+        return "fp8" if word in ("static", "dynamic") else word
     named, layers, export = (quantization.get(key) for key in ("kv_cache_quant_config", "layer_quant_config", "export"))
     types = {*_output_types(named)} if isinstance(named, dict) else set()
     if isinstance(layers, dict):  # where Quark once said it

@@ -79,7 +79,10 @@ NAMES = [
 
 @pytest.mark.parametrize("names", NAMES, ids=lambda names: names[0])
 def test_scales_of_the_checkpoint(names: tuple[str, str], folder: Path, tmp_path: Path) -> None:
-    tensors = {"model.layers.1.self_attn.q_scale": torch.tensor(9.0)}
+    tensors = {
+        "model.layers.1.self_attn.q_scale": torch.tensor([9.0, 8.0, 7.0, 6.0]).view(4, 1, 1),
+        "model.layers.0.self_attn.k_zero_point": torch.zeros(1).to(torch.float8_e4m3fn),
+    }
     for layer in range(2):
         path = f"model.layers.{layer}.self_attn"
         tensors[f"{path}.{names[1]}"] = torch.tensor([0.07], dtype=torch.bfloat16)
