@@ -18,7 +18,8 @@ from stored_fixtures import CASES, W8A8, unpack, write
 from tiny_configs import save_tiny_model
 from torch import Tensor
 
-from headrace.errors import CheckpointError
+from headrace.distributed.mesh import Group, Mesh
+from headrace.errors import CheckpointError, ConfigError
 from headrace.layers.layer import Layer
 from headrace.layers.linear import Linear
 from headrace.model_config import ModelConfig
@@ -125,6 +126,32 @@ def spoil(scale: Tensor) -> None:
         scale.view(torch.uint8).view(-1)[-1] = 255 if scale.dtype == torch.uint8 else 127
     else:
         scale.view(-1)[-1] = torch.nan
+
+
+@pytest.mark.parametrize(
+    ("tool", "name", "said"),
+    [
+        (
+            "autoawq",
+            "dense",
+            r"groups of 32 inputs do not divide the inputs \[16, 32\) that a rank holds of 64; accepted",
+        ),
+        (
+            "auto-gptq",
+            "3-bit-dense",
+            r"groups of 32 inputs do not divide the inputs \[16, 32\) .* accepted: a tensor_par",
+        ),
+        ("compressed-tensors", "w4a16-dense", r"groups of 32 inputs do not divide the inputs \[16, 32\)"),
+        ("quark", "dense", "has 16 inputs on this rank in groups of 32; accepted: a multiple of 32"),
+    ],
+)
+def test_groups_that_a_rank_would_cut(tool: str, name: str, said: str, tmp_path: Path) -> None:
+    write(tool, name, tmp_path / "model")
+    config = ModelConfig.from_folder(tmp_path / "model")
+    context = make_context(config, Mesh(Group(1, 4)))
+    with pytest.raises(ConfigError, match=rf"^model\.layers\.0\.self_attn\.o_proj: .*{said}") as raised:
+        load_model(tmp_path / "model", config, context)
+    assert "\n" not in str(raised.value)
 
 
 def test_headers_are_checked_before_memory_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
