@@ -88,7 +88,9 @@ def linears_in_files(folder: Path, tensors_of: Callable[[Path], list[StoredTenso
     """Return which linears are quantized in a checkpoint's files. Tools leave some unquantized, of sizes that their
     blocks do not divide or of layers that they never quantize, and leave names out that they quantize, and do not
     always say so in config.json. `tensors_of`: checkpoint.stored_tensors, or a cache of it."""
-    plain, scaled, quantized = set(), set(), set()
+    plain: set[str] = set()
+    scaled: set[str] = set()
+    quantized: set[str] = set()
     files = checkpoint_files(folder)
     total_bytes(files)  # which names a file that is missing
     for file in files:

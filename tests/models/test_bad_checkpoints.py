@@ -46,8 +46,8 @@ class Checkpoint:
         match_checkpoint(self.slots, self.folder, self.tied, lambda _: tensors)
 
     def of_each_kind(self) -> Iterator[StoredTensor]:
-        """Yield a tensor of each name that linears have, of one linear each."""
-        kinds = {one.name.rpartition(".")[2]: one for one in self.tensors if "layers.0" in one.name}
+        """Yield a layer's tensor of each name and type."""
+        kinds = {(one.name.rpartition(".")[2], one.dtype): one for one in self.tensors if "layers.0" in one.name}
         yield from kinds.values()
 
 
@@ -92,7 +92,7 @@ def test_a_header_that_is_not_as_it_should_be(model: str, opened: Callable[[str]
             checkpoint.match(others)
         else:
             assert f"lacks {one.name} (read model.safetensors)" in refusal(checkpoint, others)
-        longer = (*one.shape[:-1], one.shape[-1] + 1) if one.shape else (3,)
+        longer = (*one.shape[:-1], one.shape[-1] + 5) if one.shape else (5,)
         said = refusal(checkpoint, [*others, replace(one, shape=longer)])
         assert f"tensor {one.name!r} in model.safetensors has shape {list(longer)}, config.json asks for [" in said
         said = refusal(checkpoint, [*others, replace(one, dtype="BOOL")])
