@@ -104,6 +104,6 @@ def checked_pattern(fields: Fields, name: str, entry: str) -> str:
 
 
 def objects(fields: Fields, name: str) -> dict[str, Fields]:
-    """Return the objects that the object `name` holds, by name."""
+    """Return the objects that the object `name` holds, by name: of linears, whose regular expressions compile."""
     held = fields.object(name)
-    return {key: held.object(key) for key in held.values}
+    return {checked_pattern(fields, name, key): held.object(key) for key in held.values}

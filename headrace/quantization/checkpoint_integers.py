@@ -101,7 +101,9 @@ def _blocks(fields: Fields) -> list[list[str]]:
     value = fields.values.get("modules_in_block_to_quantize") or []
     if not isinstance(value, list):
         raise fields.refusal("modules_in_block_to_quantize", "a list of lists of names")
-    return [fields.changed({"names": names}).texts("names") for names in value]
+    name = "modules_in_block_to_quantize"
+    found = [fields.changed({name: names}).texts(name) for names in value]
+    return [[checked_pattern(fields, name, entry) for entry in names] for names in found]
 
 
 def auto_round(fields: Fields) -> CheckpointFormat:
@@ -136,8 +138,8 @@ def _packing(fields: Fields) -> str:
 
 def _exception(fields: Fields, name: str, own: Fields, packing: str) -> tuple[str, LinearFormat]:
     """Return the rule of an entry of `extra_config`."""
-    pattern = checked_pattern(fields, "extra_config", f"re:.*(?:{name})") if _SPECIAL.search(name) else name
-    return pattern, _rounded(_beside(fields, own), packing)
+    pattern = f"re:.*(?:{name})" if _SPECIAL.search(name) else name
+    return checked_pattern(fields, "extra_config", pattern), _rounded(_beside(fields, own), packing)
 
 
 def _rounded(own: Fields, packing: str) -> LinearFormat:

@@ -135,7 +135,7 @@ def repack_pairs(pairs: Tensor) -> Tensor:
 def _check_groups(part: Part, held: int, group: int) -> None:
     """Raise ConfigError where scales are not shared by whole groups, in the checkpoint or on this rank."""
     for what, inputs in (("", part.shape[1]), (" on this rank", held)):
-        if inputs % group or part.columns.start % group:
+        if inputs % group:
             name = "the linear" if part.name is None else part.name
             raise ConfigError(f"{name} has {inputs} inputs{what} in groups of {group}; accepted: a multiple of {group}")
 

@@ -203,7 +203,7 @@ class StoredLayout:
         mine, places = scales[first : first + count], range(rows.start, rows.start + step * count, step)
         store = partial(_store_block_scales, mine, factor, places, height, source[1])
         high, wide = -(-part.shape[0] // height), -(-part.shape[1] // width)
-        shapes = ((high, 1, wide, 1),)  # ModelOpt's
+        shapes = ((high, 1, wide, 1), *([()] if high == wide == 1 else []))  # ModelOpt's
         types = (*FLOATS, *E8M0)
         return Slot(
             (high, wide), source, mine, store=store, dtype=torch.float32, stored=types, shapes=shapes, dummy=dummy
@@ -275,8 +275,8 @@ def _store_scales(place: Tensor, factor: float, values: Tensor) -> None:
 
 def _store_block_scales(place: Tensor, factor: float, rows: range, height: int, columns: slice, values: Tensor) -> None:
     """Write the scales of `rows`, given those of the blocks of `height` rows that they are in."""
-    if values.dim() == 4:  # of which all columns are read
-        values = values[:, 0, columns, 0]
+    if values.dim() != 2:  # of which all columns are read
+        values = values.view(len(values) if values.dim() else 1, -1)[:, columns]
     blocks = torch.arange(rows.start, rows.stop, rows.step, device=place.device) // height - rows.start // height
     place.copy_(values.to(place.device)[blocks]).mul_(factor)
 

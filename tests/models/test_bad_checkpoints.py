@@ -15,7 +15,6 @@ import torch
 from driver import make_context
 from safetensors.torch import load_file, save_file
 from stored_fixtures import CASES, W8A8, unpack, write
-from tiny_configs import save_tiny_model
 from torch import Tensor
 
 from headrace.distributed.mesh import Group, Mesh
@@ -156,9 +155,10 @@ def test_groups_that_a_rank_would_cut(tool: str, name: str, said: str, tmp_path:
 
 def test_headers_are_checked_before_memory_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes of config.json may be beyond any memory."""
-    save_tiny_model("LlamaForCausalLM", "gqa", tmp_path)
-    raw = json.loads((tmp_path / "config.json").read_text()) | {"intermediate_size": 1 << 30}
-    (tmp_path / "config.json").write_text(json.dumps(raw))
+    folder = tmp_path / "model"
+    write("compressed-tensors", "w4a16-dense", folder)
+    raw = json.loads((folder / "config.json").read_text()) | {"intermediate_size": 1 << 30}
+    (folder / "config.json").write_text(json.dumps(raw))
     devices: set[str] = set()
     create = Linear.create_weights
 
@@ -167,7 +167,7 @@ def test_headers_are_checked_before_memory_is_taken(tmp_path: Path, monkeypatch:
         create(layer, device)
 
     monkeypatch.setattr(Linear, "create_weights", spy)
-    config = ModelConfig.from_folder(tmp_path)
-    with pytest.raises(CheckpointError, match=r"gate_proj.weight' .* has shape .* asks for \[1073741824, 64\]"):
-        load_model(tmp_path, config, make_context(config))
+    config = ModelConfig.from_folder(folder)
+    with pytest.raises(CheckpointError, match=r"down_proj.weight_packed' .* has shape .* asks for \[64, 134217728\]"):
+        load_model(folder, config, make_context(config))
     assert devices == {"meta"}

@@ -397,7 +397,7 @@ def test_thousands_of_names_take_one_look_up_each() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    *(({"quant_method": name}, f"quant_method '{name}' is not served; served: compressed-tensors, fp8, fbgemm_fp8, awq")
+    *(({"quant_method": name}, f"quant_method '{name}' is not served; served: compressed-tensors, fp8, mxfp8, fbgemm")
       for name in ("bitsandbytes", "torchao", "gguf", "hqq", "aqlm")),
     ({}, "quant_method 'unnamed' is not served"),
     ({"quant_method": 8}, "`quantization_config.quant_method` is 8; must be a text"),
