@@ -67,7 +67,7 @@ class Fp4Layout:
 
     def create_weights(self, spec: LinearSpec, device: torch.device, experts: tuple[int, ...] = ()) -> Weights:
         for part in spec.parts:
-            _check_groups(part, spec.in_features, self.group)
+            _check_groups(part, self.group)
         shape, scale_type = (*experts, spec.out_features), torch.uint8 if self.e8m0 else torch.float8_e4m3fn
         codes = torch.empty(*shape, spec.in_features // 2, dtype=torch.uint8, device=device)
         scales = torch.empty(*shape, spec.in_features // self.group, dtype=scale_type, device=device)
@@ -132,12 +132,17 @@ def repack_pairs(pairs: Tensor) -> Tensor:
     return packed.view(*pairs.shape[:-1], -1)
 
 
-def _check_groups(part: Part, held: int, group: int) -> None:
+def _check_groups(part: Part, group: int) -> None:
     """Raise ConfigError where scales are not shared by whole groups, in the checkpoint or on this rank."""
-    for what, inputs in (("", part.shape[1]), (" on this rank", held)):
-        if inputs % group:
-            name = "the linear" if part.name is None else part.name
-            raise ConfigError(f"{name} has {inputs} inputs{what} in groups of {group}; accepted: a multiple of {group}")
+    name, inputs = "the linear" if part.name is None else part.name, part.shape[1]
+    start, stop = part.columns.start, part.columns.stop
+    if inputs % group:
+        raise ConfigError(f"{name} has {inputs} inputs in groups of {group}; accepted: a multiple of {group}")
+    if start % group or stop % group:
+        raise ConfigError(
+            f"{name} has inputs [{start}, {stop}) on this rank in groups of {group}; accepted: a multiple of {group} on "
+            "each rank"
+        )
 
 
 def mxfp4(format: WeightFormat, names: str) -> Scheme:

@@ -148,7 +148,7 @@ def test_scales_of_a_cache_in_another_type_are_not_used(tmp_path: Path) -> None:
     model = nvfp4_with_scales("modelopt", tmp_path / "model", names, kv_cache_scheme="NVFP4")
     found = calibration(model, "fp8_e4m3")
     assert torch.stack(found.scales()).isnan().all()
-    assert "calculated from 512 made-up tokens" in settle_kv_scales(found, calculate=True).note
+    assert "calculated from 256 made-up tokens" in settle_kv_scales(found, calculate=True).note
 
 
 def test_a_checkpoint_of_which_only_the_cache_is_quantized(folder: Path, tmp_path: Path) -> None:
