@@ -140,8 +140,8 @@ def _check_groups(part: Part, group: int) -> None:
         raise ConfigError(f"{name} has {inputs} inputs in groups of {group}; accepted: a multiple of {group}")
     if start % group or stop % group:
         raise ConfigError(
-            f"{name} has inputs [{start}, {stop}) on this rank in groups of {group}; accepted: a multiple of {group} on "
-            "each rank"
+            f"{name} has inputs [{start}, {stop}) on this rank in groups of {group}; accepted: a multiple of {group} "
+            "on each rank"
         )
 
 
