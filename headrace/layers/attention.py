@@ -106,9 +106,8 @@ class Attention(Layer):
         for name, (first, last) in KV_SCALE_NAMES.items():
             place = None if self.kv_scale is None or first == last else self.kv_scale[first:last]
             store = None if place is None else partial(_take_scale, f"{path}.{name}", place)
-            types, heads = FLOATS, self.scaled_heads[:1]
-            if name in NOT_READ:
-                types, heads = (*FLOATS, *OTHER_TYPES), self.scaled_heads
+            types: tuple[str, ...] = (*FLOATS, *OTHER_TYPES) if name in NOT_READ else FLOATS
+            heads: tuple[int, ...] = self.scaled_heads if name in NOT_READ else self.scaled_heads[:1]
             shapes = tuple(shape for count in heads for shape in ((count,), (count, 1), (count, 1, 1)))
             found[f"{path}.{name}"] = Slot((1,), (slice(0, 1),), place, True, store, stored=types, shapes=shapes)
         if self.sinks is not None:
