@@ -65,7 +65,7 @@ def test_what_a_gpu_holds_computes_the_same(
     held: list[bool] = []
 
     def plain(self: PackedProduct, spec: LinearSpec, weights: Weights) -> Weights:
-        held.append(self._repack(spec, weights) is not None)
+        held.append(self._tile(spec, weights, gated=False) is not None)
         return self.widened(spec, weights)
 
     def finalize(self: PackedProduct, spec: LinearSpec, weights: Weights, fused: FusedOps) -> Compute:
