@@ -29,6 +29,7 @@ from headrace.kernels.gemm_epilogue import add_product, finish, gated_row, silu
 from headrace.kernels.norm import HalfNormed, half_norm_reference, half_norm_row, half_normed_over
 from headrace.kernels.tiled import ROWS, TiledWeight
 from headrace.kernels.tiled_gemm import launch_tiled
+from headrace.kernels.tiled_vector import VECTOR_ROWS, launch_tiled_vector
 
 BAND = 8
 """blocks of many tokens that are computed side by side, so that the L2 cache holds their inputs and weights"""
@@ -325,14 +326,18 @@ def skinny_linear(
         out = torch.empty((num_tokens, width), dtype=dtype or x.dtype, device=x.device)
     else:
         out = residual
-    rows = max(2, config.block_n) if gated and config.block_m == 1 else config.block_n
+    least = 1
+    if gated and config.block_m == 1:
+        least = 2 * VECTOR_ROWS if isinstance(weight, TiledWeight) else 2
+    rows = max(least, config.block_n)
     programs = -(-(len(weight.codes) * ROWS if isinstance(weight, TiledWeight) else n) // rows)
     result, following = half_normed_over(out, None if residual is None else next_norm, programs)
     if not num_tokens:
         return result
     options: dict[str, Any] = {"GATED": gated, "PARTS": next_power_of_2(parts), **overlap()}
     if isinstance(weight, TiledWeight):
-        launch_tiled(programs, out, x, weight, bias, residual, squares, following, parts, eps, config, options)
+        multiply = launch_tiled_vector if config.block_m == 1 else launch_tiled
+        multiply(programs, out, x, weight, bias, residual, squares, following, parts, eps, config, options)
         return result
     values, scales, group_scales, groups = weight, None, None, 1
     options |= {"EVEN_K": k % config.block_k == 0, "GROUP": 0, "SCALE_ROWS": 0}

@@ -14,7 +14,7 @@ class GemmConfig:
     """Describes one way to run kernels/gemm.py: a program computes block_n outputs, block_k inputs at a time."""
 
     block_m: int
-    """tokens of a program, by the matrix units; 1: one token, by ordinary arithmetic"""
+    """tokens of a program, by the matrix units; 1: one token, by ordinary arithmetic or kernels/tiled_vector.py"""
     block_n: int
     block_k: int
     num_warps: int
@@ -164,7 +164,11 @@ def _tiles(block_m: int, *shapes: tuple[int, int, int, int, int]) -> tuple[GemmC
 _FEW = ((64, 128, 8, 6, 4), (64, 256, 4, 4, 4), (64, 256, 2, 2, 4), (64, 128, 8, 3, 4))
 TILED: dict[tuple[str, int], tuple[GemmConfig, ...]] = {
     # (family, bucket)
-    ("cuda", 1): _tiles(16, *_FEW) + _tiles(8, (128, 128, 4, 3, 4)),
+    ("cuda", 1): tuple(
+        GemmConfig(1, outputs, 128, warps, ahead)
+        for outputs, warps, ahead in ((32, 8, 1), (16, 8, 2), (16, 16, 1), (32, 4, 1), (32, 8, 2))
+    )
+    + _tiles(16, (64, 128, 8, 6, 4)),
     ("cuda", 16): _tiles(16, *_FEW),
     ("cuda", 32): _tiles(32, (64, 256, 4, 3, 4), (64, 128, 8, 4, 4), (128, 128, 2, 3, 4)),
     ("cuda", 64): _tiles(64, (64, 128, 2, 4, 4), (64, 128, 4, 4, 4), (128, 128, 1, 3, 4)),

@@ -116,6 +116,34 @@ def placed(words, SHIFT: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr,
 
 
 @triton.jit
+def unpacked(words, BITS: tl.constexpr, VALUES: tl.constexpr, ASM: tl.constexpr, dtype: tl.constexpr):
+    """Return the codes of int16 words, placed, the lowest bits' first: two or four tensors of the words' shape."""
+    if BITS == 8:
+        if ASM and dtype == tl.float16:
+            codes = tl.inline_asm_elementwise(
+                _E4M3_F16 if VALUES == "e4m3" else _INTEGERS_8_F16, _TO_TWO, [words], (tl.float16,) * 2, True, 2
+            )
+        elif ASM:
+            codes = tl.inline_asm_elementwise(
+                _E4M3_BF16 if VALUES == "e4m3" else _INTEGERS_8_BF16, _TO_TWO, [words], (tl.bfloat16,) * 2, True, 2
+            )
+        else:
+            codes = placed(words, 0, 8, VALUES, dtype), placed(words, 8, 8, VALUES, dtype)
+    elif ASM and dtype == tl.bfloat16:
+        codes = tl.inline_asm_elementwise(
+            _E2M1_BF16 if VALUES == "e2m1" else _INTEGERS_4_BF16, _TO_FOUR, [words], (tl.bfloat16,) * 4, True, 2
+        )
+    elif ASM and VALUES != "e2m1":
+        codes = tl.inline_asm_elementwise(_INTEGERS_4_F16, _TO_FOUR, [words], (tl.float16,) * 4, True, 2)
+    else:
+        codes = (
+            placed(words, 0, 4, VALUES, dtype), placed(words, 4, 4, VALUES, dtype),
+            placed(words, 8, 4, VALUES, dtype), placed(words, 12, 4, VALUES, dtype),
+        )  # fmt: skip
+    return codes
+
+
+@triton.jit
 def run_of(flat):
     """Return codes # [tiles, LANES], of 16 inputs, by output and input # [outputs, 16], where they are."""
     apart = tl.reshape(flat, [flat.shape[0], 4, 8, 4, 2, 2, 2])  # tile, warp, row, pair, 8 columns, 8 rows, column
@@ -145,7 +173,7 @@ def _times(values, scale, ASM: tl.constexpr):
 
 
 @triton.jit
-def _joined(first, second):
+def joined(first, second):
     """Return two runs of as many inputs beside each other."""
     together = tl.permute(tl.join(first, second), [0, 2, 1])
     return tl.reshape(together, [first.shape[0], 2 * first.shape[1]])
@@ -217,34 +245,17 @@ def _chunk(
 ):  # fmt: skip
     """Return the weights of the block's chunk CHUNK # [outputs, 64 or 32] in `dtype`, given its codes."""
     if BITS == 8:
-        if ASM and dtype == tl.float16:
-            a, b = tl.inline_asm_elementwise(
-                _E4M3_F16 if VALUES == "e4m3" else _INTEGERS_8_F16, _TO_TWO, [words], (tl.float16,) * 2, True, 2
-            )
-        elif ASM:
-            a, b = tl.inline_asm_elementwise(
-                _E4M3_BF16 if VALUES == "e4m3" else _INTEGERS_8_BF16, _TO_TWO, [words], (tl.bfloat16,) * 2, True, 2
-            )
-        else:
-            a, b = placed(words, 0, 8, VALUES, dtype), placed(words, 8, 8, VALUES, dtype)
+        a, b = unpacked(words, BITS, VALUES, ASM, dtype)
         a = _small(run_of(a), words_ptr, at, 2 * CHUNK, BITS, VALUES, GROUP, SCALES, ZEROS, ZEROS_AT, ASM)
         b = _small(run_of(b), words_ptr, at, 2 * CHUNK + 1, BITS, VALUES, GROUP, SCALES, ZEROS, ZEROS_AT, ASM)
-        weights = _joined(a, b)
+        weights = joined(a, b)
     else:
-        if ASM and dtype == tl.bfloat16:
-            a, b, c, d = tl.inline_asm_elementwise(
-                _E2M1_BF16 if VALUES == "e2m1" else _INTEGERS_4_BF16, _TO_FOUR, [words], (tl.bfloat16,) * 4, True, 2
-            )
-        elif ASM and VALUES != "e2m1":
-            a, b, c, d = tl.inline_asm_elementwise(_INTEGERS_4_F16, _TO_FOUR, [words], (tl.float16,) * 4, True, 2)
-        else:
-            a, b = placed(words, 0, 4, VALUES, dtype), placed(words, 4, 4, VALUES, dtype)
-            c, d = placed(words, 8, 4, VALUES, dtype), placed(words, 12, 4, VALUES, dtype)
+        a, b, c, d = unpacked(words, BITS, VALUES, ASM, dtype)
         a = _small(run_of(a), words_ptr, at, 4 * CHUNK, BITS, VALUES, GROUP, SCALES, ZEROS, ZEROS_AT, ASM)
         b = _small(run_of(b), words_ptr, at, 4 * CHUNK + 1, BITS, VALUES, GROUP, SCALES, ZEROS, ZEROS_AT, ASM)
         c = _small(run_of(c), words_ptr, at, 4 * CHUNK + 2, BITS, VALUES, GROUP, SCALES, ZEROS, ZEROS_AT, ASM)
         d = _small(run_of(d), words_ptr, at, 4 * CHUNK + 3, BITS, VALUES, GROUP, SCALES, ZEROS, ZEROS_AT, ASM)
-        weights = _joined(_joined(a, b), _joined(c, d))
+        weights = joined(joined(a, b), joined(c, d))
     return weights
 
 

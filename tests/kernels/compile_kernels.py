@@ -32,6 +32,7 @@ from headrace.kernels import (
     sampling,
     tiled,
     tiled_gemm,
+    tiled_vector,
     tiled_widen,
 )
 from headrace.kernels.attention_config import plan_attention, plan_decode
@@ -186,7 +187,8 @@ def compile_tiled(family):
         configs = TILED[family, bucket]
         for config in configs if SWEEP else configs[:1]:
             gemm.skinny_linear(torch.zeros(bucket, 4096, dtype=dtype), weight, None, config)
-            report(f"tiled linear {kind} {config}", tiled_gemm._tiled_kernel, known)
+            kernel = tiled_vector._tiled_vector_kernel if config.block_m == 1 else tiled_gemm._tiled_kernel
+            report(f"tiled linear {kind} {config}", kernel, known)
         tiled_widen.widen_tiled(weight, dtype)
         report(f"widened {kind}", tiled_widen._widen_kernel, known)
 

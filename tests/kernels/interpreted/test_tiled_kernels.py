@@ -1,5 +1,7 @@
 """Linears over few tokens by tiled weights, what is fused with them, and what widens them, against their references."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -7,10 +9,15 @@ from headrace.kernels.gemm import skinny_linear, skinny_linear_reference
 from headrace.kernels.gemm_config import GemmConfig
 from headrace.kernels.tiled import tile
 from headrace.kernels.tiled_widen import widen_tiled, widen_tiled_reference
-from tests.kernels.packed_weights import KINDS, random_packed
+from tests.kernels.packed_weights import KINDS, OF_EXPERTS, random_packed
 
 WHOLE = GemmConfig(16, 64, 256, 4, 2, True)
 SHARED = GemmConfig(16, 128, 128, 4, 2, True, split=3)
+ALONE = GemmConfig(1, 32, 128, 2, 1)
+ONE_TOKEN = [
+    (torch.bfloat16, GemmConfig(1, 16, 128, 2, 2), (20, 336)),
+    (torch.float16, GemmConfig(1, 64, 128, 4, 1), (70, 160)),
+]
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
@@ -34,11 +41,23 @@ def test_linear(kind):
         assert not weight.arrived.any()
 
 
-@pytest.mark.parametrize("config", [WHOLE, SHARED], ids=["whole", "shared"])
+@pytest.mark.parametrize(
+    ("kind", "case"), list(zip(OF_EXPERTS, itertools.cycle(ONE_TOKEN), strict=False)), ids=OF_EXPERTS
+)
+def test_linear_over_one_token(kind, case):
+    """Numbers of inputs and outputs that blocks, warps and programs do not divide."""
+    dtype, config, (n, k) = case
+    weight = tile(random_packed(n, k, **OF_EXPERTS[kind]), dtype)
+    bias, x = torch.randn(n).to(dtype), torch.randn(1, k).to(dtype)
+    expected = skinny_linear_reference(x, weight, bias, dtype=torch.float32)
+    assert error(skinny_linear(x, weight, bias, config, dtype=torch.float32), expected) <= 1e-4
+
+
+@pytest.mark.parametrize("config", [WHOLE, SHARED, ALONE], ids=["whole", "shared", "one token"])
 @pytest.mark.parametrize("kind", ["int4 zeros", "nvfp4"])
 def test_fused(kind, config):
     """The norm before and after, the gate and the residual are those of plain weights."""
-    tokens, hidden, inner = 3, 96, 160
+    tokens, hidden, inner = 1 if config is ALONE else 3, 96, 160
     down = made(kind, torch.bfloat16, hidden, inner)
     up = made(kind, torch.bfloat16, 2 * inner, hidden, gated=True)
     x, residual = torch.randn(tokens, inner).bfloat16(), torch.randn(tokens, hidden).bfloat16()
