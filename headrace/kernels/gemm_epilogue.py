@@ -23,9 +23,9 @@ def silu(x):
 def add_product(weight, x, acc, SWAP: tl.constexpr):
     """Return acc + x [rows, inputs] @ weight [outputs, inputs].T, transposed if SWAP."""
     if SWAP:
-        acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+        acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee", out_dtype=acc.dtype)
     else:
-        acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+        acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee", out_dtype=acc.dtype)
     return acc
 
 
