@@ -165,10 +165,13 @@ def test_many_agents_at_once(servers: ScriptedServers) -> None:
 
 def test_a_refused_schema_is_the_clients_fault(servers: ScriptedServers) -> None:
     """The error names the keyword by its path, and arrives as the SDK's BadRequestError."""
-    schema = {"type": "object", "properties": {"x": {"type": "array", "contains": {"const": "a"}}}}
+    schema = {
+        "type": "object",
+        "properties": {"x": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}},
+    }
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     scripted = servers(FAMILIES["qwen3"])
-    with client_of(scripted) as client, pytest.raises(openai.BadRequestError, match=r"properties\.x.*contains"):
+    with client_of(scripted) as client, pytest.raises(openai.BadRequestError, match=r"properties\.x.*uniqueItems"):
         client.chat.completions.create(
             model=scripted.name, messages=[{"role": "user", "content": "a"}], response_format=form
         )
