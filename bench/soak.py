@@ -243,7 +243,7 @@ class Watch:
         """Return (the time, the CPU time that other programs than the server and this one have taken)."""
         machine = psutil.cpu_times()
         busy = machine.user + machine.nice + machine.system
-        times = [one.cpu_times() for one in (*own_processes(self._process), *own_processes(psutil.Process()))]
+        times = [one.cpu_times() for one in own_processes(psutil.Process())]  # the server is among them
         return time.monotonic(), busy - sum(one.user + one.system for one in times)
 
     def look(self, seconds: float, tally: Tally, open_requests: int = 0) -> None:
