@@ -337,7 +337,8 @@ def skinny_linear(
     options: dict[str, Any] = {"GATED": gated, "PARTS": next_power_of_2(parts), **overlap()}
     if isinstance(weight, TiledWeight):
         multiply = launch_tiled_vector if config.block_m == 1 else launch_tiled
-        multiply(programs, out, x, weight, bias, residual, squares, following, parts, eps, config, options)
+        tensors = (out, x, weight.codes, weight.words, bias, weight.factors, residual, squares, *following)
+        multiply(programs, x, weight, tensors, parts, eps, config, options)
         return result
     values, scales, group_scales, groups = weight, None, None, 1
     options |= {"EVEN_K": k % config.block_k == 0, "GROUP": 0, "SCALE_ROWS": 0}

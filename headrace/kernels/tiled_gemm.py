@@ -208,7 +208,7 @@ def scale_of(words_ptr, at, RUN: tl.constexpr, SCALES: tl.constexpr, dtype: tl.c
 
 
 @triton.jit
-def _zero(words_ptr, at, BYTE: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr, dtype: tl.constexpr):
+def zero_of(words_ptr, at, BYTE: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr, dtype: tl.constexpr):
     """Return what is to be taken from placed integers # [outputs] in `dtype`. BYTE: where the zeros are."""
     if dtype == tl.float16:
         placed = 1024
@@ -229,7 +229,7 @@ def _small(
     """Return the block's run RUN of 16 inputs, placed, as weights: of groups smaller than a block, scaled."""
     OF_GROUP: tl.constexpr = RUN * 16 // GROUP if GROUP < _BLOCK else 0
     if VALUES == "integer":
-        run = _less(run, _zero(words_ptr, at, ZEROS_AT + OF_GROUP, BITS, ZEROS, run.dtype), ASM)
+        run = _less(run, zero_of(words_ptr, at, ZEROS_AT + OF_GROUP, BITS, ZEROS, run.dtype), ASM)
     elif VALUES == "e4m3":
         factor = tl.full(at.shape, 256.0 if run.dtype == tl.float16 else 2.0**120, tl.float32)
         run = _times(run, factor.to(run.dtype), ASM)
@@ -392,27 +392,24 @@ def describe(weight: TiledWeight) -> dict[str, Any]:
 
 def launch_tiled(
     programs: int,
-    out: Tensor,
     x: Tensor,
     weight: TiledWeight,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    squares: Tensor | None,
-    following: tuple[Tensor | None, Tensor | None, Tensor | None],
+    tensors: tuple[Tensor | None, ...],
     parts: int,
     eps: float,
     config: GemmConfig,
     options: dict[str, Any],
 ) -> None:
-    """Write x times the weight to `out`, as gemm.py's skinny_linear describes, by `programs` for all outputs."""
+    """Do what gemm.py's skinny_linear describes, by `programs` for all outputs. `tensors`: the kernel's first ones,
+    from the output to what the next norm needs."""
     num_tokens, k = x.shape
     tokens = -(-num_tokens // config.block_m)
     sums: Tensor | None = None
     if config.split > 1:
         sums = x.new_empty((programs * tokens, config.split, config.block_m, config.block_n), dtype=torch.float32)
     _tiled_kernel[(programs, config.split, tokens)](
-        out, x, weight.codes, weight.words, bias, weight.factors, residual, squares, *following, sums, weight.arrived,
-        weight.out_features, k, len(weight.codes), weight.words_step, parts, eps, num_tokens, x.stride(0),
+        *tensors, sums, weight.arrived, weight.out_features, k, len(weight.codes), weight.words_step, parts, eps,
+        num_tokens, x.stride(0),
         BLOCK_M=config.block_m, OUTPUTS=config.block_n, BLOCKS=config.block_k // BLOCK, SPLIT=config.split,
         STAGES=config.num_stages, **describe(weight),
         EVEN_K=k % config.block_k == 0, ASM=pairs_in_registers(), num_warps=config.num_warps, **options,

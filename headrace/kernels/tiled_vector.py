@@ -253,23 +253,18 @@ def _tiled_vector_kernel(
 
 def launch_tiled_vector(
     programs: int,
-    out: Tensor,
     x: Tensor,
     weight: TiledWeight,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    squares: Tensor | None,
-    following: tuple[Tensor | None, Tensor | None, Tensor | None],
+    tensors: tuple[Tensor | None, ...],
     parts: int,
     eps: float,
     config: GemmConfig,
     options: dict[str, Any],
 ) -> None:
-    """Write x [1, K] times the weight to `out`, as gemm.py's skinny_linear describes, by `programs` for all outputs."""
+    """Do what gemm.py's skinny_linear describes for x [1, K], as tiled_gemm.py's launch_tiled does for more tokens."""
     k = x.shape[1]
     _tiled_vector_kernel[(programs,)](
-        out, x, weight.codes, weight.words, bias, weight.factors, residual, squares, *following, weight.out_features, k,
-        weight.words_step, parts, eps, WARPS=config.num_warps, OUTPUTS=len(weight.codes) * ROWS // programs,
-        AHEAD=config.num_stages, **describe(weight), EVEN_K=k % BLOCK == 0, ASM=pairs_in_registers(),
-        num_warps=config.num_warps, **options,
+        *tensors, weight.out_features, k, weight.words_step, parts, eps,
+        WARPS=config.num_warps, OUTPUTS=len(weight.codes) * ROWS // programs, AHEAD=config.num_stages,
+        **describe(weight), EVEN_K=k % BLOCK == 0, ASM=pairs_in_registers(), num_warps=config.num_warps, **options,
     )  # fmt: skip

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from headrace.kernels._triton import overlap, tl, triton, wait_for_inputs
-from headrace.kernels.tiled import BLOCK, ROWS, TiledWeight
-from headrace.kernels.tiled_gemm import describe, field, placed, row_of, run_of, scale_of
+from headrace.kernels.tiled import BLOCK, LANES, ROWS, TiledWeight
+from headrace.kernels.tiled_gemm import describe, placed, row_of, run_of, scale_of, zero_of
 
-_ROWS, _BLOCK = tl.constexpr(ROWS), tl.constexpr(BLOCK)
+_ROWS, _BLOCK, _LANES = tl.constexpr(ROWS), tl.constexpr(BLOCK), tl.constexpr(LANES)
 
 
 @triton.jit
@@ -21,7 +21,6 @@ def _wide(
 ):  # fmt: skip
     """Return the block's run RUN of 16 inputs # [ROWS, 16] fp32, the codes at SHIFT of words."""
     OF_GROUP: tl.constexpr = RUN * 16 // GROUP if GROUP < _BLOCK else 0
-    BIAS: tl.constexpr = 128 if BITS == 4 else 0  # of integers in bfloat16
     values = run_of(placed(words, SHIFT, BITS, VALUES, tl.bfloat16))
     if VALUES == "e2m1":  # exact in bfloat16
         wide = (values * scale_of(words_ptr, at, OF_GROUP, SCALES, tl.bfloat16)[:, None]).to(tl.float32)
@@ -29,10 +28,8 @@ def _wide(
         wide = values.to(tl.float32)
         if VALUES == "e4m3":
             wide *= 2.0**120
-        elif ZEROS:
-            wide -= (field(words_ptr, at, ZEROS_AT + OF_GROUP, 1).to(tl.float32) + BIAS)[:, None]
         else:
-            wide -= BIAS + (1 << (BITS - 1))
+            wide -= zero_of(words_ptr, at, ZEROS_AT + OF_GROUP, BITS, ZEROS, tl.bfloat16).to(tl.float32)[:, None]
         if SCALES != "none":
             wide *= scale_of(words_ptr, at, OF_GROUP, SCALES, tl.float32)[:, None]
     return wide
@@ -52,7 +49,7 @@ def _widen_kernel(
     block, tile = tl.program_id(0), tl.program_id(1)
     place = tl.arange(0, _ROWS)
     row = row_of(tile * _ROWS + place, N, GATED)
-    held = (tile.to(tl.int64) * blocks + block) * (CHUNKS * 1024)
+    held = (tile.to(tl.int64) * blocks + block) * (CHUNKS * _LANES)
     at = (tile * (words_step * blocks + 1 - words_step) + block * words_step) * (WORDS * _ROWS) + place
     factor = tl.full([_ROWS], 1.0, tl.float32)
     if factor_ptr is not None:
@@ -60,7 +57,7 @@ def _widen_kernel(
     if SCALES == "e5m3":
         factor *= 512.0  # what is left out of scales in bfloat16
     for chunk in tl.static_range(CHUNKS):
-        words = tl.load(codes_ptr + held + chunk * 1024 + tl.arange(0, 1024))[None, :]
+        words = tl.load(codes_ptr + held + chunk * _LANES + tl.arange(0, _LANES))[None, :]
         for code in tl.static_range(PER_WORD):
             wide = _wide(
                 words, words_ptr, at, chunk * PER_WORD + code, code * BITS, BITS, VALUES, GROUP, SCALES, ZEROS, ZEROS_AT
