@@ -24,6 +24,7 @@ Cases, each part under 3 minutes:
     fp8-memory        loading in fp8 peaks below 1.1 x the weights
     unasked-cache     the KV cache has the model's type by default; --objective throughput takes fp8, and goes back
                       where it changes the model too much
+    format-numerics   logits of every format of a checkpoint beside the widened model's, in fp32 and in bf16
 
 Weights are random (uniform +-1e-3, seeded; normal embeddings and routers where there are experts, so that tokens
 spread over them), prompts token ids, decoding greedy to the full length, prefix caching off,
@@ -71,9 +72,18 @@ CASES = {
     "invariance": "invariance.invariance_cases",
     "fp8-memory": "fp8_memory.fp8_memory_cases",
     "unasked-cache": "fp8_cache.unasked_cache_cases",
+    "format-numerics": "format_numerics.format_numerics_cases",
 }
 """part -> module.function in h200_parts that takes a Run"""
-CASES_ON_A_CPU = ("graphs", "self-check", "self-check-moe", "invariance", "fp8-memory", "unasked-cache")
+CASES_ON_A_CPU = (
+    "graphs",
+    "self-check",
+    "self-check-moe",
+    "invariance",
+    "fp8-memory",
+    "unasked-cache",
+    "format-numerics",
+)
 """cases of which --smoke can run something"""
 PARTS = (*FIGURES, *CASES)
 KINDS = {

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from h200 import CASES, CASES_ON_A_CPU, DEFAULT_PARTS, ENGINE_PARTS, PARTS, grouped
+from h200_parts import format_numerics
 from h200_parts.forced import Sequence, decode, reference_path, stepped_core
 from h200_parts.models import MODELS
 from h200_parts.numerics import compare
 from h200_parts.rows import SPECS
+from h200_parts.run import Run
 from h200_parts.serving import package_without_tables
 from h200_parts.settings import Settings
 
@@ -25,6 +27,8 @@ from headrace.executor.uniproc import UniprocExecutor
 from headrace.hub import resolve_model_folder
 from headrace.models import loader
 from headrace.quantization import gpu_linear
+from headrace.quantization.packed import PackedProduct
+from headrace.quantization.scheme import Compute, FusedOps, LinearSpec, Weights
 from headrace.runner import worker
 from headrace.runner.cuda_graph import StepGraphs
 
@@ -129,6 +133,23 @@ def test_a_core_is_stepped_by_hand_through_its_references() -> None:
     for one, other in zip(free, forced, strict=True):
         assert one.tokens == one.logits.argmax(-1).tolist()
         torch.testing.assert_close(one.logits[0], other.logits[0])
+
+
+@pytest.mark.parametrize("fault", [1.0, 1.02])
+def test_a_formats_logits_are_held_to_those_of_its_widened_weights(
+    fault: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finalize = PackedProduct.finalize
+
+    def faulty(self: PackedProduct, spec: LinearSpec, weights: Weights, fused: FusedOps) -> Compute:
+        weights["0.scales"] *= fault
+        return finalize(self, spec, weights, fused)
+
+    monkeypatch.setattr(PackedProduct, "finalize", faulty)
+    monkeypatch.setattr(format_numerics, "PROMPTS", (3,))
+    run = Run(Settings(work=tmp_path, smoke=True), None, "")
+    format_numerics.case(run, "gptq-desc-act", format_numerics.configs(toy=True)["gptq-desc-act"])
+    assert run.cases[0]["ok"] == (fault == 1.0), run.cases[0]["said"]
 
 
 def test_logits_are_compared_where_the_reference_is_sure() -> None:

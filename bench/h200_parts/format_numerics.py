@@ -1,0 +1,285 @@
+"""Compares the logits of models in every format of a checkpoint with those of the same weights widened to fp32.
+
+Each format's model is random and made in memory: the tensors that a checkpoint of the format has get random codes,
+scales, zero points and orders, through the places that the loader fills. The widened model has the weights that the
+layouts themselves make of them. Its layers of experts send every token to all of theirs: a token that rounding sends
+elsewhere would say more about its router than about the formats.
+
+How far the format's own path may be from fp32 is set by plain torch in bf16: the widened model's or, where activations
+are rounded to 8 bits, that of the same rounding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from h200_parts.forced import Sequence, decode, reference_path, stepped_core
+from h200_parts.models import (
+    GPT_OSS_20B,
+    GPTQ,
+    LLAMA_8B,
+    NVFP4_TENSOR,
+    QWEN3_30B_A3B,
+    compressed,
+    floats,
+    integers,
+)
+from h200_parts.numerics import PLAIN, compare
+from h200_parts.run import Run
+from headrace.config import EngineConfig
+from headrace.layers.layer import Layer
+from headrace.layers.linear import Linear
+from headrace.layers.moe import SparseMoE
+from headrace.models import loader
+from headrace.quantization.formats import UNQUANTIZED
+from headrace.quantization.scheme import Slot, Weights
+
+BOUND = 1.2
+"""times the error of plain torch in bf16"""
+PROMPTS = (1, 7, 40)
+"""requests of a batch, whose prompts together are beyond the kernels for few tokens in the last"""
+NEW_TOKENS = 6
+GROUP = 128
+SCALES = ("weight_scale", "weight_scale_inv", "scales")
+GROWTH = 40.0
+"""by which scales are larger than those of dummy weights, so that activations keep their size from layer to layer"""
+E8M0_RANGE = (119, 122)
+"""exponents of which e2m1 codes become weights of the same size"""
+LIBRARY = frozenset(
+    "linear matmul mm addmm addmm_ _scaled_mm index_select add_ copy_ clone "
+    "empty empty_strided empty_like new_empty zeros new_zeros zero_ fill_ resize_ set_ record_stream "
+    "view _unsafe_view reshape flatten unflatten slice select narrow chunk split split_with_sizes unbind "
+    "unsqueeze squeeze expand t transpose permute as_strided alias detach detach_ lift_fresh "
+    "resolve_conj resolve_neg".split()
+)
+"""Operations that a layer may leave to torch: products by the vendor's library, inputs in another order, the residual's
+sum, memory and views."""
+SMALL = {
+    "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 4,
+    "head_dim": 64, "num_hidden_layers": 4, "vocab_size": 8192, "max_position_embeddings": 4096, "rope_scaling": None,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+TOY = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 32}
+EXPERTS = {"moe_intermediate_size": 768, "num_experts": 4, "num_experts_per_tok": 4}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+MODELOPT = {"quant_method": "modelopt", "ignore": ["lm_head"]}
+INT8 = compressed("int-quantized", integers(8, "channel"), integers(8, "token", dynamic=True))
+FP8 = compressed("float-quantized", floats("channel"), floats("token", dynamic=True))
+W4A16 = compressed("pack-quantized", integers(4, "group", GROUP))
+NVFP4 = compressed("nvfp4-pack-quantized", NVFP4_TENSOR)
+MXFP4_WEIGHT = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
+DENSE: dict[str, dict[str, Any]] = {
+    "awq": AWQ,
+    "gptq": GPTQ,
+    "gptq-desc-act": GPTQ | {"desc_act": True},
+    "gptq-3bit": GPTQ | {"bits": 3},
+    "gptq-8bit": GPTQ | {"bits": 8},
+    "w4a16-32": compressed("pack-quantized", integers(4, "group", 32)),
+    "w8a16": compressed("pack-quantized", integers(8, "channel")),
+    "int8": INT8,
+    "int8-static": compressed("int-quantized", integers(8, "tensor"), integers(8, "tensor")),
+    "fp8": FP8,
+    "fp8-static": compressed("float-quantized", floats("tensor"), floats("tensor")),
+    "fp8-block": BLOCKS,
+    "mxfp8": MODELOPT | {"quant_algo": "MXFP8"},
+    "nvfp4": NVFP4,
+    "modelopt-nvfp4": MODELOPT | {"quant_algo": "NVFP4"},
+    "mxfp4": compressed("mxfp4-pack-quantized", MXFP4_WEIGHT),
+}
+"""name -> quantization_config of a Llama's linears"""
+SPARSE = {"awq": AWQ, "w4a16": W4A16, "int8": INT8, "fp8": FP8, "fp8-block": BLOCKS, "nvfp4": NVFP4}
+"""name -> quantization_config of a Qwen3-MoE's linears and experts"""
+
+
+def configs(toy: bool) -> dict[str, dict[str, Any]]:
+    """Return config.json of each model."""
+    small = SMALL | (TOY if toy else {})
+    found = {name: LLAMA_8B | small | {"quantization_config": held} for name, held in DENSE.items()}
+    sparse = QWEN3_30B_A3B | small | EXPERTS | ({"moe_intermediate_size": 256} if toy else {})
+    found |= {f"experts-{name}": sparse | {"quantization_config": held} for name, held in SPARSE.items()}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * (small["num_hidden_layers"] // 2)}
+    scaling = {"rope_scaling": GPT_OSS_20B["rope_scaling"], "num_local_experts": 4, "num_experts_per_tok": 4}
+    return found | {"gpt-oss": GPT_OSS_20B | small | scaling | kinds}
+
+
+def format_numerics_cases(run: Run) -> None:
+    """Add a case for each format: its error against fp32, that of plain torch in bf16, and what torch computed inside
+    its layers."""
+    for name, config in configs(run.smoke).items():
+        case(run, name, config)
+
+
+def case(run: Run, name: str, config: dict[str, Any]) -> None:
+    """Add the case of one model. It passes where the error is at most BOUND times plain torch's, no weights were
+    widened at load, no kernel was demoted and, on a GPU, no layer left more than LIBRARY to torch."""
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    steps = Steps(run, config["vocab_size"])
+    widened: dict[str, Tensor] = {}
+    ours, inside, notes, rounds = steps.of(f"{name}-held", config, "bfloat16", keep=widened)
+    with reference_path():
+        exact = steps.of(f"{name}-wide", plain, "float32", take=widened, **PLAIN)[0]
+        rounded = (f"{name}-held", config) if rounds else (f"{name}-wide", plain)
+        base = steps.of(*rounded, "bfloat16", take={} if rounds else widened, **PLAIN)[0]
+    error, allowed = compare(ours, exact).error, compare(base, exact).error
+    torch_path = ", ".join([*notes, *(f"{count} x {op}" for op, count in inside.items())]) if not run.smoke else ""
+    said = f"error against fp32 {error:.2e}, of {'the same rounding' if rounds else 'the widened model'} in bf16 "
+    said += f"{allowed:.2e}, ratio {error / allowed:.2f}; torch inside layers: {torch_path or 'none'}"
+    run.case(name, error <= BOUND * allowed and not torch_path, said)
+
+
+@dataclass
+class Steps:
+    """Runs the same tokens through one engine after the other."""
+
+    run: Run
+    vocab_size: int
+
+    def of(
+        self, name: str, config: dict[str, Any], dtype: str,
+        keep: dict[str, Tensor] | None = None, take: dict[str, Tensor] | None = None, **knobs: Any,
+    ) -> tuple[list[Sequence], Counter[str], list[str], bool]:  # fmt: skip
+        """Return logits, what torch computed inside layers, notes about what is not as it should be, and whether
+        activations are rounded. The quantized layers' weights are put widened into `keep`, or taken from `take`."""
+        settings = self.run.settings
+        base: dict[str, Any] = {
+            "model": settings.write_config(name, config), "load_format": "dummy", "dtype": dtype,
+            "kv_cache_dtype": dtype, "max_model_len": 512, "max_num_seqs": 64, "max_num_batched_tokens": 512,
+            "enable_prefix_caching": False, "enforce_eager": True, "num_gpu_blocks_override": 512,
+        }  # fmt: skip
+        base |= {"device": "cpu", "cpu_threads": 1} if self.run.smoke else {"gpu_memory_utilization": 0.5}
+        made: list[Sequence] = []
+        inside: Counter[str] = Counter()
+        with ExitStack() as open_until_end:
+            open_until_end.enter_context(random_weights(keep, take))
+            folder = settings.work / name
+            core = open_until_end.enter_context(stepped_core(EngineConfig(**(base | knobs | settings.engine)), folder))
+            model = core._executor._worker.model  # type: ignore[attr-defined]
+            watch(model, inside)
+            generator = torch.Generator().manual_seed(1)
+            for requests in PROMPTS:
+                lengths = torch.randint(3, 12, (requests,), generator=generator).tolist()
+                drawn = [torch.randint(0, self.vocab_size, (n + NEW_TOKENS,), generator=generator) for n in lengths]
+                tokens = [one.tolist() for one in drawn]
+                prompts, forced = [one[:-NEW_TOKENS] for one in tokens], [one[-NEW_TOKENS:] for one in tokens]
+                made += decode(core, prompts, NEW_TOKENS, forced)
+            facts = core.facts.workers[0]
+            notes = [f"{name} demoted" for name in facts.demoted] + [note for note in facts.notes if "widened" in note]
+            layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
+            rounds = any(layer.rounding is not None for layer in layers)
+        return made, inside, notes, rounds
+
+
+@contextmanager
+def random_weights(keep: dict[str, Tensor] | None, take: dict[str, Tensor] | None) -> Iterator[None]:
+    """Let engines that start inside fill their slots with `fill`, and keep or take what is quantized. Kernels for few
+    tokens are not measured: each size gets the first."""
+    fuse = loader.fuse
+
+    def filled(model: nn.Module, *arguments: Any) -> Any:
+        for path, layer in model.named_modules():
+            for name, spec, weights, scheme in linears(path, layer):
+                if keep is not None and scheme.format != UNQUANTIZED.format:
+                    keep[name] = scheme.layout.dequantize(replace(spec, dtype=torch.float32), weights)["weight"]
+                if take and name in take:
+                    weights["weight"].copy_(take[name])
+        return fuse(model, *arguments)
+
+    with (
+        patch.object(loader, "fill_with_dummies", fill),
+        patch.object(loader, "fuse", filled),
+        patch("headrace.quantization.gpu_linear._fastest", lambda configs, *_: configs[0]),
+        patch("headrace.quantization.gpu_linear._write"),
+    ):
+        yield
+
+
+def linears(path: str, layer: nn.Module) -> Iterator[tuple[str, Any, Weights, Any]]:
+    """Yield (name, spec, weights, scheme) of each linear that a layer is."""
+    if isinstance(layer, Linear):
+        yield path, layer.spec, layer.weights, layer.scheme
+    elif isinstance(layer, SparseMoE):
+        yield f"{path}/w13", layer.gate_up_spec, layer.w13, layer.scheme
+        yield f"{path}/w2", layer.down_spec, layer.w2, layer.scheme
+
+
+def fill(slots: dict[str, Slot], seed: int) -> None:
+    """Fill slots with random numbers that follow from `seed` and the tensor's name."""
+    for name, slot in slots.items():
+        order = name.endswith("g_idx")
+        if slot.destination is None or (slot.optional and not order):
+            continue
+        device = slot.destination.device
+        digest = hashlib.sha256(f"{seed}:{'' if order else name}".encode()).digest()
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
+        dtype = slot.dtype or slot.destination.dtype
+        if order:  # one for all linears over one input, as tools write it
+            whole = torch.randperm(slot.shape[0], generator=generator, device=device) // GROUP
+        else:
+            whole = drawn(name, slot, dtype, generator)
+        slot.put(whole.to(dtype)[slot.source])
+
+
+def drawn(name: str, slot: Slot, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Return a whole tensor of the checkpoint."""
+    shape, device, last = slot.shape, generator.device, name.rpartition(".")[2]
+
+    def normal(std: float, mean: float = 0.0) -> Tensor:  # in what all dtypes of a model hold
+        return torch.empty(shape, device=device).normal_(mean, std, generator=generator).bfloat16()
+
+    if slot.e8m0:
+        return torch.randint(*E8M0_RANGE, shape, generator=generator, device=device)
+    if slot.dummy is not None:
+        grown = slot.dummy * (GROWTH if last in SCALES else 1.0)
+        return torch.rand(shape, generator=generator, device=device).add_(0.5).mul_(grown).half().float()
+    if not dtype.is_floating_point:
+        info = torch.iinfo(dtype)
+        return torch.randint(info.min, info.max + 1, shape, generator=generator, device=device, dtype=torch.int64)
+    if dtype.itemsize == 1:  # fp8, of which dummy weights' scales are
+        return torch.rand(shape, generator=generator, device=device).sub_(0.5)
+    if "norm" in name:
+        return normal(0.1, 1.0)
+    if "embed_tokens" in name:
+        return normal(0.3)  # so that layers add more than they are given
+    return normal(shape[-1] ** -0.5 if len(shape) > 1 else 0.1)
+
+
+class TorchOperations(TorchDispatchMode):
+    """Counts the operations of torch beyond LIBRARY that are called while it is active."""
+
+    def __init__(self, seen: Counter[str]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, result = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
+        unchanged = name in ("to", "contiguous") and result is args[0]
+        if name not in LIBRARY and not unchanged:
+            self.seen[name] += 1
+        return result
+
+
+def watch(model: Any, seen: Counter[str]) -> None:
+    """Count in `seen` what torch computes inside the decoder layers from now on."""
+    for layer in model.model.layers:
+        layer.forward = watched(layer, seen)
+
+
+def watched(layer: Layer, seen: Counter[str]) -> Callable[..., Any]:
+    forward = layer.forward
+
+    def counting(*arguments: Any) -> Any:
+        with TorchOperations(seen):
+            return forward(*arguments)
+
+    return counting
