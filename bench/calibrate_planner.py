@@ -22,6 +22,7 @@ from headrace.planner.catalogue import find_model
 from headrace.planner.chips import find_chip
 from headrace.planner.constants import Efficiency, find_efficiency
 from headrace.planner.cost import Deployment, Parallel
+from headrace.planner.predict import Limits
 
 MEASURED = Path(__file__).parents[1] / "tests" / "planner" / "measured"
 FITTED_ON = {
@@ -106,7 +107,8 @@ def elsewhere() -> list[Row]:
         deployment = Deployment(shape, chip, parallel, table["weight_format"], table["kv_dtype_bytes"], "vllm")
         for batch, input_len, output_len, value in table["rows"]:
             name = f"{table['model']} {table['weight_format']}, {table['tp']} x {table['chip']}, {batch} clients"
-            made.append(Row(name, "tpot", deployment, batch, input_len, output_len, value, 8192))
+            limits = Limits(batch, 8192, 1 << 40)
+            made.append(Row(name, "tpot", deployment, batch, input_len, output_len, value, limits))
     return made
 
 

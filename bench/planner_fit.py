@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy
@@ -71,18 +72,22 @@ class Row:
     input_len: int
     output_len: int
     value: float
-    max_num_batched_tokens: int
-    kv_tokens: int = 1 << 40
-    segments: tuple[Segment, ...] = ()
-    """the kinds of step of a throughput row, from `prepared`"""
+    limits: Limits
+
+    @cached_property
+    def steps(self) -> list[Segment]:
+        """The kinds of step of a throughput row. They do not depend on the constants, as all requests come at once."""
+        load, start = Workload(self.input_len, self.output_len, self.batch, self.batch), likely(self.deployment)
+        run = simulate(self.deployment, load, self.limits, model=StepModel(self.deployment, start))
+        return condense(run.segments)
 
     def predict(self, model: StepModel) -> float:
         """Predict the figure, in the row's unit."""
         if self.kind == "throughput":
-            return self.batch * self.output_len / (recost(model, self.segments) + model.efficiency.request)
+            return self.batch * self.output_len / (recost(model, self.steps) + model.efficiency.request)
         if self.kind == "tpot":
             load = Workload(self.input_len, self.output_len, self.batch)
-            limits = Limits(self.batch, self.max_num_batched_tokens, self.kv_tokens)
+            limits = replace(self.limits, max_num_seqs=self.batch)
             return predict(self.deployment, load, limits, model=model).itl_ms
         if self.kind == "prefill":
             return 1000 * (self._prefill(model) + model.efficiency.request)
@@ -91,23 +96,15 @@ class Row:
 
     def _prefill(self, model: StepModel) -> float:
         tokens = self.batch * self.input_len
-        steps = -(-tokens // self.max_num_batched_tokens)
+        steps = -(-tokens // self.limits.max_num_batched_tokens)
         work = StepWork(0, 0.0, tokens / steps, (self.input_len + 1) / 2, -(-self.batch // steps))
         return steps * model.seconds(work)
-
-
-def prepared(row: Row, model: StepModel, limits: Limits) -> Row:
-    """Add the steps that a throughput row takes. They do not depend on the constants, as all requests come at once."""
-    if row.kind != "throughput":
-        return row
-    run = simulate(row.deployment, Workload(row.input_len, row.output_len, row.batch, row.batch), limits, model=model)
-    return replace(row, segments=tuple(condense(run.segments)))
 
 
 def read_rows(path: Path) -> list[Row]:
     """Read a table of measured rows (tests/planner/measured/*.json) in the order of the file."""
     table = json.loads(path.read_text())
-    chip, engine, budget = find_chip(table["chip"]), table["engine"], table["max_num_batched_tokens"]
+    chip, engine = find_chip(table["chip"]), table["engine"]
     rows = []
     for entry in table["rows"]:
         model = table["models"][entry["model"]]
@@ -116,20 +113,9 @@ def read_rows(path: Path) -> list[Row]:
         shape = find_model(model["model"])
         deployment = Deployment(shape, chip, Parallel(tp=model["tp"]), model["weight_format"], kv_bytes, engine)
         shown = f"{entry['batch']} x {entry['input_len']}" + (f"/{output_len}" if output_len > 1 else "")
-        row = Row(
-            f"{entry['model']}, {kind} {shown}",
-            kind,
-            deployment,
-            entry["batch"],
-            entry["input_len"],
-            output_len,
-            entry["value"],
-            budget,
-            model["kv_tokens"],
-        )
-        start = StepModel(deployment, likely(deployment))
-        limits = Limits(table["max_num_seqs"], budget, model["kv_tokens"])
-        rows.append(prepared(row, start, limits))
+        name = f"{entry['model']}, {kind} {shown}"
+        limits = Limits(table["max_num_seqs"], table["max_num_batched_tokens"], model["kv_tokens"])
+        rows.append(Row(name, kind, deployment, entry["batch"], entry["input_len"], output_len, entry["value"], limits))
     return rows
 
 
