@@ -29,6 +29,10 @@ class Parameter:
     shape: tuple[int, ...]
     kind: Kind
     split: Split
+    axis: int = 0
+    """the dimension that ranks divide"""
+    fused: str = ""
+    """the linear of ours that it is a part of, beside others over the same inputs; empty: none"""
 
     @property
     def size(self) -> int:
@@ -36,9 +40,11 @@ class Parameter:
         return math.prod(self.shape)
 
 
-def linear(name: str, outputs: int, inputs: int, split: Split, bias: Split | None = None) -> list[Parameter]:
+def linear(
+    name: str, outputs: int, inputs: int, split: Split, bias: Split | None = None, axis: int = 0, fused: str = ""
+) -> list[Parameter]:
     """Return the weight of a linear, [outputs, inputs], and its bias, split as `bias` says; None: it has no bias."""
-    weight = Parameter(f"{name}.weight", (outputs, inputs), "linear", split)
+    weight = Parameter(f"{name}.weight", (outputs, inputs), "linear", split, axis, fused)
     return [weight] if bias is None else [weight, Parameter(f"{name}.bias", (outputs,), "plain", bias)]
 
 
@@ -89,10 +95,11 @@ class Attention:
         """The layer's tensors."""
         hidden, dim = self.hidden_size, self.head_dim
         q, kv = self.num_heads * dim, self.num_kv_heads * dim
-        tensors = linear("self_attn.q_proj", q, hidden, "heads", "heads" if self.qkv_bias else None)
+        tensors = linear("self_attn.q_proj", q, hidden, "heads", "heads" if self.qkv_bias else None, fused="qkv_proj")
+        kv_bias: Split | None = "kv_heads" if self.qkv_bias else None
         for name in ("k_proj", "v_proj"):
-            tensors += linear(f"self_attn.{name}", kv, hidden, "kv_heads", "kv_heads" if self.qkv_bias else None)
-        tensors += linear("self_attn.o_proj", hidden, q, "heads", "whole" if self.o_bias else None)
+            tensors += linear(f"self_attn.{name}", kv, hidden, "kv_heads", kv_bias, fused="qkv_proj")
+        tensors += linear("self_attn.o_proj", hidden, q, "heads", "whole" if self.o_bias else None, axis=1)
         if self.qk_norm == "head":
             tensors += [norm("self_attn.q_norm", dim), norm("self_attn.k_norm", dim)]
         elif self.qk_norm == "wide":
@@ -156,15 +163,15 @@ class LatentAttention:
         hidden, heads, latent, q_rank = self.hidden_size, self.num_heads, self.latent_dim, self.q_rank
         q = heads * self.head_dim
         if q_rank is None:
-            tensors = linear("self_attn.q_proj", q, hidden, "heads")
+            tensors = linear("self_attn.q_proj", q, hidden, "heads", fused="qkv_a_proj")
         else:
-            tensors = linear("self_attn.q_a_proj", q_rank, hidden, "whole")
+            tensors = linear("self_attn.q_a_proj", q_rank, hidden, "whole", fused="qkv_a_proj")
             tensors.append(norm("self_attn.q_a_layernorm", q_rank))
             tensors += linear("self_attn.q_b_proj", q, q_rank, "heads")
-        tensors += linear("self_attn.kv_a_proj_with_mqa", latent + self.rope_dim, hidden, "whole")
+        tensors += linear("self_attn.kv_a_proj_with_mqa", latent + self.rope_dim, hidden, "whole", fused="qkv_a_proj")
         tensors.append(norm("self_attn.kv_a_layernorm", latent))
         tensors += linear("self_attn.kv_b_proj", heads * (self.nope_dim + self.v_head_dim), latent, "heads")
-        tensors += linear("self_attn.o_proj", hidden, heads * self.v_head_dim, "heads")
+        tensors += linear("self_attn.o_proj", hidden, heads * self.v_head_dim, "heads", axis=1)
         if self.sparse_top_k is not None:
             keys, indexer = self.index_dim, "self_attn.indexer"
             tensors += linear(f"{indexer}.wq_b", self.index_heads * keys, q_rank or hidden, "whole")
@@ -354,9 +361,9 @@ def gated(
     gate, up, down = names
     split: Split | None = "width" if bias else None
     return (
-        *linear(f"{block}.{gate}", width, hidden, "width", split),
-        *linear(f"{block}.{up}", width, hidden, "width", split),
-        *linear(f"{block}.{down}", hidden, width, "width", "whole" if bias else None),
+        *linear(f"{block}.{gate}", width, hidden, "width", split, fused="gate_up_proj"),
+        *linear(f"{block}.{up}", width, hidden, "width", split, fused="gate_up_proj"),
+        *linear(f"{block}.{down}", hidden, width, "width", "whole" if bias else None, axis=1),
     )
 
 

@@ -77,6 +77,12 @@ class Deployment:
     engine: str
     """headrace or vllm: whose efficiencies count"""
 
+    @property
+    def holds_on(self) -> Chip | None:
+        """Return the chip on which headrace holds weights as its kernels take them; None: they are as stored, which is
+        what is known of vLLM."""
+        return self.chip if self.engine == "headrace" else None
+
 
 @dataclass(frozen=True)
 class StepWork:

@@ -14,10 +14,10 @@ from headrace.cache_groups import CacheLayout, cache_layout
 from headrace.config import GRAPH_MODES
 from headrace.graph_sizes import GraphSettings
 from headrace.kernels.attention_config import COPY_ENGINE_PREFILL, UNPACKED_BYTES
-from headrace.model_spec import Parameter, total
 from headrace.planner.chips import GIB
 from headrace.planner.cost import Deployment, Parallel
-from headrace.planner.shapes import LayerGroup, ModelShape, rank_shares
+from headrace.planner.shapes import LayerGroup
+from headrace.planner.weights import head_bytes, layer_bytes
 
 VOCAB_ALIGNMENT = 64
 """as layers/embedding.py"""
@@ -175,41 +175,6 @@ def memory_map(
     )
 
 
-def layer_bytes(shape: ModelShape, group: LayerGroup, parallel: Parallel, weight_format: str) -> dict[str, float]:
-    """Count the bytes that one GPU holds of a layer of `group`, by part, with its linears in `weight_format`.
-
-    The parts are attention, dense (dense MLP and shared experts), router, experts and norms.
-    """
-    plain, tp = shape.plain_bytes, parallel.tp
-
-    def size(part: str, parameter: Parameter) -> float:
-        if parameter.kind != "linear":
-            return parameter.size * plain
-        return shape.part_format(part, weight_format).num_bytes(*parameter.shape)
-
-    feed_forward, shares = group.feed_forward, rank_shares(group.mixer, tp)
-    expert, experts = sum(size("experts", one) for one in feed_forward.expert_parameters), feed_forward.num_experts
-    if parallel.ep:
-        experts = math.ceil(experts / parallel.expert_gpus)
-    else:
-        unit = shape.part_format("experts", weight_format).group_size
-        expert *= _fullest_share(feed_forward.expert_intermediate_size, unit, parallel.expert_gpus)
-    return {
-        "attention": sum(size("attention", one) * shares[one.split] for one in group.mixer.parameters),
-        "dense": sum(size("dense", one) for one in feed_forward.parameters if one.kind != "router") / tp,
-        "router": total(feed_forward.parameters, "router") * plain,
-        "experts": experts * expert,
-        "norms": group.layer.norm_weights * plain,
-    }
-
-
-def _fullest_share(width: int, unit: int, ranks: int) -> float:
-    """Return the share of `width` that the rank has which has most, where `unit` neighbours stay together (0: any)."""
-    if not unit or width % (unit * ranks) == 0:
-        return 1 / ranks
-    return min(1.0, math.ceil(width / unit / ranks) * unit / width)
-
-
 def _fullest_stage(deployment: Deployment) -> list[tuple[int, LayerGroup]]:
     """The pipeline stage that weighs most, as numbers of layers of each group: the heaviest layers come together."""
     shape, parallel = deployment.shape, deployment.parallel
@@ -217,7 +182,7 @@ def _fullest_stage(deployment: Deployment) -> list[tuple[int, LayerGroup]]:
         return [(group.count, group) for group in shape.groups]
 
     def weight(group: LayerGroup) -> float:
-        return sum(layer_bytes(shape, group, parallel, deployment.weight_format).values())
+        return sum(layer_bytes(shape, group, parallel, deployment.weight_format, deployment.holds_on).values())
 
     left = math.ceil(shape.num_layers / parallel.pp)
     stage: list[tuple[int, LayerGroup]] = []
@@ -230,22 +195,22 @@ def _fullest_stage(deployment: Deployment) -> list[tuple[int, LayerGroup]]:
 
 def _weights(deployment: Deployment, stage: list[tuple[int, LayerGroup]], speculates: bool) -> dict[str, int]:
     shape, parallel = deployment.shape, deployment.parallel
+    form, chip = deployment.weight_format, deployment.holds_on
     plain, tp = shape.plain_bytes, parallel.tp
     rows = math.ceil(shape.spec.vocab_size / (VOCAB_ALIGNMENT * tp)) * VOCAB_ALIGNMENT
     ends = {"embedding": rows * shape.spec.hidden_size * plain, "head": 0}
     if shape.head_weights:
-        ends["head"] = ends["embedding"]
+        ends["head"] = math.ceil(head_bytes(shape, rows, form, chip))
         if parallel.pp > 1:  # at opposite ends of the pipeline
             ends["embedding"] = 0
     sums = dict.fromkeys(("attention", "dense", "router", "experts", "norms"), 0.0)
     for count, group in stage:
-        for part, size in layer_bytes(shape, group, parallel, deployment.weight_format).items():
+        for part, size in layer_bytes(shape, group, parallel, form, chip).items():
             sums[part] += count * size
     sums["norms"] += shape.final_weights * plain
     sums["extra"] = shape.spec.vision_weights * plain / tp
     if speculates:
-        bytes_per_weight = shape.bytes_per_weight(deployment.weight_format)
-        sums["extra"] += shape.spec.draft_weights * bytes_per_weight / parallel.expert_gpus
+        sums["extra"] += shape.spec.draft_weights * shape.bytes_per_weight(form) / parallel.expert_gpus
     return {**ends, **{name: math.ceil(size) for name, size in sums.items()}}
 
 

@@ -16,6 +16,7 @@ from headrace.model_config import Fields, quantization_of
 from headrace.model_spec import FeedForward, LayerSpec, Mixer, ModelSpec, total
 from headrace.models.registry import DESCRIBED, find_entry
 from headrace.quantization.checkpoint_format import holds_kv_scales, read_format
+from headrace.quantization.checkpoint_integers import HEAD
 from headrace.quantization.formats import PLAIN, WeightFormat, find_format
 from headrace.quantization.linear_rules import PARTS
 
@@ -50,6 +51,8 @@ class ModelShape:
     """of most linears, with the scales that config.json tells of"""
     held_parts: tuple[WeightFormat, ...] = (PLAIN,) * len(PARTS)
     """of the linears in each of PARTS; all other weights are in `dtype`"""
+    held_head: WeightFormat = PLAIN
+    """of the head, where it is not the embedding"""
     plain_bytes: int = 2
     """bytes of a number without a format: 4 in float32"""
     fp8_kv_cache: bool = False
@@ -118,6 +121,12 @@ class ModelShape:
         held = self.held_parts[PARTS.index(part)]
         return self.format_of(PLAIN.name) if held == PLAIN else held
 
+    def head_format(self, weight_format: str) -> WeightFormat:
+        """Return the format of the head when `weight_format` is asked for: unquantized but in a checkpoint that holds
+        it otherwise."""
+        own = weight_format == self.weight_format and self.held_head != PLAIN
+        return self.held_head if own else self.format_of(PLAIN.name)
+
     def multiplied_weights(self, weight_format: str) -> float:
         """Count the weights that a token is multiplied with in all layers, as models/loader.py does."""
         attention, dense, experts = (self.part_format(part, weight_format).launched_as for part in PARTS)
@@ -143,7 +152,7 @@ class ModelShape:
     def in_format(self, weight_format: str, fp8_kv_cache: bool = False) -> ModelShape:
         """Return the same model in a checkpoint that holds all linears in `weight_format`."""
         held = find_format(weight_format)
-        return replace(self, held=held, held_parts=(held,) * len(PARTS), fp8_kv_cache=fp8_kv_cache)
+        return replace(self, held=held, held_parts=(held,) * len(PARTS), held_head=PLAIN, fp8_kv_cache=fp8_kv_cache)
 
     def format_for(self, wanted: str | None) -> str:
         """Return the format of the linears where `wanted` is asked for: the checkpoint's, where that is None, or where
@@ -205,6 +214,7 @@ def shape_of(config: dict[str, Any], name: str, source: str = "") -> ModelShape:
             source=source or name,
             held=checkpoint.main.format,
             held_parts=tuple(parts.get(part, PLAIN) for part in PARTS),
+            held_head=checkpoint.format_for(HEAD).format,
             fp8_kv_cache=holds_kv_scales(quantization),
         )
     except UnsupportedModelError as error:

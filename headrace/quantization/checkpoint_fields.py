@@ -11,13 +11,17 @@ from dataclasses import replace
 from headrace.model_config import Fields
 from headrace.quantization.formats import FORMATS, LinearFormat, Setting, linear_format
 
+LEAST_BLOCK = 32
+"""inputs of the smallest blocks that kernels multiply as they are stored; as LEAST_GROUP of kernels/fp8.py"""
+
 
 def integers(layout: str, bits: int, group_size: int, zeros: bool, **settings: Setting) -> LinearFormat:
     """Return a format whose activations keep 16 bits, with a 16-bit scale for `group_size` inputs (0: for an output),
     and zeros of as many bits as weights have. Weights of 2 and 3 bits are held as 4."""
     held = 8 if bits == 8 else 4
     base = FORMATS["w8a16" if held == 8 else "int4"]
-    facts = replace(base, group_size=group_size, scale_bytes=2 + (held / 8 if zeros else 0))
+    any_order = bool(group_size and settings.get("act_order"))
+    facts = replace(base, group_size=group_size, zero_bits=held if zeros else 0, any_order=any_order)
     return linear_format(facts, layout, bits=bits, group_size=group_size, **settings)
 
 
@@ -33,10 +37,12 @@ def fp8(
     `bound`: of a token's largest activation."""
     facts = FORMATS["fp8"]
     if activations == "none":
-        facts = replace(facts, units="", launched_as=1.0)
+        facts = replace(facts, units="", launched_as=1.0, widened=True)
     settings: dict[str, Setting] = {"scale": scale, "activations": activations, "scale_name": scale_name}
     if block is not None:
-        facts = replace(facts, group_size=block[1], outputs_per_scale=block[0])
+        whole = activations == "block" and block[1] >= LEAST_BLOCK
+        facts = replace(facts, group_size=block[1], outputs_per_scale=block[0], widened=not whole)
+        facts = replace(facts, tiled="experts" if whole else "")
         settings["block"] = block
     if bound is not None:
         settings["bound"] = bound
@@ -45,7 +51,8 @@ def fp8(
 
 def int8(scale: str, activations: str, symmetric: bool) -> LinearFormat:
     """Return W8A8 in integers. `symmetric`: activations are rounded around zero."""
-    return linear_format(FORMATS["int8"], "int8", scale=scale, activations=activations, symmetric=symmetric)
+    facts = replace(FORMATS["int8"], widened=activations == "none")
+    return linear_format(facts, "int8", scale=scale, activations=activations, symmetric=symmetric)
 
 
 def fp4(name: str, tensors: str) -> LinearFormat:

@@ -7,6 +7,7 @@ config.json spells it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from headrace.errors import ConfigError
 
@@ -25,8 +26,16 @@ class WeightFormat:
     """weights of an output that share a scale; 0: all of them"""
     outputs_per_scale: int = 1
     """outputs of which `group_size` weights each share a scale"""
-    scale_bytes: float = 0.0
-    """of a scale and of a zero point beside it; 0: there are none"""
+    scale_bytes: int = 0
+    """of a scale; 0: there are none"""
+    zero_bits: int = 0
+    """of a zero point beside it; 0: there are none"""
+    any_order: bool = False
+    """Inputs that share a scale need not be neighbours."""
+    tiled: Literal["", "experts", "all"] = ""
+    """which weights a GPU holds in tiles (kernels/tiled.py); the others it holds as they are stored"""
+    widened: bool = False
+    """A GPU holds those that are not in tiles in 16 bits, since it cannot multiply them as they are stored."""
     units: str = ""
     """the chip's units that multiply it, with activations of the same type; empty, or missing on a chip: those for 16
     bits"""
@@ -40,14 +49,24 @@ class WeightFormat:
     """share of a 16-bit weight that one counts for where computing is weighed against launching (graph_sizes.py)"""
 
     @property
+    def is_fp4(self) -> bool:
+        """Tell whether weights are floats of 4 bits."""
+        return self.units == "fp4"
+
+    @property
+    def in_blocks(self) -> bool:
+        """Tell whether fp8 has a scale a block of inputs."""
+        return self.bits == 8 and self.scale_bytes == 4 and self.group_size > 0
+
+    @property
     def bytes_per_weight(self) -> float:
-        """Return the bytes of a weight, scales included, in a linear of typical size."""
+        """Return the bytes of a weight in a checkpoint, scales included, in a linear of typical size."""
         return self.num_bytes(1, ROW) / ROW
 
     def num_bytes(self, outputs: int, inputs: int) -> float:
-        """Return the bytes of a linear's weight, scales included."""
+        """Return the bytes of a linear's weight in a checkpoint, scales included; resident.py counts those on a GPU."""
         scales = outputs / self.outputs_per_scale * inputs / (self.group_size or inputs)
-        return outputs * inputs * self.bits / 8 + self.scale_bytes * scales
+        return outputs * inputs * self.bits / 8 + (self.scale_bytes + self.zero_bits / 8) * scales
 
 
 FORMATS = {
@@ -59,11 +78,11 @@ FORMATS = {
         # computes in half the time, and takes twice the launches
         WeightFormat("fp8", 8, scale_bytes=4, units="fp8", made_at_load=True, launched_as=0.25),
         WeightFormat("ptpc_fp8", 8, scale_bytes=4, units="fp8", made_at_load=True, vllm_vendor="amd", launched_as=0.25),
-        WeightFormat("mxfp4", 4, 32, scale_bytes=1, units="fp4"),
-        WeightFormat("nvfp4", 4, 16, scale_bytes=1, units="fp4"),
-        WeightFormat("int4", 4, 128, scale_bytes=2.5, words=("awq", "gptq")),
-        WeightFormat("int8", 8, scale_bytes=4, units="int8"),
-        WeightFormat("w8a16", 8, 128, scale_bytes=2),
+        WeightFormat("mxfp4", 4, 32, scale_bytes=1, tiled="all", units="fp4"),
+        WeightFormat("nvfp4", 4, 16, scale_bytes=1, tiled="all", units="fp4"),
+        WeightFormat("int4", 4, 128, scale_bytes=2, zero_bits=4, tiled="all", words=("awq", "gptq")),
+        WeightFormat("int8", 8, scale_bytes=4, tiled="experts", units="int8"),
+        WeightFormat("w8a16", 8, 128, scale_bytes=2, tiled="all"),
     )
 }
 """the formats by name. bf16 also stands for any dtype that the model itself has; ptpc_fp8 has a scale an output, where

@@ -18,8 +18,8 @@ from headrace.planner.catalogue import FORMAT_WORDS, find_model
 from headrace.planner.chips import GIB, Chip, find_chip
 from headrace.planner.cost import Parallel
 from headrace.planner.layouts import reasons
-from headrace.planner.memory_map import layer_bytes
 from headrace.planner.shapes import ModelShape
+from headrace.planner.weights import head_bytes, layer_bytes
 
 PLAIN = 2
 """Bytes of a weight or a cached number without a format."""
@@ -161,9 +161,13 @@ class Case:
         if shape is None:
             return None
         form = weight_format or self.weight_format or shape.weight_format
-        layers = sum(group.count * sum(layer_bytes(shape, group, Parallel(), form).values()) for group in shape.groups)
-        rest = shape.embedding_weights + shape.head_weights + shape.final_weights + shape.extra_weights
-        return int(layers + shape.plain_bytes * (rest - shape.spec.draft_weights))
+        chip = self.chip if self.line.engine == "headrace" else None
+        layers = sum(
+            group.count * sum(layer_bytes(shape, group, Parallel(), form, chip).values()) for group in shape.groups
+        )
+        head = head_bytes(shape, shape.spec.vocab_size, form, chip) if shape.head_weights else 0
+        rest = shape.embedding_weights + shape.final_weights + shape.extra_weights - shape.spec.draft_weights
+        return int(layers + head + shape.plain_bytes * rest)
 
     def fewest_gpus(self, share: float = WORKING_SHARE, weight_format: str | None = None) -> int | None:
         """Return the smallest power of two of GPUs that hold the weights in `share` of their memory."""
