@@ -21,7 +21,8 @@ from planner_fit import Row, error, fit, read_rows
 from headrace.planner.catalogue import find_model
 from headrace.planner.chips import find_chip
 from headrace.planner.constants import Efficiency, find_efficiency
-from headrace.planner.cost import Deployment, Parallel
+from headrace.planner.cost import Deployment
+from headrace.planner.parallel import Parallel
 from headrace.planner.predict import Limits
 
 MEASURED = Path(__file__).parents[1] / "tests" / "planner" / "measured"

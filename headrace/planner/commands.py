@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from headrace.planner.chips import Chip
-from headrace.planner.cost import Parallel
+from headrace.planner.parallel import Parallel
 from headrace.planner.scenario import Scenario
 from headrace.planner.search import Candidate
 from headrace.planner.settings import engine_decisions

@@ -16,7 +16,9 @@ from headrace.model_spec import STATE_BYTES, FeedForward, Mixer, total
 from headrace.planner.chips import Chip
 from headrace.planner.collectives import Links
 from headrace.planner.constants import GROUPED, NARROW, TRAITS, Efficiency, EngineTraits, find_efficiency, host_overlap
+from headrace.planner.parallel import Parallel
 from headrace.planner.shapes import LayerGroup, ModelShape, rank_shares
+from headrace.planner.weights import head_bytes, layer_bytes
 from headrace.quantization.formats import PLAIN, WeightFormat
 from headrace.step import SchedulerOutput
 
@@ -32,36 +34,6 @@ TILES = (16, 64)
 """Fewest and most rows of a tile of the experts' products; in between, a tile has as many as an expert has."""
 INDEX_VALUES = 128
 """Numbers of a cached token that choosing keys reads, where an index does (DeepSeek sparse attention)."""
-
-
-@dataclass(frozen=True)
-class Parallel:
-    """Describes a layout: how a model is spread over `gpus` GPUs."""
-
-    tp: int = 1
-    """tensor parallelism: GPUs over which each layer is split"""
-    pp: int = 1
-    """pipeline parallelism: stages, each with a part of the layers"""
-    dp: int = 1
-    """independent replicas, or with `dp_attention` ranks that share the experts"""
-    ep: bool = False
-    """expert parallelism: a GPU holds whole experts instead of a slice of each"""
-    dp_attention: bool = False
-    """each of the dp ranks computes the attention of its own requests; the experts are spread over tp * dp GPUs"""
-
-    @property
-    def gpus(self) -> int:
-        return self.tp * self.pp * self.dp
-
-    @property
-    def replicas(self) -> int:
-        """Copies of the model that share nothing."""
-        return 1 if self.dp_attention else self.dp
-
-    @property
-    def expert_gpus(self) -> int:
-        """GPUs over which the experts of one layer are spread."""
-        return self.tp * self.dp if self.dp_attention else self.tp
 
 
 @dataclass(frozen=True)
@@ -170,19 +142,22 @@ class _Layer:
         attention, mlp, tp = group.mixer, group.feed_forward, parallel.tp
         self.count, self.attention, self.mlp, self.parallel = group.count, attention, mlp, parallel
 
-        def product(part: str, weights: float) -> tuple[float, float]:
+        def product(part: str, weights: float, num_bytes: float) -> tuple[float, float]:
             """Seconds to read the weights, and seconds that each token takes."""
             held = shape.format_of(PLAIN.name) if part == "router" else shape.part_format(part, weight_format)
             rate = model.rate(held) * (GROUPED if part == "experts" else 1.0)
-            return weights * held.bytes_per_weight / model.bandwidth, 2 * weights / rate
+            return num_bytes / model.bandwidth, 2 * weights / rate
 
         shares = rank_shares(attention, tp)
-        self.linears = (
-            product("attention", sum(p.size * shares[p.split] for p in attention.parameters)),
-            product("dense", total(mlp.parameters, "linear", "plain") / tp),
-            product("router", total(mlp.parameters, "router")),
-        )
-        self.expert = product("experts", group.layer.expert_weights)
+        counts = {
+            "attention": sum(p.size * shares[p.split] for p in attention.parameters),
+            "dense": total(mlp.parameters, "linear", "plain") / tp,
+            "router": total(mlp.parameters, "router"),
+        }
+        held = layer_bytes(shape, group, parallel, weight_format, deployment.holds_on)
+        self.linears = [product(part, count, held[part]) for part, count in counts.items()]
+        whole = layer_bytes(shape, group, Parallel(), weight_format, deployment.holds_on)["experts"]
+        self.expert = product("experts", group.layer.expert_weights, whole / max(1, mlp.num_experts))
 
         key_bytes = attention.cached_values * deployment.kv_dtype_bytes * attention.cache_share(tp)
         self.seconds_per_key = key_bytes / model.kv_bandwidth
@@ -271,7 +246,9 @@ class StepModel:
         self.attention_rate = self._peak * constants.attention
         self._layers = [_Layer(group, self) for group in shape.groups]
         head = (shape.head_weights or shape.embedding_weights) / tp
-        self._head = head * shape.plain_bytes / self.bandwidth, 2 * head / self.rate(PLAIN)
+        form = deployment.weight_format
+        read = head_bytes(shape, math.ceil(shape.spec.vocab_size / tp), form, deployment.holds_on)
+        self._head = read / self.bandwidth, 2 * head / self.rate(shape.head_format(form))
         self._sampling_seconds = HEAD_BYTES * shape.spec.vocab_size / self.bandwidth
         self._operations = HEAD_KERNELS + sum(layer.count * layer.operations for layer in self._layers)
 

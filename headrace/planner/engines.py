@@ -14,8 +14,8 @@ from headrace.model_config import ModelConfig
 from headrace.model_spec import Mixer
 from headrace.models.registry import SERVED, resolve, served_entry
 from headrace.planner.chips import Chip
-from headrace.planner.cost import Parallel
 from headrace.planner.graphs import decide_graphs
+from headrace.planner.parallel import Parallel
 from headrace.planner.plan_request import PlanRequest
 from headrace.planner.record import Decision
 from headrace.planner.shapes import ModelShape

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from headrace.planner.chips import Chip
-from headrace.planner.cost import Parallel
+from headrace.planner.parallel import Parallel
 from headrace.planner.shapes import ModelShape, expert_share
 
 PINS = {

@@ -15,7 +15,7 @@ from headrace.config import GRAPH_MODES
 from headrace.graph_sizes import GraphSettings
 from headrace.kernels.attention_config import COPY_ENGINE_PREFILL, UNPACKED_BYTES
 from headrace.planner.chips import GIB
-from headrace.planner.cost import Deployment, Parallel
+from headrace.planner.cost import Deployment
 from headrace.planner.shapes import LayerGroup
 from headrace.planner.weights import head_bytes, layer_bytes
 

@@ -10,11 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from headrace.planner.chips import GIB
-from headrace.planner.cost import Deployment, Parallel, StepWork, step_model
+from headrace.planner.cost import Deployment, StepWork, step_model
 from headrace.planner.decisions import mixed_step, sequences, token_budget
 from headrace.planner.engines import layout_gaps
 from headrace.planner.layouts import MANY_REQUESTS, PINS, copies_latent, layouts, name_of, reasons
 from headrace.planner.memory_map import MemoryMap, memory_map
+from headrace.planner.parallel import Parallel
 from headrace.planner.plan_request import PlanRequest
 from headrace.planner.predict import CLOSED_ROUNDS, Limits, Prediction, Workload, predict
 from headrace.planner.record import Decision

@@ -9,9 +9,9 @@ from headrace.attention.spec import AttentionSpec
 from headrace.attention.table import select_backend
 from headrace.config import EngineConfig
 from headrace.graph_sizes import capture_sizes
-from headrace.planner.cost import Parallel
 from headrace.planner.engines import graph_decision, smallest_window, vllm_backend, widest_mixer
 from headrace.planner.layouts import MANY_REQUESTS, PINS, ULTRA_SPARSE
+from headrace.planner.parallel import Parallel
 from headrace.planner.record import Decision
 from headrace.planner.scenario import Scenario
 from headrace.planner.search import FIRST_TOKEN_MS, READING_PACE_MS, Candidate, SearchResult, score

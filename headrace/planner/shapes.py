@@ -214,7 +214,7 @@ def shape_of(config: dict[str, Any], name: str, source: str = "") -> ModelShape:
             source=source or name,
             held=checkpoint.main.format,
             held_parts=tuple(parts.get(part, PLAIN) for part in PARTS),
-            held_head=checkpoint.format_for(HEAD).format,
+            held_head=PLAIN if spec.tied_embeddings else checkpoint.format_for(HEAD).format,
             fp8_kv_cache=holds_kv_scales(quantization),
         )
     except UnsupportedModelError as error:

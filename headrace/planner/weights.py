@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from headrace.model_spec import Parameter, total
 from headrace.planner.chips import Chip
-from headrace.planner.cost import Parallel
+from headrace.planner.parallel import Parallel
 from headrace.planner.shapes import LayerGroup, ModelShape, rank_shares
 from headrace.quantization.formats import WeightFormat
 from headrace.quantization.resident import HeldLinear, resident_bytes

@@ -7,8 +7,9 @@ from typing import Any
 
 from headrace.planner.catalogue import find_model
 from headrace.planner.chips import Chip, find_chip
-from headrace.planner.cost import Deployment, Parallel, StepCost, StepWork, step_model
+from headrace.planner.cost import Deployment, StepCost, StepWork, step_model
 from headrace.planner.memory_map import MemoryMap, memory_map
+from headrace.planner.parallel import Parallel
 from headrace.planner.shapes import ModelShape
 
 MEASURED = Path(__file__).parent / "measured"

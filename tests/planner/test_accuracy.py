@@ -13,8 +13,8 @@ import pytest
 
 from headrace.planner.chips import find_chip
 from headrace.planner.constants import Efficiency, find_efficiency
-from headrace.planner.cost import Parallel
 from headrace.planner.memory_map import memory_map
+from headrace.planner.parallel import Parallel
 from headrace.planner.predict import Limits, Workload, predict
 from tests.planner.planner_cases import deployment
 

@@ -12,7 +12,8 @@ from headrace.planner.catalogue import catalogue
 from headrace.planner.chips import CHIPS, find_chip
 from headrace.planner.collectives import Links
 from headrace.planner.constants import EFFICIENCIES, Efficiency, find_efficiency, find_fitted
-from headrace.planner.cost import Parallel, StepModel, StepWork, distinct_experts, step_model
+from headrace.planner.cost import StepModel, StepWork, distinct_experts, step_model
+from headrace.planner.parallel import Parallel
 from tests.planner.planner_cases import deployment, step_cost
 
 DECODE = StepWork(32, 1000)

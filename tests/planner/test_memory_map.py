@@ -24,9 +24,10 @@ from headrace.models.loader import attach_schemes, build_model, multiplied_weigh
 from headrace.planner import memory_map as this
 from headrace.planner.catalogue import catalogue, find_model
 from headrace.planner.chips import CHIPS, GIB
-from headrace.planner.cost import Parallel
-from headrace.planner.memory_map import MemoryMap, layer_bytes
+from headrace.planner.memory_map import MemoryMap
+from headrace.planner.parallel import Parallel
 from headrace.planner.shapes import ModelShape, rank_shares, shape_of
+from headrace.planner.weights import layer_bytes
 from tests.models.driver import make_context
 from tests.planner.planner_cases import mapped
 
@@ -120,9 +121,11 @@ def test_communication_takes_memory_where_there_is_any() -> None:
 
 
 def test_checkpoints_of_known_size() -> None:
-    """gpt-oss-120b's files hold 60.8 GiB (model card), Kimi K2.5's 554.3 GiB."""
+    """gpt-oss-120b's files hold 60.8 GiB (model card), Kimi K2.5's 554.3 GiB. headrace fills gpt-oss's experts up to
+    whole tiles, 2880 to 2944."""
     oss, kimi = find_model("gpt-oss-120b"), find_model("kimi-k2.5")
-    assert mapped(oss, MI300X, ONE).weight_bytes / GIB == pytest.approx(60.8, rel=0.001)
+    assert mapped(oss, MI300X, ONE, engine="vllm").weight_bytes / GIB == pytest.approx(60.8, rel=0.001)
+    assert mapped(oss, MI300X, ONE).weight_bytes / GIB == pytest.approx(62.2, rel=0.001)
     assert mapped(kimi, MI300X, Parallel(tp=8)).weight_bytes * 8 / GIB == pytest.approx(554.3, rel=0.05)
 
 
@@ -131,8 +134,7 @@ def test_checkpoints_of_known_size() -> None:
     "name", ["llama-3.1-8b", "qwen3-8b", "qwen3-30b-a3b", "mixtral-8x7b", "mistral-7b", "llama-3.1-405b"]
 )
 def test_weights_are_those_of_the_layers_that_headrace_builds(name: str, tp: int) -> None:
-    """To the byte, on the first rank, in a model of two layers; in fp8 too, but for scales of inputs that are split, of
-    which each rank has all."""
+    """To the byte, on the first rank, in a model of two layers; in fp8 too."""
     config = {**catalogue()[name].config, "num_hidden_layers": 2}
     built = ModelConfig.from_dict(config)
     context = make_context(built, Mesh(Group(0, tp)), torch.bfloat16)
@@ -150,12 +152,12 @@ def test_weights_are_those_of_the_layers_that_headrace_builds(name: str, tp: int
     attach_schemes(built, layers, context, "fp8")
     assert multiplied_weights(model) == pytest.approx(shape.multiplied_weights("fp8") / tp, rel=0.05)
     counted = mapped(shape, H200, Parallel(tp=tp), weight_format="fp8").weight_bytes
-    assert counted == (held() if tp == 1 else pytest.approx(held(), rel=1e-2))
+    assert counted == held()
 
 
-@pytest.mark.parametrize(("tp", "fullest"), [(1, 0), (2, 0), (4, 1), (8, 3)])
-def test_experts_that_stay_packed_are_counted_on_the_rank_that_has_most(tp: int, fullest: int) -> None:
-    """To the byte on one GPU; on several, a down projection's bias is on the first alone."""
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_experts_that_stay_packed_are_counted_on_the_rank_that_has_most(tp: int) -> None:
+    """They are loaded as the checkpoint has them; tiles add what fills them up, more on ranks that hold less."""
     config = {**catalogue()["gpt-oss-120b"].config, "num_hidden_layers": 2}
     built = ModelConfig.from_dict(config)
 
@@ -168,10 +170,11 @@ def test_experts_that_stay_packed_are_counted_on_the_rank_that_has_most(tp: int,
             layer.create_weights(torch.device("meta"))
         return sum(weight_bytes(layer) for _, layer in layers), multiplied_weights(model)
 
-    held, multiplied = made(fullest)
+    every = [made(rank) for rank in range(tp)]
+    loaded = max(size for size, _ in every)
     counted = mapped(shape_of(config, "oss"), H200, Parallel(tp=tp)).weight_bytes
-    assert counted == (held if tp == 1 else pytest.approx(held, rel=2e-3))
-    assert multiplied == made(0)[1], "ranks would capture other graphs"
+    assert 1.01 * loaded < counted < 1.03 * loaded
+    assert len({multiplied for _, multiplied in every}) == 1, "ranks would capture other graphs"
 
 
 def test_numbers_of_the_engine_are_its_own() -> None:
@@ -235,8 +238,9 @@ def test_experts_whole_or_in_slices_weigh_the_same_where_they_divide() -> None:
     assert sliced == whole
     (group,) = shape.groups
     one = 3 * 2048 * 768 * 2
-    assert layer_bytes(shape, group, Parallel(tp=8, ep=True), "bf16")["experts"] == 16 * one
-    assert layer_bytes(shape, group, Parallel(tp=6, ep=True), "bf16")["experts"] == 22 * one
+    for chip in (H200, None):
+        assert layer_bytes(shape, group, Parallel(tp=8, ep=True), "bf16", chip)["experts"] == 16 * one
+        assert layer_bytes(shape, group, Parallel(tp=6, ep=True), "bf16", chip)["experts"] == 22 * one
 
 
 def test_replicas_share_nothing() -> None:
@@ -254,7 +258,7 @@ def test_pipelines_split_layers_and_their_cache() -> None:
 
 def test_formats() -> None:
     plain = on(H200, "llama-3.1-8b")
-    for weight_format, share in {"fp8": 1 / 2, "int8": 1 / 2, "mxfp4": 4.25 / 16, "int4": 4.15625 / 16}.items():
+    for weight_format, share in {"fp8": 1 / 2, "int8": 1 / 2, "mxfp4": 4.25 / 16, "int4": 4.25 / 16}.items():
         found = on(H200, "llama-3.1-8b", weight_format=weight_format)
         assert found.weights["dense"] == pytest.approx(plain.weights["dense"] * share, rel=2e-3)
         assert [found.weights[part] for part in ("embedding", "head", "norms")] == [

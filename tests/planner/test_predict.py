@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.planner.cost import Parallel
+from headrace.planner.parallel import Parallel
 from headrace.planner.predict import Limits, Workload, error_band, predict
 from headrace.planner.simulate import simulate
 from tests.planner.planner_cases import deployment

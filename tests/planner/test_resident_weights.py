@@ -1,4 +1,4 @@
-"""Weights as the memory map counts them: to the byte what layers of tiny, odd sizes hold once they are made for a GPU."""
+"""Weights as the memory map counts them: what layers of tiny, odd sizes hold, once they are made for a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.layers.moe import SparseMoE, _both_tiled
 from headrace.model_config import ModelConfig
 from headrace.models.loader import attach_schemes, build_model, weight_bytes
 from headrace.planner.chips import CHIPS
-from headrace.planner.cost import Parallel
+from headrace.planner.parallel import Parallel
 from headrace.planner.shapes import shape_of
 from headrace.quantization import checkpoint_fields, gpu_linear, packed_layouts, resident
 from headrace.quantization.scheme import HeldExperts, LinearSpec, Weights
@@ -122,15 +122,15 @@ def memory_of(tensors: list[Tensor]) -> int:
 def held(layer: Layer) -> int:
     """The bytes of one layer's weights in the form that a GPU multiplies."""
     if isinstance(layer, SparseMoE):
-        product, linears = layer.scheme.product, ((layer.gate_up_spec, layer.w13), (layer.down_spec, layer.w2))
-        both: list[HeldExperts] = [product.experts(spec, filled(spec, weights, layer.scheme.layout)) for spec, weights in linears]
-        tensors = []
+        layout, product = layer.scheme.layout, layer.scheme.product
+        linears = ((layer.gate_up_spec, layer.w13), (layer.down_spec, layer.w2))
+        both: list[HeldExperts] = [product.experts(spec, filled(spec, weights, layout)) for spec, weights in linears]
+        tensors = [*layer.router_weights.values(), *layer.parameters(recurse=False)]
+        tensors += [weights["bias"] for _, weights in linears if "bias" in weights]
         for one in _both_tiled(*both, dtype=torch.bfloat16):
-            packed = isinstance(one.weight, tiled.TiledWeight)
-            tensors += one.weight.tensors().values() if packed else [one.weight]
+            tensors += one.weight.tensors().values() if isinstance(one.weight, tiled.TiledWeight) else [one.weight]
             tensors += [] if one.scales is None else [one.scales]
-        router = layer.router_scheme.layout.dequantize(layer.router_spec, filled(layer.router_spec, layer.router_weights, None))
-        return memory_of([*tensors, *router.values(), *layer.parameters(recurse=False)])
+        return memory_of(tensors)
     if isinstance(layer, Linear):
         filled(layer.spec, layer.weights, layer.scheme.layout)
         layer.scheme.product.finalize(layer.spec, layer.weights, layer.fused)
@@ -165,6 +165,26 @@ def test_the_fullest_rank_holds_what_the_map_says(name: str, ranks: int) -> None
     config = model(quantization, width)
     counted = mapped(shape_of(config, name), CHIPS["h200"], Parallel(tp=ranks), max_num_seqs=1).weight_bytes
     assert counted == pytest.approx(max(built(config, rank, ranks) for rank in range(ranks)), abs=NUMBERS)
+
+
+@pytest.mark.parametrize(("ranks", "width"), [(1, 96), (2, 128), (2, 96)])
+def test_biases_and_experts_in_uneven_shares_are_counted_too(ranks: int, width: int) -> None:
+    """gpt-oss's experts, three groups of which two ranks share. The bias behind attention is on the first rank, and
+    counted on the fullest."""
+    config = {
+        **MODEL, "architectures": ["GptOssForCausalLM"], "attention_bias": True, "num_local_experts": 2,
+        "intermediate_size": width, "swiglu_limit": 7.0, "quantization_config": {"quant_method": "mxfp4"},
+    }  # fmt: skip
+    counted = mapped(shape_of(config, "oss"), CHIPS["h200"], Parallel(tp=ranks), max_num_seqs=1).weight_bytes
+    uneven = width % (32 * ranks) > 0
+    biases = 2 * config["num_hidden_layers"] * config["hidden_size"] if uneven else 0
+    assert counted - biases == max(built(config, rank, ranks) for rank in range(ranks))
+
+
+def test_a_head_that_is_quantized_is_counted_so() -> None:
+    config = model({**integers(4, 32), "ignore": []}, 320)
+    counted = mapped(shape_of(config, "head"), CHIPS["h200"], Parallel(), max_num_seqs=1).weight_bytes
+    assert counted == built(config, 0, 1)
 
 
 def test_sizes_of_tiles_and_groups_are_those_of_kernels() -> None:

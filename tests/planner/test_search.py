@@ -11,8 +11,8 @@ from headrace.planner import layouts as layouts_module
 from headrace.planner import search as search_module
 from headrace.planner.catalogue import CheckpointConfig, find_model
 from headrace.planner.chips import find_chip
-from headrace.planner.cost import Parallel
 from headrace.planner.layouts import layouts, name_of, reasons
+from headrace.planner.parallel import Parallel
 from headrace.planner.plan_request import PlanRequest
 from headrace.planner.scenario import Scenario
 from headrace.planner.search import Candidate, SearchResult, evaluate, score, search

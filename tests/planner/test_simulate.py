@@ -7,7 +7,8 @@ import random
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.planner.cost import Parallel, StepWork, step_model
+from headrace.planner.cost import StepWork, step_model
+from headrace.planner.parallel import Parallel
 from headrace.planner.predict import Limits, Workload
 from headrace.planner.simulate import STEP_ITSELF, Arrival, Percentiles, TooLongError, recost, simulate
 from tests.planner.planner_cases import deployment

@@ -16,8 +16,8 @@ from headrace.config import QUANTIZATIONS
 from headrace.errors import HeadraceError
 from headrace.planner.catalogue import FORMAT_WORDS, find_model
 from headrace.planner.chips import GIB, Chip, find_chip
-from headrace.planner.cost import Parallel
 from headrace.planner.layouts import reasons
+from headrace.planner.parallel import Parallel
 from headrace.planner.shapes import ModelShape
 from headrace.planner.weights import head_bytes, layer_bytes
 
