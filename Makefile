@@ -18,6 +18,9 @@ CHOICE := $(shell printf '%s' '$(TORCH_SPEC) $(PIP_ARGS)' | cksum | cut -d' ' -f
 INSTALLED := $(VENV)/.installed-$(CHOICE)
 TESTABLE := $(VENV)/.testable-$(CHOICE)
 
+# Tests start some hundred processes, and each would compile headrace and the tests again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help install serve test test-all check fmt clean
 .DEFAULT_GOAL := help
 

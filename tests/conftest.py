@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Generator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +52,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return matches[0] if matches else last
 
     items.sort(key=place)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What collection makes stays, so that looking for garbage while it runs takes a fifth of its time for nothing."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:
