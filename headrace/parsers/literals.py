@@ -27,6 +27,7 @@ that takes more text to tell."""
 _SPACE = re.compile(r"\s*")
 _OPENING = re.compile(r"""[rubfRUBF]{0,2}(?:'''|\"\"\"|'|")""")
 _CODE = re.compile(r"[0-7]{1,3}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}")
+_BEGUN_CODE = re.compile(r"(?:x[0-9a-fA-F]?|u[0-9a-fA-F]{0,3}|U[0-9a-fA-F]{0,7})?")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "\n": ""}
 _ESCAPES |= {char: char for char in "\\'\""}
 
@@ -134,7 +135,8 @@ def _string(reader: Reader, emit: Emit, quote: str, ends: Ends, raw: bool, stric
             yield emit(json_escaped(found))
     if strict and not found:
         raise NotALiteralError(quote)
-    if found or not reader.cut:
+    # A quote that an answer was cut behind may be an inner one.
+    if not reader.cut or (found and not reader.ended):
         yield emit('"')
 
 
@@ -148,6 +150,9 @@ def _escape(reader: Reader, raw: bool) -> Steps[str]:
         return json_escaped(_ESCAPES[char])
     code = (yield from reader.ahead(_code)) if char else ""
     if not code:
+        if reader.cut and (yield from reader.ahead(_is_begun_escape)):
+            yield from reader.scan(lambda text, _: len(text))
+            return ""
         return json_escaped("\\")  # as Python has it: an unknown escape stays as it is
     yield from reader.scan(lambda _, at: at + len(code))
     number = int(code, 8) if code[0].isdigit() else int(code[1:], 16)
@@ -164,6 +169,11 @@ def _code(text: str, at: int, closed: bool) -> str | None:
         return None
     found = _CODE.match(text, at)
     return found.group() if found else ""
+
+
+def _is_begun_escape(text: str, at: int, closed: bool) -> bool:
+    """Whether the text ends within an escape, which says nothing yet."""
+    return closed and _BEGUN_CODE.fullmatch(text, at) is not None
 
 
 def _items(reader: Reader, emit: Emit, closer: str, depth: int, strict: bool, first: str = "") -> Steps[None]:
@@ -234,6 +244,7 @@ def _braces(reader: Reader, emit: Emit, depth: int, strict: bool) -> Steps[None]
 
 def _close(reader: Reader, emit: Emit, mark: str, closer: str, json_closer: str, strict: bool) -> Steps[None]:
     """End an array or object at the bracket that was read. A bracket that fits another one is left for that."""
+    mark = mark.strip(",")  # the text ended behind a comma
     if mark != closer:
         if strict:
             raise NotALiteralError(mark)

@@ -172,7 +172,7 @@ _REASONING_ALIASES = {
     "deepseek-r1": "deepseek_r1", "deepseek-v3": "deepseek_v3", "deepseek_v4": "deepseek_v3",
     "deepseek-v4": "deepseek_v3", "hunyuan": "hunyuan_a13b", "interns1": "qwen3", "mimo": "qwen3",
     "qwen3-thinking": "deepseek_r1", "minimax": "minimax_m2", "minimax-append-think": "minimax_m2_append_think",
-    "nemotron_3": "nemotron_v3", "gpt-oss": "openai_gptoss",
+    "nemotron_3": "nemotron_v3", "gpt-oss": "openai_gptoss", "poolside_v1": "deepseek_v3",
 }  # fmt: skip
 
 _TOOLS = (*_JSON, *_NAMED, *_TAGGED, *_PYTHONIC, *_OTHER)

@@ -99,6 +99,8 @@ def property_names(self: Rewriter, schema: Mapping[str, Any], value: Any, base: 
     if schema.get("patternProperties"):  # of a draft that does not know the keyword: see `with_patterns_of_names`
         raise RequestError(f"{where} is not supported beside patternProperties", self.field)
     names = self.resolve(base, where, value)
+    if names is False:
+        return [{"properties": {}, "additionalProperties": False}]
     rest, known = schema.get("additionalProperties", True), self.object_of(schema.get("properties", {}), where)
     if isinstance(names, Mapping) and names.keys() - NOTES in ({"enum"}, {"const"}):
         allowed = self.list_of(names.get("enum", [names.get("const")]), where)

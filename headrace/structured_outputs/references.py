@@ -56,7 +56,9 @@ class References:
         if not isinstance(reference, str):
             raise RequestError(f"{path} must be a text, got {quoted(reference)}", field)
         try:
-            uri, fragment = urldefrag(urljoin(base, reference))
+            # urljoin knows no `urn:`, in which a fragment is all that can be relative.
+            whole = base + reference if reference.startswith("#") else urljoin(base, reference)
+            uri, fragment = urldefrag(whole)
         except ValueError:
             raise RequestError(f"{path}: {quoted(reference)} is no URI", field) from None
         resource = self._resources.get(uri)

@@ -141,7 +141,7 @@ def test_a_bare_list_calls_only_tools_that_there_are() -> None:
 def test_a_call_that_was_cut_short(name: str) -> None:
     """What came of its arguments stays, and no markup becomes content."""
     begin, end = AROUND[name]
-    text = f"{begin}f(a='x, y', b=[1, {{'k': 'v'}}]){end}"
+    text = f"""{begin}f(a='x, \\n\\x41 "y"\\u00e9', b=[1, 'z', {{'k': 'v', 'l': (2, None)}}]){end}"""
     complete = read([text], TOOL_FORMATS[name]).calls[0].arguments
     for at in range(len(text)):
         found = answer(name, text[:at], cut=True) if at % 7 == 0 else read([text[:at]], TOOL_FORMATS[name], cut=True)

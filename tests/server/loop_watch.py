@@ -15,13 +15,15 @@ TICK = 0.001
 
 
 class LoopWatch:
-    """`gap`: the longest time between two turns of the loop since `begin`."""
+    """`gap`: the longest time between two turns of the loop since `begin`; `busy`: the longest that its own thread
+    computed between two, which other threads of the process, and other processes, do not lengthen."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
         self.gap, self._last = 0.0, time.perf_counter()
+        self.busy, self._computed = 0.0, time.thread_time()
 
     async def end(self) -> float:
         """Return the gap, with what is left of the last turn."""
@@ -33,6 +35,8 @@ class LoopWatch:
             await asyncio.sleep(TICK)
             now = time.perf_counter()
             self.gap, self._last = max(self.gap, now - self._last), now
+            computed = time.thread_time()
+            self.busy, self._computed = max(self.busy, computed - self._computed), computed
 
 
 @contextlib.asynccontextmanager

@@ -20,6 +20,9 @@ from tests.speed import PATIENCE, slowness
 COUNT = 500
 """Bodies of one test; there are 20 of them in `make test-all`."""
 MESSAGE_BYTES = 4096
+LONG = 4 * GAP
+"""Seconds for which the loop may stand still while other threads compute: the core is one of them here, and says in one
+breath what takes a model seconds."""
 REFUSALS = (400, 404, 413, 415, 422)
 
 
@@ -50,15 +53,16 @@ def test_any_body_is_answered_or_refused(scripted: Scripted, seed: int) -> None:
         async with client, watching() as watch:
             for _ in range(COUNT):
                 path, body = bodies.any()
-                gap = float("inf")
+                gap = busy = float("inf")
                 for _ in range(TRIES):
                     watch.begin()
                     answer = await client.post(path, content=body, headers={"content-type": "application/json"})
-                    gap = min(gap, await watch.end())
+                    gap, busy = min(gap, await watch.end()), min(busy, watch.busy)
                     check(answer, path, body)
-                    if gap < limit:
+                    if busy < limit and gap < LONG * slowness():
                         break
-                assert gap < limit, f"{path} held up the loop for {gap * 1000:.0f} ms: {body[:2000]!r}"
+                assert busy < limit, f"{path} kept the loop busy for {busy * 1000:.0f} ms: {body[:2000]!r}"
+                assert gap < LONG * slowness(), f"{path} held up the loop for {gap * 1000:.0f} ms: {body[:2000]!r}"
                 statuses[answer.status_code] += 1
 
     scripted.servers.run(go())

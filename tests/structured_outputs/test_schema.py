@@ -95,6 +95,10 @@ CASES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     ({"type": "object", "propertyNames": {"pattern": "^a", "maxLength": 2}}, [{"ab": 1}], [{"abc": 1}, {"b": 1}]),
     ({"type": "object", "propertyNames": {"enum": ["a", "b"]}}, [{"a": 1, "b": 2}], [{"c": 1}]),
     ({"type": "object", "propertyNames": {"maxLength": 2}}, [{"ab": 1}], [{"abc": 1}]),
+    ({"type": "object", "propertyNames": False}, [{}], [{"a": 1}]),
+    ({"$id": "urn:x:1", "$ref": "#/$defs/a", "$defs": {"a": {
+        "$id": "urn:x:2", "properties": {"b": {"$ref": "#/$defs/c"}}, "$defs": {"c": {"type": "integer"}}}}},
+     [{"b": 1}], [{"b": "x"}]),
     ({"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False}, [{}, {"a": 1}], [{"b": 1}]),
     ({"$ref": "#/$defs/x", "properties": {"b": {}}, "unevaluatedProperties": False,
       "$defs": {"x": {"properties": {"a": {"type": "null"}}, "required": ["a"]}}},
