@@ -24,6 +24,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.hf_tokenizer import Conversation, HFTokenizer
 from headrace.engine.input_processor import InputProcessor, ModelLimits, sampling_defaults
 from headrace.engine.output_processor import OpenRequest, OutputProcessor
+from headrace.engine.past_calls import render_chat, with_objects
 from headrace.engine.tokenizer import load_tokenizer
 from headrace.errors import HeadraceError, RequestError, SomeRequestsError
 from headrace.models.registry import read_served_config
@@ -121,15 +122,17 @@ class LLM:
     ) -> list[RequestOutput]:
         """Write the next message of one conversation, or of each of several. `chat_template`: jinja, or the name of one
         of the model's templates. `continue_final_message` continues the last message instead of writing a new one; it
-        needs `add_generation_prompt=False`."""
+        needs `add_generation_prompt=False`. Arguments of past tool calls may be objects or JSON text."""
         _refuse_adapters(lora_request)
         if self.tokenizer is None:
             raise RequestError("chat needs a tokenizer, but skip_tokenizer_init is set", "messages")
         template, kwargs = self.tokenizer.template_for(bool(tools), chat_template), chat_template_kwargs or {}
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts: list[Prompt] = [
-            template.render(conversation, tools, add_generation_prompt, kwargs, continue_final_message)
-            for conversation in conversations
+            render_chat(
+                template, with_objects(one, template), tools, add_generation_prompt, kwargs, continue_final_message
+            )
+            for one in conversations
         ]
         return self._run(prompts, sampling_params, use_tqdm, add_special_tokens=False, priority=None)
 

@@ -1,7 +1,9 @@
 """Offline inference with scripted tokens: order, parameters, chat, refusals."""
 
+import copy
 import json
 import logging
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -198,6 +200,35 @@ def test_chat_with_another_template_and_with_a_message_to_continue(llm: LLM) -> 
     assert output.prompt == "<|user|>hi</s><|assistant|>Well, "
     with pytest.raises(RequestError, match="continue_final_message needs add_generation_prompt to be false"):
         llm.chat(conversation, params, False, continue_final_message=True)
+
+
+def test_chat_reads_arguments_of_past_calls_as_objects_or_as_their_json(llm: LLM) -> None:
+    """OpenAI's clients hold them as text, of which `items` would make letters and `tojson` a quoted string."""
+    loop = "{% for m in messages %}{% for call in m.tool_calls %}{% set given = call.function.arguments %}"
+    keys = (
+        loop
+        + "{% for key, value in given.items() %}{{ key }}={{ value | tojson }};{% endfor %}{% endfor %}{% endfor %}"
+    )
+    whole = loop + "{{ given | tojson }}{% endfor %}{% endfor %}"
+    place, number = f"Zürich {random.random()}", random.randrange(1000)
+
+    def prompt(arguments: Any, template: str) -> str:
+        call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+        messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        before = copy.deepcopy(messages)
+        (output,) = llm.chat(messages, SamplingParams(max_tokens=1), False, chat_template=template + "!")
+        assert messages == before
+        return output.prompt.removesuffix("!")
+
+    arguments = {"place": place, "days": [number, None]}
+    for given in (arguments, json.dumps(arguments)):
+        assert prompt(given, keys) == f'place="{place}";days=[{number}, null];'
+        assert json.loads(prompt(given, whole)) == arguments
+    assert prompt("", whole) == prompt(None, whole) == "{}"
+    assert prompt('{"place": "Zü', whole) == '"{\\"place\\": \\"Zü"'  # an agent shows the model its own mistakes
+    assert prompt('{"place": "Zü', keys) == 'arguments="{\\"place\\": \\"Zü";'
+    with pytest.raises(RequestError, match="chat template"):
+        prompt(number, keys)
 
 
 def test_an_answer_that_its_grammar_completes_has_its_last_token() -> None:

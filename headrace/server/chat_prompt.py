@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import msgspec
-
 from headrace.engine.chat_template import ChatTemplate
+from headrace.engine.past_calls import render_chat, shown_call
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import RequestError, quoted
 from headrace.parsers.formats import ReasoningFormat
@@ -65,15 +63,9 @@ def render_prompt(
     if not request.messages:
         raise RequestError("messages must not be empty", "messages")
     messages = [_template_message(index, message, template) for index, message in enumerate(request.messages)]
-    render = functools.partial(
-        template.render, messages, tools or None, add_generation_prompt, kwargs, bool(request.continue_final_message)
+    text = render_chat(
+        template, messages, tools or None, add_generation_prompt, kwargs, bool(request.continue_final_message)
     )
-    try:
-        text = render()
-    except RequestError:
-        if not _wrap_arguments(messages):
-            raise
-        text = render()
     return Rendered(text, template, kwargs)
 
 
@@ -192,33 +184,11 @@ def content_text(where: str, content: str | list[ContentPart] | None) -> str:
 
 
 def _template_call(where: str, call: PastToolCall, template: ChatTemplate) -> dict[str, Any]:
-    function = {"name": call.function.name, "arguments": _arguments(where, call.function.arguments)}
-    found = {"id": call.id, "type": call.type, "function": function}
-    return found | function if template.reads_bare_calls else found
-
-
-def _arguments(where: str, given: str | dict[str, Any] | None) -> dict[str, Any] | str:
-    """Return the arguments of a tool call as an object. OpenAI's clients send them as JSON text; what is none, such as
-    those of a call that was cut short, stays text, as an agent shows the model its own mistakes."""
-    found: Any = given
-    if isinstance(given, str):
-        try:
-            found = decode_json(given.encode()) if given.strip() else {}
-        except RequestError as error:
-            raise RequestError(f"{where}.tool_calls: {error}", "messages") from None
-        except (msgspec.DecodeError, RecursionError, UnicodeError):
-            return given
-        if not isinstance(found, dict):
-            return given
-    check_depth(f"{where}.tool_calls", found)
-    return found or {}
-
-
-def _wrap_arguments(messages: list[dict[str, Any]]) -> bool:
-    """Make objects of arguments that are text, for a template that goes through their keys; return whether there are
-    any."""
-    calls = [call for message in messages for call in message.get("tool_calls", ())]
-    found = [one for call in calls for one in (call, call["function"]) if isinstance(one.get("arguments"), str)]
-    for one in found:
-        one["arguments"] = {"arguments": one["arguments"]}
-    return bool(found)
+    """Return a tool call as a template reads it. Raises RequestError for arguments beyond the limits."""
+    function = {"name": call.function.name, "arguments": call.function.arguments}
+    try:
+        found = shown_call({"id": call.id, "type": call.type, "function": function}, template, decode_json)
+    except RequestError as error:
+        raise RequestError(f"{where}.tool_calls: {error}", "messages") from None
+    check_depth(f"{where}.tool_calls", found["function"]["arguments"])
+    return found
