@@ -95,12 +95,10 @@ class AsyncMPClient:
         """Return the outputs of a message that has arrived already, or None. Raises what `receive` raises."""
         if self._dead is not None:
             raise self._dead
-        receiving: asyncio.Future[bytes] = self._receiver.recv(zmq.NOBLOCK)  # type: ignore[assignment]
-        try:
-            message = receiving.result()
-        except zmq.Again:
+        if not self._receiver.get(zmq.EVENTS) & zmq.POLLIN:  # zmq.Again and its future would hold each other, as garbage
             return None
-        return self._outputs_in(self._decode(message))
+        receiving: asyncio.Future[bytes] = self._receiver.recv(zmq.NOBLOCK)  # type: ignore[assignment]
+        return self._outputs_in(self._decode(receiving.result()))
 
     def _outputs_in(self, reply: Reply) -> EngineCoreOutputs:
         if isinstance(reply, Failed):

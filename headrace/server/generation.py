@@ -161,6 +161,8 @@ class GenerationResponse(Response):
             slow = self._is_slow(outputs)
             status, body = 200, await asyncio.to_thread(self._body, outputs) if slow else self._body(outputs)
         except (asyncio.CancelledError, Exception) as error:
+            if self._is_disconnect(error):
+                raise
             status, body = self._failure(error)
         await self._send_json(send, status, body)
 
@@ -183,6 +185,8 @@ class GenerationResponse(Response):
                 raise HeadraceError("the engine answered nothing")
             last = _event(self.answer.usage_event()) + DONE if self.answer.count.wanted else DONE
         except (asyncio.CancelledError, Exception) as error:
+            if self._is_disconnect(error):
+                raise
             status, last = self._failure(error)
             last = b"data: " + last + b"\n\n" if started else last
         if started:
@@ -190,11 +194,15 @@ class GenerationResponse(Response):
         else:
             await self._send_json(send, status, last)
 
+    def _is_disconnect(self, error: BaseException) -> bool:
+        """Return whether nobody waits for an answer. Such an error is raised again where it was caught: a function that
+        raises its own argument is held by the error's traceback and holds the error, and so keeps the whole request
+        until the garbage collector finds the two, which stalls every stream."""
+        return isinstance(error, asyncio.CancelledError) and not self.serving.stopping
+
     def _failure(self, error: BaseException) -> tuple[int, bytes]:
-        """Return status and body for an error. Raises it again if the client has disconnected."""
+        """Return status and body for an error."""
         if isinstance(error, asyncio.CancelledError):
-            if not self.serving.stopping:
-                raise error
             error = ServerStoppingError()
         self.extra_headers += _encoded(error_headers(error))
         return error_body(error)

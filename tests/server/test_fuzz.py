@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from headrace.server.run import GC_THRESHOLD
+from headrace.server.run import GC_THRESHOLDS
 from tests.scripted.engine import Scripted, scripted_servers
 from tests.scripted.families import FAMILIES
 from tests.server.hostile import Bodies
@@ -36,7 +36,7 @@ def scripted() -> Iterator[Scripted]:
         gc.collect()
         gc.freeze()  # what was made before the tests is no garbage, as in a server
         threshold = gc.get_threshold()
-        gc.set_threshold(GC_THRESHOLD)
+        gc.set_threshold(*GC_THRESHOLDS)
         yield found
         gc.set_threshold(*threshold)
 

@@ -23,7 +23,7 @@ from starlette.applications import Starlette
 from headrace.errors import RequestError
 from headrace.server import json_pieces
 from headrace.server.json_pieces import decode_json
-from headrace.server.run import GC_THRESHOLD
+from headrace.server.run import GC_THRESHOLDS
 from tests.server.fake_engine import FakeEngine, make_app
 from tests.server.loop_watch import GAP, TRIES, watching
 from tests.speed import PATIENCE, slowness
@@ -181,7 +181,7 @@ def app() -> Iterator[Starlette]:
     gc.collect()
     gc.freeze()
     threshold = gc.get_threshold()
-    gc.set_threshold(GC_THRESHOLD)
+    gc.set_threshold(*GC_THRESHOLDS)
     yield make_app(FakeEngine())
     gc.set_threshold(*threshold)
 
