@@ -27,9 +27,30 @@ PACKED_FROM = 1 << 17
 """the fewest elements of a float32 weight that is packed in such a small model: smaller products end sooner without"""
 
 
+def round_tokens(tokens: int) -> int:
+    """Return the number of tokens, filled up by at most an eighth, for which oneDNN computes a product. It keeps some
+    0.3 MB for every shape that it ever met, whatever its cache of primitives may hold, so that a server whose steps
+    have any number of tokens would grow by hundreds of megabytes."""
+    step = 1 << max(tokens.bit_length() - 4, 0)  # eight sizes between a power of two and the next
+    return -(-tokens // step) * step
+
+
+def with_few_shapes(multiply: Multiply) -> Multiply:
+    """Let a product of oneDNN meet only the numbers of tokens of `round_tokens`."""
+
+    def multiply_rounded(x: Tensor) -> Tensor:
+        tokens = x.shape[0]
+        missing = round_tokens(tokens) - tokens
+        return multiply(F.pad(x, (0, 0, 0, missing)))[:tokens] if missing else multiply(x)
+
+    return multiply_rounded
+
+
 def hold_plain(weight: Tensor, bias: Tensor | None) -> Multiply:
     """Store the weight as it is."""
-    return lambda x: F.linear(x, weight, bias)
+    if weight.dtype == torch.float32:
+        return lambda x: F.linear(x, weight, bias)
+    return with_few_shapes(lambda x: F.linear(x, weight, bias))
 
 
 def hold_transposed(weight: Tensor, bias: Tensor | None) -> Multiply:
@@ -44,7 +65,7 @@ def hold_packed(weight: Tensor, bias: Tensor | None) -> Multiply:
     """Store the weight in oneDNN's blocked layout."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, 8)
     linear = torch.ops.mkldnn._linear_pointwise.default
-    return lambda x: linear(x, packed, bias, "none", [], "")
+    return with_few_shapes(lambda x: linear(x, packed, bias, "none", [], ""))
 
 
 def in_float32(hold: Hold) -> Hold:

@@ -16,6 +16,7 @@ from headrace.quantization.cpu_linear import (
     hold_plain,
     hold_transposed,
     in_float32,
+    round_tokens,
     spare_memory,
 )
 from headrace.quantization.scheme import LinearSpec
@@ -39,6 +40,17 @@ def test_all_ways_agree(dtype: torch.dtype, bias: bool) -> None:
             y = way(weight, offset)(x)
             assert y.dtype == dtype
             assert (y.double() - exact).abs().max() <= TOLERANCE[dtype] * exact.abs().max(), way
+
+
+def test_onednn_meets_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    met: set[int] = set()
+    real = F.linear
+    monkeypatch.setattr(F, "linear", lambda x, *rest: met.add(x.shape[0]) or real(x, *rest))
+    held = hold_plain(torch.ones(4, 3, dtype=torch.bfloat16), None)
+    for tokens in range(1, 2049):
+        assert held(torch.ones(tokens, 3, dtype=torch.bfloat16)).shape == (tokens, 4)
+        assert tokens <= round_tokens(tokens) <= tokens * 9 / 8
+    assert len(met) <= 80
 
 
 def test_two_ways_share_the_work_by_number_of_tokens() -> None:
