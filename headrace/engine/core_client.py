@@ -95,7 +95,7 @@ class AsyncMPClient:
         """Return the outputs of a message that has arrived already, or None. Raises what `receive` raises."""
         if self._dead is not None:
             raise self._dead
-        if not self._receiver.get(zmq.EVENTS) & zmq.POLLIN:  # zmq.Again and its future would hold each other
+        if not int(self._receiver.get(zmq.EVENTS)) & zmq.POLLIN:  # zmq.Again and its future would hold each other
             return None
         receiving: asyncio.Future[bytes] = self._receiver.recv(zmq.NOBLOCK)  # type: ignore[assignment]
         return self._outputs_in(self._decode(receiving.result()))
