@@ -7,6 +7,7 @@ until its calls end:
 - `json_calls.JsonCalls`: objects with a name and arguments, one, several or a list
 - `named_calls.NamedCalls`: a name, a separator and arguments in JSON
 - `tagged.TaggedCalls`: tags with a name and parameters
+- `elements.ElementCalls`: a tag for each parameter with its name, and tags within
 - `pythonic.PythonicCalls`, `gemma.GemmaCalls`, `harmony.HarmonyCalls`
 
 `reader.py` says how to write `read`. What `OutputParser` does for every format: it looks for openers in content; it
@@ -33,6 +34,18 @@ class Syntax(Protocol):
         Returns False if this is no call after all. Text that it does not understand it leaves to be read as content.
         """
         ...
+
+
+@dataclass(frozen=True)
+class ByOpener:
+    """Describes calls that are written in one of several ways: the opener says in which."""
+
+    ways: tuple[tuple[str, Syntax], ...]
+    """Opener, and what follows it."""
+
+    def read(self, reader: Reader, calls: Calls, opener: str) -> Steps[bool]:
+        """Read what follows an opener, as `Syntax.read` does."""
+        return (yield from dict(self.ways)[opener].read(reader, calls, opener))
 
 
 @dataclass(frozen=True)

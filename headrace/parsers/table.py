@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headrace.parsers.formats import ReasoningFormat, ToolFormat
+from headrace.parsers.elements import ElementCalls
+from headrace.parsers.formats import ByOpener, ReasoningFormat, ToolFormat
 from headrace.parsers.gemma import GemmaCalls
 from headrace.parsers.harmony import HarmonyCalls
 from headrace.parsers.json_calls import JsonCalls
@@ -81,11 +82,29 @@ _DSML_TAGS = TaggedCalls(
     section_close="</｜DSML｜function_calls>",
     in_attribute=True,
 )
+
+
+def _hy_tags(suffix: str) -> tuple[str, TaggedCalls]:
+    """The opener and the syntax of Hy3, whose checkpoints write a suffix in all of their tags, or none."""
+    return f"<tool_calls{suffix}>", TaggedCalls(
+        f"<tool_call{suffix}>",
+        f"</tool_call{suffix}>",
+        f"<arg_key{suffix}>",
+        f"</arg_value{suffix}>",
+        name_close=(f"<tool_sep{suffix}>", f"<arg_key{suffix}>", f"</tool_call{suffix}>"),
+        key_close=f"</arg_key{suffix}>",
+        value_open=f"<arg_value{suffix}>",
+        section_close=f"</tool_calls{suffix}>",
+    )
+
+
+_HY_WAYS = (_hy_tags(""), _hy_tags(":opensource"))
 _TAGGED = (
     ToolFormat("qwen3_coder", _QWEN_TAGS, ("<tool_call>", "<function=")),
     ToolFormat("seed_oss", replace(_QWEN_TAGS, section_close="</seed:tool_call>"),
                ("<seed:tool_call>", "<function=")),
     ToolFormat("glm45", _GLM_TAGS, ("<tool_call>",)),
+    ToolFormat("hy_v3", ByOpener(_HY_WAYS), tuple(opener for opener, _ in _HY_WAYS)),
     ToolFormat("minimax_m2", TaggedCalls("<invoke", "</invoke>", "<parameter", "</parameter>",
                                          section_close="</minimax:tool_call>", in_attribute=True),
                ("<minimax:tool_call>",)),
@@ -110,6 +129,7 @@ _PYTHONIC = (
 )  # fmt: skip
 
 _OTHER = (
+    ToolFormat("minimax_m3", ElementCalls("]<]minimax[>["), ("]<]minimax[>[",)),
     ToolFormat("gemma4", GemmaCalls('<|"|>', ("<tool_call|>",), thought=("<|channel>", "<channel|>")),
                ("<|tool_call>", "<|channel>")),
     ToolFormat("functiongemma", GemmaCalls("<escape>", ("<end_function_call>",), typed=True),
@@ -138,6 +158,8 @@ _REASONING = (
                     call_openers=("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")),
     ReasoningFormat("kimi", ("◁think▷",), ("◁/think▷",), unmarked="undecided"),
     ReasoningFormat("minimax_m2", _THINK, _END_THINK),
+    ReasoningFormat("minimax_m3", ("<mm:think>",), ("</mm:think>",), unmarked="content", anywhere=True,
+                    silent=("</mm:think>",)),
     ReasoningFormat("minimax_m2_append_think", _THINK, _END_THINK, as_content=True),
     ReasoningFormat("granite", ("Here is my thought process:", "Here's my thought process:", "<think>"),
                     ("Here is my response:", "Here's my response:", "</think>"), unmarked="content",
@@ -151,6 +173,8 @@ _REASONING = (
     ReasoningFormat("hunyuan_a13b", ("<think>\n", "<think>"),
                     ("\n</think>\n<answer>\n", "\n</think>\n", "</think>"), unmarked="content",
                     silent=("<answer>\n", "<answer>", "\n</answer>", "</answer>")),
+    ReasoningFormat("hy_v3", ("<think>", "<think:opensource>"), ("</think>", "</think:opensource>"),
+                    unmarked="undecided"),
     ReasoningFormat("ernie45", _THINK, ("\n</think>\n\n", "</think>", "\n</think>"),
                     silent=("<response>\n", "<response>", "\n</response>\n", "</response>")),
     _COHERE,
@@ -163,15 +187,17 @@ _REASONING = (
 _TOOL_ALIASES = {
     "granite4": "hermes", "qwen": "hermes", "qwen25": "hermes", "qwen3": "hermes", "trinity": "hermes",
     "llama4_json": "llama3_json", "llama3": "llama3_json", "deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31",
-    "deepseekv3.1": "deepseek_v31", "hunyuan": "hunyuan_a13b", "interns1": "internlm", "apertus2509": "apertus",
+    "deepseekv3.1": "deepseek_v31", "hunyuan": "hy_v3", "interns1": "internlm", "apertus2509": "apertus",
     "deepseekv32": "deepseek_v32", "deepseekv4": "deepseek_v4", "glm": "glm45", "gpt-oss": "openai",
-    "mimo": "qwen3_coder", "minicpm5xml": "minicpm5", "minimax-m2": "minimax_m2", "qwen3_xml": "qwen3_coder",
+    "mimo": "qwen3_coder", "minicpm5xml": "minicpm5", "minimax-m2": "minimax_m2", "minimax-m3": "minimax_m3",
+    "qwen3_xml": "qwen3_coder",
     "step3p5": "qwen3_coder", "glm47": "glm45", "poolside_v1": "glm45", "cohere_command4": "cohere_command3",
 }  # fmt: skip
 _REASONING_ALIASES = {
     "deepseek-r1": "deepseek_r1", "deepseek-v3": "deepseek_v3", "deepseek_v4": "deepseek_v3",
-    "deepseek-v4": "deepseek_v3", "hunyuan": "hunyuan_a13b", "interns1": "qwen3", "mimo": "qwen3",
+    "deepseek-v4": "deepseek_v3", "hunyuan": "hy_v3", "interns1": "qwen3", "mimo": "qwen3",
     "qwen3-thinking": "deepseek_r1", "minimax": "minimax_m2", "minimax-append-think": "minimax_m2_append_think",
+    "minimax-m3": "minimax_m3",
     "nemotron_3": "nemotron_v3", "gpt-oss": "openai_gptoss", "poolside_v1": "deepseek_v3",
 }  # fmt: skip
 

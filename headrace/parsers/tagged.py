@@ -208,10 +208,9 @@ class TaggedCalls:
     def _name(self, head: str) -> str:
         """The name that stands in a tag, "" if there is none."""
         if self.in_attribute:
-            found = _NAME_ATTRIBUTE.search(head)
-            head = next((part for part in found.groups() if part), "") if found else ""
+            return name_attribute(head)
         head = head.strip()
-        return head if self.in_attribute or _NAME.fullmatch(head) else ""
+        return head if _NAME.fullmatch(head) else ""
 
     @cached_property
     def _parts(self) -> Markers:
@@ -226,6 +225,12 @@ class TaggedCalls:
         if self.newlines:
             ends += ["\n" + end for end in ends]
         return markers(*ends, "\n" + self.key_open)
+
+
+def name_attribute(head: str) -> str:
+    """Return the attribute `name` of a tag, "" if it has none."""
+    found = _NAME_ATTRIBUTE.search(head)
+    return next((part for part in found.groups() if part), "").strip() if found else ""
 
 
 def _goes_on(text: str, at: int, closed: bool, following: tuple[str, ...]) -> bool | None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from headrace.parsers.literals import whole_literal
 from headrace.parsers.scalars import json_number, json_string, json_word
 from headrace.parsers.tools import FunctionTool
 
+Schema = dict[str, Any]
 MAX_SCHEMAS = 1000
 """How many subschemas are read to learn the types of one parameter; what is beyond says nothing."""
 
@@ -30,18 +32,34 @@ _OF_KEYWORD = {"properties": "object", "additionalProperties": "object", "items"
 _MAY_BE_LITERAL = frozenset("{[(\"'-+.0123456789tfnTFN")
 
 
-def parameter_schemas(tool: FunctionTool | None, name: str) -> list[dict[str, Any]]:
+def parameter_schemas(tool: FunctionTool | None, name: str) -> list[Schema]:
     """Return the schemas that a tool has for a parameter: of several alternatives, one for each that names it."""
-    root = tool.parameters if tool else {}
-    found = []
-    others = []
-    for schema in _alternatives(root, root):
+    return property_schemas([tool.parameters], tool.parameters, name) if tool else []
+
+
+def property_schemas(outer: Iterable[Schema], root: Schema, name: str) -> list[Schema]:
+    """Return the schemas that objects of these schemas, which lie in `root`, have for a property."""
+    found: list[Schema] = []
+    others: list[Schema] = []
+    for schema in _all_alternatives(outer, root):
         properties = schema.get("properties")
         if isinstance(properties, dict) and name in properties:
             found.append(properties[name] if isinstance(properties[name], dict) else {})
         elif isinstance(schema.get("additionalProperties"), dict):
             others.append(schema["additionalProperties"])
     return found or others
+
+
+def item_schemas(outer: Iterable[Schema], root: Schema, place: int) -> list[Schema]:
+    """Return the schemas that arrays of these schemas have for the item at a place."""
+    found = []
+    for schema in _all_alternatives(outer, root):
+        lists = [schema[key] for key in ("prefixItems", "items") if isinstance(schema.get(key), list)]
+        first: list[Any] = lists[0] if lists else []
+        rest = schema.get("items") if "prefixItems" in schema or not first else schema.get("additionalItems")
+        said = first[place] if place < len(first) else rest
+        found += [said] if isinstance(said, dict) else []
+    return found
 
 
 def is_declared(tool: FunctionTool | None, name: str) -> bool:
@@ -53,26 +71,33 @@ def is_declared(tool: FunctionTool | None, name: str) -> bool:
 
 def value_types(tool: FunctionTool | None, name: str) -> tuple[frozenset[str], tuple[Any, ...]]:
     """Return the JSON types that a parameter may have, none if the schema does not say; and the values of its enum."""
-    root = tool.parameters if tool else {}
+    return types_of(parameter_schemas(tool, name), tool.parameters if tool else {})
+
+
+def types_of(outer: Iterable[Schema], root: Schema) -> tuple[frozenset[str], tuple[Any, ...]]:
+    """Return the JSON types that values of these schemas may have, and the values of their enums."""
     types: set[str] = set()
     values: list[Any] = []
-    for outer in parameter_schemas(tool, name):
-        for schema in _alternatives(outer, root):
-            said = schema["type"] if isinstance(schema.get("type"), list) else [schema.get("type")]
-            kinds = {kind.strip().lower() for kind in said if isinstance(kind, str)}
-            allowed = schema["enum"] if isinstance(schema.get("enum"), list) else []
-            allowed = [*allowed, schema["const"]] if "const" in schema else allowed
-            values += allowed
-            kinds |= {_OF_PYTHON.get(type(value), "null") for value in allowed}
-            if not kinds:
-                kinds = {kind for keyword, kind in _OF_KEYWORD.items() if keyword in schema}
-            if schema.get("nullable") is True:
-                kinds.add("null")
-            types |= {_ALIASES.get(kind, kind) for kind in kinds}
+    for schema in _all_alternatives(outer, root):
+        said = schema["type"] if isinstance(schema.get("type"), list) else [schema.get("type")]
+        kinds = {kind.strip().lower() for kind in said if isinstance(kind, str)}
+        allowed = schema["enum"] if isinstance(schema.get("enum"), list) else []
+        allowed = [*allowed, schema["const"]] if "const" in schema else allowed
+        values += allowed
+        kinds |= {_OF_PYTHON.get(type(value), "null") for value in allowed}
+        if not kinds:
+            kinds = {kind for keyword, kind in _OF_KEYWORD.items() if keyword in schema}
+        if schema.get("nullable") is True:
+            kinds.add("null")
+        types |= {_ALIASES.get(kind, kind) for kind in kinds}
     return frozenset(types), tuple(values)
 
 
-def _alternatives(schema: dict[str, Any], root: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _all_alternatives(outer: Iterable[Schema], root: Schema) -> Iterator[Schema]:
+    return itertools.chain.from_iterable(_alternatives(schema, root) for schema in outer)
+
+
+def _alternatives(schema: Schema, root: Schema) -> Iterator[Schema]:
     """The schema and all that it is made of: anyOf, oneOf, allOf and references within the tool's parameters."""
     waiting: deque[Any] = deque([schema])
     seen: set[int] = set()
@@ -89,7 +114,7 @@ def _alternatives(schema: dict[str, Any], root: dict[str, Any]) -> Iterator[dict
             waiting.append(_referred(current["$ref"], root))
 
 
-def _referred(reference: str, root: dict[str, Any]) -> Any:
+def _referred(reference: str, root: Schema) -> Any:
     """What a reference of the form #/a/b names, or None."""
     found: Any = root if reference.startswith("#") else None
     for key in reference[1:].split("/")[1:]:

@@ -39,6 +39,7 @@ class Tagged:
     middle: str
     """What stands between the key and a string."""
     after: str
+    """What stands behind a value; `{key}` in it is the key again."""
     middle_json: str | None = None
     """What stands between the key and a value that is not a string, where it tells the two apart."""
     stops: tuple[str, ...] = ()
@@ -125,6 +126,24 @@ def _dsml(section: str) -> Written:
     )
 
 
+def _hy(suffix: str, instead: Written | None = None) -> Written:
+    return Written(
+        before=f"<tool_call{suffix}>",
+        middle=f"<tool_sep{suffix}>\n",
+        after=f"</tool_call{suffix}>\n",
+        arguments=Tagged(
+            f"<arg_key{suffix}>",
+            f"</arg_key{suffix}>\n<arg_value{suffix}>",
+            f"</arg_value{suffix}>\n",
+            stops=(f"<arg_key{suffix}>", f"</tool_call{suffix}>"),
+        ),
+        begin=f"<tool_calls{suffix}>\n",
+        end=f"</tool_calls{suffix}>",
+        needs=(f"<tool_calls{suffix}>",) if suffix else (),
+        instead=instead,
+    )
+
+
 WRITTEN: dict[str, Written] = {
     "hermes": _each_in("<tool_call>\n", "\n</tool_call>"),
     "llama3_json": Written(*_json_call(arguments="parameters"), between="; ", mark="<|python_tag|>"),
@@ -190,6 +209,15 @@ WRITTEN: dict[str, Written] = {
         begin="<minimax:tool_call>\n",
         end="</minimax:tool_call>",
     ),
+    "minimax_m3": Written(
+        before=']<]minimax[>[<invoke name="',
+        middle='">',
+        after="]<]minimax[>[</invoke>\n",
+        arguments=Tagged("]<]minimax[>[<", ">", "]<]minimax[>[</{key}>"),
+        begin="]<]minimax[>[<tool_call>\n",
+        end="]<]minimax[>[</tool_call>",
+    ),
+    "hy_v3": _hy(":opensource", instead=_hy("")),
     "minicpm5": Written(
         before='<function name="',
         middle='">',

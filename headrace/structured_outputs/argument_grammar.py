@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from headrace.parsers.written import Literals, Tagged
@@ -16,6 +17,7 @@ from headrace.structured_outputs.pattern import Unreadable
 from headrace.structured_outputs.schema import NUMBERS
 from headrace.structured_outputs.text_pattern import is_free, string_pattern
 
+_KEY_AGAIN = "{key}"
 _KEY = r"/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
 _PYTHON_KEY = r"/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _PYTHON_STRING = r"""/"([^"\\\x00-\x1f]|\\[nrtbf\\"'])*"|'([^'\\\x00-\x1f]|\\[nrtbf\\"'])*'/"""
@@ -53,9 +55,11 @@ def _written_pattern(schema: Schema, schemas: Schemas, stops: tuple[str, ...], t
 class TaggedArguments:
     """Makes the grammar of arguments that have a tag each."""
 
-    def __init__(self, rules: Rules, tags: Tagged, stops: Iterable[str]) -> None:
+    def __init__(self, rules: Rules, tags: Tagged, before: str, stops: Iterable[str]) -> None:
         self._rules = rules
         self._tags = tags
+        self._before = before
+        """What matches the markup before a key."""
         self._stops = tuple(dict.fromkeys([tags.after.strip(), *tags.stops, *stops]))
 
     def of(self, schemas: Schemas) -> str:
@@ -65,9 +69,14 @@ class TaggedArguments:
     def any(self) -> str:
         """Return what matches any arguments."""
         key = self._rules.terminal(_KEY)
+        if _KEY_AGAIN in self._tags.after:  # which key it is no grammar can tell
+            head, tail = self._tags.after.split(_KEY_AGAIN)
+            text = self._rules.until(without(self._stops), head)
+            parts = self._before, key, self._rules.loose(self._tags.middle), text, key
+            return self._rules.rule(self._rules.joined(*parts, self._rules.loose(tail))) + "*"
         middles = [self._tags.middle] + ([] if self._tags.middle_json is None else [self._tags.middle_json])
         texts = self._rules.one_of(self._text(without(self._stops), middle) for middle in middles)
-        return self._rules.rule(f"{self._rules.loose(self._tags.before)} {key} {texts}") + "*"
+        return self._rules.rule(f"{self._before} {key} {texts}") + "*"
 
     def _sequence(self, schema: Schema, schemas: Schemas) -> str:
         """A tag for each property, in order."""
@@ -79,15 +88,22 @@ class TaggedArguments:
     def _parts(self, schema: Schema, schemas: Schemas) -> Iterable[str]:
         for name, said, required in properties(schema):
             can_be_named = re.fullmatch(r"[^\s<>\"'=][^<>\"'=\n]*", name) is not None
-            values = self._values(said, schemas) if can_be_named else []
+            values = self._of_key(name)._values(said, schemas) if can_be_named else []
             if values:
-                yield self._rules.rule(
-                    f"{self._rules.loose(self._tags.before)} {self._rules.literal(name)} {self._rules.one_of(values)}"
-                ) + ("" if required else "?")
+                yield self._rules.rule(f"{self._before} {self._rules.literal(name)} {self._rules.one_of(values)}") + (
+                    "" if required else "?"
+                )
             elif required and can_be_named:
                 raise Impossible
             elif required:
                 raise schemas.refused(name, "a required property with a name that could not be written")
+
+    def _of_key(self, name: str) -> TaggedArguments:
+        """The same for a key that its closing tag names too."""
+        if _KEY_AGAIN not in self._tags.after:
+            return self
+        tags = replace(self._tags, after=self._tags.after.replace(_KEY_AGAIN, name))
+        return TaggedArguments(self._rules, tags, self._before, self._stops)
 
     def _values(self, schema: Any, schemas: Schemas) -> list[str]:
         """The ways of writing a value, each with what stands before and behind it."""
@@ -129,7 +145,7 @@ class TaggedArguments:
         if not exact:
             return rules.joined(rules.loose(head), rules.until(pattern, tail.rstrip()), rules.space)
         opening = rules.joined(rules.loose(head), rules.literal(opening))
-        if tail.rstrip() in rules.special:
+        if rules.begins_with_mark(tail):
             text = rules.joined(rules.terminal(pattern), rules.literal(closing + tail.rstrip()))
         else:
             text = rules.until(pattern, closing + tail.rstrip())
@@ -143,7 +159,7 @@ class TaggedArguments:
         a text for as long as it can, would never find the end of the scalar alone."""
         rules, head, closing = self._rules, self._tags.middle.rstrip(), self._tags.after.rstrip()
         opening = rules.joined(rules.loose(head), rules.literal(self._tags.middle[len(head) :]))
-        if closing.lstrip() in rules.special:
+        if rules.begins_with_mark(closing.lstrip()):
             return rules.joined(opening, rules.terminal(f"/{pattern}/"), rules.literal(closing), rules.space)
         return rules.joined(opening, rules.terminal(f"/({pattern}){escaped(closing)}/"), rules.space)
 

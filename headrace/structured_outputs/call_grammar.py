@@ -118,7 +118,7 @@ class _Writer:
         schemas = Schemas(tool.parameters if strict and tool.parameters else NO_PARAMETERS, field)
         match self._written.arguments:
             case Tagged() as tags:
-                tagged = TaggedArguments(self.rules, tags, self._stops)
+                tagged = TaggedArguments(self.rules, tags, self._markup(tags.before), self._stops)
                 return tagged.of(schemas) if strict else tagged.any()
             case Literals() as literals:
                 literal = LiteralArguments(self.rules, literals, self._stops)

@@ -79,9 +79,13 @@ class Rules:
 
         A pattern must itself keep out an `end` that is a mark. `spelled`: its characters are meant even then.
         """
-        if end in self.special and not spelled:
+        if self.begins_with_mark(end) and not spelled:
             return f"{self.terminal(pattern)} {self.literal(end)}"
         return self._named("r_", f"{pattern} {json.dumps(end)}", "[lazy]")
+
+    def begins_with_mark(self, text: str) -> bool:
+        """Return whether a text begins with a token that is a mark."""
+        return any(text.startswith(mark) for mark in self.special)
 
     def until_pattern(self, pattern: str, end: str) -> str:
         """Return what matches text of a pattern, and after it the first match of another."""

@@ -31,6 +31,8 @@ THINK = "{% if '</think>' in content %}{% endif %}"
         ("glm4_moe", "<tool_call>{function-name}\n<arg_key>" + THINK, ("glm45", "glm45")),
         ("glm4_moe", "<tool_call>{function-name}<arg_key>" + THINK, ("glm47", "glm45")),
         ("minimax_m2", "<minimax:tool_call>" + THINK, ("minimax_m2", "minimax_m2")),
+        ("minimax_m3", "]<]minimax[>[<tool_call><mm:think></mm:think>", ("minimax_m3", "minimax_m3")),
+        ("hy_v3", "<tool_calls><tool_call>{name}<tool_sep><arg_key>" + THINK, ("hy_v3", "hy_v3")),
         ("minicpm", '<function name="f"><param name="a">x</param></function>', ("minicpm5", None)),
         ("mistral", "[TOOL_CALLS][THINK]", ("mistral", "mistral")),
         ("granitemoehybrid", HERMES, ("granite4", None)),

@@ -33,6 +33,15 @@ def glm(name: str, values: Written) -> str:
     return f"<tool_call>{name}\n{pairs}</tool_call>"
 
 
+def hy(name: str, values: Written, mark: str = "") -> str:
+    pairs = "".join(
+        f"<arg_key{mark}>{key}</arg_key{mark}>\n<arg_value{mark}>{value}</arg_value{mark}>\n"
+        for key, value in values.items()
+    )
+    call = f"<tool_call{mark}>{name}<tool_sep{mark}>\n{pairs}</tool_call{mark}>\n"
+    return f"<tool_calls{mark}>\n{call}</tool_calls{mark}>"
+
+
 def invoke(name: str, values: Written, mark: str = "", extra: str = "") -> str:
     parameters = "".join(
         f'<{mark}parameter name="{key}"{extra}>{value}</{mark}parameter>\n' for key, value in values.items()
@@ -64,6 +73,8 @@ WRITERS: dict[str, Callable[[str, Written], str]] = {
     "qwen3_coder": qwen,
     "seed_oss": seed,
     "glm45": glm,
+    "hy_v3": hy,
+    "hunyuan": lambda name, values: hy(name, values, ":opensource"),
     "minimax_m2": minimax,
     "deepseek_v32": dsml,
     "step3": step,
@@ -168,7 +179,8 @@ def test_markup_and_entities_in_a_value_are_text(name: str, value: str) -> None:
 
 @formats
 def test_a_value_may_speak_of_its_own_closing_tag(name: str) -> None:
-    close = TOOL_FORMATS[name].syntax.value_close
+    _, close = WRITERS[name]("f", {"a": "@@"}).split("@@")
+    close = close[: close.index(">") + 1].strip()
     for value in (f"use {close} in docs", f"{close} x", f"a {close}\n b {close} c"):
         text = WRITERS[name]("f", {"a": value, "b": "y"})
         assert called(answer(name, text, typed(a={"type": "string"}, b={"type": "string"}))) == [

@@ -60,6 +60,10 @@ EXAMPLES = {
     "<arg_value>2</arg_value>\n</tool_call>",
     "minimax_m2": '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Rome</parameter>\n'
     '<parameter name="days">2</parameter>\n</invoke>\n</minimax:tool_call>',
+    "minimax_m3": ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="get_weather">]<]minimax[>[<city>Rome'
+    "]<]minimax[>[</city>]<]minimax[>[<days>2]<]minimax[>[</days>]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>",
+    "hy_v3": "<tool_calls>\n<tool_call>get_weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n</tool_calls>",
     "seed_oss": "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Rome</parameter>\n<parameter=days>2"
     "</parameter>\n</function>\n</seed:tool_call>",
     "step3": '<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="get_weather">'
@@ -109,7 +113,7 @@ def markup_of(format: ToolFormat) -> list[str]:
 
 def texts(markup: Markup) -> list[str]:
     if isinstance(markup, str):
-        return re.findall(r"<[^<>]*>|[^\s<]+", markup)
+        return re.findall(r"\]<\]minimax\[>\[|<[^<>]*>|[^\s<]+", markup)
     return [
         text
         for part in markup
@@ -125,7 +129,7 @@ def in_quotes(format: ToolFormat) -> bool:
 
 def with_marks(format: ToolFormat) -> Vocabulary:
     """A vocabulary in which each tag of a format is one token."""
-    return of_bytes(piece for piece in markup_of(format) if re.fullmatch(r"<.*>|\[[A-Z_]+\]", piece))
+    return of_bytes(piece for piece in markup_of(format) if re.fullmatch(r"<.*>|\[[A-Z_]+\]|\].*\[", piece))
 
 
 def read_in_pieces(text: str, format: ToolFormat, tools: list[FunctionTool], rng: random.Random) -> Answer:
