@@ -66,7 +66,7 @@ def _without_pins(scenario: Scenario) -> Iterator[PlanRequest]:
 
 
 def _lower_precision(scenario: Scenario) -> Iterator[PlanRequest]:
-    """headrace is offered no formats but those that it makes at load."""
+    """headrace is offered no formats but those that it makes at load; nobody is, where the GPU lacks their units."""
     request = scenario.request
     caches, formats = [request.kv_cache_dtype], [request.quantization]
     if request.kv_cache_dtype != "auto":
@@ -74,7 +74,9 @@ def _lower_precision(scenario: Scenario) -> Iterator[PlanRequest]:
     elif "fp8" in scenario.chip.flops:
         caches.append("fp8")
     if scenario.checkpoint.weight_format == PLAIN.name:
-        fewer = [one.name for one in FORMATS.values() if one.bits < 8] if request.engine == "vllm" else []
+        units = ("", *scenario.chip.flops)
+        small = [one.name for one in FORMATS.values() if one.bits < 8 and one.units in units]
+        fewer = small if request.engine == "vllm" else []
         formats += [form for form in (MADE_AT_LOAD[0], *fewer) if form != request.quantization]
     if request.quantization is not None:
         formats.append(None)

@@ -23,9 +23,12 @@ DATA = Path(__file__).with_name("catalogue.json")
 FORMAT_WORDS = {
     "fp8": "fp8",
     "mxfp4": "mxfp4",
+    "nvfp4": "nvfp4",
     "int8": "int8",
     "w8a8": "int8",
     "quantized.w8a8": "int8",
+    "w8a16": "w8a16",
+    "quantized.w8a16": "w8a16",
     "int4": "int4",
     "awq": "int4",
     "gptq": "int4",
@@ -35,7 +38,8 @@ FORMAT_WORDS = {
 }
 """Words of a checkpoint's name that say in which format its linears are."""
 VARIANT_WORDS = {"meta", "base", "instruct", "it", "chat", "hf", "preview", "kv", "dynamic", "quark",
-                 "v0.1", "v0.3", "0324", "0528"}  # fmt: skip
+                 "v0.1", "v0.3", "0324", "0528",
+                 "2507", "2512", "thinking"}  # fmt: skip
 """Words of a checkpoint's name that do not change the model's shape."""
 
 

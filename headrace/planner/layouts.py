@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from headrace.planner.chips import Chip
 from headrace.planner.parallel import Parallel
 from headrace.planner.shapes import ModelShape, expert_share
+from headrace.quantization.linear_rules import PARTS
 
 PINS = {
     "tensor_parallel_size": "tp",
@@ -75,6 +76,7 @@ def _reasons(parallel: Parallel, shape: ModelShape, chip: Chip) -> Iterator[str]
             yield f"an MLP of {mlp.intermediate_size} does not divide by {tp}"
         if not parallel.ep and mlp.expert_intermediate_size % expert_gpus:
             yield f"experts of {mlp.expert_intermediate_size} do not divide by {expert_gpus}"
+    yield from _group_reasons(parallel, shape)
     if not shape.is_moe and (parallel.ep or parallel.dp_attention):
         yield "a dense model has no experts to spread"
     elif parallel.ep:
@@ -89,6 +91,23 @@ def _reasons(parallel: Parallel, shape: ModelShape, chip: Chip) -> Iterator[str]
         yield f"stages of {tp} GPUs do not come out even on nodes of {per_node}"
     if parallel.dp_attention and parallel.gpus > per_node and not parallel.ep:
         yield "experts in slices would be summed over the network in every layer"
+
+
+def _group_reasons(parallel: Parallel, shape: ModelShape) -> Iterator[str]:
+    """Say which GPUs would begin within a group of inputs that share a scale, or have no group of an expert's."""
+    tp, expert_gpus = parallel.tp, parallel.expert_gpus
+    held = {part: shape.part_format(part, shape.weight_format) for part in PARTS}
+    for group in shape.groups:
+        parameters = {"attention": group.mixer.parameters, "dense": group.feed_forward.parameters}
+        for part, ones in parameters.items():
+            size = 0 if held[part].any_order else held[part].group_size
+            for one in ones if held[part].tiled == "all" and size else ():
+                inputs = one.shape[-1]
+                if one.kind == "linear" and one.axis == 1 and size < inputs and inputs % (size * tp) and tp > 1:
+                    yield f"{inputs} inputs of {one.name} in groups of {size} do not divide by {tp}"
+        size, width = held["experts"].group_size, group.feed_forward.expert_intermediate_size
+        if size and not parallel.ep and 0 < -(-width // size) < expert_gpus:
+            yield f"experts of {width} have {-(-width // size)} groups of {size} inputs, fewer than {expert_gpus} GPUs"
 
 
 def copies_latent(parallel: Parallel, shape: ModelShape) -> bool:

@@ -10,7 +10,16 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.config import BLOCK_SIZES, DTYPES, KV_CACHE_DTYPES, OBJECTIVES, QUANTIZATIONS, check_knobs, knob
+from headrace.config import (
+    BLOCK_SIZES,
+    CHECKPOINT_WORDS,
+    DTYPES,
+    KV_CACHE_DTYPES,
+    OBJECTIVES,
+    QUANTIZATIONS,
+    check_knobs,
+    knob,
+)
 from headrace.errors import ConfigError
 from headrace.quantization.formats import FORMATS
 
@@ -19,7 +28,8 @@ PLAN_FORMATS = {
     **QUANTIZATIONS,
     **{word: one.name for one in FORMATS.values() if one.scale_bytes for word in (one.name, *one.words)},
 }
-"""The weight format that each value of `quantization` means."""
+"""The weight format that values of `quantization` mean where the checkpoint is in another. Names of tools are not among
+them: they are for checkpoints that these tools wrote."""
 USUAL_INPUT, USUAL_OUTPUT = 1024, 256
 MOST_GPUS, MOST = 1024, 10**9
 """More than any deployment has, and more than any count of tokens or requests."""
@@ -102,8 +112,8 @@ class PlanRequest:
     quantization: str | None = knob(
         None,
         "Weight format: fp8 and ptpc_fp8 are made of a plain checkpoint at load; mxfp4, int4 and int8 stand for a "
-        "checkpoint that holds them. Default: the checkpoint's.",
-        choices=tuple(PLAN_FORMATS),
+        "checkpoint that holds them; a tool's name keeps what its checkpoint holds. Default: the checkpoint's.",
+        choices=tuple(dict.fromkeys((*PLAN_FORMATS, *CHECKPOINT_WORDS))),
         short="-q",
     )
     kv_cache_dtype: str = knob("auto", "Data type of the KV cache.", choices=KV_CACHE_DTYPES, group="cache")
@@ -156,7 +166,17 @@ class PlanRequest:
     def replace(self, **changes: Any) -> PlanRequest:
         return dataclasses.replace(self, **changes)
 
-    @property
-    def weight_format(self) -> str | None:
-        """The pinned weight format under its own name; None: the checkpoint's."""
-        return None if self.quantization is None else PLAN_FORMATS[self.quantization]
+    def weight_format(self, own: str) -> str | None:
+        """Return the format that `quantization` asks for of a checkpoint in format `own`; None: the checkpoint's.
+
+        Raises ConfigError for a tool that writes no such checkpoint.
+        """
+        word = self.quantization
+        if word is None or own in CHECKPOINT_WORDS.get(word, ()):
+            return None
+        if word not in PLAN_FORMATS:
+            raise ConfigError(
+                f"quantization {word!r} is for checkpoints in {' or '.join(CHECKPOINT_WORDS[word])}; this one is in "
+                f"{own}; accepted: {', '.join(PLAN_FORMATS)}"
+            )
+        return PLAN_FORMATS[word]

@@ -90,15 +90,20 @@ class Scenario:
         layout = None if pins == (None, None, None) else math.prod(pin or 1 for pin in pins)
         return request.num_gpus or self.machine_gpus or layout
 
+    @property
+    def wanted_format(self) -> str | None:
+        """The format that the request asks for; None: the checkpoint's."""
+        return self.request.weight_format(self.checkpoint.weight_format)
+
     @cached_property
     def weight_format(self) -> str:
         """Of the linears, as the engine will hold them."""
-        return self.checkpoint.format_for(self.request.weight_format)
+        return self.checkpoint.format_for(self.wanted_format)
 
     @cached_property
     def shape(self) -> ModelShape:
         """The model as the engine will hold it."""
-        return self.checkpoint.converted(self.request.weight_format).held_in(self.dtype.value)
+        return self.checkpoint.converted(self.wanted_format).held_in(self.dtype.value)
 
     @cached_property
     def dtype(self) -> Decision:
@@ -154,13 +159,13 @@ class Scenario:
 
     def format_problem(self) -> str:
         """Say why the requested weight format cannot be had; empty: it can, or none was requested."""
-        wanted, own, chip = self.request.weight_format, self.checkpoint.weight_format, self.chip
+        wanted, own, chip = self.wanted_format, self.checkpoint.weight_format, self.chip
         if wanted is None or not self.converts:
             return ""
         if own != PLAIN.name:
             return f"quantization {self.request.quantization}: the checkpoint holds {own} already and keeps it"
         units, vendor = find_format(wanted).units, find_format(wanted).vllm_vendor
-        if units and units not in chip.flops:
+        if wanted in MADE_AT_LOAD and units not in chip.flops:  # of stored ones the weights alone may be narrow
             kinds = ", ".join(chip.flops)
             return f"quantization {self.request.quantization}: {chip.title} has no {units} units ({kinds})"
         if self.engine == "vllm" and vendor not in ("", chip.vendor):
@@ -188,7 +193,7 @@ class Scenario:
     def model_gaps(self) -> list[str]:
         """Say why headrace cannot serve the model today; empty: it can."""
         own = self.config.weight_format  # as the name says: another checkpoint than config.json's
-        wanted = self.request.weight_format
+        wanted = self.wanted_format
         return model_gaps(self.config.config, wanted if own in (None, PLAIN.name) else own)
 
     @property

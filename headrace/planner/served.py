@@ -182,7 +182,7 @@ def deployment_of(config: EngineConfig, model: ModelConfig, facts: list[WorkerFa
     if not facts:
         raise ConfigError("no rank has reported its device")
     fact, shape = facts[0], shape_of(model.raw, config.model).held_in(config.dtype)
-    wanted = PlanRequest(model=config.model, quantization=config.quantization).weight_format
+    wanted = PlanRequest(model=config.model, quantization=config.quantization).weight_format(shape.weight_format)
     return Deployment(
         shape.converted(wanted),
         this_cpu(fact.total_memory) if fact.device == "cpu" else find_chip(fact.device_name, fact.total_memory),

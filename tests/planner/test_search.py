@@ -9,13 +9,14 @@ import pytest
 
 from headrace.planner import layouts as layouts_module
 from headrace.planner import search as search_module
-from headrace.planner.catalogue import CheckpointConfig, find_model
+from headrace.planner.catalogue import CheckpointConfig, catalogue, find_model
 from headrace.planner.chips import find_chip
 from headrace.planner.layouts import layouts, name_of, reasons
 from headrace.planner.parallel import Parallel
 from headrace.planner.plan_request import PlanRequest
 from headrace.planner.scenario import Scenario
 from headrace.planner.search import Candidate, SearchResult, evaluate, score, search
+from headrace.planner.shapes import shape_of
 
 H200 = find_chip("h200")
 DENSE, SPARSE, LATENT, ULTRA = (find_model(name) for name in ("llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3",
@@ -75,6 +76,25 @@ def test_layouts_use_all_gpus_or_as_many_as_come_out_even() -> None:
 )
 def test_rules_of_models(shape: Any, parallel: Parallel, reason: str) -> None:
     assert any(reason in found for found in reasons(parallel, shape, H200))
+
+
+def test_ranks_begin_with_a_group_of_inputs_that_share_a_scale() -> None:
+    """Qwen2.5-72B's down projection has 29568 inputs, 231 groups of 128: no two ranks can share them. Blocks of fp8 may
+    be cut: they are widened then."""
+    config = {
+        **catalogue()["llama-3.1-70b"].config, "intermediate_size": 29568, "architectures": ["Qwen2ForCausalLM"]
+    }  # fmt: skip
+    awq = shape_of({**config, "quantization_config": {"quant_method": "awq", "bits": 4}}, "awq")
+    (why,) = reasons(Parallel(tp=8), awq, H200)
+    assert why == "29568 inputs of mlp.down_proj.weight in groups of 128 do not divide by 8"
+    assert reasons(Parallel(), awq, H200) == []
+    finer = {"quant_method": "awq", "bits": 4, "group_size": 32}
+    assert reasons(Parallel(tp=4), shape_of({**config, "quantization_config": finer}, "awq"), H200) == []
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    assert reasons(Parallel(tp=8), shape_of({**config, "quantization_config": blocks}, "fp8"), H200) == []
+    experts = SPARSE.in_format("int4")  # 768 inputs
+    assert reasons(Parallel(tp=8), experts, H200) == ["experts of 768 have 6 groups of 128 inputs, fewer than 8 GPUs"]
+    assert reasons(Parallel(tp=8, ep=True), experts, H200) == reasons(Parallel(tp=4), experts, H200) == []
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def _calculate_kv_scales(case: Case, setting: Setting) -> Remark | None:
 def _quantization(case: Case, setting: Setting) -> Remark | None:
     value, form = setting.value.lower(), case.checkpoint_format
     from_config = "format-follows-from-the-flag"
-    if value == "gptq" and "quantized.w" in (case.line.model or "").lower():
+    if value == "gptq" and case.line.engine == "vllm" and _holds_compressed_tensors(case.line.model or ""):
         text = "checkpoints named so hold compressed-tensors, not GPTQ; config.json says which, and decides"
         return wrong(text, claim=from_config)
     if form not in ("bf16", "", *CHECKPOINT_WORDS.get(value, (form,))):
@@ -96,6 +96,14 @@ def _quantization(case: Case, setting: Setting) -> Remark | None:
         text += ". ptpc_fp8 is as fast and rounds less: a scale for each output"
         return helps(text, better="--quantization ptpc_fp8")
     return helps(text)
+
+
+def _holds_compressed_tensors(model: str) -> bool:
+    """As config.json says, or where that is not known the name."""
+    held = config_of(model).get("quantization_config")
+    if isinstance(held, dict):
+        return held.get("quant_method") == "compressed-tensors"
+    return "quantized.w" in model.lower()
 
 
 def _dtype(case: Case, setting: Setting) -> Remark | None:

@@ -213,6 +213,8 @@ OPINIONS = [
     ("vllm serve m --load-format tensorizer", None, "--load-format", "fine", "", ""),
     ("headrace serve m --load-format tensorizer", None, "--load-format", "wrong", "auto, safetensors, dummy", ""),
     ("vllm serve m --uvicorn-log-level trace", None, "--uvicorn-log-level", "fine", "", ""),
+    ("headrace serve RedHatAI/Meta-Llama-3.1-70B-Instruct-quantized.w4a16 --quantization gptq", None,
+     "--quantization", "not needed", "holds int4 weights already", "format-follows-from-the-flag"),
     ("headrace serve demo --quantization awq", None, "--quantization", "wrong", "config.json says", ""),
     ("vllm serve hugging-quants/Meta-Llama-3.1-70B-Instruct-AWQ-INT4 --quantization fp8", None, "--quantization",
      "wrong", "holds int4 weights", ""),
