@@ -70,6 +70,10 @@ PREFILL: dict[tuple[str, int, int], AttentionConfig] = {
     ("hip", 4, 256): AttentionConfig(16, 16, 4, 1),
 }
 
+PARTIAL_PREFILL: dict[tuple[str, int, int], AttentionConfig] = {
+    # like PREFILL, for heads that fill no power of two: beside their masks, two stages spill registers
+    ("cuda", 2, 128): AttentionConfig(64, 64, 4, 3),
+}
 WINDOW_PREFILL: dict[tuple[str, int, int], AttentionConfig] = {
     # like PREFILL, for windows of up to SMALL_WINDOW keys: in smaller tiles fewer of the products are masked
     ("cuda", 2, 64): AttentionConfig(64, 32, 4, 3),
@@ -109,6 +113,8 @@ def pick_config(
     width = next(width for width in (64, 128, 256, head_dim) if head_dim <= width)
     key = family, element_size, width
     config = (DECODE if decode else PREFILL)[key]
+    if not decode and head_dim < width:
+        config = PARTIAL_PREFILL.get(key, config)
     if not decode and window is not None and window <= SMALL_WINDOW:
         config = WINDOW_PREFILL.get(key, config)
     block_m = max(config.block_m, 1 << (group - 1).bit_length())

@@ -55,8 +55,8 @@ FEW: dict[tuple[str, Kind], MoeConfig] = {
     ("cuda", "fp8"): MoeConfig(1, Tile(4, 2048, 8, 1), Tile(1, 1024, 2, 1, group=8)),
     ("cuda", "half"): MoeConfig(1, Tile(2, 2048, 8, 1), Tile(1, 1024, 1, 1, group=4)),
     ("cuda", "float"): MoeConfig(1, Tile(4, 512, 4, 1), Tile(4, 512, 4, 1, group=2)),
-    ("hip", "tiled4"): MoeConfig(1, Tile(32, 128, 4, 2, split=2), Tile(64, 128, 4, 2, split=4)),
-    ("hip", "tiled8"): MoeConfig(1, Tile(32, 128, 4, 2, split=2), Tile(64, 128, 4, 2, split=4)),
+    ("hip", "tiled4"): MoeConfig(1, Tile(32, 128, 8, 2, split=2), Tile(64, 128, 8, 2, split=4)),
+    ("hip", "tiled8"): MoeConfig(1, Tile(32, 128, 8, 2, split=2), Tile(64, 128, 8, 2, split=4)),
     ("hip", "fp8"): MoeConfig(1, Tile(8, 1024, 4, 1), Tile(4, 512, 2, 1, group=4)),
     ("hip", "half"): MoeConfig(1, Tile(4, 1024, 4, 1), Tile(4, 256, 2, 1, group=4)),
     ("hip", "float"): MoeConfig(1, Tile(4, 512, 4, 1), Tile(4, 256, 2, 1, group=4)),
@@ -111,11 +111,13 @@ for _family in ("cuda", "hip"):  # not measured beyond 12 pairs an expert
     MANY[_family, "fp8"] = tuple((most, _as_many_bytes(config)) for most, config in MANY[_family, "half"])
 _FEW_IN_FP8 = MoeConfig(16, Tile(32, 256, 4, 3, swap=True), Tile(64, 128, 4, 3, swap=True))
 MANY["cuda", "fp8"] = ((12, _FEW_IN_FP8), *MANY["cuda", "fp8"][2:])
+# Four waves, or eight with twice the outputs, have more masks and addresses to hold than scalar registers.
+_OF_EIGHT_WAVES = Tile(32, 128, 8, 2), Tile(64, 128, 8, 2)
 MANY["hip", "tiled4"] = MANY["hip", "tiled8"] = (
-    (12, MoeConfig(16, Tile(32, 128, 4, 2), Tile(64, 128, 4, 2))),
-    (24, MoeConfig(32, Tile(32, 128, 4, 2), Tile(64, 128, 4, 2))),
-    (96, MoeConfig(64, Tile(32, 128, 4, 2), Tile(64, 128, 4, 2))),
-    (float("inf"), MoeConfig(128, Tile(64, 128, 8, 2), Tile(128, 128, 8, 2))),
+    (12, MoeConfig(16, *_OF_EIGHT_WAVES)),
+    (24, MoeConfig(32, *_OF_EIGHT_WAVES)),
+    (96, MoeConfig(64, *_OF_EIGHT_WAVES)),
+    (float("inf"), MoeConfig(128, *_OF_EIGHT_WAVES)),
 )
 
 
@@ -124,8 +126,8 @@ INVARIANT: dict[tuple[str, Kind], MoeConfig] = {
     ("cuda", "tiled8"): MoeConfig(64, Tile(32, 128, 4, 3), Tile(64, 128, 4, 3)),
     ("cuda", "half"): MoeConfig(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
     ("cuda", "float"): MoeConfig(16, Tile(16, 64, 4, 3), Tile(32, 64, 4, 3)),
-    ("hip", "tiled4"): MoeConfig(64, Tile(32, 128, 4, 2), Tile(64, 128, 4, 2)),
-    ("hip", "tiled8"): MoeConfig(64, Tile(32, 128, 4, 2), Tile(64, 128, 4, 2)),
+    ("hip", "tiled4"): MoeConfig(64, *_OF_EIGHT_WAVES),
+    ("hip", "tiled8"): MoeConfig(64, *_OF_EIGHT_WAVES),
     ("hip", "half"): MoeConfig(64, Tile(32, 64, 4, 2), Tile(64, 64, 4, 2)),
     ("hip", "float"): MoeConfig(16, Tile(16, 64, 4, 2), Tile(32, 64, 4, 2)),
 }

@@ -229,7 +229,8 @@ def compile_experts(target):
             for kernel in kernels:
                 report(f"experts {kernel.__name__} {num_experts} {num_tokens}", kernel, known)
     kinds = ("mxfp4", "int4 zeros", "int4 wide groups", "nvfp4", "fp8 blocks", "int8 groups")
-    for kind, dtype, num_tokens in grid(kinds if SWEEP else kinds[:5], DTYPES, (1, 8, 2048)):
+    counts = (1, 8, 128, 512, 2048) if SWEEP else (1, 8, 2048)  # one for each row of the tables
+    for kind, dtype, num_tokens in grid(kinds if SWEEP else kinds[:5], DTYPES, counts):
         experts = tiled_experts(kind, dtype)
         moe.fused_moe(torch.zeros(num_tokens, 2880, dtype=dtype), experts, None)
         for kernel in kernels:
