@@ -11,15 +11,7 @@ from headrace.parsers.reader import MAX_NAME, Markers, Reader, markers
 from headrace.parsers.scalars import json_escaped, json_string
 from headrace.parsers.tagged import name_attribute
 from headrace.parsers.tools import FunctionTool
-from headrace.parsers.typed_values import (
-    STRING,
-    Schema,
-    item_schemas,
-    json_of,
-    parameter_schemas,
-    property_schemas,
-    types_of,
-)
+from headrace.parsers.typed_values import STRING, ValueSchema, json_of, parameters_of
 
 MAX_DEPTH = 64
 """Elements within elements; what is deeper is text."""
@@ -112,12 +104,11 @@ class ElementCalls:
 
     def _argument(self, reader: Reader, calls: Calls, tool: FunctionTool | None, key: str) -> Steps[Tag | None]:
         """Hand on a value, whose tag was read; returns the tag behind it."""
-        root = tool.parameters if tool else {}
-        schemas = parameter_schemas(tool, key)
-        if types_of(schemas, root)[0] == STRING:
+        schema = parameters_of(tool).member(key)
+        if schema.types[0] == STRING:
             tag = yield from self._pass_text(reader, calls, key)
         else:
-            tag = yield from self._collect(reader, calls, _Element(key, schemas), root)
+            tag = yield from self._collect(reader, calls, _Element(key, schema))
         if tag and tag.inside == f"/{key}":
             return (yield from self._next(reader))
         return tag
@@ -139,7 +130,7 @@ class ElementCalls:
                 return tag
             yield event(mark + tag.text)
 
-    def _collect(self, reader: Reader, calls: Calls, outer: _Element, root: Schema) -> Steps[Tag | None]:
+    def _collect(self, reader: Reader, calls: Calls, outer: _Element) -> Steps[Tag | None]:
         """Read an element up to its end, and hand on its value; returns the tag that is there."""
         path = [outer]
         while True:
@@ -154,13 +145,13 @@ class ElementCalls:
                 ended = [place for place, element in enumerate(path) if element.name == tag.inside[1:]]
                 if ended and not ended[-1]:
                     break
-                _close(path, ended[-1] if ended else len(path), root)
+                _close(path, ended[-1] if ended else len(path))
             elif tag.inside and len(path) < MAX_DEPTH:
-                path.append(_Element(tag.inside, path[-1].schemas_of(tag.inside, root)))
+                path.append(_Element(tag.inside, path[-1].schema_of(tag.inside)))
             else:
                 path[-1].texts.append(mark + tag.text)
-        _close(path, 1, root)
-        yield calls.arguments(outer.json(root))
+        _close(path, 1)
+        yield calls.arguments(outer.json())
         return tag
 
 
@@ -169,24 +160,25 @@ class _Element:
     """One element of an argument, as far as it was read."""
 
     name: str
-    schemas: list[Schema]
+    schema: ValueSchema
     texts: list[str] = field(default_factory=list)
     members: list[tuple[str, str]] = field(default_factory=list)
     """Name and JSON of the elements within it."""
 
-    def schemas_of(self, name: str, root: Schema) -> list[Schema]:
-        """Return the schemas of an element that comes next within it."""
-        return property_schemas(self.schemas, root, name) or item_schemas(self.schemas, root, len(self.members))
+    def schema_of(self, name: str) -> ValueSchema:
+        """Return what is said of an element that comes next within it."""
+        member = self.schema.member(name)
+        return member if member.schemas else self.schema.item(len(self.members))
 
-    def json(self, root: Schema) -> str:
+    def json(self) -> str:
         """Return its value: of the elements within it, or of its text."""
-        types, values = types_of(self.schemas, root)
+        types, values = self.schema.types
         text = "".join(self.texts)
         if not self.members:
             empty = "" if text.strip() or "string" in types else "{}" if "object" in types else "[]"
             if empty and types & {"object", "array"}:
                 return empty
-            return json_of(text, types, values, guess=bool(self.schemas))
+            return json_of(text, types, values, guess=bool(self.schema.schemas))
         # The schema says if it is an array; else the name that the chat template gives to items does.
         is_array = "array" in types if len(types & {"array", "object"}) == 1 else {_ITEM} == {*dict(self.members)}
         if is_array:
@@ -204,8 +196,8 @@ def _array(values: list[str]) -> str:
     return f"[{', '.join(values)}]"
 
 
-def _close(path: list[_Element], place: int, root: Schema) -> None:
+def _close(path: list[_Element], place: int) -> None:
     """End the element at this place of a path, and those within it."""
     while len(path) > place:
         closed = path.pop()
-        path[-1].members.append((closed.name, closed.json(root)))
+        path[-1].members.append((closed.name, closed.json()))

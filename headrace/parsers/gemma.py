@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 
@@ -10,8 +11,7 @@ from headrace.parsers.events import Steps
 from headrace.parsers.literals import MAX_DEPTH
 from headrace.parsers.reader import MAX_NAME, Reader, markers
 from headrace.parsers.scalars import json_escaped, json_scalar, json_string
-from headrace.parsers.tools import FunctionTool
-from headrace.parsers.typed_values import STRING, json_of, value_types
+from headrace.parsers.typed_values import ValueSchema, json_of, parameters_of
 
 _NAME = re.compile(r"[^\s{}\[\]()<>\"'`|:]+")
 _NULLS = ("null", "none", "nil")
@@ -27,8 +27,8 @@ class GemmaCalls:
     """Markup that ends a call."""
     thought: tuple[str, str] = ("", "")
     """Markup around a thought, which is left out where no reasoning is read: its opening is an opener too."""
-    typed: bool = False
-    """Every value stands between quotes, so that the schema, or the look of it, tells a string from others."""
+    guess: bool = False
+    """An argument between quotes whose type no schema says is JSON, or a Python literal, if it looks like one."""
 
     def read(self, reader: Reader, calls: Calls, opener: str) -> Steps[bool]:
         """Read one call."""
@@ -43,13 +43,13 @@ class GemmaCalls:
         if stop != "{" or not _NAME.fullmatch(name):
             return False
         yield calls.start(name)
-        yield from self._object(reader, calls, calls.tools.get(name), 0)
+        yield from self._object(reader, calls, parameters_of(calls.tools.get(name)), 0)
         yield from reader.space()
         yield from reader.accept(markers(*self.closers))
         return True
 
-    def _object(self, reader: Reader, calls: Calls, tool: FunctionTool | None, depth: int) -> Steps[None]:
-        """Hand on an object, whose opening brace was read. `tool`, if given, knows the types of its values."""
+    def _object(self, reader: Reader, calls: Calls, schema: ValueSchema, depth: int) -> Steps[None]:
+        """Hand on an object, whose opening brace was read."""
         separator = "{"
         while True:
             mark = yield from self._end(reader)
@@ -61,19 +61,19 @@ class GemmaCalls:
                 continue
             yield calls.arguments(f"{separator}{json_string(key)}: ")
             separator = ", "
-            yield from self._value(reader, calls, tool, key, depth)
+            yield from self._value(reader, calls, schema.member(key), depth)
         yield from _close(reader, calls, mark, "}", "{}" if separator == "{" else "}")
 
-    def _array(self, reader: Reader, calls: Calls, depth: int) -> Steps[None]:
+    def _array(self, reader: Reader, calls: Calls, schema: ValueSchema, depth: int) -> Steps[None]:
         """Hand on an array, whose opening bracket was read."""
         separator = "["
-        while True:
+        for place in itertools.count():
             mark = yield from self._end(reader)
             if mark or reader.ended:
                 break
             yield calls.arguments(separator)
             separator = ", "
-            yield from self._value(reader, calls, None, "", depth)
+            yield from self._value(reader, calls, schema.item(place), depth)
         yield from _close(reader, calls, mark, "]", "[]" if separator == "[" else "]")
 
     def _end(self, reader: Reader) -> Steps[str]:
@@ -96,29 +96,29 @@ class GemmaCalls:
             return "", ""
         return key.strip(), stop
 
-    def _value(self, reader: Reader, calls: Calls, tool: FunctionTool | None, key: str, depth: int) -> Steps[None]:
+    def _value(self, reader: Reader, calls: Calls, schema: ValueSchema, depth: int) -> Steps[None]:
         """Hand on a value."""
         yield from reader.space()
         nested = ("{", "[") if depth < MAX_DEPTH else ()
         mark = yield from reader.accept(markers(self.quote, '"', *nested))
         if mark == "{":
-            yield from self._object(reader, calls, None, depth + 1)
+            yield from self._object(reader, calls, schema, depth + 1)
         elif mark == "[":
-            yield from self._array(reader, calls, depth + 1)
+            yield from self._array(reader, calls, schema, depth + 1)
         elif mark:
-            yield from self._string(reader, calls, mark, tool, key)
+            yield from self._quoted(reader, calls, mark, schema, self.guess and depth == 0)
         else:
             text, stop = yield from reader.until(markers(",", "}", "]", *self.closers))
             reader.back(stop)
-            text = text.strip()
             if stop or not reader.cut:
-                yield calls.arguments("null" if text.lower() in _NULLS else json_scalar(text) or json_string(text))
+                yield calls.arguments(_bare(text.strip(), schema))
 
-    def _string(self, reader: Reader, calls: Calls, quote: str, tool: FunctionTool | None, key: str) -> Steps[None]:
-        """Hand on what stands in quotes, the first of which was read: a string, or what the schema says it is."""
+    def _quoted(self, reader: Reader, calls: Calls, quote: str, schema: ValueSchema, guess: bool) -> Steps[None]:
+        """Hand on what stands in quotes, the first of which was read: a string where the schema allows one or (unless
+        `guess`) says nothing."""
         ends = markers(quote, *self.closers)
-        types, values = value_types(tool, key) if self.typed else (STRING, ())
-        if types == STRING:
+        types, values = schema.types
+        if "string" in types or not (types or guess):
             yield calls.arguments('"')
             stop = yield from reader.pass_on(ends, lambda text: calls.arguments(json_escaped(text)), strict=True)
             written = '"'
@@ -129,6 +129,14 @@ class GemmaCalls:
             reader.back(stop)
         if stop or not reader.cut:
             yield calls.arguments(written)
+
+
+def _bare(text: str, schema: ValueSchema) -> str:
+    """Return the JSON of what stands without quotes: null, what the schema says it is, or what it looks like."""
+    types, values = schema.types
+    if text.lower() in _NULLS and (text not in values or None in values):
+        return "null"
+    return json_of(text, types, values) if types else json_scalar(text) or json_string(text)
 
 
 def _close(reader: Reader, calls: Calls, mark: str, closer: str, text: str) -> Steps[None]:

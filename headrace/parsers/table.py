@@ -132,7 +132,7 @@ _OTHER = (
     ToolFormat("minimax_m3", ElementCalls("]<]minimax[>["), ("]<]minimax[>[",)),
     ToolFormat("gemma4", GemmaCalls('<|"|>', ("<tool_call|>",), thought=("<|channel>", "<channel|>")),
                ("<|tool_call>", "<|channel>")),
-    ToolFormat("functiongemma", GemmaCalls("<escape>", ("<end_function_call>",), typed=True),
+    ToolFormat("functiongemma", GemmaCalls("<escape>", ("<end_function_call>",), guess=True),
                ("<start_function_call>",)),
     ToolFormat("openai", HarmonyCalls(), (), whole_answer=True),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from headrace.parsers.events import Arguments, Steps
 from headrace.parsers.reader import MAX_NAME, Markers, Reader, markers
 from headrace.parsers.scalars import json_escaped, json_string
 from headrace.parsers.tools import FunctionTool
-from headrace.parsers.typed_values import STRING, is_declared, is_text, json_of, value_types
+from headrace.parsers.typed_values import STRING, is_text, json_of, parameters_of
 
 _NAME = re.compile(r"[^\s{}\[\]()<>\"'`|=]+")
 _NAME_ATTRIBUTE = re.compile(r"""name\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'/]+))""")
@@ -122,10 +122,10 @@ class TaggedCalls:
             if mark != self.value_open:
                 reader.back(mark)
                 return separator, not mark
-        if not key or (self.only_known and not is_declared(tool, key)):
+        if not key or (self.only_known and not parameters_of(tool).declares(key)):
             _, stop = yield from reader.until(markers(self.value_close))
             return separator, not stop
-        types, values = value_types(tool, key)
+        types, values = parameters_of(tool).member(key).types
         said = _STRING_ATTRIBUTE.search(head) if self.in_attribute else None
         if said and said.group(1) == "true":
             types, values = STRING, ()
@@ -203,7 +203,7 @@ class TaggedCalls:
         if end < 0:
             return False if closed or len(text) - at >= MAX_NAME else None
         key = self._name(text[at:end]) if self.in_attribute else text[at:end].strip()
-        return bool(key) and is_declared(tool, key)
+        return bool(key) and parameters_of(tool).declares(key)
 
     def _name(self, head: str) -> str:
         """The name that stands in a tag, "" if there is none."""

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from headrace.parsers.literals import whole_literal
 from headrace.parsers.scalars import json_number, json_string, json_word
 from headrace.parsers.tools import FunctionTool
 
-Schema = dict[str, Any]
 MAX_SCHEMAS = 1000
-"""How many subschemas are read to learn the types of one parameter; what is beyond says nothing."""
+"""How many subschemas are read to learn the types of one value; what is beyond says nothing."""
 
 STRING = frozenset({"string"})
 
@@ -32,74 +32,97 @@ _OF_KEYWORD = {"properties": "object", "additionalProperties": "object", "items"
 _MAY_BE_LITERAL = frozenset("{[(\"'-+.0123456789tfnTFN")
 
 
-def parameter_schemas(tool: FunctionTool | None, name: str) -> list[Schema]:
-    """Return the schemas that a tool has for a parameter: of several alternatives, one for each that names it."""
-    return property_schemas([tool.parameters], tool.parameters, name) if tool else []
+@dataclass(frozen=True, eq=False)
+class ValueSchema:
+    """Holds what a tool's parameters say of one value, at any depth: the schemas that it may have to fit."""
+
+    schemas: tuple[dict[str, Any], ...]
+    """none: nothing is said of it"""
+    root: dict[str, Any]
+    """the tool's parameters, within which references lead"""
+
+    def member(self, name: str) -> ValueSchema:
+        """Return what is said of an object's member: of several alternatives, by those that name it, if any do."""
+        named, others = [], []
+        for schema in self._alternatives:
+            properties = schema.get("properties")
+            if isinstance(properties, dict) and name in properties:
+                named.append(properties[name] if isinstance(properties[name], dict) else {})
+            else:
+                others.append(schema.get("additionalProperties"))
+        return self._within(named or others)
+
+    def item(self, place: int) -> ValueSchema:
+        """Return what is said of an array's item."""
+        if place >= self._most_listed:
+            return self._other_items
+        found = []
+        for schema in self._alternatives:
+            listed = _listed_items(schema)
+            found.append(listed[place] if place < len(listed) else _items_behind(schema))
+        return self._within(found)
+
+    @cached_property
+    def types(self) -> tuple[frozenset[str], tuple[Any, ...]]:
+        """Return the JSON types that the value may have, none if nothing says; and the values of its enum."""
+        types: set[str] = set()
+        values: list[Any] = []
+        for schema in self._alternatives:
+            said = schema["type"] if isinstance(schema.get("type"), list) else [schema.get("type")]
+            kinds = {kind.strip().lower() for kind in said if isinstance(kind, str)}
+            allowed = schema["enum"] if isinstance(schema.get("enum"), list) else []
+            allowed = [*allowed, schema["const"]] if "const" in schema else allowed
+            values += allowed
+            kinds |= {_OF_PYTHON.get(type(value), "null") for value in allowed}
+            if not kinds:
+                kinds = {kind for keyword, kind in _OF_KEYWORD.items() if keyword in schema}
+            if schema.get("nullable") is True:
+                kinds.add("null")
+            types |= {_ALIASES.get(kind, kind) for kind in kinds}
+        return frozenset(types), tuple(values)
+
+    def declares(self, name: str) -> bool:
+        """Return whether an object may have this member, as it may if none is declared at all."""
+        declared = [schema.get("properties") for schema in self._alternatives]
+        named = [properties for properties in declared if isinstance(properties, dict) and properties]
+        return not named or any(name in properties for properties in named)
+
+    @cached_property
+    def _alternatives(self) -> list[dict[str, Any]]:
+        return list(_all_of(self.schemas, self.root))
+
+    @cached_property
+    def _most_listed(self) -> int:
+        return max(map(len, map(_listed_items, self._alternatives)), default=0)
+
+    @cached_property
+    def _other_items(self) -> ValueSchema:
+        return self._within(map(_items_behind, self._alternatives))
+
+    def _within(self, schemas: Iterable[Any]) -> ValueSchema:
+        return ValueSchema(tuple(schema for schema in schemas if isinstance(schema, dict)), self.root)
 
 
-def property_schemas(outer: Iterable[Schema], root: Schema, name: str) -> list[Schema]:
-    """Return the schemas that objects of these schemas, which lie in `root`, have for a property."""
-    found: list[Schema] = []
-    others: list[Schema] = []
-    for schema in _all_alternatives(outer, root):
-        properties = schema.get("properties")
-        if isinstance(properties, dict) and name in properties:
-            found.append(properties[name] if isinstance(properties[name], dict) else {})
-        elif isinstance(schema.get("additionalProperties"), dict):
-            others.append(schema["additionalProperties"])
-    return found or others
-
-
-def item_schemas(outer: Iterable[Schema], root: Schema, place: int) -> list[Schema]:
-    """Return the schemas that arrays of these schemas have for the item at a place."""
-    found = []
-    for schema in _all_alternatives(outer, root):
-        lists = [schema[key] for key in ("prefixItems", "items") if isinstance(schema.get(key), list)]
-        first: list[Any] = lists[0] if lists else []
-        rest = schema.get("items") if "prefixItems" in schema or not first else schema.get("additionalItems")
-        said = first[place] if place < len(first) else rest
-        found += [said] if isinstance(said, dict) else []
-    return found
-
-
-def is_declared(tool: FunctionTool | None, name: str) -> bool:
-    """Return whether a tool lets a parameter pass, which it does if it declares none at all."""
+def parameters_of(tool: FunctionTool | None) -> ValueSchema:
+    """Return what is said of all of a tool's arguments, as one object; nothing if there is no such tool."""
     root = tool.parameters if tool else {}
-    declared = [schema["properties"] for schema in _alternatives(root, root) if schema.get("properties")]
-    return not declared or any(name in properties for properties in declared)
+    return ValueSchema((root,), root)
 
 
-def value_types(tool: FunctionTool | None, name: str) -> tuple[frozenset[str], tuple[Any, ...]]:
-    """Return the JSON types that a parameter may have, none if the schema does not say; and the values of its enum."""
-    return types_of(parameter_schemas(tool, name), tool.parameters if tool else {})
+def _listed_items(schema: dict[str, Any]) -> list[Any]:
+    """The schemas of an array's first items, as `prefixItems` or, in older drafts, a list in `items`."""
+    listed = schema.get("prefixItems", schema.get("items"))
+    return listed if isinstance(listed, list) else []
 
 
-def types_of(outer: Iterable[Schema], root: Schema) -> tuple[frozenset[str], tuple[Any, ...]]:
-    """Return the JSON types that values of these schemas may have, and the values of their enums."""
-    types: set[str] = set()
-    values: list[Any] = []
-    for schema in _all_alternatives(outer, root):
-        said = schema["type"] if isinstance(schema.get("type"), list) else [schema.get("type")]
-        kinds = {kind.strip().lower() for kind in said if isinstance(kind, str)}
-        allowed = schema["enum"] if isinstance(schema.get("enum"), list) else []
-        allowed = [*allowed, schema["const"]] if "const" in schema else allowed
-        values += allowed
-        kinds |= {_OF_PYTHON.get(type(value), "null") for value in allowed}
-        if not kinds:
-            kinds = {kind for keyword, kind in _OF_KEYWORD.items() if keyword in schema}
-        if schema.get("nullable") is True:
-            kinds.add("null")
-        types |= {_ALIASES.get(kind, kind) for kind in kinds}
-    return frozenset(types), tuple(values)
+def _items_behind(schema: dict[str, Any]) -> Any:
+    """The schema of the items behind those, if any."""
+    return schema.get("additionalItems") if isinstance(schema.get("items"), list) else schema.get("items")
 
 
-def _all_alternatives(outer: Iterable[Schema], root: Schema) -> Iterator[Schema]:
-    return itertools.chain.from_iterable(_alternatives(schema, root) for schema in outer)
-
-
-def _alternatives(schema: Schema, root: Schema) -> Iterator[Schema]:
-    """The schema and all that it is made of: anyOf, oneOf, allOf and references within the tool's parameters."""
-    waiting: deque[Any] = deque([schema])
+def _all_of(schemas: Iterable[Any], root: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Schemas and all that they are made of: anyOf, oneOf, allOf and references within the tool's parameters."""
+    waiting: deque[Any] = deque(schemas)
     seen: set[int] = set()
     while waiting and len(seen) < MAX_SCHEMAS:
         current = waiting.popleft()
@@ -114,7 +137,7 @@ def _alternatives(schema: Schema, root: Schema) -> Iterator[Schema]:
             waiting.append(_referred(current["$ref"], root))
 
 
-def _referred(reference: str, root: Schema) -> Any:
+def _referred(reference: str, root: dict[str, Any]) -> Any:
     """What a reference of the form #/a/b names, or None."""
     found: Any = root if reference.startswith("#") else None
     for key in reference[1:].split("/")[1:]:

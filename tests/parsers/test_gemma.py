@@ -13,7 +13,7 @@ from headrace.parsers.output_parser import Answer, OutputParser
 from headrace.parsers.table import REASONING_FORMATS, TOOL_FORMATS
 from headrace.parsers.tools import FunctionTool
 from tests.parsers.reading import called, read, some_cuts
-from tests.parsers.test_tagged import random_value
+from tests.parsers.test_tagged import random_value, type_of
 
 QUOTE = '<|"|>'
 
@@ -74,6 +74,68 @@ def test_arguments(body: str, values: dict[str, Any]) -> None:
     assert called(answer("gemma4", gemma("a.f-g", body))) == [("a.f-g", values)]
 
 
+def schema_of(value: Any) -> dict[str, Any]:
+    """The schema of a value and of all within it."""
+    found: dict[str, Any] = {"type": type_of(value)}
+    if isinstance(value, list):
+        found["prefixItems"] = list(map(schema_of, value))
+    if isinstance(value, dict):
+        found["properties"] = {key: schema_of(item) for key, item in value.items()}
+    return found
+
+
+def looking_like_more(value: Any, rng: random.Random) -> Any:
+    """A value in which some strings read like other values."""
+    if isinstance(value, list):
+        return [looking_like_more(item, rng) for item in value]
+    if isinstance(value, dict):
+        return {key: looking_like_more(item, rng) for key, item in value.items()}
+    return rng.choice(["null", "42", "true", "[1]", "", value]) if isinstance(value, str) else value
+
+
+@pytest.mark.parametrize("name", ["gemma4", "functiongemma"])
+def test_strings_that_read_like_other_values_stay_strings(name: str) -> None:
+    """Of the schema's types, and within an argument even if no schema says more."""
+    rng = random.Random()
+    for _ in range(40):
+        values = {f"p{place}": looking_like_more(random_value(rng), rng) for place in range(rng.randrange(5))}
+        schemas = rng.choice(
+            [schema_of(values), {"properties": {key: {"type": type_of(values[key])} for key in values}}]
+        )
+        text = gemma("f", written(values)[1:-1])
+        if name == "functiongemma":
+            text = function("f", written(values)[1:-1].replace(QUOTE, "<escape>"))
+        for pieces in ([text], list(text)):
+            assert called(read(pieces, TOOL_FORMATS[name], None, [FunctionTool("f", schemas)])) == [("f", values)], text
+
+
+@pytest.mark.parametrize("name", ["gemma4", "functiongemma"])
+@pytest.mark.parametrize(
+    ("schema", "body", "value"),
+    [
+        ({"items": {"type": "string"}}, "[`null`,`42`,null]", ["null", "42", None]),
+        ({"items": {"type": "integer"}}, "[`42`,42,`many`]", [42, 42, "many"]),
+        ({"items": {"type": ["string", "null"]}}, "[`null`,null]", ["null", None]),
+        ({"items": {"enum": ["none", "some"]}}, "[none,`none`]", ["none", "none"]),
+        ({"prefixItems": [{"type": "string"}], "items": {"type": "boolean"}}, "[1,`true`]", ["1", True]),
+        ({"properties": {"a": {"type": "string"}}}, "{a:`true`,b:`true`}", {"a": "true", "b": "true"}),
+        ({"properties": {"a": {"type": "string"}}}, "{a:00501}", {"a": "00501"}),
+        ({"additionalProperties": {"type": "number"}}, "{a:`1.5`,b:[`1.5`]}", {"a": 1.5, "b": ["1.5"]}),
+        ({"type": "array", "items": {"items": {"type": "boolean"}}}, "[[`true`],[false]]", [[True], [False]]),
+        ({"type": "object"}, "{a:[`null`,{b:`42`}]}", {"a": ["null", {"b": "42"}]}),
+        ({"type": "object"}, '`{"a": [1]}`', {"a": [1]}),
+    ],
+)
+def test_the_schema_says_what_is_a_string_at_every_depth(
+    name: str, schema: dict[str, Any], body: str, value: Any
+) -> None:
+    text = gemma("f", "x:" + body.replace("`", QUOTE))
+    if name == "functiongemma":
+        text = function("f", "x:" + body.replace("`", "<escape>"))
+    tool = FunctionTool("f", {"properties": {"x": schema}})
+    assert called(answer(name, text, tool)) == [("f", {"x": value})]
+
+
 def test_text_and_several_calls() -> None:
     text = f"I look. {gemma('f', 'a:1')} more {gemma('g', '')} text"
     found = answer("gemma4", text)
@@ -81,8 +143,8 @@ def test_text_and_several_calls() -> None:
     assert found.content == "I look. "
 
 
-def test_function_gemma_quotes_every_value() -> None:
-    """The schema says what is a string; without one, a value that looks like JSON is that."""
+def test_function_gemma_quotes_every_argument() -> None:
+    """The schema says what is a string; without one, an argument that looks like JSON is that."""
     body = ",".join(f"{key}:<escape>{value}<escape>" for key, value in {"a": "42", "b": "true", "c": "x, y"}.items())
     assert called(answer("functiongemma", function("f", body))) == [("f", {"a": 42, "b": True, "c": "x, y"})]
     tool = FunctionTool("f", {"properties": {"a": {"type": "string"}, "b": {"type": "boolean"}}})

@@ -9,16 +9,20 @@ import pytest
 
 from headrace.parsers.scalars import json_number
 from headrace.parsers.tools import FunctionTool
-from headrace.parsers.typed_values import is_declared, is_text, json_of, value_types
+from headrace.parsers.typed_values import ValueSchema, is_text, json_of, parameters_of
 
 
 def tool(**properties: Any) -> FunctionTool:
     return FunctionTool("f", {"type": "object", "properties": properties})
 
 
+def types_of(found: FunctionTool | None, name: str) -> frozenset[str]:
+    return parameters_of(found).member(name).types[0]
+
+
 def read(text: str, schema: dict[str, Any], *, guess: bool = False) -> Any:
     """What a parameter of this schema gets from a text."""
-    types, values = value_types(tool(a=schema), "a")
+    types, values = parameters_of(tool(a=schema)).member("a").types
     return json.loads(json_of(text, types, values, guess=guess))
 
 
@@ -128,7 +132,7 @@ def test_types_behind_references() -> None:
             "y": {"$ref": "#/nowhere/at/all"},
         },
     }
-    known = {name: value_types(FunctionTool("f", parameters), name)[0] for name in parameters["properties"]}
+    known = {name: types_of(FunctionTool("f", parameters), name) for name in parameters["properties"]}
     nothing = frozenset[str]()
     assert known == {
         "n": {"integer"},
@@ -144,13 +148,40 @@ def test_parameters_of_alternatives_and_beyond_the_declared() -> None:
     either = FunctionTool(
         "f", {"oneOf": [{"properties": {"a": {"type": "integer"}}}, {"properties": {"a": {"type": "null"}}}]}
     )
-    assert value_types(either, "a")[0] == {"integer", "null"}
+    assert types_of(either, "a") == {"integer", "null"}
     others = FunctionTool("f", {"properties": {"a": {}}, "additionalProperties": {"type": "number"}})
-    assert value_types(others, "b")[0] == {"number"}
-    assert value_types(tool(a={"type": "integer"}), "b")[0] == frozenset()
-    assert value_types(None, "a")[0] == frozenset()
-    assert [is_declared(others, name) for name in "ab"] == [True, False]
-    assert is_declared(FunctionTool("f"), "anything")
+    assert types_of(others, "b") == {"number"}
+    assert types_of(tool(a={"type": "integer"}), "b") == frozenset()
+    assert types_of(None, "a") == frozenset()
+    assert [parameters_of(others).declares(name) for name in "ab"] == [True, False]
+    assert parameters_of(FunctionTool("f")).declares("anything")
+
+
+def test_values_within_values() -> None:
+    """Each has the schemas that its place has, in whichever alternative and behind whichever reference."""
+    parameters = {
+        "$defs": {"point": {"properties": {"x": {"type": "number"}}, "additionalProperties": {"type": "boolean"}}},
+        "properties": {
+            "list": {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/point"}, {"type": "null"}]}},
+            "pair": {"prefixItems": [{"type": "string"}, {"type": "integer"}], "items": {"type": "boolean"}},
+            "old": {"items": [{"type": "string"}], "additionalItems": {"type": "integer"}},
+            "either": {"oneOf": [{"prefixItems": [{"type": "string"}]}, {"items": {"type": "null"}}]},
+        },
+    }
+    root = parameters_of(FunctionTool("f", parameters))
+
+    def types(schema: ValueSchema) -> set[str]:
+        return set(schema.types[0])
+
+    point = root.member("list").item(5)
+    assert types(point) == {"object", "null"}
+    assert [types(point.member(name)) for name in ("x", "y")] == [{"number"}, {"boolean"}]
+    assert [types(root.member("pair").item(place)) for place in range(4)] == [
+        {"string"}, {"integer"}, {"boolean"}, {"boolean"},
+    ]  # fmt: skip
+    assert [types(root.member("old").item(place)) for place in range(3)] == [{"string"}, {"integer"}, {"integer"}]
+    assert [types(root.member("either").item(place)) for place in range(2)] == [{"string", "null"}, {"null"}]
+    assert types(root.member("none").item(0).member("x").item(1)) == set()
 
 
 @pytest.mark.parametrize(
@@ -164,10 +195,15 @@ def test_parameters_of_alternatives_and_beyond_the_declared() -> None:
         {"properties": {"a": {"type": [["x"], None]}}},
         {"$ref": 7},
         {"properties": {"a": {"enum": [[1], {"b": 2}]}}},
+        {"properties": 5},
+        {"properties": {"a": {"prefixItems": {}, "items": 3, "properties": "x", "additionalProperties": [1]}}},
     ],
 )
 def test_a_schema_that_is_none_says_nothing_and_breaks_nothing(parameters: dict[str, Any]) -> None:
-    types, values = value_types(FunctionTool("f", parameters), "a")
+    root = parameters_of(FunctionTool("f", parameters))
+    assert root.declares("a")
+    assert root.member("a").item(0).member("x").types == (frozenset(), ())
+    types, values = root.member("a").types
     assert json.loads(json_of("x", types, values)) == "x"
 
 
@@ -175,8 +211,8 @@ def test_a_schema_of_any_size_is_read_in_bounded_time() -> None:
     deep: dict[str, Any] = {"type": "integer"}
     for _ in range(100_000):
         deep = {"anyOf": [deep]}
-    assert value_types(tool(a=deep), "a")[0] == frozenset()
-    assert value_types(tool(a={"anyOf": [{"type": "integer"} for _ in range(100_000)]}), "a")[0] == {"integer"}
+    assert types_of(tool(a=deep), "a") == frozenset()
+    assert types_of(tool(a={"anyOf": [{"type": "integer"} for _ in range(100_000)]}), "a") == {"integer"}
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{'a':" * 50_000, "(" * 100_000, '"' + "\\" * 100_001, "-" * 100_000])
