@@ -151,24 +151,16 @@ def run_of(flat):
 
 
 @triton.jit
-def _less(values, offset, ASM: tl.constexpr):
-    """Return values [outputs, inputs] - offset [outputs]."""
-    offset = tl.broadcast_to(offset[:, None], values.shape)
+def _by_output(values, operation: tl.constexpr, one, ASM: tl.constexpr):
+    """Return values [outputs, inputs] less or times one [outputs]; the operation is `sub` or `mul`."""
+    one = tl.broadcast_to(one[:, None], values.shape)
     if ASM and values.dtype == tl.bfloat16:
-        values = tl.inline_asm_elementwise("sub.bf16x2 $0, $1, $2;", "=r,r,r", [values, offset], tl.bfloat16, True, 2)
+        text: tl.constexpr = operation + ".bf16x2 $0, $1, $2;"
+        values = tl.inline_asm_elementwise(text, "=r,r,r", [values, one], tl.bfloat16, True, 2)
+    elif operation == "sub":
+        values = values - one
     else:
-        values = values - offset
-    return values
-
-
-@triton.jit
-def _times(values, scale, ASM: tl.constexpr):
-    """Return values [outputs, inputs] * scale [outputs]."""
-    scale = tl.broadcast_to(scale[:, None], values.shape)
-    if ASM and values.dtype == tl.bfloat16:
-        values = tl.inline_asm_elementwise("mul.bf16x2 $0, $1, $2;", "=r,r,r", [values, scale], tl.bfloat16, True, 2)
-    else:
-        values = values * scale
+        values = values * one
     return values
 
 
@@ -229,12 +221,12 @@ def _small(
     """Return the block's run RUN of 16 inputs, placed, as weights: of groups smaller than a block, scaled."""
     OF_GROUP: tl.constexpr = RUN * 16 // GROUP if GROUP < _BLOCK else 0
     if VALUES == "integer":
-        run = _less(run, zero_of(words_ptr, at, ZEROS_AT + OF_GROUP, BITS, ZEROS, run.dtype), ASM)
+        run = _by_output(run, "sub", zero_of(words_ptr, at, ZEROS_AT + OF_GROUP, BITS, ZEROS, run.dtype), ASM)
     elif VALUES == "e4m3":
         factor = tl.full(at.shape, 256.0 if run.dtype == tl.float16 else 2.0**120, tl.float32)
-        run = _times(run, factor.to(run.dtype), ASM)
+        run = _by_output(run, "mul", factor.to(run.dtype), ASM)
     if GROUP < _BLOCK:
-        run = _times(run, scale_of(words_ptr, at, OF_GROUP, SCALES, run.dtype), ASM)
+        run = _by_output(run, "mul", scale_of(words_ptr, at, OF_GROUP, SCALES, run.dtype), ASM)
     return run
 
 
