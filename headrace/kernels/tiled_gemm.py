@@ -172,30 +172,35 @@ def joined(first, second):
 
 
 @triton.jit
-def field(words_ptr, at, BYTE: tl.constexpr, WIDTH: tl.constexpr):
-    """Load the unsigned number of WIDTH bytes from BYTE on of each output's words."""
-    word = tl.load(words_ptr + at + BYTE // 4 * _ROWS)
+def field(words, at, BYTE: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the unsigned number of WIDTH bytes from BYTE on of each output's words, which are in memory from `at` on,
+    or, where that is None, a tuple."""
+    if at is None:
+        word = words[BYTE // 4]
+    else:
+        word = tl.load(words + at + BYTE // 4 * _ROWS)
     return (word >> (BYTE % 4 * 8)) & ((1 << (8 * WIDTH)) - 1)
 
 
 @triton.jit
-def scale_of(words_ptr, at, RUN: tl.constexpr, SCALES: tl.constexpr, dtype: tl.constexpr):
-    """Load a group's scales in `dtype`. Bytes are made for the activations' type: they undo the smallness of e2m1."""
+def scale_of(words, at, PLACE: tl.constexpr, SCALES: tl.constexpr, SMALL: tl.constexpr, dtype: tl.constexpr):
+    """Return the scales of a block's group PLACE in `dtype`. Those of bytes undo that codes are 2 ** SMALL times too
+    small, but for what 16 bits have no room for: 2 ** 8 or 2 ** 9 of e5m3."""
     if SCALES == "float16":
-        held = field(words_ptr, at, 2 * RUN, 2).to(tl.int16).to(tl.float16, bitcast=True).to(dtype)
+        held = field(words, at, 2 * PLACE, 2).to(tl.int16).to(tl.float16, bitcast=True).to(dtype)
     elif SCALES == "bfloat16":
-        held = field(words_ptr, at, 2 * RUN, 2).to(tl.int16).to(tl.bfloat16, bitcast=True).to(dtype)
+        held = field(words, at, 2 * PLACE, 2).to(tl.int16).to(tl.bfloat16, bitcast=True).to(dtype)
     else:
-        MANTISSA: tl.constexpr = 10 if dtype == tl.float16 else 7
+        MANTISSA: tl.constexpr = 23 if dtype == tl.float32 else 10 if dtype == tl.float16 else 7
+        EXPONENT: tl.constexpr = SMALL + (15 if dtype == tl.float16 else 127)
         if SCALES == "e8m0":
-            LEAST: tl.constexpr = -99 if dtype == tl.float16 else 125
-            bits = (field(words_ptr, at, RUN, 1) + LEAST) << MANTISSA
+            bits = (field(words, at, PLACE, 1) + (EXPONENT - 128)) << MANTISSA
         else:
-            FIRST: tl.constexpr = -1 if dtype == tl.float16 else 222
-            bits = (field(words_ptr, at, RUN, 1) << (MANTISSA - 3)) + (FIRST << MANTISSA)
+            LEFT: tl.constexpr = 0 if dtype == tl.float32 else 8 if dtype == tl.float16 else 9
+            bits = (field(words, at, PLACE, 1) << (MANTISSA - 3)) + ((EXPONENT - 22 - LEFT) << MANTISSA)
         if dtype == tl.float16:  # the zeros behind a weight, which meet no input, are not to be infinite
             bits = tl.maximum(bits, 0)
-        held = bits.to(tl.int16).to(dtype, bitcast=True)
+        held = bits.to(tl.int32 if dtype == tl.float32 else tl.int16).to(dtype, bitcast=True)
     return held
 
 
@@ -226,7 +231,8 @@ def _small(
         factor = tl.full(at.shape, 256.0 if run.dtype == tl.float16 else 2.0**120, tl.float32)
         run = _by_output(run, "mul", factor.to(run.dtype), ASM)
     if GROUP < _BLOCK:
-        run = _by_output(run, "mul", scale_of(words_ptr, at, OF_GROUP, SCALES, run.dtype), ASM)
+        SMALL: tl.constexpr = 14 if run.dtype == tl.float16 else 126
+        run = _by_output(run, "mul", scale_of(words_ptr, at, OF_GROUP, SCALES, SMALL, run.dtype), ASM)
     return run
 
 
@@ -302,7 +308,7 @@ def tiled_dots(
                 )
                 part = tl.dot(weights, tl.trans(x), part)
             if SUMS:
-                acc += part * scale_of(words_ptr, here, 0, SCALES, tl.float32)[:, None]
+                acc += part * scale_of(words_ptr, here, 0, SCALES, 0, tl.float32)[:, None]
             else:
                 acc = part
     if SCALES == "e5m3":

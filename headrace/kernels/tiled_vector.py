@@ -21,7 +21,7 @@ from headrace.kernels._triton import pairs_in_registers, tl, triton, wait_for_in
 from headrace.kernels.gemm_config import GemmConfig
 from headrace.kernels.gemm_epilogue import finish
 from headrace.kernels.tiled import BLOCK, LANES, ROWS, TiledWeight
-from headrace.kernels.tiled_gemm import describe, joined, unpacked
+from headrace.kernels.tiled_gemm import describe, field, joined, scale_of, unpacked
 
 VECTOR_ROWS = 16
 """outputs that a warp's product has: a quarter of a tile"""
@@ -129,12 +129,6 @@ def _quarters(
 
 
 @triton.jit
-def _field(words, BYTE: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the unsigned number of WIDTH bytes from BYTE on of a tuple of words."""
-    return (words[BYTE // 4] >> (BYTE % 4 * 8)) & ((1 << (8 * WIDTH)) - 1)
-
-
-@triton.jit
 def _scale(words, inside, GROUP: tl.constexpr, VALUES: tl.constexpr, SCALES: tl.constexpr, dtype: tl.constexpr):
     """Return the scales of a block's group GROUP # [WARPS, 16] in fp32, 0 of what is not inside. They undo by how many
     powers of 2 products of placed floats are too small."""
@@ -142,14 +136,10 @@ def _scale(words, inside, GROUP: tl.constexpr, VALUES: tl.constexpr, SCALES: tl.
     E2M1: tl.constexpr = 14 if dtype == tl.float16 else 126 - 63
     if SCALES == "none":
         scale = tl.where(inside, 1.0, 0.0)[:, None]
-    elif SCALES == "float16":
-        scale = _field(words, 2 * GROUP, 2).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    elif SCALES == "bfloat16":
-        scale = (_field(words, 2 * GROUP, 2) << 16).to(tl.float32, bitcast=True)
-    else:  # of e2m1
-        byte = _field(words, GROUP, 1)
-        bits = (byte + (E2M1 - 1)) << 23 if SCALES == "e8m0" else (byte << 20) + ((E2M1 + 105) << 23)
-        scale = tl.where(inside[:, None], bits.to(tl.float32, bitcast=True), 0.0)
+    else:
+        scale = scale_of(words, None, GROUP, SCALES, E2M1, tl.float32)
+        if VALUES == "e2m1":  # bytes, of which 0 is no 0
+            scale = tl.where(inside[:, None], scale, 0.0)
     if VALUES == "e4m3":
         scale *= 2.0**E4M3
     return scale
@@ -169,7 +159,7 @@ def _added(
         codes = _together(runs[group * SPAN // WIDTH * RUNS : (group * SPAN // WIDTH + 1) * RUNS])
         part = tl.dot(tl.reshape(codes, [acc.shape[0], _QUARTER, WIDTH]), x[group])
         if ZEROS:
-            part -= (_field(words, ZEROS_AT + group, 1) + PLACED).to(tl.float32)[:, :, None] * plain[group]
+            part -= (field(words, None, ZEROS_AT + group, 1) + PLACED).to(tl.float32)[:, :, None] * plain[group]
         elif VALUES == "integer":
             part -= (PLACED + 2.0 ** (BITS - 1)) * plain[group]
         acc += part * _scale(words, inside, group, VALUES, SCALES, dtype)[:, :, None]

@@ -23,7 +23,7 @@ def _wide(
     OF_GROUP: tl.constexpr = RUN * 16 // GROUP if GROUP < _BLOCK else 0
     values = run_of(placed(words, SHIFT, BITS, VALUES, tl.bfloat16))
     if VALUES == "e2m1":  # exact in bfloat16
-        wide = (values * scale_of(words_ptr, at, OF_GROUP, SCALES, tl.bfloat16)[:, None]).to(tl.float32)
+        wide = (values * scale_of(words_ptr, at, OF_GROUP, SCALES, 126, tl.bfloat16)[:, None]).to(tl.float32)
     else:
         wide = values.to(tl.float32)
         if VALUES == "e4m3":
@@ -31,7 +31,7 @@ def _wide(
         else:
             wide -= zero_of(words_ptr, at, ZEROS_AT + OF_GROUP, BITS, ZEROS, tl.bfloat16).to(tl.float32)[:, None]
         if SCALES != "none":
-            wide *= scale_of(words_ptr, at, OF_GROUP, SCALES, tl.float32)[:, None]
+            wide *= scale_of(words_ptr, at, OF_GROUP, SCALES, 0, tl.float32)[:, None]
     return wide
 
 
