@@ -44,6 +44,8 @@ KV_SCALE_NAMES = {
     **dict.fromkeys(NOT_READ, (0, 0)),
 }
 """names of an fp8 cache's scales in checkpoints, next to the layer's weights -> which of (K, V) they are for"""
+KV_BIAS_NAMES = ("k_proj.k_bias", "v_proj.v_bias")
+"""what ModelOpt's affine caches take from K and V before they divide by the scale"""
 OTHER_TYPES = ("I8", "U8", "I32", "I64", "F8_E4M3")
 """further types of what is not read"""
 
@@ -95,6 +97,8 @@ class Attention(Layer):
         """the backend's, if it has one; it adds up in another order than prompts do"""
         self.kv_scale: Tensor | None = None
         """[2] float32: what K and V in an fp8 cache are multiplied by; constant once loading is over"""
+        self.kv_bias = False
+        """Whether the checkpoint's scales are for K and V less a bias, which the cache does not have"""
 
     def create_weights(self, device: torch.device) -> None:
         super().create_weights(device)
@@ -110,9 +114,16 @@ class Attention(Layer):
             heads: tuple[int, ...] = self.scaled_heads if name in NOT_READ else self.scaled_heads[:1]
             shapes = tuple(shape for count in heads for shape in ((count,), (count, 1), (count, 1, 1)))
             found[f"{path}.{name}"] = Slot((1,), (slice(0, 1),), place, True, store, stored=types, shapes=shapes)
+        shape = (1, self.scaled_heads[0], 1, self.spec.head_dim)
+        for name in KV_BIAS_NAMES:
+            whole = tuple(slice(0, size) for size in shape)
+            found[f"{path}.{name}"] = Slot(shape, whole, self.kv_scale, True, self._take_bias, torch.float32)
         if self.sinks is not None:
             found[f"{path}.sinks"] = Slot(*self.sink_slot, self.sinks)
         return found
+
+    def _take_bias(self, values: Tensor) -> None:
+        self.kv_bias |= bool(values.any())
 
     def finalize(self) -> None:
         super().finalize()

@@ -45,6 +45,7 @@ from headrace.quantization.table import resolve_format
 DUMMY_RANGE = 1e-3
 """Largest absolute value of a dummy weight"""
 PROGRESS_FROM_BYTES = 1e9
+AFFINE = "The KV cache is affine in {} layers: biases (k_bias, v_bias) and the scales beside them are not served."
 NOT_NEEDED = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|\.attn\.bias)$")
 """Tensors that old checkpoints hold though they follow from config.json"""
 
@@ -88,7 +89,7 @@ def load_model(
             match_checkpoint(slots, folder, config.tie_word_embeddings, tensors_of)
             slots = slots_of(layers, context.device)
             fill_from_checkpoint(slots, folder, config.tie_word_embeddings, tensors_of)
-            _leave_scales_of_other_caches(config, layers)
+            model.notes += _leave_scales_of_other_caches(config, layers)
         del slots, tensors_of  # which hold all weights as they were loaded, while layers put other forms in their place
         model.notes.append(fuse(model, config.num_layers, context.device))
         model.weight_bytes = sum(map(weight_bytes, (layer for _, layer in layers)))
@@ -110,14 +111,16 @@ def slots_of(layers: list[tuple[str, Layer]], device: torch.device) -> dict[str,
     return slots
 
 
-def _leave_scales_of_other_caches(config: ModelConfig, layers: list[tuple[str, Layer]]) -> None:
-    """Forget scales that the checkpoint brings for a KV cache that is not in fp8: with those of NVFP4 or int8, numbers
-    would be beyond fp8's range or small in it."""
-    if kv_cache_type(config.quantization or {}) in ("", "fp8"):
-        return
+def _leave_scales_of_other_caches(config: ModelConfig, layers: list[tuple[str, Layer]]) -> list[str]:
+    """Forget scales that the checkpoint brings for a KV cache of another kind: with those of NVFP4 or int8, or of K and
+    V less a bias, numbers would be beyond fp8's range or small in it. Return a line for the log if there are biases."""
+    other = kv_cache_type(config.quantization or {}) not in ("", "fp8")
+    biased = 0
     for _, layer in layers:
-        if isinstance(layer, Attention) and layer.kv_scale is not None:
+        if isinstance(layer, Attention) and layer.kv_scale is not None and (other or layer.kv_bias):
             layer.kv_scale.fill_(math.nan)
+            biased += layer.kv_bias
+    return [AFFINE.format(biased)] if biased else []
 
 
 @contextmanager

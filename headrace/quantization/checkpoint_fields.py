@@ -60,6 +60,12 @@ def fp4(name: str, tensors: str) -> LinearFormat:
     return linear_format(FORMATS[name], name, names=tensors)
 
 
+def nvfp4_in_groups(size: int) -> LinearFormat:
+    """Return ModelOpt's `nvfp4` with a scale for `size` inputs."""
+    facts = replace(FORMATS["nvfp4"], group_size=size)
+    return linear_format(facts, "nvfp4", names="modelopt", group_size=size)
+
+
 def size_of_groups(fields: Fields, name: str, default: int | None = None) -> int:
     """Return the inputs that share a scale; 0, written as -1 or 0: those of an output."""
     return max(0, fields.integer(name, default, minimum=-1))

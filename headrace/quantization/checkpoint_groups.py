@@ -15,6 +15,7 @@ from headrace.quantization.checkpoint_fields import (
     fp8,
     int8,
     integers,
+    nvfp4_in_groups,
     objects,
     one_of,
     patterns,
@@ -125,14 +126,13 @@ _ALGORITHMS = {
     "MXFP8": fp8("block", "block", block=(1, 32)),
     "NVFP4": fp4("nvfp4", "modelopt"),
     "W4A16_NVFP4": fp4("nvfp4", "modelopt"),
-    "W4A8_NVFP4_FP8": fp4("nvfp4", "modelopt"),
+    "NVFP4_AWQ": fp4("nvfp4", "modelopt-awq"),
+    "W4A8_NVFP4_FP8": nvfp4_in_groups(32),
     "MXFP4": fp4("mxfp4", "quark"),  # whose tensors have the same names
     "W4A8_MXFP4_FP8": fp4("mxfp4", "quark"),
 }
 """`quant_algo` -> how it is stored"""
-_GROUPS = {"NVFP4": 16, "MXFP4": 32, "MXFP8": 32}
-"""part of a `quant_algo` -> the inputs that share a scale"""
-_ACTIVATION_BITS = {"NVFP4": 4, "MXFP4": 4, "W4A8_NVFP4_FP8": 8, "W4A8_MXFP4_FP8": 8}
+_ACTIVATION_BITS = {"NVFP4": 4, "NVFP4_AWQ": 4, "MXFP4": 4, "W4A8_NVFP4_FP8": 8, "W4A8_MXFP4_FP8": 8}
 """`quant_algo` of weights of 4 bits -> the bits of activations beside them"""
 
 
@@ -158,10 +158,11 @@ def _algorithm(fields: Fields) -> LinearFormat:
     name = fields.text("quant_algo").upper()
     if name not in _ALGORITHMS:
         raise fields.refusal("quant_algo", f"one of {', '.join(_ALGORITHMS)}, MIXED_PRECISION")
-    size = next((size for part, size in _GROUPS.items() if part in name), None)
-    if size is not None and fields.integer("group_size", size) != size:
+    found = _ALGORITHMS[name]
+    size = found.format.group_size
+    if size and (fields.integer("group_size", size) or size) != size:
         raise fields.refusal("group_size", str(size))
-    return _ALGORITHMS[name]
+    return found
 
 
 # ---- Quark

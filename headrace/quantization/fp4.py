@@ -1,19 +1,20 @@
 """Serves weights in 4-bit floats (e2m1) whose neighbouring inputs share a scale.
 
-MXFP4 (OCP Microscaling Formats 1.0): 32 inputs share a power of two, a byte e8m0. NVFP4: 16 inputs share a float e4m3,
-and all weights one in fp32. The tools store the same bytes under different names: two neighbouring inputs a byte, the
-first in its lower half.
+MXFP4 (OCP Microscaling Formats 1.0): 32 inputs share a power of two, a byte e8m0. NVFP4: 16 inputs share a float e4m3
+(32, where ModelOpt has activations of 8 bits in mind), and all weights one in fp32. The tools store the same bytes
+under different names: two neighbouring inputs a byte, the first in its lower half.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from headrace.errors import ConfigError
+from headrace.errors import CheckpointError, ConfigError
 from headrace.kernels.packed import BLOCK, PackedWeight, pack_codes
 from headrace.quantization.formats import WeightFormat
 from headrace.quantization.packed import PackedProduct
@@ -35,6 +36,8 @@ class Spelling:
     """a scale for activations of 4 or 8 bits, which stay in 16 here"""
     in_groups: bool = False
     """Codes are [out, groups, 16] where the others' are [out, in / 2]."""
+    smoothing: str = ""
+    """what each input is multiplied by before the product (AWQ's), where a norm or linear before it does not do so"""
 
 
 MX_GROUP, NV_GROUP = 32, 16
@@ -50,6 +53,9 @@ NV_SPELLINGS = {
         "weight_packed", "weight_scale", "weight_global_scale", divides=True, unused="input_global_scale"
     ),
     "modelopt": Spelling("weight", "weight_scale", "weight_scale_2", unused="input_scale"),
+    "modelopt-awq": Spelling(
+        "weight", "weight_scale", "weight_scale_2", unused="input_scale", smoothing="pre_quant_scale"
+    ),
 }
 DUMMY_FACTOR = 2.0**-12
 """factor of dummy weights, whose scales are 1"""
@@ -59,7 +65,7 @@ AT_ONCE = 1 << 26
 
 class Fp4Layout:
     """Keeps `codes` [out, in / 2] uint8 and `scales` [out, groups] as in the checkpoint (e8m0 as uint8) and, of NVFP4,
-    `factors` [out] fp32, the checkpoint's of each output's part."""
+    `factors` [out] fp32, the checkpoint's of each output's part; of AWQ `smoothing` [parts, in] fp32."""
 
     def __init__(self, spelling: Spelling, group: int) -> None:
         self.spelling, self.group = spelling, group
@@ -74,12 +80,14 @@ class Fp4Layout:
         used = max(rows_of(part).stop for part in spec.parts)
         for tensor in (codes, scales.view(torch.uint8)):
             tensor[..., used:, :].zero_()
-        factors = {} if self.e8m0 else {"factors": torch.ones(shape, device=device)}
-        return {"codes": codes, "scales": scales, **factors, **empty_bias(spec, device, experts)}
+        more = {} if self.e8m0 else {"factors": torch.ones(shape, device=device)}
+        if self.spelling.smoothing:
+            more["smoothing"] = torch.ones(*experts, len(spec.parts), spec.in_features, device=device)
+        return {"codes": codes, "scales": scales, **more, **empty_bias(spec, device, experts)}
 
     def slots(self, spec: LinearSpec, weights: Weights) -> Iterator[tuple[Part, str, Slot]]:
         names = self.spelling
-        for part in spec.parts:
+        for number, part in enumerate(spec.parts):
             outputs, groups = part.shape[0], part.shape[1] // self.group
             own = slice(part.columns.start // self.group, part.columns.stop // self.group)
             codes, scales = (weights[name][rows_of(part)] for name in ("codes", "scales"))
@@ -98,12 +106,23 @@ class Fp4Layout:
             if names.factor:
                 factors, dummy = weights["factors"][rows_of(part)], DUMMY_FACTOR ** (-1 if names.divides else 1)
                 yield part, names.factor, Slot((1,), (slice(0, 1),), factors, shapes=((),), dummy=dummy)
+            if names.smoothing:
+                store = partial(_store_smoothing, weights["smoothing"][number])
+                yield part, names.smoothing, Slot(part.shape[1:], (part.columns,), factors, True, store, torch.float32)
             if names.unused:
                 yield part, names.unused, Slot((1,), (slice(0, 1),), None, optional=True)
             yield from bias_slot(spec, part, weights)
 
-    def packed(self, spec: LinearSpec, weights: Weights) -> PackedWeight:
-        """Return the weight as kernels read it; see quantization/packed.py."""
+    def packed(self, spec: LinearSpec, weights: Weights) -> PackedWeight | str:
+        """Return the weight as kernels read it, without `smoothing`; see quantization/packed.py."""
+        smoothing = weights.get("smoothing")
+        if smoothing is not None and (smoothing.dim() > 2 or len(smoothing) > 1):
+            alike = smoothing == (1 if smoothing.dim() > 2 else smoothing[:1])
+            if not bool(alike.all()):
+                return "its inputs are multiplied by other numbers in each part, or in each expert"
+        return self._packed(spec, weights)
+
+    def _packed(self, spec: LinearSpec, weights: Weights) -> PackedWeight:
         factors = weights.get("factors")
         if factors is not None and self.spelling.divides:
             factors = factors.reciprocal()
@@ -112,7 +131,12 @@ class Fp4Layout:
 
     def dequantize(self, spec: LinearSpec, weights: Weights) -> Weights:
         bias = {"bias": weights["bias"]} if "bias" in weights else {}
-        packed = self.packed(spec, weights)
+        packed = self._packed(spec, weights)
+        if "smoothing" in weights:
+            wide, rows = packed.dequantize(torch.float32), weights["smoothing"]
+            for number, part in enumerate(spec.parts):
+                wide[..., rows_of(part), :] *= rows[..., number, None, :]
+            return {"weight": wide.to(spec.dtype), **bias}
         if not self.spelling.divides:
             return {"weight": packed.dequantize(spec.dtype), **bias}
         # to the bit as its tool: a product with a reciprocal would be rounded twice
@@ -130,6 +154,14 @@ def repack_pairs(pairs: Tensor) -> Tensor:
         some = rows[start : start + step]
         packed[start : start + step] = pack_codes(torch.stack((some & 15, some >> 4), -1).flatten(-2), 4, "e2m1")
     return packed.view(*pairs.shape[:-1], -1)
+
+
+def _store_smoothing(place: Tensor, values: Tensor) -> None:
+    if not bool(((values > 0) & values.isfinite()).all()):
+        raise CheckpointError(
+            f"pre_quant_scale goes from {float(values.min())} to {float(values.max())}; accepted: positive numbers"
+        )
+    place.copy_(values)
 
 
 def _check_groups(part: Part, group: int) -> None:
@@ -150,9 +182,9 @@ def mxfp4(format: WeightFormat, names: str) -> Scheme:
     return _scheme(format, Fp4Layout(MX_SPELLINGS[names], MX_GROUP))
 
 
-def nvfp4(format: WeightFormat, names: str) -> Scheme:
+def nvfp4(format: WeightFormat, names: str, group_size: int = NV_GROUP) -> Scheme:
     """Return a new scheme for NVFP4 weights under the names of NV_SPELLINGS, which meet activations of 16 bits."""
-    return _scheme(format, Fp4Layout(NV_SPELLINGS[names], NV_GROUP))
+    return _scheme(format, Fp4Layout(NV_SPELLINGS[names], group_size))
 
 
 def _scheme(format: WeightFormat, layout: Fp4Layout) -> Scheme:

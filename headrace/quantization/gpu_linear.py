@@ -121,13 +121,13 @@ def by_table(
     many: Compute,
     quantize: Callable[[Any], Quantized] | None = None,
     dtype: torch.dtype | None = None,
-    order: Tensor | None = None,
+    inputs: Callable[[Tensor], Tensor] | None = None,
 ) -> Compute:
     """Return the function that applies weight [out, in] by our kernels as `table` says, and otherwise calls `many`. A
     NarrowWeight has outputs of `dtype`, and `quantize`, which makes the input of its type (and norms it, where that is
     fused). A token alone is quantized only for the matrix units: else that were no faster, and less exact, also with
-    static scales, which cut off what lay outside of what a tool saw. `order`: which input each of the weight's columns
-    belongs to; None: they are as they come."""
+    static scales, which cut off what lay outside of what a tool saw. `inputs`: makes of (normed) activations, column by
+    column, those that the weight is multiplied by; None: they are."""
     most = len(table) - 1
     gated, norm, eps, next_norm = fused.activation is not None, fused.norm(), fused.norm_eps, fused.next_norm
 
@@ -140,20 +140,14 @@ def by_table(
             x = quantize(x)
         elif norm is not None and not isinstance(x, (HalfNormed, Quantized)):
             x = norm(x)
-        if order is not None:
-            x = _reordered(x, order)
+        if inputs is not None:
+            x = x._replace(scaled=inputs(x.scaled)) if isinstance(x, HalfNormed) else inputs(x)
         following = None if isinstance(x, Quantized) else next_norm  # who quantizes norms in the same pass
         return skinny_linear(
             x, weight, bias, config, dtype, gated=gated, residual=residual, eps=eps, next_norm=following
         )
 
     return compute
-
-
-def _reordered(x: Tensor | HalfNormed, order: Tensor) -> Tensor | HalfNormed:
-    if isinstance(x, HalfNormed):
-        return x._replace(scaled=x.scaled.index_select(1, order))
-    return x.index_select(1, order)
 
 
 def by_library(weight: Tensor, bias: Tensor | None, fused: FusedOps) -> Compute:

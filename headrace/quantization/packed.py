@@ -8,6 +8,7 @@ widened once, at load.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -68,10 +69,10 @@ class PackedProduct:
         tiled, bias = self._tile(spec, weights, fused.activation is not None), weights.get("bias")
         if tiled is None:
             return self.plain.finalize(spec, weights, fused)
-        order, weight = tiled.order, replace(tiled, order=None)
+        weight, inputs = replace(tiled, order=None), _inputs(tiled.order, weights.get("smoothing"), spec.dtype)
 
         def multiply(x: Tensor) -> Tensor:
-            x = x if order is None else x.index_select(1, order)
+            x = x if inputs is None else inputs(x)
             if spec.batch_invariant:
                 return matmul(x, self.kernels.widen_tiled(weight, x.dtype), bias)
             return self._of_widened(x, weight, bias)
@@ -82,7 +83,7 @@ class PackedProduct:
         size = spec.out_features, spec.in_features
         if size not in self.tables:
             self.tables[size] = gpu_linear.plan_tiled(weight, spec.dtype, self._of_widened)
-        return gpu_linear.by_table(weight, bias, self.tables[size], fused, many, order=order)
+        return gpu_linear.by_table(weight, bias, self.tables[size], fused, many, inputs=inputs)
 
     def _of_widened(self, x: Tensor, weight: TiledWeight, bias: Tensor | None = None) -> Tensor:
         """Return x [num_tokens, in], in the weight's order, times the weight, which is widened for it."""
@@ -93,7 +94,8 @@ class PackedProduct:
         if tiled is None:
             return weights
         bias = {"bias": weights["bias"]} if "bias" in weights else {}
-        return {"weight": tiled.dequantize(spec.dtype), **bias}
+        wide = tiled.dequantize(torch.float32) * weights["smoothing"] if "smoothing" in weights else None
+        return {"weight": tiled.dequantize(spec.dtype) if wide is None else wide.to(spec.dtype), **bias}
 
     def held_in(self, weights: Weights) -> TiledWeight | None:
         """Return what `finalize` left in `weights`; None if the weight is plain there."""
@@ -132,7 +134,20 @@ class PackedProduct:
 
 
 def _take_place(weights: Weights, tensors: Weights) -> None:
-    """Replace all tensors in `weights` but the bias."""
-    bias = {"bias": weights["bias"]} if "bias" in weights else {}
+    """Replace all tensors in `weights` but the bias and, where inputs are multiplied by it, `smoothing` [1, in]."""
+    kept = {"bias": weights["bias"]} if "bias" in weights else {}
+    smoothing = weights.get("smoothing")
+    if smoothing is not None and not bool((smoothing == 1).all()):
+        kept["smoothing"] = smoothing[:1]
     weights.clear()
-    weights.update({**tensors, **bias})
+    weights.update({**tensors, **kept})
+
+
+def _inputs(order: Tensor | None, smoothing: Tensor | None, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+    """Return what makes of activations those that the weight is multiplied by; None: they are."""
+    if order is not None:
+        return lambda x: x.index_select(1, order)
+    if smoothing is None:
+        return None
+    factors = smoothing.to(dtype)
+    return lambda x: x * factors

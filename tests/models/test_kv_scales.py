@@ -151,6 +151,21 @@ def test_scales_of_a_cache_in_another_type_are_not_used(tmp_path: Path) -> None:
     assert "calculated from 256 made-up tokens" in settle_kv_scales(found, calculate=True).note
 
 
+def test_scales_beside_biases_are_not_used(folder: Path, tmp_path: Path) -> None:
+    """ModelOpt's affine caches hold K and V less a bias, of which the scales alone tell nothing."""
+    layers = [f"model.layers.{layer}.self_attn" for layer in (0, 1)]
+    tensors = {f"{path}.{kind}_proj.{kind}_scale": torch.tensor(1e-4) for path in layers for kind in "kv"}
+    tensors |= {f"{layers[0]}.{kind}_proj.{kind}_bias": torch.randn(1, 2, 1, 16).bfloat16() for kind in "kv"}
+    tensors[f"{layers[1]}.k_proj.k_bias"] = torch.zeros(1, 2, 1, 16)
+    model = with_tensors(folder, tmp_path / "model", tensors)
+    found = calibration(model, "fp8_e4m3")
+    first, second = found.scales()
+    assert first.isnan().all()
+    assert second.tolist() == [pytest.approx(1e-4)] * 2
+    assert any("KV cache is affine in 1 layers" in note for note in found.model.notes)
+    assert not any("affine" in note for note in calibration(model, "float32").model.notes)
+
+
 def test_a_checkpoint_of_which_only_the_cache_is_quantized(folder: Path, tmp_path: Path) -> None:
     tensors = {
         f"model.layers.{layer}.self_attn.{kind}_scale": torch.tensor([0.05]) for layer in (0, 1) for kind in "kv"

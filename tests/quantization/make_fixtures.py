@@ -486,6 +486,13 @@ def modelopt(fixtures: Fixtures) -> None:
         stored = {"weight": made._quantized_data, "weight_scale": scale, "weight_scale_2": scale2}
         return stored | {"input_scale": torch.tensor(0.01)}, widened
 
+    def smoothed(weight: Tensor) -> Packed:
+        """Of what AWQ multiplies inputs by, an export keeps what no norm or linear before takes over: o_proj's, where
+        there are fewer KV heads than heads."""
+        factors = (torch.rand(weight.shape[1]) + 0.5).bfloat16()
+        stored, widened = pack(weight / factors)
+        return stored | {"pre_quant_scale": factors}, widened * factors
+
     fixtures.linear("nvfp4", pack, (40, 80), names="modelopt")
     fields = {
         "quant_method": "modelopt",
@@ -502,6 +509,8 @@ def modelopt(fixtures: Fixtures) -> None:
     }
     fixtures.model("dense", DENSE, pack, fields, torch.bfloat16)
     fixtures.model("moe", MOE, pack, fields | {"ignore": ["lm_head", "model.layers.0.mlp.gate"]}, torch.bfloat16)
+    awq = {key: value for key, value in fields.items() if key != "config_groups"} | {"quant_algo": "NVFP4_AWQ"}
+    fixtures.model("awq-dense", DENSE, {r".*o_proj$": smoothed, r".*_proj$": pack}, awq, torch.bfloat16)
 
 
 def without_init(*packages: str) -> None:

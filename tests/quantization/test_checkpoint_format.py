@@ -338,14 +338,16 @@ def test_activations_of_quarks_mxfp4(bits: int) -> None:
     [
         ("fp8_pb_wo", "fp8_stored", {**BLOCKS, "activations": "none", "scale_name": "weight_scale"}),
         ("MXFP8", "fp8_stored", {**MX8, "scale_name": "weight_scale"}),
-        ("W4A16_NVFP4", "nvfp4", {"names": "modelopt"}), ("W4A8_NVFP4_FP8", "nvfp4", {"names": "modelopt"}),
+        ("NVFP4_AWQ", "nvfp4", {"names": "modelopt-awq"}),
+        ("W4A16_NVFP4", "nvfp4", {"names": "modelopt"}),
+        ("W4A8_NVFP4_FP8", "nvfp4", {"names": "modelopt", "group_size": 32}),
         ("MXFP4", "mxfp4", {"names": "quark"}), ("W4A8_MXFP4_FP8", "mxfp4", {"names": "quark"}),
     ],
 )  # fmt: skip
 def test_modelopts_further_algorithms(algorithm: str, layout: str, settings: dict[str, Any]) -> None:
     found = read_format({"quant_method": "modelopt", "quant_algo": algorithm, "ignore": [HEAD]})
     assert (found.default.layout, dict(found.default.settings)) == (layout, settings)
-    assert any("they keep 16 bits here" in note for note in found.notes) == (algorithm in ("MXFP4", *W4A8))
+    assert any("they keep 16 bits here" in note for note in found.notes) == (algorithm in ("NVFP4_AWQ", "MXFP4", *W4A8))
 
 
 @pytest.mark.parametrize(

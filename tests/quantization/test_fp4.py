@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from headrace.errors import ConfigError
+from headrace.errors import CheckpointError, ConfigError
+from headrace.kernels.packed import E2M1
 from headrace.quantization.formats import FORMATS
-from headrace.quantization.fp4 import AT_ONCE, MX_SPELLINGS, mxfp4, repack_pairs
-from headrace.quantization.scheme import LinearSpec, Part
+from headrace.quantization.fp4 import AT_ONCE, MX_SPELLINGS, mxfp4, nvfp4, repack_pairs
+from headrace.quantization.scheme import LinearSpec, Part, Weights
 
 CPU = torch.device("cpu")
 EVERY = slice(0, 37), slice(0, 160)
@@ -56,3 +60,54 @@ def test_codes_are_repacked_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_holds_whole_groups(columns: slice) -> None:
     with pytest.raises(ConfigError, match=r"one has .* in groups of 32; accepted: a multiple of 32"):
         mxfp4(FORMATS["mxfp4"], "quark").layout.create_weights(spec_of(EVERY[0], columns), CPU)
+
+
+def smoothed_parts(smoothing: list[Tensor], experts: tuple[int, ...] = ()) -> tuple[Any, LinearSpec, Weights, Weights]:
+    """A linear of two parts in NVFP4 with ModelOpt's names, of random bytes, whose parts have these `pre_quant_scale`;
+    and the tensors of the first part, by their names in the checkpoint."""
+    every = slice(0, 64)
+    parts = tuple(Part(name, (24, 64), slice(0, 24), every, 24 * i) for i, name in enumerate(("gate", "up")))
+    spec, layout = LinearSpec(64, 48, parts, torch.float32), nvfp4(FORMATS["nvfp4"], "modelopt-awq").layout
+    weights, given = layout.create_weights(spec, CPU, experts), {}
+    for expert in range(experts[0] if experts else 1):
+        own = {name: tensor[expert] if experts else tensor for name, tensor in weights.items()}
+        for part, name, slot in layout.slots(spec, own):
+            if name == "input_scale":
+                continue
+            tensor = {
+                "weight": torch.randint(0, 256, (24, 32), dtype=torch.uint8),
+                "weight_scale": (torch.rand(24, 4) + 0.1).to(torch.float8_e4m3fn),
+                "weight_scale_2": torch.rand(1),
+                "pre_quant_scale": smoothing[parts.index(part)],
+            }[name]
+            assert tensor.shape == slot.shape
+            slot.put(tensor[slot.source])
+            given |= {name: tensor} if part == parts[0] else {}
+    return layout, spec, weights, given
+
+
+def test_awqs_numbers_multiply_the_inputs() -> None:
+    one = torch.rand(64) + 0.5
+    layout, spec, weights, given = smoothed_parts([one, one])
+    pairs = given["weight"]
+    codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2).long()
+    plain = torch.tensor(E2M1)[codes] * given["weight_scale"].float().repeat_interleave(16, 1) * given["weight_scale_2"]
+    wide = layout.dequantize(spec, weights)["weight"]
+    torch.testing.assert_close(wide[:24], plain * one)
+    packed = layout.packed(spec, weights)
+    torch.testing.assert_close(packed.dequantize(torch.float32) * one, wide)
+
+
+@pytest.mark.parametrize("experts", [(), (3,)])
+def test_parts_and_experts_with_numbers_of_their_own_are_widened(experts: tuple[int, ...]) -> None:
+    layout, spec, weights, _ = smoothed_parts([torch.rand(64) + 0.5, torch.rand(64) + 0.5], experts)
+    assert "in each part, or in each expert" in layout.packed(spec, weights)
+    assert layout.dequantize(spec, weights)["weight"].shape == (*experts, 48, 64)
+    layout, spec, weights, _ = smoothed_parts([torch.ones(64)] * 2, experts)
+    assert not isinstance(layout.packed(spec, weights), str)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+def test_awqs_numbers_are_positive(bad: float) -> None:
+    with pytest.raises(CheckpointError, match=r"pre_quant_scale .* accepted: positive numbers"):
+        smoothed_parts([torch.ones(64), torch.tensor([bad, *[1.0] * 63])])

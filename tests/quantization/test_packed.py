@@ -114,3 +114,33 @@ def test_a_half_norm_is_finished_in_the_weights_order() -> None:
     expected = F.linear(rms_norm_reference(x, norm, 1e-5), weight.dequantize(torch.float32))
     torch.testing.assert_close(compute(x, None), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(compute(half_norm_reference(x, norm), None), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("parts", [1, 3])
+def test_inputs_that_are_smoothed_first(parts: int) -> None:
+    """By AWQ's numbers, the same for all parts of a fused linear; behind a norm, also one that is half done."""
+    weight, smoothing = random_packed(24, 128, **KINDS["nvfp4"]), torch.rand(1, 128) + 0.5
+    product, spec = PackedProduct(Given(weight)), spec_of(weight)
+    product.prepare([spec], CPU)
+    product.widens = False
+    norm, weights = torch.rand(128), {**loaded(weight), "smoothing": smoothing.expand(parts, -1).clone()}
+    fused = FusedOps(norm_weight=norm, norm_eps=1e-5, rms_norm=rms_norm_reference)
+    compute, bias = product.finalize(spec, weights, fused), weights["bias"]
+    plain = weight.dequantize(torch.float32) * smoothing
+    assert torch.equal(product.widened(spec, weights)["weight"], plain)
+    for tokens in (1, 3, 20):
+        x = torch.randn(tokens, 128)
+        expected = F.linear(rms_norm_reference(x, norm, 1e-5), plain, bias)
+        for given in (x, half_norm_reference(x, norm)) if tokens < 20 else (x,):
+            torch.testing.assert_close(compute(given, None), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_numbers_of_one_keep_no_memory() -> None:
+    weight = random_packed(24, 128, **KINDS["nvfp4"])
+    product, spec = PackedProduct(Given(weight)), spec_of(weight)
+    product.prepare([spec], CPU)
+    product.widens = False
+    weights = {**loaded(weight), "smoothing": torch.ones(1, 128)}
+    product.experts(spec, weights)
+    assert "smoothing" not in weights
