@@ -172,6 +172,16 @@ class SparseMoE(Layer):
         """Leave `norm` of the sum with the residual to the linear that reads it. To be called before `finalize`."""
         self.fused = replace(self.fused, next_norm=norm.weight.data)
 
+    def tensors(self) -> list[Tensor]:
+        """Return what holds router and experts: the tensors that are loaded or, once finalized, those of kernels."""
+        loaded = [*self.router_weights.values(), *self.w13.values(), *self.w2.values()]
+        if loaded:
+            return loaded
+        held = self.experts
+        both = [one.tensors().values() if isinstance(one, TiledWeight) else [one] for one in (held.w13, held.w2)]
+        others = (held.router, held.router_bias, held.w13_scale, held.w2_scale, held.w13_bias, held.w2_bias)
+        return [*(tensor for one in both for tensor in one), *(one for one in others if one is not None)]
+
     def finalize(self) -> None:
         super().finalize()
         spec, fused = self.spec, self.fused

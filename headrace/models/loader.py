@@ -96,6 +96,8 @@ def load_model(
         for path, layer in layers:
             with _named(path):
                 layer.finalize()
+        if context.device.type != "cpu":  # there the forms are the kernels' own: tiles, or what is widened
+            model.weight_bytes = sum(map(weight_bytes, (layer for _, layer in layers)))
         products = {layer.scheme.product: None for _, layer in layers if isinstance(layer, Linear | SparseMoE)}
         model.notes += [note for one in products for note in one.notes()]
     return model
@@ -174,12 +176,13 @@ def attach_schemes(
 
 
 def weight_bytes(layer: Layer) -> int:
-    """Return the bytes of the layer's own weights on this rank, scales included, before `finalize`."""
+    """Return the bytes of the layer's own weights on this rank, scales included, before `finalize` or, on a GPU, after
+    it."""
     tensors: list[Tensor] = [*layer.parameters(recurse=False)]
     if isinstance(layer, Linear):
         tensors += layer.weights.values()
     elif isinstance(layer, SparseMoE):
-        tensors += [*layer.router_weights.values(), *layer.w13.values(), *layer.w2.values()]
+        tensors += layer.tensors()
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

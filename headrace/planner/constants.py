@@ -77,6 +77,12 @@ NARROW = 0.89
 """Share of their peak that products of 8 bits and fewer reach, relative to 16-bit ones: power limits them, not the
 units. H200, long runs: 1,240 of 1,979 TFLOP/s against 700 of 989."""
 
+TILED, TILED_EXPERTS, TILED_READS = 0.5, 0.8, 0.6
+"""What our kernels for weights in tiles (kernels/tiled.py) reach: of the rate of 16-bit products in linears and in
+experts, and of the bandwidth of plain weights. H200, fitted on decode steps of Llama-3.1-8B AWQ, Qwen3-30B-A3B with
+experts in 4 bits and gpt-oss-20b, at 1, 8, 32 and 128 tokens (docs/performance.md): half of these within 10%, the worst
+23% off."""
+
 
 @dataclass(frozen=True)
 class Fitted:

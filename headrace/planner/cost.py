@@ -11,15 +11,29 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import mul
+from typing import NamedTuple
 
+from headrace.kernels.gemm_config import BUCKETS
 from headrace.model_spec import STATE_BYTES, FeedForward, Mixer, total
 from headrace.planner.chips import Chip
 from headrace.planner.collectives import Links
-from headrace.planner.constants import GROUPED, NARROW, TRAITS, Efficiency, EngineTraits, find_efficiency, host_overlap
+from headrace.planner.constants import (
+    GROUPED,
+    NARROW,
+    TILED,
+    TILED_EXPERTS,
+    TILED_READS,
+    TRAITS,
+    Efficiency,
+    EngineTraits,
+    find_efficiency,
+    host_overlap,
+)
 from headrace.planner.parallel import Parallel
 from headrace.planner.shapes import LayerGroup, ModelShape, rank_shares
-from headrace.planner.weights import head_bytes, layer_bytes
+from headrace.planner.weights import head_bytes, held_on, layer_bytes
 from headrace.quantization.formats import PLAIN, WeightFormat
+from headrace.quantization.resident import is_tiled
 from headrace.step import SchedulerOutput
 
 HEAD_KERNELS = 8
@@ -133,6 +147,32 @@ def _busiest(mean: float, groups: int) -> float:
     return mean + math.sqrt(2 * mean * math.log(groups))
 
 
+class _Product(NamedTuple):
+    """Holds what a product with some weights takes: seconds to read them, and seconds for each token."""
+
+    read: float
+    each: float
+    tiled: bool = False
+    """Kernels of ours widen the weights on the way to the matrix units."""
+    widened: float = 0.0
+    """seconds to write and read what is widened for many tokens"""
+
+    def seconds(self, tokens: float) -> tuple[float, float]:
+        """Return (seconds for bytes, seconds for operations)."""
+        if not self.tiled:
+            return self.read, tokens * self.each
+        if tokens > BUCKETS[-1]:
+            return self.read + self.widened, tokens * self.each
+        rows = tokens if tokens <= 1 else max(tokens, TILES[0])
+        return self.read / TILED_READS, rows * self.each / TILED
+
+    def of_experts(self, experts: float, rows: float) -> tuple[float, float]:
+        """Return the same for `rows` rows of tiles over so many experts."""
+        if not self.tiled:
+            return experts * self.read, rows * self.each
+        return experts * self.read / TILED_READS, rows * self.each / TILED_EXPERTS
+
+
 class _Layer:
     """The seconds that one layer of a group takes on one GPU, for each quantity that a step is counted in."""
 
@@ -142,11 +182,18 @@ class _Layer:
         attention, mlp, tp = group.mixer, group.feed_forward, parallel.tp
         self.count, self.attention, self.mlp, self.parallel = group.count, attention, mlp, parallel
 
-        def product(part: str, weights: float, num_bytes: float) -> tuple[float, float]:
-            """Seconds to read the weights, and seconds that each token takes."""
+        def product(part: str, weights: float, num_bytes: float) -> _Product:
             held = shape.format_of(PLAIN.name) if part == "router" else shape.part_format(part, weight_format)
-            rate = model.rate(held) * (GROUPED if part == "experts" else 1.0)
-            return num_bytes / model.bandwidth, 2 * weights / rate
+            if deployment.holds_on is not None:
+                held = held_on(held, deployment.holds_on)
+            grouped = GROUPED if part == "experts" else 1.0
+            in_tiles = deployment.holds_on is not None and is_tiled(held, experts=part == "experts")
+            plain = held.widened or in_tiles
+            each = 2 * weights / (model.rate(PLAIN if plain else held) * grouped)
+            if not in_tiles:
+                return _Product(num_bytes / model.bandwidth, each)
+            widened = 0.0 if part == "experts" else 2 * shape.plain_bytes * weights / model.bandwidth
+            return _Product(num_bytes / model.bandwidth, each, True, widened)
 
         shares = rank_shares(attention, tp)
         counts = {
@@ -167,8 +214,9 @@ class _Layer:
         self.state_seconds = 2 * STATE_BYTES * attention.state_values / tp / model.kv_bandwidth
         self.seconds_per_token = attention.flops_per_token / tp / model.attention_rate
 
-        self.activation_seconds = _activation_bytes(group, shape, parallel, weight_format) / model.bandwidth
-        kernels = _kernels(attention, mlp, traits, narrow=bool(shape.format_of(weight_format).units))
+        narrow = _rounds_activations(deployment)
+        self.activation_seconds = _activation_bytes(group, shape, parallel, narrow) / model.bandwidth
+        kernels = _kernels(attention, mlp, traits, narrow)
         self.launch_seconds = kernels * model.efficiency.kernel
         self.operations = kernels + (traits.expert_operations - traits.expert_kernels if mlp.num_experts else 0)
 
@@ -178,7 +226,7 @@ class _Layer:
         `everywhere`: tokens of all GPUs that share the experts. With expert parallelism each of them holds some of the
         experts, without a slice of each.
         """
-        products = [(read, tokens * each) for read, each in self.linears]
+        products = [one.seconds(tokens) for one in self.linears]
         mlp, gpus = self.mlp, self.parallel.expert_gpus
         active = distinct_experts(mlp.num_experts, mlp.experts_per_token, everywhere)
         if active <= 0:
@@ -190,8 +238,8 @@ class _Layer:
             rows = min(max(rows / gpus, everywhere * min(mlp.experts_per_token, here)), _busiest(rows / gpus, gpus))
         tile = min(max(rows / active, TILES[0]), TILES[1])
         padded = rows + active * tile / 2
-        read, each = self.expert
-        return [*products, (active * read / slices, padded * each / slices)]
+        read, compute = self.expert.of_experts(active, padded)
+        return [*products, (read / slices, compute / slices)]
 
     def keys(self, context: float) -> tuple[float, float]:
         """Keys that a query with `context` keys before it attends to, and keys that it reads: an index, where there is
@@ -204,7 +252,15 @@ class _Layer:
         return attention.sparse_top_k, attention.sparse_top_k + seen * index
 
 
-def _activation_bytes(group: LayerGroup, shape: ModelShape, parallel: Parallel, weight_format: str) -> float:
+def _rounds_activations(deployment: Deployment) -> bool:
+    """Tell whether the inputs of most linears are rounded."""
+    held, chip = deployment.shape.format_of(deployment.weight_format), deployment.holds_on
+    if chip is not None and (held_on(held, chip).widened or is_tiled(held, experts=False)):
+        return False
+    return bool(held.units)
+
+
+def _activation_bytes(group: LayerGroup, shape: ModelShape, parallel: Parallel, narrow: bool) -> float:
     """Bytes that kernels between products read and write for one token: norms and residuals, rotary, activation,
     rounding, sums over experts, all in 16 bits."""
     attention, mlp, hidden = group.mixer, group.feed_forward, shape.spec.hidden_size
@@ -214,7 +270,7 @@ def _activation_bytes(group: LayerGroup, shape: ModelShape, parallel: Parallel, 
     values = 8 * hidden + 2 * (heads + 2 * attention.num_kv_heads * attention.head_dim) / parallel.tp + 3 * inner
     if mlp.num_experts:
         values += (mlp.experts_per_token + 1) * hidden
-    if shape.format_of(weight_format).units:  # 16 bits in, 8 out, before the products that no norm precedes
+    if narrow:  # 16 bits in, 8 out, before the products that no norm precedes
         values += 1.5 * (heads / parallel.tp + inner)
     return 2 * values
 

@@ -148,8 +148,11 @@ class Scenario:
     @property
     def quantization(self) -> Decision:
         wanted, own, flops = self.weight_format, self.checkpoint.weight_format, self.chip.flops
-        slow = wanted != PLAIN.name and self.shape.format_of(wanted).units not in flops
-        how = f"; products run in 16 bits, as {self.chip.name} has no units for it" if slow else ""
+        held, how = self.shape.format_of(wanted), ""
+        if self.engine == "headrace" and held.tiled == "all":
+            how = "; weights alone are narrow, products run in 16 bits"
+        elif wanted != PLAIN.name and held.units not in flops:
+            how = f"; products run in 16 bits, as {self.chip.name} has no units for it"
         if self.request.quantization is not None:
             return Decision("quantization", wanted, "given" + how, source="user")
         if own != PLAIN.name:

@@ -45,12 +45,17 @@ class HeldLinear:
 
 def resident_bytes(format: WeightFormat, linear: HeldLinear, plain_bytes: int) -> int:
     """Return the bytes on a GPU, scales included. `plain_bytes`: of a weight that is widened."""
-    if format.tiled == "all" or (format.tiled == "experts" and linear.experts):
+    if is_tiled(format, experts=linear.experts > 0):
         return _tiled(format, linear) if _fits_tiles(format, linear, plain_bytes) else plain_bytes * linear.weights
     begins_within_block = format.in_blocks and linear.divided == "inputs" and linear.inputs % format.group_size
     if format.widened or begins_within_block:
         return plain_bytes * linear.weights
     return linear.weights * format.bits // 8 + max(1, linear.experts) * _stored_scales(format, linear)
+
+
+def is_tiled(format: WeightFormat, experts: bool) -> bool:
+    """Tell whether a GPU holds weights of the format in tiles, of `experts` or of others."""
+    return format.tiled == "all" or (format.tiled == "experts" and experts)
 
 
 def _fits_tiles(format: WeightFormat, linear: HeldLinear, plain_bytes: int) -> bool:

@@ -11,11 +11,14 @@ from statistics import median
 
 import pytest
 
+from headrace.planner.catalogue import catalogue
 from headrace.planner.chips import find_chip
 from headrace.planner.constants import Efficiency, find_efficiency
+from headrace.planner.cost import StepWork, step_model
 from headrace.planner.memory_map import memory_map
 from headrace.planner.parallel import Parallel
 from headrace.planner.predict import Limits, Workload, predict
+from headrace.planner.shapes import shape_of
 from tests.planner.planner_cases import deployment
 
 BENCH = str(Path(__file__).parents[2] / "bench")
@@ -78,6 +81,28 @@ def test_it_matters_little_where_the_fit_starts(engine: str) -> None:
     sizes = [abs(error(row, constants)) for row in table[1::2]]
     print(f"\n{engine}, moved start: {calibration.summary(sizes)}")
     assert median(sizes) <= 0.12
+
+
+IN_TILES = {
+    # model, quantization_config (None: its own), decode steps at 1, 8, 32 and 128 requests after 128 tokens, ms
+    ("llama-3.1-8b", "awq"): (1.92, 2.47, 3.29, 6.64),
+    ("gpt-oss-20b", ""): (1.72, 3.65, 4.93, 6.11),
+}
+
+
+def test_weights_in_tiles() -> None:
+    """docs/performance.md, H5: what an H200 took."""
+    found = {}
+    for (name, method), measured in IN_TILES.items():
+        own = catalogue()[name].config
+        config = {**own, "quantization_config": {"quant_method": method, "bits": 4}} if method else own
+        shape = shape_of(config, name)
+        model = step_model(replace(deployment(name), shape=shape, weight_format=shape.weight_format))
+        for batch, milliseconds in zip((1, 8, 32, 128), measured, strict=True):
+            found[name, batch] = 1000 * model.seconds(StepWork(batch, 192)) / milliseconds - 1
+    print(found)
+    assert median(map(abs, found.values())) < 0.1
+    assert max(map(abs, found.values())) < 0.2
 
 
 def test_whole_plans_of_the_published_throughputs() -> None:

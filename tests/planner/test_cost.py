@@ -166,16 +166,29 @@ def test_fewer_bits_are_faster_to_read(wide: str, narrow: str) -> None:
 
 
 def test_a_format_without_units_multiplies_in_16_bits() -> None:
-    """An A100 has none for fp8, a B200 has them for 4 bits, and a MI300X for 8."""
+    """An A100 has none for fp8, a B200 has them for 4 bits, and a MI300X for 8. headrace has no products of 4 bits."""
     prompt = StepWork(0, 0.0, 8192, 4096, 1)
 
-    def flops(chip: str, weight_format: str) -> float:
-        return step_cost(deployment(chip=chip, weight_format=weight_format), prompt).parts["flops"]
+    def flops(chip: str, weight_format: str, engine: str = "headrace") -> float:
+        return step_cost(deployment(chip=chip, weight_format=weight_format, engine=engine), prompt).parts["flops"]
 
     assert flops("a100", "fp8") == pytest.approx(flops("a100", "bf16"))
     assert flops("mi300x", "mxfp4") == pytest.approx(flops("mi300x", "bf16"))
     assert flops("mi300x", "fp8") < 0.65 * flops("mi300x", "bf16")
-    assert flops("b200", "mxfp4") < 0.75 * flops("b200", "fp8")
+    assert flops("b200", "mxfp4", "vllm") < 0.75 * flops("b200", "fp8", "vllm")
+    assert flops("b200", "mxfp4") == pytest.approx(flops("b200", "bf16"))
+
+
+def test_many_tokens_are_multiplied_by_weights_that_are_widened_first() -> None:
+    """Up to 128 tokens kernels widen tiles on the way, at half the rate; beyond, a whole weight is written and read."""
+
+    def part(weight_format: str, tokens: int, name: str) -> float:
+        return step_cost(deployment(weight_format=weight_format), StepWork(tokens, 1)).parts[name]
+
+    assert part("int4", 128, "weights") < 0.6 * part("bf16", 128, "weights")
+    assert part("int4", 129, "weights") > 2 * part("bf16", 129, "weights")
+    assert part("int4", 128, "flops") > 1.8 * part("bf16", 128, "flops")
+    assert part("int4", 129, "flops") == pytest.approx(part("bf16", 129, "flops"))
 
 
 def test_what_is_in_no_graph_is_started_by_the_host() -> None:

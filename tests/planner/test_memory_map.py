@@ -272,6 +272,21 @@ def test_formats() -> None:
     assert halved.tables < plain.tables  # it has no kernel that unpacks
 
 
+def test_what_a_chip_cannot_multiply_is_widened_by_headrace() -> None:
+    """fp8 on a GPU without its units, and everything on a CPU; blocks of experts stay, in tiles."""
+    a100, cpu = CHIPS["a100"], CHIPS["cpu"]
+    plain = on(H200, "llama-3.1-8b").weights["dense"]
+    assert on(a100, "llama-3.1-8b", weight_format="fp8").weights["dense"] == plain
+    assert on(a100, "llama-3.1-8b", weight_format="fp8", engine="vllm").weights["dense"] < 0.51 * plain
+    for weight_format in ("fp8", "int8", "mxfp4", "int4"):
+        assert on(cpu, "llama-3.1-8b", weight_format=weight_format).weights["dense"] == plain
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    shape = shape_of({**catalogue()["qwen3-30b-a3b"].config, "quantization_config": blocks}, "blocks")
+    there, here = mapped(shape, a100, ONE).weights, mapped(shape, H200, ONE).weights
+    assert there["experts"] == here["experts"]
+    assert there["attention"] > 1.9 * here["attention"]
+
+
 def test_experts_are_rounded_too_and_the_router_is_not() -> None:
     plain, rounded = on(H200, "qwen3-30b-a3b").weights, on(H200, "qwen3-30b-a3b", weight_format="fp8").weights
     scales = 4 * 48 * 128 * (2 * 768 + 2048)  # one an output

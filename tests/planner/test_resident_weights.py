@@ -12,14 +12,14 @@ from headrace.distributed.mesh import Group, Mesh
 from headrace.kernels import fp8, tiled
 from headrace.layers.layer import Layer
 from headrace.layers.linear import Linear
-from headrace.layers.moe import SparseMoE, _both_tiled
+from headrace.layers.moe import SparseMoE
 from headrace.model_config import ModelConfig
 from headrace.models.loader import attach_schemes, build_model, weight_bytes
 from headrace.planner.chips import CHIPS
 from headrace.planner.parallel import Parallel
 from headrace.planner.shapes import shape_of
 from headrace.quantization import checkpoint_fields, gpu_linear, packed_layouts, resident
-from headrace.quantization.scheme import HeldExperts, LinearSpec, Weights
+from headrace.quantization.scheme import LinearSpec, Weights
 from tests.models.driver import make_context
 from tests.planner.planner_cases import mapped
 
@@ -115,6 +115,7 @@ def filled(spec: LinearSpec, weights: Weights, layout: Any) -> Weights:
 
 
 def memory_of(tensors: list[Tensor]) -> int:
+    """The bytes that are allocated for them, with what lies behind a tensor in its own memory."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
@@ -122,15 +123,12 @@ def memory_of(tensors: list[Tensor]) -> int:
 def held(layer: Layer) -> int:
     """The bytes of one layer's weights in the form that a GPU multiplies."""
     if isinstance(layer, SparseMoE):
-        layout, product = layer.scheme.layout, layer.scheme.product
-        linears = ((layer.gate_up_spec, layer.w13), (layer.down_spec, layer.w2))
-        both: list[HeldExperts] = [product.experts(spec, filled(spec, weights, layout)) for spec, weights in linears]
-        tensors = [*layer.router_weights.values(), *layer.parameters(recurse=False)]
-        tensors += [weights["bias"] for _, weights in linears if "bias" in weights]
-        for one in _both_tiled(*both, dtype=torch.bfloat16):
-            tensors += one.weight.tensors().values() if isinstance(one.weight, tiled.TiledWeight) else [one.weight]
-            tensors += [] if one.scales is None else [one.scales]
-        return memory_of(tensors)
+        layout = layer.scheme.layout
+        filled(layer.gate_up_spec, layer.w13, layout)
+        filled(layer.down_spec, layer.w2, layout)
+        layer.finalize()
+        assert layer.w13 == layer.w2 == layer.router_weights == {}
+        return memory_of([*layer.tensors(), *layer.parameters(recurse=False)])
     if isinstance(layer, Linear):
         filled(layer.spec, layer.weights, layer.scheme.layout)
         layer.scheme.product.finalize(layer.spec, layer.weights, layer.fused)
