@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ TURN_SECONDS = 10.0
 """How long a request of a server may wait until the compiler begins with its grammar."""
 COMPILE_SECONDS = 10.0
 """How long it may wait for its grammar from then on."""
+LEXER_SECONDS = 0.05
+"""How long it waits for a lexer of its own where those of its grammar have many outputs, before it shares one."""
 
 NO_TOKENS: frozenset[int] = frozenset()
 
@@ -40,6 +43,8 @@ class _Held:
     deadline: float
     compiled: Future[Matcher] | None
     """None until the compiler begins with it."""
+    shares_at: float = math.inf
+    """When it takes a lexer that has many outputs; set once it waits for another."""
 
 
 class _Compiling(NamedTuple):
@@ -122,13 +127,21 @@ class Grammars:
         """Yield the requests that wait no longer, each with its matcher or the error with which it ends."""
         self._begin()
         now = self._clock()
+        crowded = Counter[str]()
         for name, held in list(self._held.items()):
             if held.compiled is not None and held.compiled.done():
+                outcome = self._outcome(held, held.compiled, now)
+                if outcome is None:
+                    crowded[held.request.grammar] += 1
+                    continue
                 del self._held[name]
-                yield held.request, _outcome(held.compiled)
+                yield held.request, outcome
             elif now > held.deadline:
                 self.drop(name)
                 yield held.request, self._late(held)
+        for grammar, outputs in crowded.items():
+            assert self._compiler is not None
+            self._compiler.make_room(grammar, outputs)
 
     def wait(self, seconds: float) -> None:
         """Return when a grammar is compiled, or so many seconds have passed."""
@@ -180,6 +193,18 @@ class Grammars:
                 if held is not first:
                     self._turns.remove(held)
 
+    def _outcome(self, held: _Held, compiled: Future[Matcher], now: float) -> Matcher | HeadraceError | None:
+        """Return a matcher for a request whose grammar is compiled, or why there is none. None: it waits for a lexer
+        that fewer outputs share."""
+        assert self._compiler is not None
+        error = compiled.exception()
+        if error is None:
+            held.shares_at = min(held.shares_at, now + LEXER_SECONDS)
+            return self._compiler.copy(held.request.grammar, compiled.result(), now >= held.shares_at)
+        return (
+            error if isinstance(error, HeadraceError) else HeadraceError(f"the grammar failed: {type(error).__name__}")
+        )
+
     def _late(self, held: _Held) -> HeadraceError:
         """Return the error of a request that has waited for too long: for its turn, or for the grammar itself."""
         assert self._compiler is not None
@@ -213,11 +238,3 @@ class Grammars:
 def _ends(eos: frozenset[int], stop_set: frozenset[int]) -> tuple[frozenset[int], frozenset[int]]:
     """Return what no output shall end with: tokens of `eos` that are no stop tokens, and, before min_tokens, all."""
     return eos - stop_set, eos | stop_set
-
-
-def _outcome(compiled: Future[Matcher]) -> Matcher | HeadraceError:
-    """Return a copy of what was compiled, or why there is none."""
-    error = compiled.exception()
-    if error is None:
-        return compiled.result().copy()
-    return error if isinstance(error, HeadraceError) else HeadraceError(f"the grammar failed: {type(error).__name__}")

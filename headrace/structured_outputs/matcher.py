@@ -1,17 +1,21 @@
 """Compiles grammars on threads, follows outputs through them, and makes the masks of a whole batch.
 
-A grammar is compiled once for all requests that bring it; each of them gets a copy of the matcher. Whatever takes long
-happens in llguidance, which needs no lock of Python's (GIL) for it. Knows nothing of requests, steps or devices.
+A grammar is compiled for all requests that bring it; each of them gets a copy of the matcher. Copies share a lexer and
+its lock: their masks are made one after the other. So a grammar of many outputs is compiled several times. Whatever
+takes long happens in llguidance, which needs no lock of Python's (GIL) for it. Knows nothing of requests, steps or
+devices.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -23,18 +27,29 @@ MAX_THREADS = 32
 """Masks are made on all cores, since the engine waits for them; grammars are compiled on three of four."""
 MAX_CACHED = 256
 """Compiled grammars that are kept for later requests, some of which take megabytes."""
+OUTPUTS_A_LEXER = 4
+"""Beyond so many, a grammar is compiled once more for further outputs, up to once for each thread that makes masks. On
+16 cores 128 outputs of one schema took 15 ms a step with one lexer."""
+FURTHER_SECONDS = 0.05
+"""A grammar that took longer to compile is compiled once."""
 ANY_TOKEN = 0xFFFFFFFF
 
 
 class Matcher:
     """Follows one output through its grammar."""
 
-    __slots__ = ("__weakref__", "compiled", "error", "finished", "inner", "spent")
+    __slots__ = ("__weakref__", "compiled", "copies", "error", "finished", "inner", "seconds", "spent")
 
-    def __init__(self, inner: LLMatcher, compiled: Matcher | None = None) -> None:
+    def __init__(self, inner: LLMatcher, compiled: Matcher | None = None, seconds: float = 0.0) -> None:
+        """`seconds`: in which it was compiled."""
         self.inner = inner
+        self.seconds = seconds
         self.compiled = compiled or self
         """What this is a copy of, at first hand or not. All of them share one lexer."""
+        self.copies: WeakSet[Matcher] = WeakSet() if compiled is None else compiled.copies
+        """All matchers that share that lexer, but for the one that was compiled."""
+        if compiled is not None:
+            self.copies.add(self)
         self.spent = False
         """True once that lexer has taken all that LIMITS allow: no copy can go on."""
         self.finished = False
@@ -88,7 +103,9 @@ class GrammarCompiler:
         self._masks = LLExecutor(threads)
         self._lines = np.empty((0, 0), dtype=np.uint32)
         """Where masks are made, again and again: to touch fresh memory for them takes half a millisecond."""
-        self._cache: OrderedDict[str, Future[Matcher]] = OrderedDict()
+        self._cache: OrderedDict[str, list[Future[Matcher]]] = OrderedDict()
+        """Grammar -> what it was compiled to, each time with a lexer of its own."""
+        self._most_lexers = threads
         self._vocabulary = self._threads.submit(_prepared, make_vocabulary)
         self._eos: frozenset[int] | None = None
         self.num_compiled = 0
@@ -100,21 +117,47 @@ class GrammarCompiler:
 
     def found(self, grammar: str) -> Future[Matcher] | None:
         """Return what `start` has returned for a grammar, if it is still there."""
-        found = self._cache.pop(grammar, None)
-        if found is None or _is_spent(found):
+        lexers = [one for one in self._cache.pop(grammar, ()) if not _is_spent(one)]
+        if not lexers:
             return None
-        self._cache[grammar] = found
-        return found
+        self._cache[grammar] = lexers
+        return lexers[0]
 
     def start(self, grammar: str) -> Future[Matcher]:
-        """Return a matcher to make copies of, once it is compiled. Its future raises RequestError for a grammar that
-        cannot be, and another error if none can."""
+        """Return a matcher to ask for copies with, once it is compiled. Its future raises RequestError for a grammar
+        that cannot be, and another error if none can."""
         found = self.found(grammar)
         if found is None:
-            found = self._cache[grammar] = self._threads.submit(self._compile, grammar)
+            found = self._threads.submit(self._compile, grammar)
+            self._cache[grammar] = [found]
         while len(self._cache) > MAX_CACHED:
             self._cache.popitem(last=False)
         return found
+
+    def copy(self, grammar: str, compiled: Matcher, crowded: bool) -> Matcher | None:
+        """Return a matcher for one output, at the grammar's beginning. None: all lexers have OUTPUTS_A_LEXER, and
+        another is being made or may be; with `crowded` they take more than that. `compiled`: of the future that was
+        waited for."""
+        lexers = self._cache.get(grammar, [])
+        free = [one.result() for one in lexers if one.done() and one.exception() is None and not one.result().spent]
+        best = min(free, key=lambda one: len(one.copies), default=compiled)
+        if crowded or len(best.copies) < OUTPUTS_A_LEXER or not self._may_grow(lexers):
+            return best.copy()
+        return None
+
+    def make_room(self, grammar: str, outputs: int) -> None:
+        """Begin to make the lexers that so many outputs wait for, for which there was no `copy`."""
+        lexers = self._cache.get(grammar, [])
+        wanted = -(-outputs // OUTPUTS_A_LEXER) - sum(not one.done() for one in lexers)
+        for _ in range(min(wanted, self._most_lexers - len(lexers))):
+            lexers.append(self._threads.submit(self._compile, grammar))
+
+    def _may_grow(self, lexers: list[Future[Matcher]]) -> bool:
+        """Tell whether a further lexer may come, or is on its way."""
+        if not lexers or not lexers[0].done() or lexers[0].exception() is not None:
+            return False
+        quick = lexers[0].result().seconds < FURTHER_SECONDS
+        return quick and (len(lexers) < self._most_lexers or not all(one.done() for one in lexers))
 
     def fill(self, wanted: Sequence[Wanted]) -> tuple[int, memoryview]:
         """Make masks on several threads, line after line. Return the words of 32 bits in a line, and the bytes of the
@@ -124,7 +167,8 @@ class GrammarCompiler:
         lines = self._room_for(sum(1 + len(one.drafts) for one in wanted), words)
         plain: list[tuple[LLMatcher, int]] = []
         drafted: list[tuple[LLMatcher, int, list[int]]] = []
-        for first, one in _placed(wanted):
+        for first, one in sorted(_placed(wanted), key=lambda placed: id(placed[1].matcher.compiled)):
+            # Neighbours are made by one thread as a rule: those that share a lexer shall be neighbours.
             if one.drafts:
                 drafted.append((one.matcher.inner, first, list(one.drafts)))
                 lines[first : first + 1 + len(one.drafts)] = ANY_TOKEN  # none is made behind a draft that is forbidden
@@ -167,13 +211,14 @@ class GrammarCompiler:
             raise
         except Exception as error:
             raise ConfigError(f"output cannot be held to a grammar: no vocabulary: {type(error).__name__}") from error
+        began = time.perf_counter()
         inner = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
         if not inner.is_error():
             inner.compute_bitmask()  # which makes the first parts of its automata; copies have them too
         if inner.is_error():
             raise RequestError(f"the grammar cannot be compiled: {_first_line(inner)}", "structured_outputs")
         self.num_compiled += 1
-        return Matcher(inner)
+        return Matcher(inner, seconds=time.perf_counter() - began)
 
 
 def _placed(wanted: Sequence[Wanted]) -> Iterator[tuple[int, Wanted]]:

@@ -4,14 +4,16 @@ caller's thread."""
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import wait
 
 import pytest
 from llguidance import LLParserLimits, LLTokenizer
 
 from headrace.errors import ConfigError, RequestError
 from headrace.structured_outputs import matcher as matcher_module
-from headrace.structured_outputs.matcher import GrammarCompiler, Wanted
+from headrace.structured_outputs.matcher import OUTPUTS_A_LEXER, GrammarCompiler, Wanted
 from tests.structured_outputs.grammars import (
     EOS,
     allowed,
@@ -58,6 +60,28 @@ def test_masks_of_a_batch_allow_what_each_grammar_does(compiler: GrammarCompiler
                 text[0] += decode([token])
             assert matcher.finished == (follow(words, text[0]) == {EOS})
             assert not matcher.error
+
+
+def test_a_grammar_of_many_outputs_is_compiled_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, grammar = GrammarCompiler(byte_vocabulary, threads=3), choice(["one", "two"])
+    first = compiler.start(grammar).result()
+    outputs = []
+    for _ in range(4 * OUTPUTS_A_LEXER):
+        while (output := compiler.copy(grammar, first, crowded=False)) is None:
+            compiler.make_room(grammar, outputs=1)
+            wait(compiler._cache[grammar])
+        outputs.append(output)
+    shared = Counter(id(output.compiled) for output in outputs)
+    assert len(shared) == 3
+    assert OUTPUTS_A_LEXER <= min(shared.values()) <= max(shared.values()) <= min(shared.values()) + 1
+    assert len({frozenset(mask) for mask in allowed(compiler, *map(Wanted, outputs))}) == 1
+    del outputs, output
+    assert compiler.copy(grammar, first, crowded=False) is not None
+    monkeypatch.setattr(matcher_module, "FURTHER_SECONDS", 0.0)
+    slow = choice(["a", "b"])
+    first = compiler.start(slow).result()
+    assert all(compiler.copy(slow, first, crowded=False) for _ in range(3 * OUTPUTS_A_LEXER))
+    compiler.shutdown()
 
 
 def test_masks_behind_drafts_are_those_of_a_matcher_that_took_them(compiler: GrammarCompiler) -> None:
