@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TypeVar
 
 from headrace.structured_outputs.limits import MAX_REGEX_CHARS
 from headrace.structured_outputs.pattern import TOKEN, Chars, Choice, Repeat, Row, Tree, Unreadable, whole_text
@@ -24,6 +25,7 @@ Ranges = list[tuple[int, int]]
 Way = tuple[Tree, ...]
 """What a text may still go through, part by part."""
 State = tuple[frozenset[Way], frozenset[Way]]
+S = TypeVar("S", bound=Hashable)
 _SPACES: Ranges = [(9, 13), (32, 32), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029),
                    (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000)]  # fmt: skip
 _MORE_SPACES: Ranges = [(0x1C, 0x1F), (0x85, 0x85), (0xFEFF, 0xFEFF)]
@@ -85,7 +87,7 @@ def _combined(found: str, other: str, *, in_both: bool) -> str | None:
         return None
     newline = (Repeat(Chars("\\n"), 0, 1),) if "$" in other else ()  # some find `$` before a last one too
     start: State = (frozenset([(yes,)]), frozenset([(no, *newline)]) if no is not None else frozenset())
-    letters = _letters({*_chars(yes)}, {*_chars(no), *_chars(Row(newline))} if no is not None else set())
+    letters = letters_of({*_chars(yes)}, {*_chars(no), *_chars(Row(newline))} if no is not None else set())
     moves: dict[State, dict[State, Ranges]] = {}
     waiting, steps = [start], 0
     while waiting:
@@ -106,7 +108,7 @@ def _combined(found: str, other: str, *, in_both: bool) -> str | None:
                 moves[state].setdefault(target, []).extend(ranges)
                 waiting.append(target)
     ends = {state for state in moves if any(map(_may_end, state[0])) and any(map(_may_end, state[1])) == in_both}
-    pattern = _eliminated(start, ends, moves)
+    pattern = eliminated(start, ends, moves)
     return None if pattern is None else f"^{pattern}$"
 
 
@@ -180,7 +182,7 @@ def _chars(tree: Tree) -> Iterable[Chars]:
             yield from _chars(part)
 
 
-def _letters(taken: set[Chars], excluded: set[Chars]) -> dict[tuple[frozenset[Chars], frozenset[Chars]], Ranges]:
+def letters_of(taken: set[Chars], excluded: set[Chars]) -> dict[tuple[frozenset[Chars], frozenset[Chars]], Ranges]:
     """Return the characters that are alike: which of the one and of the other take them -> their ranges."""
     sets = [(one, 0, _ranges(one.pattern, False)) for one in taken]
     sets += [(one, 1, _ranges(one.pattern, True)) for one in excluded]
@@ -255,7 +257,7 @@ def _others(ranges: Ranges) -> Ranges:
     return [*found, (low, _LAST)] if low <= _LAST else found
 
 
-def _eliminated(start: State, ends: set[State], moves: dict[State, dict[State, Ranges]]) -> str | None:
+def eliminated(start: S, ends: set[S], moves: dict[S, dict[S, Ranges]]) -> str | None:
     """Return a pattern of the texts that lead from the start to an end: each state goes, and the ways through it become
     patterns between those beside it."""
     numbers = _merged(ends, moves)
@@ -285,7 +287,7 @@ def _eliminated(start: State, ends: set[State], moves: dict[State, dict[State, R
     return f"(?:{ways[begin][end]})" if end in ways[begin] else None
 
 
-def _merged(ends: set[State], moves: dict[State, dict[State, Ranges]]) -> dict[State, int]:
+def _merged(ends: set[S], moves: dict[S, dict[S, Ranges]]) -> dict[S, int]:
     """Number the states so that those that take the same texts have one number."""
     numbers = {state: int(state in ends) for state in moves}
     while True:

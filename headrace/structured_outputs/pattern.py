@@ -53,37 +53,55 @@ class Repeat:
     most: int | None
 
 
-Tree = Chars | Anchor | Row | Choice | Repeat
+@dataclass(frozen=True)
+class Look:
+    """Matches no characters where its part is found ahead, or behind; unless it is wanted, where it is not."""
+
+    part: Tree
+    ahead: bool
+    wanted: bool
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Matches no characters where a word begins or ends; unless it is wanted, where none does."""
+
+    wanted: bool
+
+
+Tree = Chars | Anchor | Row | Choice | Repeat | Look | Boundary
 TOKEN = re.compile(
     r"\\(?:[pPxuU]\{[^}]*\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[^0-9])"
-    r"|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?:|\?P?<\w+>)?|[*+?]\??|\{\d+(?:,\d*)?\}\??|.",
+    r"|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?:|\?<?[=!]|\?P?<\w+>)?|[*+?]\??|\{\d+(?:,\d*)?\}\??|.",
     re.DOTALL,
 )
 _QUANTIFIER = re.compile(r"([*+?])\??|\{(\d+)(,?)(\d*)\}\??")
 _COUNTS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
-_NO_CHARACTER = frozenset(("\\A", "\\z", "\\Z", "\\b", "\\B", "\\"))
+_NO_CHARACTER = frozenset(("\\A", "\\z", "\\Z", "\\"))
 
 
 def tree_of(pattern: str) -> Tree:
     """Return the tree of a pattern. Raises Unreadable."""
-    open_groups: list[list[list[Tree]]] = []
+    open_groups: list[tuple[str, list[list[Tree]]]] = []
     ways: list[list[Tree]] = [[]]
     for token in TOKEN.findall(pattern):
         row = ways[-1]
         if token[0] == "(":
-            open_groups.append(ways)
+            open_groups.append((token, ways))
             ways = [[]]
             if len(open_groups) > MAX_GROUPS:
                 raise Unreadable
         elif token == ")":
             if not open_groups:
                 raise Unreadable
-            group, ways = _choice(ways), open_groups.pop()
+            group, (opening, ways) = _choice(ways), open_groups.pop()
+            if opening[-1] in "=!":
+                group = Look(group, "<" not in opening, opening[-1] == "=")
             ways[-1].append(Row((group,)) if isinstance(group, Repeat) else group)  # which may be repeated too
         elif token == "|":
             ways.append([])
         elif counts := _QUANTIFIER.fullmatch(token):
-            if not row or isinstance(row[-1], Repeat | Anchor):
+            if not row or isinstance(row[-1], Repeat | Anchor | Look | Boundary):
                 raise Unreadable
             least, most = _COUNTS.get(counts[1]) or (
                 int(counts[2]),
@@ -92,6 +110,8 @@ def tree_of(pattern: str) -> Tree:
             row[-1] = Repeat(row[-1], least, None if most == -1 else most)
         elif token in "^$":
             row.append(Anchor(token == "^"))
+        elif token in ("\\b", "\\B"):
+            row.append(Boundary(token == "\\b"))
         elif token in _NO_CHARACTER:
             raise Unreadable
         else:
@@ -175,6 +195,8 @@ def _matches(tree: Tree) -> Matches:
             return row
         case Repeat(part, least, most):
             return _repeated(_matches(part), least, most)
+        case Look() | Boundary():
+            raise Unreadable
 
 
 def _row(one: Matches, other: Matches) -> Matches:

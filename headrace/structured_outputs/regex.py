@@ -7,14 +7,15 @@ import re
 from headrace.errors import RequestError
 from headrace.structured_outputs.difference import common, without_look_ahead
 from headrace.structured_outputs.limits import MAX_REGEX_CHARS, check_text
+from headrace.structured_outputs.look_around import without_look_around
 from headrace.structured_outputs.pattern import Unreadable, anchored
 
 
 def checked_patterns(pattern: object, path: str) -> list[str]:
     """Return patterns that are all found where a pattern of a JSON schema is, in a form that can be held, as
-    `checked_regex` does; anchors within it, and look-ahead where it begins, are rewritten."""
+    `checked_regex` does; anchors within it, look-around and word boundaries are rewritten."""
     parts = without_look_ahead(check_text(pattern, path, MAX_REGEX_CHARS))
-    return [anchored(checked_regex(part, path)) for part in parts]
+    return [anchored(checked_regex(without_look_around(part), path)) for part in parts]
 
 
 def checked_pattern(pattern: object, path: str) -> str:
