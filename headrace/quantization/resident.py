@@ -71,11 +71,9 @@ def _tiled(format: WeightFormat, linear: HeldLinear) -> int:
     """Count what `kernels.tiled.tile` makes of it, with the zeros behind it that kernels read over."""
     outputs, blocks, size = sum(linear.outputs), -(-linear.inputs // BLOCK), format.group_size
     tiles = -(-outputs // 2 // (ROWS // 2)) if linear.gated else -(-outputs // ROWS)
-    of_output = not format.is_fp4 and (size == 0 or size >= linear.inputs)
-    """An output has one scale: its factor, in fp32."""
+    of_output = not format.is_fp4 and (size == 0 or size >= linear.inputs)  # whose one scale is its factor, in fp32
     runs = 1 if of_output else BLOCK // min(size, BLOCK)
-    scale = 0 if of_output else min(2, format.scale_bytes)
-    """of four bytes, as fp8 has it, half are in the factor"""
+    scale = 0 if of_output else min(2, format.scale_bytes)  # an fp32 scale is split: float16 here, the rest a factor
     word_bytes = 4 * -(-runs * (scale + (format.zero_bits > 0)) // 4)
     factors = 4 * outputs if of_output or format.scale_bytes != 2 else 0
     code_block, word_block = ROWS * BLOCK * format.bits // 8, ROWS * word_bytes

@@ -275,6 +275,10 @@ def test_the_flags_that_guides_give_beside_it_are_taken(name: str, folders: dict
         (said,) = [answer for answer in found.answers if answer.setting.name == "--quantization"]
         assert said.verdict in ("not needed", "fine"), said
         assert bool(found.gaps) != checkpoint.served
+        (found,) = explain(f"vllm serve {folders[name]} --quantization {flag} -tp {checkpoint.tp}")
+        (said,) = [answer for answer in found.answers if answer.setting.name == "--quantization"]
+        contradicts = (flag, checkpoint.quantization["quant_method"]) == ("gptq", "compressed-tensors")
+        assert said.verdict == ("wrong" if contradicts else "not needed"), "vLLM compares the names of tools"
         if checkpoint.served:
             resolve_format(ModelConfig.from_dict(checkpoint.config), flag)
 
