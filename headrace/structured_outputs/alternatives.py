@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -9,7 +10,7 @@ from typing import Any
 
 from headrace.errors import RequestError, quoted
 from headrace.structured_outputs.difference import as_python, intersection
-from headrace.structured_outputs.negation import TYPES, type_of
+from headrace.structured_outputs.negation import TYPES, plain, type_of
 from headrace.structured_outputs.pattern import Unreadable
 from headrace.structured_outputs.schema import NUMBERS, JsonOptions, checked_schema
 
@@ -21,7 +22,8 @@ MAX_DEPTH = 32
 _TYPE_OF_KEYWORD = {
     "properties": "object", "patternProperties": "object", "additionalProperties": "object", "required": "object",
     "minProperties": "object", "maxProperties": "object", "items": "array", "prefixItems": "array",
-    "minItems": "array", "maxItems": "array", "pattern": "string", "minLength": "string", "maxLength": "string",
+    "minItems": "array", "maxItems": "array", "uniqueItems": "array",
+    "pattern": "string", "minLength": "string", "maxLength": "string",
     "format": "string", **dict.fromkeys(sorted(NUMBERS), "number"),
 }  # fmt: skip
 
@@ -222,7 +224,11 @@ def _fits(value: Any, schema: Schema) -> bool:
         return schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value)) and _finds(
             schema.get("pattern", ""), value
         )
-    return True
+    return not schema.get("uniqueItems") or kind != "array" or _all_differ(value)
+
+
+def _all_differ(items: list[Any]) -> bool:
+    return len({json.dumps(plain(item), sort_keys=True) for item in items}) == len(items)
 
 
 def _finds(pattern: str, text: str) -> bool:

@@ -16,6 +16,7 @@ from headrace.structured_outputs.lark import Rules, escaped, without
 from headrace.structured_outputs.pattern import Unreadable
 from headrace.structured_outputs.schema import NUMBERS
 from headrace.structured_outputs.text_pattern import is_free, string_pattern
+from headrace.structured_outputs.unique_places import has_unique, wants_unique
 
 _KEY_AGAIN = "{key}"
 _KEY = r"/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
@@ -223,6 +224,8 @@ class LiteralArguments:
         return name
 
     def _options(self, schema: Schema, schemas: Schemas) -> list[str]:
+        if wants_unique(schema) and "array" in (types(schema) or ["array"]):
+            raise schemas.refused(schema, "uniqueItems")
         allowed = values(schema)
         if allowed is not None:
             return [self._written(value) for value in allowed if self._writable(value)]
@@ -232,7 +235,7 @@ class LiteralArguments:
         if schema.keys() & {"patternProperties", "minProperties", "maxProperties"} or (
             "prefixItems" in schema and schema.get("minItems", 0) > len(schema["prefixItems"])
         ):
-            if self._syntax.quote is not None:
+            if self._syntax.quote is not None or has_unique(schemas.alone(schema)):
                 raise schemas.refused(schema, "patternProperties, minProperties, maxProperties or minItems")
             return [self._rules.json(schemas.alone({**schema, "x-guidance": _ESCAPES}))]
         return [self._of_type(kind, schema, schemas) for kind in kinds] if kinds else [self._anything()]

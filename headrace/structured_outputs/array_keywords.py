@@ -1,17 +1,17 @@
-"""Rewrites keywords of arrays that llguidance lacks: each becomes schemas that must hold beside the rest."""
+"""Rewrites keywords of arrays that llguidance lacks: each becomes schemas that must hold beside the rest. What
+`uniqueItems` says cannot be said so, and stays."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import RequestError, quoted
 from headrace.structured_outputs.drafts import SINCE
-from headrace.structured_outputs.limits import MAX_ARRANGED, MAX_ORDERED
-from headrace.structured_outputs.negation import TYPES, few_values, type_of
-from headrace.structured_outputs.object_keywords import NOTES
+from headrace.structured_outputs.limits import MAX_DIFFERENT
+from headrace.structured_outputs.negation import TYPES, few_values
 from headrace.structured_outputs.references import Placed
 
 if TYPE_CHECKING:
@@ -24,37 +24,19 @@ MAX_WAYS = 64
 _OTHERS = [name for name in TYPES if name != "array"]
 
 
-def unique_items(self: Rewriter, schema: Mapping[str, Any], value: Any, base: str, where: str) -> list[Any]:
-    """Return the arrays of a few values of which none comes twice, in any order; of some more values, in the order in
-    which the schema names them."""
-    if value is False or schema.get("maxItems", 2) in (0, 1):
-        return []
+def unique_items(self: Rewriter, schema: Mapping[str, Any], value: Any, base: str, where: str) -> bool:
+    """Return whether the items of an array must differ, which unique_items.py holds. Raises RequestError where there
+    are fewer values than there must be items."""
+    if not isinstance(value, bool):
+        raise RequestError(f"{where} must be true or false, got {quoted(value)}", self.field)
+    least = schema.get("minItems", 0)
+    if value and isinstance(least, int) and least > MAX_DIFFERENT:
+        raise RequestError(f"{where} is supported for {MAX_DIFFERENT} items, got minItems {least}", self.field)
     values = few_values(self.resolve(base, where, schema.get("items", True)))
-    least, most = schema.get("minItems", 0), schema.get("maxItems", MAX_ARRANGED)
-    numbers = isinstance(least, int | float) and isinstance(most, int | float)
-    if value is True and numbers and values is not None and len(values) <= MAX_ARRANGED and "prefixItems" not in schema:
-        lengths = [length for length in range(len(values) + 1) if least <= length <= most]
-        arranged: Iterable[tuple[Any, ...]] | None = None
-        if sum(math.perm(len(values), length) for length in lengths) <= MAX_ARRANGED:
-            arranged = (some for length in lengths for some in itertools.permutations(values, length))
-        elif sum(math.comb(len(values), length) for length in lengths) <= MAX_ORDERED:
-            arranged = (some for length in lengths for some in itertools.combinations(values, length))
-        if arranged is not None:
-            return _arrays(schema, [{"enum": [list(some) for some in arranged]}])
-    why = f"is not supported but for items of an enum of which at most {MAX_ARRANGED} arrays can be made"
-    raise RequestError(f"{where} {why}", self.field)
-
-
-def are_arranged(self: Rewriter, schema: Mapping[str, Any], base: str, path: str) -> bool:
-    """Return whether the arrays that `unique_items` makes are all that fit the array's other keywords: llguidance takes
-    a second to find that."""
-    items = schema.get("items")
-    if schema.get("uniqueItems") is not True or schema.get("maxItems") in (0, 1) or not isinstance(items, Mapping):
-        return False
-    named = self.resolve(base, f"{path}.items", items)
-    kinds = [*{type_of(value) for value in few_values(named) or ()}]
-    others = (items.keys() | named.keys()) - NOTES - {"$ref", "enum"}
-    return len(kinds) == 1 and not others and named.get("type", kinds[0]) == kinds[0]
+    closed = schema.get("type") == "array" and "prefixItems" not in schema
+    if value and closed and values is not None and isinstance(least, int) and least > len(values):
+        raise RequestError(f"{where}: nothing fits it: {least} items are wanted of {len(values)} values", self.field)
+    return value
 
 
 def contains(self: Rewriter, schema: Mapping[str, Any], value: Any, base: str, where: str) -> list[Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import RequestError
-from headrace.structured_outputs.array_keywords import contains, unevaluated_items, unique_items
+from headrace.structured_outputs.array_keywords import contains, unevaluated_items
 from headrace.structured_outputs.limits import MAX_ONE_OF
 from headrace.structured_outputs.object_keywords import dependencies, property_names, unevaluated_properties
 from headrace.structured_outputs.overlap import differ, disjoint, not_empty, share_only_empty
@@ -84,7 +84,6 @@ REWRITTEN: dict[str, Callable[[Rewriter, Mapping[str, Any], Any, str, str], list
     "propertyNames": property_names,
     "unevaluatedProperties": unevaluated_properties,
     "contains": contains,
-    "uniqueItems": unique_items,
     "unevaluatedItems": unevaluated_items,
 }
 """Keyword -> what makes schemas of it that must hold too. They get the rewriter, the schema, the keyword's value, the

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.errors import RequestError, quoted
-from headrace.structured_outputs.array_keywords import are_arranged
+from headrace.structured_outputs.array_keywords import unique_items
 from headrace.structured_outputs.drafts import SINCE, as_newest, draft_of
 from headrace.structured_outputs.formats import FORMATS, NATIVE_FORMATS
 from headrace.structured_outputs.grammar import Grammar, of_schema
@@ -160,6 +160,9 @@ class Rewriter:
                 if keyword in found and (ways := by_names(schema, keyword, found[keyword])) is not None:
                     del found[keyword]
                     also += [{"anyOf": ways}] if ways else []
+            elif keyword == "uniqueItems":
+                if unique_items(self, schema, value, base, where):
+                    found["uniqueItems"] = True
             elif keyword == "enum":
                 found["enum"] = self._values(value, where)
             elif keyword == "$ref" or (keyword in SAME_AS_REF and self._references.is_one_resource):
@@ -193,9 +196,6 @@ class Rewriter:
                 also += self._rewritten(schema, keyword, value, base, where, depth)
             elif keyword in REFUSED or (keyword in SAME_AS_REF and SINCE[keyword] <= self.draft):
                 raise self._refuse(path, keyword)
-        if are_arranged(self, schema, base, path):
-            for keyword in ("items", "minItems", "maxItems"):
-                found.pop(keyword, None)
         if not self._options.additional_properties and "properties" in found:
             found.setdefault("additionalProperties", False)
         if bases or also:

@@ -97,11 +97,11 @@ def test_two_constraints_are_one_too_many() -> None:
 
 
 def test_a_keyword_that_cannot_be_held_is_named_with_its_path() -> None:
-    schema = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
+    schema = {"type": "object", "properties": {"x": {"not": {"multipleOf": 2}}}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     error = error_of(chat(make_app(), response_format=form), 400)
     assert error["param"] == "response_format"
-    assert "response_format.json_schema.schema.properties.x.uniqueItems is not supported" in error["message"]
+    assert "response_format.json_schema.schema.properties.x.not is not supported" in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -298,10 +298,14 @@ def test_null_among_strings_is_null_only_without_white_space() -> None:
 
 
 def test_what_cannot_be_held_is_refused_by_name_and_path() -> None:
+    unknown = FunctionTool("f", {"type": "object", "properties": {"x": {"type": "array", "extends": {}}}})
     unique = FunctionTool("f", {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}})
     odd = FunctionTool("f", {"type": "object", "properties": {"a\nb": {"type": "string"}}, "required": ["a\nb"]})
     for name in ("hermes", "qwen3_coder", "pythonic"):
-        with pytest.raises(RequestError, match=r"tools\[0\]\.function\.parameters\.properties\.x\.uniqueItems"):
+        with pytest.raises(RequestError, match=r"tools\[0\]\.function\.parameters\.properties\.x\.extends"):
+            calls_grammar(TOOL_FORMATS[name], [unknown], at_least=1, at_most=None, special={})
+    for name in ("pythonic", "gemma4"):
+        with pytest.raises(RequestError, match=r"tools\[0\].* has uniqueItems, which cannot be written"):
             calls_grammar(TOOL_FORMATS[name], [unique], at_least=1, at_most=None, special={})
     for name in ("qwen3_coder", "pythonic", "gemma4"):
         with pytest.raises(RequestError, match=r"tools\[0\].*a\\nb"):

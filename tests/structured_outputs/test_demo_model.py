@@ -23,6 +23,12 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "additionalProperties": False,
     },
     "array": {"type": "array", "items": {"enum": ["red", "green", 3, None]}, "minItems": 1, "maxItems": 3},
+    "different items": {
+        "type": "array",
+        "items": {"type": "integer", "minimum": 0, "maximum": 12},
+        "minItems": 8,
+        "uniqueItems": True,
+    },
     "any of": {"anyOf": [{"type": "boolean"}, {"type": "string", "format": "date"}]},
     "one of": {
         "type": "object",
@@ -124,6 +130,6 @@ def test_requests_with_and_without_grammar_run_together(llm: LLM) -> None:
 
 
 def test_a_wrong_grammar_is_an_error_before_anything_runs(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="uniqueItems is not supported"):
-        generate(llm, {"json": {"uniqueItems": True}})
+    with pytest.raises(RequestError, match="not is not supported"):
+        generate(llm, {"json": {"not": {"uniqueItems": True}}})
     assert generate(llm, {"choice": ["fine"]})[0].text == "fine"

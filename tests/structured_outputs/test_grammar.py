@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-from llguidance import LLMatcher
 
 from headrace.structured_outputs.grammar import (
     Grammar,
@@ -37,7 +36,7 @@ def allows(grammar: Grammar, text: str) -> bool:
 
 def allows_marked(grammar: Grammar, text: str) -> bool:
     """Whether a grammar allows a text in which marks are tokens of their own."""
-    matcher = matcher_of(grammar, WITH_MARKS)
+    matcher = matcher_of(grammar, WITH_MARKS).inner
     ids: list[int] = []
     for piece in re.split(f"({'|'.join(MARKS)})", text):
         ids += [MARKS[piece]] if piece in MARKS else [*piece.encode()]
@@ -130,7 +129,7 @@ def test_text_may_be_kept_free_of_others() -> None:
 
 def test_forced_text_that_spells_a_mark_is_written_in_characters() -> None:
     """llguidance forces text in tokens of its own choice unless told not to, and would take the end mark here."""
-    matcher: LLMatcher = matcher_of(of_schema({"const": "a <think> b"}), WITH_MARKS)
+    matcher = matcher_of(of_schema({"const": "a <think> b"}), WITH_MARKS).inner
     for value in b'"a <think> b"':
         mask = matcher.compute_bitmask()
         assert mask[value // 8] >> value % 8 & 1

@@ -1,8 +1,7 @@
 """Real schemas and grammars in ../shared/data: instances are taken and refused as they are marked.
 
-Of 894 instances of 199 schemas, 97.2% are. The others, by the keyword that is refused or the cause:
-uniqueItems over any texts 14, properties in another order than the schema's 10, `if` in a schema of draft 4 1, which
-that draft ignores and which is held.
+Of 894 instances of 199 schemas, 98.7% are. Not taken are 10 with properties in another order than the schema's, and
+one that breaks an `if` in a schema of draft 4, which that draft ignores and which is held.
 """
 
 import json
@@ -55,5 +54,5 @@ def test_schemas_take_and_refuse_what_is_marked() -> None:
             if taken != test["valid"]:
                 wrong.append(f"{row['id']}: valid {test['valid']}, taken {taken}")
     right = counts["valid True, taken True"] + counts["valid False, taken False"]
-    assert right >= 0.972 * counts.total(), wrong
+    assert right >= 0.987 * counts.total(), wrong
     assert counts["valid False, taken True"] == 0, wrong

@@ -147,8 +147,8 @@ def test_tags_take_what_they_should(tag: dict[str, Any], fit: list[str], unfit: 
         (formatted(type="triggered_tags", triggers=[], tags=[YES]), "at least one tag and one trigger"),
         (OLD | {"structures": [{"begin": 5, "schema": {}, "end": ""}]}, "begin"),
         (
-            formatted(type="json_schema", json_schema={"type": "object", "properties": {"x": {"uniqueItems": True}}}),
-            "format.json_schema.properties.x.uniqueItems is not supported",
+            formatted(type="json_schema", json_schema={"type": "object", "properties": {"x": {"extends": {}}}}),
+            "format.json_schema.properties.x.extends is not supported",
         ),
     ],
 )
