@@ -6,14 +6,14 @@ experts in the order in which it chose them. Either way no sum depends on which 
 in moe_kernels.py.
 
 Weights may be fp8 with a scale an output: tiles are then rounded to fp8 too, since matrix units take that without
-unpacking, while a token by itself is not rounded. Weights of 4 and 8 bits beside activations of 16 (tiled.py) have a
-kernel of their own in moe_tiled.py, for few tokens too.
+unpacking, while a token by itself is not rounded. Weights of 4 and 8 bits beside activations of 16 (tiled.py) have
+kernels of their own, for few tokens in moe_vector.py, for more in moe_tiled.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from headrace.kernels.moe_config import Kind, MoeConfig, Tile, pick_moe_config
 from headrace.kernels.moe_kernels import down_one_by_one_kernel, sum_kernel, tiles_kernel, up_one_by_one_kernel
 from headrace.kernels.moe_route import SOFTMAX, Routing, Scoring, norm_and_route, route_reference
 from headrace.kernels.moe_tiled import launch_tiled_experts
+from headrace.kernels.moe_vector import launch_vector_down, launch_vector_up
 from headrace.kernels.norm import (
     HalfNormed,
     half_norm_reference,
@@ -125,7 +126,6 @@ def fused_moe(
     if config is None:
         config = pick_moe_config(num_tokens, experts.top_k, num_experts, experts.kind, DEVICE_FAMILY, experts.invariant)
     alone = config.block_m == 1
-    one_by_one = alone and not isinstance(experts.w13, TiledWeight)
     routing, logits, normed = norm_and_route(
         x, experts.norm_weight, experts.eps, experts.router, num_experts, experts.top_k, experts.renormalize,
         0 if alone else config.block_m, experts.invariant, experts.scoring, experts.router_bias,
@@ -133,7 +133,7 @@ def fused_moe(
     inner = torch.empty((num_tokens * experts.top_k, n), dtype=x.dtype, device=x.device)
     gated = logits.shape[1] > num_experts
     gate = (shared, logits[:, num_experts:] if gated else None, logits.stride(0))
-    run = _one_by_one if one_by_one else _by_tiles
+    run = _one_by_one if alone else _by_tiles
     return run(out, normed, inner, experts, routing, (residual, *gate), config), routing.ids
 
 
@@ -155,21 +155,27 @@ def _one_by_one(
     out: Tensor, x: Tensor, inner: Tensor, experts: Experts, routing: Routing, extras: Extras, config: MoeConfig
 ) -> Tensor | HalfNormed:
     (num_tokens, hidden), (pairs, n), top_k = x.shape, inner.shape, experts.top_k
-    w13: Any = experts.w13
-    w2: Any = experts.w2
-    up, down = _fit(config.up, n, hidden, w13), _fit(config.down, hidden, n, w2)
-    vector, blocks = vector_of(w2), -(-hidden // down.block_n)
+    w13, w2, gates = experts.w13, experts.w2, gate_options(experts.clamp)
+    down = config.down if isinstance(w2, TiledWeight) else _fit(config.down, hidden, n, w2)
+    blocks = -(-hidden // down.block_n)
     result, following = half_normed_over(out, _next_norm(experts, extras[0], num_tokens), blocks)
-    up_one_by_one_kernel[(-(-n // up.block_n), pairs)](
-        inner, x, w13, experts.w13_scale, experts.w13_bias, routing.ids,
-        N=n, K=hidden, TOP_K=top_k, BLOCK_N=up.block_n, BLOCK_K=up.block_k, VECTOR=vector,
-        num_warps=up.num_warps, **gate_options(experts.clamp), **overlap(),
-    )  # fmt: skip
-    down_one_by_one_kernel[(blocks, num_tokens)](
-        out, inner, w2, experts.w2_scale, experts.w2_bias, routing.ids, routing.weights, *extras, *following,
-        N=hidden, K=n, TOP_K=top_k, BLOCK_N=down.block_n, BLOCK_K=down.block_k, VECTOR=vector,
-        MEMBERS=min(down.group, next_power_of_2(top_k)), num_warps=down.num_warps, **overlap(),
-    )  # fmt: skip
+    if isinstance(w13, TiledWeight):
+        launch_vector_up(inner, x, w13, experts.w13_bias, routing, top_k, config.up, gates)
+    else:
+        up = _fit(config.up, n, hidden, w13)
+        up_one_by_one_kernel[(-(-n // up.block_n), pairs)](
+            inner, x, w13, experts.w13_scale, experts.w13_bias, routing.ids,
+            N=n, K=hidden, TOP_K=top_k, BLOCK_N=up.block_n, BLOCK_K=up.block_k, VECTOR=vector_of(w13),
+            num_warps=up.num_warps, **gates, **overlap(),
+        )  # fmt: skip
+    if isinstance(w2, TiledWeight):
+        launch_vector_down(out, inner, w2, experts.w2_bias, routing, extras, following, down)
+    else:
+        down_one_by_one_kernel[(blocks, num_tokens)](
+            out, inner, w2, experts.w2_scale, experts.w2_bias, routing.ids, routing.weights, *extras, *following,
+            N=hidden, K=n, TOP_K=top_k, BLOCK_N=down.block_n, BLOCK_K=down.block_k, VECTOR=vector_of(w2),
+            MEMBERS=min(down.group, next_power_of_2(top_k)), num_warps=down.num_warps, **overlap(),
+        )  # fmt: skip
     return result
 
 

@@ -37,26 +37,28 @@ class MoeConfig:
     """Describes how a layer's experts are computed."""
 
     block_m: int
-    """(token, expert) pairs of a tile; 1: each token is computed by itself, by ordinary arithmetic unless weights are
-    tiled"""
+    """(token, expert) pairs of a tile; 1: each token is computed by itself, by ordinary arithmetic or, if weights are
+    tiled, by moe_vector.py: a program has a multiple of 16 outputs, and a warp holds num_stages blocks"""
     up: Tile
     """of the first product, to gate and up"""
     down: Tile
     """of the second"""
 
 
-FEW_TOKENS: dict[tuple[str, Kind], int] = {(family, kind): 2 for family in ("cuda", "hip") for kind in BYTES}
+FEW_TOKENS: dict[tuple[str, Kind], int] = {
+    **{(family, kind): 2 for family in ("cuda", "hip") for kind in BYTES},
+    ("hip", "tiled4"): 0,
+    ("hip", "tiled8"): 0,
+}
 """(family, kind of weights) -> most tokens that are computed one by one: so few hardly share an expert, so nothing is
-read twice, and neither sorting nor a third kernel is needed"""
+read twice, and neither sorting nor a third kernel is needed. AMD's matrix units take no 8 tokens (moe_vector.py)."""
 
 FEW: dict[tuple[str, Kind], MoeConfig] = {
-    ("cuda", "tiled4"): MoeConfig(1, Tile(32, 256, 4, 3, split=2), Tile(64, 256, 4, 3, split=4)),
-    ("cuda", "tiled8"): MoeConfig(1, Tile(32, 128, 4, 4, split=2), Tile(64, 128, 4, 4, split=4)),
+    ("cuda", "tiled4"): MoeConfig(1, Tile(16, 128, 4, 1), Tile(16, 128, 16, 1, group=4)),
+    ("cuda", "tiled8"): MoeConfig(1, Tile(16, 128, 4, 1), Tile(16, 128, 16, 1, group=4)),
     ("cuda", "fp8"): MoeConfig(1, Tile(4, 2048, 8, 1), Tile(1, 1024, 2, 1, group=8)),
     ("cuda", "half"): MoeConfig(1, Tile(2, 2048, 8, 1), Tile(1, 1024, 1, 1, group=4)),
     ("cuda", "float"): MoeConfig(1, Tile(4, 512, 4, 1), Tile(4, 512, 4, 1, group=2)),
-    ("hip", "tiled4"): MoeConfig(1, Tile(32, 128, 8, 2, split=2), Tile(64, 128, 8, 2, split=4)),
-    ("hip", "tiled8"): MoeConfig(1, Tile(32, 128, 8, 2, split=2), Tile(64, 128, 8, 2, split=4)),
     ("hip", "fp8"): MoeConfig(1, Tile(8, 1024, 4, 1), Tile(4, 512, 2, 1, group=4)),
     ("hip", "half"): MoeConfig(1, Tile(4, 1024, 4, 1), Tile(4, 256, 2, 1, group=4)),
     ("hip", "float"): MoeConfig(1, Tile(4, 512, 4, 1), Tile(4, 256, 2, 1, group=4)),
@@ -64,12 +66,12 @@ FEW: dict[tuple[str, Kind], MoeConfig] = {
 
 MANY: dict[tuple[str, Kind], tuple[tuple[float, MoeConfig], ...]] = {
     # (most pairs per expert, what serves them); up to about 16, reading weights is all that costs. On NVIDIA, rows of
-    # 16 bits and fp8 were measured on an H200 at the sizes of Qwen3-30B-A3B, tiled ones at gpt-oss-20b's at 1 and 8
-    # tokens alone.
+    # 16 bits and fp8 were measured on an H200 at the sizes of Qwen3-30B-A3B, those of 4 at gpt-oss-20b's too, up to 128
+    # tokens; tiled ones of 8 were not.
     ("cuda", "tiled4"): (
         (12, MoeConfig(16, Tile(64, 128, 4, 4), Tile(128, 128, 4, 4))),
-        (24, MoeConfig(32, Tile(64, 128, 4, 4), Tile(128, 128, 4, 4))),
-        (96, MoeConfig(64, Tile(64, 128, 8, 3), Tile(128, 128, 8, 3))),
+        (24, MoeConfig(32, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3))),
+        (96, MoeConfig(64, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3))),
         (float("inf"), MoeConfig(128, Tile(64, 128, 8, 3), Tile(128, 128, 8, 3))),
     ),
     ("cuda", "tiled8"): (

@@ -1,6 +1,7 @@
 """Holds the device code of kernels/moe.py: the products of experts one token at a time or by tiles, and the sums.
 
-Weights are of the activations' type, or fp8 with a scale an output. Those of 4 and 8 bits are moe_tiled.py's.
+Weights are of the activations' type, or fp8 with a scale an output. Those of 4 and 8 bits are moe_vector.py's and
+moe_tiled.py's.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from headrace.kernels.norm import half_norm_row
 
 
 @triton.jit
-def _residual_and_shared(
+def residual_and_shared(
     residual_ptr, shared_ptr, gate_ptr, gate_stride, token, column, inside, HIDDEN: tl.constexpr
 ):  # fmt: skip
     """Return residual + sigmoid(gate) * shared of one token in fp32; each may be missing."""
@@ -117,7 +118,7 @@ def down_one_by_one_kernel(
     total = tl.sum(tl.reshape(tl.sum(acc, axis=1) + biases, [MEMBERS, BLOCK_N]), axis=0)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < N
-    extras = _residual_and_shared(residual_ptr, shared_ptr, gate_ptr, gate_stride, token, column, inside, N)
+    extras = residual_and_shared(residual_ptr, shared_ptr, gate_ptr, gate_stride, token, column, inside, N)
     rounded = (extras + total).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * N + column, rounded, mask=inside)
     if next_scaled_ptr is not None:
@@ -200,7 +201,7 @@ def sum_kernel(
     token = (program // blocks).to(tl.int64)
     column = program % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < N
-    total = _residual_and_shared(residual_ptr, shared_ptr, gate_ptr, gate_stride, token, column, inside, N)
+    total = residual_and_shared(residual_ptr, shared_ptr, gate_ptr, gate_stride, token, column, inside, N)
     for choice in tl.static_range(TOP_K):
         pair = token * TOP_K + choice
         x = tl.load(x_ptr + pair * N + column, mask=inside, other=0.0).to(tl.float32)

@@ -1,12 +1,9 @@
 """Multiplies tokens by experts that are a TiledWeight (tiled.py): the products of kernels/moe.py by tiles.
 
-The experts' codes are the left operand, the tokens of one expert the right one, as tiled_gemm.py has it. With few
-tokens each pair of a token and an expert is a tile by itself, and nothing is sorted.
+The experts' codes are the left operand, the tokens of one expert the right one, as tiled_gemm.py has it.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,23 +16,21 @@ from headrace.kernels.tiled import BLOCK, LANES, ROWS, TiledWeight
 from headrace.kernels.tiled_gemm import describe, row_of, sum_of_parts, tiled_dots
 
 _ROWS, _BLOCK, _LANES = tl.constexpr(ROWS), tl.constexpr(BLOCK), tl.constexpr(LANES)
-LEAST_PAIRS = 16
-"""that the matrix units take"""
 
 
 @triton.jit(do_not_specialize=["max_tiles"])
 def tiled_experts_kernel(
-    out_ptr, x_ptr, codes_ptr, words_ptr, factors_ptr, bias_ptr, ids_ptr, order_ptr, tiles_ptr, parts_ptr, arrived_ptr,
+    out_ptr, x_ptr, codes_ptr, words_ptr, factors_ptr, bias_ptr, order_ptr, tiles_ptr, parts_ptr, arrived_ptr,
     max_tiles, words_step,
     N: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, ALL_BLOCKS: tl.constexpr, EVEN_K: tl.constexpr,
-    TOP_K: tl.constexpr, GATED: tl.constexpr, ALONE: tl.constexpr,
+    TOP_K: tl.constexpr, GATED: tl.constexpr,
     BLOCK_M: tl.constexpr, OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     BITS: tl.constexpr, VALUES: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
     ZEROS_AT: tl.constexpr, WORDS: tl.constexpr, ASM: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Compute out [pairs, N]; one program: OUTPUTS rows of the weight, one of SPLIT parts of the inputs, one tile's
-    pairs; ALONE: a tile is one pair, and its expert is in `ids`.
+    pairs.
 
     GATED: x is [tokens, K], and N outputs are of 2 * N rows of the weight, gate and up. Otherwise x is [pairs, K],
     which the kernel before this one writes; the experts were chosen before that.
@@ -53,20 +48,13 @@ def tiled_experts_kernel(
     where = sharers % WHERE
     tile = sharers // WHERE
     # not from the first-level cache: the kernels that wrote these are done, but this one may not have waited for them
-    if ALONE:
-        count = 1
-        expert = tl.load(ids_ptr + tile, cache_modifier=".cg").to(tl.int64)
-    else:
-        count = tl.load(tiles_ptr + 2 * max_tiles + tile, cache_modifier=".cg")
-        expert = tl.load(tiles_ptr + tile, mask=count > 0, other=0, cache_modifier=".cg").to(tl.int64)
+    count = tl.load(tiles_ptr + 2 * max_tiles + tile, cache_modifier=".cg")
+    expert = tl.load(tiles_ptr + tile, cache_modifier=".cg").to(tl.int64)
+    begin = tl.load(tiles_ptr + max_tiles + tile, cache_modifier=".cg")
     if count > 0:
         member = tl.arange(0, BLOCK_M)
         inside = member < count
-        if ALONE:
-            pair = (tile + tl.zeros_like(member)).to(tl.int64)
-        else:
-            begin = tl.load(tiles_ptr + max_tiles + tile, cache_modifier=".cg")
-            pair = tl.load(order_ptr + begin + member, mask=inside, other=0, cache_modifier=".cg").to(tl.int64)
+        pair = tl.load(order_ptr + begin + member, mask=inside, other=0, cache_modifier=".cg").to(tl.int64)
         row = pair // TOP_K if GATED else pair
         codes = codes_ptr + expert * (TILES * ALL_BLOCKS * (BITS // 2) * _LANES)
         words = words_ptr
@@ -115,21 +103,18 @@ def launch_tiled_experts(
 ) -> None:
     """Write x [tokens or pairs, K] times the pairs' experts to `out` [pairs, N], gated if the weight is."""
     n, k = out.shape[1], x.shape[1]
-    alone = block_m == 1
-    block_m = max(LEAST_PAIRS, block_m)
     outputs = 2 * tile.block_n if weight.gated else tile.block_n
-    count = len(out) if alone else routing.tiles.shape[1]
+    count = routing.tiles.shape[1]
     sharers = count * -(-weight.codes.shape[1] * ROWS // outputs)
     split = tile.split if sharers <= len(weight.arrived) else 1
     parts: Tensor | None = None
     if split > 1:
         parts = x.new_empty((sharers, split, block_m, outputs), dtype=torch.float32)
-    tiles: tuple[Any, ...] = (routing.ids, None, None) if alone else (None, routing.order, routing.tiles)
     tiled_experts_kernel[(sharers * split,)](
-        out, x, weight.codes, weight.words, weight.factors, bias, *tiles, parts, weight.arrived, count,
-        weight.words_step,
+        out, x, weight.codes, weight.words, weight.factors, bias, routing.order, routing.tiles, parts, weight.arrived,
+        count, weight.words_step,
         N=n, K=k, TILES=weight.codes.shape[1], ALL_BLOCKS=weight.codes.shape[2], EVEN_K=k % tile.block_k == 0,
-        TOP_K=top_k, GATED=weight.gated, ALONE=alone, BLOCK_M=block_m, OUTPUTS=outputs, BLOCKS=tile.block_k // BLOCK,
+        TOP_K=top_k, GATED=weight.gated, BLOCK_M=block_m, OUTPUTS=outputs, BLOCKS=tile.block_k // BLOCK,
         SPLIT=split, STAGES=tile.num_stages, ASM=pairs_in_registers(),
         num_warps=tile.num_warps, **describe(weight), **gates, **overlap(),
     )  # fmt: skip

@@ -26,7 +26,8 @@ LANES = 1024
 LARGEST_GROUP = 1 << 30
 """stands for the inputs that share a scale where all of an output do"""
 Scales = Literal["none", "float16", "bfloat16", "e8m0", "e5m3"]
-"""How a group's scale is held. e8m0: 2 ** (byte - 128). e5m3: a byte whose upper five bits are an exponent less 22 and
+"""How a group's scale is held. e8m0: 2 ** (byte - 253), so that the byte is the exponent of a bfloat16 that also undoes
+the smallness of codes of e2m1 (tiled_gemm.py). e5m3: a byte whose upper five bits are an exponent less 22 and
 whose lower three are a mantissa that follows a 1, without a sign."""
 
 
@@ -87,7 +88,7 @@ class TiledWeight:
         """Return the weight [..., out, in] in `dtype`, computed in fp32, its columns in the checkpoint's order."""
         if self.codes.dim() > 4:
             return torch.stack([self.expert(index).dequantize(dtype) for index in range(len(self.codes))])
-        codes = _untiled(self.codes, self.bits)
+        codes = _untiled(self.codes, self.bits, self.values)
         scale, zero = self._of_columns()
         if self.values == "e2m1":
             values = torch.tensor(E2M1, device=codes.device)[codes.int()]
@@ -227,12 +228,31 @@ def _tiled(weight: PackedWeight, places: Tensor, rows: int, blocks: int) -> Tens
     apart = apart.permute(0, 4, 5, 1, 3, 8, 7, 2, 9, 6)
     if weight.bits == 4:
         apart = apart[..., 0::2] | apart[..., 1::2] << 4
-    return apart.contiguous().view(torch.int16).view(rows // ROWS, blocks, -1, LANES)
+    words = apart.contiguous().view(torch.int16).view(rows // ROWS, blocks, -1, LANES)
+    return _ready(words) if weight.values == "e2m1" else words
 
 
-def _untiled(codes: Tensor, bits: int) -> Tensor:
+def _ready(words: Tensor) -> Tensor:
+    """Return words of four codes of e2m1, each code's bits apart as in a bfloat16, 15 for the sign and 8 to 6: the
+    first's are there, the second's 3 bits lower, the third's 6. The fourth has what is left: 14 for the sign, then 13,
+    10 and 11."""
+    a, b, c, d = (words >> (4 * place) & 15 for place in range(4))
+    first = (a & 7) << 6 | (b & 7) << 3 | c & 7
+    signs = (a & 8) << 12 | (b & 8) << 9 | (c & 8) << 6
+    return first | signs | (d & 13) << 11 | (d & 2) << 9
+
+
+def _unready(words: Tensor) -> Tensor:
+    """Return what `_ready` took."""
+    a, b, c = ((words >> (6 - 3 * place)) & 7 | (words >> (12 - 3 * place)) & 8 for place in range(3))
+    d = (words >> 11) & 13 | (words >> 9) & 2
+    return a | b << 4 | c << 8 | d << 12
+
+
+def _untiled(codes: Tensor, bits: int, values: Values) -> Tensor:
     """Return the codes one a byte # [tiles * ROWS, blocks * BLOCK] uint8, given what `_tiled` returned."""
     tiles, blocks = codes.shape[:2]
+    codes = _unready(codes) if values == "e2m1" else codes
     apart = codes.view(torch.uint8).view(tiles, blocks, -1, 4, 8, 4, 2, 2, 2, 2)
     if bits == 4:
         apart = torch.stack((apart & 15, apart >> 4), -1).flatten(-2)
@@ -270,8 +290,8 @@ def _times(factors: Tensor | None, exponents: Tensor) -> Tensor:
 def _e8m0(scales: Tensor, dtype: torch.dtype, factors: Tensor | None) -> tuple[Tensor, Scales, Tensor]:
     """Return a row's largest as 2 ** 0, which no type of activations overflows, what is left in the row's factor."""
     largest = scales.amax(1).int()
-    least = 0 if dtype == torch.bfloat16 else 99  # what float16 holds as 0
-    held = (scales.int() - largest[:, None] + 128).clamp_(min=least).to(torch.uint8)
+    least = 125 if dtype == torch.bfloat16 else 224  # what the type holds as 0
+    held = (scales.int() - largest[:, None] + 253).clamp_(min=least).to(torch.uint8)
     return held, "e8m0", _times(factors, largest - 127)
 
 
@@ -290,5 +310,5 @@ def _floats(held: Tensor, scales: Scales) -> Tensor:
         return held.contiguous().view(torch.bfloat16).float()
     bits = held.int()
     if scales == "e8m0":
-        return torch.ldexp(torch.ones(bits.shape, device=bits.device), bits - 128)
+        return torch.ldexp(torch.ones(bits.shape, device=bits.device), bits - 253)
     return torch.ldexp(1 + (bits & 7) / 8, (bits >> 3) - 22)

@@ -76,21 +76,19 @@ lop3.b32 $1, t, 0x00ff00ff, 0x64006400, 0xea;
 }""")
 _INTEGERS_4_BF16 = tl.constexpr(_INTEGERS_4.format(magic="0x43004300"))
 _INTEGERS_4_F16 = tl.constexpr(_INTEGERS_4.format(magic="0x64006400"))
-# One multiplication by the sum of two powers of 2 moves the sign and the rest by as many places as each has to go.
+# tiled.py has laid the bits of e2m1 out for this: three codes need a shift or none. Of the fourth, one multiplication
+# by the sum of two powers of 2 moves the sign and a bit of the exponent.
 _E2M1_BF16 = tl.constexpr("""{
 .reg .b32 t, u;
-and.b32 t, $4, 0x000f000f;
-mul.lo.u32 t, t, 0x1040;
-and.b32 $0, t, 0x81c081c0;
-and.b32 t, $4, 0x00f000f0;
-mul.lo.u32 t, t, 0x0104;
+and.b32 $0, $4, 0x81c081c0;
+shl.b32 t, $4, 3;
 and.b32 $1, t, 0x81c081c0;
-shr.u32 u, $4, 8;
-and.b32 t, u, 0x000f000f;
-mul.lo.u32 t, t, 0x1040;
+shl.b32 t, $4, 6;
 and.b32 $2, t, 0x81c081c0;
-and.b32 t, u, 0x00f000f0;
-mul.lo.u32 t, t, 0x0104;
+shr.u32 t, $4, 5;
+and.b32 u, t, 0x02200220;
+mul.lo.u32 u, u, 0x44;
+lop3.b32 t, t, 0x01400140, u, 0xea;
 and.b32 $3, t, 0x81c081c0;
 }""")
 _TO_FOUR, _TO_TWO = tl.constexpr("=&r,=&r,=&r,=&r,r"), tl.constexpr("=&r,=&r,r")
@@ -101,7 +99,12 @@ def placed(words, SHIFT: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr,
     """Return what the assembly makes of the codes at SHIFT of int16 words."""
     code = (words >> SHIFT) & ((1 << BITS) - 1)
     if VALUES == "e2m1":
-        bits = ((code & 8) << 12) | ((code & 7) << (9 if dtype == tl.float16 else 6))
+        if SHIFT == 12:
+            bits = ((words << 1) & -0x8000) | ((words >> 5) & 0x0140) | ((words >> 3) & 0x0080)
+        else:
+            bits = words << (SHIFT // 4 * 3)
+        MAGNITUDE: tl.constexpr = 3 if dtype == tl.float16 else 0
+        bits = (bits & -0x8000) | ((bits & 0x01C0) << MAGNITUDE)
     elif VALUES == "e4m3":
         bits = ((code & 128) << 8) | ((code & 127) << (7 if dtype == tl.float16 else 4))
     elif dtype == tl.float16:
@@ -172,14 +175,19 @@ def joined(first, second):
 
 
 @triton.jit
-def field(words, at, BYTE: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the unsigned number of WIDTH bytes from BYTE on of each output's words, which are in memory from `at` on,
-    or, where that is None, a tuple."""
+def word_of(words, at, PLACE: tl.constexpr):
+    """Return one of each output's words, which are in memory from `at` on or, where that is None, a tuple."""
     if at is None:
-        word = words[BYTE // 4]
+        word = words[PLACE]
     else:
-        word = tl.load(words + at + BYTE // 4 * _ROWS)
-    return (word >> (BYTE % 4 * 8)) & ((1 << (8 * WIDTH)) - 1)
+        word = tl.load(words + at + PLACE * _ROWS)
+    return word
+
+
+@triton.jit
+def field(words, at, BYTE: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the unsigned number of WIDTH bytes from BYTE on of each output's words."""
+    return (word_of(words, at, BYTE // 4) >> (BYTE % 4 * 8)) & ((1 << (8 * WIDTH)) - 1)
 
 
 @triton.jit
@@ -190,11 +198,15 @@ def scale_of(words, at, PLACE: tl.constexpr, SCALES: tl.constexpr, SMALL: tl.con
         held = field(words, at, 2 * PLACE, 2).to(tl.int16).to(tl.float16, bitcast=True).to(dtype)
     elif SCALES == "bfloat16":
         held = field(words, at, 2 * PLACE, 2).to(tl.int16).to(tl.bfloat16, bitcast=True).to(dtype)
+    elif SCALES == "e8m0" and dtype == tl.bfloat16:  # two groups' at once, of SMALL 126
+        word = word_of(words, at, PLACE // 4)
+        pair = (word << 7 if PLACE % 2 == 0 else word >> 1) & 0x7F807F80
+        held = (pair >> (PLACE % 4 // 2 * 16)).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         MANTISSA: tl.constexpr = 23 if dtype == tl.float32 else 10 if dtype == tl.float16 else 7
         EXPONENT: tl.constexpr = SMALL + (15 if dtype == tl.float16 else 127)
         if SCALES == "e8m0":
-            bits = (field(words, at, PLACE, 1) + (EXPONENT - 128)) << MANTISSA
+            bits = (field(words, at, PLACE, 1) + (EXPONENT - 253)) << MANTISSA
         else:
             LEFT: tl.constexpr = 0 if dtype == tl.float32 else 8 if dtype == tl.float16 else 9
             bits = (field(words, at, PLACE, 1) << (MANTISSA - 3)) + ((EXPONENT - 22 - LEFT) << MANTISSA)

@@ -31,14 +31,14 @@ _COPIES = tl.constexpr(8)
 
 
 @triton.jit
-def _together(runs):
+def together(runs):
     """Return a tuple of runs # of [rows, inputs], beside each other."""
     if len(runs) == 1:
-        together = runs[0]
+        all_of_them = runs[0]
     else:
         HALF: tl.constexpr = len(runs) // 2
-        together = joined(_together(runs[:HALF]), _together(runs[HALF:]))
-    return together
+        all_of_them = joined(together(runs[:HALF]), together(runs[HALF:]))
+    return all_of_them
 
 
 @triton.jit
@@ -61,37 +61,37 @@ def _runs(chunks, BITS: tl.constexpr, VALUES: tl.constexpr, ASM: tl.constexpr, d
 
 
 @triton.jit
-def _eight(x_ptr, column, K, VALUES: tl.constexpr, EVEN_K: tl.constexpr):
+def _eight(x_ptrs, column, K, VALUES: tl.constexpr, EVEN_K: tl.constexpr):
     """Load 8 inputs from `column` [WARPS] on. The compiler lets each thread load what it needs itself, since there are
     fewer than threads. Floats in the places of bfloat16 are so small that products would be nothing."""
     at = column[:, None] + tl.arange(0, 8)[None, :]
-    x = tl.load(x_ptr + at) if EVEN_K else tl.load(x_ptr + at, mask=at < K, other=0.0)
+    x = tl.load(x_ptrs + at) if EVEN_K else tl.load(x_ptrs + at, mask=at < K, other=0.0)
     if VALUES != "integer" and x.dtype == tl.bfloat16:
         x = (x.to(tl.float32) * 9.223372036854775808e18).to(tl.bfloat16)  # 2 ** 63
     return x
 
 
 @triton.jit
-def _sixteen(x_ptr, column, K, VALUES: tl.constexpr, EVEN_K: tl.constexpr):
+def _sixteen(x_ptrs, column, K, VALUES: tl.constexpr, EVEN_K: tl.constexpr):
     """Load 16 inputs # [WARPS, 16]: a pair of the first 8, then one of the next 8, and so on."""
-    apart = tl.join(_eight(x_ptr, column, K, VALUES, EVEN_K), _eight(x_ptr, column + 8, K, VALUES, EVEN_K))
+    apart = tl.join(_eight(x_ptrs, column, K, VALUES, EVEN_K), _eight(x_ptrs, column + 8, K, VALUES, EVEN_K))
     apart = tl.reshape(apart, [column.shape[0], 4, 2, 2])
     return tl.reshape(tl.permute(apart, [0, 1, 3, 2]), [column.shape[0], 16])
 
 
 @triton.jit
-def _inputs(x_ptr, column, K, SPAN: tl.constexpr, VALUES: tl.constexpr, EVEN_K: tl.constexpr):
+def _inputs(x_ptrs, column, K, SPAN: tl.constexpr, VALUES: tl.constexpr, EVEN_K: tl.constexpr):
     """Load a block of inputs by groups: a tuple # of [WARPS, SPAN, copies]. A group of 16 has 16 zeros before or behind
     it, since products are of 32 at least."""
     groups = ()
     for group in tl.static_range(_BLOCK // SPAN):
         runs = ()
         for run in tl.static_range(SPAN // 16):
-            runs = runs + (_sixteen(x_ptr, column + (group * SPAN + run * 16), K, VALUES, EVEN_K),)
+            runs = runs + (_sixteen(x_ptrs, column + (group * SPAN + run * 16), K, VALUES, EVEN_K),)
         if SPAN == 16:
             nothing = (tl.zeros_like(runs[0]),)
             runs = runs + nothing if group % 2 == 0 else nothing + runs
-        x = _together(runs)
+        x = together(runs)
         groups = groups + (tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], _COPIES]),)
     return groups
 
@@ -131,14 +131,16 @@ def _quarters(
 @triton.jit
 def _scale(words, inside, GROUP: tl.constexpr, VALUES: tl.constexpr, SCALES: tl.constexpr, dtype: tl.constexpr):
     """Return the scales of a block's group GROUP # [WARPS, 16] in fp32, 0 of what is not inside. They undo by how many
-    powers of 2 products of placed floats are too small."""
+    powers of 2 products of placed floats are too small, but those of e8m0 in bfloat16 make them 2 ** 63 too large."""
     E4M3: tl.constexpr = 8 if dtype == tl.float16 else 120 - 63
     E2M1: tl.constexpr = 14 if dtype == tl.float16 else 126 - 63
     if SCALES == "none":
         scale = tl.where(inside, 1.0, 0.0)[:, None]
     else:
-        scale = scale_of(words, None, GROUP, SCALES, E2M1, tl.float32)
-        if VALUES == "e2m1":  # bytes, of which 0 is no 0
+        # bytes of e8m0 with a shift alone make sums 2 ** 63 times too large
+        SMALL: tl.constexpr = 126 if SCALES == "e8m0" and dtype == tl.bfloat16 else E2M1
+        scale = scale_of(words, None, GROUP, SCALES, SMALL, tl.float32)
+        if VALUES == "e2m1" and SMALL == E2M1:  # bytes, of which 0 is no 0
             scale = tl.where(inside[:, None], scale, 0.0)
     if VALUES == "e4m3":
         scale *= 2.0**E4M3
@@ -156,7 +158,7 @@ def _added(
     RUNS: tl.constexpr = WIDTH // 16
     PLACED: tl.constexpr = 1024 if dtype == tl.float16 else 128 if BITS == 4 else 0
     for group in tl.static_range(_BLOCK // SPAN):
-        codes = _together(runs[group * SPAN // WIDTH * RUNS : (group * SPAN // WIDTH + 1) * RUNS])
+        codes = together(runs[group * SPAN // WIDTH * RUNS : (group * SPAN // WIDTH + 1) * RUNS])
         part = tl.dot(tl.reshape(codes, [acc.shape[0], _QUARTER, WIDTH]), x[group])
         if ZEROS:
             part -= (field(words, None, ZEROS_AT + group, 1) + PLACED).to(tl.float32)[:, :, None] * plain[group]
@@ -167,47 +169,33 @@ def _added(
 
 
 @triton.jit
-def _tiled_vector_kernel(
-    out_ptr, x_ptr, codes_ptr, words_ptr, bias_ptr, weight_scale_ptr, residual_ptr, squares_ptr, next_scaled_ptr,
-    next_squares_ptr, next_weight_ptr, N, K, words_step, parts, eps,
-    WARPS: tl.constexpr, OUTPUTS: tl.constexpr, AHEAD: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr,
+def block_sums(
+    x_ptrs, codes_ptrs, words_ptrs, first, blocks, words_step, K, WARPS: tl.constexpr, STEP: tl.constexpr,
+    QUARTERS: tl.constexpr, APART: tl.constexpr, AHEAD: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr,
     GROUP: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, ZEROS_AT: tl.constexpr, WORDS: tl.constexpr,
-    EVEN_K: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
+    EVEN_K: tl.constexpr, ASM: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Compute OUTPUTS; grid (outputs). Each warp takes every WARPS-th block of the inputs, and holds AHEAD of them."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    """Return what each warp makes of every STEP-th block from `first` [WARPS] on: a tuple # of [WARPS, 16], an item for
+    each of the quarters that are APART from each other. The pointers are those of the warps' first quarters, or of all
+    warps'; AHEAD blocks are held. WAIT: for the kernels that write x, once the first blocks are on their way."""
+    dtype: tl.constexpr = x_ptrs.dtype.element_ty
     SPAN: tl.constexpr = min(GROUP, _BLOCK)
-    QUARTERS: tl.constexpr = OUTPUTS // _QUARTER
-    APART: tl.constexpr = 2 if GATED and QUARTERS == 2 else 1  # a quarter of the gate, and one of what it gates
-    program = tl.program_id(0)
-    tile = program * QUARTERS // 4
-    first = program % 2 if APART == 2 else program * QUARTERS % 4
-    blocks = tl.cdiv(K, _BLOCK)
-    codes_ptr += tile.to(tl.int64) * blocks * (BITS // 2 * _LANES) + first * (_LANES // 4)
-    codes_ptrs = codes_ptr + tl.arange(0, _LANES // 4)[None, :]
-    words_ptrs = words_ptr
-    if WORDS:
-        words_ptr += tile * (words_step * blocks + (1 - words_step)) * (WORDS * _ROWS) + first * _QUARTER
-        words_ptrs = words_ptr + tl.arange(0, _QUARTER)[None, :]
-    warp = tl.arange(0, WARPS)
     held = ()
     for ahead in tl.static_range(AHEAD):
-        block = warp + ahead * WARPS
+        block = first + ahead * STEP
         more = _quarters(codes_ptrs, words_ptrs, block, blocks, words_step, QUARTERS, APART, WORDS, BITS)
         held = held + (more,)
     acc = ()
     for _ in tl.static_range(QUARTERS):
         acc = acc + (tl.zeros([WARPS, _QUARTER, _COPIES], tl.float32),)
-    wait_for_inputs(OVERLAP)
-    for start in range(0, blocks, WARPS * AHEAD):
+    wait_for_inputs(WAIT)
+    for start in range(0, blocks, STEP * AHEAD):
         inputs = ()
         for ahead in tl.static_range(AHEAD):
-            column = tl.minimum(start + ahead * WARPS + warp, blocks - 1) * _BLOCK
-            inputs = inputs + (_inputs(x_ptr, column, K, SPAN, VALUES, EVEN_K),)
+            column = tl.minimum(start + ahead * STEP + first, blocks - 1) * _BLOCK
+            inputs = inputs + (_inputs(x_ptrs, column, K, SPAN, VALUES, EVEN_K),)
         for ahead in tl.static_range(AHEAD):
-            block = start + ahead * WARPS + warp
+            block = start + ahead * STEP + first
             x = inputs[ahead]
             plain = ()
             for group in tl.static_range(_BLOCK // SPAN):
@@ -222,12 +210,47 @@ def _tiled_vector_kernel(
                 )
                 sums = sums + (of_quarter,)
             acc = sums
-            after = block + AHEAD * WARPS
+            after = block + AHEAD * STEP
             more = _quarters(codes_ptrs, words_ptrs, after, blocks, words_step, QUARTERS, APART, WORDS, BITS)
             held = held[1:] + (more,)
+    COPY: tl.constexpr = 2.0**-63 / _COPIES if SCALES == "e8m0" and dtype == tl.bfloat16 else 1.0 / _COPIES
     totals = ()
     for quarter in tl.static_range(QUARTERS):
-        totals = totals + (tl.sum(tl.sum(acc[quarter], axis=2) / _COPIES, axis=0)[None, :],)
+        totals = totals + (tl.sum(acc[quarter], axis=2) * COPY,)
+    return totals
+
+
+@triton.jit
+def _tiled_vector_kernel(
+    out_ptr, x_ptr, codes_ptr, words_ptr, bias_ptr, weight_scale_ptr, residual_ptr, squares_ptr, next_scaled_ptr,
+    next_squares_ptr, next_weight_ptr, N, K, words_step, parts, eps,
+    WARPS: tl.constexpr, OUTPUTS: tl.constexpr, AHEAD: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr,
+    GROUP: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr, ZEROS_AT: tl.constexpr, WORDS: tl.constexpr,
+    EVEN_K: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Compute OUTPUTS; grid (outputs). Each warp takes every WARPS-th block of the inputs, and holds AHEAD of them."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    QUARTERS: tl.constexpr = OUTPUTS // _QUARTER
+    APART: tl.constexpr = 2 if GATED and QUARTERS == 2 else 1  # a quarter of the gate, and one of what it gates
+    program = tl.program_id(0)
+    tile = program * QUARTERS // 4
+    first = program % 2 if APART == 2 else program * QUARTERS % 4
+    blocks = tl.cdiv(K, _BLOCK)
+    codes_ptr += tile.to(tl.int64) * blocks * (BITS // 2 * _LANES) + first * (_LANES // 4)
+    codes_ptrs = codes_ptr + tl.arange(0, _LANES // 4)[None, :]
+    words_ptrs = words_ptr
+    if WORDS:
+        words_ptr += tile * (words_step * blocks + (1 - words_step)) * (WORDS * _ROWS) + first * _QUARTER
+        words_ptrs = words_ptr + tl.arange(0, _QUARTER)[None, :]
+    warp = tl.arange(0, WARPS)
+    sums = block_sums(
+        x_ptr, codes_ptrs, words_ptrs, warp, blocks, words_step, K, WARPS, WARPS, QUARTERS, APART, AHEAD, BITS, VALUES,
+        GROUP, SCALES, ZEROS, ZEROS_AT, WORDS, EVEN_K, ASM, OVERLAP,
+    )  # fmt: skip
+    totals = ()
+    for quarter in tl.static_range(QUARTERS):
+        totals = totals + (tl.sum(sums[quarter], axis=0)[None, :],)
     one = tl.arange(0, 1)
     output = tl.arange(0, OUTPUTS)
     weight_row = program * OUTPUTS + output
@@ -235,7 +258,7 @@ def _tiled_vector_kernel(
         column = program * (OUTPUTS // 2) + output % (OUTPUTS // 2)
         weight_row = tl.where(column < N // 2, column + output // (OUTPUTS // 2) * (N // 2), N)
     finish(
-        _together(totals), program, one, one == 0, weight_row, out_ptr, bias_ptr, None, None, None, weight_scale_ptr,
+        together(totals), program, one, one == 0, weight_row, out_ptr, bias_ptr, None, None, None, weight_scale_ptr,
         residual_ptr, squares_ptr, next_scaled_ptr, next_squares_ptr, next_weight_ptr, N, K, parts, eps, GATED, OUTPUTS,
         PARTS,
     )  # fmt: skip

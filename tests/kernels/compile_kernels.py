@@ -26,6 +26,7 @@ from headrace.kernels import (
     moe_config,
     moe_route,
     moe_tiled,
+    moe_vector,
     narrow,
     norm,
     rotary,
@@ -200,7 +201,7 @@ def compile_experts(target):
     kernels = (
         moe_route._router_kernel, moe_route._route_kernel, moe_route._sort_kernel,
         moe.up_one_by_one_kernel, moe.down_one_by_one_kernel, moe.tiles_kernel, moe.sum_kernel,
-        moe_tiled.tiled_experts_kernel,
+        moe_tiled.tiled_experts_kernel, moe_vector.vector_up_kernel, moe_vector.vector_down_kernel,
     )  # fmt: skip
     for num_experts, top_k, hidden, n, has_shared in (
         (128, 8, 2048, 768, False), (8, 2, 4096, 14336, False), (60, 4, 2048, 1408, True),

@@ -30,6 +30,6 @@ def test_kernels_compile_without_spilling(target, extent):
     gpt_oss = {entry["kernel"] for entry in found if entry["kernel"].startswith("gpt-oss")}
     assert len(gpt_oss) == 3 * 2 + (target == "sm_90")
     experts = {entry["kernel"].split()[1] for entry in found if entry["kernel"].startswith("experts")}
-    assert len(experts) == 8
+    assert len(experts) == (10 if target == "sm_90" else 8)  # two that AMD's matrix units do not take
     assert len([entry for entry in found if entry["kernel"].startswith("experts")]) >= (24 if sweep else 7)
     assert [entry for entry in found if entry["spills"]] == []

@@ -21,7 +21,8 @@ FEW = MoeConfig(1, Tile(16, 16, 4, 1), Tile(16, 16, 4, 1, group=4))
 MANY = MoeConfig(16, Tile(16, 16, 4, 1), Tile(16, 32, 4, 1))
 SWAPPED = MoeConfig(16, Tile(16, 32, 4, 1, swap=True), Tile(16, 16, 4, 1, swap=True))
 # for tiled weights
-ALONE = MoeConfig(1, Tile(32, 128, 4, 1, split=2), Tile(64, 128, 4, 1))
+ALONE = MoeConfig(1, Tile(16, 128, 2, 2), Tile(16, 128, 4, 1, group=2))
+ALONE_WIDE = MoeConfig(1, Tile(32, 128, 2, 1), Tile(64, 128, 2, 1, group=4))
 SORTED = MoeConfig(16, Tile(32, 256, 4, 1), Tile(128, 128, 4, 1, split=2))
 
 
@@ -235,8 +236,11 @@ def tiled(experts, kind):
 def test_tiled_weights(kind):
     """They give what widened weights give, also where blocks and tiles end beyond the weight, where programs share an
     output's inputs, and whether pairs are sorted or each is by itself."""
-    sorted_or_not = (ALONE, (1, 160, 4, 40, 2), torch.bfloat16), (SORTED, (5, 96, 3, 144, 1), torch.float16)
-    config, (num_tokens, *rest), dtype = random.choice(sorted_or_not)
+    ways = (
+        (ALONE, (1, 160, 4, 40, 3), torch.bfloat16), (ALONE_WIDE, (1, 136, 4, 36, 3), torch.float16),
+        (SORTED, (5, 96, 3, 144, 1), torch.float16),
+    )  # fmt: skip
+    config, (num_tokens, *rest), dtype = random.choice(ways)
     biased = random.random() < 0.5
     x, experts, shared, residual = make_layer(num_tokens, *rest, dtype, not biased)
     experts, wide = tiled(with_biases(experts, dtype) if biased else experts, kind)
@@ -258,6 +262,19 @@ def test_tiled_weights_of_an_expert_that_all_tokens_or_none_choose():
     out, ids = fused_moe(x, experts, config=SORTED)
     assert (ids == 2).all()
     torch.testing.assert_close(out.float(), fused_moe_reference(x.float(), wide)[0], rtol=3e-3, atol=3e-3)
+
+
+@pytest.mark.parametrize("config", [ALONE, SORTED], ids=["alone", "sorted"])
+def test_tiled_weights_leave_the_next_norm_half_done(config):
+    x, experts, shared, residual = make_layer(2, 96, 3, 40, 2, torch.bfloat16, True)
+    experts, _ = tiled(replace(experts, next_norm=(torch.rand(96) + 0.5).bfloat16()), "mxfp4")
+    plain = fused_moe(x, replace(experts, next_norm=None), shared, residual.clone(), config)[0]
+    half = fused_moe(x, experts, shared, residual, config)[0]
+    assert half.x is residual
+    assert torch.equal(half.x, plain)
+    expected = half_norm_reference(plain, experts.next_norm)
+    assert torch.equal(half.scaled, expected.scaled)
+    torch.testing.assert_close(half.squares.sum(1), expected.squares.sum(1), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 17])
