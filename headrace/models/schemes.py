@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.errors import CheckpointError
 from headrace.layers.embedding import ParallelLMHead
 from headrace.layers.linear import Linear
 from headrace.layers.moe import SparseMoE
@@ -30,6 +31,20 @@ class LinearsInFiles:
     """as a weight of 16 bits or more without scales"""
     quantized: frozenset[str]
 
+    def check_experts(self, names: Names, count: int) -> None:
+        """Raise CheckpointError where the experts of a layer, of which `names` has the first one's, are not all alike:
+        they are one tensor here."""
+        for first, *_ in names.values():
+            front, _, part = first.rpartition(".experts.0.")
+            for number in range(1, count) if front else ():
+                name = f"{front}.experts.{number}.{part}"
+                if (name in self.plain) != (first in self.plain) and (name in self.plain or name in self.quantized):
+                    alone, others = (name, first) if name in self.plain else (first, name)
+                    raise CheckpointError(
+                        f"{alone} is unquantized in the checkpoint's files, {others} is not; accepted: experts of a "
+                        "layer that are all in one format"
+                    )
+
 
 class Schemes:
     """Makes one scheme for each format, and for each combination of formats that one layer is in."""
@@ -46,6 +61,8 @@ class Schemes:
         if isinstance(layer, ParallelLMHead) and layer.tied_to[0] is not None:  # it has the embedding's weights
             return self.unquantized, ""
         names = layer.quantized_names(path)
+        if isinstance(layer, SparseMoE) and self.in_files is not None:
+            self.in_files.check_experts(names, layer.spec.num_experts)
         scheme = self.named(names)
         if scheme is self.unquantized:
             stated = any(self.held.format_for(*each) != UNQUANTIZED for each in names.values())

@@ -11,6 +11,10 @@ from dataclasses import replace
 from headrace.model_config import Fields
 from headrace.quantization.formats import FORMATS, LinearFormat, Setting, linear_format
 
+KEEPS_16 = (
+    "The checkpoint asks for activations of {} bits beside weights of {}: they keep 16 bits here, which rounds less."
+)
+
 LEAST_BLOCK = 32
 """inputs of the smallest blocks that kernels multiply as they are stored; as LEAST_GROUP of kernels/fp8.py"""
 

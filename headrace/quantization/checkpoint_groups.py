@@ -9,6 +9,7 @@ import re
 from headrace.errors import UnsupportedModelError
 from headrace.model_config import Fields
 from headrace.quantization.checkpoint_fields import (
+    KEEPS_16,
     bits_among,
     checked_pattern,
     fp4,
@@ -32,9 +33,6 @@ _COMPRESSED = (
 """compressed-tensors' formats that are served; the others (sparse ones, 6 bits) are refused by name"""
 _CLASS = re.compile(r"[A-Z]\w*$")
 """A target that names a class of modules: there, names of modules are in lower case."""
-KEEPS_16 = (
-    "The checkpoint asks for activations of {} bits beside weights of {}: they keep 16 bits here, which rounds less."
-)
 
 
 def compressed_tensors(fields: Fields) -> CheckpointFormat:

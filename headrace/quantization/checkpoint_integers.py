@@ -1,5 +1,5 @@
-"""Reads the formats of tools whose weights are integers beside activations of 16 bits: AWQ, GPTQ and AutoRound.
-Imports no torch.
+"""Reads the formats of tools whose weights are integers beside activations of 16 bits: AWQ, GPTQ and AutoRound, which
+also writes floats of 4 and 8 bits. Imports no torch.
 """
 
 from __future__ import annotations
@@ -9,11 +9,15 @@ from collections.abc import Callable
 
 from headrace.model_config import Fields
 from headrace.quantization.checkpoint_fields import (
+    KEEPS_16,
     bits_among,
     checked_pattern,
+    fp4,
+    fp8,
     integers,
     objects,
     one_of,
+    positive_pair,
     size_of_groups,
 )
 from headrace.quantization.formats import UNQUANTIZED, LinearFormat
@@ -25,6 +29,8 @@ _SPECIAL = re.compile(r"[*+?^$()\[\]{}|\\]")
 _TOOLS = {"auto_gptq": "gptq", "gptq": "gptq", "auto_awq": "awq", "awq": "awq", "gptqmodel": "gptq_v2"}
 _KERNELS = ("exllamav2", "tritonv2", "gemm")
 """what AutoRound's `packing_format` may hold behind a colon: whose packing it is, and what says nothing of it"""
+_FLOATS = ("mx_fp", "nv_fp", "fp")
+"""what AutoRound's `data_type` of floats begins with"""
 
 
 def awq(fields: Fields) -> CheckpointFormat:
@@ -93,7 +99,8 @@ def _dynamic(fields: Fields, format_of: Callable[[Fields], LinearFormat]) -> Rul
 
 def _beside(fields: Fields, own: Fields) -> Fields:
     """Return the fields of some linears: `own` and, for those that they lack, those of all."""
-    return Fields({**fields.values, **own.values}, own.where, own.inside)
+    given = {name: value for name, value in own.values.items() if value is not None}
+    return Fields({**fields.values, **given}, own.where, own.inside)
 
 
 def _blocks(fields: Fields) -> list[list[str]]:
@@ -107,11 +114,11 @@ def _blocks(fields: Fields) -> list[list[str]]:
 
 
 def auto_round(fields: Fields) -> CheckpointFormat:
-    """Read AutoRound's fields: packed as GPTQ's or AWQ's, in the blocks that `block_name_to_quantize` names, with
-    exceptions by name or pattern in `extra_config`."""
-    one_of(fields, "data_type", ("int",), "int")
-    packing = _packing(fields)
-    fields = Fields({"group_size": 128, "sym": True, **fields.values}, fields.where, fields.inside)
+    """Read AutoRound's fields: integers packed as GPTQ's or AWQ's, or floats as compressed-tensors has them, in the
+    blocks that `block_name_to_quantize` names, with exceptions by name or pattern in `extra_config`."""
+    packing = "" if _kind(fields) in _FLOATS else _packing(fields)
+    if packing:
+        fields = Fields({"group_size": 128, "sym": True, **fields.values}, fields.where, fields.inside)
     extra = tuple(_exception(fields, name, one, packing) for name, one in objects(fields, "extra_config").items())
     default = _rounded(fields, packing)
     blocks = fields.values.get("block_name_to_quantize") or fields.values.get("to_quant_block_names") or []
@@ -119,10 +126,21 @@ def auto_round(fields: Fields) -> CheckpointFormat:
     if isinstance(blocks, list) and all(isinstance(block, list) for block in blocks):
         blocks = [name for block in blocks for name in block]
     names = [block.strip() for block in fields.changed({"blocks": blocks}).texts("blocks")]
+    fewer = default.format.bits == 4 and fields.integer("act_bits", 16) < 16
+    notes = (KEEPS_16.format(fields.integer("act_bits"), 4),) if fewer else ()
     if names:
         of_blocks = tuple((f"re:{re.escape(block)}", default) for block in names)
-        return CheckpointFormat("auto-round", UNQUANTIZED, (*extra, *of_blocks))
-    return CheckpointFormat("auto-round", default, (*extra, (HEAD, UNQUANTIZED)))
+        return CheckpointFormat("auto-round", UNQUANTIZED, (*extra, *of_blocks), notes)
+    return CheckpointFormat("auto-round", default, (*extra, (HEAD, UNQUANTIZED)), notes)
+
+
+def _kind(own: Fields) -> str:
+    """Return `int` or one of _FLOATS."""
+    said = own.text("data_type", "int").lower()
+    kind = next((kind for kind in _FLOATS if said.startswith(kind)), said)
+    if kind not in ("int", *_FLOATS) or "e5m2" in said:
+        raise own.refusal("data_type", f"int, or what begins with {', '.join(_FLOATS)}, but for e5m2")
+    return kind
 
 
 def _packing(fields: Fields) -> str:
@@ -146,6 +164,36 @@ def _rounded(own: Fields, packing: str) -> LinearFormat:
     """Return the format of the linears with these fields."""
     if own.integer("bits") >= 16:
         return UNQUANTIZED
+    if _kind(own) != "int":
+        return _float(own)
+    if not packing:
+        raise own.refusal("data_type", f"one of {', '.join(_FLOATS)} beside others of floats")
+    if own.integer("act_bits", 16) < 16:
+        raise own.refusal("act_bits", "16 or more beside integers")
     if packing == "awq":  # symmetric weights have zero points too, all of them the middle
         return _awq(own.changed({"zero_point": True}))
     return _gptq(own.changed({"checkpoint_format": packing, "desc_act": False}))
+
+
+def _float(own: Fields) -> LinearFormat:
+    """Return the format of AutoRound's floats, whose tensors have compressed-tensors' names."""
+    kind, rounds = _kind(own), own.integer("act_bits", 16) < 16
+    if kind == "nv_fp":
+        bits_among(own, "bits", (4,))
+        _exactly(own, "group_size", 16)
+        return fp4("nvfp4", "auto-round")
+    if kind == "mx_fp":
+        _exactly(own, "group_size", 32)
+        if bits_among(own, "bits", (4, 8)) == 4:
+            return fp4("mxfp4", "compressed-tensors")
+        return fp8("block", "block" if rounds else "none", block=(1, 32))
+    bits_among(own, "bits", (8,))
+    if isinstance(own.values.get("group_size"), list):
+        return fp8("block", "block" if rounds else "none", "weight_scale_inv", positive_pair(own, "group_size"))
+    size_of_groups(own, "group_size", 0)
+    return fp8("channel", ("token" if own.flag("act_dynamic", True) else "tensor") if rounds else "none")
+
+
+def _exactly(own: Fields, name: str, size: int) -> None:
+    if own.integer(name, size) != size:
+        raise own.refusal(name, str(size))

@@ -31,7 +31,9 @@ class Spelling:
     factor: str = ""
     """the scale of all weights; empty: there is none"""
     divides: bool = False
-    """Scales are divided by the factor, and the weight is rounded to bfloat16."""
+    """Scales are divided by the factor."""
+    rounds: bool = False
+    """The weight is rounded to bfloat16."""
     unused: str = ""
     """a scale for activations of 4 or 8 bits, which stay in 16 here"""
     in_groups: bool = False
@@ -50,6 +52,9 @@ MX_SPELLINGS = {
 """who wrote the checkpoint; blocks: gpt-oss"""
 NV_SPELLINGS = {
     "compressed-tensors": Spelling(
+        "weight_packed", "weight_scale", "weight_global_scale", divides=True, rounds=True, unused="input_global_scale"
+    ),
+    "auto-round": Spelling(
         "weight_packed", "weight_scale", "weight_global_scale", divides=True, unused="input_global_scale"
     ),
     "modelopt": Spelling("weight", "weight_scale", "weight_scale_2", unused="input_scale"),
@@ -137,7 +142,7 @@ class Fp4Layout:
             for number, part in enumerate(spec.parts):
                 wide[..., rows_of(part), :] *= rows[..., number, None, :]
             return {"weight": wide.to(spec.dtype), **bias}
-        if not self.spelling.divides:
+        if not self.spelling.rounds:
             return {"weight": packed.dequantize(spec.dtype), **bias}
         # to the bit as its tool: a product with a reciprocal would be rounded twice
         scales = weights["scales"].float() / weights["factors"][..., None]

@@ -96,6 +96,14 @@ def test_a_tensor_of_another_type_is_refused(folder: Path) -> None:
         Driver(folder)
 
 
+@pytest.mark.parametrize("plain", [0, 2])
+def test_experts_of_a_layer_that_are_not_all_in_one_format_are_refused_by_name(plain: int, folder: Path) -> None:
+    quantize(folder, rf"layers\.1\.mlp\.experts\.[^{plain}]\.\w+")
+    said = rf"layers\.1\.mlp\.experts\.{plain}\.gate_proj is unquantized in .* layer that are all in one format"
+    with pytest.raises(CheckpointError, match=said):
+        Driver(folder)
+
+
 def test_dummy_weights_fill_packed_tensors_too(folder: Path) -> None:
     quantize(folder, SOME)
     first, second = (Driver(folder, load_format="dummy") for _ in range(2))

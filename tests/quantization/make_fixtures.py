@@ -13,7 +13,7 @@ TOOL is one of TOOLS, with the version that made what is here:
 | autoawq | autoawq 0.2.7 | WQLinear_GEMM.from_linear, dequantize_gemm |
 | auto-gptq | auto-gptq 0.7.1 | QuantLinear.pack; its forward of the unit matrix |
 | gptqmodel | gptqmodel 7.7.0, its sdist | pack_original and dequantize_weight, out of their class |
-| auto-round | auto-round 0.16.1 | the QuantLinear that its GPTQ export packs with |
+| auto-round | auto-round 0.16.1 | the QuantLinears that its exports of integers and of floats pack with |
 | quark | amd-quark 0.13 | Pack_fp4, to_e8m0_uint8 |
 | modelopt | nvidia-modelopt 0.47.0 | NVFP4QTensor |
 
@@ -407,6 +407,37 @@ def auto_round(fixtures: Fixtures) -> None:
     fields = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "data_type": "int"}
     fields |= {"packing_format": "auto_round:auto_gptq", "autoround_version": "0.16.1"}
     fixtures.model("dense", DENSE, pack, fields, torch.float16)
+    about = {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor", "act_dynamic": True}
+    for kind, size, model in (("mx_fp", 32, MOE), ("nv_fp", 16, DENSE)):
+        fields = about | {"bits": 4, "act_bits": 4, "sym": True, "data_type": kind, "act_data_type": kind}
+        fields |= {"group_size": size, "act_group_size": size, "block_name_to_quantize": "model.layers"}
+        fields |= {"extra_config": {"model.layers.0.mlp.gate": {"bits": 16}}} if model is MOE else {}
+        fixtures.model(kind, model, auto_round_floats(kind, size), fields, torch.bfloat16)
+
+
+def auto_round_floats(kind: str, size: int) -> Pack:
+    from auto_round.experimental.qmodules.mx import MXFP4QuantLinear
+    from auto_round.experimental.qmodules.nvfp4 import NVFP4QuantLinear
+    from auto_round.export.export_to_autoround.qlinear_fp import QuantLinear
+    from auto_round.schemes import PRESET_SCHEMES
+
+    def pack(weight: Tensor) -> Packed:
+        (outputs, inputs), largest = weight.shape, in_groups(weight, size).abs().amax(-1)
+        made = QuantLinear(4, size, inputs, outputs, bias=False, data_type=kind, act_bits=4)
+        if kind == "mx_fp":
+            made.pack(holding(weight), largest.log2().floor() - 2)
+        else:
+            given = 448 * 6 / weight.abs().amax()
+            scales = (largest / 6 * given).to(torch.float8_e4m3fn).float()
+            made.pack(holding(weight), scales, global_scale=given, input_global_scale=torch.tensor(100.0))
+        stored = dict(made.named_buffers())
+        serving = {"mx_fp": MXFP4QuantLinear, "nv_fp": NVFP4QuantLinear}[kind]
+        layer = serving(inputs, outputs, config=PRESET_SCHEMES["MXFP4" if kind == "mx_fp" else "NVFP4"], bias=False)
+        for name, value in stored.items():
+            setattr(layer, name, torch.nn.Parameter(value, requires_grad=False))
+        return stored, layer.dequant_weight_online().float()
+
+    return pack
 
 
 def gptq_settings(bits: int, size: int, symmetric: bool, ordered: bool, plus_one: bool) -> dict[str, Any]:
