@@ -30,6 +30,8 @@ RESERVED_KWARGS = frozenset(("self", "messages", "tools", "add_generation_prompt
 """Names that a request sets by fields of their own, or not at all. The engine's template refuses further ones."""
 SWITCHES = ("enable_thinking", "thinking")
 """Variables by which templates turn thinking on and off."""
+MODE = "thinking_mode"
+"""The same where the model may also be left to choose, as MiniMax-M3's is by default."""
 THINKING_TYPES = {"enabled": True, "disabled": False}
 MAX_MARKUP_CHARS = 256
 """More than a template writes between the beginning of a message and its text."""
@@ -84,7 +86,7 @@ def reasoning_open(rendered: Rendered, form: ReasoningFormat, request: ChatCompl
 
 def unread_fields(request: ChatCompletionRequest, template: ChatTemplate) -> list[str]:
     """Return the fields about thinking that have no effect, as the template does not read them."""
-    switched = bool(_switches_of(template))
+    switched = bool(_switched(template, True))
     found = [name for name in SWITCHES if getattr(request, name) is not None and not switched]
     effort = request.reasoning_effort
     if effort is not None and "reasoning_effort" not in template.variables and not (switched and effort == "none"):
@@ -99,8 +101,10 @@ def _tokenizer(serving: Serving) -> Tokenizer:
     return tokenizer
 
 
-def _switches_of(template: ChatTemplate) -> list[str]:
-    return [name for name in SWITCHES if name in template.variables]
+def _switched(template: ChatTemplate, thinks: bool) -> dict[str, Any]:
+    """Return the variables of a template by which thinking is turned on or off."""
+    known = dict.fromkeys(SWITCHES, thinks) | {MODE: "enabled" if thinks else "disabled"}
+    return {name: value for name, value in known.items() if name in template.variables}
 
 
 def _template_kwargs(
@@ -120,7 +124,7 @@ def _template_kwargs(
     if request.reasoning_effort is not None and "reasoning_effort" in template.variables:
         fields["reasoning_effort"] = request.reasoning_effort
     if (thinks := _wants_thinking(request)) is not None:
-        fields |= dict.fromkeys(_switches_of(template), thinks)
+        fields |= _switched(template, thinks)
     return serving.config.default_chat_template_kwargs | fields | given
 
 

@@ -29,17 +29,20 @@ def draft_of(root: Mapping[str, Any]) -> int:
     return 2020 if match is None else int(match[1] or match[2])
 
 
-def as_newest(schema: Any, draft: int) -> Any:
-    """Return a schema without what its draft ignores and the newest does not: keywords beside `$ref`, up to draft 7."""
+def as_newest(schema: Any, draft: int, *, whole: bool = True) -> Any:
+    """Return a schema without what its draft ignores and the newest does not: keywords beside `$ref`, up to draft 7.
+    An address stays where the schema is `whole`, since its references are often written with it."""
     if draft > 7:
         return schema
     if isinstance(schema, list):
-        return [as_newest(item, draft) for item in schema]
+        return [as_newest(item, draft, whole=False) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
-    ignored = _IGNORED_BESIDE_REF if isinstance(schema.get("$ref"), str) else frozenset[str]()
+    ignored = frozenset[str]()
+    if isinstance(schema.get("$ref"), str):
+        ignored = _IGNORED_BESIDE_REF if whole else _IGNORED_BESIDE_REF | {"$id", "id"}
     return {
-        key: value if key in NOT_SCHEMAS else as_newest(value, draft)
+        key: value if key in NOT_SCHEMAS else as_newest(value, draft, whole=False)
         for key, value in schema.items()
         if key not in ignored
     }

@@ -206,6 +206,14 @@ def test_thinking_is_switched_by_the_name_that_the_template_has(template: str, f
     assert prompt_of(template, **fields) == value
 
 
+def test_thinking_is_switched_where_the_model_may_also_choose() -> None:
+    template = "{{ thinking_mode | default('adaptive') }}"
+    assert prompt_of(template) == "adaptive"
+    assert prompt_of(template, thinking={"type": "enabled"}) == "enabled"
+    assert prompt_of(template, enable_thinking=False) == "disabled"
+    assert prompt_of(template, enable_thinking=False, chat_template_kwargs={"thinking_mode": "adaptive"}) == "adaptive"
+
+
 def test_what_a_request_says_wins_over_the_servers_defaults() -> None:
     assert prompt_of(SWITCH, default={"enable_thinking": False}) == "False"
     assert prompt_of(SWITCH, default={"enable_thinking": False}, enable_thinking=True) == "True"

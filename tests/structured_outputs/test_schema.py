@@ -391,3 +391,14 @@ def test_json_may_be_written_in_lines_but_not_be_whitespace_for_ever(indent: int
     assert accepts(matcher_of(grammar), json.dumps(value, separators=(",", ":")))
     for space in (" " * 3, "\n" * 3, "\n" + " " * 41):
         assert not accepts(matcher_of(grammar), "{" + space + '"a": 1}')
+
+
+def test_an_address_beside_a_reference_is_none_up_to_draft_7() -> None:
+    schema = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "$id": "http://a/b.json",
+        "properties": {"x": {"$id": "http://c/d.json", "$ref": "#/definitions/i"}},
+        "definitions": {"i": {"type": "integer"}},
+    }
+    matcher = matcher_of(of_params(StructuredOutputsParams(json=schema), {}))
+    assert [accepts(matcher, text) for text in ('{"x": 1}', '{"x": "y"}')] == [True, False]

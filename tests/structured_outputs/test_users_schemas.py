@@ -54,6 +54,8 @@ def of_type(kind: Any) -> dict[str, Any]:
 
 
 EMAIL = "^(?!\\.)(?!.*\\.\\.)[a-z.]*[a-z]@([a-z]+\\.)+[a-z]{2,}$"
+DURATION = "^P(?:(\\d+W)|(?!.*W)(?=\\d|T\\d)(\\d+Y)?(\\d+M)?(\\d+D)?(T(?=\\d)(\\d+H)?(\\d+M)?(\\d+([.,]\\d+)?S)?)?)$"
+DECIMAL = "^(?!^[-+.]*$)[+-]?0*(?:\\d{0,5}|(?=[\\d.]{1,18}0*$)\\d{0,5}\\.\\d{0,12}0*$)"
 ZOD = {"$schema": "http://json-schema.org/draft-07/schema#", "type": "object", "additionalProperties": False}
 NAMED = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 USERS: dict[str, tuple[dict[str, Any], list[Any]]] = {
@@ -110,6 +112,72 @@ USERS: dict[str, tuple[dict[str, Any], list[Any]]] = {
             ],
         },
         [{"type": "a", "a": 1}, {"type": "b"}],
+    ),
+    "zod 4": (
+        {
+            "$schema": "https://json-schema.org/draft/2020-12/schema",
+            "type": "object",
+            "properties": {
+                "lasts": {"type": "string", "format": "duration", "pattern": DURATION},
+                "by": {
+                    "type": "object",
+                    "propertyNames": {"type": "string", "enum": ["a", "b"]},
+                    "additionalProperties": {"type": "string"},
+                    "required": ["a", "b"],
+                },
+                "row": {"type": "array", "prefixItems": [{"type": "string"}], "items": {"type": "boolean"}},
+                "one": {"anyOf": [{"type": "string", "const": "a"}, {"type": "number", "const": 1}, {"type": "null"}]},
+                "self": {"$ref": "#"},
+                "never": {"not": {}},
+            },
+            "required": ["lasts"],
+            "additionalProperties": False,
+        },
+        [{"lasts": "P1DT2H", "by": {"a": "x", "b": "y"}, "row": ["a", True], "one": 1, "self": {"lasts": "P1W"}}],
+    ),
+    "pydantic's decimals": (
+        {"anyOf": [{"type": "number"}, {"type": "string", "pattern": DECIMAL}, {"type": "null"}]},
+        ["12.30", 1.5, "-7", None],
+    ),
+    "schemars": (
+        {
+            "$schema": ZOD["$schema"],
+            "oneOf": [
+                {"type": "string", "enum": ["A", "B"]},
+                {
+                    "type": "object",
+                    "required": ["C"],
+                    "properties": {"C": {"type": "integer", "format": "uint8", "minimum": 0.0}},
+                    "additionalProperties": False,
+                },
+                {
+                    "type": "object",
+                    "required": ["D"],
+                    "properties": {
+                        "D": {
+                            "type": "array",
+                            "items": [{"type": "number"}, {"anyOf": [{"$ref": "#/definitions/X"}, {"type": "null"}]}],
+                            "maxItems": 2,
+                            "minItems": 2,
+                        }
+                    },
+                    "additionalProperties": False,
+                },
+            ],
+            "definitions": {"X": {"type": "string", "maxLength": 1, "minLength": 1}},
+        },
+        ["A", {"C": 5}, {"D": [1, "x"]}, {"D": [0.5, None]}],
+    ),
+    ".NET": (
+        {
+            "type": ["object", "null"],
+            "properties": {
+                "Name": {"type": ["string", "null"]},
+                "N": {"type": ["string", "integer"], "pattern": "^-?\\d+$"},
+            },
+            "required": ["Name"],
+        },
+        [{"Name": None, "N": "12"}, {"Name": "x", "N": 5}, None],
     ),
     "TypeBox": (
         {
