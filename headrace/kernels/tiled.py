@@ -27,7 +27,7 @@ LARGEST_GROUP = 1 << 30
 """stands for the inputs that share a scale where all of an output do"""
 Scales = Literal["none", "float16", "bfloat16", "e8m0", "e5m3"]
 """How a group's scale is held. e8m0: 2 ** (byte - 253), so that the byte is the exponent of a bfloat16 that also undoes
-the smallness of codes of e2m1 (tiled_gemm.py). e5m3: a byte whose upper five bits are an exponent less 22 and
+the smallness of codes of e2m1 (tiled_codes.py). e5m3: a byte whose upper five bits are an exponent less 22 and
 whose lower three are a mantissa that follows a 1, without a sign."""
 
 

@@ -5,7 +5,7 @@ while it multiplies, and none waits for another before its last. A program has a
 program's sums are to be added. The matrix units multiply 8 tokens of which seven are copies; that leaves the rest of
 the processor idle, and the order of codes is theirs.
 
-Codes become floats as in tiled_gemm.py. What that adds, and the zero, is taken from a group's sums: times the sum of
+Codes become floats as in tiled_codes.py. What that adds, and the zero, is taken from a group's sums: times the sum of
 the group's inputs, which the matrix units add up as well. Scales multiply these sums, too, in fp32.
 """
 
@@ -21,7 +21,8 @@ from headrace.kernels._triton import pairs_in_registers, tl, triton, wait_for_in
 from headrace.kernels.gemm_config import GemmConfig
 from headrace.kernels.gemm_epilogue import finish
 from headrace.kernels.tiled import BLOCK, LANES, ROWS, TiledWeight
-from headrace.kernels.tiled_gemm import describe, field, joined, scale_of, unpacked
+from headrace.kernels.tiled_codes import unpacked
+from headrace.kernels.tiled_gemm import describe, field, joined, scale_of
 
 VECTOR_ROWS = 16
 """outputs that a warp's product has: a quarter of a tile"""

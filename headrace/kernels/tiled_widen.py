@@ -9,7 +9,8 @@ from torch import Tensor
 
 from headrace.kernels._triton import overlap, tl, triton, wait_for_inputs
 from headrace.kernels.tiled import BLOCK, LANES, ROWS, TiledWeight
-from headrace.kernels.tiled_gemm import describe, placed, row_of, run_of, scale_of, zero_of
+from headrace.kernels.tiled_codes import placed
+from headrace.kernels.tiled_gemm import describe, row_of, run_of, scale_of, zero_of
 
 _ROWS, _BLOCK, _LANES = tl.constexpr(ROWS), tl.constexpr(BLOCK), tl.constexpr(LANES)
 
