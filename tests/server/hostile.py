@@ -16,6 +16,7 @@ REGEXES = [
     "[", "(", "*", "a{2,1}", r"\p{Nonsense}", "(?<n>a)", "[^\\x00-\\U0010FFFF]",
     "((((((((((a?){9}){9}){9}){9}){9}){9})",
     "", ".*" * 500, "(" * 3000 + ")" * 3000, "a|" * 5000, "\\", "^$", "[z-a]", "(?i)straße", "\ud800", "a" * 20_000,
+    "(?=(a?){300}b)" * 20, r"\b" * 500, "(?<=(a|b){1,60})b" * 9, "(?!(?=(?!a)))" * 99 + "(a|b){60}",
 ]  # fmt: skip
 GRAMMARS = [
     "start: start", "start: start start | start", 'start: "a" undefined', "start: ", "", 'root ::= root "a"',
@@ -87,6 +88,7 @@ MARKUP = [
     "[f(a=", "__import__('os').abort()", "lambda: 0", "\n", " ", "null", "<arg_key>", "<arg_value>", "call:f{",
     "<escape>",
     "<invoke name=", "<|python_tag|>", "to=functions.f", "\ud83d\ude00", "é", "1e999", "NaN", "\x00", "```json\n", "'",
+    "]<]minimax[>[", "<item>", "</f>", "<tool_sep>", "<tool_calls>",
 ]  # fmt: skip
 KWARGS: list[Any] = [
     {"enable_thinking": False}, {"thinking": True}, {"enable_thinking": "x" * 1000}, {"thinking": []},
@@ -102,10 +104,14 @@ ODD: list[Any] = [
 PARSERS = [
     "hermes", "qwen3_coder", "openai", "mistral", "pythonic", "llama3_json", "llama4_pythonic", "deepseek_v3",
     "deepseek_v31",
-    "deepseek_v32", "kimi_k2", "glm45", "minimax_m2", "granite", "phi4_mini_json", "internlm", "jamba", "xlam", "olmo3",
+    "deepseek_v32", "kimi_k2", "glm45", "minimax_m2",
+    "minimax_m3", "hy_v3", "granite", "phi4_mini_json", "internlm", "jamba", "xlam", "olmo3",
     "seed_oss", "step3", "ernie45", "hunyuan_a13b", "gemma4", "functiongemma", "cohere_command3", "lfm2", "longcat",
 ]  # fmt: skip
-THOUGHTS = ["deepseek_r1", "qwen3", "glm45", "openai_gptoss", "mistral", "granite", "olmo3", "gemma4", "nemotron_v3"]
+THOUGHTS = [
+    "deepseek_r1", "qwen3", "glm45", "openai_gptoss", "mistral", "granite", "olmo3", "gemma4", "nemotron_v3",
+    "minimax_m3", "hy_v3",
+]  # fmt: skip
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PARSE, SEPARATE = "/parse_function_call", "/separate_reasoning"
 
