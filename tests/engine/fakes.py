@@ -96,7 +96,7 @@ class FakeExecutor:
             os.kill(os.getpid(), signal.SIGKILL)
         delay = 1e9 if STUCK_TOKEN in firsts else 0.05 if SLOW_TOKEN in firsts else self.delay
         self._free_at = max(self._free_at, time.monotonic()) + delay
-        if FAIL_TOKEN in firsts:
+        if any(new_row.prompt_token_ids[0] == FAIL_TOKEN for new_row in step.new_rows):
             return FakeStep(HeadraceError("scripted failure"), self._free_at, self.late)
         if DEAD_TOKEN in firsts:
             return FakeStep(EngineDeadError("scripted death of the executor"), self._free_at, self.late)

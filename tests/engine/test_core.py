@@ -115,13 +115,18 @@ def test_abort_frees_the_blocks() -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_failed_step_ends_its_requests_alone(late: bool) -> None:
-    core = make_core(FakeExecutor(late=late))
-    core.add_request(request("bad", [FAIL_TOKEN, 1]))
-    first = core.step()
-    assert first is not None
-    core.add_request(request("good", [10, 11]))
-    outputs = first.outputs + drain(core)
-    assert [o.finish_reason for o in outputs if o.request_id == "bad"] == [FinishReason.ERROR]
+    """Where steps overlap, one with the same requests is under way by then: who joined in it goes on."""
+    executor = FakeExecutor(late=late)
+    core, outputs = make_core(executor), []
+    for name, prompt in (("old", [20, 21]), ("bad", [FAIL_TOKEN, 1]), ("good", [10, 11])):
+        core.add_request(request(name, prompt))
+        step = core.step()
+        assert step is not None
+        outputs += step.outputs
+    assert any(len(step.rows) == 3 for step in executor.steps) == late
+    outputs += drain(core)
+    ends = {o.request_id: o.finish_reason for o in outputs if o.finish_reason is not None}
+    assert ends == {"old": FinishReason.ERROR, "bad": FinishReason.ERROR, "good": FinishReason.LENGTH}
     assert tokens_of(outputs, "good") == [10, 11, 10, 11, 10, 11]
 
 
