@@ -181,7 +181,7 @@ def test_so_are_wrong_experts_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
         return out * 1.1, ids
 
     monkeypatch.setattr(layer_checks, "DECODES", FEW_DECODES[:1])
-    assert check(MOE, "auto", "fp8", fused_moe=lies).demoted == ["fused_moe"]
+    assert check(MOE, "auto", "fp8", only="fused_moe", fused_moe=lies).demoted == ["fused_moe"]
 
 
 @pytest.mark.parametrize("kv", ["auto", "fp8_e4m3"])
@@ -205,6 +205,6 @@ def test_so_is_a_wrong_kernel_of_long_prompts(
 
     monkeypatch.setattr("headrace.kernels.prefill.prefill_attention", stands_in)
     heads = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    found = check({**LLAMA, **heads}, kv, None, copy_engine=True)
+    found = check({**LLAMA, **heads}, kv, None, copy_engine=True, only="attention")
     assert found.demoted == demoted
     assert ran == {2}
