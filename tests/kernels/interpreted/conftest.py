@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from tests.kernels.interpreter import replace_once
+from tests.kernels.interpreter import quicken
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))  # kernel_sweeps
 
@@ -94,6 +94,6 @@ def create_dot(self, left, right, total, *options):
         return Handle(sums.astype(total.data.dtype), total.dtype.scalar)
 
 
-replace_once()
+quicken()
 interpreter._convert_float = convert_float
 Builder.binary_op, Builder.unary_op, Builder.create_dot = binary_op, unary_op, create_dot
