@@ -57,7 +57,7 @@ class Candidate:
         self.up = up
         """What it is a part of; None: it is the item."""
         self.text = value.encode(errors="surrogatepass") if isinstance(value, str) else b""
-        self.digits = _digits(repr(value).encode()) if isinstance(value, int | float) else b""
+        self.digits = digits_of(repr(value).encode())[:_SURE_DIGITS].rstrip(b"0") if is_number(value) else b""
         self.room = room
         """How many characters might have followed the last one of a string."""
 
@@ -140,13 +140,15 @@ class State(NamedTuple):
                 return self._in_string(byte)
             case Phase.NUMBER if byte in _NUMBER:
                 raw = self.raw + bytes((byte,))
-                return State(Phase.NUMBER, self.frame, raw, tuple(_still_numbers(raw, self.candidates)))
+                return State(Phase.NUMBER, self.frame, raw, _still_numbers(raw, self.candidates))
             case Phase.NUMBER:
                 try:
                     value = _number(self.raw)
                 except ValueError:
                     return None  # it is not complete
-                ended = self._completed(value, [one for one in self.candidates if one.value == value])
+                # Of floats, others than those with the same digits may be equal: 1e-999 is 0.
+                parts = () if self.frame is None else self.frame.parts()
+                ended = self._completed(value, [one for one in parts if is_number(one.value) and one.value == value])
                 return ended and ended.step(byte)
             case Phase.WORD:
                 return self._in_word(self.raw + bytes((byte,)), self.candidates)
@@ -194,9 +196,8 @@ class State(NamedTuple):
         if byte in b"tfn":
             return self._in_word(bytes((byte,)), candidates)
         if byte in b"-0123456789":
-            numbers = (one for one in candidates if isinstance(one.value, int | float))
             raw = bytes((byte,))
-            return State(Phase.NUMBER, frame, raw, tuple(_still_numbers(raw, numbers)))
+            return State(Phase.NUMBER, frame, raw, _still_numbers(raw, filter(_has_number, candidates)))
         return None
 
     def _in_string(self, byte: int) -> State | None:
@@ -280,21 +281,30 @@ def known_text(raw: bytes) -> bytes:
     return b""
 
 
+def is_number(value: Any) -> bool:
+    """Return whether a value of a candidate is a number; words are none."""
+    return isinstance(value, int | float)
+
+
+def _has_number(one: Candidate) -> bool:
+    return is_number(one.value)
+
+
 def _number(raw: bytes) -> Any:
     if raw.lstrip(b"-").isdigit():
         return int(raw) if len(raw) < _MOST_DIGITS else (raw,)
     return float(raw)
 
 
-def _still_numbers(raw: bytes, candidates: Iterable[Candidate]) -> Iterable[Candidate]:
-    """Yield the candidates whose first digits are those of a number that has been begun."""
-    digits = _digits(raw)[:_SURE_DIGITS]
-    for one in candidates:
-        others = one.digits[:_SURE_DIGITS]
-        if others.startswith(digits) or digits.rstrip(b"0") == others.rstrip(b"0") or one.value in _ENDLESS:
-            yield one
+def _still_numbers(raw: bytes, candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """Return the candidates whose first digits are those of a number that has been begun."""
+    digits = digits_of(raw)[:_SURE_DIGITS]
+    short = digits.rstrip(b"0")
+    return tuple(
+        [one for one in candidates if one.digits.startswith(digits) or one.digits == short or one.value in _ENDLESS]
+    )
 
 
-def _digits(raw: bytes) -> bytes:
+def digits_of(raw: bytes) -> bytes:
     """Return a number's digits from the first that is not 0."""
     return raw.lstrip(b"-").lower().partition(b"e")[0].replace(b".", b"").lstrip(b"0")

@@ -18,7 +18,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from headrace.structured_outputs.grammar import Unique, of_schema
-from headrace.structured_outputs.json_state import SPACES, Frame, Phase, State, known_text, start
+from headrace.structured_outputs.json_state import SPACES, Frame, Phase, State, digits_of, known_text, start
 from headrace.structured_outputs.limits import LIMITS, MAX_DIFFERENT
 from headrace.structured_outputs.unique_places import Places
 from headrace.structured_outputs.vocabulary import byte_vocabulary
@@ -29,6 +29,9 @@ FEW = 16
 """Tokens that are looked at one by one."""
 MAX_NUMBER = 24
 """Characters of a number, behind which no way on is looked for: 1.000 is equal to 1 for ever."""
+MAX_EXPONENT = 3
+"""The same of digits of its exponent: 1e9999 and all beyond are no floats."""
+_EXPONENT = re.compile(rb"[eE][-+]?([0-9]*)")
 _EQUAL = "an item is equal to an earlier one of its array"
 _ESCAPE = b'"\\/bfnrtu0123456789abcdefABCDEF'
 _NUMBER = b"-+.0123456789eE,]}"
@@ -175,13 +178,13 @@ class _Followed:
                 yield np.array([token])
         if state.settled:
             return
-        yield from self._walk(state, b"", texts.all, line)
+        yield from self._walk(state, texts, texts.all, line)
         if not state.in_string:
             spaced = state.step(0x20)
             if spaced is None:
                 yield texts.behind_space.ids
             elif not spaced.settled:
-                yield from self._walk(spaced, b" ", texts.behind_space, line)
+                yield from self._walk(spaced, texts, texts.behind_space, line)
 
     def _may_follow(self, text: bytes) -> bool:
         """Return whether a token may come next."""
@@ -190,30 +193,31 @@ class _Followed:
             state = state and state.step(byte)
         return state is not None and (state.settled or self._goes_on(state, text))
 
-    def _walk(self, begun: State, before: bytes, texts: _Texts, line: memoryview) -> Iterator[np.ndarray]:
+    def _walk(self, begun: State, texts: TokenTexts, ordered: _Texts, line: memoryview) -> Iterator[np.ndarray]:
         """Yield ids of tokens that must not come next: those whose texts lead along what an earlier item has."""
-        waiting = [(begun, b"", 0, len(texts.texts))]
+        waiting = [(begun, b"", 0, len(ordered.texts))]
         while waiting:
             state, text, low, high = waiting.pop()
             along = _bytes_along(state, bool(text))
             if high - low < FEW:
-                along = {one[len(text)] for one in texts.texts[low:high] if len(one) > len(text)}.intersection(along)
+                along = {one[len(text)] for one in ordered.texts[low:high] if len(one) > len(text)}.intersection(along)
             for byte in along:
                 longer = text + bytes((byte,))
-                first, end = texts.range(longer, low, high)
-                if first == end or (end - first < FEW and not texts.any_in(line, first, end)):
+                first, end = ordered.range(longer, low, high)
+                if first == end or (end - first < FEW and not ordered.any_in(line, first, end)):
                     continue
                 following = state.step(byte)
                 if following is None:
-                    yield texts.ids[first:end]
+                    yield ordered.ids[first:end]
                     continue
                 if following.settled:
                     continue
                 whole = first
-                while whole < end and texts.texts[whole] == longer:
+                while whole < end and ordered.texts[whole] == longer:
+                    token = ordered.tokens[whole]
+                    if line[token >> 5] >> (token & 31) & 1 and not self._goes_on(following, texts.of(token)):
+                        yield ordered.ids[whole : whole + 1]
                     whole += 1
-                if texts.any_in(line, first, whole) and not self._goes_on(following, before + longer):
-                    yield texts.ids[first:whole]
                 waiting.append((following, longer, whole, end))
 
     def _goes_on(self, state: State, text: bytes) -> bool:
@@ -235,7 +239,7 @@ class _Followed:
         left[0] -= 1
         if left[0] < 0:
             return True
-        if state.phase is Phase.NUMBER and len(state.raw) > MAX_NUMBER:
+        if state.phase is Phase.NUMBER and _stays(state):
             return False
         allowed = self._allowed()
         plain = allowed[allowed > 0x20]  # white space leads nowhere else
@@ -348,6 +352,15 @@ class UniqueItems:
                     self.error = _EQUAL
                 if one.state.phase is not Phase.END:
                     self._followed.append(one)
+
+
+def _stays(state: State) -> bool:
+    """Return whether a number that is equal to an earlier item, or may become so, is taken to stay that."""
+    exponent = _EXPONENT.search(state.raw)
+    if exponent is None:
+        return len(state.raw) > MAX_NUMBER
+    is_zero = not digits_of(state.raw) and any(one.value == 0 for one in state.candidates)
+    return is_zero or len(exponent[1]) > MAX_EXPONENT
 
 
 def _may_run_out(frame: Frame) -> bool:

@@ -90,7 +90,7 @@ class SchemaMaker:
             ("prefixItems", 0.3 if array else 0.02, lambda: [inner() for _ in range(rng.randint(1, 2))]),
             ("minItems", 0.3 if array else 0.03, lambda: rng.randint(0, 2)),
             ("maxItems", 0.3 if array else 0.03, lambda: rng.randint(0, 3)),
-            ("uniqueItems", 0.05 if array else 0.0, lambda: rng.choice([True, False])),
+            ("uniqueItems", 0.3 if array else 0.05, lambda: rng.choice([True, True, False])),
             ("contains", 0.1 if array else 0.02, inner),
             ("minContains", 0.1 if array else 0.01, lambda: rng.randint(0, 2)),
             ("maxContains", 0.1 if array else 0.01, lambda: rng.randint(0, 2)),
