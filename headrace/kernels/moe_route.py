@@ -18,7 +18,10 @@ from headrace.kernels.matmul import matmul
 from headrace.kernels.norm import rms_norm
 
 ROUTER_TOKENS = 16
-"""the most tokens whose norm, router logits and choice of experts take one launch"""
+"""tokens whose norm, router logits and choice of experts take one launch, whatever the router's size"""
+MOST_ROUTER_TOKENS = 64
+"""of a router so small that no more than ROUTER_LOGITS come out; with more, several launches are faster"""
+ROUTER_LOGITS = 2048
 
 
 class Routing(NamedTuple):
@@ -197,7 +200,7 @@ def _sort_kernel(
 @lru_cache(maxsize=16)
 def _arrivals(device: torch.device) -> Tensor:
     """Return the counters of programs of the router kernel that have finished, by token; zero between launches."""
-    return torch.zeros(ROUTER_TOKENS, dtype=torch.int32, device=device)
+    return torch.zeros(MOST_ROUTER_TOKENS, dtype=torch.int32, device=device)
 
 
 def norm_and_route(
@@ -207,14 +210,15 @@ def norm_and_route(
     """Return the routing of x [num_tokens, hidden], its router logits, and normed x, the latter two in x's dtype.
 
     `router` is # [num_experts or more, hidden], `router_bias` has as many. `block_m` 0: no order and tiles. Up to
-    ROUTER_TOKENS tokens take one launch; more, and all tokens if `invariant`, take three, whose sums do not depend on
-    the number of tokens.
+    ROUTER_TOKENS tokens, or more of a small router, take one launch; more, and all tokens if `invariant`, take three,
+    whose sums do not depend on the number of tokens.
     `norm_weight` None: x comes normed.
     """
     num_tokens, hidden = x.shape
     num_rows = router.shape[0]
     arrived = _arrivals(x.device)  # even if not needed yet: it must not lie in a graph's memory
-    if num_tokens > ROUTER_TOKENS or invariant or norm_weight is None:
+    most = min(MOST_ROUTER_TOKENS, max(ROUTER_TOKENS, ROUTER_LOGITS // num_rows))
+    if num_tokens > most or invariant or norm_weight is None:
         normed = x if norm_weight is None else rms_norm(x, norm_weight, eps)
         logits = (matmul if invariant else F.linear)(normed, router, router_bias)
         return route(logits[:, :num_experts], top_k, renormalize, block_m, scoring), logits, normed

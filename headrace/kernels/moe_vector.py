@@ -25,19 +25,17 @@ _ROWS, _LANES, _QUARTER = tl.constexpr(ROWS), tl.constexpr(LANES), tl.constexpr(
 
 
 @triton.jit
-def _of_experts(
-    codes_ptr, words_ptr, expert, quarter, words_step,
-    TILES: tl.constexpr, BLOCKS: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr,
-):  # fmt: skip
-    """Return the pointers to codes and words of one quarter of a tile # [warps, ...], given each warp's expert."""
-    tile = expert * TILES + quarter // 4
-    at = tile * (BLOCKS * (BITS // 2) * _LANES) + quarter % 4 * (_LANES // 4)
-    codes_ptrs = codes_ptr + at[:, None] + tl.arange(0, _LANES // 4)[None, :]
-    words_ptrs = words_ptr
-    if WORDS:
-        at = tile * ((words_step * (BLOCKS - 1) + 1) * (WORDS * _ROWS)) + quarter % 4 * _QUARTER
-        words_ptrs = words_ptr + at[:, None] + tl.arange(0, _QUARTER)[None, :]
-    return codes_ptrs, words_ptrs
+def _codes_of(codes_ptr, expert, quarter, TILES: tl.constexpr, BLOCKS: tl.constexpr, BITS: tl.constexpr):
+    """Return pointers to the codes of one quarter of a tile # [warps, LANES / 4], given each warp's expert."""
+    at = (expert * TILES + quarter // 4) * (BLOCKS * (BITS // 2) * _LANES) + quarter % 4 * (_LANES // 4)
+    return codes_ptr + at[:, None] + tl.arange(0, _LANES // 4)[None, :]
+
+
+@triton.jit
+def _words_of(words_ptr, expert, quarter, step, TILES: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.constexpr):
+    """Return pointers to the first words of its outputs # [warps, 16]."""
+    at = (expert * TILES + quarter // 4) * ((step * (BLOCKS - 1) + 1) * (WORDS * _ROWS)) + quarter % 4 * _QUARTER
+    return words_ptr + at[:, None] + tl.arange(0, _QUARTER)[None, :]
 
 
 @triton.jit
@@ -65,10 +63,12 @@ def vector_up_kernel(
     HALF: tl.constexpr = OUTPUTS // _QUARTER  # quarters of the gate, and as many of what it gates
     warp = tl.arange(0, WARPS)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
+    experts = tl.zeros_like(warp) + expert
     quarter = program // (2 // HALF) * 4 + program % (2 // HALF)
-    codes_ptrs, words_ptrs = _of_experts(
-        codes_ptr, words_ptr, tl.zeros_like(warp) + expert, quarter, words_step, TILES, BLOCKS, BITS, WORDS
-    )
+    codes_ptrs = _codes_of(codes_ptr, experts, quarter, TILES, BLOCKS, BITS)
+    words_ptrs = words_ptr
+    if WORDS:
+        words_ptrs = _words_of(words_ptr, experts, quarter, words_step, TILES, BLOCKS, WORDS)
     sums = block_sums(
         x_ptr + pair // TOP_K * K, codes_ptrs, words_ptrs, warp, BLOCKS, words_step, K, WARPS, WARPS, 2 * HALF,
         3 - HALF, AHEAD, BITS, VALUES, GROUP, SCALES, ZEROS, ZEROS_AT, WORDS, EVEN_K, ASM, False,
@@ -115,9 +115,10 @@ def vector_down_kernel(
         # not from the first-level cache: the kernel that wrote these is done, but this one has not waited for it
         expert = tl.load(ids_ptr + pair, cache_modifier=".cg").to(tl.int64)
         share = tl.load(weights_ptr + pair, mask=chosen, other=0.0, cache_modifier=".cg")
-        codes_ptrs, words_ptrs = _of_experts(
-            codes_ptr, words_ptr, expert, program * QUARTERS, words_step, TILES, BLOCKS, BITS, WORDS
-        )
+        codes_ptrs = _codes_of(codes_ptr, expert, program * QUARTERS, TILES, BLOCKS, BITS)
+        words_ptrs = words_ptr
+        if WORDS:
+            words_ptrs = _words_of(words_ptr, expert, program * QUARTERS, words_step, TILES, BLOCKS, WORDS)
         sums = block_sums(
             x_ptr + (pair.to(tl.int64) * K)[:, None], codes_ptrs, words_ptrs,
             tl.where(chosen, warp % EACH, BLOCKS), BLOCKS, words_step, K, WARPS, EACH, QUARTERS, 1, AHEAD,
