@@ -229,7 +229,7 @@ def compile_experts(target):
                 moe.fused_moe(x, replace(experts, **in_fp8), None, x, sorted_pairs)
             for kernel in kernels:
                 report(f"experts {kernel.__name__} {num_experts} {num_tokens}", kernel, known)
-    kinds = ("mxfp4", "int4 zeros", "int4 wide groups", "nvfp4", "fp8 blocks", "int8 groups")
+    kinds = ("mxfp4", "int4 zeros", "int4 wide groups", "nvfp4", "fp8 blocks", "int8 groups", "int4 per output")
     counts = (1, 8, 128, 512, 2048) if SWEEP else (1, 8, 2048)  # one for each row of the tables
     for kind, dtype, num_tokens in grid(kinds if SWEEP else kinds[:5], DTYPES, counts):
         experts = tiled_experts(kind, dtype)
