@@ -11,14 +11,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """Describes one way to run kernels/gemm.py: a program computes block_n outputs, block_k inputs at a time."""
+    """Describes one way to run kernels/gemm.py: a program computes block_n outputs."""
 
     block_m: int
     """tokens of a program, by the matrix units; 1: one token, by ordinary arithmetic or kernels/tiled_vector.py"""
     block_n: int
     block_k: int
+    """inputs that are loaded together: by a program, or, for one token and a TiledWeight, by each of its warps"""
     num_warps: int
     num_stages: int = 1
+    """such loads that are under way at once"""
     swap: bool = False
     """The weight is the left operand of the product."""
     split: int = 1
