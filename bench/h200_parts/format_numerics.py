@@ -200,6 +200,7 @@ def random_weights(keep: dict[str, Tensor] | None, take: dict[str, Tensor] | Non
         patch.object(loader, "fuse", filled),
         patch("headrace.quantization.gpu_linear._fastest", lambda configs, *_: configs[0]),
         patch("headrace.quantization.gpu_linear._write"),
+        patch("headrace.quantization.gpu_linear.ROTATED_BYTES", 1),
     ):
         yield
 

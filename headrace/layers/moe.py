@@ -132,6 +132,16 @@ class SparseMoE(Layer):
         """Return the same of the router and of the shared expert's gate."""
         return {part.name: [f"{self._block(path)}.{part.name}"] for part in self.router_spec.parts}
 
+    def names_in_transformers(self, path: str) -> dict[str, tuple[str, ...]]:
+        """Return the names of all experts' weights in one, and of the router's, as transformers holds them -> those of
+        checkpoints (models/checkpoint.py: `unstacked`)."""
+        names, block = self.spec.names, self._block(path)
+        if names.stacked:
+            return {}
+        gate, up, down = (f"{block}.experts.{{}}.{name}.weight" for name in (names.gate, names.up, names.down))
+        router = {} if block == path else {f"{path}.gate.weight": (f"{block}.{names.router}.weight",)}
+        return {f"{path}.experts.gate_up_proj": (gate, up), f"{path}.experts.down_proj": (down,), **router}
+
     def _block(self, path: str) -> str:
         """Return the layer's name in the checkpoint."""
         return f"{path.rpartition('.')[0]}.{self.spec.names.block}"

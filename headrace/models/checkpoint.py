@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import stat
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -100,6 +101,26 @@ def total_bytes(files: list[Path]) -> int:
             raise CheckpointError(f"{file} is no file")
         total += status.st_size
     return total
+
+
+def unstacked(tensors: list[StoredTensor], names: Mapping[str, tuple[str, ...]]) -> Iterator[StoredTensor]:
+    """Yield the tensors, with each expert's weights in place of one tensor of all experts [experts, rows, inputs], as
+    some tools write what transformers holds. `names`: of such a tensor -> of the linears whose rows lie one after the
+    other in it, with {} for the expert's number; or of a whole weight -> its usual name."""
+    for one in tensors:
+        parts = names.get(one.name) or names.get(f"model.{one.name}") or ()
+        if len(one.shape) == 2 and len(parts) == 1:
+            yield replace(one, name=parts[0])
+        elif len(one.shape) != 3 or not parts or one.shape[1] % len(parts):
+            yield one
+        else:
+            experts, rows, inputs = one.shape
+            size = one.num_bytes // max(1, experts * len(parts))
+            linears = [
+                (part.format(expert), (rows // len(parts), inputs)) for expert in range(experts) for part in parts
+            ]
+            for place, (name, shape) in enumerate(linears):
+                yield replace(one, name=name, shape=shape, offset=one.offset + place * size)
 
 
 def stored_tensors(file: Path) -> list[StoredTensor]:

@@ -32,7 +32,7 @@ from headrace.layers.layer import Layer
 from headrace.layers.linear import Linear
 from headrace.layers.moe import SparseMoE
 from headrace.model_config import ModelConfig
-from headrace.models.checkpoint import StoredTensor, checkpoint_files, stored_tensors, total_bytes
+from headrace.models.checkpoint import StoredTensor, checkpoint_files, stored_tensors, total_bytes, unstacked
 from headrace.models.finite import FiniteCheck
 from headrace.models.fusion import fuse
 from headrace.models.reading import Wanted, read_slices
@@ -78,7 +78,7 @@ def load_model(
         for _, layer in layers:
             if isinstance(layer, Linear):
                 layer.spec = replace(layer.spec, batch_invariant=context.batch_invariant)
-        tensors_of = functools.cache(stored_tensors)  # a file's header is read once
+        tensors_of = _headers(layers)
         in_files = linears_in_files(folder, tensors_of) if config.quantization and load_format != "dummy" else None
         model.notes = attach_schemes(config, layers, context, quantization, in_files)
         slots = slots_of(layers, torch.device("meta"))  # so that errors come before large memory is taken
@@ -101,6 +101,15 @@ def load_model(
         products = {layer.scheme.product: None for _, layer in layers if isinstance(layer, Linear | SparseMoE)}
         model.notes += [note for one in products for note in one.notes()]
     return model
+
+
+def _headers(layers: list[tuple[str, Layer]]) -> Callable[[Path], list[StoredTensor]]:
+    """Return what reads a file's header, once."""
+    names: dict[str, tuple[str, ...]] = {}
+    for path, layer in layers:
+        if isinstance(layer, SparseMoE):
+            names |= layer.names_in_transformers(path)
+    return functools.cache(lambda file: list(unstacked(stored_tensors(file), names)))
 
 
 def slots_of(layers: list[tuple[str, Layer]], device: torch.device) -> dict[str, Slot]:

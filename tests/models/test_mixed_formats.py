@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from driver import Driver
 from mixed_format import quantize
+from safetensors.torch import load_file, save_file
 from tiny_configs import save_tiny_model
 
 from headrace.errors import CheckpointError
@@ -102,6 +104,32 @@ def test_experts_of_a_layer_that_are_not_all_in_one_format_are_refused_by_name(p
     said = rf"layers\.1\.mlp\.experts\.{plain}\.gate_proj is unquantized in .* layer that are all in one format"
     with pytest.raises(CheckpointError, match=said):
         Driver(folder)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "MixtralForCausalLM"])
+def test_experts_that_are_one_tensor_as_in_transformers(architecture: str, tmp_path: Path) -> None:
+    """As amd-quark writes them beside quantized linears: what the model's state has, under the names that it has."""
+    save_tiny_model(architecture, "full", tmp_path / "model")
+    quantize(tmp_path / "model", r"self_attn\.\w_proj", tmp_path / "plain")
+    expected = Driver(tmp_path / "plain").greedy(PROMPTS, 12)
+    file = tmp_path / "model" / "model.safetensors"
+    tensors, stacked = load_file(file), {}
+    for name in list(tensors):
+        found = re.match(r"(.*)\.(mlp|block_sparse_moe)\.experts\.0\.(gate_proj|w1)\.weight", name)
+        if found:
+            layer, block, gate = found.groups()
+            up, down = {"w1": ("w3", "w2")}.get(gate, ("up_proj", "down_proj"))
+            rows = {"gate_up_proj": (gate, up), "down_proj": (down,)}
+            for whole, parts in rows.items():
+                experts = sorted({key.split(".")[5] for key in tensors if key.startswith(f"{layer}.{block}.experts.")})
+                weights = [
+                    [tensors.pop(f"{layer}.{block}.experts.{e}.{part}.weight") for part in parts] for e in experts
+                ]
+                stacked[f"{layer}.mlp.experts.{whole}"] = torch.stack([torch.cat(one) for one in weights])
+            stacked[f"{layer}.mlp.gate.weight"] = tensors.pop(f"{layer}.{block}.gate.weight")
+    assert len(stacked) == 6
+    save_file(tensors | stacked, file)
+    assert Driver(tmp_path / "model").greedy(PROMPTS, 12) == expected
 
 
 def test_dummy_weights_fill_packed_tensors_too(folder: Path) -> None:
