@@ -146,11 +146,7 @@ class TaggedArguments:
         if not exact:
             return rules.joined(rules.loose(head), rules.until(pattern, tail.rstrip()), rules.space)
         opening = rules.joined(rules.loose(head), rules.literal(opening))
-        if rules.begins_with_mark(tail):
-            text = rules.joined(rules.terminal(pattern), rules.literal(closing + tail.rstrip()))
-        else:
-            text = rules.until(pattern, closing + tail.rstrip())
-        return rules.joined(opening, text, rules.space)
+        return rules.joined(opening, rules.until(pattern, closing + tail.rstrip()), rules.space)
 
     def _exactly(self, text: str) -> str:
         return self._text(f"/{escaped(text)}/", self._tags.middle, exact=True)
@@ -160,9 +156,9 @@ class TaggedArguments:
         a text for as long as it can, would never find the end of the scalar alone."""
         rules, head, closing = self._rules, self._tags.middle.rstrip(), self._tags.after.rstrip()
         opening = rules.joined(rules.loose(head), rules.literal(self._tags.middle[len(head) :]))
-        if rules.begins_with_mark(closing.lstrip()):
-            return rules.joined(opening, rules.terminal(f"/{pattern}/"), rules.literal(closing), rules.space)
-        return rules.joined(opening, rules.terminal(f"/({pattern}){escaped(closing)}/"), rules.space)
+        closing, mark = rules.at_mark(closing)
+        scalar = rules.terminal(f"/({pattern}){escaped(closing)}/")
+        return rules.joined(opening, scalar, rules.literal(mark), rules.space)
 
     def _json(self, value: str, *, exact: bool) -> str:
         """A value that is not a string; exact: without white space that would make it one."""

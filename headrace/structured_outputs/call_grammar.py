@@ -160,7 +160,7 @@ class _Writer:
         """Text up to an opener and with it. The text of a mark, spelled by other tokens, begins calls too."""
         others = [one for one in self._openers if one != opener]
         heads = [self.rules.until(without(others), opener, spelled=True)]
-        if opener in self.rules.special:
+        if self.rules.at_mark(opener)[1]:
             heads.append(self.rules.until(without(self._openers), opener))
         return self.rules.one_of(heads)
 

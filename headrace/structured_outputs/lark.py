@@ -84,15 +84,18 @@ class Rules:
     def until(self, pattern: str, end: str, *, spelled: bool = False) -> str:
         """Return what matches text of a pattern, and `end` where it first is.
 
-        A pattern must itself keep out an `end` that is a mark. `spelled`: its characters are meant even then.
+        A pattern must itself keep out an `end` with a mark in it. `spelled`: its characters are meant even then.
         """
-        if self.begins_with_mark(end) and not spelled:
-            return f"{self.terminal(pattern)} {self.literal(end)}"
+        head, rest = (end, "") if spelled else self.at_mark(end)
+        if rest:
+            text = f"{pattern} {json.dumps(head)}" if head else pattern
+            return f"{self.terminal(text)} {self.literal(rest)}"
         return self._named("r_", f"{pattern} {json.dumps(end)}", "[lazy]")
 
-    def begins_with_mark(self, text: str) -> bool:
-        """Return whether a text begins with a token that is a mark."""
-        return any(text.startswith(mark) for mark in self.special)
+    def at_mark(self, text: str) -> tuple[str, str]:
+        """Split a text before the first token in it that is a mark."""
+        place = min((place for mark in self.special if (place := text.find(mark)) >= 0), default=len(text))
+        return text[:place], text[place:]
 
     def until_pattern(self, pattern: str, end: str) -> str:
         """Return what matches text of a pattern, and after it the first match of another."""

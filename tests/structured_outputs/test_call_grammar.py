@@ -224,6 +224,19 @@ def test_every_format_has_an_example_or_writes_as_another_does() -> None:
     assert {name for name in FORMATS if WRITTEN[name] not in examples} <= alike
 
 
+@pytest.mark.parametrize("at_least", [0, 1])
+def test_a_mark_may_stand_within_a_tag(at_least: int) -> None:
+    """As DeepSeek's does; it is a token of its own, and never part of a text."""
+    format, words = TOOL_FORMATS["deepseek_v32"], of_bytes(["｜DSML｜"])
+    grammar = calls_grammar(format, [CLOCK, WEATHER], at_least=at_least, at_most=None, special=words.marks)
+    call = EXAMPLES["deepseek_v32"]
+    assert fits(grammar, call, words)
+    assert fits(grammar, "a < b\n\n" + call, words) == (not at_least)
+    for wrong in (call.replace("get_weather", "get_whether"), call.replace("2", '"x"'), call.replace("</｜", "｜")):
+        assert not fits(grammar, wrong, words)
+    assert fits(grammar, call.replace("Rome", "a </b> <"), words)
+
+
 def test_free_text_stays_free() -> None:
     for name in FORMATS:
         text = (
