@@ -55,7 +55,7 @@ read twice, and neither sorting nor a third kernel is needed. AMD's matrix units
 
 FEW: dict[tuple[str, Kind], MoeConfig] = {
     ("cuda", "tiled4"): MoeConfig(1, Tile(16, 128, 4, 1), Tile(16, 128, 16, 1, group=4)),
-    ("cuda", "tiled8"): MoeConfig(1, Tile(16, 128, 4, 1), Tile(16, 128, 16, 1, group=4)),
+    ("cuda", "tiled8"): MoeConfig(1, Tile(16, 128, 4, 1), Tile(16, 128, 8, 1, group=4)),
     ("cuda", "fp8"): MoeConfig(1, Tile(4, 2048, 8, 1), Tile(1, 1024, 2, 1, group=8)),
     ("cuda", "half"): MoeConfig(1, Tile(2, 2048, 8, 1), Tile(1, 1024, 1, 1, group=4)),
     ("cuda", "float"): MoeConfig(1, Tile(4, 512, 4, 1), Tile(4, 512, 4, 1, group=2)),
