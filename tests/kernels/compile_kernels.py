@@ -230,7 +230,7 @@ def compile_experts(target):
             for kernel in kernels:
                 report(f"experts {kernel.__name__} {num_experts} {num_tokens}", kernel, known)
     kinds = ("mxfp4", "int4 zeros", "int4 wide groups", "nvfp4", "fp8 blocks", "int8 groups", "int4 per output")
-    counts = (1, 8, 128, 512, 2048) if SWEEP else (1, 8, 2048)  # one for each row of the tables
+    counts = (1, 8, 128, 512, 2048) if SWEEP else (1, 2048, 8)  # for each row of the tables; so many for each target
     for kind, dtype, num_tokens in grid(kinds if SWEEP else kinds[:5], DTYPES, counts):
         experts = tiled_experts(kind, dtype)
         moe.fused_moe(torch.zeros(num_tokens, 2880, dtype=dtype), experts, None)
