@@ -180,7 +180,7 @@ class GrammarCompiler:
         lexers = self._cache.get(grammar, [])
         wanted = -(-outputs // OUTPUTS_A_LEXER) - sum(not one.done() for one in lexers)
         for _ in range(min(wanted, self._most_lexers - len(lexers))):
-            lexers.append(self._threads.submit(self._compile, grammar))
+            lexers.append(self._threads.submit(self._compile, grammar, again=True))
 
     def _may_grow(self, lexers: list[Future[Matcher]]) -> bool:
         """Tell whether a further lexer may come, or is on its way."""
@@ -235,7 +235,7 @@ class GrammarCompiler:
         """Stop the threads. What is being compiled is not waited for."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _compile(self, grammar: str) -> Matcher:
+    def _compile(self, grammar: str, again: bool = False) -> Matcher:
         try:
             vocabulary = self._vocabulary.result()
         except HeadraceError:
@@ -250,7 +250,7 @@ class GrammarCompiler:
             inner.compute_bitmask()  # which makes the first parts of its automata; copies have them too
         if inner.is_error():
             raise RequestError(f"the grammar cannot be compiled: {_first_line(inner)}", "structured_outputs")
-        self.num_compiled += 1
+        self.num_compiled += not again
         held = None if texts is None else UniqueItems(parts_of(unique), texts)
         return Matcher(inner, held, seconds=time.perf_counter() - began)
 
