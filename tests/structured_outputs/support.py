@@ -39,12 +39,13 @@ def allowed(matcher: Matcher) -> list[int]:
 
 
 def write(matcher: Matcher, rng: random.Random, most: int = 300) -> str | None:
-    """A text that a grammar allows, made of bytes drawn at random; None if it takes more than so many."""
+    """A text that a grammar allows, made of bytes drawn at random; None if it takes more than so many, or comes where
+    nothing may follow: in an array of one value with `minItems: 2` whose items must differ."""
     here, data = matcher.copy(), bytearray()
     while len(data) < most:
         values = [value for value in allowed(here) if value < 256]
         if not values or (here.inner.is_accepting() and rng.random() < 0.5):
-            return data.decode()
+            return data.decode() if here.inner.is_accepting() else None
         short = [value for value in values if value in b'"}],0123456789'] or values
         plain = [value for value in values if 0x20 <= value < 0x7F] or values
         chosen = rng.choice(rng.choices([short, plain, values], [4, 5, 1])[0])
