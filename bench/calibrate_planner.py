@@ -21,7 +21,7 @@ from planner_fit import Row, error, fit, read_rows
 from headrace.planner.catalogue import find_model
 from headrace.planner.chips import find_chip
 from headrace.planner.constants import Efficiency, find_efficiency
-from headrace.planner.cost import Deployment
+from headrace.planner.deployment import Deployment
 from headrace.planner.parallel import Parallel
 from headrace.planner.predict import Limits
 

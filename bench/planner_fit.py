@@ -18,7 +18,8 @@ import numpy
 from headrace.planner.catalogue import find_model
 from headrace.planner.chips import find_chip
 from headrace.planner.constants import Efficiency
-from headrace.planner.cost import Deployment, StepModel, StepWork
+from headrace.planner.cost import StepModel, StepWork
+from headrace.planner.deployment import Deployment
 from headrace.planner.parallel import Parallel
 from headrace.planner.predict import Limits, Workload, predict
 from headrace.planner.simulate import Segment, recost, simulate

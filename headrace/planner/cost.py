@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from headrace.kernels.gemm_config import BUCKETS
 from headrace.model_spec import STATE_BYTES, FeedForward, Mixer, total
-from headrace.planner.chips import Chip
 from headrace.planner.collectives import Links
 from headrace.planner.constants import (
     GROUPED,
@@ -29,6 +28,7 @@ from headrace.planner.constants import (
     find_efficiency,
     host_overlap,
 )
+from headrace.planner.deployment import Deployment
 from headrace.planner.parallel import Parallel
 from headrace.planner.shapes import LayerGroup, ModelShape, rank_shares
 from headrace.planner.weights import head_bytes, held_on, layer_bytes
@@ -48,26 +48,6 @@ TILES = (16, 64)
 """Fewest and most rows of a tile of the experts' products; in between, a tile has as many as an expert has."""
 INDEX_VALUES = 128
 """Numbers of a cached token that choosing keys reads, where an index does (DeepSeek sparse attention)."""
-
-
-@dataclass(frozen=True)
-class Deployment:
-    """Holds what the cost of steps depends on beside the step: a model on GPUs, run by an engine."""
-
-    shape: ModelShape
-    chip: Chip
-    parallel: Parallel
-    weight_format: str
-    """one of quantization/formats.py, for what `shape.parts_in` names"""
-    kv_dtype_bytes: float
-    engine: str
-    """headrace or vllm: whose efficiencies count"""
-
-    @property
-    def holds_on(self) -> Chip | None:
-        """Return the chip on which headrace holds weights as its kernels take them; None: they are as stored, which is
-        what is known of vLLM."""
-        return self.chip if self.engine == "headrace" else None
 
 
 @dataclass(frozen=True)
@@ -176,7 +156,7 @@ class _Product(NamedTuple):
 class _Layer:
     """The seconds that one layer of a group takes on one GPU, for each quantity that a step is counted in."""
 
-    def __init__(self, group: LayerGroup, model: StepModel) -> None:
+    def __init__(self, group: LayerGroup, sizes: dict[str, float], model: StepModel) -> None:
         deployment, traits = model.deployment, model.traits
         shape, parallel, weight_format = deployment.shape, deployment.parallel, deployment.weight_format
         attention, mlp, tp = group.mixer, group.feed_forward, parallel.tp
@@ -201,8 +181,7 @@ class _Layer:
             "dense": total(mlp.parameters, "linear", "plain") / tp,
             "router": total(mlp.parameters, "router"),
         }
-        held = layer_bytes(shape, group, parallel, weight_format, deployment.holds_on)
-        self.linears = [product(part, count, held[part]) for part, count in counts.items()]
+        self.linears = [product(part, count, sizes[part]) for part, count in counts.items()]
         whole = layer_bytes(shape, group, Parallel(), weight_format, deployment.holds_on)["experts"]
         self.expert = product("experts", group.layer.expert_weights, whole / max(1, mlp.num_experts))
 
@@ -300,7 +279,8 @@ class StepModel:
         self.kv_bandwidth = chip.memory_bandwidth * constants.kv_bandwidth
         self._peak = chip.flops.get("bf16") or chip.flops.get("fp16") or max(chip.flops.values())
         self.attention_rate = self._peak * constants.attention
-        self._layers = [_Layer(group, self) for group in shape.groups]
+        held = zip(shape.groups, deployment.layer_bytes, strict=True)
+        self._layers = [_Layer(group, sizes, self) for group, sizes in held]
         head = (shape.head_weights or shape.embedding_weights) / tp
         form = deployment.weight_format
         read = head_bytes(shape, math.ceil(shape.spec.vocab_size / tp), form, deployment.holds_on)

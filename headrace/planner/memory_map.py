@@ -14,10 +14,10 @@ from headrace.cache_groups import CacheLayout, cache_layout
 from headrace.config import GRAPH_MODES
 from headrace.graph_sizes import GraphSettings
 from headrace.kernels.attention_config import COPY_ENGINE_PREFILL, UNPACKED_BYTES
+from headrace.model_spec import LayerSpec
 from headrace.planner.chips import GIB
-from headrace.planner.cost import Deployment
-from headrace.planner.shapes import LayerGroup
-from headrace.planner.weights import head_bytes, layer_bytes
+from headrace.planner.deployment import Deployment
+from headrace.planner.weights import head_bytes
 
 VOCAB_ALIGNMENT = 64
 """as layers/embedding.py"""
@@ -47,6 +47,8 @@ VLLM_EXPERT_BUFFERS = 3
 """vLLM keeps so many times what one layer's experts write; fitted on the KV tokens of Qwen3-30B-A3B on an H200."""
 CPU_CACHE = 4 * GIB
 """Bytes of the cache on a CPU, whose memory is shared with others; or a quarter of what is left, if that is less."""
+Stage = list[tuple[int, LayerSpec, dict[str, float]]]
+"""Layers of a pipeline stage: how many are equal, one of them, and its bytes on one GPU by part"""
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ def memory_map(
     longest = max_model_len or shape.spec.max_position_embeddings
     stage = _fullest_stage(deployment)
     weights = _weights(deployment, stage, speculates)
-    layers = tuple(group.layer for count, group in stage for _ in range(count))
+    layers = tuple(layer for count, layer, _ in stage for _ in range(count))
     kv_dtype_bytes = math.ceil(deployment.kv_dtype_bytes)
     layout = cache_layout(replace(shape.spec, layers=layers), parallel.tp, kv_dtype_bytes, block_size)
     tokens_of_row = longest + 1 if engine == "headrace" else 0  # vLLM keeps them on the host
@@ -175,37 +177,33 @@ def memory_map(
     )
 
 
-def _fullest_stage(deployment: Deployment) -> list[tuple[int, LayerGroup]]:
-    """The pipeline stage that weighs most, as numbers of layers of each group: the heaviest layers come together."""
+def _fullest_stage(deployment: Deployment) -> Stage:
+    """The pipeline stage that weighs most: the heaviest layers come together."""
     shape, parallel = deployment.shape, deployment.parallel
+    held = list(zip(shape.groups, deployment.layer_bytes, strict=True))
     if parallel.pp == 1:
-        return [(group.count, group) for group in shape.groups]
-
-    def weight(group: LayerGroup) -> float:
-        return sum(layer_bytes(shape, group, parallel, deployment.weight_format, deployment.holds_on).values())
-
+        return [(group.count, group.layer, sizes) for group, sizes in held]
     left = math.ceil(shape.num_layers / parallel.pp)
-    stage: list[tuple[int, LayerGroup]] = []
-    for group in sorted(shape.groups, key=weight, reverse=True):
+    stage: Stage = []
+    for group, sizes in sorted(held, key=lambda one: sum(one[1].values()), reverse=True):
         if count := min(left, group.count):
-            stage.append((count, group))
+            stage.append((count, group.layer, sizes))
         left -= count
     return stage
 
 
-def _weights(deployment: Deployment, stage: list[tuple[int, LayerGroup]], speculates: bool) -> dict[str, int]:
-    shape, parallel = deployment.shape, deployment.parallel
-    form, chip = deployment.weight_format, deployment.holds_on
+def _weights(deployment: Deployment, stage: Stage, speculates: bool) -> dict[str, int]:
+    shape, parallel, form = deployment.shape, deployment.parallel, deployment.weight_format
     plain, tp = shape.plain_bytes, parallel.tp
     rows = math.ceil(shape.spec.vocab_size / (VOCAB_ALIGNMENT * tp)) * VOCAB_ALIGNMENT
     ends = {"embedding": rows * shape.spec.hidden_size * plain, "head": 0}
     if shape.head_weights:
-        ends["head"] = math.ceil(head_bytes(shape, rows, form, chip))
+        ends["head"] = math.ceil(head_bytes(shape, rows, form, deployment.holds_on))
         if parallel.pp > 1:  # at opposite ends of the pipeline
             ends["embedding"] = 0
     sums = dict.fromkeys(("attention", "dense", "router", "experts", "norms"), 0.0)
-    for count, group in stage:
-        for part, size in layer_bytes(shape, group, parallel, form, chip).items():
+    for count, _, sizes in stage:
+        for part, size in sizes.items():
             sums[part] += count * size
     sums["norms"] += shape.final_weights * plain
     sums["extra"] = shape.spec.vision_weights * plain / tp

@@ -92,16 +92,27 @@ def make_plan(request: PlanRequest, machine: tuple[Chip, int] | None = None) -> 
     scenario = Scenario.of(request, machine)
     request = request.filled(min(scenario.context, scenario.checkpoint.spec.max_position_embeddings))
     scenario = replace(scenario, request=request)
-    plan = _attempt(scenario)
+    plan = _plan_of(_find_layouts(scenario))
     if plan.feasible:
         return plan
     scenario = replace(scenario, num_gpus=plan.num_gpus)
     return replace(plan, alternatives=tuple(_alternatives(scenario)))
 
 
-def _attempt(scenario: Scenario, exact: bool = True) -> Plan:
-    """The plan for exactly this request. Unless it must be `exact`, it is predicted in closed form alone."""
-    scenario, result, problems = _find_layouts(scenario)
+@dataclass(frozen=True)
+class _Found:
+    """Holds the layouts that run, or says why there is none."""
+
+    scenario: Scenario
+    """with the number of GPUs that they are on"""
+    result: SearchResult
+    problems: list[str]
+    """empty: some run"""
+
+
+def _plan_of(found: _Found, exact: bool = True) -> Plan:
+    """The plan for exactly what was searched for. Unless it must be `exact`, it is predicted in closed form alone."""
+    scenario, result, problems = found.scenario, found.result, found.problems
     plan = Plan(
         scenario.request, scenario.checkpoint, scenario.chip, scenario.num_gpus, scenario.engine, tuple(problems),
         passed_over=result.passed_over,
@@ -109,13 +120,13 @@ def _attempt(scenario: Scenario, exact: bool = True) -> Plan:
     return plan if problems else _completed(plan, scenario, result, exact)
 
 
-def _find_layouts(scenario: Scenario) -> tuple[Scenario, SearchResult, list[str]]:
-    """The layouts that run on as many GPUs as the scenario has or as are needed, or why there is none."""
+def _find_layouts(scenario: Scenario) -> _Found:
+    """Search on as many GPUs as the scenario has or as are needed."""
     pinned = scenario.pinned_gpus
     counts = [pinned] if pinned else GPU_COUNTS
     scenario, result = replace(scenario, num_gpus=counts[0]), SearchResult([])
     if problems := scenario.problems():
-        return scenario, result, problems
+        return _Found(scenario, result, problems)
     for count in counts:
         scenario = replace(scenario, num_gpus=count)
         result = _search(scenario)
@@ -123,9 +134,10 @@ def _find_layouts(scenario: Scenario) -> tuple[Scenario, SearchResult, list[str]
             scenario = replace(scenario, num_gpus=result.best.parallel.gpus)
             result = _search(scenario)
         if result.ranked:
-            return scenario, result, []
+            return _Found(scenario, result, [])
     nearest = result.too_large or [f"{name}: {why}" for name, why in result.passed_over.items()]
-    return scenario, result, nearest[:MOST_REASONS] or [f"no layout of {scenario.num_gpus} GPUs is what was asked for"]
+    nearest = nearest[:MOST_REASONS] or [f"no layout of {scenario.num_gpus} GPUs is what was asked for"]
+    return _Found(scenario, result, nearest)
 
 
 def _search(scenario: Scenario) -> SearchResult:
@@ -142,21 +154,21 @@ def _alternatives(scenario: Scenario) -> Iterator[Alternative]:
     nearest = [_first_that_runs(group, scenario) for group in changes(scenario, GPU_COUNTS[-1])]
     if not any(nearest):
         nearest = [_first_that_runs(drastic_changes(scenario, GPU_COUNTS[-1]), scenario)]
-    different = {_difference(scenario.request, changed): changed for changed in nearest if changed is not None}
-    for number, (change, changed) in enumerate(different.items()):
-        yield Alternative(change, _attempt(replace(scenario, request=changed), exact=number == 0))
+    different = {_difference(scenario.request, found.scenario.request): found for found in nearest if found is not None}
+    for number, (change, found) in enumerate(different.items()):
+        yield Alternative(change, _plan_of(found, exact=number == 0))
 
 
-def _first_that_runs(requests: Iterable[PlanRequest], scenario: Scenario) -> PlanRequest | None:
+def _first_that_runs(requests: Iterable[PlanRequest], scenario: Scenario) -> _Found | None:
     """The first that runs, if any does; preferably on a layout that headrace has today."""
     on_paper = None
     for request in requests:
-        _, result, problems = _find_layouts(replace(scenario, request=request))
-        if problems:
+        found = _find_layouts(replace(scenario, request=request))
+        if found.problems:
             continue
-        if request.engine == "vllm" or not layout_gaps(result.best.parallel):
-            return request
-        on_paper = on_paper or request
+        if request.engine == "vllm" or not layout_gaps(found.result.best.parallel):
+            return found
+        on_paper = on_paper or found
     return on_paper
 
 

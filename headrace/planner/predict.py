@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from headrace.errors import ConfigError
 from headrace.planner.constants import find_fitted
-from headrace.planner.cost import Deployment, StepModel, StepWork, step_model
+from headrace.planner.cost import StepModel, StepWork, step_model
+from headrace.planner.deployment import Deployment
 
 CLOSED_ROUNDS = 4
 """Requests for each client, where a workload does not say how many there are."""

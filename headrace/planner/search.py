@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from headrace.planner.chips import GIB
-from headrace.planner.cost import Deployment, StepWork, step_model
+from headrace.planner.cost import StepWork, step_model
 from headrace.planner.decisions import mixed_step, sequences, token_budget
+from headrace.planner.deployment import Deployment
 from headrace.planner.engines import layout_gaps
 from headrace.planner.layouts import MANY_REQUESTS, PINS, copies_latent, layouts, name_of, reasons
 from headrace.planner.memory_map import MemoryMap, memory_map
@@ -72,6 +73,8 @@ class TooLarge:
     why: str
     missing: int
     """bytes on one GPU"""
+    by_weights: bool
+    """whether weights alone do, so that no smaller step makes room"""
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,8 @@ def _with_best_budget(scenario: Scenario, parallel: Parallel) -> Candidate | Too
     )
     usual = _budget(scenario, deployment)
     best = _with_budget(scenario, deployment, usual)
-    if usual.source == "user" or not request.enable_chunked_prefill or scenario.chip.vendor == "cpu":
+    fixed = usual.source == "user" or not request.enable_chunked_prefill or scenario.chip.vendor == "cpu"
+    if fixed or (isinstance(best, TooLarge) and best.by_weights):
         return best
     for size in SMALLER_BUDGETS:
         if isinstance(best, Candidate) and not best.decisions["max_num_seqs"].runner_up:
@@ -174,7 +178,7 @@ def _with_budget(scenario: Scenario, deployment: Deployment, budget: Decision) -
         seqs = Decision("max_num_seqs", *sequences(scenario.chip.device_type, budget.value, expected))
     memory = _map(scenario, deployment, budget.value, seqs.value, scenario.longest)
     if not memory.fits:
-        return TooLarge(_why_too_large(scenario, memory), memory.missing)
+        return TooLarge(_why_too_large(scenario, memory), memory.missing, memory.weight_bytes > memory.usable)
     memory = _with_longest_context(scenario, deployment, budget.value, seqs.value)
     # Of longer sequences the cache holds more, where windows give back what they have passed.
     size = scenario.block_size

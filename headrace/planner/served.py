@@ -13,8 +13,9 @@ from headrace.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.model_config import ModelConfig
 from headrace.planner.chips import GIB, find_chip, this_cpu
-from headrace.planner.cost import Deployment, StepModel, step_model
+from headrace.planner.cost import StepModel, step_model
 from headrace.planner.decisions import USUAL_OBJECTIVE
+from headrace.planner.deployment import Deployment
 from headrace.planner.fp8_cache import cached_bytes
 from headrace.planner.memory_map import MemoryMap, memory_map
 from headrace.planner.parallel import Parallel

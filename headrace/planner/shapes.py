@@ -6,7 +6,7 @@ Everything follows from config.json; no weights are read. Knows no GPU, and not 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -42,7 +42,8 @@ class ModelShape:
     """Holds a model's sizes, and how its checkpoint (or a plan for it) holds the weights."""
 
     name: str
-    spec: ModelSpec
+    spec: ModelSpec = field(hash=False)
+    """left out of the hash, which is taken for each step model that is looked up, and of all layers takes 0.1 ms"""
     dtype: str
     """bfloat16, float16 or float32: of activations, and of weights without a format"""
     source: str

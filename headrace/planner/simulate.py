@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from headrace.cache_groups import same_layout
 from headrace.errors import ConfigError, HeadraceError
-from headrace.planner.cost import Deployment, StepModel, StepWork, step_model
+from headrace.planner.cost import StepModel, StepWork, step_model
+from headrace.planner.deployment import Deployment
 from headrace.planner.predict import CLOSED_ROUNDS, Limits, Workload
 from headrace.request import EngineCoreRequest, Request, RequestStatus
 from headrace.sampling_params import SamplingParams

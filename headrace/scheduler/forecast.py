@@ -61,17 +61,17 @@ class MemoryForecast:
         """Bytes of a block in all groups that never stop growing."""
         self._bounded = [group.block_stride for group in layout.groups if group.window is not None]
         self._demands = list(demands)
-        self._final = sum(map(self._at_end, self._demands))
+        self._final = self._at_end(self._demands)
         """Bytes that all would hold if nobody gave anything back: an upper bound that is cheap to keep."""
 
     def add(self, demand: Demand) -> None:
         """Count one more request among those that run."""
         self._demands.append(demand)
-        self._final += self._at_end(demand)
+        self._final += self._at_end([demand])
 
     def fits(self, added: Demand, capacity: int) -> bool:
         """Return whether `capacity` bytes are enough at every moment for all requests and `added`."""
-        if self._final + self._at_end(added) <= capacity:
+        if self._final + self._at_end([added]) <= capacity:
             return True
         held = 0
         windows = [_WindowGrowth(number, size) for number, size in enumerate(self._bounded)]
@@ -88,10 +88,12 @@ class MemoryForecast:
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
-    def _at_end(self, demand: Demand) -> int:
-        final = demand.held + self._blocks(demand.remaining) * self._growing
-        for until_full, size in zip(demand.until_full, self._bounded, strict=True):
-            final += self._blocks(min(until_full, demand.remaining)) * size
+    def _at_end(self, demands: list[Demand]) -> int:
+        size, growing = self._block_size, self._growing
+        final = sum([demand.held + -(-demand.remaining // size) * growing for demand in demands])
+        for number, block_bytes in enumerate(self._bounded):
+            tokens = [min(demand.until_full[number], demand.remaining) for demand in demands]
+            final += sum(map(self._blocks, tokens)) * block_bytes
         return final
 
 

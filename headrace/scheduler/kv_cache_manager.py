@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from hashlib import sha256
+from operator import mul
 from typing import NamedTuple
 
 from headrace.cache_groups import CacheGroup, CacheLayout
@@ -64,7 +65,8 @@ class KVCacheManager:
         ]
         self.states = [index for index, group, _ in self.groups if group.is_state]
         self._keeping_tokens = [(index, pool) for index, group, pool in self.groups if not group.is_state]
-        self._bounded = [(index, group, pool) for index, group, pool in self.groups if group.window is not None]
+        self.bounded = [(index, group, pool) for index, group, pool in self.groups if group.window is not None]
+        self._strides = [group.block_stride for group in layout.groups]
         self._copies: list[StateCopy] = []
         self._read: list[tuple[BlockPool, list[int]]] = []
         """Snapshots that the step under construction copies from, held until it is made."""
@@ -85,7 +87,7 @@ class KVCacheManager:
 
     def bytes_of(self, counts: Sequence[int]) -> int:
         """Return the bytes of so many blocks of each group."""
-        return sum(count * group.block_stride for count, group in zip(counts, self.layout.groups, strict=True))
+        return sum(map(mul, counts, self._strides))
 
     def find_cached(self, request: Request) -> Prefix:
         """Return the longest cached prefix of a request: the longest for which every group has the blocks it needs. The
@@ -103,7 +105,7 @@ class KVCacheManager:
         before = -1
         while length != before:  # a shorter length may need other blocks of another group
             before = length
-            for _, group, pool in self._bounded:
+            for _, group, pool in self.bounded:
                 length = self._bounded_length(group, pool, hashes, length)
             for state in self.states:
                 length = _snapshot_length(self.pages.pools[state], hashes, length)
@@ -167,10 +169,10 @@ class KVCacheManager:
         """Give a request the blocks that it lacks for `num_tokens` tokens; return the fresh ones of each group. Returns
         None if there are too few. Blocks behind a window are released first: those that are in the prefix cache by now,
         and if blocks are short all others too."""
-        if self._bounded:
+        if self.bounded:
             self._release_behind_window(request, request.num_registered_blocks)
         fresh = self._grow(request, num_tokens)
-        if fresh is None and (self._bounded or request.snapshots):
+        if fresh is None and (self.bounded or request.snapshots):
             self._release_behind_window(request, request.num_blocks)
             self._drop_snapshots(request)
             fresh = self._grow(request, num_tokens)
@@ -195,7 +197,7 @@ class KVCacheManager:
         with drafts may turn out to have computed fewer tokens than it counts as, but never fewer than all that the host
         knows except the last one."""
         start = min(request.num_computed_tokens, request.num_tokens - 1)
-        for index, group, pool in self._bounded:
+        for index, group, pool in self.bounded:
             first = group.first_needed(start)
             if self.enable_prefix_caching:
                 first = min(first, known)

@@ -23,23 +23,23 @@ class LookAhead:
         self, kv_cache: KVCacheManager, lengths: LengthForecast, running: Iterable[Request], first: Request
     ) -> None:
         self._kv_cache, self._lengths = kv_cache, lengths
-        demands, held, available = [], 0, kv_cache.available_bytes
-        for request in running:
-            blocks = [1 if group.is_state else request.num_blocks - request.first_blocks[index]
-                      for index, group, _ in kv_cache.groups]  # fmt: skip
-            now = kv_cache.bytes_of(blocks)
-            if request.order[0] > first.order[0]:
-                available += now
+        self._windows = [(index, group.most_blocks(ENDLESS), group.block_size) for index, group, _ in kv_cache.bounded]
+        demands, capacity, priority = [], kv_cache.available_bytes, first.order[0]
+        for request in running:  # often hundreds, in every step that may admit one more
+            blocks = [request.num_blocks - first_block for first_block in request.first_blocks]
+            for index in kv_cache.states:
+                blocks[index] = 1
+            held = kv_cache.bytes_of(blocks)
+            capacity += held
+            if request.order[0] > priority:
                 continue
-            if request.num_blocks < kv_cache.num_blocks_for(request.num_tokens):
+            if request.num_blocks * kv_cache.block_size < len(request.token_ids):
                 # It has yet to get blocks for the rest of its prompt.
                 blocks = [max(count, group.most_blocks(request.num_tokens, kv_cache.step_tokens))
                           for count, (_, group, _) in zip(blocks, kv_cache.groups, strict=True)]  # fmt: skip
-            demand = self._demand(request, blocks, kv_cache.bytes_of(blocks))
-            available -= demand.held - now
-            held += demand.held
-            demands.append(demand)
-        self._capacity = available + held
+                held = kv_cache.bytes_of(blocks)
+            demands.append(self._demand(request, blocks, held))
+        self._capacity = capacity
         self._memory = MemoryForecast(kv_cache.layout, demands)
 
     def admit(self, request: Request, prefix: Prefix) -> bool:
@@ -59,9 +59,5 @@ class LookAhead:
 
     def _demand(self, request: Request, blocks: Sequence[int], held: int) -> Demand:
         """Return what a request that has `blocks` in each group holds, and how it will grow."""
-        until_full = tuple(
-            max(0, group.most_blocks(ENDLESS) - count) * group.block_size
-            for count, (_, group, _) in zip(blocks, self._kv_cache.groups, strict=True)
-            if group.window is not None
-        )
+        until_full = tuple([max(0, most - blocks[index]) * size for index, most, size in self._windows])
         return Demand(self._lengths.remaining(request), held, until_full)

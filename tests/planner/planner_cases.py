@@ -7,7 +7,8 @@ from typing import Any
 
 from headrace.planner.catalogue import find_model
 from headrace.planner.chips import Chip, find_chip
-from headrace.planner.cost import Deployment, StepCost, StepWork, step_model
+from headrace.planner.cost import StepCost, StepWork, step_model
+from headrace.planner.deployment import Deployment
 from headrace.planner.memory_map import MemoryMap, memory_map
 from headrace.planner.parallel import Parallel
 from headrace.planner.shapes import ModelShape

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from headrace.planner import deployment as deployment_module
 from headrace.planner import layouts as layouts_module
+from headrace.planner import memory_map as memory_map_module
 from headrace.planner import search as search_module
+from headrace.planner import weights
 from headrace.planner.catalogue import CheckpointConfig, catalogue, find_model
 from headrace.planner.chips import find_chip
 from headrace.planner.layouts import layouts, name_of, reasons
@@ -168,6 +171,42 @@ def test_nothing_fits_says_what_is_nearest() -> None:
     assert "GiB on each GPU" in found.too_large[0]
     tight = search(scenario(find_model("llama-3.1-70b"), 1, gpu_memory_utilization=0.99, max_model_len=131072))
     assert "missing on each GPU for one sequence of 131072 tokens" in tight.too_large[0]
+
+
+@pytest.fixture(name="mapped")
+def _mapped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The layouts whose memory a search maps, as often as it does."""
+    names: list[str] = []
+
+    def memory_map(deployment: Any, **limits: Any) -> Any:
+        names.append(name_of(deployment.parallel))
+        return memory_map_module.memory_map(deployment, **limits)
+
+    monkeypatch.setattr(search_module, "memory_map", memory_map)
+    return names
+
+
+def test_weights_are_counted_once_whatever_limits_a_layout_is_tried_with(
+    mapped: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = []
+
+    def layer_bytes(shape: Any, group: Any, parallel: Parallel, *held: Any) -> dict[str, float]:
+        counted.append((group, parallel))
+        return weights.layer_bytes(shape, group, parallel, *held)
+
+    monkeypatch.setattr(deployment_module, "layer_bytes", layer_bytes)
+    asked = {"engine": "headrace", "objective": "throughput", "input_len": 8192, "concurrency": 2048}
+    found = search(scenario(LATENT, **asked))
+    assert mapped.count(found.best.name) > 2  # the cache is short, so smaller steps are tried
+    assert len(counted) == len(set(counted)) == len(LATENT.groups) * len(set(mapped))
+
+
+def test_no_smaller_step_is_tried_where_weights_alone_are_too_large(mapped: list[str]) -> None:
+    found = search(scenario(LATENT, chip=find_chip("l40s"), engine="headrace"))
+    assert not found.ranked
+    assert all("weights take" in why for why in found.too_large)
+    assert len(mapped) == len(set(mapped)) == len(found.too_large) > 8
 
 
 def test_the_longest_sequence_is_what_the_cache_holds() -> None:

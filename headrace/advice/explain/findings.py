@@ -9,7 +9,7 @@ from headrace.advice.explain.case import MASTER, Case, size
 from headrace.advice.explain.context import OVERRIDES
 from headrace.advice.explain.shell_words import plain
 from headrace.planner.chips import Chip
-from headrace.planner.cost import Deployment
+from headrace.planner.deployment import Deployment
 from headrace.planner.memory_map import MemoryMap, memory_map
 from headrace.planner.shapes import ModelShape
 from headrace.planner.smaller import FEWEST_TOKENS, SHORTEST_CONTEXT
