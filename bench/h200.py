@@ -20,6 +20,7 @@ Cases, each part under 3 minutes:
     two-instances     two 8B engines at gpu_memory_utilization 0.45, one after the other and at once
     self-check        all kernels agree with their references at load, and injected faults are detected and demoted
     self-check-moe    the same for experts, at Qwen3-30B-A3B's sizes
+    self-check-formats  the same for formats of a checkpoint, and gpt-oss
     invariance        --batch-invariant: tokens and logprobs bitwise as alone in traffic, chunks, preemption, hits
     fp8-memory        loading in fp8 peaks below 1.1 x the weights
     unasked-cache     the KV cache has the model's type by default; --objective throughput takes fp8, and goes back
@@ -61,7 +62,7 @@ ENGINE_PARTS = {
     "drafts": "bf16",
 }
 """part -> the model whose engine it runs on"""
-FIGURES = ("start", *ENGINE_PARTS, "serve", "numerics", "ceilings")
+FIGURES = ("start", "start-gpt-oss-20b", *ENGINE_PARTS, "serve", "numerics", "ceilings")
 """Parts that measure rows of the table, in the order in which they run: a start comes first, while caches are cold."""
 CASES = {
     "graphs": "graphs.graph_cases",
@@ -69,6 +70,7 @@ CASES = {
     "two-instances": "memory.two_instances",
     "self-check": "self_check.self_check_cases",
     "self-check-moe": "self_check.self_check_moe_cases",
+    "self-check-formats": "self_check.self_check_formats_cases",
     "invariance": "invariance.invariance_cases",
     "fp8-memory": "fp8_memory.fp8_memory_cases",
     "unasked-cache": "fp8_cache.unasked_cache_cases",
@@ -79,6 +81,7 @@ CASES_ON_A_CPU = (
     "graphs",
     "self-check",
     "self-check-moe",
+    "self-check-formats",
     "invariance",
     "fp8-memory",
     "unasked-cache",
@@ -88,7 +91,7 @@ CASES_ON_A_CPU = (
 PARTS = (*FIGURES, *CASES)
 KINDS = {
     "formats": tuple(name for name, model in MODELS.items() if model.quantization or model.checkpoint),
-    "gpt-oss": tuple(part for part, model in ENGINE_PARTS.items() if model.startswith("gpt-oss")),
+    "gpt-oss": ("start-gpt-oss-20b", *(part for part, model in ENGINE_PARTS.items() if model.startswith("gpt-oss"))),
     "cases": tuple(CASES),
 }
 """names for several parts"""
@@ -116,7 +119,7 @@ def run_group(parts: list[str], run: Run) -> None:
     run.part, start = parts[0], time.perf_counter()
     if run.part in CASES:
         run_cases(run)
-    elif run.part == "start":  # before torch is loaded here
+    elif run.part.startswith("start"):  # before torch is loaded here
         from h200_parts.serving import start_rows
 
         start_rows(run)

@@ -86,6 +86,7 @@ DENSE: dict[str, dict[str, Any]] = {
     "gptq-3bit": GPTQ | {"bits": 3},
     "gptq-8bit": GPTQ | {"bits": 8},
     "w4a16-32": compressed("pack-quantized", integers(4, "group", 32)),
+    "w4a16-actorder": compressed("pack-quantized", integers(4, "group", GROUP, actorder="group")),
     "w8a16": compressed("pack-quantized", integers(8, "channel")),
     "int8": INT8,
     "int8-static": compressed("int-quantized", integers(8, "tensor"), integers(8, "tensor")),
@@ -218,7 +219,7 @@ def fill(slots: dict[str, Slot], seed: int) -> None:
     """Fill slots with random numbers that follow from `seed` and the tensor's name."""
     for name, slot in slots.items():
         order = name.endswith("g_idx")
-        if slot.destination is None or (slot.optional and not order):
+        if slot.destination is None or slot.optional:
             continue
         device = slot.destination.device
         digest = hashlib.sha256(f"{seed}:{'' if order else name}".encode()).digest()

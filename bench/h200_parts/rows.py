@@ -107,6 +107,9 @@ def _other_rows() -> Iterator[RowSpec]:
     yield RowSpec("start/first", "start", f"{start}, first time", "s", 89.7, 20.0)
     yield RowSpec("start/again", "start", f"{start}, again on the machine", "s", 43.1, 10.0)
     yield RowSpec("start/no-tables", "start", f"{start}, without tables and caches", "s", None, 30.0)
+    mxfp4 = "process start to first token, gpt-oss-20b MXFP4"
+    yield RowSpec("start-gpt-oss-20b/first", "start-gpt-oss-20b", f"{mxfp4}, first time", "s", 128.0, 20.0)
+    yield RowSpec("start-gpt-oss-20b/again", "start-gpt-oss-20b", f"{mxfp4}, again on the machine", "s", None, 10.0)
     at_once = "served, 1000 prompts 128/512 at once (97% of the offline figure)"
     offline = "throughput/bf16/128x512"
     yield RowSpec("served/at-once", "serve", at_once, "output tok/s", 15785, 0.97, offline, higher_is_better=True)

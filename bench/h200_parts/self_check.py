@@ -18,11 +18,14 @@ import headrace.models.loader as loader
 import headrace.quantization.gpu_linear as gpu_linear
 import headrace.runner.worker as worker
 from h200_parts.engines import greedy_tokens
-from h200_parts.models import LLAMA_8B, QWEN3_30B_A3B, TOY, TOY_EXPERTS
+from h200_parts.models import GPT_OSS_20B, LLAMA_8B, MODELS, QWEN3_30B_A3B, TOY, TOY_EXPERTS
 from h200_parts.run import Run
 from headrace import LLM
 from headrace.attention.triton_attn import TritonAttention
+from headrace.kernels.gemm import skinny_linear
+from headrace.kernels.norm import HalfNormed
 from headrace.kernels.table import TRITON_KERNELS
+from headrace.kernels.tiled import TiledWeight
 from headrace.runner.cuda_graph import StepGraphs
 
 PROMPTS = [[(31 * i + 7 * j) % 500 + 5 for j in range(20 + 9 * i)] for i in range(6)]
@@ -90,12 +93,18 @@ def scaled(name: str, factor: float) -> Any:
     kernel = getattr(TRITON_KERNELS, name)
 
     def wrong(*arguments: Any, **options: Any) -> Any:
-        out = kernel(*arguments, **options)
-        if isinstance(out, tuple):
-            return tuple(x * factor if x.is_floating_point() else x for x in out)
-        return out * factor
+        return times(kernel(*arguments, **options), factor)
 
     return wrong
+
+
+def times(out: Any, factor: float) -> Any:
+    """Return what a kernel returned, times `factor`; token ids stay, and so does what a half-made norm is made of."""
+    if isinstance(out, HalfNormed):
+        return out._replace(scaled=out.scaled * factor)
+    if isinstance(out, tuple):
+        return tuple(times(x, factor) for x in out)
+    return out * factor if out.is_floating_point() else out
 
 
 def only(name: str) -> Demoted:
@@ -113,6 +122,38 @@ def self_check_cases(run: Run) -> None:
         inject_kernels(starts, big)
         inject_linears(starts, big)
         inject_graphs(starts, big)
+
+
+def self_check_formats_cases(run: Run) -> None:
+    """Do the same with models in formats of a checkpoint."""
+    starts = Starts(run)
+    few = {"num_hidden_layers": 4}
+    held = {name: MODELS[name].checkpoint for name in ("awq", "nvfp4", "int8", "fp8-block")}
+    paths = {}
+    for name, checkpoint in held.items():
+        config = LLAMA_8B | few | {"quantization_config": checkpoint} | (TOY if run.smoke else {})
+        paths[name] = run.settings.write_config(f"8b4l-{name}", config)
+    layers = {"layer_types": ["sliding_attention", "full_attention"] * (1 if run.smoke else 2)}
+    toy = TOY | {"num_local_experts": 8, "num_experts_per_tok": 2} if run.smoke else {}
+    paths["gpt-oss"] = run.settings.write_config("20b4l", GPT_OSS_20B | few | layers | toy)
+    for name, path in paths.items():
+        starts.agree(f"{name} of 4 layers", path)
+    if run.smoke:
+        return
+    for name in held:
+        starts.inject(f"one {name} linear", of_one_size, paths[name], gpu_linear, "skinny_linear", one_size)
+    wrong = kernels(widen_tiled=scaled("widen_tiled", 1.01))
+    starts.inject("widen_tiled x 1.01", only("widen_tiled"), paths["awq"], worker, "select_kernels", wrong)
+    wrong = kernels(fused_moe=scaled("fused_moe", 1.05))
+    starts.inject("mxfp4 fused_moe x 1.05", only("fused_moe"), paths["gpt-oss"], worker, "select_kernels", wrong)
+    decode = TritonAttention.decode
+
+    def without_sinks(*arguments: Any, **options: Any) -> Any:
+        sinks = options.get("sinks")
+        return decode(*arguments, **options | ({} if sinks is None else {"sinks": sinks - math.inf}))
+
+    demoted = only("decode_attention")
+    starts.inject("decode without sinks", demoted, paths["gpt-oss"], TritonAttention, "decode", without_sinks)
 
 
 def self_check_moe_cases(run: Run) -> None:
@@ -157,20 +198,28 @@ def inject_kernels(starts: Starts, big: str) -> None:
     starts.inject("prefill x 1.02", only("prefill_attention"), big, prefill, "prefill_attention", scaled_prefill)
 
 
+def one_size(x: Any, weight: Any, bias: Any, config: Any, *rest: Any, **options: Any) -> Any:
+    """Multiply by a wrong weight where it is 4096 x 14336 and tokens are at most 16."""
+    tiled = isinstance(weight, TiledWeight)
+    size = (weight.out_features, weight.in_features) if tiled else tuple(weight.shape)
+    if size == (4096, 14336) and config.block_m in (1, 8, 16):
+        if isinstance(weight, torch.Tensor):
+            weight = weight * 1.03
+        elif tiled:
+            factors = torch.ones(size[0], device=weight.codes.device) if weight.factors is None else weight.factors
+            weight = replace(weight, factors=factors * 1.03)
+        else:
+            weight = weight._replace(scales=weight.scales * 1.03)
+    return skinny_linear(x, weight, bias, config, *rest, **options)
+
+
+def of_one_size(demoted: list[str]) -> bool:
+    return bool(demoted) and all(name.startswith("linear_4096x14336_up_to_") for name in demoted)
+
+
 def inject_linears(starts: Starts, big: str) -> None:
-    skinny = gpu_linear.skinny_linear
-
-    def one_size(x: Any, weight: Any, bias: Any, config: Any, *rest: Any, **options: Any) -> Any:
-        if weight.shape == (4096, 14336) and config.block_m in (1, 16):
-            plain = isinstance(weight, torch.Tensor)
-            weight = weight * 1.03 if plain else weight._replace(scales=weight.scales * 1.03)
-        return skinny(x, weight, bias, config, *rest, **options)
-
-    def of_that_size(demoted: list[str]) -> bool:
-        return bool(demoted) and all(name.startswith("linear_4096x14336_up_to_") for name in demoted)
-
-    starts.inject("one linear", of_that_size, big, gpu_linear, "skinny_linear", one_size)
-    starts.inject("one fp8 linear", of_that_size, big, gpu_linear, "skinny_linear", one_size, quantization="fp8")
+    starts.inject("one linear", of_one_size, big, gpu_linear, "skinny_linear", one_size)
+    starts.inject("one fp8 linear", of_one_size, big, gpu_linear, "skinny_linear", one_size, quantization="fp8")
 
 
 def inject_graphs(starts: Starts, big: str) -> None:

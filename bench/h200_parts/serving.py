@@ -45,11 +45,20 @@ def first_token_seconds(server: Server) -> float:
     return asyncio.run(ask())
 
 
+STARTS = {
+    "start": ("bf16", ("first", "again", "no-tables")),
+    "start-gpt-oss-20b": ("gpt-oss-20b", ("first", "again")),
+}
+"""part -> the model that is served, and its starts"""
+
+
 def start_rows(run: Run) -> None:
-    """Time three starts with caches of this run alone: empty ones, those that the first start left, and empty ones
-    without the tables that are shipped."""
-    flags, work = run.settings.serve_flags(MODELS["bf16"]), run.settings.work
-    for name, caches in (("first", "caches"), ("again", "caches"), ("no-tables", "other-caches")):
+    """Time starts with caches of this run alone: empty ones, those that the first start left, and empty ones without
+    the tables that are shipped."""
+    model, starts = STARTS[run.part]
+    flags, work = run.settings.serve_flags(MODELS[model]), run.settings.work
+    for name in starts:
+        caches = "other-caches" if name == "no-tables" else "caches"
         environment, notes, cwd = cache_environment(work / caches), [], None
         if name == "no-tables":
             cwd, removed = package_without_tables(work / "bare")
@@ -58,8 +67,8 @@ def start_rows(run: Run) -> None:
         with serving(flags, environment, cwd) as server:
             seconds = first_token_seconds(server)
         log = "\n".join(server.lines[:60])
-        print(f"\nstart/{name}: first token after {seconds:.2f} s; the server's log:\n{log}")
-        run.emit(Result(f"start/{name}", seconds, notes=notes))
+        print(f"\n{run.part}/{name}: first token after {seconds:.2f} s; the server's log:\n{log}")
+        run.emit(Result(f"{run.part}/{name}", seconds, notes=notes))
 
 
 def package_without_tables(folder: Path) -> tuple[Path, list[str]]:

@@ -102,7 +102,7 @@ def test_tables_are_hidden_by_a_copy_of_the_package(tmp_path: Path) -> None:
 def test_an_unknown_part_is_named() -> None:
     done = subprocess.run([sys.executable, str(SCRIPT), "--part", "bf17"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "unknown part bf17; parts are start, bf16" in done.stderr
+    assert "unknown part bf17; parts are start, start-gpt-oss-20b, bf16" in done.stderr
     assert "graphs, memory" in done.stderr
 
 
