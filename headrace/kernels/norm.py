@@ -177,6 +177,11 @@ def rms_norm_quantized(x: Tensor, weight: Tensor, eps: float, to: Rounding, delt
     return out
 
 
+def of_type(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x in `dtype`. Where it is so already, asking torch for that costs as much as a small operation."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 @functools.cache
 def _constant(value: float, device: torch.device) -> Tensor:
     return torch.tensor([value], device=device)
@@ -188,7 +193,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, delta: Tensor | No
     # mean square = norm squared / hidden; half as many operations as F.rms_norm, which counts on a CPU
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale = torch.addcmul(_constant(eps, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
-    return (x * scale).to(x.dtype).mul_(weight)  # rounds before it multiplies
+    return of_type(x * scale, x.dtype).mul_(weight)  # rounds before it multiplies
 
 
 def rms_norm_quantized_reference(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headrace.kernels._triton import next_power_of_2, overlap, tl, triton, wait_for_inputs
 from headrace.kernels.launch import launch
-from headrace.kernels.norm import rms_norm_reference
+from headrace.kernels.norm import of_type, rms_norm_reference
 from headrace.kernels.paged import by_row, rows_between, rows_of
 
 
@@ -263,8 +263,7 @@ def rotary_and_cache_reference(
         if both is None:
             q, k = _rotate(q, angles), _rotate(k, angles)
         else:
-            both = _rotate(both, angles)
-            q, k = both[:, :num_heads], both[:, num_heads:]
+            q, k = _rotate(both, angles).split_with_sizes((num_heads, k.shape[1]), dim=1)
     if slot_mapping.numel() and int(slot_mapping.min()) < 0:
         written = (slot_mapping >= 0).nonzero().squeeze(1)
         slot_mapping, k, v = slot_mapping[written], k[written], None if v is None else v[written]
@@ -274,9 +273,9 @@ def rotary_and_cache_reference(
         kv_cache = kv_cache.view(torch.uint8)
     rows = rows_of(kv_cache, slot_mapping)
     planes = by_row(kv_cache)
-    planes[0].index_copy_(0, rows, k.to(kv_cache.dtype))
+    planes[0].index_copy_(0, rows, of_type(k, kv_cache.dtype))
     if v is not None:
-        planes[1].index_copy_(0, rows, v.to(kv_cache.dtype))
+        planes[1].index_copy_(0, rows, of_type(v, kv_cache.dtype))
     return q
 
 
@@ -295,5 +294,5 @@ def _rotate(x: Tensor, angles: Tensor) -> Tensor:
     cos, sin = angles.unbind()
     rotary_dim = cos.shape[-1]
     turning = x if rotary_dim == x.shape[-1] else x[..., :rotary_dim]
-    turned = (turning * cos).addcmul_(turning.roll(rotary_dim // 2, -1), sin).to(x.dtype)
+    turned = of_type((turning * cos).addcmul_(turning.roll(rotary_dim // 2, -1), sin), x.dtype)
     return turned if turning is x else torch.cat((turned, x[..., rotary_dim:]), dim=-1)

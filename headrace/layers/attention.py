@@ -147,7 +147,7 @@ class Attention(Layer):
     ) -> Tensor:
         """Attend to qkv # [num_tokens, heads, head_dim] as projected; return # [num_tokens, num_heads, head_dim].
         Whatever depends on which request a token belongs to is in here: a graph in pieces runs this method eagerly."""
-        q, k, v = qkv.split(self.heads, dim=1)
+        q, k, v = qkv.split_with_sizes(self.heads, dim=1)  # `split` goes through Python first
         angles = angles if self.spec.rotary else NO_ANGLES
         norms = (self.q_norm.weight, self.k_norm.weight) if self.qk_norm else (None, None)
         scale = self.kv_scale

@@ -174,3 +174,18 @@ def test_caches_of_other_types(batch, kind):
     out, reference, _ = attend(batch, (4, 2, 16), 16, cache_dtype=getattr(torch, kind))
     assert out.dtype == torch.float32
     torch.testing.assert_close(out, reference, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_cache_that_is_not_one_piece_is_never_copied_whole(cache_dtype):
+    """Its 2 ** 40 blocks are one and the same, which no memory would hold as a copy."""
+    one = torch.randn(2, 1, 16, 2, 8).to(cache_dtype)
+    lengths = torch.tensor([1, 20, 40], dtype=torch.int32)
+    starts, rows = torch.arange(4, dtype=torch.int32), torch.arange(3, dtype=torch.int32)
+    table = torch.randint(0, 1 << 31, (3, 3)).int()
+    spec, q = AttentionSpec(4, 2, 8, 0.3, 16, "float32", device_type="cpu"), torch.randn(3, 4, 8)
+    outs = []
+    for cache, blocks in ((one.expand(-1, 1 << 40, -1, -1, -1), table), (one, torch.zeros_like(table))):
+        metadata = AttentionMetadata(rows, starts, lengths, starts, (starts,), (blocks,), 3, 3, 1, 40)
+        outs.append(TorchSdpa().forward(q, cache, metadata, spec))
+    torch.testing.assert_close(*outs, rtol=1e-6, atol=1e-6)
