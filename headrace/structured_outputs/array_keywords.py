@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import RequestError, quoted
-from headrace.structured_outputs.drafts import SINCE
 from headrace.structured_outputs.limits import MAX_DIFFERENT
 from headrace.structured_outputs.negation import TYPES, few_values
 from headrace.structured_outputs.references import Placed
@@ -42,10 +41,7 @@ def unique_items(self: Rewriter, schema: Mapping[str, Any], value: Any, base: st
 def contains(self: Rewriter, schema: Mapping[str, Any], value: Any, base: str, where: str) -> list[Any]:
     """Return arrays whose first few items have those that must be there; where there may be but so many, no others fit
     the schema."""
-    least: Any = 1
-    most: Any = None
-    if self.draft >= SINCE["minContains"]:
-        least, most = schema.get("minContains", 1), schema.get("maxContains")
+    least, most = schema.get("minContains", 1), schema.get("maxContains")
     for name, count in (("minContains", least), ("maxContains", 0 if most is None else most)):
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             around = where.removesuffix("contains")

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 _HOST = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?(?:\.[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*"
 _BYTE = r"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _DATE = (
-    r"[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
-    r"|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+    rf"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    rf"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
 )
-_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _HEX4 = "[0-9a-fA-F]{1,4}"
 NATIVE_FORMATS = {
-    "date": _DATE,
-    "time": _TIME,
-    "date-time": f"{_DATE}T{_TIME}",
     "duration": r"P(?:[0-9]{1,4}W|[0-9]{1,4}D(?:T[0-9]{1,4}H)?|T[0-9]{1,4}H(?:[0-9]{1,4}M)?|T[0-9]{1,4}[MS])",
     "email": r"[A-Za-z0-9_+-]+(?:\.[A-Za-z0-9_+-]+)*@" + _HOST,
     "hostname": _HOST,
@@ -34,6 +33,9 @@ _ATOM = (
 _REPEATED = rf"(?:{_ATOM}(?:[*+?]\??|\{{[0-9]{{1,2}}\}})?)*"
 _GROUP = rf"\((?:\?:)?{_REPEATED}(?:\|{_REPEATED})*\)[*+?]?"
 FORMATS = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}[Tt]{_TIME}$",
     "uri-reference": f"^{_URI_REFERENCE}$",
     "iri": rf"^[A-Za-z][A-Za-z0-9+\-.]*:({_CHARS})+$",
     "iri-reference": f"^{_URI_REFERENCE}$",
@@ -44,5 +46,6 @@ FORMATS = {
     "relative-json-pointer": "^(0|[1-9][0-9]*)(#|(/([^/~]|~[01])*)*)$",
     "regex": rf"^\^?(?:{_REPEATED}|{_GROUP}|\|)*\$?$",
 }
-"""Format that llguidance does not know -> its regex. Internationalized ones are held in their ASCII part, which all
-readers take; regular expressions without groups in groups."""
+"""Other formats, each with its regex. Of dates and times llguidance would take those that are none, such as February 29
+in any year, and leap seconds, at which most readers fail. Internationalized ones are held in their ASCII part, which
+all readers take; regular expressions without groups in groups."""

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from headrace.structured_outputs.difference import difference
-from headrace.structured_outputs.drafts import SINCE
 from headrace.structured_outputs.formats import FORMATS, NATIVE_FORMATS
 from headrace.structured_outputs.limits import MAX_REGEX_CHARS
 from headrace.structured_outputs.pattern import Unreadable
@@ -45,7 +44,7 @@ def negate(schema: Any, resolve: Resolve, draft: int, names: Collection[str] = (
 
     options: list[Any] = []
     for keyword, value in schema.items():
-        if SINCE.get(keyword, 0) > draft or (keyword == "dependencies" and draft > 7):
+        if keyword == "dependencies" and draft > 7:
             raise NoComplement(keyword)  # for its draft, it is a note to the reader
         if keyword == "$ref":
             options.append(other(resolve(schema)))

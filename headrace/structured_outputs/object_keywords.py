@@ -96,8 +96,6 @@ def apart(patterns: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:
 
 def property_names(self: Rewriter, schema: Mapping[str, Any], value: Any, base: str, where: str) -> list[Any]:
     """Return `patternProperties` and `properties`, without others, of the names that a schema allows."""
-    if schema.get("patternProperties"):  # of a draft that does not know the keyword: see `with_patterns_of_names`
-        raise RequestError(f"{where} is not supported beside patternProperties", self.field)
     names = self.resolve(base, where, value)
     if names is False:
         return [{"properties": {}, "additionalProperties": False}]

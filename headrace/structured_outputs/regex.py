@@ -14,7 +14,7 @@ from headrace.structured_outputs.pattern import Unreadable, anchored
 def checked_patterns(pattern: object, path: str) -> list[str]:
     """Return patterns that are all found where a pattern of a JSON schema is, in a form that can be held, as
     `checked_regex` does; anchors within it, look-around and word boundaries are rewritten."""
-    parts = without_look_ahead(check_text(pattern, path, MAX_REGEX_CHARS))
+    parts = without_look_ahead(as_javascript(check_text(pattern, path, MAX_REGEX_CHARS)))
     return [anchored(checked_regex(without_look_around(part), path)) for part in parts]
 
 
@@ -50,7 +50,42 @@ def checked_regex(pattern: object, path: str) -> str:
             return _ASCII_CLASSES[token] if inside else f"[{_ASCII_CLASSES[token]}]"
         return token if inside else _OTHERS.get(token, token)
 
-    return _REGEX_TOKEN.sub(checked, check_text(pattern, path, MAX_REGEX_CHARS))
+    return _REGEX_TOKEN.sub(checked, as_javascript(check_text(pattern, path, MAX_REGEX_CHARS)))
+
+
+def as_javascript(pattern: str) -> str:
+    """Return a pattern that llguidance reads as JavaScript and Python read this one: in a class a bracket, `&&` and a
+    hyphen beside another class are characters, and so are `\\<` and escapes of control characters."""
+    in_class = False
+
+    def read(match: re.Match[str]) -> str:
+        nonlocal in_class
+        token = match[0]
+        if token in ("[", "[^"):
+            if in_class:
+                return "\\" + token
+            in_class = True
+        elif token == "]":
+            in_class = False
+        elif match["hyphen"] is not None:
+            return f"{match['class'] or ''}\\-"
+        elif match["control"]:
+            return f"\\x{ord(match['control']) % 32:02x}"
+        elif token == "\\b" and in_class:
+            return "\\x08"
+        elif token in ("&&", "~~") and in_class:
+            return f"\\{token[0]}\\{token[0]}"
+        return _SAME_AS.get(token, token)
+
+    return _DIALECT_TOKEN.sub(read, pattern)
+
+
+_DIALECT_TOKEN = re.compile(
+    r"""\[:\^?[a-z]+:\]|(?:(?P<class>\\(?:[dDwWsS]|[pP]\{\w+\}))-|-(?=\\[dDwWsSpP]))(?P<hyphen>)
+    |\\c(?P<control>[A-Za-z])|\\0(?![0-9])|\\.|\[\^?|\]|&&|~~""",
+    re.DOTALL | re.VERBOSE,
+)
+_SAME_AS = {"\\<": "<", "\\>": ">", "\\0": "\\x00"}
 
 
 _REGEX_TOKEN = re.compile(r"\\.|\\\Z|\(\?P?[=!]|\(\?<[=!]|\[\^?|\]", re.DOTALL)

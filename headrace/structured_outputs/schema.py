@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace.errors import RequestError, quoted
 from headrace.structured_outputs.array_keywords import unique_items
-from headrace.structured_outputs.drafts import SINCE, as_newest, draft_of
+from headrace.structured_outputs.drafts import as_newest, draft_of
 from headrace.structured_outputs.formats import FORMATS, NATIVE_FORMATS
 from headrace.structured_outputs.grammar import Grammar, of_schema
 from headrace.structured_outputs.limits import (
@@ -146,7 +146,7 @@ class Rewriter:
         if not isinstance(schema, Mapping):
             raise RequestError(f"{path} must be a schema (an object), got {quoted(schema)}", self.field)
         base = identity_of(schema, base)
-        if schema.get("patternProperties") and "propertyNames" in schema and self.draft >= SINCE["propertyNames"]:
+        if schema.get("patternProperties") and "propertyNames" in schema:
             schema = with_patterns_of_names(self, schema, base, path)
         found: dict[str, Any] = {}
         also: list[Any] = []
@@ -194,7 +194,7 @@ class Rewriter:
                 self._format(schema, value, where, found, also)
             elif keyword in REWRITTEN:
                 also += self._rewritten(schema, keyword, value, base, where, depth)
-            elif keyword in REFUSED or (keyword in SAME_AS_REF and SINCE[keyword] <= self.draft):
+            elif keyword in REFUSED or keyword in SAME_AS_REF:
                 raise self._refuse(path, keyword)
         if not self._options.additional_properties and "properties" in found:
             found.setdefault("additionalProperties", False)
@@ -208,18 +208,12 @@ class Rewriter:
     def _rewritten(
         self, schema: Mapping[str, Any], keyword: str, value: Any, base: str, where: str, depth: int
     ) -> list[Any]:
-        """Return what else must hold for a keyword in REWRITTEN. One that is newer than the schema's draft is held if
-        it can be, and is a note to the reader otherwise, as that draft has it."""
+        """Return what else must hold for a keyword in REWRITTEN."""
         try:
-            try:
-                made = REWRITTEN[keyword](self, schema, value, base, where)
-            except (AttributeError, TypeError):  # what is within has not been looked at yet
-                raise RequestError(f"{where} has a keyword with a value that it cannot have", self.field) from None
-            return [self._node(one, base, where, depth + 1) for one in made]
-        except RequestError:
-            if SINCE.get(keyword, 0) <= self.draft:
-                raise
-            return []
+            made = REWRITTEN[keyword](self, schema, value, base, where)
+        except (AttributeError, TypeError):  # what is within has not been looked at yet
+            raise RequestError(f"{where} has a keyword with a value that it cannot have", self.field) from None
+        return [self._node(one, base, where, depth + 1) for one in made]
 
     def _copy(self, schema: Mapping[str, Any], keyword: str, value: Any, path: str, found: dict[str, Any]) -> None:
         where = f"{path}.{keyword}"
@@ -345,8 +339,10 @@ class Rewriter:
         check_text(value, where)
         if value in NATIVE_FORMATS:
             found["format"] = value
-        elif value in FORMATS:
+        elif value in FORMATS and "pattern" in schema:
             also.append({"pattern": FORMATS[value]})
+        elif value in FORMATS:
+            found["pattern"] = FORMATS[value]
 
     def resolve(self, base: str, where: str, schema: Any) -> Any:
         """Return a schema without a `$ref` at its top, for those who look into it."""

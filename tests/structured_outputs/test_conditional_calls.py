@@ -14,6 +14,22 @@ from tests.structured_outputs.walks import of_bytes, walk
 
 SHORT = {"type": "string", "pattern": "^[a-c]{1,3}$"}
 PAIR = {"type": "object", "properties": {"a": SHORT, "b": SHORT}, "additionalProperties": False}
+DIFFERENT = {
+    "type": "object",
+    "properties": {
+        "few": {"type": "array", "items": {"enum": [1, "a", 1.0, None, [2]]}, "uniqueItems": True, "minItems": 3},
+        "flags": {"items": {"type": "boolean"}, "uniqueItems": True, "type": "array"},
+        "many": {
+            "type": "array",
+            "items": {"enum": list("abcdefghij")},
+            "uniqueItems": True,
+            "minItems": 2,
+            "maxItems": 4,
+        },
+    },
+    "required": ["few", "many"],
+    "additionalProperties": False,
+}
 PARAMETERS: dict[str, dict[str, Any]] = {
     "one of two": {**PAIR, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
     "not both": {**PAIR, "not": {"required": ["a", "b"]}},
@@ -57,11 +73,9 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "deepseek_v32", "pythonic", "functiongemma"])
-@pytest.mark.parametrize("kind", PARAMETERS)
-def test_what_may_be_written_fits(kind: str, name: str) -> None:
+def check_written(parameters: dict[str, Any], name: str) -> None:
     format, seed = TOOL_FORMATS[name], random.randrange(10**9)
-    rng, tools = random.Random(seed), [FunctionTool("f", PARAMETERS[kind], True)]
+    rng, tools = random.Random(seed), [FunctionTool("f", parameters, True)]
     grammar = calls_grammar(format, tools, at_least=1, at_most=1, special={})
     words, written = of_bytes(), 0
     for _ in range(4):
@@ -72,3 +86,14 @@ def test_what_may_be_written_fits(kind: str, name: str) -> None:
             check_calls(answer, tools, all_strict=True)
             written += 1
     assert written, seed
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "deepseek_v32", "pythonic", "functiongemma"])
+@pytest.mark.parametrize("kind", PARAMETERS)
+def test_what_may_be_written_fits(kind: str, name: str) -> None:
+    check_written(PARAMETERS[kind], name)
+
+
+@pytest.mark.parametrize("name", ["pythonic", "gemma4", "functiongemma"])
+def test_items_that_must_differ_are_written_as_literals_too(name: str) -> None:
+    check_written(DIFFERENT, name)

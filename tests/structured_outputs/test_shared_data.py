@@ -1,7 +1,7 @@
 """Real schemas and grammars in ../shared/data: instances are taken and refused as they are marked.
 
-Of 894 instances of 199 schemas, 98.7% are. Not taken are 10 with properties in another order than the schema's, and
-one that breaks an `if` in a schema of draft 4, which that draft ignores and which is held.
+Of 894 instances of 199 schemas, 884 are as they stand. The other 10 are valid, but their properties stand in another
+order than the schema's, which is promised to clients: in the schema's order, all 894 are.
 """
 
 import json
@@ -37,6 +37,28 @@ def test_grammars_take_and_refuse_what_is_marked() -> None:
         assert [text for text in row["reject"] if accepts(matcher, text)] == [], row["name"]
 
 
+def orders_of(schema: Any) -> list[list[str]]:
+    """The names in each `properties` within a schema."""
+    if isinstance(schema, list):
+        return [order for item in schema for order in orders_of(item)]
+    if not isinstance(schema, dict):
+        return []
+    named = schema.get("properties")
+    own = [list(named)] if isinstance(named, dict) else []
+    return own + [order for item in schema.values() for order in orders_of(item)]
+
+
+def in_order(value: Any, orders: list[list[str]]) -> Any:
+    """A value whose objects have the names of a schema in its order: that of the `properties` with most of them."""
+    if isinstance(value, list):
+        return [in_order(item, orders) for item in value]
+    if not isinstance(value, dict):
+        return value
+    names = max(orders, key=lambda order: len(value.keys() & order), default=[])
+    ordered = [name for name in names if name in value] + [name for name in value if name not in names]
+    return {name: in_order(value[name], orders) for name in ordered}
+
+
 def test_schemas_take_and_refuse_what_is_marked() -> None:
     counts = Counter[str]()
     wrong = []
@@ -46,13 +68,14 @@ def test_schemas_take_and_refuse_what_is_marked() -> None:
             matcher = matcher_of(of_params(StructuredOutputsParams(json=row["schema"]), {}))
         except RequestError as error:
             counts["refused"] += len(tests)
-            wrong.append(f"{row['id']}: {error}")
+            wrong += [f"{row['id']}: {error}"] if tests else []
             continue
+        orders = orders_of(row["schema"])
         for test in tests:
             taken = accepts(matcher, json.dumps(test["data"], ensure_ascii=False))
             counts[f"valid {test['valid']}, taken {taken}"] += 1
-            if taken != test["valid"]:
-                wrong.append(f"{row['id']}: valid {test['valid']}, taken {taken}")
-    right = counts["valid True, taken True"] + counts["valid False, taken False"]
-    assert right >= 0.987 * counts.total(), wrong
-    assert counts["valid False, taken True"] == 0, wrong
+            ordered = json.dumps(in_order(test["data"], orders), ensure_ascii=False)
+            if (taken or accepts(matcher, ordered)) != test["valid"]:
+                wrong.append(f"{row['id']}: valid {test['valid']}")
+    assert wrong == []
+    assert counts["valid True, taken False"] <= 10

@@ -1,0 +1,269 @@
+"""Makes grammars of arguments as `key=value`, with literals of Python or of a syntax with its own quotes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from headrace.parsers.written import Literals
+from headrace.structured_outputs.alternatives import Impossible, Schema, Schemas, properties, types, values
+from headrace.structured_outputs.argument_grammar import KEY, NUMBER, possible, written_pattern
+from headrace.structured_outputs.different_items import different_items
+from headrace.structured_outputs.lark import Rules, without
+from headrace.structured_outputs.negation import few_values, plain
+from headrace.structured_outputs.schema import NUMBERS
+from headrace.structured_outputs.text_pattern import is_free
+from headrace.structured_outputs.unique_places import has_unique, wants_unique
+
+_PYTHON_KEY = r"/[A-Za-z_][A-Za-z0-9_]{0,63}/"
+_PYTHON_STRING = r"""/"([^"\\\x00-\x1f]|\\[nrtbf\\"'])*"|'([^'\\\x00-\x1f]|\\[nrtbf\\"'])*'/"""
+_ESCAPES = {"json_allowed_escapes": 'nrtbf\\"'}
+"""The escapes that mean the same in JSON's strings and Python's."""
+
+
+class LiteralArguments:
+    """Makes the grammar of arguments as `key=value`, with literals of Python or of a syntax with its own quotes."""
+
+    def __init__(self, rules: Rules, syntax: Literals, stops: Iterable[str]) -> None:
+        self._rules = rules
+        self._syntax = syntax
+        self._stops = (syntax.quote, *stops) if syntax.quote else ()
+        self._impossible: set[str] = set()
+        """Schemas that no value fits."""
+        self._used: set[str] = set()
+        """Schemas whose rules others use."""
+        self._words = {True: "true", False: "false", None: "null"}
+        if syntax.quote is None:
+            self._words = {True: "True", False: "False", None: "None"}
+
+    def of(self, schemas: Schemas) -> str:
+        """Return what matches arguments that a tool's parameters allow."""
+        return self._rules.one_of(possible(self._arguments, schemas))
+
+    def any(self) -> str:
+        """Return what matches any arguments."""
+        return self._map(self._anything(), top=True)
+
+    def _arguments(self, schema: Schema, schemas: Schemas) -> str:
+        schemas.check_count(schema)
+        return self._members(schema, schemas, top=True)
+
+    def _value(self, schema: Any, schemas: Schemas) -> str:
+        """What matches a value. A schema that refers to itself becomes a rule that does."""
+        key = f"{schemas.field} {json.dumps(schema)}"
+        if key in self._impossible:
+            raise Impossible
+        if (known := self._rules.known(key)) is not None:
+            self._used.add(key)
+            return known
+        name, options = self._rules.reserve(key), list[str]()
+        for option in schemas.alternatives(schema):
+            with contextlib.suppress(Impossible):
+                options += self._options(option, schemas)
+        if not options and key in self._used:
+            raise schemas.refused(schema, "a value within itself of which none could be written")
+        if not options:
+            self._impossible.add(key)
+            raise Impossible
+        self._rules.define(name, " | ".join(dict.fromkeys(options)))
+        return name
+
+    def _options(self, schema: Schema, schemas: Schemas) -> list[str]:
+        allowed = values(schema)
+        if allowed is not None:
+            return [self._written(value) for value in allowed if self._writable(value)]
+        if schema.get("minItems", 0) > schema.get("maxItems", math.inf):
+            return []
+        kinds = types(schema)
+        if schema.keys() & {"patternProperties", "minProperties", "maxProperties"} or (
+            "prefixItems" in schema and schema.get("minItems", 0) > len(schema["prefixItems"])
+        ):
+            if self._syntax.quote is not None or has_unique(schemas.alone(schema)):
+                raise schemas.refused(schema, "patternProperties, minProperties, maxProperties or minItems")
+            return [self._rules.json(schemas.alone({**schema, "x-guidance": _ESCAPES}))]
+        return [self._of_type(kind, schema, schemas) for kind in kinds] if kinds else [self._anything()]
+
+    def _of_type(self, kind: str, schema: Schema, schemas: Schemas) -> str:
+        match kind:
+            case "string":
+                return self._string(schema, schemas)
+            case "boolean":
+                return self._rules.one_of([self._written(True), self._written(False)])
+            case "null":
+                return self._written(None)
+            case "array":
+                return self._array(schema, schemas)
+            case "object":
+                return f"{self._rules.literal('{')} {self._members(schema, schemas)} {self._rules.literal('}')}"
+            case _:
+                limits = {key: schema[key] for key in schema if key in NUMBERS}
+                if kind == "number" and not limits:
+                    return self._rules.terminal(f"/{NUMBER}/")
+                return self._rules.json({"type": kind, **limits})
+
+    def _string(self, schema: Schema, schemas: Schemas) -> str:
+        if is_free(schema) or self._syntax.quote is not None:
+            return self._quoted(written_pattern(schema, schemas, self._stops))
+        limits: Schema = {key: schema[key] for key in ("pattern", "format", "minLength", "maxLength") if key in schema}
+        return self._rules.json({"type": "string", **limits, "x-guidance": _ESCAPES})
+
+    def _quoted(self, pattern: str) -> str:
+        """What matches a string of a pattern; Python's may be any."""
+        if self._syntax.quote is None:
+            return self._rules.terminal(_PYTHON_STRING)
+        return f"{self._rules.literal(self._syntax.quote)} {self._rules.until(pattern, self._syntax.quote)}"
+
+    def _array(self, schema: Schema, schemas: Schemas) -> str:
+        if wants_unique(schema):
+            return f"{self._rules.literal('[')} {self._different(schema, schemas)} {self._rules.literal(']')}"
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        first: list[str] = []
+        rest = schema.get("items", True)
+        try:
+            for item in schema.get("prefixItems", [])[:most]:
+                first.append(self._value(item, schemas))
+            item = "" if first or rest is False else self._value(rest, schemas)
+        except Impossible:
+            if len(first) < least:
+                raise
+            rest = False
+        if first:
+            rest, least, most = False, len(first), len(first)
+        comma = self._comma
+        if rest is False:
+            inner = f" {comma} ".join(first)
+        else:
+            more = f"({comma} {item}){{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
+            inner = "" if most == 0 else item if most == 1 else f"{item} {more}"
+            inner = f"({inner})?" if not least and inner else inner
+        return self._rules.rule(f"{self._rules.literal('[')} {inner} {self._rules.literal(']')}")
+
+    def _different(self, schema: Schema, schemas: Schemas) -> str:
+        """Items of which none comes twice: grammars know nothing of equality, but a few values may be named."""
+        named: dict[str, Any] = {}
+        for option in schemas.alternatives(schema.get("items", True)):
+            found = few_values(option) if (allowed := values(option)) is None else allowed
+            if found is None or "prefixItems" in schema:
+                raise schemas.refused(schema, "uniqueItems without an enum of the items")
+            for value in found:
+                named.setdefault(json.dumps(plain(value), sort_keys=True), value)
+        items = [self._written(value) for value in named.values() if self._writable(value)]
+        least = schema.get("minItems", 0)
+        if len(items) < least:
+            raise Impossible
+        different = different_items(self._rules, items, self._comma, least, schema.get("maxItems"))
+        if different is None:
+            raise schemas.refused(schema, f"uniqueItems of {len(items)} values")
+        return different
+
+    @property
+    def _comma(self) -> str:
+        return f"{self._rules.literal(',')} {self._rules.space}"
+
+    def _members(self, schema: Schema, schemas: Schemas, *, top: bool = False) -> str:
+        """The properties that are named, in order; of an object that names none, any."""
+        extra = schema.get("additionalProperties", True)
+        if not schema.get("properties") and not schema.get("required"):
+            if extra is False or (top and schema.get("type")):
+                return '""'
+            try:
+                return self._map(self._value(extra, schemas), top=top)
+            except Impossible:
+                return '""'
+        members = []
+        for name, said, required in properties(schema):
+            if self._is_key(name, top):
+                key = name if top or self._syntax.quote is not None else json.dumps(name)
+                colon = self._syntax.equals if top else ":"
+                try:
+                    value = self._value(said, schemas)
+                except Impossible:
+                    if required:
+                        raise
+                    continue
+                members.append((f"{self._rules.literal(key + colon)} {self._rules.space} {value}", required))
+            elif required:
+                raise schemas.refused(name, "a required property with a name that could not be written")
+        return self._in_order(members)
+
+    def _in_order(self, members: list[tuple[str, bool]]) -> str:
+        """Members with commas between them, of which some may be left out."""
+        rest = [""]
+        for body, required in reversed(members):
+            one = f"{self._comma} {body}"
+            rest.append(self._rules.rule(f"{one if required else f'({one})?'} {rest[-1]}".strip()))
+        starts = []
+        for place, (body, required) in enumerate(members):
+            starts.append(f"{body} {rest[len(members) - place - 1]}".strip())
+            if required:
+                return self._rules.rule(" | ".join(starts))
+        return self._rules.rule(" | ".join([*starts, '""']))
+
+    def _map(self, value: str, *, top: bool = False) -> str:
+        """Any members."""
+        key = self._rules.terminal(_PYTHON_KEY if top else KEY)
+        if self._syntax.quote is None and not top:
+            key = self._rules.terminal(_PYTHON_STRING)
+        member = f"{key} {self._rules.literal(self._syntax.equals if top else ':')} {self._rules.space} {value}"
+        return self._rules.rule(f"({member} ({self._comma} {member})*)?")
+
+    def _anything(self) -> str:
+        """Any value."""
+        known = self._rules.known("any literal")
+        if known is not None:
+            return known
+        name = self._rules.reserve("any literal")
+        items = f"{name} ({self._comma} {name})*"
+        options = [self._quoted(without(self._stops)), self._rules.terminal(f"/{NUMBER}/")]
+        options += map(self._written, self._words)
+        options += [f"{self._rules.literal('[')} ({items})? {self._rules.literal(']')}"]
+        options += [f"{self._rules.literal('{')} {self._map(name)} {self._rules.literal('}')}"]
+        if self._syntax.quote is None:
+            options += [self._rules.literal(word) for word in ("true", "false", "null")]
+        self._rules.define(name, " | ".join(options))
+        return name
+
+    def _is_key(self, name: str, top: bool) -> bool:
+        """Whether a property's name can be written."""
+        if self._syntax.quote is None:
+            return not top or name.isidentifier()
+        return re.fullmatch(r"[^\s<>\"'{}\[\],:|]+", name) is not None
+
+    def _writable(self, value: object) -> bool:
+        """Whether a value of an enum can be written."""
+        if isinstance(value, dict):
+            return all(self._is_key(key, False) and self._writable(item) for key, item in value.items())
+        if isinstance(value, list):
+            return all(map(self._writable, value))
+        return (
+            not isinstance(value, str) or self._syntax.quote is None or not any(stop in value for stop in self._stops)
+        )
+
+    def _written(self, value: Any) -> str:
+        """What matches just this value."""
+        if value is None or isinstance(value, bool):
+            return self._rules.literal(self._words[value])
+        if isinstance(value, str):
+            if self._syntax.quote is not None:
+                return self._rules.literal(self._syntax.quote + value + self._syntax.quote)
+            return self._rules.literal(_python_string(value))
+        if isinstance(value, list):
+            inner = f" {self._comma} ".join(map(self._written, value))
+            return f"{self._rules.literal('[')} {inner} {self._rules.literal(']')}"
+        if isinstance(value, dict):
+            keys = {key: key if self._syntax.quote is not None else _python_string(key) for key in value}
+            inner = f" {self._comma} ".join(
+                f"{self._rules.literal(keys[key] + ':')} {self._rules.space} {self._written(item)}"
+                for key, item in value.items()
+            )
+            return f"{self._rules.literal('{')} {inner} {self._rules.literal('}')}"
+        return self._rules.literal(json.dumps(value))
+
+
+def _python_string(text: str) -> str:
+    """A string that Python and JSON read alike, but for a slash and marks of control."""
+    return json.dumps(text, ensure_ascii=False)
