@@ -20,11 +20,11 @@ from headrace.advice.flags.table import flags_by_name, notice
 from headrace.config import EngineConfig, knobs_from_environment
 from headrace.engine.async_engine import make_metrics, model_folder
 from headrace.engine.build import build_core
+from headrace.engine.conversation import render_chat, shown_messages
 from headrace.engine.core import EngineCore
 from headrace.engine.hf_tokenizer import Conversation, HFTokenizer
 from headrace.engine.input_processor import InputProcessor, ModelLimits, sampling_defaults
 from headrace.engine.output_processor import OpenRequest, OutputProcessor
-from headrace.engine.past_calls import render_chat, with_objects
 from headrace.engine.tokenizer import load_tokenizer
 from headrace.errors import HeadraceError, RequestError, SomeRequestsError
 from headrace.models.registry import read_served_config
@@ -122,7 +122,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Write the next message of one conversation, or of each of several. `chat_template`: jinja, or the name of one
         of the model's templates. `continue_final_message` continues the last message instead of writing a new one; it
-        needs `add_generation_prompt=False`. Arguments of past tool calls may be objects or JSON text."""
+        needs `add_generation_prompt=False`. Content may be text or a list of parts that are text; arguments of past
+        tool calls may be objects or JSON text."""
         _refuse_adapters(lora_request)
         if self.tokenizer is None:
             raise RequestError("chat needs a tokenizer, but skip_tokenizer_init is set", "messages")
@@ -130,7 +131,7 @@ class LLM:
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts: list[Prompt] = [
             render_chat(
-                template, with_objects(one, template), tools, add_generation_prompt, kwargs, continue_final_message
+                template, shown_messages(one, template), tools, add_generation_prompt, kwargs, continue_final_message
             )
             for one in conversations
         ]

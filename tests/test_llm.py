@@ -202,6 +202,30 @@ def test_chat_with_another_template_and_with_a_message_to_continue(llm: LLM) -> 
         llm.chat(conversation, params, False, continue_final_message=True)
 
 
+def test_chat_shows_content_in_parts_as_text_and_no_fields_that_are_null(llm: LLM) -> None:
+    """As OpenAI's clients return messages: with every field, of which templates only ask if it is there."""
+    first, second = f"one {random.random()}", f"two {random.random()}"
+    parts = [{"type": "text", "text": first}, {"type": "output_text", "text": second}]
+    nulls = {"refusal": None, "tool_calls": None, "function_call": None}
+    messages = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None, **nulls},
+        {"role": "user", "content": [second]},
+    ]
+    template = "{% for m in messages %}[{{ m.content }}{{ 'tool_calls' in m }}]{% endfor %}"
+    (output,) = llm.chat(messages, SamplingParams(max_tokens=1), False, chat_template=template)
+    assert output.prompt == f"[{first}\n{second}False][False][{second}False]"
+    (output,) = llm.chat(messages, SamplingParams(max_tokens=1), False, tools=[], chat_template="{{ tools is none }}")
+    assert output.prompt == "True"
+    for content, words in (
+        ([{"type": "image_url", "image_url": {"url": "http://x"}}], r"content\[0\] is of type 'image_url'"),
+        ([{"type": "text", "text": 5}], r"content\[0\] has no text"),
+        (5, "content must be a text or a list of parts, got 5"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            llm.chat([{"role": "user", "content": content}])
+
+
 def test_chat_reads_arguments_of_past_calls_as_objects_or_as_their_json(llm: LLM) -> None:
     """OpenAI's clients hold them as text, of which `items` would make letters and `tojson` a quoted string."""
     loop = "{% for m in messages %}{% for call in m.tool_calls %}{% set given = call.function.arguments %}"

@@ -59,6 +59,8 @@ class ToolFormat:
     bare: tuple[str, ...] = ()
     """Openers that are no markup, such as "{": what makes no call is content also in an answer that was cut short. They
     count only where content begins, unless they are among `openers` too."""
+    beginnings: tuple[str, ...] = ()
+    """Text in content behind which content begins anew, such as the end of a thought that no reasoning parser reads."""
     silent: tuple[str, ...] = ()
     """Markup in content that says nothing, such as the end of a section: left out."""
     keeps_text_after: bool = False

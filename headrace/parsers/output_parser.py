@@ -127,8 +127,10 @@ def _content(
     """
     openers = tool.openers if tool else ()
     thoughts = reasoning.open if reasoning and reasoning.anywhere else ()
-    stops = markers(*openers, *thoughts, *(tool.silent if tool else ()), *(reasoning.silent if reasoning else ()))
-    starts = markers(*stops.all, *(tool.bare if tool else ()))
+    beginnings = tool.beginnings if tool else ()
+    silent = (*(tool.silent if tool else ()), *(reasoning.silent if reasoning else ()))
+    stops = markers(*openers, *thoughts, *beginnings, *silent)
+    starts = at_beginning = markers(*stops.all, *(tool.bare if tool else ()))
     while True:
         lead += yield from reader.space()
         found = yield from reader.accept(starts)
@@ -145,6 +147,10 @@ def _content(
             break
         if reasoning and found in thoughts:
             yield from read_open(reader, reasoning)
+        elif found in beginnings:
+            if not left_out:
+                yield Content(lead + found)
+            starts, lead = at_beginning, ""
         elif tool and (found in openers or found in tool.bare):
             given_back = yield from _calls(reader, calls, tool, found)
             if given_back and not left_out:

@@ -30,7 +30,7 @@ _JSON = (
     ToolFormat("hunyuan_a13b", JsonCalls(closers=("</tool_calls>",)), ("<tool_calls>",), silent=("助手：",)),
     ToolFormat("xlam", JsonCalls(before=("```json", "```"), closers=("</tool_call>", "```"),
                                  bare=("[", "{", "```json", "```")),
-               ("[TOOL_CALLS]", "<tool_call>", "```json", "```"), bare=("[", "{")),
+               ("[TOOL_CALLS]", "<tool_call>", "```json", "```"), bare=("[", "{"), beginnings=_END_THINK),
     ToolFormat("ernie45", JsonCalls(closers=("</tool_call>",)), ("<tool_call>",),
                silent=("<response>\n", "<response>", "\n</response>\n", "</response>")),
     ToolFormat("longcat", JsonCalls(closers=("</longcat_tool_call>",)), ("<longcat_tool_call>",)),

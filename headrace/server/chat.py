@@ -25,8 +25,8 @@ from headrace.server.chat_grammar import chat_grammar
 from headrace.server.chat_parsing import ChoiceParser, Parsing, deltas_of, message_of
 from headrace.server.chat_prompt import (
     RENDERED_INLINE_BYTES,
-    content_text,
     is_slow_to_render,
+    message_text,
     reasoning_open,
     render_prompt,
     unread_fields,
@@ -267,4 +267,4 @@ class ChatAnswer:
 def _echoed(request: ChatCompletionRequest) -> str:
     """Return the assistant's last message where `echo` (vLLM's) asks for it: the answer continues that message."""
     last = request.messages[-1]
-    return content_text("", last.content) if request.echo and last.role == "assistant" else ""
+    return message_text(last) if request.echo and last.role == "assistant" else ""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import msgspec
+
 from headrace.engine.chat_template import ChatTemplate
-from headrace.engine.past_calls import render_chat, shown_call
+from headrace.engine.conversation import content_text, render_chat, shown_call, shown_content
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import RequestError, quoted
 from headrace.parsers.formats import ReasoningFormat
@@ -17,7 +19,6 @@ from headrace.server.protocol import (
     ROLES,
     ChatCompletionRequest,
     ChatMessage,
-    ContentPart,
     PastToolCall,
     TokenizeRequest,
 )
@@ -65,9 +66,7 @@ def render_prompt(
     if not request.messages:
         raise RequestError("messages must not be empty", "messages")
     messages = [_template_message(index, message, template) for index, message in enumerate(request.messages)]
-    text = render_chat(
-        template, messages, tools or None, add_generation_prompt, kwargs, bool(request.continue_final_message)
-    )
+    text = render_chat(template, messages, tools, add_generation_prompt, kwargs, bool(request.continue_final_message))
     return Rendered(text, template, kwargs)
 
 
@@ -76,7 +75,7 @@ def reasoning_open(rendered: Rendered, form: ReasoningFormat, request: ChatCompl
     to be continued."""
     if not request.continue_final_message:
         return begins_open(form, rendered.text, rendered.template.source, rendered.kwargs)
-    content = content_text("", request.messages[-1].content)
+    content = message_text(request.messages[-1])
     tail = rendered.text[-len(content) - MAX_MARKUP_CHARS :]
     opened, closed = (
         max((tail.rfind(mark.strip()) for mark in marks), default=-1) for marks in (form.open, form.close)
@@ -153,8 +152,7 @@ def _template_message(index: int, message: ChatMessage, template: ChatTemplate) 
         raise RequestError(f"{where}.role must be one of {roles}, got {quoted(message.role)}", f"{where}.role")
     if message.content is None and message.role != "assistant":
         raise RequestError(f"{where}.content may be null for the assistant only, got role {message.role!r}", "messages")
-    null = message.content is None and bool(message.tool_calls) and template.tells_null_content
-    content = None if null else content_text(where, message.content)
+    content = shown_content(where, msgspec.to_builtins(message.content), bool(message.tool_calls), template)
     found: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
         "content": content,
@@ -172,19 +170,9 @@ def _template_message(index: int, message: ChatMessage, template: ChatTemplate) 
     return found
 
 
-def content_text(where: str, content: str | list[ContentPart] | None) -> str:
-    """Return a message's content as text. Raises RequestError for parts that are not text."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for number, part in enumerate(content):
-        text = {"text": part.text, "input_text": part.text, "refusal": part.refusal}.get(part.type)
-        if text is None:
-            known = part.type in ("text", "input_text", "refusal")
-            why = f"has no {part.type}" if known else f"is of type {quoted(part.type)}; this model takes text only"
-            raise RequestError(f"{where}.content[{number}] {why}", "messages")
-        texts.append(text)
-    return "\n".join(texts)
+def message_text(message: ChatMessage) -> str:
+    """Return the text of a message that a template was shown."""
+    return content_text("", msgspec.to_builtins(message.content))
 
 
 def _template_call(where: str, call: PastToolCall, template: ChatTemplate) -> dict[str, Any]:

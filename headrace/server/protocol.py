@@ -143,7 +143,7 @@ Role = Annotated[str, Meta(extra_json_schema={"enum": ROLES})]  # of a Literal's
 
 class ChatMessage(Struct):
     role: Role
-    content: str | list[ContentPart] | None = None
+    content: str | list[ContentPart | str] | None = None
     name: str | None = None
     tool_calls: list[PastToolCall] | None = None
     tool_call_id: str | None = None

@@ -199,6 +199,14 @@ def test_spellings_of_xlam(text: str) -> None:
     assert (result.content, called(result)) == (None, [WEATHER])
 
 
+def test_xlam_calls_behind_a_thought_that_stays_content() -> None:
+    thought = "<think>Let me [see].</think>"
+    for text in (f"{thought}[{WEATHER_TEXT}]", f"{thought}\n\n{WEATHER_TEXT}"):
+        result = answer("xlam", text)
+        assert (result.content, called(result)) == (thought, [WEATHER])
+    assert answer("xlam", f"{thought} [1]") == Answer(None, f"{thought} [1]")
+
+
 def test_fenced_json_that_is_no_call_is_content() -> None:
     text = 'Like so:\n```json\n{"port": 80}\n```\nThat is all.'
     assert answer("xlam", text) == Answer(None, text)

@@ -54,7 +54,7 @@ def test_max_completion_tokens_wins_over_max_tokens() -> None:
 def test_roles_and_parts() -> None:
     messages = [
         {"role": "developer", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, "b"]},
         {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": {
             "name": "f", "arguments": "{\"x\": 1}"}}]},
         {"role": "tool", "content": "42", "tool_call_id": "1"},
