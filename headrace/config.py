@@ -60,7 +60,7 @@ CHECKPOINT_WORDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("awq", "awq_marlin"), ("int4",)),
     "compressed-tensors": ("fp8", "int8", *_INTEGERS, "mxfp4", "nvfp4"),
     "quark": ("fp8", "int8", "mxfp4"),
-    **dict.fromkeys(("modelopt", "modelopt_mixed"), ("fp8", "nvfp4", "mxfp4")),
+    **dict.fromkeys(("modelopt", "modelopt_mixed"), ("fp8", *_INTEGERS, "nvfp4", "mxfp4")),
     "modelopt_fp4": ("nvfp4",),
     "modelopt_mxfp8": ("fp8",),
     "mxfp8": ("fp8",),

@@ -154,10 +154,17 @@ def read_object(path: Path, error_class: type[UserError] = ModelNotFoundError) -
 
 def read_config(path: Path, error_class: type[UserError] = ModelNotFoundError) -> dict[str, Any]:
     """Return config.json. Older exports keep the quantization in a file beside it, one of BESIDE, which is then its
-    `quantization_config`. Raises `error_class` as `read_object` does."""
+    `quantization_config`; newer ones of ModelOpt keep there what config.json does not repeat. Raises `error_class` as
+    `read_object` does."""
     raw = read_object(path, error_class)
-    if quantization_of(Fields(raw, "config.json")):
-        return raw
+    if held := quantization_of(Fields(raw, "config.json")):
+        beside = path.with_name("hf_quant_config.json")
+        if "quant_algo" not in held or "quantization" in held or not os.path.lexists(beside):
+            return raw
+        more = Fields(read_object(beside, error_class), beside.name).object("quantization").values
+        if more.get("quant_algo") != held["quant_algo"] or "group_size" not in more:
+            return raw
+        return {**raw, "quantization_config": {"group_size": more["group_size"], **held}}
     for name, method in BESIDE.items():
         if os.path.lexists(beside := path.with_name(name)):
             return {**raw, "quantization_config": {"quant_method": method, **read_object(beside, error_class)}}

@@ -5,10 +5,10 @@ Every rank holds a slice of every expert's intermediate size. kernels/moe.py bri
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from headrace.layers.linear import column_spec, divide
 from headrace.layers.mlp import GatedMLP
 from headrace.layers.norm import RMSNorm
 from headrace.layers.pending import Pending
-from headrace.layers.stacked import stacked_slots
+from headrace.layers.stacked import InOne, interleaved_slots, stacked_slots
 from headrace.quantization.scheme import FusedOps, HeldExperts, LinearSpec, Part, Scheme, Slot, Weights
 from headrace.quantization.unquantized import unquantized
 
@@ -37,9 +37,10 @@ def linears_take_halves(weight: Tensor) -> bool:
 
 
 def expert_specs(
-    spec: model_spec.Experts, group: Group, dtype: torch.dtype, unit: int = 0
+    spec: model_spec.Experts, group: Group, dtype: torch.dtype, unit: int = 0, in_one: bool = False
 ) -> tuple[LinearSpec, LinearSpec]:
-    """Describe one expert's two linears as a rank holds them: gate above up, and down.
+    """Describe one expert's two linears as a rank holds them: gate above up, and down. `in_one`: so they are in the
+    checkpoint too, as rows of one weight.
 
     Inputs of down that share a scale, `unit` of them, stay on one rank: where ranks cannot have equally many such
     groups, some have one more. Raises ConfigError where a rank would have none, or where `unit` is 0 and ranks cannot
@@ -57,7 +58,12 @@ def expert_specs(
         local = divide(wide, group, "an expert's intermediate size")
         own = slice(group.rank * local, (group.rank + 1) * local)
     n, every = own.stop - own.start, slice(0, hidden)
-    halves = tuple(Part(name, (wide, hidden), own, every, i * n) for i, name in enumerate((names.gate, names.up)))
+    halves = tuple(
+        Part(name, (2 * wide, hidden), slice(i * wide + own.start, i * wide + own.stop), every, i * n)
+        if in_one
+        else Part(name, (wide, hidden), own, every, i * n)
+        for i, name in enumerate((names.gate, names.up))
+    )
     down = (Part(names.down, (hidden, wide), every, own, 0),)
     return (
         LinearSpec(hidden, 2 * n, halves, dtype, spec.bias),
@@ -75,6 +81,10 @@ def router_spec(spec: model_spec.Experts, dtype: torch.dtype) -> LinearSpec:
     return column_spec(hidden, parts, dtype, spec.bias)
 
 
+InTurn = Literal["", "in all experts", "in each expert"]
+"""where a checkpoint holds the rows of gate and up in turn: nowhere, or in the tensors of all experts or of each"""
+
+
 class SparseMoE(Layer):
     """Computes experts and router, and a shared expert if there is one, as one rank holds them."""
 
@@ -84,6 +94,7 @@ class SparseMoE(Layer):
         hidden_size = spec.hidden_size
         self.spec = spec
         self.specs_for = partial(expert_specs, spec, group, dtype)
+        self.in_turn: InTurn = "in all experts" if spec.names.stacked else ""
         self.attach(unquantized())
         self.w13: Weights = {}
         self.w2: Weights = {}
@@ -132,15 +143,28 @@ class SparseMoE(Layer):
         """Return the same of the router and of the shared expert's gate."""
         return {part.name: [f"{self._block(path)}.{part.name}"] for part in self.router_spec.parts}
 
-    def names_in_transformers(self, path: str) -> dict[str, tuple[str, ...]]:
-        """Return the names of all experts' weights in one, and of the router's, as transformers holds them -> those of
+    def names_in_transformers(self, path: str) -> dict[str, InOne]:
+        """Return the names of linears of all experts, and of the router, as transformers holds them -> those of
         checkpoints (models/checkpoint.py: `unstacked`)."""
-        names, block = self.spec.names, self._block(path)
+        spec, names, block = self.spec, self.spec.names, self._block(path)
         if names.stacked:
             return {}
-        gate, up, down = (f"{block}.experts.{{}}.{name}.weight" for name in (names.gate, names.up, names.down))
-        router = {} if block == path else {f"{path}.gate.weight": (f"{block}.{names.router}.weight",)}
-        return {f"{path}.experts.gate_up_proj": (gate, up), f"{path}.experts.down_proj": (down,), **router}
+        gate, up, down = (f"{block}.experts.{{}}.{name}" for name in (names.gate, names.up, names.down))
+        router = {} if block == path else {f"{path}.gate": InOne((f"{block}.{names.router}",))}
+        held = {"gate_up_proj": InOne((gate, up), spec.num_experts), "down_proj": InOne((down,), spec.num_experts)}
+        stacked = {f"{place}.experts.{name}": one for place in {path, block} for name, one in held.items()}
+        return stacked | router
+
+    def read_as(self, path: str, linears: Set[str]) -> None:
+        """Take gate and up from where a checkpoint with these `linears` has them. To be called before `attach`."""
+        names, block = self.spec.names, self._block(path)
+        if not names.stacked:
+            in_one = any(f"{place}.experts.gate_up_proj" in linears for place in (path, block))
+            self.specs_for = partial(self.specs_for, in_one=in_one)
+        elif f"{block}.experts.0.{names.stacked}" in linears:
+            self.in_turn = "in each expert"
+        elif f"{block}.experts.0.{names.gate}" in linears:
+            self.in_turn = ""
 
     def _block(self, path: str) -> str:
         """Return the layer's name in the checkpoint."""
@@ -152,11 +176,13 @@ class SparseMoE(Layer):
         slots = {f"{block}.{part.name}.{tensor}": slot for part, tensor, slot in router}
         if self.selection_bias is not None:
             slots[f"{block}.{names.router}.e_score_correction_bias"] = whole_slot(self.selection_bias)
-        if names.stacked:
+        if self.in_turn:
             linears = ((self.gate_up_spec, self.w13, names.stacked), (self.down_spec, self.w2, names.down))
+            slots_in_turn = stacked_slots if self.in_turn == "in all experts" else interleaved_slots
             for linear, weights, name in linears:
-                stacked = f"{block}.experts.{name}"
-                slots.update(stacked_slots(self.scheme.layout, linear, weights, spec.num_experts, stacked))
+                slots.update(
+                    slots_in_turn(self.scheme.layout, linear, weights, spec.num_experts, f"{block}.experts", name)
+                )
             return slots
         nowhere = any(tensor.is_meta for tensor in self.w13.values())  # nobody writes there: one stands for all
         first = list(self._expert_slots(0)) if nowhere else []

@@ -1,52 +1,106 @@
-"""Fills a layout's experts one by one from a checkpoint that holds all experts of a layer in one tensor.
+"""Fills a layout's experts from a checkpoint that holds the rows of gate and up in turn, as gpt-oss does.
 
-That is how gpt-oss is stored: unquantized weights as [experts, in, out]; packed ones, scales and biases as
-[experts, out, ...]; the rows of gate and up in turn. Any layout whose tensors have a row an output can be filled so.
+One tensor may hold all experts of a layer, as gpt-oss is published: unquantized weights, and ModelOpt's NVFP4 and its
+scales, as [experts, in, out]; other packed weights, scales and biases as [experts, out, ...]; a number for a whole
+weight as one for all experts. Or each expert has a tensor of its own, [out, ...] (Quark). Any layout whose tensors have
+a row an output, or one for all, can be filled so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from headrace.quantization.scheme import Layout, LinearSpec, Slot, Weights
 
-TRANSPOSED = "weight"
-"""the one tensor of a layout that is stored with inputs before outputs, and under the linear's bare name"""
+TRANSPOSED = ("weight", "weight_scale")
+"""tensors of a layout, of two dimensions, that are stored with inputs before outputs"""
 Target = tuple[int, int, Slot]
 """(expert, which of the linear's parts, where its rows go)"""
 
 
+@dataclass(frozen=True)
+class InOne:
+    """Says which linears a checkpoint holds in one."""
+
+    linears: tuple[str, ...]
+    """names, with {} for an expert's number; each has its rows somewhere in the expert's tensor"""
+    experts: int = 0
+    """how many are in front of the tensor's rows; 0: it is one linear under another name"""
+
+
 def stacked_slots(
-    layout: Layout, spec: LinearSpec, weights: Weights, experts: int, name: str
+    layout: Layout, spec: LinearSpec, weights: Weights, experts: int, block: str, name: str
 ) -> Iterator[tuple[str, Slot]]:
     """Yield (name of the checkpoint's tensor, where it goes) for the linear `name` of all `experts`. The parts of
     `spec` are of one size."""
     targets: dict[str, list[Target]] = {}
     for expert in range(experts):
-        own = {key: tensor[expert] for key, tensor in weights.items()}
-        for part, tensor, slot in layout.slots(spec, own):
-            targets.setdefault(tensor, []).append((expert, spec.parts.index(part), slot))
+        for tensor, found in _by_tensor(layout, spec, weights, expert).items():
+            targets.setdefault(tensor, []).extend(found)
     for tensor, found in targets.items():
-        yield (name if tensor == TRANSPOSED else f"{name}_{tensor}"), _stacked(found, len(spec.parts), experts, tensor)
+        path = f"{block}.{name}" if tensor == "weight" else f"{block}.{name}_{tensor}"
+        yield path, _stacked(found, len(spec.parts), experts, tensor)
+
+
+def interleaved_slots(
+    layout: Layout, spec: LinearSpec, weights: Weights, experts: int, block: str, name: str
+) -> Iterator[tuple[str, Slot]]:
+    """Yield the same where each expert has tensors of its own."""
+    for expert in range(experts):
+        for tensor, found in _by_tensor(layout, spec, weights, expert).items():
+            yield f"{block}.{expert}.{name}.{tensor}", _interleaved(found, len(spec.parts))
+
+
+def _by_tensor(layout: Layout, spec: LinearSpec, weights: Weights, expert: int) -> dict[str, list[Target]]:
+    """Return where one expert's tensors go, by their names in the layout."""
+    targets: dict[str, list[Target]] = {}
+    own = {key: tensor[expert] for key, tensor in weights.items()}
+    for part, tensor, slot in layout.slots(spec, own):
+        targets.setdefault(tensor, []).append((expert, spec.parts.index(part), slot))
+    return targets
 
 
 def _stacked(targets: list[Target], parts: int, experts: int, tensor: str) -> Slot:
-    """Return the slot of a tensor whose rows go to `targets`."""
+    """Return the slot of a tensor of all experts whose rows go to `targets`."""
     one = targets[0][2]
-    rows = one.source[0]
-    shape, source = (
-        (parts * one.shape[0], *one.shape[1:]),
-        (slice(parts * rows.start, parts * rows.stop), *one.source[1:]),
-    )
-    if tensor == TRANSPOSED:
+    every = slice(0, experts)
+    if one.shape == (1,):
+        store = partial(_spread_numbers, targets)
+        return replace(
+            one, shape=(experts,), source=(every,), shapes=((), (1,), (experts, 1)), store=store, dtype=_type(one)
+        )
+    shape, source = _rows_of_all(one, parts)
+    transposed = tensor in TRANSPOSED and len(shape) == 2
+    if transposed:
         shape, source = shape[::-1], source[::-1]
-    dtype = one.dtype if one.destination is None else one.dtype or one.destination.dtype
-    store = partial(_spread, targets, parts, tensor == TRANSPOSED)
-    return replace(one, shape=(experts, *shape), source=(slice(0, experts), *source), store=store, dtype=dtype)
+    store = partial(_spread, targets, parts, transposed)
+    return replace(one, shape=(experts, *shape), source=(every, *source), shapes=(), store=store, dtype=_type(one))
+
+
+def _interleaved(targets: list[Target], parts: int) -> Slot:
+    """Return the slot of a tensor of one expert whose rows go to `targets`."""
+    one = targets[0][2]
+    if one.shape == (1,):
+        return replace(one, store=partial(_put_all, targets), dtype=_type(one))
+    shape, source = _rows_of_all(one, parts)
+    return replace(one, shape=shape, source=source, shapes=(), store=partial(_deal, targets, parts), dtype=_type(one))
+
+
+def _rows_of_all(one: Slot, parts: int) -> tuple[tuple[int, ...], tuple[slice, ...]]:
+    """Return the shape of a tensor that has the rows of all parts, and the slice that this rank reads, given the first
+    part's."""
+    rows = one.source[0]
+    return (parts * one.shape[0], *one.shape[1:]), (slice(parts * rows.start, parts * rows.stop), *one.source[1:])
+
+
+def _type(one: Slot) -> torch.dtype | None:
+    """Return the type of what the slot is given."""
+    return one.dtype if one.destination is None else one.dtype or one.destination.dtype
 
 
 def _spread(targets: list[Target], parts: int, transposed: bool, values: Tensor) -> None:
@@ -54,3 +108,22 @@ def _spread(targets: list[Target], parts: int, transposed: bool, values: Tensor)
     rows = values.transpose(1, 2) if transposed else values
     for expert, place, slot in targets:
         slot.put(rows[expert, place::parts])
+
+
+def _deal(targets: list[Target], parts: int, values: Tensor) -> None:
+    """Give every target its rows of one expert's `values`."""
+    for _, place, slot in targets:
+        slot.put(values[place::parts])
+
+
+def _spread_numbers(targets: list[Target], values: Tensor) -> None:
+    """Give every target its expert's number."""
+    numbers = values.flatten()
+    for expert, _, slot in targets:
+        slot.put(numbers[expert if len(numbers) > 1 else 0].view(1))
+
+
+def _put_all(targets: list[Target], values: Tensor) -> None:
+    """Give every target the same number."""
+    for _, _, slot in targets:
+        slot.put(values.view(1))

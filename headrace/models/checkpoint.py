@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from headrace.errors import CheckpointError
+from headrace.layers.stacked import InOne
 from headrace.model_config import read_object
 
 TYPES = {
@@ -25,6 +27,9 @@ TYPES = {
 """safetensors' types by their names in it"""
 HEADER_LENGTH_BYTES = 8
 """At the start of a file, little-endian"""
+_OF_ALL_EXPERTS = re.compile(r"(.*\.experts\.(?:gate_up|down)_proj)(?:[._](\w+))?")
+_OF_WEIGHTS = ("scale", "scale_inv", "scale_2", "global_scale", "zero_point", "packed", "shape", "g_idx")
+"""tensors of a linear whose names begin with `weight_` where each expert has tensors of its own"""
 PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 """Its other types, of which torch has no single element, and their bits"""
 
@@ -103,24 +108,51 @@ def total_bytes(files: list[Path]) -> int:
     return total
 
 
-def unstacked(tensors: list[StoredTensor], names: Mapping[str, tuple[str, ...]]) -> Iterator[StoredTensor]:
-    """Yield the tensors, with each expert's weights in place of one tensor of all experts [experts, rows, inputs], as
-    some tools write what transformers holds. `names`: of such a tensor -> of the linears whose rows lie one after the
-    other in it, with {} for the expert's number; or of a whole weight -> its usual name."""
+def of_all_experts(name: str) -> tuple[str, str]:
+    """Return the name of a linear of all experts and that of its tensor (`weight_scale`, ...), given the tensor's name
+    in a checkpoint that holds all experts of a layer in one tensor; two empty texts for another."""
+    found = _OF_ALL_EXPERTS.fullmatch(name)
+    if found is None:
+        return "", ""
+    tensor = found[2] or "weight"
+    return found[1], f"weight_{tensor}" if tensor in _OF_WEIGHTS else tensor
+
+
+def linear_of(name: str) -> str:
+    """Return the name of the linear that a tensor belongs to."""
+    return of_all_experts(name)[0] or name.rpartition(".")[0]
+
+
+def unstacked(tensors: list[StoredTensor], names: Mapping[str, InOne]) -> Iterator[StoredTensor]:
+    """Yield the tensors, with each expert's in place of one of all experts [experts, rows, ...], under the names of all
+    linears that have rows in it. `names`: by the linear's name in the file. Raises CheckpointError where there are
+    other numbers of experts."""
     for one in tensors:
-        parts = names.get(one.name) or names.get(f"model.{one.name}") or ()
-        if len(one.shape) == 2 and len(parts) == 1:
-            yield replace(one, name=parts[0])
-        elif len(one.shape) != 3 or not parts or one.shape[1] % len(parts):
+        linear, tensor = of_all_experts(one.name)
+        if not linear:
+            linear, _, tensor = one.name.rpartition(".")
+        held = names.get(linear) or names.get(f"model.{linear}")
+        if held is None:
             yield one
-        else:
-            experts, rows, inputs = one.shape
-            size = one.num_bytes // max(1, experts * len(parts))
-            linears = [
-                (part.format(expert), (rows // len(parts), inputs)) for expert in range(experts) for part in parts
-            ]
-            for place, (name, shape) in enumerate(linears):
-                yield replace(one, name=name, shape=shape, offset=one.offset + place * size)
+        elif not held.experts:
+            yield replace(one, name=f"{held.linears[0]}.{tensor}")
+        elif tensor != "weight_shape":  # that of all experts together
+            yield from _each_expert(one, tensor, held)
+
+
+def _each_expert(one: StoredTensor, tensor: str, held: InOne) -> Iterator[StoredTensor]:
+    """Yield each expert's tensor; a single number is every expert's."""
+    shared = math.prod(one.shape) == 1 and len(one.shape) < 2
+    if not shared and one.shape[0] != held.experts:
+        raise CheckpointError(
+            f"tensor {one.name!r} in {one.file.name} has shape {list(one.shape)}, config.json asks for {held.experts} "
+            "experts in front"
+        )
+    shape, size = (one.shape, 0) if shared else (one.shape[1:], one.num_bytes // held.experts)
+    for expert in range(held.experts):
+        for linear in held.linears:
+            name = f"{linear.format(expert)}.{tensor}"
+            yield replace(one, name=name, shape=shape, offset=one.offset + expert * size)
 
 
 def stored_tensors(file: Path) -> list[StoredTensor]:

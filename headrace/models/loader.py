@@ -31,8 +31,16 @@ from headrace.layers.embedding import ParallelLMHead
 from headrace.layers.layer import Layer
 from headrace.layers.linear import Linear
 from headrace.layers.moe import SparseMoE
+from headrace.layers.stacked import InOne
 from headrace.model_config import ModelConfig
-from headrace.models.checkpoint import StoredTensor, checkpoint_files, stored_tensors, total_bytes, unstacked
+from headrace.models.checkpoint import (
+    StoredTensor,
+    checkpoint_files,
+    linear_of,
+    stored_tensors,
+    total_bytes,
+    unstacked,
+)
 from headrace.models.finite import FiniteCheck
 from headrace.models.fusion import fuse
 from headrace.models.reading import Wanted, read_slices
@@ -46,6 +54,8 @@ DUMMY_RANGE = 1e-3
 """Largest absolute value of a dummy weight"""
 PROGRESS_FROM_BYTES = 1e9
 AFFINE = "The KV cache is affine in {} layers: biases (k_bias, v_bias) and the scales beside them are not served."
+Headers = Callable[[Path], list[StoredTensor]]
+"""a file -> the tensors that its header names"""
 NOT_NEEDED = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|\.attn\.bias)$")
 """Tensors that old checkpoints hold though they follow from config.json"""
 
@@ -78,7 +88,10 @@ def load_model(
         for _, layer in layers:
             if isinstance(layer, Linear):
                 layer.spec = replace(layer.spec, batch_invariant=context.batch_invariant)
-        tensors_of = _headers(layers)
+        headers = functools.cache(stored_tensors)
+        tensors_of = _headers(layers, headers)
+        if load_format != "dummy":
+            _read_as_stored(folder, layers, headers)
         in_files = linears_in_files(folder, tensors_of) if config.quantization and load_format != "dummy" else None
         model.notes = attach_schemes(config, layers, context, quantization, in_files)
         slots = slots_of(layers, torch.device("meta"))  # so that errors come before large memory is taken
@@ -103,13 +116,26 @@ def load_model(
     return model
 
 
-def _headers(layers: list[tuple[str, Layer]]) -> Callable[[Path], list[StoredTensor]]:
-    """Return what reads a file's header, once."""
-    names: dict[str, tuple[str, ...]] = {}
+def _headers(layers: list[tuple[str, Layer]], headers: Headers) -> Headers:
+    """Return what gives the tensors of a file's header one by one, where layers' experts are tensors together."""
+    names: dict[str, InOne] = {}
     for path, layer in layers:
         if isinstance(layer, SparseMoE):
             names |= layer.names_in_transformers(path)
-    return functools.cache(lambda file: list(unstacked(stored_tensors(file), names)))
+    return functools.cache(lambda file: list(unstacked(headers(file), names)))
+
+
+def _read_as_stored(folder: Path, layers: list[tuple[str, Layer]], headers: Headers) -> None:
+    """Tell layers of experts in which of their forms a checkpoint holds them."""
+    sparse = [(path, layer) for path, layer in layers if isinstance(layer, SparseMoE)]
+    if not sparse:
+        return
+    files = checkpoint_files(folder)
+    total_bytes(files)  # which names a file that is missing
+    found = {linear_of(stored.name) for file in files for stored in headers(file)}
+    linears = found | {f"model.{name}" for name in found}
+    for path, layer in sparse:
+        layer.read_as(path, linears)
 
 
 def slots_of(layers: list[tuple[str, Layer]], device: torch.device) -> dict[str, Slot]:

@@ -68,8 +68,9 @@ def _described(group: Fields, compression: str, notes: dict[str, None]) -> Linea
     usual = "group" if size else "channel" if weights.values.get("group_size") == -1 else "tensor"
     strategy = weights.text("strategy", usual).lower().replace("tensor_group", "group")
     weights = weights.changed({"strategy": strategy})
-    if inputs and bits == 4:
-        notes[KEEPS_16.format(inputs.integer("num_bits", 8), bits)] = None
+    rounded = f"{inputs.integer('num_bits', 8)}" if inputs else ""
+    if rounded and bits == 4:
+        notes[KEEPS_16.format(rounded, bits)] = None
     if kind == "float" and bits == 4:
         sizes = {16: "nvfp4", 32: "mxfp4"}
         if size not in sizes:
@@ -78,16 +79,17 @@ def _described(group: Fields, compression: str, notes: dict[str, None]) -> Linea
     if kind == "float":
         bits_among(weights, "num_bits", (4, 8))
         return _floats(weights, inputs, strategy)
-    if compression == "pack-quantized" or (compression == "mixed-precision" and not inputs):
-        bits_among(weights, "num_bits", (4, 8), 8)
-        one_of(weights, "strategy", ("channel", "group"))
-        act_order = str(weights.values.get("actorder")).lower() in ("true", "group", "dynamic")
-        return integers("pack_quantized", bits, size, not symmetric, symmetric=symmetric, act_order=act_order)
-    bits_among(weights, "num_bits", (8,), 8)
-    one_of(weights, "strategy", ("tensor", "channel"))
-    if not symmetric:
-        raise weights.refusal("symmetric", "true where weights are stored as int8")
-    return int8(strategy, _rounding(inputs), inputs.flag("symmetric", True))
+    bits_among(weights, "num_bits", (4, 8), 8)
+    packed = compression == "pack-quantized" or (compression == "mixed-precision" and not inputs)
+    if not packed and bits == 8 and symmetric and strategy in ("tensor", "channel"):
+        return int8(strategy, _rounding(inputs), inputs.flag("symmetric", True))
+    one_of(weights, "strategy", ("channel", "group"))
+    if rounded:
+        notes[KEEPS_16.format(rounded, bits)] = None
+    if not packed:
+        return integers("int_quantized", bits, size, not symmetric, symmetric=symmetric)
+    act_order = str(weights.values.get("actorder")).lower() in ("true", "group", "dynamic")
+    return integers("pack_quantized", bits, size, not symmetric, symmetric=symmetric, act_order=act_order)
 
 
 def _floats(weights: Fields, inputs: Fields, strategy: str) -> LinearFormat:
@@ -122,6 +124,7 @@ _ALGORITHMS = {
     "FP8_PER_CHANNEL_PER_TOKEN": fp8("channel", "token"),
     "FP8_PB_WO": fp8("block", "none", block=(128, 128)),
     "MXFP8": fp8("block", "block", block=(1, 32)),
+    **dict.fromkeys(("W8A16", "W8A8_SQ_PER_CHANNEL"), integers("modelopt_int8", 8, 0, zeros=False)),
     "NVFP4": fp4("nvfp4", "modelopt"),
     "W4A16_NVFP4": fp4("nvfp4", "modelopt"),
     "NVFP4_AWQ": fp4("nvfp4", "modelopt-awq"),
@@ -129,9 +132,13 @@ _ALGORITHMS = {
     "MXFP4": fp4("mxfp4", "quark"),  # whose tensors have the same names
     "W4A8_MXFP4_FP8": fp4("mxfp4", "quark"),
 }
-"""`quant_algo` -> how it is stored"""
-_ACTIVATION_BITS = {"NVFP4": 4, "NVFP4_AWQ": 4, "MXFP4": 4, "W4A8_NVFP4_FP8": 8, "W4A8_MXFP4_FP8": 8}
-"""`quant_algo` of weights of 4 bits -> the bits of activations beside them"""
+"""`quant_algo` -> how it is stored; besides, there are those of _INTEGERS"""
+_INTEGERS = ("W4A16_AWQ", "W4A8_AWQ")
+_ACTIVATION_BITS = {
+    "NVFP4": 4, "NVFP4_AWQ": 4, "MXFP4": 4, "W4A8_NVFP4_FP8": 8, "W4A8_MXFP4_FP8": 8, "W4A8_AWQ": 8,
+    "W8A8_SQ_PER_CHANNEL": 8,
+}  # fmt: skip
+"""`quant_algo` of weights over activations of 16 bits -> the fewer bits that it asks for"""
 
 
 def modelopt(fields: Fields) -> CheckpointFormat:
@@ -144,8 +151,10 @@ def modelopt(fields: Fields) -> CheckpointFormat:
         return CheckpointFormat("modelopt")  # it is about the KV cache alone
     layers = objects(fields, "quantized_layers")
     algorithms = [one.text("quant_algo", "MIXED_PRECISION").upper() for one in (fields, *layers.values())]
-    bits = sorted({_ACTIVATION_BITS[name] for name in algorithms if name in _ACTIVATION_BITS})
-    notes = tuple(KEEPS_16.format(each, 4) for each in bits)
+    fewer = sorted(
+        {(_ACTIVATION_BITS[name], 8 if "W8" in name else 4) for name in algorithms if name in _ACTIVATION_BITS}
+    )
+    notes = tuple(KEEPS_16.format(*bits) for bits in fewer)
     if algorithms[0] != "MIXED_PRECISION":
         return CheckpointFormat("modelopt", _algorithm(fields), plain, notes)
     named = [(name, _algorithm(one)) for name, one in layers.items()]
@@ -154,8 +163,12 @@ def modelopt(fields: Fields) -> CheckpointFormat:
 
 def _algorithm(fields: Fields) -> LinearFormat:
     name = fields.text("quant_algo").upper()
+    if name in _INTEGERS:
+        if fields.flag("has_zero_point"):
+            raise fields.refusal("has_zero_point", f"false for {name}")
+        return integers("modelopt_awq", 4, size_of_groups(fields, "group_size", 128), zeros=False)
     if name not in _ALGORITHMS:
-        raise fields.refusal("quant_algo", f"one of {', '.join(_ALGORITHMS)}, MIXED_PRECISION")
+        raise fields.refusal("quant_algo", f"one of {', '.join((*_ALGORITHMS, *_INTEGERS))}, MIXED_PRECISION")
     found = _ALGORITHMS[name]
     size = found.format.group_size
     if size and (fields.integer("group_size", size) or size) != size:

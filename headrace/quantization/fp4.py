@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from headrace.errors import CheckpointError, ConfigError
+from headrace.errors import ConfigError
 from headrace.kernels.packed import BLOCK, PackedWeight, pack_codes
 from headrace.quantization.formats import WeightFormat
 from headrace.quantization.packed import PackedProduct
 from headrace.quantization.scheme import E8M0, LinearSpec, Part, Scheme, Slot, Weights
+from headrace.quantization.smoothing import NAME as SMOOTHING
+from headrace.quantization.smoothing import empty_smoothing, smoothed, smoothing_slot, why_not_common
 from headrace.quantization.unquantized import bias_slot, empty_bias, rows_of
 
 
@@ -38,8 +39,8 @@ class Spelling:
     """a scale for activations of 4 or 8 bits, which stay in 16 here"""
     in_groups: bool = False
     """Codes are [out, groups, 16] where the others' are [out, in / 2]."""
-    smoothing: str = ""
-    """what each input is multiplied by before the product (AWQ's), where a norm or linear before it does not do so"""
+    smoothed: bool = False
+    """Inputs may be multiplied by AWQ's numbers (smoothing.py)."""
 
 
 MX_GROUP, NV_GROUP = 32, 16
@@ -58,9 +59,7 @@ NV_SPELLINGS = {
         "weight_packed", "weight_scale", "weight_global_scale", divides=True, unused="input_global_scale"
     ),
     "modelopt": Spelling("weight", "weight_scale", "weight_scale_2", unused="input_scale"),
-    "modelopt-awq": Spelling(
-        "weight", "weight_scale", "weight_scale_2", unused="input_scale", smoothing="pre_quant_scale"
-    ),
+    "modelopt-awq": Spelling("weight", "weight_scale", "weight_scale_2", unused="input_scale", smoothed=True),
 }
 DUMMY_FACTOR = 2.0**-12
 """factor of dummy weights, whose scales are 1"""
@@ -86,8 +85,8 @@ class Fp4Layout:
         for tensor in (codes, scales.view(torch.uint8)):
             tensor[..., used:, :].zero_()
         more = {} if self.e8m0 else {"factors": torch.ones(shape, device=device)}
-        if self.spelling.smoothing:
-            more["smoothing"] = torch.ones(*experts, len(spec.parts), spec.in_features, device=device)
+        if self.spelling.smoothed:
+            more["smoothing"] = empty_smoothing(spec, device, experts)
         return {"codes": codes, "scales": scales, **more, **empty_bias(spec, device, experts)}
 
     def slots(self, spec: LinearSpec, weights: Weights) -> Iterator[tuple[Part, str, Slot]]:
@@ -110,22 +109,16 @@ class Fp4Layout:
             yield part, names.scales, scaled
             if names.factor:
                 factors, dummy = weights["factors"][rows_of(part)], DUMMY_FACTOR ** (-1 if names.divides else 1)
-                yield part, names.factor, Slot((1,), (slice(0, 1),), factors, shapes=((),), dummy=dummy)
-            if names.smoothing:
-                store = partial(_store_smoothing, weights["smoothing"][number])
-                yield part, names.smoothing, Slot(part.shape[1:], (part.columns,), factors, True, store, torch.float32)
+                yield part, names.factor, Slot((1,), (slice(0, 1),), factors, shapes=((), (1, 1)), dummy=dummy)
+            if names.smoothed:
+                yield part, SMOOTHING, smoothing_slot(part, number, weights)
             if names.unused:
                 yield part, names.unused, Slot((1,), (slice(0, 1),), None, optional=True)
             yield from bias_slot(spec, part, weights)
 
     def packed(self, spec: LinearSpec, weights: Weights) -> PackedWeight | str:
         """Return the weight as kernels read it, without `smoothing`; see quantization/packed.py."""
-        smoothing = weights.get("smoothing")
-        if smoothing is not None and (smoothing.dim() > 2 or len(smoothing) > 1):
-            alike = smoothing == (1 if smoothing.dim() > 2 else smoothing[:1])
-            if not bool(alike.all()):
-                return "its inputs are multiplied by other numbers in each part, or in each expert"
-        return self._packed(spec, weights)
+        return why_not_common(weights) or self._packed(spec, weights)
 
     def _packed(self, spec: LinearSpec, weights: Weights) -> PackedWeight:
         factors = weights.get("factors")
@@ -138,10 +131,7 @@ class Fp4Layout:
         bias = {"bias": weights["bias"]} if "bias" in weights else {}
         packed = self._packed(spec, weights)
         if "smoothing" in weights:
-            wide, rows = packed.dequantize(torch.float32), weights["smoothing"]
-            for number, part in enumerate(spec.parts):
-                wide[..., rows_of(part), :] *= rows[..., number, None, :]
-            return {"weight": wide.to(spec.dtype), **bias}
+            return {"weight": smoothed(spec, weights, packed.dequantize(torch.float32)), **bias}
         if not self.spelling.rounds:
             return {"weight": packed.dequantize(spec.dtype), **bias}
         # to the bit as its tool: a product with a reciprocal would be rounded twice
@@ -159,14 +149,6 @@ def repack_pairs(pairs: Tensor) -> Tensor:
         some = rows[start : start + step]
         packed[start : start + step] = pack_codes(torch.stack((some & 15, some >> 4), -1).flatten(-2), 4, "e2m1")
     return packed.view(*pairs.shape[:-1], -1)
-
-
-def _store_smoothing(place: Tensor, values: Tensor) -> None:
-    if not bool(((values > 0) & values.isfinite()).all()):
-        raise CheckpointError(
-            f"pre_quant_scale goes from {float(values.min())} to {float(values.max())}; accepted: positive numbers"
-        )
-    place.copy_(values)
 
 
 def _check_groups(part: Part, group: int) -> None:

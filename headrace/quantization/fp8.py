@@ -187,7 +187,7 @@ class RoundingProduct:
                 return HeldExperts(tile(packed, spec.dtype, gated=len(spec.parts) > 1))
             self.widened_for[why] += 1
             return HeldExperts(self.layout.dequantize(spec, weights)["weight"])
-        if self.why_plain or self.layout.numbers != "fp8":
+        if self.why_plain or self.layout.numbers != "fp8" or not self.layout.rounds:
             if not self.emulates:
                 self.widened_for[self.why_plain or "experts have no kernels for them"] += 1
             return HeldExperts(self.layout.dequantize(spec, weights)["weight"])

@@ -1,14 +1,13 @@
-"""Reads weights of 2, 3, 4 and 8 bits that are packed into words of 32 bits, as AutoAWQ, GPTQ's tools (AutoRound's
-export too) and compressed-tensors' `pack-quantized` write them.
+"""Reads weights of 2, 3, 4 and 8 bits in integers, as AutoAWQ, GPTQ's tools (AutoRound's export too), ModelOpt and
+compressed-tensors write them: most are packed into words.
 
-They differ in names, in which way round a weight lies and along which side its codes are packed; `Spelling` lists this.
+They differ in names, in which way round a weight lies and along which side its codes are packed (spellings.py).
 Codes are dense in their words: code i of a row has the bits from i * bits on, so that 3-bit codes cross words.
 A rank reads the words that hold its codes, and cuts what it does not need after unpacking.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -22,14 +21,24 @@ from headrace.kernels.packed import PackedWeight, pack
 from headrace.quantization.formats import WeightFormat
 from headrace.quantization.packed import PackedProduct
 from headrace.quantization.scheme import FLOATS, LinearSpec, Part, Scheme, Slot, Weights
+from headrace.quantization.smoothing import NAME as SMOOTHING
+from headrace.quantization.smoothing import empty_smoothing, smoothed, smoothing_slot, why_not_common
+from headrace.quantization.spellings import (
+    AWQ,
+    COMPRESSED,
+    GPTQ,
+    INTERLEAVED,
+    MODELOPT,
+    MODELOPT_BYTES,
+    UNPACKED,
+    Axis,
+    Spelling,
+    unpack_words,
+)
 from headrace.quantization.unquantized import bias_slot, empty_bias
 
-Axis = Literal["out", "in", "groups"]
 Zeros = Literal["stored", "stored minus one", "perhaps", "none"]
 """Whether a checkpoint has zero points; perhaps: they are all 8 where it has none"""
-WORD = 32
-INTERLEAVED = [0, 4, 1, 5, 2, 6, 3, 7]
-"""where in a word of AutoAWQ's its first code is, its second, ..."""
 MIDDLES = -0x77777778
 """a word of 4-bit zeros that are all 8"""
 DUMMY_REACH = 2e-3
@@ -38,33 +47,6 @@ LEAST_GROUP = 16
 """inputs that kernels read at once, of which groups must be multiples"""
 UNKNOWN = -1
 """group of a column where a checkpoint names none: groups are then neighbouring columns"""
-
-
-@dataclass(frozen=True)
-class Spelling:
-    """Names a format's tensors and says how they lie."""
-
-    codes: str
-    scales: str
-    zeros: str
-    """packed along the outputs, in all formats"""
-    groups: str = ""
-    """the group of each input (act-order); empty: the format has no such tensor"""
-    shape: str = ""
-    """a tensor that repeats the weight's shape, which is checked; empty: there is none"""
-    transposed: bool = False
-    """[in, out] and [groups, out], not [out, in] and [out, groups]"""
-    packed: Axis = "in"
-    """the side along which codes are packed"""
-    interleaved: bool = False
-    """Eight codes are in a word as INTERLEAVED says, zeros too."""
-    spare_bias: bool = False
-    """Linears without a bias may be stored with one of zeros."""
-
-
-AWQ = Spelling("qweight", "scales", "qzeros", transposed=True, packed="out", interleaved=True)
-GPTQ = Spelling("qweight", "scales", "qzeros", "g_idx", transposed=True, spare_bias=True)
-COMPRESSED = Spelling("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
 
 
 @dataclass(frozen=True)
@@ -116,6 +98,7 @@ class IntegerLayout:
         self.spelling, self.bits, self.group_size = spelling, bits, group_size
         self.zeros, self.act_order = zeros, act_order
         self.kept_bits = 8 if bits == 8 else 4
+        self.stored_bits = spelling.stored_bits or bits
         self.shift = (1 << self.kept_bits - 1) - (1 << bits - 1)
         """what is added to codes of fewer bits, so that the middle of their range is that of the kept ones"""
 
@@ -125,6 +108,8 @@ class IntegerLayout:
             for one in self._stored(part):
                 made = torch.empty(*experts, *one.held, dtype=one.dtype, device=device)
                 weights[f"{index}.{one.name}"] = made if one.fill is None else made.fill_(one.fill)
+        if self.spelling.smoothed:
+            weights["smoothing"] = empty_smoothing(spec, device, experts)
         return weights
 
     def slots(self, spec: LinearSpec, weights: Weights) -> Iterator[tuple[Part, str, Slot]]:
@@ -138,6 +123,10 @@ class IntegerLayout:
                 yield part, self.spelling.groups, Slot(part.shape[1:], (part.columns,), None, True, stored=types)
             if self.spelling.shape:
                 yield part, self.spelling.shape, _checked_slot(part.shape, self.spelling.shape)
+            if self.spelling.smoothed:
+                yield part, SMOOTHING, smoothing_slot(part, index, weights)
+            for name in self.spelling.unused:
+                yield part, name, Slot((1,), (slice(0, 1),), None, True, stored=(*FLOATS, "I8", "I32"))
             yield from bias_slot(spec, part, weights)
             if self.spelling.spare_bias and not spec.bias:
                 yield part, "bias", _zeros_slot(part.shape[0])
@@ -147,6 +136,8 @@ class IntegerLayout:
         for the whole linear, or leaves groups in pieces."""
         if self.group_size % LEAST_GROUP:
             return f"kernels read {LEAST_GROUP} inputs at once, and groups are of {self.group_size}"
+        if why := why_not_common(weights):
+            return why
         parts = [self._unpack(index, part, weights) for index, part in enumerate(spec.parts)]
         order = self._common_order(parts)
         if isinstance(order, str):
@@ -167,8 +158,11 @@ class IntegerLayout:
 
     def dequantize(self, spec: LinearSpec, weights: Weights) -> Weights:
         parts = [self._unpack(index, part, weights) for index, part in enumerate(spec.parts)]
-        wide = [self._widened(part).to(spec.dtype) for part in parts]
-        plain: Weights = {"weight": _stacked(wide, spec.out_features)}
+        if self.spelling.smoothed:
+            wide = _stacked([self._widened(part).float() for part in parts], spec.out_features)
+            plain: Weights = {"weight": smoothed(spec, weights, wide)}
+        else:
+            plain = {"weight": _stacked([self._widened(part).to(spec.dtype) for part in parts], spec.out_features)}
         return {**plain, "bias": weights["bias"]} if "bias" in weights else plain
 
     def _stored(self, part: Part) -> Iterator[Stored]:
@@ -194,9 +188,11 @@ class IntegerLayout:
             }[axis]
             sides.append(self._words(part, axis, size, held) if axis == packed else (size, held))
         shape, source = zip(*(reversed(sides) if self.spelling.transposed else sides), strict=True)
+        if packed is None and self.spelling.flat_scales:
+            shape, source = shape[:1], source[:1]
         if packed is None:
             return Stored(name, shape, source, torch.float32, FLOATS, dummy=DUMMY_REACH / (1 << self.bits))
-        return Stored(name, shape, source, torch.int32, ("I32",), fill)
+        return Stored(name, shape, source, self.spelling.word, self.spelling.types, fill)
 
     def _groups(self, part: Part) -> tuple[int, slice]:
         """Return the number of groups of an output, and which of them this rank's columns are in. With act-order, they
@@ -216,14 +212,20 @@ class IntegerLayout:
     def _words(self, part: Part, axis: str, size: int, held: slice) -> tuple[int, slice]:
         """Return how many words hold `size` codes, and which of them hold those of `held`."""
         codes, words = self._unit
-        if size % WORD and words > 1:
-            raise ConfigError(f"{size} {axis}puts are packed in {self.bits} bits; accepted: multiples of {WORD}")
+        if size % codes and words > 1:
+            raise ConfigError(f"{size} {axis}puts are packed in {self.bits} bits; accepted: multiples of {codes}")
         return -(-size // codes) * words, slice(held.start // codes * words, -(-held.stop // codes) * words)
 
     @property
     def _unit(self) -> tuple[int, int]:
         """The fewest codes that fill whole words, and these words."""
-        return (WORD // self.bits, 1) if WORD % self.bits == 0 else (WORD, self.bits)
+        word = self._word
+        return (word // self.stored_bits, 1) if word % self.stored_bits == 0 else (word, self.stored_bits)
+
+    @property
+    def _word(self) -> int:
+        """The bits of a word."""
+        return self.spelling.word.itemsize * 8
 
     def _unpack(self, index: int, part: Part, weights: Weights) -> Loaded:
         """Return what `weights` hold of a part."""
@@ -234,13 +236,15 @@ class IntegerLayout:
             return held.transpose(-1, -2) if spelling.transposed else held
 
         codes, scales, zeros = plane(spelling.codes), plane(spelling.scales), None
+        scales = scales[..., None] if spelling.flat_scales else scales
         if spelling.packed == "in":
-            codes = self._codes(codes, part.columns)
+            codes = self._codes(spelling.codes, codes, part.columns)
         else:
-            codes = self._codes(codes.transpose(-1, -2), part.rows).transpose(-1, -2)
+            codes = self._codes(spelling.codes, codes.transpose(-1, -2), part.rows).transpose(-1, -2)
         if self.zeros != "none":
             words = plane(spelling.zeros).transpose(-1, -2)
-            zeros = self._codes(words, part.rows, self.zeros == "stored minus one").transpose(-1, -2)
+            minus_one = self.zeros == "stored minus one"
+            zeros = self._codes(spelling.zeros, words, part.rows, minus_one).transpose(-1, -2)
         if f"{index}.{spelling.groups}" not in weights:
             return Loaded(codes, scales, zeros, None)
         groups = weights[f"{index}.{spelling.groups}"].long()
@@ -257,19 +261,25 @@ class IntegerLayout:
             return Loaded(codes, scales[..., mine], None if zeros is None else zeros[..., mine], None)
         return Loaded(codes, scales, zeros, groups - start)
 
-    def _codes(self, words: Tensor, held: slice, plus_one: bool = False) -> Tensor:
-        """Return the codes [..., n] of `held`, shifted to kept_bits, given the words that hold them; `plus_one`: one
-        more than each."""
+    def _codes(self, name: str, words: Tensor, held: slice, plus_one: bool = False) -> Tensor:
+        """Return the codes [..., n] of `held`, shifted to kept_bits, given the words that hold them in the tensor
+        `name`; `plus_one`: one more than each."""
         per_unit, _ = self._unit
         words = words.clone(memory_format=torch.contiguous_format)  # also where a side of size 1 has another stride
-        if plus_one and WORD % self.bits == 0:  # in whole words, as GPTQ's tools do, so that a stored -1 is 0 again
-            words = words + sum(1 << first for first in range(0, WORD, self.bits))
-        codes = unpack_words(words, self.bits)
+        whole_words = self._word % self.stored_bits == 0
+        if plus_one and whole_words:  # as GPTQ's tools do, so that a stored -1 is 0 again
+            words = words + sum(1 << first for first in range(0, self._word, self.stored_bits))
+        codes = unpack_words(words, self.stored_bits)
         if self.spelling.interleaved:
             codes = codes.unflatten(-1, (-1, 8))[..., INTERLEAVED].flatten(-2)
         codes = codes[..., held.start % per_unit :][..., : held.stop - held.start]
-        if plus_one and WORD % self.bits:
+        if plus_one and not whole_words:
             codes = codes + 1 & (1 << self.bits) - 1
+        if self.spelling.signed:
+            codes = codes + (1 << self.bits - 1) & (1 << self.stored_bits) - 1
+        if self.stored_bits > self.bits and bool((codes >> self.bits).any()):
+            least = -(1 << self.bits - 1)
+            raise CheckpointError(f"{name} holds numbers beyond {self.bits} bits; accepted: {least} to {-least - 1}")
         return codes + self.shift if self.shift else codes
 
     def _size(self, scales: Tensor, codes: Tensor) -> int:
@@ -301,20 +311,6 @@ class IntegerLayout:
             zeros = None if zeros is None else zeros.take_along_dim(columns, -1)
         packed = pack(part.codes, scales, zeros, bits=self.kept_bits, group_size=size)
         return packed.dequantize(_stored_type(part.scales))
-
-
-def unpack_words(words: Tensor, bits: int) -> Tensor:
-    """Return the codes [..., n * 32 / bits] uint8 that are dense in words [..., n] int32."""
-    run = math.lcm(bits, 8)  # bits of the fewest codes that fill whole bytes
-    units = words.view(torch.uint8).unflatten(-1, (-1, run // 8))
-    codes = torch.empty(*units.shape[:-1], run // bits, dtype=torch.uint8, device=words.device)
-    for index in range(run // bits):
-        byte, shift = divmod(index * bits, 8)
-        code = units[..., byte] >> shift
-        if shift + bits > 8:
-            code = code | units[..., byte + 1] << 8 - shift
-        codes[..., index] = code & (1 << bits) - 1
-    return codes.flatten(-2)
 
 
 def _stored_type(scales: Tensor) -> torch.dtype:
@@ -356,6 +352,24 @@ def pack_quantized(format: WeightFormat, bits: int, group_size: int, symmetric: 
     """Return a new scheme for compressed-tensors' integers of 4 and 8 bits. Raises ConfigError."""
     _check_bits(bits, (4, 8))
     return _scheme(format, IntegerLayout(COMPRESSED, bits, group_size, "none" if symmetric else "stored", act_order))
+
+
+def int_quantized(format: WeightFormat, bits: int, group_size: int, symmetric: bool) -> Scheme:
+    """Return a new scheme for compressed-tensors' integers of 4 and 8 bits, a byte each. Raises ConfigError."""
+    _check_bits(bits, (4, 8))
+    return _scheme(format, IntegerLayout(UNPACKED, bits, group_size, "none" if symmetric else "stored"))
+
+
+def modelopt_awq(format: WeightFormat, bits: int, group_size: int) -> Scheme:
+    """Return a new scheme for ModelOpt's AWQ. Raises ConfigError."""
+    _check_bits(bits, (4,))
+    return _scheme(format, IntegerLayout(MODELOPT, bits, group_size, "none"))
+
+
+def modelopt_int8(format: WeightFormat, bits: int, group_size: int) -> Scheme:
+    """Return a new scheme for ModelOpt's integers of 8 bits with a scale an output. Raises ConfigError."""
+    _check_bits(bits, (8,))
+    return _scheme(format, IntegerLayout(MODELOPT_BYTES, bits, group_size, "none"))
 
 
 def awq(format: WeightFormat, bits: int, group_size: int, zero_point: bool) -> Scheme:

@@ -32,6 +32,9 @@ SCHEMES = {
     "nvfp4": SchemeEntry("headrace.quantization.fp4", "nvfp4"),
     "rounded": SchemeEntry("headrace.quantization.fp8", "fp8"),
     "pack_quantized": SchemeEntry("headrace.quantization.packed_layouts", "pack_quantized"),
+    "int_quantized": SchemeEntry("headrace.quantization.packed_layouts", "int_quantized"),
+    "modelopt_awq": SchemeEntry("headrace.quantization.packed_layouts", "modelopt_awq"),
+    "modelopt_int8": SchemeEntry("headrace.quantization.packed_layouts", "modelopt_int8"),
     "awq": SchemeEntry("headrace.quantization.packed_layouts", "awq"),
     "gptq": SchemeEntry("headrace.quantization.packed_layouts", "gptq"),
     "fp8_stored": SchemeEntry("headrace.quantization.fp8", "stored"),
@@ -41,8 +44,8 @@ SCHEMES = {
 LAYOUTS = {
     "fp8": ("fp8_stored",),
     "int8": ("int8",),
-    "int4": ("pack_quantized", "awq", "gptq"),
-    "w8a16": ("pack_quantized", "gptq"),
+    "int4": ("pack_quantized", "int_quantized", "modelopt_awq", "awq", "gptq"),
+    "w8a16": ("pack_quantized", "int_quantized", "modelopt_int8", "gptq"),
     "mxfp4": ("mxfp4",),
     "nvfp4": ("nvfp4",),
 }

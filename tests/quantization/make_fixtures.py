@@ -15,7 +15,7 @@ TOOL is one of TOOLS, with the version that made what is here:
 | gptqmodel | gptqmodel 7.7.0, its sdist | pack_original and dequantize_weight, out of their class |
 | auto-round | auto-round 0.16.1 | the QuantLinears that its exports of integers and of floats pack with |
 | quark | amd-quark 0.13 | Pack_fp4, to_e8m0_uint8 |
-| modelopt | nvidia-modelopt 0.47.0 | NVFP4QTensor |
+| modelopt | nvidia-modelopt 0.47.0 | NVFP4QTensor; pack_int4_in_uint8 of its export, TensorQuantizer |
 
 Each writes `fixtures/TOOL.safetensors`: linears by themselves, and the weights of tiny models whose config.json and
 greedy tokens are in the file's metadata. The tokens are those of transformers with the tool's own dequantization of
@@ -169,8 +169,11 @@ def compressed(fixtures: Fixtures) -> None:
     from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    def packer(form: str, dtype: torch.dtype, **args: Any) -> tuple[Pack, dict[str, Any]]:
-        scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**args))
+    def packer(
+        form: str, dtype: torch.dtype, inputs: dict[str, Any] | None = None, **args: Any
+    ) -> tuple[Pack, dict[str, Any]]:
+        activations = QuantizationArgs(**inputs) if inputs else None
+        scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**args), input_activations=activations)
         compressor = BaseCompressor.get_value_from_registry(form)
 
         def pack(weight: Tensor) -> Packed:
@@ -222,6 +225,20 @@ def compressed(fixtures: Fixtures) -> None:
         group = own["config_groups"]["group_0"] | {"targets": [f"re:{pattern}"], "format": integers}
         fields["config_groups"][f"group_{number}"] = group
     fixtures.model("mixed-dense", UNTIED, {pattern: pack for pattern, (pack, _) in groups.items()}, fields, fp32)
+
+    token = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    for bits, size, symmetric, dtype, shape in (
+        (4, 32, False, bf16, (22, 96)),
+        (4, 0, True, torch.float16, (13, 50)),
+        (8, 16, False, fp32, (20, 48)),
+    ):
+        how = {"strategy": "group", "group_size": size} if size else {"strategy": "channel"}
+        pack, _ = packer("int-quantized", dtype, token, num_bits=bits, type="int", symmetric=symmetric, **how)
+        fixtures.linear("int_quantized", pack, shape, bits=bits, group_size=size, symmetric=symmetric)
+    a8 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    afp8 = packer("int-quantized", bf16, token | {"type": "float"}, **a8)
+    fixtures.model("w4afp8-dense", DENSE, *afp8, bf16)
+    fixtures.model("w4a8-moe", MOE, *packer("int-quantized", bf16, token, **a8), bf16)
 
 
 def act_order(fixtures: Fixtures) -> None:
@@ -542,6 +559,38 @@ def modelopt(fixtures: Fixtures) -> None:
     fixtures.model("moe", MOE, pack, fields | {"ignore": ["lm_head", "model.layers.0.mlp.gate"]}, torch.bfloat16)
     awq = {key: value for key, value in fields.items() if key != "config_groups"} | {"quant_algo": "NVFP4_AWQ"}
     fixtures.model("awq-dense", DENSE, {r".*o_proj$": smoothed, r".*_proj$": pack}, awq, torch.bfloat16)
+    modelopt_integers(fixtures)
+
+
+def modelopt_integers(fixtures: Fixtures) -> None:
+    from modelopt.torch.export.quant_utils import pack_int4_in_uint8
+    from modelopt.torch.quantization.config import QuantizerAttributeConfig
+    from modelopt.torch.quantization.nn import TensorQuantizer
+
+    def packer(size: int, smoothed: bool = False, with_fp8: bool = False) -> Pack:
+        def pack(weight: Tensor) -> Packed:
+            factors = (torch.rand(weight.shape[1]) + 0.5).bfloat16().float() if smoothed else None
+            weight = weight if factors is None else weight / factors
+            quantizer = TensorQuantizer(QuantizerAttributeConfig(num_bits=4, block_sizes={-1: size}))
+            scale = weight.unflatten(1, (-1, size)).abs().amax(-1) / 7
+            stored = {"weight": pack_int4_in_uint8(weight, scale, size), "weight_scale": scale}
+            if with_fp8:  # W4A8's: of activations, and of what 4 bits say, which it rounds once more
+                stored |= {"weight_scale_2": torch.tensor(0.001), "input_scale": torch.tensor(0.01)}
+            codes = (weight / scale.repeat_interleave(size, 1)).round().clamp(-8, 7)
+            widened = codes * scale.repeat_interleave(size, 1)  # the tool divides by what the scale was made of
+            other = (widened - quantizer(weight)).abs() > 1e-6 * widened.abs()
+            assert other.float().mean() < 1e-3, "all but ties"
+            if factors is None:
+                return stored, widened
+            return stored | {"pre_quant_scale": factors.bfloat16()}, widened * factors
+
+        return pack
+
+    for size, shape in ((32, (22, 96)), (64, (40, 128)), (16, (12, 48))):
+        fixtures.linear("modelopt_awq", packer(size, with_fp8=size == 64), shape, bits=4, group_size=size)
+    fields = {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": 32, "ignore": ["lm_head", "*.gate"]}
+    packs = {r".*o_proj$": packer(32, smoothed=True), r".*_proj$": packer(32)}
+    fixtures.model("int4-awq-moe", MOE, packs, fields, torch.bfloat16)
 
 
 def without_init(*packages: str) -> None:

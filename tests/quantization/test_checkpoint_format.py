@@ -61,7 +61,8 @@ QUARK_FP8 = {
 MX8 = {"activations": "block", "block": (1, 32), "scale": "block"}
 QUARK_MX = {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}}
 
-W4A8 = ("W4A8_NVFP4_FP8", "W4A8_MXFP4_FP8")
+ROUNDED = ("NVFP4_AWQ", "MXFP4", "W4A8_NVFP4_FP8", "W4A8_MXFP4_FP8", "W4A8_AWQ", "W8A8_SQ_PER_CHANNEL")
+"""what ModelOpt rounds activations for"""
 CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, dict[str, Any]]]]] = {
     "w4a16": (compressed("pack-quantized", group(W4)), {Q: ("pack_quantized", PACKED), HEAD: PLAIN}),
     "w4a16 a channel, asymmetric": (
@@ -87,6 +88,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, dict[str, Any]]]]] =
         ),
         {Q: ("int8", {"scale": "tensor", "activations": "tensor", "symmetric": False})},
     ),
+    "w4a8, a byte for every code": (
+        compressed("int-quantized", group(W4, {**TOKEN, "type": "int"})),
+        {Q: ("int_quantized", {"bits": 4, "group_size": 128, "symmetric": True})},
+    ),
+    "w8a8 in groups with zero points": (
+        compressed("int-quantized", group({**W4, "num_bits": 8, "symmetric": False}, {**TOKEN, "type": "int"})),
+        {Q: ("int_quantized", {"bits": 8, "group_size": 128, "symmetric": False})},
+    ),
+    "w4afp8, packed": (compressed("pack-quantized", group(W4, TOKEN)), {Q: ("pack_quantized", PACKED)}),
     "fp8 dynamic": (
         compressed("float-quantized", group(floats("channel"), TOKEN), ignore=("re:.*lm_head", f"{LAYER}.mlp")),
         {Q: ("fp8_stored", {**STORED, "scale": "channel"}), DOWN: PLAIN, HEAD: PLAIN},
@@ -317,6 +327,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, dict[str, Any]]]]] =
             Q: {"quant_algo": "FP8"}, EXPERT: {"quant_algo": "NVFP4", "group_size": 16}}}, "quant_method": "modelopt"},
         {Q: ("fp8_stored", {**STORED, "activations": "tensor"}), EXPERT: ("nvfp4", {"names": "modelopt"}), OUT: PLAIN},
     ),
+    "modelopt's awq": (
+        {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": 64, "has_zero_point": False,
+         "pre_quant_scale": True, "ignore": [HEAD]},
+        {Q: ("modelopt_awq", {"bits": 4, "group_size": 64}), HEAD: PLAIN},
+    ),
     "gpt-oss": (
         {"quant_method": "mxfp4", "modules_to_not_convert": [
             "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", HEAD]},
@@ -341,6 +356,11 @@ def test_configs_as_tools_write_them(name: str) -> None:
         ("nvfp4", True),
         ("modelopt's older file", True),
         ("modelopt mixed", True),
+        ("w4a8, a byte for every code", True),
+        ("w8a8 in groups with zero points", True),
+        ("w4afp8, packed", True),
+        ("w8a8 in integers", False),
+        ("modelopt's awq", False),
         ("mxfp4", False),
         ("mxfp8", False),
     ],
@@ -365,12 +385,15 @@ def test_activations_of_quarks_mxfp4(bits: int) -> None:
         ("W4A16_NVFP4", "nvfp4", {"names": "modelopt"}),
         ("W4A8_NVFP4_FP8", "nvfp4", {"names": "modelopt", "group_size": 32}),
         ("MXFP4", "mxfp4", {"names": "quark"}), ("W4A8_MXFP4_FP8", "mxfp4", {"names": "quark"}),
+        ("W4A8_AWQ", "modelopt_awq", {"bits": 4, "group_size": 128}),
+        ("W8A16", "modelopt_int8", {"bits": 8, "group_size": 0}),
+        ("W8A8_SQ_PER_CHANNEL", "modelopt_int8", {"bits": 8, "group_size": 0}),
     ],
 )  # fmt: skip
 def test_modelopts_further_algorithms(algorithm: str, layout: str, settings: dict[str, Any]) -> None:
     found = read_format({"quant_method": "modelopt", "quant_algo": algorithm, "ignore": [HEAD]})
     assert (found.default.layout, dict(found.default.settings)) == (layout, settings)
-    assert any("they keep 16 bits here" in note for note in found.notes) == (algorithm in ("NVFP4_AWQ", "MXFP4", *W4A8))
+    assert any("they keep 16 bits here" in note for note in found.notes) == (algorithm in ROUNDED)
 
 
 @pytest.mark.parametrize(
@@ -478,8 +501,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
      '"uint4"; must be one of fp8_e4m3'),
     ({"quant_method": "quark", "global_quant_config": {"weight": [{}, {}]}},
      "`.*weight` rounds in 2 stages; accepted: one"),
-    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
-     '"W4A8_AWQ"; must be one of FP8, FP8_PER_CHANNEL_PER_TOKEN'),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4_SVD"},
+     '"NVFP4_SVD"; must be one of FP8, FP8_PER_CHANNEL_PER_TOKEN'),
+    ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "has_zero_point": True},
+     "has_zero_point` is true; must be false for W4A16_AWQ"),
+    (compressed("int-quantized", group({"num_bits": 4, "strategy": "tensor"}, TOKEN)),
+     '"tensor"; must be one of channel, group'),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "group_size` is 32; must be 16"),
 ]  # fmt: skip
 
@@ -660,5 +687,23 @@ def test_modelopts_older_exports_keep_it_in_a_file_beside(tmp_path: Path) -> Non
     assert read_format(ModelConfig.from_folder(tmp_path).quantization).default.layout == "fp8_stored"
     (tmp_path / "config.json").write_text(json.dumps({**raw, "quantization_config": CASES["awq"][0]}))
     assert read_format(ModelConfig.from_folder(tmp_path).quantization).method == "awq"
+
+
+def test_modelopts_size_of_groups_is_in_the_file_beside(tmp_path: Path) -> None:
+    """Its config.json repeats the name of the algorithm, and not that."""
+    own = {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "ignore": [HEAD], "producer": {"name": "modelopt"}}
+    beside = {"quant_algo": "W4A16_AWQ", "group_size": 32, "exclude_modules": [HEAD]}
+    (tmp_path / "config.json").write_text(json.dumps({**model(None).raw, "quantization_config": own}))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": beside}))
+    found = read_format(ModelConfig.from_folder(tmp_path).quantization)
+    assert dict(found.default.settings) == {"bits": 4, "group_size": 32}
+    beside["quant_algo"] = "NVFP4"  # of another checkpoint
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": beside}))
+    found = read_format(ModelConfig.from_folder(tmp_path).quantization)
+    assert dict(found.default.settings) == {"bits": 4, "group_size": 128}
+
+
+def test_the_old_name_of_the_field() -> None:
+    raw = {name: value for name, value in model(None).raw.items() if name != "quantization_config"}
     old_name = {**raw, "compression_config": CASES["w4a16"][0]}
     assert read_format(ModelConfig.from_dict(old_name).quantization).method == "compressed-tensors"

@@ -109,7 +109,8 @@ def test_kernels_read_the_same_weights(fixture: Fixture) -> None:
     torch.testing.assert_close(packed.dequantize(torch.float32), expected.float(), rtol=close, atol=0)
     settings, inputs = fixture.settings, fixture.shape[1]
     assert packed.in_features == inputs
-    assert (packed.zeros is None) == (packed.values == "e2m1" or settings.get("symmetric", False))
+    symmetric = packed.values == "e2m1" or settings.get("symmetric", fixture.layout == "modelopt_awq")
+    assert (packed.zeros is None) == symmetric
     assert (packed.order is not None) == settings.get("act_order", False)
     if packed.scales.is_floating_point() and packed.values == "integer":
         assert packed.scales.dtype == expected.dtype  # what the checkpoint holds, and no more
@@ -279,6 +280,49 @@ def test_small_groups_are_widened() -> None:
     assert torch.equal(fixture.scheme.layout.dequantize(spec, weights)["weight"], fixture.tensors["expected"].float())
     packed = fixture.scheme.layout.packed(spec, weights)  # type: ignore[attr-defined]
     assert packed == "kernels read 16 inputs at once, and groups are of 8"
+
+
+def test_bytes_that_hold_more_than_a_code_are_refused() -> None:
+    fixture = one_of("int_quantized", bits=4, symmetric=True)
+    spec = alone(fixture, torch.float32)
+    codes = fixture.tensors["weight"].clone()
+    codes[3, 5] = 8
+    with pytest.raises(CheckpointError, match=r"^weight holds numbers beyond 4 bits; accepted: -8 to 7$"):
+        fixture.scheme.layout.dequantize(spec, load(fixture, spec, weight=codes))
+
+
+def test_numbers_for_inputs_make_integers_of_several_parts_wide() -> None:
+    """One number an input for a whole linear multiplies activations; parts with their own are widened."""
+    fixture = one_of("modelopt_awq")
+    outputs, inputs = fixture.shape
+    spec = column_spec(inputs, [("a", outputs, outputs, 0), ("b", outputs, outputs, 0)], torch.float32)
+    weights, factors, expected = load(fixture, spec), torch.rand(2, inputs) + 0.5, fixture.tensors["expected"]
+    layout = fixture.scheme.layout
+    weights["smoothing"][:] = factors[0]
+    assert isinstance(layout.packed(spec, weights), PackedWeight)  # type: ignore[attr-defined]
+    weights["smoothing"][:] = factors
+    assert "in each part" in layout.packed(spec, weights)  # type: ignore[attr-defined]
+    wide = layout.dequantize(spec, weights)["weight"]
+    assert torch.equal(wide, torch.cat([expected * one for one in factors]))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_modelopts_bytes_have_a_scale_an_output(rank: int) -> None:
+    """As its int8 is exported: scales [out], and what SmoothQuant multiplies inputs by."""
+    scheme = make_scheme(linear_format(FORMATS["w8a16"], "modelopt_int8", bits=8, group_size=0))
+    codes, scale, factors = torch.randint(-128, 128, (15, 46), dtype=torch.int8), torch.rand(15), torch.rand(46) + 0.5
+    spec = row_spec("y", 46, 15, Group(rank, 2), torch.float32)
+    weights = scheme.layout.create_weights(spec, CPU)
+    given = {"weight": codes, "weight_scale": scale, "pre_quant_scale": factors}
+    for _, name, slot in scheme.layout.slots(spec, weights):
+        if name != "input_scale":
+            assert given[name].shape == slot.shape
+            slot.put(given[name][slot.source])
+    mine = spec.parts[0].columns
+    expected = codes.float() * scale[:, None] * factors
+    assert torch.equal(scheme.layout.dequantize(spec, weights)["weight"], expected[:, mine])
+    packed = scheme.layout.packed(spec, weights)  # type: ignore[attr-defined]
+    torch.testing.assert_close(packed.dequantize(torch.float32) * factors[mine], expected[:, mine])
 
 
 def test_a_shape_that_contradicts_itself_and_a_bias_too_many_are_refused() -> None:

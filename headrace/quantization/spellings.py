@@ -1,0 +1,91 @@
+"""Lists how tools that quantize to integers name their tensors, and how their codes lie."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Axis = Literal["out", "in", "groups"]
+INTERLEAVED = [0, 4, 1, 5, 2, 6, 3, 7]
+"""where in a word of AutoAWQ's its first code is, its second, ..."""
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """Names a format's tensors and says how they lie."""
+
+    codes: str
+    scales: str
+    zeros: str = ""
+    """packed along the outputs, in all formats"""
+    groups: str = ""
+    """the group of each input (act-order); empty: the format has no such tensor"""
+    shape: str = ""
+    """a tensor that repeats the weight's shape, which is checked; empty: there is none"""
+    unused: tuple[str, ...] = ()
+    """scales of activations, and of weights that are rounded once more, which stay as they are here"""
+    transposed: bool = False
+    """[in, out] and [groups, out], not [out, in] and [out, groups]"""
+    packed: Axis = "in"
+    """the side along which codes are packed"""
+    interleaved: bool = False
+    """Eight codes are in a word as INTERLEAVED says, zeros too."""
+    spare_bias: bool = False
+    """Linears without a bias may be stored with one of zeros."""
+    word: torch.dtype = torch.int32
+    """what codes are packed into"""
+    types: tuple[str, ...] = ("I32",)
+    """its names in safetensors"""
+    stored_bits: int = 0
+    """what a code takes of its word; 0: its own bits"""
+    signed: bool = False
+    """Codes and zeros are in two's complement; else they count from the least."""
+    flat_scales: bool = False
+    """Scales of one group are [out]."""
+    smoothed: bool = False
+    """Inputs may be multiplied by AWQ's numbers (smoothing.py)."""
+
+
+AWQ = Spelling("qweight", "scales", "qzeros", transposed=True, packed="out", interleaved=True)
+GPTQ = Spelling("qweight", "scales", "qzeros", "g_idx", transposed=True, spare_bias=True)
+COMPRESSED = Spelling(
+    "weight_packed",
+    "weight_scale",
+    "weight_zero_point",
+    "weight_g_idx",
+    "weight_shape",
+    ("input_scale", "input_zero_point"),
+)
+UNPACKED = Spelling(
+    "weight", "weight_scale", "weight_zero_point", unused=("input_scale", "input_zero_point"),
+    word=torch.int8, types=("I8",), stored_bits=8, signed=True,
+)  # fmt: skip
+"""compressed-tensors, where it takes a byte for every code"""
+MODELOPT = Spelling(
+    "weight", "weight_scale", unused=("input_scale", "weight_scale_2"), packed="out",
+    word=torch.uint8, types=("U8",), signed=True, smoothed=True,
+)  # fmt: skip
+"""ModelOpt's AWQ; `weight_scale_2` is that of fp8, to which W4A8 rounds what 4 bits say"""
+MODELOPT_BYTES = Spelling(
+    "weight", "weight_scale", unused=("input_scale",), word=torch.int8, types=("I8",), stored_bits=8, signed=True,
+    smoothed=True, flat_scales=True,
+)  # fmt: skip
+"""ModelOpt's integers of 8 bits, whose smoothing (SmoothQuant's) is as AWQ's"""
+
+
+def unpack_words(words: Tensor, bits: int) -> Tensor:
+    """Return the codes [..., n * 32 / bits] uint8 that are dense in words [..., n] int32."""
+    run = math.lcm(bits, 8)  # bits of the fewest codes that fill whole bytes
+    units = words.view(torch.uint8).unflatten(-1, (-1, run // 8))
+    codes = torch.empty(*units.shape[:-1], run // bits, dtype=torch.uint8, device=words.device)
+    for index in range(run // bits):
+        byte, shift = divmod(index * bits, 8)
+        code = units[..., byte] >> shift
+        if shift + bits > 8:
+            code = code | units[..., byte + 1] << 8 - shift
+        codes[..., index] = code & (1 << bits) - 1
+    return codes.flatten(-2)
