@@ -94,6 +94,8 @@ DENSE: dict[str, dict[str, Any]] = {
     "fp8-static": compressed("float-quantized", floats("tensor"), floats("tensor")),
     "fp8-block": BLOCKS,
     "mxfp8": MODELOPT | {"quant_algo": "MXFP8"},
+    "modelopt-awq": MODELOPT | {"quant_algo": "W4A16_AWQ", "group_size": GROUP},
+    "modelopt-w8a16": MODELOPT | {"quant_algo": "W8A16"},
     "nvfp4": NVFP4,
     "modelopt-nvfp4": MODELOPT | {"quant_algo": "NVFP4"},
     "mxfp4": compressed("mxfp4-pack-quantized", MXFP4_WEIGHT),
