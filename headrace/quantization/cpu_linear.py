@@ -23,7 +23,7 @@ FEW_TOKENS = 4
 """Below this many tokens reading the weight takes the time, from it on computing does."""
 IN_CACHE = 16 << 20
 """A model with fewer bytes of weights keeps them in the CPU's cache between steps; a larger one's come from memory."""
-PACKED_FROM = 1 << 17
+PACKED_FROM = 1 << 16
 """the fewest elements of a float32 weight that is packed in such a small model: smaller products end sooner without"""
 
 
