@@ -38,14 +38,23 @@ def unique_items(self: Rewriter, schema: Mapping[str, Any], value: Any, base: st
     return value
 
 
+def count_of(value: Any) -> int | None:
+    """Return a count, which may be written as 2.0; None: it is no integer of at least 0."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
 def contains(self: Rewriter, schema: Mapping[str, Any], value: Any, base: str, where: str) -> list[Any]:
     """Return arrays whose first few items have those that must be there; where there may be but so many, no others fit
     the schema."""
-    least, most = schema.get("minContains", 1), schema.get("maxContains")
-    for name, count in (("minContains", least), ("maxContains", 0 if most is None else most)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            around = where.removesuffix("contains")
-            raise RequestError(f"{around}{name} must be an integer of at least 0, got {quoted(count)}", self.field)
+    least, most = count_of(schema.get("minContains", 1)), count_of(schema.get("maxContains", 0))
+    for name, count in (("minContains", least), ("maxContains", most)):
+        if count is None:
+            around, wrong = where.removesuffix("contains"), quoted(schema[name])
+            raise RequestError(f"{around}{name} must be an integer of at least 0, got {wrong}", self.field)
+    assert least is not None
+    most = most if "maxContains" in schema else None
     if not least and most is None:
         return []
     if least > MAX_WAYS:
@@ -78,8 +87,8 @@ def _num_described(self: Rewriter, schema: Any, base: str, where: str, depth: in
     if not isinstance(schema, Mapping) or depth > MAX_PLACES:
         return 0
     items = schema.get("items", schema.get("prefixItems", []))
-    if "additionalItems" in schema or ("items" in schema and not isinstance(items, list)):
-        return None
+    if "items" in schema and (not isinstance(items, list) or "additionalItems" in schema):
+        return None  # without items in a list, additionalItems says nothing
     parts = [*self.list_of(schema.get("allOf", []), where)]
     if "$ref" in schema:
         parts.append(self.resolve(base, where, {"$ref": schema["$ref"]}))

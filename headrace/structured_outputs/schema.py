@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.errors import RequestError, quoted
-from headrace.structured_outputs.array_keywords import unique_items
+from headrace.structured_outputs.array_keywords import count_of, unique_items
 from headrace.structured_outputs.drafts import as_newest, draft_of
 from headrace.structured_outputs.formats import FORMATS, NATIVE_FORMATS
 from headrace.structured_outputs.grammar import Grammar, of_schema
@@ -226,10 +226,9 @@ class Rewriter:
         if keyword in ("minimum", "maximum") and schema.get("exclusive" + keyword.capitalize()) is True:
             return
         if keyword in COUNTS:
-            if isinstance(value, float) and value.is_integer():
-                value = int(value)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise self._refuse(path, keyword, f"must be an integer of at least 0, got {quoted(value)}")
+            given, value = value, count_of(value)
+            if value is None:
+                raise self._refuse(path, keyword, f"must be an integer of at least 0, got {quoted(given)}")
             if keyword.startswith("max"):
                 if value > MAX_REPEAT:
                     return  # no answer is that long
