@@ -93,7 +93,7 @@ def _params(serving: Serving, request: ChatCompletionRequest) -> SamplingParams:
                             ("top_logprobs", 0, MAX_LOGPROBS)):  # fmt: skip
         if (value := getattr(request, name)) is not None:
             check_integer(name, value, low, high)
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
     check_choices([""], request.n)
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens

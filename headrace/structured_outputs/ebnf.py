@@ -150,7 +150,8 @@ class _Converter:
             raise self._error(token, "is not expected here")
         while self._peek().kind == "repeat":
             least, most = self._counts(self._next())
-            found = ["(", *found, f"){{{least},{'' if most is None else most}}}"]
+            # Lark takes no {0}
+            found = ['""'] if most == 0 else ["(", *found, f"){{{least},{'' if most is None else most}}}"]
         return found
 
     def _counts(self, token: _Token) -> tuple[int, int | None]:

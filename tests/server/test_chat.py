@@ -106,6 +106,10 @@ def test_logprobs() -> None:
     assert alone == [{"token": "O", "logprob": -1.0, "bytes": [79], "top_logprobs": []}]
 
 
+def test_no_top_logprobs_may_be_asked_for_without_logprobs() -> None:
+    assert chat(make_app(), max_tokens=1, top_logprobs=0).json()["choices"][0]["logprobs"] is None
+
+
 def test_prompt_logprobs() -> None:
     answer = chat(make_app(), max_tokens=1, prompt_logprobs=0, return_token_ids=True).json()
     assert len(answer["prompt_logprobs"]) == len(answer["prompt_token_ids"]) == answer["usage"]["prompt_tokens"]

@@ -15,6 +15,7 @@ CASES = [
     ('root ::= item+\nitem ::=\n  "x" |\n  "y"  # a comment: root ::= "z"\n', ["x", "xyx"], ["", "z"]),
     ('\n  root ::= list\n  list ::= "[" (num ("," num)*)? "]"\n  num ::= "-"? [0-9]+\n', ["[]", "[1,-22]"], ["[1,]"]),
     (r'root ::= "\u00e9\x41\n\"\\" [\x30-\x39\]\-a] [^\n"]', ['éA\n"\\3x', 'éA\n"\\-]'], ['éA\n"\\bx', 'éA\n"\\3"']),
+    ('root ::= "a"{0} [b-d]{0,0}{2} "e"?', ["", "e"], ["a", "be"]),
     ('root ::= "a"{2,3} "b"{,2} "c"{1,}', ["aac", "aaabbccc"], ["ac", "aab", "aaaac"]),
     ("root ::= 'single' | .", ["single", "é", "\n"], ["", "xx"]),
     ('root ::= fooBar foo-bar foo_bar\nfooBar ::= "1"\nfoo-bar ::= "2"\nfoo_bar ::= "3"', ["123"], ["12"]),
