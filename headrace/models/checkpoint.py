@@ -45,6 +45,13 @@ class StoredTensor:
     """a key of TYPES or PACKED_BITS"""
     offset: int
     """of its first byte in the file"""
+    within: str = ""
+    """the name of the tensor in the file that it is a part of, if it is none itself"""
+
+    @property
+    def shown(self) -> str:
+        """How errors name it."""
+        return f"{self.name!r} within {self.within!r}" if self.within else repr(self.name)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -135,7 +142,7 @@ def unstacked(tensors: list[StoredTensor], names: Mapping[str, InOne]) -> Iterat
         if held is None:
             yield one
         elif not held.experts:
-            yield replace(one, name=f"{held.linears[0]}.{tensor}")
+            yield replace(one, name=f"{held.linears[0]}.{tensor}", within=one.name)
         elif tensor != "weight_shape":  # that of all experts together
             yield from _each_expert(one, tensor, held)
 
@@ -152,7 +159,7 @@ def _each_expert(one: StoredTensor, tensor: str, held: InOne) -> Iterator[Stored
     for expert in range(held.experts):
         for linear in held.linears:
             name = f"{linear.format(expert)}.{tensor}"
-            yield replace(one, name=name, shape=shape, offset=one.offset + expert * size)
+            yield replace(one, name=name, shape=shape, offset=one.offset + expert * size, within=one.name)
 
 
 def stored_tensors(file: Path) -> list[StoredTensor]:

@@ -58,8 +58,8 @@ def _diagnosis(stored: StoredTensor, source: tuple[slice, ...]) -> str:
     values = (values.view(torch.float8_e8m0fnu) if values.dtype == torch.uint8 else values).float()
     wrong = int((~values.isfinite()).sum())
     if wrong:
-        return f"tensor {stored.name!r} ({wrong} of {values.numel()} values are NaN or Inf; download the model again)"
+        return f"tensor {stored.shown} ({wrong} of {values.numel()} values are NaN or Inf; download the model again)"
     largest = float(values.abs().max())
     return (
-        f"tensor {stored.name!r} (values up to {largest:g} overflow the model's type; use --dtype bfloat16 or float32)"
+        f"tensor {stored.shown} (values up to {largest:g} overflow the model's type; use --dtype bfloat16 or float32)"
     )

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -250,15 +250,15 @@ def fill_from_checkpoint(
     """Copy every tensor's slice into its slot. Names may have the prefix `model.` or not. What the files' headers tell
     is checked before anything else is read; `tensors_of` reads them."""
     found = match_checkpoint(slots, folder, tied, tensors_of)
-    num_bytes = total_bytes(checkpoint_files(folder))
+    files = checkpoint_files(folder)
     wanted = (one for one in found.values() if one.slot.destination is not None)
-    with _one_thread(), _progress(num_bytes) as advance, closing(read_slices(wanted)) as reading:
+    with _one_thread(), _progress(files) as reached, closing(read_slices(wanted)) as reading:
         for _, tensors in groupby(reading, lambda read: read[0].stored.file):
             check = FiniteCheck()
             for one, values in tensors:
                 _take(one, values, check)
                 del values  # before the next one's memory is made
-                advance(one.stored)
+                reached(one.stored)
             check.finish()
 
 
@@ -317,13 +317,12 @@ def _check(stored: StoredTensor, slot: Slot) -> None:
     scalar = slot.optional and slot.shape == (1,) and stored.shape == ()
     if stored.shape != slot.shape and stored.shape not in slot.shapes and not scalar:
         raise CheckpointError(
-            f"tensor {stored.name!r} in {stored.file.name} has shape {list(stored.shape)}, "
+            f"tensor {stored.shown} in {stored.file.name} has shape {list(stored.shape)}, "
             f"config.json asks for {' or '.join(str(list(shape)) for shape in (slot.shape, *slot.shapes))}"
         )
     if stored.dtype not in slot.stored:
         raise CheckpointError(
-            f"tensor {stored.name!r} in {stored.file.name} is of type {stored.dtype}; "
-            f"accepted: {', '.join(slot.stored)}"
+            f"tensor {stored.shown} in {stored.file.name} is of type {stored.dtype}; accepted: {', '.join(slot.stored)}"
         )
 
 
@@ -354,11 +353,14 @@ def _uniform(tensor: Tensor, generator: torch.Generator, e8m0: bool) -> Tensor:
 
 
 @contextmanager
-def _progress(total_bytes: int) -> Iterator[Callable[[StoredTensor], None]]:
-    """Show a progress bar on stderr if that is a terminal and loading takes long enough."""
-    if total_bytes < PROGRESS_FROM_BYTES or not sys.stderr.isatty():
+def _progress(files: list[Path]) -> Iterator[Callable[[StoredTensor], None]]:
+    """Show a progress bar on stderr if that is a terminal and loading takes long enough. What it yields is told each
+    tensor that is loaded, in the files' order: all before it counts, also what this rank does not read."""
+    total = total_bytes(files)
+    if total < PROGRESS_FROM_BYTES or not sys.stderr.isatty():
         yield lambda stored: None
         return
+    before = dict(zip(files, accumulate((file.stat().st_size for file in files), initial=0), strict=False))
     columns = (
         TextColumn("Loading weights"),
         BarColumn(),
@@ -367,5 +369,5 @@ def _progress(total_bytes: int) -> Iterator[Callable[[StoredTensor], None]]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=total_bytes)
-        yield lambda stored: progress.advance(task, stored.num_bytes)
+        task = progress.add_task("", total=total)
+        yield lambda stored: progress.update(task, completed=before[stored.file] + stored.offset + stored.num_bytes)

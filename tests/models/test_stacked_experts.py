@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from headrace.errors import CheckpointError
 from headrace.kernels.packed import E2M1
 from headrace.layers.moe import SparseMoE
 from headrace.model_config import ModelConfig
+from headrace.models import loader
 from headrace.models.loader import load_model
 
 PROMPTS = [[5], [17, 3, 99], list(range(20, 45))]
@@ -164,9 +166,9 @@ SPOILT: dict[str, tuple[str, Callable[[Tensor], Tensor | None], str]] = {
     "no scales": ("_scale_inv", lambda one: None, r"lacks .*experts\.0\.gate_proj\.weight_scale_inv, "),
     "not spoilt": ("", lambda one: one, ""),
     "too few experts": ("", lambda one: one[:-1], r"gate_up_proj' .* shape \[9, 80, 64\], .* asks for 10 experts"),
-    "too few rows": ("", lambda one: one[:, :-1], r"gate_proj\.weight' .* shape \[79, \d+\], .* for \[80, \d+\]"),
+    "too few rows": ("", lambda one: one[:, :-1], r"0\.gate_proj\.weight' within '.*gate_up_proj' .* \[79, .* \[80, "),
     "scales of another block": ("_scale_inv", lambda one: one[:, :-1], r"weight_scale_inv' .* \[4, \d\], .* \[5, \d\]"),
-    "NaN": ("_scale_inv", lambda one: one.fill_(math.nan), r"weight_scale_inv' \(\d+ of \d+ values are NaN"),
+    "NaN": ("_scale_inv", lambda one: one.fill_(math.nan), r"gate_up_proj_scale_inv' \(\d+ of \d+ values are NaN"),
 }
 
 
@@ -184,6 +186,18 @@ def test_a_spoilt_tensor_of_all_experts_is_refused_by_name(case: str, tmp_path: 
     with pytest.raises(CheckpointError, match=message) as error:
         Driver(tmp_path / "model")
     assert "\n" not in str(error.value)
+
+
+def test_progress_counts_bytes_that_gate_and_up_share_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stacked(tmp_path / "model", "Qwen3MoeForCausalLM", "fp8 in blocks")
+    shard(tmp_path / "model")
+    reached: list[int] = []
+    monkeypatch.setattr(loader, "PROGRESS_FROM_BYTES", 0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(loader.Progress, "update", lambda self, task, completed: reached.append(completed))
+    Driver(tmp_path / "model")
+    assert reached == sorted(reached)
+    assert reached[-1] == sum(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))
 
 
 # ---- gpt-oss as other tools write it
