@@ -162,7 +162,7 @@ def _leave_scales_of_other_caches(config: ModelConfig, layers: list[tuple[str, L
 
 @contextmanager
 def _named(path: str) -> Iterator[None]:
-    """Put the layer's name in front of what its weight format refuses."""
+    """Put the name of a layer or tensor in front of what its weight format refuses."""
     try:
         yield
     except (CheckpointError, ConfigError) as error:
@@ -278,7 +278,8 @@ def _take(one: Wanted, values: Tensor, check: FiniteCheck) -> None:
     """Put what was read where it belongs, if it is not there, and check it."""
     slot = one.slot
     if one.into is None:
-        slot.put(values)
+        with _named(f"tensor {one.stored.name!r} in {one.stored.file.name}"):
+            slot.put(values)
     if not slot.optional:  # scales, whose readers report more about them
         values = values.view(torch.float8_e8m0fnu) if slot.e8m0 else values
         check.add(one.stored, one.source, values)  # what `put` made may hide it: an fp8 weight cannot be Inf

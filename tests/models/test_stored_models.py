@@ -112,7 +112,7 @@ NAN = r"\d+ of \d+ values are NaN"
         (("autoawq", "dense"), f"{Q}.qweight", lambda one: one[:, :-1], r"shape \[64, 7\], .*\[64, 8\]"),
         (("auto-gptq", "3-bit-dense"), f"{Q}.qweight", lambda one: one[:-1], r"shape \[5, 64\], .*\[6, 64\]"),
         (CT, f"{Q}.weight_packed", torch.Tensor.long, "of type I64; accepted: I32"),
-        (CT, f"{Q}.weight_shape", lambda one: one + 1, r"weight_shape is \[65, 65\]"),
+        (CT, f"{Q}.weight_shape", lambda one: one + 1, r"^tensor '.*q_proj\.weight_shape' in .*is \[65, 65\]"),
         (CT, f"{Q}.weight_scale", lambda one: one * torch.nan, rf"q_proj\.weight_scale' \({NAN}"),
         (("quark", "dense"), f"{Q}.weight_scale", lambda one: one.fill_(255), rf"q_proj\.weight_scale' \({NAN}"),
         (("modelopt", "dense"), f"{Q}.weight_scale", lambda one: one.view(torch.uint8).fill_(127).view(one.dtype), NAN),
