@@ -32,7 +32,8 @@ def read_format(quantization: dict[str, Any] | None) -> CheckpointFormat:
     if not quantization:
         return CheckpointFormat()
     fields = Fields(quantization, "config.json", "quantization_config.")
-    method = fields.text("quant_method", "modelopt" if "quant_algo" in quantization else "").lower()
+    of_modelopt = not quantization.keys().isdisjoint(("quant_algo", "quantization"))
+    method = fields.text("quant_method", "modelopt" if of_modelopt else "").lower()
     if method not in METHODS:
         raise UnsupportedModelError(
             f"config.json: quantization_config.quant_method {method or 'unnamed'!r} is not served; served: "
