@@ -156,6 +156,8 @@ class StoredLayout:
             scale = weights["input_scale"] * of_e4m3fn(narrow)
             zero = weights.get("input_zero_point")
             largest = scale.amax()
+            if not bool(largest > 0):
+                raise CheckpointError(f"input_scale is {float(largest):g}; accepted: a positive number")
             given = torch.stack((largest, torch.zeros_like(largest))) if zero is None else _common(scale, zero)
             return Rounding(narrow, given=given, zeros=zero is not None)
         bound = weights["input_scale_ub"].amin().view(1) if self._may_be_bounded else None
@@ -282,7 +284,9 @@ def _store_block_scales(place: Tensor, factor: float, rows: range, height: int, 
 
 
 def _common(scales: Tensor, zeros: Tensor) -> Tensor:
-    """Return the scale and the zero point of a range that holds those of all parts."""
+    """Return the scale and the zero point of a range that holds those of all parts: their own where they are alike."""
+    if bool((scales == scales.flatten()[0]).all() & (zeros == zeros.flatten()[0]).all()):
+        return torch.stack((scales.flatten()[0], zeros.flatten()[0]))
     low, high = ((-128.0 - zeros) * scales).amin(), ((127.0 - zeros) * scales).amax()
     scale = (high - low) / 255.0
     return torch.stack((scale, (-128.0 - low / scale).round()))

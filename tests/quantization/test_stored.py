@@ -208,6 +208,26 @@ def test_zero_points_of_parts_give_way_to_a_range_that_holds_both(generator: tor
     assert float((out - exact).norm() / exact.norm()) < 0.006
 
 
+def test_parts_with_one_range_keep_it_to_the_bit(generator: torch.Generator) -> None:
+    """A scale that is computed once more rounds numbers half-way between two integers otherwise."""
+    layer = MergedColumnParallelLinear(32, {"a": 16, "b": 16}, Group(0, 1), torch.float32, False)
+    layout: Any = int8_scheme("tensor", "tensor", False).layout
+    weights = layout.create_weights(layer.spec, CPU)
+    for scale in torch.rand(50, generator=generator):
+        weights["input_scale"].fill_(scale)
+        weights["input_zero_point"].fill_(10)
+        assert torch.equal(layout.rounding(layer.spec, weights).given, torch.stack((scale, torch.tensor(10.0))))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.01])
+def test_a_static_scale_that_is_not_positive_is_refused(scale: float, generator: torch.Generator) -> None:
+    part = fp8_part(generator, (16, 32), torch.tensor([0.3]))
+    part.tensors["input_scale"] = torch.tensor(scale)
+    layer = RowParallelLinear(32, 16, Group(0, 1), torch.float32, False)
+    with pytest.raises(CheckpointError, match=f"^input_scale is {scale:g}; accepted: a positive number"):
+        made(layer, fp8_scheme("tensor", "tensor"), {"y": part})
+
+
 def test_int8_with_a_scale_and_a_zero_point_a_token(generator: torch.Generator) -> None:
     part = int8_part(generator, (30, 70), torch.tensor([0.01]))
     x = torch.rand(20, 70, generator=generator) + torch.linspace(-1, 1, 20)[:, None]
