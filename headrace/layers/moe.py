@@ -136,8 +136,11 @@ class SparseMoE(Layer):
         """Return the names under which a checkpoint may list the format of each part: expert 0's, which stands for all,
         and that of all experts together."""
         experts = f"{self._block(path)}.experts"
-        parts = (*self.gate_up_spec.parts, *self.down_spec.parts)
-        return {part.name: [f"{experts}.0.{part.name}", experts] for part in parts}
+        gate_up = {
+            part.name: self.spec.names.stacked if self.in_turn else part.name for part in self.gate_up_spec.parts
+        }
+        held = gate_up | {part.name: part.name for part in self.down_spec.parts}
+        return {part: [f"{experts}.0.{name}", experts] for part, name in held.items()}
 
     def router_names(self, path: str) -> dict[str | None, list[str]]:
         """Return the same of the router and of the shared expert's gate."""

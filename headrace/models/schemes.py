@@ -11,7 +11,7 @@ from headrace.errors import CheckpointError
 from headrace.layers.embedding import ParallelLMHead
 from headrace.layers.linear import Linear
 from headrace.layers.moe import SparseMoE
-from headrace.models.checkpoint import StoredTensor, checkpoint_files, total_bytes
+from headrace.models.checkpoint import StoredTensor, checkpoint_files, of_all_experts, total_bytes
 from headrace.quantization.formats import UNQUANTIZED, LinearFormat
 from headrace.quantization.linear_rules import CheckpointFormat
 from headrace.quantization.mixed import mixed
@@ -112,7 +112,10 @@ def linears_in_files(folder: Path, tensors_of: Callable[[Path], list[StoredTenso
     total_bytes(files)  # which names a file that is missing
     for file in files:
         for stored in tensors_of(file):
-            owner, _, tensor = stored.name.rpartition(".")
+            of_all, tensor = of_all_experts(stored.name)
+            owner = of_all.replace(".experts.", ".experts.0.")  # which stands for all
+            if not of_all:
+                owner, _, tensor = stored.name.rpartition(".")
             names = {owner, f"model.{owner}"}
             if tensor == "weight" and stored.dtype in FLOATS:
                 plain |= names

@@ -139,6 +139,15 @@ def test_a_spoilt_checkpoint_is_refused_by_name(case: str, packed: Path) -> None
     assert "\n" not in str(error.value)
 
 
+def test_experts_that_the_files_hold_plain_are_so_whatever_config_says(tmp_path: Path) -> None:
+    """An export of the dequantized model may keep the format's fields."""
+    save_tiny_model(ARCHITECTURE, "sliding", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert not any(note.startswith("Quantization") for note in load(tmp_path).notes)
+
+
 def test_experts_alone_are_packed_whatever_config_json_leaves_out(packed: Path) -> None:
     config = json.loads((packed / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4"}
