@@ -278,7 +278,7 @@ def _take(one: Wanted, values: Tensor, check: FiniteCheck) -> None:
     """Put what was read where it belongs, if it is not there, and check it."""
     slot = one.slot
     if one.into is None:
-        with _named(f"tensor {one.stored.name!r} in {one.stored.file.name}"):
+        with _named(f"tensor {one.stored.shown} in {one.stored.file.name}"):
             slot.put(values)
     if not slot.optional:  # scales, whose readers report more about them
         values = values.view(torch.float8_e8m0fnu) if slot.e8m0 else values
