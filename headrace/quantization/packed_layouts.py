@@ -20,7 +20,7 @@ from headrace.errors import CheckpointError, ConfigError
 from headrace.kernels.packed import PackedWeight, pack
 from headrace.quantization.formats import WeightFormat
 from headrace.quantization.packed import PackedProduct
-from headrace.quantization.scheme import FLOATS, LinearSpec, Part, Scheme, Slot, Weights
+from headrace.quantization.scheme import FLOATS, LinearSpec, Part, Scheme, Slot, Weights, stored_type
 from headrace.quantization.smoothing import NAME as SMOOTHING
 from headrace.quantization.smoothing import empty_smoothing, smoothed, smoothing_slot, why_not_common
 from headrace.quantization.spellings import (
@@ -152,7 +152,7 @@ class IntegerLayout:
         if order is not None:
             codes = codes[:, order]
         return pack(
-            codes, scales.to(_stored_type(scales)), zeros,
+            codes, scales.to(stored_type(scales)), zeros,
             bits=self.kept_bits, group_size=self._size(scales, codes), order=order,
         )  # fmt: skip
 
@@ -310,15 +310,7 @@ class IntegerLayout:
             scales = scales.take_along_dim(columns, -1)
             zeros = None if zeros is None else zeros.take_along_dim(columns, -1)
         packed = pack(part.codes, scales, zeros, bits=self.kept_bits, group_size=size)
-        return packed.dequantize(_stored_type(part.scales))
-
-
-def _stored_type(scales: Tensor) -> torch.dtype:
-    """Return the narrowest floating type that holds `scales`, fp32, exactly: that of the checkpoint."""
-    for dtype in (torch.bfloat16, torch.float16):
-        if torch.equal(scales.to(dtype).float(), scales):
-            return dtype
-    return torch.float32
+        return packed.dequantize(stored_type(part.scales))
 
 
 def _stacked(parts: list[Tensor], rows: int, fill: int = 0) -> Tensor:

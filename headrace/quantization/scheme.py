@@ -232,3 +232,11 @@ class Scheme:
     format: WeightFormat
     layout: Layout
     product: Product
+
+
+def stored_type(scales: Tensor) -> torch.dtype:
+    """Return the narrowest floating type that holds `scales`, fp32, exactly: that of the checkpoint."""
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(scales.to(dtype).float(), scales):
+            return dtype
+    return torch.float32

@@ -14,7 +14,7 @@ from torch import Tensor
 from headrace.errors import CheckpointError, ConfigError
 from headrace.kernels._triton import fp8_dtype
 from headrace.kernels.fp8 import LEAST_GROUP, Rounding
-from headrace.quantization.scheme import E8M0, FLOATS, Layout, LinearSpec, Part, Slot, Weights
+from headrace.quantization.scheme import E8M0, FLOATS, Layout, LinearSpec, Part, Slot, Weights, stored_type
 from headrace.quantization.unquantized import bias_slot, empty_bias, rows_of
 
 Numbers = Literal["fp8", "fp8 blocks", "int8"]
@@ -167,9 +167,11 @@ class StoredLayout:
         return Rounding(narrow, bound=bound if bounded else None, zeros=not self.symmetric)
 
     def dequantize(self, spec: LinearSpec, weights: Weights) -> Weights:
-        if self.scale != "block":
-            return widen(spec, weights)
-        return widen(spec, weights, self.held_block(spec), self.shift(spec))
+        block = self.held_block(spec) if self.scale == "block" else None
+        plain = widen(spec, weights, block, self.shift(spec))
+        if not self.rounds:  # weights alone are widened, in the type of their scales, as the formats' tools do
+            plain["weight"] = plain["weight"].to(stored_type(weights["weight_scale"])).to(spec.dtype)
+        return plain
 
     def held_block(self, spec: LinearSpec) -> tuple[int, int]:
         """Return how many outputs and inputs share a scale here. Blocks of parts, and of a rank's slice of them, may

@@ -17,7 +17,7 @@ from headrace.kernels.fp8 import NarrowWeight, Quantized, Rounding, quantize_per
 from headrace.kernels.gemm import skinny_linear_reference
 from headrace.kernels.gemm_config import BUCKETS, GemmConfig
 from headrace.kernels.narrow import narrow_linear_reference
-from headrace.layers.linear import Linear, MergedColumnParallelLinear, RowParallelLinear
+from headrace.layers.linear import Linear, MergedColumnParallelLinear, RowParallelLinear, row_spec
 from headrace.quantization import gpu_linear
 from headrace.quantization.formats import FORMATS
 from headrace.quantization.fp8 import RoundingProduct, stored
@@ -416,3 +416,24 @@ def test_scales_of_blocks_may_be_powers_of_two_in_a_byte(generator: torch.Genera
     layout = fp8_scheme("block", "block").layout
     found = {name: slot for _, name, slot in layout.slots(spec, layout.create_weights(spec, CPU))}
     assert "F8_E8M0" in found["weight_scale_inv"].stored
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_weights_alone_are_widened_in_the_type_of_their_scales(
+    kind: str, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    """As compressed-tensors does; beside rounded activations, scales multiply in float32."""
+    scale = (torch.rand(24, 1, generator=generator) + 0.5).to(dtype)
+    make, scheme_of = (int8_part, int8_scheme) if kind == "int8" else (fp8_part, fp8_scheme)
+    part = make(generator, (24, 40), scale.float())
+    for activations in ("none", "token"):
+        scheme = scheme_of("channel", activations)
+        spec = row_spec("y", 40, 24, Group(0, 1), torch.float32)
+        weights = scheme.layout.create_weights(spec, torch.device("cpu"))
+        for _, name, slot in scheme.layout.slots(spec, weights):
+            if name in part.tensors:
+                slot.put(part.tensors[name][slot.source])
+        exact = part.weight
+        expected = exact.to(dtype).float() if activations == "none" else exact
+        assert torch.equal(scheme.layout.dequantize(spec, weights)["weight"], expected)
