@@ -50,7 +50,7 @@ class StoredTensor:
 
     @property
     def shown(self) -> str:
-        """How errors name it."""
+        """The name by which errors call it."""
         return f"{self.name!r} within {self.within!r}" if self.within else repr(self.name)
 
     @property
