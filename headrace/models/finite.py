@@ -1,4 +1,4 @@
-"""Refuses weights that are NaN or Inf as they are loaded, so that a damaged checkpoint is not served.
+"""Refuses weights that are NaN or Inf, and scales below 0, as they are loaded: a damaged checkpoint is not served.
 
 Each tensor takes one reduction on its device and no copy; the device is waited for once a file.
 """
@@ -22,25 +22,32 @@ CHUNK = 1 << 22
 class FiniteCheck:
     """Collects the smallest and largest values of the tensors of one file."""
 
-    _added: list[tuple[StoredTensor, tuple[slice, ...]]] = field(default_factory=list)
+    _added: list[tuple[StoredTensor, tuple[slice, ...], bool]] = field(default_factory=list)
     _extremes: list[Tensor] = field(default_factory=list)
     """smallest and largest value of each tensor, both NaN where it holds a NaN"""
 
-    def add(self, stored: StoredTensor, source: tuple[slice, ...], loaded: Tensor) -> None:
+    def add(self, stored: StoredTensor, source: tuple[slice, ...], loaded: Tensor, is_scale: bool = False) -> None:
         """Reduce `loaded`, which is the part `source` of `stored` in the type in which the model computes with it."""
         if not loaded.numel() or not loaded.is_floating_point():
             return
         parts = (loaded,) if loaded.itemsize > 1 else (part.float() for part in loaded.flatten().split(CHUNK))
         for part in parts:
-            self._added.append((stored, source))
+            self._added.append((stored, source, is_scale))
             self._extremes.extend(part.aminmax())
 
     def finish(self) -> None:
-        """Raise CheckpointError naming file and tensors if any value is NaN or Inf."""
+        """Raise CheckpointError naming file and tensors if any value is NaN or Inf, or any scale negative."""
         if not self._extremes:
             return
-        finite = torch.stack(self._extremes).isfinite().view(-1, 2).all(1).tolist()
-        named = {added[0].name: added for added, is_finite in zip(self._added, finite, strict=True) if not is_finite}
+        extremes = torch.stack(self._extremes).view(-1, 2).cpu()
+        for (stored, _, is_scale), (smallest, _) in zip(self._added, extremes.tolist(), strict=True):
+            if is_scale and smallest < 0:
+                raise CheckpointError(
+                    f"tensor {stored.shown} in {stored.file.name} holds the scale {smallest:g}; accepted: none below 0"
+                )
+        finite = extremes.isfinite().all(1).tolist()
+        pairs = zip(self._added, finite, strict=True)
+        named = {stored.name: (stored, source) for (stored, source, _), is_finite in pairs if not is_finite}
         if not named:
             return
         bad = list(named.values())

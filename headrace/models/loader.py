@@ -282,7 +282,8 @@ def _take(one: Wanted, values: Tensor, check: FiniteCheck) -> None:
             slot.put(values)
     if not slot.optional:  # scales, whose readers report more about them
         values = values.view(torch.float8_e8m0fnu) if slot.e8m0 else values
-        check.add(one.stored, one.source, values)  # what `put` made may hide it: an fp8 weight cannot be Inf
+        # what `put` made may hide it: an fp8 weight cannot be Inf
+        check.add(one.stored, one.source, values, slot.is_scale)
 
 
 def match_checkpoint(

@@ -81,8 +81,9 @@ class Wanted:
 
     def new_memory(self) -> Tensor:
         """Return memory for the values, in the type that the slot takes."""
-        kept = self.slot.dtype or (self.dtype if self.slot.destination is None else self.slot.destination.dtype)
-        return torch.empty(self.shape, dtype=kept, device=self.device)
+        slot = self.slot
+        kept = slot.dtype or (self.dtype if slot.destination is None else slot.destination.dtype)
+        return torch.empty(self.shape, dtype=self.dtype if slot.as_stored else kept, device=self.device)
 
 
 @dataclass(frozen=True)

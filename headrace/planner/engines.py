@@ -19,8 +19,7 @@ from headrace.planner.parallel import Parallel
 from headrace.planner.plan_request import PlanRequest
 from headrace.planner.record import Decision
 from headrace.planner.shapes import ModelShape
-from headrace.quantization.formats import MADE_AT_LOAD
-from headrace.quantization.table import resolve_format, served_formats
+from headrace.quantization.table import resolve_format
 
 FULL_GRAPHS: dict[str, str] = {
     **{entry.name: entry.full_graphs for entry in BACKENDS},
@@ -31,9 +30,8 @@ AITER_HEAD_DIMS = (64, 128, 256)
 """Head sizes for which ROCM_AITER_FA has kernels."""
 
 
-def model_gaps(raw: dict[str, Any], weight_format: str | None = None, asked: str | None = None) -> list[str]:
-    """Say why headrace cannot serve the model of a raw config.json, in another checkpoint's `weight_format` or with
-    --quantization `asked`; empty: it can."""
+def model_gaps(raw: dict[str, Any], asked: str | None = None) -> list[str]:
+    """Say why headrace cannot serve the model of a raw config.json, with --quantization `asked`; empty: it can."""
     names = raw.get("architectures") or ["unknown"]
     if served_entry(names[0]) is None:
         return [f"headrace has no {names[0]} yet; it has {', '.join(SERVED)}"]
@@ -43,9 +41,6 @@ def model_gaps(raw: dict[str, Any], weight_format: str | None = None, asked: str
         resolve_format(config, asked)
     except (UnsupportedModelError, ConfigError) as error:
         return [f"headrace: {error}"]
-    if weight_format is not None and weight_format not in (*MADE_AT_LOAD, *served_formats()):
-        made = " or ".join(MADE_AT_LOAD)
-        return [f"headrace reads no {weight_format} checkpoints yet; it rounds plain ones to {made} at load"]
     return []
 
 

@@ -195,9 +195,7 @@ class Scenario:
 
     def model_gaps(self) -> list[str]:
         """Say why headrace cannot serve the model today; empty: it can."""
-        own = self.config.weight_format  # as the name says: another checkpoint than config.json's
-        wanted = self.wanted_format
-        return model_gaps(self.config.config, wanted if own in (None, PLAIN.name) else own)
+        return model_gaps(self.config.config)
 
     @property
     def model_id(self) -> str:

@@ -105,11 +105,14 @@ class Fp4Layout:
             yield part, names.codes, taken
             types = E8M0 if self.e8m0 else ("F8_E4M3",)
             dummy = None if self.e8m0 else 1.0
-            scaled = Slot((outputs, groups), (part.rows, own), scales, stored=types, e8m0=self.e8m0, dummy=dummy)
+            scaled = Slot(
+                (outputs, groups), (part.rows, own), scales, stored=types, e8m0=self.e8m0, dummy=dummy, is_scale=True
+            )
             yield part, names.scales, scaled
             if names.factor:
                 factors, dummy = weights["factors"][rows_of(part)], DUMMY_FACTOR ** (-1 if names.divides else 1)
-                yield part, names.factor, Slot((1,), (slice(0, 1),), factors, shapes=((), (1, 1)), dummy=dummy)
+                one = Slot((1,), (slice(0, 1),), factors, shapes=((), (1, 1)), dummy=dummy, is_scale=True)
+                yield part, names.factor, one
             if names.smoothed:
                 yield part, SMOOTHING, smoothing_slot(part, number, weights)
             if names.unused:

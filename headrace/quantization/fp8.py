@@ -1,5 +1,5 @@
 """Serves weights and activations of 8 bits (W8A8) as products of narrow numbers: fp8 made of 16- and 32-bit checkpoints
-as they load, and fp8 and int8 (int8.py) that checkpoints hold (stored.py).
+as they load, and fp8 and int8 that checkpoints hold (stored.py).
 
 Made at load, weights are e4m3 with a scale a tensor of the checkpoint (`fp8`) or a scale an output (`ptpc_fp8`), and
 activations have a scale a token, computed in every step.
@@ -259,4 +259,17 @@ def stored(
 ) -> Scheme:
     """Return a new scheme for weights that the checkpoint holds in e4m3, with tensors named as StoredLayout says."""
     layout = StoredLayout(torch.float8_e4m3fn, scale, scale_name, activations, block, bound=bound)
+    return Scheme(format, layout, RoundingProduct(layout))
+
+
+def int8(
+    format: WeightFormat,
+    scale: str = "channel",
+    activations: str = "token",
+    symmetric: bool = True,
+    scale_name: str = "weight_scale",
+) -> Scheme:
+    """Return a new scheme for weights in int8, named as StoredLayout says; `symmetric` False: activations have zero
+    points."""
+    layout = StoredLayout(torch.int8, scale, scale_name, activations, symmetric=symmetric)
     return Scheme(format, layout, RoundingProduct(layout))

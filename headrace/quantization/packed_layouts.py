@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -20,21 +21,10 @@ from headrace.errors import CheckpointError, ConfigError
 from headrace.kernels.packed import PackedWeight, pack
 from headrace.quantization.formats import WeightFormat
 from headrace.quantization.packed import PackedProduct
-from headrace.quantization.scheme import FLOATS, LinearSpec, Part, Scheme, Slot, Weights, stored_type
+from headrace.quantization.scheme import FLOATS, LinearSpec, Part, Scheme, Slot, Weights, note_type, noted_type
 from headrace.quantization.smoothing import NAME as SMOOTHING
 from headrace.quantization.smoothing import empty_smoothing, smoothed, smoothing_slot, why_not_common
-from headrace.quantization.spellings import (
-    AWQ,
-    COMPRESSED,
-    GPTQ,
-    INTERLEAVED,
-    MODELOPT,
-    MODELOPT_BYTES,
-    UNPACKED,
-    Axis,
-    Spelling,
-    unpack_words,
-)
+from headrace.quantization.spellings import INTERLEAVED, SPELLINGS, Axis, Spelling, unpack_words
 from headrace.quantization.unquantized import bias_slot, empty_bias
 
 Zeros = Literal["stored", "stored minus one", "perhaps", "none"]
@@ -62,6 +52,7 @@ class Stored:
     """its value where the checkpoint lacks it; None: it must be there"""
     dummy: float | None = None
     """its value in a model of dummy weights; None: random numbers"""
+    is_scale: bool = False
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -81,6 +72,8 @@ class Loaded:
     """[..., out, groups] uint8; None: the middle of the codes' range"""
     groups: Tensor | None
     """[..., in] int64: the group of each column; None: they are in order, and all but the last are whole"""
+    dtype: torch.dtype
+    """of the scales in the checkpoint, to which tools round the weight"""
 
 
 class IntegerLayout:
@@ -104,6 +97,7 @@ class IntegerLayout:
 
     def create_weights(self, spec: LinearSpec, device: torch.device, experts: tuple[int, ...] = ()) -> Weights:
         weights = empty_bias(spec, device, experts)
+        weights["scale_types"] = torch.zeros(*experts, len(spec.parts), dtype=torch.uint8, device=device)
         for index, part in enumerate(spec.parts):
             for one in self._stored(part):
                 made = torch.empty(*experts, *one.held, dtype=one.dtype, device=device)
@@ -116,8 +110,15 @@ class IntegerLayout:
         for index, part in enumerate(spec.parts):
             for one in self._stored(part):
                 held = weights[f"{index}.{one.name}"]
-                optional = one.fill is not None
-                yield part, one.name, Slot(one.shape, one.source, held, optional, stored=one.types, dummy=one.dummy)
+                store = partial(_store_scales, held, weights["scale_types"][index]) if one.is_scale else None
+                yield (
+                    part,
+                    one.name,
+                    Slot(
+                        one.shape, one.source, held, one.fill is not None, store, stored=one.types, dummy=one.dummy,
+                        is_scale=one.is_scale, as_stored=one.is_scale,
+                    ),
+                )  # fmt: skip
             if self.spelling.groups and not self.group_size:  # all zeros
                 types = ("I32", "I64")
                 yield part, self.spelling.groups, Slot(part.shape[1:], (part.columns,), None, True, stored=types)
@@ -152,7 +153,7 @@ class IntegerLayout:
         if order is not None:
             codes = codes[:, order]
         return pack(
-            codes, scales.to(stored_type(scales)), zeros,
+            codes, scales.to(noted_type(weights["scale_types"])), zeros,
             bits=self.kept_bits, group_size=self._size(scales, codes), order=order,
         )  # fmt: skip
 
@@ -191,7 +192,8 @@ class IntegerLayout:
         if packed is None and self.spelling.flat_scales:
             shape, source = shape[:1], source[:1]
         if packed is None:
-            return Stored(name, shape, source, torch.float32, FLOATS, dummy=DUMMY_REACH / (1 << self.bits))
+            dummy = DUMMY_REACH / (1 << self.bits)
+            return Stored(name, shape, source, torch.float32, FLOATS, dummy=dummy, is_scale=True)
         return Stored(name, shape, source, self.spelling.word, self.spelling.types, fill)
 
     def _groups(self, part: Part) -> tuple[int, slice]:
@@ -230,6 +232,7 @@ class IntegerLayout:
     def _unpack(self, index: int, part: Part, weights: Weights) -> Loaded:
         """Return what `weights` hold of a part."""
         spelling, start = self.spelling, self._groups(part)[1].start
+        dtype = noted_type(weights["scale_types"][..., index])
 
         def plane(name: str) -> Tensor:
             held = weights[f"{index}.{name}"]
@@ -246,7 +249,7 @@ class IntegerLayout:
             minus_one = self.zeros == "stored minus one"
             zeros = self._codes(spelling.zeros, words, part.rows, minus_one).transpose(-1, -2)
         if f"{index}.{spelling.groups}" not in weights:
-            return Loaded(codes, scales, zeros, None)
+            return Loaded(codes, scales, zeros, None, dtype)
         groups = weights[f"{index}.{spelling.groups}"].long()
         neighbours = torch.arange(part.columns.start, part.columns.stop, device=groups.device) // self.group_size
         groups = torch.where((groups == UNKNOWN).any(-1, keepdim=True), neighbours, groups)
@@ -258,8 +261,8 @@ class IntegerLayout:
         begins_with_group = part.columns.start % self.group_size == 0 or scales.shape[-1] == 1
         if begins_with_group and bool((groups == neighbours).all()):
             mine = slice(int(neighbours[0]) - start, int(neighbours[-1]) - start + 1)
-            return Loaded(codes, scales[..., mine], None if zeros is None else zeros[..., mine], None)
-        return Loaded(codes, scales, zeros, groups - start)
+            return Loaded(codes, scales[..., mine], None if zeros is None else zeros[..., mine], None, dtype)
+        return Loaded(codes, scales, zeros, groups - start, dtype)
 
     def _codes(self, name: str, words: Tensor, held: slice, plus_one: bool = False) -> Tensor:
         """Return the codes [..., n] of `held`, shifted to kept_bits, given the words that hold them in the tensor
@@ -310,7 +313,12 @@ class IntegerLayout:
             scales = scales.take_along_dim(columns, -1)
             zeros = None if zeros is None else zeros.take_along_dim(columns, -1)
         packed = pack(part.codes, scales, zeros, bits=self.kept_bits, group_size=size)
-        return packed.dequantize(stored_type(part.scales))
+        return packed.dequantize(part.dtype)
+
+
+def _store_scales(place: Tensor, kind: Tensor, scales: Tensor) -> None:
+    place.copy_(scales)
+    note_type(kind, scales)
 
 
 def _stacked(parts: list[Tensor], rows: int, fill: int = 0) -> Tensor:
@@ -340,52 +348,27 @@ def _zeros_slot(size: int) -> Slot:
     return Slot((size,), (slice(0, size),), torch.empty(size), True, check)
 
 
-def pack_quantized(format: WeightFormat, bits: int, group_size: int, symmetric: bool, act_order: bool) -> Scheme:
-    """Return a new scheme for compressed-tensors' integers of 4 and 8 bits. Raises ConfigError."""
-    _check_bits(bits, (4, 8))
-    return _scheme(format, IntegerLayout(COMPRESSED, bits, group_size, "none" if symmetric else "stored", act_order))
-
-
-def int_quantized(format: WeightFormat, bits: int, group_size: int, symmetric: bool) -> Scheme:
-    """Return a new scheme for compressed-tensors' integers of 4 and 8 bits, a byte each. Raises ConfigError."""
-    _check_bits(bits, (4, 8))
-    return _scheme(format, IntegerLayout(UNPACKED, bits, group_size, "none" if symmetric else "stored"))
-
-
-def modelopt_awq(format: WeightFormat, bits: int, group_size: int) -> Scheme:
-    """Return a new scheme for ModelOpt's AWQ. Raises ConfigError."""
-    _check_bits(bits, (4,))
-    return _scheme(format, IntegerLayout(MODELOPT, bits, group_size, "none"))
-
-
-def modelopt_int8(format: WeightFormat, bits: int, group_size: int) -> Scheme:
-    """Return a new scheme for ModelOpt's integers of 8 bits with a scale an output. Raises ConfigError."""
-    _check_bits(bits, (8,))
-    return _scheme(format, IntegerLayout(MODELOPT_BYTES, bits, group_size, "none"))
-
-
-def awq(format: WeightFormat, bits: int, group_size: int, zero_point: bool) -> Scheme:
-    """Return a new scheme for AutoAWQ's weights (arXiv 2306.00978). Raises ConfigError."""
-    _check_bits(bits, (4,))
-    return _scheme(format, IntegerLayout(AWQ, bits, group_size, "stored" if zero_point else "perhaps"))
-
-
-def gptq(
-    format: WeightFormat, bits: int, group_size: int, act_order: bool, symmetric: bool, zeros_plus_one: bool
+def integers(
+    format: WeightFormat,
+    tool: str,
+    bits: int,
+    group_size: int,
+    act_order: bool = False,
+    symmetric: bool = True,
+    zero_point: bool | None = None,
+    zeros_plus_one: bool | None = None,
 ) -> Scheme:
-    """Return a new scheme for GPTQ's weights (arXiv 2210.17323); `zeros_plus_one`: zero points are stored minus one, as
-    all but `gptq_v2` do. The checkpoint has zero points even if `symmetric`. Raises ConfigError."""
-    _check_bits(bits, (2, 3, 4, 8))
-    zeros: Zeros = "stored minus one" if zeros_plus_one else "stored"
-    return _scheme(format, IntegerLayout(GPTQ, bits, group_size, zeros, act_order))
-
-
-def _check_bits(bits: int, accepted: tuple[int, ...]) -> None:
-    if bits not in accepted:
-        raise ConfigError(
-            f"config.json: quantization_config.bits is {bits}; accepted here: {', '.join(map(str, accepted))}"
-        )
-
-
-def _scheme(format: WeightFormat, layout: IntegerLayout) -> Scheme:
-    return Scheme(format, layout, PackedProduct(layout))
+    """Return a new scheme for the integers of a tool of SPELLINGS. `symmetric` weights have no zero points, but for
+    AWQ's (arXiv 2306.00978), which perhaps have even without `zero_point`, and GPTQ's (arXiv 2210.17323), which always
+    have: less one with `zeros_plus_one`, as all but `gptq_v2` store them. Raises ConfigError."""
+    spelling = SPELLINGS[tool]
+    if bits not in spelling.bits:
+        accepted = ", ".join(map(str, spelling.bits))
+        raise ConfigError(f"config.json: quantization_config.bits is {bits}; accepted here: {accepted}")
+    zeros: Zeros = "none" if symmetric else "stored"
+    if zero_point is not None:
+        zeros = "stored" if zero_point else "perhaps"
+    elif zeros_plus_one is not None:
+        zeros = "stored minus one" if zeros_plus_one else "stored"
+    made = IntegerLayout(spelling, bits, group_size, zeros, act_order)
+    return Scheme(format, made, PackedProduct(made))

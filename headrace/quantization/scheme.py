@@ -113,6 +113,10 @@ class Slot:
     """further shapes that the whole tensor may have in the checkpoint; `store` is then given what `slices` says"""
     dummy: float | None = None
     """what dummy weights are filled with; None: random numbers"""
+    is_scale: bool = False
+    """Its numbers are scales, none of which may be negative."""
+    as_stored: bool = False
+    """`store` takes the slice in the type that it has in the checkpoint, which counts for more than `dtype`."""
 
     def slices(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
         """Return the slice that this rank reads of a tensor of `shape`, one of `shapes`: as `source` says where its
@@ -234,9 +238,16 @@ class Scheme:
     product: Product
 
 
-def stored_type(scales: Tensor) -> torch.dtype:
-    """Return the narrowest floating type that holds `scales`, fp32, exactly: that of the checkpoint."""
-    for dtype in (torch.bfloat16, torch.float16):
-        if torch.equal(scales.to(dtype).float(), scales):
-            return dtype
-    return torch.float32
+SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""types of scales in a checkpoint, to which tools round what they widen; the others count as the first"""
+
+
+def note_type(place: Tensor, scales: Tensor) -> None:
+    """Keep in `place`, uint8, in which of SCALE_TYPES a checkpoint has `scales`."""
+    place.fill_(SCALE_TYPES.index(scales.dtype) if scales.dtype in SCALE_TYPES else 0)
+
+
+def noted_type(places: Tensor) -> torch.dtype:
+    """Return the type that `note_type` has kept in all `places`; float32, which holds all others, if they differ."""
+    found = places.unique().tolist()
+    return SCALE_TYPES[found[0] if len(found) == 1 else 0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ class Spelling:
     """a tensor that repeats the weight's shape, which is checked; empty: there is none"""
     unused: tuple[str, ...] = ()
     """scales of activations, and of weights that are rounded once more, which stay as they are here"""
+    bits: tuple[int, ...] = (4,)
+    """that its codes may have"""
     transposed: bool = False
     """[in, out] and [groups, out], not [out, in] and [out, groups]"""
     packed: Axis = "in"
@@ -50,31 +52,28 @@ class Spelling:
     """Inputs may be multiplied by AWQ's numbers (smoothing.py)."""
 
 
-AWQ = Spelling("qweight", "scales", "qzeros", transposed=True, packed="out", interleaved=True)
-GPTQ = Spelling("qweight", "scales", "qzeros", "g_idx", transposed=True, spare_bias=True)
-COMPRESSED = Spelling(
-    "weight_packed",
-    "weight_scale",
-    "weight_zero_point",
-    "weight_g_idx",
-    "weight_shape",
-    ("input_scale", "input_zero_point"),
-)
-UNPACKED = Spelling(
-    "weight", "weight_scale", "weight_zero_point", unused=("input_scale", "input_zero_point"),
-    word=torch.int8, types=("I8",), stored_bits=8, signed=True,
-)  # fmt: skip
-"""compressed-tensors, where it takes a byte for every code"""
-MODELOPT = Spelling(
-    "weight", "weight_scale", unused=("input_scale", "weight_scale_2"), packed="out",
-    word=torch.uint8, types=("U8",), signed=True, smoothed=True,
-)  # fmt: skip
-"""ModelOpt's AWQ; `weight_scale_2` is that of fp8, to which W4A8 rounds what 4 bits say"""
-MODELOPT_BYTES = Spelling(
-    "weight", "weight_scale", unused=("input_scale",), word=torch.int8, types=("I8",), stored_bits=8, signed=True,
-    smoothed=True, flat_scales=True,
-)  # fmt: skip
-"""ModelOpt's integers of 8 bits, whose smoothing (SmoothQuant's) is as AWQ's"""
+_BYTES: Any = {"word": torch.int8, "types": ("I8",), "stored_bits": 8, "signed": True}
+_ACTIVATIONS = ("input_scale", "input_zero_point")
+SPELLINGS = {
+    "awq": Spelling("qweight", "scales", "qzeros", transposed=True, packed="out", interleaved=True),
+    "gptq": Spelling(
+        "qweight", "scales", "qzeros", "g_idx", bits=(2, 3, 4, 8), transposed=True, spare_bias=True
+    ),
+    "pack_quantized": Spelling(
+        "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", _ACTIVATIONS, bits=(4, 8)
+    ),
+    "int_quantized": Spelling(  # a byte for every code
+        "weight", "weight_scale", "weight_zero_point", unused=_ACTIVATIONS, bits=(4, 8), **_BYTES
+    ),
+    "modelopt_awq": Spelling(  # `weight_scale_2` is that of fp8, to which W4A8 rounds what 4 bits say
+        "weight", "weight_scale", unused=("input_scale", "weight_scale_2"), packed="out", word=torch.uint8,
+        types=("U8",), signed=True, smoothed=True,
+    ),
+    "modelopt_int8": Spelling(  # whose smoothing (SmoothQuant's) is as AWQ's
+        "weight", "weight_scale", unused=("input_scale",), bits=(8,), smoothed=True, flat_scales=True, **_BYTES
+    ),
+}  # fmt: skip
+"""layout of a LinearFormat -> how its tensors are named, and lie"""
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from headrace.errors import CheckpointError, ConfigError
 from headrace.kernels._triton import fp8_dtype
 from headrace.kernels.fp8 import LEAST_GROUP, Rounding
-from headrace.quantization.scheme import E8M0, FLOATS, Layout, LinearSpec, Part, Slot, Weights, stored_type
+from headrace.quantization.scheme import E8M0, FLOATS, Layout, LinearSpec, Part, Slot, Weights, note_type, noted_type
 from headrace.quantization.unquantized import bias_slot, empty_bias, rows_of
 
 Numbers = Literal["fp8", "fp8 blocks", "int8"]
@@ -113,6 +113,8 @@ class StoredLayout:
             "weight_scale": torch.zeros(*experts, *scales, device=device),
             **empty_bias(spec, device, experts),
         }
+        if not self.rounds:
+            weights["scale_types"] = torch.zeros(*experts, len(spec.parts), dtype=torch.uint8, device=device)
         if self.activations == "tensor":
             weights["input_scale"] = torch.ones(*experts, len(spec.parts), device=device)
             if not self.symmetric:
@@ -131,7 +133,7 @@ class StoredLayout:
                 "weight",
                 Slot(part.shape, (part.rows, part.columns), weight, False, store, dtype, stored=stored),
             )
-            yield part, self.scale_name, self._scale_slot(spec, part, weights)
+            yield part, self.scale_name, self._scale_slot(spec, number, weights)
             for name in ("input_scale", "input_zero_point", "input_scale_ub"):
                 if name in weights:
                     of_transformers = name == "input_scale" and self.scale_name == "weight_scale_inv"
@@ -170,7 +172,9 @@ class StoredLayout:
         block = self.held_block(spec) if self.scale == "block" else None
         plain = widen(spec, weights, block, self.shift(spec))
         if not self.rounds:  # weights alone are widened, in the type of their scales, as the formats' tools do
-            plain["weight"] = plain["weight"].to(stored_type(weights["weight_scale"])).to(spec.dtype)
+            for number, part in enumerate(spec.parts):
+                rows = plain["weight"][..., rows_of(part), :]
+                rows.copy_(rows.to(noted_type(weights["scale_types"][..., number])))
         return plain
 
     def held_block(self, spec: LinearSpec) -> tuple[int, int]:
@@ -194,33 +198,35 @@ class StoredLayout:
     def _may_be_bounded(self) -> bool:
         return self.scale == "channel" and self.activations == "token" and self.dtype != torch.int8
 
-    def _scale_slot(self, spec: LinearSpec, part: Part, weights: Weights) -> Slot:
+    def _scale_slot(self, spec: LinearSpec, number: int, weights: Weights) -> Slot:
+        """Return the slot of the scales of the part `number`."""
+        part = spec.parts[number]
         scales, rows, columns = weights["weight_scale"], part.rows, part.columns
-        factor, dummy = of_e4m3fn(weights["weight"].dtype), DUMMY_SCALE[self.numbers]
+        kind = None if self.rounds else weights["scale_types"][number]
+        factor = of_e4m3fn(weights["weight"].dtype)
+        more: dict[str, Any] = {"dummy": DUMMY_SCALE[self.numbers], "is_scale": True, "as_stored": True}
         if self.scale != "block":
             mine = scales[rows_of(part)]
-            return _slot_of_outputs(part, mine, partial(_store_scales, mine, factor), dummy=dummy)
+            return _slot_of_outputs(part, mine, partial(_store_scales, mine, factor, kind), **more)
         height, width = self.block
         step = self.held_block(spec)[0]
         first, count = part.offset // step, -(-(rows.stop - rows.start) // step)
         source = _blocks(rows, height), _blocks(columns, width)
         mine, places = scales[first : first + count], range(rows.start, rows.start + step * count, step)
-        store = partial(_store_block_scales, mine, factor, places, height, source[1])
+        store = partial(_store_block_scales, mine, factor, kind, places, height, source[1])
         high, wide = -(-part.shape[0] // height), -(-part.shape[1] // width)
         shapes = ((high, 1, wide, 1), *([()] if high == wide == 1 else []))  # ModelOpt's
-        types = (*FLOATS, *E8M0)
-        return Slot(
-            (high, wide), source, mine, store=store, dtype=torch.float32, stored=types, shapes=shapes, dummy=dummy
-        )
+        return Slot((high, wide), source, mine, store=store, stored=(*FLOATS, *E8M0), shapes=shapes, **more)
 
     def _number_slot(self, name: str, place: Tensor) -> Slot:
         stored = INTEGERS if name == "input_zero_point" else FLOATS
         dummy = DUMMY_INPUT_SCALE[self.numbers] if name == "input_scale" else 0.0
-        store = partial(_store_scales, place, 1.0)
+        store = partial(_store_scales, place, 1.0, None)
         optional, shapes = name == "input_scale_ub", ((), (1, 1))
         return Slot(
-            (1,), (slice(0, 1),), place, optional, store, torch.float32, stored=stored, shapes=shapes, dummy=dummy
-        )
+            (1,), (slice(0, 1),), place, optional, store, torch.float32, stored, shapes=shapes, dummy=dummy,
+            is_scale=name == "input_scale",
+        )  # fmt: skip
 
 
 def widen(spec: LinearSpec, weights: Weights, block: tuple[int, int] | None = None, shift: int = 0) -> Weights:
@@ -273,16 +279,22 @@ def _must_be_zero(name: str, values: Tensor) -> None:
         raise CheckpointError(f"{name} of int8 weights is up to {largest:g}; accepted: 0, or none")
 
 
-def _store_scales(place: Tensor, factor: float, values: Tensor) -> None:
+def _store_scales(place: Tensor, factor: float, kind: Tensor | None, values: Tensor) -> None:
+    if kind is not None:
+        note_type(kind, values)
     place.copy_(values.flatten().to(place.device)).mul_(factor)
 
 
-def _store_block_scales(place: Tensor, factor: float, rows: range, height: int, columns: slice, values: Tensor) -> None:
+def _store_block_scales(
+    place: Tensor, factor: float, kind: Tensor | None, rows: range, height: int, columns: slice, values: Tensor
+) -> None:
     """Write the scales of `rows`, given those of the blocks of `height` rows that they are in."""
     if values.dim() != 2:  # of which all columns are read
         values = values.view(len(values) if values.dim() else 1, -1)[:, columns]
     blocks = torch.arange(rows.start, rows.stop, rows.step, device=place.device) // height - rows.start // height
-    place.copy_(values.to(place.device)[blocks]).mul_(factor)
+    if kind is not None:
+        note_type(kind, values)
+    place.copy_(values.to(place.device).float()[blocks]).mul_(factor)
 
 
 def _common(scales: Tensor, zeros: Tensor) -> Tensor:

@@ -6,55 +6,34 @@ The formats are those of the checkpoint or, for an unquantized checkpoint, that 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from headrace.config import CHECKPOINT_WORDS, QUANTIZATIONS
-from headrace.errors import ConfigError, UnsupportedModelError
+from headrace.errors import ConfigError
 from headrace.model_config import ModelConfig
 from headrace.quantization.checkpoint_format import read_format
 from headrace.quantization.checkpoint_integers import HEAD
 from headrace.quantization.formats import UNQUANTIZED, LinearFormat, rounded
 from headrace.quantization.linear_rules import CheckpointFormat, left_alone
 
-
-@dataclass(frozen=True)
-class SchemeEntry:
-    """Names the function that makes a Scheme, which loads torch: (format: WeightFormat, **settings) -> Scheme."""
-
-    module: str
-    function: str
-
-
+_INTEGERS = ("awq", "gptq", "pack_quantized", "int_quantized", "modelopt_awq", "modelopt_int8")
 SCHEMES = {
-    "plain": SchemeEntry("headrace.quantization.unquantized", "unquantized"),
-    "mxfp4": SchemeEntry("headrace.quantization.fp4", "mxfp4"),
-    "nvfp4": SchemeEntry("headrace.quantization.fp4", "nvfp4"),
-    "rounded": SchemeEntry("headrace.quantization.fp8", "fp8"),
-    "pack_quantized": SchemeEntry("headrace.quantization.packed_layouts", "pack_quantized"),
-    "int_quantized": SchemeEntry("headrace.quantization.packed_layouts", "int_quantized"),
-    "modelopt_awq": SchemeEntry("headrace.quantization.packed_layouts", "modelopt_awq"),
-    "modelopt_int8": SchemeEntry("headrace.quantization.packed_layouts", "modelopt_int8"),
-    "awq": SchemeEntry("headrace.quantization.packed_layouts", "awq"),
-    "gptq": SchemeEntry("headrace.quantization.packed_layouts", "gptq"),
-    "fp8_stored": SchemeEntry("headrace.quantization.fp8", "stored"),
-    "int8": SchemeEntry("headrace.quantization.int8", "int8"),
+    "plain": ("unquantized", "unquantized"),
+    "mxfp4": ("fp4", "mxfp4"),
+    "nvfp4": ("fp4", "nvfp4"),
+    "rounded": ("fp8", "fp8"),
+    "fp8_stored": ("fp8", "stored"),
+    "int8": ("fp8", "int8"),
+    **{layout: ("packed_layouts", f"integers:{layout}") for layout in _INTEGERS},
 }
-"""layout of a LinearFormat -> what serves it"""
-LAYOUTS = {
-    "fp8": ("fp8_stored",),
-    "int8": ("int8",),
-    "int4": ("pack_quantized", "int_quantized", "modelopt_awq", "awq", "gptq"),
-    "w8a16": ("pack_quantized", "int_quantized", "modelopt_int8", "gptq"),
-    "mxfp4": ("mxfp4",),
-    "nvfp4": ("nvfp4",),
-}
-"""name of a format -> layouts in which checkpoints hold it"""
+"""layout of a LinearFormat -> (module of this package, which loads torch; the function in it that makes a Scheme of
+(format: WeightFormat, **settings), and behind a colon the spelling that it is given too)"""
 
 
 def resolve_format(config: ModelConfig, quantization: str | None = None) -> CheckpointFormat:
     """Return the checkpoint's formats or, if it is unquantized, the one named by `quantization`. Raises
-    UnsupportedModelError for a format that is not served, ConfigError if `quantization` is no format or contradicts the
+    UnsupportedModelError for values that no layout holds, ConfigError if `quantization` is no format or contradicts the
     checkpoint."""
     found = read_format(config.quantization)
     if quantization is not None and quantization not in CHECKPOINT_WORDS:
@@ -68,12 +47,6 @@ def resolve_format(config: ModelConfig, quantization: str | None = None) -> Chec
         return CheckpointFormat("", rounded(QUANTIZATIONS[quantization]), left_alone([HEAD]))
     if quantization is not None:
         found = _in_words(found, quantization)
-    missing = [one for one in found.formats if one.layout not in SCHEMES]
-    if missing:
-        raise UnsupportedModelError(
-            f"config.json: quantization_config.quant_method {found.method!r} with {missing[0]} weights is not served "
-            f"yet; served: {', '.join(served_formats()) or 'unquantized weights'}"
-        )
     return found
 
 
@@ -92,12 +65,9 @@ def _in_words(found: CheckpointFormat, quantization: str) -> CheckpointFormat:
     return replace(found, notes=(note, *found.notes))
 
 
-def served_formats() -> list[str]:
-    """Return the names of the formats that checkpoints may be in."""
-    return [name for name, layouts in LAYOUTS.items() if any(layout in SCHEMES for layout in layouts)]
-
-
 def make_scheme(linear: LinearFormat) -> Any:
     """Return a new Scheme for linears of that format, which imports its module."""
-    entry = SCHEMES[linear.layout]
-    return getattr(importlib.import_module(entry.module), entry.function)(linear.format, **dict(linear.settings))
+    module, made_by = SCHEMES[linear.layout]
+    function, *spelling = made_by.split(":")
+    make = getattr(importlib.import_module(f"headrace.quantization.{module}"), function)
+    return make(linear.format, *spelling, **dict(linear.settings))

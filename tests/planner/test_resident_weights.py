@@ -102,6 +102,8 @@ def filled(spec: LinearSpec, weights: Weights, layout: Any) -> Weights:
     for name, tensor in weights.items():
         if tensor.is_floating_point():
             tensor.view(torch.uint8).zero_() if tensor.itemsize == 1 else tensor.fill_(2.0**-7)
+        elif name == "scale_types":
+            tensor.fill_(1)
         elif name.endswith("g_idx"):
             part = spec.parts[0]
             order = torch.randperm(part.shape[1], generator=torch.Generator().manual_seed(0))

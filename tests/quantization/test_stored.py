@@ -20,8 +20,7 @@ from headrace.kernels.narrow import narrow_linear_reference
 from headrace.layers.linear import Linear, MergedColumnParallelLinear, RowParallelLinear, row_spec
 from headrace.quantization import gpu_linear
 from headrace.quantization.formats import FORMATS
-from headrace.quantization.fp8 import RoundingProduct, stored
-from headrace.quantization.int8 import int8
+from headrace.quantization.fp8 import RoundingProduct, int8, stored
 from headrace.quantization.scheme import Scheme
 
 CPU, E4M3 = torch.device("cpu"), torch.float8_e4m3fn
@@ -423,10 +422,12 @@ def test_scales_of_blocks_may_be_powers_of_two_in_a_byte(generator: torch.Genera
 def test_weights_alone_are_widened_in_the_type_of_their_scales(
     kind: str, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
-    """As compressed-tensors does; beside rounded activations, scales multiply in float32."""
-    scale = (torch.rand(24, 1, generator=generator) + 0.5).to(dtype)
+    """As compressed-tensors does; beside rounded activations, scales multiply in float32. The file's type counts: these
+    numbers all fit bfloat16."""
+    scale = (torch.rand(24, 1, generator=generator) + 0.5).bfloat16().to(dtype)
     make, scheme_of = (int8_part, int8_scheme) if kind == "int8" else (fp8_part, fp8_scheme)
     part = make(generator, (24, 40), scale.float())
+    part.tensors["weight_scale"] = scale
     for activations in ("none", "token"):
         scheme = scheme_of("channel", activations)
         spec = row_spec("y", 40, 24, Group(0, 1), torch.float32)

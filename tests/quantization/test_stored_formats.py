@@ -116,6 +116,22 @@ def test_kernels_read_the_same_weights(fixture: Fixture) -> None:
         assert packed.scales.dtype == expected.dtype  # what the checkpoint holds, and no more
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@each_linear
+def test_the_type_of_scales_is_the_files(fixture: Fixture, dtype: torch.dtype) -> None:
+    """Whatever their values: all of these fit bfloat16."""
+    name = "scales" if "scales" in fixture.tensors else "weight_scale"
+    given, spec, layout = fixture.tensors[name], alone(fixture, torch.float32), fixture.scheme.layout
+    if given.itemsize == 1:  # of MXFP4 and NVFP4
+        return
+    weights = load(fixture, spec, **{name: given.bfloat16().to(dtype)})
+    packed = layout.packed(spec, weights)  # type: ignore[attr-defined]
+    assert packed.scales.dtype == dtype
+    exact = packed.dequantize(torch.float32).to(dtype).float()
+    factors = weights["smoothing"][0] if "smoothing" in weights else 1
+    assert torch.equal(layout.dequantize(spec, weights)["weight"], exact * factors)
+
+
 @each_linear
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_read_their_slices(fixture: Fixture, size: int) -> None:
