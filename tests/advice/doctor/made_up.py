@@ -6,9 +6,11 @@ The texts have the shapes that nvidia-smi, rocm-smi and the kernel print; the va
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from headrace.advice.doctor.checkup import examine
 from headrace.advice.doctor.finding import Finding, Severity
@@ -158,6 +160,18 @@ def showtopo(gpus: int, kind: str = "XGMI") -> str:
     )
 
 
+Changes = dict[str, Any]
+"""What `MadeUp.change` takes"""
+Case = tuple[Any, ...]
+"""(id of a finding, machine, changes, severity, what is seen, then fix and cost where they matter); a severity of None:
+there is no such finding"""
+
+
+def says(pattern: str, text: str) -> bool:
+    """Whether `text` is `pattern`, in which `…` stands for anything."""
+    return re.fullmatch(".*".join(map(re.escape, pattern.split("…"))), text, re.DOTALL) is not None
+
+
 class MadeUp:
     """Change its parts, then ask for `findings()` or for one `finding(id)`."""
 
@@ -170,20 +184,24 @@ class MadeUp:
         self.closed: set[str] = set()
         self.model_bytes: int | None = None
         self.commands[sys.executable] = json.dumps({**PROBE, "devices": 0, "architectures": [], "needed": []})
-        self.write("/proc/self/limits", LIMITS)
-        self.write("/proc/self/status", "Name:\tpython\nCpus_allowed_list:\t0-127\n")
-        self.write("/proc/meminfo", MEMINFO)
-        self.write("/proc/cpuinfo", "flags\t\t: fpu vme sse4_2\n")
-        self.write("/proc/mounts", "/dev/nvme0n1p2 / ext4 rw 0 0\ntmpfs /dev/shm tmpfs rw 0 0\n")
-        self.write("/proc/cmdline", "BOOT_IMAGE=/vmlinuz root=/dev/nvme0n1p2 ro\n")
-        self.write("/proc/sys/kernel/numa_balancing", "0\n")
-        self.write("/sys/devices/system/node/node0/cpulist", "0-63\n")
-        self.write("/sys/devices/system/node/node1/cpulist", "64-127\n")
-        self.write("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor", "performance\n")
-        self.write("/sys/devices/system/cpu/cpu0/cpufreq/scaling_driver", "acpi-cpufreq\n")
-        self.write("/sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n")
-        self.write("/sys/class/net/eth0/mtu", "1500\n")
-        self.write("/sys/class/net/lo/mtu", "65536\n")
+        self.change(
+            {
+                "/proc/self/limits": LIMITS,
+                "/proc/self/status": "Name:\tpython\nCpus_allowed_list:\t0-127\n",
+                "/proc/meminfo": MEMINFO,
+                "/proc/cpuinfo": "flags\t\t: fpu vme sse4_2\n",
+                "/proc/mounts": "/dev/nvme0n1p2 / ext4 rw 0 0\ntmpfs /dev/shm tmpfs rw 0 0\n",
+                "/proc/cmdline": "BOOT_IMAGE=/vmlinuz root=/dev/nvme0n1p2 ro\n",
+                "/proc/sys/kernel/numa_balancing": "0\n",
+                "/sys/devices/system/node/node0/cpulist": "0-63\n",
+                "/sys/devices/system/node/node1/cpulist": "64-127\n",
+                "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "performance\n",
+                "/sys/devices/system/cpu/cpu0/cpufreq/scaling_driver": "acpi-cpufreq\n",
+                "/sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
+                "/sys/class/net/eth0/mtu": "1500\n",
+                "/sys/class/net/lo/mtu": "65536\n",
+            }
+        )
 
     def write(self, name: str, text: str | bytes) -> None:
         path = self.root / name.lstrip("/")
@@ -276,6 +294,45 @@ class MadeUp:
             }.items():
                 self.write(f"{folder}/{name}", f"{text}\n")
         return self
+
+    def made(self, machine: str) -> MadeUp:
+        """`nvidia 8`, or `amd 1 8 CPX NPS4`: GPUs, partitions of each, modes; "" has no GPU."""
+        vendor, *rest = machine.split() or [""]
+        return getattr(self, vendor)(*(int(word) if word.isdigit() else word for word in rest)) if vendor else self
+
+    def change(self, changes: Changes) -> MadeUp:
+        """Change a file (`/proc/swaps`; None removes it, and its folder if that is empty), a piece of what nvidia-smi
+        says of the first GPUs (`<used>4 MiB`; (text, GPUs)), a disk (`disk /dev/shm`), a package's file (`torch/...`),
+        a variable (`NCCL_DEBUG`), or what a command (`python`: torch's probe) prints."""
+        for name, value in changes.items():
+            if name.startswith("/") and value is None:
+                self.remove(name)
+                folder = (self.root / name.lstrip("/")).parent
+                if not any(folder.iterdir()):
+                    folder.rmdir()
+            elif name.startswith("/"):
+                self.write(name, value)
+            elif ">" in name:
+                self.gpu_xml(name, *(value if isinstance(value, tuple) else (value,)))
+            elif name.startswith("disk "):
+                self.disks[name[5:]] = Disk(2000 * GIB, value)
+            elif name.startswith("torch/"):
+                self.packages[name] = value
+            elif name.isupper():
+                self.environment[name] = value
+            else:
+                self.commands[sys.executable if name == "python" else name] = value
+        return self
+
+    def holds(self, case: Case) -> None:
+        """Make the machine of a case, and compare what is found."""
+        id, machine, changes, severity, *texts = case
+        found = [finding for finding in self.made(machine).change(changes).findings() if finding.id == id]
+        assert bool(found) is (severity is not None), found
+        if found:
+            assert found[0].severity is severity
+            for pattern, text in zip(texts, (found[0].seen, found[0].fix, found[0].cost), strict=False):
+                assert says(pattern, text), text
 
     def probe(self, **values: object) -> None:
         """What the process that imports torch reports."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from headrace.advice.doctor import checkup
 from headrace.advice.doctor.finding import Finding, Severity
 from headrace.advice.doctor.machine import Machine, Unreadable
+from headrace.advice.doctor.software import PROBE
 from headrace.advice.doctor.survey import Survey
 from tests.advice.doctor.made_up import MadeUp
 
@@ -19,8 +21,7 @@ DOCS = Path(__file__).parents[3] / "docs" / "planning.md"
 
 @pytest.mark.parametrize("vendor", ["", "nvidia", "amd"])
 def test_a_machine_in_good_health(here: MadeUp, vendor: str) -> None:
-    if vendor:
-        getattr(here, vendor)(8)
+    here.made(f"{vendor} 8" if vendor else "")
     assert {finding.severity for finding in here.findings()} == {Severity.OK}
 
 
@@ -61,32 +62,24 @@ def test_a_check_that_fails_is_a_finding(here: MadeUp, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("vendor", ["nvidia", "amd"])
-@pytest.mark.parametrize("text", ["", "-1\n", "no number\n[x]: - kB ::\n", b"\xff\x00\n1 2"])
-def test_odd_files_and_outputs(here: MadeUp, vendor: str, text: str | bytes) -> None:
-    getattr(here, vendor)(2)
-    files = [path for path in here.root.rglob("*") if path.is_file() and not path.is_symlink()]
-    for path in files:
+@pytest.mark.parametrize("text", [None, "", "-1\n", "no number\n[x]: - kB ::\n", b"\xff\x00\n1 2"])
+def test_odd_and_missing_files_and_outputs(here: MadeUp, vendor: str, text: str | bytes | None) -> None:
+    here.made(vendor)
+    for path in [path for path in here.root.rglob("*") if path.is_file() and not path.is_symlink()]:
         before = path.read_bytes()
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        if text is None:
+            path.unlink()
+        else:
+            path.write_bytes(text if isinstance(text, bytes) else text.encode())
         assert not failed(here), path
         path.write_bytes(before)
-    for name, output in list(here.commands.items()):
+    for name, output in list(here.commands.items()) if text is not None else ():
         here.commands[name] = text if isinstance(text, str) else text.decode(errors="replace")
         assert not failed(here), name
         here.commands[name] = output
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "NCCL_MIN_NCHANNELS"):
         here.environment[name] = str(text)
         assert not failed(here), name
-
-
-@pytest.mark.parametrize("vendor", ["nvidia", "amd"])
-def test_missing_files(here: MadeUp, vendor: str) -> None:
-    getattr(here, vendor)(2)
-    for path in [path for path in here.root.rglob("*") if path.is_file() and not path.is_symlink()]:
-        before = path.read_bytes()
-        path.unlink()
-        assert not failed(here), path
-        path.write_bytes(before)
 
 
 def failed(here: MadeUp) -> list[Finding]:
@@ -100,9 +93,5 @@ def test_the_page_names_every_check() -> None:
 
 def test_the_probe_of_torch_runs() -> None:
     """The one command that is our own: on any machine it prints a report."""
-    import json
-
-    from headrace.advice.doctor.software import PROBE
-
     report = json.loads(Machine({}).command(sys.executable, "-c", PROBE, seconds=120).splitlines()[-1])
     assert report["seconds"] > 0

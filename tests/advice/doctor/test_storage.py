@@ -8,20 +8,42 @@ import pytest
 
 from headrace.advice.doctor.finding import Severity
 from headrace.advice.doctor.storage import hub_folder, kernel_folder
-from tests.advice.doctor.made_up import GIB, Disk, MadeUp
+from tests.advice.doctor.made_up import GIB, Case, Disk, MadeUp
 
 HURTS, NOTE, OK, UNKNOWN = Severity.HURTS, Severity.NOTE, Severity.OK, Severity.UNKNOWN
+IN_CONTAINER = {"/.dockerenv": ""}
+HUB, KERNELS = "/root/.cache/huggingface/hub", "/root/.triton/cache"
+MOUNTS = "/proc/mounts"
+INSIDE = {"TRITON_CACHE_DIR": "/triton", "HEADRACE_CACHE": "/measured", "/triton/x": ""} | IN_CONTAINER
+OVERLAY = "overlay / overlay rw 0 0\n"
+CASES: list[Case] = [
+    *(("hub-cache", "", {"HF_HOME": "/data/hf", "/data/hf/token": "",
+                         MOUNTS: f"/dev/sda1 / ext4 rw 0 0\nserver:/x /data {kind} rw 0 0\n/dev/sdb /dat ext4 rw 0 0\n",
+                         **container}, NOTE if words else OK, f"…{words}")
+      for kind, container, words in (("nfs4", {}, "on nfs4"), ("tmpfs", {}, "in memory (tmpfs)"), ("overlay", {}, ""),
+                                     ("overlay", IN_CONTAINER, "inside the container"), ("xfs", IN_CONTAINER, ""))),
+    ("HF_HUB_OFFLINE", "", {"HF_HUB_OFFLINE": "1"}, NOTE),
+    ("kernel-cache", "nvidia", INSIDE | {MOUNTS: OVERLAY}, NOTE, "/triton and /measured: inside the container",
+     "docker run -v headrace-kernel-cache:/triton -v headrace-measurements:/measured ..."),
+    *((id, "nvidia", INSIDE | {MOUNTS: f"{OVERLAY}/dev/sda /triton ext4 rw 0 0\n"}, severity)
+      for id, severity in (("kernel-cache", OK), ("measurements", NOTE))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[1]} {case[3]}")
+def test_findings(here: MadeUp, case: Case) -> None:
+    here.holds(case)
 
 
 @pytest.mark.parametrize(
     ("environment", "hub", "kernels"),
     [
-        ({}, "/root/.cache/huggingface/hub", "/root/.triton/cache"),
-        ({"HF_HOME": "/data/hf"}, "/data/hf/hub", "/root/.triton/cache"),
-        ({"HF_HUB_CACHE": "~/models", "HF_HOME": "/x"}, "/root/models", "/root/.triton/cache"),
-        ({"XDG_CACHE_HOME": "/tmp/c"}, "/tmp/c/huggingface/hub", "/root/.triton/cache"),
-        ({"TRITON_HOME": "/scratch"}, "/root/.cache/huggingface/hub", "/scratch/.triton/cache"),
-        ({"TRITON_CACHE_DIR": "/scratch/t"}, "/root/.cache/huggingface/hub", "/scratch/t"),
+        ({}, HUB, KERNELS),
+        ({"HF_HOME": "/data/hf"}, "/data/hf/hub", KERNELS),
+        ({"HF_HUB_CACHE": "~/models", "HF_HOME": "/x"}, "/root/models", KERNELS),
+        ({"XDG_CACHE_HOME": "/tmp/c"}, "/tmp/c/huggingface/hub", KERNELS),
+        ({"TRITON_HOME": "/scratch"}, HUB, "/scratch/.triton/cache"),
+        ({"TRITON_CACHE_DIR": "/scratch/t"}, HUB, "/scratch/t"),
     ],
 )
 def test_folders(here: MadeUp, environment: dict[str, str], hub: str, kernels: str) -> None:
@@ -31,86 +53,30 @@ def test_folders(here: MadeUp, environment: dict[str, str], hub: str, kernels: s
 
 @pytest.mark.parametrize(
     ("free", "model", "severity"),
-    [
-        (1500 * GIB, None, OK),
-        (30 * GIB, None, NOTE),
-        (2 * GIB, None, HURTS),
-        (100 * GIB, 141 * 10**9, HURTS),
-        (30 * GIB, 16 * 10**9, OK),
-    ],
-)
+    [(1500 * GIB, None, OK), (30 * GIB, None, NOTE), (2 * GIB, None, HURTS), (100 * GIB, 141 * 10**9, HURTS),
+     (30 * GIB, 16 * 10**9, OK)],
+)  # fmt: skip
 def test_room_for_weights(here: MadeUp, free: int, model: int | None, severity: Severity) -> None:
-    here.write("/data/hf/hub/version.txt", "1")
-    here.environment["HF_HOME"] = "/data/hf"
-    here.disks["/data/hf/hub"] = Disk(2000 * GIB, free)
     here.model_bytes = model
-    finding = here.finding("hub-cache")
-    assert finding.severity is severity
-    assert finding.seen.startswith("/data/hf/hub: ")
-    assert severity is OK or finding.fix == "export HF_HOME=/path/on/a/large/disk"
-
-
-@pytest.mark.parametrize(
-    ("kind", "container", "severity", "words"),
-    [
-        ("nfs4", False, NOTE, "on nfs4"),
-        ("tmpfs", False, NOTE, "in memory (tmpfs)"),
-        ("overlay", True, NOTE, "inside the container"),
-        ("overlay", False, OK, ""),
-        ("xfs", True, OK, ""),
-    ],
-)
-def test_what_the_hub_cache_lies_on(here: MadeUp, kind: str, container: bool, severity: Severity, words: str) -> None:
-    here.environment["HF_HOME"] = "/data/hf"
-    here.write("/data/hf/token", "")
-    here.write("/proc/mounts", f"/dev/sda1 / ext4 rw 0 0\nserver:/x /data {kind} rw 0 0\n/dev/sdb /dat ext4 rw 0 0\n")
-    if container:
-        here.write("/.dockerenv", "")
-    finding = here.finding("hub-cache")
-    assert finding.severity is severity
-    assert words in finding.seen
+    changes = {"/data/hf/hub/version.txt": "1", "HF_HOME": "/data/hf", "disk /data/hf/hub": free}
+    fix = "" if severity is OK else "export HF_HOME=/path/on/a/large/disk"
+    here.holds(("hub-cache", "", changes, severity, "/data/hf/hub: …", fix))
 
 
 def test_a_hub_cache_that_may_not_be_written(here: MadeUp) -> None:
-    here.write("/data/readme", "")
-    here.environment["HF_HOME"] = "/data/hf"
     here.closed = {"/data"}
-    finding = here.finding("hub-cache")
-    assert (finding.severity, finding.seen) == (HURTS, "/data/hf/hub may not be written")
-
-
-def test_the_hub_is_off_limits(here: MadeUp) -> None:
-    here.environment["HF_HUB_OFFLINE"] = "1"
-    assert here.finding("HF_HUB_OFFLINE").severity is NOTE
+    changes = {"/data/readme": "", "HF_HOME": "/data/hf"}
+    here.holds(("hub-cache", "", changes, HURTS, "/data/hf/hub may not be written"))
 
 
 @pytest.mark.parametrize(("id", "variable"), [("kernel-cache", "TRITON_CACHE_DIR"), ("measurements", "HEADRACE_CACHE")])
 def test_caches_of_kernels_and_measurements(here: MadeUp, id: str, variable: str) -> None:
-    here.nvidia().environment[variable] = "/data/cache"
-    here.write("/data/cache/x", "")
-    assert here.finding(id).seen == "/data/cache"
-    here.write("/proc/mounts", "server:/x /data nfs rw 0 0\n")
-    assert here.finding(id).severity is NOTE
-    here.disks["/data/cache"] = Disk(GIB, GIB // 2)
-    finding = here.finding(id)
-    assert (finding.severity, finding.seen) == (HURTS, "/data/cache: 0.5 GiB free")
+    here.holds((id, "nvidia", {variable: "/data/cache", "/data/cache/x": ""}, OK, "/data/cache"))
+    here.holds((id, "", {MOUNTS: "server:/x /data nfs rw 0 0\n"}, NOTE))
+    here.holds((id, "", {"disk /data/cache": GIB // 2}, HURTS, "/data/cache: 0.5 GiB free"))
     here.closed = {"/data/cache"}
-    finding = here.finding(id)
-    assert (finding.severity, finding.seen) == (HURTS, "/data/cache may not be written")
-    assert finding.fix == f"export {variable}=/path/on/a/local/disk"
-
-
-def test_caches_inside_a_container(here: MadeUp) -> None:
-    here.nvidia().environment |= {"TRITON_CACHE_DIR": "/triton", "HEADRACE_CACHE": "/measured"}
-    here.write("/proc/mounts", "overlay / overlay rw 0 0\n")
-    here.write("/.dockerenv", "")
-    here.write("/triton/x", "")
-    finding = here.finding("kernel-cache")
-    assert (finding.severity, finding.seen) == (NOTE, "/triton and /measured: inside the container")
-    assert finding.fix == "docker run -v headrace-kernel-cache:/triton -v headrace-measurements:/measured ..."
-    here.write("/proc/mounts", "overlay / overlay rw 0 0\n/dev/sda /triton ext4 rw 0 0\n")
-    assert here.finding("kernel-cache").severity is OK
-    assert here.finding("measurements").severity is NOTE
+    fix = f"export {variable}=/path/on/a/local/disk"
+    here.holds((id, "", {}, HURTS, "/data/cache may not be written", fix))
 
 
 def test_a_disk_that_does_not_answer(here: MadeUp) -> None:

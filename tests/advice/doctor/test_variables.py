@@ -6,7 +6,7 @@ import pytest
 
 from headrace.advice.doctor.finding import Severity
 from headrace.advice.doctor.variables import RULES
-from tests.advice.doctor.made_up import MadeUp
+from tests.advice.doctor.made_up import Case, MadeUp
 
 HURTS, NOTE, OK = Severity.HURTS, Severity.NOTE, Severity.OK
 CASES = [
@@ -58,9 +58,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "value", "vendor", "gpus", "severity"), CASES)
 def test_a_rule(here: MadeUp, name: str, value: str, vendor: str, gpus: int, severity: Severity | None) -> None:
-    if vendor:
-        getattr(here, vendor)(gpus)
-    here.environment[name] = value
+    here.made(f"{vendor} {gpus}" if vendor else "").environment[name] = value
     found = [finding for finding in here.findings() if finding.id == name]
     assert [finding.severity for finding in found] == ([severity] if severity else [])
     for finding in found:
@@ -74,49 +72,28 @@ def test_every_rule_has_a_case() -> None:
     assert {(rule.name, rule.severity) for rule in RULES} == spoken
 
 
-def test_infiniband_switched_off(here: MadeUp) -> None:
-    here.nvidia().environment["NCCL_IB_DISABLE"] = "1"
-    here.write("/sys/class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE")
-    assert here.finding("NCCL_IB_DISABLE").severity is NOTE
+AITER = {"VLLM_ROCM_USE_AITER": "1", "VLLM_ROCM_USE_AITER_MHA": "0"}
+OTHERS: list[Case] = [
+    ("NCCL_IB_DISABLE", "nvidia", {"NCCL_IB_DISABLE": "1", "/sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE"},
+     NOTE),
+    ("RCCL_DEBUG", "amd", {"RCCL_DEBUG": "INFO", "RCCL_NET_GDR_LEVEL": "2", "RCCL_ENABLE_SIGNALHANDLER": "1"}, NOTE,
+     "RCCL_DEBUG, RCCL_NET_GDR_LEVEL",
+     "unset RCCL_DEBUG RCCL_NET_GDR_LEVEL; export NCCL_DEBUG=INFO; export NCCL_NET_GDR_LEVEL=2"),
+    ("RCCL_DEBUG", "nvidia", {"RCCL_DEBUG": "INFO"}, NOTE, "…", "unset RCCL_DEBUG"),
+    *(("aiter", vendor, AITER, NOTE, "VLLM_ROCM_USE_AITER, VLLM_ROCM_USE_AITER_MHA",
+       "unset VLLM_ROCM_USE_AITER VLLM_ROCM_USE_AITER_MHA") for vendor in ("", "nvidia")),
+    ("aiter", "amd", {"VLLM_ROCM_USE_AITER_MOE": "1"}, NOTE, "…", "export VLLM_ROCM_USE_AITER=1"),
+    ("aiter", "amd", AITER, None),
+    ("variables", "nvidia", {}, OK, "none set that hurts"),
+    ("variables", "nvidia", {"NCCL_IB_HCA": "mlx5", "PATH": "/bin"}, OK, "NCCL_IB_HCA do no harm"),
+]  # fmt: skip
 
 
-def test_names_that_rccl_does_not_read(here: MadeUp) -> None:
-    here.amd().environment |= {"RCCL_DEBUG": "INFO", "RCCL_NET_GDR_LEVEL": "2", "RCCL_ENABLE_SIGNALHANDLER": "1"}
-    finding = here.finding("RCCL_DEBUG")
-    assert (finding.severity, finding.seen) == (NOTE, "RCCL_DEBUG, RCCL_NET_GDR_LEVEL")
-    assert finding.fix == ("unset RCCL_DEBUG RCCL_NET_GDR_LEVEL; export NCCL_DEBUG=INFO; export NCCL_NET_GDR_LEVEL=2")
-
-
-def test_names_that_nccl_does_not_read_either(here: MadeUp) -> None:
-    here.nvidia().environment["RCCL_DEBUG"] = "INFO"
-    assert here.finding("RCCL_DEBUG").fix == "unset RCCL_DEBUG"
-
-
-@pytest.mark.parametrize("vendor", ["", "nvidia"])
-def test_aiter_without_rocm(here: MadeUp, vendor: str) -> None:
-    if vendor:
-        getattr(here, vendor)()
-    here.environment |= {"VLLM_ROCM_USE_AITER": "1", "VLLM_ROCM_USE_AITER_MHA": "0"}
-    finding = here.finding("aiter")
-    assert (finding.severity, finding.seen) == (NOTE, "VLLM_ROCM_USE_AITER, VLLM_ROCM_USE_AITER_MHA")
-    assert finding.fix == "unset VLLM_ROCM_USE_AITER VLLM_ROCM_USE_AITER_MHA"
-
-
-def test_aiter_without_its_master_switch(here: MadeUp) -> None:
-    here.amd().environment["VLLM_ROCM_USE_AITER_MOE"] = "1"
-    finding = here.finding("aiter")
-    assert (finding.severity, finding.fix) == (NOTE, "export VLLM_ROCM_USE_AITER=1")
-    here.environment["VLLM_ROCM_USE_AITER"] = "1"
-    assert "aiter" not in [finding.id for finding in here.findings()]
+@pytest.mark.parametrize("case", OTHERS, ids=lambda case: f"{case[0]} {case[1]} {case[3]}")
+def test_findings(here: MadeUp, case: Case) -> None:
+    here.holds(case)
 
 
 def test_kernel_arguments_in_host_memory(here: MadeUp) -> None:
     del here.amd().environment["HIP_FORCE_DEV_KERNARG"]
-    finding = here.finding("HIP_FORCE_DEV_KERNARG")
-    assert (finding.severity, finding.seen) == (NOTE, "HIP_FORCE_DEV_KERNARG is not set")
-
-
-def test_nothing_set(here: MadeUp) -> None:
-    assert here.nvidia().finding("variables").seen == "none set that hurts"
-    here.environment |= {"NCCL_IB_HCA": "mlx5", "PATH": "/bin"}
-    assert here.finding("variables").seen == "NCCL_IB_HCA do no harm"
+    here.holds(("HIP_FORCE_DEV_KERNARG", "", {}, NOTE, "HIP_FORCE_DEV_KERNARG is not set"))
